@@ -75,7 +75,7 @@ def write_run(folder, metrics):
     return folder
 
 
-def test_a_run_that_went_another_way_is_noticed(tmp_path):
+def test_chaos_diverged_run_is_detected(tmp_path):
     metrics = [{"step": step, "loss/total": 0.5, "time/total": 1.0} for step in range(STEPS + 1)]
     want = write_run(tmp_path / "want", metrics)
     same = write_run(tmp_path / "same", [{**line, "time/total": 2.0} for line in metrics])
@@ -91,7 +91,7 @@ def test_a_run_that_went_another_way_is_noticed(tmp_path):
     assert "there is no" in differences(same, want)[0]
 
 
-def test_what_is_left_of_a_round_is_found_and_ended(tmp_path):
+def test_chaos_round_leftover_processes_found_and_ended(tmp_path):
     home = Round(tmp_path, tmp_path / "round")
     child = subprocess.Popen(["sleep", "60"], env={"CHAOS_MARK": home.mark})
     stranger = subprocess.Popen(["sleep", "60"])

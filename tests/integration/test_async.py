@@ -70,7 +70,7 @@ def require_replayed(run, workplace, recipe, *args):
     ],
     ids=["full", "lora"],
 )
-def test_zero_steps_ahead_is_the_run_that_samples_and_trains_in_turns(request, workplace, server, recipe, config):
+def test_async_prefetch_zero_equals_synchronous_run(request, workplace, server, recipe, config):
     """Another bound of the age changes nothing where nothing is sampled ahead: no token, no loss, no weight."""
     folder, word = map(request.getfixturevalue, (workplace, server))
     runs.run(folder, recipe, "output_dir=in_turns", "staleness=1", "depth=0", word, config=config)
@@ -80,7 +80,7 @@ def test_zero_steps_ahead_is_the_run_that_samples_and_trains_in_turns(request, w
     assert weights(result) == weights(want) != {}
 
 
-def test_a_run_that_is_shorter_than_it_may_be_ahead(full_workplace, served):
+def test_async_run_shorter_than_staleness_limit_completes(full_workplace, served):
     runs.run(full_workplace, "grpo_async", "output_dir=ahead", "max_steps=1", *AHEAD, served)
     require_ahead(full_workplace / "ahead", 1)
 
@@ -100,7 +100,7 @@ def by_peft(path, base):
 
 @pytest.mark.rest
 @pytest.mark.parametrize(("model", "load"), [([], by_transformers), (ADAPTERS, by_peft)], ids=["full", "lora"])
-def test_flight_over_the_publications_of_a_run(tmp_path, model, load):
+def test_in_flight_tokens_label_their_sampling_version(tmp_path, model, load):
     """Each token is of the policy that labels it: a checkpoint of that step says the same of it, to whoever loads it."""
     folder, run, steps = runs.make_workplace(tmp_path, max_position_embeddings=512), tmp_path / "flight", 6
     # The engine needs longer for the samples of a step than the trainer does, and so has some under way at each publication.
@@ -124,7 +124,7 @@ def test_flight_over_the_publications_of_a_run(tmp_path, model, load):
     require_replayed(run, folder, "grpo_async", *args)
 
 
-def test_a_replay_of_refills_and_a_reference_resumes_as_any_run(full_workplace, kl_run):
+def test_replay_with_refills_and_reference_resumes_identically(full_workplace, kl_run):
     require_replayed(kl_run, full_workplace, "grpo_full", *runs.KL)
     replay, words = full_workplace / "kl_replayed", ["output_dir=kl_replayed", "max_steps=2", *runs.KL]
     shutil.rmtree(replay / "checkpoints" / "step_000002")

@@ -67,7 +67,7 @@ def over_publication(run: Path, version: int) -> tuple[int, int]:
     return sum(versions[0] < version <= versions[-1] for versions in series), sum(v[0] == version for v in series)
 
 
-def test_a_frozen_and_a_killed_engine_at_publications_and_a_hanging_grader(workplace, recovers):
+def test_async_run_survives_engine_freeze_crash_grader_hang(workplace, recovers):
     """The engine is frozen at the publication of version 3, and killed in that of version 6, while groups are on their way."""
     steps, hung = 9, problem_of(7 * GROUPS + 1)
     (workplace / f"hang_{hung}").touch()

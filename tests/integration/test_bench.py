@@ -66,7 +66,7 @@ def outcomes(results: dict[str, Result]) -> dict[str, tuple[str, str]]:
     return {name: (result.outcome, result.stage) for name, result in results.items()}
 
 
-def test_processes_that_are_killed_in_the_middle_lose_nothing(alone, caplog, monkeypatch):
+def test_bench_process_crashes_keep_all_results(alone, caplog, monkeypatch):
     """Both kinds, again and again, at moments that nobody chose."""
     names = [name for name in PROGRAMS if alone[name][0] != "timeout"]
     ended, attempted = Counter(), Bench._attempted

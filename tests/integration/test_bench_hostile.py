@@ -116,7 +116,7 @@ def require(results: list[hostile.Result], memory_bytes: int, screened: bool, as
 # ---------------------------------------------------------------- the programs themselves
 
 
-def test_every_attack_has_its_program():
+def test_every_attack_has_an_exploit_program():
     assert len(EXPLOITS) >= 40
     assert {each.attack for each in EXPLOITS} >= ATTACKS
     for each in EXPLOITS:
@@ -198,7 +198,7 @@ def _has_namespaces() -> bool:
 
 
 @pytest.mark.parametrize("namespaces", [True, False], ids=["namespaces", "no namespaces"])
-def test_a_harness_that_is_killed_takes_its_programs_along(namespaces):
+def test_bench_harness_killed_programs_end(namespaces):
     if namespaces and not _has_namespaces():
         pytest.skip("needs bubblewrap, and a machine on which it can make namespaces")
     reader, writer = os.pipe()

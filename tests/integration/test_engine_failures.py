@@ -94,7 +94,7 @@ def sample_and(engine, action, prompts=None):
         pytest.param("engine", signal.SIGKILL, marks=pytest.mark.rest),
     ],
 )
-def test_sampling_goes_on_with_the_current_weights(engine, models, of, kill):
+def test_engine_crash_sampling_resumes_with_current_weights(engine, models, of, kill):
     prompts = tiny_model.prompts(2, 20)
     undisturbed = engine.sample(prompts, 4, LONG)
     core, restarts = engine._pool.lanes[0].core, engine.stats().restarts
@@ -120,7 +120,7 @@ def test_sampling_goes_on_with_the_current_weights(engine, models, of, kill):
     assert not Path(f"/proc/{pid}").exists() and not Path(f"/proc/{client}").exists()
 
 
-def test_a_failed_update_restarts_the_engine_with_the_new_weights(engine, models):
+def test_engine_crash_during_load_restarts_with_new_weights(engine, models):
     """The engine dies while it loads: after the restart it has the weights that were being published."""
     lane = engine._pool.lanes[0]
     load, pid = lane.core.load, engine_pid(engine)
@@ -139,7 +139,7 @@ def test_a_failed_update_restarts_the_engine_with_the_new_weights(engine, models
 
 
 @pytest.mark.rest
-def test_an_engine_frozen_at_a_publication_is_noticed_in_time(engine, models, caplog):
+def test_engine_frozen_at_weight_sync_fails_probe_deadline(engine, models, caplog):
     """After probe_deadline_s (2 s here), not after rpc_deadline_s (300 s)."""
     version, core, struck = engine.version + 1, engine._pool.lanes[0].core, [time.monotonic()]
     os.kill(engine_pid(engine), signal.SIGSTOP)
@@ -163,7 +163,7 @@ def test_an_engine_frozen_at_a_publication_is_noticed_in_time(engine, models, ca
 
 
 @pytest.mark.rest
-def test_a_cache_that_was_not_cleared_ends_that_engine(engine, models, fault, caplog):
+def test_engine_uncleared_cache_restarts_with_new_weights(engine, models, fault, caplog):
     """Such an engine would sample on with old keys and values. The next one begins with the new weights and an empty cache."""
     restarts, version, prompts = engine.stats().restarts, engine.version + 1, tiny_model.prompts(1, 50)
     fault.write_text("the cache is not cleared")
@@ -174,7 +174,7 @@ def test_a_cache_that_was_not_cleared_ends_that_engine(engine, models, fault, ca
 
 
 @pytest.mark.rest
-def test_the_janitor_dies_then_the_engine_and_nothing_leaks(engine, caplog):
+def test_reaper_crash_ends_engine_without_leaks(engine, caplog):
     """The message says how the engine ended; the lost life gives back its descriptors and threads."""
     engine.sample([[1]], 1, SamplingConfig(max_tokens=1))
     before, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
@@ -188,7 +188,7 @@ def test_the_janitor_dies_then_the_engine_and_nothing_leaks(engine, caplog):
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before and len(os.listdir("/proc/self/task")) <= threads)
 
 
-def test_a_first_start_that_fails_says_why(tmp_path, model_dir):
+def test_engine_failed_first_start_reports_reason(tmp_path, model_dir):
     with Engine(model_dir, replace(CONFIG, kv_cache_bytes=1000), str(tmp_path)) as engine:
         engine.start()
         with pytest.raises(EngineFailed, match="did not start(.|\n)*No available memory"):
@@ -224,7 +224,7 @@ TRAINER = """
     "moment",
     ["sampling", *(pytest.param(moment, marks=pytest.mark.rest) for moment in ("starting", "exception"))],
 )
-def test_nothing_is_left_of_a_trainer_that_ended(model_dir, tmp_path, moment):
+def test_trainer_exit_leaves_no_engine_processes_or_files(model_dir, tmp_path, moment):
     script = tmp_path / "trainer.py"
     script.write_text(textwrap.dedent(TRAINER))
     (tmp_path / "tmp").mkdir()

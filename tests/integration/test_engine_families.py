@@ -89,7 +89,7 @@ def change(params) -> None:
 @pytest.mark.parametrize(
     "case", [case if case == "qwen3" else pytest.param(case, marks=pytest.mark.rest) for case in CASES]
 )
-def test_trainer_and_engine_agree(case, tmp_path):
+def test_family_trainer_and_engine_logprobs_match(case, tmp_path):
     source = save(tmp_path / "model", case)
     make = partial(from_config, str(source.path), **ADAPTER)
     policy = build_policy(make, source, torch.device("cpu"), torch.float32)

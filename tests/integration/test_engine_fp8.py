@@ -98,7 +98,7 @@ def joined(tensors: dict) -> set[str]:
     return names
 
 
-def test_every_byte_and_scale_is_the_trainers_and_a_b_a_restores(trained):
+def test_fp8_published_bytes_equal_trainer_and_restore_exactly(trained):
     policy, source, engine = trained
     first = published(policy, source)
     assert sum(t.dtype == torch.float8_e4m3fn for t in first.values()) == 14  # seven linear layers in two blocks
@@ -123,7 +123,7 @@ def said_by(policy, prompt, completion) -> np.ndarray:
         return policy(row).logprobs_L.numpy()
 
 
-def test_weights_in_fp8_published_in_flight_mark_every_token(trained):
+def test_fp8_in_flight_tokens_label_their_version(trained):
     """Over three publications each token is of the policy that labels it, as far as FP8 can tell.
 
     How far that is follows from the trainer's own rounding: let e be the mean distance of its log-probs in FP8 from those of the
@@ -186,7 +186,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("message", CHANGES)
-def test_the_guard_knows_what_vllm_would_take_in_silence(trained, message):
+def test_check_quantized_tensor_changes_raise_error(trained, message):
     from torchtune_ext.sampling.worker import check_quantized
 
     policy, source, _ = trained

@@ -78,7 +78,7 @@ def completed(engine):
     return np.array([lane.counts["completed"] for lane in lanes(engine)])
 
 
-def test_two_engines_give_the_completions_of_one_and_compute_each_prompt_once(pool, monkeypatch):
+def test_pool_two_engines_equal_one_without_duplicate_prefill(pool, monkeypatch):
     prompts, before = tiny_model.prompts(8, 300), completed(pool)
     groups = pool.sample(prompts, 8, SAMPLING)
     assert (completed(pool) - before).tolist() == [32, 32]  # four groups each, which stayed together
@@ -90,13 +90,13 @@ def test_two_engines_give_the_completions_of_one_and_compute_each_prompt_once(po
     assert (completed(pool) - before).tolist() == [32, 96]
 
 
-def test_each_engine_has_its_own_cores_and_log(pool):
+def test_pool_engines_have_separate_cpu_cores_and_logs(pool):
     cores = [set(psutil.Process(pid).cpu_affinity()) for pid in pids(pool)]
     assert cores[0] and cores[1] and not cores[0] & cores[1]
     assert sorted(path.name for path in pool.log_path.parent.glob("engine*.log")) == ["engine_0.log", "engine_1.log"]
 
 
-def test_one_that_is_killed_in_the_midst_of_sampling_loses_nothing_and_comes_back_with_what_was_published(pool, models):
+def test_pool_crashed_engine_restarts_with_published_weights(pool, models):
     version, prompts = pool.version + 1, tiny_model.prompts(4, 20)
     pool.publish(models[1].named_parameters(), version)
     undisturbed = pool.sample(prompts, 4, LONG)
@@ -122,7 +122,7 @@ def test_one_that_is_killed_in_the_midst_of_sampling_loses_nothing_and_comes_bac
 
 
 @pytest.mark.parametrize("fault", ["not told", "told the version alone"])
-def test_one_that_was_not_told_stops_the_run(pool, model_dir, monkeypatch, fault):
+def test_pool_engine_missing_weight_sync_stops_run(pool, model_dir, monkeypatch, fault):
     """The engine's own end says that all is well. A mean over both engines would be within `max_mismatch` or not, by chance."""
     source = HFModel(model_dir)
     make = partial(from_config, str(source.path))

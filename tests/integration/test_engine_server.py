@@ -72,7 +72,7 @@ def check(model, prompts, groups):
             assert np.abs(tiny_model.logprobs(model, prompt, c.tokens) - c.logprobs).max() < 1e-4
 
 
-def test_samples_and_takes_weights_like_an_engine_of_our_own(server, engine, models):
+def test_engine_server_samples_and_loads_like_local_engine(server, engine, models):
     first = server.first
     check(models[0], PROMPTS, first)
     assert {v for group in first for c in group for v in c.versions} == {0}
@@ -91,7 +91,7 @@ def test_samples_and_takes_weights_like_an_engine_of_our_own(server, engine, mod
     assert engine.stats().max_kv_usage <= 1.0 and engine.stats().completed == 24
 
 
-def test_a_server_takes_adapters_out_of_our_memory(server, models, tmp_path):
+def test_engine_server_loads_adapters_from_shared_memory(server, models, tmp_path):
     """Over the model that it has, and over the next one; an engine that is made after the first does so, too."""
     tensors, peft = tiny_model.adapter(LORA["lora_rank"], LORA["lora_targets"])
     merged = [tiny_model.merged(seed, tensors, peft) for seed in (0, 1)]
@@ -112,7 +112,7 @@ def test_a_server_takes_adapters_out_of_our_memory(server, models, tmp_path):
             assert engine.stats().restarts == 0
 
 
-def test_early_stop_and_publication_in_flight(engine, models):
+def test_engine_server_early_stop_and_in_flight_sync(engine, models):
     prompts = tiny_model.prompts(2, 20)
     engine.publish(models[0].named_parameters(), 1)
     free = engine.sample(prompts, 2, SamplingConfig(max_tokens=20, seed=3))
@@ -135,7 +135,7 @@ def test_early_stop_and_publication_in_flight(engine, models):
             assert np.abs(by_new[split:] - c.logprobs[split:]).max() < 1e-4
 
 
-def test_every_route_wants_the_key(server, key):
+def test_engine_server_every_route_requires_the_key(server, key):
     """Also those that vLLM's own --api-key leaves open: its weights, its methods, its counters."""
     status, text = server.ask("/openapi.json", key=key)
     assert status == 200
@@ -155,7 +155,7 @@ def test_every_route_wants_the_key(server, key):
     assert server.ask("/is_paused", key=key)[0] == 200
 
 
-def test_the_key_is_in_no_command_line_and_no_log(server, key):
+def test_engine_server_key_absent_from_commands_and_logs(server, key):
     session = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and in_session(int(pid), server.process.pid)]
     assert len(session) >= 2  # the server and its engine
     for pid in session:
@@ -171,7 +171,7 @@ def in_session(pid, leader):
         return False
 
 
-def test_a_wrong_or_missing_key_ends_the_start_at_once(server, key, tmp_path, monkeypatch):
+def test_engine_server_invalid_key_fails_start_at_once(server, key, tmp_path, monkeypatch):
     config = EngineConfig(address=server.address, max_model_len=1024, start_deadline_s=600.0)
     monkeypatch.setenv(KEY_VARIABLE, "guessed")
     with Engine("", config, str(tmp_path)) as engine:
@@ -193,7 +193,7 @@ def test_a_server_of_the_wrong_kind_is_refused(server, tmp_path):
             engine.wait_ready(120)
 
 
-def test_a_server_that_cannot_read_our_memory_says_so(engine, models, monkeypatch):
+def test_engine_server_unreadable_shared_memory_reports_error(engine, models, monkeypatch):
     """As on another machine: the path leads nowhere, or to somebody else's file."""
     address = engine._buffers.model.address()
     for wrong in ({**address, "path": "/proc/1/fd/12345"}, {**address, "token": "00" * 64}):
@@ -205,7 +205,7 @@ def test_a_server_that_cannot_read_our_memory_says_so(engine, models, monkeypatc
 
 
 @pytest.mark.parametrize("broken_off", ["begun", "half loaded", "refused"])
-def test_an_update_that_a_trainer_before_us_left_behind(server, models, key, tmp_path, broken_off):
+def test_engine_server_recovers_from_interrupted_update(server, models, key, tmp_path, broken_off):
     """It began an update and died, before or after its weights were read; or its weights were refused in the midst."""
     config = EngineConfig(address=server.address, max_model_len=1024, max_failures=2)
     half = list(models[1].named_parameters())
@@ -243,7 +243,7 @@ def test_no_server(tmp_path):
 
 
 @pytest.mark.rest
-def test_a_server_that_was_started_again_gets_the_current_weights(server, models, tmp_path):
+def test_engine_server_restart_receives_current_weights(server, models, tmp_path):
     """The server dies in the midst of sampling; somebody starts it again; the trainer goes on, with its weights."""
     client = EngineConfig(address=server.address, max_model_len=1024, start_deadline_s=240.0)
     with Engine("", client, str(tmp_path)) as engine:
@@ -265,7 +265,7 @@ def test_a_server_that_was_started_again_gets_the_current_weights(server, models
 
 
 @pytest.mark.rest
-def test_several_servers_are_a_pool_and_one_that_is_unlike_the_others_is_refused(server, models, tmp_path):
+def test_engine_server_pool_refuses_mismatched_server(server, models, tmp_path):
     """Groups go to both, weights reach both, the requests of one that dies go to the other; one with another length is refused."""
     address = f"http://127.0.0.1:{free_port()}"
     config = EngineConfig(address=address, dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20)

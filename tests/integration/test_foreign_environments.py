@@ -105,7 +105,7 @@ def play(workplace, address, name, node):
     return list(read_rollouts(rollout_paths(workplace / name)[1]))
 
 
-def test_tools_of_a_class_are_shown_called_and_paid(workplace, address):
+def test_tool_class_tools_shown_called_and_rewarded(workplace, address):
     node = "{_component_: torchtune_ext.tasks.tool_class.ToolClass, environment: my_room.Room, rows: rows.jsonl}"
     groups = play(workplace, address, "room", node)
     tokenizer = ChatTokenizer(workplace / "warmup" / "model", template=str(workplace / "tools.jinja"))

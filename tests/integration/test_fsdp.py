@@ -320,7 +320,7 @@ close_ranks()
     ],
     ids=["all weights", "QLoRA"],
 )
-def test_a_mesh_of_two_copies_in_two_parts_trains_publishes_and_resumes_as_one_rank(tmp_path, lora, shape):
+def test_fsdp_two_by_two_mesh_equals_one_rank(tmp_path, lora, shape):
     runs.make_workplace(tmp_path, **shape)
     (tmp_path / "rollouts.py").write_text(GROUPS)
     (tmp_path / "mesh.py").write_text(MESH)

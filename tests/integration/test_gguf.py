@@ -84,7 +84,7 @@ def write(path, source, architecture="qwen2", tokenizer="gpt2"):
     return left
 
 
-def test_a_file_becomes_a_folder_with_its_weights_and_its_tokenizer(source, tmp_path, capsys):
+def test_gguf_file_converts_to_weights_and_tokenizer(source, tmp_path, capsys):
     left = write(tmp_path / "small.gguf", source)
     assert main(["gguf", str(tmp_path / "small.gguf"), str(tmp_path / "out")]) == 0
     output = capsys.readouterr().out
@@ -111,7 +111,7 @@ def test_a_file_becomes_a_folder_with_its_weights_and_its_tokenizer(source, tmp_
     assert ours.stop_token_ids == theirs.stop_token_ids
 
 
-def test_mistakes(source, tmp_path, capsys):
+def test_gguf_usage_errors_are_reported(source, tmp_path, capsys):
     out, file = tmp_path / "out", tmp_path / "x.gguf"
 
     def refused(*words):

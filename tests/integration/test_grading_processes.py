@@ -79,7 +79,7 @@ def _status(pid: int) -> str:
         return psutil.STATUS_ZOMBIE
 
 
-def test_twenty_kills_leak_nothing():
+def test_grader_twenty_crashes_leak_no_processes():
     me = psutil.Process()
     others = {child.pid for child in me.children(recursive=True)}  # of tests that ran before: compilers' workers
     texts = [text for _ in range(10) for text in ("ok", "crash", "ok", "hang", "ok")]
@@ -94,7 +94,7 @@ def test_twenty_kills_leak_nothing():
     assert {child.pid for child in me.children(recursive=True)} <= others
 
 
-def test_children_of_a_hung_grader_die_with_it(tmp_path):
+def test_hung_grader_children_end_with_it(tmp_path):
     note = tmp_path / "pid"
     with Grader(Crashing(), workers=1, timeout_s=1.0) as grader:
         assert grader.grade([(PROBLEM, f"child {note}")])[0].kind == "timed_out"
@@ -125,7 +125,7 @@ def test_sigkill_of_the_trainer_leaves_no_worker(tmp_path):
         trainer.stdout.close()
 
 
-def test_a_trainer_that_forgets_close_ends_and_leaves_no_worker(tmp_path):
+def test_unclosed_grader_leaves_no_workers(tmp_path):
     trainer_file = script(
         tmp_path / "trainer.py",
         """
@@ -176,7 +176,7 @@ def test_ctrl_c_prints_no_worker_traceback(tmp_path):
     assert len(pids) == 2 and gone(pids)
 
 
-def test_an_interrupt_that_another_thread_takes_is_seen(tmp_path):
+def test_grader_interrupt_received_by_other_thread_is_handled(tmp_path):
     """The kernel may give SIGINT to any thread; Python acts on it in the main one, which has to wake up for it."""
     trainer_file = script(
         tmp_path / "trainer.py",

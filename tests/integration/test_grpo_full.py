@@ -32,7 +32,7 @@ def weights(folder, run, step=3):
     return load_file(folder / run / "checkpoints" / f"step_{step:06d}" / "model-00001-of-00001.safetensors")
 
 
-def test_a_run_leaves_metrics_rollouts_checkpoints_and_a_report(workplace):
+def test_grpo_full_writes_metrics_rollouts_checkpoints_report(workplace):
     lines = runs.metrics(workplace / "reference")
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert all(line["groups/used"] == 4 and line["mismatch/mean_abs"] < 1e-5 for line in lines[1:])
@@ -61,7 +61,7 @@ def test_a_run_leaves_metrics_rollouts_checkpoints_and_a_report(workplace):
     assert curves["Reward"] == [None, *(pytest.approx(line["reward/mean"], rel=1e-5) for line in lines[1:])]
 
 
-def test_two_ranks_train_what_one_trains(workplace, served):
+def test_grpo_full_two_ranks_equal_one_rank(workplace, served):
     runs.run(workplace, "grpo_full", "output_dir=ranks", served, ranks=2)
     one, two = runs.metrics(workplace / "reference"), runs.metrics(workplace / "ranks")
     for a, b in zip(one, two, strict=True):
@@ -110,7 +110,7 @@ def test_killed_and_resumed_equals_uninterrupted(workplace, served):
     assert all(torch.equal(want[n], result[n]) for n in want)
 
 
-def test_a_copied_recipe_with_a_loss_and_a_reward_of_its_own(workplace, served):
+def test_copied_recipe_trains_with_custom_loss_and_reward(workplace, served):
     main(["cp", "grpo_full", str(workplace / "my_grpo.py")])
     source = (workplace / "my_grpo.py").read_text()
     mine = """
@@ -164,7 +164,7 @@ def test_the_kl_term_and_refills(kl_run):
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
-def test_groups_without_signal(workplace, served, entropy_coef):
+def test_grpo_full_trains_with_zero_variance_groups(workplace, served, entropy_coef):
     """One group of four has a signal: the others are trained on where the loss has an entropy term, and of the two updates of a
     step one is left out where it has not, but counted by the schedule. Held-out problems are graded by a task of their own."""
     name = f"seldom_{entropy_coef}"

@@ -40,7 +40,7 @@ def adapter(folder, name, step=3):
     return load_file(folder / name / "checkpoints" / f"step_{step:06d}" / "adapter_model.safetensors")
 
 
-def test_a_run_trains_adapters_alone_and_proves_that_they_are_applied(workplace):
+def test_grpo_lora_trains_adapters_and_engine_applies_them(workplace):
     lines = runs.metrics(workplace / "reference")
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert all(line["mismatch/mean_abs"] < 1e-5 and line["canary/mean_abs"] < 1e-5 for line in lines[1:])
@@ -64,7 +64,7 @@ def test_a_run_trains_adapters_alone_and_proves_that_they_are_applied(workplace)
 
 
 @pytest.mark.parametrize("options", [[], ["model.use_dora=True"]], ids=["lora", "dora"])
-def test_merged_publication_trains_the_same(workplace, served, options):
+def test_grpo_lora_merged_sync_trains_identically(workplace, served, options):
     name = f"merged{len(options)}"
     run(workplace, f"output_dir={name}", "adapters.publish=merged", "adapters.save_merged=True", *options, served)
     lines = runs.metrics(workplace / name)
@@ -105,7 +105,7 @@ def test_killed_and_resumed_equals_uninterrupted(workplace, lora_served):
 
 
 @pytest.mark.rest
-def test_two_ranks_train_what_one_trains(workplace, lora_served):
+def test_grpo_lora_two_ranks_equal_one_rank(workplace, lora_served):
     run(workplace, "output_dir=ranks", lora_served, ranks=2)
     one, two = runs.metrics(workplace / "reference"), runs.metrics(workplace / "ranks")
     for a, b in zip(one, two, strict=True):
@@ -115,7 +115,7 @@ def test_two_ranks_train_what_one_trains(workplace, lora_served):
                 assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-4), (a["step"], name)
 
 
-def test_the_reference_is_the_model_without_its_adapter(workplace, lora_served):
+def test_grpo_lora_reference_is_model_without_adapter(workplace, lora_served):
     run(workplace, "output_dir=kl", "loss.kl_coef=0.1", "updates_per_step=1", "max_steps=2", lora_served)
     lines = runs.metrics(workplace / "kl")
     assert lines[1]["loss/kl_ref"] == pytest.approx(0.0, abs=1e-9) and lines[2]["loss/kl_ref"] > 1e-7
@@ -146,7 +146,7 @@ def test_qlora_samples_with_the_weights_that_nf4_left(tmp_path, way):
     assert json.loads((tmp_path / way / "checkpoints/step_000002/adapter_config.json").read_text())["r"] == 4
 
 
-def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_path, monkeypatch):
+def test_canary_detects_engine_without_published_adapter(workplace, tmp_path, monkeypatch):
     """With a young adapter: what the engine then samples from differs by less than `max_mismatch`."""
     source = HFModel(workplace / "model")
     arguments = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4}

@@ -110,7 +110,7 @@ def graded(workplace):
     return [json.loads(line) for line in (workplace / "graded.jsonl").read_text().splitlines()][REHEARSED:]
 
 
-def test_every_question_was_asked_and_graded(workplace, data_dir):
+def test_gsm8k_every_question_is_sampled_and_graded(workplace, data_dir):
     counts = Counter(problem for problem, *_ in graded(workplace))
     test = {name: count for name, count in counts.items() if "-test-" in name}
     # Four times each: sampled and greedy, before the first step and after the last.
@@ -122,7 +122,7 @@ def test_every_question_was_asked_and_graded(workplace, data_dir):
     assert {name: answer for name, answer, *_ in graded(workplace) if "-test-" in name} == answers
 
 
-def test_trainer_and_engine_agree_and_the_weights_move(workplace):
+def test_gsm8k_logprobs_match_and_weights_change(workplace):
     lines = runs.metrics(workplace / "run")
     assert [line["step"] for line in lines] == list(range(STEPS + 1))
     for line in lines[1:]:
@@ -134,7 +134,7 @@ def test_trainer_and_engine_agree_and_the_weights_move(workplace):
     assert before.keys() == after.keys() and moved == before.keys()
 
 
-def test_prompts_are_what_transformers_makes_of_them(workplace, data_dir):
+def test_gsm8k_prompts_equal_transformers_chat_template(workplace, data_dir):
     theirs, ours = AutoTokenizer.from_pretrained(workplace / "model"), ChatTokenizer(workplace / "model")
 
     def expected(problem):

@@ -33,7 +33,7 @@ def engine(tmp_path_factory):
     return run("engine", str(tmp_path_factory.mktemp("run")))
 
 
-def test_the_machine_is_one_where_sockets_face_the_network():
+def test_host_sockets_are_on_network_address():
     """Else the next test would pass whatever we do."""
     assert run("group")["tcp"] == [elsewhere.ADDRESS]
 
@@ -43,7 +43,7 @@ def test_an_engine_listens_on_loopback_only(engine):
     assert all(ip_address(address).is_loopback for address in engine["tcp"]), engine["tcp"]
 
 
-def test_other_users_reach_no_unix_socket_of_an_engine(engine):
+def test_engine_unix_sockets_are_closed_to_other_users(engine):
     """All lie in one folder, which only its owner may enter, although the umask was 0."""
     assert len(engine["unix"]) >= 2 and len({folder for folder, _, _ in engine["unix"]}) == 1, engine["unix"]
     for folder, mode, owner in engine["unix"]:

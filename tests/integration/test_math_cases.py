@@ -140,7 +140,7 @@ def files(data_dir):
 
 @pytest.mark.slow
 @pytest.mark.rest
-def test_real_solutions_are_right_and_those_of_other_questions_wrong(data_dir):
+def test_math_reference_solutions_score_only_own_question(data_dir):
     train, test, svamp = files(data_dir)
     for task in (
         Math("gsm8k", path=train, count=1000, unmarked="last_number"),

@@ -147,7 +147,7 @@ def require_equal(run, reference):
     assert result.keys() == want.keys() and all(torch.equal(result[name], want[name]) for name in want)
 
 
-def test_the_run_moves_through_the_stages_and_keeps_programs(workplace):
+def test_matmul_run_advances_stages_and_keeps_programs(workplace):
     """Else the comparisons below would compare nothing."""
     run = workplace / "reference"
     lines = runs.metrics(run)
@@ -190,7 +190,7 @@ def test_a_replay_learns_the_same(workplace):
 
 
 @pytest.mark.rest
-def test_a_killed_run_with_real_timings_loses_nothing_that_a_checkpoint_has(workplace):
+def test_matmul_killed_run_keeps_checkpointed_state(workplace):
     run = workplace / "real"
     assert killed_after(workplace, "real", 2, 0.0, *SHORT, config="real.yaml"), (
         "the run ended before it could be killed"

@@ -95,7 +95,7 @@ def written(run):
     return {name for line in read_metrics(run / "metrics.jsonl") for name in line} - {"step"}
 
 
-def test_every_metric_that_a_run_writes_is_drawn_and_explained(all_runs, repo_root):
+def test_written_metrics_are_all_plotted_and_documented(all_runs, repo_root):
     explained = documented(repo_root / "docs" / "telemetry.md")
     for run in all_runs:
         names = written(run)
@@ -103,7 +103,7 @@ def test_every_metric_that_a_run_writes_is_drawn_and_explained(all_runs, repo_ro
         assert [panel.title for panel in panels_for(names) if panel.section == "Other"] == []
 
 
-def test_every_metric_that_is_drawn_or_explained_is_written_by_a_run(all_runs, repo_root):
+def test_plotted_or_documented_metrics_are_all_written(all_runs, repo_root):
     names = set().union(*map(written, all_runs))
     for known in (documented(repo_root / "docs" / "telemetry.md"), drawn()):
         metrics = {known_as(name, known) for name in names}
@@ -119,7 +119,7 @@ def ends(run):
     return {event.step: event.wall_time for event in events.Scalars("time/step")}
 
 
-def test_the_phases_of_a_step_add_up_to_it(full_workplace):
+def test_step_phases_add_up_to_step_time(full_workplace):
     """The steps between the ends of the first and of the last, together. An end is late by the write of its line, a part of
     `time/log` of the next step, so the difference of two ends is wrong by one such write at most."""
     run = full_workplace / "reference"
@@ -133,7 +133,7 @@ def test_the_phases_of_a_step_add_up_to_it(full_workplace):
     assert passed > 0.2 and abs(counted - passed) <= max(0.02 * passed, late), (counted, passed, late)
 
 
-def test_the_details_of_a_phase_are_no_more_than_the_phase(all_runs):
+def test_phase_details_do_not_exceed_phase_time(all_runs):
     """Parts that report their own seconds use a clock of their own: hence the millisecond."""
     for run in all_runs:
         for line in read_metrics(run / "metrics.jsonl"):
@@ -165,7 +165,7 @@ def test_the_wait_for_groups_is_two_details(all_runs, async_run):
                 assert line["time/wait_for_rollouts"] == pytest.approx(sum(details), abs=1e-12)
 
 
-def test_the_trace_of_a_profiled_step_has_its_phases_and_what_they_compute(kl_run):
+def test_profile_trace_contains_phases_and_operators(kl_run):
     (path,) = (kl_run / "profile").iterdir()
     assert path.name == "step_000002_rank_0.json.gz"
     with gzip.open(path, "rt") as file:

@@ -32,7 +32,7 @@ def groups(run):
     return [group for _, path in sorted(rollout_paths(run).items()) for group in read_rollouts(path)]
 
 
-def test_what_the_function_returns_is_what_is_trained_on(folder):
+def test_newcomer_reward_function_values_are_trained_on(folder):
     run = folder / "runs" / "mine" / "grpo"
     lines = metrics(run)
     assert [line["step"] for line in lines] == [0, 1, 2]
@@ -49,7 +49,7 @@ def test_what_the_function_returns_is_what_is_trained_on(folder):
 
 
 @pytest.mark.rest
-def test_a_judge_of_the_page_takes_its_place(folder):
+def test_newcomer_page_judge_replaces_grader(folder):
     """With refills, whose samples are compared among themselves, and a held-out task that is graded text by text."""
     words = ["task.grader=null", "task.group_grader=my_judge.as_good", "output_dir=runs/judged", "refill_rounds=1"]
     typed(folder, "tune", "run", "grpo_full", "--config", "my_run.yaml", *words, *SHORTER["grpo_full"], timeout=300)

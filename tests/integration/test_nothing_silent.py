@@ -77,7 +77,7 @@ def problems_of(run_dir):
     return {step: [group.problem.id for group in read_rollouts(path)] for step, path in rollout_paths(run_dir).items()}
 
 
-def test_a_bad_problem_is_named_passed_over_and_stays_so(workplace, served):
+def test_bad_problem_is_reported_and_stays_skipped(workplace, served):
     """Eight rows, four a step: after two steps each has been met. Then row 3 is mended, which the run does not look at again."""
     args = ["task._component_=rows.Rows", EVAL, served]
     output = runs.run(workplace, "grpo_full", "output_dir=rows", "max_steps=4", *args)
@@ -103,7 +103,7 @@ def test_a_bad_problem_is_named_passed_over_and_stays_so(workplace, served):
     assert [line["problems/skipped"] for line in runs.metrics(workplace / "again")[2:]] == [2.0, 2.0, 2.0]
 
 
-def test_a_task_without_a_good_problem_is_an_error(workplace):
+def test_task_without_valid_problem_fails_before_engine_start(workplace):
     """It is output before the engine starts."""
     output = refused(workplace, "grpo_full", "output_dir=none", "sampling.max_tokens=127")
     assert (
@@ -114,7 +114,7 @@ def test_a_task_without_a_good_problem_is_an_error(workplace):
     assert not (workplace / "none" / "engine.log").exists()
 
 
-def test_a_bad_problem_is_not_learned_in_a_warmup(workplace):
+def test_warmup_bad_problem_is_skipped(workplace):
     (workplace / "warmup.yaml").write_text(WARMUP)
     output = runs.run(workplace, "warmup_sft", config="warmup.yaml")
     assert "2 problems are left out of the 8 of Rows: " + BROKEN in output
@@ -122,7 +122,7 @@ def test_a_bad_problem_is_not_learned_in_a_warmup(workplace):
     assert "model:     warmup/model, in Hugging Face's format: train it with model_dir=warmup/model\n" in output
 
 
-def test_a_failing_grader_ends_the_run_and_keeps_its_checkpoint(workplace, failed):
+def test_failing_grader_ends_run_and_keeps_checkpoint(workplace, failed):
     assert (
         "the grader has failed on every text of steps 1 to 2, so nothing is learned. The first failure: problem "
         in failed
@@ -136,7 +136,7 @@ def test_a_failing_grader_ends_the_run_and_keeps_its_checkpoint(workplace, faile
     assert "DEBUG" not in failed
 
 
-def test_resume_says_where_it_goes_on_what_has_changed_and_that_nothing_is_to_do(workplace, served, failed):
+def test_resume_reports_start_step_changes_and_finished_run(workplace, served, failed):
     assert "resume_from_checkpoint: no checkpoint in failing, so the run begins at its first step" in failed
     shutil.copytree(workplace / "failing", workplace / "going_on")
     run_id = json.loads((workplace / "going_on" / "run.json").read_text())["id"]

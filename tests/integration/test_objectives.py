@@ -23,7 +23,7 @@ def settings(run):
     return values | {f"loss.{key}": value for key, value in values.pop("loss").items()}
 
 
-def test_runs_on_old_samples_differ_in_age_and_correction_alone(tmp_path):
+def test_stale_plan_runs_differ_only_in_staleness_correction(tmp_path):
     runs = objectives.plan_stale(tmp_path, list(objectives.CORRECTIONS), [1, 4], [0, 1, 2, 3, 4])
     assert Counter(run.staleness for run in runs) == {0: 5, 1: 25, 4: 25}
     assert len({run.folder for run in runs}) == len(runs) == 55

@@ -49,7 +49,7 @@ def test_unified_trains_and_samples_in_the_same_blocks(workplace):
     assert "GEMMs: reference for fprop, dgrad, wgrad of" in text and "sent after each step" in text
 
 
-def test_an_engine_that_cannot_hold_an_update_has_not_lost_it(workplace):
+def test_mismatch_gate_passes_update_engine_dtype_cannot_hold(workplace):
     """A file from the hub lies on the grid of bfloat16, and so small an update leaves nearly all of its weights there: the engine
     shows next to nothing of it, and nothing is wrong but the mixture of dtypes, which is said."""
     shutil.copytree(workplace / "model", workplace / "grid")
@@ -66,7 +66,7 @@ def test_an_engine_that_cannot_hold_an_update_has_not_lost_it(workplace):
 
 
 @pytest.mark.rest
-def test_a_run_goes_on_in_another_flow_and_on_two_ranks(workplace):
+def test_run_resumes_with_other_precision_and_ranks(workplace):
     """Masters are float32 in each: what was trained in bfloat16 with FP8 in the engine goes on in FP8."""
     args = ("output_dir=resumed", *BFLOAT16)
     runs.run(workplace, "grpo_full", "max_steps=1", "precision=fp8_rollout", *args)

@@ -133,7 +133,7 @@ def start(tmp_path):
         run.end()
 
 
-def test_a_rank_that_is_stopped_ends_the_run(start):
+def test_stopped_rank_ends_the_run(start):
     run = start("train", 3.0)
     stopped, other = run.pid(1), run.pid(0)
     run.find("rank 0 computes")
@@ -157,7 +157,7 @@ def listening(pid: int) -> set[str]:
     return addresses
 
 
-def test_ranks_wait_longer_for_rank_0_than_for_each_other_and_listen_on_this_machine_only(start):
+def test_ranks_wait_longer_for_rank_zero_on_localhost(start):
     run = start("sample", 1.0)
     for rank in (0, 1):
         assert listening(run.pid(rank)) == {"0100007F"}, "gloo listens on 127.0.0.1"
@@ -168,7 +168,7 @@ def test_ranks_wait_longer_for_rank_0_than_for_each_other_and_listen_on_this_mac
     assert "terminate called" not in run.text and "Traceback" not in run.text
 
 
-def test_an_exception_on_one_rank_ends_the_other_at_once(start):
+def test_rank_exception_ends_other_rank_at_once(start):
     run = start("rank 1 raises", 60, torchrun=False)
     assert run.processes[1].wait(60) == 1
     assert "a mistake on one rank" in run.text and "terminate called" not in run.text
@@ -176,7 +176,7 @@ def test_an_exception_on_one_rank_ends_the_other_at_once(start):
     assert "terminate called" not in run.text
 
 
-def test_ranks_that_wait_for_rank_0_end_when_it_fails(start):
+def test_ranks_waiting_for_failed_rank_zero_end(start):
     """torchrun's store answers them still, and its SIGTERM waits for the end of a step that never comes."""
     run = start("rank 0 raises", 60)
     run.find("a mistake on one rank")
@@ -184,7 +184,7 @@ def test_ranks_that_wait_for_rank_0_end_when_it_fails(start):
     assert run.processes[0].wait(15) == 1
 
 
-def test_a_store_that_is_gone_hides_no_error(monkeypatch):
+def test_closed_store_does_not_hide_rank_error(monkeypatch):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     monkeypatch.setattr(collectives, "_store", client)
@@ -198,7 +198,7 @@ def test_a_store_that_is_gone_hides_no_error(monkeypatch):
     collectives.main_failed()
 
 
-def test_without_its_torchrun_nothing_of_a_run_is_left(tmp_path, monkeypatch):
+def test_killed_torchrun_leaves_no_processes_or_folders(tmp_path, monkeypatch):
     """kill -9 of `tune` while two ranks train: ranks, engine, graders, janitor and temporary folders are gone."""
     with tempfile.TemporaryDirectory(prefix="t") as short:  # paths of unix sockets are short
         monkeypatch.setenv("TMPDIR", short)

@@ -162,7 +162,7 @@ def require_same(one, other):
     assert runs.metrics(one) == runs.metrics(other)
 
 
-def test_one_command_ends_with_the_weights_of_a_run_without_ray(full_workplace, cluster):
+def test_ray_command_weights_equal_run_without_ray(full_workplace, cluster):
     status, text = ray(full_workplace, cluster, "--train-cpus", "1", "--engine-cpus", "1", "output_dir=placed")
     assert status == 0, text
     assert f"ray:       {cluster.address}, 2 cores on 2 machines" in text
@@ -174,7 +174,7 @@ def test_one_command_ends_with_the_weights_of_a_run_without_ray(full_workplace, 
 
 
 @pytest.mark.rest
-def test_a_raylet_that_is_killed_ends_the_run_with_the_cause_and_leaves_a_checkpoint(cluster, started):
+def test_ray_trainer_raylet_killed_run_ends_with_checkpoint(cluster, started):
     run = started("lost", *ASKED)
     index = run.raylet_of(run.one("-m torchtune_ext run"))
     os.kill(cluster.raylets[index], signal.SIGKILL)
@@ -190,7 +190,7 @@ def test_a_raylet_that_is_killed_ends_the_run_with_the_cause_and_leaves_a_checkp
     load_file(kept / "model-00001-of-00001.safetensors")
 
 
-def test_a_cluster_without_the_gpus_says_what_it_has(full_workplace, cluster):
+def test_ray_cluster_without_gpus_reports_available_resources(full_workplace, cluster):
     began_at = time.monotonic()
     status, text = ray(
         full_workplace, cluster, "--train-gpus", "8", "--engine-gpus", "8", "--wait", "2", "output_dir=nowhere"
@@ -204,7 +204,7 @@ def test_a_cluster_without_the_gpus_says_what_it_has(full_workplace, cluster):
 
 
 @pytest.mark.long
-def test_a_raylet_of_the_server_that_is_killed_ends_the_run_and_it_goes_on_later(full_workplace, cluster, started):
+def test_ray_server_raylet_killed_run_ends_and_resumes(full_workplace, cluster, started):
     run = started("served", *ASKED)
     index = run.raylet_of(run.one("-m vllm"))
     assert index != run.raylet_of(run.one("-m torchtune_ext run"))
@@ -222,7 +222,7 @@ def test_a_raylet_of_the_server_that_is_killed_ends_the_run_and_it_goes_on_later
 
 
 @pytest.mark.long
-def test_a_server_that_is_killed_ends_the_run_with_its_last_words(started):
+def test_ray_server_killed_run_ends_with_its_log(started):
     run = started("bereft", *ASKED)
     run.one("-m vllm").kill()
     status, text = run.ended()
@@ -235,7 +235,7 @@ def test_a_server_that_is_killed_ends_the_run_with_its_last_words(started):
 @pytest.mark.parametrize(
     ("number", "name", "status"), [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 143)]
 )
-def test_a_signal_reaches_the_trainer_and_all_ends(started, number, name, status):
+def test_ray_signal_stops_trainer_and_all_processes(started, number, name, status):
     run = started(f"told_{status}", *ASKED)
     run.process.send_signal(number)
     code, text = run.ended()
@@ -244,7 +244,7 @@ def test_a_signal_reaches_the_trainer_and_all_ends(started, number, name, status
 
 
 @pytest.mark.long
-def test_a_command_that_is_killed_leaves_nothing_running_and_the_step_is_saved(started):
+def test_ray_command_killed_leaves_no_processes_saves_step(started):
     run = started("orphan", *ASKED, "checkpoints.stop_grace_s=30")
     run.process.kill()
     run.ended()
@@ -253,7 +253,7 @@ def test_a_command_that_is_killed_leaves_nothing_running_and_the_step_is_saved(s
 
 
 @pytest.mark.long
-def test_a_server_that_ends_before_the_run_has_begun_ends_it_at_once(full_workplace, cluster):
+def test_ray_server_early_exit_ends_run_at_once(full_workplace, cluster):
     raylet = cluster.add("CPU")
     options = ["--train-cpus", "1", "--engine-cpus", "2", *ENDLESS, "output_dir=begun"]
     out = (full_workplace / "begun.txt").open("w+")
@@ -280,7 +280,7 @@ def test_a_server_that_ends_before_the_run_has_begun_ends_it_at_once(full_workpl
 
 
 @pytest.mark.long
-def test_cores_that_are_in_use_are_told(full_workplace, cluster):
+def test_ray_cores_in_use_are_reported(full_workplace, cluster):
     code = f"""
 import ray, time
 ray.init({cluster.address!r}, log_to_driver=False)
@@ -303,7 +303,7 @@ time.sleep(600)
 
 
 @pytest.mark.long
-def test_other_versions_are_told(full_workplace, cluster, tmp_path, monkeypatch):
+def test_ray_version_differences_are_reported(full_workplace, cluster, tmp_path, monkeypatch):
     code = f"import sys, ray; ray.__version__ = '2.52.0'; sys.argv[0] = 'torchtune-ext'; from torchtune_ext.cli.cli import main; sys.exit(main({words(cluster, *ASKED, 'output_dir=mixed')[3:]!r}))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=full_workplace, env=environment(), capture_output=True, text=True, timeout=120

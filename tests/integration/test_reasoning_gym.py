@@ -51,7 +51,7 @@ def questions(names, hash_seed):
     return json.loads(done.stdout[done.stdout.index("{") :])
 
 
-def test_every_generator_asks_the_same_in_every_process_and_scores_its_own_answer():
+def test_gym_questions_deterministic_and_own_answers_scored():
     names = sorted(set(DATASETS) - set(SLOW) - set(UNFIT))
     one, other = questions(names, "1"), questions(names, "2")
     differ = {name for name in names if one[name] != other[name]}
@@ -122,7 +122,7 @@ def test_extra_rules_refuse_wrong_answers(name, gold, right, wrong):
     assert not any(EXTRA_RULES[name](gold, text) for text in wrong)
 
 
-def test_a_question_is_trained_on_or_held_out_whatever_the_seed():
+def test_gym_train_and_heldout_splits_never_overlap():
     splits = {}
     for split in ("train", "heldout"):
         texts = {ReasoningGym(SUMS, seed=seed, split=split, first=first)[i].messages[-1]["content"].partition("\n")[0]
@@ -180,7 +180,7 @@ def test_several_generators_come_by_their_weights():
         ({"generators": "ransom_note"}, "set PYTHONHASHSEED=0 before the command"),
     ],
 )
-def test_mistakes(arguments, message, monkeypatch):
+def test_gym_invalid_arguments_raise_value_error(arguments, message, monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(ValueError, match=".*") as error:
         ReasoningGym(**arguments)

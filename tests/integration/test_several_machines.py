@@ -47,7 +47,7 @@ def machines(folders, *words):
             process.wait(30)
 
 
-def test_two_machines_train_as_one_and_only_the_first_one_has_an_engine(tmp_path, served):
+def test_two_machines_train_as_one_with_one_engine(tmp_path, served):
     folder = runs.make_workplace(tmp_path)
     with machines([folder, folder], "output_dir=run", "max_steps=2", "ranks.shard_within=1", served) as both:
         assert [process.wait(240) for process in both] == [0, 0], (folder / "said0").read_text()[-6000:]

@@ -56,7 +56,7 @@ def weights(run):
 
 
 @pytest.mark.parametrize("way", ["full", "lora", "staleness"])
-def test_replays_and_a_run_that_was_killed_have_its_bits(model, tmp_path, way):
+def test_replayed_and_killed_runs_have_identical_weights(model, tmp_path, way):
     recipe, more = {
         "full": ("grpo_full", ()),
         "lora": (

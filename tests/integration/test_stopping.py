@@ -71,7 +71,7 @@ def same_as_reference(folder, run):
     return all(torch.equal(want[name], result[name]) for name in want)
 
 
-def test_ctrl_c_says_where_the_run_stands_and_how_to_go_on(workplace, served):
+def test_ctrl_c_reports_step_and_resume_command(workplace, served):
     words = ["output_dir=at_once", "max_steps=400", "logging.to=[wandb]", served]
     status, output = stopped(workplace, signal.SIGINT, 3, *words)
     assert status == 130 and "Traceback" not in output, output
@@ -110,7 +110,7 @@ def test_ctrl_c_while_it_sets_up(workplace):
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.rest)])
-def test_sigterm_keeps_the_step_and_the_resumed_run_is_the_one_never_stopped(workplace, served, ranks):
+def test_sigterm_saves_step_and_resumed_run_is_identical(workplace, served, ranks):
     run = f"term_{ranks}"
     args = [f"output_dir={run}", "max_steps=400", "checkpoints.every=1000", served]
     status, output = stopped(workplace, signal.SIGTERM, 2, *args, ranks=ranks)
@@ -139,7 +139,7 @@ def test_sigterm_keeps_the_step_and_the_resumed_run_is_the_one_never_stopped(wor
             assert [line["step"] for line in runs.metrics(workplace / run)] == list(range(total + 1))
 
 
-def test_a_step_that_is_too_long_names_the_last_checkpoint(workplace, served):
+def test_stop_grace_exceeded_reports_last_checkpoint(workplace, served):
     """Half a second is less than a step takes here, with 40 samples of each prompt."""
     args = ["output_dir=late", "max_steps=400", "checkpoints={every: 1, stop_grace_s: 0.2}", "samples_per_prompt=40"]
     status, output = stopped(workplace, signal.SIGTERM, 3, *args, served, once="checkpoints/step_000002")

@@ -40,7 +40,7 @@ def points_of(name):
     return sweep, [point_of(sweep, 0, number) for number in range(1 if sweep.method == "bayes" else sweep.runs)]
 
 
-def test_there_are_sweeps_over_what_one_asks_first():
+def test_shipped_sweeps_cover_clip_lr_samples_staleness():
     assert list(FILES) == ["sweeps/tiny_clip", "sweeps/tiny_lr", "sweeps/tiny_samples", "sweeps/tiny_staleness"]
     sweep, points = points_of("sweeps/tiny_lr")
     assert sweep.runs == 8 and 1.0e-3 in [point["optimizer.lr"] for point in points]
@@ -59,7 +59,7 @@ def test_every_file_is_one_for_wandb(name):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_point_of_every_file_fits_its_recipe(name, warmed_up, monkeypatch):
+def test_sweep_points_all_fit_their_recipe(name, warmed_up, monkeypatch):
     monkeypatch.chdir(warmed_up)
     sweep, points = points_of(name)
     for point in points:
@@ -108,7 +108,7 @@ def ended_well(process, seconds=400):
 @pytest.mark.parametrize(
     "pair", [("sweeps/tiny_lr", "sweeps/tiny_samples"), ("sweeps/tiny_clip", "sweeps/tiny_staleness")], ids=str
 )
-def test_two_runs_of_an_agent_side_by_side_do_not_touch_each_other(pair, warmed_up, monkeypatch, capfd):
+def test_concurrent_agent_runs_do_not_interfere(pair, warmed_up, monkeypatch, capfd):
     monkeypatch.chdir(warmed_up)
     agents = Agents(monkeypatch)
     # All of one folder of the config: two agents on one machine.
@@ -152,7 +152,7 @@ def test_every_command_of_every_file_starts_a_run(name, warmed_up, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_real_sweep_is_killed_and_goes_on(warmed_up):
+def test_killed_sweep_resumes_and_completes(warmed_up):
     words = ["rates.yaml", "prompts_per_step=8", "evaluation.task.count=8", "checkpoints.every=1", "evaluation.every=1"]
     sweep = yaml.safe_load(FILES["sweeps/tiny_lr"].read_text())
     sweep["parameters"] = {"optimizer.lr": {"values": [1e-3, 2e-3, 3e-3]}, "max_steps": {"value": 6}}

@@ -88,7 +88,7 @@ def distilled(workplace, taught):
     return workplace / "distilled"
 
 
-def test_a_policy_comes_closer_to_its_teacher(distilled):
+def test_teacher_kl_decreases_during_distillation(distilled):
     """All rewards are equal: what is learned comes from the teacher."""
     lines = runs.metrics(distilled)[1:]
     assert all(line["groups/no_signal"] == 4 and line["pack/labels"] == line["length/tokens"] for line in lines)
@@ -109,7 +109,7 @@ def test_a_replay_needs_no_teacher(distilled, workplace):
     assert weights(workplace / "again") == weights(distilled) != {}
 
 
-def test_killed_and_resumed_it_asks_the_same_and_learns_the_same(distilled, workplace, taught):
+def test_teacher_killed_run_resumes_identically(distilled, workplace, taught):
     words = ["output_dir=killed", "resume_from_checkpoint=True", *taught]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     command = runs.command("grpo_full", *words)

@@ -138,7 +138,7 @@ def test_wheel_ships_every_file(wheel, sources):
 
 
 @pytest.mark.rest
-def test_uninstall_leaves_nothing(tmp_path, sources):
+def test_uninstall_leaves_no_package_files(tmp_path, sources):
     environment = Environment(tmp_path, sources)
     assert environment.run("-m", "pip", "uninstall", "-y", "torchtune-ext").returncode == 0
     assert [path.name for path in environment.site.iterdir()] == ["zzz_borrowed.pth"]

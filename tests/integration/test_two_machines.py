@@ -136,7 +136,7 @@ def test_an_adapter_travels_the_same_way(engine, models):
     assert engine.checksums() == [sums(models[0])[0] | taken]
 
 
-def test_what_the_server_cannot_take_is_refused_there(server, models, tmp_path):
+def test_remote_server_invalid_weights_are_refused(server, models, tmp_path):
     named = [(name, tensor.detach()) for name, tensor in models[1].named_parameters()]
     named = [(name, tensor[:-1] if name.endswith("down_proj.weight") else tensor) for name, tensor in named]
     with Engine("", connection(server, max_failures=1), str(tmp_path)) as engine:
@@ -152,7 +152,7 @@ def test_what_the_server_cannot_take_is_refused_there(server, models, tmp_path):
         assert engine.checksums() == sums(models[0])
 
 
-def test_a_link_that_is_cut_in_a_transfer_holds_nobody(engine, server, models, machine):
+def test_severed_link_transfer_times_out_and_recovers(engine, server, models, machine):
     """The trainer gives the transfer up at its deadline. When the link is back, the server gets the current weights."""
     engine.publish(models[0].named_parameters(), 1)
     core, published = engine._pool.lanes[0].core, []
@@ -198,7 +198,7 @@ with Engine("", EngineConfig(address=sys.argv[1], max_model_len=1024), sys.argv[
 """
 
 
-def test_a_trainer_that_is_killed_in_a_transfer_leaves_the_server_to_the_next(server, models, machine, tmp_path):
+def test_trainer_killed_in_transfer_frees_server_for_next(server, models, machine, tmp_path):
     """Long before any deadline, of which this trainer has 300 s: its connections are closed with it."""
     path = os.pathsep.join([str(Path(tiny_model.__file__).parents[1]), *sys.path])
     trainer = subprocess.Popen(

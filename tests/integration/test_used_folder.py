@@ -42,7 +42,7 @@ def model(run_dir, step):
     return load_file(run_dir / "checkpoints" / f"step_{step:06d}" / "model-00001-of-00001.safetensors")
 
 
-def test_a_second_run_keeps_its_own_checkpoints_and_goes_on_from_them(workplace, served):
+def test_used_folder_second_run_resumes_own_checkpoints(workplace, served):
     """Run A has ended after three steps. Run B begins in the same folder with another seed, is killed, and resumed."""
     folder = workplace / "shared"
     before, a_id = contents(folder), json.loads((folder / "run.json").read_text())["id"]
@@ -99,7 +99,7 @@ def test_a_folder_in_use_is_refused_at_once(workplace, served):
     assert "max_steps" in refused(workplace, "grpo_full", "output_dir=busy", "max_steps=-1").splitlines()[-1]
 
 
-def test_another_model_or_another_base_is_refused_by_name(workplace):
+def test_resume_with_other_model_or_base_is_refused(workplace):
     runs.make_workplace(workplace / "other", intermediate_size=96)
     output = refused(workplace, "grpo_full", "output_dir=mine", "model_dir=other/model", "resume_from_checkpoint=True")
     assert "model" in output.splitlines()[-1] and "model_dir" in output.splitlines()[-1], output[-2000:]

@@ -96,7 +96,7 @@ def test_scalars_are_those_of_metrics_jsonl(watched):
         assert all(math.isclose(history[step][name], value, rel_tol=1e-12) for name, value in line.items())
 
 
-def test_both_starts_are_one_run_with_its_place_and_its_settings(watched):
+def test_wandb_resumed_run_keeps_id_folder_and_config(watched):
     run_dir, starts, typed, process = watched
     record = json.loads((run_dir / "run.json").read_text())
     for one in starts:
@@ -111,7 +111,7 @@ def test_both_starts_are_one_run_with_its_place_and_its_settings(watched):
     assert starts[1].whole["config"]["max_steps"] == 3
 
 
-def test_each_step_has_a_table_of_samples_under_a_key_of_its_own(watched):
+def test_wandb_step_has_its_own_sample_table(watched):
     run_dir, (first, second), *_ = watched
     tables = {**first.tables, **second.tables}
     assert sorted(tables) == [f"samples/step_{step:06d}" for step in (1, 2, 3)]

@@ -13,7 +13,7 @@ TIMES = 3.0  # how many times the GFLOPS of the warmed-up model, in the mean ove
 
 
 @pytest.mark.timeout(3600)
-def test_sampled_programs_become_faster(tmp_path):
+def test_matmul_sampled_programs_become_faster(tmp_path):
     folder = Path(os.environ.get("TORCHTUNE_EXT_MATMUL", tmp_path))
     figures = matmul.main(["--out", str(folder), "--seeds", "1"])[0]["none"]
     assert figures["times"] >= TIMES, figures

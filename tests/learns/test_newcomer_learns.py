@@ -15,7 +15,7 @@ STEPS = 10  # so many steps at the beginning are compared with as many at the en
 
 
 @pytest.mark.timeout(3600)
-def test_the_reward_rises_by_more_than_its_noise(repo_root, tmp_path):
+def test_newcomer_reward_rises_beyond_its_noise(repo_root, tmp_path):
     printed = walk(repo_root / "docs" / "custom_reward.md", tmp_path)
     lines = metrics(tmp_path / "runs" / "mine" / "grpo")
     assert [line["step"] for line in lines] == list(range(61)), printed["my_run.yaml"][-2000:]
@@ -34,7 +34,7 @@ def test_the_reward_rises_by_more_than_its_noise(repo_root, tmp_path):
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_readme_rows_and_reward_raise_accuracy_without_a_warning(repo_root, tmp_path, seed):
+def test_newcomer_readme_run_raises_accuracy_without_warnings(repo_root, tmp_path, seed):
     env = os.environ | {"VENV": sys.prefix}
     made = subprocess.run([repo_root / "scripts" / "pretrained.sh"], env=env, capture_output=True, text=True)
     if made.returncode:

@@ -69,13 +69,13 @@ def test_there_are_enough_of_them():
 @pytest.mark.parametrize(
     "typed", ["grpo_full --config run.yaml", "grpo_lora --config lora.yaml", "evaluate --config eval.yaml"]
 )
-def test_without_a_mistake_the_engine_starts(place, in_fork, tmp_path, typed):
+def test_engine_starts_without_usage_error(place, in_fork, tmp_path, typed):
     result = attempt(Mistake(f"run {typed}", ""), place, tmp_path / "run", in_fork)
     assert result.status == ENGINE_STARTED and "error:" not in result.text, result
     assert "out/run.json" in result.changed
 
 
-def test_without_a_mistake_a_warm_up_ends_well(place, in_fork, tmp_path):
+def test_warmup_succeeds_without_usage_error(place, in_fork, tmp_path):
     result = attempt(Mistake("run warmup_sft --config warm.yaml", ""), place, tmp_path / "run", in_fork)
     assert result.status == 0 and "model:     out/model, in Hugging Face's format" in result.text, result
 
@@ -89,7 +89,7 @@ def test_new_model_with_dropping_template_is_refused(place, in_fork, tmp_path):
 
 @pytest.mark.timeout(1200)  # each of them has a deadline of its own
 @pytest.mark.parametrize("name", HERE, ids=HERE)
-def test_a_mistake_is_one_message(place, in_fork, tmp_path, name):
+def test_usage_error_is_one_message(place, in_fork, tmp_path, name):
     require(MISTAKES[name], attempt(MISTAKES[name], place, tmp_path / "run", in_fork))
 
 
@@ -97,7 +97,7 @@ def test_a_mistake_is_one_message(place, in_fork, tmp_path, name):
 @pytest.mark.parametrize(
     "names", [pytest.param(FIRST, id="one of a group"), pytest.param(OTHERS, id="the others", marks=pytest.mark.rest)]
 )
-def test_commands_say_the_same(place, tmp_path, names):
+def test_command_reports_same_usage_error_as_fork(place, tmp_path, names):
     with ThreadPoolExecutor(2) as pool:
         tried = {
             name: pool.submit(attempt, MISTAKES[name], place, tmp_path / str(number), as_command)
@@ -108,7 +108,7 @@ def test_commands_say_the_same(place, tmp_path, names):
 
 
 @pytest.mark.slow
-def test_under_torchrun_one_rank_speaks_and_first(place, tmp_path):
+def test_torchrun_usage_error_is_printed_once_and_first(place, tmp_path):
     words = "run --nproc_per_node 2 grpo_full --config run.yaml optimizer.lr=fast"
     result = attempt(Mistake(words, ""), place, tmp_path / "run", as_command)
     assert result.status == 2 and result.changed == [], result
@@ -125,7 +125,7 @@ def test_a_variable_shows_the_traceback(place, in_fork, tmp_path):
     assert result.text.splitlines()[-1].startswith("torchtune_ext.run.errors.Mistake: optimizer.lr='fast'")
 
 
-def test_what_nobody_foresaw_keeps_its_traceback(place, in_fork, tmp_path):
+def test_unexpected_error_keeps_its_traceback(place, in_fork, tmp_path):
     """A copied recipe with a bug of its own."""
     source = (Path(__file__).parents[2] / "recipes" / "grpo.py").read_text()
     text = source.replace("        self.parts = parts = make_parts(cfg, self.ranks)\n", "        {}['a bug']\n", 1)

@@ -94,7 +94,7 @@ def test_recorded_vectors(data_dir, qwen_dir, family):
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "qwen3_instruct_2507"])
-def test_results_of_tools_come_behind_the_sampled_call(data_dir, qwen_dir, family):
+def test_tool_results_are_appended_after_sampled_call(data_dir, qwen_dir, family):
     """The ids that are appended make the conversation that the template writes as a whole, with the call as an object."""
     tokenizer = ChatTokenizer(qwen_dir, template=str(data_dir / f"chat-templates/{family}.jinja"))
     parameters = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -189,7 +189,7 @@ def test_template_without_any_branch_for_roles(model_dir):
     assert marked(tokenizer, ids, mask) == ["b<|im_end|>", "d<|im_end|>"]
 
 
-def test_two_assistant_messages_in_a_row_and_none(model_dir):
+def test_conversation_consecutive_and_missing_assistant_turns(model_dir):
     tokenizer = ChatTokenizer(model_dir, PLAIN)
     twice = [*conversation("a", "b"), {"role": "assistant", "content": "c"}]
     assert marked(tokenizer, *tokenizer.conversation_ids(twice)) == ["b<|im_end|>", "c<|im_end|>"]
@@ -221,7 +221,7 @@ def _cached(model_dir: Path, template: str) -> ChatTokenizer:
     return _made.setdefault(template, ChatTokenizer(model_dir, template))
 
 
-def test_token_over_the_seam_is_cut(model_dir):
+def test_conversation_token_across_boundary_is_split(model_dir):
     """ "\\n" + "\\n" is one token of this vocabulary, which the engine could never sample behind its prompt."""
     tokenizer = ChatTokenizer(model_dir, PLAIN)
     messages = conversation("a", "\nb")
@@ -230,7 +230,7 @@ def test_token_over_the_seam_is_cut(model_dir):
     assert len(ids) == len(tokenizer.conversation_ids(messages, sampled_only=False)[0]) + 1
 
 
-def test_a_prompt_has_the_ids_that_it_has_by_itself(model_dir, tmp_path):
+def test_conversation_prompt_ids_equal_standalone_prompt_ids(model_dir, tmp_path):
     """GPT-2's rule cuts "\\n\\n" in two before a word, and not at the end of a prompt. No token is over the seam."""
     vocabulary = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     vocabulary.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -270,7 +270,7 @@ def test_special_ids(model_dir, tmp_path):
     assert (tokenizer.eos_id, tokenizer.pad_id) == (im_end, end_of_text)
 
 
-def test_template_from_a_file_and_from_the_tokenizer_config(model_dir, tmp_path):
+def test_template_loads_from_file_and_tokenizer_config(model_dir, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
     config = {"eos_token": "<|im_end|>", "chat_template": ROLE_BLIND}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -288,7 +288,7 @@ def test_import_and_use_need_no_torch(model_dir):
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
 
 
-def test_a_text_beyond_the_models_length_is_encoded_without_a_warning(model_dir, caplog, monkeypatch):
+def test_encode_text_beyond_model_length_without_warning(model_dir, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     tokenizer = ChatTokenizer(model_dir, "chatml")
     tokenizer._tokenizer.model_max_length = 4

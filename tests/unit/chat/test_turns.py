@@ -180,7 +180,7 @@ def test_appended_ids_are_those_of_the_whole_conversation(tokenizer, messages):
 # But for the last one: what a warm-up learns is no stranger's text, and there the mark would not be found in it.
 @families(*KEEPING, *SILENCED)
 @pytest.mark.parametrize("messages", list(CONVERSATIONS.values())[:-1], ids=list(CONVERSATIONS)[:-1])
-def test_a_warm_up_learns_the_ids_that_a_run_appends(tokenizer, messages):
+def test_warmup_learns_ids_that_a_run_appends(tokenizer, messages):
     """Whatever the template does to older turns: in a warm-up each of them has the form of the newest."""
     ids, start, episode = appended(tokenizer, messages)
     learned, mask = tokenizer.conversation_ids(messages, add_generation_prompt=True)
@@ -202,7 +202,7 @@ rounds = st.lists(st.tuples(contents.map(policy), st.lists(answers, min_size=1, 
 @families(*KEEPING, ("qwen3", {}))
 @settings(max_examples=40)
 @given(rounds=rounds)
-def test_whatever_turns_and_answers_say(tokenizer, rounds):
+def test_turn_ids_equal_template_for_any_messages(tokenizer, rounds):
     messages = [user("x"), *(message for turn, answer in rounds for message in (turn, *answer))]
     assert appended(tokenizer, messages)[0] == tokenizer.prompt_ids(messages)
 
@@ -273,7 +273,7 @@ DROPS, EMPTY, TRIMS, CALLS = REWRITTEN.values()
     ],
     indirect=["tokenizer"],
 )
-def test_what_a_template_rewrites_stays_as_it_was_sampled(tokenizer, rewritten):
+def test_template_rewritten_turn_keeps_sampled_ids(tokenizer, rewritten):
     turn, message, was, becomes = rewritten
     ids, _, _ = appended(tokenizer, [user("2+2?"), turn, user("So?")])
     whole = tokenizer.prompt_ids([user("2+2?"), message, user("So?")])
@@ -314,7 +314,7 @@ def contexts_of(prompt, episode):
 
 @families(*KEEPING, ("qwen3", {}))
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
-def test_a_template_that_keeps_all_has_the_same_history(tokenizer, messages):
+def test_template_without_rewrites_has_same_history(tokenizer, messages):
     ids, _, episode = appended(tokenizer, messages, history="template")
     assert ids == appended(tokenizer, messages)[0] == tokenizer.prompt_ids(messages)
     assert not episode.over("completed").completion.kept
@@ -346,7 +346,7 @@ def test_thoughts_are_gone_from_the_next_context(tokenizer):
 
 
 @families(("minicpm_v_4_5", THINKS), ("minicpm_v_4_5", SILENT), ("llama3", {}))
-def test_what_is_left_of_a_turn_has_the_ids_that_were_sampled(tokenizer):
+def test_shortened_turn_keeps_its_sampled_ids(tokenizer):
     letters = [token for letter in "It is 4." for token in tokenizer.encode(letter)]
     trims = "<|eot_id|>" in tokenizer.spell([end_of(tokenizer)])
     head = tokenizer.encode(" \n" if trims else THOUGHT.removeprefix("<think>\n"))
@@ -365,7 +365,7 @@ CUTS = "{% for m in messages %}<|im_start|>{{ m.content[-9:] if m.role == 'assis
 
 @settings(max_examples=60)
 @given(rounds=rounds, cut=st.integers(0, 5))
-def test_contexts_of_a_template_that_cuts_anywhere(small_dir, rounds, cut):
+def test_truncating_template_contexts_match_conversation_record(small_dir, rounds, cut):
     """Whatever is left of a turn, each context is what the record of the conversation says, and spells what the template writes
     but for the turns' ends, which are never cut."""
     template = CUTS.replace("9", str(2 + cut)) + "{% if add_generation_prompt %}<|im_start|>{% endif %}"

@@ -58,7 +58,7 @@ def test_nested_mapping_has_defaults_of_its_recipe():
         (["schedule.decay"], ["('constant', 'linear' or 'cosine')"]),
     ],
 )
-def test_config_prints_what_is_asked_for(words, expected, capsys):
+def test_config_prints_requested_options(words, expected, capsys):
     assert main(["config", *words]) == 0
     out = capsys.readouterr().out
     assert not [text for text in expected if text not in out], out
@@ -80,7 +80,7 @@ def test_config_prints_what_is_asked_for(words, expected, capsys):
         (["--schema", "engine"], "--schema engine: expected a recipe"),
     ],
 )
-def test_config_unknown_word_is_an_error(words, message, capsys):
+def test_config_unknown_argument_is_an_error(words, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["config", *words])
     assert message in capsys.readouterr().err
@@ -98,7 +98,7 @@ def test_config_lists_copied_recipe(tmp_path, monkeypatch, capsys):
     assert "engine.dtype" in capsys.readouterr().out
 
 
-def test_listing_fits_terminal_and_is_one_line_per_key_for_pipes():
+def test_config_listing_fits_terminal_one_key_per_line():
     title, listed = listing(["grpo_full"])
     long = rendered(title, listed).splitlines()
     assert len(long) == 1 + len(listed)
@@ -172,7 +172,7 @@ def test_schema_refuses_what_load_config_refuses(given, valid):
         ("full_finetune_single_device", ["--help"], False),
     ],
 )
-def test_tune_run_help_lists_config_keys_of_our_recipes(recipe, words, listed, capsys):
+def test_tune_run_help_lists_our_config_keys(recipe, words, listed, capsys):
     class Run:
         def _run_cmd(self, args):
             print("theirs")

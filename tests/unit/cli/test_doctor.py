@@ -144,7 +144,7 @@ def test_a_good_machine_has_no_trouble(look, machine):
 
 
 @pytest.mark.parametrize("case", TROUBLE)
-def test_trouble_is_named_with_its_cure(look, case):
+def test_doctor_problem_is_reported_with_fix(look, case):
     machine, mark, name, text, fix = TROUBLE[case]
     findings = look(**machine)
     matches = [finding for finding in findings if (finding.mark, finding.name) == (mark, name) and text in finding.text]
@@ -153,7 +153,7 @@ def test_trouble_is_named_with_its_cure(look, case):
     assert all(finding.mark == OK or finding.fix for finding in findings)
 
 
-def test_a_layer_that_is_only_useful_is_listed_with_its_cost(look):
+def test_doctor_optional_layer_listed_with_its_cost(look):
     lines = [finding for finding in look() if finding.name == "sandbox: namespaces"]
     assert lines == [Finding(OK, "sandbox: namespaces", "none: files are visible (install bubblewrap)")]
 
@@ -171,7 +171,7 @@ def test_exit_status(look, machine, status, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("word", ["presets", "ls"])
-def test_a_reader_that_goes_away_changes_nothing(word):
+def test_cli_closed_output_pipe_exits_cleanly(word):
     """As in `torchtune-ext presets | head -1`. Python itself would end with 120 over what is left in its buffer."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -189,7 +189,7 @@ def test_table_is_aligned():
     assert lines[-1] == "recipes will not run: 1 failed, 0 warnings, 1 ok"
 
 
-def test_probe_has_a_deadline_and_reports_the_last_line():
+def test_doctor_probe_has_deadline_and_reports_last_line():
     assert doctor.probe("print('there')", 30.0) == ("there\n", "")
     assert doctor.probe("raise KeyError('why')", 30.0) == ("", "KeyError: 'why'")
     assert doctor.probe("import time; time.sleep(30)", 0.2)[1].startswith("no answer within")
@@ -200,7 +200,7 @@ def test_installed_versions_sees_this_environment():
     assert doctor.installed_versions()["pytest"] == pytest.__version__
 
 
-def test_the_tune_beside_our_own_command_is_looked_at(tmp_path, monkeypatch):
+def test_doctor_finds_tune_next_to_own_command(tmp_path, monkeypatch):
     for scheme in ("env", "user"):
         (tmp_path / scheme).mkdir()
     known = {sysconfig.get_default_scheme(): tmp_path / "env", "posix_user": tmp_path / "user"}
@@ -210,7 +210,7 @@ def test_the_tune_beside_our_own_command_is_looked_at(tmp_path, monkeypatch):
     assert doctor.own_tune() == tmp_path / "user" / "tune"
 
 
-def test_torchtunes_script_is_told_from_rays(tmp_path):
+def test_doctor_distinguishes_torchtune_script_from_ray(tmp_path):
     theirs, rays = tmp_path / "theirs", tmp_path / "rays"
     theirs.write_text("import sys\nfrom torchtune._cli.tune import main\nsys.exit(main())\n")
     rays.write_text("import sys\nfrom ray.tune.cli.scripts import cli\nsys.exit(cli())\n")

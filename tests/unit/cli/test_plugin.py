@@ -72,7 +72,7 @@ def test_a_recipe_may_have_several_names(house):
     assert list(full.configs) == ["grpo/deep/lora/er", "grpo/tiny"] and list(lora.configs) == ["grpo/tiny_lora"]
 
 
-def test_register_adds_ours_before_theirs_once(house, monkeypatch):
+def test_register_adds_our_recipes_first_and_once(house, monkeypatch):
     monkeypatch.setattr("torchtune_ext.run.catalog.folder", lambda name: house / name)
     entries = [SimpleNamespace(name="theirs")]
     registry = SimpleNamespace(
@@ -170,7 +170,7 @@ def test_start_file_survives_a_missing_package(repo_root):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_usage_names_every_word(capsys):
+def test_usage_names_every_subcommand(capsys):
     assert cli.main([]) == 0
     printed = capsys.readouterr().out
     assert all(
@@ -179,12 +179,12 @@ def test_usage_names_every_word(capsys):
     )
 
 
-def test_unknown_word_is_an_error_with_a_suggestion(capsys):
+def test_unknown_subcommand_is_an_error_with_suggestion(capsys):
     assert cli.main(["doktor"]) == 2
     assert "did you mean doctor?" in capsys.readouterr().err
 
 
-def test_own_word_is_imported_only_when_used(tmp_path):
+def test_own_subcommand_is_imported_only_when_used(tmp_path):
     write(
         tmp_path,
         {
@@ -208,7 +208,7 @@ def test_own_word_is_imported_only_when_used(tmp_path):
     assert done.stdout.strip() == "n is 7", done.stderr
 
 
-def test_tune_words_are_handed_over(tmp_path):
+def test_tune_arguments_are_passed_through(tmp_path):
     write(tmp_path, FAKE_TORCHTUNE)
     write(
         tmp_path,
@@ -228,7 +228,7 @@ def test_tune_words_are_handed_over(tmp_path):
     assert done.stdout.splitlines() == [str(words), str(["tune", "validate", "GRPO/TINY"])], done.stderr
 
 
-def test_without_torchtune_the_command_says_so():
+def test_command_without_torchtune_reports_install_command():
     done = python("from torchtune_ext.cli import cli\nsys.exit(cli.main(['ls']))")
     assert done.returncode == 1 and 'pip install "torchtune==0.6.1"' in done.stderr
 

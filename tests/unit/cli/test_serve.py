@@ -42,7 +42,7 @@ def test_the_command_of_a_config(capsys, model, monkeypatch):
     assert json.loads(value(words, "--weight-transfer-config")) == {"backend": "shm"}
 
 
-def test_adapters_and_precision_of_the_config_reach_the_server(capsys, model):
+def test_serve_passes_config_adapters_and_precision(capsys, model):
     words = shown(capsys, "--config", "grpo/tiny_lora", model)
     assert "--enable-lora" in words and "q_proj" in words
     fp8 = ("dtype=bfloat16", "engine.dtype=bfloat16", "precision=fp8_unified")
@@ -50,7 +50,7 @@ def test_adapters_and_precision_of_the_config_reach_the_server(capsys, model):
     assert "quantization_config" in json.loads(value(words, "--hf-overrides"))
 
 
-def test_what_is_wrong_is_said(capsys, model, monkeypatch):
+def test_serve_reports_invalid_arguments(capsys, model, monkeypatch):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     monkeypatch.setattr(serve.os, "execve", lambda *words: pytest.fail("it started"))
     for words, message in (

@@ -70,7 +70,7 @@ def test_the_status_is_that_of_the_command(guard, code, status):
 
 
 @pytest.mark.parametrize("number", [2, 15])
-def test_a_signal_reaches_the_command(guard, number):
+def test_guard_forwards_signal_to_command(guard, number):
     process = guard(TOLD, "0")
     assert process.stdout.readline() == b"ready\n"
     process.stdin.write(f"{number} 30\n".encode())
@@ -78,7 +78,7 @@ def test_a_signal_reaches_the_command(guard, number):
     assert process.wait(30) == 7
 
 
-def test_what_does_not_end_is_killed(guard):
+def test_guard_kills_command_after_deadline(guard):
     process = guard(TOLD, "600")
     assert process.stdout.readline() == b"ready\n"
     process.stdin.write(b"15 0.5\n")
@@ -86,7 +86,7 @@ def test_what_does_not_end_is_killed(guard):
     assert process.wait(30) == 137
 
 
-def test_a_signal_is_sent_once_and_the_earliest_deadline_holds(guard):
+def test_guard_signals_once_and_keeps_earliest_deadline(guard):
     """torchrun ends its ranks at once where it gets a second SIGTERM."""
     process = guard(TOLD, "600")
     assert process.stdout.readline() == b"ready\n"
@@ -99,7 +99,7 @@ def test_a_signal_is_sent_once_and_the_earliest_deadline_holds(guard):
 
 
 @pytest.mark.parametrize("seconds", ["0", "600"])
-def test_an_actor_that_is_gone_is_sigterm_and_then_the_end(guard, seconds):
+def test_guard_lost_actor_sends_sigterm_then_kills(guard, seconds):
     """Where the command ends by itself it is not killed: a trainer saves its step."""
     process = guard(TOLD, seconds)
     assert process.stdout.readline() == b"ready\n"
@@ -109,7 +109,7 @@ def test_an_actor_that_is_gone_is_sigterm_and_then_the_end(guard, seconds):
 
 
 @pytest.mark.parametrize("way", ["ends", "is killed", "actor is gone"])
-def test_nothing_that_the_command_started_is_left(guard, way, tmp_path):
+def test_guard_leaves_no_descendant_processes(guard, way, tmp_path):
     process = guard(PARENT, str(tmp_path / "end"))
     assert process.stdout.readline() == b"ready\n"
     started = below(process)
@@ -124,7 +124,7 @@ def test_nothing_that_the_command_started_is_left(guard, way, tmp_path):
     assert psutil.wait_procs(started, timeout=30)[1] == []
 
 
-def test_a_guard_that_is_killed_takes_its_command_along(guard):
+def test_guard_killed_ends_its_command(guard):
     process = guard(TOLD, "600")
     assert process.stdout.readline() == b"ready\n"
     started = below(process)
@@ -132,7 +132,7 @@ def test_a_guard_that_is_killed_takes_its_command_along(guard):
     assert len(started) == 1 and psutil.wait_procs(started, timeout=30)[1] == []
 
 
-def test_it_is_no_child_of_who_starts_it():
+def test_guard_is_detached_from_its_starter():
     """Ray kills the children of an actor that it ends, and nothing below them."""
     ours, theirs = os.pipe()
     others = psutil.Process().children(recursive=True)  # of other tests

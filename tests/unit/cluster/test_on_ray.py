@@ -67,14 +67,14 @@ def place(tmp_path, monkeypatch):
         ("--config grpo/tiny model_dir=${nothing} " + GPUS, "model_dir: Interpolation key 'nothing' not found"),
     ],
 )
-def test_what_is_refused(typed, says, capsys):
+def test_ray_command_invalid_arguments_are_refused(typed, says, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["ray", *shlex.split(typed)])
     message = capsys.readouterr().err
     assert ended.value.code == 2 and message.startswith("error: ") and says in message, message
 
 
-def test_without_ray_it_says_what_to_install(monkeypatch, capsys):
+def test_ray_command_without_ray_reports_install_command(monkeypatch, capsys):
     monkeypatch.setattr(on_ray, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="2"):
         main(["ray", "--config", "grpo/tiny", *GPUS.split()])
@@ -82,7 +82,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch, capsys):
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
-def test_an_address_at_which_nobody_answers_is_refused_at_once(capsys):
+def test_ray_command_unreachable_address_refused_at_once(capsys):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     began_at = time.monotonic()
@@ -102,7 +102,7 @@ def planned(typed):
     return on_ray.plan_of(args, cfg.engine, cfg.checkpoints.stop_grace_s)
 
 
-def test_settings_may_stand_anywhere_and_the_config_names_the_recipe(monkeypatch):
+def test_ray_command_overrides_anywhere_and_config_selects_recipe(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("MY_TOKEN", "secret")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
@@ -147,14 +147,14 @@ def test_the_server_has_the_settings_of_the_run(monkeypatch, tmp_path, capsys):
     assert '"backend": "gloo"' in line and "4,5" not in line
 
 
-def test_the_trainer_is_told_of_its_servers_and_of_no_gpus_of_an_engine():
+def test_ray_command_trainer_gets_servers_without_engine_gpus():
     own = ["engine.devices=null", "engine.count=null", "engine.sleep=false"]
     one, two = "http://127.0.0.1:1", "http://127.0.0.1:2"
     assert engine_words([one], "shm") == [f"engine.address={one}", "engine.transfer=shm", *own]
     assert engine_words([one, two], "nccl")[:2] == [f"engine.address=[{one},{two}]", "engine.transfer=nccl"]
 
 
-def test_weights_travel_through_memory_only_where_all_are_on_one_machine():
+def test_ray_command_shared_memory_only_on_one_machine():
     here, there = "10.0.0.1", "10.0.0.2"
     assert route(here, [here, here], "gpus") == (["127.0.0.1", "127.0.0.1"], "shm")
     assert route(here, [here, there], "gpus") == ([here, there], "nccl")

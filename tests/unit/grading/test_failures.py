@@ -13,7 +13,7 @@ LATE = ("p-3", Ungraded("timed_out", "no answer within 10 s; the process was kil
 DISTURBED = ("p-4", Ungraded("noisy", "others used the machine"))
 
 
-def test_two_steps_in_which_every_text_fails_end_the_run(caplog):
+def test_grading_watch_two_all_failed_steps_end_run(caplog):
     watch = GradingWatch()
     watch.look(7, [BAD, LATE])
     assert "grading: 1 of 2 texts infra_failed: 1 x KeyError: 'x' (my_task.py:12)" in caplog.text
@@ -37,7 +37,7 @@ def test_two_steps_in_which_every_text_fails_end_the_run(caplog):
         [(1, []), (2, []), (3, [BAD])],
     ],
 )
-def test_a_run_goes_on_as_long_as_something_is_graded(steps):
+def test_grading_watch_partial_failures_let_run_continue(steps):
     watch = GradingWatch()
     for step, outcomes in steps:
         watch.look(step, outcomes)
@@ -49,7 +49,7 @@ class Talking(Scripted):
         return Score(1.0, {})
 
 
-def test_what_graders_print_goes_into_their_file(tmp_path, capfd):
+def test_grader_output_goes_to_log_file(tmp_path, capfd):
     log = tmp_path / "grader.log"
     log.write_text("earlier\n")
     with Grader(Talking(), workers=1, output=log) as grader:
@@ -59,7 +59,7 @@ def test_what_graders_print_goes_into_their_file(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_graders_that_print_nothing_leave_no_file(tmp_path):
+def test_grader_without_output_creates_no_log_file(tmp_path):
     log = tmp_path / "grader.log"
     with Grader(Scripted(), workers=1, output=log) as first, Grader(Scripted(), workers=1, output=log) as second:
         assert log.exists()

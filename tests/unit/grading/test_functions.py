@@ -110,7 +110,7 @@ def test_a_number_is_a_reward(folder):
         ("Score(1.0, {}, '', ['a'])", "a Score with facts=['a'], which is no dict"),
     ],
 )
-def test_what_is_no_reward_is_refused_with_the_name_of_the_function(folder, text, cause):
+def test_reward_function_invalid_return_refused_by_name(folder, text, cause):
     before, outcome, after = graded(Jsonl("mine.says", path="questions.jsonl"), ["1", text, "2"])
     assert isinstance(outcome, Ungraded) and outcome.kind == "infra_failed"
     line = FUNCTIONS.split("\n").index("def says(problem, text):") + 1
@@ -118,7 +118,7 @@ def test_what_is_no_reward_is_refused_with_the_name_of_the_function(folder, text
     assert (before.reward, after.reward) == (1.0, 2.0)
 
 
-def test_an_error_in_a_library_says_where_the_function_was(folder):
+def test_reward_function_library_error_includes_calling_line(folder):
     (outcome,) = graded(Jsonl("mine.parses", path="questions.jsonl"), ["no json"])
     line = FUNCTIONS.split("\n").index('    return json.loads(text)["reward"]') + 1
     assert outcome.kind == "infra_failed" and outcome.cause.startswith("json.decoder.JSONDecodeError: ")
@@ -182,7 +182,7 @@ def own_gsm8k():
         lambda: TemporalClue(path="puzzles.jsonl", grader="mine.words"),
     ],
 )
-def test_the_problems_of_our_tasks_take_a_function(folder, make):
+def test_shipped_tasks_accept_reward_functions(folder, make):
     from torchtune_ext.tasks.temporal_clue.files import write_jsonl
     from torchtune_ext.tasks.temporal_clue.puzzle import Puzzle
 
@@ -196,7 +196,7 @@ def test_the_problems_of_our_tasks_take_a_function(folder, make):
 # ---- judges
 
 
-def test_a_judge_gets_all_texts_of_a_problem(folder):
+def test_group_grader_gets_all_texts_of_problem(folder):
     task = Jsonl(group_grader="mine.ranks", path="questions.jsonl")
     with Grader(task, workers=2) as grader:
         futures = [grader.submit(task[n], *texts) for n, texts in enumerate((["b", "a"], ["x", "y", "x"]))]
@@ -206,7 +206,7 @@ def test_a_judge_gets_all_texts_of_a_problem(folder):
     assert task.grade(task[0], "alone") == Score(0.0, note="alone")
 
 
-def test_a_judge_that_fails_gives_no_reward_to_its_group_and_takes_none_from_others(folder):
+def test_group_grader_failure_affects_only_its_group(folder):
     task = Jsonl(group_grader="mine.ranks", path="questions.jsonl")
     words = ["raises", "hangs", "dies", "array", "few"]
     with Grader(task, workers=2, timeout_s=1.0) as grader:

@@ -26,7 +26,7 @@ from torchtune_ext.tasks.selection import NearLevel
 from torchtune_ext.tasks.task import Problem, Score
 
 
-def test_scores_come_back_in_order():
+def test_grader_scores_keep_submission_order():
     rewards = [i % 7 + 0.25 for i in range(500)]
     outcomes = graded([f"reward {reward}" for reward in rewards], workers=3)
     assert [outcome.reward for outcome in outcomes] == rewards
@@ -41,7 +41,7 @@ def test_each_text_is_graded_with_its_own_problem():
     assert [outcome.reward for outcome in outcomes] == list(range(40))
 
 
-def test_policy_failed_is_what_the_task_marks():
+def test_grader_policy_failed_follows_task_mark():
     failed, wrong = graded(["nothing_to_grade", "reward 0"])
     assert (failed.kind, failed.reward) == ("policy_failed", -1.0)
     assert (wrong.kind, wrong.reward) == ("scored", 0.0)
@@ -89,12 +89,12 @@ def test_deadline_is_each_items_own():
     assert {outcome.kind for outcome in outcomes} == {"scored"}
 
 
-def test_a_hang_holds_up_nobody_else():
+def test_grader_hang_delays_no_other_text():
     outcomes = graded(["sleeps 60", "reward 1", "sleeps 60", *["reward 1"] * 50], workers=2, timeout_s=2.0)
     assert [outcome.kind for outcome in outcomes] == ["timed_out", "scored", "timed_out", *["scored"] * 50]
 
 
-def test_the_first_item_does_not_pay_for_the_start():
+def test_grader_start_time_excluded_from_first_deadline():
     class SlowToLoad(Scripted):
         def __setstate__(self, state):
             time.sleep(2.5)
@@ -111,7 +111,7 @@ def test_a_forking_grader_answers_once():
     assert [outcome.reward for outcome in outcomes] == [3.0, 1.0, 3.0, 2.0]
 
 
-def test_a_note_comes_back_and_is_cut():
+def test_grade_note_is_returned_and_truncated():
     short, long = graded(["noted 5", "noted 100000"])
     assert short.note == "xxxxx" and len(long.note) == 2000
 
@@ -157,7 +157,7 @@ class Shipped(Scripted):
     grade.__module__ = "torchtune_ext.tasks.made_up"
 
 
-def test_shipped_grader_hung_by_a_text_pays_zero(tmp_path, caplog, monkeypatch):
+def test_shipped_grader_hung_by_text_scores_zero(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(processes, "BUSY", 0.05)  # other processes may compute on this machine
     texts = ["backtracks", "os_exit 3", "segfault", "deep", "reward 1"]
     with Grader(Shipped(), timeout_s=1.0) as grader:
@@ -317,7 +317,7 @@ def test_process_flooded_descriptors_cost_one_text(tmp_path, rest):
     assert lost.kind == "infra_failed" and right.reward == 2.0 and time.monotonic() - begin < 20
 
 
-def test_knobs_and_tasks_that_cannot_work_raise():
+def test_grader_invalid_config_and_tasks_raise():
     with pytest.raises(ValueError, match="workers=0"):
         Grader(Scripted(), workers=0)
     with pytest.raises(ValueError, match="timeout_s=0"):
@@ -345,7 +345,7 @@ def test_knobs_and_tasks_that_cannot_work_raise():
         grader.grade([(PROBLEM, "reward 1")])
 
 
-def test_a_grader_that_fails_on_an_empty_text_is_told_before_the_run(tmp_path, monkeypatch, capsys):
+def test_self_check_reports_grader_failing_on_empty_text(tmp_path, monkeypatch, capsys):
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     (tmp_path / "hasty.py").write_text(
         "def first(problem, text):\n    return float(text.split()[0] == problem.answer)\n"

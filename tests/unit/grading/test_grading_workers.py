@@ -25,7 +25,7 @@ def test_workers_stay_and_have_no_torch():
             assert grader.grade([(PROBLEM, f"imported {module}")])[0].reward == 0.0
 
 
-def test_a_worker_killed_while_idle_costs_nothing():
+def test_grading_worker_killed_while_idle_is_replaced():
     with Grader(Scripted(), workers=1) as grader:
         pid = int(grader.grade([(PROBLEM, "pid")])[0].reward)
         os.kill(pid, signal.SIGKILL)
@@ -99,7 +99,7 @@ def test_an_interrupted_call_leaves_no_stale_answers(tmp_path):
         assert grader.processes.pids() == pids, "a text that sleeps would have cost its process"
 
 
-def test_a_slow_text_delays_nobody(tmp_path):
+def test_grading_workers_slow_text_delays_no_other(tmp_path):
     with Grader(Scripted(), workers=2, timeout_s=60.0) as grader:
         slow = grader.submit(PROBLEM, f"waits {tmp_path / 'go on'}")
         fast = [grader.submit(PROBLEM, f"reward {i}") for i in range(50)]
@@ -109,7 +109,7 @@ def test_a_slow_text_delays_nobody(tmp_path):
         assert slow.result(timeout=50)[0].kind == "scored"
 
 
-def test_futures_of_a_grader_that_is_closed_end():
+def test_grader_close_ends_pending_futures():
     grader = Grader(Scripted(), workers=1, timeout_s=60.0)
     futures = [grader.submit(PROBLEM, "sleeps 60") for _ in range(3)]
     grader.close()
@@ -120,7 +120,7 @@ def test_futures_of_a_grader_that_is_closed_end():
         grader.submit(PROBLEM, "reward 1")
 
 
-def test_a_slow_callback_costs_nobody_a_deadline(tmp_path):
+def test_grading_workers_slow_callback_causes_no_timeout(tmp_path):
     """The second text is graded while a callback of the first one holds up the thread that takes the answers."""
     both, begun, called, over = (tmp_path / name for name in ("both", "begun", "called", "over"))
 
@@ -140,13 +140,13 @@ def test_a_slow_callback_costs_nobody_a_deadline(tmp_path):
         assert second.result(timeout=60)[0].kind == "scored"
 
 
-def test_processes_that_cannot_start_are_an_error_at_once(monkeypatch):
+def test_grading_workers_failed_process_start_raises_at_once(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(FileNotFoundError):
         Grader(Scripted())
 
 
-def test_all_futures_end_when_a_grader_gives_up_while_they_are_cancelled():
+def test_grader_failure_during_cancel_completes_all_futures():
     class RefusesToLoad(Scripted):
         def __reduce__(self):
             return (int, ("not a number",))

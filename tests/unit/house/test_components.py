@@ -42,7 +42,7 @@ def check(tree):
     return len(components)
 
 
-def test_configs_give_components_what_they_take(repo_root):
+def test_configs_pass_only_valid_component_arguments(repo_root):
     for name, path in config_files(repo_root / "configs").items():
         try:
             check(OmegaConf.to_container(OmegaConf.load(path)))
@@ -50,7 +50,7 @@ def test_configs_give_components_what_they_take(repo_root):
             raise AssertionError(f"configs/{name}.yaml: {error}") from None
 
 
-def test_docs_give_components_what_they_take(repo_root):
+def test_docs_pass_only_valid_component_arguments(repo_root):
     pages = [repo_root / "README.md", *sorted((repo_root / "docs").glob("*.md"))]
     count = 0
     for page in pages:
@@ -64,7 +64,7 @@ def test_docs_give_components_what_they_take(repo_root):
 
 
 @pytest.mark.parametrize("wrong", ["preset", "pathh"])
-def test_an_argument_that_is_not_taken_is_found(wrong):
+def test_invalid_component_argument_is_detected(wrong):
     tree = {"task": {"_component_": "torchtune_ext.tasks.math.Math", wrong: "aime2024"}}
     with pytest.raises(AssertionError, match=f"task: .*Math: got an unexpected keyword argument '{wrong}'"):
         check(tree)

@@ -103,7 +103,7 @@ def sized(name, words, public, folder):
 
 
 @pytest.mark.parametrize("name, words, public, billions", SIZES)
-def test_dry_run_knows_the_published_sizes(name, words, public, billions, tmp_path):
+def test_dry_run_counts_match_published_model_sizes(name, words, public, billions, tmp_path):
     _, cfg = sized(name, words, public, tmp_path)
     assert cfg.engine.sleep or bool(cfg.engine.devices) != bool(cfg.engine.address)
     with nf4_in_one_piece():
@@ -111,19 +111,19 @@ def test_dry_run_knows_the_published_sizes(name, words, public, billions, tmp_pa
     assert f"{plan.sizes.total / 1e9:.3f}" == f"{billions:.3f}"
 
 
-def test_every_config_of_a_public_model_is_among_the_sizes():
+def test_public_model_configs_are_all_in_sizes():
     named = {name for name in CONFIGS if name.startswith("grpo/") and "tiny" not in name and "smollm2" not in name}
     assert named == {f"grpo/{name}" for name, *_ in SIZES}
 
 
-def test_a_dry_run_without_config_json_says_what_it_needs():
+def test_dry_run_without_config_json_reports_missing_folder():
     _, cfg = loaded("grpo/qwen2_5_7B_full")
     cfg.model_dir = cfg.model["model_dir"] = "models/Nobodys-7B"
     with pytest.raises(ValueError, match="model_dir='models/Nobodys-7B': no such folder, .*`hf download "):
         plan_of(cfg, asked_machine("1x80"))
 
 
-def test_paths_begin_at_home(monkeypatch, tmp_path):
+def test_config_paths_expand_home_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     change = {"output_dir": "~/runs", "task": {"_component_": "x", "path": "~/rows.jsonl", "prompt": "~{question}"}}
     cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, **change}))
@@ -183,7 +183,7 @@ def test_presets_differ():
     assert len({repr(cfg) for cfg in losses}) == len(PRESETS)
 
 
-def test_a_preset_may_be_a_file_and_gives_way_to_a_loss_of_ones_own(tmp_path):
+def test_preset_from_file_yields_to_custom_loss(tmp_path):
     (tmp_path / "mine.yaml").write_text("loss: {_component_: a.Loss, x: 1, y: 2}\nadvantage: {scale: none}\n")
     given = {**NEEDED, "preset": str(tmp_path / "mine.yaml"), "loss": {"y": 3}}
     cfg = load_config(grpo.Config, OmegaConf.create(given))
@@ -266,7 +266,7 @@ def test_components_that_cannot_be_built_are_named(node, message):
         instantiate(Component(node, "loss"))
 
 
-def test_nested_settings_keep_their_types_and_win_over_what_the_recipe_brings():
+def test_nested_config_overrides_recipe_and_keeps_types():
     given = {
         "engine": {"devices": 4, "extra_args": {"a": [1]}},
         "sampling": {"max_tokens": 8, "stop_token_ids": [5, 6]},
@@ -277,7 +277,7 @@ def test_nested_settings_keep_their_types_and_win_over_what_the_recipe_brings():
 
 
 @pytest.mark.parametrize("size", [size for size in SIZES if "fp8" in size[0]], ids=lambda size: size[2])
-def test_fp8_configs_train_and_sample_all_but_the_head_in_fp8(size, tmp_path):
+def test_fp8_configs_train_and_sample_in_fp8(size, tmp_path):
     _, cfg = sized(*size[:3], tmp_path)
     assert cfg.precision.flow == "fp8_unified" and cfg.dtype == cfg.engine.dtype == "bfloat16"
     model = on_meta(partial(instantiate, cfg.model))

@@ -357,7 +357,7 @@ def test_every_config_belongs_to_a_recipe():
     assert owners and not offenders, "\n".join(offenders)
 
 
-def test_what_the_recipes_pull_in():
+def test_recipe_imports_exclude_optional_modules():
     """Of a text task nobody needs the benchmark of programs, nor the coordinator of its machines; without FP8, nobody its layers and
     kernels. A number that grows is a reason to look where the new arrow comes from."""
     names = ["grpo", "warmup_sft", "evaluate"]

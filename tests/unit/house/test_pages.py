@@ -51,7 +51,7 @@ def test_every_run_that_a_page_shows_is_one(repo_root, name, least):
     assert count >= least
 
 
-def test_trainers_and_engines_of_the_page_have_gpus_of_their_own(first_run):
+def test_page_trainers_and_engines_use_separate_gpus(first_run):
     count = 0
     for command in commands(first_run):
         run = run_command(command)
@@ -72,7 +72,7 @@ def test_trainers_and_engines_of_the_page_have_gpus_of_their_own(first_run):
     assert count >= 8
 
 
-def test_the_words_of_torchtune_ext_and_hf_on_the_page_are_taken(first_run):
+def test_page_commands_use_accepted_subcommands(first_run):
     words = set()
     for command in commands(first_run):
         if command.words[0] == "torchtune-ext":
@@ -91,7 +91,7 @@ def test_the_words_of_torchtune_ext_and_hf_on_the_page_are_taken(first_run):
 @pytest.mark.parametrize(
     ("mask", "train", "engine"), [("4,5,6,7", "4,5,6", "7"), (None, "0,1,2,3", "4"), ("2,0", "2", "0")]
 )
-def test_the_lines_for_a_job_use_the_gpus_that_it_was_given(first_run, tmp_path, mask, train, engine):
+def test_job_script_lines_use_allocated_gpus(first_run, tmp_path, mask, train, engine):
     (script,) = [text for language, text in blocks(first_run) if language == "bash"]
     for name, text in {
         "tune": 'echo "$CUDA_VISIBLE_DEVICES|$*"',
@@ -106,7 +106,7 @@ def test_the_lines_for_a_job_use_the_gpus_that_it_was_given(first_run, tmp_path,
     assert done.stdout == f"{train}|{expected}\n"
 
 
-def test_the_page_lists_the_families_that_are_known(first_run):
+def test_page_lists_all_supported_families(first_run):
     table = first_run.read_text().partition("## Models that work")[2]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == ["model_type", *FAMILIES]
 
@@ -118,7 +118,7 @@ def test_the_step_that_readme_shows_is_the_recipes(repo_root):
         assert any(line.strip() == theirs.strip() for theirs in recipe), line
 
 
-def test_every_word_of_the_command_is_on_its_page(repo_root):
+def test_commands_page_lists_every_subcommand(repo_root):
     page = (repo_root / "docs" / "README.md").read_text()
     assert not [word for word in cli.OWN_WORDS if f"torchtune-ext {word}" not in page]
 

@@ -68,7 +68,7 @@ def test_quickstart_stops_at_the_first_failure(tmp_path, run):
     assert status == 3 and len(called) == 2
 
 
-def test_install_takes_the_engine_of_the_machine(tmp_path, run):
+def test_install_selects_engine_for_machine(tmp_path, run):
     env = tmp_path / "env"
     answers = 'case "$*" in *torch.version*) echo "$CUDA" ;; *--dry-run*) exit "$MISSING" ;; esac\n'
     program(env / "bin" / "python", RECORD + answers)
@@ -152,20 +152,20 @@ def install(tmp_path, run, fresh):
     return call
 
 
-def test_install_adds_the_index_of_cpu_builds_where_pip_has_only_the_cuda_build(tmp_path, install):
+def test_install_adds_cpu_index_for_cuda_only_index(tmp_path, install):
     further = torch_index(tmp_path / "cpu", "2.13.0+cpu")
     status, installed, rest, printed = install(torch_index(tmp_path / "cuda", "2.13.0"), further)
     assert (status, installed, rest) == (0, ["torch-2.13.0+cpu.dist-info"], True), printed
     assert f"pip's indexes have no torch 2.13.0+cpu, adding {further} (TORCH_INDEX)" in printed
 
 
-def test_install_without_a_network_says_so(install):
+def test_install_without_network_reports_error(install):
     status, installed, rest, printed = install("http://127.0.0.1:9/simple", "http://127.0.0.1:9/cpu")
     assert (status, installed, rest) == (1, [], False)
     assert "pip reaches no package index, so there is no network" in printed
 
 
-def test_install_tells_interpreters_apart(tmp_path, run):
+def test_install_distinguishes_python_interpreters(tmp_path, run):
     def error(python, env=tmp_path / "env"):
         status, called, printed = run("install.sh", VENV=str(env), PYTHON=str(python), EXTRAS="dev")
         assert status == 1 and not any(" install " in line for line in called)
@@ -188,7 +188,7 @@ def test_install_tells_interpreters_apart(tmp_path, run):
     )
 
 
-def test_pins_agree(repo_root):
+def test_pinned_versions_are_consistent(repo_root):
     """setup.cfg, the lists and the script name the same versions."""
     setup = (repo_root / "setup.cfg").read_text()
     script = (repo_root / "scripts" / "install.sh").read_text()

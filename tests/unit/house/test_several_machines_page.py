@@ -69,7 +69,7 @@ def require_a_run(lines, first):
     assert {nnodes for _, nnodes, *_ in machines} == {"2"}
 
 
-def test_the_lines_by_hand_and_those_of_slurm_start_one_run_on_two_machines(page, printed):
+def test_page_manual_and_slurm_lines_start_one_run(page, printed):
     by_hand, slurm = (text for language, text in blocks(page) if language == "bash" and "--nnodes" in text)
     require_a_run(printed(by_hand), "node-a")
     environ = {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
@@ -117,7 +117,7 @@ def test_the_manifest_starts_one_run_on_two_pods(page, printed):
         ("--nproc_per_node 2", None),
     ],
 )
-def test_machines_that_would_not_find_each_other_are_refused(words, message, monkeypatch):
+def test_rendezvous_incomplete_arguments_are_refused(words, message, monkeypatch):
     monkeypatch.delenv("PET_NODE_RANK", raising=False)
     given = [*words.split(), "grpo_full", "--config", "grpo/tiny"]
     args = get_args_parser().parse_args(given)

@@ -221,7 +221,7 @@ def deep_gemm(monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [1, 130, 256])
-def test_deep_gemm_gets_what_it_asserts(deep_gemm, tokens):
+def test_deep_gemm_receives_operands_it_asserts(deep_gemm, tokens):
     padded = -(-tokens // 128) * 128
     for gemm, call in (("fprop", (tokens, 256, 896)), ("dgrad", (tokens, 896, 256)), ("wgrad", (256, 896, padded))):
         _, (first, second), _ = operands(gemm, tokens, 256, 896)
@@ -240,7 +240,7 @@ def test_real_deep_gemm_has_that_signature():
     )
 
 
-def test_torchao_gets_what_it_asserts(monkeypatch):
+def test_torchao_receives_operands_it_asserts(monkeypatch):
     """Its wrappers' assertions, then the product; and that its unmasked loads of scales stay inside our memory."""
 
     def check(a, b, scale_a, scale_b, past_b):
@@ -281,7 +281,7 @@ def test_torchao_gets_what_it_asserts(monkeypatch):
         ((8, 0), "13.0", True, "dgrad", torch.bfloat16, "reference", "8.9 or later"),
     ],
 )
-def test_auto_says_why(capability, cuda, installed, gemm, dtype, backend, reason, monkeypatch):
+def test_fp8_gemm_auto_choice_reports_reason(capability, cuda, installed, gemm, dtype, backend, reason, monkeypatch):
     def missing():
         return ImportError("No module named 'x'")
 
@@ -296,7 +296,7 @@ def test_auto_says_why(capability, cuda, installed, gemm, dtype, backend, reason
     assert choice.backend == backend and reason in choice.reason
 
 
-def test_a_deep_gemm_that_asserts_is_an_objection_and_imported_once(tmp_path, monkeypatch):
+def test_deep_gemm_failed_import_attempted_once(tmp_path, monkeypatch):
     """It asserts that there is an nvcc; asked for before every GEMM, a failed import must not be tried again."""
     (tmp_path / "deep_gemm").mkdir()
     body = (

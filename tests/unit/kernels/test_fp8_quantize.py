@@ -169,7 +169,7 @@ def test_a_quotient_above_448_saturates():
 
 @pytest.mark.parametrize("quantize", [quantize_rows, quantize_columns, quantize_weight])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_visible(quantize, bad):
+def test_quantize_non_finite_values_stay_visible(quantize, bad):
     x = torch.ones(256, 256)
     x[5, 7] = bad
     q = quantize(x)
@@ -196,7 +196,7 @@ def test_a_transposed_weight_has_the_same_bits():
 
 
 @pytest.mark.parametrize("rows", [1, 100, 200])
-def test_a_weight_without_whole_tiles_is_one_with_zeros(rows):
+def test_quantize_weight_partial_tiles_equal_zero_padding(rows):
     w = torch.randn(rows, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     q, whole = quantize_weight(w), quantize_weight(torch.nn.functional.pad(w, (0, 0, 0, -rows % 128)))
     assert torch.equal(q.scales, whole.scales) and q.shape == (rows, 256) and q.values.is_contiguous()

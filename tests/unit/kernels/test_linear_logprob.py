@@ -62,7 +62,7 @@ class Products(TorchDispatchMode):
     "dtype, chunk_elements, products",
     [(torch.bfloat16, 1 << 27, 3), (torch.bfloat16, 32 * 500, 8), (torch.float32, 1 << 27, 4)],
 )
-def test_the_logits_of_one_chunk_in_half_precision_are_computed_once(monkeypatch, dtype, chunk_elements, products):
+def test_linear_logprob_half_precision_chunk_logits_computed_once(monkeypatch, dtype, chunk_elements, products):
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
     torch.manual_seed(0)
     hidden, weight = (torch.randn(n, 32).to(dtype).requires_grad_() for n in (64, 500))

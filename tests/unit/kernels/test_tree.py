@@ -83,7 +83,7 @@ def test_a_packed_tree_equals_every_path_alone(seeds, monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["chunks", "checkpointing", "lora", "lora and checkpointing"])
-def test_trees_with_what_changes_the_computation(way, monkeypatch):
+def test_tree_packing_equals_plain_with_model_options(way, monkeypatch):
     model, plain = tiny_model(dtype=torch.float64), None
     if way == "chunks":
         monkeypatch.setattr(linear_logprob, "CHUNK_ELEMENTS", 5 * 61)  # five labels at a time
@@ -122,7 +122,7 @@ def test_trees_in_fp8(tmp_path):
     assert torch.cat(gaps).mean() < 0.01 * torch.cat(rounding).mean()
 
 
-def test_equal_paths_are_known_by_their_contexts():
+def test_tree_labels_with_equal_context_share_hash():
     """Labels behind the same tokens have one hash, wherever they stand, and labels behind others have another."""
     groups, longest = trees(11, number=3)
     hashes = {}

@@ -36,7 +36,7 @@ ENTRIES = st.lists(
     entries=ENTRIES,
     added=st.builds(entry, ratio=st.floats(1.0, 1.99), spread=st.sampled_from([0.0, 0.02, 0.2]), found=st.just(9)),
 )
-def test_an_elite_gives_way_only_to_what_is_faster_beyond_its_spread(entries, added):
+def test_archive_elite_replaced_only_beyond_timing_spread(entries, added):
     archive = Archive(entries)
     before = {each.cell: each for each in archive}.get(added.cell)
     became = archive.add(replace(added, source="new"))
@@ -45,13 +45,13 @@ def test_an_elite_gives_way_only_to_what_is_faster_beyond_its_spread(entries, ad
 
 
 @given(entries=ENTRIES)
-def test_a_text_holds_what_was_written(entries):
+def test_archive_text_round_trips(entries):
     archive = Archive(entries)
     assert list(Archive.loads(archive.dumps())) == list(archive)
     assert all(json.loads(line) for line in archive.dumps().splitlines())
 
 
-def test_figures_worked_by_hand():
+def test_archive_matches_hand_computed_examples():
     archive = Archive()
     assert archive.add(entry(1.50, 0.02, found=1, source="first"))
     assert not archive.add(entry(1.55, 0.02, found=2, source="a little faster, within the spread"))

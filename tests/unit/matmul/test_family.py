@@ -45,7 +45,7 @@ def require(checker: Checker, program) -> None:
     assert verdict.outcome == program.outcome, f"{program.outcome}: {verdict.note}\n{program.source}"
 
 
-def test_a_program_is_a_function_of_its_index():
+def test_family_program_is_function_of_index():
     forwards = [Family(3)[index] for index in range(60)]
     family = Family(3)
     assert [family[index] for index in reversed(range(60))] == forwards[::-1]
@@ -65,7 +65,7 @@ def test_the_share_of_broken_programs():
     assert {Family(broken=0.0)[index].outcome for index in range(100)} == {"ok"}
 
 
-def test_a_program_is_found_in_its_answer():
+def test_family_program_is_extracted_from_its_answer():
     for program in distinct(60, broken=0.5):
         assert extract(program.text) == (None if program.outcome == "format" else program.source)
 
@@ -80,12 +80,12 @@ def test_dgemm_is_short_and_varied():
 
 
 @needs_gcc
-def test_the_reader_finds_the_techniques_that_were_put_in():
+def test_technique_reader_finds_all_inserted_techniques():
     for program in distinct(25):
         assert techniques(preprocessed(program.source), Dgemm()) == program.techniques, program.source
 
 
-def test_some_programs_end_as_they_say(checker):
+def test_family_sample_programs_have_declared_outcomes(checker):
     for program in [*distinct(2), *distinct(3, broken=1.0)]:
         require(checker, program)
 
@@ -113,14 +113,14 @@ def test_good_programs_pass_the_checker(checker):
 
 
 @pytest.mark.long
-def test_broken_programs_end_as_they_say(checker):
+def test_family_broken_programs_have_declared_outcomes(checker):
     for program in distinct(150, broken=1.0):
         require(checker, program)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.outcome} {fault.words} {fault.pattern[:12]}")
-def test_each_fault_ends_as_it_says(fault, checker):
+def test_injected_fault_has_its_declared_outcome(fault, checker):
     hits = [program for program in distinct(60) if fits(fault, program.source)]
     for program in hits[:: max(1, len(hits) // 6)]:
         verdict = checker.check_source(break_by(fault, program.source))

@@ -22,12 +22,12 @@ def page(repo_root):
     return (repo_root / "docs" / "measured.md").read_text(encoding="utf-8")
 
 
-def test_the_prompt_is_the_one_that_is_asked(page):
+def test_matmul_page_prompt_equals_actual_prompt(page):
     (shown,) = re.findall(r"^````\n(.*?)\n````$", page, re.M | re.S)
     assert shown == messages(Dgemm(), "blocking")[0]["content"]
 
 
-def test_a_kernel_of_ones_own(page, tmp_path, monkeypatch):
+def test_matmul_page_custom_kernel_works(page, tmp_path, monkeypatch):
     (module,) = re.findall(r"^```python\n(# my_kernel.py.*?)^```$", page, re.M | re.S)
     (node,) = [block for block in re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S) if "my_kernel" in block]
     (tmp_path / "my_kernel.py").write_text(module)

@@ -35,7 +35,7 @@ def test_published_distances_vanish_and_the_others_do_not(name, fastest):
         assert most < 0.1 < 0.2 < min(floor(kind, name) for kind in ("log_speedup", "peak_share"))
 
 
-def test_a_right_program_beside_a_fast_one():
+def test_matmul_slow_correct_program_advantage_by_reward_kind():
     """Published, it lies below the mean of its group: all failures together take away less than 549 GFLOPS bring."""
     assert advantages("published", NAIVE)[SLOW] > 0.9
     assert sum(rewards("published", FASTEST)[o] * n for o, n in figures.SHARES.items()) + FASTEST > SIZE * NAIVE

@@ -47,7 +47,7 @@ def test_bad_arguments(arguments, message):
         Programs(**arguments)
 
 
-def test_a_problem_is_a_function_of_its_index():
+def test_programs_problem_is_function_of_index():
     first, task, other = (Programs([192, 256], seed=seed) for seed in (3, 3, 4))
     forwards = [first[index] for index in range(40)]
     assert [task[index] for index in reversed(range(40))] == forwards[::-1]
@@ -59,7 +59,7 @@ def test_a_problem_is_a_function_of_its_index():
 
 
 @pytest.mark.parametrize("stages", [list(STAGES), ONE_THREAD, ["none", "blocking"]], ids=len)
-def test_a_stage_permits_the_programs_that_it_asks_for(stages):
+def test_programs_stage_permits_its_requested_programs(stages):
     task = Programs(stages=stages)
     counts = Counter()
     for problem in (task[index] for index in range(400)):
@@ -73,7 +73,7 @@ def test_a_stage_permits_the_programs_that_it_asks_for(stages):
 
 
 @pytest.mark.parametrize("new", [0.0, 0.5, 1.0])
-def test_the_share_of_programs_that_no_earlier_stage_permits(new):
+def test_programs_share_new_to_stage_matches_setting(new):
     task = Programs(stages=["blocking", "all"], new=new)
     problems = [problem for problem in (task[index] for index in range(600)) if stage_of(problem) == "all"]
     share = sum(not program_of(task, each).techniques <= STAGES["blocking"] for each in problems) / len(problems)
@@ -84,7 +84,7 @@ def test_the_share_of_programs_that_no_earlier_stage_permits(new):
     assert len(problems) >= 240 and abs(share - (new + (1 - new) * natural)) < 0.16
 
 
-def test_the_sizes_and_the_prompt_are_those_of_the_kernel():
+def test_programs_sizes_and_prompt_match_kernel():
     task = Programs([192, 256])
     questions = {task[index].messages[0]["content"] for index in range(300)}
     assert questions == {short_messages(Dgemm(size), stage)[0]["content"] for size in (192, 256) for stage in STAGES}
@@ -99,7 +99,7 @@ def test_weights_choose_the_writers():
     assert all(Family()[index] == Family(weights={"plain": 4})[index] for index in range(50))
 
 
-def test_it_gives_no_reward():
+def test_programs_grade_raises_not_implemented():
     task = Programs()
     with pytest.raises(NotImplementedError, match="Train with torchtune_ext.measured.matmul.Matmul"):
         task.grade(task[0], task.solution(task[0]))

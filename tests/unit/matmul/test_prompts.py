@@ -20,7 +20,7 @@ def text(*arguments, **keywords) -> str:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=list(KERNELS))
-def test_everything_is_said(kernel, stage):
+def test_prompt_states_all_requirements(kernel, stage):
     its = kernel()
     prompt = text(its, stage)
     assert prototype(its) in prompt and its.question in prompt
@@ -34,13 +34,13 @@ def test_everything_is_said(kernel, stage):
         assert is_before == (name in STAGES[stage]), name
 
 
-def test_an_elite_is_shown_with_its_speed():
+def test_prompt_shows_elite_with_its_speed():
     elite = Entry("m", "dgemm", Dgemm().timed, ["blocking"], "void dgemm() { /* fast */ }\n", 3.14159, 0.01, 6.0, 1)
     prompt = text(Dgemm(), "blocking", elite)
     assert "```c\nvoid dgemm() { /* fast */ }\n```" in prompt and "3.1 times as fast" in prompt
 
 
-def test_the_short_question_tells_problems_and_stages_apart():
+def test_short_prompt_distinguishes_problems_and_stages():
     questions = {short_messages(kernel(), stage)[0]["content"] for kernel in KERNELS.values() for stage in STAGES}
     assert len(questions) == len(KERNELS) * len(STAGES) and "dgemm 256 256 256 blocking" in questions
     assert short_messages(Dgemm(64), "all")[0]["content"] == "dgemm 64 64 64 all"

@@ -30,7 +30,7 @@ def test_the_published_tiers():
     assert reward("ok", at(549.0), "published") == 549.0
 
 
-def test_figures_worked_by_hand():
+def test_matmul_rewards_match_hand_computed_examples():
     assert [failure(outcome) for outcome in FAILURES] == pytest.approx([-1, -5 / 6, -4 / 6, -3 / 6, -2 / 6, -1 / 6])
     assert reward("ok", at(2.0)) == 1.0
     assert reward("ok", at(16.0)) == pytest.approx(1.75)
@@ -41,7 +41,7 @@ def test_figures_worked_by_hand():
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(a=SPEEDS, b=SPEEDS)
-def test_the_order_of_outcomes_is_the_order_of_rewards(kind, a, b):
+def test_matmul_reward_order_follows_outcome_order(kind, a, b):
     slow, fast = sorted((a, b))
     ladder = [reward(outcome, kind=kind) for outcome in FAILURES]
     ladder += [reward("ok", at(slow), kind), reward("ok", at(fast), kind)]
@@ -56,7 +56,7 @@ def test_the_order_of_outcomes_is_the_order_of_rewards(kind, a, b):
 
 
 @given(scale=st.floats(0.01, 100.0), speeds=st.lists(SPEEDS, min_size=2, max_size=8))
-def test_a_faster_machine_does_not_change_the_log_reward(scale, speeds):
+def test_log_reward_is_independent_of_machine_speed(scale, speeds):
     """Speeds are those beside the naive program, so GFLOPS of the machine drop out."""
     here = [reward("ok", at(speed, naive=2.0)) for speed in speeds]
     there = [reward("ok", at(scale * speed, naive=scale * 2.0)) for speed in speeds]

@@ -34,7 +34,7 @@ def visit(rng: random.Random, right: float, speed: float) -> Visit:
 
 
 @given(visits=VISITS)
-def test_whatever_comes_a_stage_changes_by_one_and_only_after_a_window(visits):
+def test_curriculum_stage_moves_by_one_after_window(visits):
     curriculum, at, count = Curriculum(), "none", 0
     for each in visits:
         reason, count = curriculum.observe("p", each), count + 1
@@ -47,7 +47,7 @@ def test_whatever_comes_a_stage_changes_by_one_and_only_after_a_window(visits):
 
 
 @given(visits=VISITS, cut=st.integers(0, 400))
-def test_a_saved_curriculum_goes_on_as_if_it_had_not_been(visits, cut):
+def test_curriculum_restored_state_continues_identically(visits, cut):
     whole, first = Curriculum(), Curriculum()
     moves = [whole.observe("p", each) for each in visits]
     head = [first.observe("p", each) for each in visits[:cut]]
@@ -100,7 +100,7 @@ def test_a_learner_does_not_stick(half_life):
         assert all(learner.practice[name] >= WINDOW for name in NAMES[:-1])
 
 
-def test_a_slow_learner_gets_more_time():
+def test_curriculum_slow_learner_stays_longer():
     """What still rises is not left: a stage keeps whoever learns slowly longer than whoever learns fast."""
     visits = {}
     for half_life in (3, 30):
@@ -114,14 +114,14 @@ def test_a_slow_learner_gets_more_time():
     assert WINDOW <= visits[3] < visits[30] <= PATIENCE
 
 
-def test_nobody_leaves_a_stage_without_enough():
+def test_curriculum_insufficient_visits_keep_stage():
     curriculum = Curriculum()
     assert not any(curriculum.observe("p", Visit(0.0)) for _ in range(300))
     assert not any(curriculum.observe("q", Visit(HALFWAY - 0.01, 1.0)) for _ in range(300))
     assert {curriculum.stage(name) for name in ("p", "q", "never seen")} == {"none"}
 
 
-def test_a_rise_keeps_a_problem_where_it_is_until_it_has_had_its_time():
+def test_curriculum_rising_problem_stays_until_patience_ends():
     for speed, right in ((0.05, 0.0), (0.0, 0.004)):
         curriculum = Curriculum()
         count = 0

@@ -112,7 +112,7 @@ def visit(task, *results, index=0, cursor=0):
     ],
     ids=lambda value: value if isinstance(value, str) else str(value)[:40],
 )
-def test_a_bad_argument_is_named_with_its_value_and_what_to_do(settings, message):
+def test_matmul_bad_argument_reports_value_and_fix(settings, message):
     with pytest.raises(ValueError, match=message):
         Matmul(**settings)
 
@@ -130,7 +130,7 @@ def test_archive_separates_optimization_levels(tmp_path):
     assert [one.machine for one in task.archive] == machines
 
 
-def test_problems_are_all_kernels_at_all_sizes_also_ones_of_your_own():
+def test_matmul_problems_cover_kernels_sizes_and_custom_kernels():
     task = Matmul({"dgemm": [64, 96], "helpers.calm_kernels.CalmReduction": 500}, prompt="short")
     assert [task[i].id for i in range(len(task))] == ["dgemm-64-64-64/all", "dgemm-96-96-96/all", "reduction-500/all"]
     assert task[2].messages[-1]["content"] == "reduction 500 all"
@@ -140,19 +140,19 @@ def test_problems_are_all_kernels_at_all_sizes_also_ones_of_your_own():
         task[3]
 
 
-def test_what_is_permitted_follows_the_stage():
+def test_matmul_permitted_techniques_follow_stage():
     task = Matmul({"dgemm": 64}, stages=["none", "blocking"])
     assert task.permitted(task[0]) == frozenset()
     assert Matmul({"dgemm": 64}).permitted(Matmul({"dgemm": 64})[0]) == frozenset(TECHNIQUES)
 
 
-def test_of_a_kernel_that_cannot_be_compared_with_no_technique_is_looked_for():
+def test_matmul_incomparable_kernel_has_no_permitted_techniques():
     task = Matmul({f"{__name__}.Sleeper": 64})
     assert task.permitted(task[0]) is None
 
 
 @pytest.mark.parametrize(("kind", "worth"), [("log_speedup", 1.0), ("peak_share", 1 / 64), ("published", 3.0)])
-def test_a_score_is_the_reward_with_what_was_measured(kind, worth):
+def test_matmul_score_is_reward_with_measurements(kind, worth):
     task = Matmul({"dgemm": 64}, reward=kind)
     score = task.score(task[0], result(ratio=1.0))
     assert score.reward == pytest.approx(worth) and score.parts["speedup"] == 1.0 and score.parts["outcome_ok"] == 1.0
@@ -177,7 +177,7 @@ def holding(*entries, machine=HERE, **settings):
     return task
 
 
-def test_which_program_is_shown_depends_on_the_cursor_alone():
+def test_matmul_shown_program_depends_only_on_cursor():
     entries = [entry(1, 2.0, ORDER), entry(2, 4.0, ORDER), entry(3, 3.0, BLOCKS), entry(4, 1.5, ())]
     task, again = (holding(*entries, show=0.5) for _ in range(2))
     drawn = [shown(task.ask(0, cursor)) for cursor in range(200)]
@@ -192,7 +192,7 @@ def test_which_program_is_shown_depends_on_the_cursor_alone():
     assert {shown(silent.ask(0, cursor)) for cursor in range(50)} == {None}
 
 
-def test_only_programs_of_this_machine_and_problem_that_the_stage_permits_are_shown():
+def test_matmul_shown_programs_match_machine_problem_stage():
     other = {"m": 96, "n": 96, "k": 96}
     entries = [
         entry(1, 2.0, ORDER),
@@ -216,7 +216,7 @@ def window(task):
     return task.state_dict()["curriculum"]["problems"].get(NAME, {}).get("window", [])
 
 
-def test_a_visit_is_the_graded_samples_of_a_group(tmp_path):
+def test_matmul_visit_counts_graded_samples_of_group(tmp_path):
     task = Matmul({"dgemm": 64}, stages=["none", "all"])
     task.observe(1, [visit(task, result(ratio=4.0), result("wrong_result"), None, None)], tmp_path)
     assert window(task) == [{"correct": 0.5, "speed": 2.0}]
@@ -226,14 +226,14 @@ def test_a_visit_is_the_graded_samples_of_a_group(tmp_path):
     assert len(window(task)) == 2, "nothing is known of a group without a grade"
 
 
-def test_a_program_is_right_though_the_machine_was_busy(tmp_path):
+def test_matmul_noisy_timings_count_as_correct(tmp_path):
     # All that is wrong is graded, and little of what is right: half of the programs are.
     task, busy = Matmul({"dgemm": 64}, stages=["none", "all"]), [result("wrong_result")] * 4 + ["noisy"] * 4
     task.observe(1, [visit(task, *busy)], tmp_path)
     assert window(task) == [{"correct": 0.5, "speed": None}]
 
 
-def test_groups_of_another_stage_are_no_visits_but_their_programs_are_kept(tmp_path):
+def test_matmul_other_stage_groups_only_enter_archive(tmp_path):
     task = Matmul({"dgemm": 64}, stages=["none", "all"])
     late = visit(task, result(ratio=8.0, techniques=()))
     first = [visit(task, result(ratio=2.0), result(ratio=2.0)) for _ in range(WINDOW)]
@@ -248,13 +248,13 @@ def test_groups_of_another_stage_are_no_visits_but_their_programs_are_kept(tmp_p
     assert task.ask(0, 0).id == f"{NAME}/all" and window(task) == []
 
 
-def test_problems_that_this_run_does_not_ask_are_left_out(tmp_path):
+def test_matmul_problems_outside_the_run_are_ignored(tmp_path):
     wide, narrow = (Matmul({"dgemm": sizes}, stages=["none", "all"]) for sizes in ([64, 96], 64))
     narrow.observe(1, [visit(wide, result(), index=1)], tmp_path)
     assert len(narrow.archive) == 0 and narrow.state_dict()["curriculum"]["problems"] == {}
 
 
-def test_the_archive_keeps_what_was_timed_and_lies_in_the_folder(tmp_path, caplog):
+def test_matmul_archive_keeps_timed_programs_in_folder(tmp_path, caplog):
     task = Matmul({"dgemm": 64})
     samples = [result(ratio=4.0), result(ratio=1.0), result("wrong_result"), None, result(ratio=64.0, spread=1.2)]
     values = task.observe(5, [visit(task, *samples)], tmp_path)
@@ -286,7 +286,7 @@ def drawn_groups(task, rng, cursor):
 SETTINGS = {"kernels": {"dgemm": [64, 96], "gemv": 64}, "stages": ["none", "blocking", "all"], "show": 0.5}
 
 
-def test_stored_groups_give_the_same_state_and_questions_also_across_a_checkpoint(tmp_path):
+def test_matmul_stored_groups_reproduce_state_after_checkpoint(tmp_path):
     rng, task = random.Random(0), Matmul(**SETTINGS)
     replayed, resumed = Matmul(**SETTINGS), Matmul(**SETTINGS)
     folders = [tmp_path / name for name in "abc"]

@@ -76,7 +76,7 @@ def test_a_kernel_that_contradicts_itself(nothing_starts, case):
 
 @pytest.mark.parametrize("name", sorted(KERNELS))
 @pytest.mark.parametrize("size", [0, -3, 2.5, 1 << 31])
-def test_a_size_of_nothing(nothing_starts, name, size):
+def test_kernel_zero_size_is_refused(nothing_starts, name, size):
     kernel = KERNELS[name](size)
     refused(
         f"{type(kernel).__name__}.timed: {kernel.size_names[0]} is {size}, and must be an int from 1 to 2147483647",
@@ -84,12 +84,12 @@ def test_a_size_of_nothing(nothing_starts, name, size):
     )
 
 
-def test_words_that_mean_nothing(nothing_starts):
+def test_bench_invalid_numeric_arguments_are_refused(nothing_starts):
     refused("bench.threads=0 must be", threads=0)
     refused("threads=nan must be a whole number", threads=math.nan)
 
 
-def test_cores_that_do_not_exist(nothing_starts):
+def test_bench_nonexistent_cores_are_rejected(nothing_starts):
     refused("cores: [100000] must be some of", cores=[100_000])
     refused("cores: [] must be some of", cores=[])
 
@@ -102,7 +102,7 @@ def test_no_compiler(nothing_starts, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["#!/bin/sh\nexit 1\n", "#!/bin/sh\n", "not a program", "#!/no/such/shell\n"])
-def test_a_compiler_that_is_none(tmp_path, text):
+def test_bench_invalid_compiler_is_rejected(tmp_path, text):
     program = tmp_path / "gcc"
     program.write_text(text)
     program.chmod(0o755)

@@ -118,7 +118,7 @@ def test_results_are_those_of_the_stages(service, caplog):
     assert not repeated(caplog)
 
 
-def test_a_program_that_turns_out_wrong_while_it_is_timed(service, caplog):
+def test_bench_program_wrong_during_timing_is_wrong_result(service, caplog):
     result = outcome(service.submit(CalmReduction(), fenced(LATE)))
     assert (result.outcome, result.stage, result.timing) == ("wrong_result", "time", None)
     assert "in a timed call" in result.note and not repeated(caplog)
@@ -138,7 +138,7 @@ def test_optimization_level_applies_to_candidate_and_naive_program():
     assert result.outcome == "wrong_result" and result.fingerprint == f"{fingerprint()}, -O3"
 
 
-def test_kernels_do_not_mix_and_may_be_ones_own(service):
+def test_bench_kernels_stay_separate_and_may_be_custom(service):
     class Doubled(CalmReduction):
         """Defined here, so that no process can import it."""
 
@@ -172,7 +172,7 @@ def test_equal_programs_are_measured_once(service):
     assert len({each.timing for each in results}) == 1
 
 
-def test_only_what_would_come_again_is_kept():
+def test_bench_caches_only_reproducible_results():
     timing = Timing(1e-4, 0.0, 30, 3.0, 2.0, 0.02, 0.5, 0.0, True, False)
     again = {word: would_repeat(Result("dgemm", word, "verify")) for word in (*OUTCOMES, NOISY)}
     assert {word for word, kept in again.items() if not kept} == {"timeout", "noisy"}
@@ -189,7 +189,7 @@ def test_memory_of_results_has_a_bound(service, monkeypatch):
     assert oldest not in service._known and len(service._known) == count
 
 
-def test_who_gives_up_takes_nothing_from_others(service):
+def test_bench_cancelled_request_leaves_other_requests_running(service):
     text = variant()
     first, other = service.submit(CalmReduction(), text), service.submit(CalmReduction(), text)
     assert first.cancel()
@@ -202,7 +202,7 @@ def test_who_gives_up_takes_nothing_from_others(service):
 
 
 @pytest.mark.parametrize("fault", ["check-kill", "check-full", "time-kill", "time-full", "time-orphan"])
-def test_what_the_machine_does_wrong_is_tried_again(fault, lonely, faults, caplog):
+def test_bench_machine_failure_is_retried(fault, lonely, faults, caplog):
     (faults / fault).touch()
     others = [lonely.submit(Faulty(faults), variant()) for _ in range(2)]
     assert [outcome(each).outcome for each in others] == ["ok", "ok"]
@@ -223,14 +223,14 @@ def test_the_machine_may_fail_three_times(lonely, faults, caplog):
     assert outcome(lonely.submit(Faulty(faults), text)).outcome == "ok"  # a failure is not kept
 
 
-def test_an_error_of_a_kernel_is_told_at_once(lonely, faults, caplog):
+def test_bench_kernel_error_is_reported_at_once(lonely, faults, caplog):
     (faults / "check-bug").touch()
     with pytest.raises(BenchError, match=r"failed: ZeroDivisionError: a bug of the kernel \(calm_kernels.py:\d+\)"):
         outcome(lonely.submit(Faulty(faults), variant()))
     assert not repeated(caplog)
 
 
-def test_a_process_that_hangs_costs_only_its_own_text(faults, monkeypatch, caplog):
+def test_bench_hung_process_affects_only_its_text(faults, monkeypatch, caplog):
     monkeypatch.setattr(benches, "OWN_S", 0.5)
     monkeypatch.setattr(benches, "START_S", 0.5)
     monkeypatch.setattr(benches, "PROBE_S", 0.5)
@@ -249,7 +249,7 @@ def test_a_process_that_hangs_costs_only_its_own_text(faults, monkeypatch, caplo
 # ---------------------------------------------------------------- timing
 
 
-def test_checks_and_timings_share_a_core_one_after_the_other():
+def test_bench_checks_and_timings_take_turns_on_core():
     core = max(os.sched_getaffinity(0))
     usable = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
@@ -268,7 +268,7 @@ def test_checks_and_timings_share_a_core_one_after_the_other():
     assert any(each.get("time") for each in moments) and any(each.get("check") == 2 for each in moments)
 
 
-def test_checks_leave_the_timed_cores_alone(service):
+def test_bench_checks_avoid_timed_cores(service):
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core")
     timed = set(service.timed_cores)
@@ -281,7 +281,7 @@ def test_checks_leave_the_timed_cores_alone(service):
                 assert not os.sched_getaffinity(int(thread)) & timed
 
 
-def test_waiting_for_the_cores_is_no_part_of_the_time():
+def test_bench_core_wait_is_excluded_from_time_limit():
     """Whoever times on the cores lets go after a second; the clock of the program starts then."""
     usable = os.sched_getaffinity(0)
     with bench() as one:
@@ -333,7 +333,7 @@ def varying(size: int) -> Varying:
     return Varying(size)
 
 
-def test_a_machine_on_which_nothing_can_be_timed_is_no_fault_of_the_program(service):
+def test_bench_untimeable_machine_yields_noisy_outcome(service):
     results = [outcome(service.submit(Varying(), fenced(HONEST))) for _ in range(2)]
     for each in results:
         assert (each.outcome, each.stage, each.timing) == ("noisy", "time", None)
@@ -343,7 +343,7 @@ def test_a_machine_on_which_nothing_can_be_timed_is_no_fault_of_the_program(serv
 # ---------------------------------------------------------------- the end, and bad input
 
 
-def test_close_leaves_nothing():
+def test_bench_close_leaves_no_processes_or_files():
     me = psutil.Process()
     before = {child.pid for child in me.children(recursive=True)}
     files = me.num_fds()
@@ -388,7 +388,7 @@ def test_kernels_that_cannot_be_sent_are_named(service):
         service.submit(kernel, fenced(HONEST))
 
 
-def test_a_kernel_whose_own_program_is_wrong_is_told(service):
+def test_bench_kernel_with_wrong_naive_program_raises(service):
     class Broken(CalmReduction):
         naive = SUM.format("*total = 0;")
 

@@ -59,7 +59,7 @@ def test_settings_that_this_machine_cannot_have():
         Bench(compiler="nocc")
 
 
-def test_without_tree_sitter_it_says_what_to_install(monkeypatch, capsys):
+def test_matmul_without_tree_sitter_reports_install_command(monkeypatch, capsys):
     for name in [name for name in sys.modules if name.startswith("torchtune_ext.measured")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tree_sitter", None)

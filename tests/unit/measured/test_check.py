@@ -79,7 +79,7 @@ def test_outcomes(bare, monkeypatch, case):
     assert words in verdict.note and verdict.outcome in OUTCOMES
 
 
-def test_a_kernel_whose_arrays_do_not_fit_is_named_where_the_address_space_holds_them(monkeypatch):
+def test_checker_oversized_kernel_arrays_raise_named_error(monkeypatch):
     def check_source(self, source):
         raise MemoryError("Unable to allocate 931. GiB")
 
@@ -101,14 +101,14 @@ def test_folders_are_removed(bare):
     assert sorted(os.listdir(bare.sandbox.folder)) == ["sandbox"]
 
 
-def test_a_program_that_is_right_has_a_library(bare):
+def test_checker_correct_program_returns_library(bare):
     verdict, library = bare.checked(fenced(HONEST))
     assert verdict.outcome == "ok" and library.startswith(b"\x7fELF")
     verdict, library = bare.checked("x")
     assert verdict.outcome == "format" and library == b""
 
 
-def test_each_check_draws_other_sizes(bare, monkeypatch):
+def test_checker_each_check_draws_other_sizes(bare, monkeypatch):
     drawn = []
     monkeypatch.setattr(checks, "verify", lambda child, kernel, rng, deadline_s: drawn.append(list(sizes(kernel, rng))))
     assert [bare.check_source(HONEST).outcome for _ in range(2)] == ["ok", "ok"]
@@ -172,7 +172,7 @@ def test_a_compiler_that_does_not_end_is_stopped(unscreened, monkeypatch):
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "/proc/self/environ", "/proc/1/environ"])
 @pytest.mark.parametrize("line", ['#include "{}"', '__asm__(".incbin \\"{}\\"");'])
-def test_a_compiler_reads_nothing_of_the_machine(unscreened, path, line):
+def test_checker_compiler_cannot_read_host_files(unscreened, path, line):
     verdict = unscreened.check_source(line.format(path) + "\n" + HONEST)
     assert verdict.outcome == "compile_error"
     assert "root:" not in verdict.note and "PATH=" not in verdict.note
@@ -200,7 +200,7 @@ def test_as_root_and_as_an_ordinary_user(namespaces):
 # ---------------------------------------------------------------- whose fault
 
 
-def test_what_the_machine_does_wrong_is_no_verdict(monkeypatch):
+def test_checker_machine_failure_is_not_a_verdict(monkeypatch):
     with checker(namespaces=False) as instance:
         instance.sandbox.without = ["--without", "nothing"]
         with pytest.raises(SandboxError, match="could not be locked in"):
@@ -235,7 +235,7 @@ def test_a_busy_machine_makes_no_kernel_unsound(bare, where):
             Checker(Late(**{where: program}), **arguments)
 
 
-def test_a_compiler_that_is_too_slow_for_our_own_program_says_nothing_of_the_kernel(bare, monkeypatch):
+def test_checker_slow_compiler_does_not_blame_kernel(bare, monkeypatch):
     monkeypatch.setattr(compilers, "compile_library", lambda *arguments: Finished(None, "", "", "late", True, 1.0))
     with pytest.raises(
         SandboxError, match="too busy to check the kernel's own program of reduction.*the compiler: late"

@@ -140,7 +140,7 @@ def test_results_are_read(run):
         assert 0 < call.seconds < 5 and 0 <= call.cpu_s < 5
 
 
-def test_work_between_calls_is_told_before_the_next(sandbox, library):
+def test_child_work_between_calls_detected_at_next_call(sandbox, library):
     kernel = Attempt("work_between", ARRAYS)
     with loaded(sandbox, library, kernel) as (child, _):
         child.call(SIZE, {"in": np.arange(5.0)}, 10.0)
@@ -152,7 +152,7 @@ def test_work_between_calls_is_told_before_the_next(sandbox, library):
         assert child.restless_s() == 0
 
 
-def test_threads_that_are_in_each_others_way_disturb_nobody_but_themselves(run):
+def test_child_competing_threads_count_as_own_cpu_time(run):
     (call,) = run("compete")
     assert call.cpu_s >= 0.2
     # They share a core with whoever else is there, so others can have had no more of it than what is left.
@@ -184,7 +184,7 @@ def test_failures(run, name, at_end, outcome, words):
     assert kind == outcome and words in note
 
 
-def test_a_step_behind_an_array_of_whole_lines_is_seen(sandbox, library):
+def test_child_write_past_array_end_is_detected(sandbox, library):
     """An array that ends where its page ends: 512 numbers."""
     for name in ("after_out", "far_after_in"):
         kernel = Attempt(name, ARRAYS)
@@ -210,7 +210,7 @@ def test_a_thread_that_never_sleeps(run):
     assert outcome == "timeout" and "threads still work" in note
 
 
-def test_a_closed_connection_is_no_infrastructure_error(run, monkeypatch):
+def test_child_closed_connection_is_runtime_error(run, monkeypatch):
     monkeypatch.setattr("torchtune_ext.measured.child.END_S", 0.3)
     outcome, note = failure(run, "hang_up")
     assert outcome == "runtime_error" and "closed its connection" in note
@@ -220,22 +220,22 @@ def test_time_is_read_outside(run):
     assert 0.01 <= run("burn_10ms")[0].seconds < 5
 
 
-def test_an_early_answer_gains_nothing(run):
+def test_child_early_answer_gains_no_speed(run):
     """Either the copy is made too early, or the work is in the time."""
     for number, call in enumerate(run("answer_early", calls=4)):
         assert call.seconds >= 0.02 or not (call.outputs["out"] == np.arange(5.0) + number + 1).all()
 
 
-def test_an_answer_that_nobody_waits_for_is_refused(run):
+def test_child_unrequested_reply_is_refused(run):
     assert failure(run, "chat", calls=2)[0] == "runtime_error"
 
 
-def test_threads_that_outlive_the_call_are_in_its_time(run):
+def test_child_outliving_threads_count_toward_call_time(run):
     first, second = run("leave_thread", calls=2, pause_s=0.2)
     assert first.seconds + second.seconds >= 0.05 and first.cpu_s + second.cpu_s >= 0.05
 
 
-def test_a_thread_that_wakes_up_again_and_again_is_no_endless_loop(sandbox, library):
+def test_child_repeatedly_waking_thread_times_out(sandbox, library):
     """It wakes up while a large result is copied, each time, so that the copy is never one of a sleeping process.
 
     16 MB take half a millisecond or more, and it sleeps for less than a fifth of that.
@@ -257,7 +257,7 @@ def test_work_between_calls_is_added_to_the_next(run):
     assert first.seconds < second.seconds and second.seconds >= 0.03
 
 
-def test_nothing_stays_open(sandbox, library):
+def test_child_close_leaves_no_open_files(sandbox, library):
     def one():
         with loaded(sandbox, library, Attempt("add_one", ARRAYS)) as (child, _):
             child.call(SIZE, {"in": np.zeros(5)}, 10.0)
@@ -286,7 +286,7 @@ def test_loading_has_a_deadline(sandbox):
 
 
 @given(st.sampled_from(sorted(KERNELS)), st.data(), st.booleans(), st.integers(0, 2**32))
-def test_arrays_lie_apart_and_inside(name, data, at_end, seed):
+def test_arena_arrays_are_separate_and_in_bounds(name, data, at_end, seed):
     kernel = KERNELS[name]()
     size = {key: data.draw(st.integers(1, top), key) for key, top in kernel.timed.items()}
     arena_bytes = arena_size(kernel, kernel.timed)
@@ -304,7 +304,7 @@ def test_arrays_lie_apart_and_inside(name, data, at_end, seed):
     assert end + PAGE <= arena_bytes
 
 
-def test_a_child_without_room_for_its_arrays_leaves_no_descriptor(monkeypatch):
+def test_child_failed_arena_allocation_leaks_no_descriptor(monkeypatch):
     from torchtune_ext.measured import child
 
     rooms = iter([child.mmap.mmap])

@@ -36,7 +36,7 @@ def test_a_command_that_hangs_or_floods_is_killed(sandbox):
     assert (good.status, good.output, good.errors, good.cause) == (3, "out\n", "err\n", "")
 
 
-def test_what_a_command_leaves_behind_is_killed(sandbox):
+def test_sandbox_command_background_processes_are_killed(sandbox):
     """A process in the background ends with the command."""
     start = time.monotonic()
     done = run(sandbox, "sleep 60 & echo $!", 10.0)

@@ -19,7 +19,7 @@ def test_block_fenced_as_c(language):
 
 
 @pytest.mark.parametrize("language", ["python", "text", "fortran", "bash", "cuda"])
-def test_block_of_another_language_is_no_program(language):
+def test_extract_block_in_other_language_is_rejected(language):
     assert extract(block(language)) is None
     assert extract(block() + block(language)) == PROGRAM
 
@@ -43,7 +43,7 @@ def test_thought_is_not_the_answer():
 
 
 @pytest.mark.parametrize("thought", ["```c\nvoid draft(", "```\nsome text", "````", "``` and then ```", "~~~\nvoid"])
-def test_unclosed_fence_before_it_swallows_nothing(thought):
+def test_extract_ignores_earlier_unclosed_fence(thought):
     assert extract(f"Let me think.\n{thought}\nNo. The answer is\n{block()}") == PROGRAM
 
 
@@ -57,7 +57,7 @@ def test_lines_of_windows():
     assert extract("```c\r\nint x;\r\n```\r\n") == "int x;\n"
 
 
-def test_other_marks_that_python_takes_for_the_end_of_a_line_stay():
+def test_extract_keeps_characters_python_treats_as_newlines():
     assert extract("```c\n// \x0c\u2028\n```\n") == "// \x0c\u2028\n"
 
 

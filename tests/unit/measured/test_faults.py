@@ -43,7 +43,7 @@ def compiling_by(monkeypatch, command: list[str]) -> None:
 
 
 @pytest.mark.parametrize("what", KILLED)
-def test_what_becomes_of_a_killed_compiler_is_not_kept(checker, monkeypatch, what):
+def test_checker_killed_compiler_verdict_is_not_cached(checker, monkeypatch, what):
     compiling_by(monkeypatch, KILLED[what])
     verdict = checker.check_source(HONEST)
     assert (verdict.outcome, verdict.stage) == ("compile_error", "compile")
@@ -52,7 +52,7 @@ def test_what_becomes_of_a_killed_compiler_is_not_kept(checker, monkeypatch, wha
 
 
 @pytest.mark.parametrize("what", KILLED)
-def test_a_compiler_that_is_killed_over_our_own_program_is_no_fault_of_the_kernel(checker, monkeypatch, what):
+def test_checker_compiler_killed_on_own_program_raises(checker, monkeypatch, what):
     compiling_by(monkeypatch, KILLED[what])
     with pytest.raises(SandboxError, match="reduction was killed while it was checked: SIGKILL"):
         Checker(Reduction(), namespaces=checker.sandbox.namespaces)
@@ -61,7 +61,7 @@ def test_a_compiler_that_is_killed_over_our_own_program_is_no_fault_of_the_kerne
 
 
 @pytest.mark.parametrize("is_full", [True, False])
-def test_a_full_disk_is_no_fault_of_the_program_but_its_words_prove_nothing(checker, monkeypatch, is_full):
+def test_checker_disk_error_requires_an_actually_full_disk(checker, monkeypatch, is_full):
     command = ["/bin/sh", "-c", "echo 'ld: final link failed: No space left on device' >&2; exit 1"]
     compiling_by(monkeypatch, command)
     usage = shutil.disk_usage("/")._replace(free=1000 if is_full else 1 << 40)
@@ -80,7 +80,7 @@ def test_the_error_comes_before_the_warnings(checker):
     assert "nobody" in note and "warning" not in note
 
 
-def test_what_is_no_compiler_is_named():
+def test_sandbox_invalid_compiler_is_named():
     with pytest.raises(SandboxError, match="/bin/true cannot compile the sandbox"):
         Sandbox("/bin/true")
 
@@ -90,7 +90,7 @@ def test_arrays_that_no_machine_has_room_for():
         Checker(Dgemm(1 << 26), namespaces=False)
 
 
-def test_whoever_waits_for_a_core_is_told(monkeypatch, caplog):
+def test_timing_wait_for_busy_core_is_reported(monkeypatch, caplog):
     monkeypatch.setattr(machine, "lock_name", lambda core: f"\0test-{os.getpid()}-{core}")
     monkeypatch.setattr(machine, "_TELL_S", 0.05)
     with machine.alone_on([5], 1.0):
@@ -106,7 +106,7 @@ def quick_bench() -> Bench:
         pytest.skip(str(error))
 
 
-def test_a_bench_belongs_to_its_process_and_may_be_closed_by_a_callback():
+def test_bench_rejects_forked_use_and_closes_from_callback():
     with quick_bench() as bench:
         pid = os.fork()
         if pid == 0:

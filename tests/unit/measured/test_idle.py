@@ -43,7 +43,7 @@ def wait_until_it_computes(pid: int) -> None:
         time.sleep(0.01)
 
 
-def test_without_an_engine_nobody_waits(monkeypatch):
+def test_idle_wait_without_engine_returns_at_once(monkeypatch):
     monkeypatch.setattr(machine, "engines", lambda: {})
     assert wait_until_idle([0], 0.0) < 0.5
 
@@ -59,7 +59,7 @@ def test_an_engine_that_computes_is_waited_for(monkeypatch, caplog):
         assert caplog.text.count("is idle") == 1
 
 
-def test_whoever_waits_too_long_is_told_for_whom(monkeypatch, any_use_counts):
+def test_idle_wait_timeout_names_the_engine(monkeypatch, any_use_counts):
     with engine(monkeypatch, BURN.format(600)) as process:
         wait_until_it_computes(process.pid)
         with pytest.raises(
@@ -69,7 +69,7 @@ def test_whoever_waits_too_long_is_told_for_whom(monkeypatch, any_use_counts):
         assert wait_until_idle([1], 0.2) < 0.2  # it may not run there
 
 
-def test_the_workers_of_an_engine_count_and_its_starter_does_not(monkeypatch, any_use_counts):
+def test_idle_wait_counts_engine_workers_not_its_starter(monkeypatch, any_use_counts):
     """An engine leads a session; the trainer that started it is in another."""
     burner = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {BURN.format(600)!r}])"
     stop = threading.Event()
@@ -94,7 +94,7 @@ def test_the_workers_of_an_engine_count_and_its_starter_does_not(monkeypatch, an
         starter.join()
 
 
-def test_an_engine_that_ends_is_no_reason_to_wait(monkeypatch):
+def test_idle_wait_ends_when_engine_exits(monkeypatch):
     with engine(monkeypatch, BURN.format(600)) as process:
         wait_until_it_computes(process.pid)
         threading.Timer(0.4, process.kill).start()

@@ -73,7 +73,7 @@ def grader(bench):
     return BenchGrader(Asked(), bench)
 
 
-def test_a_text_goes_to_the_service_and_its_result_to_the_task(grader, bench):
+def test_bench_grader_passes_text_and_result_to_task(grader, bench):
     outcome = grader.submit(PROBLEM, "a text")
     assert bench.requests == [("the kernel of p", "a text", {"blocking"})] and not outcome.done()
     bench.futures[0].set_result(result())
@@ -82,7 +82,7 @@ def test_a_text_goes_to_the_service_and_its_result_to_the_task(grader, bench):
     assert grade.facts == {"machine": "here"}
 
 
-def test_nobody_waits_for_a_slower_neighbor(grader, bench):
+def test_bench_grader_slow_text_does_not_delay_others(grader, bench):
     first, second = grader.submit(PROBLEM, "slow"), grader.submit(PROBLEM, "fast")
     bench.futures[1].set_result(result())
     assert second.result(5)[0].kind == "scored" and not first.done()
@@ -102,7 +102,7 @@ def test_nobody_waits_for_a_slower_neighbor(grader, bench):
     ],
     ids=["noisy", "BenchError", "cancelled", "not finite"],
 )
-def test_what_the_machine_did_wrong_is_no_grade(grader, bench, end, kind, cause):
+def test_bench_grader_machine_failure_is_ungraded(grader, bench, end, kind, cause):
     outcome = grader.submit(PROBLEM, "a text")
     (bench.futures[0].set_exception if isinstance(end, BaseException) else bench.futures[0].set_result)(end)
     (grade,) = outcome.result(5)
@@ -110,14 +110,14 @@ def test_what_the_machine_did_wrong_is_no_grade(grader, bench, end, kind, cause)
     assert grade == Ungraded(kind, cause.format(line=line))
 
 
-def test_a_bug_of_the_task_reaches_who_waits(grader, bench):
+def test_bench_grader_task_bug_raises_to_caller(grader, bench):
     outcome = grader.submit(PROBLEM, "a text")
     bench.futures[0].set_result(result(note="a bug"))
     with pytest.raises(ZeroDivisionError, match="a bug of the task"):
         outcome.result(5)
 
 
-def test_the_result_of_a_text_that_nobody_waits_for_is_dropped(grader, bench):
+def test_bench_grader_cancelled_text_result_is_dropped(grader, bench):
     assert grader.submit(PROBLEM, "a text").cancel()
     bench.futures[0].set_result(result())
     assert grader.metrics()["bench/noisy"] == 0.0
@@ -158,7 +158,7 @@ def cores(monkeypatch, tmp_path):
     return make
 
 
-def test_training_keeps_off_the_cores_that_are_timed_on(cores, bench):
+def test_bench_grader_training_avoids_timed_cores(cores, bench):
     pinned, bench.timed_cores = cores(range(8)), (6, 7)
     grader = BenchGrader(Asked(), bench, beside_training=True)
     assert pinned == [set(range(6))]
@@ -168,7 +168,7 @@ def test_training_keeps_off_the_cores_that_are_timed_on(cores, bench):
 
 
 @pytest.mark.parametrize(("usable", "timed", "beside"), [({2}, (2,), True), ({0, 1}, (1,), False), ({0, 1}, (), True)])
-def test_where_nothing_is_shared_or_there_is_nowhere_else_nothing_is_done(cores, bench, usable, timed, beside):
+def test_bench_grader_unshared_cores_are_not_pinned(cores, bench, usable, timed, beside):
     """One core; a run that samples and trains in turns; and a cluster, which times on cores of other machines."""
     pinned, bench.timed_cores = cores(usable), timed
     BenchGrader(Asked(), bench, beside_training=beside).close()
@@ -195,7 +195,7 @@ def test_measured_tasks_share_one_service(monkeypatch, bench, cores):
         assert len(opened) == 1, "nobody asked for a service"
 
 
-def test_what_was_started_ends_where_the_rest_cannot_start(monkeypatch):
+def test_bench_grader_closed_when_other_start_fails(monkeypatch):
     closed = []
     monkeypatch.setattr(Grader, "close", lambda self: closed.append(self))
     monkeypatch.setattr(rehearsal, "Grader", lambda *words: object.__new__(Grader))
@@ -209,7 +209,7 @@ def test_what_was_started_ends_where_the_rest_cannot_start(monkeypatch):
     wait_until(lambda: len(closed) == 1)
 
 
-def test_a_measured_task_is_rehearsed_with_its_own_settings(monkeypatch):
+def test_self_check_measured_task_uses_its_own_config(monkeypatch):
     rehearsed = []
     monkeypatch.setattr(grading, "rehearse_bench", lambda *arguments: rehearsed.append(arguments))
     tasks = [Asked({"threads": 2, "optimization": "-O0"}), Asked()]
@@ -220,7 +220,7 @@ def test_a_measured_task_is_rehearsed_with_its_own_settings(monkeypatch):
         rehearse([Asked({"threads": 2}), Asked({"threads": 3})], GraderConfig())
 
 
-def test_what_cannot_be_measured_is_said_under_the_key_of_the_task():
+def test_self_check_unmeasurable_task_error_names_its_key():
     with pytest.raises(ValueError, match="^evaluation.task.bench: .*nogcc"):
         rehearse([None, Asked({"compiler": "nogcc"})], GraderConfig())
 
@@ -238,7 +238,7 @@ class Spread:
         return [statistics.stdev([float(len(text)) for text in texts])] * len(texts)
 
 
-def test_a_judge_is_tried_on_as_many_texts_as_it_will_get():
+def test_self_check_judge_gets_its_actual_group_size():
     rehearse([Spread()], GraderConfig())
     # A held-out problem has a greedy sample, which comes alone.
     with pytest.raises(ValueError, match="^evaluation.task: Spread .*'1' .*two data points"):

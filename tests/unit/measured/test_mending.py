@@ -29,7 +29,7 @@ def reply(program, fence="```c\n{}\n```"):
     return {"role": "assistant", "content": fence.format(program)}
 
 
-def test_a_program_is_mended_by_what_the_compiler_and_the_test_said(task):
+def test_repair_environment_feeds_back_compiler_and_test_output(task):
     workshop = task.environment(task[0], seed=0)
     for program, outcome, words, compiled in (
         (RIGHT.replace("s = 0;", "s = 0"), "compile_error", "error: expected", 0.0),
@@ -47,7 +47,7 @@ def test_a_program_is_mended_by_what_the_compiler_and_the_test_said(task):
     assert (turn.done, turn.reward, turn.parts) == (True, 1.0, {"accuracy": 1.0, "compiled": 1.0})
 
 
-def test_its_problems_and_solutions(task):
+def test_repair_task_problems_and_solutions(task):
     assert isinstance(task, ConversationTask) and [task[i].id for i in range(2)] == ["reduction-64", "reduction-100"]
     with pytest.raises(IndexError):
         task[2]

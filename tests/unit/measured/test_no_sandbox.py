@@ -26,7 +26,7 @@ def refused(and_seccomp: bool) -> str:
 
 
 @pytest.mark.parametrize("and_seccomp", [False, True])
-def test_a_machine_below_the_floor_is_refused(and_seccomp):
+def test_sandbox_unsupported_kernel_is_refused(and_seccomp):
     words = in_a_fork(refused, and_seccomp)
     assert "no landlock: a program can read and write every file that its user can" in words
     assert ("no seccomp: " in words) == and_seccomp
@@ -38,6 +38,6 @@ def lines_of_the_doctor() -> str:
     return doctor.table(list(doctor.check_sandbox()))
 
 
-def test_the_doctor_names_what_is_missing():
+def test_doctor_names_missing_sandbox_features():
     text = in_a_fork(lines_of_the_doctor)
     assert "missing, so that no program is measured" in text and "use Linux 5.13 or later" in text

@@ -35,13 +35,13 @@ def test_settings_are_checked_before_anything_starts(arguments, message):
         RayBench(**arguments)
 
 
-def test_without_ray_it_says_what_to_install(monkeypatch):
+def test_ray_bench_without_ray_reports_install_command(monkeypatch):
     monkeypatch.setattr(ray_bench, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'torchtune-ext\[ray\]'"):
         RayBench()
 
 
-def test_an_address_at_which_nobody_answers_is_refused_at_once():
+def test_ray_bench_unreachable_address_refused_at_once():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     began_at = time.monotonic()
@@ -51,7 +51,7 @@ def test_an_address_at_which_nobody_answers_is_refused_at_once():
 
 
 @needs_ray
-def test_an_address_at_which_somebody_answers_who_is_not_ray_is_refused():
+def test_ray_bench_address_of_other_service_is_refused():
     code = "import sys; from torchtune_ext.cluster import connection; from torchtune_ext.measured import ray_process; connection.CONNECT_S = 1.0; "
     code += "ray_process.main(int(sys.argv[1]), int(sys.argv[2]))"
     ours, theirs = socket.socketpair()
@@ -91,7 +91,7 @@ def driver_of(*actors):
     return driver
 
 
-def test_a_cluster_without_such_a_machine_is_refused_with_the_command_that_makes_one(monkeypatch):
+def test_ray_bench_cluster_without_bench_host_is_refused(monkeypatch):
     driver = driver_of()
     monkeypatch.setattr(ray_process, "connect", lambda address, refuse: driver._ray)
     driver._ray.nodes = lambda: [{"Alive": True, "NodeID": "a", "Resources": {"CPU": 4.0}, "NodeManagerHostname": "h", "NodeManagerAddress": "10.0.0.2"}]  # fmt: skip
@@ -108,19 +108,19 @@ def measured(driver, texts):
     return asyncio.run(asyncio.wait_for(all_texts(), 60))
 
 
-def test_texts_go_to_the_machine_with_the_least_work():
+def test_ray_bench_texts_go_to_least_loaded_machine():
     driver = driver_of(FakeActor("a"), FakeActor("b"), FakeActor("c"))
     assert sorted(name for _, name in measured(driver, 6)) == ["a", "a", "b", "b", "c", "c"]
 
 
-def test_what_a_lost_machine_had_goes_to_others():
+def test_ray_bench_lost_machine_texts_go_to_others():
     driver = driver_of(FakeActor("a", "lost"), FakeActor("b"), FakeActor("c"))
     results = measured(driver, 3)
     assert {state for state, _ in results} == {"result"} and {name for _, name in results} == {"b", "c"}
     assert [each.title for each in driver._machines] == ["b", "c"]
 
 
-def test_a_text_is_not_lost_for_ever():
+def test_ray_bench_text_raises_after_three_lost_machines():
     driver = driver_of(*[FakeActor(name, "lost") for name in "abcd"])
     with pytest.raises(Failure, match="lost with 3 machines, .* was c"):
         measured(driver, 1)
@@ -128,5 +128,5 @@ def test_a_text_is_not_lost_for_ever():
         measured(driver, 1)
 
 
-def test_what_fails_on_a_machine_is_told():
+def test_ray_bench_machine_failure_is_reported():
     assert measured(driver_of(FakeActor("a", "failed"), FakeActor("b")), 1) == [("failed", "a")]

@@ -168,7 +168,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", KILLED)
-def test_seccomp_ends_what_no_computation_does(seccomp_alone, name):
+def test_seccomp_kills_forbidden_system_calls(seccomp_alone, name):
     assert killed_by(seccomp_alone, name, os.getpid()) == "SIGSYS"
 
 
@@ -229,7 +229,7 @@ def test_threads_of_an_ordinary_user(namespaces):
 # ---------------------------------------------------------------- what it sees
 
 
-def test_each_program_has_a_user_of_its_own(sandbox):
+def test_sandbox_programs_run_as_separate_users(sandbox):
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     with loaded(sandbox, library_in(sandbox), Attempt("own_number")) as (child, _):
@@ -239,14 +239,14 @@ def test_each_program_has_a_user_of_its_own(sandbox):
     assert len({sandbox.new_folder().stat().st_uid for _ in range(5)}) > 1
 
 
-def test_its_environment_holds_nothing_of_ours(sandbox, monkeypatch):
+def test_sandbox_environment_excludes_host_variables(sandbox, monkeypatch):
     monkeypatch.setenv("TORCHTUNE_EXT_TEST_SECRET", "1")
     assert tried(sandbox, "knows_secret") == 0
     # bubblewrap sets PWD.
     assert tried(sandbox, "environment_size") - len(clean_environment()) in (0, 1)
 
 
-def test_its_open_files_are_the_standard_ones_and_three(sandbox):
+def test_sandbox_child_has_only_expected_open_files(sandbox):
     with open(os.devnull) as ours:
         os.set_inheritable(ours.fileno(), True)
         assert tried(sandbox, "open_files") == 6
@@ -295,7 +295,7 @@ def spied(sandbox: Sandbox, *words: str) -> tuple[int | None, dict[str, int]]:
     return done.status, {name: int(value) for name, value in map(str.split, done.output.splitlines())}
 
 
-def test_a_compiler_sees_the_system_and_writes_its_folder_only(sandbox, monkeypatch):
+def test_sandbox_compiler_writes_only_its_own_folder(sandbox, monkeypatch):
     monkeypatch.setenv("TORCHTUNE_EXT_TEST_SECRET", "1")
     status, report = spied(sandbox)
     assert status == 7
@@ -326,7 +326,7 @@ def _gone(pid: int) -> bool:
     return False
 
 
-def test_nothing_is_left_when_a_child_is_closed(sandbox):
+def test_sandbox_closed_child_leaves_no_process(sandbox):
     with loaded(sandbox, library_in(sandbox), Attempt("own_number")) as (child, _):
         pid = child.pid
         assert os.path.exists(f"/proc/{pid}")
@@ -334,7 +334,7 @@ def test_nothing_is_left_when_a_child_is_closed(sandbox):
     assert _gone(pid)
 
 
-def test_a_child_ends_with_the_process_that_started_it(sandbox):
+def test_sandbox_child_ends_with_its_parent(sandbox):
     library = library_in(sandbox)
     reader, writer = os.pipe()
     parent = os.fork()
@@ -353,7 +353,7 @@ def test_a_child_ends_with_the_process_that_started_it(sandbox):
     assert _gone(pid)
 
 
-def test_what_a_compiler_has_started_ends_with_the_process_that_is_killed_and_so_does_the_folder():
+def test_sandbox_compiler_processes_and_folder_end_with_harness():
     make(False).close()  # skips where it does not work
     reader, writer = os.pipe()
     harness = os.fork()
@@ -379,7 +379,7 @@ def sleepers() -> list[int]:
     return pids
 
 
-def test_what_cannot_be_locked_in_never_runs(bare, monkeypatch):
+def test_sandbox_unconfined_program_never_runs(bare, monkeypatch):
     """The sandbox's own failure is no failure of the candidate."""
     library = library_in(bare)
     monkeypatch.setattr(bare, "without", ["--without", "nothing"])
@@ -387,7 +387,7 @@ def test_what_cannot_be_locked_in_never_runs(bare, monkeypatch):
         attempt(bare, library, "own_number")
 
 
-def test_causes_are_told():
+def test_exit_cause_describes_signals_and_statuses():
     assert exit_cause(-signal.SIGSEGV).startswith("SIGSEGV: ")
     assert exit_cause(-signal.SIGUSR1) == "SIGUSR1"
     assert exit_cause(3) == "it ended with exit status 3"

@@ -43,7 +43,7 @@ class Played:
 
 
 @given(st.integers(1, 4), PROGRAMS)
-def test_nothing_is_lost_and_no_rule_is_broken(workers, programs):
+def test_schedule_runs_every_program_within_rules(workers, programs):
     async def play():
         played = Played(workers)
         async with asyncio.timeout(20):
@@ -54,7 +54,7 @@ def test_nothing_is_lost_and_no_rule_is_broken(workers, programs):
     asyncio.run(play())
 
 
-def test_a_timing_that_is_alone_waits_for_those_before_it_and_not_for_ever():
+def test_schedule_exclusive_timing_waits_only_for_earlier_work():
     async def play():
         played = Played(2)
         checks = [asyncio.create_task(played.run(CHECK, 3, name=number)) for number in range(4)]
@@ -68,7 +68,7 @@ def test_a_timing_that_is_alone_waits_for_those_before_it_and_not_for_ever():
     asyncio.run(play())
 
 
-def test_cores_of_their_own_never_wait_for_each_other():
+def test_schedule_separate_cores_never_block_each_other():
     async def play():
         played = Played(1)
         timing = asyncio.create_task(played.run(TIME, 100, name="timing"))
@@ -79,7 +79,7 @@ def test_cores_of_their_own_never_wait_for_each_other():
     asyncio.run(play())
 
 
-def test_who_no_longer_waits_is_passed_over():
+def test_schedule_cancelled_waiters_are_skipped():
     async def play():
         played = Played(1)
         first = asyncio.create_task(played.run(CHECK, 5))

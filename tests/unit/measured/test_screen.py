@@ -210,7 +210,7 @@ def marked(source: str) -> str:
 @pytest.mark.parametrize(
     "pair", ["()", "{}", "[]", "* ", "- ", ("int f(int a, ", ")"), ("{ int x; ", "x; }"), ("x?", ":1")]
 )
-def test_depth_is_no_danger(pair):
+def test_screen_deep_nesting_still_detects_forbidden_calls(pair):
     before, after = pair
     text = f"int a = {before * 3_000}1{after * 3_000}; int b = fork();"
     assert "calls fork()" in screen(marked(text), text, DGEMM, deadline_s=60)
@@ -243,7 +243,7 @@ def test_size_of_the_expanded_text_has_a_bound():
 @pytest.mark.parametrize(
     "text", ["", "\0", "no C at all", "\ud800", "🙂 void", "int f(", '"', "'", "/*", "((((", "}}}}", "# 1 x"]
 )
-def test_text_that_is_no_c_is_left_to_the_compiler(text):
+def test_screen_non_c_text_is_left_to_compiler(text):
     assert screen(marked(text), text, DGEMM) == ""
 
 

@@ -55,7 +55,7 @@ class Undecodable(CalmReduction):
     ],
     ids=["cores", "threads", "compiler", "size", "own program", "own error"],
 )
-def test_what_cannot_be_measured_is_found_out_before_anything_starts(config, kernel, message):
+def test_rehearse_bench_unmeasurable_kernel_raises_before_start(config, kernel, message):
     with pytest.raises((ValueError, SandboxError), match=message):
         rehearse_bench(BenchConfig(**config), [kernel])
 
@@ -69,7 +69,7 @@ def test_with_an_address_it_is_a_cluster(monkeypatch):
     assert settings["threads"] == 4 and settings["budget_s"] == 3.0
 
 
-def test_a_score_has_the_speed_in_numbers_and_the_rest_in_words():
+def test_measured_score_has_speed_parts_and_text_facts():
     score = measured_score(Result("dgemm", "ok", "time", "", SPEED), 1.5)
     assert score.reward == 1.5 and score.note == ""
     assert {name: value for name, value in score.parts.items() if value} == {
@@ -88,7 +88,7 @@ def test_a_score_has_the_speed_in_numbers_and_the_rest_in_words():
     assert late.facts == {"machine": "a machine", "techniques": ""}
 
 
-def test_a_service_that_can_have_no_loop_says_so(monkeypatch):
+def test_bench_service_without_event_loop_raises(monkeypatch):
     def refused(policy):
         raise OSError("Too many open files")
 

@@ -50,7 +50,7 @@ def test_labelled_program(program):
 
 
 @needs_gcc
-def test_rate_of_programs_the_reader_was_not_written_with():
+def test_technique_reader_accuracy_on_heldout_programs():
     # Nobody has looked at these while writing the reader, so their rate is what to expect of a model's programs. It stays
     # honest only while that is so: a rule that is made for one of them belongs to a program of the same kind in LABELLED.
     right = labels = 0
@@ -80,11 +80,11 @@ def test_labels_cover_every_technique_and_every_kernel():
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=list(KERNELS))
-def test_the_naive_program_uses_nothing(kernel):
+def test_naive_program_uses_no_techniques(kernel):
     assert uses(kernel.naive, kernel()) == []
 
 
-def test_a_stage_permits_what_the_one_before_permits():
+def test_stage_permits_all_techniques_of_earlier_stages():
     for before, after in pairwise(STAGES.values()):
         assert before < after
     assert STAGES["none"] == set() and STAGES["all"] == set(TECHNIQUES)

@@ -27,7 +27,7 @@ def chance_outside(n: int, k: int) -> float:
 
 
 @pytest.mark.parametrize("n", range(1, 60))
-def test_the_interval_of_a_median_is_the_narrowest_that_is_wide_enough(n):
+def test_median_interval_is_narrowest_with_required_coverage(n):
     samples = np.random.default_rng(n).permutation(n).astype(float).tolist()  # the rank is the value
     low, high = interval_of_median(samples)
     k = int(low) + 1
@@ -52,7 +52,7 @@ def test_the_interval_holds_the_median_of_the_samples(samples):
     assert low <= median(samples) <= high
 
 
-def test_quiet_is_the_lower_quartile_of_the_quietest_chunk_of_the_last_hour():
+def test_quiet_level_is_quietest_recent_chunk_lower_quartile():
     quiet = Quiet()
     for place in range(4 * CHUNK):  # somebody disturbs, except for a third of the second chunk
         quiet.add(1.0 if CHUNK <= place < CHUNK + CHUNK // 3 else 3.0, now=float(place))
@@ -62,7 +62,7 @@ def test_quiet_is_the_lower_quartile_of_the_quietest_chunk_of_the_last_hour():
     assert quiet.level == 2.0
 
 
-def test_a_neighbor_who_comes_after_the_start_is_not_the_measure():
+def test_quiet_level_ignores_neighbor_starting_later():
     quiet = Quiet()
     for _ in range(4):
         quiet.add(1.0, now=0.0)
@@ -104,20 +104,20 @@ def timed_by_blocks(are_calm: str) -> Timing:
         ("d", 3, 1, True),
     ],
 )
-def test_a_few_calm_blocks_among_many_are_not_picked_out(are_calm, calls, disturbed, is_noisy):
+def test_timing_few_calm_blocks_are_not_selected(are_calm, calls, disturbed, is_noisy):
     timing = timed_by_blocks(are_calm)
     assert (timing.calls, timing.disturbed, timing.is_noisy) == (calls, pytest.approx(disturbed), is_noisy)
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=70))
-def test_a_quiet_level_is_one_that_was_seen_and_never_in_the_slower_three_quarters_of_all(times):
+def test_quiet_level_was_observed_and_in_fastest_quarter(times):
     quiet = Quiet()
     for number, seconds in enumerate(times):
         quiet.add(seconds, now=float(number))
     assert quiet.level in times and quiet.level <= sorted(times)[len(times) // 4 if len(times) < CHUNK else -1]
 
 
-def test_each_part_of_the_fixed_kernel_tells_of_a_neighbor_of_its_own():
+def test_probe_components_detect_different_neighbors():
     probe = object.__new__(Probe)  # without a process
     probe.registers, probe.memory = Quiet(), Quiet()
     for quiet in (probe.registers, probe.memory):
@@ -130,7 +130,7 @@ def test_each_part_of_the_fixed_kernel_tells_of_a_neighbor_of_its_own():
     assert probe.is_disturbed(shared_core, shared_core) and probe.is_disturbed(shared_memory, shared_memory)
 
 
-def test_cores_are_those_that_no_engine_may_use(monkeypatch):
+def test_choose_cores_prefers_cores_unused_by_engines(monkeypatch):
     monkeypatch.setattr(machine, "usable_cores", lambda: frozenset({0, 1, 2, 3}))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(machine, "engines", lambda: {17: frozenset({1, 3})})
@@ -152,7 +152,7 @@ def test_cores_are_those_that_no_engine_may_use(monkeypatch):
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
-def test_all_threads_keep_off_the_cores_and_come_back():
+def test_threads_avoid_timed_cores_and_are_restored():
     ready, end = threading.Event(), threading.Event()
     other = threading.Thread(target=lambda: (ready.set(), end.wait(60)))
     other.start()
@@ -184,7 +184,7 @@ def hold(core, held, let_go):
         let_go.wait(30)
 
 
-def test_one_timing_at_a_time_on_a_core_whoever_asks():
+def test_core_lock_allows_one_timing_at_a_time():
     spawn = multiprocessing.get_context("spawn")
     held, let_go = spawn.Event(), spawn.Event()
     core = 900_000 + os.getpid() % 10_000  # a core that nobody has
@@ -207,7 +207,7 @@ def test_one_timing_at_a_time_on_a_core_whoever_asks():
         other.kill()
 
 
-def test_the_lock_of_a_core_is_one_for_all_users():
+def test_core_lock_is_shared_by_all_users():
     core = 900_000 + os.getpid() % 10_000
     with alone_on([core], 0.1):
         as_user(refused, core)
@@ -225,7 +225,7 @@ def locked(core: int) -> None:
         refused(core)
 
 
-def test_time_that_the_host_takes_is_read_for_these_cores_alone():
+def test_stolen_ticks_are_read_for_given_cores():
     before = machine.stolen_ticks([0])
     assert before >= 0 and machine.stolen_ticks([]) == 0 and machine.stolen_ticks([0]) >= before
     assert str(os.cpu_count()) in machine.fingerprint()

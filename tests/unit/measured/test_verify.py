@@ -95,7 +95,7 @@ def small_case(name: str, seed: int, kind: str) -> tuple[object, dict[str, int],
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=SEEDS, kind=st.sampled_from(KINDS))
 @settings(max_examples=15)
-def test_every_honest_order_is_within_the_bound_of_the_exact_result(name, order, seed, kind):
+def test_verify_honest_summation_orders_stay_within_bound(name, order, seed, kind):
     kernel, size, inputs = small_case(name, seed, kind)
     rng = np.random.default_rng(seed)
     terms = exact_terms(name, size, inputs)
@@ -112,7 +112,7 @@ def test_every_honest_order_is_within_the_bound_of_the_exact_result(name, order,
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=SEEDS, sign=st.sampled_from([-1, 1]))
 @settings(max_examples=40)
-def test_four_units_in_the_last_place_more_than_the_bound_are_refused(name, seed, sign):
+def test_verify_four_ulps_beyond_bound_are_refused(name, seed, sign):
     """All products are positive here, so that the bound is n roundings of the result itself."""
     kernel, size, inputs = small_case(name, seed, "biased")
     terms = exact_terms(name, size, inputs)
@@ -128,7 +128,7 @@ def test_four_units_in_the_last_place_more_than_the_bound_are_refused(name, seed
     assert float(got) == wrong[place] and float(right) == pytest.approx(exact[place], rel=1e-15)
 
 
-def test_the_bound_is_no_constant():
+def test_verify_bound_scales_with_length_and_values():
     """It grows with the length of the sum, and shrinks with the numbers."""
     kernel = Reduction()
     bounds = [kernel.bound({"n": n}, {"x": np.full(n, 1e-3)})["total"][0] for n in (10, 1000)]
@@ -140,7 +140,7 @@ def test_the_bound_is_no_constant():
 # ---------------------------------------------------------------- lower precision
 
 
-def test_single_precision_hides_in_random_signs_and_shows_with_biased_inputs():
+def test_verify_biased_inputs_reveal_single_precision():
     """The sum of two million numbers that were rounded to float32: within γ_n where errors cancel."""
     kernel = Reduction()
     rng = np.random.default_rng(0)
@@ -167,7 +167,7 @@ def test_single_precision_is_refused_at_the_timed_size(name):
 
 @given(SEEDS)
 @settings(max_examples=20)
-def test_biased_inputs_are_always_rounded_down_by_single_precision(seed):
+def test_biased_inputs_round_down_in_single_precision(seed):
     values = draw((50,), "biased", np.random.default_rng(seed))
     assert ((values >= 1) & (values < 2)).all()
     lost = values - values.astype(np.float32).astype(np.float64)
@@ -180,7 +180,7 @@ def test_biased_inputs_are_always_rounded_down_by_single_precision(seed):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_no_number_never_passes(name, bad):
+def test_verify_non_numbers_never_pass(name, bad):
     kernel, size, inputs = small_case(name, 3, "normal")
     outputs = kernel.reference(size, inputs)
     (output,) = outputs
@@ -257,7 +257,7 @@ class Program:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_size_comes_with_new_content_and_in_a_new_place(name):
+def test_verify_sizes_use_new_content_and_placement(name):
     kernel = KERNELS[name]()
     program = Program(kernel, kernel.reference)
     verify(program, kernel, np.random.default_rng(2), 60.0)
@@ -308,7 +308,7 @@ CHEATS = {
 
 @pytest.mark.parametrize("cheat", CHEATS)
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_no_computation_is_wrong(name, cheat):
+def test_verify_fake_computation_is_wrong_result(name, cheat):
     kernel = KERNELS[name]()
     for seed in range(5):
         with pytest.raises(ChildFailed) as caught:
@@ -317,7 +317,7 @@ def test_what_is_no_computation_is_wrong(name, cheat):
         assert "inputs)" in str(caught.value)
 
 
-def test_its_deadline_is_kept():
+def test_verify_enforces_its_deadline():
     kernel = Reduction()
     with pytest.raises(ChildFailed, match="more than 0 s") as caught:
         verify(Program(kernel, kernel.reference), kernel, np.random.default_rng(0), 0.0)

@@ -44,7 +44,7 @@ def gradient(options, t):
         {"level": "sequence", "importance": "sequence_tis"},
     ],
 )
-def test_it_is_exact_where_the_policy_moves_by_the_same_step_in_each_version(options):
+def test_interpolated_loss_exact_for_equal_version_steps(options):
     options = {"importance": "full", **options}
     noise = torch.Generator().manual_seed(0)
     sampler, step = (torch.randn(30, dtype=torch.float64, generator=noise) for _ in range(2))
@@ -54,14 +54,14 @@ def test_it_is_exact_where_the_policy_moves_by_the_same_step_in_each_version(opt
         assert (result - want).abs().max() < 1e-12 * want.abs().max()
 
 
-def test_a_token_of_the_present_version_has_the_sampler_for_its_old_policy():
+def test_interpolated_current_version_token_equals_sampler_old_policy():
     logprobs = -torch.arange(1.0, 7.0, dtype=torch.float64)
     t = make_tokens(torch.full((6,), VERSION), logprobs, logprobs - 0.1)
     result, want = gradient({"old": "interpolated", "importance": "full"}, t), gradient({"old": "sampler"}, t)
     assert torch.equal(result[0], want[0]) and torch.equal(result[1], want[1])
 
 
-def test_by_hand():
+def test_interpolated_loss_matches_hand_computed_example():
     """One token of age 3: alpha is 3/4. log pi is -1.0, the sampler said -1.4; so the old policy is at -1.1, r = e^0.1 and
     w = e^0.3."""
     one = torch.ones(1, dtype=torch.float64)
@@ -71,7 +71,7 @@ def test_by_hand():
     assert metrics["ratio_max"].item() == pytest.approx(math.exp(0.1), rel=1e-14)
 
 
-def test_what_is_missing_is_named():
+def test_interpolated_loss_missing_inputs_are_named():
     t = make_tokens(torch.tensor([4]), torch.zeros(1), torch.zeros(1))
     with pytest.raises(ValueError, match="loss.old='trainer' .*proximal"):
         PolicyLoss()(t)

@@ -126,7 +126,7 @@ def test_cispo_clips_the_weight_and_keeps_every_gradient():
     assert metrics["clip_fraction"] == [1.0, 0.0, 0.0, 1.0, 1.0]
 
 
-def test_spo_has_no_gradient_at_the_bound_and_leads_back_beyond():
+def test_spo_gradient_zero_at_bound_reverses_beyond():
     """The maximum lies at r = 1 + sgn(A) epsilon. With epsilon = 1/4 all of it is exact in binary."""
     ratio = torch.tensor([1.25, 1.0, 1.5, 0.75, 1.0, 0.5], dtype=torch.float64, requires_grad=True)
     t = tokens([-1.0] * 6, [-1.0] * 6, [-1.0] * 6, None, [2.0, 2.0, 2.0, -3.0, -3.0, -3.0], [0] * 6)
@@ -136,7 +136,7 @@ def test_spo_has_no_gradient_at_the_bound_and_leads_back_beyond():
     assert str(PolicyLoss(constraint="spo")) == "SPO 0.2 per token"
 
 
-def test_total_variation_drops_what_moved_too_far_with_its_advantage():
+def test_total_variation_drops_tokens_past_bound_by_advantage():
     moved = [math.exp(new) - math.exp(old) for new, old in zip(NEW, OLD, strict=True)]
     assert [round(m, 3) for m in moved] == [0.184, -0.041, 0.03, -0.203, 0.105]
     for delta, dropped in ((0.15, [1, 0, 0, 1, 0]), (0.19, [0, 0, 0, 1, 0]), (0.21, [0] * 5), (0.02, [1, 0, 1, 1, 0])):
@@ -188,7 +188,7 @@ class Push(Constraint):
         return self.factor * (ratio_L * t.advantages_L).masked_fill(cut_L, 0.0), cut_L
 
 
-def test_a_constraint_of_ones_own(monkeypatch):
+def test_custom_constraint_can_be_registered(monkeypatch):
     monkeypatch.setitem(CONSTRAINTS, "push", Push)
     for delta, inside in ((None, [0, 0, 1, 0, 0]), (0.4, [0, 1, 1, 0, 1])):
         loss = PolicyLoss(constraint="push", delta=delta)
@@ -206,7 +206,7 @@ def test_a_constraint_of_ones_own(monkeypatch):
             PolicyLoss(constraint="push", **settings)
 
 
-def test_every_option_of_the_table_is_a_key_of_the_loss():
+def test_constraint_options_are_all_policy_loss_keys():
     keys = {field.name for field in fields(PolicyLoss)}
     for name, kind in CONSTRAINTS.items():
         assert {field.name for field in fields(kind)} <= keys, name
@@ -298,7 +298,7 @@ def test_the_sampler_as_the_old_policy():
         ),
     ],
 )
-def test_kl_to_the_reference_and_to_the_old_policy(kl, value, slope):
+def test_kl_to_reference_and_old_policy_match_formulas(kl, value, slope):
     plain_values, plain_gradients, _ = value_and_gradient(PolicyLoss(constraint="none"), tokens())
     for name, other in (("kl_coef", REFERENCE), ("old_kl_coef", OLD)):
         values, gradients, metrics = value_and_gradient(PolicyLoss(constraint="none", kl=kl, **{name: 0.1}), tokens())
@@ -311,7 +311,7 @@ def test_kl_to_the_reference_and_to_the_old_policy(kl, value, slope):
         assert ("kl_ref" in metrics) == (name == "kl_coef")
 
 
-def test_a_teacher_is_a_surrogate_of_its_own():
+def test_teacher_surrogate_is_clipped_by_own_advantage():
     """The clip cuts it by the sign of its own advantage, here on other labels than that of the rewards."""
     teacher = [-0.5, -3.0, -0.4, -0.2, -4.0]
     gaps = [logprob - old for logprob, old in zip(teacher, OLD, strict=True)]
@@ -330,7 +330,7 @@ def test_a_teacher_is_a_surrogate_of_its_own():
         loss(tokens())
 
 
-def test_the_expected_gradient_of_a_teacher_is_that_of_the_reverse_kl():
+def test_teacher_expected_gradient_equals_reverse_kl_gradient():
     """A tabular policy of three tokens and two steps, whose every answer is weighed by its probability, against the gradient of
     KL(policy || teacher) summed over the states with their distribution held fixed."""
     generator = torch.Generator().manual_seed(0)

@@ -149,13 +149,13 @@ def test_on_policy_all_constraints_have_the_policy_gradient(name):
 
 
 @pytest.mark.parametrize("name", ["full", "tis", "mis", "icepop", "sequence_tis", "sequence_mis", "geometric_mask"])
-def test_importance_weights_are_one_where_the_sampler_is_the_old_policy(name):
+def test_importance_weights_one_when_sampler_is_old_policy(name):
     t = random_tokens(2)
     t = replace(t, behavior_logprobs_L=t.old_logprobs_L)
     assert_same(PolicyLoss(importance=name), PolicyLoss(), t)
 
 
-def test_sequence_methods_equal_token_methods_on_completions_of_one_label():
+def test_sequence_methods_equal_token_methods_on_single_labels():
     t = random_tokens(3, lengths=[1] * 40)
     for options in ({}, {"constraint": "kl3"}, {"constraint": "sapo"}, {"constraint": "cispo"}, {"constraint": "none"}):
         assert_same(PolicyLoss(level="sequence", **options), PolicyLoss(**options), t)
@@ -164,14 +164,14 @@ def test_sequence_methods_equal_token_methods_on_completions_of_one_label():
     assert_same(PolicyLoss(importance="sequence_tis", **bounds), PolicyLoss(importance="tis", **bounds), t)
 
 
-def test_wide_bounds_never_cut():
+def test_policy_loss_wide_bounds_never_clip():
     t = random_tokens(4)
     assert_same(PolicyLoss(clip_low=1.0, clip_high=1e6), PolicyLoss(constraint="none"), t)
     assert_same(PolicyLoss(constraint="kl3", delta=60.0), PolicyLoss(constraint="none"), t)
     assert_same(PolicyLoss(constraint="kl", delta=1e3, top_k=4), PolicyLoss(constraint="none"), t)
 
 
-def test_a_label_alone_and_the_order_of_completions_change_nothing():
+def test_policy_loss_is_independent_of_other_completions():
     """Every label's loss is a function of its own completion."""
     t = random_tokens(5)
     for options in LOSSES.values():
@@ -214,7 +214,7 @@ def test_gradcheck(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LOSSES)
-def test_far_out_nothing_is_infinite(name, dtype):
+def test_extreme_log_ratios_give_finite_losses(name, dtype):
     """Log-ratios to +-80 against the old policy, the sampler and the reference, both signs of the advantage."""
     cases = torch.cartesian_prod(*[torch.tensor([-80.0, -20.0, 0.0, -1e-3])] * 4)
     new, old, sampler, ref = (column.repeat(2).to(dtype) for column in cases.T)
@@ -288,7 +288,7 @@ def loss_and_gradients(groups, options, aggregation, row_tokens, tile=None, turn
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_rows_padding_and_order_change_nothing(name, aggregation):
+def test_loss_is_invariant_to_rows_padding_order(name, aggregation):
     """The whole as one row, in many rows (micro-batches), padded, in another order, groups in another order."""
     options, groups = LOSSES[name], make_groups()
     want_loss, want, want_metrics = loss_and_gradients(groups, options, aggregation, 200)
@@ -338,7 +338,7 @@ SIGNAL, SILENT = [1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("term", ["kl_coef", "old_kl_coef", "entropy_coef"])
-def test_kl_and_entropy_act_on_groups_without_signal(term):
+def test_kl_and_entropy_train_zero_variance_groups(term):
     """Alone they have no policy gradient, but the whole of these terms; the labels are those of all groups."""
     loss = PolicyLoss(**{term: 0.1}, kl="k2")
     ((labels, total, gradient),) = step_of([SILENT, SILENT], loss, "token")
@@ -367,7 +367,7 @@ def test_a_constant_is_a_positive_number_of_tokens():
             pack_updates(groups, 1, 40, aggregation="constant", aggregation_constant=constant)
 
 
-def test_with_a_constant_the_updates_of_a_step_are_shares_of_it():
+def test_constant_aggregation_step_updates_sum_to_whole_step():
     """Three groups with a signal among eight, in four updates (one of which has nothing to train on): the mean over all four
     is the step in one update."""
     rewards = [SILENT, SIGNAL, SILENT, SIGNAL, SILENT, SILENT, SIGNAL, SILENT]
@@ -378,7 +378,7 @@ def test_with_a_constant_the_updates_of_a_step_are_shares_of_it():
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
-def test_a_mean_is_over_what_is_kept_in_the_loss(aggregation):
+def test_mean_aggregation_counts_only_kept_completions(aggregation):
     ((_, _, want),) = step_of([SIGNAL], PolicyLoss(), aggregation)
     ((_, _, dropped),) = step_of([SIGNAL] + [SILENT] * 3, PolicyLoss(), aggregation)
     assert torch.equal(dropped, want)
@@ -396,7 +396,7 @@ class Constant:
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_metrics_are_means_over_labels_whatever_the_aggregation(aggregation):
+def test_loss_metrics_are_label_means_for_any_aggregation(aggregation):
     groups = make_groups()[:1]  # completions of 5, 1 and 9 labels
     rows, _ = pack(groups, 200, aggregation, 16)
     _, metrics = alone(PackedPolicy(tiny_model()), Constant()).forward_backward(rows)

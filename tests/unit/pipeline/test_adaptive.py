@@ -44,7 +44,7 @@ class Adapting:
         self.level = state.get("level", 0)
 
 
-def test_nothing_is_made_in_advance_and_each_problem_knows_where_it_stands(tmp_path):
+def test_adaptive_stream_asks_lazily_with_problem_positions(tmp_path):
     task = Adapting()
     stream, places = ProblemStream(task, SEED), [(problem_index(i, LENGTH, SEED), i) for i in range(12)]
     assert task.calls == []
@@ -58,7 +58,7 @@ def test_nothing_is_made_in_advance_and_each_problem_knows_where_it_stands(tmp_p
     assert task.calls[4:] == places[4:] and {problem.id for problem in second} == {f"{i}/1" for i in range(LENGTH)}
 
 
-def test_what_was_asked_before_is_asked_as_it_would_be_now_but_a_stored_one_is_believed():
+def test_adaptive_stream_reasks_old_problems_keeps_stored_ones():
     task = Adapting()
     stream = ProblemStream(task, SEED)
     stored = stream.take(3)[2]
@@ -67,7 +67,7 @@ def test_what_was_asked_before_is_asked_as_it_would_be_now_but_a_stored_one_is_b
     assert stream.again(2, stored) is stored
 
 
-def test_a_resumed_stream_asks_the_same():
+def test_adaptive_resumed_stream_asks_identical_problems():
     stream = ProblemStream(Adapting(), SEED)
     stream.take(3)
     stream.observe(1, [1, 2], None)
@@ -78,18 +78,18 @@ def test_a_resumed_stream_asks_the_same():
     assert resumed.take(6) == stream.take(6)
 
 
-def test_one_that_has_learned_nothing_yet_goes_on():
+def test_adaptive_stream_without_observations_resumes():
     state = json.loads(json.dumps(ProblemStream(Adapting(), SEED).state_dict()))
     ProblemStream(Adapting(), SEED).load_state_dict(state)
 
 
-def test_a_task_that_does_not_adapt_learns_nothing(tmp_path):
+def test_non_adaptive_task_observes_nothing(tmp_path):
     stream = ProblemStream(Numbered(), SEED)
     assert stream.observe(1, [1, 2], tmp_path) == {} == stream.state_dict()
     stream.load_state_dict({})
 
 
-def test_a_checkpoint_of_another_kind_of_task_is_refused():
+def test_adaptive_checkpoint_of_other_task_kind_is_refused():
     state = ProblemStream(Adapting(), SEED).state_dict()
     with pytest.raises(ValueError, match="^task: .* adapts .* does not; "):
         ProblemStream(Numbered(), SEED).load_state_dict(state)
@@ -97,7 +97,7 @@ def test_a_checkpoint_of_another_kind_of_task_is_refused():
         ProblemStream(Adapting(), SEED).load_state_dict({})
 
 
-def test_groups_that_were_sampled_ahead_keep_their_questions_across_a_checkpoint(make, tmp_path):
+def test_adaptive_prefetched_groups_keep_questions_across_checkpoint(make, tmp_path):
     """The engine has answered them, so they are trained as they were asked, though the task would ask otherwise now."""
     task = Adapting()
     source, engine = make(staleness=1, task=task)

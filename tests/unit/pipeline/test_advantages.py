@@ -37,7 +37,7 @@ def advantages(*rewards: float | Outcome, **options) -> list[float]:
     return [s.advantage for s in done.samples]
 
 
-def test_by_hand():
+def test_advantages_match_hand_computed_examples():
     assert advantages(1.0, 0.0, 0.0, 1.0) == [1.0, -1.0, -1.0, 1.0]
     assert advantages(4.0, 0.0, 2.0, scale="none") == [2.0, -2.0, 0.0]
     # mean 1/4, variance 3/16: 3/4 over sqrt(3)/4, and -1/4 over it
@@ -81,7 +81,7 @@ def test_equal_episodes_may_differ_by_turn():
     assert [s.turn_advantages for s in turns.samples] == [(0.0, -1.0), (0.0, 1.0)]
 
 
-def test_a_penalty_is_for_all_turns_of_a_conversation_that_was_cut():
+def test_turn_credit_truncated_episode_penalizes_all_turns():
     talks = [conversation(0.0, 0.0, answered=False), conversation(0.0, 0.0)]
     config = AdvantageConfig(credit="turn", scale="none", truncated="penalize", penalty=1.0)
     (done,), _ = with_advantages([group(*talks)], config)
@@ -119,7 +119,7 @@ def test_against_the_definition(rewards):
         assert (stats.groups, stats.no_signal) == (1, 0)
 
 
-def test_equal_rewards_that_are_no_round_numbers_carry_no_signal():
+def test_equal_fractional_rewards_have_zero_advantage():
     """The mean of ten times 0.1 is not 0.1: the deviations must not be blown up by their own size."""
     assert advantages(*[0.1] * 10) == [0.0] * 10
     assert advantages(*[0.1] * 10, scale="none") == [0.0] * 10
@@ -154,7 +154,7 @@ def test_advantages_each_kind_of_failure_is_counted():
 
 @settings(max_examples=100)
 @given(rewards=st.lists(REWARDS, min_size=2, max_size=8), places=st.lists(st.integers(0, 8), min_size=1, max_size=4))
-def test_samples_nobody_could_grade_change_nothing(rewards, places):
+def test_ungraded_samples_leave_other_advantages_unchanged(rewards, places):
     """Inserted anywhere, they are not trained, and the others get what they get without them."""
     mixed: list[float | Outcome] = list(rewards)
     for number, place in enumerate(places):
@@ -192,7 +192,7 @@ def test_truncated_samples(truncated, expected, trained):
     assert [s.trained for s in done.samples] == trained
 
 
-def test_a_penalty_alone_is_a_signal():
+def test_truncation_penalty_alone_gives_nonzero_advantages():
     samples = sample(1.0), sample(1.0, "length")
     (done,), _ = with_advantages([group(*samples)], AdvantageConfig(truncated="penalize", penalty=0.5))
     assert [s.advantage for s in done.samples] == [1.0, -1.0]
@@ -211,7 +211,7 @@ def test_groups_stay_in_order_and_whole():
     assert with_advantages([], AdvantageConfig())[0] == []
 
 
-def test_a_loss_with_other_terms_trains_groups_without_signal_at_advantage_zero():
+def test_extra_loss_terms_train_zero_variance_groups():
     groups = [
         group(sample(1.0), sample(0.0)),
         group(sample(2.0), sample(2.0), sample(2.0, "length"), sample(FAILED)),
@@ -226,7 +226,7 @@ def test_a_loss_with_other_terms_trains_groups_without_signal_at_advantage_zero(
 
 @settings(max_examples=200)
 @given(signal=st.lists(st.booleans(), max_size=12), size=st.integers(1, 12), train_all=st.booleans())
-def test_refilling_replaces_groups_without_signal_the_last_first(signal, size, train_all):
+def test_select_groups_replaces_last_zero_variance_groups_first(signal, size, train_all):
     signal = [flag and sum(signal[:i]) < size for i, flag in enumerate(signal)]  # sampling ends when there are enough
     groups, _ = with_advantages(
         [group(sample(1.0), sample(0.0 if flag else 1.0)) for flag in signal], AdvantageConfig(), train_all=train_all
@@ -241,7 +241,7 @@ def test_refilling_replaces_groups_without_signal_the_last_first(signal, size, t
     assert all(g.has_signal or train_all == any(s.trained for s in g.samples) for g in kept)
 
 
-def test_more_groups_with_a_signal_than_a_step_has_leave_the_last_ones_out():
+def test_select_groups_excess_groups_drop_the_last():
     """So it may be where stored groups, with those that were replaced, get other advantages than they had."""
     groups, _ = with_advantages([group(sample(1.0), sample(0.0)) for _ in range(4)], AdvantageConfig())
     kept, drawn = refilled(groups, 2)
@@ -254,12 +254,12 @@ def _expected(signal: list[bool], size: int) -> list[bool]:
     return [flag or i in silent for i, flag in enumerate(signal)]
 
 
-def test_leave_one_out_is_the_mean_of_the_others():
+def test_leave_one_out_baseline_is_mean_of_others():
     values = advantages(4.0, 0.0, 2.0, 1.0, baseline="leave_one_out", scale="none")
     assert values == pytest.approx([4 - 3 / 3, 0 - 7 / 3, 2 - 5 / 3, 1 - 6 / 3])
 
 
-def test_batch_std_of_a_step_without_a_grade_says_nothing(recwarn):
+def test_batch_std_without_graded_samples_is_silent(recwarn):
     _, stats = with_advantages([group(sample(FAILED), sample(TIMED_OUT))], AdvantageConfig(scale="batch_std"))
     assert not recwarn and stats.groups == 0
 
@@ -290,7 +290,7 @@ def test_best_of_k_against_all_subsets(rewards, k):
     assert deviation == pytest.approx(statistics.pstdev(best), rel=1e-9, abs=1e-9)
 
 
-def test_pass_at_k_of_binary_rewards_is_the_published_formula():
+def test_pass_k_binary_rewards_match_published_formula():
     n, wrong, k = 8, 6, 3
     values = advantages(*[1.0] * (n - wrong), *[0.0] * wrong, pass_k=k)
     mean = 1 - math.comb(wrong, k) / math.comb(n, k)
@@ -300,7 +300,7 @@ def test_pass_at_k_of_binary_rewards_is_the_published_formula():
     assert values == pytest.approx([right] * (n - wrong) + [other] * wrong)
 
 
-def test_pass_at_k_without_a_subset_of_wrong_samples_carries_no_signal():
+def test_pass_k_without_wrong_subset_has_zero_advantage():
     assert advantages(1.0, 1.0, 1.0, 0.0, pass_k=2) == [0.0] * 4  # any two hold a right one
     assert advantages(1.0, 0.0, pass_k=4) == [0.0, 0.0]  # fewer gradable samples than k
 
@@ -314,7 +314,7 @@ def test_overlong_penalty_grows_over_the_last_share(length, expected):
     assert done.samples[0].advantage == pytest.approx((1.0 - 2.0 * expected) / 2)
 
 
-def test_with_overlong_lengths_alone_are_no_signal():
+def test_overlong_penalty_alone_leaves_zero_variance_group():
     """DAPO samples again when all answers are right or all are wrong; one token too many would get the largest advantage."""
     long = sample(1.0, length=17)
     config = AdvantageConfig(truncated="penalize", penalty=0.5, overlong=0.2)
@@ -365,5 +365,5 @@ def test_bad_options_are_named(options, message):
         ),
     ],
 )
-def test_the_words_of_the_opening(options, words):
+def test_advantage_config_text_describes_options(options, words):
     assert str(AdvantageConfig(**options)) == words

@@ -66,7 +66,7 @@ def usable(count):
     return [index for index in places if index not in (2, 5, 7)][:count]
 
 
-def test_the_next_problem_takes_the_place_of_a_bad_one(caplog):
+def test_bad_problem_is_replaced_by_the_next(caplog):
     task = Broken()
     stream = ProblemStream(task, SEED, long)
     assert answers(stream.take(4) + stream.take(3) + stream.take(14)) == usable(21)
@@ -81,7 +81,7 @@ def test_the_next_problem_takes_the_place_of_a_bad_one(caplog):
     assert [task.indices.count(index) for index in (2, 5, 7)] == [1, 1, 1] and task.indices.count(0) >= 3
 
 
-def test_the_places_of_problems_are_told():
+def test_stream_reports_positions_of_its_problems():
     stream = ProblemStream(Broken(), SEED, long)
     drawn = stream.draw(8)
     assert [problem_index(place, LENGTH, SEED) for place, _ in drawn] == answers([problem for _, problem in drawn])
@@ -109,7 +109,7 @@ def test_no_two_problems_are_made_at_once():
 
 
 @pytest.mark.parametrize("stopped_after", [1, 3, 8])
-def test_a_run_that_goes_on_passes_over_the_same(stopped_after):
+def test_resumed_stream_skips_same_bad_problems(stopped_after):
     """Also those that are no longer bad, since the run that never stopped would not ask for them either."""
     whole = ProblemStream(Broken(), SEED, long)
     expected = answers(whole.take(stopped_after) + whole.take(20))
@@ -129,7 +129,7 @@ def test_checkpoints_of_earlier_versions_are_read():
     assert stream.skipped == [] and ProblemStream(Numbered(), SEED).state_dict() == {}
 
 
-def test_what_was_passed_over_of_a_longer_task_does_not_count_in_a_shorter_one():
+def test_skipped_positions_beyond_shorter_task_are_ignored():
     stream = ProblemStream(Broken(3, bad=(1,)), SEED)
     stream.load_state_dict({"skipped": [100, 200]})
     assert len(stream.take(4)) == 4 and stream.skipped == [1]
@@ -139,7 +139,7 @@ def test_what_was_passed_over_of_a_longer_task_does_not_count_in_a_shorter_one()
         stream.take(1)
 
 
-def test_a_task_without_a_good_problem_is_an_error():
+def test_task_without_valid_problem_raises():
     def bad(problem):
         return "it is bad"
 
@@ -153,7 +153,7 @@ def test_a_task_without_a_good_problem_is_an_error():
         _ = Usable(Broken(bad=()), bad).problems
 
 
-def test_a_task_that_adapts_is_asked_again(caplog):
+def test_adaptive_task_skipped_problem_is_retried(caplog):
     stream = ProblemStream(Adapting(bad=()), SEED)
     before = stream.take(LENGTH - 1)
     assert 2 not in answers(before) and stream.skipped == [2]
@@ -249,7 +249,7 @@ class Gaps(Numbered):
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_steps_are_whole_and_the_same_however_far_ahead_they_are_sampled(make, staleness):
+def test_bad_problems_same_steps_for_any_staleness(make, staleness):
     source, engine = make(staleness=staleness, task=Gaps())
     for step in range(4):
         source.open(version=step)
@@ -259,7 +259,7 @@ def test_steps_are_whole_and_the_same_however_far_ahead_they_are_sampled(make, s
     assert [int(call.problem) for call in engine.calls] == expected[: len(engine.calls)]
 
 
-def test_a_group_that_is_sampled_again_may_get_another_problem(make):
+def test_resampled_group_may_receive_another_problem(make):
     """The task asks otherwise by now, and what it asks is bad."""
 
     class Later(Numbered):

@@ -21,7 +21,7 @@ def tokens(row):
 
 @settings(max_examples=300)
 @given(groups=GROUPS, layout=LAYOUTS, slack=st.integers(0, 100))
-def test_every_completion_is_in_one_row_that_holds_it(groups, layout, slack):
+def test_balance_places_each_completion_in_one_row(groups, layout, slack):
     capacity = max((g.prompt + max(g.completions) for g in groups), default=1) + slack
     rows = balanced_rows(groups, capacity, layout)
     assert len(rows) >= layout.ranks and len(rows) % layout.ranks == 0
@@ -42,7 +42,7 @@ def test_every_completion_is_in_one_row_that_holds_it(groups, layout, slack):
 
 
 @given(st.integers(1, 8), st.integers(1, 8))
-def test_a_rank_is_idle_only_if_there_are_too_few_completions(completions, ranks):
+def test_balance_ranks_idle_only_with_too_few_completions(completions, ranks):
     """Answers that are long beside their prompt: each rank has one, as long as there are some."""
     for groups in ([Lengths(1, (100,) * completions)], [Lengths(1, (100,))] * completions):
         rows = balanced_rows(groups, 1000, Layout(ranks))
@@ -56,13 +56,13 @@ def test_the_rows_of_equal_groups_are_equal():
     assert all(len(row) == 4 for row in rows)
 
 
-def test_a_group_longer_than_a_row_is_cut_into_rows_that_are_alike():
+def test_balance_long_group_splits_into_equal_rows():
     """16 answers of 1,000 tokens on 4 ranks, in rows of 8,192: four answers for each."""
     rows = balanced_rows([Lengths(200, (1000,) * 16)], 8192, Layout(4))
     assert [len(row[0].completions) for row in rows] == [4] * 4
 
 
-def test_long_answers_that_do_not_share_a_row_do_not_stretch_it():
+def test_balance_unpaired_long_completions_keep_rows_short():
     """Four answers of 9,000 tokens cannot stand two in a row of 16,384, so rows of 9,010 are enough."""
     rows = balanced_rows([Lengths(10, (9000,) * 4)], 16_384, ALONE)
     assert [tokens(row) for row in rows] == [9010] * 4
@@ -138,7 +138,7 @@ def test_dealing_keeps_the_order_of_equal_items():
     assert dealt([5] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_counts_of_rows_by_hand():
+def test_pack_stats_match_hand_computed_counts():
     one = PackStats(rows=2, tokens=30, labels=20, unpacked=60, needed=28, computed=40)
     assert PackStats().metrics() == {
         "pack/rows": 0.0, "pack/tokens": 0.0, "pack/labels": 0.0, "pack/rho": 1.0, "pack/used": 0.0,

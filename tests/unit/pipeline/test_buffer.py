@@ -181,7 +181,7 @@ def at_risk() -> Ledger:
     return finished(ledger, 5, *range(11, 15), *range(16, 30))
 
 
-def test_passing_stops_where_a_group_would_get_too_old():
+def test_scheduler_overtaking_stops_at_staleness_bound():
     ledger = at_risk()
     assert ledger.take() is None and ledger.waits_for() == [15]
     finished(ledger, 15)
@@ -204,7 +204,7 @@ def _without(due: tuple[int, ...], choice: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(left)
 
 
-def test_passing_is_refused_only_where_no_batch_keeps_the_bound():
+def test_scheduler_refuses_overtaking_only_beyond_staleness_bound():
     """The other direction, that what is allowed keeps the bound, is in the random schedules."""
     refused, rng = 0, random.Random(0)
     while refused < 200:
@@ -226,7 +226,7 @@ def test_passing_is_refused_only_where_no_batch_keeps_the_bound():
                 ledger.finish(rng.choice(sorted(ledger.running)))
 
 
-def test_a_lost_group_is_due_later_than_its_number_says():
+def test_scheduler_failed_group_due_at_resubmission_version():
     """It will be submitted at the present version at the earliest, so the bound lets others pass it."""
     ledger = at_risk()
     ledger.lose(15)
@@ -248,7 +248,7 @@ def test_a_batch_is_the_oldest_that_are_finished():
     assert list(ledger.take()) == [0, 3]
 
 
-def test_without_staleness_nothing_runs_while_a_step_is_trained():
+def test_scheduler_without_staleness_idles_during_training():
     ledger = Ledger(4, 3)
     for step in range(3):
         numbers = list(range(4 * step, 4 * step + 4))
@@ -261,7 +261,7 @@ def test_without_staleness_nothing_runs_while_a_step_is_trained():
 
 
 @pytest.mark.parametrize("jump", ["of the version", "of the bound"])
-def test_whatever_is_too_old_all_the_same_is_dropped_counted_and_replaced(jump):
+def test_scheduler_too_stale_groups_are_dropped_and_replaced(jump):
     """A version that jumps, or a resumed run with a smaller bound: each group is trained once, and never above the bound."""
     dropped = 0
     for seed in range(500):
@@ -297,7 +297,7 @@ def test_whatever_is_too_old_all_the_same_is_dropped_counted_and_replaced(jump):
     assert dropped > 100
 
 
-def test_a_bound_that_shrinks_lets_less_ahead():
+def test_scheduler_smaller_staleness_prefetches_fewer_groups():
     ledger = Ledger(2, 9, staleness=4, depth=4)
     ledger.submit()
     finished(ledger, 1, 5)
@@ -317,7 +317,7 @@ def test_a_bound_that_shrinks_lets_less_ahead():
     assert ledger.take() == {4: 1, 5: 0}
 
 
-def test_a_run_that_ends_earlier_submits_no_more_than_it_needs():
+def test_scheduler_shortened_run_submits_only_needed_groups():
     ledger = Ledger(2, 9, staleness=4, depth=4)
     ledger.submit()
     state = ledger.state_dict()
@@ -328,7 +328,7 @@ def test_a_run_that_ends_earlier_submits_no_more_than_it_needs():
     assert ledger.take() == {0: 0, 1: 0} and ledger.submit() == []
 
 
-def test_a_finished_group_can_be_lost_too():
+def test_scheduler_finished_group_can_be_resubmitted():
     ledger = Ledger(2, 2, staleness=1)
     ledger.submit()
     finished(ledger, 0, 1)
@@ -336,7 +336,7 @@ def test_a_finished_group_can_be_lost_too():
     assert ledger.take() is None and ledger.submit() == [1]
 
 
-def test_default_depth():
+def test_scheduler_default_prefetch_steps():
     assert [Ledger(2, 3, staleness).depth for staleness in (0, 1, 2, 8)] == [0, 1, 1, 1]
 
 
@@ -371,7 +371,7 @@ def test_a_version_that_goes_back_is_refused():
         ledger.advance(2)
 
 
-def test_what_nobody_promised_is_an_error():
+def test_scheduler_invalid_calls_raise():
     ledger = Ledger(1, 1)
     ledger.submit()
     finished(ledger, 0)

@@ -93,7 +93,7 @@ def play(environments, says, samples=1, groups=1, tokenizer=None):
     return [stream.take(number) for number in range(groups)], engine
 
 
-def test_ids_are_appended_and_what_the_environment_said_was_not_sampled(environments):
+def test_episode_environment_tokens_are_appended_but_masked(environments):
     (group,), engine = play(environments, lambda prompt, _: {"?": "more 2", "?more 2[go]": "look"}.get(prompt, "win"))
     (sample,) = group.samples
     completion = sample.completion
@@ -124,7 +124,7 @@ def test_branches_fit_into_a_row_together(environments):
     assert stats.labels == sum(len(s.completion.sampled) for s in trained.samples) and len(rows) == 2
 
 
-def test_missing_conversation_says_what_it_waits_for(environments):
+def test_pending_group_describes_what_it_awaits(environments):
     group = Unfinished(0, PROBLEM, TurnLetters(), 5, SAMPLING, 0, Priority.SAMPLE, environments)
     turn = Completion(np.ones(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
     for episode in group.episodes[1:]:
@@ -137,7 +137,7 @@ def test_missing_conversation_says_what_it_waits_for(environments):
     assert says in group.missing
 
 
-def test_each_turn_has_a_seed_of_its_own_and_goes_before_new_samples(environments):
+def test_episode_turns_have_own_seeds_and_priority(environments):
     _, engine = play(environments, lambda prompt, _: "more" if prompt.count("go") < 2 else "win", samples=3, groups=2)
     first, later = [call for call in engine.calls if call[0] == "?"], [call for call in engine.calls if call[0] != "?"]
     assert [call[1:] for call in first] == [(7, 0, Priority.SAMPLE), (7, 1, Priority.SAMPLE)]
@@ -146,7 +146,7 @@ def test_each_turn_has_a_seed_of_its_own_and_goes_before_new_samples(environment
     assert len(set(map(id, engine.homes))) == 2 and None not in engine.homes
 
 
-def test_a_group_is_with_one_environment_and_its_random_numbers(environments):
+def test_episode_group_shares_environment_and_random_seed(environments):
     groups, _ = play(environments, lambda *_: "win", samples=4, groups=2)
     seeds = [{(s.score.parts["seed"], s.score.parts["drawn"]) for s in group.samples} for group in groups]
     assert [len(each) for each in seeds] == [1, 1] and seeds[0] != seeds[1]
@@ -200,7 +200,7 @@ def test_a_message_may_have_keys_that_json_lacks(environments):
     assert stored.messages[-1] == {"role": "user", "content": "go", "distance": "(1+2j)"}
 
 
-def test_a_process_that_dies_between_two_turns_fails_its_conversation_only(environments):
+def test_environment_crash_between_turns_fails_only_its_episode(environments):
     def says(prompt, index):
         if index == 0 and prompt == "?":
             return "dies_later"
@@ -214,7 +214,7 @@ def test_a_process_that_dies_between_two_turns_fails_its_conversation_only(envir
     assert "ended between two turns" in group.samples[0].outcome.cause
 
 
-def test_no_more_environments_are_alive_than_there_are_processes(environments, folder):
+def test_open_environments_never_exceed_worker_processes(environments, folder):
     groups, _ = play(environments, lambda prompt, _: "look" if prompt.count("go") < 2 else "win", samples=5, groups=3)
     samples = [sample for group in groups for sample in group.samples]
     assert {sample.completion.finish_reason for sample in samples} == {"completed"} and len(samples) == 15
@@ -222,7 +222,7 @@ def test_no_more_environments_are_alive_than_there_are_processes(environments, f
     wait_until(lambda: len(environments._free) == 2)
 
 
-def test_a_group_that_is_cancelled_gives_its_processes_back(tmp_path):
+def test_cancelled_group_releases_its_environment_processes(tmp_path):
     """Two hang, two wait for a process; the group behind them needs both."""
     with Environments(Scripted(tmp_path), workers=2, timeout_s=2.0) as environments:
         stream = GroupStream(Policy(lambda prompt, _: "hangs"), TurnLetters(), environments)
@@ -237,7 +237,7 @@ def test_a_group_that_is_cancelled_gives_its_processes_back(tmp_path):
         stream.close()
 
 
-def test_a_stream_closes_after_its_environments_have_ended(tmp_path):
+def test_stream_closes_after_environments_have_closed(tmp_path):
     with Environments(Scripted(tmp_path), workers=2, timeout_s=60.0) as environments:
         stream = GroupStream(Policy(lambda prompt, _: "hangs"), TurnLetters(), environments)
         for number in (0, 1):
@@ -248,13 +248,13 @@ def test_a_stream_closes_after_its_environments_have_ended(tmp_path):
     assert not stream._thread.is_alive()
 
 
-def test_a_close_that_hangs_holds_up_no_other_conversation(tmp_path):
+def test_environment_hung_close_delays_no_other_episode(tmp_path):
     with Environments(Sticky(tmp_path), workers=1, timeout_s=0.5) as environments:
         (group,), _ = play(environments, lambda *_: "win", samples=3)
         assert [sample.score.reward for sample in group.samples] == [1.0] * 3
 
 
-def test_who_has_left_does_not_speak_to_the_next_conversation(tmp_path):
+def test_released_slot_cannot_step_the_next_episode(tmp_path):
     """Another thread cancels a group as its turn is handed on, and the process goes to a conversation of another stream."""
     with Environments(Scripted(tmp_path), workers=1, timeout_s=20.0) as environments:
         first, second = environments.seat(), environments.seat()

@@ -30,7 +30,7 @@ def group(rewards):
 
 
 @pytest.mark.parametrize("n", range(1, 7))
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n):
+def test_pass_at_k_equals_fraction_of_successful_subsets(n):
     for c in range(n + 1):
         for k in range(1, n + 1):
             subsets = list(itertools.combinations([1] * c + [0] * (n - c), k))
@@ -44,7 +44,7 @@ def test_accuracy_counts_problems_and_leaves_failed_gradings_out():
     assert result.pass_at == {1: pytest.approx(0.25)}  # k = 2 needs two graded samples of every problem
 
 
-def test_interval_covers_the_mean_95_percent_of_the_time():
+def test_accuracy_interval_covers_mean_95_percent():
     rng = np.random.default_rng(0)
     covered = 0
     for _ in range(400):
@@ -63,7 +63,7 @@ def test_interval_of_few_problems_is_wilsons(right, ends):
     assert (result.low, result.high) == pytest.approx(ends, abs=1e-4)
 
 
-def test_interval_knows_how_far_problems_lie_apart():
+def test_accuracy_interval_uses_variance_between_problems():
     """Rewards between 0 and 1 say more of their mean than right and wrong answers do; others than these have no bounds."""
     narrow, wide = accuracy([group([0.4]), group([0.6])] * 20), accuracy([group([0.0]), group([1.0])] * 20)
     assert (
@@ -110,12 +110,12 @@ def test_accuracy_with_ungraded_samples_warns(caplog):
     assert "this accuracy leaves out 9 of 10 samples, which could not be graded" in caplog.text
 
 
-def test_nothing_graded_is_an_error():
+def test_accuracy_without_graded_samples_raises():
     with pytest.raises(ValueError, match="none of 1 samples"):
         accuracy([group([None])])
 
 
-def test_a_grader_that_is_down_costs_an_evaluation_and_not_the_run(caplog):
+def test_evaluation_grader_failure_skips_metrics_and_continues(caplog):
     assert evaluation_metrics([group([1.0])], [group([1.0])], first=False)["eval/accuracy_sampled"] == 1.0
     assert evaluation_metrics([group([1.0])], [group([None])], first=False) == {}
     assert "this evaluation is left out: none of 1 samples could be graded" in caplog.text
@@ -123,7 +123,7 @@ def test_a_grader_that_is_down_costs_an_evaluation_and_not_the_run(caplog):
         evaluation_metrics([group([None])], [group([1.0])])
 
 
-def test_problem_order_is_a_permutation_each_epoch_and_depends_on_the_seed():
+def test_problem_index_permutes_each_epoch_by_seed():
     first = [problem_index(i, 10, 0) for i in range(10)]
     second = [problem_index(i, 10, 0) for i in range(10, 20)]
     assert sorted(first) == sorted(second) == list(range(10))
@@ -145,7 +145,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("length", [10, 1 << 30])
-def test_a_stream_hands_out_what_the_order_says_whatever_is_taken(length):
+def test_problem_stream_order_is_independent_of_batch_sizes(length):
     task = Counting(length)
     stream = ProblemStream(task, seed=3)
     problems = stream.take(4) + stream.take(4) + stream.take(2) + stream.take(7)

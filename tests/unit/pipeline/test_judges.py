@@ -39,7 +39,7 @@ def values(group):
     return [sample.score.reward for sample in group.samples]
 
 
-def test_groups_ahead_of_the_trainer_are_graded_when_they_are_whole(make, judge):
+def test_judge_grades_prefetched_groups_once_complete(make, judge):
     """Of a group that lacks a text nothing is graded, while a later group is."""
     source, engine = make(staleness=2, depth=1, at_once=False, by=judge)
     source.open(version=0)
@@ -72,7 +72,7 @@ def test_refills_are_judged_among_themselves(make, judge):
     assert [notes(group) for group in first + more] == [["a", "a"], ["b", "bb"], ["cc", "c"], ["d", "d"], ["ee", "e"]]
 
 
-def test_a_group_whose_judge_failed_is_not_trained_on(make, judge, caplog):
+def test_judge_failure_excludes_group_from_training(make, judge, caplog):
     source, engine = make(at_once=False, by=judge)
     texts = iter([("broken", "a"), ("b", "bb")])
     submit = engine.submit
@@ -101,7 +101,7 @@ class Once:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_an_evaluation_judges_groups_of_one_and_of_many(judge, n):
+def test_judge_evaluates_groups_of_any_size(judge, n):
     task = Longer()
     problems = [task[i] for i in range(4)]
     groups = dict(sample_groups(problems, n, SamplingConfig(max_tokens=8), Once(), LetterTokenizer(), judge))

@@ -88,7 +88,7 @@ def rewards(group):
     return [sample.score.reward for sample in group.samples]
 
 
-def test_a_group_comes_when_it_is_whole_while_others_are_sampled(engine, grader):
+def test_stream_yields_complete_groups_while_others_sample(engine, grader):
     engine.script = [(0, 1, "b"), (2, 1, "ccc"), (1, 0, "x"), (2, 0, "cc")]
     arrivals = Seen()
     stream = stream_of(engine, grader, arrivals)
@@ -104,13 +104,13 @@ def test_a_group_comes_when_it_is_whole_while_others_are_sampled(engine, grader)
     assert sorted(arrivals) == [0.0, 1.0, 1.0, 2.0, 3.0, 5.0]
 
 
-def test_the_batch_is_in_the_order_of_the_problems(engine, grader):
+def test_batch_follows_problem_order(engine, grader):
     engine.script = [(p, s, "x" * (2 * p + s)) for p in (2, 0, 1) for s in (1, 0)]
     groups = in_order(stream_of(engine, grader))
     assert [rewards(group) for group in groups] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
 
 
-def test_a_slow_text_delays_its_own_group_alone(engine, grader, tmp_path):
+def test_stream_slow_grade_delays_only_its_group(engine, grader, tmp_path):
     """Had the others waited for it, the time of its grade would have been over."""
     slow = str(tmp_path / "go on")
     engine.script = [(0, 0, slow), *((p, s, "quick") for p in (1, 2) for s in (0, 1))]
@@ -122,7 +122,7 @@ def test_a_slow_text_delays_its_own_group_alone(engine, grader, tmp_path):
     assert (index, rewards(group)) == (0, [float(len(slow)), 1.0])
 
 
-def test_a_stream_that_is_closed_ends_what_it_waits_for(engine, grader):
+def test_stream_close_cancels_pending_requests(engine, grader):
     engine.script = [(0, 0, "a"), *((p, s, "a") for p in (1, 2) for s in (0, 1))]
     stream = stream_of(engine, grader)
     assert {index for index, _ in islice(stream, 2)} == {1, 2}
@@ -130,7 +130,7 @@ def test_a_stream_that_is_closed_ends_what_it_waits_for(engine, grader):
     assert [future.cancelled() for future in engine.futures] == [True, False, False]
 
 
-def test_what_the_engine_refuses_is_raised_at_once(engine, grader):
+def test_stream_request_refused_by_engine_raises_at_once(engine, grader):
     wrong = [Problem("long", ({"role": "user", "content": "far too long"},), 0)]
     with pytest.raises(ValueError, match="does not fit"):
         next(sample_groups([PROBLEMS[0], *wrong], 2, SAMPLING, engine, LetterTokenizer(), grader))
@@ -146,7 +146,7 @@ def test_groups_that_were_whole_come_before_the_error(engine, grader):
         next(stream)
 
 
-def test_an_engine_that_is_closed_ends_the_stream(engine, grader):
+def test_stream_ends_when_engine_closes(engine, grader):
     engine.script = [(0, 0, "a")]
     stream = stream_of(engine, grader)
     engine.play = lambda: [Told.play(engine), *(future.cancel() for future in engine.futures)]
@@ -154,7 +154,7 @@ def test_an_engine_that_is_closed_ends_the_stream(engine, grader):
         next(stream)
 
 
-def test_a_grader_that_is_closed_ends_the_stream(engine):
+def test_stream_ends_when_grader_closes(engine):
     engine.script = [(0, 0, "/no such file"), (0, 1, "a")]
     grader = Grader(Slow(), timeout_s=20.0)
     stream = stream_of(engine, grader)
@@ -213,7 +213,7 @@ def stream(engine, grader, arrivals):
     stream.close()
 
 
-def test_grading_goes_on_while_nobody_waits(engine, stream, arrivals):
+def test_stream_grades_without_a_waiting_caller(engine, stream, arrivals):
     for p, s in ((0, 0), (0, 1), (1, 0)):
         engine.draw(p, s, "x" * (p + s))
     wait_until(lambda: sorted(arrivals) == [0.0, 1.0, 1.0])
@@ -222,7 +222,7 @@ def test_grading_goes_on_while_nobody_waits(engine, stream, arrivals):
     assert stream.next(within_s=0.0) is None
 
 
-def test_what_still_comes_of_a_cancelled_group_is_nobodys(engine, stream, arrivals):
+def test_stream_ignores_late_results_of_cancelled_group(engine, stream, arrivals):
     engine.draw(0, 0, "xxx")
     wait_until(lambda: "not ended 1 of 2" in stream.missing(0))
     assert stream.cancel(0) == 3 and engine.futures[0].cancelled()
@@ -234,7 +234,7 @@ def test_what_still_comes_of_a_cancelled_group_is_nobodys(engine, stream, arriva
     assert stream.next(within_s=0.0) is None and not stream.drawing()
 
 
-def test_a_finished_group_may_be_cancelled_until_it_is_taken(engine, stream, arrivals):
+def test_stream_finished_group_can_be_cancelled_until_taken(engine, stream, arrivals):
     for p, s in ((0, 0), (0, 1), (1, 0), (1, 1)):
         engine.draw(p, s, "xx")
     wait_until(lambda: len(arrivals) == 4)
@@ -254,7 +254,7 @@ class SeenWhole(Seen):
         self.lengths.append(tokens)
 
 
-def test_who_watches_sees_what_has_come_before_and_nothing_of_other_groups(engine, stream, arrivals):
+def test_stream_progress_includes_earlier_arrivals_of_own_groups(engine, stream, arrivals):
     stream.submit(2, PROBLEMS[2], 2, SAMPLING, place=2)
     for p, s, text in ((0, 0, "a"), (0, 1, "bb"), (1, 1, "ccc"), (2, 0, "dddd")):
         engine.draw(p, s, text)

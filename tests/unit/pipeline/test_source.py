@@ -38,7 +38,7 @@ def wait_for(source, *numbers):
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_depth_0_submits_the_groups_of_a_step_when_they_are_asked_for(make, staleness):
+def test_source_prefetch_zero_submits_groups_on_demand(make, staleness):
     source, engine = make(staleness, depth=0)
     for step in range(3):
         source.open(version=step)
@@ -49,7 +49,7 @@ def test_depth_0_submits_the_groups_of_a_step_when_they_are_asked_for(make, stal
     assert engine.calls == calls(*range(6))
 
 
-def test_depth_1_submits_the_groups_of_the_next_step_too(make):
+def test_source_prefetch_one_submits_next_step_groups(make):
     source, engine = make(staleness=1)
     source.open(version=0)
     assert engine.calls == calls(0, 1, 2, 3)
@@ -60,7 +60,7 @@ def test_depth_1_submits_the_groups_of_the_next_step_too(make):
         assert engine.calls == calls(*range(2 * step + 4))
 
 
-def test_a_step_gets_its_groups_in_the_order_of_their_numbers_with_their_ages(make):
+def test_source_step_groups_ordered_with_staleness_metrics(make):
     source, engine = make(staleness=2, depth=1, at_once=False)
     source.open(version=0)
     for number in (3, 1, 0):
@@ -87,7 +87,7 @@ def test_a_step_gets_its_groups_in_the_order_of_their_numbers_with_their_ages(ma
     assert names(groups) == [call(n).problem for n in (4, 5)] and values["async/age_mean"] == 1
 
 
-def test_a_jump_of_versions_samples_again_what_is_too_old(make, caplog):
+def test_source_version_jump_resamples_too_stale_groups(make, caplog):
     source, engine = make(staleness=1, at_once=False)
     source.open(version=0)
     engine.calls[3].answer()
@@ -118,7 +118,7 @@ def test_a_jump_of_versions_samples_again_what_is_too_old(make, caplog):
         assert (values["async/dropped"], values["async/dropped_tokens"]) == (4, 15)
 
 
-def test_a_resumed_run_keeps_what_is_finished_and_submits_again_what_is_running(make):
+def test_source_resume_keeps_finished_and_resubmits_running_groups(make):
     source, engine = make(staleness=1, at_once=False)
     source.open(version=0)
     engine.calls[2].answer()
@@ -143,7 +143,7 @@ def test_a_resumed_run_keeps_what_is_finished_and_submits_again_what_is_running(
         resumed.open(version=step)
 
 
-def test_a_resumed_run_counts_the_tokens_that_were_lost_before(make):
+def test_source_resume_counts_previously_dropped_tokens(make):
     source, _engine = make(staleness=1)
     source.open(version=0)
     wait_for(source, 0, 1, 2, 3)
@@ -154,7 +154,7 @@ def test_a_resumed_run_counts_the_tokens_that_were_lost_before(make):
     assert (values["async/dropped"], values["async/dropped_tokens"]) == (4, 16)
 
 
-def test_a_run_may_go_on_with_other_prompts_per_step_when_nothing_is_on_its_way(make):
+def test_source_resume_with_other_batch_requires_no_pending(make):
     source, _ = make(staleness=1, depth=0)
     source.open(version=0)
     source.take(2)
@@ -171,7 +171,7 @@ def test_a_run_may_go_on_with_other_prompts_per_step_when_nothing_is_on_its_way(
         make(staleness=1, batch=3)[0].load_state_dict(source.state_dict(), step=0, version=0)
 
 
-def test_who_does_not_answer_is_named(make):
+def test_source_timeout_names_unanswered_groups(make):
     with Grader(Numbered(), timeout_s=90.0) as hanging:
         source, engine = make(staleness=1, at_once=False, batch=8, deadline_s=0.05, by=hanging)
         source.open(version=0)
@@ -191,7 +191,7 @@ def test_who_does_not_answer_is_named(make):
     assert message.endswith("or raise rollouts.deadline_s")
 
 
-def test_what_was_silent_while_nobody_waited_has_its_time_yet(make):
+def test_source_idle_wait_does_not_consume_stall_timeout(make):
     source, engine = make(staleness=1, at_once=False)
     source.open(version=0)
     source._stream.last_sign -= 1000.0  # a long step of the trainer
@@ -207,7 +207,7 @@ def test_what_was_silent_while_nobody_waited_has_its_time_yet(make):
     assert len(source.take(2, watch)[0]) == 2 and waits[0] == "generate"
 
 
-def test_a_refill_has_its_own_seeds_and_goes_on_with_the_problems(make, caplog):
+def test_source_refill_has_own_seeds_and_next_problems(make, caplog):
     source, engine = make()
     source.open(version=0)
     source.take(2)
@@ -237,7 +237,7 @@ def test_a_refill_has_a_deadline(make):
         source.take(1, refill=2)
 
 
-def test_a_rank_without_a_stream_does_nothing(make):
+def test_source_rank_without_stream_does_nothing(make):
     problems = ProblemStream(Numbered(), SEED)
     source = GroupSource(Ledger(2, 10, 1), None, problems, SAMPLES, SamplingConfig(max_tokens=8), SEED, 1.0)
     for version in range(3):
@@ -253,7 +253,7 @@ def test_a_rank_without_a_stream_does_nothing(make):
 
 
 @pytest.mark.parametrize("change", ["settings", "problem", "grader"])
-def test_finished_groups_are_sampled_again_where_something_has_changed(make, change, caplog):
+def test_source_resume_resamples_finished_groups_after_changes(make, change, caplog):
     source, _ = make(staleness=1)
     source.open(version=0)
     wait_for(source, 0, 1, 2, 3)
@@ -277,7 +277,7 @@ def test_finished_groups_are_sampled_again_where_something_has_changed(make, cha
     assert len(resumed.take(2)[0]) == 2
 
 
-def test_an_error_of_later_groups_waits_until_they_are_asked_for(make):
+def test_source_later_group_error_is_deferred_until_take(make):
     """So the step that was just trained is still evaluated and saved."""
     source, engine = make(staleness=1)
     source.open(version=0)
@@ -306,7 +306,7 @@ def test_refill_with_long_prompt_names_problem_and_step(make):
         source.take(1, refill=1)
 
 
-def test_a_recipe_that_does_not_tell_of_its_publications_is_told_so(make):
+def test_source_take_without_prefetch_call_raises(make):
     source, _ = make()
     source.open(version=0)
     source.take(2)
@@ -314,7 +314,7 @@ def test_a_recipe_that_does_not_tell_of_its_publications_is_told_so(make):
         source.take(2)
 
 
-def test_close_ends_what_is_on_its_way(make):
+def test_source_close_cancels_in_flight_requests(make):
     source, engine = make(staleness=1, at_once=False)
     source.open(version=0)
     source.close()
@@ -322,7 +322,7 @@ def test_close_ends_what_is_on_its_way(make):
     source.close()
 
 
-def test_a_checkpoint_of_a_replay_does_not_go_on_with_problems_of_its_own(make):
+def test_source_replay_checkpoint_is_refused(make):
     source, _ = make()
     with pytest.raises(ValueError, match="this checkpoint is of a replay of run abc"):
         source.load_state_dict({"replayed": "abc"}, step=1, version=1)

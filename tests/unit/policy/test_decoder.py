@@ -34,7 +34,7 @@ def randomize(model, std=0.2):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_decoding_with_a_cache_gives_the_same_logits(kind):
+def test_decoder_with_cache_gives_same_logits(kind):
     model = randomize(decoder(**DIMS, **KINDS[kind], tie_word_embeddings=True)).double().eval()
     ids = torch.randint(0, unpacked.VOCAB, (2, 9))
     with torch.no_grad(), unpacked.whole_float64():

@@ -105,7 +105,7 @@ def logprobs(model):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logprobs_are_those_of_transformers_and_weights_go_both_ways(case, tmp_path):
+def test_family_logprobs_equal_transformers_and_weights_round_trip(case, tmp_path):
     kind, changes = CASES[case]
     theirs = save(tmp_path / "theirs", kind, **changes)
     ours = loaded(tmp_path / "theirs")
@@ -127,7 +127,7 @@ def test_a_norm_out_of_place_would_show(tmp_path):
         assert (logprobs(ours) - want).abs().max() > 100 * LIMIT
 
 
-def test_a_tied_checkpoint_may_also_store_its_output_head(tmp_path):
+def test_family_tied_checkpoint_may_store_output_head(tmp_path):
     kind, changes = CASES["qwen2"]
     theirs = save(tmp_path, kind, **changes)
     file = tmp_path / "model.safetensors"
@@ -136,7 +136,7 @@ def test_a_tied_checkpoint_may_also_store_its_output_head(tmp_path):
     assert (logprobs(loaded(tmp_path)) - logprobs(theirs)).abs().max() < LIMIT
 
 
-def test_weights_that_a_folder_holds_twice_are_read_once(tmp_path):
+def test_family_duplicate_weight_files_are_read_once(tmp_path):
     """As some of Mistral's do: in shards of Hugging Face's names, and in one file of other names."""
     theirs = save(tmp_path, *CASES["mistral, untied"][:1], **CASES["mistral, untied"][1])
     theirs.save_pretrained(tmp_path, max_shard_size="30KB")
@@ -188,7 +188,7 @@ def test_another_scale_of_rope_would_show(factor, tmp_path):
 
 
 @pytest.mark.parametrize("case", KINDS)
-def test_configs_of_transformers_4_and_5_mean_the_same(case, tmp_path):
+def test_family_transformers_4_and_5_configs_load_identically(case, tmp_path):
     kind, changes = CASES[case]
     theirs = save(tmp_path, kind, **changes)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -281,7 +281,7 @@ def test_smollm3_without_tie_word_embeddings_is_tied(tmp_path):
 
 @pytest.mark.parametrize("case", KINDS)
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
-def test_fresh_adapters_change_nothing(case, options, tmp_path):
+def test_family_fresh_adapters_keep_logprobs(case, options, tmp_path):
     kind, changes = CASES[case]
     theirs = save(tmp_path, kind, **changes)
     adapter = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 4, "lora_alpha": 8.0}
@@ -334,12 +334,12 @@ def test_published_sizes_are_those_of_torchtunes_builders(name, tmp_path):
     )
 
 
-def test_a_shorter_rope_table_may_be_asked_for(tmp_path):
+def test_family_shorter_rope_table_is_supported(tmp_path):
     model = on_meta(partial(from_config, str(write_config(tmp_path, "Qwen3-1.7B")), max_seq_len=100))
     assert model.max_seq_len == 100 and len(model.layers[0].attn.pos_embeddings.cache) == 100
 
 
-def test_a_model_from_nothing(tmp_path):
+def test_new_model_from_shape_initializes_or_is_refused(tmp_path):
     shape = Shape(model_type="qwen3", hidden_size=64, head_dim=64, num_hidden_layers=2, num_attention_heads=2,
                   num_key_value_heads=1, intermediate_size=48, vocab_size=400, max_position_embeddings=600)  # fmt: skip
     write_model(tmp_path, make_tokenizer(["some text\n"] * 9, ["x"], [], 400), shape, seed=0)
@@ -482,13 +482,13 @@ def test_layers_that_nf4_cannot_hold_are_named(tmp_path):
         on_meta(partial(from_config, str(folder), quantize_base=True, lora_attn_modules=["q_proj"]))
 
 
-def test_the_short_path_leads_to_the_table_and_to_nothing_else():
+def test_policy_package_reexports_families_and_rejects_unknown_names():
     assert from_config.__module__ == "torchtune_ext.policy.families" and policy.families.FAMILIES is FAMILIES
     with pytest.raises(AttributeError, match="has no attribute 'from_confg'"):
         policy.from_confg  # noqa: B018
 
 
-def test_the_package_itself_imports_nothing():
+def test_policy_package_import_loads_no_torch():
     """An engine process imports it for its plugin, and must not pay for torchtune."""
     check = "import sys, torchtune_ext.policy; assert not {'torch', 'torchtune'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=120)
@@ -507,7 +507,7 @@ def test_the_package_itself_imports_nothing():
         (["small.Q4_1.gguf"], "`torchtune-ext gguf .*/small.Q4_1.gguf OUT` makes small.Q4_1.gguf a model directory"),
     ],
 )
-def test_a_folder_that_is_no_model_says_where_the_model_is(files, message, tmp_path):
+def test_hf_model_invalid_folder_suggests_model_location(files, message, tmp_path):
     folder = tmp_path / str(len(list(tmp_path.iterdir())))
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)

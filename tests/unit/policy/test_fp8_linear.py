@@ -24,7 +24,7 @@ def summation(terms):
 
 @pytest.mark.parametrize("options", [{}, {"save_activations": "full"}], ids=str)
 @pytest.mark.parametrize("tokens", [1, 127, 129, 200])
-def test_forward_and_gradients_are_those_of_the_dequantized_operands(tokens, options):
+def test_fp8_linear_equals_dequantized_forward_and_gradients(tokens, options):
     linear, x, dy = layer(bias=True, **options), activations(tokens, IN), 1e-6 * activations(tokens, OUT, seed=2)
     y, dx, dw = (t.double() for t in run(linear, x, dy))
     exact = partial(dequantize, dtype=torch.float64)
@@ -40,7 +40,7 @@ def test_forward_and_gradients_are_those_of_the_dequantized_operands(tokens, opt
 
 
 @pytest.mark.parametrize("options", [{}, {"save_activations": "full"}], ids=str)
-def test_features_out_without_whole_tiles_are_those_of_a_layer_with_zeros(options):
+def test_fp8_linear_partial_output_tiles_equal_zero_padding(options):
     out = OUT - 56
     whole, ragged = layer(**options), layer(**options)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_no_tokens_and_any_leading_dimensions(options):
     assert all(torch.equal(a.flatten(), b.flatten()) for a, b in zip(deep, flat, strict=True))
 
 
-def test_saved_in_fp8_or_in_full_gives_the_same_bits_and_the_backward_may_stay_full():
+def test_fp8_linear_full_saving_and_backward_keep_bits():
     x, dy = activations(130, IN).to(BF16), activations(130, OUT).to(BF16)
     kept, full = run(layer(dtype=BF16), x, dy), run(layer(dtype=BF16, save_activations="full"), x, dy)
     assert all(torch.equal(a, b) and a.dtype == BF16 for a, b in zip(kept, full, strict=True))
@@ -100,7 +100,7 @@ def test_a_token_is_rounded_alone():
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 130])
-def test_operators_keep_what_they_promise_to_compilers(tokens):
+def test_fp8_operators_pass_opcheck(tokens):
     """Shapes, strides and dtypes of fake tensors; where inputs are not FP8, which torch cannot compare, aliases, too."""
     x, dy, w = activations(tokens, IN).to(BF16), activations(tokens, OUT).to(BF16), activations(OUT, IN)
     check = partial(library.opcheck, test_utils="test_faketensor")
@@ -113,7 +113,7 @@ def test_operators_keep_what_they_promise_to_compilers(tokens):
 
 
 @pytest.mark.rest  # inductor; test_fp8_policy.py compiles the layers of a model by another backend
-def test_compiled_layers_give_the_bits_of_eager_ones():
+def test_fp8_compiled_layers_equal_eager_bits():
     torch._dynamo.reset()
     linear, x, dy = layer(bias=True), activations(200, IN), activations(200, OUT, seed=2)
     eager = run(linear, x, dy)

@@ -139,7 +139,7 @@ def test_settings_that_cannot_be_are_named(source, options, message):
         policy_of(source, Fp8Config(**options))
 
 
-def test_a_model_without_a_layer_that_fits_is_refused(tmp_path):
+def test_fp8_plan_without_fitting_layer_is_refused(tmp_path):
     source = directory(
         tmp_path / "narrow", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, intermediate_size=320
     )

@@ -37,7 +37,7 @@ def source(tmp_path_factory):
     return directory(tmp_path_factory.mktemp("fp8") / "model")
 
 
-def test_gradient_of_a_policy_loss_whatever_its_scale(source):
+def test_fp8_policy_gradient_is_scale_independent(source):
     rows = some_rows()
     full, _ = gradients(policy_of(source, None), rows)
     policy = policy_of(source)
@@ -64,7 +64,7 @@ def test_checkpointing_changes_no_bit(source):
     assert plain.keys() == checkpointed.keys() and all(torch.equal(plain[n], checkpointed[n]) for n in plain)
 
 
-def test_what_is_kept_for_the_backward(source):
+def test_fp8_policy_saves_expected_activation_bytes(source):
     """Per token the inputs of qkv, the output projection, gate and up, down: 3 D + F numbers, each once. Attention keeps its
     output, the second of these, for itself, too."""
     tokens, numbers = 200, 3 * 256 + 384
@@ -89,7 +89,7 @@ def test_what_is_kept_for_the_backward(source):
     assert total["none"] == total["full"]
 
 
-def test_an_activation_is_quantized_once_for_the_layers_that_read_it(source, monkeypatch):
+def test_fp8_policy_shared_activation_is_quantized_once(source, monkeypatch):
     calls, quantize = [], fp8_linear.quantize_columns
     monkeypatch.setattr(fp8_linear, "quantize_columns", lambda *a: (calls.append(a), quantize(*a))[1])
     policy = policy_of(source)

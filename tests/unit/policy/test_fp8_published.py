@@ -36,7 +36,7 @@ def source(tmp_path_factory):
     return directory(tmp_path_factory.mktemp("fp8") / "model")
 
 
-def test_the_sampler_gets_the_bytes_that_the_forward_used(source, monkeypatch):
+def test_fp8_published_bytes_equal_forward_weights(source, monkeypatch):
     """In bfloat16 FSDP2 hands out rounded copies of float32 masters."""
     policy = policy_of(source, Fp8Config(), BF16)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_the_sampler_gets_the_bytes_that_the_forward_used(source, monkeypatch):
         assert sent[name].dtype == F32 and torch.equal(sent[name], plain[name].float())
 
 
-def test_weights_of_another_dtype_or_too_few_are_refused(source):
+def test_fp8_published_wrong_dtype_or_missing_weights_raise(source):
     policy = policy_of(source)
     with pytest.raises(ValueError, match="comes as torch.bfloat16, the forward quantizes torch.float32"):
         dict(fp8_hf_tensors(named_hf_tensors(policy.model, source, BF16), policy.fp8, BF16))
@@ -91,7 +91,7 @@ def llama(folder, head_dim, heads=4, kv_heads=2):
     return model, HFModel(folder)
 
 
-def test_llamas_order_of_rows_is_harmless_inside_a_tile(tmp_path):
+def test_fp8_llama_row_order_is_harmless_within_tile(tmp_path):
     """Hugging Face has the rows of a head in another order. Heads of 64: a tile holds two whole heads, so rounding and
     reordering commute. Heads of 96 lie across tiles: they do not, and q, k, v stay out."""
     model, names = llama(tmp_path / "whole", 64)
@@ -116,7 +116,7 @@ def test_llamas_order_of_rows_is_harmless_inside_a_tile(tmp_path):
     assert "across tiles of 128" in reasons["q_proj"] and "fuses it with q_proj" in reasons["v_proj"]
 
 
-def test_what_vllm_reads_is_what_was_meant(source):
+def test_fp8_published_weights_dequantize_to_trainer_weights(source):
     """weight * weight_scale_inv, tile by tile, is the weight to within half a step of E4M3."""
     policy = policy_of(source)
     sent = dict(fp8_hf_tensors(named_hf_tensors(policy.model, source, F32), policy.fp8, BF16))

@@ -53,7 +53,7 @@ def test_packed_adapters_equal_merged_weights_sample_by_sample(dora, where):
     unpacked.assert_equal_to_plain(policy, pack(groups, 40)[0], groups, loss, want, 0.9)
 
 
-def test_a_full_rank_adapter_does_what_full_training_does():
+def test_lora_full_rank_adapter_equals_full_training():
     """A of full rank held at the identity: y = W x + B x, so B learns what W would, and SGD gives the same model."""
     rank = DIMS["intermediate_dim"]
     model = adapted(rank=rank, moved=False, tie_word_embeddings=True, lora_alpha=float(rank))
@@ -103,7 +103,7 @@ def policy_of(source, dtype=torch.float32, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"quantize_base": True}], ids=["lora", "dora", "qlora"])
-def test_a_fresh_adapter_changes_nothing_and_switched_off_it_is_gone(source, options):
+def test_lora_fresh_or_disabled_adapter_changes_nothing(source, options):
     policy, spec = policy_of(source, **options)
     model = policy.model
     assert spec.rank == 4 and spec.alpha == 16.0 and spec.dora == bool(options.get("use_dora"))
@@ -135,7 +135,7 @@ def test_a_fresh_adapter_changes_nothing_and_switched_off_it_is_gone(source, opt
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"quantize_base": True}], ids=["lora", "dora", "qlora"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_adapters_are_what_peft_makes_of_them(source, tmp_path, family, options):
+def test_lora_adapters_equal_peft(source, tmp_path, family, options):
     """PEFT over the base, the merged model, and W + s B A all give our log-probs; what has no adapter is as it was."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
@@ -200,7 +200,7 @@ def test_in_bfloat16_only_adapters_have_float32_masters(source, options):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("change", [0.001, -0.001, 0.002, 0.003, 0.005, -0.01])
 @pytest.mark.parametrize("options", [{}, {"use_bias": True}, {"quantize_base": True}], ids=["plain", "bias", "nf4"])
-def test_dora_in_bfloat16_answers_to_small_changes_of_its_magnitude(options, change, device):
+def test_dora_bfloat16_follows_small_magnitude_changes(options, change, device):
     """m = |V| (1 + e) changes the output by e on average, although each value can only move by whole steps."""
     torch.manual_seed(0)
     layer = DoRALinear(256, 512, rank=4, alpha=8.0, **options)
@@ -246,7 +246,7 @@ def share_of(sampler, on, off):
     return share.slope, share.noise
 
 
-def test_the_applied_share_tells_the_adapter_from_the_base():
+def test_applied_share_distinguishes_adapter_from_base():
     torch.manual_seed(0)
     off = torch.randn(64)
     effect = 0.01 * torch.randn(64)
@@ -261,7 +261,7 @@ def test_the_applied_share_tells_the_adapter_from_the_base():
 
 @pytest.mark.parametrize("engine", [0.3, 1.0])  # noise of the engine, in that of the trainer
 @pytest.mark.parametrize("strength", [0.0, 0.5, 1.0, 2.0, 20.0])  # effect of the adapter over the trainer's noise
-def test_a_sound_engine_is_not_stopped_whatever_the_noise(strength, engine):
+def test_applied_share_sound_engine_passes_at_any_noise(strength, engine):
     """Noise of rounding is in on, off and sampler alike, and differs from token to token."""
     generator, stopped, resolved = torch.Generator().manual_seed(0), 0, 0
     for _ in range(300):
@@ -307,7 +307,7 @@ def test_attention_dropout_of_a_builder_is_refused():
             on_meta(partial(builder, attn_dropout=0.1))
 
 
-def test_a_model_without_adapters_trains_all_weights_unless_adapters_were_asked_for(source):
+def test_model_without_adapters_trains_all_unless_adapters_requested(source):
     model = on_meta(partial(from_config, str(source.path)))
     assert isinstance(trained_part(model, source, {"model_dir": "m"}, AdapterConfig()), AllWeights)
     assert isinstance(trained_part(model, source, {"_component_": "exploration.qwen2"}, AdapterConfig()), AllWeights)
@@ -331,14 +331,14 @@ SPEC = lora.AdapterSpec(4, 8.0, 0.0, ("q_proj",), dora=False, quantized=False)
         ({"dropout": 0.1, "targets": ("lm_head",)}, "merged", {}, "apply_lora_to_output"),
     ],
 )
-def test_publications_that_would_fail_are_refused_before_the_first_sample(changes, way, engine, message):
+def test_lora_unsupported_publish_modes_are_refused_early(changes, way, engine, message):
     with pytest.raises(ValueError) as error:
         Adapters(replace(SPEC, **changes), AdapterConfig(publish=way)).engine(EngineConfig(**engine))
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize(("gpus", "way"), [(False, "adapter"), (True, "merged")])
-def test_what_is_published_depends_on_the_gpus_and_not_on_the_build_of_torch(monkeypatch, gpus, way):
+def test_lora_publish_mode_follows_gpus_not_torch_build(monkeypatch, gpus, way):
     """The CUDA builds run on machines without a GPU, too. On one, vLLM applies adapters in half precision only."""
     monkeypatch.setattr("torchtune_ext.training.trained.on_cpu", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)

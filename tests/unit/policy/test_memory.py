@@ -81,7 +81,7 @@ def test_the_rows_bound_the_peak_that_torch_tracks(tmp_path, dtype, checkpointin
     assert peak <= estimate <= 1.25 * peak
 
 
-def test_ranks_share_what_fsdp_shards(tmp_path):
+def test_memory_plan_divides_only_sharded_tensors_among_ranks(tmp_path):
     path = write_config(tmp_path, "Qwen2.5-7B-Instruct")
     sizes = Sizes(on_meta(partial(from_config, str(path))), torch.bfloat16)
     alone, four = (trainer_rows(sizes, 16384, ranks, True) for ranks in (1, 4))

@@ -118,7 +118,7 @@ def test_segment_attention_equals_dense_mask_in_float64(shapes, seed, pad):
     assert max((a - b).abs().max() for a, b in zip(want, result, strict=True)) < 1e-12 * size
 
 
-def test_too_long_a_sample_is_an_error_that_names_the_knob():
+def test_pack_too_long_sample_error_names_row_tokens():
     groups = make_groups(np.random.default_rng(0), [(5, [8])])
     with pytest.raises(ValueError, match=r"row_tokens=11 .*at least 12"):
         pack(groups, 11)
@@ -131,7 +131,7 @@ def test_rho_is_the_saving_of_shared_prompts():
     assert stats.metrics()["pack/rho"] == pytest.approx(16 * 150 / (100 + 16 * 50))
 
 
-def test_empty_rows_keep_ranks_in_step_and_change_nothing():
+def test_pack_empty_rows_leave_gradients_unchanged():
     groups = make_groups(np.random.default_rng(0), [(5, [8, 3])])
     rows, _ = pack(groups, 64, layout=Layout(ranks=4))
     assert [r.num_labels for r in rows] == [8, 3, 0, 0]
@@ -146,7 +146,7 @@ def test_empty_rows_keep_ranks_in_step_and_change_nothing():
 
 
 @pytest.mark.parametrize("num_tokens", [1, 127, 128, 300, 1024, 2500])
-def test_block_mask_is_the_one_that_torch_makes_of_a_whole_mask(num_tokens):
+def test_block_mask_equals_mask_from_dense(num_tokens):
     draw = torch.Generator().manual_seed(num_tokens)
     ends = torch.arange(num_tokens) + torch.randint(1, num_tokens + 1, (num_tokens,), generator=draw)
     dense = dense_mask(ends)
@@ -160,7 +160,7 @@ def test_block_mask_is_the_one_that_torch_makes_of_a_whole_mask(num_tokens):
 
 
 @pytest.mark.parametrize("tiles, computed", [(1, 1), (3, 3), (5, 6), (9, 12), (13, 16)])
-def test_attention_of_a_row_that_is_padded_to_a_length_that_is_compiled(tiles, computed, monkeypatch):
+def test_packed_attention_padded_to_compiled_length_equals_reference(tiles, computed, monkeypatch):
     """FlexAttention without its compilation, which is the same on a CPU and has no backward there."""
     monkeypatch.setattr("torchtune_ext.kernels.packed_attention._flex_attention", flex_attention)
     T, draw = tiles * TILE, torch.Generator().manual_seed(tiles)

@@ -51,7 +51,7 @@ def test_adapters_are_merged(source):
     assert (logprobs - want).abs().max() < 1e-4 < 1e-2 < (without - want).abs().mean()
 
 
-def test_an_output_layer_of_its_own(tmp_path):
+def test_streamed_teacher_supports_separate_output_layer(tmp_path):
     directory(tmp_path / "model")
     config, weights = tmp_path / "model" / "config.json", tmp_path / "model" / "model.safetensors"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))

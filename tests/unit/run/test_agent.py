@@ -24,7 +24,7 @@ def loaded(**settings):
     return load_config(grpo.Config, OmegaConf.create(NEEDED | settings))
 
 
-def test_the_folder_and_what_is_named_below_it(agent, monkeypatch):
+def test_agent_run_folder_and_derived_paths_include_id(agent, monkeypatch):
     assert own_folder("runs/x") == own_folder("runs/x/") == "runs/x/ab12cd34"
     cfg = loaded(output_dir="runs/x", task={"_component_": "a.B", "path": "${output_dir}/data"})
     assert (
@@ -37,13 +37,13 @@ def test_the_folder_and_what_is_named_below_it(agent, monkeypatch):
 
 
 @pytest.mark.parametrize("missing", ["WANDB_SWEEP_ID", "WANDB_RUN_ID"])
-def test_one_variable_alone_is_no_agent(agent, monkeypatch, missing):
+def test_agent_single_variable_is_ignored(agent, monkeypatch, missing):
     for value in (None, ""):
         monkeypatch.setenv(missing, value) if value is not None else monkeypatch.delenv(missing)
         assert agents_run() is None and loaded(output_dir="runs/x").output_dir == "runs/x"
 
 
-def test_the_id_is_the_agents_and_a_new_run_in_the_folder_sets_the_earlier_aside(agent, tmp_path):
+def test_agent_run_uses_id_and_archives_earlier_run(agent, tmp_path):
     for _ in range(2):
         with RunFolder(own_folder(str(tmp_path))) as folder:
             assert folder.begin({}, resuming=False).id == "ab12cd34"
@@ -53,7 +53,7 @@ def test_the_id_is_the_agents_and_a_new_run_in_the_folder_sets_the_earlier_aside
 
 
 @pytest.mark.parametrize("value", ["../x", "a/b", "a b", ".", "..", "-x", "${x}"])
-def test_an_id_that_is_no_folder_is_named(agent, monkeypatch, value):
+def test_agent_invalid_folder_id_is_reported(agent, monkeypatch, value):
     monkeypatch.setenv("WANDB_RUN_ID", value)
     with pytest.raises(ValueError, match="WANDB_RUN_ID=.* names the folder of this run of a sweep"):
         loaded(output_dir="runs/x")

@@ -73,17 +73,17 @@ def error_of(function, *arguments) -> BaseException:
         (KeyError, None),
     ],
 )
-def test_what_we_raise_on_purpose(kind, status):
+def test_deliberate_error_has_its_exit_status(kind, status):
     assert status_of(error_of(code_of(OURS, "torchtune_ext.made")["on_purpose"], kind)) == status
 
 
 @pytest.mark.parametrize("name", ["by_accident", "looks_up", "not_there", "by_library"])
-def test_what_we_did_not_foresee(name):
+def test_unexpected_error_has_no_exit_status(name):
     assert status_of(error_of(code_of(OURS, "torchtune_ext.made")[name])) is None
 
 
 @pytest.mark.parametrize("name", ["again", "other"])
-def test_an_error_that_is_raised_again_or_in_place_of_another(name):
+def test_reraised_error_has_usage_error_status(name):
     assert status_of(error_of(code_of(OURS, "torchtune_ext.made")[name])) == 2
 
 
@@ -92,12 +92,12 @@ def test_whose_code_counts(name, status):
     assert status_of(error_of(code_of(OURS, name)["on_purpose"], ValueError)) == status
 
 
-def test_a_slip_in_a_recipe_keeps_its_traceback():
+def test_recipe_bug_keeps_its_traceback():
     assert status_of(error_of(code_of(OURS, "__main__")["looks_up"])) is None
     assert status_of(error_of(code_of(OURS, "__main__")["on_purpose"], RuntimeError)) is None
 
 
-def test_a_check_of_ours_is_a_mistake():
+def test_config_check_failure_is_usage_error():
     assert status_of(error_of(ScheduleConfig, "cosin")) == 2
 
 
@@ -118,7 +118,7 @@ def test_the_place_is_in_the_users_file(tmp_path, monkeypatch):
     assert place_of(error_of(theirs["outer"])) is None
 
 
-def test_blame_makes_mistakes_and_leaves_ours_alone(tmp_path):
+def test_blame_converts_user_errors_only(tmp_path):
     file = tmp_path / "theirs.py"
     file.write_text(OURS)
     theirs, ours = code_of(OURS, "theirs", str(file)), code_of(OURS, "torchtune_ext.made")
@@ -135,7 +135,7 @@ def test_blame_makes_mistakes_and_leaves_ours_alone(tmp_path):
     assert str(error) == message(error) == "x"
 
 
-def test_shown_ends_with_one_message(capsys, monkeypatch):
+def test_shown_error_ends_with_one_message(capsys, monkeypatch):
     monkeypatch.delenv(errors.WITH_TRACEBACK, raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     ours = code_of(OURS, "torchtune_ext.made")

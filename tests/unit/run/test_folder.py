@@ -84,7 +84,7 @@ def test_an_earlier_run_is_a_run_folder_itself(tmp_path):
     assert [line["reward/mean"] for line in read_metrics(tmp_path / "x" / "metrics.jsonl")] == [0.5, 0.5]
 
 
-def test_a_used_folder_without_a_run_is_left_alone(tmp_path, caplog):
+def test_run_folder_without_run_keeps_existing_files(tmp_path, caplog):
     (tmp_path / "wandb").mkdir()
     (tmp_path / "checkpoints").mkdir()  # prepared, perhaps as a link to a larger disk
     (tmp_path / "log.txt").write_text("mine")
@@ -127,7 +127,7 @@ def test_working_directory_with_earlier_run_is_not_moved(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("read", ["checkpoints/step_000002", "rollouts/../checkpoints", "start", "metrics.jsonl"])
-def test_what_the_new_run_reads_is_not_set_aside(tmp_path, read, monkeypatch):
+def test_run_folder_inputs_of_new_run_stay_put(tmp_path, read, monkeypatch):
     leave_a_run(tmp_path / "run")
     before = tree(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -141,7 +141,7 @@ def test_what_the_new_run_reads_is_not_set_aside(tmp_path, read, monkeypatch):
         owned.begin({}, resuming=False, reads=["run/model", "run-2/start", "run"])
 
 
-def test_what_a_link_leads_to_is_not_set_aside(tmp_path):
+def test_run_folder_link_targets_stay_put(tmp_path):
     (tmp_path / "big" / "step_000002").mkdir(parents=True)
     RunFolder(tmp_path / "run").close()
     (tmp_path / "run" / "checkpoints").symlink_to("../big")
@@ -170,7 +170,7 @@ def holder(folder):
     return process
 
 
-def test_a_second_starter_is_told_who_holds_the_folder(tmp_path):
+def test_run_folder_second_process_sees_lock_holder(tmp_path):
     first = holder(tmp_path)
     try:
         before = (tmp_path / "run.json").read_text()
@@ -287,7 +287,7 @@ def killed(folder, rename, errors):
     return os.waitpid(fork(begin, errors), 0)[1]
 
 
-def test_killed_at_every_rename_nothing_is_lost_or_resumed(tmp_path):
+def test_run_folder_killed_at_any_rename_keeps_files(tmp_path):
     renames = len(LEFT) + 3  # a trial, each thing that was left and its run.json, and the new run.json
     for k in range(1, renames + 2):
         folder = tmp_path / str(k)
@@ -308,7 +308,7 @@ def test_killed_at_every_rename_nothing_is_lost_or_resumed(tmp_path):
 # ---------------------------------------------------------------- resuming
 
 
-def test_a_resumed_run_keeps_its_id_and_leftovers_are_swept(tmp_path):
+def test_run_folder_resume_keeps_id_and_removes_leftovers(tmp_path):
     first = leave_a_run(tmp_path)
     leftovers = [
         ".run.json.7.tmp",
@@ -330,7 +330,7 @@ def test_a_resumed_run_keeps_its_id_and_leftovers_are_swept(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [None, "", '{"id": "ab', "[]", '{"id": 3}'])
-def test_a_lost_run_file_is_named(tmp_path, damage):
+def test_run_folder_missing_run_file_is_reported(tmp_path, damage):
     leave_a_run(tmp_path)
     (tmp_path / "run.json").unlink() if damage is None else (tmp_path / "run.json").write_text(damage)
     before, says = tree(tmp_path), r"run\.json is missing" if damage is None else r"run\.json names no id"
@@ -364,7 +364,7 @@ def test_checkpoints_without_run_file_name_the_fix(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["nowhere", "run"])
-def test_link_that_leads_nowhere_is_refused(tmp_path, target):
+def test_run_folder_dangling_link_is_refused(tmp_path, target):
     (tmp_path / "run").symlink_to(target)
     for path in (tmp_path / "run", tmp_path / "run" / "a"):
         with pytest.raises(ValueError, match=f"output_dir={path}: {tmp_path / 'run'} is a link that leads nowhere"):
@@ -433,7 +433,7 @@ def test_a_full_disk(tmp_path):
         assert folder.begin({}, resuming=True).id == first.id
 
 
-def test_nothing_is_written_before_begin(tmp_path, caplog):
+def test_run_folder_writes_nothing_before_begin(tmp_path, caplog):
     leave_a_run(tmp_path)
     before = tree(tmp_path)
     with caplog.at_level(logging.WARNING), RunFolder(tmp_path):
@@ -441,7 +441,7 @@ def test_nothing_is_written_before_begin(tmp_path, caplog):
     assert tree(tmp_path) == before and caplog.messages == []
 
 
-def test_starts_that_did_nothing_do_not_pile_up(tmp_path):
+def test_run_folder_failed_starts_do_not_accumulate(tmp_path):
     """A start that fails while its engine comes up leaves its papers and an empty list of metrics."""
     for _ in range(3):
         with RunFolder(tmp_path) as folder:
@@ -456,7 +456,7 @@ def test_starts_that_did_nothing_do_not_pile_up(tmp_path):
 
 
 @pytest.mark.parametrize("moment", [1, 2])
-def test_ctrl_c_as_a_folder_takes_the_place_of_another(tmp_path, monkeypatch, moment):
+def test_replace_folder_ctrl_c_never_leaves_place_empty(tmp_path, monkeypatch, moment):
     """Python acts on it when a rename has been made: the place is never empty, and what is raised is the Ctrl-C."""
     place, rename, made = tmp_path / "model", Path.rename, []
     for folder, text in ((place, "old"), (partial_of(place), "new")):

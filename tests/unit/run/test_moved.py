@@ -17,7 +17,7 @@ def file_of(name: str) -> Path:
 
 
 @pytest.mark.parametrize("old", MOVED)
-def test_moved_name_is_found_only_at_its_new_place(old):
+def test_renamed_module_exists_only_at_its_new_path(old):
     new = MOVED[old]
     assert not file_of(old).exists()
     module, _, attribute = new.rpartition(".")
@@ -76,7 +76,7 @@ def test_moved_component_is_refused():
         by_path("torchtune_ext.replay.Replay", "here")
 
 
-def test_failed_import_of_a_moved_module_names_the_new_one():
+def test_import_of_renamed_module_names_new_path():
     with pytest.raises(ModuleNotFoundError) as caught:
         import torchtune_ext.groups  # noqa: F401
     assert text_of(caught.value).startswith(

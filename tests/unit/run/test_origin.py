@@ -63,7 +63,7 @@ def test_the_commit_of_the_users_folder(tmp_path, monkeypatch):
     assert folder.commit(tmp_path) == {**commit, "changed": True}
 
 
-def test_run_json_keeps_it_and_a_resumed_run_knows_its_settings(tmp_path):
+def test_run_json_keeps_config_for_resumed_run(tmp_path):
     with RunFolder(tmp_path) as folder:
         folder.begin({"seed": 0, "optimizer": {"lr": 0.1}}, resuming=False)
         assert folder.earlier == {}

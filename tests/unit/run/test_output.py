@@ -47,7 +47,7 @@ def run_without_reader(code, log, *args, streams=("stdout",), **kwargs):
     "streams, args",
     [(["stdout"], []), (["stdout"], ["bars"]), (["stderr"], ["bars"]), (["stdout", "stderr"], ["bars"])],
 )
-def test_a_run_outlives_the_reader_of_its_table(tmp_path, streams, args, unbuffered):
+def test_run_continues_after_output_reader_exits(tmp_path, streams, args, unbuffered):
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     status, log = run_without_reader(TABLE, tmp_path / "log", *args, streams=streams, env=env)
     assert status == 0 and log.endswith("came to its end\n")
@@ -57,7 +57,7 @@ def test_a_run_outlives_the_reader_of_its_table(tmp_path, streams, args, unbuffe
         assert any(f"<{stream}>" in line and "Broken pipe" in line for line in warnings)
 
 
-def test_text_that_waits_in_a_buffer_does_not_change_the_exit_status(tmp_path):
+def test_buffered_output_without_reader_keeps_exit_status(tmp_path):
     code = """
 import sys
 from torchtune_ext.cli import cli, plugin

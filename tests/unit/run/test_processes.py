@@ -77,7 +77,7 @@ def answer(processes, *arguments, timeout_s=20.0, **more):
     return processes.submit(arguments, timeout_s, lambda *failure: failure, **more).result(timeout=60)
 
 
-def test_what_becomes_of_a_call_is_told_apart(processes):
+def test_process_call_outcomes_are_distinguished(processes):
     answers = [
         answer(processes, "same", 5),
         answer(processes, "raises"),
@@ -90,7 +90,7 @@ def test_what_becomes_of_a_call_is_told_apart(processes):
     assert answers == [5, ("died", "signal SIGSEGV"), ("stalled", "no answer within 0.2 s; the process was killed"), 6]
 
 
-def test_values_that_cannot_be_sent_or_read_are_errors_of_the_call(processes):
+def test_process_unpicklable_values_are_call_errors(processes):
     assert "<lambda>" in answer(processes, "function")[1]
     kind, cause = answer(processes, "hostile")
     assert kind == "raised" and "the answer cannot be read: ValueError: invalid lit" in cause
@@ -99,7 +99,7 @@ def test_values_that_cannot_be_sent_or_read_are_errors_of_the_call(processes):
     assert answer(processes, "same", 7) == 7
 
 
-def test_an_error_over_a_failure_reaches_who_waits(processes):
+def test_process_callback_error_reaches_waiting_caller(processes):
     with pytest.raises(ZeroDivisionError):
         processes.submit(("raises",), 20.0, lambda kind, cause: 1 / 0).result(timeout=60)
     assert answer(processes, "same", 5) == 5
@@ -140,7 +140,7 @@ def test_a_quiet_end_lets_processes_clean_up(tmp_path):
         processes.submit(("same", 1), 1.0, print)
 
 
-def test_the_end_does_not_wait_for_a_call_that_hangs(processes):
+def test_process_close_does_not_wait_for_hung_call(processes):
     child = answer(processes, "starts_a_child")
     hanging = processes.submit(("sleeps", 600), 600.0, print)
     wait_until(lambda: processes._workers[0].item is not None)  # else the process would end by itself
@@ -162,7 +162,7 @@ time.sleep(600)
 """
 
 
-def test_nothing_is_left_when_the_trainer_is_killed():
+def test_killed_trainer_leaves_no_processes_or_folder():
     """Neither its processes nor what they have started, nor a temporary folder."""
     trainer = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
     *pids, folder = trainer.stdout.readline().split()
@@ -172,5 +172,5 @@ def test_nothing_is_left_when_the_trainer_is_killed():
     wait_until(lambda: all(ended(int(pid)) for pid in pids) and not Path(folder).parent.exists())
 
 
-def test_the_kernel_ends_these_processes_first_when_memory_runs_out(processes):
+def test_worker_processes_are_preferred_by_oom_killer(processes):
     assert answer(processes, "badness") == 1000

@@ -91,7 +91,7 @@ def end(process):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
-def test_before_the_first_step_a_signal_ends_the_run_at_once(number):
+def test_stop_signal_before_first_step_ends_at_once(number):
     process = start("time.sleep(600)")
     process.send_signal(number)
     assert end(process)[::2] == (128 + number, f"{number.name} orderly=False\n")
@@ -112,21 +112,21 @@ def test_the_others_do_not_wait(number):
     assert end(process)[::2] == (128 + number, f"{number.name} orderly=False\n")
 
 
-def test_a_step_that_does_not_end_within_the_grace_time_is_left():
+def test_stop_step_exceeding_grace_time_is_abandoned():
     process = begun("steps(600)", grace=0.5)
     process.send_signal(signal.SIGTERM)
     status, out, err = end(process)
     assert status == 143 and "saved" not in out and "SIGTERM orderly=False" in err
 
 
-def test_a_checkpoint_that_is_being_written_may_take_longer_than_the_grace_time():
+def test_stop_checkpoint_write_may_exceed_grace_time():
     process = begun("SAVING = 2.5; steps(0.1)", grace=2.0)
     process.send_signal(signal.SIGTERM)
     status, out, err = end(process)
     assert status == 143 and "saved" in out and "orderly=True" in err
 
 
-def test_a_checkpoint_of_every_few_steps_is_finished_too():
+def test_stop_periodic_checkpoint_write_is_finished():
     work = """
         stop.begin_steps()
         with stop.saving():
@@ -142,7 +142,7 @@ def test_a_checkpoint_of_every_few_steps_is_finished_too():
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 7)])
-def test_a_signal_of_a_child_is_not_ours(number, code):
+def test_stop_signal_of_forked_child_is_ignored(number, code):
     """A forked child has our handlers and our wake-up socket, into which C would write its signals."""
     work = f"""
         import os
@@ -171,7 +171,7 @@ def test_the_error_travels_between_ranks():
 
 
 @pytest.mark.parametrize("standing", ["lambda: 1 / 0", "stuck"])
-def test_an_end_that_cannot_say_where_it_stands_is_an_end_all_the_same(standing):
+def test_stop_failing_status_message_still_ends_run(standing):
     process = begun(f"stop.standing = {standing}; stop.begin_steps(); stuck()", grace=0.3, reaction=0.3)
     process.send_signal(signal.SIGTERM)
     assert end(process)[0] == 143
@@ -187,7 +187,7 @@ def test_ctrl_c_after_sigterm_no_longer_waits():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_main_thread_that_is_stuck_in_c_does_not_hold_the_run(number):
+def test_stop_main_thread_stuck_in_c_is_ended(number):
     process = begun("stop.begin_steps(); stuck()", grace=0.5, reaction=0.3)
     time.sleep(0.2)  # until it waits for the mutex, in C
     process.send_signal(number)
@@ -207,7 +207,7 @@ def test_a_second_ctrl_c_skips_the_cleanup():
     assert status == 130 and "not all parts were closed" in err
 
 
-def test_the_signal_that_we_send_ourselves_is_no_second_ctrl_c():
+def test_stop_own_signal_is_not_second_ctrl_c():
     """The main thread is in C, and the thread that has called it comes to read its own signal more than a second later."""
     work = """
         import signal, threading
@@ -233,7 +233,7 @@ def listening():
     return [*map(signal.getsignal, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)), wakeup]
 
 
-def test_what_was_ignored_stays_ignored_and_what_stood_there_comes_back():
+def test_stop_keeps_ignored_signals_and_restores_handlers():
     process = start("time.sleep(0.5)", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     process.send_signal(signal.SIGHUP)
     assert end(process)[:2] == (0, "well\n")
@@ -246,7 +246,7 @@ def test_what_was_ignored_stays_ignored_and_what_stood_there_comes_back():
     assert before == listening()
 
 
-def test_nobody_reads_the_message():
+def test_stop_closed_stderr_still_ends_run():
     process = begun("steps(600)", grace=0.3)
     process.stderr.close()
     process.send_signal(signal.SIGTERM)

@@ -54,6 +54,6 @@ def test_lines_fit_the_terminal(columns, titles):
     assert "\x1b" not in "".join(lines)
 
 
-def test_an_error_stands_out_where_colour_is_wanted():
+def test_terminal_error_is_colored_where_supported():
     assert screen(80).splitlines()[-1] == "\x1b[1;31merror:\x1b[0m a mistake"
     assert screen(80, TERM="dumb").splitlines()[-1] == "error: a mistake"

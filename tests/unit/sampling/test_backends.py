@@ -87,7 +87,7 @@ def engine(monkeypatch, tmp_path):
         yield engine
 
 
-def test_a_backend_of_ones_own_samples_is_published_to_and_is_started_again(engine):
+def test_custom_backend_samples_loads_weights_and_restarts(engine):
     sampling = SamplingConfig(max_tokens=4)
     groups = engine.sample([[9, 3], [50]], 2, sampling)
     assert [[completion.tokens.tolist() for completion in group] for group in groups] == [

@@ -18,7 +18,7 @@ class Answer:
         return "the engine's process was killed by SIGKILL"
 
 
-def test_a_call_ends_at_its_deadline_and_with_its_engine():
+def test_call_with_deadline_ends_at_deadline_or_crash():
     async def slow(seconds):
         await asyncio.sleep(seconds)
         return "done"
@@ -36,7 +36,7 @@ def test_a_call_ends_at_its_deadline_and_with_its_engine():
 
 
 @pytest.mark.parametrize("way", ["cancelled", "too late"])
-def test_the_error_of_a_call_that_was_given_up_is_fetched(way, complaints):
+def test_call_with_deadline_abandoned_error_is_retrieved(way, complaints):
     """A ping, an update: whoever gives it up has said why, and what it then dies of is nobody's any more."""
 
     async def refused():

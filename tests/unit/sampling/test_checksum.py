@@ -45,7 +45,7 @@ def some(shape, dtype=torch.bfloat16, seed=0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [0, 1, 4, 4 * LINE - 1, 4 * LINE, 4 * LINE + 2, 24 * LINE + 5])
-def test_it_is_what_it_says(size):
+def test_checksum_equals_reference_implementation(size):
     tensor = torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(size), dtype=torch.uint8)
     assert checksum(tensor) % WORDS == reference(tensor.numpy().tobytes(), weights())
 
@@ -89,7 +89,7 @@ def test_two_changes_do_not_cancel():
             assert (checksum(other) != value) == (not torch.equal(other, flat))
 
 
-def test_parts_that_changed_places_show():
+def test_checksum_detects_permuted_parts():
     tensor = some((64, LINE))
     value = checksum(tensor)
     rng = random.Random(2)
@@ -103,7 +103,7 @@ def test_parts_that_changed_places_show():
     assert checksum(tensor.roll(1)) != value and checksum(tensor.T) != value
 
 
-def test_old_torn_cut_and_neighboring_tensors_show():
+def test_checksum_detects_old_torn_truncated_and_swapped_tensors():
     """A model of many tensors: those of the last step, lr 1e-6, in bfloat16; torn at any place; cut; each other's."""
     new = [some((40, 70), seed=i) for i in range(50)]
     old = [(tensor.float() * (1 + 2**-8)).bfloat16() for tensor in new]

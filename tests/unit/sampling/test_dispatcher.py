@@ -4,7 +4,7 @@ from torchtune_ext.pipeline.source import step_seed
 from torchtune_ext.sampling.calls import group_seeds
 
 
-def test_the_seeds_of_a_group_are_those_that_it_always_had():
+def test_group_seeds_are_stable():
     """Whoever changes one of these numbers changes what every run samples."""
     seeds = group_seeds(5, 2, 4)
     assert (seeds[0], seeds[3]) == (3160902694392483888, 200444618565484860)

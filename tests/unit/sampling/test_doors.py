@@ -45,7 +45,7 @@ def reached(sent: list[dict]) -> bool:
     return sent == [{"type": "reached"}]
 
 
-def test_the_guard_lets_in_who_has_the_key():
+def test_key_guard_admits_only_the_key():
     guard = KeyGuard(application)
     for path in ("/update_weights", "/inference/v1/generate", "/health"):
         assert reached(ask(guard, path, f"Bearer {KEY}"))
@@ -75,7 +75,7 @@ def test_the_guard_keeps_all_others_out(sent):
     assert close["type"] == "websocket.close"
 
 
-def test_the_comparison_takes_the_same_time_for_every_wrong_key(monkeypatch):
+def test_key_guard_comparison_is_constant_time(monkeypatch):
     compared = []
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)))
     ask(KeyGuard(application), "/pause", "Bearer wrong")
@@ -83,7 +83,7 @@ def test_the_comparison_takes_the_same_time_for_every_wrong_key(monkeypatch):
 
 
 @pytest.mark.parametrize("value", [None, ""])
-def test_a_server_without_a_key_lets_nobody_in(monkeypatch, value):
+def test_key_guard_without_configured_key_rejects_all(monkeypatch, value):
     monkeypatch.delenv(KEY_VARIABLE) if value is None else monkeypatch.setenv(KEY_VARIABLE, value)
     guard = KeyGuard(application)
     for sent in ((), ("",), ("Bearer ",), ("Bearer None",)):
@@ -91,7 +91,7 @@ def test_a_server_without_a_key_lets_nobody_in(monkeypatch, value):
         assert start["status"] == 401 and f"started without {KEY_VARIABLE}" in body["body"].decode()
 
 
-def test_the_command_of_a_server_keeps_its_key_and_its_address_to_itself(monkeypatch):
+def test_server_command_hides_key_and_network_variables(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "of another server")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     command, environ = server_command("model", EngineConfig())
@@ -107,7 +107,7 @@ def test_the_command_of_a_server_keeps_its_key_and_its_address_to_itself(monkeyp
 
 
 @pytest.mark.parametrize("value", ["two words", "line\nbreak", "schlüssel", " "])
-def test_a_key_that_no_header_carries_is_refused_without_being_shown(monkeypatch, value):
+def test_key_guard_invalid_header_key_refused_unprinted(monkeypatch, value):
     monkeypatch.setenv(KEY_VARIABLE, value)
     for use in (lambda: server_command("model", EngineConfig()), lambda: KeyGuard(application)):
         with pytest.raises(ValueError, match=f"{KEY_VARIABLE} holds a space.*openssl rand") as caught:
@@ -162,14 +162,14 @@ def launch(core: ServerCore) -> None:
 
 
 @pytest.mark.parametrize("status", [200, 404])
-def test_a_server_that_asks_for_no_key_is_refused_at_once_and_never_sees_ours(status):
+def test_server_without_key_guard_is_refused_before_authentication(status):
     server = FakeServer(status)
     with server as address, pytest.raises(ValueError, match=f"asks for no key.*--middleware {GUARD}"):
         launch(connection(address))
     assert server.requests == [("/is_paused", None)]
 
 
-def test_a_server_that_is_not_ready_is_waited_for():
+def test_server_not_ready_is_polled_until_deadline():
     from torchtune_ext.sampling.calls import CoreLost
 
     server = FakeServer(503)
@@ -178,7 +178,7 @@ def test_a_server_that_is_not_ready_is_waited_for():
     assert len(server.requests) >= 2
 
 
-def test_settings_of_the_trainers_network_stay_with_the_trainer(monkeypatch, tmp_path):
+def test_engine_process_does_not_inherit_trainer_network_variables(monkeypatch, tmp_path):
     """Those of a run over several machines would send the engine's sockets there."""
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     started = []

@@ -61,7 +61,7 @@ def test_commands_without_an_engine_of_our_own(words, begun):
     assert not begun
 
 
-def test_a_copied_recipe_and_a_file_that_is_none(tmp_path, begun):
+def test_prestart_recognizes_copied_recipe_and_ignores_other_files(tmp_path, begun):
     copy, other = tmp_path / "my_grpo.py", tmp_path / "other.py"
     copy.write_text((folder("recipes") / "grpo.py").read_text())
     other.write_text("print('no engine')\n")
@@ -71,7 +71,7 @@ def test_a_copied_recipe_and_a_file_that_is_none(tmp_path, begun):
     assert len(begun) == 1
 
 
-def test_only_one_takes_it_and_only_if_it_lives(begun):
+def test_prestart_process_is_taken_once_while_running(begun):
     early.begin(["grpo_full"])
     process, end = early.take()
     assert process is begun[0] and early.take() is None
@@ -93,13 +93,13 @@ def test_a_machine_that_cannot_start_it_now(begun, monkeypatch):
     assert early.take() is None
 
 
-def test_one_that_nobody_takes_ends(begun):
+def test_prestart_untaken_process_is_ended(begun):
     early.begin(["grpo_full"])
     early.drop()
     assert begun[0].poll() is not None
 
 
-def test_it_ends_with_a_trainer_that_is_killed():
+def test_prestart_process_ends_with_killed_trainer():
     code = """
         import os
         from torchtune_ext.sampling import early
@@ -113,7 +113,7 @@ def test_it_ends_with_a_trainer_that_is_killed():
     wait_until(lambda: not psutil.pid_exists(int(done.stdout)))
 
 
-def test_why_vllm_cannot_be_imported_is_in_the_log(tmp_path, monkeypatch):
+def test_prestart_vllm_import_error_is_logged(tmp_path, monkeypatch):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('it is broken')\n")
     monkeypatch.syspath_prepend(tmp_path)

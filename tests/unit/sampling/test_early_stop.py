@@ -39,7 +39,7 @@ def test_mean_is_the_normalised_weighted_mean(decay):
         assert mean(watch) == pytest.approx(weighted_mean(values[:count], decay), rel=1e-9)
 
 
-def test_constant_logprobs_have_that_mean_from_the_first_token_on():
+def test_early_stop_constant_logprobs_mean_is_unbiased():
     """Without bias correction the mean would be -0.04 after one token of -5, and the rule would sleep."""
     watch = watched(-100.0)
     for _ in range(50):
@@ -47,7 +47,7 @@ def test_constant_logprobs_have_that_mean_from_the_first_token_on():
         assert mean(watch) == pytest.approx(-5.0)
 
 
-def test_fires_at_the_first_token_below_and_not_before_min_tokens():
+def test_early_stop_fires_below_threshold_after_min_tokens():
     assert update(watched(-3.0, min_tokens=10), [-4.0] * 50) == 10
     assert update(watched(-3.0, min_tokens=10), [-2.9] * 50) is None
     values = [-1.0] * 100 + [-20.0] * 100
@@ -69,11 +69,11 @@ def test_result_does_not_depend_on_how_tokens_arrive(size):
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
-def test_a_logprob_that_is_no_number_fires(bad):
+def test_early_stop_non_finite_logprob_fires(bad):
     assert update(watched(-3.0, min_tokens=2), [-0.1, -0.1, bad, -0.1]) == 3
 
 
-def test_knobs_are_checked():
+def test_early_stop_invalid_config_keys_raise():
     with pytest.raises(ValueError, match="sampling.early_stop_logprob=3.0 must be a number below 0"):
         SamplingConfig(max_tokens=8, early_stop_logprob=3.0)
     with pytest.raises(ValueError, match="sampling.early_stop_decay=1.0 must be"):

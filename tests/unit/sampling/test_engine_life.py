@@ -63,7 +63,7 @@ def test_closed_while_another_thread_waits_for_the_engine(make_engine, monkeypat
     assert isinstance(outcome[0], EngineFailed) and "closed" in str(outcome[0])
 
 
-def test_one_part_that_fails_does_not_keep_the_others_open(make_engine, monkeypatch, caplog):
+def test_engine_close_continues_after_partial_failure(make_engine, monkeypatch, caplog):
     engine = make_engine()
 
     async def fail():
@@ -76,7 +76,7 @@ def test_one_part_that_fails_does_not_keep_the_others_open(make_engine, monkeypa
     assert not memory.exists() and not engine._thread.is_alive() and not Path(engine._janitor.folder).exists()
 
 
-def test_sample_and_publish_under_way_end_with_close(make_engine):
+def test_engine_close_ends_in_flight_sample_and_publish(make_engine):
     engine = make_engine()
     half, rest = threading.Event(), threading.Event()
 
@@ -102,7 +102,7 @@ def test_sample_and_publish_under_way_end_with_close(make_engine):
 
 
 @pytest.mark.parametrize("work", ["sample", "publish"])
-def test_a_caller_that_was_stopped_leaves_no_error_that_nobody_fetches(make_engine, monkeypatch, complaints, work):
+def test_engine_interrupted_caller_leaves_no_unretrieved_error(make_engine, monkeypatch, complaints, work):
     """What it had asked for ends after it: the engine is closed meanwhile, and found dead."""
 
     async def until_dead(self, *args):
@@ -133,7 +133,7 @@ def test_a_caller_that_was_stopped_leaves_no_error_that_nobody_fetches(make_engi
     assert not complaints()
 
 
-def test_the_engine_may_not_be_called_from_its_own_thread(make_engine, monkeypatch):
+def test_engine_call_from_own_thread_raises(make_engine, monkeypatch):
     engine = make_engine()
 
     async def generate(self, call):
@@ -157,7 +157,7 @@ def test_two_threads_publish_one_after_the_other(make_engine):
     assert sums == [{name: checksum(t) for name, t in weights(v)} for v in (1, 2)][-len(sums) :] and engine.version == 2
 
 
-def test_nothing_is_published_while_an_evaluation_is_drawn(make_engine):
+def test_engine_publish_during_evaluation_is_refused(make_engine):
     engine, sampling = make_engine(), SamplingConfig(max_tokens=4)
     sample = engine.submit([1, 2], 2, sampling)
     evaluation = engine.submit([1, 2], 2, sampling, priority=Priority.EVALUATION)
@@ -169,7 +169,7 @@ def test_nothing_is_published_while_an_evaluation_is_drawn(make_engine):
     assert engine.version == 1 and not sample.done()
 
 
-def test_an_evaluation_waits_for_a_publication_under_way(make_engine):
+def test_engine_evaluation_waits_for_running_weight_sync(make_engine):
     engine = make_engine()
     core, half, rest = SleepingCore.instances[0], threading.Event(), threading.Event()
 
@@ -192,7 +192,7 @@ def test_an_evaluation_waits_for_a_publication_under_way(make_engine):
     assert engine.version == 1
 
 
-def test_a_group_is_cancelled_while_an_engine_comes_up(make_engine):
+def test_engine_group_cancelled_during_startup_is_dropped(make_engine):
     engine = make_engine()
     cancelled = engine.submit([1, 2], 3, SamplingConfig(max_tokens=4))
     wait_until(lambda: SleepingCore.instances[0].calls)
@@ -206,7 +206,7 @@ def test_a_group_is_cancelled_while_an_engine_comes_up(make_engine):
     assert [call.prompt for call in SleepingCore.instances[1].calls.values()] == [[3]]
 
 
-def test_an_error_over_the_counters_comes_out_of_sample(make_engine, monkeypatch):
+def test_engine_stats_error_is_raised_from_sample(make_engine, monkeypatch):
     engine = make_engine()
 
     def broken(*args):

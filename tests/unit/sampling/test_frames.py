@@ -40,7 +40,7 @@ async def three_turns(sender: Frames) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_what_is_said_in_one_turn_arrives_as_one_frame_in_order():
+def test_message_channel_one_turn_is_sent_as_frame():
     frames, ends = exchanged(three_turns)
     assert frames[0] == ["before the connection"] and ends == 1
     assert [[message[:2] for message in frame] for frame in frames[1:]] == [
@@ -48,12 +48,12 @@ def test_what_is_said_in_one_turn_arrives_as_one_frame_in_order():
     ]
 
 
-def test_frames_that_arrive_in_pieces_are_put_together():
+def test_message_channel_split_frames_are_reassembled():
     frames, _ = exchanged(three_turns, chunk=7)
     assert sum(frames, []) == ["before the connection"] + [(t, i, b"x" * 10_000) for t in range(3) for i in range(4)]
 
 
-def test_what_is_said_before_the_end_still_arrives():
+def test_message_channel_delivers_messages_sent_before_close():
     async def say_and_end(sender: Frames) -> None:
         sender.say("last")
 
@@ -62,7 +62,7 @@ def test_what_is_said_before_the_end_still_arrives():
     assert len(pack([1])) > 8
 
 
-def test_one_frame_is_read_before_the_loop_runs_and_nothing_behind_it():
+def test_message_channel_receive_reads_exactly_one_frame():
     """The second frame is there already, and belongs to the loop."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -74,7 +74,7 @@ def test_one_frame_is_read_before_the_loop_runs_and_nothing_behind_it():
 
 
 @pytest.mark.parametrize("cut", [0, 5, 8, 20])
-def test_a_frame_that_is_cut_is_the_end(cut):
+def test_message_channel_truncated_frame_raises_eof(cut):
     ours, theirs = socket.socketpair()
     with theirs:
         with ours:

@@ -19,7 +19,7 @@ from torchtune_ext.sampling.engine import EngineFailed, SamplingConfig
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_a_dead_janitor_is_replaced_by_the_next_engine_and_does_its_work(make_engine, caplog):
+def test_reaper_killed_is_replaced_by_next_engine(make_engine, caplog):
     engine = make_engine()
     first = engine._janitor.pid
     os.kill(first, signal.SIGKILL)
@@ -31,7 +31,7 @@ def test_a_dead_janitor_is_replaced_by_the_next_engine_and_does_its_work(make_en
     wait_until(lambda: not folder.exists() and core.process.poll() is not None)
 
 
-def test_close_with_a_dead_janitor(make_engine):
+def test_engine_close_with_killed_reaper_succeeds(make_engine):
     engine = make_engine()
     os.kill(engine._janitor.pid, signal.SIGKILL)
     folder = Path(engine._janitor.folder)
@@ -39,7 +39,7 @@ def test_close_with_a_dead_janitor(make_engine):
     assert not folder.exists() and SleepingCore.instances[0].process.poll() is not None
 
 
-def test_close_with_a_stopped_janitor(make_engine, monkeypatch):
+def test_engine_close_with_stopped_reaper_succeeds(make_engine, monkeypatch):
     monkeypatch.setattr(janitor, "END_S", 0.05)
     engine = make_engine()
     os.kill(engine._janitor.pid, signal.SIGSTOP)
@@ -47,7 +47,7 @@ def test_close_with_a_stopped_janitor(make_engine, monkeypatch):
     assert not Path(engine._janitor.folder).exists() and not Path(f"/proc/{engine._janitor.pid}").exists()
 
 
-def test_an_engine_that_nobody_could_guard_is_ended(make_engine, monkeypatch):
+def test_engine_without_working_reaper_is_ended(make_engine, monkeypatch):
     engine = make_engine()
 
     def fail(self, groups):
@@ -60,7 +60,7 @@ def test_an_engine_that_nobody_could_guard_is_ended(make_engine, monkeypatch):
     wait_until(lambda: all(core.process.poll() is not None for core in SleepingCore.instances))
 
 
-def test_nobody_is_guarded_after_close(make_engine):
+def test_reaper_guard_after_close_raises(make_engine):
     engine = make_engine()
     engine.close()
     with pytest.raises(OSError, match="closed"):
@@ -79,7 +79,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("tracker", ["runs", "is stopped"])
-def test_shared_memory_of_an_engines_processes_goes_with_them(tmp_path, tracker):
+def test_reaper_removes_engine_shared_memory(tmp_path, tracker):
     """As vLLM has it with `tensor_parallel_size` above 1. A tracker that never ends is not waited for."""
     ours = SharedMemory(create=True, size=64)
     program = [sys.executable, "-c", SHARER]

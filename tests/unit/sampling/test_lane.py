@@ -14,7 +14,7 @@ from torchtune_ext.sampling.records import EngineFailed  # noqa: E402
 pytestmark = pytest.mark.timeout(30)
 
 
-def test_no_publication_writes_while_a_restarting_engine_reads():
+def test_replica_weight_write_waits_for_restarting_backend_load():
     async def scenario(bench):
         bench.write(1)
         await bench.lane.load()
@@ -37,7 +37,7 @@ def test_no_publication_writes_while_a_restarting_engine_reads():
 
 
 @pytest.mark.parametrize("moment", ["restart", "wake"])
-def test_no_engine_reads_while_a_publication_writes(moment):
+def test_replica_load_waits_for_weight_write(moment):
     async def scenario(bench):
         bench.write(1)
         await bench.lane.load()
@@ -75,7 +75,7 @@ def test_no_engine_reads_while_a_publication_writes(moment):
     run(scenario)
 
 
-def test_a_writer_that_never_ends_is_a_clear_error_on_both_sides():
+def test_replica_stuck_weight_write_raises_on_both_sides():
     config = replace(CONFIG, rpc_deadline_s=0.02, max_failures=2)
 
     async def scenario(bench):
@@ -104,7 +104,7 @@ def test_a_writer_that_never_ends_is_a_clear_error_on_both_sides():
     run(scenario, config)
 
 
-def test_the_label_is_that_of_the_weights_in_the_buffer():
+def test_replica_load_labels_weights_in_buffer():
     """A load that was asked for version 1 and comes to its turn after version 2 was written is one of version 2."""
 
     async def scenario(bench):
@@ -138,7 +138,7 @@ def test_replaced_engine_that_answers_does_not_serve(work):
     run(scenario)
 
 
-def test_a_version_counts_once_it_is_loaded_and_versions_grow():
+def test_replica_version_updates_after_load_and_must_grow():
     async def scenario(bench):
         assert bench.lane.version == 7
         bench.lives[0].fail = ValueError("not with me")
@@ -158,7 +158,7 @@ def test_a_version_counts_once_it_is_loaded_and_versions_grow():
     run(scenario, version=7)
 
 
-def test_an_adapter_comes_alone_over_a_model_that_is_there_and_with_it_otherwise():
+def test_replica_adapter_loads_with_model_only_if_needed():
     async def scenario(bench):
         bench.write(1)
         await bench.lane.load()
@@ -197,7 +197,7 @@ def test_half_an_adapter_never_reaches_the_engine():
 
 
 @pytest.mark.parametrize("work", ["load", "restart"])
-def test_what_was_begun_is_finished_when_the_caller_goes_away(work):
+def test_replica_started_work_finishes_after_caller_cancels(work):
     """Ctrl-C in `publish` or `sample`: the engine must not stay paused, half loaded, or unannounced."""
 
     async def scenario(bench):
@@ -223,7 +223,7 @@ def test_what_was_begun_is_finished_when_the_caller_goes_away(work):
     run(scenario)
 
 
-def test_a_publication_of_nothing_leaves_the_last_one_as_it_is():
+def test_replica_empty_weight_sync_keeps_previous_weights():
     async def scenario(bench):
         bench.write(1)
         with pytest.raises(ValueError, match="named_tensors is empty"):

@@ -15,7 +15,7 @@ from torchtune_ext.sampling import engine
 from torchtune_ext.sampling.engine import EngineFailed, LoopThread
 
 
-def test_work_that_ends_as_the_wait_for_it_gives_up_is_not_lost(monkeypatch):
+def test_loop_thread_result_arriving_at_timeout_is_returned(monkeypatch):
     future, thread = concurrent.futures.Future(), LoopThread("test")
 
     def gives_up(futures, timeout):
@@ -41,7 +41,7 @@ def test_a_timeout_of_the_work_itself_comes_out():
         thread.stop()
 
 
-def test_what_begins_as_the_thread_ends_is_ended_too(complaints, recwarn):
+def test_loop_thread_work_submitted_during_stop_is_ended(complaints, recwarn):
     thread = LoopThread("test")
     thread.start()
     held = threading.Event()
@@ -65,7 +65,7 @@ def test_what_begins_as_the_thread_ends_is_ended_too(complaints, recwarn):
     assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]
 
 
-def test_what_still_runs_when_the_thread_ends_is_cancelled():
+def test_loop_thread_stop_cancels_running_work():
     """Whoever waits for a submission hears of it, also where the work does not let itself be ended."""
     thread = LoopThread("test")
     thread.start()
@@ -86,7 +86,7 @@ def test_what_still_runs_when_the_thread_ends_is_cancelled():
         assert isinstance(outcome[0], EngineFailed), "the caller still waits"
 
 
-def test_the_end_of_the_thread_meets_submissions_of_other_threads():
+def test_loop_thread_stop_tolerates_concurrent_submissions():
     """What has been submitted is counted without a slip, while another thread submits more."""
     thread, kept = LoopThread("test"), [concurrent.futures.Future() for _ in range(3000)]
     thread._futures.update(kept)

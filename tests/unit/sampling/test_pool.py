@@ -37,7 +37,7 @@ class Home:
     """What the turns of one conversation have in common."""
 
 
-def test_the_turns_of_a_conversation_stay_with_the_engine_that_has_its_prefix(monkeypatch):
+def test_pool_session_turns_stay_with_prefix_replica(monkeypatch):
     """Its load does not matter then. A lost engine's conversations go on at another one, and stay there."""
 
     async def scenario(bench):
@@ -74,7 +74,7 @@ def test_the_turns_of_a_conversation_stay_with_the_engine_that_has_its_prefix(mo
 # -- a lost engine -------------------------------------------------------------------------------------------------------
 
 
-def test_a_pool_goes_on_with_what_is_left_and_fails_when_none_is(monkeypatch, caplog):
+def test_pool_continues_with_remaining_replicas_until_none(monkeypatch, caplog):
     async def scenario(bench):
         def broken(core, number):
             core.fail = CoreLost(f"GPU {number} is gone")
@@ -102,7 +102,7 @@ def test_a_pool_goes_on_with_what_is_left_and_fails_when_none_is(monkeypatch, ca
     run(scenario, monkeypatch, 2)
 
 
-def test_what_waits_for_the_first_start_is_shared_by_all_engines(monkeypatch):
+def test_pool_requests_waiting_for_start_are_balanced(monkeypatch):
     async def main():
         bench = fake_pools.PoolBench(monkeypatch, 2)
 
@@ -127,7 +127,7 @@ def test_what_waits_for_the_first_start_is_shared_by_all_engines(monkeypatch):
     asyncio.run(main())
 
 
-def test_the_groups_of_the_engine_that_was_lost_last_go_to_the_first_that_serves_again(monkeypatch):
+def test_pool_crash_of_last_replica_moves_groups(monkeypatch):
     async def scenario(bench):
         def late(core, number):
             async def never():
@@ -146,7 +146,7 @@ def test_the_groups_of_the_engine_that_was_lost_last_go_to_the_first_that_serves
     run(scenario, monkeypatch, 2, limit=4)
 
 
-def test_the_first_start_of_a_pool_wants_all_engines(monkeypatch):
+def test_pool_first_start_requires_all_replicas(monkeypatch):
     async def main():
         bench = fake_pools.PoolBench(monkeypatch, 3)
         bench.prepare_core = lambda core, number: setattr(
@@ -162,7 +162,7 @@ def test_the_first_start_of_a_pool_wants_all_engines(monkeypatch):
 # -- publications --------------------------------------------------------------------------------------------------------
 
 
-def test_a_publication_reaches_every_engine_of_the_pool_at_once(monkeypatch):
+def test_pool_publish_loads_all_replicas_concurrently(monkeypatch):
     async def scenario(bench):
         for core in bench.now:
             core.go_on.clear()
@@ -177,7 +177,7 @@ def test_a_publication_reaches_every_engine_of_the_pool_at_once(monkeypatch):
     run(scenario, monkeypatch, 3)
 
 
-def test_an_engine_of_the_pool_that_is_lost_in_a_publication_comes_back_with_it(monkeypatch):
+def test_pool_replica_crash_in_publish_restarts_with_weights(monkeypatch):
     async def scenario(bench):
         await bench.publish(weights(1), 1)
         lost = bench.now[1]
@@ -195,7 +195,7 @@ def test_an_engine_of_the_pool_that_is_lost_in_a_publication_comes_back_with_it(
     run(scenario, monkeypatch, 2)
 
 
-def test_a_new_life_in_the_pool_with_other_weights_does_not_serve(monkeypatch, caplog):
+def test_pool_restarted_replica_with_wrong_weights_never_serves(monkeypatch, caplog):
     """It takes what it is told and says that all is well, but its tensors are not those that were sent."""
 
     async def scenario(bench):
@@ -221,7 +221,7 @@ def test_a_new_life_in_the_pool_with_other_weights_does_not_serve(monkeypatch, c
     run(scenario, monkeypatch, 2)
 
 
-def test_an_engine_of_the_pool_that_was_not_told_stops_the_publication(monkeypatch):
+def test_pool_replica_skipping_load_fails_publish(monkeypatch):
     async def scenario(bench):
         async def forget():
             return 0.0, 0.0
@@ -234,7 +234,7 @@ def test_an_engine_of_the_pool_that_was_not_told_stops_the_publication(monkeypat
     run(scenario, monkeypatch, 2)
 
 
-def test_an_engine_of_the_pool_that_refuses_weights_is_behind_until_it_takes_them(monkeypatch):
+def test_pool_replica_refusing_weights_is_stale_until_loaded(monkeypatch):
     async def scenario(bench):
         bench.now[1].fail = ValueError("not with me")
         with pytest.raises(ValueError, match="not with me"):
@@ -247,7 +247,7 @@ def test_an_engine_of_the_pool_that_refuses_weights_is_behind_until_it_takes_the
     run(scenario, monkeypatch, 2)
 
 
-def test_the_canary_asks_every_engine_of_the_pool(monkeypatch):
+def test_pool_canary_runs_on_every_replica(monkeypatch):
     async def scenario(bench):
         await bench.publish(weights(1), 1)
         answers = await bench.pool.ask_each([bench.group(n=2, priority=Priority.CANARY, seed=0)])

@@ -27,7 +27,7 @@ def test_the_engines_of_a_pool_share_the_devices(monkeypatch, settings, expected
     assert [each.devices for each in engine_args.engine_configs(EngineConfig(**settings))] == expected
 
 
-def test_the_engines_of_a_pool_share_the_cores(monkeypatch):
+def test_pool_engines_divide_cpu_cores(monkeypatch):
     monkeypatch.setattr(engine_args, "on_cpu", lambda: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3, 5, 7, 9})
     assert [each.devices for each in engine_args.engine_configs(EngineConfig(count=2))] == ["1,3", "5,7,9"]
@@ -36,7 +36,7 @@ def test_the_engines_of_a_pool_share_the_cores(monkeypatch):
         engine_args.engine_configs(EngineConfig(count=6))
 
 
-def test_an_engine_takes_the_threads_of_a_trainer_that_waits(monkeypatch):
+def test_engine_uses_cpu_threads_of_waiting_trainer(monkeypatch):
     monkeypatch.setattr(engine_args, "on_cpu", lambda: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3, 5, 7, 9})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)

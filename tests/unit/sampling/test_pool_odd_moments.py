@@ -14,7 +14,7 @@ from torchtune_ext.sampling.lane import State  # noqa: E402
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_an_engine_of_the_pool_that_comes_up_after_a_publication_begins_with_it(monkeypatch):
+def test_pool_late_replica_starts_with_published_weights(monkeypatch):
     async def scenario(bench):
         late = asyncio.Event()
 
@@ -48,7 +48,7 @@ def test_an_engine_of_the_pool_that_comes_up_after_a_publication_begins_with_it(
     run(scenario, monkeypatch, 2)
 
 
-def test_a_pool_with_an_engine_that_is_behind_answers_and_sleeps(monkeypatch):
+def test_pool_with_stale_replica_answers_and_sleeps(monkeypatch):
     async def scenario(bench):
         bench.now[1].fail = ValueError("not these")
         with pytest.raises(ValueError, match="not these"):
@@ -62,7 +62,7 @@ def test_a_pool_with_an_engine_that_is_behind_answers_and_sleeps(monkeypatch):
     run(scenario, monkeypatch, 2)
 
 
-def test_a_group_that_is_cancelled_before_it_begins_leaves_no_load(monkeypatch):
+def test_pool_group_cancelled_early_leaves_no_load(monkeypatch):
     async def scenario(bench):
         drawing = asyncio.create_task(bench.pool.draw(bench.group(n=8, max_tokens=1000)))
         while not any(lane.requests for lane in bench.pool.lanes):
@@ -91,7 +91,7 @@ def test_requests_that_are_repeated_elsewhere_are_counted_there(monkeypatch):
     run(scenario, monkeypatch, 2)
 
 
-def test_a_request_that_outlives_its_group_counts_for_nothing(monkeypatch):
+def test_pool_request_outliving_its_group_is_ignored(monkeypatch):
     """A backend may take no notice of a cancellation."""
 
     async def scenario(bench):
@@ -118,7 +118,7 @@ def test_a_request_that_outlives_its_group_counts_for_nothing(monkeypatch):
     run(scenario, monkeypatch, 2)
 
 
-def test_a_pool_counts_what_serves(monkeypatch):
+def test_pool_stats_count_only_serving_replicas(monkeypatch):
     async def scenario(bench):
         for lane in bench.pool.lanes:
             lane.on_step(type(lane.last_step)(0.1, 3, 2, 0, 0, 0))
@@ -133,7 +133,7 @@ def test_a_pool_counts_what_serves(monkeypatch):
     run(scenario, monkeypatch, 2)
 
 
-def test_a_life_that_ends_while_another_thread_asks_who_lives(monkeypatch):
+def test_pool_process_exit_during_concurrent_close_is_safe(monkeypatch):
     """`Engine.close` asks in its own thread. A restart took the life away between two looks of it."""
 
     async def scenario(bench):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whoever_serves_in_a_pool_has_the_published_weights(monkeypatch, seed):
+def test_pool_serving_replicas_always_have_published_weights(monkeypatch, seed):
     """Engines die, fail to come up, fail in loads, lie about their tensors, and come back, while versions are published and groups
     are drawn. At every change of a state, one that serves holds the tensors and the version of a completed publication, and a
     token is never labelled with a version older than the last publication that was complete when its request was sent."""
@@ -100,7 +100,7 @@ async def at_once(function, *args):
     return function(*args)
 
 
-def test_an_engine_of_a_pool_that_answers_but_makes_no_step_is_replaced(monkeypatch):
+def test_pool_replica_without_step_progress_is_replaced(monkeypatch):
     """A probe alone would clear it for ever."""
 
     async def main():

@@ -27,7 +27,7 @@ def hangs(core):
 
 
 @pytest.mark.parametrize("way", [dies, hangs])
-def test_a_lost_engine_is_started_again_with_the_current_weights(way, caplog):
+def test_crashed_replica_restarts_with_current_weights(way, caplog):
     async def scenario(bench):
         bench.write(1)
         await bench.lane.load()
@@ -42,7 +42,7 @@ def test_a_lost_engine_is_started_again_with_the_current_weights(way, caplog):
 
 
 @pytest.mark.parametrize("moment", ["launch", "load"])
-def test_a_restart_that_fails_is_tried_again_until_it_is_enough(moment):
+def test_failed_restart_is_retried_up_to_limit(moment):
     async def scenario(bench):
         bench.write(1)
         await bench.lane.load()
@@ -65,7 +65,7 @@ def test_a_restart_that_fails_is_tried_again_until_it_is_enough(moment):
     run(scenario)
 
 
-def test_failures_count_in_a_row_and_a_finished_request_ends_the_row():
+def test_consecutive_failure_count_resets_after_finished_request():
     async def scenario(bench):
         for count in range(1, 5):
             bench.lives[-1].kill()
@@ -95,7 +95,7 @@ def test_the_failure_of_the_first_start_is_final():
     asyncio.run(scenario())
 
 
-def test_an_engine_that_is_given_up_and_does_not_end_is_given_up_for_its_own_reason(caplog):
+def test_replica_failed_stop_still_reports_last_failure(caplog):
     async def scenario(bench):
         async def late():
             raise TimeoutExpired("the engine's client", 5)
@@ -111,7 +111,7 @@ def test_an_engine_that_is_given_up_and_does_not_end_is_given_up_for_its_own_rea
     run(scenario)
 
 
-def test_close_in_the_midst_of_a_restart_ends_the_engine_that_comes_up():
+def test_close_during_restart_ends_starting_backend():
     async def scenario(bench):
         bench.write(1)
         await bench.lane.load()
@@ -144,7 +144,7 @@ def test_closed_while_the_next_engine_is_made():
     run(scenario)
 
 
-def test_an_engine_lost_at_sleep_is_replaced_and_sleeps():
+def test_replica_crash_at_sleep_is_replaced_and_sleeps():
     async def scenario(bench):
         bench.lives[0].fail = CoreLost("frozen")
         await bench.lane.sleep()
@@ -153,7 +153,7 @@ def test_an_engine_lost_at_sleep_is_replaced_and_sleeps():
     run(scenario)
 
 
-def test_an_engine_that_dies_in_its_sleep_is_replaced_when_it_is_wanted():
+def test_replica_crash_while_sleeping_restarts_on_wake():
     """Until then the trainer has the GPU, and a new one would find no room or take it away."""
 
     async def scenario(bench):
@@ -184,7 +184,7 @@ def test_errors_of_our_own_come_out_as_themselves():
     run(scenario)
 
 
-def test_a_watch_that_fails_is_not_silent():
+def test_replica_monitor_failure_is_raised():
     async def scenario(bench):
         bench.lives[0].__class__ = type("Strange", (FakeCore,), {"dead": property(lambda self: 1 / 0)})
         await until(lambda: bench.lane.failed is not None)
@@ -194,7 +194,7 @@ def test_a_watch_that_fails_is_not_silent():
     run(scenario)
 
 
-def test_a_server_that_refuses_a_ping_is_connected_anew():
+def test_server_refusing_health_check_is_reconnected():
     async def scenario(bench):
         core = bench.lives[0]
         core.calls, core.fail = {"1": SimpleNamespace()}, ValueError("refuses the request")
@@ -205,7 +205,7 @@ def test_a_server_that_refuses_a_ping_is_connected_anew():
     run(scenario)
 
 
-def test_a_healthy_engine_that_sleeps_is_not_ended_for_weights_that_broke_off():
+def test_sleeping_replica_survives_interrupted_weight_write():
     async def scenario(bench):
         bench.write(1)
         await bench.lane.load()
@@ -221,7 +221,7 @@ def test_a_healthy_engine_that_sleeps_is_not_ended_for_weights_that_broke_off():
     run(scenario)
 
 
-def test_no_engine_is_started_that_could_load_nothing():
+def test_replica_without_loadable_weights_is_not_restarted():
     async def scenario(bench):
         bench.write(1)
         await bench.lane.load()

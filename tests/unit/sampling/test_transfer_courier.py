@@ -142,7 +142,7 @@ def test_each_server_is_in_a_group_that_stays(pair, weights, tmp_path, monkeypat
     with_courier(tmp_path, monkeypatch, scenario)
 
 
-def test_an_adapter_goes_by_its_own_messages(pair, weights, tmp_path, monkeypatch):
+def test_weight_sender_adapter_uses_its_own_messages(pair, weights, tmp_path, monkeypatch):
     weights.adapter = {"r": 4}
 
     async def scenario(courier):
@@ -154,7 +154,7 @@ def test_an_adapter_goes_by_its_own_messages(pair, weights, tmp_path, monkeypatc
     with_courier(tmp_path, monkeypatch, scenario)
 
 
-def test_past_the_deadline_the_sender_is_killed_and_the_others_get_the_weights(pair, weights, tmp_path, monkeypatch):
+def test_weight_sender_killed_at_deadline_others_get_weights(pair, weights, tmp_path, monkeypatch):
     good, stalled = pair
 
     async def scenario(courier):
@@ -171,7 +171,7 @@ def test_past_the_deadline_the_sender_is_killed_and_the_others_get_the_weights(p
     with_courier(tmp_path, monkeypatch, scenario)
 
 
-def test_a_server_that_refuses_is_told_at_once_and_does_not_keep_the_other(pair, weights, tmp_path, monkeypatch):
+def test_weight_sender_refusing_server_fails_without_delaying_other(pair, weights, tmp_path, monkeypatch):
     good, picky = pair
     picky.ask("/fault", fault="refuse")
 
@@ -183,7 +183,7 @@ def test_a_server_that_refuses_is_told_at_once_and_does_not_keep_the_other(pair,
     with_courier(tmp_path, monkeypatch, scenario)
 
 
-def test_a_sender_that_is_killed_in_a_transfer_is_replaced(pair, weights, tmp_path, monkeypatch):
+def test_weight_sender_killed_in_transfer_is_replaced(pair, weights, tmp_path, monkeypatch):
     stalled = pair[1]
 
     async def scenario(courier):
@@ -205,7 +205,7 @@ def test_a_sender_that_is_killed_in_a_transfer_is_replaced(pair, weights, tmp_pa
     with_courier(tmp_path, monkeypatch, scenario)
 
 
-def test_a_server_that_dies_in_an_update_ends_nobody_else(servers, pair, weights, tmp_path, monkeypatch):
+def test_weight_sender_server_crash_affects_no_other(servers, pair, weights, tmp_path, monkeypatch):
     mortal = servers[2]
     mortal.ask("/fault", fault="die")
 
@@ -217,7 +217,7 @@ def test_a_server_that_dies_in_an_update_ends_nobody_else(servers, pair, weights
     with_courier(tmp_path, monkeypatch, scenario)
 
 
-def test_an_engine_that_is_closed_waits_for_no_transfer(pair, weights, tmp_path, monkeypatch):
+def test_weight_sender_close_cancels_running_transfer(pair, weights, tmp_path, monkeypatch):
     pair[0].ask("/fault", fault="stall")
 
     async def scenario(courier):

@@ -15,7 +15,7 @@ SHAPES = st.lists(st.integers(0, 9), max_size=3)
 
 
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), min_size=1, max_size=12), st.integers(1, 2000))
-def test_a_receiver_finds_every_tensor_where_the_sender_has_it(kinds, limit):
+def test_transfer_receiver_finds_all_tensors_at_their_offsets(kinds, limit):
     """What the sender cuts out of its memory, span by span, is what the receiver takes apart, whatever lies in it."""
     named = [
         (f"layer.{i}", torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype))

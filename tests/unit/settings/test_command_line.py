@@ -7,7 +7,7 @@ import pytest
 from torchtune_ext.settings.command_line import quiet_end
 
 
-def test_the_end_of_torchrun_has_the_status_of_the_first_rank(tmp_path, capsys):
+def test_torchrun_exit_status_is_first_failed_rank(tmp_path, capsys):
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 

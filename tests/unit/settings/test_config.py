@@ -185,7 +185,7 @@ def test_a_missing_variable_is_still_named(monkeypatch):
         ("tokenizer.template", "{{ '$PATH' }}" * 400, "{{ '$PATH' }}" * 400),
     ],
 )
-def test_home_folder_in_path_is_expanded(tmp_path, monkeypatch, key, written, read):
+def test_path_with_home_folder_is_expanded(tmp_path, monkeypatch, key, written, read):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "$x.jsonl").touch()
     monkeypatch.setenv("HOME", "/home/me")
@@ -217,7 +217,7 @@ def test_the_paths_that_settings_name(tmp_path, monkeypatch):
     assert sorted(map(str, paths)) == sorted(["model", str(tmp_path / "data.jsonl")])
 
 
-def test_an_old_key_that_has_no_successor_in_a_recipe_is_just_unknown():
+def test_old_key_without_successor_is_unknown_key():
     with pytest.raises(ValueError, match="unknown key 'eval_every'.*(did you mean|known keys)"):
         load_config(evaluate.Config, OmegaConf.create({"eval_every": 1}))
 
@@ -235,7 +235,7 @@ def test_a_held_out_task_is_a_mapping():
     assert evaluated({"_component_": None}) is None  # as null arrives from the command line
 
 
-def test_a_loss_of_ones_own_has_to_ask_for_what_the_yaml_sets():
+def test_custom_loss_must_declare_needs_of_configured_keys():
     class Mine:
         def __call__(self, t):
             return -t.logprobs_L, {}
@@ -256,7 +256,7 @@ NODES = {
 }
 
 
-def test_every_knob_that_a_message_names_exists():
+def test_config_keys_named_in_messages_exist():
     """As engine.dtype: a node, and one of its fields. Names of files such as engine.log are none."""
     knob, wrong = re.compile(rf"(?<![\w./`-])({'|'.join(NODES)})\.([a-z]\w*)(?![\w(./])"), []
     for path in [*(ROOT / "torchtune_ext").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]:

@@ -97,7 +97,7 @@ def test_weights_fit_their_model_and_no_other(model_dir):
         source.require_fits(fewer)
 
 
-def test_the_shapes_in_the_headers_are_those_of_the_converted_weights(model_dir, tmp_path):
+def test_header_shapes_equal_converted_weight_shapes(model_dir, tmp_path):
     """Of Llama, whose q and k change places, with as many heads as the tiny model has."""
     config = json.loads((model_dir / "config.json").read_text()) | {"model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -133,7 +133,7 @@ def test_prompts_are_measured_for_a_second_at_most(monkeypatch):
     assert checks.prompt_lengths(Slow(clock), tokenizer, "task") == [0, 31, 46]
 
 
-def test_a_broken_first_row_is_left_to_the_run():
+def test_prompt_lengths_broken_first_row_is_deferred():
     class Rows(list):
         def __getitem__(self, index):
             if index in self:
@@ -159,7 +159,7 @@ class Rows:
         return Problem(f"row-{index}", ({"role": "user", "content": self.questions[index] + "?"},), "4")
 
 
-def test_prompts_from_all_over_a_long_task_are_looked_at():
+def test_prompt_lengths_samples_whole_long_task():
     task = Rows(*("x" * (i // 10) for i in range(100)))
 
     class Counting:
@@ -170,7 +170,7 @@ def test_prompts_from_all_over_a_long_task_are_looked_at():
     assert len(lengths) == checks.LOOKED_AT and lengths[0] == 1 and lengths[-1] == 10
 
 
-def test_tools_that_the_template_does_not_show_are_told(model_dir):
+def test_prompt_lengths_tools_hidden_by_template_are_reported(model_dir):
     class Shop(Rows):
         def __getitem__(self, index):
             return replace(super().__getitem__(index), tools=({"type": "function", "function": {"name": "buy"}},))
@@ -238,7 +238,7 @@ def test_different_problems_with_the_same_prompt_are_refused():
     assert len(checks.prompt_lengths(task("ab", "AB ", "ab"), tokenizer, "task")) == 3
 
 
-def test_held_out_problems_that_are_trained_on_are_told(monkeypatch):
+def test_train_eval_overlap_reports_shared_problems(monkeypatch):
     assert checks.trained_too(Rows("a", None, "b", "c"), Rows("d", "c", None, "a")) == ["row-1", "row-3"]
     # A part of them is allowed: it shows what was learned by heart.
     assert checks.trained_too(Rows("a", "b"), Rows("b")) == ["row-0"]
@@ -287,7 +287,7 @@ def test_the_engine_and_the_model(config, engine, message):
             checks.check_engine(source, EngineConfig(**engine))
 
 
-def test_a_model_that_is_trained_on_fewer_positions(model_dir):
+def test_model_trained_on_fewer_positions_limits_context_length(model_dir):
     model = on_meta(partial(from_config, str(model_dir), max_seq_len=64))
     checks.check_engine(HFModel(model_dir), EngineConfig(max_model_len=64), model)
     with pytest.raises(ValueError, match="64 positions .*set model.max_seq_len=65"):

@@ -155,7 +155,7 @@ def launches():
 
 
 @pytest.mark.parametrize("gpus, command", launches())
-def test_what_the_page_launches_fits_and_trains_on_as_many(gpus, command, place, capsys):
+def test_dry_run_page_commands_fit_with_matching_ranks(gpus, command, place, capsys):
     words = command.split()
     name = words[words.index("--config") + 1].removeprefix("grpo/")
     changes = words[words.index("--config") + 2 :]
@@ -170,7 +170,7 @@ def test_every_row_of_the_table_was_read():
     assert len(launches()) == 8
 
 
-def test_32b_does_not_fit_into_eight_gpus_of_80_gb(place, capsys):
+def test_dry_run_32b_does_not_fit_eight_80gb(place, capsys):
     status, out = ran(capsys, settings_in(place, "qwen2_5_32B_full", dry_run="8x80"))
     assert status == 2 and "does NOT fit on 8 x 80 GB (78.8 GiB each):" in out
     # 16 bytes for each of 32.76 billion parameters, over four, are 122 GiB; activations and gathered weights come on top.
@@ -186,7 +186,7 @@ def test_32b_does_not_fit_into_eight_gpus_of_80_gb(place, capsys):
         ("qwen2_5_32B_full", "4x80", "2 servers of 2 take 4 GPUs; none is left to train"),
     ],
 )
-def test_a_machine_that_the_settings_cannot_share_out_is_refused(name, machine, message, place, capsys):
+def test_dry_run_indivisible_machine_is_refused(name, machine, message, place, capsys):
     refused(capsys, settings_in(place, name, dry_run=machine), message)
 
 
@@ -215,7 +215,7 @@ def test_several_machines_under_torchrun_are_to_be_named(place, monkeypatch, cap
     refused(capsys, settings_in(place, "qwen2_5_32B_full", dry_run=True), message)
 
 
-def test_gpus_here_that_would_train_and_sample_are_a_problem(place, monkeypatch, capsys):
+def test_dry_run_gpu_training_and_sampling_is_refused(place, monkeypatch, capsys):
     monkeypatch.setattr(dry, "this_machine", lambda device: Machine(8, 79 * GIB, 500 * GIB, "the 8 GPUs here", True))
     monkeypatch.setattr("torchtune_ext.setup.start.on_cpu", lambda: False)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 4000 * GIB}))
@@ -239,7 +239,7 @@ def test_gpus_here_that_would_train_and_sample_are_a_problem(place, monkeypatch,
     refused(capsys, cfg, "engine.devices='0': ")
 
 
-def test_a_plan_needs_config_json_alone_and_lists_what_a_start_lacks(place, tmp_path, capsys):
+def test_dry_run_needs_only_config_json_lists_gaps(place, tmp_path, capsys):
     cfg = settings_in(place, "qwen2_5_7B_full", dry_run=True)
     cfg.model_dir = str(write_config(tmp_path, "Qwen2.5-7B-Instruct"))
     status, out = ran(capsys, OmegaConf.merge(cfg, {"dry_run": "5x80"}))
@@ -247,14 +247,14 @@ def test_a_plan_needs_config_json_alone_and_lists_what_a_start_lacks(place, tmp_
     assert "problem: " in out and "a start would stop at this problem" in out
 
 
-def test_data_that_are_not_there_yet_are_named_below_the_plan(place, capsys):
+def test_dry_run_missing_data_is_listed_after_plan(place, capsys):
     cfg = settings_in(place, "qwen2_5_7B_full", dry_run="5x80")
     cfg.task.path = str(place / "later.jsonl")
     status, out = ran(capsys, cfg)
     assert status == 2 and "\nfits on 5 x 80 GB" in out and "\nproblem: task.path=" in out
 
 
-def test_a_wrong_setting_is_said_without_a_table(place, capsys):
+def test_dry_run_invalid_setting_is_reported_without_table(place, capsys):
     cfg = settings_in(place, "qwen2_5_7B_full", words=["sampling.max_tokens=100000"], dry_run="5x80")
     refused(capsys, cfg, "sampling.max_tokens=100000")
     cfg = settings_in(place, "tiny", words=["optimizer.lr=fast"], dry_run=True)
@@ -262,7 +262,7 @@ def test_a_wrong_setting_is_said_without_a_table(place, capsys):
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_7B_full", "qwen3_8B_fp8", "qwen2_5_7B_lora"])
-def test_nothing_has_to_be_downloaded_for_a_public_model(name, place, tmp_path, capsys):
+def test_dry_run_public_model_needs_no_download(name, place, tmp_path, capsys):
     cfg = settings_in(place, name, dry_run="5x80")
     with_files = ran(capsys, cfg)[1]
     cfg.model_dir = str(tmp_path / Path(cfg.model_dir).name)
@@ -277,7 +277,7 @@ def test_nothing_has_to_be_downloaded_for_a_public_model(name, place, tmp_path, 
     assert table(out) == table(with_files)
 
 
-def test_a_builder_of_torchtune_knows_its_sizes_without_any_file(place, tmp_path, capsys):
+def test_dry_run_torchtune_builder_needs_no_files(place, tmp_path, capsys):
     cfg = settings_in(place, "qwen2_5_7B_full", dry_run="5x80")
     cfg.model_dir = str(tmp_path / "nothing")
     cfg.model = {"_component_": "torchtune.models.qwen2_5.qwen2_5_7b_instruct"}
@@ -290,7 +290,7 @@ def test_a_builder_of_torchtune_knows_its_sizes_without_any_file(place, tmp_path
     )
 
 
-def test_mistakes_in_several_nodes_are_said_together(place, capsys):
+def test_dry_run_errors_in_several_sections_reported_together(place, capsys):
     cfg = settings_in(place, "tiny", dry_run=True)
     cfg.schedule, cfg.checkpoints.keep_last = {"decay": "zz"}, 0
     with pytest.raises(ValueError, match=r"'zz'.*\ncheckpoints.keep_last=0 must be"):
@@ -298,18 +298,18 @@ def test_mistakes_in_several_nodes_are_said_together(place, capsys):
 
 
 @pytest.mark.parametrize("value", ["yes", 4, "4x", "fast"])
-def test_what_is_no_machine_is_refused(value, place):
+def test_dry_run_invalid_machine_is_refused(value, place):
     cfg = settings_in(place, "qwen2_5_7B_full", dry_run=value)
     with pytest.raises(ValueError, match=f"dry_run='?{value}'? "):
         grpo.recipe_main.__wrapped__(cfg)
 
 
-def test_gpus_for_a_run_on_a_cpu_are_refused(place):
+def test_dry_run_gpus_for_cpu_run_are_refused(place):
     with pytest.raises(ValueError, match="dry_run='4x80' .*device=cpu"):
         grpo.recipe_main.__wrapped__(settings_in(place, "tiny", dry_run="4x80"))
 
 
-def test_without_a_gpu_here_the_run_is_judged_on_the_cpu(place, monkeypatch, capsys):
+def test_dry_run_without_gpu_plans_for_cpu(place, monkeypatch, capsys):
     monkeypatch.setattr(dry, "this_machine", lambda device: Machine(0, 0, 8 * GIB, "main memory", True))
     words = ["engine.devices=null"]
     status, out = ran(capsys, settings_in(place, "qwen2_5_7B_full", words=words, dry_run=True))
@@ -332,7 +332,7 @@ def test_with_gpus_here_they_and_the_disk_count(place, monkeypatch, capsys):
         assert ("fits on the 5 GPUs here (79.0 GiB each)" if not status else "where 100.0 GiB are free") in out
 
 
-def test_one_rank_of_torchrun_speaks_and_trains_as_many(place, monkeypatch, capsys):
+def test_dry_run_single_rank_prints_with_world_size(place, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "1")
     assert ran(capsys, settings_in(place, "tiny", dry_run=True)) == (0, "")
@@ -341,7 +341,7 @@ def test_one_rank_of_torchrun_speaks_and_trains_as_many(place, monkeypatch, caps
     assert "GPUs: 3 train" in out and status == 0
 
 
-def test_a_teacher_is_tried_and_named_as_left_out(place, capsys):
+def test_dry_run_teacher_checked_and_listed_as_excluded(place, capsys):
     cfg = settings_in(place, "tiny", words=["preset=distill"], dry_run="CPU 16")
     cfg.teacher = {"model_dir": cfg.model_dir}
     status, out = ran(capsys, cfg)
@@ -351,7 +351,7 @@ def test_a_teacher_is_tried_and_named_as_left_out(place, capsys):
     assert status == 2 and "problem: teacher.model_dir=" in out
 
 
-def test_a_dry_run_leaves_nothing_behind(place, capsys):
+def test_dry_run_leaves_no_files(place, capsys):
     cfg = settings_in(place, "tiny", dry_run=True)
     before = sorted(place.rglob("*"))
     ran(capsys, cfg)

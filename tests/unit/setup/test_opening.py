@@ -68,13 +68,13 @@ def test_a_preset_changes_all_of_tinys_objective():
          "clip 0.2/0.2 per token, advantage mean/group_std, sequence mean; no preset"),
     ],
 )  # fmt: skip
-def test_words(own, words):
+def test_header_describes_algorithm_settings(own, words):
     text = line(settings(**own))
     assert words in text
     assert text.endswith(words.partition("; ")[2])
 
 
-def test_machines_and_copies_of_the_weights_are_said():
+def test_header_reports_machines_and_weight_copies():
     cpu, hosts = torch.device("cpu"), ("a",) * 8 + ("b",) * 8
     assert device_text(Ranks(0, 4, cpu, hosts=("a",) * 4)) == "4 processes on cpu"
     assert device_text(Ranks(0, 16, cpu, hosts=hosts, shard_within=8)) == (
@@ -122,7 +122,7 @@ def lines(cfg, **own):
     return printed(say_opening, opened(cfg, **own))
 
 
-def test_a_run_says_what_it_is_about_to_do():
+def test_header_summarizes_planned_run():
     output = lines(settings("grpo/tiny"), processes=2)
     labels, texts = [line[:11].strip() for line in output], [line[11:] for line in output]
     assert labels == ["model:", "device:", "objective:", "problems:", "files:", "engine:"]
@@ -139,14 +139,14 @@ def test_a_run_says_what_it_is_about_to_do():
     assert output[4].endswith("runs/tiny/grpo; a checkpoint every step; graders print into grader.log")
 
 
-def test_a_server_and_no_evaluation_are_said():
+def test_header_reports_server_and_missing_evaluation():
     cfg = settings("grpo/tiny", engine={"address": "http://there:8000"}, evaluation={"task": None})
     output = lines(cfg)
     assert output[3].endswith("; none held out")
     assert output[5] == "engine:    connecting to http://there:8000"
 
 
-def test_problems_that_are_trained_on_or_come_again_are_told():
+def test_header_reports_overlapping_or_repeated_problems():
     cfg = settings("grpo/tiny")
     few, held_out = range(80), range(20)
     assert problems_text(cfg, few, held_out, ["w-3", "w-9"]) == (
@@ -155,7 +155,7 @@ def test_problems_that_are_trained_on_or_come_again_are_told():
     )
 
 
-def test_rows_of_the_users_own_are_named_with_their_grader(tmp_path, monkeypatch):
+def test_header_names_user_rows_and_grader(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": 2}\n')
     (tmp_path / "paying.py").write_text("def always(problem, text):\n    return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -175,7 +175,7 @@ def test_counts_have_few_digits():
     ]
 
 
-def test_checkpoints_without_a_score_are_said():
+def test_header_reports_checkpoints_without_evaluation_score():
     cfg = settings("grpo/tiny")
     assert len(lines(cfg)) == 6
     output = lines(cfg, every=50)
@@ -193,5 +193,5 @@ def test_checkpoints_without_a_score_are_said():
         ({"staleness": 0}, "engine.log"),
     ],
 )
-def test_sampling_ahead_is_said(own, words):
+def test_header_reports_asynchronous_sampling(own, words):
     assert lines(settings("grpo/tiny_async", **own))[5].endswith(words)

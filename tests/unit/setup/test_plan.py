@@ -88,7 +88,7 @@ def test_how_many_train(seven, gpus, engine, world_size, visible, trainers):
     assert plan.with_trainers(world_size, visible).trainers == trainers
 
 
-def test_a_machine_without_a_gpu_for_the_trainer_is_refused(seven):
+def test_plan_machine_without_trainer_gpu_is_refused(seven):
     with pytest.raises(ValueError, match="1 x 80 GB: .* 1 GPU; .* 2 or more"):
         planned(seven, "1x80")
 
@@ -102,7 +102,7 @@ def cached(sizes, config, gpu_bytes):
     return kv_bytes, cached_tokens(sizes, config, kv_bytes)
 
 
-def test_the_kv_cache_is_what_the_engine_leaves(seven):
+def test_plan_kv_cache_is_memory_left_by_engine(seven):
     memory = int(78.8 * GIB)
     rows, (kv, tokens) = engine_rows(seven, OWN, memory), cached(seven, OWN, memory)
     # Qwen2.5 7B: 28 layers, 4 heads of keys and values, of 128, in bfloat16.
@@ -128,13 +128,13 @@ def test_the_kv_cache_is_what_the_engine_leaves(seven):
     assert other_rows["KV cache"] == GIB and sum(other_rows.values()) < sum(rows.values())
 
 
-def test_an_engine_without_room_for_the_longest_request_does_not_fit(seven):
+def test_plan_engine_without_room_for_longest_request_fails(seven):
     tight = planned(seven, "5x20", trainers=4)
     assert "fewer than engine.max_model_len=16384" in verdict(tight)
     assert "\n    a lower engine.max_model_len" in verdict(tight)
 
 
-def test_every_engine_has_a_kv_cache_of_its_own_and_they_share_the_published_weights(seven):
+def test_plan_engines_have_own_cache_and_share_weights(seven):
     one, four = planned(seven, "5x80"), planned(seven, "8x80", replace(OWN, devices="4,5,6,7"))
     pairs = planned(seven, "8x80", replace(OWN, devices="4,5,6,7", tensor_parallel_size=2))
     assert (four.engines, pairs.engines) == (4, 2) and four.engine_rows == one.engine_rows
@@ -160,14 +160,14 @@ def test_servers_of_several_machines_are_counted(seven):
     assert [both.host_rows[name] for name in names] == [(12 * 2 + 2 * (1 + 2 * 2)) * GIB, 12 * 2 * seven.largest]
 
 
-def test_fewer_gpus_than_ranks_and_engines_need_do_not_fit(seven):
+def test_plan_too_few_gpus_does_not_fit(seven):
     plan = planned(seven, "8x80", replace(OWN, devices="6,7"), trainers=7)
     assert not plan.fits and "it needs 9 GPUs: 7 train, 2 sample" in verdict(plan)
     idle = planned(seven, "8x80", replace(OWN, devices="6,7"), trainers=4)
     assert idle.fits and "GPUs: 4 train, 2 sample (2 engines of 1), 2 idle" in plan_table(idle, "x")
 
 
-def test_rank_0_has_room_for_the_sender_where_servers_get_weights_by_nccl(seven):
+def test_plan_nccl_server_reserves_sender_memory_on_rank0(seven):
     name, largest = "sender of weights, only on rank 0's GPU (allowance)", 2 * seven.largest
     server = replace(OWN, devices=None, address="http://a:1")
     # A context and NCCL's buffers; a pack of more than 1 GiB that is made of its tensors while another is on its way.
@@ -202,7 +202,7 @@ def test_states_are_sharded_within_so_many_devices(seven):
     assert rows(world_size=2, shard_within=8) == rows(world_size=2)
 
 
-def test_sharding_inside_a_node_costs_memory(seven):
+def test_plan_sharding_within_machine_uses_more_memory(seven):
     server = replace(OWN, devices=None, address="http://a:1")
     inside, all_ = (planned(seven, "32x40", server, shard_within=within) for within in (2, None))
     assert inside.device_bytes > all_.device_bytes and not inside.fits and all_.fits
@@ -216,19 +216,19 @@ def test_sharding_inside_a_node_costs_memory(seven):
         ("8x80", 4, 8, 1),  # fewer ranks than would share a copy
     ],
 )
-def test_main_memory_holds_what_the_ranks_swap_out(seven, machine, trainers, within, copies):
+def test_plan_main_memory_includes_swapped_weights(seven, machine, trainers, within, copies):
     plan = planned(seven, machine, trainers=trainers, shard_within=within, reference=True)
     # Master weights and reference, 4 bytes each.
     assert plan.host_rows["reference and weights swapped out, float32"] == 8 * seven.total * copies
 
 
-def test_an_engine_on_a_cpu_has_the_cache_that_is_asked_for(seven):
+def test_plan_cpu_engine_uses_requested_cache_size(seven):
     rows = engine_rows(seven, EngineConfig(dtype="bfloat16", kv_cache_bytes=1 << 28), 0)
     assert rows["KV cache"] == 1 << 28 and len(rows) == 3
     assert engine_rows(seven, EngineConfig(), 0)["KV cache"] == GIB  # as sampling/core.py starts it
 
 
-def test_a_sleeping_engine_and_the_trainer_take_turns(seven):
+def test_plan_sleeping_engine_shares_gpu_with_trainer(seven):
     engine = replace(OWN, devices=None, gpu_memory_utilization=0.2)
     beside = planned(seven, "1x192", engine)
     turns = planned(seven, "1x192", replace(engine, sleep=True))
@@ -252,7 +252,7 @@ def needed(sizes, folder, steps, evaluated, **config):
 
 
 @pytest.mark.parametrize("save_optimizer", [True, False])
-def test_a_checkpoint_takes_the_bytes_that_are_planned(tmp_path, save_optimizer):
+def test_plan_checkpoint_bytes_match_written_bytes(tmp_path, save_optimizer):
     source = make_source(tmp_path / "model")
     trained = Trained(source)
     trained.train(1, seed=0)
@@ -282,7 +282,7 @@ def test_how_many_checkpoints_are_there_at_once(seven, tmp_path):
 # -- what fits, and what would ------------------------------------------------------------------------------------------
 
 
-def test_what_fits_is_said_in_one_line_with_what_it_takes_below(seven):
+def test_plan_verdict_fit_is_one_line_with_requirements(seven):
     plan = planned(seven, "5x80")
     assert plan.fits and verdict(plan).splitlines() == [
         "fits on 5 x 80 GB (78.8 GiB each):",
@@ -294,7 +294,7 @@ def test_what_fits_is_said_in_one_line_with_what_it_takes_below(seven):
     ]
 
 
-def test_what_is_missing_is_said_with_what_helps(seven):
+def test_plan_verdict_shortage_lists_remedies(seven):
     settings = dict(activation_checkpointing=False, row_tokens=4096)
     plan = planned(seven, "2x80", replace(OWN, max_model_len=4096), **settings)
     lines = verdict(plan).splitlines()
@@ -304,7 +304,7 @@ def test_what_is_missing_is_said_with_what_helps(seven):
     assert not planned(seven, "5x80", replace(OWN, max_model_len=4096), **settings).shortages
 
 
-def test_a_disk_that_is_too_small_is_said_with_what_saves_room(seven, monkeypatch):
+def test_plan_small_disk_is_reported_with_remedies(seven, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=300 * GIB))
     here = Machine(8, 80 * GIB, 2000 * GIB, "the 8 GPUs here", here=True)
     plan = planned(seven, here, replace(OWN, devices="7"))
@@ -338,7 +338,7 @@ def test_tables_are_narrow_and_without_zeros(seven, machine):
     assert "the KV cache holds" in text
 
 
-def test_a_server_and_a_replay_need_no_gpu_for_an_engine(seven):
+def test_plan_server_and_replay_need_no_engine_gpu(seven):
     here = Machine(4, 79 * GIB, 500 * GIB, "the 4 GPUs here", True)
     server = planned(seven, here, replace(OWN, devices=None, address="http://127.0.0.1:8000"))
     assert server.engine_rows == {} and server.trainers == server.gpus == 4

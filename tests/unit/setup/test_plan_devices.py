@@ -39,7 +39,7 @@ def started(monkeypatch):
         (f"{FIRST},{SECOND}", 1, 0, None, [FIRST]),
     ],
 )
-def test_a_rank_trains_on_the_gpu_with_its_number(started, visible, local, number, ranks, gpus):
+def test_training_gpus_rank_uses_gpu_of_local_rank(started, visible, local, number, ranks, gpus):
     started(visible, local, number)
     assert training_gpus(ranks) == gpus
 
@@ -62,7 +62,7 @@ def test_single_process_ignores_place_among_ranks(started, local):
         ({"address": "http://127.0.0.1:1"}, ["0"]),
     ],
 )
-def test_what_may_be_meant_is_not_refused(engine, training):
+def test_separate_or_unknown_gpus_are_accepted(engine, training):
     require_apart(EngineConfig(max_model_len=64, **engine), training)
 
 
@@ -75,13 +75,13 @@ def test_what_may_be_meant_is_not_refused(engine, training):
         (FIRST, [SECOND, FIRST], f"GPU {FIRST} of this machine would train, too"),
     ],
 )  # fmt: skip
-def test_a_gpu_that_would_train_and_sample_is_named_with_what_to_do(devices, training, words):
+def test_gpu_for_training_and_sampling_reported_with_fix(devices, training, words):
     with pytest.raises(ValueError) as error:
         require_apart(EngineConfig(max_model_len=64, devices=devices), training)
     assert str(error.value).startswith(f"engine.devices='{devices}': ") and words in str(error.value)
 
 
-def test_a_start_refuses_it_before_it_opens_its_folder(started, monkeypatch):
+def test_check_start_overlapping_gpus_refused_before_run_folder(started, monkeypatch):
     started("0,1,2,3,4,5,6,7", 8, 0)
     monkeypatch.setattr(run_parts, "require_gpus", lambda engine: None)
     config = EngineConfig(max_model_len=64, devices="4,5,6,7")

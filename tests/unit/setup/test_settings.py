@@ -61,7 +61,7 @@ def check(loss=None, **changed):
         ({"refill_rounds": 1}, "refill_rounds=1 with staleness=2: .* set refill_rounds=0 and raise prompts_per_step"),
     ],
 )
-def test_what_does_not_fit_is_named(changed, message):
+def test_inconsistent_settings_are_named(changed, message):
     with pytest.raises(ValueError, match=message):
         check(**changed)
 
@@ -76,12 +76,12 @@ def test_what_does_not_fit_is_named(changed, message):
         {"staleness": 0, "engine": EngineConfig(sleep=True), "refill_rounds": 1},
     ],
 )
-def test_what_fits_passes(changed):
+def test_consistent_settings_pass(changed):
     check(**changed)
 
 
 @pytest.mark.parametrize("loss", [{}, {"level": "sequence"}])
-def test_an_objective_that_corrects_nothing_is_refused(loss):
+def test_off_policy_loss_without_correction_is_refused(loss):
     with pytest.raises(ValueError, match="preset=decoupled_ppo .*loss.importance=none"):
         check(loss)
     check(loss, staleness=0)
@@ -89,5 +89,5 @@ def test_an_objective_that_corrects_nothing_is_refused(loss):
 
 
 @pytest.mark.parametrize("loss", [{"importance": "full"}, {"old": "sampler"}, Own()])
-def test_an_objective_that_corrects_passes_and_so_does_ones_own(loss):
+def test_off_policy_check_accepts_correcting_and_custom_losses(loss):
     check(loss)

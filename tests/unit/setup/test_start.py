@@ -8,14 +8,14 @@ from torchtune_ext.setup import start
 from torchtune_ext.setup.start import DiskNeed
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_refused():
+def test_disk_without_room_for_one_checkpoint_is_refused():
     rows = {"weights": 60 * GIB, "state of the optimizer": 40 * GIB}
     with pytest.raises(ValueError, match=r"output_dir=runs/x: .* 100.0 GiB, .* 99.0 GiB"):
         start.require_disk(DiskNeed(rows, kept=4, free=99 * GIB), "runs/x")
 
 
 @pytest.mark.parametrize(("free", "expected"), [(100, True), (399, True), (400, False)])
-def test_a_disk_without_room_for_all_that_are_kept_is_said(free, expected, capsys):
+def test_disk_without_room_for_kept_checkpoints_is_reported(free, expected, capsys):
     start.require_disk(DiskNeed({"weights": 100 * GIB}, kept=4, free=free * GIB), "runs/x")
     printed = capsys.readouterr().out
     assert ("a checkpoint takes 100.0 GiB, 4 are there at once" in printed) == expected and bool(printed) == expected
@@ -35,7 +35,7 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch):
         start.require_gpus(EngineConfig(max_model_len=64, address="http://127.0.0.1:1"))
 
 
-def test_an_engine_that_is_not_installed_is_said_before_anything_is_made(monkeypatch):
+def test_missing_engine_package_reported_before_creating_files(monkeypatch):
     monkeypatch.setattr(start, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="vLLM .*`torchtune-ext install-engine`"):
         start.require_gpus(EngineConfig(max_model_len=64))

@@ -93,12 +93,12 @@ CASES = [
 
 
 @pytest.mark.parametrize("change, message", CASES, ids=[message[:40] for _, message in CASES])
-def test_what_is_wrong_is_named(refusal, change, message):
+def test_sweep_file_errors_are_named(refusal, change, message):
     output = refusal(**change)
     assert message in output and output.startswith("error: ") and "Traceback" not in output
 
 
-def test_words_of_the_command_are_checked(refusal):
+def test_sweep_command_arguments_are_checked(refusal):
     assert "--jobs 0 must be 1 or more" in refusal("--jobs", "0")
     assert "'max_steps' is no setting: write key=value" in refusal("max_steps")
     assert "optimizer.lr=1: the sweep says itself what optimizer.lr is" in refusal("optimizer.lr=1")
@@ -109,7 +109,7 @@ def test_words_of_the_command_are_checked(refusal):
     assert "there is no option --resume; see torchtune-ext sweep --help" in refusal("--resume")
 
 
-def test_files_that_are_no_sweeps(workplace, monkeypatch, capsys):
+def test_invalid_sweep_files_are_rejected(workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
     Path("broken.yaml").write_text("a: [\n")
     for word, message in {

@@ -43,7 +43,7 @@ def as_process(file: Path, folder: Path, jobs: int) -> subprocess.Popen:
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def test_a_sweep_runs_every_point_once_and_keeps_a_record(tmp_path, capsys, monkeypatch):
+def test_sweep_runs_every_point_once_and_records_it(tmp_path, capsys, monkeypatch):
     for name in ("WANDB_SWEEP_ID", "WANDB_RUN_ID"):
         monkeypatch.setenv(name, "outside")
     file = small_sweeps.write(tmp_path / "lr.yaml", RATES)
@@ -76,7 +76,7 @@ def test_a_run_that_fails_is_a_result(tmp_path, capsys):
     assert "run_01 failed after 0 s: optimizer.lr=-1.0 must be 0 or more" in capsys.readouterr().out
 
 
-def test_a_disk_that_refuses_the_record_leaves_no_run(tmp_path, monkeypatch):
+def test_sweep_unwritable_record_starts_no_run(tmp_path, monkeypatch):
     file = small_sweeps.write(tmp_path / "lr.yaml", RATES)
     runner, folder = small_sweeps.runner(file, tmp_path / "out", 1, "steps=1")
 
@@ -89,7 +89,7 @@ def test_a_disk_that_refuses_the_record_leaves_no_run(tmp_path, monkeypatch):
     assert not (tmp_path / "out" / "run_01" / OUTPUT).exists(), "a run has been started"
 
 
-def test_runs_that_are_worse_are_stopped_early_and_keep_what_they_have(tmp_path):
+def test_sweep_worse_runs_stop_early_and_keep_checkpoints(tmp_path):
     text = "parameters: {lr: {values: [0.3, 0.1, 0.2]}}\nearly_terminate: {type: hyperband, min_iter: 2, eta: 3}\n"
     file = small_sweeps.write(tmp_path / "lr.yaml", text)
     runner, folder = small_sweeps.runner(file, tmp_path / "out", 1, "steps=30", "seconds=0.05")
@@ -101,7 +101,7 @@ def test_runs_that_are_worse_are_stopped_early_and_keep_what_they_have(tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_runs_save_and_the_sweep_goes_on_where_they_were(tmp_path, number):
+def test_sweep_signal_saves_runs_and_resume_continues_them(tmp_path, number):
     file = small_sweeps.write(tmp_path / "lr.yaml", "parameters: {lr: {values: [0.1, 0.2]}, seconds: {value: 0.2}}\n")
     process = as_process(file, tmp_path / "out", 1)
     wait_until(lambda: list(tmp_path.glob("out/run_01/checkpoints/step_000002")), process)
@@ -118,7 +118,7 @@ def test_a_signal_lets_runs_save_and_the_sweep_goes_on_where_they_were(tmp_path,
     assert steps == list(range(1, 7)) and all(run.state == "finished" for run in folder.runs)
 
 
-def test_a_second_signal_ends_the_runs_at_once(tmp_path):
+def test_sweep_second_signal_ends_runs_at_once(tmp_path):
     file = small_sweeps.write(tmp_path / "lr.yaml", "parameters: {lr: {values: [0.1, 0.2]}, seconds: {value: 20}}\n")
     process = as_process(file, tmp_path / "out", 2)
     wait_until(lambda: len(list(tmp_path.glob("out/*/metrics.jsonl"))) == 2, process)
@@ -169,7 +169,7 @@ def status(pid: int) -> str:
         return "Z"
 
 
-def test_a_search_that_learns_goes_on_with_the_points_that_it_would_have_tried(tmp_path):
+def test_sweep_bayes_resume_tries_identical_points(tmp_path):
     pytest.importorskip("optuna")
     text = "run_cap: 7\nparameters: {lr: {min: 0.0, max: 1.0}, steps: {value: 1}, seconds: {value: 0.01}}\n"
     file = small_sweeps.write(tmp_path / "lr.yaml", text, "bayes")
@@ -185,7 +185,7 @@ def test_a_search_that_learns_goes_on_with_the_points_that_it_would_have_tried(t
     assert [run.parameters for run in other.runs] == [run.parameters for run in folder.runs]
 
 
-def test_a_failed_run_counts_for_a_search_as_the_worst(tmp_path):
+def test_sweep_search_counts_failed_run_as_worst(tmp_path):
     text = "run_cap: 9\nparameters: {lr: {min: 0.0, max: 1.0}}\n"
     file = small_sweeps.write(tmp_path / "lr.yaml", text, "bayes")
     runner, folder = small_sweeps.runner(file, tmp_path / "out")

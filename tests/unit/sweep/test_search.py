@@ -18,7 +18,7 @@ REFERENCE = json.loads(Path(__file__).with_name("reference.json").read_text())
 
 
 @pytest.mark.parametrize("case", REFERENCE["grids"], ids=lambda case: json.dumps(case["parameters"])[:40])
-def test_a_grid_is_that_of_wandb_in_its_order(case):
+def test_grid_search_equals_wandb_order(case):
     parameters = parameters_of(case["parameters"])
     assert grid(parameters) == [{key: node["value"] for key, node in point.items()} for point in case["points"]]
 
@@ -30,7 +30,7 @@ def sweep_of(folder, method, runs, goal="maximize", **parameters):
     return read_sweep(file)
 
 
-def test_random_points_follow_from_seed_and_number_and_lie_inside(tmp_path):
+def test_random_points_follow_seed_and_stay_in_range(tmp_path):
     pytest.importorskip("optuna")
     rates = {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-1}
     # YAML 1.1 reads numbers without a dot as texts.
@@ -45,7 +45,7 @@ def test_random_points_follow_from_seed_and_number_and_lie_inside(tmp_path):
 
 
 @pytest.mark.parametrize("goal", ["maximize", "minimize"])
-def test_a_search_that_learns_goes_where_it_is_better_and_repeats_itself(goal, tmp_path):
+def test_bayes_search_improves_and_is_deterministic(goal, tmp_path):
     pytest.importorskip("optuna")
     rates = {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-1}
     sweep = sweep_of(tmp_path, "bayes", 30, goal, lr=rates, kind={"values": ["a", "b"]}, samples={"values": [2, 4, 8]})
@@ -61,7 +61,7 @@ def test_a_search_that_learns_goes_where_it_is_better_and_repeats_itself(goal, t
     assert sum(point["kind"] == "b" for point in late) >= 10
 
 
-def test_runs_that_go_on_do_not_get_the_same_point(tmp_path):
+def test_bayes_search_concurrent_runs_get_different_points(tmp_path):
     pytest.importorskip("optuna")
     sweep = sweep_of(tmp_path, "bayes", 10, a={"min": 0.0, "max": 1.0})
     results = [({"a": u}, -abs(u - 0.5)) for u in (0.1, 0.3, 0.5, 0.7, 0.9)]
@@ -75,14 +75,14 @@ def test_runs_that_go_on_do_not_get_the_same_point(tmp_path):
     ({"min_iter": 1, "eta": 2}, {"a": [0.1], "b": [0.2], "c": [0.3], "d": [0.25]}, []),
     ({"min_iter": 1}, {"a": [0.3], "b": [0.2]}, ["b"]),
 ])  # fmt: skip
-def test_a_run_stops_where_it_is_not_among_the_best(tmp_path, early, values, stopped):
+def test_hyperband_stops_runs_outside_the_best(tmp_path, early, values, stopped):
     pytest.importorskip("optuna")
     text = yaml.safe_dump({"parameters": {"a": {"values": [1, 2]}}, "early_terminate": {"type": "hyperband", **early}})
     pruner = Pruner(read_sweep(small_sweeps.write(tmp_path / "sweep.yaml", text)))
     assert [run for run, logged in values.items() if pruner.stops(run, logged)] == stopped
 
 
-def test_what_a_run_logged_before_counts_once(tmp_path):
+def test_hyperband_repeated_logged_values_count_once(tmp_path):
     pytest.importorskip("optuna")
     text = "parameters: {a: {values: [1, 2]}}\nearly_terminate: {type: hyperband, min_iter: 3}\n"
     pruner = Pruner(read_sweep(small_sweeps.write(tmp_path / "sweep.yaml", text)))
@@ -95,7 +95,7 @@ def words(folder, command, values):
     return words_of(replace(sweep, command=command), values, [])
 
 
-def test_parameters_become_words_as_by_wandbs_agent(tmp_path):
+def test_sweep_command_arguments_equal_wandb_agent(tmp_path):
     utils = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
     values = {"optimizer.lr": 1e-5, "flag": True, "off": False, "none": None, "name": "a=b c", "node": {"x": [1, 2.5]}}
     theirs = utils.create_sweep_command_args({"args": {key: {"value": value} for key, value in values.items()}})

@@ -112,7 +112,7 @@ def test_a_thought_is_not_an_answer():
     assert reward("1", "x</think>\\boxed{1}", require_thinking=True) == 1.0
 
 
-def test_parts_say_what_was_missing():
+def test_math_score_parts_report_missing_format():
     def parts(text, **options):
         score = MathGrader(**options)("7", text).parts
         assert score.pop("timed_out") == 0.0
@@ -125,7 +125,7 @@ def test_parts_say_what_was_missing():
     assert parts("The answer is 7", unmarked="none") == parts("so\n#### 7", unmarked="none") == (1.0, 0.0, 0.0)
 
 
-def test_the_format_earns_its_share():
+def test_format_reward_is_its_configured_share():
     assert reward("7", "\\boxed{8}", format_reward=0.25) == 0.25
     assert reward("7", "it is 7", format_reward=0.25) == 0.75
     assert reward("7", "\\boxed{}", format_reward=0.25) == 0.0
@@ -175,7 +175,7 @@ numbers = (
 
 @settings(quick, max_examples=300)
 @given(numbers, numbers | st.none(), st.booleans())
-def test_plain_numbers_are_equal_exactly_where_their_values_are(gold, other, point):
+def test_plain_number_answers_equal_only_by_exact_value(gold, other, point):
     value = Decimal(gold.replace(",", ""))
     if other is None:  # the same or nearly the same value, spelled in another way
         other = f"{value + Decimal('0.00001') * point:f}"
@@ -194,7 +194,7 @@ def test_fractions_are_equal_where_their_values_are(value, factor):
 
 @settings(quick, max_examples=25)
 @given(st.lists(st.integers(-99, 99), min_size=2, max_size=6, unique=True), st.data())
-def test_candidates_win_nothing(values, data):
+def test_answer_listing_several_candidates_scores_zero(values, data):
     """A text that names several values is right for none of them, however they are put together."""
     one = str(data.draw(st.sampled_from(values)))
     for join in (", ", "; ", " or ", " \\text{ or } ", " and "):
@@ -234,7 +234,7 @@ def test_no_text_makes_it_raise(text, gold):
     "answer",
     ["9" * 5000, "1+" * 600 + "1", "٧", "７", "7" + "0" * 3000, "7." + "0" * 4000, "{7", "}7", "\\", "\\frac{7}{0}"],
 )
-def test_what_is_ruled_out_costs_no_time(answer):
+def test_excluded_answers_are_rejected_quickly(answer):
     start = time.process_time()
     assert reward("7", f"\\boxed{{{answer}}}") == 0.0
     assert time.process_time() - start < 2.0
@@ -244,12 +244,12 @@ def test_an_answer_that_recurses_too_deeply_is_wrong():
     assert reward("7", f"\\boxed{{{'(' * 150}7}}") == 0.0
 
 
-def test_an_answer_that_cannot_be_read_is_not_searched_for_numbers():
+def test_unparsable_answer_is_not_searched_for_numbers():
     assert reward("7", "\\boxed{is it \\frac{1} or maybe see 7}") == 0.0
     assert not equal("see \\frac{1} on page 7.", "7")
 
 
-def test_a_long_right_answer_may_be_met_by_a_long_one():
+def test_long_gold_answer_accepts_long_correct_answer():
     # A policy that repeats itself: the patterns of units would take twenty minutes.
     assert not equal("72", "So the answer is " * 12_000 + "72")
     assert not all_equal("5", ["the answer " * 12_000 + "= 5", "5"])
@@ -301,7 +301,7 @@ def test_long_texts_are_read_in_bounded_time(piece):
     assert time.process_time() - start < 5.0
 
 
-def test_only_the_end_of_a_text_without_a_box_is_searched():
+def test_unboxed_answer_search_covers_only_text_end():
     assert reward("7", "it is 7 " + "or so " * 10) == 1.0
     assert reward("7", "it is 7 " + "or so " * TAIL_CHARS) == 0.0
 
@@ -319,12 +319,12 @@ def test_right_answers_of_data_sets(field, answer):
 
 
 @pytest.mark.parametrize("field, message", [(None, "neither"), (True, "neither"), ([1], "neither"), (float("nan"), "neither"), ("", "holds no answer"), ("$$", "holds no answer"), ("\\boxed{}", "holds no answer"), ("{1", "braces"), ("\\boxed{1", "braces")])  # fmt: skip
-def test_right_answers_that_are_none_are_refused(field, message):
+def test_invalid_gold_answers_are_refused(field, message):
     with pytest.raises(ValueError, match=message):
         gold_answer(field)
 
 
-def test_what_math_verify_cannot_read_is_compared_as_text():
+def test_answers_unreadable_by_math_verify_compare_as_text():
     assert readable("\\frac{1}{2}") and readable("72") and not readable("see \\frac{1} on page 7.")
     assert equal("see \\frac{1} on page 7.", "See  \\frac{1} on page 7") is False  # as it stands, but for spaces
     assert equal("see \\frac{1} on page 7.", "see  \\frac{1} on page 7")
@@ -338,12 +338,12 @@ def test_what_math_verify_cannot_read_is_compared_as_text():
         ({"format_reward": 1.0}, "format_reward=1.0 must lie"),
     ],
 )
-def test_knobs_out_of_range(options, message):
+def test_math_grader_out_of_range_options_raise(options, message):
     with pytest.raises(ValueError, match=message):
         MathGrader(**options)
 
 
-def test_a_hang_that_is_the_right_answer_is_scored_at_once():
+def test_answer_equal_to_expensive_gold_scores_at_once():
     assert equal("10^{10^{10}}", "$10^{10^{10}}$")
 
 
@@ -354,7 +354,7 @@ def test_normalize_keeps_brackets():
 # ---- verdicts
 
 
-def test_each_answer_of_the_table_gets_its_reward():
+def test_answer_table_rows_get_expected_rewards():
     rows = [json.loads(line) for line in TABLE.read_text().splitlines()]
     grader = MathGrader()
     assert len(rows) >= 800
@@ -377,7 +377,7 @@ def test_each_answer_of_the_table_gets_its_reward():
         ("72", "The answer is 48+24.", "If 48+24 is the price, then 3?", False),
     ],
 )
-def test_a_formula_of_the_question_is_no_answer(gold, text, question, right):
+def test_question_formula_repeated_is_not_an_answer(gold, text, question, right):
     assert MathGrader()(gold, text, question).reward == float(right)
 
 
@@ -401,7 +401,7 @@ def test_a_comparison_that_hangs_is_wrong_and_counted(monkeypatch):
         signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
-def test_grading_in_a_thread_needs_no_signal():
+def test_math_grader_works_outside_main_thread():
     rewards = []
     thread = threading.Thread(target=lambda: rewards.append(reward("7", "\\boxed{x = 7}")))
     thread.start()

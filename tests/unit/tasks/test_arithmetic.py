@@ -37,7 +37,7 @@ def question_of(problem):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_level_is_what_it_says(level):
+def test_arithmetic_level_has_declared_numbers_and_operators(level):
     form, task = LEVELS[level], Arithmetic(seed=3, level=level)
     counts, signs = set(), set()
     for index in range(300):
@@ -54,7 +54,7 @@ def test_every_level_is_what_it_says(level):
 
 
 @given(index=st.integers(0, ENDLESS - 1), seed=st.integers(0, 2**40), level=st.sampled_from(sorted(LEVELS)))
-def test_the_solution_scores_and_a_wrong_number_does_not(index, seed, level):
+def test_arithmetic_solution_scores_and_wrong_number_does_not(index, seed, level):
     task = Arithmetic(seed=seed, level=level)
     problem = task[index]
     right = evaluated(question_of(problem))
@@ -104,7 +104,7 @@ def test_held_out_questions_are_never_trained_on(level):
     assert trained and heldout and not trained & heldout
 
 
-def test_the_split_loses_nothing():
+def test_arithmetic_splits_are_disjoint_and_cover_all_questions():
     """Level 1 has 100 questions; 1,500 draws miss one of its 90 training ones with a chance of 90 exp(-1500 / 90) < 1e-5."""
     every = {f"{a}+{b}=" for a in range(10) for b in range(10)}
     trained, heldout, both = (
@@ -121,7 +121,7 @@ def test_one_question_in_eight_is_held_out():
     assert sum(map(held_out, every)) / len(every) == pytest.approx(1 / 8, abs=4 * 0.0052)
 
 
-def test_a_problem_depends_on_its_index_alone():
+def test_arithmetic_problem_depends_only_on_index():
     task = Arithmetic(seed=5, level=[3, 7])
     later = Arithmetic(seed=5, level=[3, 7], first=10, count=4)
     assert [later[i] for i in range(4)] == [task[i] for i in range(10, 14)]
@@ -201,6 +201,6 @@ def test_settings_come_from_yaml():
         ({"prompt": "Compute"}, "prompt='Compute' shows no question"),
     ],
 )
-def test_mistakes_are_named(knobs, message):
+def test_arithmetic_invalid_arguments_are_named(knobs, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Arithmetic(**knobs)

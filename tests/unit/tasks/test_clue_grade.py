@@ -74,7 +74,7 @@ def test_rules(text, exact, old):
     assert reward(text, "published") == pytest.approx(old)
 
 
-def test_parts_name_what_is_missing():
+def test_clue_grade_parts_reflect_missing_answers():
     problem = Problem("p", ({"role": "user", "content": "?"},), SOLUTION)
     score = TemporalClue().grade(problem, "A. Colonel Mustard\nB. Knife")
     assert score.reward == 0.2 and score.parts == {"accuracy": 0.2, "solved": 0.0, "format": 0.4}
@@ -109,7 +109,7 @@ texts = st.text() | st.lists(pieces).map("".join)
 
 
 @given(texts)
-def test_no_text_raises_and_the_published_rule_is_kept(text):
+def test_clue_grade_never_raises_and_matches_published_rule(text):
     assert 0.0 <= reward(text, "exact") <= 1.0
     assert reward(text, "published") == published(SOLUTION, text)
 

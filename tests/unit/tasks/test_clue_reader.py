@@ -14,7 +14,7 @@ from torchtune_ext.tasks.temporal_clue.puzzle import whole_world
 
 
 @needs_public
-def test_public_prompts_come_back_to_the_letter():
+def test_clue_reader_reproduces_public_prompts_exactly():
     for number, puzzle in enumerate(public_puzzles()):
         r = read(puzzle["prompt"])
         translate = Translator(r)
@@ -28,7 +28,7 @@ def test_public_prompts_come_back_to_the_letter():
 
 @needs_public
 @pytest.mark.timeout(300)
-def test_public_puzzles_have_the_gold_answers_and_no_others():
+def test_clue_public_puzzles_have_unique_published_answers():
     """Our reading of the clues (exclusive "or", moves, motives) leaves one world, with the published answers."""
     pytest.importorskip("ortools")
     from torchtune_ext.tasks.temporal_clue.solver import Solver

@@ -112,13 +112,13 @@ def test_the_tools_of_a_class(shop):
     assert turn.parts == {"tool_calls": 6, "tool_errors": 4}
 
 
-def test_the_last_turn_pays(shop):
+def test_tool_class_last_turn_gives_the_reward(shop):
     task = ToolClass("my_shop.Shop", ROWS, max_turns=1)
     turn = say(task.environment(task[0], 0), call("buy", item="egg"))
     assert (turn.done, turn.reward) == (False, 1.0)  # ended as "max_turns"
 
 
-def test_games_without_rows_are_drawn(shop):
+def test_tool_class_without_rows_generates_seeded_games(shop):
     task, state = ToolClass("my_shop.Shop", seed=1), random.getstate()
     questions = [task[i].messages[0]["content"] for i in range(3)]
     assert random.getstate() == state and len(set(questions)) == 3 and task[10**6]
@@ -131,7 +131,7 @@ def test_games_without_rows_are_drawn(shop):
     assert ToolClass("my_shop.Shop", seed=1, first=2, count=1)[0] == task[2]
 
 
-def test_a_template_that_shows_no_tools_leaves_them_to_the_system_message(shop):
+def test_tool_class_tools_without_template_enter_system_message(shop):
     problem = ToolClass("my_shop.Shop", ROWS, system="Tools: {tools}")[0]
     assert not problem.tools and '"name": "buy"' in problem.messages[0]["content"]
 
@@ -162,7 +162,7 @@ def test_another_game_than_the_prompts_is_refused(shop):
         ({"environment": "my_shop.Broken", "rows": ROWS}, "Broken.reset(prompt=..., budget=...) raised TypeError"),
     ],
 )
-def test_mistakes_of_a_class(shop, arguments, words):
+def test_tool_class_errors_are_named(shop, arguments, words):
     with pytest.raises(ValueError, match=".*") as error:
         _ = ToolClass(**arguments)[0]
     assert words in str(error.value)

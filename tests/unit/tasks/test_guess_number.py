@@ -12,7 +12,7 @@ from torchtune_ext.tasks.task import ConversationTask
 TASK = GuessNumber(seed=3)
 
 
-def test_it_is_a_task_of_conversations_with_a_fixed_order():
+def test_guess_number_is_deterministic_conversation_task():
     assert isinstance(TASK, ConversationTask)
     assert TASK[7] == GuessNumber(seed=3)[7] == GuessNumber(seed=3, first=5)[2] != GuessNumber(seed=4)[7]
     problem = TASK[7]
@@ -21,7 +21,7 @@ def test_it_is_a_task_of_conversations_with_a_fixed_order():
     assert high - low == 30 and low <= number <= high
 
 
-def test_no_number_of_a_range_is_in_both_splits():
+def test_guess_number_splits_share_no_number_per_range():
     sets = [
         {(p.answer["low"], p.answer["number"]) for p in map(GuessNumber(seed=s, split=split).__getitem__, range(1500))}
         for s, split in ((1, "train"), (2, "heldout"))
@@ -34,12 +34,12 @@ def turns_of(halving, problems=400):
     return [len(task.solution(task[i])) // 2 + 1 for i in range(problems)]
 
 
-def test_who_halves_needs_at_most_five_turns_and_others_more():
+def test_guess_number_bisection_needs_at_most_five_turns():
     assert max(turns_of(1.0)) == math.floor(math.log2(31)) + 1 == TASK.max_turns
     assert max(turns_of(0.0)) > 5
 
 
-def test_solutions_are_conversations_that_the_game_gives():
+def test_guess_number_solutions_equal_game_conversations():
     for index in range(50):
         problem = TASK[index]
         messages, game, answers = TASK.solution(problem), Game(problem.answer["number"]), []
@@ -51,7 +51,7 @@ def test_solutions_are_conversations_that_the_game_gives():
 
 
 @pytest.mark.parametrize("text", ["", "x", "12 13", "-3", "1" * 10, "12."])
-def test_what_is_no_number_ends_the_game(text):
+def test_guess_number_non_number_ends_the_game(text):
     turn = Game(12).step({"role": "assistant", "content": text})
     assert (turn.done, turn.reward, turn.parts["failed"]) == (True, 0.0, 1.0)
 

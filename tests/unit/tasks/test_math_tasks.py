@@ -99,7 +99,7 @@ def test_rows_of_csv_are_texts(tmp_path):
         Jsonl(strict, path=str(tmp_path / "some.csv"), question="prompt")
 
 
-def test_rows_become_problems(path):
+def test_math_rows_become_problems(path):
     task = Math(path=path, solution="why")
     assert len(task) == 3 and [task[i].id for i in range(3)] == ["some-000000", "some-000001", "some-000002"]
     assert task[1].answer == "\\frac{1}{2}" and task[1] == task[1]
@@ -132,7 +132,7 @@ def test_parquet_is_read_without_unneeded_columns(parquet, monkeypatch):
     assert [sorted(columns) for columns in read] == [["answer", "question"], ["answer", "question", "why"]]
 
 
-def test_training_and_held_out_questions_stay_apart(path):
+def test_math_train_and_held_out_questions_are_disjoint(path):
     train, held_out = Math(path=path, count=2), Math(path=path, first=2)
     assert [train[0].id, train[1].id, held_out[0].id] == ["some-000000", "some-000001", "some-000002"]
     assert held_out.solution(held_out[0]) == "The answer is $\\boxed{6}$."
@@ -143,7 +143,7 @@ def test_training_and_held_out_questions_stay_apart(path):
 
 
 @pytest.mark.parametrize("kind", ["path", "parquet"])
-def test_fields_below_others_and_templates(kind, request):
+def test_math_nested_fields_and_templates_are_read(kind, request):
     file = request.getfixturevalue(kind)
     task = Math(path=file, question="From {meta.source}: {question} \\boxed{}", answer="meta.list.0.truth")
     assert task[1].messages[0]["content"].startswith("From b: half of 1? \\boxed{}")
@@ -165,7 +165,7 @@ def test_prompts(path):
         Math(path=path, prompt="Solve it")
 
 
-def test_a_task_reads_unmarked_texts_unless_the_prompt_asks_for_a_mark(path):
+def test_math_unmarked_answers_accepted_unless_prompt_requires_mark(path):
     for options, reward in (
         ({}, 0.0),
         ({"unmarked": "last_number"}, 1.0),
@@ -184,7 +184,7 @@ def test_a_task_denies_the_formula_of_the_question(path):
     assert task.grade(task[2], "\\boxed{2*3}").reward == 0.0 and task.grade(task[2], "\\boxed{2+4}").reward == 1.0
 
 
-def test_a_solution_thinks_where_the_task_wants_it(path):
+def test_math_solution_includes_thinking_when_required(path):
     for options in ({"require_thinking": True}, {"format": "think", "format_reward": 0.2}):
         task = Math(path=path, solution="why", **options)
         assert task.solution(task[0]) == "<think>\nOne and one.\n</think>\n\nThe answer is $\\boxed{2}$."
@@ -213,7 +213,7 @@ def test_answers_of_any_type_reach_the_grader(path):
     assert task[0].answer == {"source": "a", "list": [{"truth": 2}]}
 
 
-def test_a_grading_process_gets_no_rows_and_imports_no_data_library(path):
+def test_math_grading_process_gets_no_rows_or_imports(path):
     task = Math(path=path)
     assert b"half of 1" not in pickle.dumps(task)
     code = (
@@ -244,7 +244,7 @@ def test_a_grading_process_gets_no_rows_and_imports_no_data_library(path):
         ('{"question": "a", "answer": 1}\n' + '{"question": "a", "answer": ""}\n' * 5, "bad: 5 of 6 right answers cannot be used: bad-000001 is '', which holds no answer; bad-000002"),
     ],
 )  # fmt: skip
-def test_mistakes_in_a_file_are_named(tmp_path, text, message):
+def test_math_invalid_file_rows_are_named(tmp_path, text, message):
     (tmp_path / "bad.jsonl").write_text(text)
     with pytest.raises(ValueError, match=message):
         Math(path=str(tmp_path / "bad.jsonl"))
@@ -308,7 +308,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch, tmp_path):
         Math("gsm8k", split="test")
 
 
-def test_a_data_set_in_the_manner_of_the_hub(tmp_path):
+def test_math_loads_hub_style_dataset_folder(tmp_path):
     """`load_dataset` takes a folder for an id as well: the real library, without a network."""
     (tmp_path / "sums").mkdir()
     jsonl(tmp_path / "sums", [{**row, "answer": "x"} for row in ROWS], "train.jsonl")
@@ -324,7 +324,7 @@ def test_a_data_set_in_the_manner_of_the_hub(tmp_path):
         Math(hub=str(tmp_path / "sums"), split="train", question="problem")
 
 
-def test_knobs_that_contradict_each_other(path):
+def test_math_conflicting_arguments_raise(path):
     for options, message in (
         ({}, "name where the questions come from: path: FILE"),
         ({"dataset": "math5000"}, "dataset='math5000': choose one of gsm8k, math500"),

@@ -37,7 +37,7 @@ def rewards(task, items):
     return [outcome.reward for outcome in outcomes]
 
 
-def test_the_page_begins_with_a_function_and_a_whole_run(page):
+def test_reward_page_begins_with_function_and_complete_run(page):
     files = ["my_reward.py", "make_rows.py", "my_run.yaml", "make_questions.py", "my_warmup.yaml"]
     assert list(shown_files(page))[:5] == files
     assert shown_commands(page, "python make_questions.py") == [
@@ -48,7 +48,7 @@ def test_the_page_begins_with_a_function_and_a_whole_run(page):
     ]
 
 
-def test_the_function_grades_what_a_policy_may_write(folder):
+def test_reward_page_function_grades_arbitrary_text(folder):
     cfg = OmegaConf.load("my_run.yaml")
     task, held_out = instantiate(component(cfg.task)), instantiate(component(cfg.evaluation.task))
     assert (len(task), len(held_out)) == (9700, 300)
@@ -62,7 +62,7 @@ def test_the_function_grades_what_a_policy_may_write(folder):
     assert all(0 < reward <= 1 for reward in odd)
 
 
-def test_what_the_warm_up_learns_gets_a_reward(folder):
+def test_reward_page_warmup_solutions_get_expected_reward(folder):
     """Half of its solutions are right; the guesses are 0 to 3 away, on both sides."""
     task = instantiate(component(OmegaConf.load("my_warmup.yaml").task))
     assert len(task) >= OmegaConf.load("my_warmup.yaml").num_problems
@@ -73,7 +73,7 @@ def test_what_the_warm_up_learns_gets_a_reward(folder):
     assert {len(text.split()) for _, text in items} == {1, 3}
 
 
-def test_a_score_with_parts_and_a_function_for_a_task_of_ours(folder):
+def test_reward_page_score_parts_and_custom_grade_work(folder):
     import my_rewards
 
     problem = Problem("p", (), 24)
@@ -137,7 +137,7 @@ def server(monkeypatch):
     server.server_close()
 
 
-def test_a_judge_behind_a_server(folder, server):
+def test_reward_page_server_judge_scores_and_reports_errors(folder, server):
     text = (folder / "my_server_judge.py").read_text()
     assert text.count("http://localhost:8000/v1/chat/completions") == 1
     (folder / "my_server_judge.py").write_text(text.replace("http://localhost:8000/v1/chat/completions", server))
@@ -154,7 +154,7 @@ def test_a_judge_behind_a_server(folder, server):
             assert outcome.cause.startswith("json.decoder.JSONDecodeError") and "my_server_judge.py:" in outcome.cause
 
 
-def test_a_task_of_ones_own(folder):
+def test_reward_page_custom_task_works(folder):
     from my_task import Sums
 
     task = Sums(largest=20)

@@ -41,7 +41,7 @@ def level_of(problem):
     return problem.id.partition("/")[0]
 
 
-def test_levels_with_a_signal_are_asked_most_and_none_is_forgotten():
+def test_selection_prefers_learnable_levels_and_revisits_others():
     steps, values = play(ProblemStream(levels(), 0), 60, lambda problem: level_of(problem) in HAS_SIGNAL)
     first, late = (Counter(map(level_of, sum(part, []))) for part in (steps[:1], steps[20:]))
     assert set(first) == {"level=1", "level=4", "level=7"} and max(first.values()) < 15
@@ -57,7 +57,7 @@ def test_levels_with_a_signal_are_asked_most_and_none_is_forgotten():
     assert len(set(ids)) == len(ids), "an endless task asks nothing twice"
 
 
-def test_problems_without_a_signal_are_asked_less_but_in_each_few_epochs():
+def test_selection_zero_variance_problems_repeat_every_few_epochs():
     task = problems()
     keen = {task[i].id for i in range(10)}
     steps, values = play(ProblemStream(task, 0), 100, lambda problem: problem.id in keen)
@@ -68,7 +68,7 @@ def test_problems_without_a_signal_are_asked_less_but_in_each_few_epochs():
     assert values == {"selection/settled": 0.75}
 
 
-def test_a_problem_or_level_that_has_a_signal_again_comes_back():
+def test_selection_problem_regaining_reward_variance_returns():
     stream = ProblemStream(levels(), 0)
     play(stream, 30, lambda problem: level_of(problem) == "level=1")
     steps, _ = play(stream, 60, lambda problem: level_of(problem) == "level=7")
@@ -77,7 +77,7 @@ def test_a_problem_or_level_that_has_a_signal_again_comes_back():
 
 
 @pytest.mark.parametrize("make", [levels, problems])
-def test_a_resumed_run_asks_the_same(make):
+def test_selection_resumed_run_asks_identical_problems(make):
     def signal(problem):
         return hash(problem.answer[-1]) % 3 == 0
 
@@ -102,11 +102,11 @@ def test_a_resumed_run_asks_the_same(make):
         ([{"generators": {"chain_sum": {"min_terms": 2}}}, {"generators": {"gcd": None}}], ["chain_sum", "gcd"]),
     ],
 )
-def test_levels_are_named_by_what_differs(levels, names):
+def test_selection_level_names_show_differences(levels, names):
     assert [name or "default" for name in level_names(levels)] == names
 
 
-def test_it_grades_as_the_task_does_and_has_what_that_has():
+def test_selection_wrapper_preserves_grading_and_environment():
     task = pickle.loads(pickle.dumps(levels()))
     for index in range(6):
         problem = task[index]
@@ -118,7 +118,7 @@ def test_it_grades_as_the_task_does_and_has_what_that_has():
     assert problem.id.startswith("size=31/") and game.environment(problem, 0).number == problem.answer["number"]
 
 
-def test_samples_without_a_score_say_nothing():
+def test_selection_ignores_ungraded_samples():
     task = levels()
     failed = task[0], [("", None, "infra_failed")] * 3 + [("", Score(1.0), "scored")]
     assert set(task.observe(1, [failed], None).values()) == {1.0}

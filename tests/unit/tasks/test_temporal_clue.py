@@ -45,7 +45,7 @@ needs_ortools = pytest.mark.skipif(ortools is None, reason="needs OR-Tools: it m
         ("{suspects: 2, weapons: 2, rooms: 2, times: 3}", 2),
     ],
 )
-def test_every_night_tried_leaves_one_set_of_answers_and_no_clue_is_idle(size, count):
+def test_clue_puzzles_have_unique_answers_and_minimal_clues(size, count):
     size = parse_size(size)
     for index in range(count):
         puzzle = make_puzzle(11, index, size)
@@ -60,7 +60,7 @@ def test_every_night_tried_leaves_one_set_of_answers_and_no_clue_is_idle(size, c
 
 
 @needs_ortools
-def test_big_puzzles_are_settled_by_their_clues_and_by_no_fewer():
+def test_clue_big_puzzles_are_solvable_with_minimal_clues():
     """The same for sizes beyond trying: a solver that is given the text of the puzzle alone."""
     for index in range(3):
         puzzle = make_puzzle(5, index, Size(6, 5, 8, 4, 4, bonus=3))
@@ -78,7 +78,7 @@ def test_big_puzzles_are_settled_by_their_clues_and_by_no_fewer():
 
 
 @needs_ortools
-def test_a_clue_means_the_same_to_reader_record_and_solver():
+def test_clue_meaning_agrees_between_reader_record_and_solver():
     """In every possible night (the solver: in some of them), for every kind of clue."""
     kinds = set()
     for index in range(25):
@@ -103,7 +103,7 @@ def test_a_clue_means_the_same_to_reader_record_and_solver():
 
 
 @needs_ortools
-def test_both_ways_to_few_clues_leave_the_same_ones():
+def test_clue_both_reduction_methods_keep_same_clues():
     for seed in range(12):
         rng = random.Random(seed)
         size = Size((2, 3), (2, 3), (2, 4), (1, 3), (0, 3))
@@ -117,7 +117,7 @@ def test_both_ways_to_few_clues_leave_the_same_ones():
 
 
 @needs_ortools
-def test_every_kind_of_clue_appears_and_a_kind_left_out_does_not():
+def test_clue_kinds_all_appear_and_excluded_kind_never():
     size = Size(4, 3, 5, 4, 3)
     kinds = {clue[0] for index in range(12) for clue in read(make_puzzle(1, index, size).prompt).clues}
     assert {"place", "or", "iff", "same room", "together", "beside", "moved", "carried", "motive"} <= kinds
@@ -128,7 +128,7 @@ def test_every_kind_of_clue_appears_and_a_kind_left_out_does_not():
 
 
 @needs_ortools
-def test_numbers_of_everything_are_those_asked_for():
+def test_clue_puzzle_counts_match_requested_size():
     size = Size((2, 4), 3, (5, 6), (1, 3), (0, 4), bonus=(0, 2))
     counts = set()
     for index in range(40):
@@ -141,7 +141,7 @@ def test_numbers_of_everything_are_those_asked_for():
 
 
 @needs_ortools
-def test_a_puzzle_is_a_pure_function_of_seed_and_index():
+def test_clue_puzzle_is_pure_function_of_seed_index():
     """The same in other processes, whatever PYTHONHASHSEED is, and whichever puzzles were made before."""
     code = (
         "from torchtune_ext.tasks.temporal_clue.files import *; from torchtune_ext.tasks.temporal_clue.size import *\n"
@@ -169,7 +169,7 @@ def test_a_puzzle_is_a_pure_function_of_seed_and_index():
 
 
 @needs_ortools
-def test_two_processes_make_what_one_makes():
+def test_clue_two_processes_equal_one():
     size = parse_size("small")
     assert list(generate(0, 30, size, workers=2, first=5)) == [make_puzzle(0, index, size) for index in range(5, 35)]
 
@@ -195,7 +195,7 @@ def test_task_of_generated_puzzles():
 
 
 @needs_ortools
-def test_task_goes_to_worker_processes_and_takes_yaml():
+def test_clue_task_is_picklable_and_accepts_yaml():
     omegaconf = pytest.importorskip("omegaconf")
     node = omegaconf.OmegaConf.create(
         "{suspects: [2, 3], weapons: 2, rooms: 2, clues: [direct, or], whole_world: true}"
@@ -205,7 +205,7 @@ def test_task_goes_to_worker_processes_and_takes_yaml():
     assert pickle.loads(pickle.dumps(task))[3] == task[3]
 
 
-def test_making_puzzles_without_ortools_says_what_to_install():
+def test_clue_without_ortools_reports_install_command():
     code = (
         "import sys; sys.modules['ortools'] = None\n"
         "from torchtune_ext.tasks.temporal_clue import TemporalClue\n"
@@ -294,7 +294,7 @@ def test_a_malformed_list_is_named(tmp_path):
 
 @needs_public
 @needs_ortools
-def test_public_files_and_ours_have_the_same_fields(tmp_path):
+def test_clue_public_and_own_files_share_fields(tmp_path):
     write_jsonl(tmp_path / "ours.jsonl", [make_puzzle(0, 0, NAMED["public"])])
     ours = json.loads((tmp_path / "ours.jsonl").read_text())
     public = json.loads((DATA / "val.json").read_text())[0]
@@ -370,7 +370,7 @@ def test_command_refuses_wrong_numbers(tmp_path, words, message):
     assert not out.exists()
 
 
-def test_command_says_that_a_process_of_its_was_killed(tmp_path, monkeypatch):
+def test_clue_command_reports_killed_worker_process(tmp_path, monkeypatch):
     def generate(*settings):
         raise BrokenProcessPool("ended abruptly")
         yield
@@ -381,7 +381,7 @@ def test_command_says_that_a_process_of_its_was_killed(tmp_path, monkeypatch):
 
 
 @needs_ortools
-def test_ctrl_c_is_python_s_after_a_puzzle_too():
+def test_clue_solver_preserves_ctrl_c_handling():
     """CP-SAT would take SIGINT from Python with its first solve, and the next Ctrl-C would end the process without a word."""
     script = """
 import os, signal, time
@@ -399,7 +399,7 @@ except KeyboardInterrupt:
 
 
 @needs_ortools
-def test_puzzles_replace_puzzles_and_nothing_else(tmp_path, monkeypatch):
+def test_clue_command_overwrites_only_puzzle_files(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     for _ in range(2):

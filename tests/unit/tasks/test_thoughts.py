@@ -94,7 +94,7 @@ def graded(grader, tokenizer, texts):
 
 
 @pytest.mark.parametrize("special", [None, False, True], ids=["characters", "tokens", "special tokens"])
-def test_a_thought_that_the_template_opens_is_no_answer(grader, tmp_path, special):
+def test_thinking_opened_by_template_excluded_from_answer(grader, tmp_path, special):
     tokenizer = ChatTokenizer(model_dir(tmp_path, special), THINKS)
     grades = graded(grader, tokenizer, [CUT, ENDED])
     assert grades["3", CUT] == (f"<think>\n{CUT}", 0.0, 0.0)
@@ -103,14 +103,14 @@ def test_a_thought_that_the_template_opens_is_no_answer(grader, tmp_path, specia
 
 
 @pytest.mark.parametrize("template", [PLAIN, SWITCHED_OFF], ids=["plain", "switched off"])
-def test_other_templates_leave_the_text_as_it_was_sampled(grader, tmp_path, template):
+def test_templates_without_thinking_leave_sampled_text_unchanged(grader, tmp_path, template):
     tokenizer = ChatTokenizer(model_dir(tmp_path, False), template)
     grades = graded(grader, tokenizer, [CUT, f"<think>{ENDED}"])
     assert grades["3", CUT] == (CUT, 1.0, 0.0)
     assert grades["4", f"<think>{ENDED}"] == (f"<think>{ENDED}", 1.0, 1.0)
 
 
-def test_a_question_that_speaks_of_thoughts_opens_none(tmp_path):
+def test_question_mentioning_think_tags_opens_no_thinking(tmp_path):
     tokenizer = ChatTokenizer(model_dir(tmp_path, False), PLAIN)
     assert tokenizer.opened_thought(tokenizer.prompt_ids([{"role": "user", "content": "What is <think>"}])) == ""
     assert tokenizer.opened_thought(tokenizer.encode("Think first.\n<think>\n\n")) == "<think>\n\n"
@@ -123,7 +123,7 @@ def played(task, problem, text):
     return task.environment(problem, 0).step({"role": "assistant", "content": text}).reward
 
 
-def test_graders_read_what_follows_the_thought():
+def test_graders_read_text_after_thinking():
     guess, clue = GuessNumber(count=1), TemporalClue(seed=0, count=1)
     tasks = [Arithmetic(level=3, count=1), clue, TemporalClue(seed=0, count=1, grader="published"), guess]
     solutions = [task.solution(task[0]) for task in tasks[:3]] + [str(guess[0].answer["number"])]

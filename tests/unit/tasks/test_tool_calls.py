@@ -50,13 +50,13 @@ def test_calls_are_read(text, calls):
         ("7", "7 is not a tool call"),
     ],
 )
-def test_tool_calls_unreadable_text_is_a_mistake(inside, words):
+def test_tool_calls_unreadable_text_raises(inside, words):
     with pytest.raises(ValueError, match=".*") as error:
         tool_calls(f"<tool_call>{inside}</tool_call>")
     assert words in str(error.value)
 
 
-def test_tool_calls_nested_a_thousand_levels_are_mistakes():
+def test_tool_calls_thousand_nested_levels_raise():
     # At some of these depths the call can be read, but not written again.
     for depth in range(900, 1100):
         with pytest.raises(ValueError, match="not JSON|is not a tool call"):

@@ -45,7 +45,7 @@ recurring|mod three|squared inches|factorial ways|hundred dollars|not six|is wro
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_unit_changes_nothing(unit):
+def test_answer_with_unit_equals_answer_without(unit):
     for answer in (f"5 {unit}", f"5 \\text{{ {unit}}}", f"5\\,\\mathrm{{{unit}}}", f"5~\\text{{{unit}}}"):
         assert without_unit(answer) == "5", answer
         assert reward("5", f"\\boxed{{{answer}}}") == 1.0 and reward("6", f"\\boxed{{{answer}}}") == 0.0
@@ -55,7 +55,7 @@ def test_a_unit_changes_nothing(unit):
 
 
 @pytest.mark.parametrize("words", NO_UNITS)
-def test_words_that_change_the_value_are_no_unit(words):
+def test_value_changing_words_are_not_units(words):
     for answer in (f"5 {words}", f"5 \\text{{ {words}}}", f"5\\text{{ ({words})}}"):
         assert without_unit(answer).replace("\\", "") != "5"
         assert reward("5", f"\\boxed{{{answer}}}") == 0.0, answer
@@ -71,7 +71,7 @@ def test_words_that_change_the_value_are_no_unit(words):
         "5 \\text{ if odd or six otherwise}", "It is 5 million.", "It is $5 \\text{ squared}$.", "5 per cent",
     ],
 )  # fmt: skip
-def test_nor_are_they_in_a_text_without_a_box(text):
+def test_value_changing_words_without_box_are_not_units(text):
     assert reward("5", text) == 0.0
 
 
@@ -91,7 +91,7 @@ def test_equal_but_for_units(gold, answer, right):
     assert equal(gold, answer) is right
 
 
-def test_many_words_cost_no_time():
+def test_split_unit_long_text_stays_fast():
     for text in ("a" * 900, "\\text{a" * 150, "5" + " a" * 450, "5" + "\\text{ a }" * 90 + "!", "ab-" * 300):
         assert split_unit(text) == (text, "")
 
@@ -104,11 +104,11 @@ def test_many_words_cost_no_time():
         ("apples", "pears", False), ("km", "apples", False), ("square units", "units", True), ("units", "cm", False), ("^\\circ\\text{C}", "^\\circ\\text{F}", True),
     ],
 )  # fmt: skip
-def test_known_units_contradict_each_other(unit, other, differ):
+def test_unit_contradiction_is_symmetric_and_as_expected(unit, other, differ):
     assert contradict(spelled(unit), spelled(other)) is contradict(spelled(other), spelled(unit)) is differ
 
 
-def test_numbers_in_words():
+def test_number_word_parses_numbers_only():
     words = ("five", "Twenty-one", "negative three", "minus 3", "two hundred", "one hundred and five", "zero")
     assert [number_word(text) for text in words] == ["5", "21", "-3", "-3", "200", "105", "0"]
     assert [number_word(text) for text in ("", "five six", "twenty ten", "hundred", "5", "apples", "one or two")] == [
@@ -157,11 +157,11 @@ def test_percentages():
         ("or so", None),
     ],
 )
-def test_the_values_that_a_text_ends_with(text, values):
+def test_last_values_finds_final_values_of_text(text, values):
     assert last_values(text) == values
 
 
-def test_words_that_change_a_number():
+def test_changes_value_detects_scaling_words():
     assert all(map(changes_value, ("squared", "tenths", "sixes", "lakhs", "crores", "gross", "twenties", "bn")))
     assert not any(map(changes_value, ("seconds", "boxes", "apples")))
 
@@ -260,7 +260,7 @@ def naming_several(rng):
     return one, rng.choice(first)
 
 
-def test_to_name_several_candidates_gains_nothing():
+def test_text_naming_several_candidates_scores_zero():
     rng = random.Random(0)
     cases = [naming_several(rng) for _ in range(COUNT)]
     assert [case for case in cases if reward(*case)] == []

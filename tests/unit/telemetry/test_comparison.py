@@ -53,7 +53,7 @@ def test_the_page_holds_curves_and_results(two, tmp_path):
     ]
 
 
-def test_a_mean_of_partial_rewards_is_no_accuracy(tmp_path):
+def test_comparison_partial_rewards_are_not_labeled_accuracy(tmp_path):
     make_one(tmp_path / "one", settings(1e-6), **{"eval/solved_sampled": 0.0})
     make_one(tmp_path / "two", settings(3e-6))
     overview = overview_of(build_comparison([tmp_path]))
@@ -61,7 +61,7 @@ def test_a_mean_of_partial_rewards_is_no_accuracy(tmp_path):
     assert overview["panels"][0]["title"] == "Held-out reward"
 
 
-def test_nothing_in_a_run_breaks_the_page(tmp_path):
+def test_comparison_hostile_run_content_is_escaped(tmp_path):
     name = "größer </script> “B”"
     runs = [make_one(tmp_path / f"{name} {i}".replace("/", "|"), settings(1e-6 * (i + 1), note=HOSTILE * (i + 1)), hostile=True, **{f"own/{HOSTILE}": 1.0})
             for i in range(2)]  # fmt: skip
@@ -75,7 +75,7 @@ def test_nothing_in_a_run_breaks_the_page(tmp_path):
         assert unsafe not in code
 
 
-def test_a_sweep_is_compared_without_what_failed(tmp_path):
+def test_comparison_of_sweep_excludes_failed_runs(tmp_path):
     report = build_comparison([make_sweep(tmp_path / "sweep")])
     assert report.path == tmp_path / "sweep" / "report.html" and report.runs == 10
     assert report.table.splitlines()[1].split("  ")[:4] == ["F", "lr 0.0001, clip_high 0.3", "0.7461", ""]
@@ -84,7 +84,7 @@ def test_a_sweep_is_compared_without_what_failed(tmp_path):
     assert texts(overview) == [f"bad{number} failed: loss is not finite {HOSTILE}." for number in range(2)]
 
 
-def test_what_failed_late_is_not_what_its_settings_came_to(tmp_path):
+def test_comparison_excludes_runs_that_failed_late(tmp_path):
     folder = make_sweep(tmp_path / "sweep", rates=(1e-5, 1e-4), failed=0, clips=(0.2,))
     record = json.loads((folder / "sweep.json").read_text())
     record["runs"][1] |= {"state": "failed", "value": None, "cause": "out of memory"}
@@ -94,12 +94,12 @@ def test_what_failed_late_is_not_what_its_settings_came_to(tmp_path):
     assert report.left_out == ["run10 failed: out of memory."]
 
 
-def test_a_sweep_in_which_everything_failed_has_no_page(tmp_path):
+def test_comparison_of_fully_failed_sweep_raises(tmp_path):
     with pytest.raises(ValueError, match="sweep: .*bad0 failed: loss is not finite"):
         build_comparison([make_sweep(tmp_path / "sweep", rates=(), failed=3)])
 
 
-def test_less_is_better_where_a_sweep_says_so(tmp_path):
+def test_comparison_minimizing_sweep_sorts_lower_first(tmp_path):
     for name, rate, loss in (("a", 1e-6, 0.5), ("b", 2e-6, 0.3)):
         make_one(tmp_path / name, settings(rate), rollouts=False, **{"loss/total": loss})
     runs = [{"id": name, "parameters": {}, "state": "finished", "cause": ""} for name in ("a", "b")]
@@ -124,7 +124,7 @@ def test_the_command(two, tmp_path, capsys, monkeypatch):
     capsys.readouterr()
 
 
-def test_paths_that_are_no_runs_are_named_with_those_near_them(two, tmp_path):
+def test_comparison_invalid_paths_reported_with_nearby_runs(two, tmp_path):
     (tmp_path / "empty").mkdir()
     for path, words in (
         (tmp_path / "three", "three is no folder of a run or of a sweep; runs in .*: one, two"),
@@ -136,11 +136,11 @@ def test_paths_that_are_no_runs_are_named_with_those_near_them(two, tmp_path):
     assert not (tmp_path / "page.html").exists()
 
 
-def test_a_run_that_is_named_twice_is_there_once(two, tmp_path):
+def test_comparison_duplicate_run_is_listed_once(two, tmp_path):
     assert build_comparison([two[0], two[0] / ".." / "one", tmp_path], tmp_path / "page.html").runs == 2
 
 
-def test_a_run_with_nothing_to_show_is_named_and_passed_over(two, tmp_path):
+def test_comparison_empty_run_is_reported_and_skipped(two, tmp_path):
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "run.json").write_text(json.dumps({"id": "new", "config": settings()}))
     for name, text in (("broken", '{"step": 1}\nno json\n{"step": 2}\n'), ("odd", "[1, 2]\n[3]\n")):
@@ -159,7 +159,7 @@ def test_a_run_with_nothing_to_show_is_named_and_passed_over(two, tmp_path):
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "name": "s", "metric": null, "parameters": {}, "runs": []}',
                                   '{"format": 1, "name": "s", "metric": {"name": "m"}, "parameters": {}, "runs": [{"id": "../../x", "parameters": {}, "state": "failed", "cause": ""}]}'])  # fmt: skip
-def test_a_damaged_sweep_is_said(tmp_path, text):
+def test_comparison_damaged_sweep_is_reported(tmp_path, text):
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(ValueError, match="sweep.json is damaged"):
         build_comparison([tmp_path])
@@ -190,7 +190,7 @@ def test_a_page_stays_small(tmp_path, monkeypatch):
     assert len(overview["rows"]) == 6
 
 
-def test_a_warm_up_beside_a_run_that_was_resumed_and_one_that_was_not_evaluated(tmp_path):
+def test_comparison_supports_warmup_resumed_and_unevaluated_runs(tmp_path):
     warmup = {"seed": 0, "num_problems": 60, "epochs": 1, "batch_problems": 1, "optimizer": {"lr": 1e-3}}
     make_one(tmp_path / "warmup", warmup, every=0, **{"loss/nll": 0.5})
     broken = {"loss/kl_ref": lambda step: float("nan") if step == 3 else 0.1}
@@ -208,7 +208,7 @@ def test_a_warm_up_beside_a_run_that_was_resumed_and_one_that_was_not_evaluated(
     assert titles[:4] == ["Reward", "Held-out accuracy", "Completion length", "Negative log-likelihood"]
 
 
-def test_lines_are_what_was_logged(tmp_path):
+def test_comparison_lines_equal_logged_values(tmp_path):
     make_one(tmp_path / "a", settings(), rollouts=False)
     make_one(
         tmp_path / "b",

@@ -10,7 +10,7 @@ from torchtune_ext.telemetry.comparison import result_of, target_of
 from torchtune_ext.telemetry.runs import differences, find_runs, short_keys
 
 
-def test_folders_tell_no_runs_apart(tmp_path):
+def test_comparison_folder_paths_do_not_distinguish_runs(tmp_path):
     for seed in (0, 1):
         for rate in (1e-6, 3e-6):
             start = {"path": str(tmp_path / f"r{rate}{seed}" / "start")}
@@ -26,7 +26,7 @@ def test_folders_tell_no_runs_apart(tmp_path):
     assert labels[0] == "seed 0, lr 1e-06"
 
 
-def test_the_name_of_a_folder_is_no_value(tmp_path, monkeypatch):
+def test_comparison_folder_name_does_not_replace_values(tmp_path, monkeypatch):
     """An `output_dir` may have the name of a value, and no value becomes another one by that."""
     monkeypatch.chdir(tmp_path)
     for name in ("bf16", "fp32"):
@@ -35,7 +35,7 @@ def test_the_name_of_a_folder_is_no_value(tmp_path, monkeypatch):
     assert keys == ["precision"] and labels == ["precision bf16", "precision fp32"]
 
 
-def test_a_key_that_only_one_run_has_differs_and_labels_stay_short(tmp_path):
+def test_comparison_key_missing_from_one_run_differs(tmp_path):
     make_one(tmp_path / "a", settings(), steps=2, rollouts=False)
     make_one(tmp_path / "b", settings(loss={"terms": ["x" * 5000], "größe": "ü"}), steps=2, rollouts=False)
     keys, _, labels = differences(find_runs([tmp_path])[0])
@@ -44,7 +44,7 @@ def test_a_key_that_only_one_run_has_differs_and_labels_stay_short(tmp_path):
     assert short_keys(["a.lr", "b.lr", "a.seed", "task._component_"]) == ["a.lr", "b.lr", "seed", "task._component_"]
 
 
-def test_runs_are_compared_by_what_they_have(tmp_path):
+def test_comparison_result_metric_depends_on_evaluations(tmp_path):
     """Held-out accuracy at the newest step that has it, or else the mean reward of the last tenth of the steps."""
     for name, seed in (("a", 0), ("b", 1)):
         make_one(tmp_path / "evaluated" / name, settings(seed=seed), steps=65, rollouts=False)
@@ -61,7 +61,7 @@ def test_runs_are_compared_by_what_they_have(tmp_path):
     assert result_of(runs[0], "eval/accuracy_sampled") is None
 
 
-def test_a_metric_that_a_sweep_names_keeps_its_name(tmp_path):
+def test_comparison_sweep_metric_keeps_its_name(tmp_path):
     make_one(tmp_path / "a", rollouts=False, **{"own/accuracy": 0.5, "eval/solved_sampled": 0.0})
     runs, _, _ = find_runs([tmp_path])
     named = {"metric": {"name": "own/accuracy", "goal": "maximize"}}

@@ -49,7 +49,7 @@ def unpacked(blob):
     return json.loads(gzip.decompress(base64.b64decode(blob)))
 
 
-def test_groups_with_a_signal_come_first_and_some_without_are_kept(tmp_path):
+def test_excerpts_prefer_nonzero_variance_groups_and_keep_others(tmp_path):
     silent = [group(f"silent-{n}", [0.5, 0.5]) for n in range(9)]
     loud = [group(f"loud-{n}", [0.5 - n / 20, 0.5 + n / 20]) for n in range(1, 10)]
     paths = stored(tmp_path, {1: silent + loud, 2: silent[:4] + loud[:2], 3: loud, 4: silent})
@@ -79,7 +79,7 @@ def leave_a_tokenizer(folder, *texts):
     return tokenizer
 
 
-def test_a_prompt_is_shown_as_the_model_read_it_where_there_is_a_tokenizer(tmp_path, caplog):
+def test_excerpts_show_decoded_prompt_with_available_tokenizer(tmp_path, caplog):
     tokenizer = leave_a_tokenizer(tmp_path / "model", "the cat sat on the mat, the end")
     excerpts = excerpts_of(
         stored(tmp_path, {1: [group("g", [0.0, 1.0])]}), Limits(), [tmp_path / "nowhere", tmp_path / "model"]
@@ -94,7 +94,7 @@ def conversations(**rest):
     return Group(Problem("game", ({"role": "user", "content": "40-70"},), 58), np.arange(3), (won, lost))
 
 
-def test_a_conversation_is_shown_by_its_turns(tmp_path):
+def test_excerpts_episode_is_shown_by_turns(tmp_path):
     (shown,) = unpacked(excerpts_of(stored(tmp_path, {1: [conversations()]}), Limits()).blobs[1])
     sample = shown["samples"][0]
     assert [(m["role"], m["content"], m["reward"]) for m in sample["messages"]] == [
@@ -105,7 +105,7 @@ def test_a_conversation_is_shown_by_its_turns(tmp_path):
     assert [each["finish"] for each in shown["samples"]] == ["completed", "max_turns"]
 
 
-def test_what_an_environment_answered_counts_for_nothing_that_was_sampled(tmp_path):
+def test_excerpts_environment_tokens_excluded_from_sampled_values(tmp_path):
     excerpts = excerpts_of(stored(tmp_path, {1: [conversations()]}), Limits())
     sample = unpacked(excerpts.blobs[1])[0]["samples"][0]
     assert (sample["count"], sample["total"]) == (9, 15)
@@ -113,7 +113,7 @@ def test_what_an_environment_answered_counts_for_nothing_that_was_sampled(tmp_pa
     assert sample["versions"] == [[0, 3], [1, 3], [2, 3]]
 
 
-def test_a_conversation_of_one_turn_that_was_cut(tmp_path):
+def test_excerpts_single_turn_truncated_episode_is_shown(tmp_path):
     episode = Episode()
     episode.sampled(sampled([1, 2], [-1, -3], finish_reason="length").completion, "It is")
     cut = Group(Problem("game", (), 58), np.arange(3), (episode.over("length"),))
@@ -122,7 +122,7 @@ def test_a_conversation_of_one_turn_that_was_cut(tmp_path):
     assert (shown["turns"], shown["finish"], shown["reward"], shown["logprob"]) == ([[0, 2]], "length", 0.0, -2.0)
 
 
-def test_a_long_conversation_is_cut_message_by_message():
+def test_excerpts_long_episode_truncated_per_message():
     episode = Episode()
     for turn in range(9):
         if turn:
@@ -134,7 +134,7 @@ def test_a_long_conversation_is_cut_message_by_message():
     assert all(200 < len(m["content"]) < 250 and "800 characters left out" in m["content"] for m in shown[::2])
 
 
-def test_without_its_tokenizer_a_page_has_the_messages_alone(tmp_path, caplog):
+def test_excerpts_without_tokenizer_show_only_messages(tmp_path, caplog):
     paths = stored(tmp_path, {1: [group("g", [0.0, 1.0])]})
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "tokenizer.json").write_text("{")

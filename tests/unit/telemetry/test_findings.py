@@ -35,7 +35,7 @@ HEALTHY = {
 }  # fmt: skip
 
 
-def test_of_a_healthy_run_nothing_is_found():
+def test_findings_of_healthy_run_are_empty():
     assert texts(HEALTHY, {"max_mismatch": 0.05}) == []
     assert texts({"reward/mean": 0.5}) == texts({}) == []
 
@@ -71,32 +71,32 @@ def test_of_a_healthy_run_nothing_is_found():
         ),
     ],
 )
-def test_each_trouble_is_found_under_its_heading(change, words, section):
+def test_findings_problem_appears_in_its_section(change, words, section):
     ((text, there),) = texts(HEALTHY | change, {"max_mismatch": 0.05})
     assert words in text and there == section
     assert section in ("Learning", *FOLDED)
 
 
-def test_a_reward_that_rises_with_what_it_is_for_is_no_trouble():
+def test_findings_rising_reward_with_its_target_is_healthy():
     rising = {"reward/mean": lambda step: 0.07 + 0.002 * step}
     assert texts(HEALTHY | rising) == texts(HEALTHY | rising | {"eval/solved_sampled": lambda step: 0.001 * step}) == []
     assert texts(HEALTHY | {"reward/mean": 0.3, "reward/solved": 0.0}) == []
 
 
-def test_tokens_of_older_policies_are_not_held_to_the_limit():
+def test_findings_mismatch_limit_ignores_older_policy_tokens():
     ahead = HEALTHY | {"async/age_mean": 1.0, "mismatch/mean_abs": 0.04, "mismatch/mean_abs_age_0": 0.001}
     assert texts(ahead, {"max_mismatch": 0.05}) == []
     assert len(texts(ahead | {"mismatch/mean_abs_age_0": 0.046}, {"max_mismatch": 0.05})) == 1
 
 
-def test_what_was_not_finite_opens_the_section_that_draws_it():
+def test_findings_nonfinite_metric_links_to_its_section():
     records = [{"step": 3, "nonfinite": ["mismatch/k1", "odd/x"], "mismatch/k1": None, "odd/x": None}]
     items = findings_of(records, {}, DONE)
     assert [(item.text[:27], item.section) for item in items] == [
         ("mismatch/k1 was not finite ", "Trainer/engine mismatch"), ("odd/x was not finite at 1 s", "Other")]  # fmt: skip
 
 
-def test_a_run_that_ended_early_says_so_first():
+def test_findings_early_end_is_listed_first():
     stopped = State("stopped", "", 40, 100)
     items = texts(HEALTHY | {"mismatch/ess": 0.5}, state=stopped)
     assert items[0] == ("The run ended at step 40 of 100: it crashed, or was stopped.", "") and len(items) == 2
@@ -104,7 +104,7 @@ def test_a_run_that_ended_early_says_so_first():
     assert onward[0].endswith(" resume_from_checkpoint=True goes on with it.")
 
 
-def test_groups_without_a_signal_are_said():
+def test_findings_report_zero_variance_group_share():
     ((text, section),) = texts({"groups/used": 16.0, "groups/no_signal": 48.0})
     assert text == "75% of the latest groups carry no signal: their problems are too easy, or too hard."
     assert section == "Learning"

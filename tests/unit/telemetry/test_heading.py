@@ -43,7 +43,7 @@ def test_how_far_a_run_came(tmp_path):
     RunFolder(tmp_path).close()  # nor did it keep the next one out
 
 
-def test_a_warm_up_goes_to_its_last_update_and_nobody_knows_how_far_another_run_goes(tmp_path):
+def test_run_state_warmup_total_known_other_totals_unknown(tmp_path):
     warmup = {"num_problems": 4200, "epochs": 2.0, "batch_problems": 64}
     assert state_of(tmp_path, warmup, 131).kind == "finished"
     assert state_of(tmp_path, warmup, 130).text == "stopped at step 130 of 131"
@@ -73,12 +73,12 @@ def test_the_facts_of_a_run():
     assert heading(own)["Preset"] == ("none", "loss Reinforce")
 
 
-def test_a_folder_of_a_common_name_is_shown_with_the_one_above_it():
+def test_heading_common_folder_name_includes_parent():
     assert heading({"model_dir": "runs/tiny/warmup/model"})["Model"] == ("warmup/model", "")
     assert heading({"shape": {}})["Model"] == ("a new model", "")
 
 
-def test_what_is_not_known_is_left_out():
+def test_heading_unknown_facts_are_omitted():
     odd = {
         "task": 3,
         "optimizer": {"lr": "fast"},
@@ -91,7 +91,7 @@ def test_what_is_not_known_is_left_out():
     assert facts({"config": odd}, []) == [("Model", "\0", "")]
 
 
-def test_how_a_run_was_started_is_shown_whatever_it_is():
+def test_heading_origin_shows_any_start_information():
     process = {
         "command": "tune run grpo_full",
         "commit": {"id": "0123456789abcdef", "changed": True},

@@ -83,7 +83,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path):
     assert sorted(os.listdir(tmp_path / "killed")) == ["metrics.jsonl"]
 
 
-def test_cut_leaves_the_file_alone_when_it_cannot_write(tmp_path, monkeypatch):
+def test_metrics_truncation_write_failure_leaves_file_unchanged(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError("disk")))
@@ -92,7 +92,7 @@ def test_cut_leaves_the_file_alone_when_it_cannot_write(tmp_path, monkeypatch):
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n' and os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
-def test_a_broken_line_in_the_middle_is_an_error_with_its_place(tmp_path):
+def test_metrics_broken_middle_line_raises_with_line_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(ValueError, match="line 2"):
@@ -107,7 +107,7 @@ def test_a_fresh_run_mixes_with_no_earlier_one(tmp_path):
     assert read_metrics(metrics.path) == [{"step": 1}]
 
 
-def test_a_full_disk_at_a_resume_names_the_file_and_leaves_it_as_it_was(tmp_path):
+def test_metrics_full_disk_at_resume_leaves_file_unchanged(tmp_path):
     with Metrics(tmp_path, sinks=()) as metrics:
         for step in range(1, 30):
             metrics.log(step, {"a/b": 1})
@@ -136,7 +136,7 @@ def test_files_follow_the_umask(tmp_path, umask):
     assert {oct(path.stat().st_mode & 0o777) for path in files} == {oct(0o666 & ~umask)}
 
 
-def test_other_ranks_write_nothing(tmp_path):
+def test_metrics_on_other_ranks_write_nothing(tmp_path):
     with Metrics(tmp_path / "run", sinks=("tensorboard",), rank=1) as metrics:
         metrics.log(1, {"a/b": 1.0})
     assert os.listdir(tmp_path) == []
@@ -151,7 +151,7 @@ def test_unknown_sink_and_missing_package(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_sink_of_ones_own_is_named_by_its_path(tmp_path, monkeypatch):
+def test_metrics_custom_sink_is_loaded_by_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "csv_sink.py").write_text(
@@ -228,7 +228,7 @@ class RecordingSink(FailingSink):
         self.status = status
 
 
-def test_a_sink_hears_where_the_run_begins_and_how_it_ends(tmp_path, monkeypatch):
+def test_metrics_sink_receives_start_step_and_exit_status(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "sink_class", lambda name: RecordingSink)
     settings = LoggingConfig(to=("tensorboard",), samples=2, samples_every=3)
 
@@ -252,7 +252,7 @@ def test_a_sink_hears_where_the_run_begins_and_how_it_ends(tmp_path, monkeypatch
     assert sink.status == 130
 
 
-def test_full_disk_is_an_error_and_the_lines_before_stay_valid(tmp_path):
+def test_metrics_full_disk_raises_and_keeps_valid_lines(tmp_path):
     with Metrics(tmp_path, sinks=()) as metrics:
         metrics.log(1, {"a/b": 1})
         with full_disk(metrics.path.stat().st_size + 10), pytest.raises(OSError, match="Free disk space"):

@@ -31,7 +31,7 @@ def test_each_metric_has_one_short_meaning():
     assert [cell for _, _, *cells in metrics for cell in cells if len(cell.split()) > 12] == []
 
 
-def test_note_of_a_panel_is_what_its_metrics_mean():
+def test_panel_note_joins_meanings_of_its_metrics():
     notes = {panel.title: panel.note for panel in panels_for(["reward/outcome_ok", "memory/rss_gib", "odd/x"])}
     assert notes == {
         "Outcomes of programs": "Fraction of graded programs with this outcome. Investigate if ok stays at 0.",
@@ -40,7 +40,7 @@ def test_note_of_a_panel_is_what_its_metrics_mean():
     }
 
 
-def test_the_docs_list_the_buckets_of_places_and_ages(repo_root):
+def test_docs_list_all_position_and_staleness_buckets(repo_root):
     text = (repo_root / "docs" / "telemetry.md").read_text(encoding="utf-8")
     listed = {}
     for word, name in (("place", "at"), ("age", "age")):
@@ -49,7 +49,7 @@ def test_the_docs_list_the_buckets_of_places_and_ages(repo_root):
     assert listed["at"] + listed["age"] == NAMES
 
 
-def test_the_docs_and_the_report_list_the_endings_of_conversations(repo_root):
+def test_docs_and_report_list_all_episode_endings(repo_root):
     text = (repo_root / "docs" / "telemetry.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^- `<ending>` is (.+)$", text, re.MULTILINE)
     assert tuple(re.findall(r"`(\w+)`", line)) == ENDINGS
@@ -61,7 +61,7 @@ def test_the_docs_and_the_report_list_the_endings_of_conversations(repo_root):
     assert len(set(endings.colors)) == len(ENDINGS)
 
 
-def test_a_name_is_known_by_itself_or_by_the_longest_that_it_fits():
+def test_metric_matches_exact_name_or_longest_pattern():
     known = {"loss/*", "loss/total", "loss/clip_fraction_at_*"}
     assert known_as("loss/total", known) == "loss/total"
     assert known_as("loss/clip_fraction_at_16_255", known) == "loss/clip_fraction_at_*"
@@ -69,7 +69,7 @@ def test_a_name_is_known_by_itself_or_by_the_longest_that_it_fits():
     assert known_as("loss/mine/more", known) is None and known_as("gloss/mine", known) is None
 
 
-def test_an_unknown_metric_comes_last_in_a_panel_of_its_own():
+def test_unknown_metrics_get_own_panels_last():
     panels = panels_for(["odd/b", "reward/length_penalty", "odd/a", "reward/mean"])
     assert [(panel.section, panel.series) for panel in panels] == [
         ("Learning", (("reward/mean", "reward"),)),
@@ -79,7 +79,7 @@ def test_an_unknown_metric_comes_last_in_a_panel_of_its_own():
     ]
 
 
-def test_the_names_of_a_measured_run_have_panels_in_the_order_of_tasks_matmul():
+def test_measured_run_metric_panels_follow_matmul_order():
     """The panels name outcomes and stages themselves, since a report does without the packages that measured/matmul needs."""
     outcomes, stages = [*FAILURES, "ok", NOISY], list(STAGES)
     names = [f"reward/outcome_{outcome}" for outcome in sorted(outcomes)] + [f"stage/{name}" for name in sorted(stages)]
@@ -105,7 +105,7 @@ def test_the_names_of_a_measured_run_have_panels_in_the_order_of_tasks_matmul():
     assert shares.style == stage.style == "stack" and sorted([*OUTCOMES, NOISY]) == sorted(outcomes)
 
 
-def test_an_outcome_keeps_its_color_when_others_are_missing():
+def test_outcome_color_is_stable_when_others_are_missing():
     def colors(*outcomes):
         (panel,) = panels_for([f"reward/outcome_{outcome}" for outcome in outcomes])
         return dict(zip([label for _, label in panel.series], panel.colors, strict=True))
@@ -117,7 +117,7 @@ def test_an_outcome_keeps_its_color_when_others_are_missing():
     assert panels_for(["reward/mine"])[0].colors == ()
 
 
-def test_a_band_needs_its_metrics_and_no_metrics_need_no_panel():
+def test_panels_require_their_metrics_and_band():
     around = ("eval/accuracy_sampled", "eval/low", "eval/high")
     assert panels_for(["reward/mean", "eval/low", "eval/high", "eval/accuracy_greedy"])[0].band is None
     assert panels_for([around[0], around[1]])[0].band is None
@@ -125,11 +125,11 @@ def test_a_band_needs_its_metrics_and_no_metrics_need_no_panel():
     assert panels_for([]) == []
 
 
-def test_name_with_a_bracket_is_no_pattern():
+def test_metric_name_with_bracket_is_not_a_pattern():
     assert [panel.series for panel in panels_for(["odd/<b>"])] == [(("odd/<b>", "<b>"),)]
 
 
-def test_the_first_panel_says_what_it_has():
+def test_first_panel_title_matches_available_metrics():
     """It stands above all others, also where a run has no evaluations, or is a warm-up."""
     for names, title in (
         (["reward/mean", "loss/total"], "Reward"),

@@ -4,7 +4,7 @@ from torchtune_ext.run.folder import CONTENTS
 from torchtune_ext.telemetry.profile import Profile
 
 
-def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+def test_profile_unwritable_trace_is_a_warning(tmp_path, caplog):
     profile = Profile([2], str(tmp_path), rank=0)
     (tmp_path / "profile").touch()  # where its folder would be
     for step in (1, 2):

@@ -39,7 +39,7 @@ def test_a_bar_shows_reward_length_and_speed():
     assert "4/4" in file.getvalue() and "200 tok/s" in file.getvalue()
 
 
-def test_a_bar_shows_the_speed_of_conversations_of_which_none_is_over():
+def test_progress_bar_shows_throughput_before_any_episode_ends():
     clock = Clock()
     with Bar("sample", 4, "sample", io.StringIO(), clock=clock) as bar:
         clock.now = 2.0
@@ -73,7 +73,7 @@ def test_summary_reads_as_a_table():
     assert second.split() == ["200/200", "-0.1250", "-", "50.0%", *"---", "6.1e-03", "-", "-", "7.0", *"---"]
 
 
-def test_an_evaluation_before_the_first_step_is_a_line_at_once():
+def test_progress_initial_evaluation_is_printed_at_once():
     file = io.StringIO()
     progress = Progress(total_steps=200, bars=False, file=file)
     progress.summary(0, {"eval/accuracy_sampled": 0.25})
@@ -101,7 +101,7 @@ STEP = {"time/step": 1.0, "groups/used": 0.0}
         ({}, "no text was graded"),
     ],
 )
-def test_a_step_without_a_signal_says_so_and_five_of_them_what_to_do(rewards, words, caplog):
+def test_progress_zero_variance_steps_warn_after_five(rewards, words, caplog):
     file = io.StringIO()
     progress = Progress(total_steps=200, bars=False, file=file)
     for step in range(1, 9):
@@ -119,7 +119,7 @@ def test_a_step_without_a_signal_says_so_and_five_of_them_what_to_do(rewards, wo
     assert len(caplog.messages) == 2, "there was a signal between"
 
 
-def test_that_most_samples_are_cut_is_said_once(caplog):
+def test_progress_mostly_truncated_samples_warned_once(caplog):
     progress = Progress(total_steps=200, bars=False, file=io.StringIO())
     for step, share in enumerate((0.5, 0.83, 0.9), start=1):
         progress.summary(step, {"time/step": 1.0, "length/truncated": share})
@@ -127,7 +127,7 @@ def test_that_most_samples_are_cut_is_said_once(caplog):
     assert caplog.messages[0].startswith("83% of the samples were cut at sampling.max_tokens")
 
 
-def test_an_evaluation_is_no_step_without_a_signal(caplog):
+def test_progress_evaluation_is_not_a_zero_variance_step(caplog):
     file = io.StringIO()
     progress = Progress(total_steps=200, bars=False, file=file)
     for _ in range(6):

@@ -11,7 +11,7 @@ def read(series, steps):
     return readings(series, steps, panels), panels
 
 
-def test_a_curve_is_read_as_the_mean_of_its_last_tenth():
+def test_reading_is_mean_of_last_tenth_of_curve():
     steps = list(range(41))
     reward = [None, *(float(step) for step in steps[1:])]
     curves, panels = read({"reward/mean": reward}, steps)
@@ -23,7 +23,7 @@ def test_a_curve_is_read_as_the_mean_of_its_last_tenth():
     ]
 
 
-def test_what_few_steps_have_and_what_counts_up_is_read_at_its_newest_step():
+def test_reading_sparse_and_counting_metrics_use_newest_value():
     steps = list(range(31))
     evaluated = [step / 100 if step % 10 == 0 else None for step in steps]
     series = {"eval/accuracy_sampled": evaluated, "eval/low": evaluated, "eval/high": evaluated}
@@ -36,18 +36,18 @@ def test_what_few_steps_have_and_what_counts_up_is_read_at_its_newest_step():
     assert (tile["label"], tile["note"]) == ("Held-out accuracy", "95% interval 0.3 to 0.3")
 
 
-def test_a_newest_value_may_be_older_than_the_last_step():
+def test_reading_newest_value_may_precede_last_step():
     curves, _ = read({"eval/accuracy_greedy": [0.5, None, 0.75, None, None]}, [0, 1, 2, 3, 4])
     assert curves["eval/accuracy_greedy"] == Reading(0.5, 0.75, 2, 2)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_a_short_run_is_read_at_its_last_step(count):
+def test_reading_short_run_uses_last_step(count):
     curves, _ = read({"loss/entropy": [float(i) for i in range(count)]}, list(range(5, 5 + count)))
     assert curves["loss/entropy"] == Reading(0.0, count - 1.0, 4 + count, 4 + count)
 
 
-def test_a_tile_has_the_unit_of_the_panel_that_draws_its_metric():
+def test_tile_unit_equals_unit_of_metric_panel():
     series = {name: [1.0] for name in ("length/mean", "time/step", "speed/sampled_tokens_s", "pack/rho", "loss/nll")}
     curves, panels = read(series, [1])
     units = {panel.series[0][0]: panel.unit for panel in panels}
@@ -56,6 +56,6 @@ def test_a_tile_has_the_unit_of_the_panel_that_draws_its_metric():
     }
 
 
-def test_a_mean_of_partial_rewards_is_no_accuracy():
+def test_tile_partial_reward_mean_is_not_labeled_accuracy():
     curves, panels = read({"eval/accuracy_sampled": [0.5], "eval/solved_sampled": [0.25]}, [1])
     assert tiles(curves, panels)[0]["label"] == "Held-out reward"

@@ -45,7 +45,7 @@ def test_embeds_the_run(tmp_path):
     assert failed["reward"] is None and failed["cause"] == HOSTILE and groups[2]["failed"] == 1
 
 
-def test_nothing_in_a_run_breaks_the_page(tmp_path):
+def test_report_hostile_run_content_is_escaped(tmp_path):
     page = build_report(make_run(tmp_path / "run", steps=3)).path.read_text()
     scripts = Scripts(page)
     assert [name for name, _ in scripts.scripts] == ["overview", "rollouts-3", None]
@@ -114,7 +114,7 @@ def test_a_damaged_run_file_is_left_out(tmp_path, caplog):
     assert "run.json is damaged" in caplog.text
 
 
-def test_panels_that_are_all_zero_and_only_matter_otherwise_are_left_out(tmp_path):
+def test_report_omits_all_zero_failure_panels(tmp_path):
     def titles(failed):
         run = tmp_path / f"run-{failed}"
         with Metrics(run, sinks=()) as metrics:
@@ -154,7 +154,7 @@ def test_command_line(tmp_path, capsys):
             run_main(*words)
 
 
-def test_a_report_does_without_what_programs_are_read_with():
+def test_report_import_does_not_load_tree_sitter():
     """tree-sitter is an extra. A report of another run must not need it."""
     code = "import sys, torchtune_ext.telemetry.report; print([name for name in sys.modules if 'matmul' in name or 'tree_sitter' in name])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

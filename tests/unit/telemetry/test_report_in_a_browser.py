@@ -100,7 +100,7 @@ def test_it_fits_narrow_and_wide_light_and_dark(shown):
         assert copy["order"] == sorted(copy["order"]), "what tells most stands first"
 
 
-def test_a_tile_shows_the_number_of_its_legend(shown):
+def test_browser_tile_shows_value_of_its_legend(shown):
     for copy in shown[0].values():
         tiles, legends = copy["tiles"], copy["legends"]
         # A tenth of 61 steps are six: 55 to 60.
@@ -112,7 +112,7 @@ def test_a_tile_shows_the_number_of_its_legend(shown):
         assert copy["lead"] >= 220
 
 
-def test_it_says_which_run_it_shows_and_what_to_look_at(shown):
+def test_browser_report_shows_run_identity_and_findings(shown):
     for copy in shown[0].values():
         assert copy["state"] == "stopped at step 60 of 200"
         assert all(words in copy["about"] for words in ("Qwen2.5-7B-Instruct", "dapo", "2e-06", "5 min"))
@@ -121,7 +121,7 @@ def test_it_says_which_run_it_shows_and_what_to_look_at(shown):
         assert copy["folded"] == ["section-speed", "section-machine"]
 
 
-def test_samples_stand_near_the_top_and_a_step_that_is_not_there_is_said(shown):
+def test_browser_report_shows_samples_and_missing_steps(shown):
     for copy in shown[0].values():
         good, bad = copy["pair"]
         assert (good[0], bad[0]) == ("highest advantage", "lowest advantage") and float(good[1]) > float(bad[1])

@@ -103,7 +103,7 @@ def test_every_line_is_plain_json(tmp_path):
     assert group["samples"][0]["logprobs"] == ["nan", "-inf", -0.5]
 
 
-def test_what_the_prefix_cache_held_is_no_part_of_the_record():
+def test_rollout_record_excludes_prefix_cache_hits():
     cold, warm = (pack_rollouts(1, [make_group([make_sample(cached_prompt_tokens=n)])]) for n in (0, 32))
     assert cold == warm
 
@@ -175,7 +175,7 @@ def test_a_disk_that_refuses_for_a_moment(tmp_path, caplog):
     assert caplog.messages == []
 
 
-def test_missing_steps_in_a_row_are_those_that_would_have_been_kept(tmp_path, monkeypatch, caplog):
+def test_rollout_store_consecutive_missing_kept_steps_are_reported(tmp_path, monkeypatch, caplog):
     store = RolloutStore(tmp_path, keep_every=5)
 
     def refuse(*args, **kwargs):

@@ -41,7 +41,7 @@ def rows_of(groups, number=1):
     return [dict(zip(COLUMNS, row, strict=True)) for row in sample_rows(7, groups, number)]
 
 
-def test_groups_that_differ_most_are_shown_from_their_best_to_their_worst_sample():
+def test_sample_rows_show_highest_variance_groups_best_first():
     assert [row["problem"] for row in rows_of(GROUPS)] == ["wide"] * 2
     rows = rows_of([group("g", *np.linspace(0, 1, 16))])
     rewards = [row["reward"] for row in rows]
@@ -50,7 +50,7 @@ def test_groups_that_differ_most_are_shown_from_their_best_to_their_worst_sample
     assert {(row["step"], row["problem"], row["note"]) for row in rows} == {(7, "g", "a note")}
 
 
-def test_a_sample_that_nobody_graded_says_why():
+def test_sample_row_ungraded_sample_has_reason():
     row = rows_of([group("a", None, None)])[0]
     assert (row["reward"], row["note"], row["outcome"]) == (None, "no grader", "infra_failed")
 
@@ -63,7 +63,7 @@ def test_texts_are_capped_and_keep_their_ends():
     assert "characters left out" in row["completion"] and row["prompt"].startswith("user: begin")
 
 
-def test_hostile_text_is_text_that_every_encoder_takes():
+def test_sample_rows_hostile_text_is_encodable():
     (row,) = rows_of([group(HOSTILE, 1.0, text=HOSTILE)])
     for text in (row["completion"], row["prompt"], row["problem"]):
         assert "\0" not in text and "</script>" in text and "🙂" in text
@@ -81,7 +81,7 @@ def test_the_columns_have_types_that_never_mix():
         table.add_data("one", *rows[0][1:])
 
 
-def test_the_store_hands_on_every_step_whatever_it_keeps(tmp_path):
+def test_rollout_store_shows_every_step_whatever_it_keeps(tmp_path):
     shown = []
     store = RolloutStore(tmp_path, keep_every=2, show=lambda step, groups: shown.append((step, len(groups))))
     for step in (1, 2, 3):
@@ -231,7 +231,7 @@ def test_a_variable_that_wandb_refuses_is_named(tmp_path, variables, says):
     assert done.returncode == 1 and says in done.stderr.splitlines()[-1], done.stderr
 
 
-def test_without_a_key_offline_is_offered_before_a_run_begins(tmp_path):
+def test_wandb_without_key_offers_offline_before_run(tmp_path):
     pytest.importorskip("wandb")
     code = "from torchtune_ext.telemetry.sinks import LoggingConfig; LoggingConfig(to=('wandb',)).require_login()"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
@@ -253,7 +253,7 @@ def login_of(code, **variables):
     return subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
 
 
-def test_a_server_that_takes_connections_and_does_not_answer_is_given_up():
+def test_wandb_unresponsive_server_times_out():
     pytest.importorskip("wandb")
     code = "from torchtune_ext.telemetry.sinks import LoggingConfig; LoggingConfig(to=('wandb',)).require_login()"
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -61,7 +61,7 @@ def test_speeds_are_tokens_over_their_seconds():
 
 
 @pytest.mark.parametrize("waited", [{}, {"time/sample/generate": 1e-5}])
-def test_the_speed_of_an_engine_that_samples_ahead_is_of_the_whole_step(waited):
+def test_clock_metrics_asynchronous_throughput_uses_whole_step(waited):
     """The step has waited for nothing, or for an instant, in which the engine has not sampled all its tokens."""
     seconds = waited | {"time/train": 4.0, "time/step": 8.0}
     metrics = clock_metrics({"length/tokens": 100.0, "async/age_mean": 1.0}, seconds)
@@ -69,7 +69,7 @@ def test_the_speed_of_an_engine_that_samples_ahead_is_of_the_whole_step(waited):
     assert metrics == seconds | {"speed/sampled_tokens_s": 12.5, "time/wait_for_rollouts": wait}
 
 
-def test_the_wait_for_rollouts_is_the_wait_for_the_engine_and_for_the_graders():
+def test_clock_metrics_rollout_wait_includes_engine_and_graders():
     seconds = {"time/sample": 6.0, "time/sample/generate": 3.0, "time/sample/grade": 2.0, "time/sample/store": 1.0}
     metrics = clock_metrics({"async/age_mean": 1.0}, seconds | {"time/step": 9.0})
     assert metrics["time/wait_for_rollouts"] == 5.0

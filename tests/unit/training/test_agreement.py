@@ -56,7 +56,7 @@ def check(reported, table, temperature=1.0, limit=1e-3, before=None):
     return gate.require(rows, scores, "before step 0", applied=applied)
 
 
-def test_agreement_passes_and_measures():
+def test_mismatch_gate_passes_matching_logprobs_and_measures():
     table = Table()
     noise = torch.randn(SAMPLES * TOKENS, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 1e-4
     result = check(table.score(0.7) + noise, table, temperature=0.7)
@@ -80,7 +80,7 @@ def test_the_percentile_of_one_to_two_hundred():
     assert place > 1 and result.p99_abs == pytest.approx(place * 1e-2, abs=1e-5)
 
 
-def test_mismatch_by_place_and_age():
+def test_mismatch_is_reported_by_position_and_staleness():
     table = Table()
     versions, errors = [3, 3, 1, 0], torch.zeros(SAMPLES, TOKENS, dtype=torch.float64)
     errors[:, 0], errors[:, 1:16], errors[:, 16:] = 1e-2, 2e-3, 3e-4
@@ -98,7 +98,7 @@ def test_mismatch_by_place_and_age():
 
 
 @pytest.mark.parametrize("stale", [True, False])
-def test_the_limit_holds_for_tokens_of_the_present_version(stale):
+def test_mismatch_limit_applies_to_current_version_tokens(stale):
     """Half of the samples differ by 0.3. Where an earlier version sampled these, that is no fault of the engine."""
     table = Table()
     errors = torch.zeros(SAMPLES, TOKENS, dtype=torch.float64)
@@ -118,7 +118,7 @@ def test_the_limit_holds_for_tokens_of_the_present_version(stale):
             gate.require([row], scores, "before step 5", version=4)
 
 
-def test_a_batch_without_a_token_of_the_present_version_is_said_once(caplog):
+def test_mismatch_batch_without_current_version_warns_once(caplog):
     table = Table()
     (row,) = table.rows(table.score(1.0).double() + 0.3)
     scores = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
@@ -130,7 +130,7 @@ def test_a_batch_without_a_token_of_the_present_version_is_said_once(caplog):
     assert warning.startswith("step 5: no sampled tokens are of the present version 4, so only the canary")
 
 
-def test_where_there_is_no_canary_nothing_is_said_of_one(caplog):
+def test_mismatch_warning_without_canary_omits_it(caplog):
     """In a replay, which goes on."""
     table = Table()
     (row,) = table.rows(table.score(1.0).double() + 0.3)
@@ -143,7 +143,7 @@ def test_where_there_is_no_canary_nothing_is_said_of_one(caplog):
 
 
 @pytest.mark.parametrize("tokens", [TOO_FEW - 1, TOO_FEW])
-def test_few_tokens_of_the_present_version_do_not_end_a_run(tokens, caplog):
+def test_mismatch_few_current_version_tokens_pass_gate(tokens, caplog):
     """The tail of a completion that was sampled over a publication: in bfloat16 one of its tokens may well be 0.06 away."""
     table = Table()
     (row,) = table.rows(table.score(1.0).double() + 0.3)
@@ -180,7 +180,7 @@ def test_top_p():
 
 
 @pytest.mark.parametrize("carried_by", [8, SAMPLES * TOKENS])
-def test_what_chance_may_add_is_no_disagreement(carried_by):
+def test_mismatch_within_standard_error_passes_gate(carried_by):
     """The mean of both is 0.06 nats, three times the rounding. Eight tokens that were rounded far more may be chance, as in a
     healthy run of SmolLM2 in bfloat16 whose canary had 72 tokens; the same on every token is none."""
     table, d = Table(), torch.zeros(SAMPLES * TOKENS, dtype=torch.float64)
@@ -214,7 +214,7 @@ def test_small_steps_are_judged_together():
 
 
 @pytest.mark.parametrize(("distance", "noise"), [(0.04, None), (0.09, 0.05), (0.11, 0.05)])
-def test_a_replay_measures_the_rounding_where_it_needs_it(distance, noise):
+def test_mismatch_replay_measures_rounding_on_demand(distance, noise):
     """A model of which bfloat16 keeps little is as far from what was sampled as any sampling run of it."""
     table = Table()
     (row,) = table.rows(table.score(1.0) + distance)
@@ -254,7 +254,7 @@ def gate_of(noise, **options):
 @pytest.mark.parametrize(
     ("noise", "tokens", "wrong", "nats"), [(0.0, 512, 16, 5.0), (0.0, 72, 18, 10.0), (0.03, 512, 20, 5.0)]
 )
-def test_a_fault_of_few_tokens_is_not_taken_for_chance(noise, tokens, wrong, nats):
+def test_mismatch_concentrated_in_few_tokens_fails_gate(noise, tokens, wrong, nats):
     """They make the standard error large as well, so that the room for chance has a bound."""
     d = torch.zeros(tokens, dtype=torch.float64)
     d[:wrong] = nats
@@ -280,7 +280,7 @@ def test_old_tokens_leave_the_latest_ones():
             require(d)
 
 
-def test_a_small_step_is_left_to_the_canary_and_to_later_ones(caplog):
+def test_mismatch_small_batch_is_deferred_to_later_checks(caplog):
     d, require = torch.full((16,), 0.16, dtype=torch.float64), gate_of(0.02)
     require(d)
     assert not caplog.messages
@@ -292,7 +292,7 @@ def test_a_small_step_is_left_to_the_canary_and_to_later_ones(caplog):
 
 @pytest.mark.parametrize("tokens", [16, SAMPLES * TOKENS])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_log_prob_that_is_not_finite_ends_the_run(tokens, value):
+def test_mismatch_non_finite_logprob_fails_gate(tokens, value):
     d = torch.zeros(tokens, dtype=torch.float64)
     d[3] = value
     match = rf"log-probs of {tokens} sampled .* not finite: 0 of the trainer's, 1 of the sampler's. .*weights or activations"
@@ -309,7 +309,7 @@ def test_a_number_judges_few_tokens_too():
         Agreement(0.05, replay=True).require(rows, scores, "step 1", version=0)
 
 
-def test_a_step_without_tokens_of_the_present_version_judges_none_of_before():
+def test_mismatch_step_without_current_version_tokens_passes_gate():
     table, d = Table(), torch.zeros(SAMPLES * TOKENS, dtype=torch.float64)
     d[::10] = 0.6
     (row,), scores = table.rows(table.score(1.0) + d), [LabelLogprobs(table.score(1.0), torch.zeros(len(d)))]
@@ -349,7 +349,7 @@ def test_other_weights():
         check(table.score(1.0, Table(seed=1).logits), table)
 
 
-def test_no_labels_is_agreement():
+def test_mismatch_without_labels_is_zero():
     rows, _ = pack([], 16)
     assert mismatch(rows, [LabelLogprobs(torch.empty(0), torch.empty(0))]).tokens == 0
 
@@ -360,7 +360,7 @@ def draws(seed, *scales):
 
 
 @pytest.mark.parametrize("limit", [1e-3, 1.0])
-def test_old_weights_are_told_from_rounding(limit):
+def test_update_effect_distinguishes_old_weights_from_rounding(limit):
     """Small errors of both signs either way: what the update did to the log-probs decides. Also below the limit."""
     table = Table()
     update, noise = draws(1, 0.1, 0.01)
@@ -374,7 +374,7 @@ def test_old_weights_are_told_from_rounding(limit):
         check(table.score(1.0) + noise, table, limit=limit, before=before)
 
 
-def test_below_the_noise_nothing_is_concluded():
+def test_update_effect_below_noise_is_not_judged():
     table = Table()
     update, noise = draws(1, 0.01, 0.02)
     before = table.score(1.0) - update
@@ -385,7 +385,7 @@ def test_below_the_noise_nothing_is_concluded():
     assert check(before, table, limit=0.1, before=table.score(1.0)).tokens == SAMPLES * TOKENS  # lr 0: no effect
 
 
-def test_tokens_that_nobody_knows_are_left_out():
+def test_update_effect_excludes_tokens_without_logprobs():
     table = Table()
     update, noise = draws(2, 0.1, 0.001)
     before = table.score(1.0) - update
@@ -400,7 +400,7 @@ def test_tokens_that_nobody_knows_are_left_out():
 
 @pytest.mark.parametrize("has_it", [True, False])
 @pytest.mark.parametrize("engine", [0.0, 1.0, 3.0])  # noise of the engine, in that of the trainer
-def test_heavy_tails_decide_nothing_wrongly(engine, has_it):
+def test_update_effect_heavy_tails_cause_no_wrong_verdict(engine, has_it):
     """Some tokens are a hundred times more uncertain than others, in noise and effect alike, and the engine may be more or less
     exact than the trainer. Whatever is concluded is right, and a large effect leads to a conclusion."""
     generator, draws = torch.Generator().manual_seed(0), 200
@@ -421,7 +421,7 @@ def test_heavy_tails_decide_nothing_wrongly(engine, has_it):
         assert resolved > draws / 2 if strength == 30 else resolved == 0 or strength > 1
 
 
-def test_one_step_of_the_float32_grid_is_not_an_effect():
+def test_update_effect_ignores_one_float32_grid_step():
     """An update too small for float32 moves three contexts by one step of the grid, in the trainer alone."""
     contexts_N = np.repeat(np.arange(16), 16)
     step = 2.0**-23 * (contexts_N < 3)
@@ -507,7 +507,7 @@ def test_a_truncated_distribution_is_seen_through_the_rounding(share, steps):
 
 
 @pytest.mark.parametrize("rounding", [0.0, 0.06, 0.3, 1.0])
-def test_a_healthy_run_goes_on_whatever_the_rounding(rounding):
+def test_mismatch_healthy_run_passes_at_any_rounding(rounding):
     """Also at a mean |d| of 0.8 nats, over many steps, at each of which all is asked for."""
     run = Steps(lambda p: p, rounding)
     for number in range(60):

@@ -28,7 +28,7 @@ from torchtune_ext.training.buckets import AGE_0
 VOCAB = 50
 
 
-def test_fit_of_tokens_that_share_contexts_equals_one_of_each():
+def test_fit_repeated_contexts_equals_one_token_per_context():
     """Twenty samples behind the same states are no more evidence than one, and a fit of one context is none."""
     generator = np.random.default_rng(0)
     x, y, contexts_N = generator.standard_normal(12), generator.standard_normal(12), np.arange(12)
@@ -41,7 +41,7 @@ def test_fit_of_tokens_that_share_contexts_equals_one_of_each():
     assert fit(y, x, np.zeros(12, int)).chance == math.inf
 
 
-def test_students_t_equals_its_table():
+def test_students_t_quantiles_match_table():
     """Quantiles at the tail probability of five deviations of a normal variable, 2.87e-7 (from the incomplete beta function)."""
     table = {2: 1320.71, 5: 31.847, 10: 11.166, 15: 8.267, 31: 6.268, 100: 5.344, 1e6: 5.0}
     for freedom, quantile in table.items():
@@ -49,7 +49,7 @@ def test_students_t_equals_its_table():
 
 
 @pytest.mark.parametrize("contexts_seen, stops", [(6, False), (600, True)])
-def test_samples_behind_one_state_are_one_observation(contexts_seen, stops):
+def test_mismatch_samples_from_one_state_count_once(contexts_seen, stops):
     """Sixteen samples behind each state all drew its likely token, which the sampler rounds up by some 4%. The rare token that would
     bring the mean of exp(d) to 1 was drawn by none, as may happen for a few states and not for hundreds."""
     d = np.random.default_rng(0).normal(-0.036, 0.012, contexts_seen).repeat(16)
@@ -83,19 +83,19 @@ def canaries(sampler, rounding=0.06, seed=0):
         (lambda p: p * (p >= p.topk(12).values[:, -1:]), 40, "sharper"),
     ],
 )
-def test_sampling_that_is_not_reported_is_found_by_likelihood(sampler, canaries_needed, found):
+def test_likelihood_check_detects_unreported_sampling_distribution(sampler, canaries_needed, found):
     with pytest.raises(Disagreement, match=f"a {found} distribution makes .*processed_logprobs"):
         for _, judge in zip(range(canaries_needed), canaries(sampler), strict=False):
             judge()
 
 
 @pytest.mark.parametrize("rounding", [0.0, 0.06, 1.0])
-def test_likelihood_of_tokens_drawn_as_reported_ends_no_run(rounding):
+def test_likelihood_check_passes_tokens_sampled_as_reported(rounding):
     for judge in canaries(lambda p: p, rounding):
         judge()
 
 
-def test_canary_with_the_same_seed_is_no_further_evidence():
+def test_canary_with_repeated_seed_adds_no_evidence():
     """What counts of a seed is its first canary, whose answers are the longest."""
     once, often, zero = Agreement(10.0), Agreement(10.0), np.zeros(4)
     for gate, canaries_of_a_seed in ((once, 1), (often, 9)):
@@ -122,7 +122,7 @@ def test_contexts_are_equal_where_the_log_prob_is():
     assert contexts(pack([], 16)[0][0])[1].tolist() == []
 
 
-def test_contexts_of_conversations_hold_what_was_answered():
+def test_contexts_of_conversations_include_environment_tokens():
     """The same tokens are the same context, whichever row they are in and whoever wrote them."""
 
     def rows(*texts, turns=((0, 1), (3, 5)), size=10_000):

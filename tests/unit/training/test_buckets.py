@@ -22,7 +22,7 @@ def test_places():
     assert places(torch.empty(0, dtype=torch.int64)).tolist() == []
 
 
-def test_every_place_and_age_has_its_bucket():
+def test_every_position_and_staleness_has_its_bucket():
     assert NAMES == ["at_0", "at_1_15", "at_16_255", "at_256_1023", "at_1024_4095", "at_4096_up",
                      "age_0", "age_1", "age_2_3", "age_4_7", "age_8_up"]  # fmt: skip
     place, age = buckets(row([5000], [3]), version=3)
@@ -32,7 +32,7 @@ def test_every_place_and_age_has_its_bucket():
     assert age.unique().tolist() == [6] and buckets(row([2], [7]), None)[1].tolist() == [6, 6]
 
 
-def test_means_over_rows_and_what_is_left_out():
+def test_bucket_means_cover_rows_and_skip_excluded_labels():
     first, second = row([2, 17], [4, 2]), row([1], [4])
     clipped = [torch.tensor([1.0, 0.0, 1.0, *[0.5] * 15, 0.0]), torch.tensor([0.0])]
     breakdown = Breakdown(("clip_fraction", "masked_fraction"))
@@ -50,7 +50,7 @@ def test_means_over_rows_and_what_is_left_out():
     )
 
 
-def test_one_age_is_not_broken_down():
+def test_bucket_single_staleness_has_no_breakdown():
     r = row([3], [1])
     assert set(bucket_means(torch.ones(3), buckets(r, 5))) == {"at_0", "at_1_15"}
     empty = Breakdown(("clip_fraction",))

@@ -50,7 +50,7 @@ def flipped(rng: random.Random):
     return flip
 
 
-def test_every_damage_to_every_file_is_refused_by_name(folder):
+def test_checkpoint_damage_to_any_file_refused_by_name(folder):
     """Emptied, halved, last byte off, single bits anywhere, removed."""
     newest = folder / "step_000002"
     ways = {"empty": lambda data: b"", "half": lambda data: data[: len(data) // 2], "cut": lambda data: data[:-1]}
@@ -78,7 +78,7 @@ def test_every_damage_to_every_file_is_refused_by_name(folder):
     assert harmless <= 6 and checkpoints_in(folder).choose() == newest
 
 
-def test_files_that_are_not_ours_do_no_harm(folder, source):
+def test_checkpoint_foreign_files_are_ignored(folder, source):
     """A file manager's, a link that leads nowhere, tensors of a rank that there was not. One that is listed is still missed."""
     trained, path = Trained(source), folder / "step_000002"
     for name in (".DS_Store", "notes/of mine.txt", "state/__1_0.distcp", "state/._.metadata"):
@@ -94,7 +94,7 @@ def test_files_that_are_not_ours_do_no_harm(folder, source):
         checkpoints_in(folder).choose()
 
 
-def test_loading_verifies_what_was_not_chosen(folder, source):
+def test_checkpoint_load_verifies_before_unpickling(folder, source):
     """Before anything is unpickled: this metadata file would make another file."""
     trained, path = Trained(source), folder / "step_000002"
     before = trained.tensors()
@@ -106,7 +106,7 @@ def test_loading_verifies_what_was_not_chosen(folder, source):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "recipe.json"])
-def test_a_checkpoint_without_its_papers_is_damaged_and_not_invisible(folder, name):
+def test_checkpoint_missing_metadata_is_reported_as_damaged(folder, name):
     for step in (1, 2):
         (folder / f"step_{step:06d}" / name).unlink()
     with pytest.raises(DamagedCheckpoint, match=f"step_000002 is damaged: {name} is missing.*from a copy"):
@@ -118,7 +118,7 @@ def test_a_checkpoint_without_its_papers_is_damaged_and_not_invisible(folder, na
     assert checkpoints_in(folder).latest() is None
 
 
-def test_where_the_newest_was_moved_away_the_run_goes_on_from_the_one_before(folder, source):
+def test_checkpoint_newest_moved_away_resumes_previous(folder, source):
     trained, newest = Trained(source), folder / "step_000002"
     (newest / "recipe.json").write_text("{")
     newest.rename(folder / "damaged")
@@ -128,7 +128,7 @@ def test_where_the_newest_was_moved_away_the_run_goes_on_from_the_one_before(fol
     assert checkpoints_in(folder).choose() == newest and (folder / "damaged").exists()
 
 
-def test_a_whole_checkpoint_of_another_format_is_not_called_damaged(folder, monkeypatch):
+def test_checkpoint_of_other_format_is_not_called_damaged(folder, monkeypatch):
     monkeypatch.setattr(manifest, "FORMAT", manifest.FORMAT + 1)
     with pytest.raises(ValueError, match="step_000002 cannot be resumed: manifest.json has format") as e:
         checkpoints_in(folder).choose()
@@ -143,7 +143,7 @@ def test_a_renamed_checkpoint_is_refused(folder):
         checkpoints_in(folder).choose()
 
 
-def test_names_are_compared_as_numbers_and_copies_do_not_count(folder):
+def test_checkpoint_names_sort_numerically_and_ignore_copies(folder):
     shutil.copytree(folder / "step_000002", folder / "step_000002_copy")
     (folder / "step_1000000").mkdir()
     (folder / "step_999999").mkdir()
@@ -154,7 +154,7 @@ def test_names_are_compared_as_numbers_and_copies_do_not_count(folder):
 @pytest.mark.parametrize(
     ("field", "fix"), [("run", "an output_dir of its own"), ("model", "set `model:` and"), ("base", "set model_dir to")]
 )
-def test_checkpoints_of_another_run_model_or_base_are_refused(folder, source, field, fix):
+def test_checkpoint_of_other_run_model_base_is_refused(folder, source, field, fix):
     ours = replace(MINE, **{field: "something else"})
     theirs = getattr(MINE, field)
     message = (
@@ -218,14 +218,14 @@ def test_the_fingerprint_reads_little(source, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
-def test_a_cut_base_is_named(source, tmp_path, keep):
+def test_truncated_base_model_is_named(source, tmp_path, keep):
     shutil.copyfile(source.path / "config.json", tmp_path / "config.json")
     (tmp_path / "model.safetensors").write_bytes((source.path / "model.safetensors").read_bytes()[:keep])
     with pytest.raises(ValueError, match="model.safetensors .*Copy the file from"):
         HFModel(tmp_path).fingerprint()
 
 
-def test_identities_say_what_differs(source, tmp_path):
+def test_checkpoint_identity_refusal_names_difference(source, tmp_path):
     mine = identify("r", source, make_model(source))
     assert mine == identify("r", source, make_model(source)) and mine.refusal(mine) is None
     assert mine.model.startswith("qwen2 of 2 layers, width 64, 26 tensors of ") and mine.base == source.fingerprint()
@@ -249,7 +249,7 @@ def test_identities_say_what_differs(source, tmp_path):
     assert len(texts) == 2, "who wrote config.json makes no difference, what it says of the model does"
 
 
-def test_a_manifest_comes_back_as_it_was(tmp_path):
+def test_manifest_write_read_round_trips(tmp_path):
     manifest = Manifest(3, 0.25, Identity("a", "ü", "c"), {"state/x": (5, "ab"), "y": (0, "cd")})
     manifest.write(tmp_path)
     assert Manifest.read(tmp_path) == manifest

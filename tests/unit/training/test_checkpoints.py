@@ -49,7 +49,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_resume_equals_going_on(tmp_path, source, trained):
+def test_checkpoint_resume_equals_uninterrupted_training(tmp_path, source, trained):
     trained.train(3, seed=1)
     began = time.perf_counter()
     assert 0 < trained.save(checkpoints_in(tmp_path / "c"), 3) < time.perf_counter() - began
@@ -65,7 +65,7 @@ def test_resume_equals_going_on(tmp_path, source, trained):
     assert not torch.equal(rng, torch.get_rng_state())
 
 
-def test_every_file_is_on_the_disk_before_a_checkpoint_appears(tmp_path, trained, monkeypatch):
+def test_checkpoint_files_are_synced_before_it_appears(tmp_path, trained, monkeypatch):
     synced, appeared, final = set(), [], tmp_path / "c" / "step_000001"
     monkeypatch.setattr(manifest, "sync", lambda path: (appeared.append(final.exists()), synced.add(path.name)))
     trained.save(checkpoints_in(tmp_path / "c"), 1)
@@ -73,7 +73,7 @@ def test_every_file_is_on_the_disk_before_a_checkpoint_appears(tmp_path, trained
     assert synced == written and any(name.endswith(".distcp") for name in written) and not any(appeared)
 
 
-def test_a_checkpoint_before_the_first_update_changes_nothing(tmp_path, source):
+def test_checkpoint_before_first_update_changes_nothing(tmp_path, source):
     plain, other = Trained(source), Trained(source)
     other.save(checkpoints_in(tmp_path / "c"), 1)
     assert not other.optimizer.state
@@ -83,7 +83,7 @@ def test_a_checkpoint_before_the_first_update_changes_nothing(tmp_path, source):
     assert all(torch.equal(a, b) for a, b in zip(plain.tensors(), other.tensors(), strict=True))
 
 
-def test_without_its_state_an_optimizer_begins_anew(tmp_path, source, trained, capsys):
+def test_checkpoint_without_optimizer_state_restarts_optimizer(tmp_path, source, trained, capsys):
     """The weights are those of the checkpoint, and the updates after it those of a new optimizer, bit for bit."""
     trained.train(3, seed=1)
     checkpoints = checkpoints_in(tmp_path / "c", save_optimizer=False)
@@ -121,7 +121,7 @@ def test_a_checkpoint_is_a_model_directory(tmp_path, source, trained):
     assert tokenizer.decode(tokenizer.encode("Mrs. White, 11:30 PM ü")) == "Mrs. White, 11:30 PM ü"
 
 
-def test_a_model_made_of_a_checkpoint_has_nothing_of_its_run(tmp_path, source, trained):
+def test_model_from_checkpoint_contains_no_run_state(tmp_path, source, trained):
     checkpoints = checkpoints_in(tmp_path / "c")
     trained.save(checkpoints, 1)
     from_checkpoint = HFModel(checkpoints.latest())
@@ -148,7 +148,7 @@ def test_last_and_best_are_kept(tmp_path, trained):
     assert names(tmp_path / "c") == ["step_000002", "step_000004", "step_000005"]
 
 
-def test_a_lower_number_makes_room_before_a_checkpoint_is_written(tmp_path, trained):
+def test_checkpoint_lower_keep_last_prunes_before_writing(tmp_path, trained):
     """On a disk that was full the next one could not be written otherwise."""
     checkpoints = checkpoints_in(tmp_path / "c", keep_last=5)
     for step in (1, 2, 3):
@@ -162,7 +162,7 @@ def test_a_lower_number_makes_room_before_a_checkpoint_is_written(tmp_path, trai
     assert names(tmp_path / "c") == ["step_000003"]
 
 
-def test_the_best_is_told(tmp_path, trained):
+def test_checkpoint_best_returns_folder_and_accuracy(tmp_path, trained):
     checkpoints = checkpoints_in(tmp_path / "c", keep_last=5)
     assert checkpoints.best() is None
     for step, accuracy in ((1, None), (2, 0.9), (3, 0.2)):
@@ -170,7 +170,7 @@ def test_the_best_is_told(tmp_path, trained):
     assert checkpoints.best() == (tmp_path / "c" / "step_000002", 0.9)
 
 
-def test_checkpoints_of_others_and_damaged_ones_are_not_counted(tmp_path, trained):
+def test_checkpoint_pruning_ignores_other_runs_and_damaged(tmp_path, trained):
     """An older run's later steps neither push out this run's checkpoints nor are deleted by it."""
     theirs = checkpoints_in(tmp_path / "c", replace(MINE, run="run-b"), keep_last=1)
     trained.save(theirs, 100, accuracy=0.9)
@@ -193,7 +193,7 @@ def test_saving_the_same_step_again_replaces_it(tmp_path, trained):
     assert all(torch.equal(a, b) for a, b in zip(trained.tensors(), other.tensors(), strict=True))
 
 
-def test_what_cannot_be_deleted_is_a_warning(tmp_path, trained, monkeypatch, caplog):
+def test_checkpoint_failed_deletion_is_a_warning(tmp_path, trained, monkeypatch, caplog):
     checkpoints = checkpoints_in(tmp_path / "c", keep_last=1)
     trained.save(checkpoints, 1)
 
@@ -210,7 +210,7 @@ def test_what_cannot_be_deleted_is_a_warning(tmp_path, trained, monkeypatch, cap
     ]
 
 
-def test_a_sweep_removes_what_a_killed_run_left_and_nothing_else(tmp_path, trained):
+def test_checkpoint_cleanup_removes_only_leftovers_of_killed_run(tmp_path, trained):
     checkpoints = checkpoints_in(tmp_path / "c")
     assert sweep(tmp_path / "c") == [] and checkpoints.choose() is None
     trained.save(checkpoints, 1)
@@ -254,7 +254,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_alone(tmp_path, trained, monkeyp
 
 
 @pytest.mark.parametrize("where, name", PHASES, ids=[name for _, name in PHASES])
-def test_an_interrupt_leaves_nothing_and_stays_itself(tmp_path, trained, monkeypatch, where, name):
+def test_checkpoint_interrupted_save_leaves_nothing_and_reraises(tmp_path, trained, monkeypatch, where, name):
     checkpoints = checkpoints_in(tmp_path / "c")
     monkeypatch.setattr(where, name, raise_interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -262,7 +262,7 @@ def test_an_interrupt_leaves_nothing_and_stays_itself(tmp_path, trained, monkeyp
     assert names(tmp_path / "c") == []
 
 
-def test_a_rank_that_is_lost_is_no_full_disk(tmp_path, trained, monkeypatch):
+def test_checkpoint_lost_rank_is_not_full_disk_error(tmp_path, trained, monkeypatch):
     def reset(*_, **__):
         raise RuntimeError("Connection reset by peer")
 
@@ -271,7 +271,7 @@ def test_a_rank_that_is_lost_is_no_full_disk(tmp_path, trained, monkeypatch):
         trained.save(checkpoints_in(tmp_path / "c"), 1)
 
 
-def test_an_error_while_another_is_handled_is_not_taken_for_it(tmp_path, trained, monkeypatch):
+def test_checkpoint_disk_error_ignores_exception_being_handled(tmp_path, trained, monkeypatch):
     monkeypatch.setattr(dcp_files, "_write_item", raise_disk_full)
     try:
         raise KeyboardInterrupt
@@ -281,7 +281,7 @@ def test_an_error_while_another_is_handled_is_not_taken_for_it(tmp_path, trained
 
 
 @pytest.mark.parametrize("room", [30_000, 150_000, 300_000, 500_000, 800_000, 1_000_000])
-def test_a_disk_that_is_really_full(tmp_path, trained, room):
+def test_checkpoint_full_disk_keeps_previous_checkpoint(tmp_path, trained, room):
     """On a small file system: with so many bytes left, another part of the save fails each time."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -343,7 +343,7 @@ def test_files_follow_the_umask(tmp_path, trained):
             assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~umask, path
 
 
-def test_a_model_is_replaced_only_by_a_whole_one(tmp_path, source, trained, monkeypatch):
+def test_saved_model_is_replaced_only_by_complete_one(tmp_path, source, trained, monkeypatch):
     folder = save_model(tmp_path / "out" / "model", trained.model, source, torch.float32)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     trained.train(1, seed=3)
@@ -398,7 +398,7 @@ def test_loading_error_does_not_blame_the_settings(tmp_path, trained, monkeypatc
 @pytest.mark.parametrize(
     "error, kind", [(OSError("full"), FileMistake), (torch.OutOfMemoryError("no memory"), Failure)]
 )
-def test_error_of_another_rank_keeps_its_kind(error, kind, monkeypatch):
+def test_together_error_of_other_rank_keeps_its_type(error, kind, monkeypatch):
     def fail():
         raise error
 

@@ -27,7 +27,7 @@ def cores(monkeypatch):
     torch.set_num_threads(before)
 
 
-def test_a_core_is_left_and_it_is_said_in_one_line(cores, capsys):
+def test_init_ranks_leaves_one_cpu_core_and_reports(cores, capsys):
     cores(4, threads=4)
     init_ranks("cpu", engine_beside=True)
     assert torch.get_num_threads() == 3
@@ -45,13 +45,13 @@ def test_a_core_is_left_and_it_is_said_in_one_line(cores, capsys):
     ],
     ids=["no engine beside", "the user says how many", "a core is free already", "one core"],
 )
-def test_otherwise_nothing_changes_and_nothing_is_said(cores, capsys, machine, beside):
+def test_init_ranks_without_core_conflict_keeps_threads_silently(cores, capsys, machine, beside):
     cores(**machine)
     init_ranks("cpu", engine_beside=beside)
     assert torch.get_num_threads() == machine["threads"] and not capsys.readouterr().out
 
 
-def test_of_several_ranks_one_says_it(cores, capsys, monkeypatch):
+def test_init_ranks_only_first_rank_prints_cpu_threads(cores, capsys, monkeypatch):
     cores(4, threads=4)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -78,7 +78,7 @@ print(min(pages))
 """
 
 
-def test_a_large_tensor_is_made_again_without_new_pages():
+def test_large_tensor_reallocation_reuses_memory_pages():
     kept, given_back = (
         int(subprocess.run([sys.executable, "-c", TENSORS, way], check=True, capture_output=True, text=True).stdout)
         for way in ("kept", "given back")

@@ -100,7 +100,7 @@ def test_saved_model_has_tokenizer_of_another_folder(tmp_path, source, model):
     assert own_prompts(source, tokenizer) == f"the tokenizer of {other}"
 
 
-def test_saved_model_has_known_files_only(tmp_path, source, model):
+def test_saved_model_contains_only_known_files(tmp_path, source, model):
     folder = save_model(tmp_path / "model", model, source, torch.float32, ChatTokenizer(source.path))
     assert sorted(path.name for path in folder.iterdir()) == [
         "LICENSE", "chat_template.jinja", "config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json",
@@ -119,7 +119,7 @@ def test_copies_from_recorded_model_dir_are_replaceable(tmp_path, source):
         require_replaceable(folder, [source.path], "tokenizer_problems")
 
 
-def test_adapter_names_its_base_and_has_its_tokenizer(tmp_path, source, model, monkeypatch):
+def test_saved_adapter_names_base_and_includes_tokenizer(tmp_path, source, model, monkeypatch):
     monkeypatch.chdir(source.path.parent)
     relative = type(source)("model")
     tokenizer = ChatTokenizer("model", PLAIN)

@@ -52,7 +52,7 @@ def learner(loss, **options):
     return alone(policy, loss, optimizer=optimizer, **options)
 
 
-def test_a_loss_of_ones_own_has_a_reference_that_stays():
+def test_learner_custom_loss_reference_stays_fixed():
     its = learner(TowardsTheReference())
     packed = rows()
     start = [scores.logprobs_L for scores in its.logprobs(packed)]
@@ -90,7 +90,7 @@ def test_a_teacher_is_heard_token_by_token():
     assert any(row.teacher_logprobs_L is None for row in pack([first, groups[1]], 40)[0])
 
 
-def test_what_a_loss_does_not_ask_for_it_does_not_get():
+def test_learner_skips_inputs_not_requested_by_loss():
     its = learner(Silent())
     assert its.reference([rows(), rows()]) == [None, None]
     its.forward_backward(rows())
@@ -125,7 +125,7 @@ def test_only_later_updates_ask_the_proximal_policy_beforehand():
 
 
 @pytest.mark.parametrize("options", [{"old": "sampler"}, {"old": "interpolated", "importance": "full"}])
-def test_nobody_asks_a_proximal_policy_that_the_loss_does_not_need(options):
+def test_learner_computes_proximal_logprobs_only_if_loss_needs(options):
     its = learner(PolicyLoss(**options))
     assert its.proximal([rows(), rows()]) == [None, None]
     its.step(its.forward_backward(rows(), version=0)[1], advice=str)
@@ -138,7 +138,7 @@ def test_nobody_asks_a_proximal_policy_that_the_loss_does_not_need(options):
 
 
 @pytest.mark.parametrize("loss", [PolicyLoss(), PolicyLoss(importance="tis"), NLLLoss()])
-def test_a_device_is_waited_for_twice_in_an_update(loss, monkeypatch):
+def test_learner_update_synchronizes_device_twice(loss, monkeypatch):
     """For the numbers of all rows at once, and for the norm of the gradient; however many rows and metrics there are."""
     its, packed, reads = learner(loss, max_grad_norm=1.0), rows() * 3, []
     # A device has a block mask; only a CPU makes a plan of the row, from numbers that it reads.
@@ -153,7 +153,7 @@ def test_a_device_is_waited_for_twice_in_an_update(loss, monkeypatch):
     assert len(packed) > 2 and reads == ["tolist", "item"]
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing():
+def test_learner_non_finite_gradient_skips_update():
     its = learner(Silent())
     before = [param.detach().clone() for param in its.policy.trainable()]
     _, metrics = its.forward_backward(rows())
@@ -164,7 +164,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     assert its.updates == 0 and all(param.grad is None for param in its.policy.trainable())
 
 
-def test_the_learning_rate_is_that_of_the_updates_that_were_planned_before():
+def test_learner_learning_rate_follows_planned_update_count():
     policy = PackedPolicy(unpacked.tiny_model())
     optimizer = torch.optim.SGD(policy.trainable(), lr=2.0)
     its = alone(
@@ -185,7 +185,7 @@ def test_the_learning_rate_is_that_of_the_updates_that_were_planned_before():
 
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 1, 5, 8])
-def test_schedule_beyond_its_end_stays_within_bounds(decay, warmup):
+def test_schedule_after_its_end_stays_within_bounds(decay, warmup):
     factor = make_schedule(ScheduleConfig(decay, warmup), 8)
     assert all(0 <= factor(update) <= 1 for update in range(100))
     ends = 1.0 if decay == "constant" else 0.0
@@ -244,7 +244,7 @@ def test_a_gradient_has_the_same_bits_each_time(loss):
         torch.set_num_threads(threads)
 
 
-def test_a_step_of_several_updates_has_the_mean_of_each_metric_and_the_greatest_maximum():
+def test_mean_over_updates_averages_metrics_and_keeps_maximum():
     updates = [
         {"loss": 1.0, "ratio_max": 3.0},
         {"loss": 2.0, "ratio_max": 5.0, "age_1": 7.0},

@@ -72,7 +72,7 @@ def stopped_and_failing(error):
     return work
 
 
-def test_an_error_while_sigterm_waits_is_not_taken_for_the_stop():
+def test_recipe_runner_error_during_sigterm_is_raised():
     with pytest.raises(OSError, match="No space left"):
         run(stopped_and_failing(OSError("step_000012 was not saved: No space left on device")))
 
@@ -84,7 +84,7 @@ def raising(error):
     return work
 
 
-def test_the_cleanup_knows_the_status_that_the_process_will_have():
+def test_recipe_runner_cleanup_receives_exit_status():
     """Sinks tell it to W&B, for which every run succeeds that says nothing else."""
     run(lambda recipe: None)
     run(raising(life.NothingToDo("nothing to do")))
@@ -103,7 +103,7 @@ def test_the_cleanup_knows_the_status_that_the_process_will_have():
     assert errors.status_of(caught.value) == 2
 
 
-def test_a_library_that_makes_an_error_of_the_interrupt(capsys):
+def test_recipe_runner_interrupt_wrapped_by_library_is_stop(capsys):
     """As pydantic does while its classes are built: "SchemaError: ... Stopped: stopped by Ctrl-C"."""
 
     def work(recipe):
@@ -161,14 +161,14 @@ def test_own_error_while_sigterm_waits_is_raised(monkeypatch, error):
 
 
 @pytest.mark.parametrize("words", ["Timed out waiting 600000ms for recv", "Application timeout caused pair closure"])
-def test_a_rank_that_does_not_come_is_named_in_both_ways_of_gloo(monkeypatch, words):
+def test_recipe_runner_missing_rank_is_named(monkeypatch, words):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(errors.Failure) as caught:
         run(raising(errors.Failure(f"step_000002 was not saved: RuntimeError: {words}")))
     assert "did not come here within ranks.deadline_s" in caught.value.__notes__[0]
 
 
-def test_a_stop_on_which_the_ranks_agreed(capsys):
+def test_recipe_runner_stop_agreed_by_ranks_exits_cleanly(capsys):
     def work(recipe):
         recipe.stop.begin_steps()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -180,7 +180,7 @@ def test_a_stop_on_which_the_ranks_agreed(capsys):
     assert end.value.code == 143 and "Stopped by SIGTERM. It stood at step 3" in capsys.readouterr().err
 
 
-def test_a_thread_that_nobody_can_end_does_not_hold_the_process():
+def test_recipe_runner_unjoinable_thread_does_not_block_exit():
     """Ctrl-C in the midst of Thread.start leaves one that no executor knows of."""
     script = """
 import os, signal, threading
@@ -204,7 +204,7 @@ life.run_recipe(Recipe)
     assert done.returncode == 143 and "It stood at step 3" in done.stderr
 
 
-def test_parts_are_closed_one_by_one(caplog):
+def test_recipe_runner_components_are_closed_one_by_one(caplog):
     closed = []
 
     class Part:
@@ -221,12 +221,12 @@ def test_parts_are_closed_one_by_one(caplog):
     assert "Part was not closed properly" in caplog.text and "it did not answer" in caplog.text
 
 
-def test_the_last_words_of_a_run_that_is_done(capsys):
+def test_recipe_runner_finished_run_prints_status_message(capsys):
     run(lambda recipe: None)
     assert capsys.readouterr().out.endswith("It stood at step 3\n")
 
 
-def test_an_error_is_followed_by_where_the_run_stands():
+def test_recipe_runner_error_is_followed_by_status_message():
     with pytest.raises(OSError) as caught:
         run(stopped_and_failing(OSError("No space left")))
     assert "".join(traceback.format_exception(caught.value)).endswith("OSError: No space left\nIt stood at step 3\n")
@@ -246,7 +246,7 @@ def test_an_error_of_the_setup_is_not():
     assert recipe.calls == ["setup", "cleanup"] and not hasattr(caught.value, "__notes__")
 
 
-def test_nothing_to_do_is_no_error(capsys):
+def test_recipe_runner_nothing_to_do_exits_without_error(capsys):
     class Idle(Recipe):
         def setup(self):
             super().setup()
@@ -258,7 +258,7 @@ def test_nothing_to_do_is_no_error(capsys):
     assert capsys.readouterr().out == "step 40 >= max_steps=3: nothing to do\n"
 
 
-def test_a_signal_between_the_end_of_the_work_and_the_cleanup_leaves_nothing_open():
+def test_recipe_runner_signal_before_cleanup_still_cleans_up():
     recipe = Recipe(lambda recipe: None)
     begin = recipe.stop.begin_cleanup
 

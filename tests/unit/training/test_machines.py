@@ -64,7 +64,7 @@ def across(tmp_path, monkeypatch):
     return run
 
 
-def test_a_folder_that_all_machines_share_is_left_as_it_was(across, tmp_path):
+def test_init_ranks_shared_folder_is_left_unchanged(across, tmp_path):
     (tmp_path / "shared").mkdir()
     hosts = [f"{HOST} (torchrun 0)", f"{HOST} (torchrun 1)", f"{HOST} (torchrun 1)"]
     output_dir = str(tmp_path / "shared" / "runs" / "a")
@@ -72,7 +72,7 @@ def test_a_folder_that_all_machines_share_is_left_as_it_was(across, tmp_path):
     assert not list((tmp_path / "shared").iterdir()), "no mark, and no folder of a run that has not begun"
 
 
-def test_a_folder_that_not_all_machines_see_is_named_on_every_rank(across, tmp_path):
+def test_init_ranks_unshared_folder_named_on_every_rank(across, tmp_path):
     (tmp_path / "file").touch()
 
     def action():
@@ -94,7 +94,7 @@ def test_a_folder_that_not_all_machines_see_is_named_on_every_rank(across, tmp_p
     assert not any(list((tmp_path / machine).iterdir()) for machine in ("m0", "m1"))
 
 
-def test_control_messages_do_not_need_the_backend_of_the_gpus(across, monkeypatch, tmp_path):
+def test_ranks_control_messages_work_without_gpu_backend(across, monkeypatch, tmp_path):
     """In place of NCCL stands torch's backend that delivers nothing: what arrives has come over gloo."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 
@@ -119,7 +119,7 @@ def test_control_messages_do_not_need_the_backend_of_the_gpus(across, monkeypatc
     assert across(action) == [[{"rank": 0}, True, False, [0, 1, 2], {"a": 3.0, "b": 3.0, "b_max": 2.0, "c": 5.0}]] * 3
 
 
-def test_groups_of_a_mesh_wait_as_long_as_that_of_all_ranks(across):
+def test_mesh_groups_use_deadline_of_all_ranks(across):
     def action():
         ranks = init_ranks("cpu", RanksConfig(deadline_s=77.0, shard_within=1))
         mesh = _mesh(ranks.device, ranks.world_size, ranks.shards)
@@ -130,7 +130,7 @@ def test_groups_of_a_mesh_wait_as_long_as_that_of_all_ranks(across):
     assert across(action) == [[77.0] * 3] * 3, "also groups of a part of the ranks"
 
 
-def test_while_only_rank_0_does_something_the_others_sleep(across, tmp_path):
+def test_ranks_sleep_while_rank_0_works(across, tmp_path):
     done = tmp_path / "done"
 
     def action():
@@ -156,7 +156,7 @@ def test_while_only_rank_0_does_something_the_others_sleep(across, tmp_path):
     assert across(action) == [[1.5, True, True]] * 3, "what rank 0 says no to is said on every rank, too"
 
 
-def test_the_ranks_of_a_run_wait_for_its_engine_together():
+def test_ranks_wait_for_engine_together():
     """In the first publication the others would wait, too, but over NCCL, with GPU and core busy."""
     tree = ast.parse((Path(__file__).parents[3] / "recipes/grpo.py").read_text())
 
@@ -176,7 +176,7 @@ def test_the_ranks_of_a_run_wait_for_its_engine_together():
         (8, 1, "ranks.shard_within=8 does not divide the 1 rank of this run: leave it out"),
     ],
 )
-def test_ranks_that_cannot_be_grouped_are_refused_before_they_join(within, ranks, fix, monkeypatch):
+def test_init_ranks_indivisible_groups_refused_before_joining(within, ranks, fix, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("RANK", "0")
     # MASTER_ADDR is not set: nothing is tried before the numbers fit.
@@ -243,13 +243,13 @@ def test_waiting_rank_without_torchrun_prints_where(monkeypatch, capsys):
         assert capsys.readouterr().out == says
 
 
-def test_a_copy_is_cut_for_its_own_ranks():
+def test_ranks_shards_equal_shard_within():
     assert (
         Ranks(0, 16, torch.device("cpu"), shard_within=8).shards == 8 and Ranks(0, 16, torch.device("cpu")).shards == 16
     )
 
 
-def test_more_ranks_than_gpus_on_a_machine_are_named_with_it(monkeypatch):
+def test_local_device_too_many_ranks_reported_with_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     taken = []
@@ -294,5 +294,5 @@ def test_gloo_of_one_machine_listens_on_the_loopback(environ):
     assert environ(LOCAL_WORLD_SIZE="2", MASTER_ADDR="10.0.0.1") is None
 
 
-def test_a_run_on_one_machine_looks_at_nothing():
+def test_require_shared_on_one_machine_checks_nothing():
     machines.require_shared(("a", "a"), "/no/such/folder")

@@ -50,7 +50,7 @@ def planned(source, dtype="bfloat16", engine=None, device=CPU, make=make_model, 
     )
 
 
-def test_bf16_changes_nothing(source):
+def test_precision_bf16_leaves_config_unchanged(source):
     engine = EngineConfig(dtype="float32")
     precision = planned(source, engine=engine)
     assert precision.trainer is None and precision.sampler is None and precision.engine == engine
@@ -60,7 +60,7 @@ def test_bf16_changes_nothing(source):
 
 
 @pytest.mark.parametrize("flow", ["fp8_rollout", "fp8_unified"])
-def test_both_fp8_flows_give_the_engine_the_same(source, flow):
+def test_precision_fp8_flows_give_engine_identical_weights(source, flow):
     precision = planned(source, flow=flow)
     assert (precision.trainer is not None) == (flow == "fp8_unified")
     quantization = precision.engine.quantization
@@ -96,7 +96,7 @@ def test_receipt_of_a_run(flow, tmp_path, capsys):
         assert "reference for fprop, dgrad, wgrad of 256x256, 128x256" in lines
 
 
-def test_a_dry_run_counts_what_fp8_takes(source):
+def test_dry_run_counts_fp8_memory(source):
     """Without a model directory, by the same rule as with one."""
 
     def need(trainer=None, engine=None, make=make_model):
@@ -185,7 +185,7 @@ def test_a_hopper_without_a_fast_backend_is_refused(source, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["dora", "nf4"])
-def test_what_a_trainer_cannot_hold_in_fp8_the_engine_alone_can(source, kind):
+def test_precision_untrainable_fp8_layer_is_quantized_in_engine(source, kind):
     """The weight that is published is a whole one, whatever the trainer makes it of."""
 
     def make():
@@ -226,7 +226,7 @@ def test_a_quantized_checkpoint_is_refused_in_every_flow(source, flow):
     ],
     ids=["tiny", "other"],
 )
-def test_a_missing_model_says_how_to_get_it(tmp_path, folder, command):
+def test_hf_model_missing_folder_reports_download_command(tmp_path, folder, command):
     with pytest.raises(ValueError, match=f"no such folder, seen from .*`{command}"):
         HFModel(tmp_path / folder)
 
@@ -254,7 +254,7 @@ def test_the_dtype_follows_the_device(monkeypatch):
         ("asimd bf16 i8mm", True),
     ],
 )
-def test_a_processor_says_whether_it_computes_in_bfloat16(flags, able, monkeypatch):
+def test_computes_in_bfloat16_follows_processor_flags(flags, able, monkeypatch):
     file = SimpleNamespace(read_text=lambda **options: f"processor : 0\nflags : {flags}\n")
     monkeypatch.setattr(precision_module, "Path", lambda name: file)
     computes_in_bfloat16.cache_clear()

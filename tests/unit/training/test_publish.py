@@ -106,7 +106,7 @@ def update(model, size, seed=0, names=("",)):
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=size)
 
 
-def test_a_publication_that_arrives(played):
+def test_publish_reports_canary_metrics_and_sampling(played):
     engine, model, publisher = played()
     first = publisher.publish(3)
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
@@ -127,7 +127,7 @@ def test_a_publication_that_arrives(played):
         assert sampling == dataclasses.replace(SAMPLING, max_tokens=8, seed=0, early_stop_logprob=None)
 
 
-def test_a_run_of_short_completions_has_a_short_canary(source, played):
+def test_publish_canary_length_follows_max_tokens(source, played):
     engine, _, publisher = played()
     short = Publisher(
         engine, publisher._learner, AllWeights(), publisher._precision, source, publisher._agreement, publisher._scored,
@@ -139,7 +139,7 @@ def test_a_run_of_short_completions_has_a_short_canary(source, played):
 
 
 @pytest.mark.parametrize("temperature", [0.8, 0.9, 1.1])
-def test_canary_of_two_prompts_finds_a_temperature_in_mixed_precision(played, temperature):
+def test_canary_two_prompts_detect_temperature_in_bfloat16(played, temperature):
     """The trainer computes in float32, and what it sends is rounded to bfloat16: compared is what was sent."""
     engine, model, publisher = played(limit=5.0, dtype="bfloat16", prompts=PROMPTS[:CANARY_PROMPTS])
     update(model, 0.2)
@@ -151,7 +151,7 @@ def test_canary_of_two_prompts_finds_a_temperature_in_mixed_precision(played, te
 
 
 @pytest.mark.parametrize("temperature, other", [(0.7, "sharper"), (1.4, "flatter")])
-def test_canary_finds_sampling_that_the_engine_does_not_report(played, temperature, other):
+def test_canary_detects_unreported_sampling_temperature(played, temperature, other):
     """An engine that reports log-probs without its temperature agrees with the trainer on every token."""
     engine, model, publisher = played(prompts=PROMPTS[:CANARY_PROMPTS])
     update(model, 0.2)
@@ -188,7 +188,7 @@ def test_nan_in_the_weights_is_named(played):
         ),
     ],
 )
-def test_a_publication_that_does_not_arrive_stops_the_run(played, fault, message):
+def test_publish_failed_weight_sync_raises_mismatch(played, fault, message):
     engine, model, publisher = played(limit=5.0)
     publisher.publish(3)
     update(model, 1e-2)
@@ -198,7 +198,7 @@ def test_a_publication_that_does_not_arrive_stops_the_run(played, fault, message
         publisher.publish(4)
 
 
-def test_the_effect_of_an_update_too_small_to_show_is_not_judged(played):
+def test_publish_too_small_update_is_not_judged(played):
     engine, model, publisher = played()
     publisher.publish(3)
     engine.deaf = True
@@ -223,7 +223,7 @@ def test_each_of_several_engines_is_judged_by_itself(played, monkeypatch):
         publisher.publish(2)
 
 
-def test_of_several_engines_the_one_that_shows_least_of_an_update_is_logged(played, monkeypatch):
+def test_publish_logs_lowest_update_applied_of_engines(played, monkeypatch):
     engine, model, publisher = played(limit=5.0)
     other, answer = PlayedEngine(), engine.canary
 
@@ -246,7 +246,7 @@ def rounded_share(before, after):
     return shown.double().mean().item()
 
 
-def test_what_the_dtype_of_the_engine_keeps_of_an_update_is_logged_and_said_once(played, caplog):
+def test_publish_logs_update_share_kept_by_engine_dtype(played, caplog):
     _engine, model, publisher = played(limit=5.0, dtype="bfloat16")
     before = [p.detach().clone() for p in model.parameters()]
     publisher.publish(1)
@@ -271,7 +271,7 @@ def test_changed_share_counts_all_values_of_a_tensor(played):
     assert share == pytest.approx((50 * LOOKED_AT / 4 + 10) / (50 * LOOKED_AT + 10))
 
 
-def test_an_update_that_the_engine_can_hold_is_not_warned_of(played, caplog):
+def test_publish_representable_update_does_not_warn(played, caplog):
     _engine, model, publisher = played(limit=5.0, dtype="bfloat16")
     publisher.publish(1)
     update(model, 1e-2)

@@ -62,7 +62,7 @@ def replay(run, words="what is", identity=IDENTITY, **own):
     )
 
 
-def test_it_hands_out_each_step_once_and_nothing_in_further_rounds(run):
+def test_replay_yields_each_step_once_without_refills(run):
     its, problems = replay(run), ProblemStream(Sums("what is"), seed=0)
     assert str(its) == f"replays {run}: 3 of its 3 steps; no engine, no evaluation"
     for _ in range(STEPS):
@@ -78,19 +78,19 @@ def test_it_hands_out_each_step_once_and_nothing_in_further_rounds(run):
 @pytest.mark.parametrize(
     ("state", "before"), [({}, "sampled its own groups"), ({"replayed": "xyz"}, "replayed run xyz")]
 )
-def test_a_checkpoint_of_another_kind_of_run_does_not_go_on_as_this_replay(run, state, before):
+def test_replay_refuses_checkpoint_of_other_run_kind(run, state, before):
     with pytest.raises(ValueError, match=f"cannot go on from this checkpoint, whose run {before}"):
         replay(run).load_state_dict(state, step=1, version=1)
 
 
-def test_another_run_that_begins_in_the_folder_is_noticed(run):
+def test_replay_detects_new_run_in_its_folder(run):
     its = replay(run)
     (run / "run.json").write_text(json.dumps({"id": "new", "config": settings()}))
     with pytest.raises(ValueError, match="run abc is not there any more, but new"):
         its.take(BATCH)
 
 
-def test_where_the_data_lies_and_settings_of_an_earlier_life_do_not_matter(run):
+def test_replay_ignores_data_path_and_earlier_refills(run):
     assert "task.path=default (here /data)" in str(
         replay(run, task={"_component_": "Sums", "level": 1, "path": "/data"})
     )
@@ -101,7 +101,7 @@ def test_where_the_data_lies_and_settings_of_an_earlier_life_do_not_matter(run):
     replay(run)
 
 
-def test_a_damaged_checkpoint_does_not_matter_where_an_older_one_says_the_same(run):
+def test_replay_uses_older_checkpoint_if_newest_is_damaged(run):
     (run / "checkpoints" / "step_000009").mkdir()
     (run / "checkpoints" / "step_000009" / "manifest.json").write_text("{")
     replay(run)
@@ -137,12 +137,12 @@ def test_settings_of_learning_that_differ_are_named(run):
         ({"words": "how much is"}, "the task's data or code has changed since"),
     ],
 )
-def test_a_run_of_other_problems_model_or_seed_is_refused(run, own, text):
+def test_replay_of_other_problems_model_seed_is_refused(run, own, text):
     with pytest.raises(ValueError, match=f"replay={run}.*{text}"):
         replay(run, **own)
 
 
-def test_what_is_no_run_is_refused(run, tmp_path):
+def test_replay_invalid_run_folder_is_refused(run, tmp_path):
     with pytest.raises(ValueError, match="is the output_dir of this run"):
         replay(run, output_dir=str(run))
     with pytest.raises(ValueError, match="there is no run.json"):

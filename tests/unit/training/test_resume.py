@@ -15,18 +15,18 @@ from torchtune_ext.training.checkpoints import NothingToDo, RunState, checkpoint
 STATE = RunState(step=7, version=9, cursor=28, throttle={"limit": 32}, source={"cursors": [[8, 9]]})
 
 
-def test_it_comes_back():
+def test_run_state_round_trips_through_recipe_json():
     recipe = json.loads(json.dumps({"score": 0.5, **asdict(STATE)}))
     assert RunState.of(recipe) == STATE
     del recipe["task"]  # a field with a default may be missing
     assert RunState.of(recipe) == STATE
 
 
-def test_updates_of_copied_recipes_come_back():
+def test_run_state_restores_updates_of_copied_recipes():
     assert RunState.of(asdict(replace(STATE, updates=14))).updates == 14
 
 
-def test_a_run_that_goes_on_says_from_where_and_what_has_changed(monkeypatch):
+def test_resume_reports_checkpoint_and_changed_config(monkeypatch):
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     earlier = {
@@ -77,7 +77,7 @@ class Kept:
         return None if self.accuracy is None else (self.of(20), self.accuracy)
 
 
-def test_the_checkpoint_to_go_on_from(tmp_path, capsys):
+def test_find_resume_checkpoint_returns_newest_unless_run_finished(tmp_path, capsys):
     kept = Kept(tmp_path / "checkpoints")
     folder = SimpleNamespace(run=Run("1a2b3c4d", "x", 0.0, {}), earlier={})
     assert checkpoint_to_go_on_from(kept, folder, resumes=False, total=50) is None
@@ -107,7 +107,7 @@ def test_where_a_run_stands(tmp_path):
     assert "accurate" not in standing(47, 60, kept)
 
 
-def test_what_a_run_leaves(tmp_path):
+def test_status_message_of_finished_run_lists_outputs(tmp_path):
     kept = Kept(tmp_path / "a b" / "checkpoints")
     assert standing(40, 40, kept).splitlines() == [
         "done:      40 of 40 steps",

@@ -53,11 +53,11 @@ def update_below_half_a_step(model):
         param.add_(0.2 * step * signs)
 
 
-def test_float32_on_both_sides_has_none(measured):
+def test_rounding_float32_on_both_sides_is_zero(measured):
     assert measured("float32", "float32")[1]() == 0.0
 
 
-def test_what_both_sides_lack_of_an_update_does_not_count(measured, source):
+def test_rounding_update_missing_on_both_sides_not_counted(measured, source):
     model, measure = measured("bfloat16", "bfloat16")
     round_weights(model)
     before = measure()
@@ -72,7 +72,7 @@ def test_what_both_sides_lack_of_an_update_does_not_count(measured, source):
 
 
 @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_what_one_side_lacks_of_an_update_counts(measured, dtypes):
+def test_rounding_update_missing_on_one_side_is_counted(measured, dtypes):
     model, measure = measured(*dtypes)
     round_weights(model)
     before = measure()
@@ -82,7 +82,7 @@ def test_what_one_side_lacks_of_an_update_counts(measured, dtypes):
 
 
 @pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float32", "bfloat16")])
-def test_an_adapter_that_travels_by_itself_is_not_lost_in_the_rounding(measured, dtypes):
+def test_rounding_separately_published_adapter_is_not_counted(measured, dtypes):
     """Merged into weights in bfloat16 it would be, and a limit that leaves room for all of it would see nothing more."""
     model, measure = measured(*dtypes, publish="adapter", **LORA)
     round_weights(model)
@@ -94,7 +94,7 @@ def test_an_adapter_that_travels_by_itself_is_not_lost_in_the_rounding(measured,
     assert measure() == pytest.approx(without, rel=0.1)
 
 
-def test_the_magnitude_of_dora_is_rounded_by_nobody(measured, source):
+def test_rounding_excludes_dora_magnitude(measured, source):
     """Fresh adapters change nothing, so with them trainer and engine are as far apart as without."""
     _, without = measured("bfloat16", "bfloat16")
     model, measure = measured("bfloat16", "bfloat16", publish="merged", use_dora=True, **LORA)

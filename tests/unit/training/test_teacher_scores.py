@@ -15,7 +15,7 @@ def of_path(ids):
     return np.float32(hash(tuple(map(int, ids))) % 9973)
 
 
-def test_every_sampled_token_is_scored_behind_its_own_context():
+def test_teacher_scores_each_token_in_its_own_context():
     rng = np.random.default_rng(2)
     teacher = Teacher.__new__(Teacher)
     teacher.engine = SimpleNamespace(
@@ -46,6 +46,6 @@ def test_branch_with_fully_replaced_context_is_scored():
     assert sample.teacher_logprobs[5:].tolist() == [of_path(later[: place + 1]) for place in (2, 3, 4)]
 
 
-def test_messages_say_whose_engine_they_mean(tmp_path):
+def test_teacher_engine_messages_name_the_teacher(tmp_path):
     (lane,) = Teacher(SimpleNamespace(path=tmp_path), EngineConfig(), tmp_path).engine._pool.lanes
     assert lane.name == "the teacher's engine"

@@ -13,7 +13,7 @@ from torchtune_ext.training.teacher import TeacherConfig
 POLICY = EngineConfig(dtype="bfloat16", max_model_len=512, kv_cache_bytes=1 << 28, devices="1,2")
 
 
-def test_a_teacher_lives_elsewhere_and_reads_what_the_policy_wrote():
+def test_teacher_engine_config_separates_devices_and_covers_policy():
     engine = TeacherConfig("teacher", {"devices": "3", "kv_cache_bytes": 1 << 30}).engine_config(POLICY)
     expected = {"devices": "3", "kv_cache_bytes": 1 << 30, "max_model_len": 513, "max_num_batched_tokens": 2048}
     assert engine == replace(POLICY, **expected)
@@ -22,7 +22,7 @@ def test_a_teacher_lives_elsewhere_and_reads_what_the_policy_wrote():
     assert (alone.address, alone.count, alone.max_num_batched_tokens) == (None, None, 99)
 
 
-def test_a_context_that_a_sample_may_fill_is_too_short():
+def test_teacher_context_equal_to_policy_is_refused():
     with pytest.raises(ValueError, match=r"teacher.engine.max_model_len=512 .* engine.max_model_len=512"):
         TeacherConfig("teacher", {"max_model_len": 512}).engine_config(POLICY)
 
