@@ -77,7 +77,7 @@ def measure_starts(count: int) -> None:
             except SandboxError as error:
                 print(f"{name:36s} {error}")
                 continue
-            checkers[name] = checker, checker.compile_own(checker.kernel)
+            checkers[name] = checker, checker.compile_naive(checker.kernel)
         starts: dict[str, list[float]] = {name: [] for name in checkers}
         ends: dict[str, list[float]] = {name: [] for name in checkers}
         for _ in range(count):

@@ -41,8 +41,8 @@ from fp8_gpu_cases import (  # before torchtune_ext, which it finds in a bare ch
     Model,
     Timer,
     build_block,
+    convert_to_fp8,
     gemm_sides,
-    in_fp8,
     memory,
     relative_error,
     step,
@@ -169,7 +169,7 @@ def header(report: Report, timer: Timer, device: torch.device) -> dict[str, list
         first, second = quantize()
         a, b = (first.T if gemm == "wgrad" else first), (second if gemm == "fprop" else second.T)
         for name, backend in fp8_gemm.BACKENDS.items():
-            objection = backend.objection(a, b, torch.bfloat16)
+            objection = backend.unsupported_reason(a, b, torch.bfloat16)
             if objection is None and name != "reference":
                 backends[gemm].append(name)
             report.row(name, gemm, "yes" if objection is None else f"no: {' '.join(objection.split())}")
@@ -258,7 +258,7 @@ def part_gemm(run: Run) -> None:
 def compare(run: Run, module: nn.Module, x: Tensor, config: Fp8Config, compiled: bool = False) -> tuple[float, tuple]:
     """A module in FP8 against itself in bfloat16: the ratio, and cells for COLUMNS."""
     x.requires_grad_()
-    versions = {"bf16": module, "fp8": in_fp8(module, config)}
+    versions = {"bf16": module, "fp8": convert_to_fp8(module, config)}
     if compiled:
         torch.compiler.reset()
         how = "inductor" if run.timer.cuda else "aot_eager"  # the CPU's compiler would take a minute

@@ -24,7 +24,7 @@ from torchtune.models.qwen2 import qwen2
 
 from torchtune_ext.kernels import fp8_gemm
 from torchtune_ext.kernels.fp8_quantize import (
-    BLOCK,
+    BLOCK_SIZE,
     Fp8Blocks,
     quantize_columns,
     quantize_rows,
@@ -157,7 +157,7 @@ def relative_error(gemm: str, backend: str, first: Fp8Blocks, second: Fp8Blocks)
     return ((result - want).norm() / want.norm()).item()
 
 
-def in_fp8(module: nn.Module, config: Fp8Config) -> nn.Module:
+def convert_to_fp8(module: nn.Module, config: Fp8Config) -> nn.Module:
     """A copy whose linear layers compute in FP8, as torchtune_ext.policy.fp8.plan.convert makes them."""
     module = copy.deepcopy(module)
     for layer in module.modules():
@@ -185,7 +185,7 @@ def memory(module: nn.Module, x: Tensor, dy: Tensor) -> list[str]:
     before = torch.cuda.memory_allocated()
     y = module(x.clone())  # nothing but the module holds this input
     with torch.no_grad():  # the next layer's input takes the place of the last one that was quantized
-        fp8_linear(x.new_ones(1, BLOCK), x.new_ones(BLOCK, BLOCK), None, Fp8Config(backend="reference"))
+        fp8_linear(x.new_ones(1, BLOCK_SIZE), x.new_ones(BLOCK_SIZE, BLOCK_SIZE), None, Fp8Config(backend="reference"))
     kept = torch.cuda.memory_allocated() - before - y.nbytes  # the output is the next module's
     torch.autograd.grad(y, (x, *module.parameters()), dy)
     return [f"{size / 2**20:.0f}" for size in (kept, torch.cuda.max_memory_allocated() - before)]

@@ -23,11 +23,11 @@ from pathlib import Path
 
 from torchtune_ext.cli.plugin import parse
 from torchtune_ext.recipes.grpo import Config, GRPORecipe
-from torchtune_ext.sampling.vllm_core import RemoteCore
+from torchtune_ext.sampling.vllm_backend import RemoteBackend
 from torchtune_ext.settings.config import load_config
-from torchtune_ext.training.agreement import Disagreement
-from torchtune_ext.training.life import run_recipe
+from torchtune_ext.training.mismatch import MismatchError
 from torchtune_ext.training.publish import Publisher
+from torchtune_ext.training.recipe_runner import run_recipe
 
 PATIENCE = 20  # steps after which a fault counts as not found
 SAMPLERS = {
@@ -71,7 +71,7 @@ CELLS["fp8_rollout lora merged"] = PRECISIONS["fp8_rollout"] + MERGED
 
 def plant_faults(fault: Path) -> None:
     """Makes the trainer's end of the engine do what the file says."""
-    generate, load, wrong_tensors = RemoteCore.generate, RemoteCore.load, Publisher._wrong_tensors
+    generate, load, wrong_tensors = RemoteBackend.generate, RemoteBackend.load, Publisher._find_checksum_error
 
     async def sample(self, call):
         call.sampling = replace(call.sampling, **(SAMPLERS | RAW_SAMPLERS).get(fault.read_text(), {}))
@@ -85,7 +85,7 @@ def plant_faults(fault: Path) -> None:
     def believe(self, answer):
         return None if fault.read_text().endswith("lies") else wrong_tensors(self, answer)
 
-    RemoteCore.generate, RemoteCore.load, Publisher._wrong_tensors = sample, lose, believe
+    RemoteBackend.generate, RemoteBackend.load, Publisher._find_checksum_error = sample, lose, believe
 
 
 def drive(recipe: GRPORecipe, fault: Path, healthy: int, faults: list[str], out: Path) -> None:
@@ -107,7 +107,7 @@ def drive(recipe: GRPORecipe, fault: Path, healthy: int, faults: list[str], out:
         try:
             recipe.train()
             message = ""
-        except Disagreement as error:
+        except MismatchError as error:
             message = str(error)
         line = {"fault": present[0], "publications": recipe.version - begun, "tokens": tokens[0], "message": message}
         line |= {"limit": gate.limit}

@@ -7,7 +7,7 @@ import torch
 
 from torchtune_ext.sampling import worker
 
-honest, last = worker.views, {}
+honest, last = worker.iter_views, {}
 
 
 def views(memory, manifest):
@@ -27,7 +27,7 @@ def views(memory, manifest):
             yield name, tensor
 
 
-worker.views = views
+worker.iter_views = views
 
 
 class Loader(worker.WeightLoader):

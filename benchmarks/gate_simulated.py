@@ -24,9 +24,16 @@ import numpy as np
 import torch
 from gate import test_of
 
-from torchtune_ext.training.agreement import SHARPER, Agreement, Applied, Disagreement, Tokens, likelihood_gains
-from torchtune_ext.training.buckets import AGE_0
-from torchtune_ext.training.publish import CANARY_PROMPTS, CANARY_SAMPLES, CANARY_TOKENS, NEW_TOKENS, SAME_SEED
+from torchtune_ext.training.buckets import AGE_0_BUCKET
+from torchtune_ext.training.mismatch import (
+    SHARPER_LOGIT_SCALE,
+    MismatchError,
+    MismatchGate,
+    TokenDiffs,
+    UpdateEffect,
+    likelihood_gains,
+)
+from torchtune_ext.training.publish import CANARY_PROMPTS, CANARY_SAMPLES, CANARY_TOKENS, NEW_SEED_TOKENS, SEED_PERIOD
 
 VOCAB, SPREAD = 24, 2.0  # spread of the logits, in nats
 UPDATES = (0.1, 0.5, 2.0, 8.0)  # effects of an update on a logit / its rounding, one for each healthy run
@@ -147,9 +154,9 @@ def steps_of(rng: np.random.Generator, shape: str, noise: str, sampler: Sampler,
         )
 
 
-def tokens_of(ours: np.ndarray, theirs: np.ndarray, entropy: np.ndarray, contexts: np.ndarray) -> Tokens:
+def tokens_of(ours: np.ndarray, theirs: np.ndarray, entropy: np.ndarray, contexts: np.ndarray) -> TokenDiffs:
     ours, theirs, entropy = (each.astype(np.float64) for each in (ours, theirs, entropy))
-    return Tokens(ours, theirs, entropy, contexts, np.full((2, len(ours)), AGE_0))
+    return TokenDiffs(ours, theirs, entropy, contexts, np.full((2, len(ours)), AGE_0_BUCKET))
 
 
 class Canaries:
@@ -166,20 +173,20 @@ class Canaries:
     def begin(self) -> None:
         """New seeds."""
         # Contexts are in the order of their place in the answer.
-        shape = self.count, NEW_TOKENS * CANARY_PROMPTS * (1 + CANARY_SAMPLES)
+        shape = self.count, NEW_SEED_TOKENS * CANARY_PROMPTS * (1 + CANARY_SAMPLES)
         self.logits = self.rng.standard_normal((*shape, VOCAB), np.float32) * SPREAD
         if self.confident:
             share = self.rng.choice([0.97, 0.99, 0.995], shape)
             self.logits[..., 0] = np.log(np.exp(self.logits[..., 1:]).sum(-1)) + np.log(share / (1 - share))
         self.scale = scales(self.rng, shape, self.noise)
-        self.uniform = self.rng.random((self.count, CANARY_PROMPTS, CANARY_SAMPLES, NEW_TOKENS))
+        self.uniform = self.rng.random((self.count, CANARY_PROMPTS, CANARY_SAMPLES, NEW_SEED_TOKENS))
         self.before = None
 
     def publish(self, version: int):
         """Yields for each run the tokens, what they show of the update, and `likelihood_gains`."""
-        if version % SAME_SEED == 0:
+        if version % SEED_PERIOD == 0:
             self.begin()
-        elif version % SAME_SEED == 1:
+        elif version % SEED_PERIOD == 1:
             # Answers are shorter from now on.
             kept = CANARY_TOKENS * CANARY_PROMPTS * (1 + CANARY_SAMPLES)
             self.logits, self.scale, self.uniform = (
@@ -197,7 +204,7 @@ class Canaries:
         drawn, reported = sampler.distributions(theirs)
         contexts, labels = self.walk(drawn)
         at = np.arange(self.count)[:, None], contexts, labels
-        entropy, sharp = -(np.exp(ours) * ours).sum(-1)[at[:2]], log_softmax(ours * SHARPER)[at]
+        entropy, sharp = -(np.exp(ours) * ours).sum(-1)[at[:2]], log_softmax(ours * SHARPER_LOGIT_SCALE)[at]
         p, q = ours[at].astype(np.float64), reported[at].astype(np.float64)
         # The trainer's log-probs of tokens that the canary before had, too.
         known, off = np.zeros(p.shape, bool), p
@@ -209,7 +216,7 @@ class Canaries:
         self.before = ours, seen
         for i in range(self.count):
             index = np.unique(contexts[i, known[i]], return_inverse=True)[1]
-            applied = Applied.of((p - off)[i, known[i]], (q - off)[i, known[i]], index, "samples as before")
+            applied = UpdateEffect.estimate((p - off)[i, known[i]], (q - off)[i, known[i]], index, "samples as before")
             gains = likelihood_gains(*(torch.from_numpy(each[i]) for each in (p, q, entropy, sharp)))
             yield tokens_of(p[i], q[i], entropy[i], contexts[i]), applied, gains
 
@@ -227,13 +234,15 @@ class Canaries:
         return tuple(np.stack(each, -1).reshape(self.count, -1) for each in (contexts, labels))
 
 
-def judged(gate: Agreement, step: int, tokens: Tokens, canary: tuple[Applied, np.ndarray] | None = None) -> str:
+def gate_verdict(
+    gate: MismatchGate, step: int, tokens: TokenDiffs, canary: tuple[UpdateEffect, np.ndarray] | None = None
+) -> str:
     """The test that stops the run, or ""."""
     try:
-        gate.judge(tokens, (), "", 0 if canary is None else None, canary[:1] if canary else ())
+        gate.check_tokens(tokens, (), "", 0 if canary is None else None, canary[:1] if canary else ())
         if canary:
-            gate.judge_likelihood(canary[1], "", "engine", step // SAME_SEED)
-    except Disagreement as error:
+            gate.judge_likelihood(canary[1], "", "engine", step // SEED_PERIOD)
+    except MismatchError as error:
         return test_of(str(error)).split(",")[0]
     return ""
 
@@ -244,17 +253,17 @@ def runs(shape: str, noise: str, fault: str, steps: int, seeds: range) -> list[t
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - every gate prints its limit
     rng = np.random.default_rng([seeds.start, *f"{shape}{noise}{fault}".encode()])
     sampler, measured = Sampler(**FAULTS.get(fault, {})), NOISES[noise][0] / 2**0.5
-    gates, found = [Agreement("auto", lambda rows: measured) for _ in seeds], [("", steps)] * len(seeds)
+    gates, found = [MismatchGate("auto", lambda rows: measured) for _ in seeds], [("", steps)] * len(seeds)
     if shape.startswith("canary"):
         canaries = Canaries(rng, len(seeds), "confident" in shape, noise, sampler)
         for step in range(steps):
             for i, (tokens, *canary) in enumerate(canaries.publish(step)):
-                if not found[i][0] and (name := judged(gates[i], step, tokens, canary)):
+                if not found[i][0] and (name := gate_verdict(gates[i], step, tokens, canary)):
                     found[i] = name, step + 1
     else:
         for i, gate in enumerate(gates):
             for step, tokens in enumerate(steps_of(rng, shape, noise, sampler, steps)):
-                if name := judged(gate, step, tokens):
+                if name := gate_verdict(gate, step, tokens):
                     found[i] = name, step + 1
                     break
     return found

@@ -35,12 +35,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from torchtune.modules import TransformerDecoder
 
-from torchtune_ext.kernels.packed_attention import TILE, block_mask, padded
+from torchtune_ext.kernels.packed_attention import TILE_SIZE, block_mask, pad_ends
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.pipeline.packing import Layout, Row, pack
+from torchtune_ext.pipeline.packing import Row, RowLayout, pack
 from torchtune_ext.policy import from_config
-from torchtune_ext.policy.builder import build_policy, on_meta
-from torchtune_ext.policy.families import published_config
+from torchtune_ext.policy.builder import build_on_meta, build_policy
+from torchtune_ext.policy.families import hub_model_config
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.training.distributed import Ranks
@@ -76,7 +76,7 @@ def compiled_kernels() -> Iterator[tuple]:
     types = {"x_ptr": "*bf16", "w_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
     types |= dict.fromkeys(("M", "K", "N", "leading", "stride_m", "stride_n"), "i32")
     forms = {
-        "rows": (kernels.activation_kernel, kernels.NUM_WARPS, {"COLUMNS": False, "WIDTH": kernels.BLOCK}),
+        "rows": (kernels.activation_kernel, kernels.NUM_WARPS, {"COLUMNS": False, "WIDTH": kernels.BLOCK_SIZE}),
         "columns": (
             kernels.activation_kernel,
             kernels.COLUMNS_WARPS,
@@ -86,7 +86,7 @@ def compiled_kernels() -> Iterator[tuple]:
     }
     for form, (kernel, warps, shape) in forms.items():
         constants = {"stride_k": 1} | shape
-        constants |= {"FLOOR_BITS": kernels._bits(1e-12), "MAX": 448.0, "SIZE": kernels.BLOCK}
+        constants |= {"FLOOR_BITS": kernels._bits(1e-12), "MAX": 448.0, "SIZE": kernels.BLOCK_SIZE}
         source = ASTSource(
             kernel,
             {name: types.get(name, "constexpr") for name in kernel.arg_names},
@@ -108,12 +108,12 @@ def compiled_kernels() -> Iterator[tuple]:
 
 def rows_of(prompt: int, completion: int) -> list[Row]:
     groups = step.make_groups(prompt, completion, ROW_TOKENS)
-    return pack(groups, ROW_TOKENS, layout=Layout(tile=TILE))[0]
+    return pack(groups, ROW_TOKENS, layout=RowLayout(tile=TILE_SIZE))[0]
 
 
 def tiles(row: Row) -> int:
     """Tiles that FlexAttention computes for a row."""
-    mask = block_mask(padded(row.ends_T))
+    mask = block_mask(pad_ends(row.ends_T))
     return int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum())
 
 
@@ -122,10 +122,10 @@ def block_masks() -> Iterator[tuple]:
         (row, *_) = rows_of(prompt, completion)
         tokens, computed = row.tokens_T.numel(), tiles(row)
         needed = int((row.positions_T + 1).sum())
-        side = -(-tokens // TILE)
+        side = -(-tokens // TILE_SIZE)
         yield (
             f"{name}, {prompt}/{completion} x {step.SAMPLES}", f"{tokens:,}", f"{computed:,}",
-            f"{computed * TILE**2 / needed:.2f}", f"{side * (side + 1) / 2 / computed:.1f}",
+            f"{computed * TILE_SIZE**2 / needed:.2f}", f"{side * (side + 1) / 2 / computed:.1f}",
         )  # fmt: skip
 
 
@@ -148,8 +148,8 @@ def step_of(name: str, checkpointing: bool) -> Iterator[tuple]:
 def meta_model(name: str) -> TransformerDecoder:
     """A published model in bfloat16, with shapes and no weights."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(published_config(name)))
-        return on_meta(partial(from_config, folder)).to(torch.bfloat16)
+        (Path(folder) / "config.json").write_text(json.dumps(hub_model_config(name)))
+        return build_on_meta(partial(from_config, folder)).to(torch.bfloat16)
 
 
 def operations_of(model: TransformerDecoder, row: Row, checkpointing: bool = False) -> tuple[float, float]:
@@ -163,21 +163,21 @@ def operations_of(model: TransformerDecoder, row: Row, checkpointing: bool = Fal
         FlopCounterMode(display=False) as counter,
     ):
         output = policy(row.to(torch.device("meta")))
-        forward = products(counter)
+        forward = count_matmuls(counter)
         output.logprobs_L.sum().backward()
     again = forward if checkpointing else 0  # layers are computed once more; the head is not, and counts little
-    pairs = tiles(row) * TILE**2 * attention * (3.5 + checkpointing)
-    return products(counter) + again + pairs, pairs
+    pairs = tiles(row) * TILE_SIZE**2 * attention * (3.5 + checkpointing)
+    return count_matmuls(counter) + again + pairs, pairs
 
 
-def products(counter: FlopCounterMode) -> int:
+def count_matmuls(counter: FlopCounterMode) -> int:
     """Operations of the linear layers. Those of attention, over a dense mask that stands in for the tiles, are batched."""
     counts = counter.get_flop_counts()["Global"]
     return counts[torch.ops.aten.mm] + counts.get(torch.ops.aten.addmm, 0)
 
 
 @contextmanager
-def counted(where: Counter) -> Iterator[None]:
+def count_calls(where: Counter) -> Iterator[None]:
     """Inside, every read of a tensor's value is counted at the line of ours that asks for it."""
 
     def watching(name: str):
@@ -214,7 +214,7 @@ def synchronizations() -> Iterator[tuple]:
         )
         rows = pack(step.make_groups(60, 40, 3000), 1000, layout=learner.layout)[0][:3]
         where: Counter = Counter()
-        with counted(where):
+        with count_calls(where):
             learner.step(learner.forward_backward(rows)[1], str)
     yield from where.items()
 
@@ -234,7 +234,7 @@ def main() -> None:
         )
         table("Triton kernels for sm_90a", head, *compiled_kernels())
     head = "rows of", "tokens", "tiles computed", "over what is allowed", "causal tiles over computed"
-    table(f"Block masks, tiles of {TILE} x {TILE}", head, *block_masks())
+    table(f"Block masks, tiles of {TILE_SIZE} x {TILE_SIZE}", head, *block_masks())
     head = "model", "rows of", "tokens", "TFLOP", "of it attention", "GB moved"
     head += tuple(f"{gpu}: s for {what}" for what in ("TFLOP", "GB") for gpu in GPUS)
     steps = [row for name in ("Qwen2.5-7B", "Qwen3-8B") for again in (False, True) for row in step_of(name, again)]

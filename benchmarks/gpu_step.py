@@ -30,8 +30,8 @@ from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.packing import Row
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
-from torchtune_ext.policy.families import published_config
-from torchtune_ext.policy.memory import Sizes, trainer_rows
+from torchtune_ext.policy.families import hub_model_config
+from torchtune_ext.policy.memory import ModelSizes, trainer_memory
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.learner import Learner
 
@@ -64,7 +64,7 @@ def matmul_rate() -> float:
 
 def learner_of(name: str, mode: str, update: bool) -> Learner:
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(published_config(name)))
+        (Path(folder) / "config.json").write_text(json.dumps(hub_model_config(name)))
         with mock.patch("torchtune_ext.policy.builder.load_weights", random_weights):
             policy = build_policy(
                 partial(from_config, folder),
@@ -139,8 +139,8 @@ def main() -> None:
                 if shape not in operations:
                     operations[shape], _ = operations_of(meta, row)
                 speed = operations[shape] / seconds
-                planned = trainer_rows(
-                    Sizes(meta, torch.bfloat16), tokens, 1, checkpointing, 0.0 if args.no_update else 8.0
+                planned = trainer_memory(
+                    ModelSizes(meta, torch.bfloat16), tokens, 1, checkpointing, 0.0 if args.no_update else 8.0
                 )
                 cells.append((
                     name, mode, shape, f"{tokens:,}", f"{seconds:.3f} ({spread})", f"{tokens / seconds:,.0f}",

@@ -35,16 +35,16 @@ from objectives_report import interval
 
 from torchtune_ext.measured.check import (
     Checker,
-    extract,
+    extract_code,
 )
 from torchtune_ext.measured.child import ChildFailed
 from torchtune_ext.measured.kernels import Dgemm
-from torchtune_ext.measured.machine import LOCK_S, alone_on, choose_cores, fingerprint, usable_cores
-from torchtune_ext.measured.matmul.archive import FILE, Archive
-from torchtune_ext.measured.matmul.programs import Family
-from torchtune_ext.measured.timing import Timer
+from torchtune_ext.measured.machine import LOCK_TIMEOUT_S, choose_cores, lock_cores, machine_fingerprint, usable_cores
+from torchtune_ext.measured.matmul.archive import ARCHIVE_FILE, Archive
+from torchtune_ext.measured.matmul.programs import ProgramFamily
+from torchtune_ext.measured.timing import ProgramTimer
 from torchtune_ext.pipeline.groups import Sample
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 
 STAGES = "[none, loop_order, blocking, vectorization, all]"
 VARIANTS = {
@@ -73,24 +73,26 @@ class Programs:
 def programs_of(run: Path) -> Programs:
     paths = rollout_paths(run)
     steps = [paths[min(paths)], paths[max(paths)]]
-    first, last = ([_right(s) for g in read_rollouts(path) for s in g.samples if s.score is not None] for path in steps)
-    archive = Archive.loads((run / FILE).read_text())
-    best = [entry.source for entry in sorted(archive, key=lambda entry: -entry.low)[:BEST]]
+    first, last = (
+        [_correct_source(s) for g in read_rollouts(path) for s in g.samples if s.score is not None] for path in steps
+    )
+    archive = Archive.loads((run / ARCHIVE_FILE).read_text())
+    best = [entry.source for entry in sorted(archive, key=lambda entry: -entry.speedup_low)[:BEST]]
     return Programs(first, last, best, len(archive))
 
 
-def _right(sample: Sample) -> str | None:
-    return extract(sample.text) if sample.score.parts["outcome_ok"] else None
+def _correct_source(sample: Sample) -> str | None:
+    return extract_code(sample.text) if sample.score.parts["outcome_ok"] else None
 
 
-class Again:
+class Remeasurement:
     """Measures programs again, quietly, all in one go."""
 
     def __init__(self, size: int) -> None:
         self.kernel = Dgemm(size)
         self.checker = Checker(self.kernel, cores=choose_cores(None, 1))
-        with alone_on(self.checker.cores, LOCK_S):
-            self.timer = Timer(self.checker, budget_s=BUDGET_S)
+        with lock_cores(self.checker.cores, LOCK_TIMEOUT_S):
+            self.timer = ProgramTimer(self.checker, budget_s=BUDGET_S)
 
     def close(self) -> None:
         self.timer.close()
@@ -108,13 +110,13 @@ class Again:
     def _once(self, source: str) -> float:
         if source == NUMPY:
             return self._numpy()
-        verdict, library = self.checker.checked(source, extracted=True)
+        verdict, library = self.checker.check_with_library(source, is_source=True)
         if verdict.outcome != "ok":
             return 0.0
         for _ in range(ATTEMPTS):
             try:
-                with alone_on(self.checker.cores, LOCK_S):
-                    timing = self.timer.time(library)
+                with lock_cores(self.checker.cores, LOCK_TIMEOUT_S):
+                    timing = self.timer.time_library(library)
             except ChildFailed:
                 return 0.0
             if not timing.is_noisy:
@@ -124,7 +126,7 @@ class Again:
     def _numpy(self) -> float:
         """One thread of OpenBLAS, which this process may run on the timed cores for."""
         size, (a, b) = self.kernel.timed, (self.timer.rng.random(2 * [self.kernel.timed["m"]]) for _ in range(2))
-        with alone_on(self.checker.cores, LOCK_S):
+        with lock_cores(self.checker.cores, LOCK_TIMEOUT_S):
             os.sched_setaffinity(0, self.checker.cores)
             try:
                 a @ b
@@ -138,13 +140,13 @@ def mean_gflops(samples: Sequence[str | None], speeds: dict[str, float]) -> floa
     return fmean(0.0 if source is None else speeds[source] for source in samples)
 
 
-def right(samples: Sequence[str | None]) -> float:
+def correct_fraction(samples: Sequence[str | None]) -> float:
     return fmean(source is not None for source in samples)
 
 
 def generated(count: int) -> list[str]:
     """Programs that the warm-up learns from, the right ones of one thread."""
-    family = Family(seed=1, broken=0.0)
+    family = ProgramFamily(seed=1, broken=0.0)
     programs = (family[i] for i in itertools.count())
     of_one_thread = (each.source for each in programs if "#pragma omp" not in each.source)
     return list(itertools.islice(of_one_thread, count))
@@ -155,7 +157,7 @@ def measure(runs: dict[str, Path], seed: int, size: int, out: Path) -> dict[str,
     if out.is_file():
         return json.loads(out.read_text())
     held = {name: programs_of(run) for name, run in runs.items()}
-    again = Again(size)
+    again = Remeasurement(size)
     try:
         sources = {again.kernel.naive, *generated(GENERATED)}
         for each in held.values():
@@ -171,8 +173,8 @@ def measure(runs: dict[str, Path], seed: int, size: int, out: Path) -> dict[str,
             "before": before,
             "after": after,
             "times": after / before if before else math.inf,
-            "right before": right(each.first),
-            "right after": right(each.last),
+            "right before": correct_fraction(each.first),
+            "right after": correct_fraction(each.last),
             "best": max(speeds[source] for source in each.best),
             "generated": max(speeds[source] for source in generated(GENERATED)),
             NAIVE: speeds[again.kernel.naive],
@@ -189,7 +191,7 @@ def row(cells: Sequence[object]) -> str:
     return "| " + " | ".join(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |"
 
 
-def compared(results: dict[int, dict[str, dict[str, float]]], names: Sequence[str]) -> list[str]:
+def comparison_rows(results: dict[int, dict[str, dict[str, float]]], names: Sequence[str]) -> list[str]:
     """Says for each figure what two variants came to, and whether they can be told apart."""
     lines = [row(["", *names, f"{names[1]} - {names[0]}", ""]), "| --- " * (len(names) + 3) + "|"]
     for figure in ("best", "cells", "after", "right after"):
@@ -236,7 +238,7 @@ def main(words: list[str] | None = None) -> dict[int, dict[str, dict[str, float]
     args = parser.parse_args(words)
     settings = Settings(args.out, args.config, args.size, args.threads, tuple(args.warmup), tuple(args.grpo))
     variants = args.compare or ["none"]
-    print(f"{fingerprint()}; products of {args.size}, one thread\n", flush=True)
+    print(f"{machine_fingerprint()}; products of {args.size}, one thread\n", flush=True)
     results: dict[int, dict[str, dict[str, float]]] = {}
     for seed in range(args.seeds):
         runs = runs_of(seed, variants, settings)
@@ -249,7 +251,7 @@ def main(words: list[str] | None = None) -> dict[int, dict[str, dict[str, float]
     if args.seeds > 1:
         *others, base = variants
         for name in others:
-            print("", *compared(results, (base, name)), sep="\n")
+            print("", *comparison_rows(results, (base, name)), sep="\n")
         # That of a curriculum has begun with a stage that permits nothing fast, so its own rise says little.
         mean, half = interval([each[base]["times"] for each in results.values()])
         print(f"\n{base}: {mean:.2f} ± {half:.2f} times the GFLOPS sampled before, over {args.seeds} seeds")

@@ -17,10 +17,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from torchtune_ext.measured.matmul.rewards import KINDS, reward
-from torchtune_ext.pipeline.advantages import AdvantageConfig, with_advantages
+from torchtune_ext.measured.matmul.rewards import REWARD_KINDS, program_reward
+from torchtune_ext.pipeline.advantages import AdvantageConfig, assign_advantages
 from torchtune_ext.pipeline.groups import Group, Sample
-from torchtune_ext.sampling.records import Completion
+from torchtune_ext.sampling.types import Completion
 from torchtune_ext.tasks.task import Problem, Score
 
 NAIVE, PEAK = 2.0, 1000.0  # GFLOPS of the naive program on one core, and of all cores together
@@ -53,9 +53,9 @@ def rewards(kind: str, fastest: float) -> dict[str, float]:
 
     def success(gflops: float) -> float:
         speed = SimpleNamespace(gflops=gflops, ratio=gflops / NAIVE, peak_share=gflops / PEAK)
-        return reward("ok", speed, kind)
+        return program_reward("ok", speed, kind)
 
-    values = {outcome: reward(outcome, kind=kind) for outcome in SHARES if outcome != SLOW}
+    values = {outcome: program_reward(outcome, kind=kind) for outcome in SHARES if outcome != SLOW}
     return values | {SLOW: success(NAIVE), OTHER: success(fastest)}
 
 
@@ -66,7 +66,7 @@ def advantages(kind: str, fastest: float) -> dict[str, float]:
     answer = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
     samples = tuple(Sample(answer, outcome=Score(of[outcome], {})) for outcome in outcomes)
     group = Group(Problem("dgemm", (), None), np.zeros(1, np.int32), samples)
-    ((group,), _) = with_advantages([group], AdvantageConfig())
+    ((group,), _) = assign_advantages([group], AdvantageConfig())
     return {outcome: sample.advantage for outcome, sample in zip(outcomes, group.samples, strict=True)}
 
 
@@ -79,9 +79,13 @@ def distance(kind: str, name: str, fastest: float) -> float:
 
 def outcomes_table() -> str:
     """The reward of each outcome, and its advantage without and with the fastest program."""
-    heads = [f"{kind}: {word}" for kind in KINDS for word in ("reward", f"{NAIVE:g} GFLOPS", f"{FASTEST:g} GFLOPS")]
+    heads = [
+        f"{kind}: {word}" for kind in REWARD_KINDS for word in ("reward", f"{NAIVE:g} GFLOPS", f"{FASTEST:g} GFLOPS")
+    ]
     lines = [f"| outcome | of {SIZE} | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
-    columns = {kind: (rewards(kind, FASTEST), advantages(kind, NAIVE), advantages(kind, FASTEST)) for kind in KINDS}
+    columns = {
+        kind: (rewards(kind, FASTEST), advantages(kind, NAIVE), advantages(kind, FASTEST)) for kind in REWARD_KINDS
+    }
     for outcome, count in (SHARES | {OTHER: 1}).items():
         cells = []
         for of, without, with_it in columns.values():
@@ -95,7 +99,7 @@ def distances_table(speeds: Sequence[float] = SPEEDS) -> str:
     heads = [f"{speed:g} GFLOPS" for speed in speeds]
     lines = [f"| distance in advantage | reward | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
     for name in DISTANCES:
-        for kind in KINDS:
+        for kind in REWARD_KINDS:
             cells = [f"{distance(kind, name, speed):.2f}" for speed in speeds]
             lines.append(f"| {name} | {kind} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -113,8 +117,8 @@ def draw(path: Path) -> None:
     above, below = figure.subfigures(2, 1, height_ratios=[1.15, 1])
     outcomes = [*SHARES, OTHER]
     places = range(len(outcomes))
-    axes = above.subplots(1, len(KINDS), sharex=True, sharey=True)
-    for axis, kind in zip(axes, KINDS, strict=True):
+    axes = above.subplots(1, len(REWARD_KINDS), sharex=True, sharey=True)
+    for axis, kind in zip(axes, REWARD_KINDS, strict=True):
         without, with_it = advantages(kind, NAIVE), advantages(kind, FASTEST)
         axis.axvline(0, color="0.8", linewidth=0.8, zorder=0)
         for place, outcome in zip(places, outcomes, strict=True):
@@ -131,7 +135,7 @@ def draw(path: Path) -> None:
     curve = np.geomspace(SPEEDS[0], SPEEDS[-1], 60)
     axes = below.subplots(1, len(DISTANCES), sharey=True)
     for axis, name in zip(axes, DISTANCES, strict=True):
-        for kind in KINDS:
+        for kind in REWARD_KINDS:
             axis.plot(curve, [distance(kind, name, speed) for speed in curve], color=COLORS[kind], label=kind)
         axis.axvline(FASTEST, color="0.8", linewidth=0.8, zorder=0)
         axis.set_xscale("log")

@@ -86,14 +86,14 @@ def read(run: Run, start: Path) -> Result:
         "greedy": last["eval/accuracy_greedy"],
         "pass@8": last["eval/pass_at_8"],
         **json.loads(measured.read_text()),
-        **{name: over_steps(steps, name) for name in CLIPPING},
+        **{name: mean_over_steps(steps, name) for name in CLIPPING},
         "tokens": mean(line["length/mean"] for line in steps[-LAST_STEPS:]),
         "s/step": sorted(_learning_s(line) for line in steps)[len(steps) // 2],
     }
     return Result(run, values, [line["reward/mean"] for line in steps])
 
 
-def over_steps(steps: list[dict[str, float]], name: str) -> float:
+def mean_over_steps(steps: list[dict[str, float]], name: str) -> float:
     """Mean over the steps that made an update, which needs a group with a signal; nan where none did."""
     values = [line[name] for line in steps if name in line]
     return mean(values) if values else math.nan
@@ -104,7 +104,7 @@ def _learning_s(line: dict[str, float]) -> float:
     return line["time/step"] - line.get("time/eval", 0.0) - line.get("time/save", 0.0)
 
 
-def grouped(results: list[Result], updates: int) -> dict[str, list[Result]]:
+def group_results(results: list[Result], updates: int) -> dict[str, list[Result]]:
     """Method -> its runs by seed, in the order of the plan."""
     methods: dict[str, list[Result]] = {}
     for result in results:
@@ -136,7 +136,7 @@ def table(methods: dict[str, list[Result]]) -> str:
     return markdown(rows)
 
 
-def paired(methods: dict[str, list[Result]]) -> str:
+def paired_differences(methods: dict[str, list[Result]]) -> str:
     """Differences to grpo, seed by seed."""
     base = {r.run.seed: r.values for r in methods.get("grpo", [])}
     rows = [["method - grpo", "seeds", *(COLUMNS[name][0] for name in DIFFERENCES)]]
@@ -167,8 +167,8 @@ def report(results: list[Result]) -> str:
     start = ", ".join(f"{key.removeprefix('eval/')} {first[key]:.3f}" for key in STARTED)
     parts = [f"After the warm-up: {start}."]
     for updates in sorted({result.run.updates for result in results}):
-        methods = grouped(results, updates)
-        parts += [f"{updates} update{'s' if updates > 1 else ''} a batch:", table(methods), paired(methods)]
+        methods = group_results(results, updates)
+        parts += [f"{updates} update{'s' if updates > 1 else ''} a batch:", table(methods), paired_differences(methods)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -238,7 +238,7 @@ def save(figure: plt.Figure, path: Path) -> None:
 def draw(results: list[Result], folder: Path) -> None:
     """Writes curves_u*.png and finals_u*.png."""
     for updates in sorted({result.run.updates for result in results}):
-        methods = grouped(results, updates)
+        methods = group_results(results, updates)
         several = {name: runs for name, runs in methods.items() if len(runs) > 1} or methods
         draw_curves(several, updates, folder / f"curves_u{updates}.png")
         if updates > 1:

@@ -17,11 +17,11 @@ from pathlib import Path
 from statistics import mean
 
 import numpy as np
-from objectives_report import LAST_STEPS, Result, Run, band, cell, interval, markdown, over_steps, plt, save
+from objectives_report import LAST_STEPS, Result, Run, band, cell, interval, markdown, mean_over_steps, plt, save
 from objectives_report import read as read_common
 
+from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 from torchtune_ext.telemetry.metrics import read_metrics
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
 BASE = "decoupled"
 MOVED = ("mismatch/mean_abs", "mismatch/ess")
@@ -50,7 +50,7 @@ COLORS = {  # Okabe and Ito's, told apart by color-blind readers too
 def read(run: Run, start: Path) -> Result:
     """What a run came to; `start`: the model after the warm-up."""
     result, steps = read_common(run, start), read_metrics(run.folder / "metrics.jsonl")[1:]
-    more = {name: over_steps(steps, name) for name in MOVED}
+    more = {name: mean_over_steps(steps, name) for name in MOVED}
     more |= {"reward": mean(result.rewards), "age": token_age(run.folder)}
     return replace(result, values=result.values | more)
 
@@ -66,7 +66,7 @@ def token_age(folder: Path) -> float:
     return float(np.concatenate(ages).mean())
 
 
-def collapsed(rewards: Sequence[float]) -> bool:
+def has_collapsed(rewards: Sequence[float]) -> bool:
     """Whether a run lost what it had learned, see above."""
     sums = [mean(rewards[i : i + LAST_STEPS]) for i in range(max(1, len(rewards) - LAST_STEPS + 1))]
     return sums[-1] < max(sums[0], max(sums) / 2)
@@ -75,16 +75,16 @@ def collapsed(rewards: Sequence[float]) -> bool:
 def table(results: list[Result]) -> str:
     """Mean over seeds ± half of the 95% interval."""
     rows = [["staleness", "method", "seeds", *(title for title, _ in COLUMNS.values()), "collapsed"]]
-    for (age, method), method_results in grouped(results).items():
+    for (age, method), method_results in group_results(results).items():
         cells = [cell([r.values[name] for r in method_results], digits) for name, (_, digits) in COLUMNS.items()]
-        lost = sum(collapsed(r.rewards) for r in method_results)
+        lost = sum(has_collapsed(r.rewards) for r in method_results)
         rows.append([str(age), method, str(len(method_results)), *cells, f"{lost} of {len(method_results)}"])
     return markdown(rows)
 
 
 def differences(results: list[Result], to_age: int | None) -> str:
     """Differences to the decoupled objective, seed by seed: to its runs of the same staleness, or to those of `to_age`."""
-    methods = grouped(results)
+    methods = group_results(results)
     what = "to decoupled" if to_age is None else f"to decoupled at staleness {to_age}"
     rows = [["staleness", "method", f"seeds, {what}", *(COLUMNS[name][0] for name in DIFFERENCES)]]
     for (age, method), method_results in methods.items():
@@ -104,7 +104,7 @@ def verdict(values: Sequence[float], digits: int) -> str:
     return cell(values, digits, "+") + (f", {remark}" if remark else "")
 
 
-def grouped(results: list[Result]) -> dict[tuple[int, str], list[Result]]:
+def group_results(results: list[Result]) -> dict[tuple[int, str], list[Result]]:
     """(staleness, method) -> its runs by seed, staleness by staleness."""
     methods: dict[tuple[int, str], list[Result]] = {}
     for result in sorted(results, key=lambda result: result.run.staleness):
@@ -122,7 +122,7 @@ def report(results: list[Result]) -> str:
 
 def draw(results: list[Result], folder: Path) -> None:
     """Writes stale.png: the reward while training, one panel for each staleness."""
-    methods = grouped(results)
+    methods = group_results(results)
     ages = sorted({age for age, _ in methods if age}) or [0]
     figure, axes = plt.subplots(
         1, len(ages), figsize=(3.6 * len(ages) + 1.2, 2.8), sharey=True, squeeze=False, layout="constrained"

@@ -29,7 +29,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, Qwen2Config, Qwen2ForCausalLM
 
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
-from torchtune_ext.sampling.records import Completion
+from torchtune_ext.sampling.types import Completion
 
 SAMPLES, PROMPT_TOKENS, MAX_TOKENS, VOCABULARY, BLOCK = 16, 320, 128, 4096, 32
 # Width, inner width, layers, heads, heads of keys and values.
@@ -91,7 +91,7 @@ def run_pass(engine: Engine, prompts: int, number: int, vocabulary: int, block: 
     return Pass(tokens / seconds, computed_twice(groups, PROMPT_TOKENS, block))
 
 
-def on_cores(count: int, model: PretrainedConfig) -> EngineConfig:
+def cpu_config(count: int, model: PretrainedConfig) -> EngineConfig:
     """Returns the config of so many engines on a CPU, which have the same KV cache in total, however many they are."""
     head = model.hidden_size // model.num_attention_heads
     token_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * head * 2  # keys and values, bfloat16
@@ -99,7 +99,7 @@ def on_cores(count: int, model: PretrainedConfig) -> EngineConfig:
     return EngineConfig(max_model_len=1024, kv_cache_bytes=cache, block_size=BLOCK, count=count)
 
 
-def on_gpus(devices: list[str], parallel: int, memory: float) -> EngineConfig:
+def gpu_config(devices: list[str], parallel: int, memory: float) -> EngineConfig:
     """Returns the config of engines on some GPUs, each on so many of them."""
     names = ",".join(devices)
     return EngineConfig(max_model_len=1024, devices=names, tensor_parallel_size=parallel, gpu_memory_utilization=memory)
@@ -164,15 +164,15 @@ def main() -> None:
                 print(f"| {number} | left out: there are {len(there)} {what} here | | | |", flush=True)
                 continue
             if gpus:
-                configs = {f"one over {number}": on_gpus(gpus[:number], number, args.memory)}
+                configs = {f"one over {number}": gpu_config(gpus[:number], number, args.memory)}
                 if number > 1:
-                    configs[f"{number} of one GPU"] = on_gpus(gpus[:number], 1, args.memory)
+                    configs[f"{number} of one GPU"] = gpu_config(gpus[:number], 1, args.memory)
             else:
                 # Engines take their share of the cores that this process may use.
                 os.sched_setaffinity(0, cores[:number])
-                configs = {"one": on_cores(1, shape)}
+                configs = {"one": cpu_config(1, shape)}
                 if number > 1:
-                    configs[f"{number}, each with 1/{number} of its cache"] = on_cores(number, shape)
+                    configs[f"{number}, each with 1/{number} of its cache"] = cpu_config(number, shape)
             compare(number, configs, args, model, folder)
 
 

@@ -37,19 +37,19 @@ from objectives import tune
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader
 from torchtune_ext.objective.loss import PolicyLoss, Tokens
-from torchtune_ext.pipeline.advantages import AdvantageConfig, with_advantages
+from torchtune_ext.pipeline.advantages import AdvantageConfig, assign_advantages
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.pipeline.packing import pack
-from torchtune_ext.pipeline.rollout import in_order, sample_groups
+from torchtune_ext.pipeline.rollout import collect_in_order, sample_groups
 from torchtune_ext.policy import from_config
-from torchtune_ext.policy.builder import build_policy, on_meta
+from torchtune_ext.policy.builder import build_on_meta, build_policy
 from torchtune_ext.policy.fp8.linear import Fp8Config
 from torchtune_ext.policy.hf_model import HFModel, named_hf_tensors
 from torchtune_ext.policy.logprobs import PackedPolicy
-from torchtune_ext.policy.sharded import whole
+from torchtune_ext.policy.sharding import gather_full
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.arithmetic import Arithmetic
-from torchtune_ext.training.buckets import places
+from torchtune_ext.training.buckets import completion_positions
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.precision import Precision, PrecisionConfig
@@ -67,17 +67,19 @@ SMALL = 1e-5  # factor of a loss whose gradients a floor meant for activations w
 PLACES = (0, 1, 8, 16, 64, 128)  # first place of each bucket of tokens
 
 
-def sampled(model_dir: Path, flow: str, policy: PackedPolicy, questions: int, out: Path) -> dict[str, list[Group]]:
+def sample_answers(
+    model_dir: Path, flow: str, policy: PackedPolicy, questions: int, out: Path
+) -> dict[str, list[Group]]:
     """Answers of a real engine that holds the policy's weights as `flow` has them, by their kind."""
     source, tokenizer = HFModel(model_dir), ChatTokenizer(str(model_dir))
     make = partial(from_config, str(model_dir))
     engine = EngineConfig(dtype="bfloat16", max_model_len=256, kv_cache_bytes=128 << 20)
-    precision = Precision(PrecisionConfig(flow=flow), on_meta(make), source, "bfloat16", engine, CPU)
+    precision = Precision(PrecisionConfig(flow=flow), build_on_meta(make), source, "bfloat16", engine, CPU)
     answers = {}
     with Engine(str(model_dir), precision.engine, str(out / f"engine_{flow}")) as engine:
         engine.start()
         engine.wait_ready()
-        engine.publish(precision.published(partial(named_hf_tensors, policy.model, source)), 0)
+        engine.publish(precision.convert_for_engine(partial(named_hf_tensors, policy.model, source)), 0)
         stops = tuple(tokenizer.stop_token_ids)
         for kind, (level, tokens) in ANSWERS.items():
             task = Arithmetic(seed=17, count=questions, level=level, split="heldout")
@@ -85,14 +87,16 @@ def sampled(model_dir: Path, flow: str, policy: PackedPolicy, questions: int, ou
             try:
                 sampling = SamplingConfig(tokens, seed=level, stop_token_ids=() if kind == "run-on" else stops)
                 problems = [task[i] for i in range(questions)]
-                groups = in_order(sample_groups(problems, SAMPLES, sampling, engine, tokenizer, grader))
-                answers[kind] = [replace(g, samples=tuple(replace(s, trained=True) for s in g.samples)) for g in groups]
+                groups = collect_in_order(sample_groups(problems, SAMPLES, sampling, engine, tokenizer, grader))
+                answers[kind] = [replace(g, samples=tuple(replace(s, in_loss=True) for s in g.samples)) for g in groups]
             finally:
                 grader.close()
     return answers
 
 
-def scored(policy: PackedPolicy, groups: list[Group], alone: bool = False, gradient: bool = False) -> list[np.ndarray]:
+def score_groups(
+    policy: PackedPolicy, groups: list[Group], alone: bool = False, gradient: bool = False
+) -> list[np.ndarray]:
     """Log-probs of the sampled tokens of each question, in the order of its answers.
 
     Args:
@@ -139,7 +143,7 @@ def _lengths(group: Group) -> list[int]:
     return [len(sample.completion.tokens) for sample in group.samples]
 
 
-def pm(mean_and_error: tuple[float, float], unit: float = 1.0) -> str:
+def format_error(mean_and_error: tuple[float, float], unit: float = 1.0) -> str:
     mean, error = mean_and_error
     return f"{mean / unit:.2f} ± {error / unit:.2f}"
 
@@ -149,12 +153,12 @@ def mismatch(model_dir: Path, questions: int, out: Path) -> tuple[str, bool]:
     make, source = partial(from_config, str(model_dir)), HFModel(model_dir)
     policies = {name: build_policy(make, source, CPU, torch.bfloat16, fp8=config) for name, config in TRAINERS.items()}
     answers = {
-        engine: sampled(model_dir, flow, policies["bf16"], questions, out)
+        engine: sample_answers(model_dir, flow, policies["bf16"], questions, out)
         for engine, flow in (("bf16", "bf16"), ("fp8", "fp8_rollout"))
     }
     d = {
         (kind, engine, name): [
-            t - e for t, e in zip(scored(policy, groups[kind]), engine_logprobs(groups[kind]), strict=True)
+            t - e for t, e in zip(score_groups(policy, groups[kind]), engine_logprobs(groups[kind]), strict=True)
         ]
         for kind in ANSWERS
         for engine, groups in answers.items()
@@ -168,7 +172,7 @@ def mismatch(model_dir: Path, questions: int, out: Path) -> tuple[str, bool]:
         size = np.abs(np.concatenate(parts))
         absolute, kl = by_question([np.abs(p) for p in parts]), by_question([k3(p) for p in parts])
         lines.append(
-            f"| {kind} | {engine} | {name} | {size.size:,} | {pm(absolute, 1e-3)} | {pm(kl, 1e-4)} | "
+            f"| {kind} | {engine} | {name} | {size.size:,} | {format_error(absolute, 1e-3)} | {format_error(kl, 1e-4)} | "
             f"{np.quantile(size, 0.99):.3f} | {size.max():.2f} | {ess(parts, answers[engine][kind]):.3f} |"
         )
     lines += ["", "| answers | engine | farther - nearer | mean \\|d\\| / 1e-3 | k3 / 1e-4 |", "|---|---|---|---|---|"]
@@ -176,7 +180,9 @@ def mismatch(model_dir: Path, questions: int, out: Path) -> tuple[str, bool]:
         for engine, far, near in PAIRS:
             pairs = list(zip(d[kind, engine, far], d[kind, engine, near], strict=True))
             absolute, kl = (by_question([f(a) - f(b) for a, b in pairs]) for f in (np.abs, k3))
-            lines.append(f"| {kind} | {engine} | {far} - {near} | {pm(absolute, 1e-3)} | {pm(kl, 1e-4)} |")
+            lines.append(
+                f"| {kind} | {engine} | {far} - {near} | {format_error(absolute, 1e-3)} | {format_error(kl, 1e-4)} |"
+            )
     lines += ["", *_by_place(d, answers), "", *_gradients(model_dir, policies, answers["fp8"])]
     lines += ["", *_same_engine(policies["fp8"], answers["fp8"])]
     return "\n".join(lines), "| same rows, with gradient | 0.0 |" in "\n".join(lines)
@@ -188,11 +194,13 @@ def _by_place(d: dict, answers: dict) -> list[str]:
     lines = ["| run-on answers: mean \\|d\\| / 1e-3 at token | " + " | ".join([*names, f"{PLACES[-1]}-"]) + " |"]
     lines.append("|---" * (len(PLACES) + 1) + "|")
     for engine, name in (("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8")):
-        where = [places(pack([group], 4096)[0][0].samples_L).numpy() for group in answers[engine]["run-on"]]
+        where = [
+            completion_positions(pack([group], 4096)[0][0].samples_L).numpy() for group in answers[engine]["run-on"]
+        ]
         cells = []
         for low, high in zip(PLACES, [*PLACES[1:], 1 << 30], strict=True):
             inside = [np.abs(q[(w >= low) & (w < high)]) for q, w in zip(d["run-on", engine, name], where, strict=True)]
-            cells.append(pm(by_question(inside), 1e-3))
+            cells.append(format_error(by_question(inside), 1e-3))
         lines.append(f"| engine {engine}, trainer {name} | " + " | ".join(cells) + " |")
     return lines
 
@@ -204,7 +212,7 @@ def _gradients(model_dir: Path, policies: dict[str, PackedPolicy], answers: dict
     forward_alone = build_policy(
         make, source, CPU, torch.bfloat16, fp8=Fp8Config(save_activations="full", backward="full")
     )
-    groups = with_advantages([g for kind in LEVELS.values() for g in answers[kind]], AdvantageConfig(), 48)[0]
+    groups = assign_advantages([g for kind in LEVELS.values() for g in answers[kind]], AdvantageConfig(), 48)[0]
     rows = pack(groups, 2048)[0]
 
     def gradient(policy: PackedPolicy, factor: float = 1.0) -> torch.Tensor:
@@ -213,7 +221,7 @@ def _gradients(model_dir: Path, policies: dict[str, PackedPolicy], answers: dict
 
         policy.model.zero_grad()
         Learner(policy, loss, Ranks(0, 1, CPU)).forward_backward(rows)
-        return torch.cat([whole(p.grad).flatten().double() / factor for p in policy.model.parameters()])
+        return torch.cat([gather_full(p.grad).flatten().double() / factor for p in policy.model.parameters()])
 
     want = gradient(exact)
     lines = ["| gradient of | cosine with float32's | relative error |", "|---|---|---|"]
@@ -228,14 +236,14 @@ def _gradients(model_dir: Path, policies: dict[str, PackedPolicy], answers: dict
 
 def _same_engine(policy: PackedPolicy, answers: dict[str, list[Group]]) -> list[str]:
     groups = [group for groups in answers.values() for group in groups]
-    base = scored(policy, groups)
+    base = score_groups(policy, groups)
     lines = ["| the trainer's FP8 forward against itself | largest \\|d\\| | mean \\|d\\| / 1e-3 |", "|---|---|---|"]
     for name, other in (
-        ("same rows, with gradient", scored(policy, groups, gradient=True)),
-        ("each answer alone in its row", scored(policy, groups, alone=True)),
+        ("same rows, with gradient", score_groups(policy, groups, gradient=True)),
+        ("each answer alone in its row", score_groups(policy, groups, alone=True)),
     ):
         size = [np.abs(a - b) for a, b in zip(base, other, strict=True)]
-        lines.append(f"| {name} | {max(s.max() for s in size)} | {pm(by_question(size), 1e-3)} |")
+        lines.append(f"| {name} | {max(s.max() for s in size)} | {format_error(by_question(size), 1e-3)} |")
     return lines
 
 

@@ -27,10 +27,10 @@ from statistics import fmean
 import numpy as np
 from omegaconf import OmegaConf
 
-from torchtune_ext.measured.machine import fingerprint
+from torchtune_ext.measured.machine import machine_fingerprint
+from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 from torchtune_ext.recipes import grpo
 from torchtune_ext.telemetry.metrics import read_metrics
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 LORA = "model.lora_attn_modules=[q_proj,k_proj,v_proj,output_proj] model.apply_lora_to_mlp=True model.lora_rank=16"
@@ -57,7 +57,7 @@ SAMPLES = 8
 @grpo.parse
 def recipe_main(cfg) -> None:
     """The recipe, with rewards that say nothing of the sample."""
-    advantages, generator = grpo.with_advantages, np.random.default_rng(cfg.seed)
+    advantages, generator = grpo.assign_advantages, np.random.default_rng(cfg.seed)
 
     def shuffled(groups, *rest):
         dealt = []
@@ -68,7 +68,7 @@ def recipe_main(cfg) -> None:
             dealt.append(replace(group, samples=samples))
         return advantages(dealt, *rest)
 
-    grpo.with_advantages = shuffled
+    grpo.assign_advantages = shuffled
     grpo.run_recipe(grpo.partial(grpo.GRPORecipe, grpo.load_config(grpo.Config, cfg)))
 
 
@@ -85,7 +85,7 @@ def tune(folder: Path, *args: str) -> float:
     return float(seconds.read_text()) / 60
 
 
-def evaluated(out: Path, folder: Path, model: Path, problems: int) -> dict:
+def evaluate_model(out: Path, folder: Path, model: Path, problems: int) -> dict:
     """What 512 held-out problems say of a model: by problem the share of solved samples, and means of the rest."""
     trained = OmegaConf.load(CONFIGS / "grpo" / "smollm2.yaml")
     cfg = {name: trained[name] for name in ("seed", "tokenizer", "engine", "sampling")}
@@ -132,7 +132,7 @@ def run(out: Path, arm: str, seed: int, warm: Path, args: argparse.Namespace) ->
         model = max((folder / "checkpoints").glob("step_*"))
         model = model / "merged" if (model / "merged").exists() else model
         lines = [line for line in read_metrics(folder / "metrics.jsonl") if "mismatch/mean_abs" in line]
-    result = evaluated(out, Path(f"{folder}_eval"), model, args.problems) | {"minutes": minutes}
+    result = evaluate_model(out, Path(f"{folder}_eval"), model, args.problems) | {"minutes": minutes}
     if lines:
         result["mismatch"] = fmean(line["mismatch/mean_abs"] for line in lines)
         result["entropy"] = lines[-1].get("loss/entropy", float("nan"))
@@ -173,11 +173,11 @@ def main() -> None:
     warm_minutes = tune(out / "warmup", "warmup_sft", "--config", "warmup/smollm2")
     warm = out / "warmup" / "model"
     base = Path("models/SmolLM2-135M-Instruct").absolute()
-    results = {"as downloaded": [evaluated(out, out / "base_eval", base, args.problems)]}
-    results["warm-up"] = [evaluated(out, out / "warmup_eval", warm, args.problems) | {"minutes": warm_minutes}]
+    results = {"as downloaded": [evaluate_model(out, out / "base_eval", base, args.problems)]}
+    results["warm-up"] = [evaluate_model(out, out / "warmup_eval", warm, args.problems) | {"minutes": warm_minutes}]
     for arm in args.arms:
         results[arm] = [run(out, arm, seed, warm, args) for seed in range(ARMS[arm][0])]
-    print(f"{fingerprint()}; {args.problems} held-out problems\n")
+    print(f"{machine_fingerprint()}; {args.problems} held-out problems\n")
     print(
         "| arm | seeds | solved | of the seeds | pass@8 | credit | a number | tokens | entropy | mismatch | minutes |"
     )

@@ -33,8 +33,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from torchtune_ext.sampling.engine import BACKENDS, Engine, EngineConfig, Priority, PublishReport, SamplingConfig
-from torchtune_ext.sampling.records import CANARY_REQUESTS
-from torchtune_ext.sampling.vllm_core import RemoteCore
+from torchtune_ext.sampling.types import CANARY_REQUESTS
+from torchtune_ext.sampling.vllm_backend import RemoteBackend
 from torchtune_ext.sampling.weight_buffer import checksum
 
 VOCABULARY, PROMPT, TOKENS = 512, 24, 48
@@ -65,7 +65,7 @@ class Log:
 LOG = Log()
 
 
-class RecordedCore(RemoteCore):
+class RecordedBackend(RemoteBackend):
     """An engine that says what it has loaded."""
 
     fresh = True
@@ -155,7 +155,7 @@ class Publisher:
         # after something was answered: a few failures in a row would be final
         before = self.engine.stats().completed
         wait(lambda: self.engine.stats().completed > before)
-        os.killpg(self.engine._pool.lanes[0].core.group, signal.SIGKILL)
+        os.killpg(self.engine._pool.replicas[0].backend.process_group, signal.SIGKILL)
 
 
 def time_canaries(engine: Engine, publisher: Publisher, prompts: list[list[int]]) -> dict[str, str]:
@@ -187,7 +187,7 @@ def run(publications: int, requests: int, kills: int, folder: Path) -> tuple[dic
     """Returns the table and what is wrong."""
     model = make_model()
     model.save_pretrained(folder / "model")
-    BACKENDS["vllm"] = RecordedCore
+    BACKENDS["vllm"] = RecordedBackend
     # room for all requests of a step: every preemption that is counted is one of a pause
     config = EngineConfig(dtype="float32", max_model_len=256, kv_cache_bytes=256 << 20)
     prompts = np.random.default_rng(0).integers(0, VOCABULARY, (requests // 4, PROMPT)).tolist()

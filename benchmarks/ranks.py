@@ -32,7 +32,7 @@ TURNS = 5
 SETTLE_S = 1.0  # after the start, before a wait is measured: the threads of the process group come up
 
 
-def parsed() -> argparse.Namespace:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=20.0, help="that rank 0 sleeps")
@@ -97,7 +97,7 @@ def rank(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    args = parsed()
+    args = parse_args()
     if args.rank_of is not None:
         return rank(args)
     with tempfile.TemporaryDirectory() as folder:

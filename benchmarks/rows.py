@@ -19,9 +19,9 @@ import time
 
 from omegaconf import OmegaConf
 
-from torchtune_ext.kernels.packed_attention import TILE
-from torchtune_ext.pipeline.packing import Layout, Lengths, Part, Parts, balanced_rows, dealt
-from torchtune_ext.run.catalog import folder
+from torchtune_ext.kernels.packed_attention import TILE_SIZE
+from torchtune_ext.pipeline.packing import GroupSize, RowLayout, RowPlan, RowSegment, balance_rows, partition
+from torchtune_ext.run.catalog import package_folder
 
 # config: tokens of a prompt, median tokens of an answer, width of the model
 SHAPES = {
@@ -35,31 +35,32 @@ SHAPES = {
 }
 
 
-def draw(config: str, rng: random.Random) -> list[Lengths]:
+def draw(config: str, rng: random.Random) -> list[GroupSize]:
     """The groups of one step."""
-    cfg, (prompt, answer, _) = OmegaConf.load(folder("configs") / f"grpo/{config}.yaml"), SHAPES[config]
+    cfg, (prompt, answer, _) = OmegaConf.load(package_folder("configs") / f"grpo/{config}.yaml"), SHAPES[config]
 
     def one() -> int:
         return min(int(answer * math.exp(rng.gauss(0, 0.5))), cfg.sampling.max_tokens) - 1
 
     answers = range(cfg.samples_per_prompt)
     return [
-        Lengths(int(prompt * rng.uniform(0.8, 1.2)), tuple(one() for _ in answers)) for _ in range(cfg.prompts_per_step)
+        GroupSize(int(prompt * rng.uniform(0.8, 1.2)), tuple(one() for _ in answers))
+        for _ in range(cfg.prompts_per_step)
     ]
 
 
-def unbalanced_rows(groups: list[Lengths], row_tokens: int, ranks: int) -> list[Parts]:
+def unbalanced_rows(groups: list[GroupSize], row_tokens: int, ranks: int) -> list[RowPlan]:
     """As it was: groups cut where a row is full, best-fit decreasing, rows in that order, empty ones at the end."""
-    pieces: list[Part] = []
+    pieces: list[RowSegment] = []
     for index, group in enumerate(groups):
         taken: list[int] = []
-        for i, length in enumerate(group.completions):
-            if taken and group.prompt + sum(group.completions[j] for j in taken) + length > row_tokens:
+        for i, length in enumerate(group.completion_lens):
+            if taken and group.prompt + sum(group.completion_lens[j] for j in taken) + length > row_tokens:
                 pieces.append(part(index, group, taken))
                 taken = []
             taken.append(i)
         pieces.append(part(index, group, taken))
-    rows: list[list[Part]] = []
+    rows: list[list[RowSegment]] = []
     for piece in sorted(pieces, key=lambda p: -p.tokens):
         fitting = [row for row in rows if tokens(row) + piece.tokens <= row_tokens]
         if fitting:
@@ -69,31 +70,35 @@ def unbalanced_rows(groups: list[Lengths], row_tokens: int, ranks: int) -> list[
     return [tuple(row) for row in rows] + [()] * (-len(rows) % ranks)
 
 
-def part(index: int, group: Lengths, taken: list[int]) -> Part:
-    lengths = [group.completions[i] for i in taken]
+def part(index: int, group: GroupSize, taken: list[int]) -> RowSegment:
+    lengths = [group.completion_lens[i] for i in taken]
     pairs = group.prompt**2 / 2 + sum(n * group.prompt + n**2 / 2 for n in lengths)
-    return Part(index, tuple(taken), group.prompt + sum(lengths), int(pairs))
+    return RowSegment(index, tuple(taken), group.prompt + sum(lengths), int(pairs))
 
 
-def tokens(row: list[Part] | Parts) -> int:
+def tokens(row: list[RowSegment] | RowPlan) -> int:
     return sum(part.tokens for part in row)
 
 
-class FullLength(Layout):
+class FullLength(RowLayout):
     """Every row is padded to the full length, whose padding sees all padding before it."""
 
-    def row_length(self, row: Parts) -> int:
+    def row_length(self, row: RowPlan) -> int:
         return self.tile
 
-    def cost(self, row: Parts) -> float:
+    def row_cost(self, row: RowPlan) -> float:
         padding = self.tile - tokens(row)
-        return self.tile + self.pair_cost * (sum(part.pairs for part in row) + padding**2 / 2)
+        return self.tile + self.attention_pair_cost * (sum(part.attention_pairs for part in row) + padding**2 / 2)
 
 
 def measure(config: str, ranks: int, steps: int) -> list[str]:
-    cfg, width, rng = OmegaConf.load(folder("configs") / f"grpo/{config}.yaml"), SHAPES[config][2], random.Random(0)
+    cfg, width, rng = (
+        OmegaConf.load(package_folder("configs") / f"grpo/{config}.yaml"),
+        SHAPES[config][2],
+        random.Random(0),
+    )
     pair_cost = 1 / (6 * width)  # 2 products of `width` for a pair, 12 * width^2 weights, in each layer
-    layouts = {"before": FullLength(ranks, cfg.row_tokens, pair_cost), "after": Layout(ranks, TILE, pair_cost)}
+    layouts = {"before": FullLength(ranks, cfg.row_tokens, pair_cost), "after": RowLayout(ranks, TILE_SIZE, pair_cost)}
     series: dict[str, list[float]] = {}
     needed, seconds = 0, 0.0
 
@@ -109,8 +114,8 @@ def measure(config: str, ranks: int, steps: int) -> list[str]:
             if way == "before":
                 plans = [unbalanced_rows(groups[i::updates], cfg.row_tokens, ranks) for i in range(updates)]
             else:
-                hands = dealt([group.tokens for group in groups], updates)
-                plans = [balanced_rows([groups[i] for i in hand], cfg.row_tokens, layout) for hand in hands]
+                hands = partition([group.tokens for group in groups], updates)
+                plans = [balance_rows([groups[i] for i in hand], cfg.row_tokens, layout) for hand in hands]
                 seconds += time.perf_counter() - begin
             for rows in plans:
                 add(f"{way}/computed", ranks * layout.over_rounds(rows, layout.row_length))

@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 from transformers import AutoConfig
 
-from torchtune_ext.sampling.calls import group_calls
+from torchtune_ext.sampling.backend import build_requests
 from torchtune_ext.sampling.engine import Engine, EngineConfig, Priority, SamplingConfig
 from torchtune_ext.sampling.engine_args import engine_args, engine_environment
 
@@ -60,7 +60,7 @@ def bare(model: str, stack: ExitStack) -> Way:
         calls = [
             call
             for number, prompt in enumerate(prompts)
-            for call in group_calls(prompt, SAMPLES, sampling, number, Priority.SAMPLE, CONFIG.max_model_len)
+            for call in build_requests(prompt, SAMPLES, sampling, number, Priority.SAMPLE, CONFIG.max_model_len)
         ]
         inputs = [{"prompt_token_ids": call.prompt} for call in calls]
         answers = llm.generate(inputs, [SamplingParams(**call.vllm_params()) for call in calls], use_tqdm=False)

@@ -19,8 +19,8 @@ from pathlib import Path
 from learning import tune
 from objectives_report import interval
 
+from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 from torchtune_ext.telemetry.metrics import read_metrics
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
 CONFIGS = {"arithmetic": "tiny_arithmetic", "clue": "tiny"}
 # Eight levels need more examples than the one of the config.
@@ -97,7 +97,7 @@ def signals(folder: Path) -> dict[str, tuple[int, int]]:
     for path in rollout_paths(folder).values():
         for group in read_rollouts(path):
             for name in (group.problem.id.partition("/")[0], "all"):
-                counts[name] = counts[name][0] + group.has_signal, counts[name][1] + 1
+                counts[name] = counts[name][0] + group.has_nonzero_advantage, counts[name][1] + 1
     return counts
 
 

@@ -49,9 +49,9 @@ from torchtune_ext.pipeline.packing import Row, pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel, clean_name
-from torchtune_ext.policy.scratch import SPECIAL, Shape, write_model
-from torchtune_ext.policy.sharded import whole
-from torchtune_ext.sampling.records import Completion
+from torchtune_ext.policy.scratch import SPECIAL_TOKENS, ModelShape, write_model
+from torchtune_ext.policy.sharding import gather_full
+from torchtune_ext.sampling.types import Completion
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.learner import Learner
@@ -59,7 +59,7 @@ from torchtune_ext.training.learner import Learner
 SAMPLES = 16  # completions of a prompt
 SPREAD = 0.25  # a completion has (1 - SPREAD) to (1 + SPREAD) times the mean number of tokens
 CPU = torch.device("cpu")
-SMALL = Shape(hidden_size=256, num_hidden_layers=3, intermediate_size=688, max_position_embeddings=4096)
+SMALL = ModelShape(hidden_size=256, num_hidden_layers=3, intermediate_size=688, max_position_embeddings=4096)
 # The sizes of Qwen2.5-0.5B.
 LARGE = replace(
     SMALL, hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864, vocab_size=151936
@@ -82,7 +82,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Variant:
     """One way to compute the step."""
 
     model: nn.Module
@@ -94,7 +94,8 @@ class Way:
         """Takes the step once, clears the gradient and returns it."""
         self.step()
         grads = dict(
-            self.hf_name(clean_name(name), whole(p.grad).double().cpu()) for name, p in self.model.named_parameters()
+            self.hf_name(clean_name(name), gather_full(p.grad).double().cpu())
+            for name, p in self.model.named_parameters()
         )
         self.model.zero_grad(set_to_none=True)
         return grads
@@ -121,9 +122,9 @@ def shape(text: str) -> tuple[int, int]:
     return prompt, completion
 
 
-def make_model(folder: Path, shape: Shape) -> Path:
+def make_model(folder: Path, shape: ModelShape) -> Path:
     """Writes a random model whose vocabulary has exactly the size that `shape` asks for."""
-    words = [*SPECIAL, *(f"w{i}" for i in range(shape.vocab_size - len(SPECIAL)))]
+    words = [*SPECIAL_TOKENS, *(f"w{i}" for i in range(shape.vocab_size - len(SPECIAL_TOKENS)))]
     write_model(folder, Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)})), shape, seed=0)
     return folder
 
@@ -134,12 +135,12 @@ def make_groups(prompt: int, completion: int, row_tokens: int) -> list[Group]:
 
     def draw(length: int) -> np.ndarray:
         # Not the token that pads: in transformers its embedding gets no gradient.
-        return rng.integers(len(SPECIAL), SMALL.vocab_size, length, dtype=np.int32)
+        return rng.integers(len(SPECIAL_TOKENS), SMALL.vocab_size, length, dtype=np.int32)
 
     def sample() -> Sample:
         length = rng.integers(round((1 - SPREAD) * completion), round((1 + SPREAD) * completion), endpoint=True)
         sampled = Completion(draw(length), np.zeros(length, np.float32), np.zeros(length, np.int32), "stop")
-        return Sample(sampled, advantage=rng.normal(), trained=True)
+        return Sample(sampled, advantage=rng.normal(), in_loss=True)
 
     count = max(1, row_tokens // (prompt + SAMPLES * completion))
     return [
@@ -148,7 +149,7 @@ def make_groups(prompt: int, completion: int, row_tokens: int) -> list[Group]:
     ]
 
 
-def own_ways(names: list[str], case: Case) -> dict[str, Way]:
+def own_variants(names: list[str], case: Case) -> dict[str, Variant]:
     """The ways that are the project's own code. They share one model."""
     source, in_float64 = HFModel(case.model), case.dtype == torch.float64
     compute_dtype = torch.float32 if in_float64 else case.dtype
@@ -160,7 +161,7 @@ def own_ways(names: list[str], case: Case) -> dict[str, Way]:
     alone = [replace(group, samples=(sample,)) for group in case.groups for sample in group.samples]
     repeated = pack(alone, case.row_tokens, layout=learner.layout)[0]
 
-    def way(name: str) -> Way:
+    def way(name: str) -> Variant:
         rows = repeated if name == "repeated" else packed
         tokens = sum(row.tokens_T.numel() for row in rows)
 
@@ -169,7 +170,7 @@ def own_ways(names: list[str], case: Case) -> dict[str, Way]:
             with mock.patch("torchtune_ext.policy.logprobs.packed_mask", mask):
                 learner.forward_backward(rows)
 
-        return Way(policy.model, source.to_hf, tokens, step)
+        return Variant(policy.model, source.to_hf, tokens, step)
 
     return {name: way(name) for name in names}
 
@@ -178,20 +179,20 @@ def whole_mask(row: Row) -> Tensor:
     return dense_mask(row.ends_T)[None]
 
 
-def trl_ways(names: list[str], case: Case) -> dict[str, Way]:
+def trl_variants(names: list[str], case: Case) -> dict[str, Variant]:
     """The ways that are TRL's trainer. They share one model, too."""
     model, tokens, step = step_trl.prepare(case.model, case.groups, case.device, case.dtype)
     steps = {"trl": step, "trl_labels": lambda: step(labels_only=True)}
-    return {name: Way(model, lambda *named: named, tokens, steps[name]) for name in names}
+    return {name: Variant(model, lambda *named: named, tokens, steps[name]) for name in names}
 
 
-def make_ways(names: list[str], case: Case) -> dict[str, Way]:
+def make_variants(names: list[str], case: Case) -> dict[str, Variant]:
     trl = [name for name in names if name.startswith("trl")]
-    ways = own_ways(["packed", *(name for name in names if name not in trl)], case)
-    return ways | (trl_ways(trl, case) if trl else {})
+    ways = own_variants(["packed", *(name for name in names if name not in trl)], case)
+    return ways | (trl_variants(trl, case) if trl else {})
 
 
-def differences(ways: dict[str, Way], dtype: torch.dtype) -> dict[str, float]:
+def differences(ways: dict[str, Variant], dtype: torch.dtype) -> dict[str, float]:
     """How far each way's gradient is from that of the packed rows: the norm of the difference by the norm, of all parameters.
 
     Raises:
@@ -213,11 +214,11 @@ def differences(ways: dict[str, Way], dtype: torch.dtype) -> dict[str, float]:
 def measure(prompt: int, completion: int, names: list[str], checked: Path, timed: Path, args: argparse.Namespace):
     """Prints the rows of a shape."""
     check = Case(checked, make_groups(prompt, completion, args.row_tokens), args.row_tokens, CPU, torch.float64)
-    exact = differences(make_ways(names, check), check.dtype)
+    exact = differences(make_variants(names, check), check.dtype)
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
     case = replace(check, model=timed, device=torch.device(args.device), dtype=dtype)
     gc.collect()  # a trainer holds itself, and its model
-    ways = make_ways(names, case)
+    ways = make_variants(names, case)
     rounded = differences(ways, dtype)  # this also warms up
     turns = [{name: way.seconds() for name, way in ways.items()} for _ in range(args.repeats)]
     for name, way in ways.items():

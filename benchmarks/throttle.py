@@ -22,7 +22,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
-from torchtune_ext.sampling.throttle import Controller
+from torchtune_ext.sampling.throttle import ConcurrencyController
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, VOCABULARY = 12, 16, 300, 4096
 LAYERS, KV_HEADS, HEAD = 4, 2, 64
@@ -80,8 +80,8 @@ def run_pass(engine: Engine, prompts: list[list[int]], sampling: SamplingConfig)
 
 def limit_concurrency(engine: Engine, fixed: int | None) -> None:
     """Fixes how many requests may be in flight; with None the limit follows the engine, from the beginning."""
-    for lane in engine._pool.lanes:
-        lane.throttle.controller = Controller(lane.throttle.controller.ceiling)
+    for lane in engine._pool.replicas:
+        lane.throttle.controller = ConcurrencyController(lane.throttle.controller.ceiling)
         lane.throttle.fixed = fixed
 
 

@@ -26,8 +26,8 @@ import numpy as np
 
 from torchtune_ext.measured.check import Checker
 from torchtune_ext.measured.kernels import Dgemm
-from torchtune_ext.measured.machine import LOCK_S, alone_on, choose_cores, fingerprint, usable_cores
-from torchtune_ext.measured.timing import Timer, Timing
+from torchtune_ext.measured.machine import LOCK_TIMEOUT_S, choose_cores, lock_cores, machine_fingerprint, usable_cores
+from torchtune_ext.measured.timing import ProgramTimer, Timing
 
 CLOSE, APART = 0.02, 0.10
 ORDERS = ("ijk", "ikj", "jik", "kij")
@@ -77,7 +77,7 @@ def half_range(values: list[float]) -> float:
 
 def is_flagged(timing: Timing) -> bool:
     """Tells whether the measurement itself says that it may be wrong."""
-    return timing.disturbed > 0 or timing.is_noisy or not timing.is_narrow
+    return timing.disturbed_fraction > 0 or timing.is_noisy or not timing.is_narrow
 
 
 def stream(core: int) -> None:
@@ -104,13 +104,15 @@ def neighbor(core: int | None):
         process.join()
 
 
-def measure(timer: Timer, libraries: dict[str, bytes], seconds: float, rng: random.Random) -> dict[str, list[Timing]]:
+def measure(
+    timer: ProgramTimer, libraries: dict[str, bytes], seconds: float, rng: random.Random
+) -> dict[str, list[Timing]]:
     """Times programs in random order for so long, each of them at least twice."""
     timings: dict[str, list[Timing]] = {name: [] for name in libraries}
     end = time.monotonic() + seconds
     while time.monotonic() < end or min(map(len, timings.values())) < 2:
         for name in rng.sample(list(libraries), len(libraries)):
-            timings[name].append(timer.time(libraries[name]))
+            timings[name].append(timer.time_library(libraries[name]))
     return timings
 
 
@@ -124,20 +126,20 @@ def main() -> int:
     args = parser.parse_args()
     usable, rng = sorted(usable_cores()), random.Random(1)
     cores = choose_cores(args.cores, 1)
-    print(fingerprint(), f"timed on core {cores[0]}", sep=", ", flush=True)
+    print(machine_fingerprint(), f"timed on core {cores[0]}", sep=", ", flush=True)
     wrong = []
-    with alone_on(cores, LOCK_S), Checker(Dgemm(args.size), cores=cores) as checker:
+    with lock_cores(cores, LOCK_TIMEOUT_S), Checker(Dgemm(args.size), cores=cores) as checker:
         libraries = {}
         for name, source in programs(args.programs).items():
             verdict = checker.check_source(source)
             if verdict.outcome != "ok":
                 raise RuntimeError(f"{name}: {verdict.outcome}: {verdict.note}")
-            libraries[name] = checker.compile_own(Program(args.size, source)).read_bytes()
-        with Timer(checker, args.budget) as timer:
+            libraries[name] = checker.compile_naive(Program(args.size, source)).read_bytes()
+        with ProgramTimer(checker, args.budget) as timer:
             quiet = measure(timer, libraries, 60 * args.minutes, rng)
-            first, second = ([timings[i].ratio for timings in quiet.values()] for i in (0, -1))
+            first, second = ([timings[i].speedup for timings in quiet.values()] for i in (0, -1))
             times = [[t.seconds for t in timings] for timings in quiet.values()]
-            ratios = [[t.ratio for t in timings] for timings in quiet.values()]
+            ratios = [[t.speedup for t in timings] for timings in quiet.values()]
             own, ratio = (median(map(deviation, each)) for each in (times, ratios))
             own_range, ratio_range = (median(map(half_range, each)) for each in (times, ratios))
             correlation = spearman(first, second)
@@ -167,12 +169,12 @@ def main() -> int:
                     print(f"| {where} | there is none | | | | |")
                     continue
                 with neighbor(core):
-                    beside = {name: timer.time(library) for name, library in some.items()}
-                known = {name: median(t.ratio for t in quiet[name]) for name in some}
+                    beside = {name: timer.time_library(library) for name, library in some.items()}
+                known = {name: median(t.speedup for t in quiet[name]) for name in some}
                 flagged = {name for name, t in beside.items() if is_flagged(t)}
-                close = {name for name, t in beside.items() if abs(t.ratio / known[name] - 1) <= CLOSE}
+                close = {name for name, t in beside.items() if abs(t.speedup / known[name] - 1) <= CLOSE}
                 neither = sorted(set(some) - flagged - close)
-                sure = {name: t.ratio for name, t in beside.items() if name not in flagged}
+                sure = {name: t.speedup for name, t in beside.items() if name not in flagged}
                 swapped = [
                     (a, b) for a in sure for b in sure if known[a] > (1 + APART) * known[b] and sure[a] < sure[b]
                 ]

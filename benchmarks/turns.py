@@ -20,7 +20,7 @@ from statistics import median
 
 import numpy as np
 import torch
-from step import CPU, SMALL, SPECIAL, Way, differences, make_model
+from step import CPU, SMALL, SPECIAL_TOKENS, Variant, differences, make_model
 
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.groups import Group, Sample
@@ -28,7 +28,7 @@ from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.sampling.records import Completion
+from torchtune_ext.sampling.types import Completion
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.learner import Learner
@@ -40,7 +40,7 @@ def conversations(turns: int, thoughts: int) -> Group:
     rng = np.random.default_rng(0)
 
     def draw(count: int) -> np.ndarray:
-        return rng.integers(len(SPECIAL), SMALL.vocab_size, count, dtype=np.int32)
+        return rng.integers(len(SPECIAL_TOKENS), SMALL.vocab_size, count, dtype=np.int32)
 
     def sample() -> Sample:
         tokens, kept, spans = draw(TURN), [PROMPT], [(0, TURN)]
@@ -50,32 +50,34 @@ def conversations(turns: int, thoughts: int) -> Group:
             tokens = np.concatenate([tokens, left, draw(ANSWER), draw(TURN)])
             spans.append((len(tokens) - TURN, len(tokens)))
         zeros, kept = np.zeros(len(tokens), np.int32), tuple(kept) if thoughts else ()
-        completion = Completion(tokens, zeros.astype(np.float32), zeros, "completed", turns=tuple(spans), kept=kept)
-        return Sample(completion, advantage=rng.normal(), trained=True)
+        completion = Completion(
+            tokens, zeros.astype(np.float32), zeros, "completed", turns=tuple(spans), kept_prefix_lens=kept
+        )
+        return Sample(completion, advantage=rng.normal(), in_loss=True)
 
     return Group(Problem("game", (), None), draw(PROMPT), tuple(sample() for _ in range(SAMPLES)))
 
 
-def each_turn(group: Group) -> list[Group]:
+def split_turns(group: Group) -> list[Group]:
     """The same labels, each turn behind a prompt of its own."""
     groups = []
     for sample in group.samples:
         whole, ids = sample.completion, np.concatenate([group.prompt_tokens, sample.completion.tokens])
-        for path, (start, stop) in zip(whole.paths(PROMPT), whole.turns, strict=True):
+        for path, (start, stop) in zip(whole.turn_paths(PROMPT), whole.turns, strict=True):
             turn = Completion(whole.tokens[start:stop], whole.logprobs[start:stop], whole.versions[start:stop], "stop")
             groups.append(Group(group.problem, ids[path[:-TURN]], (replace(sample, completion=turn),)))
     return groups
 
 
-def ways_of(turns: int, thoughts: int, folder: Path, dtype: torch.dtype) -> dict[str, Way]:
+def make_variants(turns: int, thoughts: int, folder: Path, dtype: torch.dtype) -> dict[str, Variant]:
     source, group = HFModel(folder), conversations(turns, thoughts)
     policy = build_policy(lambda: from_config(str(folder)), source, CPU, torch.float32)
     if dtype == torch.float64:
         policy.model.double()
     learner, ways = Learner(policy, PolicyLoss(), Ranks(0, 1, CPU)), {}
-    for name, groups in {"packed": [group], "each turn": each_turn(group)}.items():
+    for name, groups in {"packed": [group], "each turn": split_turns(group)}.items():
         rows, stats = pack(groups, 8192, layout=learner.layout)
-        ways[name] = Way(policy.model, source.to_hf, stats.tokens, lambda rows=rows: learner.forward_backward(rows))
+        ways[name] = Variant(policy.model, source.to_hf, stats.tokens, lambda rows=rows: learner.forward_backward(rows))
     return ways
 
 
@@ -91,8 +93,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = make_model(Path(name), replace(SMALL, max_position_embeddings=8192))
         for turns in args.turns:
-            exact = differences(ways_of(turns, args.thoughts, folder, torch.float64), torch.float64)["each turn"]
-            ways = ways_of(turns, args.thoughts, folder, torch.float32)
+            exact = differences(make_variants(turns, args.thoughts, folder, torch.float64), torch.float64)["each turn"]
+            ways = make_variants(turns, args.thoughts, folder, torch.float32)
             differences(ways, torch.float32)  # this also warms up
             times = [[way.seconds() for way in ways.values()] for _ in range(args.repeats)]
             ours, theirs = map(median, zip(*times, strict=True))

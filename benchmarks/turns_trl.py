@@ -38,20 +38,22 @@ import numpy as np
 import torch
 from real_step import run
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
-from turns_trl_game import Number, Taught, make_rows
+from turns_trl_game import GuessingTask, Number, make_rows
 
 from torchtune_ext.chat.templates import ChatTemplate
 from torchtune_ext.pipeline.groups import Group
-from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
+from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
+from torchtune_ext.policy.scratch import ModelShape, make_tokenizer, write_model
 from torchtune_ext.telemetry.metrics import read_metrics
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
 PROMPTS, SAMPLES, TURNS = 8, 8, 6  # of a step; of a prompt; of an episode at most
 TOKENS, EPISODE_TOKENS = 32, 320  # at most, of a turn here and of an episode in TRL
 LEARNING_RATE, TOLERANCE = 1e-8, 1e-3
 Pair = tuple[int, int]  # id, whether it was sampled
 METRICS = {"rollout": "time/sample", "turns": "episode/turns", "won": "reward/mean", "labels": "pack/labels"}
-SHAPE = Shape(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=192)
+SHAPE = ModelShape(
+    hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=192
+)
 
 
 # -- ours -------------------------------------------------------------------------------------------------------------------
@@ -80,7 +82,7 @@ def warm_up(folder: Path, start: Path) -> Path:
     """Makes the model. Its tokenizer knows words, as that of a large model does."""
     template = (Path(importlib.util.find_spec("trl").origin).parent / "chat_templates" / "qwen2_5.jinja").read_text()
     rows, render = make_rows(1200, seed=0), ChatTemplate(template, "qwen2_5", {}).render
-    task = Taught("turns_trl_game.Number", rows, count=16)
+    task = GuessingTask("turns_trl_game.Number", rows, count=16)
     text = "".join(render([*problem.messages, *task.solution(problem)], problem.tools) for problem in task)
     tokenizer = make_tokenizer(re.findall(r"\s*\S+", text), [], map(str, range(1, 14)), vocab_size=1024)
     write_model(start, tokenizer, SHAPE, seed=0)
@@ -125,7 +127,7 @@ def gaps_to_transformers(groups: list[Group], model_dir: Path) -> np.ndarray:
             with torch.no_grad():
                 logprobs_TV = model(ids[None]).logits[0, :-1].log_softmax(-1)
             logprobs = logprobs_TV.gather(1, ids[1:, None])[len(prompt) - 1 :, 0].numpy()
-            gaps.append(np.abs(completion.logprobs - logprobs)[completion.sampled])
+            gaps.append(np.abs(completion.logprobs - logprobs)[completion.sampled_indices])
     return np.concatenate(gaps)
 
 

@@ -23,7 +23,7 @@ class Number:
         return float(self.is_won)
 
 
-class Taught(ToolClass):
+class GuessingTask(ToolClass):
     """The game with solutions: half of the guesses halve what is left, the others are anywhere in it."""
 
     def solution(self, problem):

@@ -22,21 +22,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtune_ext.kernels.fp8_quantize import COLUMNS, ROWS, TILES, Fp8Blocks, column_major, dequantize
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.kernels.fp8_quantize import COLUMN_BLOCK, ROW_BLOCK, TILE_BLOCK, Fp8Blocks, column_major, dequantize
+from torchtune_ext.run.errors import UsageError
 
 # The blocks of the two operands, as the caller gives them.
-GEMMS = {
-    "fprop": (ROWS, TILES),
-    "dgrad": (ROWS, TILES),
-    "wgrad": (COLUMNS, COLUMNS),
+GEMM_BLOCKS = {
+    "fprop": (ROW_BLOCK, TILE_BLOCK),
+    "dgrad": (ROW_BLOCK, TILE_BLOCK),
+    "wgrad": (COLUMN_BLOCK, COLUMN_BLOCK),
 }
 # The size of the largest tile of torchao's kernels, which read a scale for each row and column of a tile.
-SLACK = 256
+SCALE_SLACK = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BackendChoice:
     """The backend that runs a GEMM, and the reason for it."""
 
     backend: str
@@ -63,36 +63,38 @@ def wgrad(dy: Fp8Blocks, x: Fp8Blocks, out_dtype: torch.dtype = torch.float32, b
     return _run("wgrad", dy, x, out_dtype, backend)
 
 
-def choose_backend(gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: torch.dtype) -> Choice:
+def choose_backend(gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: torch.dtype) -> BackendChoice:
     """Returns the backend that `backend="auto"` takes for `gemm` ("fprop", "dgrad" or "wgrad") on these operands."""
     # Backends with the same objection share a line of the reason.
     against: dict[str, list[str]] = {}
     for name in BACKENDS:
-        why = objection(name, gemm, first, second, out_dtype)
+        why = unsupported_reason(name, gemm, first, second, out_dtype)
         if why is None:
             reasons = [f"not {', '.join(names)}: {why}" for why, names in against.items()]
-            return Choice(name, "; ".join(reasons) or "the first that can run")
+            return BackendChoice(name, "; ".join(reasons) or "the first that can run")
         against.setdefault(why, []).append(name)
     raise AssertionError("the reference runs everywhere")
 
 
-def objection(backend: str, gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: torch.dtype) -> str | None:
+def unsupported_reason(
+    backend: str, gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: torch.dtype
+) -> str | None:
     """Returns why `backend` cannot run `gemm` on these operands, and what to install, or None if it can.
 
     Raises:
         ValueError: there is no such backend or GEMM, or the operands do not fit.
     """
     if backend not in BACKENDS:
-        raise Mistake(f"FP8 backend {backend!r} does not exist: choose auto or one of {', '.join(BACKENDS)}")
-    return BACKENDS[backend].objection(*_operands(gemm, first, second), out_dtype)
+        raise UsageError(f"FP8 backend {backend!r} does not exist: choose auto or one of {', '.join(BACKENDS)}")
+    return BACKENDS[backend].unsupported_reason(*_operands(gemm, first, second), out_dtype)
 
 
 def _run(gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: torch.dtype, backend: str) -> Tensor:
     a, b = _operands(gemm, first, second)
     if backend == "auto":
         backend = choose_backend(gemm, first, second, out_dtype).backend
-    elif why := objection(backend, gemm, first, second, out_dtype):
-        raise Mistake(f"FP8 backend {backend!r} cannot run {gemm}: {why}; or take backend='auto'")
+    elif why := unsupported_reason(backend, gemm, first, second, out_dtype):
+        raise UsageError(f"FP8 backend {backend!r} cannot run {gemm}: {why}; or take backend='auto'")
     # A rank without data has no tokens.
     if 0 in (*a.shape, *b.shape):
         return a.values.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
@@ -101,18 +103,18 @@ def _run(gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: torch.dtype,
 
 def _operands(gemm: str, first: Fp8Blocks, second: Fp8Blocks) -> tuple[Fp8Blocks, Fp8Blocks]:
     """Returns the operands A and B of the product A B^T."""
-    if gemm not in GEMMS:
-        raise Mistake(f"gemm {gemm!r} does not exist: choose one of {', '.join(GEMMS)}")
-    if (first.block, second.block) != GEMMS[gemm]:
-        raise Mistake(
-            f"{gemm} takes blocks {GEMMS[gemm]}, got {(first.block, second.block)}: activations and gradients come "
+    if gemm not in GEMM_BLOCKS:
+        raise UsageError(f"gemm {gemm!r} does not exist: choose one of {', '.join(GEMM_BLOCKS)}")
+    if (first.block, second.block) != GEMM_BLOCKS[gemm]:
+        raise UsageError(
+            f"{gemm} takes blocks {GEMM_BLOCKS[gemm]}, got {(first.block, second.block)}: activations and gradients come "
             "from quantize_rows (fprop, dgrad) or quantize_columns (wgrad), weights from quantize_weight"
         )
     # Transposing turns the columns of WGrad into rows, and keeps DGrad's tiles. Both are views.
     a = first.T if gemm == "wgrad" else first
     b = second if gemm == "fprop" else second.T
     if a.shape[1] != b.shape[1] or a.values.device != b.values.device:
-        raise Mistake(
+        raise UsageError(
             f"{gemm} cannot contract {first.shape} on {first.values.device} with {second.shape} on "
             f"{second.values.device}: both must come from one linear layer and one device"
         )
@@ -138,7 +140,7 @@ def _product(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
 
 def _scaled_mm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
     # For 128x128 blocks, cuBLASLt wants scales of shape [K / 128 rounded up to 4, N / 128], contiguous along K.
-    if b.block == TILES:
+    if b.block == TILE_BLOCK:
         scale_b = column_major(F.pad(b.scales, (0, -b.scales.shape[1] % 4)).T)
         recipe_b = F.ScalingType.BlockWise128x128
     else:
@@ -163,7 +165,7 @@ def _deep_gemm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
     # The scales are contiguous across the blocks. DeepGEMM loads them by TMA in this layout if M is a multiple of 4.
     lhs = _contiguous(a.values), a.scales
     # ue8m0 scales are powers of two. Ours are any float32, so both calls rule the cast out (on Hopper there is none).
-    if b.block == TILES:
+    if b.block == TILE_BLOCK:
         out = a.values.new_empty(shape, dtype=torch.bfloat16)
         gemm(lhs, (_contiguous(b.values), _contiguous(b.scales)), out, disable_ue8m0_cast=True)
         return out
@@ -177,17 +179,17 @@ def _deep_gemm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
 def _torchao(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
     kernels = _torchao_module()
     assert not isinstance(kernels, Exception)  # else `_against_torchao` objects
-    gemm = kernels.triton_fp8_gemm_1x128_128x1 if b.block == ROWS else kernels.triton_fp8_gemm_1x128_128x128
-    scale_a = _with_slack(a.scales, column_major=True)
-    scale_b = _with_slack(b.scales, column_major=b.block == ROWS)
+    gemm = kernels.triton_fp8_gemm_1x128_128x1 if b.block == ROW_BLOCK else kernels.triton_fp8_gemm_1x128_128x128
+    scale_a = _pad_scales(a.scales, column_major=True)
+    scale_b = _pad_scales(b.scales, column_major=b.block == ROW_BLOCK)
     return gemm(_contiguous(a.values), _contiguous(b.values).T, scale_a, scale_b.T, out_dtype=out_dtype)
 
 
-def _with_slack(scales: Tensor, column_major: bool) -> Tensor:
+def _pad_scales(scales: Tensor, column_major: bool) -> Tensor:
     # torchao's kernels read past the end of the last tile, so the scales are copied into a larger piece of memory: by
     # up to SLACK - 1 numbers if they are column-major, else by one row.
     rows, columns = scales.shape
-    memory = scales.new_zeros(scales.numel() + SLACK + columns)
+    memory = scales.new_zeros(scales.numel() + SCALE_SLACK + columns)
     return memory.as_strided(scales.shape, (1, rows) if column_major else (columns, 1)).copy_(scales)
 
 
@@ -196,13 +198,13 @@ def _contiguous(values: Tensor) -> Tensor:
     return values if values.is_contiguous() else values.clone(memory_format=torch.contiguous_format)
 
 
-def _no_objection(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> None:
+def _always_supported(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> None:
     return None
 
 
-def _against_scaled_mm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> str | None:
-    if objection := _against_device(a, only_hopper=True):
-        return objection
+def _scaled_mm_unsupported(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> str | None:
+    if reason := _device_unsupported(a, only_hopper=True):
+        return reason
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm; install torch 2.10 or later"
     if torch.version.cuda is None or tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 9):
@@ -214,10 +216,10 @@ def _against_scaled_mm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> st
     return None
 
 
-def _against_deep_gemm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> str | None:
-    if objection := _against_device(a, only_hopper=True):
-        return objection
-    if b.block == TILES and out_dtype != torch.bfloat16:
+def _deep_gemm_unsupported(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> str | None:
+    if reason := _device_unsupported(a, only_hopper=True):
+        return reason
+    if b.block == TILE_BLOCK and out_dtype != torch.bfloat16:
         return f"its (1x128)x(128x128) kernel returns bfloat16, not {out_dtype}; ask for bfloat16"
     if isinstance(module := _deep_gemm_module(), Exception):
         return (
@@ -227,9 +229,9 @@ def _against_deep_gemm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> st
     return None
 
 
-def _against_torchao(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> str | None:
-    if objection := _against_device(a, only_hopper=False):
-        return objection
+def _torchao_unsupported(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> str | None:
+    if reason := _device_unsupported(a, only_hopper=False):
+        return reason
     if isinstance(module := _torchao_module(), Exception):
         return (
             f"its kernels cannot be imported ({module!r}); install torchao 0.15 or later and a triton that fits torch"
@@ -237,7 +239,7 @@ def _against_torchao(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> str 
     return None
 
 
-def _against_device(a: Fp8Blocks, only_hopper: bool) -> str | None:
+def _device_unsupported(a: Fp8Blocks, only_hopper: bool) -> str | None:
     device = a.values.device
     if device.type != "cuda":
         return f"it needs a CUDA device, the operands are on {device}"
@@ -254,15 +256,15 @@ def _against_device(a: Fp8Blocks, only_hopper: bool) -> str | None:
 @functools.cache
 def _deep_gemm_module() -> ModuleType | Exception:
     # A GPU build of vLLM has a copy of its own.
-    return _imported("deep_gemm" if importlib.util.find_spec("deep_gemm") else "vllm.third_party.deep_gemm")
+    return _try_import("deep_gemm" if importlib.util.find_spec("deep_gemm") else "vllm.third_party.deep_gemm")
 
 
 @functools.cache
 def _torchao_module() -> ModuleType | Exception:
-    return _imported("torchao.prototype.blockwise_fp8_training.kernels")
+    return _try_import("torchao.prototype.blockwise_fp8_training.kernels")
 
 
-def _imported(name: str) -> ModuleType | Exception:
+def _try_import(name: str) -> ModuleType | Exception:
     """Returns a module, or the error of its import."""
     try:
         return importlib.import_module(name)
@@ -272,10 +274,10 @@ def _imported(name: str) -> ModuleType | Exception:
 
 
 @dataclass(frozen=True, slots=True)
-class _Backend:
+class _GemmBackend:
     run: Callable[[Fp8Blocks, Fp8Blocks, torch.dtype], Tensor]  # (A, B, dtype of the result) -> A B^T
     # (A, B, dtype of the result) -> why the backend cannot run and what to install, or None if it can.
-    objection: Callable[[Fp8Blocks, Fp8Blocks, torch.dtype], str | None]
+    unsupported_reason: Callable[[Fp8Blocks, Fp8Blocks, torch.dtype], str | None]
 
 
 # `auto` takes the first backend in this order that can run. On a GPU, the tensor core sums 128 products at a time in
@@ -284,11 +286,11 @@ class _Backend:
 BACKENDS = {
     # torch.nn.functional.scaled_mm calls cuBLASLt. Unlike DeepGEMM it needs no further package and no compiler at run
     # time, so it comes first.
-    "scaled_mm": _Backend(_scaled_mm, _against_scaled_mm),
+    "scaled_mm": _GemmBackend(_scaled_mm, _scaled_mm_unsupported),
     # DeepGEMM comes from the package `deep_gemm` or from the copy inside a GPU build of vLLM.
-    "deep_gemm": _Backend(_deep_gemm, _against_deep_gemm),
+    "deep_gemm": _GemmBackend(_deep_gemm, _deep_gemm_unsupported),
     # The Triton GEMMs of torchao's prototype of block-wise training, the slowest on a GPU.
-    "torchao": _Backend(_torchao, _against_torchao),
+    "torchao": _GemmBackend(_torchao, _torchao_unsupported),
     # Runs on any device, in float32. Tests compare the others with it.
-    "reference": _Backend(_reference, _no_objection),
+    "reference": _GemmBackend(_reference, _always_supported),
 }

@@ -27,18 +27,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 
-FP8 = torch.float8_e4m3fn
+FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
 # The floor is 1e-10 in vLLM and 1e-4 in DeepGEMM, where small gradients would vanish. With 1e-12 a number keeps its
 # three bits of mantissa down to 1e-12 / 448 * 2^-6 = 3.5e-17.
 AMAX_FLOOR = 1e-12
-BLOCK = 128
-ROWS, COLUMNS, TILES = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
+BLOCK_SIZE = 128
+ROW_BLOCK, COLUMN_BLOCK, TILE_BLOCK = (1, BLOCK_SIZE), (BLOCK_SIZE, 1), (BLOCK_SIZE, BLOCK_SIZE)
 # Bytes of a number with its share of the scale: in rows or columns, and in tiles.
-LINE_BYTES = 1 + 4 / BLOCK
-TILE_BYTES = 1 + 4 / BLOCK**2
+LINE_BYTES_PER_VALUE = 1 + 4 / BLOCK_SIZE
+TILE_BYTES_PER_VALUE = 1 + 4 / BLOCK_SIZE**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ def quantize_rows(x: Tensor, backend: str = "auto") -> Fp8Blocks:
         # Imported here, because an environment for CPU lacks triton.
         from torchtune_ext.kernels.fp8_quantize_triton import quantize_rows as kernel
 
-        return Fp8Blocks(*kernel(x, AMAX_FLOOR, FP8_MAX), ROWS, (x.shape[0], x.shape[1]))
-    return Fp8Blocks(*_quantize(x, ROWS), ROWS, (x.shape[0], x.shape[1]))
+        return Fp8Blocks(*kernel(x, AMAX_FLOOR, FP8_MAX), ROW_BLOCK, (x.shape[0], x.shape[1]))
+    return Fp8Blocks(*_quantize(x, ROW_BLOCK), ROW_BLOCK, (x.shape[0], x.shape[1]))
 
 
 @torch.no_grad()
@@ -87,10 +87,10 @@ def quantize_columns(x: Tensor, backend: str = "auto") -> Fp8Blocks:
     if _use_triton(x, backend):
         from torchtune_ext.kernels.fp8_quantize_triton import quantize_columns as kernel
 
-        return Fp8Blocks(*kernel(x, AMAX_FLOOR, FP8_MAX), COLUMNS, (x.shape[0], x.shape[1]))
+        return Fp8Blocks(*kernel(x, AMAX_FLOOR, FP8_MAX), COLUMN_BLOCK, (x.shape[0], x.shape[1]))
     # Zeros fill the last block and do not change its scale. The columns of x are the rows of x^T.
-    padded = F.pad(x, (0, 0, 0, -x.shape[0] % BLOCK))
-    return Fp8Blocks(*_quantize(padded.T, ROWS), ROWS, (x.shape[1], x.shape[0])).T
+    padded = F.pad(x, (0, 0, 0, -x.shape[0] % BLOCK_SIZE))
+    return Fp8Blocks(*_quantize(padded.T, ROW_BLOCK), ROW_BLOCK, (x.shape[1], x.shape[0])).T
 
 
 @torch.no_grad()
@@ -103,9 +103,9 @@ def quantize_weight(w: Tensor, backend: str = "auto") -> Fp8Blocks:
     if _use_triton(w, backend):
         from torchtune_ext.kernels.fp8_quantize_triton import quantize_weight as kernel
 
-        return Fp8Blocks(*kernel(w, AMAX_FLOOR, FP8_MAX), TILES, (w.shape[0], w.shape[1]))
-    values, scales = _quantize(F.pad(w, (0, 0, 0, -w.shape[0] % BLOCK)), TILES)
-    return Fp8Blocks(values[: w.shape[0]], scales, TILES, (w.shape[0], w.shape[1]))
+        return Fp8Blocks(*kernel(w, AMAX_FLOOR, FP8_MAX), TILE_BLOCK, (w.shape[0], w.shape[1]))
+    values, scales = _quantize(F.pad(w, (0, 0, 0, -w.shape[0] % BLOCK_SIZE)), TILE_BLOCK)
+    return Fp8Blocks(values[: w.shape[0]], scales, TILE_BLOCK, (w.shape[0], w.shape[1]))
 
 
 def dequantize(q: Fp8Blocks, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -128,9 +128,9 @@ def _quantize(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     # divisor is a tensor, because on CUDA torch turns a division by a Python number into a product with its reciprocal.
     scales = tiles.abs().amax(dim=(1, 3)).clamp_min(AMAX_FLOOR) / torch.full((), FP8_MAX, device=x.device)
     # x / scale may round to just above 448, which an older torch casts to NaN.
-    values = (tiles / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    values = (tiles / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
     values = values.flatten(2).flatten(0, 1).contiguous()
-    return values, scales if block == TILES else column_major(scales)
+    return values, scales if block == TILE_BLOCK else column_major(scales)
 
 
 def _tiles(x: Tensor, block: tuple[int, int]) -> Tensor:
@@ -147,19 +147,19 @@ def column_major(x: Tensor) -> Tensor:
 
 def _check(x: Tensor) -> None:
     if x.ndim != 2 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise Mistake(
+        raise UsageError(
             f"FP8 blocks are made of a bfloat16, float16 or float32 matrix, got {x.dtype} of shape {tuple(x.shape)}: "
             "flatten the leading dimensions"
         )
-    if x.shape[1] % BLOCK:
-        raise Mistake(
+    if x.shape[1] % BLOCK_SIZE:
+        raise UsageError(
             f"{x.shape[1]} features are not a multiple of 128: leave this layer in bfloat16, here and in the sampler"
         )
 
 
 def _use_triton(x: Tensor, backend: str) -> bool:
     if backend not in ("auto", "torch", "triton"):
-        raise Mistake(f"backend of the quantizer is {backend!r}: choose auto, torch or triton")
+        raise UsageError(f"backend of the quantizer is {backend!r}: choose auto, torch or triton")
     if backend == "torch" or (backend == "auto" and not x.is_cuda):
         return False
     if not x.is_cuda:
@@ -171,5 +171,5 @@ def _use_triton(x: Tensor, backend: str) -> bool:
     else:
         return True
     if backend == "triton":
-        raise Mistake(f"backend of the quantizer is 'triton', but {problem}, or take backend='torch'")
+        raise UsageError(f"backend of the quantizer is 'triton', but {problem}, or take backend='torch'")
     return False

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 128
+BLOCK_SIZE = 128
 # One program holds a tile of 128x128 in registers. With 4 warps a thread has too few for its part of the tile and
 # spills.
 NUM_WARPS = 16
@@ -100,21 +100,21 @@ def weight_kernel(
     tl.store(scales_ptr + tile_n * (K // SIZE) + tile_k + one[:, None] + one[None, :], scale)
 
 
-Quantized = tuple[Tensor, Tensor]  # values and scales, in the layouts of fp8_quantize.Fp8Blocks
+QuantizedPair = tuple[Tensor, Tensor]  # values and scales, in the layouts of fp8_quantize.Fp8Blocks
 
 
-def quantize_rows(x: Tensor, amax_floor: float, fp8_max: float) -> Quantized:
+def quantize_rows(x: Tensor, amax_floor: float, fp8_max: float) -> QuantizedPair:
     """Returns the rows of x [M, K], where K is a multiple of 128."""
     M, K = x.shape
-    values, scales = _outputs(x, (M, K), (K // BLOCK, M))
-    _quantize_activation(x, values, scales, False, BLOCK, NUM_WARPS, amax_floor, fp8_max)
+    values, scales = _outputs(x, (M, K), (K // BLOCK_SIZE, M))
+    _quantize_activation(x, values, scales, False, BLOCK_SIZE, NUM_WARPS, amax_floor, fp8_max)
     return values, scales.T
 
 
-def quantize_columns(x: Tensor, amax_floor: float, fp8_max: float) -> Quantized:
+def quantize_columns(x: Tensor, amax_floor: float, fp8_max: float) -> QuantizedPair:
     """Returns the columns of x [M, K], where K is a multiple of 128."""
-    features, num_tiles = x.shape[1], -(-x.shape[0] // BLOCK)
-    values, scales = _outputs(x, (features, num_tiles * BLOCK), (num_tiles, features))
+    features, num_tiles = x.shape[1], -(-x.shape[0] // BLOCK_SIZE)
+    values, scales = _outputs(x, (features, num_tiles * BLOCK_SIZE), (num_tiles, features))
     _quantize_activation(x, values, scales, True, COLUMNS_WIDTH, COLUMNS_WARPS, amax_floor, fp8_max)
     return values.T, scales
 
@@ -122,23 +122,23 @@ def quantize_columns(x: Tensor, amax_floor: float, fp8_max: float) -> Quantized:
 def _quantize_activation(
     x: Tensor, values: Tensor, scales: Tensor, columns: bool, width: int, warps: int, amax_floor: float, fp8_max: float,
 ) -> None:  # fmt: skip
-    (M, K), num_tiles = x.shape, -(-x.shape[0] // BLOCK)
+    (M, K), num_tiles = x.shape, -(-x.shape[0] // BLOCK_SIZE)
     if x.numel():
-        with _on(x):
+        with _device_guard(x):
             activation_kernel[(num_tiles, K // width)](
-                x, values, scales, M, K, num_tiles * BLOCK, *x.stride(),
-                columns, width, _bits(amax_floor), fp8_max, BLOCK, num_warps=warps,
+                x, values, scales, M, K, num_tiles * BLOCK_SIZE, *x.stride(),
+                columns, width, _bits(amax_floor), fp8_max, BLOCK_SIZE, num_warps=warps,
             )  # fmt: skip
 
 
-def quantize_weight(w: Tensor, amax_floor: float, fp8_max: float) -> Quantized:
+def quantize_weight(w: Tensor, amax_floor: float, fp8_max: float) -> QuantizedPair:
     """Returns the tiles of w [N, K], where K is a multiple of 128."""
-    (N, K), num_tiles = w.shape, -(-w.shape[0] // BLOCK)
-    values, scales = _outputs(w, (N, K), (num_tiles, K // BLOCK))
+    (N, K), num_tiles = w.shape, -(-w.shape[0] // BLOCK_SIZE)
+    values, scales = _outputs(w, (N, K), (num_tiles, K // BLOCK_SIZE))
     if w.numel():
-        with _on(w):
-            weight_kernel[(num_tiles, K // BLOCK)](
-                w, values, scales, N, K, *w.stride(), _bits(amax_floor), fp8_max, BLOCK, num_warps=NUM_WARPS,
+        with _device_guard(w):
+            weight_kernel[(num_tiles, K // BLOCK_SIZE)](
+                w, values, scales, N, K, *w.stride(), _bits(amax_floor), fp8_max, BLOCK_SIZE, num_warps=NUM_WARPS,
             )  # fmt: skip
     return values, scales
 
@@ -152,6 +152,6 @@ def _bits(number: float) -> int:
     return struct.unpack("<i", struct.pack("<f", number))[0]
 
 
-def _on(x: Tensor) -> contextlib.AbstractContextManager:
+def _device_guard(x: Tensor) -> contextlib.AbstractContextManager:
     # Triton launches on the current device, which may not be that of the tensor.
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

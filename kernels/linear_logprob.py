@@ -81,7 +81,7 @@ def _chunks(num_labels: int, vocab: int) -> list[slice]:
     return [slice(start, min(start + size, num_labels)) for start in range(0, max(num_labels, 1), size)]
 
 
-def _statistics(z_CV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _logit_stats(z_CV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Returns of each row of logits: the highest, times `scale`; log-sum-exp of the rest below it; entropy."""
     # In place, this needs only two arrays of the chunk's size. torch.logsumexp would make more.
     z_CV = _upcast(z_CV).mul_(scale)
@@ -92,7 +92,7 @@ def _statistics(z_CV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     return top_C1[:, 0], total_C.log(), total_C.log() - p_CV.mul_(z_CV).sum(-1) / total_C
 
 
-def _gradient(
+def _logit_grad(
     z_CV: Tensor, scale: float, lse_C1: Tensor, entropy_C1: Tensor, d_logprobs_C1: Tensor, d_entropy_C1: Tensor | None
 ) -> Tensor:
     """Returns -d_logprob * p - d_entropy * p * (log p + H), the gradient of the logits without the onehot."""
@@ -104,7 +104,7 @@ def _gradient(
     return z_CV.add_(entropy_C1).mul_(d_entropy_C1).add_(d_logprobs_C1).mul_(p_CV).neg_()
 
 
-def _rounded_gradient(
+def _scaled_logit_grad(
     z_CV: Tensor,
     scale: float,
     dtype: torch.dtype,
@@ -113,11 +113,11 @@ def _rounded_gradient(
     d_logprobs_C1: Tensor,
     d_entropy_C1: Tensor | None,
 ) -> Tensor:
-    return _gradient(z_CV, scale, lse_C1, entropy_C1, d_logprobs_C1, d_entropy_C1).mul_(scale).to(dtype)
+    return _logit_grad(z_CV, scale, lse_C1, entropy_C1, d_logprobs_C1, d_entropy_C1).mul_(scale).to(dtype)
 
 
 @cache
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # Compiled, the function makes one pass over the logits of a chunk on a GPU, where its operations would make seven.
     # A CPU does without, since importing the compiler takes more than a second.
     return torch.compile(function, dynamic=True)
@@ -131,12 +131,12 @@ class _LinearLogProb(torch.autograd.Function):
         accumulate = torch.float64 if hidden_LD.dtype == torch.float64 else torch.float32
         logprobs_L = torch.empty(labels_L.shape, dtype=accumulate, device=hidden_LD.device)
         entropy_L, lse_L = torch.empty_like(logprobs_L), torch.empty_like(logprobs_L)
-        statistics = _fused(_statistics) if hidden_LD.is_cuda else _statistics
+        statistics = _compiled(_logit_stats) if hidden_LD.is_cuda else _logit_stats
         chunks = _chunks(labels_L.numel(), weight_VD.shape[0])
         # A single chunk of logits in half precision is kept for the backward, which computes all others again. It takes
         # half of what `statistics` makes of it in float32.
         keep = len(chunks) == 1 and hidden_LD.dtype.itemsize == 2 and any(ctx.needs_input_grad)
-        kept_CV = None
+        saved_CV = None
         for c in chunks:
             z_CV = hidden_LD[c] @ weight_VD.T
             # The labels' logits are read first: in float32 `statistics` overwrites all of them.
@@ -144,33 +144,33 @@ class _LinearLogProb(torch.autograd.Function):
             top_C, rest_C, entropy_L[c] = statistics(z_CV, scale)
             logprobs_L[c] = z_C - top_C - rest_C
             lse_L[c] = top_C + rest_C
-            kept_CV = z_CV if keep else None
+            saved_CV = z_CV if keep else None
             # Otherwise these logits would stay while those of the next chunk are computed.
             del z_CV
-        ctx.save_for_backward(hidden_LD, weight_VD, labels_L, lse_L, entropy_L, kept_CV)
+        ctx.save_for_backward(hidden_LD, weight_VD, labels_L, lse_L, entropy_L, saved_CV)
         ctx.scale = scale
         return logprobs_L, entropy_L
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor | None):
         d_logprobs_L, d_entropy_L = grad_outputs
-        hidden_LD, weight_VD, labels_L, lse_L, entropy_L, kept_CV = ctx.saved_tensors
+        hidden_LD, weight_VD, labels_L, lse_L, entropy_L, saved_CV = ctx.saved_tensors
         d_logprobs_L = torch.zeros_like(lse_L) if d_logprobs_L is None else d_logprobs_L
         d_hidden_LD = torch.empty_like(hidden_LD)
         # With adapters the output projection is frozen and needs no gradient, which would be as large as itself and a
         # third of the work.
         d_weight_VD = None
-        gradient = _fused(_rounded_gradient) if hidden_LD.is_cuda else _rounded_gradient
+        gradient = _compiled(_scaled_logit_grad) if hidden_LD.is_cuda else _scaled_logit_grad
         for c in _chunks(labels_L.numel(), weight_VD.shape[0]):
             # The gradient is dz = d_logprob * (onehot - p) - d_entropy * p * (log p + H).
-            z_CV = hidden_LD[c] @ weight_VD.T if kept_CV is None else kept_CV
+            z_CV = hidden_LD[c] @ weight_VD.T if saved_CV is None else saved_CV
             d_entropy_C1 = None if d_entropy_L is None else d_entropy_L[c, None]
             factors = lse_L[c, None], entropy_L[c, None], d_logprobs_L[c, None], d_entropy_C1
             # The label's own entry, with the onehot, is computed apart in float32 and then replaces the rounded one:
             # near p = 1, half precision would lose most of 1 - p.
-            own_C1 = _gradient(z_CV.gather(1, labels_L[c, None]), ctx.scale, *factors) + d_logprobs_L[c, None]
+            label_grad_C1 = _logit_grad(z_CV.gather(1, labels_L[c, None]), ctx.scale, *factors) + d_logprobs_L[c, None]
             dz_CV = gradient(z_CV, ctx.scale, weight_VD.dtype, *factors)
-            dz_CV.scatter_(1, labels_L[c, None], own_C1.mul_(ctx.scale).to(dz_CV.dtype))
+            dz_CV.scatter_(1, labels_L[c, None], label_grad_C1.mul_(ctx.scale).to(dz_CV.dtype))
             d_hidden_LD[c] = dz_CV @ weight_VD
             if ctx.needs_input_grad[1]:
                 product = dz_CV.T @ hidden_LD[c]

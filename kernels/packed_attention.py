@@ -23,12 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from torchtune_ext.pipeline.packing import LENGTHS, Layout, Row
+from torchtune_ext.pipeline.packing import BUCKETS_PER_OCTAVE, Row, RowLayout
 
-TILE = 128  # queries, and keys, in a block of FlexAttention
-KERNELS = 2  # lengths between a power of two and the next for which FlexAttention is compiled
-TILES_AT_ONCE = 8  # query tiles whose mask is computed at a time while a block mask is made
-MAX_PADDING = 0.25  # largest share of padding in a stacked completion
+TILE_SIZE = 128  # queries, and keys, in a block of FlexAttention
+LENGTHS_PER_OCTAVE = 2  # lengths between a power of two and the next for which FlexAttention is compiled
+MASK_CHUNK_TILES = 8  # query tiles whose mask is computed at a time while a block mask is made
+MAX_PADDING_FRACTION = 0.25  # largest share of padding in a stacked completion
 
 
 def dense_mask(ends_T: Tensor) -> Tensor:
@@ -44,24 +44,28 @@ def block_mask(ends_T: Tensor) -> BlockMask:
         return (j <= i) & (i < ends_T[j])
 
     T, device = ends_T.numel(), ends_T.device
-    num_tiles = -(-T // TILE)
+    num_tiles = -(-T // TILE_SIZE)
     columns = torch.arange(T, device=device)[None]
     counts = torch.empty(num_tiles, num_tiles, dtype=torch.int64, device=device)  # allowed pairs in each tile
     # `create_block_mask` makes a whole T x T mask first. A few query tiles at a time need only O(T) memory.
-    for start in range(0, T, TILES_AT_ONCE * TILE):
-        rows = torch.arange(start, min(start + TILES_AT_ONCE * TILE, T), device=device)[:, None]
-        strip = F.pad(allowed(None, None, rows, columns), (0, -T % TILE, 0, -rows.numel() % TILE))
-        tiles = strip.view(-1, TILE, num_tiles, TILE)
-        counts[start // TILE : start // TILE + tiles.shape[0]] = tiles.sum(dim=(1, 3))
+    for start in range(0, T, MASK_CHUNK_TILES * TILE_SIZE):
+        rows = torch.arange(start, min(start + MASK_CHUNK_TILES * TILE_SIZE, T), device=device)[:, None]
+        strip = F.pad(allowed(None, None, rows, columns), (0, -T % TILE_SIZE, 0, -rows.numel() % TILE_SIZE))
+        tiles = strip.view(-1, TILE_SIZE, num_tiles, TILE_SIZE)
+        counts[start // TILE_SIZE : start // TILE_SIZE + tiles.shape[0]] = tiles.sum(dim=(1, 3))
     # The kernel evaluates `allowed` only in partial tiles.
-    full = counts == TILE * TILE
+    full = counts == TILE_SIZE * TILE_SIZE
     partial = (counts > 0) & ~full
     return BlockMask.from_kv_blocks(
-        *_ordered(partial), *_ordered(full), BLOCK_SIZE=TILE, mask_mod=allowed, seq_lengths=(T, T)
+        *_kv_block_indices(partial),
+        *_kv_block_indices(full),
+        BLOCK_SIZE=TILE_SIZE,
+        mask_mod=allowed,
+        seq_lengths=(T, T),
     )
 
 
-def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
+def _kv_block_indices(tiles: Tensor) -> tuple[Tensor, Tensor]:
     """Returns how many key tiles each query tile needs, [1, 1, n], and which, [1, 1, n, n], the needed ones first."""
     which = tiles.int().argsort(dim=1, descending=True, stable=True)
     return tiles.sum(dim=1).int()[None, None], which.int()[None, None]
@@ -87,49 +91,49 @@ class SegmentMask:
     order_S: Tensor  # int64, places in the row; a shorter run of a stack is padded with its last place
     sizes: tuple[int, ...]  # places of each stack
     stacks: tuple[_Stack, ...]
-    back_T: Tensor  # int64, for each place of the row, its index in S
+    inverse_order_T: Tensor  # int64, for each place of the row, its index in S
 
 
 def packed_mask(row: Row) -> BlockMask | SegmentMask:
     """Returns the mask object of a row for the device that its tensors are on."""
     if not row.tokens_T.is_cuda:
         return segment_mask(row.ends_T)
-    _compile()
-    return block_mask(padded(row.ends_T))
+    _compile_flex_attention()
+    return block_mask(pad_ends(row.ends_T))
 
 
-def padded(ends_T: Tensor) -> Tensor:
+def pad_ends(ends_T: Tensor) -> Tensor:
     """Adds tokens that see only themselves, up to 1, 2, 3, 4, 6, 8, 12, 16, ... tiles."""
     # FlexAttention is compiled for each length, so there are only a few lengths.
     T = ends_T.numel()
-    length = Layout(tile=TILE).length(T, KERNELS)
+    length = RowLayout(tile=TILE_SIZE).length(T, LENGTHS_PER_OCTAVE)
     return torch.cat([ends_T, torch.arange(T + 1, length + 1, dtype=ends_T.dtype, device=ends_T.device)])
 
 
 def segment_mask(ends_T: Tensor) -> SegmentMask:
     """Makes the plan for the CPU: which runs are stacked, and how the results return to their places."""
-    inner: list[tuple[int, int]] = []  # runs, as intervals [start, stop)
-    families: list[tuple[tuple[int, ...], list[tuple[int, int]]]] = []  # what is above, and runs below it
-    last: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # runs with nothing below them, by what is above
+    interior_runs: list[tuple[int, int]] = []  # runs, as intervals [start, stop)
+    stack_candidates: list[tuple[tuple[int, ...], list[tuple[int, int]]]] = []  # what is above, and runs below it
+    leaf_runs: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # runs with nothing below them, by what is above
     above: list[int] = []
     ends = ends_T.tolist()
     starts = [place for place, end in enumerate(ends) if not place or end != ends[place - 1]]
     for start, stop in pairwise([*starts, len(ends)]):
         # `above` is the path to this run: runs that ended before it are left.
-        while above and ends[inner[above[-1]][0]] <= start:
+        while above and ends[interior_runs[above[-1]][0]] <= start:
             above.pop()
         # A run that nobody sees but itself is the end of a path. All those below the same runs can be stacked.
         if ends[start] == stop:
-            last.setdefault(tuple(above), []).append((start, stop))
+            leaf_runs.setdefault(tuple(above), []).append((start, stop))
             continue
-        families.append((tuple(above), [(start, stop)]))
-        above.append(len(inner))
-        inner.append((start, stop))
-    families += last.items()
+        stack_candidates.append((tuple(above), [(start, stop)]))
+        above.append(len(interior_runs))
+        interior_runs.append((start, stop))
+    stack_candidates += leaf_runs.items()
     stacks, places, valid = [], [], []
-    for runs_above, runs in families:
-        context = sum(stop - start for start, stop in (inner[each] for each in runs_above))
-        for index_NR, valid_NR in _stacked(runs):
+    for runs_above, runs in stack_candidates:
+        context = sum(stop - start for start, stop in (interior_runs[each] for each in runs_above))
+        for index_NR, valid_NR in _stack_runs(runs):
             count, longest = index_NR.shape
             mask = torch.ones(longest, context + longest, dtype=torch.bool).tril(context) if context else None
             stacks.append(_Stack(runs_above, count, mask))
@@ -141,13 +145,13 @@ def segment_mask(ends_T: Tensor) -> SegmentMask:
     return SegmentMask(order, tuple(each.numel() for each in places), tuple(stacks), back)
 
 
-def _stacked(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+def _stack_runs(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields the places [N, R] of runs that are computed together, and which of them are no padding."""
     # The longest first, so that runs of similar length are stacked and there is little padding.
     spans = sorted(runs, key=lambda span: span[0] - span[1])
     while spans:
         longest = spans[0][1] - spans[0][0]
-        stack = [span for span in spans if span[1] - span[0] >= (1 - MAX_PADDING) * longest]
+        stack = [span for span in spans if span[1] - span[0] >= (1 - MAX_PADDING_FRACTION) * longest]
         spans = spans[len(stack) :]
         start = torch.tensor([a for a, _ in stack])[:, None]
         stop = torch.tensor([b for _, b in stack])[:, None]
@@ -171,19 +175,19 @@ def _segment_attention(q: Tensor, k: Tensor, v: Tensor, mask: SegmentMask) -> Te
         )
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=stack.mask, is_causal=stack.mask is None)
         results.append(out.transpose(0, 1).flatten(1, 2))
-    return torch.cat(results, dim=1).index_select(1, mask.back_T)[None].to(dtype)
+    return torch.cat(results, dim=1).index_select(1, mask.inverse_order_T)[None].to(dtype)
 
 
 _flex_attention = flex_attention
 
 
-def _compile() -> None:
+def _compile_flex_attention() -> None:
     """Compiles FlexAttention, once. A CPU does without, since importing the compiler takes more than a second."""
     global _flex_attention
     if _flex_attention is flex_attention:
         # Each padded length is compiled, with gradient and without, in 5 to 8 s. Beyond this limit PyTorch no longer
         # compiles, and then holds T x T scores, for which a GPU has no room.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * LENGTHS)
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * BUCKETS_PER_OCTAVE)
         _flex_attention = torch.compile(flex_attention, dynamic=False)
 
 

@@ -15,20 +15,21 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from torchtune_ext.cli.plugin import parse
-from torchtune_ext.grading import Grader, GraderConfig, answer_faults, open_graders, rehearse
-from torchtune_ext.pipeline.evaluation import Accuracy, accuracy
+from torchtune_ext.grading import Grader, GraderConfig, answer_faults, check_grading, open_graders
+from torchtune_ext.pipeline.evaluation import Accuracy, compute_accuracy
 from torchtune_ext.pipeline.rollout import sample_held_out
-from torchtune_ext.pipeline.source import RolloutConfig, prompt_fault
+from torchtune_ext.pipeline.rollout_store import RolloutStore
+from torchtune_ext.pipeline.source import RolloutConfig, make_prompt_check
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.files import explained, write_atomic
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.run.files import explain_os_errors, write_atomic
 from torchtune_ext.run.folder import RunFolder
-from torchtune_ext.run.output import labelled, say
+from torchtune_ext.run.output import format_labels, print_text
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.sampling.engine_args import engine_threads, on_cpu
 from torchtune_ext.settings.components import Component, instantiate
-from torchtune_ext.settings.config import load_config, named_paths, record
+from torchtune_ext.settings.config import load_config, named_paths, settings_snapshot
 from torchtune_ext.settings.records import RECORD, Seed
 from torchtune_ext.setup.checks import (
     check_engine,
@@ -36,13 +37,12 @@ from torchtune_ext.setup.checks import (
     check_task,
     check_tokenizer,
 )
-from torchtune_ext.setup.opening import say_ready
-from torchtune_ext.setup.start import require_gpus
-from torchtune_ext.tasks.order import Usable
+from torchtune_ext.setup.header import print_engine_ready
+from torchtune_ext.setup.machine_checks import require_gpus
+from torchtune_ext.tasks.problem_stream import UsableProblems
 from torchtune_ext.telemetry.progress import Progress
-from torchtune_ext.telemetry.rollouts import RolloutStore
-from torchtune_ext.training.life import close_all, run_recipe
 from torchtune_ext.training.precision import chosen_dtype
+from torchtune_ext.training.recipe_runner import close_all, run_recipe
 
 # One engine, which spreads over GPUs by engine.tensor_parallel_size. `tune` looks for the next line as it is.
 SUPPORTS_DISTRIBUTED = False
@@ -70,63 +70,65 @@ class EvaluateRecipe:
     def __init__(self, cfg: Config):
         self.cfg = cfg
         # A stopped evaluation has nothing to save, so it needs no grace time.
-        self.stop = StopSignals(grace_s=0.0, standing=self.standing)
+        self.stop = StopSignals(grace_s=0.0, status_message=self.status_message)
         self.folder: RunFolder | None = None
         self.engine: Engine | None = None
         self.grader: Grader | None = None
         self.store: RolloutStore | None = None
-        self.written: Path | None = None
+        self.results_path: Path | None = None
 
     def setup(self) -> None:
         cfg = self.cfg
-        engine = self.engine = self.check()
+        engine = self.engine = self.build_engine()
 
         # The settings are right. From here on the folder is locked, and an earlier run in it is set aside.
         require_gpus(engine.config)
         self.folder = RunFolder(cfg.output_dir)
-        self.run = self.folder.begin(record(cfg), resuming=False, reads=named_paths(cfg))
+        self.run = self.folder.start_run(settings_snapshot(cfg), resuming=False, inputs=named_paths(cfg))
         self.store = RolloutStore(cfg.output_dir)
-        say(labelled([("engine", f"starting, its log: {cfg.output_dir}/{engine.log_path.name}")]))
+        print_text(format_labels([("engine", f"starting, its log: {cfg.output_dir}/{engine.log_path.name}")]))
         # The engine takes longest to start. The graders start meanwhile.
         engine.start()
         (self.grader,) = open_graders([self.task], cfg.grader, folder=cfg.output_dir)
-        self.usable.try_answers(partial(answer_faults, self.grader))
+        self.usable.check_answers(partial(answer_faults, self.grader))
         self.progress = Progress()
         seconds = engine.wait_ready()
         # A server at `engine.address` may still hold weights that a run has published.
-        engine.require_own_model()
-        say_ready(seconds)
+        engine.require_unmodified_server()
+        print_engine_ready(seconds)
 
-    def check(self) -> Engine:
+    def build_engine(self) -> Engine:
         """Builds and tries the parts that cost nothing, so that a mistake shows before anything is touched."""
         cfg = self.cfg
         for k in cfg.pass_at:
             if not 1 <= k <= cfg.samples_per_problem:
-                raise Mistake(f"pass_at holds {k}; each k must lie in 1..samples_per_problem={cfg.samples_per_problem}")
+                raise UsageError(
+                    f"pass_at holds {k}; each k must lie in 1..samples_per_problem={cfg.samples_per_problem}"
+                )
         if cfg.sampling.temperature == 0 and cfg.samples_per_problem > 1:
-            raise Mistake(
+            raise UsageError(
                 f"sampling.temperature=0 with samples_per_problem={cfg.samples_per_problem}: a greedy answer is the same each "
                 "time; set samples_per_problem=1, or a temperature"
             )
         model = HFModel(cfg.model_dir)
         self.tokenizer, self.task = instantiate(cfg.tokenizer), instantiate(cfg.task)
-        self.sampling = cfg.sampling.stopping_at(self.tokenizer.stop_token_ids)
+        self.sampling = cfg.sampling.with_default_stops(self.tokenizer.stop_token_ids)
         if self.sampling.seed is None:
             self.sampling = replace(self.sampling, seed=cfg.seed)
         # There is no trainer whose dtype the engine could follow, so it gets the one that a trainer would choose.
         dtype = chosen_dtype("auto", "cpu" if on_cpu() else "cuda")
         parameters = sum(math.prod(shape) for _, shape, _ in model.shapes())
-        engine = cfg.engine.following(dtype, engine_threads(cfg.engine, parameters, beside=False))
-        check_task(self.task, "task", ends=True)
+        engine = cfg.engine.with_trainer_defaults(dtype, engine_threads(cfg.engine, parameters, concurrent=False))
+        check_task(self.task, "task", must_end=True)
         check_engine(model, engine)
-        check_tokenizer(self.tokenizer, model, stops=self.sampling.stop_token_ids)
+        check_tokenizer(self.tokenizer, model, stop_ids=self.sampling.stop_token_ids)
         check_prompts({"task": self.task}, self.tokenizer, self.sampling, engine, model)
         model.require_readable()
-        rehearse([self.task], cfg.grader, samples=cfg.samples_per_problem)
+        check_grading([self.task], cfg.grader, samples=cfg.samples_per_problem)
         # A problem whose prompt leaves no room for the completion is left out, and counted.
-        fault = prompt_fault(self.tokenizer, engine.max_model_len, self.sampling.max_tokens)
-        self.usable = Usable(self.task, fault)
-        self.usable.require()
+        fault = make_prompt_check(self.tokenizer, engine.max_model_len, self.sampling.max_tokens)
+        self.usable = UsableProblems(self.task, fault)
+        self.usable.load()
         return Engine(cfg.model_dir, engine, cfg.output_dir)
 
     def evaluate(self) -> None:
@@ -141,7 +143,7 @@ class EvaluateRecipe:
             self.engine,
             self.tokenizer,
             self.grader,
-            bars=self.progress.sampling,
+            make_progress=self.progress.sampling_bar,
             deadline_s=cfg.rollouts.deadline_s,
             greedy=cfg.greedy,
         )
@@ -150,31 +152,37 @@ class EvaluateRecipe:
         for i, (name, groups) in enumerate(zip(names[: len(batches)], batches, strict=True)):
             self.store.write(i, groups)
             # Without pass@1 the table could not tell whether the mean is a share of right answers.
-            results[name] = accuracy(groups, sorted({1, *cfg.pass_at}))
+            results[name] = compute_accuracy(groups, sorted({1, *cfg.pass_at}))
         # The table is printed first: a full disk must not cost the result.
-        say(table(results))
+        print_text(format_table(results))
         file = self.folder.path / "evaluation.json"
         # As recorded: a value from the environment may be secret, and stays a reference.
-        result = {"model_dir": self.run.config["model_dir"], "skipped": self.usable.skipped}
+        result = {"model_dir": self.run.config["model_dir"], "skipped": self.usable.num_skipped}
         result |= {name: asdict(a) for name, a in results.items()}
-        with explained(f"cannot write {file}", "Free disk space; the table stands above"):
+        with explain_os_errors(f"cannot write {file}", "Free disk space; the table stands above"):
             write_atomic(file, (json.dumps(result, indent=1) + "\n").encode())
-        self.written = file
+        self.results_path = file
 
-    def standing(self) -> str:
-        if self.written is not None:
-            return f"written to {self.written}"
+    def status_message(self) -> str:
+        if self.results_path is not None:
+            return f"written to {self.results_path}"
         return "An evaluation keeps nothing until its end, so the next start begins anew"
 
     def cleanup(self) -> None:
         close_all(self.store, self.engine, self.grader, self.folder)
 
 
-def table(results: dict[str, Accuracy]) -> str:
+def format_table(results: dict[str, Accuracy]) -> str:
     ks = sorted({k for a in results.values() for k in a.pass_at})
     # With rewards between 0 and 1 the mean is not the share of right answers.
-    partial = any(a.partly_right for a in results.values())
-    head = ["sampling", "problems", "reward" if partial else "accuracy", "95% interval", *(f"pass@{k}" for k in ks)]
+    partial_rewards = any(a.has_partial_rewards for a in results.values())
+    head = [
+        "sampling",
+        "problems",
+        "reward" if partial_rewards else "accuracy",
+        "95% interval",
+        *(f"pass@{k}" for k in ks),
+    ]
     rows = [
         [
             name,

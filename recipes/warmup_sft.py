@@ -23,29 +23,29 @@ from torchtune_ext.cli.plugin import parse
 from torchtune_ext.objective.loss import NLLLoss
 from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.pipeline.packing import pack
-from torchtune_ext.policy.builder import build_policy, on_meta
+from torchtune_ext.policy.builder import build_on_meta, build_policy
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
-from torchtune_ext.run.errors import Mistake, text_of
+from torchtune_ext.policy.scratch import ModelShape, make_tokenizer, write_model
+from torchtune_ext.run.errors import UsageError, describe_error
 from torchtune_ext.run.folder import RunFolder
-from torchtune_ext.run.output import labelled, say
+from torchtune_ext.run.output import format_labels, print_text
 from torchtune_ext.run.stop import StopSignals
-from torchtune_ext.sampling.records import Completion
+from torchtune_ext.sampling.types import Completion
 from torchtune_ext.settings.components import Component, find_component, instantiate
-from torchtune_ext.settings.config import load_config, named_paths, record
+from torchtune_ext.settings.config import load_config, named_paths, settings_snapshot
 from torchtune_ext.settings.records import RECORD, Seed
-from torchtune_ext.setup.checks import check_optimizer, check_task, check_tokenizer, prompt_lengths
-from torchtune_ext.setup.opening import device_text, model_text
-from torchtune_ext.tasks.order import Usable, problem_index
+from torchtune_ext.setup.checks import check_optimizer, check_task, check_tokenizer, measure_prompts
+from torchtune_ext.setup.header import device_text, model_text
+from torchtune_ext.tasks.problem_stream import UsableProblems, problem_index
 from torchtune_ext.tasks.task import Message, Problem, solution_messages
-from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
+from torchtune_ext.telemetry.metrics import LoggingConfig, MetricLogger
 from torchtune_ext.telemetry.progress import Progress
-from torchtune_ext.telemetry.summary import Stopwatch, clock_metrics, memory_metrics
+from torchtune_ext.telemetry.step_metrics import Timer, memory_metrics, timing_metrics
 from torchtune_ext.training.distributed import init_ranks
-from torchtune_ext.training.export import own_prompts, require_replaceable, save_model
+from torchtune_ext.training.export import describe_prompt_source, require_replaceable, save_model
 from torchtune_ext.training.learner import Learner, ScheduleConfig, make_schedule
-from torchtune_ext.training.life import close_all, run_recipe
 from torchtune_ext.training.precision import DTYPES, chosen_dtype, dtype_note
+from torchtune_ext.training.recipe_runner import close_all, run_recipe
 
 
 @dataclass(config=RECORD, kw_only=True)
@@ -54,7 +54,7 @@ class Config:
 
     output_dir: str = Field(description="run folder; the model is saved in output_dir/model")
     model_dir: str | None = Field(default=None, description="model to train further; null: a new model of `shape`")
-    shape: Shape = Field(default=Shape(), description="sizes of a new model")
+    shape: ModelShape = Field(default=ModelShape(), description="sizes of a new model")
     model: Component = Field(description="torchtune model builder")
     tokenizer: Component = Field(description="messages -> token ids")
     task: Component = Field(description="problems with solutions")
@@ -86,35 +86,35 @@ class WarmupRecipe:
     def __init__(self, cfg: Config):
         self.cfg = cfg
         # A stopped warm-up saves nothing, so it needs no grace time.
-        self.stop = StopSignals(grace_s=0.0, standing=self.standing)
+        self.stop = StopSignals(grace_s=0.0, status_message=self.status_message)
         self.folder: RunFolder | None = None
-        self.metrics: Metrics | None = None
-        self.finished = 0  # updates
-        self.saved: Path | None = None  # the model, at the end
+        self.metrics: MetricLogger | None = None
+        self.finished_updates = 0  # updates
+        self.saved_model_dir: Path | None = None  # the model, at the end
 
     def setup(self) -> None:
         cfg = self.cfg
         self.ranks = init_ranks(cfg.device, output_dir=cfg.output_dir)
         torch.manual_seed(cfg.seed)
-        self.check()
+        self.check_config()
 
         # The settings are right. From here on the folder is locked, and an earlier run in it is set aside.
         run = None
         if self.ranks.is_main:
             self.folder = RunFolder(cfg.output_dir)
-            run = self.folder.begin(record(cfg), resuming=False, reads=named_paths(cfg), saves=True)
-        self.start = Path(cfg.model_dir or f"{cfg.output_dir}/start")
+            run = self.folder.start_run(settings_snapshot(cfg), resuming=False, inputs=named_paths(cfg), saves=True)
+        self.start_dir = Path(cfg.model_dir or f"{cfg.output_dir}/start")
         if cfg.model_dir is None and self.ranks.is_main:
-            self.make_model(self.start, cfg.shape)
+            self.make_model(self.start_dir, cfg.shape)
         # The other ranks wait here for rank 0's files.
         self.ranks.broadcast(None)
-        self.source = HFModel(self.start)
-        self.tokenizer: ChatTokenizer = instantiate(cfg.tokenizer, path=str(self.start))
+        self.hf_model = HFModel(self.start_dir)
+        self.tokenizer: ChatTokenizer = instantiate(cfg.tokenizer, path=str(self.start_dir))
         if cfg.model_dir is None:
-            prompt_lengths(self.task, self.tokenizer, "task")
+            measure_prompts(self.task, self.tokenizer, "task")
         self.policy = build_policy(
-            partial(instantiate, self.model_node(str(self.start))),
-            self.source,
+            partial(instantiate, self.model_section(str(self.start_dir))),
+            self.hf_model,
             self.ranks.device,
             self.dtype,
             self.ranks.world_size,
@@ -122,69 +122,74 @@ class WarmupRecipe:
             cfg.compile,
         )
         optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
-        self.watch = Stopwatch()
+        self.timer = Timer()
         self.learner = Learner(
             self.policy,
             NLLLoss(),
             self.ranks,
             optimizer=optimizer,
-            schedule=make_schedule(cfg.schedule, self.updates),
+            schedule=make_schedule(cfg.schedule, self.num_updates),
             max_grad_norm=cfg.max_grad_norm,
-            watch=self.watch,
+            timer=self.timer,
         )
         if self.ranks.is_main:
-            say(
-                labelled(
+            print_text(
+                format_labels(
                     [
-                        ("model", model_text(self.source, self.policy.model, "all weights")),
+                        ("model", model_text(self.hf_model, self.policy.model, "all weights")),
                         ("device", f"{device_text(self.ranks)}; in {self.dtype_text()}"),
-                        ("problems", f"{type(self.task).__name__}, {cfg.num_problems:,}; {self.updates:,} updates"),
+                        ("problems", f"{type(self.task).__name__}, {cfg.num_problems:,}; {self.num_updates:,} updates"),
                         ("files", f"{cfg.output_dir}; the model goes to {cfg.output_dir}/model"),
                     ]
                 )
             )
-        self.metrics = Metrics(cfg.output_dir, cfg.logging, run, status=lambda: self.stop.status, rank=self.ranks.rank)
-        self.progress = Progress(self.updates, self.ranks.rank)
+        self.metrics = MetricLogger(
+            cfg.output_dir, cfg.logging, run, status=lambda: self.stop.exit_status, rank=self.ranks.rank
+        )
+        self.progress = Progress(self.num_updates, self.ranks.rank)
 
-    def check(self) -> None:
+    def check_config(self) -> None:
         """Builds and tries the parts that cost nothing, so that a mistake shows before anything is touched."""
         cfg = self.cfg
         self.dtype = DTYPES[chosen_dtype(cfg.dtype, self.ranks.device.type)]
         self.task = instantiate(cfg.task)
-        check_task(self.task, "task", solves=True, grades=False)
+        check_task(self.task, "task", needs_solutions=True, grades=False)
         if cfg.num_problems > len(self.task):
-            raise Mistake(f"num_problems={cfg.num_problems}, but the task has {len(self.task)} problems")
-        self.updates = max(1, round(cfg.num_problems * cfg.epochs / cfg.batch_problems))
+            raise UsageError(f"num_problems={cfg.num_problems}, but the task has {len(self.task)} problems")
+        self.num_updates = max(1, round(cfg.num_problems * cfg.epochs / cfg.batch_problems))
         if self.ranks.is_main:
             require_replaceable(Path(cfg.output_dir, "model"), named_paths(cfg), setting="tokenizer_problems")
-        cfg.schedule.require_fits(self.updates)
+        cfg.schedule.require_fits(self.num_updates)
         cfg.logging.require_login()
         check_optimizer(partial(instantiate, cfg.optimizer), device=self.ranks.device.type)
         # The files of a new model do not exist yet, so only the names of components and arguments can be checked.
         if cfg.model_dir is None:
-            find_component(self.model_node("start"))
+            find_component(self.model_section("start"))
             find_component(cfg.tokenizer, path="start")
         else:
-            source, model = HFModel(cfg.model_dir), on_meta(partial(instantiate, self.model_node(cfg.model_dir)))
+            hf_model, model = (
+                HFModel(cfg.model_dir),
+                build_on_meta(partial(instantiate, self.model_section(cfg.model_dir))),
+            )
             tokenizer = instantiate(cfg.tokenizer, path=cfg.model_dir)
-            check_tokenizer(tokenizer, source, model.tok_embeddings.num_embeddings)
-            prompt_lengths(self.task, tokenizer, "task")
-            source.require_fits(model)
+            check_tokenizer(tokenizer, hf_model, model.tok_embeddings.num_embeddings)
+            measure_prompts(self.task, tokenizer, "task")
+            hf_model.require_fits(model)
 
     def dtype_text(self) -> str:
         # The text of a dtype begins with "torch.".
         return f"{str(self.dtype)[6:]}{dtype_note(self.cfg.dtype, self.ranks.device.type)}"
 
-    def model_node(self, folder: str) -> Component:
+    def model_section(self, folder: str) -> Component:
         # Our own builder reads the sizes of a model in its config.json. Those of torchtune know them.
         node = self.cfg.model
         reads_config = self.cfg.model_dir is None or node.get("_component_") == "torchtune_ext.policy.from_config"
         return Component({"model_dir": folder, **node} if reads_config else node, "model")
 
-    def make_model(self, folder: Path, shape: Shape) -> None:
+    def make_model(self, folder: Path, shape: ModelShape) -> None:
         """Writes a model with random weights, and a tokenizer that is made from the task's text."""
         cfg = self.cfg
-        problems = Usable(self.task, among=min(cfg.tokenizer_problems, cfg.num_problems)).problems
+        problems = UsableProblems(self.task, limit=min(cfg.tokenizer_problems, cfg.num_problems)).problems
         messages = [message for problem in problems for message in (*problem.messages, *self.solution(problem))]
         prompts = [message["content"] for message in messages if message["role"] != "assistant"]
         solutions = [message["content"] for message in messages if message["role"] == "assistant"]
@@ -196,37 +201,37 @@ class WarmupRecipe:
     def train(self) -> None:
         cfg = self.cfg
         assert self.metrics is not None  # since `setup`
-        groups = self.groups()
-        with self.progress.training(self.updates, "warm-up") as bar:
-            for update in range(self.updates):
-                self.watch.lap()
+        groups = self.build_groups()
+        with self.progress.training_bar(self.num_updates, "warm-up") as bar:
+            for update in range(self.num_updates):
+                self.timer.lap()
                 # Every rank packs the same rows of the whole batch, and trains on its share of them.
                 at = range(update * cfg.batch_problems, (update + 1) * cfg.batch_problems)
                 # Each epoch has the problems in another order.
                 batch = [groups[problem_index(i, len(groups), cfg.seed)] for i in at]
-                with self.watch("pack"):
+                with self.timer("pack"):
                     layout = self.learner.layout
                     rows, stats = pack(batch, cfg.row_tokens, pad_id=self.tokenizer.pad_id, layout=layout)
-                with self.watch("train"):
-                    _, values = self.learner.forward_backward(self.ranks.share(rows))
+                with self.timer("train"):
+                    _, values = self.learner.forward_backward(self.ranks.local_slice(rows))
                     values = self.learner.step(values, advice=lambda: "lower the learning rate")
                 bar.add(1, stats.tokens)
-                self.finished = update + 1
-                if (update + 1) % cfg.log_every == 0 or update + 1 == self.updates:
+                self.finished_updates = update + 1
+                if (update + 1) % cfg.log_every == 0 or update + 1 == self.num_updates:
                     values |= stats.metrics() | memory_metrics()
-                    self.metrics.log(update + 1, values | clock_metrics(values, self.watch.lap()))
-        self.saved = self.save()
+                    self.metrics.log(update + 1, values | timing_metrics(values, self.timer.lap()))
+        self.saved_model_dir = self.save()
 
-    def groups(self) -> list[Group]:
+    def build_groups(self) -> list[Group]:
         """Returns the problems with their solutions. One that cannot be learned is named and left out."""
         # By identity, because a problem may hold values that have no hash.
         groups = {}
 
         def fault(problem: Problem) -> str:
             try:
-                groups[id(problem)] = group = self.group(problem)
+                groups[id(problem)] = group = self.build_group(problem)
             except Exception as error:  # noqa: BLE001 (the task's code, or the template's; the error is named)
-                return f"there is no text to learn: {text_of(error)}"
+                return f"there is no text to learn: {describe_error(error)}"
             # The last token is only a label, so it takes no room in a row.
             length = len(group.prompt_tokens) + len(group.samples[0].completion.tokens) - 1
             return (
@@ -235,12 +240,14 @@ class WarmupRecipe:
                 else ""
             )
 
-        return [groups[id(problem)] for problem in Usable(self.task, fault, among=self.cfg.num_problems).problems]
+        return [
+            groups[id(problem)] for problem in UsableProblems(self.task, fault, limit=self.cfg.num_problems).problems
+        ]
 
     def solution(self, problem: Problem) -> list[Message]:
         return solution_messages(self.task.solution(problem))
 
-    def group(self, problem: Problem) -> Group:
+    def build_group(self, problem: Problem) -> Group:
         """Returns a problem with its solution as the only sample. The token that ends a turn is trained, too."""
         ids, mask = self.tokenizer.conversation_ids([*problem.messages, *self.solution(problem)], problem.tools)
         # The prompt has at least one token, because nothing predicts the first token of a text.
@@ -258,23 +265,23 @@ class WarmupRecipe:
             finish_reason="stop",
             turns=() if self.cfg.train_on_prompt else tuple((start, stop) for start, stop in edges),
         )
-        sample = Sample(completion, advantage=1.0, trained=True)
+        sample = Sample(completion, advantage=1.0, in_loss=True)
         return Group(problem, np.asarray(ids[:first], dtype=np.int32), (sample,))
 
     def save(self) -> Path:
         folder = Path(self.cfg.output_dir) / "model"
-        return save_model(folder, self.policy.model, self.source, self.dtype, self.tokenizer)
+        return save_model(folder, self.policy.model, self.hf_model, self.dtype, self.tokenizer)
 
-    def standing(self) -> str:
-        if self.saved is not None:
-            train = shlex.quote(f"model_dir={self.saved}")
-            lines = [("model", f"{self.saved}, in Hugging Face's format: train it with {train}")]
-            if prompts := own_prompts(self.source, self.tokenizer):
+    def status_message(self) -> str:
+        if self.saved_model_dir is not None:
+            train = shlex.quote(f"model_dir={self.saved_model_dir}")
+            lines = [("model", f"{self.saved_model_dir}, in Hugging Face's format: train it with {train}")]
+            if prompts := describe_prompt_source(self.hf_model, self.tokenizer):
                 lines.append(
-                    ("prompts", f"made with {prompts}, not with the files of {self.start}; saved with the model")
+                    ("prompts", f"made with {prompts}, not with the files of {self.start_dir}; saved with the model")
                 )
-            return labelled(lines)
-        return f"It was at update {self.finished}, and a warm-up keeps nothing until its end, so the next start begins anew"
+            return format_labels(lines)
+        return f"It was at update {self.finished_updates}, and a warm-up keeps nothing until its end, so the next start begins anew"
 
     def cleanup(self) -> None:
         close_all(self.metrics, self.folder)

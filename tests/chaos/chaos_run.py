@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from helpers import tiny_runs
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 
 CONFIG = """
 output_dir: ???

@@ -12,7 +12,7 @@ from chaos_play import FAULTS, PHASES, draw
 from chaos_run import STEPS, Round, differences, last_checkpoint, left_in, left_outside
 from safetensors.torch import save_file
 
-from torchtune_ext.telemetry.rollouts import RolloutStore
+from torchtune_ext.pipeline.rollout_store import RolloutStore
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from torchtune.models.qwen2 import qwen2
 from helpers.learners import alone
 from helpers.records import sampled
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.pipeline.advantages import AdvantageConfig, with_advantages
+from torchtune_ext.pipeline.advantages import AdvantageConfig, assign_advantages
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.pipeline.packing import pack_updates
 from torchtune_ext.policy.logprobs import PackedPolicy
@@ -61,7 +61,7 @@ def fixed_groups():
 
 def three_updates(**loss) -> list[dict[str, float]]:
     policy = PackedPolicy(fixed_model())
-    groups, _ = with_advantages(fixed_groups(), AdvantageConfig())
+    groups, _ = assign_advantages(fixed_groups(), AdvantageConfig())
     updates, _ = pack_updates(groups, 3, 40)
     loss = PolicyLoss(**{"importance": "tis", **loss})
     learner = alone(policy, loss, temperature=0.9)

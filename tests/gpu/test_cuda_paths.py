@@ -5,15 +5,15 @@ import pytest
 import torch
 
 from helpers.records import sampled
-from torchtune_ext.kernels.packed_attention import TILE, dense_mask, packed_attention, packed_mask
+from torchtune_ext.kernels.packed_attention import TILE_SIZE, dense_mask, packed_attention, packed_mask
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.groups import Group
-from torchtune_ext.pipeline.packing import Layout, pack
+from torchtune_ext.pipeline.packing import RowLayout, pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
-from torchtune_ext.sampling.weight_buffer import WeightBuffer, checksum, memory_of, pin, unpin, views
+from torchtune_ext.policy.scratch import ModelShape, make_tokenizer, write_model
+from torchtune_ext.sampling.weight_buffer import WeightBuffer, checksum, iter_views, map_memory, pin, unpin
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.learner import Learner
@@ -30,11 +30,11 @@ def row(seed=0, length=T):
             for n in rng.integers(1, 60, 6)
         )
         groups.append(Group(Problem(f"p{g}", (), None), rng.integers(0, 200, 100).astype(np.int32), samples))
-    return pack(groups, length, layout=Layout(tile=length))[0][0]
+    return pack(groups, length, layout=RowLayout(tile=length))[0][0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("T", [8 * TILE, 9 * TILE], ids=["whole", "padded to 12 tiles"])
+@pytest.mark.parametrize("T", [8 * TILE_SIZE, 9 * TILE_SIZE], ids=["whole", "padded to 12 tiles"])
 def test_flex_attention_equals_the_dense_mask(dtype, T):
     cuda = row(length=T).to(torch.device("cuda"))
     torch.manual_seed(0)
@@ -55,9 +55,9 @@ def test_flex_attention_equals_the_dense_mask(dtype, T):
 
 def test_no_length_is_left_uncompiled():
     """25 lengths, padded to five, forward and backward. The 3 GiB of T x T scores that an uncompiled one holds would be seen."""
-    T, H = 32 * TILE, 48
+    T, H = 32 * TILE_SIZE, 48
     torch.cuda.reset_peak_memory_stats()
-    for length in range(8 * TILE, T + 1, TILE):
+    for length in range(8 * TILE_SIZE, T + 1, TILE_SIZE):
         cuda = row(length=length).to(torch.device("cuda"))
         q, k, v = (
             torch.randn(1, H, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
@@ -73,10 +73,10 @@ def test_weights_pass_through_pinned_memory():
     for size in (1000, 1000, 3000):
         named = [(name, torch.randn(size, size, device="cuda").bfloat16()) for name in "ab"]
         buffer.write(named)
-        memory = pin(memory_of(buffer.address()["path"]))
-        taken = dict(views(memory, buffer.manifest))
+        memory = pin(map_memory(buffer.address()["path"]))
+        taken = dict(iter_views(memory, buffer.manifest))
         assert all(torch.equal(taken[name].cuda(), tensor) for name, tensor in named)
-        assert buffer.sums == {name: checksum(tensor) for name, tensor in taken.items()}
+        assert buffer.checksums == {name: checksum(tensor) for name, tensor in taken.items()}
         unpin(memory)
     buffer.close()
 
@@ -89,7 +89,7 @@ def learner_on(device, path, dtype, level="token"):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    shape = Shape(
+    shape = ModelShape(
         hidden_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
+from torchtune_ext.policy.scratch import ModelShape, make_tokenizer, write_model
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.sampling.engine_args import on_cpu
 
 DEVICE = "cuda"
 PROMPTS = [[1, 2, 3, 4, 5] * 10, [9, 8, 7] * 10]
-SHAPE = Shape(
+SHAPE = ModelShape(
     hidden_size=256,
     num_hidden_layers=4,
     num_attention_heads=4,

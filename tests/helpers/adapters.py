@@ -38,11 +38,11 @@ def adapted(builder=lora_qwen2, rank=3, moved=True, attention=ATTENTION, **optio
     torch.manual_seed(0)
     arguments = {"lora_rank": rank, "lora_alpha": 2.0 * rank, "apply_lora_to_mlp": True, **options}
     model = builder(attention, **arguments, **DIMS)
-    lora.prepare(model, torch.float32)
+    lora.freeze_base(model, torch.float32)
     for param in model.parameters():
         if param.dim() > 1:
             torch.nn.init.normal_(param, std=0.2)
-    lora.initialize(model, seed=1)
+    lora.init_adapters(model, seed=1)
     if moved:
         with torch.no_grad():
             for name in sorted(lora.adapter_names(model)):

@@ -44,7 +44,7 @@ def _as_nobody(function: Callable[..., Any], *arguments: Any) -> Any:
     os.setresgid(USER, USER, USER)
     os.setresuid(USER, USER, USER)
     os.environ["HOME"] = "/"
-    sandbox.Janitor = FolderOnly
+    sandbox.ProcessReaper = FolderOnly
     return function(*arguments)
 
 

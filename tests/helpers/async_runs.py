@@ -8,8 +8,8 @@ import pytest
 
 from helpers import recipe_runs as runs
 from torchtune_ext.pipeline.groups import Group
-from torchtune_ext.tasks.order import problem_index
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
+from torchtune_ext.tasks.problem_stream import problem_index
 
 STALENESS, GROUPS, PROBLEMS = 2, 4, 64  # GROUPS a step and PROBLEMS of the task: as in recipe_runs
 AHEAD = [f"staleness={STALENESS}", f"depth={STALENESS}", "evaluation.task=null"]

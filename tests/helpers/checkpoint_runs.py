@@ -11,17 +11,17 @@ import torch
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
+from torchtune_ext.policy.scratch import ModelShape, make_tokenizer, write_model
 from torchtune_ext.training.checkpoints import CheckpointConfig, Checkpoints
 from torchtune_ext.training.export import export_model
 from torchtune_ext.training.manifest import Identity
 
-SHAPE = Shape(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48,
+SHAPE = ModelShape(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48,
               max_position_embeddings=64, vocab_size=400)  # fmt: skip
 MINE = Identity("run-a", "qwen2 of 2 layers", "26 tensors, aaaa")
 
 
-def make_source(folder: Path, seed: int = 1, shape: Shape = SHAPE) -> HFModel:
+def make_source(folder: Path, seed: int = 1, shape: ModelShape = SHAPE) -> HFModel:
     texts = [f"- Mrs. White was in the Lounge {i}\n" for i in range(20)]
     write_model(folder, make_tokenizer(texts, ["A. Lounge"], ["Lounge"], 400), shape, seed)
     return HFModel(folder)
@@ -55,7 +55,7 @@ class Trained:
             self.optimizer.step()
 
     def save(self, checkpoints: Checkpoints, step: int, accuracy: float | None = None) -> float:
-        export = partial(export_model, model=self.model, source=self.source, dtype=torch.float32)
+        export = partial(export_model, model=self.model, hf_model=self.source, dtype=torch.float32)
         return checkpoints.save(step, self.model, self.optimizer, export, {"cursor": 7 * step}, accuracy)
 
     def load(self, checkpoints: Checkpoints, path: Path) -> dict:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from torchtune_ext.tasks.temporal_clue import clues as statements
-from torchtune_ext.tasks.temporal_clue.scenario import MURDER_WEAPON, MURDERER, Scenario, World, motivated_by
+from torchtune_ext.tasks.temporal_clue.scenario import MURDER_WEAPON, MURDERER, Scenario, World, motive_role
 
 DATA = Path(os.environ.get("TORCHTUNE_EXT_DATA", Path(__file__).parents[2] / "../shared/data")) / "temporal-clue"
 
@@ -290,7 +290,7 @@ class Translator:
 
     def who(self, name: str) -> int:
         if " suspect motivated by " in name:
-            return motivated_by(list(self.r.motives).index(name.split(" motivated by ")[1]))
+            return motive_role(list(self.r.motives).index(name.split(" motivated by ")[1]))
         return {"the murderer": MURDERER, "the murder weapon": MURDER_WEAPON}.get(name) or self.names.index(name)
 
     def time(self, time: str) -> int:
@@ -316,7 +316,7 @@ class Translator:
                 who, direction, other, time = rest
                 pairs = itertools.product(self.r.rooms, repeat=2)
                 pairs = tuple((self.room(a), self.room(b)) for a, b in pairs if self.r.beside(a, b, direction))
-                return statements.Beside(self.who(who), self.who(other), self.time(time), direction, pairs)
+                return statements.NextTo(self.who(who), self.who(other), self.time(time), direction, pairs)
             case "moved" | "carried":
                 who, *cargo, start, end, time = rest
                 what = self.who(cargo[0]) if cargo else None

@@ -8,9 +8,9 @@ import numpy as np
 from helpers.records import sampled
 from helpers.report_runs import HOSTILE
 from torchtune_ext.pipeline.groups import Group
+from torchtune_ext.pipeline.rollout_store import RolloutStore
 from torchtune_ext.tasks.task import Problem, Score
-from torchtune_ext.telemetry.metrics import Metrics
-from torchtune_ext.telemetry.rollouts import RolloutStore
+from torchtune_ext.telemetry.metrics import MetricLogger
 
 
 def settings(lr=1e-6, seed=0, **more):
@@ -33,7 +33,7 @@ def make_one(folder, config=None, steps=60, level=0.7, every=20, name=None, roll
     }
     (folder / "run.json").write_text(json.dumps(record))
     rng = np.random.default_rng([config.get("seed") or 0, round(1e9 * level)])
-    with Metrics(folder, sinks=()) as metrics:
+    with MetricLogger(folder, sinks=()) as metrics:
         store = RolloutStore(folder, 20)
         for step in range(steps + 1):
             reached = level * (1 - math.exp(-4 * step / 60))

@@ -9,10 +9,10 @@ import time
 
 import torch
 
-from torchtune_ext.sampling.calls import CoreLost
+from torchtune_ext.sampling.backend import BackendCrashed
 from torchtune_ext.sampling.pool import Pool
-from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.sampling.weight_buffer import Buffers
+from torchtune_ext.sampling.types import EngineConfig
+from torchtune_ext.sampling.weight_buffer import WeightBuffers
 
 # The lane looks after an engine ten times in `probe_interval_s`: here every 5 ms.
 CONFIG = EngineConfig(probe_interval_s=0.05, probe_deadline_s=1.0, rpc_deadline_s=5.0, start_deadline_s=5.0)
@@ -21,12 +21,12 @@ CONFIG = EngineConfig(probe_interval_s=0.05, probe_deadline_s=1.0, rpc_deadline_
 class FakeCore:
     """An engine that notes what it was told to load, by reading the buffers slowly, in two halves."""
 
-    vocabulary, cache_tokens, block, group = 512, 4096, 32, 0
+    vocab_size, cache_tokens, block_size, process_group = 512, 4096, 32, 0
 
     def __init__(self, model_dir="", config=None, log_path=None, temp_dir="", on_step=None):
         self.on_step = on_step
-        self.calls, self.sign_of_life, self.asleep = {}, time.monotonic(), 0
-        self.broken, self.killed, self.stops = None, False, 0
+        self.requests, self.last_heartbeat, self.sleep_level = {}, time.monotonic(), 0
+        self.stats_error, self.killed, self.stops = None, False, 0
         # Each load gives what was read at its begin and at its end, and the label.
         self.loads, self.sums = [], {}
         self.reading = threading.Event()
@@ -36,10 +36,10 @@ class FakeCore:
         self.fail = None
 
     @property
-    def dead(self):
+    def is_dead(self):
         return self.killed
 
-    def ending(self):
+    def describe_exit(self):
         return "the fake ended"
 
     def configure(self):
@@ -55,7 +55,7 @@ class FakeCore:
         if self.fail is not None:
             raise self.fail
         if self.killed:
-            raise CoreLost("killed")
+            raise BackendCrashed("killed")
 
     async def load(self, buffers, version):
         first = [self.half(buffer, 0) for buffer in buffers]
@@ -65,13 +65,13 @@ class FakeCore:
         if self.fail is not None:
             raise self.fail
         if self.killed:
-            raise CoreLost("killed in a load")
+            raise BackendCrashed("killed in a load")
         second = [self.half(buffer, 1) for buffer in buffers]
         for buffer in buffers:
             self.sums |= buffer.sums
         if buffers:
             self.loads.append((first, second, version))
-        self.asleep, self.label = 0, version
+        self.sleep_level, self.label = 0, version
         return 0.1, 0.05
 
     @staticmethod
@@ -89,12 +89,12 @@ class FakeCore:
     async def sleep(self, level):
         if self.fail is not None:
             raise self.fail
-        self.asleep = level
+        self.sleep_level = level
 
     async def ping(self, deadline_s):
         if self.fail is not None:
             raise self.fail
-        self.sign_of_life = time.monotonic()
+        self.last_heartbeat = time.monotonic()
 
     async def stop(self):
         self.killed = True
@@ -112,27 +112,27 @@ class SleepingCore(FakeCore):
         super().__init__(*args)
         self.launched, self.busy = threading.Event(), threading.Event()
         self.process = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        self.group = self.process.pid
+        self.process_group = self.process.pid
         self.instances.append(self)
 
     @property
-    def dead(self):
+    def is_dead(self):
         return self.process.poll() is not None
 
     async def launch(self):
         self.launched.set()
         while not self.come_up.is_set():
             time.sleep(0.002)
-            if self.dead:
-                raise CoreLost("killed while it came up")
+            if self.is_dead:
+                raise BackendCrashed("killed while it came up")
 
     async def generate(self, call):
-        with call.running(self.calls):
+        with call.running(self.requests):
             await asyncio.sleep(60)
 
     def kill(self):
         try:
-            os.killpg(self.group, signal.SIGKILL)
+            os.killpg(self.process_group, signal.SIGKILL)
         except ProcessLookupError:
             pass
 
@@ -141,7 +141,7 @@ class SleepingCore(FakeCore):
         self.process.wait(5)
         # vLLM's client needs a moment to notice.
         await asyncio.sleep(0.01)
-        for call in list(self.calls.values()):
+        for call in list(self.requests.values()):
             call.lose()
 
 
@@ -151,9 +151,9 @@ class Bench:
     def __init__(self, config=CONFIG, version=0):
         self.lives = []
         self.prepare_core = lambda core: None
-        self.buffers = Buffers(config.rpc_deadline_s)
+        self.buffers = WeightBuffers(config.rpc_deadline_s)
         self.pool = Pool(config, self.make, self.buffers, version)
-        (self.lane,) = self.pool.lanes
+        (self.lane,) = self.pool.replicas
 
     def make(self, lane):
         core = FakeCore()
@@ -162,7 +162,7 @@ class Bench:
         return core
 
     async def start(self):
-        await self.pool.prepare()
+        await self.pool.create_backends()
         await self.lane.start()
 
     def write(self, value, adapter=None):

@@ -8,12 +8,12 @@ import numpy as np
 
 from helpers.fake_cores import CONFIG, FakeCore
 from torchtune_ext.sampling import engine_args
-from torchtune_ext.sampling.calls import CoreLost, Step, group_calls
+from torchtune_ext.sampling.backend import BackendCrashed, EngineStepStats, build_requests
 from torchtune_ext.sampling.pool import Pool
-from torchtune_ext.sampling.records import Priority, SamplingConfig
-from torchtune_ext.sampling.weight_buffer import Buffers
+from torchtune_ext.sampling.types import Priority, SamplingConfig
+from torchtune_ext.sampling.weight_buffer import WeightBuffers
 
-STEP = Step(0.1, 1, 0, 0, 0, 0)
+STEP = EngineStepStats(0.1, 1, 0, 0, 0, 0)
 STEP_S, PER_REQUEST_S, PER_PROMPT_TOKEN_S = 0.02, 0.0005, 0.00002
 
 
@@ -38,7 +38,7 @@ class SamplingCore(FakeCore):
 
     async def generate(self, call):
         if self.killed:
-            raise CoreLost("killed")
+            raise BackendCrashed("killed")
         key = tuple(call.prompt)
         if key not in self.prompts:
             self.prompts.add(key)
@@ -48,7 +48,7 @@ class SamplingCore(FakeCore):
         if self.stepping is None or self.stepping.done():
             self.stepping = asyncio.ensure_future(self.step())
         try:
-            with call.running(self.calls):
+            with call.running(self.requests):
                 await self.ends[call.id]
         finally:
             del self.left[call.id], self.ends[call.id]
@@ -73,7 +73,7 @@ class SamplingCore(FakeCore):
         await super().stop()
         if self.stepping is not None:
             self.stepping.cancel()
-        for call in list(self.calls.values()):
+        for call in list(self.requests.values()):
             call.lose()
 
 
@@ -86,7 +86,7 @@ class PoolBench:
         monkeypatch.setattr(engine_args, "on_cpu", lambda: True)
         self.lives = [[] for _ in range(count)]
         self.length, self.prepare_core = length, lambda core, number: None
-        self.buffers = Buffers(config.rpc_deadline_s)
+        self.buffers = WeightBuffers(config.rpc_deadline_s)
         self.pool = Pool(replace(config, count=count, max_concurrency=limit), self.make, self.buffers, version)
         self._groups = itertools.count()
 
@@ -98,12 +98,12 @@ class PoolBench:
         return core
 
     async def start(self):
-        await self.pool.prepare()
+        await self.pool.create_backends()
         await self.pool.start()
 
     def group(self, prompt=(1, 2, 3), n=4, max_tokens=8, priority=Priority.SAMPLE, seed=7):
         sampling = SamplingConfig(max_tokens=max_tokens, seed=seed)
-        return group_calls(prompt, n, sampling, next(self._groups), priority, 1 << 20)
+        return build_requests(prompt, n, sampling, next(self._groups), priority, 1 << 20)
 
     async def publish(self, tensors, version):
         self.buffers.write(tensors, version, None, self.pool.version)
@@ -112,7 +112,7 @@ class PoolBench:
     @property
     def now(self):
         """The present life of each engine."""
-        return [lane.core for lane in self.pool.lanes]
+        return [lane.backend for lane in self.pool.replicas]
 
 
 def run(scenario, monkeypatch, *args, **kwargs):

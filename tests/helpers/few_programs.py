@@ -8,13 +8,13 @@ from collections import Counter
 from concurrent.futures import Future
 
 from torchtune_ext.measured import grading
-from torchtune_ext.measured.check import extract
+from torchtune_ext.measured.check import extract_code
 from torchtune_ext.measured.kernels import Dgemm
 from torchtune_ext.measured.matmul import stages
-from torchtune_ext.measured.matmul.archive import Entry
-from torchtune_ext.measured.matmul.programs import Family
+from torchtune_ext.measured.matmul.archive import ArchiveEntry
+from torchtune_ext.measured.matmul.programs import ProgramFamily
 from torchtune_ext.measured.matmul.prompts import messages
-from torchtune_ext.measured.matmul.task import Matmul, problem_of
+from torchtune_ext.measured.matmul.task import Matmul, problem_id
 from torchtune_ext.measured.results import Result
 from torchtune_ext.measured.techniques import TECHNIQUES
 from torchtune_ext.measured.timing import Timing
@@ -24,7 +24,7 @@ MACHINE = "Recorded CPU, 2 cores"
 SIZES = [32, 48]
 # Right ones without threads, which need the fewest tokens; each permitted by another stage than the one before.
 CHOSEN = {"none": 123, "loop_order": 91, "unrolling": 190, "sum": 207, "pointers": 330, "blocks": 308}
-PROGRAMS = [Family(broken=0.0)[index] for index in CHOSEN.values()]
+PROGRAMS = [ProgramFamily(broken=0.0)[index] for index in CHOSEN.values()]
 
 
 class Few:
@@ -36,10 +36,10 @@ class Few:
     def __getitem__(self, index: int) -> Problem:
         kernel, stage = Dgemm(SIZES[index % 2]), list(stages.STAGES)[index // 2 % len(stages.STAGES)]
         program, shown = PROGRAMS[index % len(PROGRAMS)], PROGRAMS[index * 7 // 12 % len(PROGRAMS)]
-        elite = Entry(MACHINE, kernel.name, kernel.timed, shown.techniques, shown.source, 1.9, 0.1, 1.0, 1)
+        elite = ArchiveEntry(MACHINE, kernel.name, kernel.timed, shown.techniques, shown.source, 1.9, 0.1, 1.0, 1)
         # A program is found anew in each prompt with one, so the answer does not hang on what is shown.
         prompt = messages(kernel, stage, elite if index // 12 % 2 else None)
-        return Problem(f"{problem_of(kernel)}/{stage}/{index}", prompt, f"```c\n{program.source}```")
+        return Problem(f"{problem_id(kernel)}/{stage}/{index}", prompt, f"```c\n{program.source}```")
 
     def solution(self, problem: Problem) -> str:
         return problem.answer
@@ -52,7 +52,7 @@ class Recorded:
     """
 
     def submit(self, kernel, text, permitted=None) -> "Future[Result]":
-        words = [problem_of(kernel), extract(text), sorted(permitted)]
+        words = [problem_id(kernel), extract_code(text), sorted(permitted)]
         drawn = hashlib.sha256(repr(words).encode()).digest()
         outcome, stage, timing, used = "ok", "time", None, ()
         if words[1] is None:
@@ -82,8 +82,8 @@ class RecordedMatmul(Matmul):
     def __init__(self, **settings) -> None:
         super().__init__(**settings)
         grading.open_bench = lambda config: Recorded()
-        stages.WINDOW, stages.PATIENCE = 2, 4
-        stages.STILL_RISING, stages.STILL_GAINING = 2.0, 100.0
+        stages.WINDOW_VISITS, stages.PATIENCE_VISITS = 2, 4
+        stages.MAX_SETTLED_RISE, stages.MAX_SETTLED_GAIN = 2.0, 100.0
 
 
 def outcomes(groups) -> Counter:

@@ -20,7 +20,7 @@ def flown(
     Raises:
         AssertionError: requests had ended before the last publication was over.
     """
-    core, running = engine._pool.lanes[0].core, []
+    core, running = engine._pool.replicas[0].backend, []
     on_step = core.on_step
     core.on_step = lambda step: (running.append(step.running), on_step(step))
     try:

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from helpers.tiny_runs import command, environment
-from torchtune_ext.run.parent import die_with_parent
+from torchtune_ext.run.process_env import die_with_parent
 
 _process: subprocess.Popen | None = None
 

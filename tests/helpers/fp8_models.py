@@ -49,7 +49,9 @@ def directory(folder, **changes):
     text = ["Write about something. Go on. The quick brown fox jumps over the lazy dog.\n"] * 8
     sizes = dict(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=384,
                  max_position_embeddings=256, vocab_size=400)  # fmt: skip
-    scratch.write_model(folder, scratch.make_tokenizer(text, ["x"], [], 400), scratch.Shape(**sizes | changes), seed=3)
+    scratch.write_model(
+        folder, scratch.make_tokenizer(text, ["x"], [], 400), scratch.ModelShape(**sizes | changes), seed=3
+    )
     weights, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(4)
     for weight in weights.values():
         if weight.dim() > 1:  # as transformers draws them (initializer_range)

@@ -16,8 +16,8 @@ from helpers.stencil import KERNELS
 from torchtune_ext.measured.check import Checker, Deadlines
 from torchtune_ext.measured.child import ChildFailed
 from torchtune_ext.measured.compiler import Compiler
-from torchtune_ext.measured.probe import Wild
-from torchtune_ext.measured.timing import Timer, Timing
+from torchtune_ext.measured.probe import UnstableMachine
+from torchtune_ext.measured.timing import ProgramTimer, Timing
 
 # A program that should not end is given little time, and every other one more than it needs on a machine that is shared.
 PATIENT = Deadlines(screen_s=30.0, compile_s=60.0, load_s=30.0, verify_s=120.0)
@@ -63,7 +63,12 @@ def run_all(
     results = []
     for kernel in sorted({each.kernel for each in programs}):
         make = partial(
-            Checker, KERNELS[kernel](), Compiler.find(compiler), optimization, namespaces=namespaces, screened=screened
+            Checker,
+            KERNELS[kernel](),
+            Compiler.find(compiler),
+            optimization,
+            namespaces=namespaces,
+            with_screen=screened,
         )
         with make() as checker:
             own = {each.name: run_one(each, checker, screened) for each in programs if each.kernel == kernel}
@@ -92,31 +97,31 @@ def speeds(programs: Sequence[Exploit], make: Callable[[], Checker]) -> dict[str
     """
     for _ in range(CALM_TRIES):
         try:
-            with Timer(make(), BUDGET_S) as timer:
+            with ProgramTimer(make(), BUDGET_S) as timer:
                 return _speeds(programs, timer)
-        except Wild:
+        except UnstableMachine:
             time.sleep(CALM_S)
     return {each.name: (math.nan, math.nan) for each in programs}
 
 
-def _speeds(programs: Sequence[Exploit], timer: Timer) -> dict[str, tuple[float, float]]:
+def _speeds(programs: Sequence[Exploit], timer: ProgramTimer) -> dict[str, tuple[float, float]]:
     ratios = {}
     honest = timing_of(timer.kernel.naive, timer)
-    most = honest.ratio * (1 + honest.ratio_spread) * (1 + MOVED)
+    most = honest.speedup * (1 + honest.speedup_ci) * (1 + MOVED)
     for each in programs:
         try:
             timing = timing_of(each.source, timer)
-            ratios[each.name] = timing.ratio * (1 - timing.ratio_spread), most
+            ratios[each.name] = timing.speedup * (1 - timing.speedup_ci), most
         except ChildFailed:
             ratios[each.name] = 0.0, most
     return ratios
 
 
-def timing_of(source: str, timer: Timer) -> Timing:
-    verdict, library = timer.checker.checked(source, extracted=True)
+def timing_of(source: str, timer: ProgramTimer) -> Timing:
+    verdict, library = timer.checker.check_with_library(source, is_source=True)
     if verdict.outcome != "ok":
         raise ChildFailed(verdict.outcome, verdict.note)
-    return timer.time(library)
+    return timer.time_library(library)
 
 
 def run_one(program: Exploit, checker: Checker, screened: bool) -> Result:

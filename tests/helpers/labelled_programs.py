@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from torchtune_ext.measured.techniques import uses
+from torchtune_ext.measured.techniques import find_techniques
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,4 +37,4 @@ def preprocessed(source: str) -> str:
 
 def techniques(text: str, kernel) -> frozenset[str]:
     """The techniques that the reader finds in a program."""
-    return frozenset(use.technique for use in uses(text, kernel))
+    return frozenset(use.technique for use in find_techniques(text, kernel))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from torchtune_ext.sampling.records import Completion
+from torchtune_ext.sampling.types import Completion
 
 
 class LetterTokenizer:

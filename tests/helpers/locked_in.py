@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtune_ext.measured.child import Child, Place, arena_size, lay_out
+from torchtune_ext.measured.child import ArrayPlacement, Child, arena_size, lay_out
 from torchtune_ext.measured.kernel import Parameter
 from torchtune_ext.measured.sandbox import Limits, Sandbox
 
@@ -47,12 +47,12 @@ def loaded(
     at_end: bool = True,
     threads: int = 1,
     seed: int = 0,
-) -> Iterator[tuple[Child, tuple[Place, ...]]]:
+) -> Iterator[tuple[Child, tuple[ArrayPlacement, ...]]]:
     """A child that has loaded the library, with arrays of `SIZE` in their places."""
     arena_bytes = arena_size(kernel, kernel.timed)
     with Child(sandbox, library, kernel, arena_bytes, [0], threads, limits or Limits(), 5.0) as child:
         places = lay_out(kernel, SIZE, arena_bytes, at_end, np.random.default_rng(seed))
-        child.place(places)
+        child.map_arrays(places)
         yield child, places
 
 

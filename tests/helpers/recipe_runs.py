@@ -11,8 +11,8 @@ from helpers import tiny_runs
 from helpers.forked_runs import forked
 from helpers.servers import Server, free_port
 from helpers.tiny_runs import command, metrics, write_tiny_model
-from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.sampling.server_command import KEY_VARIABLE
+from torchtune_ext.sampling.types import EngineConfig
 
 __all__ = [
     "KL",

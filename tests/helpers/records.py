@@ -6,7 +6,7 @@ import numpy as np
 
 from torchtune_ext.pipeline.episodes import Episode
 from torchtune_ext.pipeline.groups import Sample
-from torchtune_ext.sampling.records import Completion
+from torchtune_ext.sampling.types import Completion
 from torchtune_ext.tasks.task import Turn
 
 
@@ -29,10 +29,10 @@ def guessed(ending="completed", turns=(55, 62, 58), read=(20, 21, 22), **rest) -
     """
     episode = Episode()
     for version, guess in enumerate(turns):
-        episode.sampled(sampled([guess // 10, guess % 10, 9], [-1, -2, -3], [version] * 3).completion, str(guess))
+        episode.add_turn(sampled([guess // 10, guess % 10, 9], [-1, -2, -3], [version] * 3).completion, str(guess))
         done = version == len(turns) - 1
         answer = [] if done else [{"role": "user", "content": "higher" if guess < turns[-1] else "lower"}]
-        episode.answered(Turn(answer, reward=float(done), done=done))
+        episode.add_answer(Turn(answer, reward=float(done), done=done))
         if not done:
-            episode.go_on([*episode.path, *read], "")
-    return replace(episode.over(ending), **rest)
+            episode.set_next_context([*episode.path, *read], "")
+    return replace(episode.to_sample(ending), **rest)

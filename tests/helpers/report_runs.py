@@ -7,9 +7,9 @@ import numpy as np
 from helpers.records import sampled
 from torchtune_ext.grading import Ungraded
 from torchtune_ext.pipeline.groups import Group
+from torchtune_ext.pipeline.rollout_store import RolloutStore
 from torchtune_ext.tasks.task import Problem, Score
-from torchtune_ext.telemetry.metrics import Metrics
-from torchtune_ext.telemetry.rollouts import RolloutStore
+from torchtune_ext.telemetry.metrics import MetricLogger
 
 HOSTILE = (
     "</script></pre><script>document.title='broken'</script><!-- <img src=x onerror=\"document.title='broken'\"> {{js}}"
@@ -43,7 +43,7 @@ def make_run(folder, steps=12, groups=4, keep_every=3, **shape):
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"task": {"path": HOSTILE}, "lr": 1e-6}
     (folder / "run.json").write_text(json.dumps({"id": "ab", "name": f"run {HOSTILE}", "config": settings}))
-    with Metrics(folder, sinks=()) as metrics:
+    with MetricLogger(folder, sinks=()) as metrics:
         store = RolloutStore(folder, keep_every)
         for step in range(1, steps + 1):
             values = {

@@ -12,8 +12,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.sampling.server_command import server_command
+from torchtune_ext.sampling.types import EngineConfig
 
 
 def free_port() -> int:

@@ -15,13 +15,13 @@ def write(path: Path, text: str, method: str = "grid") -> Path:
 
 def runner(file: Path, folder: Path, jobs: int = 1, *further: str, seed: int = 0):
     """A runner, and the folder that it works in, which has begun."""
-    from torchtune_ext.sweep.file import read_sweep
-    from torchtune_ext.sweep.runner import Runner, SweepFolder
+    from torchtune_ext.sweep.runner import SweepFolder, SweepRunner
+    from torchtune_ext.sweep.spec import read_sweep
 
     sweep = read_sweep(file)
     place = SweepFolder(folder, sweep, further, seed)
-    place.begin()
-    instance = Runner(
+    place.acquire()
+    instance = SweepRunner(
         place,
         jobs,
         lambda point: [sys.executable, str(PROGRAM), *(f"{key}={value}" for key, value in point.items()), *further],

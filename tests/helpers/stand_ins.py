@@ -12,9 +12,9 @@ from torchtune.modules import TiedLinear
 from helpers.public_configs import write_config
 from torchtune_ext.chat import CHATML
 from torchtune_ext.policy import from_config
-from torchtune_ext.policy.builder import on_meta
+from torchtune_ext.policy.builder import build_on_meta
 from torchtune_ext.policy.families import hf_name
-from torchtune_ext.policy.scratch import SPECIAL, make_tokenizer
+from torchtune_ext.policy.scratch import SPECIAL_TOKENS, make_tokenizer
 
 WORDS = ["It was Mrs. White in the Lounge at 11:30 PM.\n", "What is 12 + 34? It is 46, of course.\n"] * 8
 
@@ -36,10 +36,14 @@ def write_stand_in(folder: Path, name: str) -> Path:
     """Writes the stand-in of a public model into a folder of its name."""
     path = write_config(folder, name)
     (path / "tokenizer.json").write_text(_tokenizer())
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[0], "pad_token": SPECIAL[2]}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIAL_TOKENS[0],
+        "pad_token": SPECIAL_TOKENS[2],
+    }
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     (path / "chat_template.jinja").write_text(CHATML)
-    model = on_meta(lambda: from_config(str(path)))
+    model = build_on_meta(lambda: from_config(str(path)))
     shapes = {hf_name(name): list(param.shape) for name, param in model.named_parameters()}
     assert ("lm_head.weight" in shapes) != isinstance(model.output, TiedLinear)
     write_hollow(path / "model.safetensors", shapes)

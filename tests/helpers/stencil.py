@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from torchtune_ext.measured.kernel import SMALLEST, Arrays, Parameter, Size, gamma
+from torchtune_ext.measured.kernel import SMALLEST_DENORMAL, Arrays, Parameter, Size, gamma
 from torchtune_ext.measured.kernels import KERNELS as SHIPPED
 
 
@@ -47,7 +47,7 @@ void stencil(int h, int w, const double *u, double *v) {
         # Five products and four additions: no input passes through more than 5 roundings. On the border nothing is rounded.
         bound = _jacobi(np.abs(inputs["u"]))
         bound *= gamma(5)
-        bound += 5 * SMALLEST
+        bound += 5 * SMALLEST_DENORMAL
         bound[[0, -1]] = bound[:, [0, -1]] = 0.0
         return {"v": bound}
 

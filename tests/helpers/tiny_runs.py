@@ -4,8 +4,8 @@ import os
 import sys
 from pathlib import Path
 
-from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
-from torchtune_ext.telemetry.metrics import CLOCK_PREFIXES, read_metrics
+from torchtune_ext.policy.scratch import ModelShape, make_tokenizer, write_model
+from torchtune_ext.telemetry.metrics import VOLATILE_PREFIXES, read_metrics
 
 
 def write_tiny_model(folder: Path, **larger: int) -> None:
@@ -13,7 +13,7 @@ def write_tiny_model(folder: Path, **larger: int) -> None:
     text = ["Write about something. Go on. " * 3 + "The quick brown fox jumps over the lazy dog.\n"] * 8
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
     sizes |= {"num_key_value_heads": 1, "max_position_embeddings": 256, "vocab_size": 400, **larger}
-    shape = Shape(**sizes)
+    shape = ModelShape(**sizes)
     write_model(folder, make_tokenizer(text, ["x"], [], 400), shape, seed=3)
 
 
@@ -29,6 +29,6 @@ def environment() -> dict[str, str]:
 def metrics(run_dir: Path) -> list[dict[str, float]]:
     """The metrics of a run, one record a step, without what the clock decides."""
     return [
-        {k: v for k, v in line.items() if not k.startswith(CLOCK_PREFIXES)}
+        {k: v for k, v in line.items() if not k.startswith(VOLATILE_PREFIXES)}
         for line in read_metrics(run_dir / "metrics.jsonl")
     ]

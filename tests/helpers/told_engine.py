@@ -5,12 +5,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from helpers.letter_tokens import LetterTokenizer, completion
-from torchtune_ext.pipeline.source import step_seed
+from torchtune_ext.pipeline.source import sampling_seed
 from torchtune_ext.tasks.task import Problem, Score
 
 SEED, PROBLEMS, SAMPLES = 3, 100, 2
 # What a seed is of, as a step and one of its refills.
-MEANT = {step_seed(SEED, step, refill): (step, refill) for step in range(200) for refill in range(16)}
+MEANT = {sampling_seed(SEED, step, refill): (step, refill) for step in range(200) for refill in range(16)}
 
 
 class Numbered:

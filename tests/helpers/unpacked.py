@@ -86,7 +86,7 @@ def in_branches(rng, groups):
             near, anywhere = rng.integers(max(1, path - 4), path + 1), rng.integers(1, path + 1)
             kept.append(int(rng.choice([path, near, near, anywhere])))
             path, begin = kept[-1] + stop - begin, stop
-        return replace(sample, completion=replace(sample.completion, kept=tuple(kept)))
+        return replace(sample, completion=replace(sample.completion, kept_prefix_lens=tuple(kept)))
 
     return [
         replace(group, samples=tuple(branching(group, s) for s in group.samples)) for group in in_turns(rng, groups)

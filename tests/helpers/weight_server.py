@@ -14,9 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
-from torchtune_ext.sampling.broadcast import GlooGroup, GlooInit, chunks
+from torchtune_ext.sampling.broadcast import GlooGroup, GlooInit, iter_chunks
 from torchtune_ext.sampling.server_command import KEY_VARIABLE
-from torchtune_ext.sampling.weight_buffer import checksum, views
+from torchtune_ext.sampling.weight_buffer import checksum, iter_views
 
 LOCK = threading.Lock()  # the engine does one thing after the other
 STATE = {"fault": "", "inits": [], "version": None, "sums": {}, "adapter": None, "active": False, "calls": []}
@@ -46,10 +46,10 @@ def receive(update_info):
         raise Refused("no group")
     give_up_at, checksums = time.monotonic() + info.deadline_s, {}
     try:
-        for begin, end, manifest in chunks(update_info, info.chunk_bytes):
+        for begin, end, manifest in iter_chunks(update_info, info.chunk_bytes):
             data = torch.empty(end - begin, dtype=torch.uint8)
             GROUP[0].broadcast(data, give_up_at)
-            checksums |= {name: checksum(tensor) for name, tensor in views(data, manifest)}
+            checksums |= {name: checksum(tensor) for name, tensor in iter_views(data, manifest)}
             if STATE["fault"] == "die":
                 os._exit(9)
     except RuntimeError:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from helpers import flights, tiny_model
 from helpers import recipe_runs as runs
 from helpers.async_runs import AHEAD, GROUPS, PROBLEMS, STALENESS, require_ahead, stored
-from torchtune_ext.telemetry.rollouts import rollout_paths
+from torchtune_ext.pipeline.rollout_store import rollout_paths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

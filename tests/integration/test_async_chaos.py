@@ -103,7 +103,7 @@ def test_async_run_survives_engine_freeze_crash_grader_hang(workplace, recovers)
     assert (workplace / f"hung_{hung}").exists() and "1 of 8 texts timed_out" in output
     (group,) = [g for g in stored(folder)[8] if g.problem.id == f"letters-{hung}"]
     assert Counter(s.outcome.kind for s in group.samples) == {"scored": 1, "timed_out": 1}
-    assert not any(s.trained for s in group.samples if s.score is None)
+    assert not any(s.in_loss for s in group.samples if s.score is None)
     assert [line["groups/timed_out"] for line in lines] == [0.0] * 7 + [1.0, 0.0]
 
     require_ahead(folder, steps)

@@ -69,14 +69,14 @@ def outcomes(results: dict[str, Result]) -> dict[str, tuple[str, str]]:
 def test_bench_process_crashes_keep_all_results(alone, caplog, monkeypatch):
     """Both kinds, again and again, at moments that nobody chose."""
     names = [name for name in PROGRAMS if alone[name][0] != "timeout"]
-    ended, attempted = Counter(), Bench._attempted
+    ended, attempted = Counter(), Bench._call_with_retries
 
     async def counted(bench, stage, *what):
         answer = await attempted(bench, stage, *what)
         ended[stage] += 1
         return answer
 
-    monkeypatch.setattr(Bench, "_attempted", counted)
+    monkeypatch.setattr(Bench, "_call_with_retries", counted)
     with Bench(workers=2, budget_s=0.4, deadlines=DEADLINES) as bench:
         futures = {
             (name, i): bench.submit(CalmReduction(), fenced(f"/* {i} */ {PROGRAMS[name]}"))
@@ -87,7 +87,7 @@ def test_bench_process_crashes_keep_all_results(alone, caplog, monkeypatch):
         for kind in ("check", "check", "time") * 2:
             # Further ones of this kind have ended, so that the processes have started since the last kill.
             before, deadline = ended[kind], time.monotonic() + WAIT_S
-            while (ended[kind] == before or not bench._turns.running[kind]) and not last.done():
+            while (ended[kind] == before or not bench._scheduler.running[kind]) and not last.done():
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             time.sleep(0.1)

@@ -24,7 +24,7 @@ from torchtune_ext.measured import compiler as compilers
 from torchtune_ext.measured.check import OUTCOMES, Checker
 from torchtune_ext.measured.child import Child, ChildFailed, arena_size, lay_out
 from torchtune_ext.measured.sandbox import Limits, SandboxError
-from torchtune_ext.measured.verify import draw_inputs, expect, mismatch
+from torchtune_ext.measured.verify import compute_expected, draw_inputs, find_wrong_output
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPLOITS = exploits()
@@ -249,22 +249,22 @@ def test_work_is_counted(name):
     """The seconds of a call are at least half of the CPU seconds of an honest program, wherever the work is hidden."""
     program = BY_NAME[name]
     kernel = KERNELS[program.kernel]()
-    with Checker(kernel, namespaces=False, screened=False) as checker:
+    with Checker(kernel, namespaces=False, with_screen=False) as checker:
         honest_s = min(call.cpu_s for call in calls(checker, kernel.naive, 5))
         results = calls(checker, program.source, 20)
         assert all(call.seconds >= honest_s / 2 for call in results), (honest_s, [call.seconds for call in results])
 
 
-def calls(checker: Checker, source: str, count: int) -> list[children.Call]:
+def calls(checker: Checker, source: str, count: int) -> list[children.CallResult]:
     """Calls a program at the timed size, each time with new inputs in a new place, and checks each result."""
     kernel, rng = checker.kernel, np.random.default_rng(0)
     results = []
     with started(checker, source) as child:
         for _ in range(count):
-            child.place(lay_out(kernel, kernel.timed, child.arena_bytes, True, rng))
+            child.map_arrays(lay_out(kernel, kernel.timed, child.arena_bytes, True, rng))
             inputs = draw_inputs(kernel, kernel.timed, "biased", rng)
             results.append(child.call(kernel.timed, inputs, 60.0))
-            assert not mismatch(kernel, expect(kernel, kernel.timed, inputs), results[-1].outputs)
+            assert not find_wrong_output(kernel, compute_expected(kernel, kernel.timed, inputs), results[-1].outputs)
     return results
 
 
@@ -274,7 +274,7 @@ def started(checker: Checker, source: str) -> Child:
     compilers.write_source(kernel, source, folder)
     checker._compile(folder)
     arena_bytes = arena_size(kernel, kernel.timed)
-    library = folder / compilers.LIBRARY
+    library = folder / compilers.LIBRARY_FILE
     return Child(checker.sandbox, library, kernel, arena_bytes, checker.cores, 1, Limits(), 30.0)
 
 
@@ -322,8 +322,8 @@ def weakly(
     """Tells whether a program passes a checker that is weaker than ours in one point."""
     kernel, rng = KERNELS[program.kernel](), np.random.default_rng(0)
     size = size or kernel.timed
-    with Checker(kernel, namespaces=False, screened=False) as checker, started(checker, program.source) as child:
-        child.place(lay_out(kernel, size, child.arena_bytes, True, rng))
+    with Checker(kernel, namespaces=False, with_screen=False) as checker, started(checker, program.source) as child:
+        child.map_arrays(lay_out(kernel, size, child.arena_bytes, True, rng))
         for number in range(count):
             if number == 0 or not same_inputs:
                 drawn = draw_inputs(kernel, size, "normal" if kind == "ones" else kind, rng)
@@ -337,7 +337,7 @@ def weakly(
                 reference = kernel.reference(size, inputs)
                 if not all(np.allclose(outputs[each], reference[each], rtol=tolerance) for each in reference):
                     return False
-            elif mismatch(kernel, expect(kernel, size, inputs), outputs):
+            elif find_wrong_output(kernel, compute_expected(kernel, size, inputs), outputs):
                 return False
     return True
 
@@ -346,9 +346,9 @@ def without_a_layer(program: Exploit) -> bool:
     """Tells whether a program does what it wants where a layer of the floor is missing."""
     layers = program.control.removeprefix("without ").split(" and ")
     kernel = KERNELS[program.kernel]()
-    with Checker(kernel, namespaces=False, screened=False) as checker:
+    with Checker(kernel, namespaces=False, with_screen=False) as checker:
         checker.deadlines = hostile.PATIENT
-        checker.sandbox.without = [word for layer in layers for word in ("--without", layer)]
+        checker.sandbox.disabled_layers = [word for layer in layers for word in ("--without", layer)]
         before = hostile.traces(checker)
         try:
             verdict = checker.check_source(program.source)
@@ -380,7 +380,7 @@ def test_limits_of_a_call_that_fails():
     with Checker(KERNELS["dgemm"](32), namespaces=False) as checker, started(checker, program.source) as child:
         rng = np.random.default_rng(0)
         size = {"m": 4, "n": 4, "k": 4}
-        child.place(lay_out(checker.kernel, size, child.arena_bytes, True, rng))
+        child.map_arrays(lay_out(checker.kernel, size, child.arena_bytes, True, rng))
         with pytest.raises(ChildFailed, match="ended the process by itself") as failed:
             child.call(size, draw_inputs(checker.kernel, size, "normal", rng), 30.0)
         assert failed.value.outcome == "runtime_error"

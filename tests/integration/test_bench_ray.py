@@ -23,7 +23,7 @@ from helpers.ray_cluster import RayCluster
 from torchtune_ext.measured.bench import Bench
 from torchtune_ext.measured.check import Deadlines
 from torchtune_ext.measured.kernels import Dgemm
-from torchtune_ext.measured.machine import fingerprint
+from torchtune_ext.measured.machine import machine_fingerprint
 from torchtune_ext.measured.ray_bench import RayBench
 from torchtune_ext.measured.results import BenchError
 from torchtune_ext.measured.sandbox import Sandbox, SandboxError
@@ -96,7 +96,7 @@ def test_outcomes_are_those_of_this_machine(cluster, local_outcomes):
         futures = [bench.submit(KERNEL, text) for text in TEXTS]
         assert outcomes(futures) == local_outcomes
         # What is decided before anything runs has a fingerprint, too.
-        assert {future.result().fingerprint for future in futures} == {f"{fingerprint()}, -O3"}
+        assert {future.result().fingerprint for future in futures} == {f"{machine_fingerprint()}, -O3"}
         started = [each for each in cluster.processes() if each.pid not in before]
     assert psutil.wait_procs(started, timeout=20)[1] == []
     with pytest.raises(BenchError, match="closed"):

@@ -22,9 +22,9 @@ from torchtune_ext.measured import compiler, probe
 from torchtune_ext.measured.check import Checker
 from torchtune_ext.measured.child import ChildFailed
 from torchtune_ext.measured.kernels import Dgemm, Reduction
-from torchtune_ext.measured.probe import Wild
+from torchtune_ext.measured.probe import UnstableMachine
 from torchtune_ext.measured.sandbox import Limits, SandboxError
-from torchtune_ext.measured.timing import Timer
+from torchtune_ext.measured.timing import ProgramTimer
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,13 +38,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.fixture
 def any_machine(monkeypatch):
     """Times on a busy machine, too."""
-    monkeypatch.setattr(probe, "WILD", 1e9)
+    monkeypatch.setattr(probe, "MAX_VARIATION", 1e9)
 
 
 @pytest.fixture
 def timer(any_machine):
     core = max(os.sched_getaffinity(0))
-    with Timer(Checker(Dgemm(96), cores=[core], screened=False), budget_s=1.0) as timer:
+    with ProgramTimer(Checker(Dgemm(96), cores=[core], with_screen=False), budget_s=1.0) as timer:
         yield timer
 
 
@@ -100,7 +100,7 @@ def compiled(timer, source, folder):
     checker = timer.checker
     done = compiler.compile_library(checker.sandbox, checker.compiler, checker.flags, folder, 60)
     assert done.status == 0, done.errors
-    return (folder / compiler.LIBRARY).read_bytes()
+    return (folder / compiler.LIBRARY_FILE).read_bytes()
 
 
 def test_clock_exploits_gain_no_measured_speed(timer):
@@ -138,7 +138,7 @@ def test_bench_understated_peak_is_remeasured(timer):
 def test_bench_speed_above_roofline_rejected(timer, name, monkeypatch):
     if name == "peak_gflops":
         timer.probe.peak_gflops = 1e-6
-        monkeypatch.setattr(timer.probe, "_peak_gflops", lambda: 1e-6)
+        monkeypatch.setattr(timer.probe, "_measure_peak_gflops", lambda: 1e-6)
     else:
         monkeypatch.setattr(probe.Probe, name, 1e-6)
     with pytest.raises(ChildFailed, match="ms at least: not believed"):
@@ -171,7 +171,7 @@ def test_bench_busy_neighbor_process_marks_timing_noisy(any_machine):
     spawn = multiprocessing.get_context("spawn")
     burns = spawn.Event()
     neighbor = spawn.Process(target=burn, args=(core, burns), daemon=True)
-    with Timer(Checker(Dgemm(256), cores=[core], screened=False), budget_s=1.5) as timer:
+    with ProgramTimer(Checker(Dgemm(256), cores=[core], with_screen=False), budget_s=1.5) as timer:
         neighbor.start()
         try:
             assert burns.wait(60)
@@ -179,7 +179,7 @@ def test_bench_busy_neighbor_process_marks_timing_noisy(any_machine):
         finally:
             neighbor.kill()
             neighbor.join(30)
-    assert timing.disturbed == 1 and timing.is_noisy  # the naive program felt it, too
+    assert timing.disturbed_fraction == 1 and timing.is_noisy  # the naive program felt it, too
 
 
 def test_bench_naive_program_crash_is_sandbox_error(timer):
@@ -200,7 +200,9 @@ def test_bench_cpu_limit_long_for_own_programs_only(timer, monkeypatch):
     _, library = timer.checker.checked(timer.kernel.naive, extracted=True)
     start, limits = timer.checker.child, []
     monkeypatch.setattr(
-        timer.checker, "child", lambda kernel, library, cpu_s: limits.append(cpu_s) or start(kernel, library, cpu_s)
+        timer.checker,
+        "start_child",
+        lambda kernel, library, cpu_s: limits.append(cpu_s) or start(kernel, library, cpu_s),
     )
     timer.time(library)
     # Each call may last until its deadline.
@@ -213,10 +215,10 @@ def test_bench_cpu_limit_long_for_own_programs_only(timer, monkeypatch):
 
 
 def test_bench_varying_machine_refused_with_variation(monkeypatch):
-    monkeypatch.setattr(probe, "WILD", -1.0)
+    monkeypatch.setattr(probe, "MAX_VARIATION", -1.0)
     checker = Checker(Dgemm(16))
-    with pytest.raises(Wild, match=r"the same work took from .* ms here: this machine varies"):
-        Timer(checker)
+    with pytest.raises(UnstableMachine, match=r"the same work took from .* ms here: this machine varies"):
+        ProgramTimer(checker)
     assert not checker.sandbox.folder.exists()
 
 

@@ -68,10 +68,10 @@ def test_step_refuses_to_time_another_computation(tmp_path, monkeypatch):
     """Completions that see each other are a mask's usual mistake."""
     model = step.make_model(tmp_path / "model", step.SMALL)
     case = step.Case(model, step.make_groups(12, 4, 200), 200, step.CPU, torch.float64)
-    step.differences(step.make_ways(["dense"], case), case.dtype)
+    step.differences(step.make_variants(["dense"], case), case.dtype)
     monkeypatch.setattr(step, "whole_mask", lambda row: torch.ones(1, *2 * row.tokens_T.shape, dtype=torch.bool).tril())
     with pytest.raises(RuntimeError, match="gradient of 'dense' differs"):
-        step.differences(step.make_ways(["dense"], case), case.dtype)
+        step.differences(step.make_variants(["dense"], case), case.dtype)
 
 
 def test_turns_trl_check_catches_altered_environment_tokens():

@@ -153,6 +153,6 @@ def test_two_ranks_come_to_one_verdict(tmp_path):
     import torch
 
     alone, checkpoints = Trained(source), checkpoints_in(tmp_path / "c")
-    assert alone.load(checkpoints, checkpoints.choose())["step"] == 1
+    assert alone.load(checkpoints, checkpoints.verify_latest())["step"] == 1
     want = torch.load(tmp_path / "before.pt")
     assert all(torch.equal(a, b) for a, b in zip(want, alone.tensors(), strict=True))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from helpers import recipe_runs as runs
 from helpers.page_commands import blocks
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -50,11 +50,11 @@ def test_conversation_logprobs_equal_transformers_on_full_context(run, workplace
         with torch.no_grad():
             logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)[:-1]
         logprobs = logprobs.gather(1, torch.tensor(ids[1:])[:, None])[len(prompt) - 1 :, 0].numpy()
-        at = completion.sampled
+        at = completion.sampled_indices
         np.testing.assert_allclose(completion.logprobs[at], logprobs[at], atol=1e-4)
         for i, ((_, end), (start, _)) in enumerate(zip(completion.turns, completion.turns[1:], strict=False)):
             answer = [{"role": "user", "content": f"Go on. {i + 1}"}]
-            expected = tokenizer.between_turns_ids(answer, end=int(completion.tokens[end - 1]))
+            expected = tokenizer.turn_boundary_ids(answer, end=int(completion.tokens[end - 1]))
             assert completion.tokens[end:start].tolist() == expected
         assert sample.score.reward == pytest.approx(sum(sample.turn_rewards))
 
@@ -101,15 +101,15 @@ def test_template_history_logprobs_equal_transformers_per_turn(workplace, served
     for group in read_rollouts(rollout_paths(workplace / "forgets")[1]):
         for sample in group.samples:
             completion, ids = sample.completion, np.concatenate([group.prompt_tokens, sample.completion.tokens])
-            branches += len(completion.kept) > 1
-            spans = zip(completion.paths(len(group.prompt_tokens)), completion.turns, strict=True)
+            branches += len(completion.kept_prefix_lens) > 1
+            spans = zip(completion.turn_paths(len(group.prompt_tokens)), completion.turns, strict=True)
             for number, (path, (start, stop)) in enumerate(spans):
                 with torch.no_grad():
                     logprobs = model(torch.tensor(ids[path])[None]).logits[0].log_softmax(-1)[:-1]
                 own = logprobs.gather(1, torch.tensor(ids[path[1:]])[:, None])[start - stop :, 0].numpy()
                 np.testing.assert_allclose(completion.logprobs[start:stop], own, atol=1e-4)
                 messages = [*group.problem.messages, *sample.messages[: 2 * number]]
-                assert tokenizer.spell(ids[path][: start - stop]) == tokenizer.template.render(messages, (), True)
+                assert tokenizer.decode_all(ids[path][: start - stop]) == tokenizer.template.render(messages, (), True)
     assert branches
     for line in runs.metrics(workplace / "forgets")[1:]:
         assert line["mismatch/mean_abs"] < 1e-4 and line["episode/turns"] > 1

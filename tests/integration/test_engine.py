@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from helpers import flights, tiny_model  # noqa: E402
 from helpers.waiting import wait_until  # noqa: E402
-from torchtune_ext.sampling import early  # noqa: E402
+from torchtune_ext.sampling import prestart  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, Priority, SamplingConfig  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -41,9 +41,9 @@ def state_of_this_process():
 def engine(model_dirs, tmp_path_factory):
     """One float32 engine for all tests of this module, whose process was begun before it, as `tune run` does; version 0 is
     model A from the disk."""
-    early.begin(["grpo_full"])
+    prestart.prestart_client(["grpo_full"])
     engine = Engine(model_dirs[0], CONFIG, str(tmp_path_factory.mktemp("run")))
-    engine.begun = early._waiting
+    engine.begun = prestart._prestarted
     before = state_of_this_process()
     engine.start()
     engine.wait_ready(240)

@@ -21,7 +21,7 @@ pytest.importorskip("vllm")
 
 from helpers import tiny_model
 from helpers.waiting import engine_pid, wait_until
-from torchtune_ext.sampling import early
+from torchtune_ext.sampling import prestart
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -51,7 +51,7 @@ def fault(tmp_path_factory):
     file.write_text("")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAULT", str(file))
-        patch.setattr(early, "CLIENT", "helpers.faulty_client")
+        patch.setattr(prestart, "CLIENT_MODULE", "helpers.faulty_client")
         yield file
 
 

@@ -14,7 +14,7 @@ from helpers import tiny_model  # noqa: E402
 from torchtune_ext.pipeline.groups import Group, Sample  # noqa: E402
 from torchtune_ext.pipeline.packing import pack  # noqa: E402
 from torchtune_ext.policy import from_config, lora  # noqa: E402
-from torchtune_ext.policy.builder import build_policy, on_meta  # noqa: E402
+from torchtune_ext.policy.builder import build_on_meta, build_policy  # noqa: E402
 from torchtune_ext.policy.hf_model import HFModel  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
@@ -71,7 +71,7 @@ def worst(policy, groups) -> float:
         Group(
             Problem(f"p{i}", (), None),
             np.asarray(prompt, np.int32),
-            tuple(Sample(completion, advantage=1.0, trained=True) for completion in completions),
+            tuple(Sample(completion, advantage=1.0, in_loss=True) for completion in completions),
         )
         for i, (prompt, completions) in enumerate(zip(PROMPTS, groups, strict=True))
     ]
@@ -93,7 +93,7 @@ def test_family_trainer_and_engine_logprobs_match(case, tmp_path):
     source = save(tmp_path / "model", case)
     make = partial(from_config, str(source.path), **ADAPTER)
     policy = build_policy(make, source, torch.device("cpu"), torch.float32)
-    model, spec = policy.model, lora.adapter_spec(on_meta(make), source, ADAPTER)
+    model, spec = policy.model, lora.adapter_spec(build_on_meta(make), source, ADAPTER)
     config = EngineConfig(
         dtype="float32", max_model_len=128, kv_cache_bytes=16 << 20, lora_rank=spec.rank, lora_targets=spec.targets
     )

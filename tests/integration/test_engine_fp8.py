@@ -35,7 +35,7 @@ def trainer_and_engine(folder, **changes):
     sizes = dict(
         hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=384
     )
-    shape = scratch.Shape(max_position_embeddings=256, vocab_size=400, **sizes | changes)
+    shape = scratch.ModelShape(max_position_embeddings=256, vocab_size=400, **sizes | changes)
     scratch.write_model(folder / "model", scratch.make_tokenizer(text, ["x"], [], 400), shape, seed=3)
     source = HFModel(folder / "model")
     policy = build_policy(
@@ -49,7 +49,7 @@ def trainer_and_engine(folder, **changes):
         dtype="bfloat16",
         max_model_len=256,
         kv_cache_bytes=16 << 20,
-        quantization=policy.fp8.quantization_config(),
+        quantization=policy.fp8_plan.quantization_config(),
         max_failures=1,
     )
     with Engine(str(folder / "model"), config, str(folder)) as engine:
@@ -117,7 +117,7 @@ def test_fp8_published_bytes_equal_trainer_and_restore_exactly(trained):
 
 def said_by(policy, prompt, completion) -> np.ndarray:
     """Log-probs [R] of a completion, float32."""
-    group = Group(Problem("p", (), None), np.asarray(prompt, np.int32), (Sample(completion, trained=True),))
+    group = Group(Problem("p", (), None), np.asarray(prompt, np.int32), (Sample(completion, in_loss=True),))
     (row,) = pack([group], 256)[0]
     with torch.no_grad():
         return policy(row).logprobs_L.numpy()

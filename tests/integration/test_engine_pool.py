@@ -18,16 +18,16 @@ from helpers.learners import alone, unsampled  # noqa: E402
 from helpers.waiting import engine_pid, wait_until  # noqa: E402
 from torchtune_ext.objective.loss import PolicyLoss  # noqa: E402
 from torchtune_ext.policy import from_config  # noqa: E402
-from torchtune_ext.policy.builder import build_policy, on_meta  # noqa: E402
+from torchtune_ext.policy.builder import build_on_meta, build_policy  # noqa: E402
 from torchtune_ext.policy.hf_model import HFModel  # noqa: E402
-from torchtune_ext.policy.streamed import streamed_logprobs  # noqa: E402
+from torchtune_ext.policy.streaming import streamed_logprobs  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.engine_args import on_cpu  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
-from torchtune_ext.training.agreement import Agreement, Disagreement  # noqa: E402
+from torchtune_ext.training.mismatch import MismatchError, MismatchGate  # noqa: E402
 from torchtune_ext.training.precision import Precision, PrecisionConfig  # noqa: E402
 from torchtune_ext.training.publish import Publisher  # noqa: E402
-from torchtune_ext.training.trained import AllWeights  # noqa: E402
+from torchtune_ext.training.trainable import FullWeights  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -127,12 +127,14 @@ def test_pool_engine_missing_weight_sync_stops_run(pool, model_dir, monkeypatch,
     source = HFModel(model_dir)
     make = partial(from_config, str(source.path))
     policy = build_policy(make, source, torch.device("cpu"), torch.float32)
-    precision = Precision(PrecisionConfig(), on_meta(make), source, "float32", pool.config, torch.device("cpu"), None)
+    precision = Precision(
+        PrecisionConfig(), build_on_meta(make), source, "float32", pool.config, torch.device("cpu"), None
+    )
     learner = alone(policy, PolicyLoss())
-    agreement = Agreement(0.05)
+    agreement = MismatchGate(0.05)
     sampling, prompts = SamplingConfig(max_tokens=12), unsampled([[1, 2, 3, 4], [5, 6, 7]])
     scored = partial(streamed_logprobs, make_model=make, device=torch.device("cpu"), temperature=1.0)
-    publisher = Publisher(pool, learner, AllWeights(), precision, source, agreement, scored, prompts, sampling)
+    publisher = Publisher(pool, learner, FullWeights(), precision, source, agreement, scored, prompts, sampling)
     publisher.publish(pool.version + 1)
     with torch.no_grad():
         for parameter in policy.model.parameters():
@@ -146,6 +148,6 @@ def test_pool_engine_missing_weight_sync_stops_run(pool, model_dir, monkeypatch,
     with monkeypatch.context() as patch:
         patch.setattr(core, "load", lose)
         words = "engine 1 labels what it samples with version" if fault == "not told" else "tensors in engine 1"
-        with pytest.raises(Disagreement, match=f"weights: .*{words}"):
+        with pytest.raises(MismatchError, match=f"weights: .*{words}"):
             publisher.publish(pool.version + 1)
     publisher.publish(pool.version + 1)

@@ -288,7 +288,7 @@ def test_engine_server_pool_refuses_mismatched_server(server, models, tmp_path):
             assert engine.checksums() == [sums, sums]
             undisturbed = engine.sample(prompts, 4, sampling)
             check(models[1], prompts, undisturbed)
-            assert all(lane.counts["completed"] == 8 for lane in engine._pool.lanes)
+            assert all(lane.counts["completed"] == 8 for lane in engine._pool.replicas)
             futures = [engine.submit(prompt, 4, sampling, group=g) for g, prompt in enumerate(prompts)]
             wait_until(lambda: engine.stats().running)
             second.kill()

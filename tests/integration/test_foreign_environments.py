@@ -10,9 +10,9 @@ import pytest
 from helpers import recipe_runs as runs
 from helpers.servers import Server, free_port
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 from torchtune_ext.sampling.server_command import KEY_VARIABLE
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+from torchtune_ext.sampling.types import EngineConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -110,7 +110,7 @@ def test_tool_class_tools_shown_called_and_rewarded(workplace, address):
     groups = play(workplace, address, "room", node)
     tokenizer = ChatTokenizer(workplace / "warmup" / "model", template=str(workplace / "tools.jinja"))
     shown = "<|im_start|>toolslook<|im_end|><|im_start|>user\nLook around.<|im_end|><|im_start|>assistant\n"
-    assert {tokenizer.spell(group.prompt_tokens) for group in groups} == {shown}
+    assert {tokenizer.decode_all(group.prompt_tokens) for group in groups} == {shown}
     assert all(group.problem.tools[0]["function"]["name"] == "look" for group in groups)
     samples = [sample for group in groups for sample in group.samples]
     assert all(sample.outcome.kind == "scored" for sample in samples)
@@ -119,7 +119,7 @@ def test_tool_class_tools_shown_called_and_rewarded(workplace, address):
     answer = "<|im_start|>tool\nan egg<|im_end|><|im_start|>assistant\n"
     for sample in called:
         (_, end), (start, _) = sample.completion.turns[:2]
-        assert tokenizer.spell(sample.completion.tokens[end:start]) == answer
+        assert tokenizer.decode_all(sample.completion.tokens[end:start]) == answer
         assert sample.messages[1] == {"role": "tool", "name": "look", "content": "an egg"}
 
 

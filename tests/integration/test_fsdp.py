@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from torchtune_ext.pipeline.groups import Group, Sample
-from torchtune_ext.sampling.records import Completion
+from torchtune_ext.sampling.types import Completion
 from torchtune_ext.tasks.task import Problem
 
 
@@ -32,7 +32,7 @@ def groups_of(shapes):
             for n in lengths
         )
         if g == 1:  # a conversation whose second turn forgets a part of its first, and whose third goes on from all
-            turns = replace(samples[0].completion, turns=((0, 6), (9, 12), (14, 20)), kept=(4, 7, 12))
+            turns = replace(samples[0].completion, turns=((0, 6), (9, 12), (14, 20)), kept_prefix_lens=(4, 7, 12))
             samples = (replace(samples[0], completion=turns), samples[1])
         made.append(Group(Problem(f"p{g}", (), None), rng.integers(0, 300, prompt).astype(np.int32), samples))
     return made
@@ -176,7 +176,7 @@ from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel, clean_name
 from torchtune_ext.policy.lora import adapter_hf_tensors, merged_hf_tensors
-from torchtune_ext.policy.sharded import whole
+from torchtune_ext.policy.sharding import whole
 from torchtune_ext.training.distributed import RanksConfig, close_ranks, init_ranks
 from torchtune_ext.training.manifest import Identity
 from torchtune_ext.training.learner import Learner

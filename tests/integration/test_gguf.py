@@ -35,7 +35,7 @@ def source(tmp_path_factory):
         tmp_path_factory.mktemp("source") / "model",
         [f"{i} times {i + 1} makes {i * (i + 1)}\n" for i in range(99)],
     )
-    shape = scratch.Shape(
+    shape = scratch.ModelShape(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=96,
         max_position_embeddings=256, vocab_size=384,
     )  # fmt: skip

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from helpers import recipe_runs as runs
 from torchtune_ext.cli.cli import main
+from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 from torchtune_ext.run.folder import read_record
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -191,7 +191,7 @@ def test_grpo_full_trains_with_zero_variance_groups(workplace, served, entropy_c
     assert f"objective: {method}, sum over a constant; preset grpo\n" in output
     assert "with checkpoints.every=1 and evaluation.every=2 that is each 2 steps" in output
     samples = [s for g in read_rollouts(rollout_paths(workplace / name)[1]) for s in g.samples]
-    assert sum(s.trained for s in samples) == (16 if entropy_coef else 4)
+    assert sum(s.in_loss for s in samples) == (16 if entropy_coef else 4)
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,17 @@ from helpers import recipe_runs as runs
 from helpers.learners import alone, unsampled
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.policy import from_config
-from torchtune_ext.policy.builder import build_policy, on_meta
+from torchtune_ext.policy.builder import build_on_meta, build_policy
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapted_modules
-from torchtune_ext.policy.streamed import streamed_logprobs
-from torchtune_ext.sampling import early
+from torchtune_ext.policy.streaming import streamed_logprobs
+from torchtune_ext.sampling import prestart
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
-from torchtune_ext.sampling.lane import Lane
-from torchtune_ext.training.agreement import Agreement, Disagreement
+from torchtune_ext.sampling.replica import EngineReplica
+from torchtune_ext.training.mismatch import MismatchError, MismatchGate
 from torchtune_ext.training.precision import Precision, PrecisionConfig
 from torchtune_ext.training.publish import Publisher
-from torchtune_ext.training.trained import AdapterConfig, trained_part
+from torchtune_ext.training.trainable import AdapterConfig, make_trainable
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -152,23 +152,23 @@ def test_canary_detects_engine_without_published_adapter(workplace, tmp_path, mo
     arguments = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4}
     make = partial(from_config, str(source.path), **arguments)
     policy = build_policy(make, source, torch.device("cpu"), torch.float32)
-    meta = on_meta(make)
-    trained, limit = trained_part(meta, source, arguments, AdapterConfig()), 0.05
+    meta = build_on_meta(make)
+    trained, limit = make_trainable(meta, source, arguments, AdapterConfig()), 0.05
     with torch.no_grad():
         for module in adapted_modules(policy.model).values():
             module.lora_b.weight.normal_(std=1e-3)
     fault = tmp_path / "fault"
     fault.write_text("")
     monkeypatch.setenv("FAULT", str(fault))
-    monkeypatch.setattr(early, "CLIENT", "helpers.faulty_client")
+    monkeypatch.setattr(prestart, "CLIENT_MODULE", "helpers.faulty_client")
     config = EngineConfig(dtype="float32", max_model_len=128, kv_cache_bytes=1 << 24)
-    with Engine(str(source.path), trained.engine(config), str(tmp_path)) as engine:
+    with Engine(str(source.path), trained.configure_engine(config), str(tmp_path)) as engine:
         engine.start()
         engine.wait_ready(240)
         sampling, learner = SamplingConfig(max_tokens=12), alone(policy, PolicyLoss())
         prompts = unsampled([[1, 2, 3, 4], [5, 6, 7]])
         precision = Precision(PrecisionConfig(), meta, source, "float32", config, torch.device("cpu"), trained.spec)
-        agreement = Agreement(limit)
+        agreement = MismatchGate(limit)
         scored = partial(streamed_logprobs, make_model=make, device=torch.device("cpu"), temperature=1.0)
         publisher = Publisher(engine, learner, trained, precision, source, agreement, scored, prompts, sampling)
         first = publisher.publish(0)
@@ -183,17 +183,17 @@ def test_canary_detects_engine_without_published_adapter(workplace, tmp_path, mo
         assert publisher.publish(1)["canary/update_applied"] == pytest.approx(1.0, abs=1e-2)
 
         async def lie(self):
-            return [publisher._sent["adapter"]]
+            return [publisher._sent_checksums["adapter"]]
 
         # version N - 1 in the place of N, under its label, in an engine that lies about what it holds
         update()
         fault.write_text("the last adapter stays")
         with monkeypatch.context() as patch:
-            patch.setattr(Lane, "checksums", lie)
+            patch.setattr(EngineReplica, "checksums", lie)
             with pytest.raises(
-                Disagreement, match="weights: the engine has the weights that were sent and samples as before"
+                MismatchError, match="weights: the engine has the weights that were sent and samples as before"
             ):
                 publisher.publish(2)
         fault.write_text("the adapter is forgotten")
-        with pytest.raises(Disagreement, match="the engine has the adapter that was sent and samples without it"):
+        with pytest.raises(MismatchError, match="the engine has the adapter that was sent and samples without it"):
             publisher.publish(3)

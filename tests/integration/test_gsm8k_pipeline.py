@@ -19,9 +19,9 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.cli.cli import main
-from torchtune_ext.grading.rehearsal import REHEARSED
+from torchtune_ext.grading.self_check import NUM_TRIED_PROBLEMS
+from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 from torchtune_ext.tasks.math import Math
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 QUESTIONS, STEPS, PROMPTS, SAMPLES, TOKENS = 1319, 2, 4, 4, 2  # sampling from 151,936 logits is what costs time
@@ -107,7 +107,7 @@ def workplace(data_dir, tmp_path_factory):
 
 def graded(workplace):
     """What was graded, without the solutions that are graded before the run begins."""
-    return [json.loads(line) for line in (workplace / "graded.jsonl").read_text().splitlines()][REHEARSED:]
+    return [json.loads(line) for line in (workplace / "graded.jsonl").read_text().splitlines()][NUM_TRIED_PROBLEMS:]
 
 
 def test_gsm8k_every_question_is_sampled_and_graded(workplace, data_dir):

@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 DRIVE = """
 from pathlib import Path
 
-from torchtune_ext.sampling.vllm_core import RemoteCore
-from torchtune_ext.training.agreement import Disagreement
+from torchtune_ext.sampling.vllm_backend import RemoteCore
+from torchtune_ext.training.mismatch import Disagreement
 
 FAULT = Path("fault")
 FAULT.write_text("none")

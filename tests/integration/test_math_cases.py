@@ -11,9 +11,16 @@ import pytest
 pytest.importorskip("math_verify")
 
 from torchtune_ext.grading import Grader
-from torchtune_ext.tasks.answers import MathGrader, after_hashes, equal, gold_answer, last_box, thinks
+from torchtune_ext.tasks.answers import (
+    MathGrader,
+    after_hashes,
+    answers_equal,
+    gold_answer,
+    has_single_thought,
+    last_box,
+)
 from torchtune_ext.tasks.math import Math
-from torchtune_ext.tasks.values import last_values
+from torchtune_ext.tasks.prose_values import last_values
 
 REFUSED = "refused"  # the right answer is none: a task with it does not load
 
@@ -78,7 +85,7 @@ def test_equivalence(cases):
     def judge(case):
         level, gold, answer = case["level"].split()[0], gold_answer(case["gold"]), case["pred"]
         if level in EQUALITIES:
-            return equal(gold, answer)
+            return answers_equal(gold, answer)
         options = {"require_box": case["options"]["strict_box"]} if level == "completion_dapo" else COMPLETIONS[level]
         return MathGrader(**options)(gold, answer).reward == 1.0
 
@@ -98,7 +105,7 @@ def test_extraction(cases):
             return after_hashes(text)
         if case["op"] == "final_int":  # our last resort; the value counts
             answer, gold = last_values(text), case["expected"]
-            return gold if answer and equal(str(gold), answer[-1]) else answer or None
+            return gold if answer and answers_equal(str(gold), answer[-1]) else answer or None
         return last_box(text)
 
     def expected(case):
@@ -112,7 +119,7 @@ def test_normalization(cases):
     """We have no normal form: an answer and its normal form must be equal for us."""
 
     def judge(case):
-        return equal(gold_answer(case["expected"]), case["input"])
+        return answers_equal(gold_answer(case["expected"]), case["input"])
 
     def expected(case):
         return (True,) if case["expected"] is not None else (REFUSED,)
@@ -122,7 +129,12 @@ def test_normalization(cases):
 
 def test_think_format(cases):
     assert (
-        check("think", cases("think_format"), lambda c: float(thinks(c["completion"])), lambda c: (c["expected"],))
+        check(
+            "think",
+            cases("think_format"),
+            lambda c: float(has_single_thought(c["completion"])),
+            lambda c: (c["expected"],),
+        )
         == 14
     )
 

@@ -19,9 +19,9 @@ from helpers import recipe_runs as runs
 
 pytest.importorskip("tree_sitter_c")
 
-from torchtune_ext.measured.matmul.archive import FILE, Archive
+from torchtune_ext.measured.matmul.archive import ARCHIVE_FILE, Archive
+from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 from torchtune_ext.telemetry.metrics import read_metrics
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 from torchtune_ext.training.checkpoints import RunState
 
 pytestmark = [
@@ -127,7 +127,7 @@ def states(run):
 
 
 def state_of(path):
-    return RunState.of(json.loads((path / "recipe.json").read_text()))
+    return RunState.from_recipe_state(json.loads((path / "recipe.json").read_text()))
 
 
 def questions(run):
@@ -140,7 +140,7 @@ def weights(run, step):
 
 def require_equal(run, reference):
     assert questions(run) == questions(reference)
-    assert (run / FILE).read_bytes() == (reference / FILE).read_bytes()
+    assert (run / ARCHIVE_FILE).read_bytes() == (reference / ARCHIVE_FILE).read_bytes()
     assert runs.metrics(run) == runs.metrics(reference)
     assert states(run)[STEPS].task == states(reference)[STEPS].task
     result, want = weights(run, STEPS), weights(reference, STEPS)
@@ -154,7 +154,7 @@ def test_matmul_run_advances_stages_and_keeps_programs(workplace):
     problems = {name for _, name, _ in questions(run)}
     assert len({name.split("/")[1] for name in problems}) >= 3 and any(name.endswith("/improve") for name in problems)
     assert sum(line.get("stage/moves", 0.0) for line in lines) >= 4
-    archive = Archive.loads((run / FILE).read_text())
+    archive = Archive.loads((run / ARCHIVE_FILE).read_text())
     assert len(archive) >= 5 and {entry.machine for entry in archive} == {few_programs.MACHINE}
     assert len({entry.found for entry in archive}) > 1
     counts = few_programs.outcomes(group for path in rollout_paths(run).values() for group in read_rollouts(path))
@@ -183,7 +183,7 @@ def test_a_replay_learns_the_same(workplace):
     output = runs.run(workplace, "grpo_full", "output_dir=replayed", "replay=reference", "task.bench.budget_s=1.0")
     assert "Set otherwise there" not in output
     run, reference = workplace / "replayed", workplace / "reference"
-    assert (run / FILE).read_bytes() == (reference / FILE).read_bytes()
+    assert (run / ARCHIVE_FILE).read_bytes() == (reference / ARCHIVE_FILE).read_bytes()
     assert states(run)[STEPS].task == states(reference)[STEPS].task
     result, want = weights(run, STEPS), weights(reference, STEPS)
     assert all(torch.equal(result[name], want[name]) for name in want)
@@ -201,8 +201,8 @@ def test_matmul_killed_run_keeps_checkpointed_state(workplace):
 
     after = states(run)
     assert before.step < 5 == max(after) == logged(run) and after[before.step].task == before.task
-    archive = Archive.loads((run / FILE).read_text())
-    merged = Archive.loads((run / FILE).read_text())
+    archive = Archive.loads((run / ARCHIVE_FILE).read_text())
+    merged = Archive.loads((run / ARCHIVE_FILE).read_text())
     for entry in kept:
         merged.add(entry)
     # With all programs of the checkpoint once more it is the same: each of them is there, or was beaten.

@@ -8,7 +8,7 @@ import pytest
 from helpers.newcomer import typed, walk
 from helpers.own_files import shown_commands, shown_files, working_in, write_files
 from helpers.tiny_runs import metrics, write_tiny_model
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

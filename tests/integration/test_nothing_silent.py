@@ -7,7 +7,7 @@ import pytest
 
 from helpers import recipe_runs as runs
 from helpers.forked_runs import refused
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

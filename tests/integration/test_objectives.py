@@ -10,14 +10,14 @@ from objectives_report import Result
 from omegaconf import OmegaConf
 
 from torchtune_ext.recipes import grpo
-from torchtune_ext.run.catalog import folder
+from torchtune_ext.run.catalog import package_folder
 from torchtune_ext.settings.config import load_config
 
 
 def settings(run):
     """All that the recipe gets, as a flat dict."""
     words = [*run.words, "output_dir=x", "model_dir=x", f"updates_per_step={run.updates}"]
-    file = OmegaConf.load(folder("configs") / "grpo" / "tiny_arithmetic.yaml")
+    file = OmegaConf.load(package_folder("configs") / "grpo" / "tiny_arithmetic.yaml")
     cfg = load_config(grpo.Config, OmegaConf.merge(file, OmegaConf.from_dotlist(words)))
     values = asdict(cfg)
     return values | {f"loss.{key}": value for key, value in values.pop("loss").items()}

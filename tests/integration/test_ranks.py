@@ -28,7 +28,7 @@ from pathlib import Path
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.training.collectives import gathered
 from torchtune_ext.training.distributed import RanksConfig, init_ranks
-from torchtune_ext.training.life import run_recipe
+from torchtune_ext.training.recipe_runner import run_recipe
 
 what, deadline_s, done = sys.argv[1], float(sys.argv[2]), Path("done")
 
@@ -188,14 +188,14 @@ def test_closed_store_does_not_hide_rank_error(monkeypatch):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     monkeypatch.setattr(collectives, "_store", client)
-    collectives.main_failed()
-    assert server.check([collectives.FAILED])
+    collectives.announce_main_failure()
+    assert server.check([collectives.FAILURE_KEY])
     del server
     with pytest.raises(RuntimeError):
         for _ in range(100):  # the first one is still taken by the socket
             client.set("any", "")
             time.sleep(0.01)
-    collectives.main_failed()
+    collectives.announce_main_failure()
 
 
 def test_killed_torchrun_leaves_no_processes_or_folders(tmp_path, monkeypatch):

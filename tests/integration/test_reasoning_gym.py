@@ -14,16 +14,16 @@ pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, whi
 
 from reasoning_gym.factory import DATASETS, has_curriculum
 
-from torchtune_ext.tasks.order import ProblemStream
+from torchtune_ext.tasks.problem_stream import ProblemStream
 from torchtune_ext.tasks.reasoning_gym import (
-    BY_HASH,
+    CURRICULUM_WINDOW,
     EXTRA_RULES,
-    UNFIT,
-    WINDOW,
+    HASH_ORDERED,
+    REFUSED_GENERATORS,
     ReasoningGym,
     ReasoningGymCurriculum,
-    answer_in,
-    held_out,
+    extract_answer,
+    is_held_out,
 )
 from torchtune_ext.tasks.task import Score
 
@@ -52,13 +52,13 @@ def questions(names, hash_seed):
 
 
 def test_gym_questions_deterministic_and_own_answers_scored():
-    names = sorted(set(DATASETS) - set(SLOW) - set(UNFIT))
+    names = sorted(set(DATASETS) - set(SLOW) - set(REFUSED_GENERATORS))
     one, other = questions(names, "1"), questions(names, "2")
     differ = {name for name in names if one[name] != other[name]}
-    assert "ransom_note" in differ and differ <= set(BY_HASH)
+    assert "ransom_note" in differ and differ <= set(HASH_ORDERED)
     assert len(names) > 85
     wrong = []
-    for name in sorted(set(names) - set(BY_HASH)):
+    for name in sorted(set(names) - set(HASH_ORDERED)):
         task = ReasoningGym(name, seed=3)
         problem = pickle.loads(pickle.dumps(task[0]))
         if problem.answer is not None and task.grade(problem, f"so <answer> {problem.answer} </answer>").reward != 1.0:
@@ -81,7 +81,7 @@ def same_value(gold, text):
 
 def test_generators_garbage_is_never_solved(monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    wrong, names = [], sorted(set(DATASETS) - set(SLOW) - set(UNFIT))
+    wrong, names = [], sorted(set(DATASETS) - set(SLOW) - set(REFUSED_GENERATORS))
     for name in names:
         task = ReasoningGym(name, seed=5)
         for problem in (task[0], task[1], task[2]):
@@ -127,17 +127,17 @@ def test_gym_train_and_heldout_splits_never_overlap():
     for split in ("train", "heldout"):
         texts = {ReasoningGym(SUMS, seed=seed, split=split, first=first)[i].messages[-1]["content"].partition("\n")[0]
                  for seed in (0, 1) for first in (0, 500) for i in range(60)}  # fmt: skip
-        assert {held_out(text) for text in texts} == {split == "heldout"} and len(texts) > 100
+        assert {is_held_out(text) for text in texts} == {split == "heldout"} and len(texts) > 100
         splits[split] = texts
     assert not splits["train"] & splits["heldout"]
 
 
 def test_answer_in_takes_last_pair_in_linear_time():
-    assert answer_in("<answer>0</answer> <answer>1 <answer> 2\n</answer> 3</answer> <answer>4") == "2"
-    assert answer_in(" 1 </answer> <answer>") == "1 </answer> <answer>"
+    assert extract_answer("<answer>0</answer> <answer>1 <answer> 2\n</answer> 3</answer> <answer>4") == "2"
+    assert extract_answer(" 1 </answer> <answer>") == "1 </answer> <answer>"
     begin = time.process_time()
     for text in ("<answer>" * (1 << 14), "</answer>" * (1 << 14), "<answer></answer>" * (1 << 13)):
-        answer_in(text)
+        extract_answer(text)
     assert time.process_time() - begin < 1.0
 
 
@@ -199,7 +199,7 @@ def test_a_curriculum_rises_and_resumes(tmp_path):
     assert has_curriculum("chain_sum")
     task = ReasoningGymCurriculum("chain_sum", raise_at=0.5, seed=2)
     stream = ProblemStream(task, 0)
-    first = stream.take(WINDOW)
+    first = stream.next_problems(CURRICULUM_WINDOW)
     assert all(problem.id.endswith("-level0") for problem in first)
     solved = [
         (problem, [("", task.grade(problem, problem.answer), ""), ("", task.grade(problem, "x"), "")])
@@ -207,7 +207,7 @@ def test_a_curriculum_rises_and_resumes(tmp_path):
     ]
     assert stream.observe(1, solved[:-1], tmp_path) == {"curriculum/chain_sum": 0.0}
     assert stream.observe(2, solved[-1:], tmp_path) == {"curriculum/chain_sum": 1.0}
-    harder = stream.take(4)
+    harder = stream.next_problems(4)
     assert all(problem.id.endswith("-level1") for problem in harder)
     # What was sampled for the level before says nothing about this one.
     assert stream.observe(3, solved, tmp_path) == {"curriculum/chain_sum": 1.0}

@@ -15,9 +15,9 @@ import yaml
 from helpers import recipe_runs as runs
 from torchtune_ext.cli.cli import main
 from torchtune_ext.run.folder import read_record
-from torchtune_ext.sweep.check import check
-from torchtune_ext.sweep.file import read_sweep, sweep_files
-from torchtune_ext.sweep.search import point_of
+from torchtune_ext.sweep.check import check_sweep
+from torchtune_ext.sweep.search import next_point
+from torchtune_ext.sweep.spec import read_sweep, sweep_files
 from torchtune_ext.telemetry.metrics import read_metrics
 
 SCHEMA = Path(sys.prefix) / "wandb_sweeps" / "sweeps" / "config" / "schema.json"
@@ -37,13 +37,13 @@ def warmed_up(tmp_path_factory):
 def points_of(name):
     """The file of a sweep, and what is known of its points before the first result."""
     sweep = read_sweep(FILES[name])
-    return sweep, [point_of(sweep, 0, number) for number in range(1 if sweep.method == "bayes" else sweep.runs)]
+    return sweep, [next_point(sweep, 0, number) for number in range(1 if sweep.method == "bayes" else sweep.num_runs)]
 
 
 def test_shipped_sweeps_cover_clip_lr_samples_staleness():
     assert list(FILES) == ["sweeps/tiny_clip", "sweeps/tiny_lr", "sweeps/tiny_samples", "sweeps/tiny_staleness"]
     sweep, points = points_of("sweeps/tiny_lr")
-    assert sweep.runs == 8 and 1.0e-3 in [point["optimizer.lr"] for point in points]
+    assert sweep.num_runs == 8 and 1.0e-3 in [point["optimizer.lr"] for point in points]
 
 
 @pytest.mark.skipif(not SCHEMA.is_file(), reason="W&B's schema is not here: `make test` brings it")
@@ -63,7 +63,7 @@ def test_sweep_points_all_fit_their_recipe(name, warmed_up, monkeypatch):
     monkeypatch.chdir(warmed_up)
     sweep, points = points_of(name)
     for point in points:
-        cfg = check(sweep, point, [], Path("out"))
+        cfg = check_sweep(sweep, point, [], Path("out"))
         assert cfg.output_dir == "out/run" and cfg.max_steps == point["max_steps"]
 
 
@@ -126,7 +126,7 @@ def test_concurrent_agent_runs_do_not_interfere(pair, warmed_up, monkeypatch, ca
         assert not list(folder.glob("old-*")) and (folder / "checkpoints" / "step_000001").is_dir()
         assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == [0, 1]
         sweep, points = points_of(name)
-        for each in sweep.drawn:
+        for each in sweep.varied_parameters:
             node = record["config"]
             for key in each.name.split("."):
                 node = node[key]

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from helpers import recipe_runs as runs
 from helpers.servers import Server, free_port
 from helpers.tiny_runs import write_tiny_model
+from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 from torchtune_ext.sampling.engine import Engine, EngineConfig
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -236,7 +236,7 @@ def test_blocks_in_fp8_travel_with_their_scales(machine, tmp_path):
         max_model_len=256,
         kv_cache_bytes=16 << 20,
         address=f"http://{machine.there}:8001",
-        quantization=policy.fp8.quantization_config(),
+        quantization=policy.fp8_plan.quantization_config(),
     )
     server = Server(str(source.path), config, tmp_path / "server.log", machine.inside)
     try:
@@ -249,7 +249,7 @@ def test_blocks_in_fp8_travel_with_their_scales(machine, tmp_path):
                     for i, param in enumerate(policy.model.parameters()):
                         param.mul_(1.0 + 0.03 * (i % 5)).add_(1e-3)
                 whole = named_hf_tensors(policy.model, source, torch.bfloat16)
-                sent = {name: t.clone() for name, t in fp8_hf_tensors(whole, policy.fp8, torch.bfloat16)}
+                sent = {name: t.clone() for name, t in fp8_hf_tensors(whole, policy.fp8_plan, torch.bfloat16)}
                 assert sum(t.dtype == torch.float8_e4m3fn for t in sent.values()) == 14
                 engine.publish(sent.items(), version)
                 assert engine.checksums() == [{name: checksum(tensor) for name, tensor in sent.items()}]

@@ -9,9 +9,9 @@ import pytest
 
 from helpers import recipe_runs as runs
 from helpers import wandb_reader
+from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 from torchtune_ext.telemetry.metrics import read_metrics
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
-from torchtune_ext.telemetry.sinks.wandb_sink import COLUMNS, clean
+from torchtune_ext.telemetry.sinks.wandb_sink import COLUMNS, clean_text
 
 pytest.importorskip("wandb")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -125,7 +125,7 @@ def test_wandb_step_has_its_own_sample_table(watched):
             sample = next(
                 s
                 for s in group.samples
-                if clean(s.text) == row["completion"] and math.isclose(s.score.reward, row["reward"], rel_tol=1e-5)
+                if clean_text(s.text) == row["completion"] and math.isclose(s.score.reward, row["reward"], rel_tol=1e-5)
             )
             assert math.isclose(row["advantage"], sample.advantage, rel_tol=1e-5)
             assert row["note"] == f"<b>{row['problem']}</b> ?" and row["outcome"] == "scored"

@@ -16,7 +16,7 @@ from table import GROUPS, MISTAKES
 from trying import ENGINE_STARTED, Forks, Mistake, attempt, full, make_place, warmup
 
 from helpers.tiny_runs import environment
-from torchtune_ext.run.errors import WITH_TRACEBACK
+from torchtune_ext.run.errors import TRACEBACK_VARIABLE
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.sampling.engine_args import on_cpu
 
@@ -119,7 +119,7 @@ def test_torchrun_usage_error_is_printed_once_and_first(place, tmp_path):
 
 
 def test_a_variable_shows_the_traceback(place, in_fork, tmp_path):
-    run = partial(in_fork, **{WITH_TRACEBACK: "1"})
+    run = partial(in_fork, **{TRACEBACK_VARIABLE: "1"})
     result = attempt(full("optimizer.lr=fast", ""), place, tmp_path / "run", run)
     assert result.status == 2 and "Traceback" in result.text and "in check_optimizer" in result.text, result
     assert result.text.splitlines()[-1].startswith("torchtune_ext.run.errors.Mistake: optimizer.lr='fast'")

@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 
 Message = dict[str, Any]
 Tool = Mapping[str, Any]  # the JSON schema of a function
@@ -37,23 +37,28 @@ CHATML = """\
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
 
-_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Private-use characters, which are in no vocabulary and in no real message.
-_MARK = "\ue0f1\ue0f2"
-_FIX = (
+_PLACEHOLDER = "\ue0f1\ue0f2"
+_TAG_HINT = (
     "Put {% generation %} and {% endgeneration %} around what the assistant writes (its text and the token that ends "
     "its turn) in a copy of the template, and name the copy in `template`; docs/tasks.md has an example."
 )
 
 
 # Arguments of `render_jinja_template`, and those that it gives to every template.
-_RENDERER = {*inspect.signature(render_jinja_template).parameters, "messages", "self", "compiled_template"} - {"kwargs"}
+_RENDERER_ARGUMENTS = {
+    *inspect.signature(render_jinja_template).parameters,
+    "messages",
+    "self",
+    "compiled_template",
+} - {"kwargs"}
 # Some templates (Mistral's) refuse a tool message without an id of nine letters or digits.
 _CALL_ID = "000000000"
-QUESTION = ({"role": "user", "content": "x"},)
+SAMPLE_QUESTION = ({"role": "user", "content": "x"},)
 
 
-class _NoCalls(tuple):
+class _EmptyToolCalls(tuple):
     """An empty list of tool calls that is true, so that a template renders its shortest assistant turn."""
 
     def __bool__(self) -> bool:
@@ -61,11 +66,11 @@ class _NoCalls(tuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnSpan:
     """The place of one assistant turn in a rendered conversation, in characters: start <= sampled <= end."""
 
     start: int  # first character after the header of the turn (where `{% generation %}` is)
-    sampled: int  # first character that is not in the generation prompt
+    sampled_start: int  # first character that is not in the generation prompt
     end: int  # one past the last character of the turn (where `{% endgeneration %}` is)
 
 
@@ -74,7 +79,7 @@ class Conversation:
     """A conversation rendered for training."""
 
     text: str  # the whole text, to be tokenized
-    turns: tuple[Turn, ...]  # one turn for each assistant message, in order
+    turns: tuple[TurnSpan, ...]  # one turn for each assistant message, in order
 
 
 class ChatTemplate:
@@ -90,12 +95,12 @@ class ChatTemplate:
     def __init__(self, source: str, name: str, special_tokens: dict[str, str], options: dict[str, Any] | None = None):
         self.source = source
         self.name = name
-        self.has_tags = bool(_TAG.search(source))
+        self.has_tags = bool(_GENERATION_TAG.search(source))
         self.options = options or {}
         self._variables = {**special_tokens, **self.options}
-        self._frames: dict[str, tuple[str, str]] = {}
-        if own := sorted(_RENDERER & set(self.options)):
-            raise Mistake(
+        self._frame_cache: dict[str, tuple[str, str]] = {}
+        if own := sorted(_RENDERER_ARGUMENTS & set(self.options)):
+            raise UsageError(
                 f"tokenizer.template_options.{own[0]}: `{own[0]}` is an argument of the renderer, not a variable of the "
                 "template; leave it out"
             )
@@ -103,7 +108,7 @@ class ChatTemplate:
             # A saved model has them in its template.
             json.dumps(self.options, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise Mistake(
+            raise UsageError(
                 f"tokenizer.template_options={self.options!r}: not JSON ({error}). Fix: use texts, finite numbers, true, "
                 "false, null, lists and mappings"
             ) from None
@@ -112,7 +117,7 @@ class ChatTemplate:
         """Returns the text that the template gives for `messages`. Raises ValueError if it refuses them."""
         return self._render(messages, tools, generation_prompt, tags=False)[0]
 
-    def conversation(
+    def render_conversation(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), generation_prompt: bool = False
     ) -> Conversation:
         """Returns the text to train on, with the place of each assistant turn.
@@ -126,18 +131,18 @@ class ChatTemplate:
             # A template with tags may still skip a turn or leave it empty. Training would miss it without a word.
             num_assistant = sum(message["role"] == "assistant" for message in messages)
             if len(spans) != num_assistant or any(start == end for start, end in spans):
-                raise self._no_place(
+                raise self._not_found_error(
                     f"a {{% generation %}} block with text in it for each of the {num_assistant} assistant messages, "
                     f"found {sum(end > start for start, end in spans)}"
                 )
         else:
-            text, spans = self._render_around(messages, tools, generation_prompt)
+            text, spans = self._render_by_turn(messages, tools, generation_prompt)
         # A turn's block may begin inside the generation prompt, whose rest the policy does not sample.
         prompt = self._frame_texts(messages)[0]
-        return Conversation(text, tuple(Turn(a, min(_after(text, a, prompt), b), b) for a, b in spans))
+        return Conversation(text, tuple(TurnSpan(a, min(_prompt_end(text, a, prompt), b), b) for a, b in spans))
 
-    def between_turns(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), problem: Sequence[Message] = QUESTION
+    def turn_boundary(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), problem: Sequence[Message] = SAMPLE_QUESTION
     ) -> str:
         """Returns the text between a turn's own and the next turn's: its end, `messages`, and the generation prompt.
 
@@ -149,14 +154,14 @@ class ChatTemplate:
         """
         # The turn before them is only a mark. So nothing that was sampled is rendered again, and the text is free of
         # what the template does with older turns.
-        mark = _unused_mark(problem)
+        mark = _unused_placeholder(problem)
         base = [*problem, {"role": "assistant", "content": mark}]
         _, found, after = self.render([*base, *messages], tools, generation_prompt=True).partition(mark)
         if not found:
-            raise self._no_place("an assistant's turn before further messages")
+            raise self._not_found_error("an assistant's turn before further messages")
         return after
 
-    def around_turns(
+    def split_at_turns(
         self, problem: Sequence[Message], messages: Sequence[Message], tools: Sequence[Tool] = ()
     ) -> list[str]:
         """Returns the text of a conversation with the generation prompt, cut behind each of the assistant's `messages`.
@@ -164,7 +169,7 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the messages, or leaves nothing of a turn.
         """
-        mark = _unused_mark([*problem, *messages])
+        mark = _unused_placeholder([*problem, *messages])
         turns = [message["role"] == "assistant" for message in messages]
         marked = [
             message | {"content": message["content"] + mark} if turn else message
@@ -172,7 +177,9 @@ class ChatTemplate:
         ]
         pieces = self.render([*problem, *marked], tools, generation_prompt=True).split(mark)
         if len(pieces) != 1 + sum(turns):
-            raise self._no_place(f"the end of each of the assistant's {sum(turns)} turns before further messages")
+            raise self._not_found_error(
+                f"the end of each of the assistant's {sum(turns)} turns before further messages"
+            )
         return pieces
 
     def _render(self, messages, tools, generation_prompt, tags) -> tuple[str, list[tuple[int, int]]]:
@@ -191,13 +198,13 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, AttributeError, KeyError) as error:
             roles = [message.get("role") for message in messages]
-            raise Mistake(
+            raise UsageError(
                 f"chat template {self.name!r} cannot render messages with roles {roles}: {type(error).__name__}: "
                 f"{error}. Change the messages, or give a template of your own in `template`."
             ) from error
         return texts[0], [(begin, end) for begin, end in spans[0]] if tags else []
 
-    def _render_around(self, messages, tools, generation_prompt) -> tuple[str, list[tuple[int, int]]]:
+    def _render_by_turn(self, messages, tools, generation_prompt) -> tuple[str, list[tuple[int, int]]]:
         """Joins the turns, each rendered as the newest message, and the texts between them."""
         header = self._frame_texts(messages)[1]
         pieces: list[str] = []
@@ -206,80 +213,86 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            between = self._between(messages, previous, index, tools, False)
+            between = self._render_between(messages, previous, index, tools, False)
             before, after = self.render(messages[:index], tools), self.render(messages[: index + 1], tools)
             # The turn can be cut out only if the template leaves all before it as it was.
             turn = after[len(before) :]
             if not after.startswith(before) or not turn.startswith(header):
-                raise self._no_place(
+                raise self._not_found_error(
                     f"the turn of message {index} (assistant) after the text of the messages before it, beginning with "
                     f"{header!r}; the template writes {after[-200:]!r}"
                 )
-            _check_nothing_lost(self.name, index, message, turn)
+            _require_content_kept(self.name, index, message, turn)
             spans.append((length + len(between) + len(header), length + len(between) + len(turn)))
             pieces += [between, turn]
             length, previous = spans[-1][1], index
-        return "".join(pieces) + self._between(messages, previous, len(messages), tools, generation_prompt), spans
+        return "".join(pieces) + self._render_between(
+            messages, previous, len(messages), tools, generation_prompt
+        ), spans
 
-    def _between(self, messages, previous: int, index: int, tools, generation_prompt: bool) -> str:
+    def _render_between(self, messages, previous: int, index: int, tools, generation_prompt: bool) -> str:
         """Returns the text after assistant message `previous` (-1: none) and before message `index`."""
         if index == previous + 1 and not generation_prompt:
             return ""
-        now = self.render(messages[:index], tools, generation_prompt)
+        later = self.render(messages[:index], tools, generation_prompt)
         if previous < 0:
-            return now
-        then = self.render(messages[: previous + 1], tools)
-        if now.startswith(then):
-            return now[len(then) :]
+            return later
+        earlier = self.render(messages[: previous + 1], tools)
+        if later.startswith(earlier):
+            return later[len(earlier) :]
         # The template rewrites earlier turns, so the two texts differ before the end of the turn. A mark in place of
         # the turn's text shows where that is in each of them.
         marked = {key: value for key, value in messages[previous].items() if key != "reasoning_content"}
-        marked["content"] = _MARK
+        marked["content"] = _PLACEHOLDER
         past = [*messages[:previous], marked]
-        now = self.render([*past, *messages[previous + 1 : index]], tools, generation_prompt).rpartition(_MARK)
-        then = self.render(past, tools).rpartition(_MARK)
-        if not now[2].startswith(then[2]):
-            raise self._no_place(f"the end of the turn of message {previous} (assistant): {then[2]!r} after its text")
-        return now[2][len(then[2]) :]
+        later = self.render([*past, *messages[previous + 1 : index]], tools, generation_prompt).rpartition(_PLACEHOLDER)
+        earlier = self.render(past, tools).rpartition(_PLACEHOLDER)
+        if not later[2].startswith(earlier[2]):
+            raise self._not_found_error(
+                f"the end of the turn of message {previous} (assistant): {earlier[2]!r} after its text"
+            )
+        return later[2][len(earlier[2]) :]
 
     def _frame_texts(self, conversation: Sequence[Message]) -> tuple[str, str]:
         """Returns the generation prompt, and the header: the part of it that begins *every* form of a turn."""
         # They may depend on the system prompt: SmolLM3 reads /no_think in it.
         system = list(takewhile(lambda message: message["role"] == "system", conversation))
-        if (frame := self._frames.get(str(system))) is not None:
+        if (frame := self._frame_cache.get(str(system))) is not None:
             return frame
         # Qwen2.5 writes the newline after "assistant" together with what follows, so its shortest turn has no newline,
         # and the header is shorter than the prompt. Hence three forms: plain, with a thought, and with tool calls only.
-        messages = [*system, *QUESTION]
+        messages = [*system, *SAMPLE_QUESTION]
         before, prompt = self.render(messages), self.render(messages, generation_prompt=True)
         if not prompt.startswith(before):
-            raise self._no_place("a generation prompt behind the user's message (variable `add_generation_prompt`)")
+            raise self._not_found_error(
+                "a generation prompt behind the user's message (variable `add_generation_prompt`)"
+            )
         prompt = prompt[len(before) :]
         forms = [self.render([*messages, {"role": "assistant", "content": "x"}])]
-        for extra in ({"content": "<think>\nx\n</think>\n\ny"}, {"content": "", "tool_calls": _NoCalls()}):
+        for extra in ({"content": "<think>\nx\n</think>\n\ny"}, {"content": "", "tool_calls": _EmptyToolCalls()}):
             try:
                 forms.append(self.render([*messages, {"role": "assistant", **extra}]))
             except ValueError:
                 # This template has no such form.
                 continue
         if not all(form.startswith(before) for form in forms):
-            raise self._no_place("the assistant's turn behind an unchanged user message")
+            raise self._not_found_error("the assistant's turn behind an unchanged user message")
         frame = prompt, commonprefix([prompt, *(form[len(before) :] for form in forms)])
-        return self._frames.setdefault(str(system), frame)
+        return self._frame_cache.setdefault(str(system), frame)
 
-    def _no_place(self, looked_for: str) -> Mistake:
-        return Mistake(f"chat template {self.name!r}: looked for {looked_for}, and it is not there. {_FIX}")
+    def _not_found_error(self, looked_for: str) -> UsageError:
+        return UsageError(f"chat template {self.name!r}: looked for {looked_for}, and it is not there. {_TAG_HINT}")
 
 
-def _unused_mark(messages: Sequence[Message]) -> str:
+def _unused_placeholder(messages: Sequence[Message]) -> str:
     """Returns a mark that no message contains: a policy may sample anything, also the mark."""
-    mark = _MARK
+    mark = _PLACEHOLDER
     while any(mark in str(message.get("content")) for message in messages):
-        mark += _MARK
+        mark += _PLACEHOLDER
     return mark
 
 
-def _after(text: str, start: int, prompt: str) -> int:
+def _prompt_end(text: str, start: int, prompt: str) -> int:
     """Returns the end of the generation prompt that covers or touches `start` in `text`, or `start` without one."""
     for overlap in range(min(len(prompt), start), -1, -1):
         if text.startswith(prompt, start - overlap):
@@ -287,12 +300,12 @@ def _after(text: str, start: int, prompt: str) -> int:
     return start
 
 
-def _check_nothing_lost(name: str, index: int, message: Message, turn: str) -> None:
+def _require_content_kept(name: str, index: int, message: Message, turn: str) -> None:
     """Raises ValueError if text of the message is missing in the turn: the model could not learn it."""
     content = message.get("content")
     # Templates strip white space, which is no loss.
     if isinstance(content, str) and "".join(content.split()) not in "".join(turn.split()):
-        raise Mistake(
+        raise UsageError(
             f"chat template {name!r} drops part of the content of message {index} (assistant), even where it is the "
-            f"newest message; its turn is {turn[-200:]!r}. {_FIX}"
+            f"newest message; its turn is {turn[-200:]!r}. {_TAG_HINT}"
         )

@@ -12,18 +12,18 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.chat.templates import CHATML, QUESTION, ChatTemplate, Message, Tool
-from torchtune_ext.run.errors import FileMistake, Mistake
-from torchtune_ext.run.json_files import read_object, require_no_pointer
+from torchtune_ext.chat.templates import CHATML, SAMPLE_QUESTION, ChatTemplate, Message, Tool
+from torchtune_ext.run.errors import UsageError, UsageFileError
+from torchtune_ext.run.json_files import read_json_object, require_no_lfs_pointer
 
 __all__ = ["CHATML", "ChatTokenizer"]
 
-HISTORIES = ("sampled", "template")
+HISTORY_MODES = ("sampled", "template")
 _OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
 # Tokens: enough for "<think>" and white space even if every character is a token.
 _LONGEST_OPENING = 16
 # Marks that graders and environments read. In some models they are special tokens.
-_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+_READABLE_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 class ChatTokenizer:
@@ -48,8 +48,8 @@ class ChatTokenizer:
         template_options: dict[str, Any] | None = None,
         history: str = "sampled",
     ):
-        if history not in HISTORIES:
-            raise Mistake(
+        if history not in HISTORY_MODES:
+            raise UsageError(
                 f"tokenizer.history={history!r}: use 'sampled', where a turn follows all that was sampled before it, or "
                 "'template', where it follows what the template leaves of that. Either way a turn is trained in the context in "
                 "which it was sampled; dropping thoughts only in training would judge tokens by a context that they never had"
@@ -62,7 +62,7 @@ class ChatTokenizer:
         self._special_ids = set(self._tokenizer.all_special_ids)
         self._special_ids |= {i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         names = self._tokenizer.convert_ids_to_tokens
-        self._unread_ids = {i for i in self._special_ids if names(i) not in _MARKS}
+        self._hidden_token_ids = {i for i in self._special_ids if names(i) not in _READABLE_TOKENS}
         # Ids may have gaps, so the number of tokens can be smaller.
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         self.stop_token_ids = self._find_stop_token_ids()
@@ -74,8 +74,12 @@ class ChatTokenizer:
         """Returns the prompt that the engine completes: the ids [P] of the messages and of the generation prompt."""
         return self.encode(self.template.render(messages, tools, generation_prompt=True))
 
-    def between_turns_ids(
-        self, messages: Sequence[Message], end: int, tools: Sequence[Tool] = (), problem: Sequence[Message] = QUESTION
+    def turn_boundary_ids(
+        self,
+        messages: Sequence[Message],
+        end: int,
+        tools: Sequence[Tool] = (),
+        problem: Sequence[Message] = SAMPLE_QUESTION,
     ) -> list[int]:
         """Returns the ids to append to a sampled turn: the rest of its end, `messages`, and the next generation prompt.
 
@@ -87,7 +91,7 @@ class ChatTokenizer:
         Raises:
             ValueError: the template cannot render `messages` after a turn of the assistant.
         """
-        return self._after_turn(self.template.between_turns(messages, tools, problem), end)
+        return self._continuation_ids(self.template.turn_boundary(messages, tools, problem), end)
 
     def context_ids(
         self,
@@ -106,7 +110,7 @@ class ChatTokenizer:
         Raises:
             ValueError: the template cannot render the messages, or leaves nothing of a turn.
         """
-        first, *others = self.template.around_turns(problem, messages, tools)
+        first, *others = self.template.split_at_turns(problem, messages, tools)
         texts = [message["content"] for message in messages if message["role"] == "assistant"]
         ids: list[int] = []
         text, end = first, None
@@ -125,11 +129,11 @@ class ChatTokenizer:
                     break
                 start += 1
             # Kept text before that place, such as the rest of a token that the template cuts, is encoded anew.
-            ids += [*self._after_turn(text[: len(text) - len(rest)], end), *turn[start:]]
+            ids += [*self._continuation_ids(text[: len(text) - len(rest)], end), *turn[start:]]
             text, end = after, turn[-1]
-        return ids + self._after_turn(text, end)
+        return ids + self._continuation_ids(text, end)
 
-    def _after_turn(self, text: str, end: int | None) -> list[int]:
+    def _continuation_ids(self, text: str, end: int | None) -> list[int]:
         """Returns the ids of a text that follows a turn with the last token `end`, or follows nothing (None)."""
         ids = self.encode(text)
         # The template's text begins with the token that ends a turn, maybe behind white space and other special tokens.
@@ -139,7 +143,7 @@ class ChatTokenizer:
         ended = head >= 0 and ids[head] == end and not self.decode(ids[:head]).strip()
         return ids[head + 1 :] if ended else ids
 
-    def opened_thought(self, prompt_ids: Sequence[int]) -> str:
+    def thought_prefix(self, prompt_ids: Sequence[int]) -> str:
         """Returns the "<think>" and the white space after it if a prompt ends with them, otherwise ""."""
         # The policy samples only the rest of such a thought. With this text in front, the text of a completion is the
         # whole turn, as from a model that samples "<think>" itself.
@@ -165,8 +169,8 @@ class ChatTokenizer:
         Raises:
             ValueError: an assistant turn cannot be found in the text, or the template drops a part of it.
         """
-        conversation = self.template.conversation(messages, tools, add_generation_prompt)
-        ids, offsets = self._encode_cut(conversation.text, [])
+        conversation = self.template.render_conversation(messages, tools, add_generation_prompt)
+        ids, offsets = self._encode_pieces(conversation.text, [])
         mask = [False] * len(ids)
         # For the templates of Qwen the block includes the newline after a turn, and for Qwen2.5 also the one before it.
         if not sampled_only:
@@ -176,16 +180,16 @@ class ChatTokenizer:
             return ids, mask
         # The engine samples behind the ids that a prompt has by itself. If the turn behind it would change them (a
         # token across the seam, for one), the text is cut at the seam, and each piece is encoded by itself.
-        seams = sorted({turn.sampled for turn in conversation.turns})
+        seams = sorted({turn.sampled_start for turn in conversation.turns})
         text = conversation.text
         prompts = [[token for token, (_, end) in zip(ids, offsets, strict=True) if end <= seam] for seam in seams]
         cuts = [seam for seam, prompt in zip(seams, prompts, strict=True) if prompt != self.encode(text[:seam])]
         if cuts:
-            ids, offsets = self._encode_cut(text, cuts)
+            ids, offsets = self._encode_pieces(text, cuts)
             mask = [False] * len(ids)
         for turn in conversation.turns:
             # The engine stops at the token that ends the turn, so what the template writes behind it was never sampled.
-            inside = [t for t, (begin, _) in enumerate(offsets) if turn.sampled <= begin < turn.end]
+            inside = [t for t, (begin, _) in enumerate(offsets) if turn.sampled_start <= begin < turn.end]
             stops = [t for t in inside if ids[t] in self.stop_token_ids]
             for t in inside:
                 mask[t] = not stops or t <= stops[-1]
@@ -200,30 +204,30 @@ class ChatTokenizer:
             # JSON may hold half of a surrogate pair, which tokenizers refuse without a name.
             if half := re.search("[\ud800-\udfff]", text):
                 near = text[max(0, half.start() - 30) : half.end()]
-                raise Mistake(f"half of a character at the end of {near!r}; write all of it, or remove it") from None
+                raise UsageError(f"half of a character at the end of {near!r}; write all of it, or remove it") from None
             raise
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of sampled ids, for graders and people, never for training."""
         # Of special tokens, only the marks of thoughts and tool calls are in it.
         return self._tokenizer.decode(
-            [int(i) for i in ids if int(i) not in self._unread_ids],
+            [int(i) for i in ids if int(i) not in self._hidden_token_ids],
             skip_special_tokens=False,
             clean_up_tokenization_spaces=False,
         )
 
-    def spell(self, ids: Sequence[int]) -> str:
+    def decode_all(self, ids: Sequence[int]) -> str:
         """Returns the text of all ids, special tokens among them: what the model reads."""
         return self._tokenizer.decode(
             list(map(int, ids)), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
-    def tokens_from(self, first: int) -> list[str]:
+    def tokens_from_id(self, first: int) -> list[str]:
         """Returns the tokens with this id or a higher one, in the order of their ids."""
         vocabulary = self._tokenizer.get_vocab()
         return sorted((token for token, i in vocabulary.items() if i >= first), key=vocabulary.get)
 
-    def _encode_cut(self, text: str, cuts: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    def _encode_pieces(self, text: str, cuts: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
         """Encodes each piece of a text between the cuts by itself. Returns the ids and their character spans."""
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
@@ -239,12 +243,12 @@ class ChatTokenizer:
         if template is None:
             source = named.get("default")
             if own and source is None:
-                raise Mistake(
+                raise UsageError(
                     f"{str(self.path)!r} holds the chat templates {', '.join(named)} and no `default`; set tokenizer.template "
                     "to one of these names"
                 )
             if not source:
-                raise Mistake(
+                raise UsageError(
                     f"no chat template in {str(self.path)!r} (chat_template.jinja, or `chat_template` in "
                     "tokenizer_config.json); set `template` to a Jinja file, or to 'chatml' for the built-in one"
                 )
@@ -256,7 +260,7 @@ class ChatTokenizer:
         if "{%" in template or "{{" in template:
             return "given as text", template
         if not Path(template).is_file():
-            raise Mistake(f"template={template!r} is neither a file nor 'chatml' nor a Jinja text; give one of them")
+            raise UsageError(f"template={template!r} is neither a file nor 'chatml' nor a Jinja text; give one of them")
         return template, Path(template).read_text(encoding="utf-8")
 
     def _find_stop_token_ids(self) -> tuple[int, ...]:
@@ -265,19 +269,19 @@ class ChatTokenizer:
         ids: list[int | None] = [self._tokenizer.eos_token_id]
         for name in ("generation_config.json", "config.json"):
             file = self.path / name
-            given = read_object(file).get("eos_token_id") if file.is_file() else None
+            given = read_json_object(file).get("eos_token_id") if file.is_file() else None
             given = given if isinstance(given, list) else [given]
             if wrong := [
                 i for i in given if i is not None and (not isinstance(i, int) or isinstance(i, bool) or i < 0)
             ]:
-                raise Mistake(
+                raise UsageError(
                     f"{file} says eos_token_id={wrong[0]!r}; expected the id of a token, a list of ids, or null. Write the id "
                     "that tokenizer.json gives to the token that ends a turn"
                 )
             ids += given
         stop_ids = tuple(dict.fromkeys(i for i in [*ids, self._turn_end_id()] if i is not None))
         if not stop_ids:
-            raise Mistake(
+            raise UsageError(
                 f"{str(self.path)!r} names no end token: no `eos_token` in tokenizer_config.json, no `eos_token_id` in "
                 f"generation_config.json, and template {self.template.name!r} ends no turn with one; add one"
             )
@@ -286,36 +290,38 @@ class ChatTokenizer:
     def _turn_end_id(self) -> int | None:
         """Returns the last special token of an assistant turn, or None if the template has no such turn or token."""
         try:
-            conversation = self.template.conversation(
+            conversation = self.template.render_conversation(
                 [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
             )
         except ValueError:
             # The template is only for prompts. `conversation_ids` gives the reason if it is called.
             return None
         turn = conversation.turns[-1]
-        ends = [i for i in self.encode(conversation.text[turn.sampled : turn.end]) if i in self._special_ids]
+        ends = [i for i in self.encode(conversation.text[turn.sampled_start : turn.end]) if i in self._special_ids]
         return ends[-1] if ends else None
 
 
 def _load_tokenizer(path: Path):
     """Loads the fast tokenizer of a directory."""
     if not path.is_dir():
-        raise FileMistake(f"path={str(path)!r} is not a directory; give a downloaded Hugging Face model directory")
+        raise UsageFileError(f"path={str(path)!r} is not a directory; give a downloaded Hugging Face model directory")
     # Importing PreTrainedTokenizerFast takes 0.5 s and no torch, AutoTokenizer takes 2.4 s.
     if (path / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast as Loader
     elif (path / "vocab.json").is_file() or (path / "tokenizer.model").is_file():
         from transformers import AutoTokenizer as Loader
     else:
-        raise FileMistake(f"no tokenizer.json in {str(path)!r}; give a Hugging Face model directory with its tokenizer")
+        raise UsageFileError(
+            f"no tokenizer.json in {str(path)!r}; give a Hugging Face model directory with its tokenizer"
+        )
     try:
         return Loader.from_pretrained(path, local_files_only=True)
     except Exception as error:  # tokenizers raises bare exceptions
         # The error rarely names a file. Only now is the time spent to read them all.
         for file in sorted(path.iterdir()):
-            require_no_pointer(file)
+            require_no_lfs_pointer(file)
         for file in sorted(path.glob("*token*.json")):
-            read_object(file)
-        raise FileMistake(
+            read_json_object(file)
+        raise UsageFileError(
             f"the tokenizer in {str(path)!r} cannot be loaded ({type(error).__name__}: {error}); download its files again"
         ) from error

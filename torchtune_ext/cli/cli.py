@@ -10,13 +10,13 @@ from importlib.util import find_spec
 
 from torchtune_ext import __version__
 from torchtune_ext.cli import plugin
-from torchtune_ext.run.catalog import config_path, folder, recipe_files
-from torchtune_ext.run.errors import nearest, shown
+from torchtune_ext.run.catalog import config_path, package_folder, recipe_files
+from torchtune_ext.run.errors import closest_match, report_errors
 from torchtune_ext.run.terminal import replace_unencodable
 
 # Each word has a module with add_arguments(parser) and main(args), and one line of help. The module is imported only
 # when its word is used, so that the packages of the others may be missing and cost no time.
-OWN_WORDS = {
+OWN_COMMANDS = {
     "doctor": ("torchtune_ext.cli.doctor", "check this environment and print what to change"),
     "bench": ("torchtune_ext.measured.cli", "compile, verify and time programs in C"),
     "clue": ("torchtune_ext.tasks.temporal_clue.cli", "make and grade Temporal Clue puzzles"),
@@ -24,20 +24,20 @@ OWN_WORDS = {
     "install-engine": ("torchtune_ext.cli.engine_install", "install the vLLM of this machine beside this package"),
     "config": ("torchtune_ext.cli.config", "list the config keys of a recipe: config [RECIPE] [KEY] [--schema]"),
     "presets": ("torchtune_ext.settings.presets", "list the published methods, or print one: presets [NAME]"),
-    "ray": ("torchtune_ext.cluster.on_ray", "start a run on an existing Ray cluster, with vLLM servers beside it"),
+    "ray": ("torchtune_ext.cluster.ray_command", "start a run on an existing Ray cluster, with vLLM servers beside it"),
     "report": ("torchtune_ext.telemetry.report", "write the HTML report of a run, or of several: report RUN [RUN ...]"),
     "serve": ("torchtune_ext.cli.serve", "start vLLM's server for a run: serve --config CONFIG [--print]"),
     "sweep": (
         "torchtune_ext.cli.sweep",
         "run a sweep in W&B's format: sweep FILE [--jobs N] [--out DIR] [key=value ...]",
     ),
-    "sweeps": ("torchtune_ext.sweep.file", "list the sweeps, or print one: sweeps [NAME]"),
+    "sweeps": ("torchtune_ext.sweep.spec", "list the sweeps, or print one: sweeps [NAME]"),
 }
 # The main of these also takes the words that their parser does not know.
-PASSED_ON = {"serve", "sweep"}
+PASSTHROUGH_COMMANDS = {"serve", "sweep"}
 ALIASES = {"knobs": "config"}
 # They work here even if another `tune` (that of Ray) is first on PATH, or Python reads no start-up files.
-TUNE_WORDS = {
+TUNE_COMMANDS = {
     "ls": "list recipes and configs",
     "cp": "copy a recipe or a config to edit it",
     "cat": "print a config",
@@ -47,20 +47,20 @@ TUNE_WORDS = {
 }
 
 
-def usage() -> str:
+def usage_text() -> str:
     """The help text."""
     lines = ["usage: torchtune-ext WORD [ARGUMENTS ...]", "", "words of torchtune-ext:"]
-    lines += [f"  {word:<15}{text}" for word, (_, text) in OWN_WORDS.items()]
+    lines += [f"  {word:<15}{text}" for word, (_, text) in OWN_COMMANDS.items()]
     lines += ["", "words of torchtune's `tune`:"]
-    lines += [f"  {word:<15}{text}" for word, text in TUNE_WORDS.items()]
+    lines += [f"  {word:<15}{text}" for word, text in TUNE_COMMANDS.items()]
     lines += ["", "`torchtune-ext WORD --help` says more about one of them."]
     return "\n".join(lines)
 
 
-def run_own(word: str, rest: Sequence[str]) -> int:
+def run_own_command(command: str, rest: Sequence[str]) -> int:
     """Runs one of our subcommands with the arguments `rest`, and returns the exit status."""
-    name, text = OWN_WORDS[word]
-    with shown():
+    name, text = OWN_COMMANDS[command]
+    with report_errors():
         module = import_module(name)
     # A shell reads ~ at the beginning of a word, but not in `--out=~/x`.
     rest = [
@@ -68,21 +68,23 @@ def run_own(word: str, rest: Sequence[str]) -> int:
         for word in rest
     ]
     # With abbreviations, an option that is meant for vLLM could be taken for the beginning of one of ours.
-    parser = argparse.ArgumentParser(prog=f"torchtune-ext {word}", description=text, allow_abbrev=word not in PASSED_ON)
+    parser = argparse.ArgumentParser(
+        prog=f"torchtune-ext {command}", description=text, allow_abbrev=command not in PASSTHROUGH_COMMANDS
+    )
     module.add_arguments(parser)
-    if word in PASSED_ON:
+    if command in PASSTHROUGH_COMMANDS:
         arguments = parser.parse_known_args(rest)
     else:
         arguments = (parser.parse_args(rest),)
 
     def work() -> int | None:
-        with shown():
+        with report_errors():
             return module.main(*arguments)
 
-    return until_closed(work)
+    return run_until_closed(work)
 
 
-def until_closed(work: Callable[[], int | None]) -> int:
+def run_until_closed(work: Callable[[], int | None]) -> int:
     """Returns the status that `work` returns, or 0 if the reader of stdout goes away meanwhile."""
     try:
         status = work() or 0
@@ -95,23 +97,25 @@ def until_closed(work: Callable[[], int | None]) -> int:
     return status
 
 
-def run_tune(words: Sequence[str]) -> int:
+def run_tune(arguments: Sequence[str]) -> int:
     """Calls torchtune's command line and returns the exit status."""
     if find_spec("torchtune") is None:
         print('torchtune-ext: torchtune is not installed; run: pip install "torchtune==0.6.1"', file=sys.stderr)
         return 1
     plugin.install()
-    words = list(words)
+    arguments = list(arguments)
     # torchtune's `validate` takes only paths, so names of configs are replaced by theirs.
-    if words[0] == "validate":
-        with shown():
-            words[1:] = [word if word.startswith("-") or "=" in word else config_path(word) for word in words[1:]]
+    if arguments[0] == "validate":
+        with report_errors():
+            arguments[1:] = [
+                word if word.startswith("-") or "=" in word else config_path(word) for word in arguments[1:]
+            ]
     # torchtune reads `sys.argv` itself, also to count the options of torchrun.
-    sys.argv = ["tune", *words]
+    sys.argv = ["tune", *arguments]
     from torchtune._cli.tune import main as tune_main
 
-    if words[0] != "run":
-        return until_closed(tune_main)
+    if arguments[0] != "run":
+        return run_until_closed(tune_main)
     # A run goes on without a reader by itself, and another pipe that breaks in it is an error.
     tune_main()
     return 0
@@ -122,22 +126,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     replace_unencodable()
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(usage())
+        print(usage_text())
         return 0
-    word, *rest = argv
-    word = ALIASES.get(word, word)
-    if word == "--version":
+    command, *rest = argv
+    command = ALIASES.get(command, command)
+    if command == "--version":
         print(f"torchtune-ext {__version__}")
         return 0
-    if word in OWN_WORDS:
-        return run_own(word, rest)
-    if word in TUNE_WORDS:
+    if command in OWN_COMMANDS:
+        return run_own_command(command, rest)
+    if command in TUNE_COMMANDS:
         return run_tune(argv)
-    recipes = [recipe.name for recipe in recipe_files(folder("recipes"), folder("configs"))]
+    recipes = [recipe.name for recipe in recipe_files(package_folder("recipes"), package_folder("configs"))]
     # A recipe needs the word `run` before it.
-    near = nearest(word, [*OWN_WORDS, *TUNE_WORDS, *recipes])
+    near = closest_match(command, [*OWN_COMMANDS, *TUNE_COMMANDS, *recipes])
     hint = f"; did you mean {'run ' * (near in recipes)}{near}?" if near else ""
-    print(f"torchtune-ext: no such word: {word}{hint}\n\n{usage()}", file=sys.stderr)
+    print(f"torchtune-ext: no such word: {command}{hint}\n\n{usage_text()}", file=sys.stderr)
     return 2
 
 

@@ -20,17 +20,17 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from torchtune_ext.run.catalog import folder, recipe_files
-from torchtune_ext.run.errors import Mistake, nearest
-from torchtune_ext.run.terminal import width
-from torchtune_ext.settings.components import Component, recipe_module
-from torchtune_ext.settings.kinds import alternatives, expected
+from torchtune_ext.run.catalog import package_folder, recipe_files
+from torchtune_ext.run.errors import UsageError, closest_match
+from torchtune_ext.run.terminal import terminal_width
+from torchtune_ext.settings.components import Component, import_recipe
 from torchtune_ext.settings.records import nested_record, option_fields
+from torchtune_ext.settings.yaml_types import expected_text, union_members
 
-RECIPE = "grpo_full"  # the recipe if no word names one
-_LONGEST_DEFAULT = 24  # characters
+DEFAULT_RECIPE = "grpo_full"  # the recipe if no word names one
+_MAX_DEFAULT_CHARS = 24  # characters
 _REFERENCE = {"type": "string", "pattern": r"\$\{.+\}"}
-REQUIRED = "(required)"  # shown as the default of a key without one
+REQUIRED_MARK = "(required)"  # shown as the default of a key without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +44,21 @@ class Option:
     component: bool = False  # whether `_component_` names a class
 
 
-def is_recipe(word: str) -> bool:
+def is_recipe(name: str) -> bool:
     """Tells whether a word is a recipe: the name of one of ours, or a file."""
-    ours = {recipe.name for recipe in recipe_files(folder("recipes"), folder("configs"))}
-    return word in ours or word.endswith(".py")
+    ours = {recipe.name for recipe in recipe_files(package_folder("recipes"), package_folder("configs"))}
+    return name in ours or name.endswith(".py")
 
 
 def config_class(recipe: str) -> type:
     """Returns the class `Config` of a recipe, one of ours by name or another by file. Raises Mistake without one."""
-    config: Any = getattr(recipe_module(recipe, ""), "Config", None)
+    config: Any = getattr(import_recipe(recipe, ""), "Config", None)
     if not hasattr(config, "__pydantic_fields__"):
-        raise Mistake(f"{recipe}: not a recipe; expected a pydantic dataclass `Config` in it")
+        raise UsageError(f"{recipe}: not a recipe; expected a pydantic dataclass `Config` in it")
     return config
 
 
-def options_of(record: type, default: Any = None, prefix: str = "") -> list[Option]:
+def list_options(record: type, default: Any = None, prefix: str = "") -> list[Option]:
     """Returns the keys of a record, with the defaults of the instance `default` if one is given."""
     options = []
     for name, field in option_fields(record).items():
@@ -67,25 +67,25 @@ def options_of(record: type, default: Any = None, prefix: str = "") -> list[Opti
         description = field.description or ""
         if (nested := nested_record(field)) is not None:
             options.append(Option(f"{prefix}{name}", "{...}", "a mapping", description))
-            options += options_of(nested, None if required else value, f"{prefix}{name}.")
+            options += list_options(nested, None if required else value, f"{prefix}{name}.")
         else:
-            component = Component in alternatives(field.annotation)
-            text = REQUIRED if required else as_yaml(value)
-            values = expected(field)
+            component = Component in union_members(field.annotation)
+            text = REQUIRED_MARK if required else format_yaml(value)
+            values = expected_text(field)
             # A description need not repeat the words that a key takes.
             description += f" ({values})" if "'" in values else ""
             options.append(Option(f"{prefix}{name}", text, values, description, component))
     return options
 
 
-def listing(words: Sequence[str]) -> tuple[str, list[Option]]:
+def find_options(words: Sequence[str]) -> tuple[str, list[Option]]:
     """Returns a title and the keys that the words ask for. Raises Mistake for an unknown word."""
-    recipe, rest = RECIPE, list(words)
+    recipe, rest = DEFAULT_RECIPE, list(words)
     if rest and is_recipe(rest[0]):
         recipe = rest.pop(0)
     if len(rest) > 1:
-        raise Mistake(f"{' '.join(words)}: give a recipe, a config key, or both, as in: {RECIPE} engine")
-    options = options_of(config_class(recipe))
+        raise UsageError(f"{' '.join(words)}: give a recipe, a config key, or both, as in: {DEFAULT_RECIPE} engine")
+    options = list_options(config_class(recipe))
     if not rest:
         parts = ", ".join(option.name for option in options if option.component)
         return (
@@ -103,35 +103,35 @@ def listing(words: Sequence[str]) -> tuple[str, list[Option]]:
         component = any(option.component for option in found)
         arguments = " `python -m pydoc CLASS` shows the arguments of its class" if component else ""
         return f"{recipe}, {word}:{arguments}", found
-    recipes = [each.name for each in recipe_files(folder("recipes"), folder("configs"))]
+    recipes = [each.name for each in recipe_files(package_folder("recipes"), package_folder("configs"))]
     # Of two names that are equally near, the one that is less deeply nested is the likelier.
     names = sorted((option.name for option in options), key=lambda name: name.count("."))
-    near = nearest(word, [*recipes, *names])
+    near = closest_match(word, [*recipes, *names])
     of = f"{recipe} {word.partition('.')[0]}" if "." in word else recipe
     hint = f"did you mean {near}?" if near else f"`torchtune-ext config {of}` lists the keys"
-    raise Mistake(f"{word}: neither a recipe nor a config key of {recipe}; {hint}")
+    raise UsageError(f"{word}: neither a recipe nor a config key of {recipe}; {hint}")
 
 
-def rendered(title: str, options: Sequence[Option], width: int | None = None) -> str:
+def format_options(title: str, options: Sequence[Option], width: int | None = None) -> str:
     """Returns keys under their title as text, in lines of `width` characters. None: one line per key, for grep."""
-    lines = _wrapped(title, width) if width else [title]
+    lines = _wrap_text(title, width) if width else [title]
     names = max(len(option.name) for option in options)
-    defaults = max(len(_short(option.default)) for option in options)
+    defaults = max(len(_shorten(option.default)) for option in options)
     for option in options:
-        head = f"  {option.name:<{names}}  {_short(option.default):<{defaults}}  "
+        head = f"  {option.name:<{names}}  {_shorten(option.default):<{defaults}}  "
         # On a narrow terminal the text overflows rather than becoming a column of single words.
         room = max(30, width - len(head)) if width else max(1, len(option.description))
-        first, *more = _wrapped(option.description, room)
+        first, *more = _wrap_text(option.description, room)
         lines += [(head + first).rstrip(), *(" " * len(head) + line for line in more)]
     return "\n".join(lines)
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def _wrap_text(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, break_on_hyphens=False) or [""]
 
 
-def _short(default: str) -> str:
-    return default if len(default) <= _LONGEST_DEFAULT else default[: _LONGEST_DEFAULT - 3] + "..."
+def _shorten(default: str) -> str:
+    return default if len(default) <= _MAX_DEFAULT_CHARS else default[: _MAX_DEFAULT_CHARS - 3] + "..."
 
 
 def json_schema(record: type) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def json_schema(record: type) -> dict[str, Any]:
     definitions = schema.get("$defs", {})
     for name, field in option_fields(record).items():
         nested = nested_record(field)
-        bare = getattr(nested, "BARE", None)
+        bare = getattr(nested, "SHORTHAND_KEY", None)
         if nested is not None and bare is not None:
             plain = definitions[nested.__name__]["properties"][bare]
             schema["properties"][name] = {
@@ -172,7 +172,7 @@ def _as_yaml_reads(schema: dict[str, Any]) -> dict[str, Any]:
 def print_help(recipe: str) -> None:
     """Prints the keys of a recipe: the answer to `tune run RECIPE --help`."""
     print(f"usage: tune run [TORCHRUN-OPTIONS] {recipe} --config CONFIG [key=value ...]\n")
-    print(rendered(*listing([recipe]), width(sys.stdout)))
+    print(format_options(*find_options([recipe]), terminal_width(sys.stdout)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -186,19 +186,19 @@ def main(args: argparse.Namespace) -> int:
     """Prints the list or the schema. Raises Mistake for an unknown word."""
     if args.schema:
         if len(args.words) > 1 or not all(map(is_recipe, args.words)):
-            raise Mistake(f"--schema {' '.join(args.words)}: expected a recipe; `tune ls` lists them")
-        print(json.dumps(json_schema(config_class(*args.words or [RECIPE])), indent=2))
+            raise UsageError(f"--schema {' '.join(args.words)}: expected a recipe; `tune ls` lists them")
+        print(json.dumps(json_schema(config_class(*args.words or [DEFAULT_RECIPE])), indent=2))
     else:
-        print(rendered(*listing(args.words), width(sys.stdout)))
+        print(format_options(*find_options(args.words), terminal_width(sys.stdout)))
     return 0
 
 
-def as_yaml(value: Any) -> str:
+def format_yaml(value: Any) -> str:
     """Returns a plain value in YAML's flow style."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {as_yaml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {format_yaml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(as_yaml, value)) + "]"
+        return "[" + ", ".join(map(format_yaml, value)) + "]"
     # Other strings could be read as something else in YAML. JSON's quotes, null, true and false are YAML, too.
     if isinstance(value, str) and re.fullmatch(r"[\w./+-]+", value):
         return value

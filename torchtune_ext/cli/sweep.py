@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtune_ext.cli import plugin
-from torchtune_ext.run.errors import FAILED, Mistake
-from torchtune_ext.run.output import say
-from torchtune_ext.sweep.file import read_sweep, sweep_file
-from torchtune_ext.sweep.runner import Runner, SweepFolder
-from torchtune_ext.sweep.search import point_of
+from torchtune_ext.run.errors import FAILURE_STATUS, UsageError
+from torchtune_ext.run.output import print_text
+from torchtune_ext.sweep.runner import SweepFolder, SweepRunner
+from torchtune_ext.sweep.search import next_point
+from torchtune_ext.sweep.spec import find_sweep_file, read_sweep
 
-FOLDER = Path("runs", "sweeps")
+SWEEPS_FOLDER = Path("runs", "sweeps")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random points (0)")
 
 
-def main(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
+def main(args: argparse.Namespace, overrides: Sequence[str] = ()) -> int:
     """Runs the sweep. Returns the exit status.
 
     Args:
@@ -43,42 +43,42 @@ def main(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
     """
     # The check below reads recipes, which import torchtune.
     plugin.install()
-    sweep = read_sweep(sweep_file(args.file))
-    for word in words:
+    sweep = read_sweep(find_sweep_file(args.file))
+    for word in overrides:
         key = word.partition("=")[0]
         if word.startswith("-"):
-            raise Mistake(f"there is no option {key}; see torchtune-ext sweep --help")
+            raise UsageError(f"there is no option {key}; see torchtune-ext sweep --help")
         if key in {each.name for each in sweep.parameters}:
-            raise Mistake(f"{word}: the sweep says itself what {key} is; change {sweep.path}, or a copy of it")
+            raise UsageError(f"{word}: the sweep says itself what {key} is; change {sweep.path}, or a copy of it")
     if args.jobs < 1:
-        raise Mistake(f"--jobs {args.jobs} must be 1 or more")
-    folder = SweepFolder(args.out or FOLDER / sweep.path.stem, sweep, words, args.seed)
+        raise UsageError(f"--jobs {args.jobs} must be 1 or more")
+    folder = SweepFolder(args.out or SWEEPS_FOLDER / sweep.path.stem, sweep, overrides, args.seed)
     # These import torch, which is not needed to say what is wrong with a file.
     import torch
 
-    from torchtune_ext.sweep.check import check, words_of
+    from torchtune_ext.sweep.check import check_sweep, run_command
 
-    cfg = check(sweep, point_of(sweep, folder.seed, 0), folder.words, folder.path)
-    folder.begin()
+    cfg = check_sweep(sweep, next_point(sweep, folder.seed, 0), folder.extra_settings, folder.path)
+    folder.acquire()
     on_gpu = getattr(cfg, "device", "auto") != "cpu" and torch.cuda.is_available()
     threads = max(1, len(os.sched_getaffinity(0)) // args.jobs)
     goal = "maximized" if sweep.maximize else "minimized"
     # Runs on the CPU at the same time share its cores.
     variables = {} if on_gpu else {"OMP_NUM_THREADS": str(threads)}
-    runner = Runner(folder, args.jobs, lambda point: words_of(sweep, point, folder.words), variables)
+    runner = SweepRunner(folder, args.jobs, lambda point: run_command(sweep, point, folder.extra_settings), variables)
     # A sweep that goes on, and one that has ended before, looks like a new one otherwise.
-    left = f", {runner.left} of them to do" if folder.runs else ""
-    what = f"{sweep.method}, {sweep.runs} runs{left}, {sweep.metric} {goal}, {args.jobs} at a time"
-    say(f"sweep {sweep.name}: {what}; files: {folder.path}")
+    left = f", {runner.num_unfinished} of them to do" if folder.runs else ""
+    what = f"{sweep.method}, {sweep.num_runs} runs{left}, {sweep.metric} {goal}, {args.jobs} at a time"
+    print_text(f"sweep {sweep.name}: {what}; files: {folder.path}")
     ended = runner.run()
     if not ended:
-        assert runner.stopped_by is not None
-        say(f"Stopped with {runner.left} of {sweep.runs} runs to do; the same command goes on")
-        return 128 + runner.stopped_by
+        assert runner.stop_signal is not None
+        print_text(f"Stopped with {runner.num_unfinished} of {sweep.num_runs} runs to do; the same command goes on")
+        return 128 + runner.stop_signal
     if not any(run.state == "finished" for run in folder.runs):
-        say("No run has finished, so none is the best")
-        return FAILED
+        print_text("No run has finished, so none is the best")
+        return FAILURE_STATUS
     from torchtune_ext.telemetry.comparison import build_comparison
 
-    say(build_comparison([folder.path]).summary())
+    print_text(build_comparison([folder.path]).summary())
     return 0

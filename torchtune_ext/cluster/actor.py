@@ -24,18 +24,21 @@ from pathlib import Path
 
 import psutil
 
-from torchtune_ext.run.janitor import TRACKER
-from torchtune_ext.run.parent import die_with_parent
+from torchtune_ext.run.process_env import die_with_parent
+from torchtune_ext.run.reaper import RESOURCE_TRACKER
 
-RAYS_OWN = ("RAY_", "OMP_NUM_THREADS")  # variables that Ray sets for its workers, and not for commands of theirs
-PIPE = 1 << 20  # bytes of output that wait for the driver; then the command waits, as in front of any full pipe
+RAY_WORKER_VARIABLES = (
+    "RAY_",
+    "OMP_NUM_THREADS",
+)  # variables that Ray sets for its workers, and not for commands of theirs
+PIPE_BYTES = 1 << 20  # bytes of output that wait for the driver; then the command waits, as in front of any full pipe
 KILLED = 128 + signal.SIGKILL
 PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
-LOOK_S = 0.1  # seconds between two looks at the command
+POLL_S = 0.1  # seconds between two looks at the command
 # Seconds that Python's resource tracker has to remove the shared memory of processes that were killed.
 TRACKER_S = 3.0
 # Seconds after which a child that SIGKILL does not end is left alone. A dead disk can hold it for ever.
-GIVE_UP_S = 13.0
+KILL_TIMEOUT_S = 13.0
 
 
 # The class travels to the machine by value, so that a machine with another version of torchtune_ext, or none, can say
@@ -43,7 +46,7 @@ GIVE_UP_S = 13.0
 class Actor:
     """Runs one command under a guard."""
 
-    def about(self, path: str, here: str) -> tuple[str, str, int]:
+    def check_machine(self, path: str, here: str) -> tuple[str, str, int]:
         """Returns why this machine cannot run the command ("": it can), the log of this actor, and a free port.
 
         The command needs the file or folder `path`, and the driver's version of torchtune_ext, `here`.
@@ -68,14 +71,14 @@ class Actor:
             variables: environment variables, which replace this machine's of the same name.
             patience_s: seconds that it has after SIGTERM, if this actor is killed.
         """
-        from torchtune_ext.run.parent import die_with_parent, environment
+        from torchtune_ext.run.process_env import copy_environment, die_with_parent
 
         # When the raylet, which started this actor, is gone, Ray lets the actor live on for a while.
         die_with_parent(os.getppid())
-        here = {name: value for name, value in environment().items() if not name.startswith(RAYS_OWN)}
+        here = {name: value for name, value in copy_environment().items() if not name.startswith(RAY_WORKER_VARIABLES)}
         self._output, output = os.pipe()
         self._status, status = os.pipe()
-        fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, PIPE)
+        fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         os.set_blocking(self._output, False)
         guard = [sys.executable, "-P", "-m", "torchtune_ext.cluster.actor", str(patience_s), str(status)]
         process = subprocess.Popen(
@@ -97,10 +100,10 @@ class Actor:
         assert process.stdin is not None  # a pipe
         self._lines = process.stdin
 
-    def look(self) -> tuple[bytes, int | None]:
+    def poll_output(self) -> tuple[bytes, int | None]:
         """Returns the command's output since the last look, and its exit status once it has ended and all is read."""
         try:
-            text = os.read(self._output, PIPE)
+            text = os.read(self._output, PIPE_BYTES)
         except BlockingIOError:
             # It has printed nothing.
             return b"", None
@@ -109,7 +112,7 @@ class Actor:
         # killed the command.
         return text, None if text else int(os.read(self._status, 16) or KILLED)
 
-    def tell(self, number: int, seconds: float) -> None:
+    def send_signal(self, number: int, seconds: float) -> None:
         """Sends the command a signal, and SIGKILL so many seconds later."""
         # If the command has ended, this raises in the actor, and the driver never asks for the result.
         self._lines.write(f"{int(number)} {seconds}\n".encode())
@@ -122,13 +125,13 @@ def adopt_orphans() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
-def follow(command: subprocess.Popen, patience_s: float) -> None:
+def forward_signals(command: subprocess.Popen, patience_s: float) -> None:
     """Passes on the signals that stdin asks for, until the command has ended."""
     sources, text, sent, kill_at = [0], b"", set(), float("inf")
     while command.poll() is None:
         if time.monotonic() > kill_at:
             command.kill()
-        if not select.select(sources, [], [], LOOK_S)[0]:
+        if not select.select(sources, [], [], POLL_S)[0]:
             continue
         data = os.read(0, 4096)
         *lines, text = (text + data).split(b"\n")
@@ -143,16 +146,16 @@ def follow(command: subprocess.Popen, patience_s: float) -> None:
             kill_at = min(kill_at, time.monotonic() + float(seconds))
 
 
-def bury() -> None:
+def kill_descendants() -> None:
     """Kills all children, and theirs, which become ours as they are orphaned."""
     began_at = time.monotonic()
     # Each round may orphan grandchildren, so it goes on until there are no children.
-    while (left := psutil.Process().children()) and time.monotonic() < began_at + GIVE_UP_S:
+    while (left := psutil.Process().children()) and time.monotonic() < began_at + KILL_TIMEOUT_S:
         late = time.monotonic() > began_at + TRACKER_S
         for child in left:
-            if late or TRACKER not in Path(f"/proc/{child.pid}/cmdline").read_bytes():
+            if late or RESOURCE_TRACKER not in Path(f"/proc/{child.pid}/cmdline").read_bytes():
                 child.kill()
-        psutil.wait_procs(left, timeout=LOOK_S / 5)
+        psutil.wait_procs(left, timeout=POLL_S / 5)
 
 
 def main(patience: str, fd: str, *command: str) -> int:
@@ -169,9 +172,9 @@ def main(patience: str, fd: str, *command: str) -> int:
     # thread.
     tie = partial(die_with_parent, os.getpid())
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=tie)
-    follow(process, float(patience))
+    forward_signals(process, float(patience))
     # What the command started and left behind must not outlive it.
-    bury()
+    kill_descendants()
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     if fd != "-":
         os.write(int(fd), str(status).encode())

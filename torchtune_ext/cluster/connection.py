@@ -7,19 +7,19 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torchtune_ext.run.errors import Failure, text_of
+from torchtune_ext.run.errors import RunFailure, describe_error
 
-KNOCK_S = 5.0  # seconds for the address to accept a connection
-CONNECT_S = 15.0  # seconds for Ray to answer behind it
+CONNECT_TIMEOUT_S = 5.0  # seconds for the address to accept a connection
+RAY_TIMEOUT_S = 15.0  # seconds for Ray to answer behind it
 # No message to Ray's makers, no environment that `uv run` would build on each machine, and no warning about either.
-SETTINGS = {
+RAY_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
 
-class Refused(Failure):
+class ClusterUnavailable(RunFailure):
     """The cluster, or a machine of it, cannot be used, and why."""
 
 
@@ -28,7 +28,7 @@ def member_command(address: str) -> str:
     return f"ray start --address={address} --num-cpus=0 --disable-usage-stats"
 
 
-def connect(address: str, refuse: Callable[[str], Any]) -> Any:
+def connect(address: str, on_timeout: Callable[[str], Any]) -> Any:
     """Connects to the cluster and returns the module `ray`.
 
     Args:
@@ -41,30 +41,30 @@ def connect(address: str, refuse: Callable[[str], Any]) -> Any:
     if ":" in named:
         host, _, port = named.rpartition(":")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
         except (OSError, ValueError) as error:
-            raise Refused(
+            raise ClusterUnavailable(
                 f"nobody answers at {named} ({error}). Start Ray there: ray start --head --node-ip-address={host} "
                 f"--port={port} --num-cpus=0 --include-dashboard=false --disable-usage-stats"
             ) from error
     member = f"this machine must be a member of the cluster: {member_command(named)}"
 
     def give_up() -> None:
-        refuse(f"Ray does not answer at {named} within {CONNECT_S:g} s. If Ray is there, {member}")
+        on_timeout(f"Ray does not answer at {named} within {RAY_TIMEOUT_S:g} s. If Ray is there, {member}")
         os._exit(1)
 
     # Where a port is open but no Ray is behind it, `ray.init` would go on trying.
-    watchdog = threading.Timer(CONNECT_S, give_up)
+    watchdog = threading.Timer(RAY_TIMEOUT_S, give_up)
     watchdog.daemon = True
     watchdog.start()
-    os.environ.update(SETTINGS)
+    os.environ.update(RAY_VARIABLES)
     try:
         import ray
 
         ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level=logging.WARNING)
     except Exception as error:
         hint = "start a cluster with `ray start --head`, or name its address" if address == "auto" else member
-        raise Refused(f"cannot join the Ray cluster at {named}: {text_of(error)}; {hint}") from error
+        raise ClusterUnavailable(f"cannot join the Ray cluster at {named}: {describe_error(error)}; {hint}") from error
     finally:
         watchdog.cancel()
     return ray

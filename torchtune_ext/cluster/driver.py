@@ -16,41 +16,41 @@ from typing import Any, TextIO
 
 from torchtune_ext import __version__
 from torchtune_ext.cluster import actor
-from torchtune_ext.run.errors import Failure, Mistake, text_of
-from torchtune_ext.run.output import labelled, say
-from torchtune_ext.run.stop import NAMES
+from torchtune_ext.run.errors import RunFailure, UsageError, describe_error
+from torchtune_ext.run.output import format_labels, print_text
+from torchtune_ext.run.stop import SIGNAL_NAMES
 
 # What ranks and servers compute on: Ray's name of it, and ours for several of them.
-KINDS = {"gpus": ("GPU", "GPUs"), "cpus": ("CPU", "cores")}
-WAIT_S = 30.0  # seconds to wait for a place, if the user does not say
-START_S = 60.0  # seconds for Ray to start the actors on their machines
-LOOK_S = 0.2  # seconds between two looks at what the commands print
+RESOURCE_NAMES = {"gpus": ("GPU", "GPUs"), "cpus": ("CPU", "cores")}
+PLACEMENT_TIMEOUT_S = 30.0  # seconds to wait for a place, if the user does not say
+ACTOR_TIMEOUT_S = 60.0  # seconds for Ray to start the actors on their machines
+POLL_S = 0.2  # seconds between two looks at what the commands print
 # Seconds without an answer after which an actor counts as lost. They are counted in looks, so that nobody falls silent
 # while this process itself is stopped (Ctrl-Z).
-SILENT_S = 60.0
+SILENCE_TIMEOUT_S = 60.0
 SERVER_END_S = 10.0  # seconds that a server has to end by itself
-END_S = 30.0  # seconds for what was killed to be gone
+EXIT_TIMEOUT_S = 30.0  # seconds for what was killed to be gone
 LAST_LINES = 20  # lines of a command's output that are shown if it ends
-NETWORK = {"gpus": "nccl", "cpus": "gloo"}  # `engine.transfer` between machines, by what they compute on
+NETWORK_TRANSFER = {"gpus": "nccl", "cpus": "gloo"}  # `engine.transfer` between machines, by what they compute on
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ResourceRequest:
     """The resources that a run asks of the cluster."""
 
     kind: str  # "gpus" or "cpus"
     ranks: int  # ranks of the trainer, each with one GPU or core, all on one machine
     servers: int
-    each: int = 1  # GPUs or cores of a server
+    per_server: int = 1  # GPUs or cores of a server
 
     def bundles(self) -> list[int]:
         """Returns the GPUs or cores of each bundle: the trainer's, and then each server's."""
         # Ray puts a bundle on one machine, which is what a trainer and a server each need.
-        return [self.ranks] + [self.each] * self.servers
+        return [self.ranks] + [self.per_server] * self.servers
 
-    def words(self) -> str:
+    def flags(self) -> str:
         """Returns the words of the command that ask for this."""
-        return f"--train-{self.kind} {self.ranks} --engine-{self.kind} {self.servers * self.each}"
+        return f"--train-{self.kind} {self.ranks} --engine-{self.kind} {self.servers * self.per_server}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class Plan:
 
     recipe: str
     config: str  # as the user named it
-    words: tuple[str, ...]  # settings, key=value
-    request: Request
+    overrides: tuple[str, ...]  # settings, key=value
+    request: ResourceRequest
     folder: str  # the working folder on each machine
-    path: str  # what each machine has to see: the folder, or in it the config if it is the user's own
+    required_path: str  # what each machine has to see: the folder, or in it the config if it is the user's own
     variables: Mapping[str, str]  # environment of trainer and servers, with the key that the servers ask for
     patience_s: float  # seconds that the trainer has to end after a signal
     wait_s: float  # seconds to wait for a place
@@ -78,20 +78,20 @@ class Member:
     log: str = ""  # the file on its machine with its output
     port: int = 0  # a port that was free there
     status: int | None = None  # its exit status; None: it runs, or is lost
-    lost: str = ""  # why nothing is known about it any more
+    lost_reason: str = ""  # why nothing is known about it any more
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
-    begun: bytes = b""  # a line of its output that has no end yet
-    question: Any = None  # Ray's handle of an answer that is still to come
+    partial_line: bytes = b""  # a line of its output that has no end yet
+    pending_call: Any = None  # Ray's handle of an answer that is still to come
     silent_s: float = 0.0  # seconds since its last answer
 
     @property
-    def runs(self) -> bool:
-        return self.status is None and not self.lost
+    def is_running(self) -> bool:
+        return self.status is None and not self.lost_reason
 
-    def end(self) -> str:
+    def exit_summary(self) -> str:
         """Returns how it ended."""
-        if self.lost:
-            return f"{self.title} is lost: {self.lost}"
+        if self.lost_reason:
+            return f"{self.title} is lost: {self.lost_reason}"
         text = "; the last that it said:\n" + "\n".join(f"    {line}" for line in self.tail) if self.tail else ""
         return f"{self.title} ended with status {self.status}{text}"
 
@@ -115,15 +115,15 @@ class Driver:
             ValueError: the cluster cannot hold the run, or a machine of it cannot run it.
             RuntimeError: a server, the trainer, or its machine was lost.
         """
-        with self._signals_noted():
+        with self._capture_signals():
             try:
-                if not self._place():
+                if not self._wait_for_placement():
                     return 128 + self._signals[0]
                 self._make_members()
                 self._start()
-                while self.members[0].runs:
-                    self._look()
-                    self._judge()
+                while self.members[0].is_running:
+                    self._poll()
+                    self._check_run()
             finally:
                 # Servers first end by themselves. Removing the group kills all actors.
                 if self._started:
@@ -131,16 +131,16 @@ class Driver:
                 if self._group is not None:
                     self.ray.util.remove_placement_group(self._group)
         if self.cause:
-            raise Failure(self.cause)
+            raise RunFailure(self.cause)
         status = self.members[0].status
         # The trainer may be lost on the way only if a signal ended the run.
         return 128 + self._signals[0] if status is None else status
 
     @contextmanager
-    def _signals_noted(self) -> Iterator[None]:
+    def _capture_signals(self) -> Iterator[None]:
         """Notes signals instead of acting on them."""
         # Ray has handlers of its own, which stand again afterwards.
-        before = {number: signal.getsignal(number) for number in NAMES}
+        before = {number: signal.getsignal(number) for number in SIGNAL_NAMES}
         for number, handler in before.items():
             # A signal that was ignored (nohup) stays so.
             if handler != signal.SIG_IGN:
@@ -153,20 +153,20 @@ class Driver:
 
     # -- places -------------------------------------------------------------------------------------------------------
 
-    def _there_is(self) -> str:
+    def _resource_summary(self) -> str:
         """Returns the resources of the cluster: "12 GPUs on 2 machines (10.0.0.1: 8, 10.0.0.2: 4)"."""
-        resource, name = KINDS[self.plan.request.kind]
+        resource, name = RESOURCE_NAMES[self.plan.request.kind]
         nodes = [node for node in self.ray.nodes() if node["Alive"] and node["Resources"].get(resource)]
         totals = [int(node["Resources"][resource]) for node in nodes]
         each = ", ".join(f"{node['NodeManagerAddress']}: {total}" for node, total in zip(nodes, totals, strict=True))
         machines = f"{len(nodes)} machine{'s' * (len(nodes) != 1)}"
         return f"{sum(totals)} {name} on {machines}" + (f" ({each})" if each else "")
 
-    def _place(self) -> bool:
+    def _wait_for_placement(self) -> bool:
         """Waits for a place in the cluster. Returns False if a signal came first. Raises ValueError if none is free."""
         request, wait_s = self.plan.request, self.plan.wait_s
-        resource, name = KINDS[request.kind]
-        self._say(labelled([("ray", f"{self.address}, {self._there_is()}")]))
+        resource, name = RESOURCE_NAMES[request.kind]
+        self._say(format_labels([("ray", f"{self.address}, {self._resource_summary()}")]))
         # Ray places a group as a whole or not at all. Otherwise two runs could each hold what the other one waits for.
         # And a cluster that grows by itself sees from the group what is missing.
         self._group = self.ray.util.placement_group(
@@ -179,9 +179,9 @@ class Driver:
             if time.monotonic() > give_up_at:
                 free = int(self.ray.available_resources().get(resource, 0))
                 parts = ", ".join(map(str, request.bundles()))
-                raise Mistake(
-                    f"{request.words()}: no place within {wait_s:g} s for {parts} {name}, each number on one machine. The Ray "
-                    f"cluster at {self.address} has {self._there_is()}, of which {free} are free; ask for less, wait longer "
+                raise UsageError(
+                    f"{request.flags()}: no place within {wait_s:g} s for {parts} {name}, each number on one machine. The Ray "
+                    f"cluster at {self.address} has {self._resource_summary()}, of which {free} are free; ask for less, wait longer "
                     "with --wait SECONDS, also for machines that join, or see with `ray status` who has them"
                 )
         return True
@@ -197,7 +197,7 @@ class Driver:
         for bundle, amount in enumerate(plan.request.bundles()):
             title, address = f"server {bundle - 1}" if bundle else "the trainer", addresses.get(where[bundle])
             if address is None:
-                raise Failure(f"the machine of {title} has left the cluster before the run began; start it again")
+                raise RunFailure(f"the machine of {title} has left the cluster before the run began; start it again")
             # The bundle of a GPU run has no CPUs, of which Ray would ask one by default.
             options = {"num_gpus": amount, "num_cpus": 0} if plan.request.kind == "gpus" else {"num_cpus": amount}
             strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
@@ -205,19 +205,19 @@ class Driver:
             )
             handle = remote.options(scheduling_strategy=strategy, max_restarts=0, **options).remote()
             self.members.append(Member(f"{title} on {address}", address, handle))
-        questions = [each.actor.about.remote(plan.path, __version__) for each in self.members]
+        questions = [each.actor.about.remote(plan.required_path, __version__) for each in self.members]
         for each, (why, each.log, each.port) in zip(self.members, self._answers(questions), strict=True):
             if why:
-                raise Mistake(f"{each.title}: {why}; all machines of the cluster need the same")
+                raise UsageError(f"{each.title}: {why}; all machines of the cluster need the same")
 
     def _answers(self, questions: Sequence[Any]) -> list[Any]:
         """Returns the members' answers to `questions`, one each, in order. Raises RuntimeError if one is missing."""
-        answers, give_up_at = [], time.monotonic() + START_S
+        answers, give_up_at = [], time.monotonic() + ACTOR_TIMEOUT_S
         for each, question in zip(self.members, questions, strict=True):
             try:
                 answers.append(self.ray.get(question, timeout=max(0.1, give_up_at - time.monotonic())))
             except self.ray.exceptions.RayError as error:
-                raise Failure(f"{each.title} could not be started: {text_of(error)}") from error
+                raise RunFailure(f"{each.title} could not be started: {describe_error(error)}") from error
         return answers
 
     # -- commands -----------------------------------------------------------------------------------------------------
@@ -225,18 +225,18 @@ class Driver:
     def _start(self) -> None:
         """Starts all commands. Raises RuntimeError."""
         plan, (trainer, *servers) = self.plan, self.members
-        hosts, transfer = route(trainer.address, [each.address for each in servers], plan.request.kind)
+        hosts, transfer = choose_transfer(trainer.address, [each.address for each in servers], plan.request.kind)
         addresses = [f"http://{host}:{each.port}" for host, each in zip(hosts, servers, strict=True)]
         ranks = plan.request.ranks
         launch = ["--nproc_per_node", str(ranks)] if ranks > 1 else []
-        settings = ["--config", plan.config, *plan.words, *engine_words(addresses, transfer)]
+        settings = ["--config", plan.config, *plan.overrides, *engine_overrides(addresses, transfer)]
         commands = [["-m", "torchtune_ext", "run", *launch, plan.recipe, *settings]]
         for i, (server, host, address) in enumerate(zip(servers, hosts, addresses, strict=True)):
-            own = engine_words([address], transfer)
-            commands.append(server_words(plan.recipe, plan.config, plan.words, own, host))
+            own = engine_overrides([address], transfer)
+            commands.append(server_args(plan.recipe, plan.config, plan.overrides, own, host))
             lives = f"{address} on {server.address}, its log there: {server.log}"
-            self._say(labelled([(f"server {i}", lives)]))
-        self._say(labelled([("trainer", f"{ranks} rank{'s' * (ranks > 1)} on {trainer.address}")]))
+            self._say(format_labels([(f"server {i}", lives)]))
+        self._say(format_labels([("trainer", f"{ranks} rank{'s' * (ranks > 1)} on {trainer.address}")]))
         variables = {**plan.variables, "RAY_ADDRESS": self.address}
         self._started = True
         patience = [plan.patience_s] + [SERVER_END_S] * len(servers)
@@ -246,44 +246,44 @@ class Driver:
         ]
         self._answers(questions)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Asks every actor for the output of its command, and whether it has ended."""
-        running = [each for each in self.members if each.runs]
+        running = [each for each in self.members if each.is_running]
         for each in running:
             # An actor that has not answered yet is not asked again.
-            each.question = each.question or each.actor.look.remote()
-        time.sleep(LOOK_S)
-        ready, _ = self.ray.wait([each.question for each in running], num_returns=len(running), timeout=0)
+            each.pending_call = each.pending_call or each.actor.look.remote()
+        time.sleep(POLL_S)
+        ready, _ = self.ray.wait([each.pending_call for each in running], num_returns=len(running), timeout=0)
         for each in running:
-            each.silent_s += LOOK_S
-            if each.question in ready:
-                self._hear(each)
-            if each.silent_s > SILENT_S:
-                each.lost = each.lost or f"no answer in {SILENT_S:g} s"
+            each.silent_s += POLL_S
+            if each.pending_call in ready:
+                self._handle_output(each)
+            if each.silent_s > SILENCE_TIMEOUT_S:
+                each.lost_reason = each.lost_reason or f"no answer in {SILENCE_TIMEOUT_S:g} s"
 
-    def _hear(self, member: Member) -> None:
+    def _handle_output(self, member: Member) -> None:
         """Takes the answer of an actor, and prints the trainer's output."""
-        question, member.question = member.question, None
+        question, member.pending_call = member.pending_call, None
         try:
             output, member.status = self.ray.get(question)
         except self.ray.exceptions.ActorUnavailableError:
             # Ray may reach it again.
             return
         except self.ray.exceptions.RayError as error:
-            member.lost = text_of(error)
+            member.lost_reason = describe_error(error)
             return
         member.silent_s = 0.0
-        *lines, begun = (member.begun + output).split(b"\n")
+        *lines, begun = (member.partial_line + output).split(b"\n")
         # A progress bar rewrites its line again and again. Only its newest state is kept.
-        member.begun = begun[begun.rfind(b"\r") + 1 :]
-        if member.status is not None and member.begun:
-            lines.append(member.begun)
+        member.partial_line = begun[begun.rfind(b"\r") + 1 :]
+        if member.status is not None and member.partial_line:
+            lines.append(member.partial_line)
         for line in (line.decode(errors="replace") for line in lines):
             member.tail.append(line)
             if member is self.members[0]:
                 self._say(line)
 
-    def _judge(self) -> None:
+    def _check_run(self) -> None:
         """Passes signals on, and ends a run that has lost its trainer or a server."""
         trainer, *servers = self.members
         for number in self._signals[self._signals_sent :]:
@@ -291,47 +291,49 @@ class Driver:
             self._tell(trainer, number, 0.0 if self._signals_sent else self.plan.patience_s)
             self._signals_sent += 1
         # Nobody is missed once the trainer has ended, or a signal ends the run anyway.
-        gone = trainer if trainer.lost else next((each for each in servers if not each.runs), None)
+        gone = trainer if trainer.lost_reason else next((each for each in servers if not each.is_running), None)
         if gone and trainer.status is None and not self.cause and not self._signals_sent:
-            self.cause = gone.end()
-            say(f"ray: {self.cause.splitlines()[0]}; the run ends", self.err)
+            self.cause = gone.exit_summary()
+            print_text(f"ray: {self.cause.splitlines()[0]}; the run ends", self.err)
             self._tell(trainer, signal.SIGTERM, self.plan.patience_s)
 
     def _end_all(self) -> None:
         """Ends the commands that still run, and waits for them. The actors end later, with the placement group."""
         for each in self.members:
             self._tell(each, signal.SIGTERM, 0.0 if each is self.members[0] else SERVER_END_S)
-        give_up_at = time.monotonic() + SERVER_END_S + END_S
-        while any(each.runs for each in self.members) and time.monotonic() < give_up_at:
-            self._look()
+        give_up_at = time.monotonic() + SERVER_END_S + EXIT_TIMEOUT_S
+        while any(each.is_running for each in self.members) and time.monotonic() < give_up_at:
+            self._poll()
         for each in self.members:
-            if each.runs:
-                say(f"ray: {each.title} does not end; Ray kills its actor, and the guard beside it the rest", self.err)
+            if each.is_running:
+                print_text(
+                    f"ray: {each.title} does not end; Ray kills its actor, and the guard beside it the rest", self.err
+                )
 
     def _say(self, text: str) -> None:
-        say(text, self.out)
+        print_text(text, self.out)
 
     def _tell(self, member: Member, number: int, seconds: float) -> None:
-        if member.runs:
+        if member.is_running:
             member.actor.tell.remote(number, seconds)
 
 
-def route(trainer: str, servers: Sequence[str], kind: str) -> tuple[list[str], str]:
+def choose_transfer(trainer: str, servers: Sequence[str], kind: str) -> tuple[list[str], str]:
     """Returns the host at which each server listens, and `engine.transfer`, from the addresses of the machines."""
     # On rank 0's machine servers read its memory, and listen only to that machine.
     if all(server == trainer for server in servers):
         return ["127.0.0.1"] * len(servers), "shm"
     # If one server is elsewhere, the weights of all travel over the network.
-    return list(servers), NETWORK[kind]
+    return list(servers), NETWORK_TRANSFER[kind]
 
 
-def server_words(recipe: str, config: str, words: Sequence[str], settings: Sequence[str], host: str) -> list[str]:
+def server_args(recipe: str, config: str, words: Sequence[str], settings: Sequence[str], host: str) -> list[str]:
     """Returns the words behind `python` that start a server. `settings` are those of `engine_words` for it."""
     command = ["-m", "torchtune_ext", "serve", "--config", config, "--recipe", recipe, "--host", host]
     return [*command, *words, *settings]
 
 
-def engine_words(addresses: Sequence[str], transfer: str) -> list[str]:
+def engine_overrides(addresses: Sequence[str], transfer: str) -> list[str]:
     """Returns the settings by which trainer and servers find each other, to stand behind those of the run."""
     address = addresses[0] if len(addresses) == 1 else f"[{','.join(addresses)}]"
     # A config may place the engine on the trainer's machine. Here Ray numbers the GPUs anew, so none of that counts.

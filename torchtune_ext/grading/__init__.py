@@ -1,9 +1,9 @@
 """Grades texts in processes that can be killed."""
 
-from torchtune_ext.grading.calls import Outcome, Ungraded
-from torchtune_ext.grading.grader import Grader, GraderConfig, log_failures, results
-from torchtune_ext.grading.rehearsal import answer_faults, open_graders, rehearse
+from torchtune_ext.grading.grader import Grader, GraderConfig, gather_results, log_failures
+from torchtune_ext.grading.outcomes import Outcome, Ungraded
+from torchtune_ext.grading.self_check import answer_faults, check_grading, open_graders
 
 __all__ = [
-    "Grader", "GraderConfig", "Outcome", "Ungraded", "answer_faults", "log_failures", "open_graders", "rehearse", "results",
+    "Grader", "GraderConfig", "Outcome", "Ungraded", "answer_faults", "log_failures", "open_graders", "check_grading", "gather_results",
 ]  # fmt: skip

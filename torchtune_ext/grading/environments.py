@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Protocol
 
-from torchtune_ext.grading.calls import Ungraded
 from torchtune_ext.grading.grader import Grader
-from torchtune_ext.run.errors import Failure, Mistake
-from torchtune_ext.run.processes import DEATHS
-from torchtune_ext.tasks.task import ConversationTask, Environment, Message, Problem, Score, Task, Turn, score_of
+from torchtune_ext.grading.outcomes import Ungraded
+from torchtune_ext.run.errors import RunFailure, UsageError
+from torchtune_ext.run.processes import CRASH_KINDS
+from torchtune_ext.tasks.task import ConversationTask, Environment, Message, Problem, Score, Task, Turn, to_score
 
 # ending                what happened
 # "completed"           the environment said that it is done
@@ -28,14 +28,14 @@ from torchtune_ext.tasks.task import ConversationTask, Environment, Message, Pro
 # "environment_failed"  it raised an error, died, or answered something other than a `Turn`: the same
 ENDINGS = ("completed", "max_turns", "length", "context_overflow", "early_stop", "step_timeout", "environment_failed")
 # Endings, and finish reasons of engines, that come from a limit of the run.
-CUT = ("length", "max_turns", "context_overflow")
+TRUNCATED_REASONS = ("length", "max_turns", "context_overflow")
 
 
 class Conversations(Task, ConversationTask, Protocol):
     """A task of conversations, with its problems and their solutions."""
 
 
-class Stage:
+class EnvironmentWorker:
     """Holds the environment of one conversation after another, in a process."""
 
     def __init__(self, task: Conversations) -> None:
@@ -55,15 +55,15 @@ class Stage:
             self.environment = self.task.environment(*begin)
         # A process that died is replaced by one that knows nothing of the conversation.
         if self.environment is None:
-            raise Failure("its process ended between two turns")
-        return checked_turn(self.environment.step(message))
+            raise RunFailure("its process ended between two turns")
+        return check_turn(self.environment.step(message))
 
 
-def checked_turn(turn: Any) -> Turn:
+def check_turn(turn: Any) -> Turn:
     """Returns the turn that an environment answered, in plain types. Raises ValueError if it is no valid `Turn`."""
     if not isinstance(turn, Turn):
-        raise Mistake(f"step returned {type(turn).__name__}; return a Turn of torchtune_ext.tasks.task")
-    score = score_of(Score(turn.reward, turn.parts, turn.note))
+        raise UsageError(f"step returned {type(turn).__name__}; return a Turn of torchtune_ext.tasks.task")
+    score = to_score(Score(turn.reward, turn.parts, turn.note))
     messages = list(turn.messages)
     for message in messages:
         if (
@@ -71,46 +71,48 @@ def checked_turn(turn: Any) -> Turn:
             or not {"role", "content"} <= set(message)
             or not isinstance(message["content"], str)
         ):
-            raise Mistake(f'step returned the message {message!r:.80}; write {{"role": "user", "content": "..."}}')
+            raise UsageError(f'step returned the message {message!r:.80}; write {{"role": "user", "content": "..."}}')
         if message["role"] == "assistant":
-            raise Mistake("step returned a message of the assistant, whose turns only the policy writes")
+            raise UsageError("step returned a message of the assistant, whose turns only the policy writes")
     if not messages and not turn.done:
-        raise Mistake("step returned no message, and done=False: the policy has nothing to answer")
+        raise UsageError("step returned no message, and done=False: the policy has nothing to answer")
     return Turn([dict(message) for message in messages], score.reward, bool(turn.done), score.parts, score.note)
 
 
 @dataclass(eq=False, slots=True)
-class Seat:
+class EnvironmentSlot:
     """The place of one conversation."""
 
     process: Future[int] = field(default_factory=Future)  # the number of its process, once one is free
-    left: bool = False
+    is_released: bool = False
 
 
 class Environments(Grader):
     """Starts the processes of a task's environments, as a `Grader` starts its own."""
 
-    _calls = Stage
+    _worker_class = EnvironmentWorker
 
     def __init__(self, task: Conversations, workers: int = 1, *args: Any, **options: Any):
         super().__init__(task, workers, *args, **options)
         self.max_turns = task.max_turns
         self._lock = Lock()  # guards what follows
         self._free = deque(range(workers))
-        self._waiting: deque[Seat] = deque()
+        self._waiting: deque[EnvironmentSlot] = deque()
 
-    def seat(self) -> Seat:
+    def acquire_slot(self) -> EnvironmentSlot:
         """Returns a place for a conversation. It gets a process once one is free, and has to be left."""
-        seat = Seat()
+        slot = EnvironmentSlot()
         with self._lock:
             if not self._free:
-                self._waiting.append(seat)
-                return seat
+                self._waiting.append(slot)
+                return slot
             process = self._free.popleft()
-        seat.process.set_result(process)
-        return seat
+        slot.process.set_result(process)
+        return slot
 
-    def step(self, seat: Seat, message: Message, begin: tuple[Problem, int] | None = None) -> "Future[Turn | Ungraded]":
+    def step(
+        self, slot: EnvironmentSlot, message: Message, begin: tuple[Problem, int] | None = None
+    ) -> "Future[Turn | Ungraded]":
         """Lets the environment answer a turn. The result says why, if it fails.
 
         Args:
@@ -119,42 +121,42 @@ class Environments(Grader):
         """
 
         def otherwise(kind: str, cause: str) -> Ungraded:
-            cause = f"the environment's process died: {cause}" if kind in DEATHS else cause
+            cause = f"the environment's process died: {cause}" if kind in CRASH_KINDS else cause
             return Ungraded("timed_out" if kind in ("late", "stalled") else "infra_failed", cause)
 
         with self._lock:
             # The conversation may be left in this moment. Its process then has, or will have, another one.
-            if seat.left:
+            if slot.is_released:
                 answer: Future[Turn | Ungraded] = Future()
                 answer.cancel()
                 return answer
-            return self.processes.submit((begin, message), self._timeout_s, otherwise, process=seat.process.result())
+            return self.processes.submit((begin, message), self._timeout_s, otherwise, process=slot.process.result())
 
-    def leave(self, seat: Seat) -> None:
+    def release(self, slot: EnvironmentSlot) -> None:
         """Ends the environment of a conversation. A second call does nothing."""
         with self._lock:
-            if seat.left:
+            if slot.is_released:
                 return
-            seat.left = True
+            slot.is_released = True
         # A seat that still waits for a process is only canceled: it has no environment.
-        if not seat.process.cancel():
-            process = seat.process.result()
+        if not slot.process.cancel():
+            process = slot.process.result()
             # An error of `close` changes nothing any more. The process goes on to the next conversation either way.
             try:
                 closed = self.processes.submit((None, None), self._timeout_s, lambda *_: None, process=process)
             except Exception:  # noqa: BLE001 (the reason why all processes have ended)
                 return
-            closed.add_done_callback(lambda _: self._give(process))
+            closed.add_done_callback(lambda _: self._assign_next(process))
 
-    def _give(self, process: int) -> None:
+    def _assign_next(self, process: int) -> None:
         with self._lock:
             while self._waiting:
-                seat = self._waiting.popleft()
+                slot = self._waiting.popleft()
                 # False: it was left while it waited. From here on it can no longer be canceled.
-                if seat.process.set_running_or_notify_cancel():
+                if slot.process.set_running_or_notify_cancel():
                     break
             else:
                 self._free.append(process)
                 return
         # This runs the callbacks of the one who waits, so it comes after the lock.
-        seat.process.set_result(process)
+        slot.process.set_result(process)

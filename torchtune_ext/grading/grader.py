@@ -11,9 +11,9 @@ from typing import Self, TypeGuard
 import cloudpickle
 from pydantic import Field
 
-from torchtune_ext.grading.calls import Grading, Outcome, Ungraded, hung, shipped_grader
-from torchtune_ext.run.errors import Failure, Mistake
-from torchtune_ext.run.processes import DEATHS, Processes
+from torchtune_ext.grading.outcomes import GradingWorker, Outcome, Ungraded, has_shipped_grader, timeout_score
+from torchtune_ext.run.errors import RunFailure, UsageError
+from torchtune_ext.run.processes import CRASH_KINDS, ProcessPool
 from torchtune_ext.settings.records import Seconds, config_record
 from torchtune_ext.tasks.task import Problem, Score, Task
 
@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 # The kernel may deliver a Ctrl-C to any thread, but Python acts on it only in the main thread. So a wait of the main
 # thread wakes up after this many seconds.
-WAKE_S = 1.0
-DIED = "the grading process died"  # the first words of a cause
-FAILED_STEPS = 2  # steps in a row in which every text failed, after which the run ends
+INTERRUPT_POLL_S = 1.0
+DIED_PREFIX = "the grading process died"  # the first words of a cause
+MAX_FAILED_STEPS = 2  # steps in a row in which every text failed, after which the run ends
 
 
 @config_record("grader")
@@ -53,33 +53,33 @@ class Grader:
         RuntimeError: the workers cannot start.
     """
 
-    _calls = Grading  # what lives in the processes
+    _worker_class = GradingWorker  # what lives in the processes
 
     def __init__(self, task: Task, workers: int = 1, timeout_s: float = 10.0, output: Path | None = None):
         config = GraderConfig(workers, timeout_s)
-        self.compares = hasattr(task, "grade_group")  # whether the texts of a problem are graded together
-        self.task, self.is_shipped = task, shipped_grader(task)
+        self.grades_groups = hasattr(task, "grade_group")  # whether the texts of a problem are graded together
+        self.task, self.is_shipped = task, has_shipped_grader(task)
         try:
             # Plain pickle sends a class only by its name. A user's copied recipe may define the task in `__main__`.
-            target = cloudpickle.dumps(self._calls(task))
+            target = cloudpickle.dumps(self._worker_class(task))
         except Exception as error:
             # Pickling runs code of the task, which may raise any error.
-            raise Mistake(
+            raise UsageError(
                 f"task {type(task).__name__} cannot be sent to a grading process: {type(error).__name__}: {error}. "
                 "Keep open files, locks and models out of its attributes"
             ) from error
         self._timeout_s, self._output = config.timeout_s, output
         # A process can be killed at any moment, also inside C code that holds the interpreter lock (a regular expression
         # that backtracks for ever). It has one text, or one group, at a time, so one that dies loses no other.
-        self.processes = Processes(target, config.workers, "grading", "task", output=output)
+        self.processes = ProcessPool(target, config.workers, "grading", "task", output=output)
 
     def submit(self, problem: Problem, *texts: str) -> "Future[list[Outcome]]":
         """Hands in a text, or all texts of a problem if the task compares. The result is an outcome for each."""
 
         def otherwise(kind: str, cause: str) -> list[Outcome]:
-            cause = f"{DIED}: {cause}" if kind in DEATHS else cause
+            cause = f"{DIED_PREFIX}: {cause}" if kind in CRASH_KINDS else cause
             if self.is_shipped and kind in ("late", "died"):
-                return [hung(cause)] * len(texts)
+                return [timeout_score(cause)] * len(texts)
             return [Ungraded("timed_out" if kind in ("late", "stalled") else "infra_failed", cause)] * len(texts)
 
         # A process may end by chance. So before a shipped grader gives a text the reward 0 for it, it tries a second time.
@@ -88,7 +88,7 @@ class Grader:
     def grade(self, items: Sequence[tuple[Problem, str]]) -> list[Outcome]:
         """Returns one outcome for each (problem, text), in the same order."""
         futures = [self.submit(problem, text) for problem, text in items]
-        outcomes = [outcome for each in results(futures) for outcome in each]
+        outcomes = [outcome for each in gather_results(futures) for outcome in each]
         log_failures(outcomes)
         return outcomes
 
@@ -110,14 +110,14 @@ class Grader:
         self.close()
 
 
-def results(futures: Sequence[Future]) -> list:
+def gather_results(futures: Sequence[Future]) -> list:
     """Returns the results of the futures, in their order. An interrupt cancels those that are left."""
     left = set(futures)
     try:
         # This waits for all futures at once. Waking up for each of thousands would take the interpreter lock from the
         # thread that serves the workers.
         while left:
-            left = concurrent.futures.wait(left, timeout=WAKE_S).not_done
+            left = concurrent.futures.wait(left, timeout=INTERRUPT_POLL_S).not_done
         return [future.result() for future in futures]
     finally:
         # A worker still finishes the text that it has, but nobody gets the outcome.
@@ -128,22 +128,22 @@ def results(futures: Sequence[Future]) -> list:
 def log_failures(outcomes: Sequence[Outcome], during: str = "grading") -> None:
     """Logs a line for each kind of failure, with its most common causes."""
     for kind in ("infra_failed", "timed_out", "noisy"):
-        causes = Counter(cause_of(outcome) for outcome in outcomes if outcome.kind == kind)
+        causes = Counter(failure_cause(outcome) for outcome in outcomes if outcome.kind == kind)
         if causes:
             common = "; ".join(f"{count} x {cause}" for cause, count in causes.most_common(3))
             log.warning("%s: %d of %d texts %s: %s", during, sum(causes.values()), len(outcomes), kind, common)
 
 
-def cause_of(outcome: Outcome) -> str:
+def failure_cause(outcome: Outcome) -> str:
     """Returns why a text was not graded to the end."""
     return outcome.note or outcome.kind if isinstance(outcome, Score) else outcome.cause
 
 
-class GradingFailed(Failure):
+class GradingFailed(RunFailure):
     """The grader has failed on every text of several steps."""
 
 
-class GradingWatch:
+class GradingMonitor:
     """Looks at the outcomes of each step, logs failures, and notices a grader that never succeeds."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class GradingWatch:
         self._failed_steps: list[int] = []  # the steps since then
         self._first = ""  # the first failure in these
 
-    def look(self, step: int, outcomes: Sequence[tuple[str, Outcome]]) -> None:
+    def check_step(self, step: int, outcomes: Sequence[tuple[str, Outcome]]) -> None:
         """Takes outcomes of a step, each with the id of its problem.
 
         Raises:
@@ -168,7 +168,7 @@ class GradingWatch:
             problem, outcome = failed[0]
             self._first = f"problem {problem!r} {outcome.kind}: {outcome.cause}"
         self._failed_steps.append(step)
-        if len(self._failed_steps) >= FAILED_STEPS:
+        if len(self._failed_steps) >= MAX_FAILED_STEPS:
             raise GradingFailed(
                 f"the grader has failed on every text of steps {self._failed_steps[0]} to {step}, so nothing is learned. The "
                 f"first failure: {self._first}. Repair it, try it on a text (docs/custom_reward.md), then resume"

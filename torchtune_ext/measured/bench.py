@@ -26,34 +26,41 @@ from typing import Any, Self
 
 import cloudpickle
 
-from torchtune_ext.measured.check import KILLED, Checker, Deadlines, extract
-from torchtune_ext.measured.child import START_S, ChildFailed
+from torchtune_ext.measured.check import KILLED_PREFIX, Checker, Deadlines, extract_code
+from torchtune_ext.measured.child import START_TIMEOUT_S, ChildFailed
 from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.kernel import Kernel, prototype
-from torchtune_ext.measured.machine import LOCK_S, alone_on, choose_cores, fingerprint, usable_cores, wait_until_idle
-from torchtune_ext.measured.probe import Wild
+from torchtune_ext.measured.machine import (
+    LOCK_TIMEOUT_S,
+    choose_cores,
+    lock_cores,
+    machine_fingerprint,
+    usable_cores,
+    wait_until_idle,
+)
+from torchtune_ext.measured.probe import UnstableMachine
 from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result
-from torchtune_ext.measured.sandbox import PROBE_S, Sandbox, SandboxError
-from torchtune_ext.measured.timing import LEAST_CALLS, MOST_LATE_CALLS, Timer
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.processes import DEATHS, Processes
+from torchtune_ext.measured.sandbox import PROBE_TIMEOUT_S, Sandbox, SandboxError
+from torchtune_ext.measured.timing import MAX_OVERRUN_CALLS, MIN_BLOCK_CALLS, ProgramTimer
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.run.processes import CRASH_KINDS, ProcessPool
 
 __all__ = ["Bench", "BenchConfig", "BenchError", "Result"]
 
 log = logging.getLogger(__name__)
 
-RETRIES = 2  # further attempts after the machine has failed
-OWN_S = 30.0  # seconds of our own work on a program at most: inputs, references, comparisons, starts of processes
-CLOSE_S = 3.0  # seconds for processes to end by themselves
-END_S = 40.0  # seconds for a service to end in good order
-CHECK, TIME = "check", "time"
+MAX_RETRIES = 2  # further attempts after the machine has failed
+OVERHEAD_S = 30.0  # seconds of our own work on a program at most: inputs, references, comparisons, starts of processes
+CLOSE_TIMEOUT_S = 3.0  # seconds for processes to end by themselves
+SHUTDOWN_TIMEOUT_S = 40.0  # seconds for a service to end in good order
+CHECK_STAGE, TIME_STAGE = "check", "time"
 MAX_RESULTS = 16_384  # results that are kept for equal programs
-TURN_S = 0.03  # seconds between two timings, since others who wait for the cores look at them every 0.02 s
+TIMING_GAP_S = 0.03  # seconds between two timings, since others who wait for the cores look at them every 0.02 s
 # numpy's own threads in the processes would run on the cores that are timed on.
-VARIABLES: dict[str, str] = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+SINGLE_THREAD_ENV: dict[str, str] = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
-class Service:
+class BenchService:
     """A thread with an asyncio loop, in which each text is a task. Any thread may use it.
 
     A subclass opens and closes in `_serve`, which sets `_started`, and measures in `_measure`. It calls this constructor last.
@@ -61,7 +68,7 @@ class Service:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards `_ended`, so that no text is accepted after the end
-        self._ended: BenchError | None = None  # the reason why no text is accepted any more
+        self._close_reason: BenchError | None = None  # the reason why no text is accepted any more
         self._pid = os.getpid()
         self._started: Future[None] = Future()
         # Made here, where an error of it (too many open files) has somebody who hears of it.
@@ -92,18 +99,20 @@ class Service:
             # A fork has no thread that would answer, and its copy of the lock may be held for ever.
             raise BenchError(f"this Bench was made by process {self._pid}, before a fork: make one in each process")
         try:
-            sent = cloudpickle.dumps(kernel)
+            kernel_bytes = cloudpickle.dumps(kernel)
         except Exception as error:
             # Pickling runs the user's code, which may raise any error.
-            raise Mistake(
+            raise UsageError(
                 f"kernel {type(kernel).__name__} cannot be sent to another process: {type(error).__name__}: {error}. "
                 "Keep open files, locks and functions out of its attributes"
             ) from error
         allowed = None if permitted is None else tuple(sorted(permitted))
         with self._lock:
-            if self._ended is not None:
-                raise self._ended
-            return asyncio.run_coroutine_threadsafe(self._answer(kernel, sent, text, allowed), self._loop)
+            if self._close_reason is not None:
+                raise self._close_reason
+            return asyncio.run_coroutine_threadsafe(
+                self._measure_or_fail(kernel, kernel_bytes, text, allowed), self._loop
+            )
 
     def close(self) -> None:
         """Ends all processes and removes all folders. Futures that are not done raise BenchError.
@@ -112,14 +121,14 @@ class Service:
         """
         if os.getpid() != self._pid:
             return
-        self._end(BenchError(f"the {type(self).__name__} is closed"))
+        self._stop_accepting(BenchError(f"the {type(self).__name__} is closed"))
         with suppress(RuntimeError):
             # The loop is closed if the service has failed before.
-            if self._serving is not None:
-                self._loop.call_soon_threadsafe(self._serving.cancel)
+            if self._serve_task is not None:
+                self._loop.call_soon_threadsafe(self._serve_task.cancel)
         # A callback of a future, which runs in the thread, may call this. A thread cannot join itself.
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=END_S)
+            self._thread.join(timeout=SHUTDOWN_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self
@@ -130,49 +139,51 @@ class Service:
     async def _serve(self) -> None:
         raise NotImplementedError
 
-    async def _measure(self, kernel: Kernel, sent: bytes, text: str, permitted: tuple[str, ...] | None) -> Result:
+    async def _measure(
+        self, kernel: Kernel, kernel_bytes: bytes, text: str, permitted: tuple[str, ...] | None
+    ) -> Result:
         """Measures one text; `sent` is the kernel, pickled."""
         raise NotImplementedError
 
-    def _end(self, reason: BenchError) -> None:
+    def _stop_accepting(self, reason: BenchError) -> None:
         """Records why no text is accepted any more. Only the first reason counts."""
         with self._lock:
-            self._ended = self._ended or reason
+            self._close_reason = self._close_reason or reason
 
     def _run(self) -> None:
         # `close` cancels it.
         with suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._live())
+            runner.run(self._serve_until_closed())
 
-    async def _live(self) -> None:
-        self._serving = asyncio.current_task()
+    async def _serve_until_closed(self) -> None:
+        self._serve_task = asyncio.current_task()
         try:
             await self._serve()
         except BenchError as error:
-            self._end(error)
+            self._stop_accepting(error)
         except Exception as error:
             # Everybody who waits for a result has to get the error, whatever it is.
             log.exception("bench: the thread failed")
-            self._end(BenchError(f"the thread that serves the bench has failed: {error!r}"))
+            self._stop_accepting(BenchError(f"the thread that serves the bench has failed: {error!r}"))
         finally:
             # In `_answer`, the canceled tasks raise `_ended`.
-            tasks = asyncio.all_tasks() - {self._serving}
+            tasks = asyncio.all_tasks() - {self._serve_task}
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if not self._started.done():
-                self._started.set_exception(self._ended)
+                self._started.set_exception(self._close_reason)
 
-    async def _answer(self, *what: Any) -> Result:
+    async def _measure_or_fail(self, *args: Any) -> Result:
         try:
-            return await self._measure(*what)
+            return await self._measure(*args)
         except (asyncio.CancelledError, BenchError):
-            if self._ended is not None:
-                raise self._ended from None
+            if self._close_reason is not None:
+                raise self._close_reason from None
             raise
 
 
-class Turns:
+class StageScheduler:
     """Says when a check or a timing begins: checks run in parallel, timings one after the other, each kind in order.
 
     A timing that is *alone* waits until the earlier checks have ended, and later checks wait for it.
@@ -183,26 +194,26 @@ class Turns:
 
     def __init__(self, workers: int) -> None:
         self.running: Counter[str] = Counter()  # turns that last, by their stage
-        self._workers, self._free, self._order = workers, asyncio.Semaphore(workers), asyncio.Lock()
-        self._timer = asyncio.Lock()
+        self._workers, self._worker_slots, self._fifo_lock = workers, asyncio.Semaphore(workers), asyncio.Lock()
+        self._timing_lock = asyncio.Lock()
 
     @asynccontextmanager
-    async def take(self, stage: str, is_alone: bool = False) -> AsyncIterator[None]:
+    async def acquire(self, stage: str, is_alone: bool = False) -> AsyncIterator[None]:
         """Waits for a turn, which lasts as long as the block."""
         async with AsyncExitStack() as stack:
-            if stage == TIME:
-                await stack.enter_async_context(self._timer)
+            if stage == TIME_STAGE:
+                await stack.enter_async_context(self._timing_lock)
             # A timing that is alone takes the place of every check, also of those on other cores. These share caches and
             # memory with the timed core, and two cores of a virtual machine are often one.
-            async with self._order:
-                for _ in range(1 if stage == CHECK else self._workers if is_alone else 0):
-                    await stack.enter_async_context(self._free)
+            async with self._fifo_lock:
+                for _ in range(1 if stage == CHECK_STAGE else self._workers if is_alone else 0):
+                    await stack.enter_async_context(self._worker_slots)
             self.running[stage] += 1
             stack.callback(self.running.subtract, [stage])
             yield
 
 
-class Bench(Service):
+class Bench(BenchService):
     """Measures programs on this machine.
 
     Make it when the engine of a run has started, so that it can choose cores that the engine does not use.
@@ -226,106 +237,119 @@ class Bench(Service):
         Sandbox(toolchain.path, config.namespaces).close()
         self.timed_cores = timed  # a trainer keeps off them with `machine.kept_off`
         d = deadlines or Deadlines()
-        self._fingerprint = f"{fingerprint()}, {config.optimization}"
+        self._fingerprint = f"{machine_fingerprint()}, {config.optimization}"
         # The programs that are under way, and those whose result another attempt would repeat.
-        self._known: dict[Hashable, asyncio.Task[Result]] = {}
-        self._is_shared = bool(set(checked) & set(timed))  # checks and timings run on the same cores
+        self._cache: dict[Hashable, asyncio.Task[Result]] = {}
+        self._shares_cores = bool(set(checked) & set(timed))  # checks and timings run on the same cores
         workers = config.workers or len(checked)
-        self._turns = Turns(workers)
+        self._scheduler = StageScheduler(workers)
         settings = {name: getattr(config, name) for name in ("optimization", "threads", "namespaces")}
         make = partial(Checker, compiler=toolchain, deadlines=d, **settings)
         self._targets = {
-            CHECK: (partial(check_program, make, checked), workers, "checking"),
-            TIME: (partial(time_program, make, checked, timed, config.budget_s), 1, "timing"),
+            CHECK_STAGE: (partial(check_program, make, checked), workers, "checking"),
+            TIME_STAGE: (partial(time_program, make, checked, timed, config.budget_s), 1, "timing"),
         }
-        check_s = d.screen_s + d.compile_s + START_S + d.load_s + 2 * d.verify_s + OWN_S
+        check_s = d.screen_s + d.compile_s + START_TIMEOUT_S + d.load_s + 2 * d.verify_s + OVERHEAD_S
         # The first program of a kernel waits for its checker, which probes the machine and checks the kernel's own program.
-        self._timeouts = {CHECK: 4 * PROBE_S + 2 * check_s}
+        self._timeouts = {CHECK_STAGE: 4 * PROBE_TIMEOUT_S + 2 * check_s}
         # The timing waits for its cores, for engines, and for engines once more after the timer was made. When the budget
         # ends, a last block may begin, which has calls of the reference as well.
-        calls = MOST_LATE_CALLS + LEAST_CALLS
-        timed_s = 3 * LOCK_S + START_S + d.load_s + config.budget_s + calls * d.verify_s + OWN_S
-        self._timeouts[TIME] = self._timeouts[CHECK] + timed_s
-        self._pools: dict[str, Processes] = {}
+        calls = MAX_OVERRUN_CALLS + MIN_BLOCK_CALLS
+        timed_s = 3 * LOCK_TIMEOUT_S + START_TIMEOUT_S + d.load_s + config.budget_s + calls * d.verify_s + OVERHEAD_S
+        self._timeouts[TIME_STAGE] = self._timeouts[CHECK_STAGE] + timed_s
+        self._pools: dict[str, ProcessPool] = {}
         super().__init__()
 
     async def _serve(self) -> None:
         try:
             for stage, (target, count, name) in self._targets.items():
-                self._pools[stage] = Processes(cloudpickle.dumps(target), count, name, "setting", variables=VARIABLES)
+                self._pools[stage] = ProcessPool(
+                    cloudpickle.dumps(target), count, name, "setting", variables=SINGLE_THREAD_ENV
+                )
             self._started.set_result(None)
             await self._loop.create_future()  # until it is closed
         finally:
             for pool in self._pools.values():
-                pool.close(self._ended or BenchError("the Bench could not start"), CLOSE_S)
+                pool.close(self._close_reason or BenchError("the Bench could not start"), CLOSE_TIMEOUT_S)
 
-    async def _measure(self, kernel: Kernel, sent: bytes, text: str, permitted: tuple[str, ...] | None) -> Result:
+    async def _measure(
+        self, kernel: Kernel, kernel_bytes: bytes, text: str, permitted: tuple[str, ...] | None
+    ) -> Result:
         # Everything that a result depends on.
-        key = kernel_key(kernel), prototype(kernel), kernel.naive, tuple(kernel.forbidden), extract(text), permitted
+        key = (
+            kernel_key(kernel),
+            prototype(kernel),
+            kernel.naive,
+            tuple(kernel.forbidden),
+            extract_code(text),
+            permitted,
+        )
         # Others may wait for the same program, so one who gives up must not cancel its task. Hence the shields.
-        if (task := self._known.get(key)) is not None:
+        if (task := self._cache.get(key)) is not None:
             return replace(await asyncio.shield(task), is_cached=True)
-        task = self._known[key] = asyncio.create_task(self._work(kernel, sent, text, permitted))
-        task.add_done_callback(partial(self._done, key))
+        task = self._cache[key] = asyncio.create_task(self._check_and_time(kernel, kernel_bytes, text, permitted))
+        task.add_done_callback(partial(self._evict, key))
         return await asyncio.shield(task)
 
-    def _done(self, key: Hashable, task: "asyncio.Task[Result]") -> None:
+    def _evict(self, key: Hashable, task: "asyncio.Task[Result]") -> None:
         """Forgets a program of which another attempt may end otherwise, and the oldest one if there are too many."""
-        if task.cancelled() or task.exception() is not None or not would_repeat(task.result()):
-            self._known.pop(key, None)
-        elif len(self._known) > MAX_RESULTS:
-            del self._known[next(iter(self._known))]
+        if task.cancelled() or task.exception() is not None or not is_deterministic(task.result()):
+            self._cache.pop(key, None)
+        elif len(self._cache) > MAX_RESULTS:
+            del self._cache[next(iter(self._cache))]
 
-    async def _work(self, kernel: Kernel, sent: bytes, text: str, permitted: Any) -> Result:
+    async def _check_and_time(self, kernel: Kernel, kernel_bytes: bytes, text: str, permitted: Any) -> Result:
         """Has a program checked, and timed if it is right."""
         seconds: Counter[str] = Counter()
-        its = kernel_key(kernel), sent
-        async with self._turns.take(CHECK):
-            checked, library = await self._attempted(CHECK, kernel.name, *its, text, permitted)
+        kernel_args = kernel_key(kernel), kernel_bytes
+        async with self._scheduler.acquire(CHECK_STAGE):
+            checked, library = await self._call_with_retries(CHECK_STAGE, kernel.name, *kernel_args, text, permitted)
         result = checked
         seconds.update(checked.seconds)
         # A timing that was disturbed is made once more.
-        for is_alone in (self._is_shared, True) if checked.outcome == "ok" else ():
-            async with self._turns.take(TIME, is_alone):
-                result = await self._attempted(TIME, kernel.name, *its, kernel.name, library)
+        for is_alone in (self._shares_cores, True) if checked.outcome == "ok" else ():
+            async with self._scheduler.acquire(TIME_STAGE, is_alone):
+                result = await self._call_with_retries(TIME_STAGE, kernel.name, *kernel_args, kernel.name, library)
             seconds.update(result.seconds)
             if result.outcome != NOISY:
                 break
         found = {"techniques": checked.techniques, "fingerprint": self._fingerprint}
         return replace(result, seconds=dict(seconds), **found)
 
-    async def _attempted(self, stage: str, kernel: str, *what: Any) -> Any:
+    async def _call_with_retries(self, stage: str, kernel: str, *what: Any) -> Any:
         """Calls one of the processes, and again if the machine fails.
 
         Raises:
             BenchError: it has failed too often.
         """
 
-        def otherwise(kind: str, cause: str) -> Failed:
+        def as_failure(kind: str, cause: str) -> MachineFailure:
             # An error that a kernel or our own code raises would come again. If a process dies or hangs, it is the machine.
-            return Failed(f"the {stage} process died: {cause}" if kind in DEATHS else cause, is_final=kind == "raised")
+            return MachineFailure(
+                f"the {stage} process died: {cause}" if kind in CRASH_KINDS else cause, is_final=kind == "raised"
+            )
 
         attempt = 0
         while True:
             attempt += 1
             try:
-                call = self._pools[stage].submit(what, self._timeouts[stage], otherwise)
+                call = self._pools[stage].submit(what, self._timeouts[stage], as_failure)
                 answer = await asyncio.wrap_future(call)
             except Exception as error:
                 raise BenchError(f"the processes of the Bench have ended: {error}") from error
-            if not isinstance(answer, Failed):
+            if not isinstance(answer, MachineFailure):
                 return answer
             attempts = f" (attempt {attempt})" if attempt > 1 else ""
-            if answer.is_final or attempt > RETRIES:
+            if answer.is_final or attempt > MAX_RETRIES:
                 raise BenchError(f"the {stage} of a program for {kernel} failed{attempts}: {answer.cause}")
             log.warning("bench: the %s of a program is repeated%s: %s", stage, attempts, answer.cause)
 
 
-def would_repeat(result: Result) -> bool:
+def is_deterministic(result: Result) -> bool:
     """Tells whether another attempt would end in the same way."""
     # The other results say something about the machine at that moment.
-    is_passing = result.outcome in ("timeout", NOISY) or result.note.startswith(KILLED)
-    return not is_passing and not (result.timing is not None and result.timing.disturbed)
+    is_passing = result.outcome in ("timeout", NOISY) or result.note.startswith(KILLED_PREFIX)
+    return not is_passing and not (result.timing is not None and result.timing.disturbed_fraction)
 
 
 def kernel_key(kernel: Kernel) -> str:
@@ -338,14 +362,14 @@ def kernel_key(kernel: Kernel) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class MachineFailure:
     """The machine failed, and nothing is known about the program."""
 
     cause: str
     is_final: bool  # another attempt would not help
 
 
-class Kept(dict[str, Any]):
+class ResourceCache(dict[str, Any]):
     """What a process keeps for each kernel from one call to the next. It is closed when it is dropped, and at the end."""
 
     def __init__(self) -> None:
@@ -361,17 +385,17 @@ class Kept(dict[str, Any]):
             self.drop(key)
 
 
-CHECKERS, TIMERS = Kept(), Kept()
+CHECKERS, TIMERS = ResourceCache(), ResourceCache()
 
 
 def check_program(
-    make: Callable[..., Checker],
+    make_checker: Callable[..., Checker],
     cores: tuple[int, ...],
     key: str,
     kernel: bytes,
     text: str,
     permitted: tuple[str, ...] | None = None,
-) -> tuple[Result, bytes] | Failed:
+) -> tuple[Result, bytes] | MachineFailure:
     """Checks the program in a text on these cores. Returns its library, too, compressed.
 
     Args:
@@ -382,16 +406,16 @@ def check_program(
     try:
         os.sched_setaffinity(0, cores)
         if key not in CHECKERS:
-            CHECKERS[key] = make(pickle.loads(kernel), cores=cores)
+            CHECKERS[key] = make_checker(pickle.loads(kernel), cores=cores)
         result, library = CHECKERS[key].checked(text, permitted=permitted)
         return result, zlib.compress(library, 1)
     except (SandboxError, OSError) as error:
         CHECKERS.drop(key)
-        return _failed(error)
+        return _machine_failure(error)
 
 
 def time_program(
-    make: Callable[..., Checker],
+    make_checker: Callable[..., Checker],
     check_cores: tuple[int, ...],
     cores: tuple[int, ...],
     budget_s: float,
@@ -399,7 +423,7 @@ def time_program(
     kernel: bytes,
     name: str,
     library: bytes,
-) -> Result | Failed:
+) -> Result | MachineFailure:
     """Times a library that `check_program` has found right, of the kernel with this name, on `cores`.
 
     The seconds of the result are "wait", until the cores were idle, free, and their peak known, and "time".
@@ -409,23 +433,23 @@ def time_program(
         # The process that started this one may keep off the timed cores (`kept_off`), and this one has inherited that.
         os.sched_setaffinity(0, {*check_cores, *cores})
     # Between two timings, others who wait for these cores get a turn.
-    time.sleep(TURN_S)
+    time.sleep(TIMING_GAP_S)
     try:
-        with alone_on(cores, LOCK_S):
-            wait_until_idle(cores, LOCK_S)
+        with lock_cores(cores, LOCK_TIMEOUT_S):
+            wait_until_idle(cores, LOCK_TIMEOUT_S)
             if key not in TIMERS:
-                TIMERS[key] = Timer(make(pickle.loads(kernel), cores=cores), budget_s)
+                TIMERS[key] = ProgramTimer(make_checker(pickle.loads(kernel), cores=cores), budget_s)
                 # An engine may have begun to compute while the timer was made.
-                wait_until_idle(cores, LOCK_S)
+                wait_until_idle(cores, LOCK_TIMEOUT_S)
             begun_at = time.monotonic()
             timing = TIMERS[key].time(zlib.decompress(library))
-    except Wild as error:
+    except UnstableMachine as error:
         outcome, note = NOISY, str(error)
     except ChildFailed as failed:
         outcome, note = failed.outcome, str(failed)
     except (SandboxError, OSError) as error:
         TIMERS.drop(key)
-        return _failed(error)
+        return _machine_failure(error)
     if timing is not None and timing.is_noisy:
         note = (
             f"others disturb the machine: after {budget_s:g} s nothing is known of its speed "
@@ -438,6 +462,6 @@ def time_program(
     return Result(name, outcome, "time", note, timing, {"wait": begun_at - start, "time": now - begun_at})
 
 
-def _failed(error: Exception) -> Failed:
+def _machine_failure(error: Exception) -> MachineFailure:
     # Whoever has waited in vain for another timing, or for an engine, does not wait that long once more.
-    return Failed(f"{type(error).__name__}: {error}", isinstance(error, TimeoutError))
+    return MachineFailure(f"{type(error).__name__}: {error}", isinstance(error, TimeoutError))

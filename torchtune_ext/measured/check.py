@@ -14,32 +14,32 @@ import numpy as np
 
 from torchtune_ext.measured import compiler as compilers
 from torchtune_ext.measured.child import Child, ChildFailed, arena_size
-from torchtune_ext.measured.compiler import Compiler, Finished
-from torchtune_ext.measured.kernel import Kernel, require_sound
+from torchtune_ext.measured.compiler import CommandResult, Compiler
+from torchtune_ext.measured.kernel import Kernel, validate_kernel
 from torchtune_ext.measured.machine import usable_cores
-from torchtune_ext.measured.reader import Unreadable
+from torchtune_ext.measured.reader import UnreadableProgram
 from torchtune_ext.measured.results import BenchConfig, Optimization, Result
 from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError, exit_cause
 from torchtune_ext.measured.screen import screen
-from torchtune_ext.measured.techniques import uses, violations
-from torchtune_ext.measured.verify import described, verify
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.tasks.answers import spoken
+from torchtune_ext.measured.techniques import find_techniques, violations
+from torchtune_ext.measured.verify import size_text, verify
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.tasks.answers import strip_thinking
 
 OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok")
 STAGES = ("extract", "screen", "compile", "verify")
-MAX_SOURCE = 200_000  # characters of a program
-MAX_NOTE = 1500  # characters of a note
-KILLED = "SIGKILL"  # how a note begins where something was killed, perhaps because the machine's memory was full
-FULL = "No space left on device"  # in the language of LC_ALL=C, which compilers run with here
+MAX_SOURCE_CHARS = 200_000  # characters of a program
+MAX_NOTE_CHARS = 1500  # characters of a note
+KILLED_PREFIX = "SIGKILL"  # how a note begins where something was killed, perhaps because the machine's memory was full
+DISK_FULL_TEXT = "No space left on device"  # in the language of LC_ALL=C, which compilers run with here
 # How gcc and clang say that a part of them was killed.
-_KILLED = re.compile(
+_KILLED_PATTERN = re.compile(
     r"^\S+: (fatal )?error: (Killed signal terminated program|ld terminated with signal 9|unable to execute command: Killed)",
     re.MULTILINE,
 )
-C_NAMES = ("", "c", "c99", "c11", "c17", "cpp", "c++")  # what stands behind the fence of a C program
+C_LANGUAGE_TAGS = ("", "c", "c99", "c11", "c17", "cpp", "c++")  # what stands behind the fence of a C program
 # The quantifiers are possessive (`*+`), because backtracking would try all ways to divide a long line.
-_FENCE = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([^`\s]*+)(?:\s[^`]*+)?")
+_FENCE_PATTERN = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([^`\s]*+)(?:\s[^`]*+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Deadlines:
     verify_s: float = 20.0  # of verifying: all calls together
 
 
-class _Refused(Exception):
+class _CandidateRejected(Exception):
     def __init__(self, outcome: str, note: str) -> None:
         super().__init__(note)
         self.outcome = outcome
@@ -87,35 +87,35 @@ class Checker:
         cores: Sequence[int] | None = None,
         namespaces: bool | None = None,
         deadlines: Deadlines | None = None,
-        screened: bool = True,
+        with_screen: bool = True,
     ) -> None:
-        require_sound(kernel)
+        validate_kernel(kernel)
         # Made only for its checks, which refuse values that cannot be.
         BenchConfig(threads=threads, namespaces=namespaces, optimization=optimization)
         usable = usable_cores()
         self.cores = sorted(usable if cores is None else cores)
         if not self.cores or not set(self.cores) <= usable:
-            raise Mistake(f"cores: {self.cores} must be some of {sorted(usable)}, which this process may use")
+            raise UsageError(f"cores: {self.cores} must be some of {sorted(usable)}, which this process may use")
         self.kernel, self.threads = kernel, threads
         self.optimization: Optimization = optimization
         self.deadlines = deadlines or Deadlines()
         self.compiler = compiler or Compiler.find()
-        self.flags = compilers.flags_of(kernel, optimization, threads)
-        self.screened = screened
+        self.flags = compilers.compiler_flags(kernel, optimization, threads)
+        self.with_screen = with_screen
         self.sandbox = Sandbox(self.compiler.path, namespaces)
         try:
             # If the kernel's own program fails, every candidate would: the kernel or the machine is at fault.
-            own = self.check_source(kernel.naive)
-            if own.note.startswith(KILLED):
-                raise SandboxError(f"the program of {kernel.name} was killed while it was checked: {own.note}")
-            if own.outcome == "timeout":
+            naive_result = self.check_source(kernel.naive)
+            if naive_result.note.startswith(KILLED_PREFIX):
+                raise SandboxError(f"the program of {kernel.name} was killed while it was checked: {naive_result.note}")
+            if naive_result.outcome == "timeout":
                 raise SandboxError(
                     f"this machine is too busy to check the kernel's own program of {kernel.name}, or that takes too long: "
-                    f"{own.note}; take a smaller size than {described(kernel.timed)}"
+                    f"{naive_result.note}; take a smaller size than {size_text(kernel.timed)}"
                 )
-            if own.outcome != "ok":
-                raise Mistake(
-                    f"{type(kernel).__name__}.naive: the kernel's own program ends with {own.outcome}: {own.note}"
+            if naive_result.outcome != "ok":
+                raise UsageError(
+                    f"{type(kernel).__name__}.naive: the kernel's own program ends with {naive_result.outcome}: {naive_result.note}"
                 )
         except MemoryError as error:
             self.close()
@@ -136,14 +136,14 @@ class Checker:
 
     def check(self, text: str) -> Result:
         """Checks the program in a model's answer. Raises SandboxError if the machine failed, which is no verdict."""
-        return self.checked(text)[0]
+        return self.check_with_library(text)[0]
 
     def check_source(self, source: str) -> Result:
         """Checks a program that is not part of an answer."""
-        return self.checked(source, extracted=True)[0]
+        return self.check_with_library(source, is_source=True)[0]
 
-    def checked(
-        self, text: str, extracted: bool = False, permitted: Collection[str] | None = None
+    def check_with_library(
+        self, text: str, is_source: bool = False, permitted: Collection[str] | None = None
     ) -> tuple[Result, bytes]:
         """Checks a program. Returns its library, too, which is empty if the program is not ok.
 
@@ -156,50 +156,52 @@ class Checker:
         preprocessed = None
         folder = self.sandbox.new_folder()
         try:
-            with _timed(seconds, stage):
-                source = text if extracted else extract(text)
+            with _record_seconds(seconds, stage):
+                source = text if is_source else extract_code(text)
                 if source is None:
-                    raise _Refused("format", "no closed block of C code in the answer")
-                if len(source) > MAX_SOURCE:
-                    raise _Refused("format", f"{len(source)} characters of code, at most {MAX_SOURCE} are read")
+                    raise _CandidateRejected("format", "no closed block of C code in the answer")
+                if len(source) > MAX_SOURCE_CHARS:
+                    raise _CandidateRejected(
+                        "format", f"{len(source)} characters of code, at most {MAX_SOURCE_CHARS} are read"
+                    )
             stage = "screen"
-            with _timed(seconds, stage):
+            with _record_seconds(seconds, stage):
                 compilers.write_source(self.kernel, source, folder)
-                if self.screened:
+                if self.with_screen:
                     preprocessed = self._screen(source, folder)
             stage = "compile"
-            with _timed(seconds, stage):
+            with _record_seconds(seconds, stage):
                 self._compile(folder)
             if permitted is not None and preprocessed is not None:
                 # Nobody could say what a program does that does not compile, so it is not read before.
                 stage = "screen"
-                with _timed(seconds, stage):
-                    techniques = self._techniques(preprocessed, permitted)
+                with _record_seconds(seconds, stage):
+                    techniques = self._check_techniques(preprocessed, permitted)
             stage = "verify"
-            with _timed(seconds, stage):
+            with _record_seconds(seconds, stage):
                 # The seed comes from the operating system only now, so nobody knows the numbers at compile time.
-                self._verify(folder / compilers.LIBRARY, np.random.default_rng())
-            library = (folder / compilers.LIBRARY).read_bytes()
-        except _Refused as failed:
+                self._verify(folder / compilers.LIBRARY_FILE, np.random.default_rng())
+            library = (folder / compilers.LIBRARY_FILE).read_bytes()
+        except _CandidateRejected as failed:
             # A SandboxError passes through: what the machine does wrong is no verdict.
-            outcome, note = failed.outcome, _plain(str(failed))
+            outcome, note = failed.outcome, _printable(str(failed))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return Result(self.kernel.name, outcome, stage, note, None, seconds, techniques=techniques), library
 
-    def compile_own(self, kernel: Kernel, optimization: Optimization = "-O3") -> Path:
+    def compile_naive(self, kernel: Kernel, optimization: Optimization = "-O3") -> Path:
         """Compiles the kernel's naive program. `close` removes the library. Raises SandboxError."""
         folder = self.sandbox.new_folder()
         compilers.write_source(kernel, kernel.naive, folder)
-        flags = compilers.flags_of(kernel, optimization, self.threads)
+        flags = compilers.compiler_flags(kernel, optimization, self.threads)
         done = compilers.compile_library(self.sandbox, self.compiler, flags, folder, self.deadlines.compile_s)
         if done.status != 0:
             raise SandboxError(
                 f"the program of {kernel.name} does not compile: {done.cause or done.errors.strip() or exit_cause(done.status)}"
             )
-        return folder / compilers.LIBRARY
+        return folder / compilers.LIBRARY_FILE
 
-    def child(self, kernel: Kernel, library: Path, cpu_s: float = 0.0) -> Child:
+    def start_child(self, kernel: Kernel, library: Path, cpu_s: float = 0.0) -> Child:
         """Starts a locked-in process that has loaded the library, with room for arrays of the timed size.
 
         It may use `cpu_s` CPU seconds, or the default limit if that is more.
@@ -218,63 +220,65 @@ class Checker:
         """Returns the preprocessed text. Refuses what is forbidden."""
         deadline_s = self.deadlines.screen_s
         done = compilers.preprocess(self.sandbox, self.compiler, self.flags, folder, deadline_s)
-        _require_end(done)
+        _require_not_killed(done)
         try:
             reason = screen(done.output, source, self.kernel, max(0.1, deadline_s - done.seconds))
         except TimeoutError as error:
-            raise _Refused("timeout", f"the screen: {error}") from None
+            raise _CandidateRejected("timeout", f"the screen: {error}") from None
         if reason:
-            raise _Refused("forbidden", reason)
+            raise _CandidateRejected("forbidden", reason)
         # The screen comes first: an #include of a file that nobody may read is forbidden, not only missing.
         if done.status != 0:
-            raise _Refused("compile_error", done.errors.strip())
+            raise _CandidateRejected("compile_error", done.errors.strip())
         return done.output
 
-    def _techniques(self, preprocessed: str, permitted: Collection[str]) -> tuple[str, ...]:
+    def _check_techniques(self, preprocessed: str, permitted: Collection[str]) -> tuple[str, ...]:
         """Returns the techniques that the program uses. Refuses others than `permitted`."""
         try:
-            techniques = uses(preprocessed, self.kernel, openmp=self.threads > 1)
-        except Unreadable as error:
-            raise _Refused("forbidden", f"line 1: the program cannot be read: {error}") from None
+            techniques = find_techniques(preprocessed, self.kernel, openmp=self.threads > 1)
+        except UnreadableProgram as error:
+            raise _CandidateRejected("forbidden", f"line 1: the program cannot be read: {error}") from None
         if others := violations(techniques, permitted):
-            raise _Refused("forbidden", "\n".join(others))
+            raise _CandidateRejected("forbidden", "\n".join(others))
         return tuple(sorted(use.technique for use in techniques))
 
     def _compile(self, folder: Path) -> None:
         done = compilers.compile_library(self.sandbox, self.compiler, self.flags, folder, self.deadlines.compile_s)
-        _require_end(done)
+        _require_not_killed(done)
         if done.status != 0:
             # The candidate may print these words (#error), so the disk decides.
-            if FULL in done.errors and shutil.disk_usage(folder).free < compilers.LIMITS.file_bytes:
+            if DISK_FULL_TEXT in done.errors and shutil.disk_usage(folder).free < compilers.COMPILER_LIMITS.file_bytes:
                 raise SandboxError(f"the disk of {folder} is full: {done.errors.strip()[-300:]}")
-            raise _Refused("compile_error", done.errors.strip() or exit_cause(done.status))
+            raise _CandidateRejected("compile_error", done.errors.strip() or exit_cause(done.status))
 
     def _verify(self, library: Path, rng: np.random.Generator) -> None:
         try:
-            with self.child(self.kernel, library) as child:
+            with self.start_child(self.kernel, library) as child:
                 verify(child, self.kernel, rng, self.deadlines.verify_s)
         except ChildFailed as failed:
             note = f"; it computed for {failed.cpu_s:.2g} s" if failed.outcome == "timeout" else ""
-            raise _Refused(failed.outcome, f"{failed}{note}") from failed
+            raise _CandidateRejected(failed.outcome, f"{failed}{note}") from failed
 
 
-def _plain(text: str) -> str:
+def _printable(text: str) -> str:
     # Much of a note is the candidate's words, which may hold control characters for a terminal.
-    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text[:MAX_NOTE])
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text[:MAX_NOTE_CHARS])
 
 
-def _require_end(done: Finished) -> None:
+def _require_not_killed(done: CommandResult) -> None:
     """Refuses a program whose compiler was killed, by us or by somebody else."""
     # bubblewrap exits with 128 and the number of the signal that killed its child.
     was_killed = done.status in (-signal.SIGKILL, 128 + signal.SIGKILL)
-    if was_killed or (done.status and _KILLED.search(done.errors)):
-        raise _Refused("compile_error", f"{KILLED}: the compiler was killed, perhaps for memory\n{done.errors.strip()}")
+    if was_killed or (done.status and _KILLED_PATTERN.search(done.errors)):
+        raise _CandidateRejected(
+            "compile_error", f"{KILLED_PREFIX}: the compiler was killed, perhaps for memory\n{done.errors.strip()}"
+        )
     if done.status is None:
-        raise _Refused("timeout" if done.timed_out else "compile_error", f"the compiler: {done.cause}")
+        raise _CandidateRejected("timeout" if done.timed_out else "compile_error", f"the compiler: {done.cause}")
 
 
 @contextmanager
-def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+def _record_seconds(seconds: dict[str, float], stage: str) -> Iterator[None]:
     start = time.monotonic()
     try:
         yield
@@ -283,21 +287,21 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
         seconds[stage] = seconds.get(stage, 0.0) + time.monotonic() - start
 
 
-def extract(text: str) -> str | None:
+def extract_code(text: str) -> str | None:
     """Returns the content of the last closed block of an answer that is fenced as C or without a language, or None.
 
     Empty blocks and the model's thoughts do not count.
     """
     source, fence, language, lines = None, "", "", []
-    for line in (line.removesuffix("\r") for line in spoken(text).split("\n")):
-        match = _FENCE.fullmatch(line)
+    for line in (line.removesuffix("\r") for line in strip_thinking(text).split("\n")):
+        match = _FENCE_PATTERN.fullmatch(line)
         if match is None:
             lines.append(line)
         # A fence with a language always begins a block: a model that changed its mind may leave the last one open.
         elif not fence or match[2]:
             fence, language, lines = match[1], match[2].lower(), []
         elif match[1].startswith(fence):
-            if language in C_NAMES and any(each.strip() for each in lines):
+            if language in C_LANGUAGE_TAGS and any(each.strip() for each in lines):
                 source = "\n".join(lines) + "\n"
             fence = ""
         else:

@@ -5,35 +5,35 @@ import os
 import re
 from pathlib import Path
 
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.output import columns
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.run.output import format_columns
 
 # Where all cores are timed on, threads of numpy's BLAS would spin on them. It reads this once, when it is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from torchtune_ext.measured.bench import Bench
-from torchtune_ext.measured.kernel import Kernel, require_sound
+from torchtune_ext.measured.kernel import Kernel, validate_kernel
 from torchtune_ext.measured.kernels import KERNELS
-from torchtune_ext.measured.machine import fingerprint
+from torchtune_ext.measured.machine import machine_fingerprint
 from torchtune_ext.measured.results import Result
 
-HEAD = ("program", "kernel", "outcome", "ms", "GFLOPS", "±", "of roofline", "x naive", "±", "")
-NAIVE = "(naive)"  # the row of the kernel's own program
+COLUMN_TITLES = ("program", "kernel", "outcome", "ms", "GFLOPS", "±", "of roofline", "x naive", "±", "")
+NAIVE_ROW = "(naive)"  # the row of the kernel's own program
 FENCE = "`" * 40  # longer than any that a program holds
-SHORT_S = 0.3e-3  # a call of nothing takes up to 0.06 ms
+MIN_CALL_S = 0.3e-3  # a call of nothing takes up to 0.06 ms
 
 
-def cells(name: str, result: Result) -> list[str]:
+def table_row(name: str, result: Result) -> list[str]:
     """Returns the row of a program, below HEAD."""
     cells = [name, result.kernel, result.outcome]
     if (t := result.timing) is None:
         return [*cells, *[""] * 7]
-    cells += [f"{1e3 * t.seconds:.3g}", f"{t.gflops:.3g}", f"{t.spread:.1%}"]
+    cells += [f"{1e3 * t.seconds:.3g}", f"{t.gflops:.3g}", f"{t.relative_ci:.1%}"]
     # One block gives no interval.
-    cells += [f"{t.peak_share:.1%}", f"{t.ratio:.2f}", f"{t.ratio_spread:.1%}" if t.ratio_spread else "?"]
-    if t.disturbed:
-        return [*cells, f"disturbed: somebody else was at work beside {t.disturbed:.0%} of it"]
-    if t.seconds < SHORT_S:
+    cells += [f"{t.roofline_fraction:.1%}", f"{t.speedup:.2f}", f"{t.speedup_ci:.1%}" if t.speedup_ci else "?"]
+    if t.disturbed_fraction:
+        return [*cells, f"disturbed: somebody else was at work beside {t.disturbed_fraction:.0%} of it"]
+    if t.seconds < MIN_CALL_S:
         return [*cells, "short: much of it is the call itself; a larger --size has less of that"]
     return [*cells, "" if t.is_narrow else "wide: its intervals are not within 2% after the budget"]
 
@@ -44,43 +44,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=float, default=10.0, help="seconds for one timing (10)")
     parser.add_argument("--threads", type=int, default=1, help="threads that a program may use (1)")
     parser.add_argument(
-        "--cores", type=comma_separated, help="cores to time on, as 2,3; without it, those that no engine uses"
+        "--cores", type=parse_cores, help="cores to time on, as 2,3; without it, those that no engine uses"
     )
     parser.add_argument("--compiler", help="gcc or clang, or a path")
 
 
 def main(args: argparse.Namespace) -> int:
     """Returns 0 if every program was ok, 1 if not. Raises Mistake, Failure: nothing could be measured."""
-    programs = [_program(Path(file), args.size) for file in args.files]
+    programs = [_read_program(Path(file), args.size) for file in args.files]
     kernels = {kernel.name: kernel for _, _, kernel in programs}
-    rows = [(NAIVE, kernel.naive, kernel) for kernel in kernels.values()] + programs
+    rows = [(NAIVE_ROW, kernel.naive, kernel) for kernel in kernels.values()] + programs
     settings = {"threads": args.threads, "cores": args.cores, "compiler": args.compiler, "budget_s": args.budget}
     with Bench(**settings) as bench:
-        print(f"{fingerprint()}; timed on core {', '.join(map(str, bench.timed_cores))}", flush=True)
+        print(f"{machine_fingerprint()}; timed on core {', '.join(map(str, bench.timed_cores))}", flush=True)
         futures = [bench.submit(kernel, f"{FENCE}c\n{source}\n{FENCE}") for _, source, kernel in rows]
         results = [future.result() for future in futures]
-    named = [(name, result) for (name, *_), result in zip(rows, results, strict=True)]
-    print(columns([HEAD, *(cells(name, result) for name, result in named)]))
-    print("".join(f"\n{name}: {result.note}\n" for name, result in named if result.note), end="", flush=True)
+    named_results = [(name, result) for (name, *_), result in zip(rows, results, strict=True)]
+    print(format_columns([COLUMN_TITLES, *(table_row(name, result) for name, result in named_results)]))
+    print("".join(f"\n{name}: {result.note}\n" for name, result in named_results if result.note), end="", flush=True)
     return 0 if all(result.outcome == "ok" for result in results) else 1
 
 
-def comma_separated(text: str) -> list[int]:
+def parse_cores(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def _program(file: Path, size: int | None) -> tuple[str, str, Kernel]:
+def _read_program(file: Path, size: int | None) -> tuple[str, str, Kernel]:
     """Returns the name of a program, its source, and the kernel whose function it defines."""
     try:
         source = file.read_text(errors="replace")
     except OSError as error:
-        raise Mistake(f"{file} cannot be read: {error.strerror}; name a program in C") from error
+        raise UsageError(f"{file} cannot be read: {error.strerror}; name a program in C") from error
     names = [each for each in KERNELS if re.search(rf"\bvoid\s+{each}\s*\(", source)]
     if len(names) != 1:
-        raise Mistake(
+        raise UsageError(
             f"{file} defines {' and '.join(names) or 'none'} of {', '.join(KERNELS)}; it has to be one of them"
         )
     kind = KERNELS[names[0]]
     kernel = kind() if size is None else kind(size)
-    require_sound(kernel)
+    validate_kernel(kernel)
     return file.name, source, kernel

@@ -12,14 +12,16 @@ from pathlib import Path
 
 from torchtune_ext.measured.kernel import Kernel, prototype
 from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError, clean_environment
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 
-NAMES = ("gcc", "clang", "cc")
-INSTALL = "install one: apt-get install gcc (Debian, Ubuntu), dnf install gcc (Fedora), apk add gcc musl-dev (Alpine)"
+COMPILER_NAMES = ("gcc", "clang", "cc")
+INSTALL_HINT = (
+    "install one: apt-get install gcc (Debian, Ubuntu), dnf install gcc (Fedora), apk add gcc musl-dev (Alpine)"
+)
 MAX_OUTPUT_BYTES = 8 << 20  # of preprocessed text, or of messages
 # What the compiler prints is a file, too.
-LIMITS = Limits(memory_bytes=2 << 30, processes=32, cpu_s=30, file_bytes=64 << 20)
-SOURCE, HEADER, LIBRARY = "candidate.c", "kernel.h", "candidate.so"
+COMPILER_LIMITS = Limits(memory_bytes=2 << 30, processes=32, cpu_s=30, file_bytes=64 << 20)
+SOURCE_FILE, HEADER_FILE, LIBRARY_FILE = "candidate.c", "kernel.h", "candidate.so"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +34,13 @@ class Compiler:
     @classmethod
     def find(cls, name: str | None = None) -> "Compiler":
         """Finds gcc or clang. Raises ValueError if there is none, or it does not tell its version."""
-        tried = [name] if name else list(NAMES)
+        tried = [name] if name else list(COMPILER_NAMES)
         for word in tried:
             path = shutil.which(word)
             if path is not None:
                 real = os.path.realpath(path)
                 return cls(real, _version_of(real))
-        raise Mistake(f"no C compiler: {', '.join(tried)} not found on PATH; {INSTALL}")
+        raise UsageError(f"no C compiler: {', '.join(tried)} not found on PATH; {INSTALL_HINT}")
 
 
 def _version_of(path: str) -> str:
@@ -46,10 +48,10 @@ def _version_of(path: str) -> str:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True)
         return done.stdout.splitlines()[0]
     except (OSError, subprocess.SubprocessError, IndexError, UnicodeDecodeError) as error:
-        raise Mistake(f"compiler: {path} is none, since {path} --version fails; name gcc or clang") from error
+        raise UsageError(f"compiler: {path} is none, since {path} --version fails; name gcc or clang") from error
 
 
-def flags_of(kernel: Kernel, optimization: str, threads: int) -> list[str]:
+def compiler_flags(kernel: Kernel, optimization: str, threads: int) -> list[str]:
     """Returns the flags that a candidate is compiled with."""
     flags = ["-std=gnu17", optimization, "-march=native", "-fPIC", "-shared", "-pipe"]
     if threads > 1:
@@ -61,12 +63,12 @@ def flags_of(kernel: Kernel, optimization: str, threads: int) -> list[str]:
 def write_source(kernel: Kernel, source: str, folder: Path) -> None:
     """Writes the candidate and a header with the declaration of its function."""
     # Every compilation includes the header, so a function with other parameters is an error of the compiler.
-    (folder / SOURCE).write_text(source, encoding="utf-8", errors="replace")
-    (folder / HEADER).write_text(prototype(kernel) + ";\n", encoding="utf-8")
+    (folder / SOURCE_FILE).write_text(source, encoding="utf-8", errors="replace")
+    (folder / HEADER_FILE).write_text(prototype(kernel) + ";\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class CommandResult:
     """How a command ended."""
 
     status: int | None  # exit status, negative for a signal; None: it was killed at its deadline, or for its output
@@ -77,24 +79,28 @@ class Finished:
     seconds: float
 
 
-def preprocess(sandbox: Sandbox, compiler: Compiler, flags: Sequence[str], folder: Path, deadline_s: float) -> Finished:
+def preprocess(
+    sandbox: Sandbox, compiler: Compiler, flags: Sequence[str], folder: Path, deadline_s: float
+) -> CommandResult:
     """Expands macros and headers. The output marks the file and line of each piece of text."""
     words = [flag for flag in flags if flag != "-shared" and not flag.startswith("-Wl")]
-    return run(sandbox, [compiler.path, *words, "-E", "-include", HEADER, SOURCE], folder, deadline_s)
+    return run_locked_in(
+        sandbox, [compiler.path, *words, "-E", "-include", HEADER_FILE, SOURCE_FILE], folder, deadline_s
+    )
 
 
 def compile_library(
     sandbox: Sandbox, compiler: Compiler, flags: Sequence[str], folder: Path, deadline_s: float
-) -> Finished:
+) -> CommandResult:
     """Compiles the candidate in `folder` to `LIBRARY`."""
     # A note has little room, and warnings would fill it before the error. So -w leaves them out.
-    words = [*flags, "-include", HEADER, "-w", "-fmax-errors=5", "-fdiagnostics-color=never"]
+    words = [*flags, "-include", HEADER_FILE, "-w", "-fmax-errors=5", "-fdiagnostics-color=never"]
     if "clang" in compiler.version:
         words = [word.replace("-fmax-errors", "-ferror-limit") for word in words]
-    return run(sandbox, [compiler.path, *words, SOURCE, "-o", LIBRARY, "-lm"], folder, deadline_s)
+    return run_locked_in(sandbox, [compiler.path, *words, SOURCE_FILE, "-o", LIBRARY_FILE, "-lm"], folder, deadline_s)
 
 
-def run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: float) -> Finished:
+def run_locked_in(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: float) -> CommandResult:
     """Runs a command, locked in, for `deadline_s` at most. Raises SandboxError if it cannot be started or locked in."""
     # A hostile source may make the compiler hang, print without end or leave processes behind. The output goes to
     # files, whose size is limited, so nobody has to read it while the compiler runs.
@@ -107,7 +113,7 @@ def run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: floa
             files.append(os.memfd_create(name, os.MFD_CLOEXEC))
         ready, started, *printed = files
         process = subprocess.Popen(
-            sandbox.run_compiler(command, folder, LIMITS, started),
+            sandbox.compiler_command(command, folder, COMPILER_LIMITS, started),
             stdin=subprocess.DEVNULL,
             stdout=printed[0],
             stderr=printed[1],
@@ -118,7 +124,7 @@ def run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: floa
         )
         try:
             # When this process is killed, the kernel ends the compiler, but not what the compiler has started.
-            with sandbox.ended_with_us(process.pid):
+            with sandbox.kill_with_parent(process.pid):
                 process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             timed_out, cause = True, f"it did not end within {deadline_s:g} s"
@@ -141,4 +147,6 @@ def run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: floa
     finally:
         for file in files:
             os.close(file)
-    return Finished(None if cause else process.returncode, output, errors, cause, timed_out, time.monotonic() - start)
+    return CommandResult(
+        None if cause else process.returncode, output, errors, cause, timed_out, time.monotonic() - start
+    )

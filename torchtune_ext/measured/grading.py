@@ -11,16 +11,16 @@ from dataclasses import asdict, fields
 from threading import Lock
 from typing import Any
 
-from torchtune_ext.grading.calls import Outcome, Ungraded, checked
+from torchtune_ext.grading.outcomes import Outcome, Ungraded, check_outcome
 from torchtune_ext.measured.bench import Bench
 from torchtune_ext.measured.check import OUTCOMES, Checker
 from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.kernel import Kernel
-from torchtune_ext.measured.machine import choose_cores, kept_off
+from torchtune_ext.measured.machine import avoid_cores, choose_cores
 from torchtune_ext.measured.ray_bench import RayBench
 from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result
 from torchtune_ext.measured.sandbox import SandboxError
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 from torchtune_ext.tasks.task import Problem, Score
 
 
@@ -33,7 +33,7 @@ def open_bench(config: BenchConfig) -> Bench | RayBench:
     return (Bench if config.address is None else RayBench)(**asdict(config))
 
 
-def rehearse_bench(config: BenchConfig, kernels: Sequence[Kernel]) -> None:
+def check_bench(config: BenchConfig, kernels: Sequence[Kernel]) -> None:
     """Finds in a second what else would fail once the engine has started, or at the first sample.
 
     It checks the compiler, the cores, the lock-in of programs, and that each kernel's own program compiles and runs.
@@ -50,7 +50,7 @@ def rehearse_bench(config: BenchConfig, kernels: Sequence[Kernel]) -> None:
                 Checker(kernel, compiler, config.optimization, config.threads, namespaces=config.namespaces).close()
             except (SandboxError, ValueError) as error:
                 size = " ".join(f"{name}={value}" for name, value in kernel.timed.items())
-                raise Mistake(f"{kernel.name} with {size} cannot be measured here: {error}") from error
+                raise UsageError(f"{kernel.name} with {size} cannot be measured here: {error}") from error
 
 
 def measured_score(result: Result, reward: float) -> Score:
@@ -67,8 +67,8 @@ def measured_score(result: Result, reward: float) -> Score:
     """
     parts = {f"outcome_{name}": float(result.outcome == name) for name in OUTCOMES}
     if (timing := result.timing) is not None:
-        speeds = {"gflops": timing.gflops, "speedup": timing.ratio, "peak_share": timing.peak_share}
-        parts |= speeds | {"spread": timing.spread, "speedup_spread": timing.ratio_spread}
+        speeds = {"gflops": timing.gflops, "speedup": timing.speedup, "peak_share": timing.roofline_fraction}
+        parts |= speeds | {"spread": timing.relative_ci, "speedup_spread": timing.speedup_ci}
     return Score(reward, parts, result.note, {"machine": result.fingerprint, "techniques": ",".join(result.techniques)})
 
 
@@ -86,7 +86,7 @@ class MeasuredTask:
     def __init__(self, bench: Mapping[str, Any] | None = None) -> None:
         if not isinstance(bench or {}, Mapping):
             known = ", ".join(field.name for field in fields(BenchConfig))
-            raise Mistake(f"bench={bench!r} must be a mapping with some of the keys {known}")
+            raise UsageError(f"bench={bench!r} must be a mapping with some of the keys {known}")
         self.bench = BenchConfig(**(bench or {}))
 
     @property
@@ -106,7 +106,7 @@ class MeasuredTask:
         """Returns what a program is worth whose outcome is not NOISY."""
         raise NotImplementedError
 
-    def rehearse(self, key: str, before: Sequence[Any]) -> None:
+    def check_grading(self, key: str, earlier_tasks: Sequence[Any]) -> None:
         """Finds out whether programs can be measured here.
 
         The settings are those of the first measured task of the run, whose service all others share.
@@ -114,17 +114,19 @@ class MeasuredTask:
         Raises:
             ValueError: other settings than that task's; what `rehearse_bench` says, also of what cannot be locked in.
         """
-        first = next((task for task in before if isinstance(task, MeasuredTask)), self)
+        first = next((task for task in earlier_tasks if isinstance(task, MeasuredTask)), self)
         if self.bench not in (first.bench, BenchConfig()):
-            raise Mistake(f"{key}.bench is not that of the first task, whose service measures for both; leave it out")
+            raise UsageError(
+                f"{key}.bench is not that of the first task, whose service measures for both; leave it out"
+            )
         self.bench = first.bench
         try:
-            rehearse_bench(self.bench, self.kernels)
-        except Mistake as error:
+            check_bench(self.bench, self.kernels)
+        except UsageError as error:
             # `rehearse_bench` does not know under which key its settings stand.
-            raise Mistake(f"{key}.bench: {str(error).removeprefix('bench.')}") from error
+            raise UsageError(f"{key}.bench: {str(error).removeprefix('bench.')}") from error
 
-    def open_grader(self, opened: Sequence[Any], beside_training: bool) -> "BenchGrader":
+    def open_grader(self, open_graders: Sequence[Any], during_training: bool) -> "BenchGrader":
         """Starts the service, or shares that of another task of the run.
 
         Args:
@@ -134,11 +136,11 @@ class MeasuredTask:
         Raises:
             What `open_bench` raises.
         """
-        for grader in opened:
+        for grader in open_graders:
             if isinstance(grader, BenchGrader):
                 # Only the first grader keeps this process off the cores.
                 return BenchGrader(self, grader.bench)
-        return BenchGrader(self, open_bench(self.bench), beside_training)
+        return BenchGrader(self, open_bench(self.bench), during_training)
 
 
 class BenchGrader:
@@ -150,23 +152,23 @@ class BenchGrader:
         beside_training: as in `MeasuredTask.open_grader`.
     """
 
-    compares = False
+    grades_groups = False
 
-    def __init__(self, task: MeasuredTask, bench: Bench | RayBench, beside_training: bool = False) -> None:
+    def __init__(self, task: MeasuredTask, bench: Bench | RayBench, during_training: bool = False) -> None:
         self._task, self.bench = task, bench
         self._lock = Lock()
         self._counts: Counter[str] = Counter()  # of what came since the last call of `metrics`
-        self._step = self._counts  # what that call returned
-        self._off = ExitStack()
+        self._last_counts = self._counts  # what that call returned
+        self._core_exclusion = ExitStack()
         cores = getattr(bench, "timed_cores", ())  # those of a Ray cluster are not this process's
-        if beside_training and cores:
-            self._off.enter_context(kept_off(cores))
+        if during_training and cores:
+            self._core_exclusion.enter_context(avoid_cores(cores))
 
     def submit(self, problem: Problem, text: str) -> "Future[list[Outcome]]":
         """Hands in a text and returns at once."""
         outcome: Future[list[Outcome]] = Future()
-        measured = self.bench.submit(self._task.kernel(problem), text, permitted=self._task.permitted(problem))
-        measured.add_done_callback(lambda done: self._finish(problem, done, outcome))
+        result_future = self.bench.submit(self._task.kernel(problem), text, permitted=self._task.permitted(problem))
+        result_future.add_done_callback(lambda done: self._finish(problem, done, outcome))
         return outcome
 
     def metrics(self, refill: bool = False) -> dict[str, float]:
@@ -175,7 +177,7 @@ class BenchGrader:
         They cover the time since the last call and, in a refill, also what that call covered.
         """
         with self._lock:
-            counts = self._step = self._step + self._counts if refill else self._counts
+            counts = self._last_counts = self._last_counts + self._counts if refill else self._counts
             self._counts = Counter()
         programs = max(1, counts["programs"])
         return {
@@ -186,21 +188,21 @@ class BenchGrader:
 
     def close(self) -> None:
         """Ends the service. A second call does nothing."""
-        self._off.close()
+        self._core_exclusion.close()
         self.bench.close()
 
-    def _finish(self, problem: Problem, measured: "Future[Result]", outcome: "Future[list[Outcome]]") -> None:
+    def _finish(self, problem: Problem, result_future: "Future[Result]", outcome: "Future[list[Outcome]]") -> None:
         # This runs in a thread of the service. The caller may have cancelled meanwhile.
         if not outcome.set_running_or_notify_cancel():
             return
         try:
-            outcome.set_result([self._outcome(problem, measured.result())])
+            outcome.set_result([self._to_outcome(problem, result_future.result())])
         except (BenchError, CancelledError) as error:
             outcome.set_result([Ungraded("infra_failed", str(error) or "cancelled")])
         except Exception as error:  # noqa: BLE001 (the task's own code; who waits gets it)
             outcome.set_exception(error)
 
-    def _outcome(self, problem: Problem, result: Result) -> Outcome:
+    def _to_outcome(self, problem: Problem, result: Result) -> Outcome:
         with self._lock:
             self._counts.update(programs=1, noisy=result.outcome == NOISY, cached=result.is_cached)
             if not result.is_cached:
@@ -210,4 +212,4 @@ class BenchGrader:
         # The machine is at fault and not the program, so there is no score and the sample stays out of the baseline.
         if result.outcome == NOISY:
             return Ungraded(NOISY, result.note)
-        return checked(self._task.score(problem, result), self._task.score)
+        return check_outcome(self._task.score(problem, result), self._task.score)

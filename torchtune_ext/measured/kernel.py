@@ -6,13 +6,15 @@ from typing import Protocol
 
 import numpy as np
 
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 
 Size = Mapping[str, int]  # the int arguments of the function, by name
 Arrays = Mapping[str, np.ndarray]
 
 UNIT_ROUNDOFF = 2.0**-53  # u of IEEE double precision: the largest relative error of one rounding
-SMALLEST = 2.0**-1074  # the smallest denormal number: the largest error of one product that underflows is half of it
+SMALLEST_DENORMAL = (
+    2.0**-1074
+)  # the smallest denormal number: the largest error of one product that underflows is half of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +74,11 @@ class Kernel(Protocol):
         ...
 
 
-MAX_SIZE = (1 << 31) - 1  # of an int
+MAX_DIMENSION = (1 << 31) - 1  # of an int
 MAX_ARGUMENTS = 8  # ints and arrays together (sandbox.c)
 
 
-def require_sound(kernel: Kernel) -> None:
+def validate_kernel(kernel: Kernel) -> None:
     """Checks without a compiler that everything is there, and fits together for a size of all ones.
 
     Raises:
@@ -84,17 +86,17 @@ def require_sound(kernel: Kernel) -> None:
     """
     where = type(kernel).__name__
     try:
-        fault = _fault(kernel)
+        fault = _kernel_fault(kernel)
     except Exception as error:
         # The class is somebody's own, and may lack anything and raise anything.
-        raise Mistake(
+        raise UsageError(
             f"{where} is no kernel: {type(error).__name__}: {error} (see Kernel in measured/kernel.py)"
         ) from error
     if fault:
-        raise Mistake(f"{where}{fault} (see Kernel in measured/kernel.py)")
+        raise UsageError(f"{where}{fault} (see Kernel in measured/kernel.py)")
 
 
-def _fault(kernel: Kernel) -> str:
+def _kernel_fault(kernel: Kernel) -> str:
     """Returns what is wrong with a kernel, to stand behind the name of its class; "" if nothing is."""
     for name in ("name", "question", "naive"):
         if not isinstance(getattr(kernel, name), str):
@@ -102,15 +104,19 @@ def _fault(kernel: Kernel) -> str:
     if not all(isinstance(each, str) for each in kernel.forbidden):
         return ".forbidden: must be names, as in fnmatch"
     words = [*kernel.size_names, *(parameter.name for parameter in kernel.parameters)]
-    if not all(map(_is_name, [kernel.name, *words])) or len(set(words)) < len(words) or len(words) > MAX_ARGUMENTS:
+    if (
+        not all(map(_is_identifier, [kernel.name, *words]))
+        or len(set(words)) < len(words)
+        or len(words) > MAX_ARGUMENTS
+    ):
         return f": name, size_names and parameters must be names of C, at most {MAX_ARGUMENTS} arguments and each once"
-    if not (kernel.size_names and inputs_of(kernel) and outputs_of(kernel)):
+    if not (kernel.size_names and input_parameters(kernel) and output_parameters(kernel)):
         return ".parameters: needs an input and an output, and size_names at least one name"
     if set(kernel.timed) != set(kernel.size_names):
         return f".timed: {dict(kernel.timed)} must have {kernel.size_names}"
     for name, value in kernel.timed.items():
-        if type(value) is not int or not 1 <= value <= MAX_SIZE:
-            return f".timed: {name} is {value!r}, and must be an int from 1 to {MAX_SIZE}"
+        if type(value) is not int or not 1 <= value <= MAX_DIMENSION:
+            return f".timed: {name} is {value!r}, and must be an int from 1 to {MAX_DIMENSION}"
     ones = dict.fromkeys(kernel.size_names, 1)
     names = {parameter.name for parameter in kernel.parameters}
     for size in (ones, kernel.timed):
@@ -120,10 +126,10 @@ def _fault(kernel: Kernel) -> str:
         if set(shapes) != names or not all(side >= 1 for shape in shapes.values() for side in shape):
             return f".shapes: is {shapes} for {dict(size)}, and the parameters are {sorted(names)}"
     shapes = kernel.shapes(ones)
-    inputs = {parameter.name: np.ones(shapes[parameter.name]) for parameter in inputs_of(kernel)}
+    inputs = {parameter.name: np.ones(shapes[parameter.name]) for parameter in input_parameters(kernel)}
     for method in ("reference", "bound"):
         arrays = getattr(kernel, method)(ones, inputs)
-        for parameter in outputs_of(kernel):
+        for parameter in output_parameters(kernel):
             array = arrays[parameter.name]
             if np.shape(array) != shapes[parameter.name]:
                 return f".{method}: has no array {parameter.name} of shape {shapes[parameter.name]} for {ones}"
@@ -133,7 +139,7 @@ def _fault(kernel: Kernel) -> str:
     return ""
 
 
-def _is_name(word: str) -> bool:
+def _is_identifier(word: str) -> bool:
     return word.isidentifier() and word.isascii()
 
 
@@ -149,9 +155,9 @@ def prototype(kernel: Kernel) -> str:
     return f"void {kernel.name}({', '.join(ints + arrays)})"
 
 
-def inputs_of(kernel: Kernel) -> list[Parameter]:
+def input_parameters(kernel: Kernel) -> list[Parameter]:
     return [parameter for parameter in kernel.parameters if not parameter.is_output]
 
 
-def outputs_of(kernel: Kernel) -> list[Parameter]:
+def output_parameters(kernel: Kernel) -> list[Parameter]:
     return [parameter for parameter in kernel.parameters if parameter.is_output]

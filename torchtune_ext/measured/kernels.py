@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from torchtune_ext.measured.kernel import SMALLEST, Arrays, Parameter, Size, gamma
+from torchtune_ext.measured.kernel import SMALLEST_DENORMAL, Arrays, Parameter, Size, gamma
 
 BLAS_NAMES = ("cblas_*", "*gemm_", "*gemv_", "*gemm", "*gemv", "openblas_*", "mkl_*", "LAPACKE_*")
 
@@ -52,7 +52,7 @@ void dgemm(int m, int n, int k, const double *A, const double *B, double *C) {
         k = size["k"]
         # Each path from an input to the result has at most k roundings, so the error is at most γ_k times the sum over
         # absolute values. A product that underflows adds half of the smallest denormal number.
-        return {"C": gamma(k) * (np.abs(inputs["A"]) @ np.abs(inputs["B"])) + k * SMALLEST}
+        return {"C": gamma(k) * (np.abs(inputs["A"]) @ np.abs(inputs["B"])) + k * SMALLEST_DENORMAL}
 
 
 class Gemv:
@@ -88,7 +88,7 @@ void gemv(int m, int n, const double *A, const double *x, double *y) {
 
     def bound(self, size: Size, inputs: Arrays) -> dict[str, np.ndarray]:
         n = size["n"]
-        return {"y": gamma(n) * (np.abs(inputs["A"]) @ np.abs(inputs["x"])) + n * SMALLEST}
+        return {"y": gamma(n) * (np.abs(inputs["A"]) @ np.abs(inputs["x"])) + n * SMALLEST_DENORMAL}
 
 
 class Reduction:
@@ -122,10 +122,10 @@ void reduction(int n, const double *x, double *total) {
 
     def bound(self, size: Size, inputs: Arrays) -> dict[str, np.ndarray]:
         total = np.abs(inputs["x"]).sum(keepdims=True)
-        return {"total": 0 * total if _adds_exactly(inputs["x"], total[0]) else gamma(size["n"] - 1) * total}
+        return {"total": 0 * total if _is_exact_sum(inputs["x"], total[0]) else gamma(size["n"] - 1) * total}
 
 
-def _adds_exactly(x: np.ndarray, total: float) -> bool:
+def _is_exact_sum(x: np.ndarray, total: float) -> bool:
     """Tells whether no order of the additions rounds: all numbers are multiples of q, and their absolute sum is below 2^53 q.
 
     Then every sum of some of them is such a multiple, which a double holds. γ_n of a long sum is wide; this leaves no room for

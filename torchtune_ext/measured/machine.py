@@ -10,37 +10,40 @@ from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from torchtune_ext.run.errors import Late, Mistake
+from torchtune_ext.run.errors import DeadlineExceeded, UsageError
 
 log = logging.getLogger(__name__)
 
 # An engine's process is a fork of this program, with the same command line.
-SAMPLER = b"torchtune_ext.sampling.client_process"
+ENGINE_MODULE = b"torchtune_ext.sampling.client_process"
 # For each time that this process keeps off some cores: those that it could run on before.
-_kept_off: list[frozenset[int]] = []
-LOCK_S = 600.0  # seconds to wait for another timing on the same cores, or for an engine that computes there
+_saved_affinities: list[frozenset[int]] = []
+LOCK_TIMEOUT_S = 600.0  # seconds to wait for another timing on the same cores, or for an engine that computes there
 _LOCK_RETRY_S = 0.02
-_TELL_S = 15.0  # seconds of waiting for a lock until the log says so; most timings take less
-_WINDOW_S, _WINDOWS = 0.05, 2  # an engine is idle after _WINDOWS windows of _WINDOW_S seconds without computing
-_BUSY_SHARE = 0.2  # of one core in a window: below, an engine only looks for work
-_LOOK_S = 0.2  # seconds between two looks at an engine that computes
-_logged: set[int] = set()  # processes of engines that the log has named
+_LOG_AFTER_S = 15.0  # seconds of waiting for a lock until the log says so; most timings take less
+_IDLE_WINDOW_S, _IDLE_WINDOWS = (
+    0.05,
+    2,
+)  # an engine is idle after _WINDOWS windows of _WINDOW_S seconds without computing
+_BUSY_FRACTION = 0.2  # of one core in a window: below, an engine only looks for work
+_POLL_S = 0.2  # seconds between two looks at an engine that computes
+_logged_engine_pids: set[int] = set()  # processes of engines that the log has named
 
 
 def usable_cores() -> frozenset[int]:
     """Returns the cores that this process may run on, with those that it keeps off (`kept_off`)."""
     # Blocks of `kept_off` may nest. The first one saw the cores of the process as they were.
-    return _kept_off[0] if _kept_off else frozenset(os.sched_getaffinity(0))
+    return _saved_affinities[0] if _saved_affinities else frozenset(os.sched_getaffinity(0))
 
 
-def engines() -> dict[int, frozenset[int]]:
+def engine_cores() -> dict[int, frozenset[int]]:
     """Finds the engines of all users of this machine. Returns the cores that each process may run on, by its id."""
     users = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 words = (folder / "cmdline").read_bytes().split(b"\0")
-                if SAMPLER in words:
+                if ENGINE_MODULE in words:
                     users[int(folder.name)] = frozenset(os.sched_getaffinity(int(folder.name)))
             except OSError:
                 continue  # it has ended, or belongs to somebody else
@@ -55,23 +58,23 @@ def choose_cores(cores: Sequence[int] | None, count: int) -> list[int]:
     """
     usable = sorted(usable_cores())
     if count > len(usable):
-        raise Mistake(f"threads={count}, but this process may run on {len(usable)} cores")
-    users = engines()
+        raise UsageError(f"threads={count}, but this process may run on {len(usable)} cores")
+    users = engine_cores()
     if cores is None:
         taken = frozenset[int]().union(*users.values())
         free = [core for core in usable if core not in taken]
         return (free if len(free) >= count else usable)[-count:]
     if not cores or not set(cores) <= set(usable):
-        raise Mistake(f"cores={list(cores)}: use some of {usable}, which this process may run on")
+        raise UsageError(f"cores={list(cores)}: use some of {usable}, which this process may run on")
     if len(set(cores)) != count or len(cores) != count:
-        raise Mistake(
+        raise UsageError(
             f"cores={list(cores)}: threads={count} needs {count} different core{'s' * (count > 1)}; name them, or null to have "
             "them chosen"
         )
     for pid, its_cores in users.items():
         # An engine that may run anywhere has no core of its own.
         if len(its_cores) < (os.cpu_count() or 1) and (shared := its_cores & set(cores)):
-            raise Mistake(
+            raise UsageError(
                 f"cores={list(cores)}: {sorted(shared)} are those of an engine (process {pid}); "
                 f"use others of {sorted(set(usable) - its_cores)}, or give the engine others (taskset)"
             )
@@ -79,7 +82,7 @@ def choose_cores(cores: Sequence[int] | None, count: int) -> list[int]:
 
 
 @contextmanager
-def kept_off(cores: Sequence[int]) -> Iterator[None]:
+def avoid_cores(cores: Sequence[int]) -> Iterator[None]:
     """Keeps all threads of this process, also those of libraries, off these cores, if it may run on others.
 
     At the end of the last such block, they may run again wherever they could before.
@@ -90,17 +93,17 @@ def kept_off(cores: Sequence[int]) -> Iterator[None]:
     if not others:
         yield
         return
-    _kept_off.append(usable)
-    pin(others)
+    _saved_affinities.append(usable)
+    pin_threads(others)
     try:
         yield
     finally:
-        _kept_off.pop()
-        if not _kept_off:
-            pin(usable)
+        _saved_affinities.pop()
+        if not _saved_affinities:
+            pin_threads(usable)
 
 
-def pin(cores: Set[int]) -> None:
+def pin_threads(cores: Set[int]) -> None:
     """Lets all threads of this process run only on these cores."""
     # `sched_setaffinity(0, ...)` would move only the thread that calls it.
     for thread in os.listdir("/proc/self/task"):
@@ -118,26 +121,28 @@ def lock_name(core: int) -> str:
 
 
 @contextmanager
-def alone_on(cores: Sequence[int], deadline_s: float) -> Iterator[None]:
+def lock_cores(cores: Sequence[int], deadline_s: float) -> Iterator[None]:
     """Keeps other processes from timing on these cores. Raises TimeoutError if one still does after `deadline_s`."""
     give_up_at = time.monotonic() + deadline_s
     with ExitStack() as stack:
         # All take their cores in the same order, so no two processes wait for each other.
         for core in sorted(cores):
             lock = stack.enter_context(socket.socket(socket.AF_UNIX))
-            tell_at = time.monotonic() + _TELL_S
-            while not _is_bound(lock, lock_name(core)):
+            log_at = time.monotonic() + _LOG_AFTER_S
+            while not _try_bind(lock, lock_name(core)):
                 if time.monotonic() > give_up_at:
-                    raise Late(f"core {core} was still used for timing after {deadline_s:g} s, by another process")
-                if time.monotonic() > tell_at:
+                    raise DeadlineExceeded(
+                        f"core {core} was still used for timing after {deadline_s:g} s, by another process"
+                    )
+                if time.monotonic() > log_at:
                     # The log says it once: this time is never reached.
-                    tell_at = give_up_at + 1
+                    log_at = give_up_at + 1
                     log.warning("timing on core %d waits until another process no longer times on it", core)
                 time.sleep(_LOCK_RETRY_S)
         yield
 
 
-def _is_bound(lock: socket.socket, name: str) -> bool:
+def _try_bind(lock: socket.socket, name: str) -> bool:
     try:
         lock.bind(name)
     except OSError as error:
@@ -154,28 +159,28 @@ def wait_until_idle(cores: Sequence[int], deadline_s: float) -> float:
         TimeoutError: an engine still computes after `deadline_s` seconds.
     """
     begin = time.monotonic()
-    calm = 0
-    while users := [pid for pid, its_cores in engines().items() if its_cores & set(cores)]:
+    idle_windows = 0
+    while users := [pid for pid, its_cores in engine_cores().items() if its_cores & set(cores)]:
         before = _cpu_ns(users)
-        time.sleep(_WINDOW_S)
+        time.sleep(_IDLE_WINDOW_S)
         after = _cpu_ns(users)
         used = {pid: after[pid] - before[pid] for pid in before.keys() & after.keys()}
         busiest = max(used, key=used.__getitem__, default=0)
         # An idle engine still looks for work, which takes some CPU time.
-        calm = calm + 1 if used.get(busiest, 0) < _BUSY_SHARE * _WINDOW_S * 1e9 else 0
-        if calm == _WINDOWS:
+        idle_windows = idle_windows + 1 if used.get(busiest, 0) < _BUSY_FRACTION * _IDLE_WINDOW_S * 1e9 else 0
+        if idle_windows == _IDLE_WINDOWS:
             break
-        if calm:
+        if idle_windows:
             continue
         if time.monotonic() - begin > deadline_s:
-            raise Late(
+            raise DeadlineExceeded(
                 f"an engine (process {busiest}) still computes on cores {sorted(cores)} after {deadline_s:g} s: "
                 "time on cores that it may not use, or give it others (taskset)"
             )
-        if busiest not in _logged:
-            _logged.add(busiest)
+        if busiest not in _logged_engine_pids:
+            _logged_engine_pids.add(busiest)
             log.warning("timing on cores %s waits until an engine (process %d) is idle", sorted(cores), busiest)
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return time.monotonic() - begin
 
 
@@ -204,7 +209,7 @@ def stolen_ticks(cores: Sequence[int]) -> int:
         return sum(int(line.split()[8]) for line in file if line.split()[0] in names)
 
 
-def fingerprint() -> str:
+def machine_fingerprint() -> str:
     """Returns what a measured speed depends on, besides the program: processor, cores, kernel."""
     model = "unknown"
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:

@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 
 try:
     import tree_sitter_c
     from tree_sitter import Language, Node, Parser, Query, QueryCursor, Tree, TreeCursor
 except ImportError as error:
-    raise Mistake("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'") from error
+    raise UsageError("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'") from error
 
-C = Language(tree_sitter_c.language())
-MAX_TEXT = 400_000  # characters of a candidate after preprocessing; the parser needs up to 400 bytes for each
+C_LANGUAGE = Language(tree_sitter_c.language())
+MAX_TEXT_CHARS = 400_000  # characters of a candidate after preprocessing; the parser needs up to 400 bytes for each
 _DIGRAPHS = {"<:": "[", ":>": "]", "<%": "{", "%>": "}", "%:": "#"}
-_MARK = re.compile(r'# (\d+) "((?:[^"\\]|\\.)*)"((?: \d)*)')
-_PIECE = 1 << 14  # bytes that the parser gets at once
-_DERIVED = ("function_declarator", "pointer_declarator", "array_declarator")
+_LINE_MARKER = re.compile(r'# (\d+) "((?:[^"\\]|\\.)*)"((?: \d)*)')
+_CHUNK_BYTES = 1 << 14  # bytes that the parser gets at once
+_DERIVED_DECLARATORS = ("function_declarator", "pointer_declarator", "array_declarator")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +30,26 @@ class Pragma:
 
     line: int  # of the source
     text: str
-    before: int  # the row of `Text.lines` that follows it
+    next_row: int  # the row of `Text.lines` that follows it
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class CandidateText:
     """The lines of the candidate itself."""
 
     lines: Sequence[bytes]  # directives and marks are left out
-    numbers: Sequence[int]  # of the lines in the source
+    line_numbers: Sequence[int]  # of the lines in the source
     includes: Sequence[tuple[int, str, bool]]  # line, path of the file, whether it is one of the system
     pragmas: Sequence[Pragma]
 
 
-def own_text(preprocessed: str) -> Text:
+def candidate_text(preprocessed: str) -> CandidateText:
     """Returns the candidate's own lines in the output of `gcc -E`, whose marks (# 7 "candidate.c") say whose each line is."""
     lines, numbers, includes, entered, pragmas = [], [], [], [], []
     candidate = current = None
-    number = 0 if _MARK.match(preprocessed) else 1
+    number = 0 if _LINE_MARKER.match(preprocessed) else 1
     for text in preprocessed.split("\n"):
-        if match := _MARK.fullmatch(text):
+        if match := _LINE_MARKER.fullmatch(text):
             flags = match[3].split()
             candidate = candidate or match[2]
             number = int(match[1])
@@ -71,19 +71,21 @@ def own_text(preprocessed: str) -> Text:
                 numbers.append(number)
         number += 1
     includes += [(number, *each) for each in entered]
-    return Text(lines, numbers, includes, pragmas)
+    return CandidateText(lines, numbers, includes, pragmas)
 
 
-def parse(content: bytes, is_late: Callable[[], bool]) -> Tree:
+def parse(content: bytes, is_timed_out: Callable[[], bool]) -> Tree:
     """Parses C.
 
     Raises:
         ValueError: `is_late` said so.
     """
-    return Parser(C).parse(lambda offset, _: content[offset : offset + _PIECE], progress_callback=lambda *_: is_late())
+    return Parser(C_LANGUAGE).parse(
+        lambda offset, _: content[offset : offset + _CHUNK_BYTES], progress_callback=lambda *_: is_timed_out()
+    )
 
 
-def matches(pattern: str, node: Node) -> Iterator[dict[str, list[Node]]]:
+def query_matches(pattern: str, node: Node) -> Iterator[dict[str, list[Node]]]:
     """Yields what the names of a query (@name) stand for at each place below a node where it matches."""
     for _, nodes in QueryCursor(_query(pattern)).matches(node):
         yield nodes
@@ -91,36 +93,36 @@ def matches(pattern: str, node: Node) -> Iterator[dict[str, list[Node]]]:
 
 @lru_cache
 def _query(pattern: str) -> Query:
-    return Query(C, pattern)
+    return Query(C_LANGUAGE, pattern)
 
 
 def walk(cursor: TreeCursor) -> Iterator[tuple[Node, bool]]:
     """Yields each node twice: before its children with False, and after them with True."""
     while True:
-        yield _at(cursor), False
+        yield _current_node(cursor), False
         if cursor.goto_first_child():
             continue
-        yield _at(cursor), True
+        yield _current_node(cursor), True
         while not cursor.goto_next_sibling():
             if not cursor.goto_parent():
                 return
-            yield _at(cursor), True
+            yield _current_node(cursor), True
 
 
-def _at(cursor: TreeCursor) -> Node:
+def _current_node(cursor: TreeCursor) -> Node:
     assert cursor.node is not None
     return cursor.node
 
 
-def declared(node: Node) -> dict[str, bool]:
+def declared_names(node: Node) -> dict[str, bool]:
     """Returns the names that a declaration declares, and whether each is a function (not a pointer to one)."""
     names = {}
     for outermost in node.children_by_field_name("declarator"):
         chain = list(declarators(outermost))
         if chain[-1].type == "identifier":
             # What stands nearest to the name decides: int *f(void) is a function, int (*f)(void) a pointer.
-            kinds = [each.type for each in chain if each.type in _DERIVED]
-            names[text_of(chain[-1])] = kinds[-1:] == ["function_declarator"]
+            kinds = [each.type for each in chain if each.type in _DERIVED_DECLARATORS]
+            names[node_text(chain[-1])] = kinds[-1:] == ["function_declarator"]
     return names
 
 
@@ -132,7 +134,7 @@ def declarators(node: Node | None) -> Iterator[Node]:
         node = node.child_by_field_name("declarator") or next(named, None)
 
 
-def text_of(node: Node | None) -> str:
+def node_text(node: Node | None) -> str:
     """Returns the text of a node, "" for none."""
     text = None if node is None else node.text
     return "" if text is None else text.decode("utf-8", "replace")

@@ -12,57 +12,64 @@ from statistics import median
 import numpy as np
 
 from torchtune_ext.measured.check import Checker
-from torchtune_ext.measured.child import Call, Child, ChildFailed, arena_size, lay_out
+from torchtune_ext.measured.child import CallResult, Child, ChildFailed, arena_size, lay_out
 from torchtune_ext.measured.kernel import Arrays, Kernel, Parameter, Size
 from torchtune_ext.measured.sandbox import SandboxError
-from torchtune_ext.run.errors import Failure
+from torchtune_ext.run.errors import RunFailure
 
 # Shares above the quiet level from which on a neighbor is at work. Without one, 90% of the looks at a small virtual machine
 # were within 4% and 20%; beside a process that streams through memory, 90% of those at memory were above 50%.
-DISTURBED_REGISTERS, DISTURBED_MEMORY = 0.1, 0.25
-WILD = 0.2  # share by which the fixed kernel may vary at the start
+REGISTERS_TOLERANCE, MEMORY_TOLERANCE = 0.1, 0.25
+MAX_VARIATION = 0.2  # share by which the fixed kernel may vary at the start
 CALM_TRIES = 10  # series of 20 looks, one of which has to be calm
-CALLS = 5  # calls of each part at a look
+SAMPLE_CALLS = 5  # calls of each part at a look
 # Calls before those: other processes have filled the caches, and units of the processor for vectors have to wake up.
-WARM_REGISTERS, WARM_MEMORY = 1, 4
-CHUNK, KEPT_S = 20, 3600.0  # times that are looked at together, and seconds for which a quiet chunk is remembered
-OWN_CPU_S = 1e9  # CPU seconds of programs of ours, which serve for days
-CHAINS = 10  # sums that do not wait for each other, enough for two units with a latency of four or five cycles
+REGISTERS_WARMUP_CALLS, MEMORY_WARMUP_CALLS = 1, 4
+CHUNK_SAMPLES, HISTORY_S = (
+    20,
+    3600.0,
+)  # times that are looked at together, and seconds for which a quiet chunk is remembered
+TRUSTED_CPU_S = 1e9  # CPU seconds of programs of ours, which serve for days
+INDEPENDENT_SUMS = (
+    10  # sums that do not wait for each other, enough for two units with a latency of four or five cycles
+)
 # Numbers of its own memory: 8 MB, so that a neighbor shows who uses the cache that cores share, or the memory.
-NUMBERS = 1 << 20
-REGISTERS: Size = {"rounds": 400_000, "n": 0}  # about half a millisecond
-MEMORY: Size = {"rounds": 0, "n": NUMBERS}  # about a fifth of a millisecond
-EMPTY: Size = {"rounds": 0, "n": 0}
+MEMORY_NUMBERS = 1 << 20
+REGISTERS_SIZE: Size = {"rounds": 400_000, "n": 0}  # about half a millisecond
+MEMORY_SIZE: Size = {"rounds": 0, "n": MEMORY_NUMBERS}  # about a fifth of a millisecond
+EMPTY_SIZE: Size = {"rounds": 0, "n": 0}
 
 
-class Wild(Failure):
+class UnstableMachine(RunFailure):
     """The machine varies too much to time anything."""
 
 
 @dataclass(slots=True)
-class Quiet:
+class QuietBaseline:
     """The time of a fixed piece of work while nobody disturbs: the lower quartile of the last hour's quietest chunk."""
 
     # The quietest chunk of an hour counts, so a neighbor who stays for half an hour does not become the norm.
 
     chunk: list[float] = field(default_factory=list)
-    past: list[tuple[float, float]] = field(default_factory=list)  # when a chunk ended, and its lower quartile
+    history: list[tuple[float, float]] = field(default_factory=list)  # when a chunk ended, and its lower quartile
 
     def add(self, seconds: float, now: float | None = None) -> None:
         self.chunk.append(seconds)
-        if len(self.chunk) == CHUNK:
-            self.settle(now)
+        if len(self.chunk) == CHUNK_SAMPLES:
+            self.end_chunk(now)
 
-    def settle(self, now: float | None = None) -> None:
+    def end_chunk(self, now: float | None = None) -> None:
         """Ends the chunk, even a short one, so that a neighbor who comes later cannot spoil it."""
         now = time.monotonic() if now is None else now
         if self.chunk:
-            self.past = [each for each in self.past if each[0] > now - KEPT_S] + [(now, _lower_quartile(self.chunk))]
+            self.history = [each for each in self.history if each[0] > now - HISTORY_S] + [
+                (now, _lower_quartile(self.chunk))
+            ]
             self.chunk = []
 
     @property
     def level(self) -> float:
-        return min((level for _, level in self.past), default=None) or _lower_quartile(self.chunk)
+        return min((level for _, level in self.history), default=None) or _lower_quartile(self.chunk)
 
     def is_above(self, seconds: float, share: float) -> bool:
         return seconds > (1 + share) * self.level
@@ -73,7 +80,7 @@ def _lower_quartile(values: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ProbeSample:
     """Seconds of some calls of each part of the fixed kernel."""
 
     registers: tuple[float, ...]
@@ -88,18 +95,18 @@ class Probe:
     """
 
     def __init__(self, checker: Checker) -> None:
-        self.checker, self.kernel = checker, Fixed()
+        self.checker, self.kernel = checker, ProbeKernel()
         self.rng = np.random.default_rng()
-        self.registers, self.memory = Quiet(), Quiet()
+        self.registers, self.memory = QuietBaseline(), QuietBaseline()
         self._best_memory_s = math.inf
-        arena_bytes = arena_size(self.kernel, REGISTERS)
+        arena_bytes = arena_size(self.kernel, REGISTERS_SIZE)
         # The roofline belongs to the machine, so the fixed kernel is compiled with -O3 for every checker.
-        self.child: Child = checker.child(self.kernel, checker.compile_own(self.kernel), OWN_CPU_S)
+        self.child: Child = checker.start_child(self.kernel, checker.compile_naive(self.kernel), TRUSTED_CPU_S)
         try:
-            self.child.place(lay_out(self.kernel, REGISTERS, arena_bytes, False, self.rng))
+            self.child.map_arrays(lay_out(self.kernel, REGISTERS_SIZE, arena_bytes, False, self.rng))
             self._require_calm()
-            self._empty_s = min(self._call(EMPTY).seconds for _ in range(20))
-            self.peak_gflops = self._peak_gflops()
+            self._empty_s = min(self._call(EMPTY_SIZE).seconds for _ in range(20))
+            self.peak_gflops = self._measure_peak_gflops()
         except BaseException:
             self.close()
             raise
@@ -111,22 +118,30 @@ class Probe:
     def measure_peak(self) -> None:
         """Measures `peak_gflops` again."""
         # A neighbor can only slow a measurement down, so the highest counts.
-        self.peak_gflops = max(self.peak_gflops, self._peak_gflops())
+        self.peak_gflops = max(self.peak_gflops, self._measure_peak_gflops())
 
-    def look(self) -> Look:
+    def take_sample(self) -> ProbeSample:
         """Times the fixed kernel, and remembers what it saw."""
-        look = Look(self._seconds(REGISTERS, WARM_REGISTERS), self._seconds(MEMORY, WARM_MEMORY))
-        self.registers.add(median(look.registers))
-        self.memory.add(median(look.memory))
-        self._best_memory_s = min(self._best_memory_s, *look.memory)
-        return look
+        sample = ProbeSample(
+            self._sample_seconds(REGISTERS_SIZE, REGISTERS_WARMUP_CALLS),
+            self._sample_seconds(MEMORY_SIZE, MEMORY_WARMUP_CALLS),
+        )
+        self.registers.add(median(sample.registers))
+        self.memory.add(median(sample.memory))
+        self._best_memory_s = min(self._best_memory_s, *sample.memory)
+        return sample
 
     @property
     def peak_gbytes_s(self) -> float:
         """The fastest that the timed cores read the fixed kernel's 8 MB, in 10^9 bytes/s."""
         # The time of an empty call is taken off here but not from a program's time, so the roofline errs on the safe
         # side: a program cannot seem too fast.
-        return 8e-9 * NUMBERS / max(self._best_memory_s - self._empty_s, self._best_memory_s / 4) * self.checker.threads
+        return (
+            8e-9
+            * MEMORY_NUMBERS
+            / max(self._best_memory_s - self._empty_s, self._best_memory_s / 4)
+            * self.checker.threads
+        )
 
     def roofline_s(self, kernel: Kernel) -> float:
         """Returns the least seconds of a call of any program (Williams, Waterman and Patterson 2009, "Roofline")."""
@@ -135,16 +150,16 @@ class Probe:
         nbytes = 8 * sum(math.prod(shape) for shape in kernel.shapes(size).values())
         return 1e-9 * max(kernel.operations(size) / self.peak_gflops, nbytes / self.peak_gbytes_s)
 
-    def is_disturbed(self, *looks: Look) -> bool:
+    def is_disturbed(self, *samples: ProbeSample) -> bool:
         """Tells whether somebody else was at work at these looks."""
-        registers = median(seconds for look in looks for seconds in look.registers)
-        memory = median(seconds for look in looks for seconds in look.memory)
-        return self.registers.is_above(registers, DISTURBED_REGISTERS) or self.memory.is_above(memory, DISTURBED_MEMORY)
+        registers = median(seconds for sample in samples for seconds in sample.registers)
+        memory = median(seconds for look in samples for seconds in look.memory)
+        return self.registers.is_above(registers, REGISTERS_TOLERANCE) or self.memory.is_above(memory, MEMORY_TOLERANCE)
 
-    def _seconds(self, size: Size, warm: int) -> tuple[float, ...]:
-        return tuple(self._call(size).seconds for _ in range(warm + CALLS))[warm:]
+    def _sample_seconds(self, size: Size, warmup_calls: int) -> tuple[float, ...]:
+        return tuple(self._call(size).seconds for _ in range(warmup_calls + SAMPLE_CALLS))[warmup_calls:]
 
-    def _call(self, size: Size) -> Call:
+    def _call(self, size: Size) -> CallResult:
         try:
             return self.child.call(size, {}, self.checker.deadlines.verify_s)
         except ChildFailed as failed:
@@ -152,28 +167,30 @@ class Probe:
 
     def _require_calm(self) -> None:
         # A burst of other work may end soon, so one calm series is enough. Without one, nothing can be timed here.
-        self.look()
+        self.take_sample()
         low = high = 0.0
         for _ in range(CALM_TRIES):
-            looks = [self.look() for _ in range(20)]
-            low, high = np.quantile([median(look.registers) + median(look.memory) for look in looks], [0.1, 0.9])
-            if high <= (1 + WILD) * low:
+            samples = [self.take_sample() for _ in range(20)]
+            low, high = np.quantile(
+                [median(sample.registers) + median(sample.memory) for sample in samples], [0.1, 0.9]
+            )
+            if high <= (1 + MAX_VARIATION) * low:
                 return
-        raise Wild(
+        raise UnstableMachine(
             f"the same work took from {1e3 * low:.3g} to {1e3 * high:.3g} ms here: this machine varies by "
-            f"{high / low - 1:.0%}, at most {WILD:.0%} can be timed on. Stop what else runs on cores "
+            f"{high / low - 1:.0%}, at most {MAX_VARIATION:.0%} can be timed on. Stop what else runs on cores "
             f"{self.checker.cores}, or choose others"
         )
 
-    def _peak_gflops(self) -> float:
-        size = {**REGISTERS, "rounds": 4 * REGISTERS["rounds"]}
+    def _measure_peak_gflops(self) -> float:
+        size = {**REGISTERS_SIZE, "rounds": 4 * REGISTERS_SIZE["rounds"]}
         calls = [self._call(size) for _ in range(10)]
         best, width = min(call.seconds for call in calls), float(calls[0].outputs["y"][1])
         # One thread was measured. Every further thread does as much at best.
         return self.kernel.operations(size) * width / best / 1e9 * self.checker.threads
 
 
-class Fixed:
+class ProbeKernel:
     """The fixed kernel: `rounds` times multiply and add in registers, then the sum of n numbers of its own memory."""
 
     # The part in registers slows down when somebody shares the core or its other half (SMT), or when the host gives
@@ -183,7 +200,7 @@ class Fixed:
     size_names = ("rounds", "n")
     parameters = (Parameter("y", is_output=True),)
     forbidden = ()
-    timed: Size = REGISTERS
+    timed: Size = REGISTERS_SIZE
     naive = """\
 #define CHAINS @CHAINS@
 #define NUMBERS @NUMBERS@
@@ -223,11 +240,11 @@ void fixed(int rounds, int n, double *y) {
     y[0] = total;
     y[1] = WIDTH;
 }
-""".replace("@CHAINS@", str(CHAINS)).replace("@NUMBERS@", str(NUMBERS))
+""".replace("@CHAINS@", str(INDEPENDENT_SUMS)).replace("@NUMBERS@", str(MEMORY_NUMBERS))
 
     def operations(self, size: Size) -> int:
         """Counts a vector as one number; multiply by y[1], the lanes. The part in memory is not counted."""
-        return 2 * CHAINS * size["rounds"]
+        return 2 * INDEPENDENT_SUMS * size["rounds"]
 
     def shapes(self, size: Size) -> Mapping[str, tuple[int, ...]]:
         return {"y": (2,)}

@@ -13,21 +13,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.measured.bench import Service
+from torchtune_ext.measured.bench import BenchService
 from torchtune_ext.measured.check import Deadlines
 from torchtune_ext.measured.kernel import Kernel
-from torchtune_ext.measured.results import BenchConfig, BenchError, Result, version
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.sampling.calls import CoreLost, within
+from torchtune_ext.measured.results import BenchConfig, BenchError, Result, code_version
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.sampling.backend import BackendCrashed, crash_on_timeout
 from torchtune_ext.sampling.child_process import ChildProcess, log_tail
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 20.0  # seconds for everything to end in good order
-MAX_PRINTED = 2000  # characters of what Ray's process has printed, if it ends badly
+CLOSE_TIMEOUT_S = 20.0  # seconds for everything to end in good order
+MAX_OUTPUT_CHARS = 2000  # characters of what Ray's process has printed, if it ends badly
 
 
-class RayBench(Service):
+class RayBench(BenchService):
     """Measures programs on all machines of a Ray cluster that carry the resource.
 
     Args:
@@ -48,13 +48,13 @@ class RayBench(Service):
     ) -> None:
         BenchConfig(**settings, address=address)
         if not re.fullmatch(r"auto|[^/\s]+:\d+", address):
-            raise Mistake(
+            raise UsageError(
                 f"bench.address={address!r}: use auto, or HOST:PORT of the cluster's head as 10.0.0.1:6379 (and no ray://: "
                 "this machine must be a member of the cluster)"
             )
         if find_spec("ray") is None:
-            raise Mistake("bench.address needs Ray: pip install 'torchtune-ext[ray]', here and on each machine")
-        self._start_with = address, version(), pickle.dumps({**settings, "deadlines": deadlines}), list(sys.path)
+            raise UsageError("bench.address needs Ray: pip install 'torchtune-ext[ray]', here and on each machine")
+        self._start_args = address, code_version(), pickle.dumps({**settings, "deadlines": deadlines}), list(sys.path)
         self._process: ChildProcess | None = None  # Ray's driver
         super().__init__()
 
@@ -71,24 +71,26 @@ class RayBench(Service):
                 lambda kind, words: log.warning("bench on Ray: %s", words),
             )
             try:
-                for line in await self._process.ask("start", *self._start_with):
+                for line in await self._process.send_request("start", *self._start_args):
                     log.info("bench on Ray: %s", line)
                 self._started.set_result(None)
                 await self._loop.create_future()  # until it is closed
-            except CoreLost as lost:
-                tail = log_tail(path, 0)[-MAX_PRINTED:] if self._process.dead else ""
+            except BackendCrashed as lost:
+                tail = log_tail(path, 0)[-MAX_OUTPUT_CHARS:] if self._process.is_dead else ""
                 raise BenchError(f"{lost}; it had printed:\n{tail}" if tail else str(lost)) from None
             finally:
-                with suppress(CoreLost):
-                    async with within(CLOSE_S, "no end"):
-                        await self._process.ask("close")
+                with suppress(BackendCrashed):
+                    async with crash_on_timeout(CLOSE_TIMEOUT_S, "no end"):
+                        await self._process.send_request("close")
                 await self._process.stop()
 
-    async def _measure(self, kernel: Kernel, sent: bytes, text: str, permitted: tuple[str, ...] | None) -> Result:
+    async def _measure(
+        self, kernel: Kernel, kernel_bytes: bytes, text: str, permitted: tuple[str, ...] | None
+    ) -> Result:
         assert self._process is not None  # since `_serve`
         try:
-            state, value = await self._process.ask("measure", pickle.dumps((sent, text, permitted)))
-        except CoreLost as lost:
+            state, value = await self._process.send_request("measure", pickle.dumps((kernel_bytes, text, permitted)))
+        except BackendCrashed as lost:
             raise BenchError(str(lost)) from None
         if state == "failed":
             raise BenchError(value)

@@ -11,18 +11,36 @@ import time
 from collections import ChainMap, defaultdict
 from functools import reduce
 
-from torchtune_ext.measured.kernel import Kernel, Parameter, inputs_of
-from torchtune_ext.measured.parsing import MAX_TEXT, Node, declarators, matches, own_text, parse, text_of
-from torchtune_ext.measured.values import MAX_ITEMS, NOTHING, Loop, Place, Site, Use, Value, folded, join
+from torchtune_ext.measured.dataflow import (
+    EMPTY,
+    MAX_ITEMS,
+    Location,
+    Loop,
+    TechniqueUse,
+    Value,
+    WorkSite,
+    fold_constants,
+    join_values,
+)
+from torchtune_ext.measured.kernel import Kernel, Parameter, input_parameters
+from torchtune_ext.measured.parsing import (
+    MAX_TEXT_CHARS,
+    Node,
+    candidate_text,
+    declarators,
+    node_text,
+    parse,
+    query_matches,
+)
 
-PARSE_S = 10.0  # seconds that the parser may take
+PARSE_TIMEOUT_S = 10.0  # seconds that the parser may take
 MAX_STEPS = 100_000  # expressions, statements and sites of one program; those that the tests read take at most 400
 # Expressions and statements inside each other. Each is some 4 calls of Python's 1,000, and tree-sitter crashes at those.
 MAX_DEPTH = 120
 # A copy of more numbers than this is a panel, of fewer numbers one in registers: half of what AVX-512 has, in columns.
 MAX_COPIED_TO_REGISTERS = 16
 
-_VECTORS = re.compile(
+_VECTOR_TYPES = re.compile(
     r"\b(__m(64|128|256|512)[dih]?|(float|u?int)\d+x\d+(x\d)?_t|sv(float|int|uint|bool)\w*_t|__v\d\w+"
     r"|__vector_size__|vector_size|ext_vector_type)\b"
 )
@@ -31,31 +49,31 @@ _INTRINSICS = re.compile(
     r"(?!_mm_(malloc|free|prefetch|pause|[slm]fence|getcsr|setcsr|clflush\w*)$|__builtin_ia32_pause$)"
     r"(_mm\d*_\w+|__builtin_ia32_\w+|v[a-z]+q?_\w*[fsu](16|32|64)|sv\w+_[a-z]*(16|32|64)\w*)"
 )
-_ALLOCATES = re.compile(r"(_mm_)?(malloc|calloc|realloc|aligned_alloc|memalign|valloc|alloca)|__builtin_alloca\w*")
-_WRITES = re.compile(
+_ALLOCATORS = re.compile(r"(_mm_)?(malloc|calloc|realloc|aligned_alloc|memalign|valloc|alloca)|__builtin_alloca\w*")
+_COPY_FUNCTIONS = re.compile(
     r"(__builtin_(_)?)?(memcpy|memmove|mempcpy|memset)(_chk)?"
     r"|_mm\d*_(mask_)?(store|stream|maskstore|scatter|i32scatter|i64scatter)\w*|vst\d\w*|svst\d\w*"
 )
-_OPTIONS = re.compile(r"\boptimize\b.*(?<!no-)unroll")
-_PRAGMAS = {
+_UNROLL_OPTIONS = re.compile(r"\boptimize\b.*(?<!no-)unroll")
+_PRAGMA_PATTERNS = {
     "threads": r"omp\b.*\b(parallel|teams)\b",
     "vectorization": r"omp\b.*\bsimd\b|GCC\s+ivdep|clang\s+loop\s.*\bvectorize(_width)?\b|(ivdep|simd|vector)\b",
     "blocking": r"omp\s+tile\b|(GCC\s+unroll|clang\s+loop\s.*\bunroll(_count)?|(omp\s+)?unroll)\b(?!\W*(0|1|disable|off)\b)",
 }
-_ASSIGNMENTS = """
+_ASSIGNMENT_QUERY = """
 (assignment_expression
     left: [(identifier) @name (parenthesized_expression (identifier) @name)])
 (update_expression argument: [(identifier) @name (parenthesized_expression (identifier) @name)])
 """
 _WRAPPERS = ("parenthesized_expression", "cast_expression")
-_ENDS = ("return_statement", "break_statement", "continue_statement", "goto_statement")
+_JUMPS = ("return_statement", "break_statement", "continue_statement", "goto_statement")
 
 
-class Unreadable(ValueError):
+class UnreadableProgram(ValueError):
     """The program is nested too deeply, or takes too many steps to read."""
 
 
-class Reader:
+class ProgramReader:
     """What a program does. A loop is known by its index in `loops`.
 
     Args:
@@ -68,54 +86,54 @@ class Reader:
     """
 
     def __init__(self, preprocessed: str, kernel: Kernel, openmp: bool = True) -> None:
-        self.inputs = frozenset(each.name for each in inputs_of(kernel))
+        self.inputs = frozenset(each.name for each in input_parameters(kernel))
         self.loops: list[Loop] = []
-        self.sites: list[Site] = []
-        self.uses: list[Use] = []  # that are visible in one spot, without the nest of loops
-        self.recursions: list[Use] = []
-        self.stored: set[int] = set()  # loops that choose where an output is stored
+        self.sites: list[WorkSite] = []
+        self.uses: list[TechniqueUse] = []  # that are visible in one spot, without the nest of loops
+        self.recursions: list[TechniqueUse] = []
+        self.output_loops: set[int] = set()  # loops that choose where an output is stored
         self._openmp = openmp
         self._functions: dict[str, tuple[Node, Node]] = {}  # definitions with their parameters
-        self._vectors: set[str] = set()  # the program's own names of types of vectors
-        self._scope: ChainMap[str, Place] = ChainMap()
-        self._active: tuple[int, ...] = ()  # the loops around, from the outermost
+        self._vector_types: set[str] = set()  # the program's own names of types of vectors
+        self._scope: ChainMap[str, Location] = ChainMap()
+        self._open_loops: tuple[int, ...] = ()  # the loops around, from the outermost
         self._branch: tuple[int, ...] = ()
-        self._calls: list[str] = []
-        self._returned: list[Value] = []
+        self._call_stack: list[str] = []
+        self._return_values: list[Value] = []
         self._assigned: dict[int, set[str]] = {}  # by the node of a loop
         self._steps = self._depth = 0
-        root = self._parsed(preprocessed)
-        self._globals(root)
+        root = self._parse_program(preprocessed)
+        self._read_globals(root)
         if kernel.name in self._functions:
             arguments = [Value() for _ in kernel.size_names]
-            self._called(kernel.name, arguments + [_array(each) for each in kernel.parameters], root)
+            self._read_call(kernel.name, arguments + [_argument_value(each) for each in kernel.parameters], root)
 
-    def _parsed(self, preprocessed: str) -> Node:
-        text = own_text(preprocessed)
-        if sum(map(len, text.lines)) > MAX_TEXT:
-            raise Unreadable(f"its macros expand to more than {MAX_TEXT} characters")
-        end = time.monotonic() + PARSE_S
+    def _parse_program(self, preprocessed: str) -> Node:
+        text = candidate_text(preprocessed)
+        if sum(map(len, text.lines)) > MAX_TEXT_CHARS:
+            raise UnreadableProgram(f"its macros expand to more than {MAX_TEXT_CHARS} characters")
+        end = time.monotonic() + PARSE_TIMEOUT_S
         try:
             root = parse(b"\n".join(text.lines), lambda: time.monotonic() >= end).root_node
         except ValueError:
-            raise Unreadable(f"parsing it takes more than {PARSE_S:g} s") from None
-        self._numbers = text.numbers
+            raise UnreadableProgram(f"parsing it takes more than {PARSE_TIMEOUT_S:g} s") from None
+        self._numbers = text.line_numbers
         self._pragmas = defaultdict(list)  # by the row of what they speak of
         for pragma in text.pragmas:
-            row = pragma.before
+            row = pragma.next_row
             while row < len(text.lines) and not text.lines[row].strip():
                 row += 1
             words = re.sub(r"^\s*#\s*pragma\s+", "", pragma.text).strip()
             self._pragmas[row].append((words, pragma.line))
-            if words.startswith("GCC") and _OPTIONS.search(words):
-                self.uses.append(Use("blocking", pragma.line, f"#pragma {words}"))
+            if words.startswith("GCC") and _UNROLL_OPTIONS.search(words):
+                self.uses.append(TechniqueUse("blocking", pragma.line, f"#pragma {words}"))
         return root
 
     def _line(self, node: Node) -> int:
         return self._numbers[min(node.start_point.row, len(self._numbers) - 1)]
 
-    def _use(self, technique: str, node: Node, words: str) -> None:
-        self.uses.append(Use(technique, self._line(node), words))
+    def _record_use(self, technique: str, node: Node, words: str) -> None:
+        self.uses.append(TechniqueUse(technique, self._line(node), words))
 
     def _read(self, node: Node | None) -> Value:
         if node is None:
@@ -123,93 +141,97 @@ class Reader:
         self._steps += 1
         self._depth += 1
         if self._steps > MAX_STEPS or self._depth > MAX_DEPTH:
-            raise Unreadable("it calls or nests too much to be read")
+            raise UnreadableProgram("it calls or nests too much to be read")
         if self._pragmas:
-            self._obey(node)
+            self._read_pragmas(node)
         method = getattr(self, f"_{node.type}", None)
         if method is None:
-            value = join(*[self._read(child) for child in node.named_children])
+            value = join_values(*[self._read(child) for child in node.named_children])
         else:
             value = method(node) or Value()
         self._depth -= 1
         return value
 
-    def _obey(self, node: Node) -> None:
+    def _read_pragmas(self, node: Node) -> None:
         """Reads the pragmas before a node, which is the first one of its row that can run."""
         for words, line in self._pragmas.pop(node.start_point.row, ()):
-            for technique, pattern in _PRAGMAS.items():
+            for technique, pattern in _PRAGMA_PATTERNS.items():
                 if re.match(pattern, words) and (self._openmp or not words.startswith("omp")):
-                    self.uses.append(Use(technique, line, f"#pragma {words}"))
+                    self.uses.append(TechniqueUse(technique, line, f"#pragma {words}"))
 
     # Functions -------------------------------------------------------------------------------------------------------
 
-    def _globals(self, root: Node) -> None:
-        for (node,) in (nodes["function"] for nodes in matches("(function_definition) @function", root)):
+    def _read_globals(self, root: Node) -> None:
+        for (node,) in (nodes["function"] for nodes in query_matches("(function_definition) @function", root)):
             chain = [*declarators(node.child_by_field_name("declarator"))]
             parameters = chain[-2].child_by_field_name("parameters") if len(chain) > 1 else None
             if parameters is not None:
-                name = text_of(chain[-1])
+                name = node_text(chain[-1])
                 self._functions[name] = node, parameters
-                self._scope[name] = Place(name, "function", is_array=True)
+                self._scope[name] = Location(name, "function", is_array=True)
         for node in root.named_children:
             if node.type.endswith(("declaration", "type_definition", "specifier")):
                 self._read(node)
 
-    def _called(self, name: str, arguments: list[Value], node: Node) -> Value:
+    def _read_call(self, name: str, arguments: list[Value], node: Node) -> Value:
         # A function that calls itself would be read without end. It divides its work, so it counts as blocking.
-        if name in self._calls:
-            self.recursions.append(Use("blocking", self._line(node), f"{name}() calls itself for a part of its work"))
+        if name in self._call_stack:
+            self.recursions.append(
+                TechniqueUse("blocking", self._line(node), f"{name}() calls itself for a part of its work")
+            )
             return Value()
         # A helper is read again at each call, so that its loops stand in the nest of its caller.
         function, parameters = self._functions[name]
-        self._obey(function)
+        self._read_pragmas(function)
         for each in function.children:
             # __attribute__((optimize("unroll-loops"))) asks the compiler for what counts as blocking.
-            if each.type == "attribute_specifier" and _OPTIONS.search(text_of(each)):
-                self._use("blocking", each, text_of(each))
-        scope, returned = self._scope, self._returned
+            if each.type == "attribute_specifier" and _UNROLL_OPTIONS.search(node_text(each)):
+                self._record_use("blocking", each, node_text(each))
+        scope, returned = self._scope, self._return_values
         # A function sees its own names and the global ones, not those of its caller.
-        self._scope, self._returned = ChainMap({}, scope.maps[-1]), []
-        self._calls.append(name)
+        self._scope, self._return_values = ChainMap({}, scope.maps[-1]), []
+        self._call_stack.append(name)
         declared = [each for each in parameters.named_children if each.type == "parameter_declaration"]
         for each, argument in zip(declared, arguments, strict=False):
             # A parameter that is written as an array, double p[4], is a pointer.
-            place = self._declared(each.child_by_field_name("declarator"), self._holds_vectors(each))
-            place.is_array, place.numbers, place.content = False, 1, argument
+            place = self._declare(each.child_by_field_name("declarator"), self._holds_vectors(each))
+            place.is_array, place.num_elements, place.content = False, 1, argument
         self._read(function.child_by_field_name("body"))
-        value = join(Value(), *self._returned)
-        self._calls.pop()
-        self._scope, self._returned = scope, returned
+        value = join_values(Value(), *self._return_values)
+        self._call_stack.pop()
+        self._scope, self._return_values = scope, returned
         return value
 
     def _call_expression(self, node: Node) -> Value:
         function, arguments = node.child_by_field_name("function"), node.child_by_field_name("arguments")
         given = [] if arguments is None else arguments.named_children
         values = [self._read(each) for each in given if each.type != "comment"]
-        own = [place.name for place in self._read(function).places if place.kind == "function"]
+        own = [place.name for place in self._read(function).pointees if place.kind == "function"]
         if own:
-            return join(*[self._called(each, values, node) for each in sorted(own)])
-        name = text_of(function)
+            return join_values(*[self._read_call(each, values, node) for each in sorted(own)])
+        name = node_text(function)
         if _INTRINSICS.fullmatch(name):
-            self._use("vectorization", node, f"calls {name}()")
-        if _ALLOCATES.fullmatch(name):
-            memory = Place(f"the memory of {name}()", is_array=True, numbers=None, reset=frozenset(self._active))
+            self._record_use("vectorization", node, f"calls {name}()")
+        if _ALLOCATORS.fullmatch(name):
+            memory = Location(
+                f"the memory of {name}()", is_array=True, num_elements=None, reset_loops=frozenset(self._open_loops)
+            )
             return Value(frozenset((memory,)))
-        if _WRITES.fullmatch(name) and len(values) > 1:
-            others = [self._loaded(value) for value in values[1:]]
+        if _COPY_FUNCTIONS.fullmatch(name) and len(values) > 1:
+            others = [self._load(value) for value in values[1:]]
             self._store(values[0], next((value for value in others if value.origins), others[-1]), node)
             return values[0]
-        return self._computed([self._loaded(value) for value in values])
+        return self._join_computed([self._load(value) for value in values])
 
-    def _computed(self, values: list[Value]) -> Value:
+    def _join_computed(self, values: list[Value]) -> Value:
         # The program does not define the function, so fma(a, b, c) and its like count as a product.
         numbers = [value for value in values if value.origins]
-        value = join(Value(), *values)
+        value = join_values(Value(), *values)
         # With one number, such as _mm256_loadu_pd(p), it is a copy.
         value = value._replace(is_computed=value.is_computed or len(numbers) > 1)
         factors = [value for value in numbers if not value.origins >= self.inputs]
         if factors:
-            product = reduce(lambda left, right: self._combined("*", left, right), factors)
+            product = reduce(lambda left, right: self._combine("*", left, right), factors)
             value = value._replace(items=(product.items + value.items)[:MAX_ITEMS])
         return value
 
@@ -223,32 +245,32 @@ class Reader:
             is_dead = is_dead and child.type not in ("labeled_statement", "case_statement")
             if not is_dead:
                 value = self._read(child)
-                is_dead = child.type in _ENDS
+                is_dead = child.type in _JUMPS
         self._scope = self._scope.parents
         # The last expression is the value of ({ ...; value; }).
         return value
 
     def _type_definition(self, node: Node) -> None:
         self._read(node.child_by_field_name("type"))
-        if self._is_vector(text_of(node)):
+        if self._is_vector(node_text(node)):
             for each in node.children_by_field_name("declarator"):
-                self._vectors.add(text_of([*declarators(each)][-1]))
+                self._vector_types.add(node_text([*declarators(each)][-1]))
 
     def _holds_vectors(self, declaration: Node) -> bool:
         first = declaration.child_by_field_name("declarator")
         end = declaration.end_byte if first is None else first.start_byte
-        return any(self._is_vector(text_of(each)) for each in declaration.children if each.end_byte <= end)
+        return any(self._is_vector(node_text(each)) for each in declaration.children if each.end_byte <= end)
 
     def _is_vector(self, words: str) -> bool:
-        return bool(_VECTORS.search(words)) or not self._vectors.isdisjoint(re.findall(r"\w+", words))
+        return bool(_VECTOR_TYPES.search(words)) or not self._vector_types.isdisjoint(re.findall(r"\w+", words))
 
     def _enumerator_list(self, node: Node) -> None:
         following = 0
         for each in node.named_children:
             number = self._read(each.child_by_field_name("value")).constant
             following = following if number is None else number
-            name = text_of(each.child_by_field_name("name"))
-            self._scope[name] = Place(name, content=Value(constant=following))
+            name = node_text(each.child_by_field_name("name"))
+            self._scope[name] = Location(name, content=Value(constant=following))
             following += 1
 
     def _declaration(self, node: Node) -> None:
@@ -257,34 +279,34 @@ class Reader:
         for each in node.children_by_field_name("declarator"):
             initial = each.child_by_field_name("value")
             # The declaration of a function of the program must not hide its definition.
-            if initial is None and text_of([*declarators(each)][-1]) in self._functions:
+            if initial is None and node_text([*declarators(each)][-1]) in self._functions:
                 continue
             value = self._read(initial)
-            place = self._declared(each, is_vector)
+            place = self._declare(each, is_vector)
             if initial is not None:
-                if place.is_array and "[]" in text_of(each.child_by_field_name("declarator")):
-                    place.numbers = initial.named_child_count
+                if place.is_array and "[]" in node_text(each.child_by_field_name("declarator")):
+                    place.num_elements = initial.named_child_count
                 self._store(Value(frozenset((place,))), value._replace(reads=value.reads - {place}), initial)
 
-    def _declared(self, declarator: Node | None, is_vector: bool) -> Place:
+    def _declare(self, declarator: Node | None, is_vector: bool) -> Location:
         chain = [*declarators(declarator)]
-        name = text_of(chain[-1]) if chain else ""
+        name = node_text(chain[-1]) if chain else ""
         derived = [each for each in chain if each.type in ("array_declarator", "pointer_declarator")]
-        place = Place(name, depth=len(derived), branch=self._branch, reset=frozenset(self._active))
+        place = Location(name, depth=len(derived), branch=self._branch, reset_loops=frozenset(self._open_loops))
         # A pointer to an array, double (*p)[4], is none.
         if derived and derived[-1].type == "array_declarator":
             place.is_array = True
             # The number of bytes in a vector is not asked: one of four numbers counts as one place in a register.
             sides = [self._read(each.child_by_field_name("size")).constant for each in derived if "array" in each.type]
             known = [side for side in sides if side is not None]
-            place.numbers = math.prod(known) if len(known) == len(sides) else None
+            place.num_elements = math.prod(known) if len(known) == len(sides) else None
         if is_vector and declarator is not None:
-            place.vector = Use("vectorization", self._line(declarator), f"{name} is a vector")
+            place.vector_use = TechniqueUse("vectorization", self._line(declarator), f"{name} is a vector")
         self._scope[name] = place
         return place
 
     def _return_statement(self, node: Node) -> None:
-        self._returned += [self._read(each) for each in node.named_children]
+        self._return_values += [self._read(each) for each in node.named_children]
 
     def _if_statement(self, node: Node) -> None:
         condition = self._read(node.child_by_field_name("condition")).constant
@@ -292,14 +314,14 @@ class Reader:
         if condition is not None:
             self._read(sides[0 if condition else 1])
         else:
-            self._ways(*sides)
+            self._read_branches(*sides)
 
     def _switch_statement(self, node: Node) -> None:
         self._read(node.child_by_field_name("condition"))
         body = node.child_by_field_name("body")
-        self._ways(*(() if body is None else body.named_children))
+        self._read_branches(*(() if body is None else body.named_children))
 
-    def _ways(self, *sides: Node | None) -> None:
+    def _read_branches(self, *sides: Node | None) -> None:
         before = self._branch
         for side in sides:
             if side is not None:
@@ -311,17 +333,17 @@ class Reader:
         self._scope = self._scope.new_child()
         self._read(node.child_by_field_name("initializer"))
         condition, update = node.child_by_field_name("condition"), node.child_by_field_name("update")
-        before, can_repeat = self._active, self._read(condition).constant != 0
+        before, can_repeat = self._open_loops, self._read(condition).constant != 0
         if can_repeat or node.type == "do_statement":
-            assigned, trip = self._assignments(node), self._trip(condition, update)
+            assigned, trip = self._assignments(node), self._trip_count(condition, update)
             # What runs only once is no loop, such as do { ... } while (0).
             if can_repeat and trip != 1:
-                self._active = (*before, len(self.loops))
-                self.loops.append(Loop(_counter(update, condition, assigned), trip, self._line(node)))
-            self._vary(assigned, frozenset(self._active[len(before) :]))
+                self._open_loops = (*before, len(self.loops))
+                self.loops.append(Loop(_loop_variable(update, condition, assigned), trip, self._line(node)))
+            self._add_loop(assigned, frozenset(self._open_loops[len(before) :]))
             self._read(node.child_by_field_name("body"))
             self._read(update)
-        self._active = before
+        self._open_loops = before
         self._scope = self._scope.parents
 
     _while_statement = _do_statement = _for_statement
@@ -331,21 +353,21 @@ class Reader:
         if loop.id not in self._assigned:
             initial = loop.child_by_field_name("initializer")
             start = loop.start_byte if initial is None else initial.end_byte
-            names = [nodes["name"][0] for nodes in matches(_ASSIGNMENTS, loop)]
+            names = [nodes["name"][0] for nodes in query_matches(_ASSIGNMENT_QUERY, loop)]
             self._steps += len(names)
-            self._assigned[loop.id] = {text_of(name) for name in names if name.start_byte >= start}
+            self._assigned[loop.id] = {node_text(name) for name in names if name.start_byte >= start}
         return self._assigned[loop.id]
 
-    def _vary(self, assigned: set[str], loop: frozenset[int]) -> None:
+    def _add_loop(self, assigned: set[str], loop: frozenset[int]) -> None:
         for name in assigned:
             place = self._scope.get(name)
             if place is not None and not place.is_array:
                 content = place.content
                 place.content = content._replace(loops=content.loops | loop, constant=None)
 
-    def _trip(self, condition: Node | None, update: Node | None) -> int | None:
+    def _trip_count(self, condition: Node | None, update: Node | None) -> int | None:
         """How often `for (r = 0; r < 4; r++)` runs, None if that is not written in constants."""
-        sign, added = _part(condition, "operator"), _part(update, "operator")
+        sign, added = _field_text(condition, "operator"), _field_text(update, "operator")
         if condition is None or update is None or sign not in ("<", "<=", "!=") or added not in ("++", "+="):
             return None
         first = self._read(condition.child_by_field_name("left")).constant
@@ -360,52 +382,52 @@ class Reader:
 
     def _address(self, node: Node | None) -> Value:
         """Returns where the left side of an assignment is."""
-        while node is not None and (node.type in _WRAPPERS or _part(node, "operator") == "."):
+        while node is not None and (node.type in _WRAPPERS or _field_text(node, "operator") == "."):
             node = node.child_by_field_name("argument") or node.child_by_field_name("value") or node.named_child(0)
         if node is None:
             return Value()
         argument = node.child_by_field_name("argument")
         if node.type == "identifier":
-            place = self._scope.get(text_of(node))
-            if place is not None and place.vector is not None:
-                self.uses.append(place.vector)
+            place = self._scope.get(node_text(node))
+            if place is not None and place.vector_use is not None:
+                self.uses.append(place.vector_use)
             return Value() if place is None else Value(frozenset((place,)))
         if node.type == "subscript_expression":
-            base, index = self._pointed(argument), self._read(node.child_by_field_name("index"))
+            base, index = self._pointee(argument), self._read(node.child_by_field_name("index"))
             return base._replace(loops=base.loops | index.loops, constant=None)
-        if node.type == "pointer_expression" and _part(node, "operator") == "*":
-            return self._pointed(argument)
+        if node.type == "pointer_expression" and _field_text(node, "operator") == "*":
+            return self._pointee(argument)
         # That is x->y, where x is the address; or what has an address as its value, such as a call.
         return self._read(argument if node.type == "field_expression" else node)
 
-    def _pointed(self, node: Node | None) -> Value:
+    def _pointee(self, node: Node | None) -> Value:
         """What a pointer, an array or a vector points to."""
         value = self._read(node)
         # A vector has elements, though it is no array.
-        return value if value.places else self._address(node)
+        return value if value.pointees else self._address(node)
 
     def _identifier(self, node: Node) -> Value:
         address, subscripts = self._address(node), 0
         while node.type in ("subscript_expression", "parenthesized_expression") and node.named_children:
             subscripts += node.type == "subscript_expression"
             node = node.named_children[0]
-        place = self._scope.get(text_of(node), Place(""))
+        place = self._scope.get(node_text(node), Location(""))
         if not subscripts:
-            return address if place.is_array else self._loaded(address)
+            return address if place.is_array else self._load(address)
         # All subscripts but the last lead to rows, or to pointers to them.
-        is_row = subscripts < place.depth and not any(each.content.places for each in address.places)
-        return address if is_row else self._loaded(address)
+        is_row = subscripts < place.depth and not any(each.content.pointees for each in address.pointees)
+        return address if is_row else self._load(address)
 
     _subscript_expression = _identifier
 
     def _pointer_expression(self, node: Node) -> Value:
-        is_address = _part(node, "operator") == "&"
-        return self._address(node.child_by_field_name("argument")) if is_address else self._loaded(self._address(node))
+        is_address = _field_text(node, "operator") == "&"
+        return self._address(node.child_by_field_name("argument")) if is_address else self._load(self._address(node))
 
-    def _loaded(self, address: Value) -> Value:
+    def _load(self, address: Value) -> Value:
         """Returns what stands at an address, or the value itself if it is none."""
         parts = []
-        for place in address.places:
+        for place in address.pointees:
             if place.kind == "function":
                 parts.append(Value(frozenset((place,))))
                 continue
@@ -415,68 +437,69 @@ class Reader:
             if place.is_array and len(self.inputs) == 1 and content.origins and not content.is_computed:
                 items = (frozenset((name, loop) for name in content.origins for loop in loops),)
             parts.append(content._replace(loops=loops, items=items, reads=frozenset((place,))))
-        return join(*parts) if parts else address
+        return join_values(*parts) if parts else address
 
     def _assignment_expression(self, node: Node) -> Value:
         value = self._read(node.child_by_field_name("right"))
-        is_sum = _part(node, "operator") != "="
+        is_sum = _field_text(node, "operator") != "="
         self._store(self._address(node.child_by_field_name("left")), value, node, is_sum)
         return value._replace(items=())
 
     def _store(self, address: Value, value: Value, node: Node, adds: bool = False) -> None:
         """Notes that a value is written, or with `adds` added to what is there."""
-        for place in address.places:
+        for place in address.pointees:
             if place.kind in ("input", "function"):
                 continue
             is_sum, is_local = adds or place in value.reads, place.kind == "local"
             is_work = is_sum or (value.is_computed and not is_local)
             if not is_local:
-                self.stored |= address.loops
+                self.output_loops |= address.loops
             if is_work:
-                reset, line = place.reset if is_local else NOTHING, self._line(node)
+                reset, line = place.reset_loops if is_local else EMPTY, self._line(node)
                 self._steps += len(value.items)
                 self.sites += [
-                    Site(self._active, self._branch, place, address.loops, reset, item, line) for item in value.items
+                    WorkSite(self._open_loops, self._branch, place, address.loops, reset, item, line)
+                    for item in value.items
                 ]
             if is_local:
-                self._keep(place, address, value._replace(items=()) if is_work else value, is_sum, node)
+                self._assign_local(place, address, value._replace(items=()) if is_work else value, is_sum, node)
 
-    def _keep(self, place: Place, address: Value, value: Value, is_sum: bool, node: Node) -> None:
+    def _assign_local(self, place: Location, address: Value, value: Value, is_sum: bool, node: Node) -> None:
         if is_sum:
-            place.content = join(place.content, value)._replace(constant=None, items=(), is_computed=True)
+            place.content = join_values(place.content, value)._replace(constant=None, items=(), is_computed=True)
             return
-        is_panel = place.is_array and (place.numbers is None or place.numbers > MAX_COPIED_TO_REGISTERS)
+        is_panel = place.is_array and (place.num_elements is None or place.num_elements > MAX_COPIED_TO_REGISTERS)
         is_part = len(self.inputs) > 1 and not value.origins >= self.inputs
         if is_panel and value.origins and (is_part or not value.is_computed):
             names = " and ".join(sorted(value.origins))
-            self._use("packing", node, f"copies numbers of {names} to {place.name}")
-        place.reset = frozenset(self._active) - address.loops
+            self._record_use("packing", node, f"copies numbers of {names} to {place.name}")
+        place.reset_loops = frozenset(self._open_loops) - address.loops
         if place.is_array:
-            place.content = join(place.content, value)._replace(constant=None)
+            place.content = join_values(place.content, value)._replace(constant=None)
         else:
             # In another branch than the declaration, the assignment may not happen, and the old content may remain.
-            place.content = value if self._branch == place.branch else join(place.content, value)
+            place.content = value if self._branch == place.branch else join_values(place.content, value)
 
     # Numbers ---------------------------------------------------------------------------------------------------------
 
     def _number_literal(self, node: Node) -> Value:
         try:
-            return Value(constant=int(text_of(node).rstrip("uUlL"), 0))
+            return Value(constant=int(node_text(node).rstrip("uUlL"), 0))
         except ValueError:
             return Value()
 
     def _cast_expression(self, node: Node) -> Value:
-        words = text_of(node.child_by_field_name("type"))
+        words = node_text(node.child_by_field_name("type"))
         if self._is_vector(words):
-            self._use("vectorization", node, f"the type {words} is one of vectors")
+            self._record_use("vectorization", node, f"the type {words} is one of vectors")
         return self._read(node.child_by_field_name("value"))
 
     _compound_literal_expression = _cast_expression
 
     def _unary_expression(self, node: Node) -> Value:
-        value, sign = self._read(node.child_by_field_name("argument")), _part(node, "operator")
+        value, sign = self._read(node.child_by_field_name("argument")), _field_text(node, "operator")
         # -x is 0 - x, and !x is 0 == x.
-        return value._replace(constant=folded("==" if sign == "!" else sign, 0, value.constant))
+        return value._replace(constant=fold_constants("==" if sign == "!" else sign, 0, value.constant))
 
     def _binary_expression(self, node: Node) -> Value:
         # A sum of a thousand terms is a thousand expressions inside each other, always on the left.
@@ -487,11 +510,13 @@ class Reader:
             left = left.child_by_field_name("left")
         value = self._read(left)
         for each in reversed(chain):
-            value = self._combined(_part(each, "operator"), value, self._read(each.child_by_field_name("right")))
+            value = self._combine(_field_text(each, "operator"), value, self._read(each.child_by_field_name("right")))
         return value
 
-    def _combined(self, sign: str, left: Value, right: Value) -> Value:
-        value = join(left, right)._replace(is_computed=True, constant=folded(sign, left.constant, right.constant))
+    def _combine(self, sign: str, left: Value, right: Value) -> Value:
+        value = join_values(left, right)._replace(
+            is_computed=True, constant=fold_constants(sign, left.constant, right.constant)
+        )
         if sign != "*":
             return value
         # The work in a product is that of its sides, or itself, if only both together have numbers of all inputs.
@@ -507,23 +532,23 @@ class Reader:
             return self._read(sides[0 if condition else 1])
         values = [self._read(side) for side in sides]
         # Only one of them is computed: (i < 4 ? a : b) * c is one product.
-        return join(*values)._replace(items=max((value.items for value in values), key=len))
+        return join_values(*values)._replace(items=max((value.items for value in values), key=len))
 
 
-def _array(parameter: Parameter) -> Value:
+def _argument_value(parameter: Parameter) -> Value:
     """The address of an input or output."""
     if parameter.is_output:
-        place = Place(parameter.name, "output", is_array=True)
+        place = Location(parameter.name, "output", is_array=True)
     else:
-        place = Place(parameter.name, "input", is_array=True, content=Value(origins=frozenset((parameter.name,))))
+        place = Location(parameter.name, "input", is_array=True, content=Value(origins=frozenset((parameter.name,))))
     return Value(frozenset((place,)))
 
 
-def _part(node: Node | None, name: str) -> str:
-    return "" if node is None else text_of(node.child_by_field_name(name))
+def _field_text(node: Node | None, name: str) -> str:
+    return "" if node is None else node_text(node.child_by_field_name(name))
 
 
-def _counter(update: Node | None, condition: Node | None, assigned: set[str]) -> str:
+def _loop_variable(update: Node | None, condition: Node | None, assigned: set[str]) -> str:
     """The name of the variable that a loop counts with, as a guess."""
-    names = re.findall(r"[A-Za-z_]\w*", f"{text_of(update)} {text_of(condition)}")
+    names = re.findall(r"[A-Za-z_]\w*", f"{node_text(update)} {node_text(condition)}")
     return next((name for name in names if name in assigned), names[0] if names else "no variable")

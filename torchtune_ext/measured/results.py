@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 import torchtune_ext
-from torchtune_ext.run.errors import Failure
+from torchtune_ext.run.errors import RunFailure
 from torchtune_ext.settings.records import Seconds, config_record
 
 # Beside the OUTCOMES of check.py: the program is right, but the machine was disturbed, so that no speed is known.
@@ -17,7 +17,7 @@ NOISY = "noisy"
 Optimization = Literal["-O0", "-O1", "-O2", "-O3"]
 
 
-class BenchError(Failure):
+class BenchError(RunFailure):
     """The service itself failed, and nothing is known about the program."""
 
 
@@ -27,14 +27,14 @@ class Timing:
 
     seconds: float  # of a call: the median of the medians of the blocks
     # Half of the 95% interval of that, as a share; below 6 blocks: half of what lies between the extremes.
-    spread: float
+    relative_ci: float
     calls: int
     gflops: float  # operations of a call / seconds, in 10^9
-    ratio: float  # how many times faster than the reference beside it; median over the blocks
-    ratio_spread: float  # the same of that
-    peak_share: float  # what the roofline of these cores allows / seconds
+    speedup: float  # how many times faster than the reference beside it; median over the blocks
+    speedup_ci: float  # the same of that
+    roofline_fraction: float  # what the roofline of these cores allows / seconds
     # Share of the blocks that count beside which somebody else was at work; 0 unless the machine never came to rest.
-    disturbed: float
+    disturbed_fraction: float
     is_narrow: bool  # both intervals are within NARROW
     is_noisy: bool  # it never came to rest, and the reference felt it as well: nothing is known about the program
 
@@ -74,7 +74,7 @@ class BenchConfig:
     )
 
 
-def version() -> str:
+def code_version() -> str:
     """Returns the version of torchtune_ext here, with a digest of all that measures: results of another are not compared."""
     digest = hashlib.sha256()
     folder = Path(torchtune_ext.__file__).parent / "measured"

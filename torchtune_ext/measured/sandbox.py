@@ -16,20 +16,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtune_ext.run.errors import Failure
-from torchtune_ext.run.janitor import Janitor
+from torchtune_ext.run.errors import RunFailure
+from torchtune_ext.run.reaper import ProcessReaper
 
-MIN_LANDLOCK = 1  # the first version keeps files away; 3 adds truncation, 4 TCP, 6 signals and abstract sockets
+MIN_LANDLOCK_ABI = 1  # the first version keeps files away; 3 adds truncation, 4 TCP, 6 signals and abstract sockets
 # Ids that systemd keeps for users who exist for a moment. The children of root become one of them.
-PASSING_USERS = range(61184, 65520)
-PROBE_S = 20.0  # seconds that a probe may take
+TRANSIENT_UIDS = range(61184, 65520)
+PROBE_TIMEOUT_S = 20.0  # seconds that a probe may take
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  # where compilers, their headers and libraries are
 SYSTEM_FILES = ("/etc/ld.so.cache",)
 # RLIMIT_NPROC counts all threads of a user. For an ordinary user it is set this far above those that run.
-MORE_THREADS = 256
+EXTRA_THREADS = 256
 
 
-class SandboxError(Failure):
+class SandboxError(RunFailure):
     """The sandbox itself failed. It says nothing about the candidate."""
 
 
@@ -39,9 +39,9 @@ class Layer:
 
     name: str
     support: str  # what the machine has, "" if it has none
-    missing: str  # what it costs if the layer is missing
+    cost_if_missing: str  # what it costs if the layer is missing
     fix: str  # how a machine gets it
-    needed: bool = False  # it belongs to the floor: without it no program is run
+    is_required: bool = False  # it belongs to the floor: without it no program is run
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,32 +68,32 @@ class Sandbox:
     """
 
     def __init__(self, compiler: str, namespaces: bool | None = None) -> None:
-        self._janitor = Janitor()
+        self._reaper = ProcessReaper()
         self._lock = threading.Lock()  # several threads may compile
         self._groups: set[int] = set()  # that the janitor kills when this process is killed
-        self.folder = Path(self._janitor.folder)
+        self.folder = Path(self._reaper.folder)
         try:
             # Root's children are other users. They may pass through the folder, but not list it.
             self.folder.chmod(0o711)
             self.program = compile_sandbox(compiler, self.folder)
             self.layers = probe(self.program)
             layers = {layer.name: layer.support for layer in self.layers}
-            if bad := [layer for layer in self.layers if layer.needed and not layer.support]:
-                lost = "; ".join(f"no {layer.name}: {layer.missing}" for layer in bad)
+            if bad := [layer for layer in self.layers if layer.is_required and not layer.support]:
+                lost = "; ".join(f"no {layer.name}: {layer.cost_if_missing}" for layer in bad)
                 fixes = "; ".join(layer.fix for layer in bad)
                 raise SandboxError(f"this machine cannot lock programs in ({lost}): {fixes}")
-            self.without: list[str] = []  # layers that a test takes away, to see that they are needed
+            self.disabled_layers: list[str] = []  # layers that a test takes away, to see that they are needed
             if namespaces and not layers["namespaces"]:
                 raise SandboxError("namespaces: true, but bubblewrap is missing or cannot make them here")
             self.namespaces = bool(layers["namespaces"]) if namespaces is None else namespaces
-            self.other_users = bool(layers["another user"])
+            self.uses_transient_users = bool(layers["another user"])
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Removes the folder and all that is in it."""
-        self._janitor.close()
+        self._reaper.close()
 
     def __enter__(self) -> "Sandbox":
         return self
@@ -102,38 +102,43 @@ class Sandbox:
         self.close()
 
     @contextmanager
-    def ended_with_us(self, group: int) -> Iterator[None]:
+    def kill_with_parent(self, group: int) -> Iterator[None]:
         """Within the block, the process group is killed if this process is."""
         with self._lock:
             self._groups.add(group)
-            self._janitor.guard([*self._groups])
+            self._reaper.set_groups([*self._groups])
         try:
             yield
         finally:
             with self._lock:
                 self._groups.discard(group)
                 # 0 tells the janitor that there is none.
-                self._janitor.guard([*self._groups] or [0])
+                self._reaper.set_groups([*self._groups] or [0])
 
     def new_folder(self) -> Path:
         """Makes a folder for one candidate, which only the user who works on the candidate can read."""
         folder = Path(tempfile.mkdtemp(dir=self.folder))
-        if self.other_users:
-            user = secrets.choice(PASSING_USERS)
+        if self.uses_transient_users:
+            user = secrets.choice(TRANSIENT_UIDS)
             os.chown(folder, user, user)
         return folder
 
-    def run_compiler(self, command: Sequence[str], folder: Path, limits: Limits, started: int) -> list[str]:
+    def compiler_command(self, command: Sequence[str], folder: Path, limits: Limits, started: int) -> list[str]:
         """Returns the command line of a compiler that may read the system's folders and write only below `folder`.
 
         The sandbox writes a byte to the file descriptor `started` when it is locked in, before the compiler runs.
         """
-        read = [*SYSTEM_FOLDERS, *SYSTEM_FILES, *_prefix_of(command[0])]
-        words = ["--started", str(started), *_each("--read", read), *_each("--write", [str(folder), "/dev/null"])]
-        visible = [*_each("--bind", [str(folder)], 2), "--dev-bind", "/dev/null", "/dev/null"]
-        return [*self._locked_in("exec", words, folder, limits, 0, read, visible), "--", *command]
+        read = [*SYSTEM_FOLDERS, *SYSTEM_FILES, *_compiler_prefix(command[0])]
+        words = [
+            "--started",
+            str(started),
+            *_repeat_option("--read", read),
+            *_repeat_option("--write", [str(folder), "/dev/null"]),
+        ]
+        visible = [*_repeat_option("--bind", [str(folder)], 2), "--dev-bind", "/dev/null", "/dev/null"]
+        return [*self._sandbox_command("exec", words, folder, limits, 0, read, visible), "--", *command]
 
-    def run_function(
+    def function_command(
         self,
         library: Path,
         function: str,
@@ -145,11 +150,11 @@ class Sandbox:
         """Returns the command line that calls `function`. `files`: descriptors of socket, inputs and outputs."""
         # The process may open no file but the library: the system's libraries that it may need are loaded before.
         words = ["--cores", ",".join(map(str, cores)), "--read", str(library)]
-        visible = _each("--ro-bind", [str(library)], 2)
-        locked_in = self._locked_in("call", words, library.parent, limits, arena_bytes, SYSTEM_FOLDERS, visible)
+        visible = _repeat_option("--ro-bind", [str(library)], 2)
+        locked_in = self._sandbox_command("call", words, library.parent, limits, arena_bytes, SYSTEM_FOLDERS, visible)
         return [*locked_in, "--", str(library), function, str(arena_bytes), *map(str, files)]
 
-    def _locked_in(
+    def _sandbox_command(
         self,
         mode: str,
         words: Sequence[str],
@@ -161,19 +166,19 @@ class Sandbox:
     ) -> list[str]:
         """The command line up to `--`. `read` and `visible` are the paths that exist inside namespaces."""
         words = ["--memory", str(limits.memory_bytes + more_bytes), "--seconds", str(limits.cpu_s), *words]
-        words += ["--file", str(limits.file_bytes), *self.without]
-        processes = limits.processes if self.other_users else _threads_of_user() + MORE_THREADS
+        words += ["--file", str(limits.file_bytes), *self.disabled_layers]
+        processes = limits.processes if self.uses_transient_users else _count_user_threads() + EXTRA_THREADS
         words += ["--processes", str(processes)]
         owner = folder.stat().st_uid
         # The child becomes the owner of its folder, who must not be root or a real user.
-        if self.other_users and owner not in PASSING_USERS:
+        if self.uses_transient_users and owner not in TRANSIENT_UIDS:
             raise SandboxError(f"{folder} does not belong to a passing user: make it with new_folder")
-        enter = ["--user", str(owner)] if self.other_users else []
+        enter = ["--user", str(owner)] if self.uses_transient_users else []
         if not self.namespaces:
             return [str(self.program), mode, *enter, *words]
         # In a user namespace, root cannot become another user, so the change comes before bubblewrap.
         before = [str(self.program), "enter", *enter, "--"] if enter else []
-        return [*before, *_bubblewrap(read, self.program), *visible, "--", str(self.program), mode, *words]
+        return [*before, *_bubblewrap_command(read, self.program), *visible, "--", str(self.program), mode, *words]
 
 
 def clean_environment(threads: int = 1) -> dict[str, str]:
@@ -193,7 +198,7 @@ def compile_sandbox(compiler: str, folder: Path) -> Path:
     """Compiles sandbox.c into `folder`. Raises SandboxError if the compiler fails."""
     program = folder / "sandbox"
     command = [compiler, "-O1", "-std=gnu11", str(Path(__file__).with_name("sandbox.c")), "-o", str(program), "-ldl"]
-    done = _ended(command)
+    done = _run_command(command)
     # A program that is no compiler may exit with 0 and make nothing.
     if done.returncode != 0 or not program.exists():
         raise SandboxError(
@@ -205,29 +210,29 @@ def compile_sandbox(compiler: str, folder: Path) -> Path:
 
 def probe(program: Path) -> list[Layer]:
     """Finds out which layers this machine has. Raises SandboxError at a timeout."""
-    done = _ended([str(program), "probe"])
+    done = _run_command([str(program), "probe"])
     answers = dict(line.split() for line in done.stdout.splitlines())
     version = int(answers.get("landlock", -1))
-    change = [str(program), "enter", "--user", str(PASSING_USERS[0]), "--"]
+    change = [str(program), "enter", "--user", str(TRANSIENT_UIDS[0]), "--"]
     # A container may forbid root to change the user, or bubblewrap to make namespaces, so both are tried.
     other_users = os.geteuid() == 0 and _succeeds([*change, "/bin/true"])
-    bwrap = [*(change if other_users else []), *_bubblewrap(SYSTEM_FOLDERS, program), "--"]
+    bwrap = [*(change if other_users else []), *_bubblewrap_command(SYSTEM_FOLDERS, program), "--"]
     namespaces = shutil.which("bwrap") is not None and _succeeds([*bwrap, str(program), "probe"])
     return [
         Layer("limits", "memory, CPU seconds, file size, threads, open files", "", ""),
         Layer(
             "landlock",
-            f"version {version}" if version >= MIN_LANDLOCK else "",
+            f"version {version}" if version >= MIN_LANDLOCK_ABI else "",
             "a program can read and write every file that its user can",
             "use Linux 5.13 or later with landlock in /sys/kernel/security/lsm",
-            needed=True,
+            is_required=True,
         ),
         Layer(
             "seccomp",
             "filter" if answers.get("seccomp") == "1" else "",
             "a program can start processes, use the network and debug other processes",
             "use a kernel with CONFIG_SECCOMP_FILTER, in a container whose profile allows seccomp",
-            needed=True,
+            is_required=True,
         ),
         Layer(
             "another user",
@@ -244,7 +249,7 @@ def probe(program: Path) -> list[Layer]:
     ]
 
 
-def layers_here(compiler: str) -> list[Layer]:
+def probe_layers(compiler: str) -> list[Layer]:
     """As `probe`, but leaves nothing behind. Raises SandboxError if the sandbox cannot be compiled."""
     with tempfile.TemporaryDirectory() as folder:
         # As in `Sandbox`: another user must be able to pass.
@@ -252,21 +257,21 @@ def layers_here(compiler: str) -> list[Layer]:
         return probe(compile_sandbox(compiler, Path(folder)))
 
 
-def _ended(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+def _run_command(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     try:
-        return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PROBE_S)
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PROBE_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        raise SandboxError(f"{' '.join(command[:2])} did not end within {PROBE_S:g} s") from error
+        raise SandboxError(f"{' '.join(command[:2])} did not end within {PROBE_TIMEOUT_S:g} s") from error
 
 
 def _succeeds(command: Sequence[str]) -> bool:
     try:
-        return _ended(command).returncode == 0
+        return _run_command(command).returncode == 0
     except (OSError, SandboxError):
         return False
 
 
-def _bubblewrap(read: Sequence[str], program: Path) -> list[str]:
+def _bubblewrap_command(read: Sequence[str], program: Path) -> list[str]:
     """The command line that makes namespaces in which only these paths exist. Further paths may follow."""
     words = [
         shutil.which("bwrap") or "bwrap",
@@ -285,19 +290,19 @@ def _bubblewrap(read: Sequence[str], program: Path) -> list[str]:
     return words
 
 
-def _each(option: str, values: Sequence[str], times: int = 1) -> list[str]:
+def _repeat_option(option: str, values: Sequence[str], times: int = 1) -> list[str]:
     """Puts the option before each value, repeated `times` times (a path outside and inside)."""
     return [word for value in values for word in (option, *[value] * times)]
 
 
-def _prefix_of(compiler: str) -> list[str]:
+def _compiler_prefix(compiler: str) -> list[str]:
     """The folder above the compiler's own, unless it is one of the system's."""
     # A compiler keeps its other programs, headers and libraries there.
     prefix = Path(compiler).resolve().parent.parent
     return [] if str(prefix) in ("/", *SYSTEM_FOLDERS) or str(prefix).startswith("/usr/") else [str(prefix)]
 
 
-def _threads_of_user() -> int:
+def _count_user_threads() -> int:
     user, count = os.getuid(), 0
     for process in Path("/proc").iterdir():
         if process.name.isdigit():

@@ -13,15 +13,24 @@ from functools import lru_cache
 from pathlib import PurePath
 
 from torchtune_ext.measured.kernel import Kernel
-from torchtune_ext.measured.parsing import MAX_TEXT, Node, Text, declarators, declared, own_text, parse, walk
+from torchtune_ext.measured.parsing import (
+    MAX_TEXT_CHARS,
+    CandidateText,
+    Node,
+    candidate_text,
+    declarators,
+    declared_names,
+    parse,
+    walk,
+)
 
-HEADERS = frozenset(
+ALLOWED_HEADERS = frozenset(
     "stdlib string math stdint stddef stdbool stdio limits float assert complex tgmath stdalign omp "
     "immintrin x86intrin emmintrin xmmintrin pmmintrin tmmintrin smmintrin nmmintrin mm_malloc arm_neon arm_sve".split()
 )
 """Headers that a candidate may include, without their ".h"."""
 
-_SYSTEM = {
+_SYSTEM_NAMES = {
     "starts, ends or signals processes": (
         "fork vfork _Fork clone clone3 execl execle execlp execv execve execvp execvpe execveat fexecve posix_spawn* "
         "system popen pclose wait waitpid wait3 wait4 waitid kill killpg tgkill tkill raise signal bsd_signal sysv_signal "
@@ -70,10 +79,10 @@ _SYSTEM = {
 }
 """What names of the system are for, and the names, with wildcards."""
 
-_EXACT = {name: use for use, names in _SYSTEM.items() for name in names.split() if "*" not in name}
-_PATTERNS = [(name, use) for use, names in _SYSTEM.items() for name in names.split() if "*" in name]
+_EXACT_NAMES = {name: use for use, names in _SYSTEM_NAMES.items() for name in names.split() if "*" not in name}
+_NAME_PATTERNS = [(name, use) for use, names in _SYSTEM_NAMES.items() for name in names.split() if "*" in name]
 # A program may call these, but must not put its own in their place.
-LIBRARY = tuple(
+LIBRARY_NAMES = tuple(
     (
         "malloc calloc realloc reallocarray free aligned_alloc posix_memalign memalign valloc malloc_usable_size "
         "memcpy memmove memset memcmp memchr mempcpy strlen strcpy strncpy strcat strcmp strncmp strchr strrchr "
@@ -84,18 +93,20 @@ LIBRARY = tuple(
     ).split()
 )
 # Most of these run code that nobody called, or give a name another meaning.
-ATTRIBUTES = frozenset("constructor destructor init_priority ifunc alias weak weakref section cleanup naked".split())
-_PRAGMAS = re.compile(r"\b(redefine_extname|weak|init|fini|section|attribute|pch_preprocess)\b")
-_ASSEMBLY = frozenset(("asm", "__asm", "__asm__"))
-_RAW_STRINGS = frozenset(("R", "LR", "uR", "UR", "u8R"))
+FORBIDDEN_ATTRIBUTES = frozenset(
+    "constructor destructor init_priority ifunc alias weak weakref section cleanup naked".split()
+)
+_FORBIDDEN_PRAGMAS = re.compile(r"\b(redefine_extname|weak|init|fini|section|attribute|pch_preprocess)\b")
+_ASM_KEYWORDS = frozenset(("asm", "__asm", "__asm__"))
+_RAW_STRING_PREFIXES = frozenset(("R", "LR", "uR", "UR", "u8R"))
 # A directive that says where the next lines come from. A comment may precede it, so all of the text is searched, also
 # comments and strings. `a##1` is something else. A comment before the name of the directive is refused outright: nobody
 # honest writes one, and a pattern that followed comments could be made to run for hours.
 _SPACE = r"[ \t\v\f\r\0]*"
 _LINE_DIRECTIVE = re.compile(rf'(?<![#%:])(?:#|%:){_SPACE}(?:line\b|\d+{_SPACE}(?:"|/\*)|/\*)')
 _PATH_INCLUDE = re.compile(rf'(?:#|%:){_SPACE}include{_SPACE}["<](?:/|[^">\n]{{0,200}}?\.\./)')
-_CONTINUED = re.compile(r"\\[ \t\v\f\r]*\n")
-_BLOCKS = ("compound_statement", "for_statement", "function_definition", "parameter_list")
+_LINE_CONTINUATION = re.compile(r"\\[ \t\v\f\r]*\n")
+_SCOPE_NODES = ("compound_statement", "for_statement", "function_definition", "parameter_list")
 
 
 def screen(preprocessed: str, source: str, kernel: Kernel, deadline_s: float = 5.0) -> str:
@@ -117,96 +128,96 @@ def screen(preprocessed: str, source: str, kernel: Kernel, deadline_s: float = 5
         (_LINE_DIRECTIVE, "may say that its lines are those of another file"),
         (_PATH_INCLUDE, "includes a file by its path"),
     ):
-        if match := pattern.search(_CONTINUED.sub("", source)):
+        if match := pattern.search(_LINE_CONTINUATION.sub("", source)):
             line = source.count("\n", 0, source.find(match[0])) + 1 if match[0] in source else 1
             return f"line {line}: {what}"
     # Macros are expanded here. What the system's headers expand to is nobody's fault, so only the candidate's own lines
     # are read.
-    text = own_text(preprocessed)
-    if (length := sum(map(len, text.lines))) > MAX_TEXT:
-        return f"its macros expand to {length} characters, at most {MAX_TEXT} are read"
+    text = candidate_text(preprocessed)
+    if (length := sum(map(len, text.lines))) > MAX_TEXT_CHARS:
+        return f"its macros expand to {length} characters, at most {MAX_TEXT_CHARS} are read"
     for line, path, is_system in text.includes:
-        if not is_system or PurePath(path).name.removesuffix(".h") not in HEADERS:
-            allowed = ", ".join(f"{name}.h" for name in sorted(HEADERS))
+        if not is_system or PurePath(path).name.removesuffix(".h") not in ALLOWED_HEADERS:
+            allowed = ", ".join(f"{name}.h" for name in sorted(ALLOWED_HEADERS))
             return f"line {line}: includes {PurePath(path).name}; allowed are {allowed}"
     for pragma in text.pragmas:
-        if match := _PRAGMAS.search(pragma.text):
+        if match := _FORBIDDEN_PRAGMAS.search(pragma.text):
             return f"line {pragma.line}: #pragma {match[1]} is forbidden, since it changes what a name means"
     # tree-sitter reads every text, and what is no C is left to the compiler. pycparser would be stricter, but it cannot
     # read what <stdlib.h> and <immintrin.h> contain.
-    return _Reader(text, kernel, end).read()
+    return _Screener(text, kernel, end).read()
 
 
-class _Reader:
-    def __init__(self, text: Text, kernel: Kernel, end: float) -> None:
-        self.text, self.kernel, self.end = text, kernel, end
+class _Screener:
+    def __init__(self, text: CandidateText, kernel: Kernel, end: float) -> None:
+        self.text, self.kernel, self.deadline = text, kernel, end
         self.bytes = b"\n".join(text.lines)
         self.scopes: list[set[str]] = []  # the names that each open block declares
-        self.local: Counter[str] = Counter()  # the number of open blocks that declare a name
-        self.own: set[str] = set()  # functions that the candidate defines
+        self.local_counts: Counter[str] = Counter()  # the number of open blocks that declare a name
+        self.own_functions: set[str] = set()  # functions that the candidate defines
         self.parentheses: int | None = None  # how many are open after __attribute__, None outside of one
 
     def read(self) -> str:
         """Returns the first thing that is forbidden, or ""."""
         try:
-            tree = parse(self.bytes, lambda: time.monotonic() >= self.end)
+            tree = parse(self.bytes, lambda: time.monotonic() >= self.deadline)
         except ValueError:
             # The parser raises it when the callback ends it, which is a timeout.
-            self._in_time()
+            self._check_deadline()
             raise
         for node in tree.root_node.children:
             if node.type == "function_definition":
-                self.own.update(declared(node))
+                self.own_functions.update(declared_names(node))
         # The author of a text chooses how deep it is nested, so there is no recursion.
         for count, (node, leaving) in enumerate(walk(tree.walk())):
             if count % 1000 == 0:
-                self._in_time()
+                self._check_deadline()
             if leaving:
-                if node.type in _BLOCKS:
-                    self.local.subtract(self.scopes.pop())
-            elif fault := self._enter(node):
+                if node.type in _SCOPE_NODES:
+                    self.local_counts.subtract(self.scopes.pop())
+            elif fault := self._check_node(node):
                 row = node.start_point.row
-                return f"line {self.text.numbers[row]}: {fault}"
+                return f"line {self.text.line_numbers[row]}: {fault}"
         return ""
 
-    def _in_time(self) -> None:
-        if time.monotonic() >= self.end:
+    def _check_deadline(self) -> None:
+        if time.monotonic() >= self.deadline:
             raise TimeoutError("reading the program took too long")
 
-    def _enter(self, node: Node) -> str:
+    def _check_node(self, node: Node) -> str:
         kind = node.type
         fault = ""
         if kind in ("function_definition", "declaration") and not self.scopes:
-            fault = self._defines(node)
-        if kind in _BLOCKS:
+            fault = self._check_definition(node)
+        if kind in _SCOPE_NODES:
             self.scopes.append(set())
         if kind == "function_definition":
-            self._hide(self._parameters(node))
+            self._declare_names(self._parameter_names(node))
         # In a block, the declaration of a function or of something extern still means the name of the system, so
         # neither hides it.
         elif self.scopes and kind in ("declaration", "parameter_declaration") and not self._is_extern(node):
-            self._hide({name for name, is_function in declared(node).items() if not is_function})
-        return fault if fault or node.child_count else self._leaf(node)
+            self._declare_names({name for name, is_function in declared_names(node).items() if not is_function})
+        return fault if fault or node.child_count else self._check_leaf(node)
 
-    def _hide(self, names: set[str]) -> None:
+    def _declare_names(self, names: set[str]) -> None:
         # Until the block ends, these names mean something of its own.
-        self.local.update(names - self.scopes[-1])
+        self.local_counts.update(names - self.scopes[-1])
         self.scopes[-1] |= names
 
-    def _defines(self, node: Node) -> str:
+    def _check_definition(self, node: Node) -> str:
         if node.type == "declaration" and self._is_extern(node):
             return ""
-        for name, is_function in declared(node).items():
+        for name, is_function in declared_names(node).items():
             # A declaration of a function, without a body, replaces nothing.
             if node.type == "declaration" and is_function:
                 continue
-            if name != self.kernel.name and (_matches(name, LIBRARY) or _use_of(name)):
+            if name != self.kernel.name and (_matches(name, LIBRARY_NAMES) or _system_use(name)):
                 return f"defines {name}, which is a name of the system"
         return ""
 
-    def _leaf(self, node: Node) -> str:
-        word = self._word(node)
-        if word in _ASSEMBLY:
+    def _check_leaf(self, node: Node) -> str:
+        word = self._node_text(node)
+        if word in _ASM_KEYWORDS:
             return "holds assembly, which no program may"
         if self.parentheses is None and word in ("__attribute__", "__attribute", "[["):
             self.parentheses = 2 if word == "[[" else 0
@@ -216,42 +227,46 @@ class _Reader:
             if self.parentheses <= 0:
                 self.parentheses = None
             bare = word.strip("_")
-            return f"has the attribute {bare}, which no program may" if bare in ATTRIBUTES else ""
+            return f"has the attribute {bare}, which no program may" if bare in FORBIDDEN_ATTRIBUTES else ""
         if node.type not in ("identifier", "type_identifier", "ERROR"):
             return ""
         # GNU C has raw strings but the parser does not, so code could hide in what the parser takes for a string.
-        if word in _RAW_STRINGS and self.bytes[node.end_byte : node.end_byte + 1] == b'"':
+        if word in _RAW_STRING_PREFIXES and self.bytes[node.end_byte : node.end_byte + 1] == b'"':
             return "holds a raw string, which C does not have"
         # A local variable may have the name of a function of the system, such as `time` or `read`.
-        if self.local[word] > 0:
+        if self.local_counts[word] > 0:
             return ""
         called = self.bytes[node.end_byte : node.end_byte + 80].lstrip().startswith(b"(")
         verb = f"calls {word}()" if called else f"uses {word}"
-        if use := _use_of(word):
+        if use := _system_use(word):
             return f"{verb}, which {use}: no program may"
-        if word not in self.own and _matches(word, tuple(self.kernel.forbidden)):
+        if word not in self.own_functions and _matches(word, tuple(self.kernel.forbidden)):
             return f"{verb}, which the problem does not allow"
         return ""
 
-    def _word(self, node: Node) -> str:
+    def _node_text(self, node: Node) -> str:
         return self.bytes[node.start_byte : node.end_byte].decode("utf-8", "replace")
 
     def _is_extern(self, node: Node) -> bool:
-        return any(each.type == "storage_class_specifier" and self._word(each) == "extern" for each in node.children)
+        return any(
+            each.type == "storage_class_specifier" and self._node_text(each) == "extern" for each in node.children
+        )
 
-    def _parameters(self, function: Node) -> set[str]:
+    def _parameter_names(self, function: Node) -> set[str]:
         names = set()
         for each in declarators(function.child_by_field_name("declarator")):
             if parameters := each.child_by_field_name("parameters"):
-                names = {name for parameter in parameters.named_children for name in declared(parameter)}
+                names = {name for parameter in parameters.named_children for name in declared_names(parameter)}
         return names
 
 
 @lru_cache(maxsize=4096)
-def _use_of(name: str) -> str:
+def _system_use(name: str) -> str:
     """Returns what a name of the system is for, or "" if it is harmless or unknown."""
     for each in (name, name.removeprefix("__builtin_")):
-        if use := _EXACT.get(each) or next((use for pattern, use in _PATTERNS if fnmatchcase(each, pattern)), ""):
+        if use := _EXACT_NAMES.get(each) or next(
+            (use for pattern, use in _NAME_PATTERNS if fnmatchcase(each, pattern)), ""
+        ):
             return use
     return ""
 

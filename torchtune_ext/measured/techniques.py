@@ -8,10 +8,10 @@ comparison. What the compiler does by itself, such as vectors at -O3, does not c
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 
+from torchtune_ext.measured.dataflow import TechniqueUse, WorkSite
 from torchtune_ext.measured.kernel import Kernel
-from torchtune_ext.measured.reader import Reader
-from torchtune_ext.measured.values import Site, Use
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.measured.reader import ProgramReader
+from torchtune_ext.run.errors import UsageError
 
 TECHNIQUES = {
     "loop_order": "loops in another order than that of the definition",
@@ -24,11 +24,11 @@ TECHNIQUES = {
 
 # Sums in registers, of which no processor has more numbers: 32 registers of 8 doubles (AVX-512). A larger array of sums is
 # a block in a cache.
-REGISTER_NUMBERS = 256
-REGISTER_STEPS = 16  # an inner loop of so many steps at most, a constant, is written out by every compiler
+MAX_REGISTER_NUMBERS = 256
+MAX_UNROLLED_STEPS = 16  # an inner loop of so many steps at most, a constant, is written out by every compiler
 
 
-def uses(preprocessed: str, kernel: Kernel, openmp: bool = True) -> list[Use]:
+def find_techniques(preprocessed: str, kernel: Kernel, openmp: bool = True) -> list[TechniqueUse]:
     """Finds the techniques of a program, each once, in the order of TECHNIQUES.
 
     Args:
@@ -40,21 +40,21 @@ def uses(preprocessed: str, kernel: Kernel, openmp: bool = True) -> list[Use]:
         Unreadable: the program is nested too deeply, or takes too many steps to read.
         ValueError: the naive program of the kernel cannot serve for comparison.
     """
-    program = Reader(preprocessed, kernel, openmp)
-    dimensions, items = _definition(kernel)
+    program = ProgramReader(preprocessed, kernel, openmp)
+    dimensions, items = _naive_dimensions(kernel)
     used = list(program.uses)
     if program.sites:
         used += program.recursions
-    for sites in _groups(program.sites):
+    for sites in _group_sites(program.sites):
         # The naive program does one step in a body. Twice its work there are several steps written out.
         if len(sites) >= 2 * items:
-            used.append(Use("blocking", _line(sites), f"{len(sites) // items} steps in one body"))
-        used += _of_nest(dimensions, program, sites)
+            used.append(TechniqueUse("blocking", _first_line(sites), f"{len(sites) // items} steps in one body"))
+        used += _nest_uses(dimensions, program, sites)
     first = {use.technique: use for use in sorted(used, key=lambda use: use.line, reverse=True)}
     return [first[name] for name in TECHNIQUES if name in first]
 
 
-def violations(used: Iterable[Use], permitted: Collection[str]) -> list[str]:
+def violations(used: Iterable[TechniqueUse], permitted: Collection[str]) -> list[str]:
     """Says in a line each what a program uses that it may not, by line of the source; [] if nothing."""
     return [
         f"line {use.line}: not permitted here: {TECHNIQUES[use.technique]} ({use.words})"
@@ -66,66 +66,68 @@ def violations(used: Iterable[Use], permitted: Collection[str]) -> list[str]:
 # Dimensions ----------------------------------------------------------------------------------------------------------
 
 
-def _definition(kernel: Kernel) -> tuple[list[frozenset[str]], int]:
+def _naive_dimensions(kernel: Kernel) -> tuple[list[frozenset[str]], int]:
     """The dimensions of the naive program from its outermost loop, and how much work its largest statement does."""
-    program = Reader(kernel.naive, kernel)
-    groups = _groups(program.sites)
+    program = ProgramReader(kernel.naive, kernel)
+    groups = _group_sites(program.sites)
     if not groups:
-        raise Mistake(f"the naive program of {kernel.name} adds up no work that can be recognized")
+        raise UsageError(f"the naive program of {kernel.name} adds up no work that can be recognized")
     sites = max(groups, key=len)
-    dimensions = [_chosen(program, sites[0], loop) for loop in sites[0].nest]
+    dimensions = [_dimension_of(program, sites[0], loop) for loop in sites[0].loop_nest]
     if len(set(dimensions)) < len(dimensions):
-        raise Mistake(f"the naive program of {kernel.name} has loops that cannot be told apart by what they choose")
+        raise UsageError(f"the naive program of {kernel.name} has loops that cannot be told apart by what they choose")
     return dimensions, len(sites)
 
 
-def _groups(sites: Iterable[Site]) -> list[list[Site]]:
+def _group_sites(sites: Iterable[WorkSite]) -> list[list[WorkSite]]:
     """The sites of each run of one loop body: the same loops, and the same way at each `if`."""
     groups = defaultdict(list)
     for site in sites:
-        groups[site.nest, site.branch].append(site)
+        groups[site.loop_nest, site.branch].append(site)
     return list(groups.values())
 
 
-def _line(sites: list[Site]) -> int:
+def _first_line(sites: list[WorkSite]) -> int:
     return min(site.line for site in sites)
 
 
-def _chosen(program: Reader, site: Site, loop: int) -> frozenset[str]:
+def _dimension_of(program: ProgramReader, site: WorkSite, loop: int) -> frozenset[str]:
     """What a loop chooses: numbers of which inputs, and where the result goes ("=")."""
     inputs = frozenset(name for name, each in site.item if each == loop)
-    is_output = loop in site.index_loops or (loop in site.reset_loops and loop in program.stored)
+    is_output = loop in site.index_loops or (loop in site.reset_loops and loop in program.output_loops)
     return inputs | {"="} if is_output else inputs
 
 
 # Techniques ----------------------------------------------------------------------------------------------------------
 
 
-def _of_nest(known: list[frozenset[str]], program: Reader, sites: list[Site]) -> Iterator[Use]:
+def _nest_uses(known: list[frozenset[str]], program: ProgramReader, sites: list[WorkSite]) -> Iterator[TechniqueUse]:
     # A loop of C = A B that chooses rows of A and of C is the loop over i, however it is written.
-    nest = sites[0].nest
+    nest = sites[0].loop_nest
     for site in {(each.place, each.item): each for each in sites}.values():
         order: list[int] = []  # the dimensions that the loops walk
         for loop in nest:
-            chosen = _chosen(program, site, loop)
+            chosen = _dimension_of(program, site, loop)
             if chosen not in known:
                 continue
             dimension = known.index(chosen)
             if dimension in order:
                 words = f"the loop over {program.loops[loop].name} walks inside a step of another"
-                yield Use("blocking", program.loops[loop].line, words)
-                if _is_written_out(program, site, loop):
+                yield TechniqueUse("blocking", program.loops[loop].line, words)
+                if _is_unrolled(program, site, loop):
                     continue
             order.append(dimension)
         # A block has its inner loops where the work is: they, the last of each dimension, make the order.
         last = [dimension for at, dimension in enumerate(order) if dimension not in order[at + 1 :]]
         if last != sorted(last):
             names = ", ".join(program.loops[loop].name for loop in nest)
-            yield Use("loop_order", program.loops[nest[0]].line, f"the loops are nested {names}")
+            yield TechniqueUse("loop_order", program.loops[nest[0]].line, f"the loops are nested {names}")
 
 
-def _is_written_out(program: Reader, site: Site, loop: int) -> bool:
+def _is_unrolled(program: ProgramReader, site: WorkSite, loop: int) -> bool:
     """Tells whether a loop inside a step of another has no order: a few constant steps, or steps over sums in registers."""
-    trip, place = program.loops[loop].trip, site.place
-    is_in_registers = place.kind == "local" and place.numbers is not None and place.numbers <= REGISTER_NUMBERS
-    return (is_in_registers and loop in site.index_loops) or (trip is not None and trip <= REGISTER_STEPS)
+    trip, place = program.loops[loop].trip_count, site.place
+    is_in_registers = (
+        place.kind == "local" and place.num_elements is not None and place.num_elements <= MAX_REGISTER_NUMBERS
+    )
+    return (is_in_registers and loop in site.index_loops) or (trip is not None and trip <= MAX_UNROLLED_STEPS)

@@ -15,28 +15,28 @@ from statistics import median
 import numpy as np
 
 from torchtune_ext.measured.check import Checker
-from torchtune_ext.measured.child import Call, Child, ChildFailed, lay_out
-from torchtune_ext.measured.compiler import LIBRARY
-from torchtune_ext.measured.machine import kept_off, stolen_ticks
-from torchtune_ext.measured.probe import OWN_CPU_S, Look, Probe, Quiet
+from torchtune_ext.measured.child import CallResult, Child, ChildFailed, lay_out
+from torchtune_ext.measured.compiler import LIBRARY_FILE
+from torchtune_ext.measured.machine import avoid_cores, stolen_ticks
+from torchtune_ext.measured.probe import TRUSTED_CPU_S, Probe, ProbeSample, QuietBaseline
 from torchtune_ext.measured.results import Timing
 from torchtune_ext.measured.sandbox import SandboxError
-from torchtune_ext.measured.verify import described, draw_inputs, expect, mismatch
+from torchtune_ext.measured.verify import compute_expected, draw_inputs, find_wrong_output, size_text
 
-NARROW = 0.02  # the 95% intervals of the medians end this far from them, as a share, or nearer
+MAX_RELATIVE_CI = 0.02  # the 95% intervals of the medians end this far from them, as a share, or nearer
 # A time of the reference above its quiet level by more than this share speaks of a neighbor, too.
-REFERENCE_DISTURBED = 0.05
-WAITED = 0.02  # share of a block for which its processes wanted to run and could not
+REFERENCE_TOLERANCE = 0.05
+MAX_WAIT_FRACTION = 0.02  # share of a block for which its processes wanted to run and could not
 # CPU seconds that a program may use while the reference and the probe run. One whose threads sleep uses none.
-RESTLESS_S = 1e-4
-BLOCK_CALLS, BLOCK_S = 12, 0.06  # calls of a block at most, and seconds after which it ends (but for LEAST_CALLS)
-FIRST_CALLS, LEAST_CALLS = 2, 3  # calls that are not counted, and the least calls of a block
-MOST_LATE_CALLS = FIRST_CALLS + LEAST_CALLS  # of a program whose every call takes as long as it may
+MAX_UNREQUESTED_CPU_S = 1e-4
+MAX_BLOCK_CALLS, BLOCK_S = 12, 0.06  # calls of a block at most, and seconds after which it ends (but for LEAST_CALLS)
+WARMUP_CALLS, MIN_BLOCK_CALLS = 2, 3  # calls that are not counted, and the least calls of a block
+MAX_OVERRUN_CALLS = WARMUP_CALLS + MIN_BLOCK_CALLS  # of a program whose every call takes as long as it may
 MIN_BLOCKS = 6  # of a timing; from fewer ratios no interval of their median reaches 95%
-BELIEVED = 1.05  # times as fast as the roofline allows; above, a figure is no speed
+ROOFLINE_MARGIN = 1.05  # times as fast as the roofline allows; above, a figure is no speed
 
 
-def interval_of_median(samples: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+def median_interval(samples: Sequence[float], level: float = 0.95) -> tuple[float, float]:
     """Returns an interval that holds the median with at least this probability, whatever the distribution.
 
     It lies between two order statistics (David and Nagaraja 2003, section 7.1). With fewer than 6 samples no interval
@@ -73,19 +73,22 @@ class _Block:
         return self.reference_s / self.seconds
 
 
-def _spread(samples: Sequence[float]) -> float:
+def _relative_ci(samples: Sequence[float]) -> float:
     """Half the width of the median's 95% interval, as a share of the median."""
-    low, high = interval_of_median(samples)
+    low, high = median_interval(samples)
     return (high - low) / 2 / median(samples)
 
 
 def _is_narrow(blocks: Sequence[_Block]) -> bool:
     if len(blocks) < MIN_BLOCKS:
         return False
-    return max(_spread([block.seconds for block in blocks]), _spread([block.ratio for block in blocks])) <= NARROW
+    return (
+        max(_relative_ci([block.seconds for block in blocks]), _relative_ci([block.ratio for block in blocks]))
+        <= MAX_RELATIVE_CI
+    )
 
 
-class Timer:
+class ProgramTimer:
     """Times programs of one kernel, one at a time, and keeps this process's threads off the timed cores if it can.
 
     Whoever makes a timer, or times with it, holds its cores by `machine.alone_on`.
@@ -104,17 +107,17 @@ class Timer:
     def __init__(self, checker: Checker, budget_s: float = 10.0) -> None:
         self.checker, self.kernel, self.budget_s = checker, checker.kernel, budget_s
         self.rng = np.random.default_rng()
-        self._quiet = Quiet()  # the reference's
+        self._reference_baseline = QuietBaseline()  # the reference's
         with ExitStack() as stack:
             stack.enter_context(checker)
-            stack.enter_context(kept_off(checker.cores))
+            stack.enter_context(avoid_cores(checker.cores))
             try:
                 self.probe = stack.enter_context(closing(Probe(checker)))
-                library = checker.compile_own(self.kernel, checker.optimization)
-                self._reference = stack.enter_context(checker.child(self.kernel, library, OWN_CPU_S))
+                library = checker.compile_naive(self.kernel, checker.optimization)
+                self._reference = stack.enter_context(checker.start_child(self.kernel, library, TRUSTED_CPU_S))
                 for _ in range(4):
-                    self._quiet.add(median(call.seconds for call in self._calls(self._reference)))
-                self._quiet.settle()
+                    self._reference_baseline.add(median(call.seconds for call in self._run_calls(self._reference)))
+                self._reference_baseline.end_chunk()
             except ChildFailed as failed:
                 # So far only our own programs have run.
                 raise SandboxError(f"a process of ours ended: {failed}") from failed
@@ -124,13 +127,13 @@ class Timer:
         """Ends the processes of the reference and the probe, and closes the checker."""
         self._stack.close()
 
-    def __enter__(self) -> "Timer":
+    def __enter__(self) -> "ProgramTimer":
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def time(self, library: bytes) -> Timing:
+    def time_library(self, library: bytes) -> Timing:
         """Times the library of a program that `Checker.checked` has found right.
 
         Raises:
@@ -139,13 +142,13 @@ class Timer:
         """
         # The CPU limit leaves room for the calls that the budget does not stop, so a slow program fails by the deadline
         # of one call and not by this limit.
-        cpu_s = (self.budget_s + MOST_LATE_CALLS * self.checker.deadlines.verify_s) * self.checker.threads
+        cpu_s = (self.budget_s + MAX_OVERRUN_CALLS * self.checker.deadlines.verify_s) * self.checker.threads
         folder = self.checker.sandbox.new_folder()
         try:
-            (folder / LIBRARY).write_bytes(library)
-            (folder / LIBRARY).chmod(0o755)
-            with self.checker.child(self.kernel, folder / LIBRARY, cpu_s) as child:
-                return self._time(child)
+            (folder / LIBRARY_FILE).write_bytes(library)
+            (folder / LIBRARY_FILE).chmod(0o755)
+            with self.checker.start_child(self.kernel, folder / LIBRARY_FILE, cpu_s) as child:
+                return self._time_blocks(child)
         except ChildFailed as failed:
             if self._reference.has_ended() or self.probe.child.has_ended():
                 # Whatever also ended a process of ours is not the program's fault.
@@ -154,13 +157,13 @@ class Timer:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _time(self, child: Child) -> Timing:
+    def _time_blocks(self, child: Child) -> Timing:
         give_up_at = time.monotonic() + self.budget_s
-        self._calls(child, FIRST_CALLS)  # they map memory and start threads
+        self._run_calls(child, WARMUP_CALLS)  # they map memory and start threads
         blocks: list[_Block] = []
-        look = self.probe.look()
+        look = self.probe.take_sample()
         while True:
-            block, look = self._block(child, look)
+            block, look = self._run_block(child, look)
             blocks.append(block)
             is_late = time.monotonic() > give_up_at
             # While there is time, more blocks replace the disturbed ones. If few blocks were calm at the end, that is
@@ -168,40 +171,49 @@ class Timer:
             calm = [block for block in blocks if not block.is_disturbed]
             if is_late or _is_narrow(calm):
                 is_enough = len(calm) >= MIN_BLOCKS or 2 * len(calm) >= len(blocks)
-                return self._timing(calm if is_enough else blocks)
+                return self._summarize(calm if is_enough else blocks)
 
-    def _block(self, child: Child, before: Look) -> tuple[_Block, Look]:
+    def _run_block(self, child: Child, before: ProbeSample) -> tuple[_Block, ProbeSample]:
         stolen = stolen_ticks(self.checker.cores)
-        own = self._calls(child)
+        candidate_calls = self._run_calls(child)
         try:
-            beside = self._calls(self._reference)
+            reference_calls = self._run_calls(self._reference)
         except ChildFailed as failed:
             raise SandboxError(f"the naive program of {self.kernel.name} has failed: {failed}") from failed
-        after = self.probe.look()
+        after = self.probe.take_sample()
         # A program whose threads work now could slow down the reference, or make every block look disturbed.
-        if (restless_s := child.restless_s()) > RESTLESS_S:
+        if (restless_s := child.unrequested_cpu_s()) > MAX_UNREQUESTED_CPU_S:
             raise ChildFailed(
                 "runtime_error", f"its threads worked for {1e3 * restless_s:.3g} ms while others were timed"
             )
-        reference_s = median(call.seconds for call in beside)
-        self._quiet.add(reference_s)
-        waited = [sum(call.waited_s for call in calls) / sum(call.seconds for call in calls) for calls in (own, beside)]
+        reference_s = median(call.seconds for call in reference_calls)
+        self._reference_baseline.add(reference_s)
+        waited = [
+            sum(call.waited_s for call in calls) / sum(call.seconds for call in calls)
+            for calls in (candidate_calls, reference_calls)
+        ]
         is_disturbed = (
-            max(waited) > WAITED or self.probe.is_disturbed(before, after) or stolen_ticks(self.checker.cores) > stolen
+            max(waited) > MAX_WAIT_FRACTION
+            or self.probe.is_disturbed(before, after)
+            or stolen_ticks(self.checker.cores) > stolen
         )
         # The candidate has no hand in the reference, so only a neighbor can disturb that.
-        is_reference_disturbed = waited[1] > WAITED or self._quiet.is_above(reference_s, REFERENCE_DISTURBED)
-        return _Block([call.seconds for call in own], reference_s, is_disturbed, is_reference_disturbed), after
+        is_reference_disturbed = waited[1] > MAX_WAIT_FRACTION or self._reference_baseline.is_above(
+            reference_s, REFERENCE_TOLERANCE
+        )
+        return _Block(
+            [call.seconds for call in candidate_calls], reference_s, is_disturbed, is_reference_disturbed
+        ), after
 
-    def _timing(self, kept: Sequence[_Block]) -> Timing:
-        own, ratios = [block.seconds for block in kept], [block.ratio for block in kept]
-        seconds = median(own)
+    def _summarize(self, blocks: Sequence[_Block]) -> Timing:
+        block_seconds, ratios = [block.seconds for block in blocks], [block.ratio for block in blocks]
+        seconds = median(block_seconds)
         gflops = self.kernel.operations(self.kernel.timed) / seconds / 1e9
-        if seconds * BELIEVED < self.probe.roofline_s(self.kernel):
+        if seconds * ROOFLINE_MARGIN < self.probe.roofline_s(self.kernel):
             # A neighbor may have slowed the measurement of the peak, so measure again before refusing.
             self.probe.measure_peak()
         roofline_s = self.probe.roofline_s(self.kernel)
-        if seconds * BELIEVED < roofline_s:
+        if seconds * ROOFLINE_MARGIN < roofline_s:
             raise ChildFailed(
                 "runtime_error",
                 f"{1e3 * seconds:.3g} ms, and at {self.probe.peak_gflops:.4g} GFLOPS and {self.probe.peak_gbytes_s:.3g} GB/s "
@@ -210,29 +222,29 @@ class Timer:
         return Timing(
             seconds,
             # The interval of one block is that of its calls.
-            _spread(own if len(own) > 1 else kept[0].calls),
-            sum(len(block.calls) for block in kept),
+            _relative_ci(block_seconds if len(block_seconds) > 1 else blocks[0].calls),
+            sum(len(block.calls) for block in blocks),
             gflops,
             median(ratios),
-            _spread(ratios),
+            _relative_ci(ratios),
             roofline_s / seconds,
-            disturbed=sum(block.is_disturbed for block in kept) / len(kept),
-            is_narrow=_is_narrow(kept),
+            disturbed_fraction=sum(block.is_disturbed for block in blocks) / len(blocks),
+            is_narrow=_is_narrow(blocks),
             # A disturbed figure stands with its remark. It is unknown only if the reference was disturbed as well.
-            is_noisy=2 * sum(block.is_disturbed and block.is_reference_disturbed for block in kept) > len(kept),
+            is_noisy=2 * sum(block.is_disturbed and block.is_reference_disturbed for block in blocks) > len(blocks),
         )
 
-    def _calls(self, child: Child, most: int = BLOCK_CALLS) -> list[Call]:
+    def _run_calls(self, child: Child, max_calls: int = MAX_BLOCK_CALLS) -> list[CallResult]:
         kernel, size, seconds = self.kernel, self.kernel.timed, 0.0
-        calls: list[Call] = []
-        child.place(lay_out(kernel, size, child.arena_bytes, bool(self.rng.integers(2)), self.rng))
+        calls: list[CallResult] = []
+        child.map_arrays(lay_out(kernel, size, child.arena_bytes, bool(self.rng.integers(2)), self.rng))
         # Every timed call has new inputs and is checked, so a cached answer, or a program that is right only while it
         # is verified, gains nothing.
-        while len(calls) < most and (seconds < BLOCK_S or len(calls) < min(LEAST_CALLS, most)):
+        while len(calls) < max_calls and (seconds < BLOCK_S or len(calls) < min(MIN_BLOCK_CALLS, max_calls)):
             inputs = draw_inputs(kernel, size, "biased", self.rng)
             call = child.call(size, inputs, self.checker.deadlines.verify_s)
-            if wrong := mismatch(kernel, expect(kernel, size, inputs), call.outputs):
-                raise ChildFailed("wrong_result", f"in a timed call: {wrong} ({described(size)}, biased inputs)")
+            if wrong := find_wrong_output(kernel, compute_expected(kernel, size, inputs), call.outputs):
+                raise ChildFailed("wrong_result", f"in a timed call: {wrong} ({size_text(size)}, biased inputs)")
             calls.append(call)
             seconds += call.seconds
         return calls

@@ -6,18 +6,20 @@ from collections.abc import Iterator
 import numpy as np
 
 from torchtune_ext.measured.child import Child, ChildFailed, lay_out
-from torchtune_ext.measured.kernel import UNIT_ROUNDOFF, Arrays, Kernel, Size, inputs_of, outputs_of
+from torchtune_ext.measured.kernel import UNIT_ROUNDOFF, Arrays, Kernel, Size, input_parameters, output_parameters
 
-KINDS = ("normal", "biased", "wide", "denormal")
-EXACT_WORK = 1 << 20  # numbers and operations up to which the reference is computed in long double
-DRAWN_WORK = 1 << 16  # numbers and operations of a drawn size at most, since there are many calls of them
-WIDEST = 250  # binary exponents of "wide" inputs lie between -WIDEST and WIDEST: no product overflows or underflows
+INPUT_KINDS = ("normal", "biased", "wide", "denormal")
+MAX_EXACT_WORK = 1 << 20  # numbers and operations up to which the reference is computed in long double
+MAX_DRAWN_WORK = 1 << 16  # numbers and operations of a drawn size at most, since there are many calls of them
+MAX_EXPONENT = (
+    250  # binary exponents of "wide" inputs lie between -WIDEST and WIDEST: no product overflows or underflows
+)
 # Mostly odd and prime, around the widths of vectors.
-SMALL = (1, 2, 3, 5, 7, 8, 9, 11, 13, 15, 16, 17, 19, 23, 29, 31, 33)
+SMALL_DIMENSIONS = (1, 2, 3, 5, 7, 8, 9, 11, 13, 15, 16, 17, 19, 23, 29, 31, 33)
 _LONG_ROUNDOFF = float(np.finfo(np.longdouble).eps) / 2
 
 
-def draw(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> np.ndarray:
+def draw_array(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> np.ndarray:
     """Draws the content of one array."""
     # Rounding errors of random signs cancel: a float32 sum of two million of them is off by less than the bound γ_n. So
     # these are positive numbers k 2^-22 + j 2^-30 in [1, 2) with 0 < j < 64, which float32 rounds down to k 2^-22. The
@@ -31,7 +33,9 @@ def draw(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> np.ndar
         return rng.integers(1 << 22, 1 << 23, shape, np.uint32) * 2.0**-22 + low
     # float32 lacks these exponents.
     if kind == "wide":
-        return np.ldexp(rng.uniform(1, 2, shape) * rng.choice([-1.0, 1.0], shape), rng.integers(-WIDEST, WIDEST, shape))
+        return np.ldexp(
+            rng.uniform(1, 2, shape) * rng.choice([-1.0, 1.0], shape), rng.integers(-MAX_EXPONENT, MAX_EXPONENT, shape)
+        )
     # Programs that flush denormal numbers to zero fail here.
     if kind == "denormal":
         return np.ldexp(rng.integers(1, 1 << 52, shape).astype(np.float64), -1074) * rng.choice([-1.0, 1.0], shape)
@@ -41,14 +45,14 @@ def draw(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> np.ndar
 def draw_inputs(kernel: Kernel, size: Size, kind: str, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Draws all inputs."""
     shapes = kernel.shapes(size)
-    parameters = inputs_of(kernel)
+    parameters = input_parameters(kernel)
     # The product of two denormal numbers is 0, so only one array holds them, and the others "biased" numbers.
     chosen = parameters[rng.integers(len(parameters))].name
     kinds = {p.name: "biased" if kind == "denormal" and p.name != chosen else kind for p in parameters}
-    return {p.name: draw(shapes[p.name], kinds[p.name], rng) for p in parameters}
+    return {p.name: draw_array(shapes[p.name], kinds[p.name], rng) for p in parameters}
 
 
-def change_one(inputs: Arrays, rng: np.random.Generator) -> dict[str, np.ndarray]:
+def perturb_one(inputs: Arrays, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Returns the inputs with one number of one array multiplied by -0.5."""
     changed = dict(inputs)
     name = list(inputs)[rng.integers(len(inputs))]
@@ -65,18 +69,18 @@ def draw_size(kernel: Kernel, rng: np.random.Generator, small: bool) -> dict[str
         for name in kernel.size_names:
             top = kernel.timed[name]
             # The logarithm is uniform, so that all magnitudes are as likely.
-            drawn = rng.choice(SMALL) if small else math.exp(rng.uniform(0, math.log(top + 1)))
+            drawn = rng.choice(SMALL_DIMENSIONS) if small else math.exp(rng.uniform(0, math.log(top + 1)))
             size[name] = max(1, min(top, int(drawn)))
-        if work(kernel, size) <= DRAWN_WORK:
+        if estimate_work(kernel, size) <= MAX_DRAWN_WORK:
             return size
 
 
-def work(kernel: Kernel, size: Size) -> int:
+def estimate_work(kernel: Kernel, size: Size) -> int:
     """Returns about how many numbers a reference of this size touches."""
     return kernel.operations(size) + sum(math.prod(shape) for shape in kernel.shapes(size).values())
 
 
-def sizes(kernel: Kernel, rng: np.random.Generator) -> Iterator[dict[str, int]]:
+def draw_sizes(kernel: Kernel, rng: np.random.Generator) -> Iterator[dict[str, int]]:
     """Yields the sizes of one verification: all ones, small ones, any, and the timed one."""
     yield dict.fromkeys(kernel.size_names, 1)
     for _ in range(4):
@@ -86,9 +90,9 @@ def sizes(kernel: Kernel, rng: np.random.Generator) -> Iterator[dict[str, int]]:
     yield dict(kernel.timed)
 
 
-def expect(kernel: Kernel, size: Size, inputs: Arrays) -> tuple[Arrays, Arrays]:
+def compute_expected(kernel: Kernel, size: Size, inputs: Arrays) -> tuple[Arrays, Arrays]:
     """Computes the outputs and the error that each number of them may have."""
-    exact = work(kernel, size) <= EXACT_WORK
+    exact = estimate_work(kernel, size) <= MAX_EXACT_WORK
     kind = np.longdouble if exact else np.float64
     precise = {name: np.asarray(value, kind) for name, value in inputs.items()}
     # `bound` holds for a float64 result in any order of operations: γ_n times the sum of absolute values, where
@@ -102,10 +106,10 @@ def expect(kernel: Kernel, size: Size, inputs: Arrays) -> tuple[Arrays, Arrays]:
         return references, {name: np.multiply(bound, slack, out=bound) for name, bound in bounds.items()}
 
 
-def mismatch(kernel: Kernel, expected: tuple[Arrays, Arrays], outputs: Arrays) -> str:
+def find_wrong_output(kernel: Kernel, expected: tuple[Arrays, Arrays], outputs: Arrays) -> str:
     """Compares results with what `expect` returned, number by number. Says which one is the most wrong, "" if none is."""
     references, bounds = expected
-    for parameter in outputs_of(kernel):
+    for parameter in output_parameters(kernel):
         output, reference, allowed = (arrays[parameter.name] for arrays in (outputs, references, bounds))
         with np.errstate(all="ignore"):
             error = output - reference
@@ -131,36 +135,36 @@ def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: f
     Raises ChildFailed if a result is wrong, the process fails, or all calls together take longer than `deadline_s`.
     """
     spent_s = computed_s = 0.0
-    for number, size in enumerate(sizes(kernel, rng)):
+    for number, size in enumerate(draw_sizes(kernel, rng)):
         # Every size but the timed one gets one of the two ordinary kinds and one of the two extreme ones.
-        kinds = ["biased"] if size == kernel.timed else [KINDS[number % 2], KINDS[2 + number % 2]]
+        kinds = ["biased"] if size == kernel.timed else [INPUT_KINDS[number % 2], INPUT_KINDS[2 + number % 2]]
         for kind in kinds:
             first = draw_inputs(kernel, size, kind, rng)
-            changed = change_one(first, rng)
-            expected = expect(kernel, size, first)
+            changed = perturb_one(first, rng)
+            expected = compute_expected(kernel, size, first)
             # An answer may be kept by address, by size or by part of the content. So the second inputs differ in one
             # number and lie in the same place, and the first come once more in a new place. This also finds results
             # that an earlier call left. `lay_out` puts arrays at the ends of their pages, then at the starts.
             for at_end, inputs in ((True, first), (None, changed), (False, first)):
                 if at_end is not None:
-                    child.place(lay_out(kernel, size, child.arena_bytes, at_end, rng))
+                    child.map_arrays(lay_out(kernel, size, child.arena_bytes, at_end, rng))
                 left_s = deadline_s - spent_s
                 if left_s <= 0:
-                    note = f"its calls took more than {deadline_s:g} s, {described(size)} was next"
+                    note = f"its calls took more than {deadline_s:g} s, {size_text(size)} was next"
                     raise ChildFailed("timeout", note, computed_s)
                 try:
                     call = child.call(size, inputs, left_s)
                 except ChildFailed as failed:
-                    note = f"{failed} ({described(size)}, {kind} inputs)"
+                    note = f"{failed} ({size_text(size)}, {kind} inputs)"
                     raise ChildFailed(failed.outcome, note, failed.cpu_s) from None
                 # Drawing and comparing take time too, but that is not the program's fault.
                 spent_s += call.seconds
                 computed_s += call.cpu_s
-                right = expected if inputs is first else expect(kernel, size, inputs)
-                if wrong := mismatch(kernel, right, call.outputs):
-                    raise ChildFailed("wrong_result", f"{wrong} ({described(size)}, {kind} inputs)")
+                right = expected if inputs is first else compute_expected(kernel, size, inputs)
+                if wrong := find_wrong_output(kernel, right, call.outputs):
+                    raise ChildFailed("wrong_result", f"{wrong} ({size_text(size)}, {kind} inputs)")
 
 
-def described(size: Size) -> str:
+def size_text(size: Size) -> str:
     """Returns "m = 3, n = 5"."""
     return ", ".join(f"{name} = {value}" for name, value in size.items())

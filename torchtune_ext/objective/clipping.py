@@ -18,7 +18,7 @@ def clip(
     With `dual` = c > upper it is max(min(r A, clip(r) A), c A) where A < 0 (dual clip, arXiv 1912.09729).
     """
     objective_L = torch.minimum(ratio_L * advantages_L, ratio_L.clamp(lower, upper) * advantages_L)
-    cut_L = outward(ratio_L < lower, ratio_L > upper, advantages_L)
+    cut_L = moved_outward(ratio_L < lower, ratio_L > upper, advantages_L)
     # Where A < 0, the minimum is r A for every r > upper, which has no bound. The dual clip bounds it. The two-sided
     # clip of INTELLECT-2 (arXiv 2505.07291), min(min(r, c) A, clip(r) A), is the same function.
     if dual is not None:
@@ -32,16 +32,16 @@ def trust_region(ratio_L: Tensor, advantages_L: Tensor, inside_L: Tensor) -> tup
     """min(r A, clip_C(r) A), where clip_C(r) is r where `inside_L` (bool) holds and 1 elsewhere, and `cut_L`."""
     # With the constant 1 outside, the minimum is A, without a gradient, where r moved with A. Where r moved against A
     # it is r A, whose gradient leads back.
-    cut_L = ~inside_L & outward(ratio_L < 1.0, ratio_L > 1.0, advantages_L)
+    cut_L = ~inside_L & moved_outward(ratio_L < 1.0, ratio_L > 1.0, advantages_L)
     return torch.where(cut_L, advantages_L, ratio_L * advantages_L), cut_L
 
 
-def nowhere(ratio_L: Tensor) -> Tensor:
+def no_cut(ratio_L: Tensor) -> Tensor:
     """The `cut_L` of a formula that leaves a gradient at every label."""
     return torch.zeros_like(ratio_L, dtype=torch.bool)
 
 
-def outward(below_L: Tensor, above_L: Tensor, advantages_L: Tensor) -> Tensor:
+def moved_outward(below_L: Tensor, above_L: Tensor, advantages_L: Tensor) -> Tensor:
     """The labels that left the region on the side to which their advantage pushes. Only these lose their gradient."""
     return (below_L & (advantages_L < 0)) | (above_L & (advantages_L > 0))
 
@@ -70,13 +70,13 @@ def top_k_kl(old_top_LK: Tensor, top_LK: Tensor) -> Tensor:
         old_top_LK: log-probs of the old policy's K most likely tokens.
         top_LK: log-probs of the same tokens under the new policy.
     """
-    tail_L, old_tail_L = _rest(top_LK), _rest(old_top_LK)
+    tail_L, old_tail_L = _tail_logprob(top_LK), _tail_logprob(old_top_LK)
     head_L = (old_top_LK.exp() * (old_top_LK - top_LK)).sum(-1)
     # A KL divergence is never negative, but rounding can make a tiny one so.
     return (head_L + old_tail_L.exp() * (old_tail_L - tail_L)).clamp(min=0.0)
 
 
-def _rest(logprobs_LK: Tensor) -> Tensor:
+def _tail_logprob(logprobs_LK: Tensor) -> Tensor:
     """log of the probability that the K tokens leave over."""
     # The sum may round to 1 or above. 2^-24 is the smallest difference to 1 that float32 resolves.
     return (1.0 - logprobs_LK.exp().sum(-1)).clamp(min=2.0**-24).log()

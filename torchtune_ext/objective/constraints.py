@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchtune_ext.objective.clipping import clip, kl3_bounds, nowhere, top_k_kl, trust_region
+from torchtune_ext.objective.clipping import clip, kl3_bounds, no_cut, top_k_kl, trust_region
 from torchtune_ext.objective.tokens import Tokens
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Constraint:
         These are the level of the ratio, one of `levels`, and whose log-probs pi_old are, one of `OLDS` in ratios.py.
         """
 
-    def words(self, level: str) -> str:
+    def describe(self, level: str) -> str:
         """The constraint and its level, as in "per token", for the opening line of a run."""
         return f"{self} {level}"
 
@@ -52,14 +52,14 @@ class Constraint:
         raise NotImplementedError
 
 
-class Interval(Constraint):
+class IntervalConstraint(Constraint):
     """A constraint that is an interval of the ratio: lower <= r <= upper. Subclasses have the option `dual_clip`."""
 
     # The geometric level clips log r, which only an interval allows.
     levels = ("token", "sequence", "geometric")
     dual_clip: float | None
 
-    def interval(self) -> tuple[float, float]:
+    def ratio_bounds(self) -> tuple[float, float]:
         """The lowest and the highest ratio inside."""
         raise NotImplementedError
 
@@ -67,22 +67,24 @@ class Interval(Constraint):
         if self.dual_clip is None:
             return
         if level == "geometric":
-            raise Mistake(f"loss.dual_clip={self.dual_clip} needs a ratio of its own; loss.level='geometric' has none")
+            raise UsageError(
+                f"loss.dual_clip={self.dual_clip} needs a ratio of its own; loss.level='geometric' has none"
+            )
         # A lower dual clip would also cut ratios inside the interval.
-        _, upper = self.interval()
+        _, upper = self.ratio_bounds()
         must = f"must lie above the upper clip bound {upper:.4g}; often 3 or 4"
         _require(self.dual_clip > upper, "dual_clip", self.dual_clip, must)
 
-    def words(self, level: str) -> str:
+    def describe(self, level: str) -> str:
         dual = "" if self.dual_clip is None else f", dual clip {self.dual_clip:g}"
         return f"{self} {level}{dual}"
 
     def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
-        return clip(ratio_L, t.advantages_L, *self.interval(), self.dual_clip)
+        return clip(ratio_L, t.advantages_L, *self.ratio_bounds(), self.dual_clip)
 
 
 @dataclass(frozen=True)
-class Clip(Interval):
+class Clip(IntervalConstraint):
     """1 - clip_low <= r <= 1 + clip_high (PPO, arXiv 1707.06347; with two numbers: DAPO, arXiv 2503.14476)."""
 
     clip_low: float = 0.2  # how far the ratio may fall below 1
@@ -93,7 +95,7 @@ class Clip(Interval):
         _check_clips(self.clip_low, self.clip_high)
         super().check(level, old)
 
-    def interval(self) -> tuple[float, float]:
+    def ratio_bounds(self) -> tuple[float, float]:
         return 1.0 - self.clip_low, 1.0 + self.clip_high
 
     def __str__(self) -> str:
@@ -101,7 +103,7 @@ class Clip(Interval):
 
 
 @dataclass(frozen=True)
-class KL3(Interval):
+class KL3(IntervalConstraint):
     """r - 1 - log r <= delta, which is the same as an interval of r (ATR-GRPO, arXiv 2602.05494): see `kl3_bounds`."""
 
     delta: float = 0.02  # KL3 of a label at most, in nats
@@ -111,11 +113,11 @@ class KL3(Interval):
         _require(self.delta > 0.0, "delta", self.delta, "must be positive; kl3 uses 0.02")
         super().check(level, old)
 
-    def interval(self) -> tuple[float, float]:
+    def ratio_bounds(self) -> tuple[float, float]:
         return kl3_bounds(self.delta)
 
     def __str__(self) -> str:
-        lower, upper = self.interval()
+        lower, upper = self.ratio_bounds()
         return f"KL3 <= {self.delta:g} (clip {1 - lower:.3f}/{upper - 1:.3f})"
 
 
@@ -132,13 +134,13 @@ class TopKL(Constraint):
 
     def check(self, level: str, old: str) -> None:
         if old != "trainer":
-            raise Mistake(
+            raise UsageError(
                 f"loss.old={old!r} has no constraint='kl': only the proximal policy's likeliest tokens are stored; "
                 "use old=trainer"
             )
         _require(self.delta > 0.0, "delta", self.delta, "must be positive; kl uses 0.02")
         if not (isinstance(self.top_k, int) and self.top_k >= 1):
-            raise Mistake(
+            raise UsageError(
                 f"loss.constraint='kl' needs loss.top_k, a whole number of tokens, often 16; it is {self.top_k}"
             )
 
@@ -151,7 +153,7 @@ class TopKL(Constraint):
             assert t.old_top_LK is not None  # they come together
             kl_L = top_k_kl(t.old_top_LK, t.top_LK)
         elif log_ratio_L.count_nonzero():
-            raise Mistake("loss.constraint='kl' needs the proximal policy's top-k log-probs, but none were stored")
+            raise UsageError("loss.constraint='kl' needs the proximal policy's top-k log-probs, but none were stored")
         else:
             # The policy is still the old one, so the KL is 0 and the learner skipped both passes over the output layer.
             kl_L = torch.zeros_like(log_ratio_L)
@@ -218,7 +220,7 @@ class Sapo(Constraint):
         tau_L = torch.where(t.advantages_L > 0, positive, negative)
         # The factor 4 / tau makes the slope in r 1 at r = 1. On both sides it falls smoothly to 0, so nothing is cut.
         gate_L = 4.0 / tau_L * torch.sigmoid(tau_L * (ratio_L - 1.0))
-        return gate_L * t.advantages_L, nowhere(ratio_L)
+        return gate_L * t.advantages_L, no_cut(ratio_L)
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ class Spo(Constraint):
         # The maximum lies at r = 1 + sgn(A) epsilon, the bound of PPO's clip. Beyond it the gradient leads back instead
         # of ending, so nothing is cut.
         penalty_L = t.advantages_L.abs() / (2.0 * self.epsilon) * (ratio_L - 1.0).square()
-        return ratio_L * t.advantages_L - penalty_L, nowhere(ratio_L)
+        return ratio_L * t.advantages_L - penalty_L, no_cut(ratio_L)
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,7 @@ class Unconstrained(Constraint):
         return "no constraint"
 
     def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
-        return ratio_L * t.advantages_L, nowhere(ratio_L)
+        return ratio_L * t.advantages_L, no_cut(ratio_L)
 
 
 # To add a constraint, write its class and give it a line here: YAML uses the name as `loss.constraint`, and the fields
@@ -269,8 +271,10 @@ CONSTRAINTS: dict[str, type[Constraint]] = {
 # `PolicyLoss` inherits a field for every option in the table, so that YAML's keys are flat and a misspelled one is
 # refused. None means that the option is not given.
 _TYPES: dict[str, Any] = {field.name: field.type for kind in CONSTRAINTS.values() for field in fields(kind)}
-OPTIONS = {name: kind | None for name, kind in _TYPES.items()}
-Options = make_dataclass("Options", [(name, kind, None) for name, kind in OPTIONS.items()], frozen=True, kw_only=True)
+OPTION_TYPES = {name: kind | None for name, kind in _TYPES.items()}
+ConstraintOptions = make_dataclass(
+    "Options", [(name, kind, None) for name, kind in OPTION_TYPES.items()], frozen=True, kw_only=True
+)
 
 
 def make_constraint(name: str, settings: Mapping[str, Any]) -> Constraint:
@@ -284,7 +288,7 @@ def make_constraint(name: str, settings: Mapping[str, Any]) -> Constraint:
     every = dict.fromkeys(option for names in options.values() for option in names)
     wrong = [option for option in every if option not in own and settings.get(option) is not None]
     if wrong:
-        raise Mistake(
+        raise UsageError(
             f"{', '.join(f'loss.{option}={settings[option]}' for option in wrong)} contradict{'s' * (not wrong[1:])} "
             f"loss.constraint={name!r}, whose options are {', '.join(own) or 'none'}; set {'them' if wrong[1:] else 'it'} to "
             f"null (preset may have set {'them' if wrong[1:] else 'it'}), or use constraint="
@@ -295,7 +299,7 @@ def make_constraint(name: str, settings: Mapping[str, Any]) -> Constraint:
 
 def _require(holds: bool, option: str, value: float, must: str) -> None:
     if not holds:
-        raise Mistake(f"loss.{option}={value} {must}")
+        raise UsageError(f"loss.{option}={value} {must}")
 
 
 def _check_clips(low: float, high: float) -> None:

@@ -10,34 +10,34 @@ import torch
 from torch import Tensor
 
 from torchtune_ext.objective.ratios import bounded_exp, sample_means, sample_sums
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class ImportanceMethod:
     """How one method makes weights."""
 
     # The name of the method in the opening line of a run.
-    word: str
+    display_name: str
     # A weight belongs to one label ("token"), or is the product ("sequence") or geometric mean ("geometric") over a
     # completion.
     level: str
     # A weight out of bounds is kept ("keep"), set to the upper bound ("truncate"), or set to 0 ("mask").
-    outside: str
+    out_of_bounds: str
     # None means that there is no such bound.
     low: float | None = None
     high: float | None = None
     # If False, every weight within the bounds becomes 1.
-    weighted: bool = True
+    keeps_ratio: bool = True
 
-    def within(self, low: float | None, high: float | None) -> "Method":
+    def with_bounds(self, low: float | None, high: float | None) -> "ImportanceMethod":
         """The method with other bounds; None leaves its own."""
         return replace(self, low=self.low if low is None else low, high=self.high if high is None else high)
 
     def __str__(self) -> str:
         if self.low is not None:
-            return f"{self.word} in [{self.low:g}, {self.high:g}]"
-        return self.word if self.high is None else f"{self.word} <= {self.high:g}"
+            return f"{self.display_name} in [{self.low:g}, {self.high:g}]"
+        return self.display_name if self.high is None else f"{self.display_name} <= {self.high:g}"
 
 
 # method            of                       weight                         source
@@ -49,15 +49,15 @@ class Method:
 # "sequence_tis"    product over completion  min(w, high)                   sequence TIS (verl)
 # "sequence_mis"    product over completion  w inside [low, high], else 0   MIS by sequence (TRL's default)
 # "geometric_mask"  geometric mean over it   1 inside [low, high], else 0   geometric mask (SkyRL)
-METHODS = {
-    "none": Method("no weight", "token", "keep", weighted=False),
-    "full": Method("importance weight", "token", "keep"),
-    "tis": Method("TIS", "token", "truncate", high=2.0),
-    "mis": Method("MIS", "token", "mask", low=0.0, high=3.0),
-    "icepop": Method("IcePop", "token", "mask", low=0.5, high=5.0),
-    "sequence_tis": Method("sequence TIS", "sequence", "truncate", high=10.0),
-    "sequence_mis": Method("sequence MIS", "sequence", "mask", low=0.0, high=3.0),
-    "geometric_mask": Method("geometric mask", "geometric", "mask", low=0.99, high=1.01, weighted=False),
+IMPORTANCE_METHODS = {
+    "none": ImportanceMethod("no weight", "token", "keep", keeps_ratio=False),
+    "full": ImportanceMethod("importance weight", "token", "keep"),
+    "tis": ImportanceMethod("TIS", "token", "truncate", high=2.0),
+    "mis": ImportanceMethod("MIS", "token", "mask", low=0.0, high=3.0),
+    "icepop": ImportanceMethod("IcePop", "token", "mask", low=0.5, high=5.0),
+    "sequence_tis": ImportanceMethod("sequence TIS", "sequence", "truncate", high=10.0),
+    "sequence_mis": ImportanceMethod("sequence MIS", "sequence", "mask", low=0.0, high=3.0),
+    "geometric_mask": ImportanceMethod("geometric mask", "geometric", "mask", low=0.99, high=1.01, keeps_ratio=False),
 }
 
 
@@ -69,32 +69,36 @@ def check_importance(name: str, low: float | None, high: float | None, level: st
         level: the level of the ratio, one of `LEVELS` in ratios.py.
         old: whose log-probs pi_old are, one of `OLDS` in ratios.py.
     """
-    method = METHODS[name]
+    method = IMPORTANCE_METHODS[name]
     # If pi_old is the sampler, every weight is 1.
     if name != "none" and old == "sampler":
-        raise Mistake(
+        raise UsageError(
             f"loss.importance={name!r} contradicts loss.old='sampler': the ratio to the sampler already corrects for it; use "
             "importance=none, or old=trainer"
         )
     if name != "none" and level != "token" and method.level == "token":
-        raise Mistake(
+        raise UsageError(
             f"loss.importance={name!r} weighs tokens, but loss.level={level!r} has one ratio for a whole completion; use "
             "sequence_tis, sequence_mis, geometric_mask or none"
         )
     for bound, value, own in (("low", low, method.low), ("high", high, method.high)):
         if value is not None and own is None:
-            raise Mistake(f"loss.importance_{bound}={value}: importance={name!r} has no such bound; remove it")
+            raise UsageError(f"loss.importance_{bound}={value}: importance={name!r} has no such bound; remove it")
     if high is not None and not high > 0.0:
-        raise Mistake(f"loss.importance_high={high} must be positive, or no sample would count")
-    within = method.within(low, high)
+        raise UsageError(f"loss.importance_high={high} must be positive, or no sample would count")
+    bounded_method = method.with_bounds(low, high)
     # A method with a lower bound has an upper one.
-    if within.low is not None and within.high is not None and not 0.0 <= within.low < within.high:
-        raise Mistake(
-            f"loss.importance_low={within.low} must lie in [0, importance_high={within.high}): weights between are kept"
+    if (
+        bounded_method.low is not None
+        and bounded_method.high is not None
+        and not 0.0 <= bounded_method.low < bounded_method.high
+    ):
+        raise UsageError(
+            f"loss.importance_low={bounded_method.low} must lie in [0, importance_high={bounded_method.high}): weights between are kept"
         )
 
 
-def importance_weights(log_weight_L: Tensor, samples_L: Tensor, method: Method) -> tuple[Tensor, Tensor]:
+def importance_weights(log_weight_L: Tensor, samples_L: Tensor, method: ImportanceMethod) -> tuple[Tensor, Tensor]:
     """(weights_L, masked_L): the weights, and where (bool) a weight is 0 because it was out of bounds.
 
     Args:
@@ -108,12 +112,12 @@ def importance_weights(log_weight_L: Tensor, samples_L: Tensor, method: Method) 
         log_weight_L = sample_means(log_weight_L, samples_L)
     weight_L = bounded_exp(log_weight_L)
     masked_L = torch.zeros_like(weight_L, dtype=torch.bool)
-    if method.outside == "truncate":
+    if method.out_of_bounds == "truncate":
         weight_L = weight_L.clamp(max=method.high)
-    elif method.outside == "mask":
+    elif method.out_of_bounds == "mask":
         assert method.low is not None and method.high is not None  # a method that masks has both
         masked_L = (weight_L < method.low) | (weight_L > method.high)
     # The bounds are tested above, on the real weights: only then may they become 1.
-    if not method.weighted:
+    if not method.keeps_ratio:
         weight_L = torch.ones_like(weight_L)
     return weight_L.masked_fill(masked_L, 0.0), masked_L

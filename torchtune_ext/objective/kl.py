@@ -6,7 +6,7 @@ Here d = log other - log own, and all tensors hold one value per label, [L].
 import torch
 from torch import Tensor
 
-from torchtune_ext.objective.ratios import MAX_LOG
+from torchtune_ext.objective.ratios import MAX_LOG_RATIO
 
 # With r = own / old:
 #
@@ -15,7 +15,7 @@ from torchtune_ext.objective.ratios import MAX_LOG
 # "k2"            d^2 / 2              KL + O(d^3)                         that of KL
 # "k3"            e^d - 1 - d          KL, never negative                  that of KL(other || own)
 # "k3_unbiased"   r (e^d - 1 - d)      KL, also on samples of pi_old       that of KL (DeepSeek-V3.2, arXiv 2512.02556)
-KLS = ("k1", "k2", "k3", "k3_unbiased")
+KL_ESTIMATORS = ("k1", "k2", "k3", "k3_unbiased")
 
 
 def kl_k1(logprobs_L: Tensor, other_L: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def kl_k2(logprobs_L: Tensor, other_L: Tensor) -> Tensor:
 
 def kl_k3(logprobs_L: Tensor, other_L: Tensor) -> Tensor:
     """e^d - 1 - d, with full relative precision at every d."""
-    d = (other_L - logprobs_L).clamp(-MAX_LOG, MAX_LOG)
+    d = (other_L - logprobs_L).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # Near 0 even expm1(d) - d is all rounding. For |d| < 1e-2 the first term left out of the series is below 1e-13 of
     # its sum.
     series = d * d * (1 / 2 + d * (1 / 6 + d * (1 / 24 + d * (1 / 120 + d / 720))))

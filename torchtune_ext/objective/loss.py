@@ -24,58 +24,72 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from torchtune_ext.objective.clipping import clip
-from torchtune_ext.objective.constraints import CONSTRAINTS, OPTIONS, Constraint, Interval, Options, make_constraint
-from torchtune_ext.objective.importance import METHODS, check_importance, importance_weights
-from torchtune_ext.objective.kl import KLS, kl_k3, kl_penalty
-from torchtune_ext.objective.ratios import LEVELS, MAX_LOG, OLDS, bounded_exp, old_logprobs, sample_means
+from torchtune_ext.objective.constraints import (
+    CONSTRAINTS,
+    OPTION_TYPES,
+    Constraint,
+    ConstraintOptions,
+    IntervalConstraint,
+    make_constraint,
+)
+from torchtune_ext.objective.importance import IMPORTANCE_METHODS, check_importance, importance_weights
+from torchtune_ext.objective.kl import KL_ESTIMATORS, kl_k3, kl_penalty
+from torchtune_ext.objective.ratios import (
+    MAX_LOG_RATIO,
+    OLD_POLICIES,
+    RATIO_LEVELS,
+    bounded_exp,
+    old_logprobs,
+    sample_means,
+)
 from torchtune_ext.objective.tokens import Tokens
-from torchtune_ext.run.errors import Mistake, nearest
+from torchtune_ext.run.errors import UsageError, closest_match
 
 Loss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
 
 # The settings that take one of a few words.
-WORDS = {
-    "level": LEVELS,
+CHOICES = {
+    "level": RATIO_LEVELS,
     "constraint": CONSTRAINTS,
-    "old": OLDS,
-    "importance": METHODS,
-    "kl": KLS,
+    "old": OLD_POLICIES,
+    "importance": IMPORTANCE_METHODS,
+    "kl": KL_ESTIMATORS,
 }
 
 
-SURPRISE = 0.01  # `teacher_surprise` counts the tokens to which the teacher gives a lower probability
+SURPRISE_PROBABILITY = 0.01  # `teacher_surprise` counts the tokens to which the teacher gives a lower probability
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class LossRequirements:
     """What a loss needs beside the log-probs of the policy that is trained."""
 
     # Log-probs under the proximal policy, of the sampled tokens or of the likeliest ones.
-    proximal: bool
+    proximal_logprobs: bool
     # Log-probs under a reference policy.
-    reference: bool
+    reference_logprobs: bool
     # Log-probs under a teacher.
-    teacher: bool
+    teacher_logprobs: bool
     # Groups without signal, too.
-    all_groups: bool
+    train_zero_advantage: bool
     # Log-probs of this many likeliest tokens of the proximal policy at every label.
     top_k: int
 
 
-def needs_of(loss: Loss) -> Needs:
+def loss_requirements(loss: Loss) -> LossRequirements:
     """What a loss needs, by its attributes. A loss without any needs only the proximal policy's log-probs."""
-    return Needs(
+    return LossRequirements(
         # The likeliest tokens come from the same pass through the proximal policy.
-        proximal=bool(getattr(loss, "needs_proximal", True) or getattr(loss, "top_k", None)),
-        reference=bool(getattr(loss, "needs_reference", False)),
-        teacher=bool(getattr(loss, "needs_teacher", False)),
-        all_groups=bool(getattr(loss, "needs_all_groups", False)),
+        proximal_logprobs=bool(getattr(loss, "needs_proximal", True) or getattr(loss, "top_k", None)),
+        reference_logprobs=bool(getattr(loss, "needs_reference", False)),
+        teacher_logprobs=bool(getattr(loss, "needs_teacher", False)),
+        train_zero_advantage=bool(getattr(loss, "needs_all_groups", False)),
         top_k=getattr(loss, "top_k", None) or 0,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLoss(Options):
+class PolicyLoss(ConstraintOptions):
     """The frame of all clipped policy objectives: ratio, constraint, importance weight, KL terms and entropy bonus.
 
     loss = -w (reward_coef J_C(r, A) + teacher_coef J_C(r, log p_teacher - log pi_old))
@@ -119,15 +133,15 @@ class PolicyLoss(Options):
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, known in WORDS.items():
-            _require_word(name, getattr(self, name), known)
+        for name, known in CHOICES.items():
+            _require_choice(name, getattr(self, name), known)
         possible = [name for name, kind in CONSTRAINTS.items() if self.level in kind.levels]
         if self.constraint not in possible:
-            raise Mistake(
+            raise UsageError(
                 f"loss.level={self.level!r} has no constraint={self.constraint!r}; use one of {', '.join(possible)}"
             )
         constraint = self._constraint
-        for name in (*OPTIONS, "importance_low", "importance_high"):
+        for name in (*OPTION_TYPES, "importance_low", "importance_high"):
             if getattr(self, name) is not None:
                 _require_number(name, getattr(self, name))
         for name in ("reward_coef", "teacher_coef", "kl_coef", "old_kl_coef", "entropy_coef"):
@@ -140,7 +154,7 @@ class PolicyLoss(Options):
         for name in ("reward_coef", "teacher_coef", "kl_coef", "old_kl_coef"):
             if not getattr(self, name) >= 0.0:
                 term = "KL term" if name.endswith("kl_coef") else "term"
-                raise Mistake(f"loss.{name}={getattr(self, name)} must not be negative; 0 turns the {term} off")
+                raise UsageError(f"loss.{name}={getattr(self, name)} must not be negative; 0 turns the {term} off")
 
     @cached_property
     def _constraint(self) -> Constraint:
@@ -150,11 +164,13 @@ class PolicyLoss(Options):
 
     def __str__(self) -> str:
         """The objective as papers write it, for instance "clip 0.2/0.28 per token, TIS <= 2, entropy 0.03"."""
-        parts = [self._constraint.words(LEVELS[self.level])]
+        parts = [self._constraint.describe(RATIO_LEVELS[self.level])]
         if self.old != "trainer":
             parts.append({"sampler": "ratio to the sampler", "interpolated": "old policy interpolated"}[self.old])
         if self.importance != "none":
-            parts.append(str(METHODS[self.importance].within(self.importance_low, self.importance_high)))
+            parts.append(
+                str(IMPORTANCE_METHODS[self.importance].with_bounds(self.importance_low, self.importance_high))
+            )
         for coef, word in ((self.kl_coef, "reference"), (self.old_kl_coef, "old policy")):
             if coef:
                 parts.append(f"{coef:g} KL to the {word} ({self.kl})")
@@ -195,15 +211,15 @@ class PolicyLoss(Options):
         """
         old_L = old_logprobs(self.old, t)
         token_ratio_L = bounded_exp(t.logprobs_L - old_L)
-        objective_L, cut_L = self._constrained(t, old_L, token_ratio_L)
+        objective_L, cut_L = self._surrogate(t, old_L, token_ratio_L)
         objective_L = self.reward_coef * objective_L
         gap_L = self._teacher_gap(t, old_L)
         if gap_L is not None:
             # The constraint cuts by the sign of the advantage, and the teacher's may differ from that of the rewards.
             # So each has its own surrogate.
-            taught_L, taught_cut_L = self._constrained(replace(t, advantages_L=gap_L), old_L, token_ratio_L)
+            taught_L, taught_cut_L = self._surrogate(replace(t, advantages_L=gap_L), old_L, token_ratio_L)
             objective_L, cut_L = objective_L + self.teacher_coef * taught_L, cut_L | taught_cut_L
-        method = METHODS[self.importance].within(self.importance_low, self.importance_high)
+        method = IMPORTANCE_METHODS[self.importance].with_bounds(self.importance_low, self.importance_high)
         weight_L, masked_L = importance_weights(old_L - t.behavior_logprobs_L, t.samples_L, method)
         # The weight multiplies only the objective. The penalties below hold for every label, masked ones too.
         loss_L = -weight_L * objective_L
@@ -216,14 +232,14 @@ class PolicyLoss(Options):
         }
         if gap_L is not None and t.teacher_logprobs_L is not None:
             metrics["kl_teacher"] = -gap_L
-            metrics["teacher_surprise"] = (t.teacher_logprobs_L < math.log(SURPRISE)).float()
+            metrics["teacher_surprise"] = (t.teacher_logprobs_L < math.log(SURPRISE_PROBABILITY)).float()
         if self.entropy_coef:
             loss_L = loss_L - self.entropy_coef * t.entropy_L
         if self.old_kl_coef:
             loss_L = loss_L + self.old_kl_coef * kl_penalty(self.kl, t.logprobs_L, old_L, token_ratio_L)
         if self.kl_coef:
             if t.ref_logprobs_L is None:
-                raise Mistake(f"loss.kl_coef={self.kl_coef} needs reference log-probs, but none were computed")
+                raise UsageError(f"loss.kl_coef={self.kl_coef} needs reference log-probs, but none were computed")
             kl_L = kl_penalty(self.kl, t.logprobs_L, t.ref_logprobs_L, token_ratio_L)
             loss_L = loss_L + self.kl_coef * kl_L
             metrics["kl_ref"] = kl_L.detach()
@@ -234,44 +250,46 @@ class PolicyLoss(Options):
         if not self.teacher_coef:
             return None
         if t.teacher_logprobs_L is None:
-            raise Mistake(f"loss.teacher_coef={self.teacher_coef} needs a teacher's log-probs, but none were computed")
+            raise UsageError(
+                f"loss.teacher_coef={self.teacher_coef} needs a teacher's log-probs, but none were computed"
+            )
         return t.teacher_logprobs_L - old_L.detach()
 
-    def _constrained(self, t: Tokens, old_L: Tensor, token_ratio_L: Tensor) -> tuple[Tensor, Tensor]:
+    def _surrogate(self, t: Tokens, old_L: Tensor, token_ratio_L: Tensor) -> tuple[Tensor, Tensor]:
         """(objective_L, cut_L) of the constraint at the level of the ratio."""
         log_ratio_L = t.logprobs_L - old_L
         # GMPO clips token by token and then takes the mean, so the constraint gives its interval, not its formula.
         if self.level == "geometric":
             constraint = self._constraint
-            assert isinstance(constraint, Interval)  # only these have this level
-            return _geometric(log_ratio_L, t.advantages_L, *constraint.interval(), t.samples_L)
+            assert isinstance(constraint, IntervalConstraint)  # only these have this level
+            return _geometric_objective(log_ratio_L, t.advantages_L, *constraint.ratio_bounds(), t.samples_L)
         if self.level == "sequence":
             return self._constraint(t, bounded_exp(sample_means(log_ratio_L, t.samples_L)), old_L)
         return self._constraint(t, token_ratio_L, old_L)
 
 
-def _geometric(
+def _geometric_objective(
     log_ratio_L: Tensor, advantages_L: Tensor, lower: float, upper: float, samples_L: Tensor
 ) -> tuple[Tensor, Tensor]:
     """exp(mean_t sgn(A) min(sgn(A) log r_t, sgn(A) clip(log r_t))) A (GMPO, arXiv 2507.20673, eq. 4)."""
     low, high = -float("inf") if lower <= 0 else math.log(lower), math.log(upper)
     sign_L = advantages_L.sign()
-    log_ratio_L = log_ratio_L.clamp(-MAX_LOG, MAX_LOG)
+    log_ratio_L = log_ratio_L.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # `clip` on logarithms: log r takes the place of r, and sgn(A) that of A.
     kept_L, cut_L = clip(log_ratio_L, sign_L, low, high)
     return sample_means(sign_L * kept_L, samples_L).exp() * advantages_L, cut_L
 
 
-def _require_word(name: str, value: Any, known: Collection[str]) -> None:
+def _require_choice(name: str, value: Any, known: Collection[str]) -> None:
     if not isinstance(value, str) or value not in known:
-        near = nearest(str(value), known)
+        near = closest_match(str(value), known)
         hint = f"did you mean {near!r}?" if near else f"use one of {', '.join(known)}"
-        raise Mistake(f"loss.{name}={value!r} is unknown; {hint}")
+        raise UsageError(f"loss.{name}={value!r} is unknown; {hint}")
 
 
 def _require_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise Mistake(f"loss.{name}={value!r} must be a number")
+        raise UsageError(f"loss.{name}={value!r} must be a number")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,15 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from torchtune_ext.grading.environments import CUT
+from torchtune_ext.grading.environments import TRUNCATED_REASONS
 from torchtune_ext.pipeline.groups import Group, Sample
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 from torchtune_ext.settings.records import config_record
 
 log = logging.getLogger(__name__)
 
-TIE = 1e-9  # rewards of a group that lie this close, relative to their size, carry no signal
-ROUNDING = 1e-13  # the most that sums of the same numbers differ, relative to their size
+TIE_TOLERANCE = 1e-9  # rewards of a group that lie this close, relative to their size, carry no signal
+ROUNDING_TOLERANCE = 1e-13  # the most that sums of the same numbers differ, relative to their size
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +83,17 @@ class AdvantageConfig:
 
     def __post_init__(self) -> None:
         if self.pass_k > 1 and (self.baseline, self.scale) not in (("mean", "group_std"), ("mean", "none")):
-            raise Mistake(
+            raise UsageError(
                 f"advantage.pass_k={self.pass_k} has a baseline and a deviation of its own; use baseline=mean, and "
                 f"scale=group_std or none, not baseline={self.baseline}, scale={self.scale}"
             )
         if self.credit == "turn" and (self.pass_k > 1 or self.scale == "batch_std"):
-            raise Mistake(
+            raise UsageError(
                 f"advantage.credit=turn compares turns of one group; use pass_k=1, and scale=group_std or none, not "
                 f"pass_k={self.pass_k}, scale={self.scale}"
             )
         if self.overlong and self.truncated != "penalize":
-            raise Mistake(
+            raise UsageError(
                 f"advantage.overlong={self.overlong} belongs to truncated=penalize, not {self.truncated}; set it to 0 "
                 "(it may come from `preset`)"
             )
@@ -111,7 +111,7 @@ class AdvantageConfig:
         return ", ".join(words)
 
 
-def with_advantages(
+def assign_advantages(
     groups: list[Group],
     config: AdvantageConfig,
     max_tokens: int | None = None,
@@ -135,26 +135,28 @@ def with_advantages(
         ValueError: `config.overlong` is set, but `max_tokens` is not given.
     """
     if config.overlong and max_tokens is None:
-        raise Mistake(f"advantage.overlong={config.overlong} is a share of max_tokens, which is not given")
+        raise UsageError(f"advantage.overlong={config.overlong} is a share of max_tokens, which is not given")
     gradable = [[s for s in group.samples if s.score is not None] for group in groups]
-    rewards = [np.array([_reward(s, config, max_tokens) for s in samples]) for samples in gradable]
+    rewards = [np.array([_shaped_reward(s, config, max_tokens) for s in samples]) for samples in gradable]
     batch_std = np.concatenate(rewards).std() if config.scale == "batch_std" and any(map(len, rewards)) else 1.0
     results, used, lone_turns = [], 0, 0
     for group, samples, rewards_G in zip(groups, gradable, rewards, strict=True):
         # With equal grades the rewards differ only by the punishment of length, which must not be scaled to full size.
-        if config.overlong and _all_equal(np.array([_grade(sample) for sample in samples])):
+        if config.overlong and _all_equal(np.array([_raw_reward(sample) for sample in samples])):
             values = None
         elif config.credit == "turn":
-            values, lone = _by_turn(samples, rewards_G, config, formula)
+            values, lone = _turn_advantages(samples, rewards_G, config, formula)
             lone_turns += lone
         else:
-            values = _advantages(rewards_G, config, batch_std, formula)
+            values = _group_advantages(rewards_G, config, batch_std, formula)
         used += values is not None
         if values is None and train_all:
             values = np.zeros(len(samples))
         # Samples hold arrays, so they cannot be keys. Their ids are, while `gradable` keeps them alive.
         by_sample = {} if values is None else dict(zip(map(id, samples), values, strict=True))
-        results.append(replace(group, samples=tuple(_set(s, by_sample.get(id(s)), config) for s in group.samples)))
+        results.append(
+            replace(group, samples=tuple(_set_advantage(s, by_sample.get(id(s)), config) for s in group.samples))
+        )
     kinds = Counter(s.outcome.kind for g in groups for s in g.samples if s.outcome)
     return results, AdvantageStats(
         groups=used,
@@ -165,7 +167,7 @@ def with_advantages(
     )
 
 
-def refilled(groups: list[Group], size: int) -> tuple[list[Group], list[Group]]:
+def select_groups(groups: list[Group], size: int) -> tuple[list[Group], list[Group]]:
     """Chooses the groups of a step after others were sampled in place of those without signal.
 
     Args:
@@ -177,17 +179,17 @@ def refilled(groups: list[Group], size: int) -> tuple[list[Group], list[Group]]:
         Both are in the order of sampling.
     """
     # Groups with a signal come first. The sort is stable, so among equals the earlier ones do.
-    chosen = set(sorted(range(len(groups)), key=lambda i: not groups[i].has_signal)[:size])
-    kept = [group for i, group in enumerate(groups) if i in chosen]
-    drawn = [group if i in chosen else _untrained(group) for i, group in enumerate(groups)]
-    return kept, drawn
+    chosen = set(sorted(range(len(groups)), key=lambda i: not groups[i].has_nonzero_advantage)[:size])
+    selected = [group for i, group in enumerate(groups) if i in chosen]
+    all_groups = [group if i in chosen else _exclude_from_loss(group) for i, group in enumerate(groups)]
+    return selected, all_groups
 
 
-def _untrained(group: Group) -> Group:
-    return replace(group, samples=tuple(replace(sample, trained=False) for sample in group.samples))
+def _exclude_from_loss(group: Group) -> Group:
+    return replace(group, samples=tuple(replace(sample, in_loss=False) for sample in group.samples))
 
 
-def _advantages(
+def _group_advantages(
     rewards_G: np.ndarray, config: AdvantageConfig, batch_std: float, formula: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray | None:
     """Returns the advantages of a group, float64 [G], or None for a group without signal."""
@@ -208,7 +210,7 @@ def _advantages(
     return advantages_G / {"group_std": std, "batch_std": batch_std, "none": 1.0}[config.scale]
 
 
-def _by_turn(
+def _turn_advantages(
     samples: list[Sample],
     rewards_G: np.ndarray,
     config: AdvantageConfig,
@@ -220,14 +222,14 @@ def _by_turn(
     """
     # The value of a turn is the reward minus what the environment gave for the turns before it.
     to_go = [
-        reward - np.cumsum([0.0, *s.turn_rewards])[: len(s.completion.spans)]
+        reward - np.cumsum([0.0, *s.turn_rewards])[: len(s.completion.sampled_spans)]
         for s, reward in zip(samples, rewards_G, strict=True)
     ]
     advantages, lone = [np.zeros(len(turns)) for turns in to_go], 0
     for t in range(max(map(len, to_go), default=0)):
         reached = [i for i, turns in enumerate(to_go) if t < len(turns)]
         lone += len(reached) == 1
-        values = _advantages(np.array([to_go[i][t] for i in reached]), config, 1.0, formula)
+        values = _group_advantages(np.array([to_go[i][t] for i in reached]), config, 1.0, formula)
         for i, value in zip(reached, () if values is None else values, strict=False):
             advantages[i][t] = value
     return advantages if any(map(np.any, advantages)) else None, lone
@@ -239,9 +241,9 @@ def _all_equal(values_G: np.ndarray) -> bool:
     if len(values_G) == 0:
         return True
     size, spread = max(1.0, np.abs(values_G).max()), np.ptp(values_G)
-    if ROUNDING * size < spread <= TIE * size:
+    if ROUNDING_TOLERANCE * size < spread <= TIE_TOLERANCE * size:
         _warn_of_ties()
-    return spread <= TIE * size
+    return spread <= TIE_TOLERANCE * size
 
 
 @cache
@@ -249,7 +251,7 @@ def _warn_of_ties() -> None:
     log.warning(
         "rewards of a group differ by less than %g, or than this share of their size, and count as equal: the group "
         "carries no signal. Scale the rewards up, or subtract what they have in common",
-        TIE,
+        TIE_TOLERANCE,
     )
 
 
@@ -278,34 +280,34 @@ def best_of_k(rewards_G: np.ndarray, k: int) -> tuple[np.ndarray, float, float]:
     return values_G, mean, std
 
 
-def _grade(sample: Sample) -> float:
+def _raw_reward(sample: Sample) -> float:
     assert sample.score is not None  # it is gradable
     return sample.score.reward
 
 
-def _reward(sample: Sample, config: AdvantageConfig, max_tokens: int | None) -> float:
+def _shaped_reward(sample: Sample, config: AdvantageConfig, max_tokens: int | None) -> float:
     """Returns the reward of the grader minus what "penalize" subtracts."""
-    reward = _grade(sample)
+    reward = _raw_reward(sample)
     if config.truncated != "penalize":
         return reward
-    share = float(_cut(sample))
+    share = float(_is_truncated(sample))
     # The soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13). The limit holds for each turn of a conversation,
     # so the longest turn counts.
     if config.overlong and max_tokens is not None:
         buffer = config.overlong * max_tokens
-        longest = max(stop - start for start, stop in sample.completion.spans)
+        longest = max(stop - start for start, stop in sample.completion.sampled_spans)
         share = max(share, min(1.0, (longest - (max_tokens - buffer)) / buffer))
     return reward - config.penalty * share
 
 
-def _cut(sample: Sample) -> bool:
+def _is_truncated(sample: Sample) -> bool:
     # By max_tokens or a limit of a conversation.
-    return sample.completion.finish_reason in CUT
+    return sample.completion.finish_reason in TRUNCATED_REASONS
 
 
-def _set(sample: Sample, advantage: float | np.ndarray | None, config: AdvantageConfig) -> Sample:
+def _set_advantage(sample: Sample, advantage: float | np.ndarray | None, config: AdvantageConfig) -> Sample:
     if advantage is None:
-        return replace(sample, advantage=0.0, turn_advantages=(), trained=False)
-    trained = not (config.truncated == "mask" and _cut(sample))
+        return replace(sample, advantage=0.0, turn_advantages=(), in_loss=False)
+    trained = not (config.truncated == "mask" and _is_truncated(sample))
     turns = tuple(advantage.tolist()) if isinstance(advantage, np.ndarray) else ()
-    return replace(sample, advantage=float(np.mean(advantage)), turn_advantages=turns, trained=trained)
+    return replace(sample, advantage=float(np.mean(advantage)), turn_advantages=turns, in_loss=trained)

@@ -10,20 +10,20 @@ from pydantic import Field
 
 from torchtune_ext.grading import Ungraded
 from torchtune_ext.pipeline.groups import Group
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 from torchtune_ext.settings.components import Component
 from torchtune_ext.settings.records import config_record
 
 log = logging.getLogger(__name__)
 
 # Standard errors to an end of a 95% interval: of the normal distribution, and of Student's for 1 to 29 degrees of freedom.
-Z = 1.96
-T = (
+Z_95 = 1.96
+T_95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
     2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045,
 )  # fmt: skip
-MOST_UNGRADED = 0.01  # share of ungraded samples above which an accuracy is given with a warning
-SOLVED = 1.0 - 1e-9  # the smallest reward that counts as fully right in pass@k
+MAX_UNGRADED_FRACTION = 0.01  # share of ungraded samples above which an accuracy is given with a warning
+SOLVED_REWARD = 1.0 - 1e-9  # the smallest reward that counts as fully right in pass@k
 
 
 @config_record("evaluation")
@@ -51,12 +51,12 @@ class Accuracy:
     ungraded: int  # samples that the infrastructure failed to grade
 
     @property
-    def partly_right(self) -> bool:
+    def has_partial_rewards(self) -> bool:
         """Whether some rewards lie between 0 and 1, so that their mean is no share of right answers."""
-        return _apart(self.mean, self.pass_at.get(1))
+        return _differs(self.mean, self.pass_at.get(1))
 
 
-def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
+def compute_accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
     """Computes the accuracy of groups.
 
     Args:
@@ -77,20 +77,22 @@ def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
             for s in g.samples
             if isinstance(s.outcome, Ungraded)
         )
-        raise Mistake(f"none of {ungraded} samples could be graded. The first one: {next(causes, 'it was not graded')}")
-    if ungraded > MOST_UNGRADED * (total := sum(len(g.samples) for g in groups)):
+        raise UsageError(
+            f"none of {ungraded} samples could be graded. The first one: {next(causes, 'it was not graded')}"
+        )
+    if ungraded > MAX_UNGRADED_FRACTION * (total := sum(len(g.samples) for g in groups)):
         log.warning("this accuracy leaves out %d of %d samples, which could not be graded", ungraded, total)
     # Samples of one problem are not independent, so the interval is that of the means of problems.
     means = np.array([np.mean(r) for r in rewards])
     pass_at = {
-        k: float(np.mean([pass_at_k(len(r), sum(x >= SOLVED for x in r), k) for r in rewards]))
+        k: float(np.mean([pass_at_k(len(r), sum(x >= SOLVED_REWARD for x in r), k) for r in rewards]))
         for k in ks
         if all(len(r) >= k for r in rewards)
     }
-    return Accuracy(float(means.mean()), *interval(means), pass_at, len(rewards), ungraded)
+    return Accuracy(float(means.mean()), *confidence_interval(means), pass_at, len(rewards), ungraded)
 
 
-def interval(means: np.ndarray) -> tuple[float, float]:
+def confidence_interval(means: np.ndarray) -> tuple[float, float]:
     """Returns the 95% interval of the mean over independent problems, from their means [problems].
 
     It is Wilson's (JASA 22, 1927) if all means are in [0, 1], and otherwise Student's, which says nothing of a single
@@ -99,7 +101,7 @@ def interval(means: np.ndarray) -> tuple[float, float]:
     count, mean = len(means), float(means.mean())
     variance = float(means.var(ddof=1)) / count if count > 1 else math.inf
     # A variance that was estimated from few problems is uncertain itself.
-    t = T[count - 2] if 2 <= count < 2 + len(T) else Z
+    t = T_95[count - 2] if 2 <= count < 2 + len(T_95) else Z_95
     if means.min() < 0 or means.max() > 1:
         half = t * math.sqrt(variance) if count > 1 else 0.0
         return mean - half, mean + half
@@ -109,20 +111,21 @@ def interval(means: np.ndarray) -> tuple[float, float]:
     share = mean * (1 - mean)
     # A mean of numbers in [0, 1] is at least as certain as a share of right answers among as many problems.
     effective = max(count, share / variance) if 0 < variance < math.inf else count
-    z = t if effective > count else Z
+    z = t if effective > count else Z_95
     center = (mean + z**2 / (2 * effective)) / (1 + z**2 / effective)
     half = z / (1 + z**2 / effective) * math.sqrt(share / effective + z**2 / (4 * effective**2))
     return max(0.0, center - half), min(1.0, center + half)
 
 
-def partly_right(values: Mapping[str, float | None]) -> bool:
+def has_partial_rewards(values: Mapping[str, float | None]) -> bool:
     """Returns `Accuracy.partly_right` from the metrics of an evaluation."""
     return any(
-        _apart(values.get(f"eval/accuracy_{kind}"), values.get(f"eval/solved_{kind}")) for kind in ("sampled", "greedy")
+        _differs(values.get(f"eval/accuracy_{kind}"), values.get(f"eval/solved_{kind}"))
+        for kind in ("sampled", "greedy")
     )
 
 
-def _apart(mean: float | None, solved: float | None) -> bool:
+def _differs(mean: float | None, solved: float | None) -> bool:
     return mean is not None and solved is not None and not math.isclose(mean, solved, abs_tol=1e-9)
 
 
@@ -135,7 +138,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         ValueError: k is not between 1 and n.
     """
     if not 1 <= k <= n:
-        raise Mistake(f"pass@k with k={k} needs 1 <= k <= n={n} samples")
+        raise UsageError(f"pass@k with k={k} needs 1 <= k <= n={n} samples")
     # Fewer than k samples are wrong, so every choice of k has a right one.
     if n - c < k:
         return 1.0

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from torchtune_ext.grading import Outcome, Ungraded
-from torchtune_ext.sampling.records import Completion
-from torchtune_ext.tasks.task import Graded, Message, Problem, Score
+from torchtune_ext.sampling.types import Completion
+from torchtune_ext.tasks.task import GradedGroup, Message, Problem, Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Sample:
     text: str = ""
     outcome: Outcome | None = None  # what came out of grading; None: the sample was not given to a grader
     advantage: float = 0.0  # set by `with_advantages`
-    trained: bool = False  # False: the sample is kept for the record, but not packed
+    in_loss: bool = False  # False: the sample is kept for the record, but not packed
     teacher_logprobs: np.ndarray | None = None  # [R] float32, nats: of the tokens under a teacher; None: there is none
     messages: tuple[Message, ...] = ()  # of a conversation: what follows the prompt, for people; so does the text
     turn_rewards: tuple[float, ...] = ()  # of a conversation: what the environment gave for each turn that it answered
@@ -52,17 +52,17 @@ class Group:
     samples: tuple[Sample, ...]  # G samples
 
     @property
-    def has_signal(self) -> bool:
+    def has_nonzero_advantage(self) -> bool:
         """Tells whether any sample, or any of its turns, has an advantage other than 0."""
         return any(sample.advantage or any(sample.turn_advantages) for sample in self.samples)
 
     @property
-    def completions(self) -> int:
+    def num_completions(self) -> int:
         """Returns the number of samples that have a reward, or that are trained on without one, as supervised ones."""
-        return sum(sample.trained or sample.score is not None for sample in self.samples)
+        return sum(sample.in_loss or sample.score is not None for sample in self.samples)
 
 
-def graded(groups: Sequence[Group]) -> list[Graded]:
+def outcomes_for_task(groups: Sequence[Group]) -> list[GradedGroup]:
     """Returns groups in the form that a task gets (`AdaptiveTask.observe`)."""
     return [
         (group.problem, [(s.text, s.score, s.outcome.kind if s.outcome else "") for s in group.samples])
@@ -70,21 +70,21 @@ def graded(groups: Sequence[Group]) -> list[Graded]:
     ]
 
 
-def group_json(group: Group) -> str:
+def group_to_json(group: Group) -> str:
     """Formats a group as a line of JSON. Policy versions are run-length coded, `[[version, how many tokens], ...]`."""
     # `cached_prompt_tokens` is left out. An engine that was restarted has an empty prefix cache, and the record of a
     # run that lost an engine should equal that of one that lost none.
     problem = {"id": group.problem.id, "messages": group.problem.messages, "answer": group.problem.answer}
     if group.problem.tools:
         problem["tools"] = group.problem.tools
-    samples = ",".join(_sample_text(sample) for sample in group.samples)
+    samples = ",".join(_sample_to_json(sample) for sample in group.samples)
     return (
         f'{{"problem":{json.dumps(problem, default=repr)},"prompt_tokens":{_ints(group.prompt_tokens)},'
         f'"samples":[{samples}]}}'
     )
 
 
-def _sample_text(sample: Sample) -> str:
+def _sample_to_json(sample: Sample) -> str:
     completion, outcome, score = sample.completion, sample.outcome, sample.score
     head = {
         "text": sample.text,
@@ -96,13 +96,13 @@ def _sample_text(sample: Sample) -> str:
         "cause": None if outcome is None else outcome.cause if isinstance(outcome, Ungraded) else "",
         "finish_reason": completion.finish_reason,
         "advantage": _number(sample.advantage),
-        "trained": bool(sample.trained),
-        "versions": run_lengths(completion.versions),
+        "trained": bool(sample.in_loss),
+        "versions": run_length_encode(completion.versions),
     }
     if completion.turns:
         head |= {"turns": completion.turns, "turn_rewards": sample.turn_rewards, "messages": sample.messages}
-    if completion.kept:
-        head["kept"] = completion.kept
+    if completion.kept_prefix_lens:
+        head["kept"] = completion.kept_prefix_lens
     if sample.turn_advantages:
         head["turn_advantages"] = sample.turn_advantages
     # The arrays are formatted in bulk, and put in before the closing brace of what json.dumps wrote.
@@ -112,7 +112,7 @@ def _sample_text(sample: Sample) -> str:
     return f"{json.dumps(head, default=repr)[:-1]},{arrays}}}"
 
 
-def group_of(record: dict[str, Any]) -> Group:
+def group_from_record(record: dict[str, Any]) -> Group:
     """Returns the group that `group_json` formatted, from the parsed JSON.
 
     In its `answer` tuples become lists, and what JSON does not have becomes its `repr`. The problem's `example` and
@@ -124,11 +124,11 @@ def group_of(record: dict[str, Any]) -> Group:
             problem["id"], tuple(problem["messages"]), problem["answer"], tools=tuple(problem.get("tools", ()))
         ),
         prompt_tokens=np.array(record["prompt_tokens"], dtype=np.int32),
-        samples=tuple(_sample(sample) for sample in record["samples"]),
+        samples=tuple(_sample_from_record(sample) for sample in record["samples"]),
     )
 
 
-def _sample(record: dict[str, Any]) -> Sample:
+def _sample_from_record(record: dict[str, Any]) -> Sample:
     outcome = None
     if record["reward"] is not None:
         parts = {name: float(value) for name, value in record["parts"].items()}
@@ -142,7 +142,7 @@ def _sample(record: dict[str, Any]) -> Sample:
         versions=np.array(versions, dtype=np.int32),
         finish_reason=record["finish_reason"],
         turns=tuple(map(tuple, record.get("turns", ()))),
-        kept=tuple(record.get("kept", ())),
+        kept_prefix_lens=tuple(record.get("kept", ())),
     )
     return Sample(
         completion,
@@ -150,14 +150,14 @@ def _sample(record: dict[str, Any]) -> Sample:
         outcome=outcome,
         advantage=float(record["advantage"]),
         turn_advantages=tuple(record.get("turn_advantages", ())),
-        trained=record["trained"],
+        in_loss=record["trained"],
         teacher_logprobs=_array(record["teacher_logprobs"]) if "teacher_logprobs" in record else None,
         messages=tuple(record.get("messages", ())),
         turn_rewards=tuple(map(float, record.get("turn_rewards", ()))),
     )
 
 
-def run_lengths(values_R: np.ndarray) -> list[list[int]]:
+def run_length_encode(values_R: np.ndarray) -> list[list[int]]:
     """Returns [[value, how often in a row], ...]: [[7, 3], [8, 1]] for [7, 7, 7, 8]."""
     values_R = np.asarray(values_R)
     # The prepended value differs from the first one, so that the first place begins a run as well.

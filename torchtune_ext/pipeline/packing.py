@@ -28,16 +28,18 @@ import torch
 from torch import Tensor
 
 from torchtune_ext.pipeline.groups import Group, Sample
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.sampling.records import Completion
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.sampling.types import Completion
 
 # Lengths of padded rows between a power of two and the next. Kernels are compiled for each length, so there should be
 # few, and with 32 at most 3% of a row is padding.
-LENGTHS = 32
-ROUND = 512  # what a round costs beside its rows, in tokens: launching kernels, and gathering weights from the ranks
-TRIES = 5  # sizes of rows that are compared for each number of rounds
+BUCKETS_PER_OCTAVE = 32
+ROUND_OVERHEAD_TOKENS = (
+    512  # what a round costs beside its rows, in tokens: launching kernels, and gathering weights from the ranks
+)
+SIZES_PER_ROUND_COUNT = 5  # sizes of rows that are compared for each number of rounds
 PATIENCE = 8  # further rounds that are tried without a better result
-FINER = 1.02  # ratio of each size to the one before
+SIZE_RATIO = 1.02  # ratio of each size to the one before
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,12 @@ class Row:
     tokens_T: Tensor  # int64, input ids
     positions_T: Tensor  # int64, position of the token in its own unpacked sequence
     ends_T: Tensor  # int32, one past the last place that sees the token; padding sees only itself
-    longest: int  # tokens of the longest path
+    max_path_len: int  # tokens of the longest path
     labels_L: Tensor  # int64, id of the token to be predicted
-    sources_L: Tensor  # int64, index into T of the hidden state that predicts the label
+    hidden_index_L: Tensor  # int64, index into T of the hidden state that predicts the label
     logprobs_L: Tensor  # float32, log-prob of the label under the policy that sampled it, as the sampler reported
     advantages_L: Tensor  # float32
-    weights_L: Tensor  # float32, weight of the label in the loss of the update
+    loss_weights_L: Tensor  # float32, weight of the label in the loss of the update
     versions_L: Tensor  # int32, policy version that sampled the label
     samples_L: Tensor  # int64, index of the label's completion in the row, 0 .. number of completions - 1
     teacher_logprobs_L: Tensor | None = None  # float32, log-prob of the label under the teacher; None: there is none
@@ -74,9 +76,11 @@ class PackStats:
     rows: int = 0  # rows that hold labels
     tokens: int = 0  # input tokens in the rows, without padding
     labels: int = 0  # labels in the rows
-    unpacked: int = 0  # the tokens if every completion had a prompt of its own
-    needed: int = 0  # the tokens if every prompt stood once
-    computed: float = 0  # places that the ranks compute or wait for: of every round, its longest row, for each rank
+    tokens_unshared: int = 0  # the tokens if every completion had a prompt of its own
+    tokens_ideal: int = 0  # the tokens if every prompt stood once
+    tokens_computed: float = (
+        0  # places that the ranks compute or wait for: of every round, its longest row, for each rank
+    )
 
     def __add__(self, other: "PackStats") -> "PackStats":
         return PackStats(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
@@ -86,12 +90,15 @@ class PackStats:
         counts = {f"pack/{name}": float(getattr(self, name)) for name in ("rows", "tokens", "labels")}
         # Sharing prompts divides the tokens by rho, at most N(P + R) / (P + NR) for N completions of R tokens behind a
         # prompt of P. Padding, repeated prompts and waiting ranks lower the used share of the computed places.
-        rho = self.unpacked / self.tokens if self.tokens else 1.0
-        return counts | {"pack/rho": rho, "pack/used": self.needed / self.computed if self.computed else 0.0}
+        rho = self.tokens_unshared / self.tokens if self.tokens else 1.0
+        return counts | {
+            "pack/rho": rho,
+            "pack/used": self.tokens_ideal / self.tokens_computed if self.tokens_computed else 0.0,
+        }
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class GroupSize:
     """The places that a group needs in a row.
 
     Args:
@@ -102,17 +109,17 @@ class Lengths:
     """
 
     prompt: int
-    completions: tuple[int, ...]
-    pairs: tuple[int, ...] | None = None
+    completion_lens: tuple[int, ...]
+    attention_pairs: tuple[int, ...] | None = None
 
     @property
     def tokens(self) -> int:
         """The places of the whole group with its prompt stored once."""
-        return self.prompt + sum(self.completions)
+        return self.prompt + sum(self.completion_lens)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowSegment:
     """The completions of one group in one row, behind their prompt.
 
     Args:
@@ -125,14 +132,14 @@ class Part:
     group: int
     completions: tuple[int, ...]
     tokens: int
-    pairs: int
+    attention_pairs: int
 
 
-Parts = tuple[Part, ...]  # a row; empty for a rank that has nothing to do in a round
+RowPlan = tuple[RowSegment, ...]  # a row; empty for a rank that has nothing to do in a round
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RowLayout:
     """The form of the rows that the ranks need, and the cost of a row.
 
     Args:
@@ -144,32 +151,32 @@ class Layout:
 
     ranks: int = 1
     tile: int | None = None
-    pair_cost: float = 0.0
+    attention_pair_cost: float = 0.0
 
-    def length(self, tokens: int, lengths: int = LENGTHS) -> int:
+    def length(self, tokens: int, buckets_per_octave: int = BUCKETS_PER_OCTAVE) -> int:
         """The length of a row that holds `tokens` tokens: one of at most `lengths` between two powers of two."""
         # A model cannot run a row without tokens.
         tokens = max(tokens, 1)
         if self.tile is None:
             return tokens
         # The lengths between the two powers of two around `tokens` are equally far apart.
-        unit = math.ceil(max(1, 2 ** (tokens - 1).bit_length() // (2 * lengths)) / self.tile) * self.tile
+        unit = math.ceil(max(1, 2 ** (tokens - 1).bit_length() // (2 * buckets_per_octave)) / self.tile) * self.tile
         return math.ceil(tokens / unit) * unit
 
-    def row_length(self, row: Parts) -> int:
+    def row_length(self, row: RowPlan) -> int:
         """The length of this row, padding included."""
         return self.length(sum(part.tokens for part in row))
 
-    def cost(self, row: Parts) -> float:
+    def row_cost(self, row: RowPlan) -> float:
         """The cost of this row, in tokens."""
-        return self.row_length(row) + self.pair_cost * sum(part.pairs for part in row)
+        return self.row_length(row) + self.attention_pair_cost * sum(part.attention_pairs for part in row)
 
-    def over_rounds(self, rows: Sequence[Parts], cost: Callable[[Parts], float]) -> float:
+    def total_round_cost(self, rows: Sequence[RowPlan], cost: Callable[[RowPlan], float]) -> float:
         """The sum over rounds of the largest cost in the round, for which all its ranks wait."""
         return sum(max(map(cost, rows[start : start + self.ranks])) for start in range(0, len(rows), self.ranks))
 
 
-ALONE = Layout()  # one rank, whose rows need no padding
+SINGLE_RANK = RowLayout()  # one rank, whose rows need no padding
 
 
 def pack(
@@ -178,8 +185,8 @@ def pack(
     aggregation: str = "token",
     aggregation_constant: int | None = None,
     pad_id: int = 0,
-    layout: Layout = ALONE,
-    completions: float | None = None,
+    layout: RowLayout = SINGLE_RANK,
+    num_completions: float | None = None,
 ) -> tuple[list[Row], PackStats]:
     """Packs the trained samples of `groups` into rows. A group may be split over rows.
 
@@ -202,22 +209,22 @@ def pack(
         ValueError: a prompt with one of its completions is longer than a row, the aggregation is unknown, or "constant"
             has no `aggregation_constant`.
     """
-    trees = [tree for group in groups if (tree := Tree(group)).samples]
-    lengths = [tree.lengths(row_tokens) for tree in trees]
+    trees = [tree for group in groups if (tree := Tree(group)).trained_samples]
+    lengths = [tree.group_size(row_tokens) for tree in trees]
     # "constant" also counts completions that are graded and not trained on, so that no factor depends on the rewards.
-    if completions is None:
-        completions = sum(group.completions for group in groups)
-    samples = [sample for tree in trees for sample in tree.samples]
-    weight_of = _weights(samples, aggregation, aggregation_constant, completions)
-    planned = balanced_rows(lengths, row_tokens, layout)
-    rows = [_build(parts, trees, weight_of, pad_id, layout.row_length(parts)) for parts in planned]
+    if num_completions is None:
+        num_completions = sum(group.num_completions for group in groups)
+    samples = [sample for tree in trees for sample in tree.trained_samples]
+    weight_of = _label_weight_fn(samples, aggregation, aggregation_constant, num_completions)
+    planned = balance_rows(lengths, row_tokens, layout)
+    rows = [_build_row(parts, trees, weight_of, pad_id, layout.row_length(parts)) for parts in planned]
     stats = PackStats(
         rows=sum(bool(parts) for parts in planned),
         tokens=sum(part.tokens for parts in planned for part in parts),
         labels=sum(row.num_labels for row in rows),
-        unpacked=sum(group.prompt + places for group in lengths for places in group.completions),
-        needed=sum(group.tokens for group in lengths),
-        computed=layout.ranks * layout.over_rounds(planned, layout.row_length),
+        tokens_unshared=sum(group.prompt + places for group in lengths for places in group.completion_lens),
+        tokens_ideal=sum(group.tokens for group in lengths),
+        tokens_computed=layout.ranks * layout.total_round_cost(planned, layout.row_length),
     )
     return rows, stats
 
@@ -236,13 +243,13 @@ def pack_updates(
     Returns:
         The rows of every update that has labels, and the counts of all updates together.
     """
-    trained = [group for group in groups if any(s.trained and len(s.completion.tokens) for s in group.samples)]
-    sizes = [len(g.prompt_tokens) + sum(len(s.completion.tokens) for s in g.samples if s.trained) for g in trained]
+    trained = [group for group in groups if any(s.in_loss and len(s.completion.tokens) for s in group.samples)]
+    sizes = [len(g.prompt_tokens) + sum(len(s.completion.tokens) for s in g.samples if s.in_loss) for g in trained]
     # Each update stands for an equal share of all completions, however many of them it trains on.
-    share = sum(group.completions for group in groups) / num_updates
+    share = sum(group.num_completions for group in groups) / num_updates
     updates, total = [], PackStats()
-    for hand in dealt(sizes, num_updates):
-        rows, stats = pack([trained[i] for i in hand], row_tokens, completions=share, **options)
+    for bin_items in partition(sizes, num_updates):
+        rows, stats = pack([trained[i] for i in bin_items], row_tokens, num_completions=share, **options)
         updates.append(rows)
         total += stats
     return updates, total
@@ -253,34 +260,44 @@ class Tree:
 
     def __init__(self, group: Group):
         self.group = group
-        self.samples = [s for s in group.samples if s.trained and len(s.completion.tokens)]
-        self.shared = min([len(group.prompt_tokens), *(keeps for s in self.samples for keeps in s.completion.kept)])
-        self.branches = [_branches(len(group.prompt_tokens), self.shared, s.completion) for s in self.samples]
+        self.trained_samples = [s for s in group.samples if s.in_loss and len(s.completion.tokens)]
+        self.shared_prefix_len = min(
+            [
+                len(group.prompt_tokens),
+                *(keeps for s in self.trained_samples for keeps in s.completion.kept_prefix_lens),
+            ]
+        )
+        self.layouts = [
+            _lay_out_completion(len(group.prompt_tokens), self.shared_prefix_len, s.completion)
+            for s in self.trained_samples
+        ]
 
-    def lengths(self, row_tokens: int) -> Lengths:
+    def group_size(self, row_tokens: int) -> GroupSize:
         """Returns the places that it needs. Raises ValueError if a completion does not fit into a row."""
-        places = tuple(len(branches.positions_N) for branches in self.branches)
-        longest = self.shared + max(places)
+        places = tuple(len(branches.positions_N) for branches in self.layouts)
+        longest = self.shared_prefix_len + max(places)
         if longest > row_tokens:
             prompt = len(self.group.prompt_tokens)
-            raise Mistake(
+            raise UsageError(
                 f"row_tokens={row_tokens} cannot hold problem {self.group.problem.id!r}: its prompt has {prompt} tokens and a "
                 f"completion {longest - prompt + 1}; raise row_tokens to at least {longest}, or lower max_tokens"
             )
-        return Lengths(self.shared, places, tuple(int((each.positions_N + 1).sum()) for each in self.branches))
+        return GroupSize(
+            self.shared_prefix_len, places, tuple(int((each.positions_N + 1).sum()) for each in self.layouts)
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Branches:
+class CompletionLayout:
     """A completion of S sampled tokens, which has N places behind the shared prompt."""
 
     tokens_N: np.ndarray  # index of the token in the prompt followed by the completion
     positions_N: np.ndarray  # position of the token in its own path
     ends_N: np.ndarray  # one past the last of these places that sees the token
-    sources_S: np.ndarray  # place that predicts each sampled token; -1: the last place of the shared prompt
+    hidden_index_S: np.ndarray  # place that predicts each sampled token; -1: the last place of the shared prompt
 
 
-def _branches(prompt: int, shared: int, completion: Completion) -> Branches:
+def _lay_out_completion(prompt: int, shared: int, completion: Completion) -> CompletionLayout:
     """Lays out a completion behind the first `shared` of the `prompt` tokens of its prompt."""
     # Each turn continues the path before it or branches from it.
     length = prompt + len(completion.tokens)
@@ -289,24 +306,24 @@ def _branches(prompt: int, shared: int, completion: Completion) -> Branches:
     path, tokens = np.arange(prompt) - shared, [np.arange(shared, prompt)]
     positions, ends, sources = [np.arange(shared, prompt)], np.full(length, -1), []
     at, begin = prompt - shared, 0
-    spans, kept = completion.spans, completion.kept or (length,) * len(completion.spans)
-    for (start, stop), keeps, next_keeps in zip(spans, kept, (*kept[1:], 0), strict=True):
+    spans, kept = completion.sampled_spans, completion.kept_prefix_lens or (length,) * len(completion.sampled_spans)
+    for (start, stop), kept_len, kept_by_next_turn in zip(spans, kept, (*kept[1:], 0), strict=True):
         # This turn does not see the rest of the path, which it does not keep.
-        ends[path[keeps:]] = at
-        path = path[:keeps]
+        ends[path[kept_len:]] = at
+        path = path[:kept_len]
         context, size = len(path), stop - begin
         # The last token of a turn is an input only if the next turn keeps it.
-        size -= next_keeps < context + size
+        size -= kept_by_next_turn < context + size
         path = np.concatenate([path, np.arange(at, at + size)])
         sources.append(path[context + start - begin - 1 : context + stop - begin - 1])
         tokens.append(np.arange(prompt + begin, prompt + begin + size))
         positions.append(np.arange(context, context + size))
         at, begin = at + size, stop
     ends[path[shared:]] = at
-    return Branches(np.concatenate(tokens), np.concatenate(positions), ends[:at], np.concatenate(sources))
+    return CompletionLayout(np.concatenate(tokens), np.concatenate(positions), ends[:at], np.concatenate(sources))
 
 
-def contexts(row: Row) -> tuple[Tensor, Tensor]:
+def context_hashes(row: Row) -> tuple[Tensor, Tensor]:
     """Returns hashes of the path before each label of a row, and of that path with the label, both int64 [L].
 
     Labels with equal paths before them, also in different rows, are predicted from the same hidden state. With equal labels
@@ -315,16 +332,16 @@ def contexts(row: Row) -> tuple[Tensor, Tensor]:
     tokens, positions = row.tokens_T.numpy(), row.positions_T.numpy()
     # The hash of a path is the sum of a hash of each of its (position, token), modulo 2^64. Places are in the order of a
     # walk through the tree, so a running sum holds a token from its place until its end.
-    hashes_T = _hashed(positions, tokens)
+    hashes_T = _splitmix64(positions, tokens)
     leaving = np.zeros(len(tokens) + 1, np.uint64)
     np.add.at(leaving, row.ends_T.numpy(), hashes_T)
-    sources = row.sources_L.numpy()
+    sources = row.hidden_index_L.numpy()
     before_L = (hashes_T.cumsum() - leaving[:-1].cumsum())[sources]
-    after_L = before_L + _hashed(positions[sources] + 1, row.labels_L.numpy())
+    after_L = before_L + _splitmix64(positions[sources] + 1, row.labels_L.numpy())
     return torch.from_numpy(before_L.view(np.int64)), torch.from_numpy(after_L.view(np.int64))
 
 
-def _hashed(positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def _splitmix64(positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) of positions and tokens, uint64."""
     value = (positions.astype(np.uint64) << np.uint64(32) | tokens.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ value >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -332,47 +349,49 @@ def _hashed(positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     return value ^ value >> np.uint64(31)
 
 
-def _weights(
+def _label_weight_fn(
     samples: list[Sample], aggregation: str, constant: int | None, completions: float
 ) -> Callable[[int], float]:
     """Returns a function from the number of labels of a completion to the weight of each label."""
-    labels = sum(len(s.completion.sampled) for s in samples)
+    labels = sum(len(s.completion.sampled_indices) for s in samples)
     if aggregation == "token":
         return lambda length: 1.0 / labels
     if aggregation == "sequence":
         return lambda length: 1.0 / (len(samples) * length)
     if aggregation == "constant":
         if not constant or constant < 1:
-            raise Mistake(f"aggregation_constant={constant!r} must be a positive number of tokens, e.g. max_tokens")
+            raise UsageError(f"aggregation_constant={constant!r} must be a positive number of tokens, e.g. max_tokens")
         return lambda length: 1.0 / (completions * constant)
-    raise Mistake(f"aggregation={aggregation!r} is unknown; use 'token', 'sequence' or 'constant'")
+    raise UsageError(f"aggregation={aggregation!r} is unknown; use 'token', 'sequence' or 'constant'")
 
 
-def _build(parts: Parts, trees: Sequence[Tree], weight_of: Callable[[int], float], pad_id: int, row_length: int) -> Row:
+def _build_row(
+    plan: RowPlan, trees: Sequence[Tree], weight_of: Callable[[int], float], pad_id: int, row_length: int
+) -> Row:
     tokens, positions, ends = [], [], []
     labels, sources, logprobs, advantages, weights, versions, sample_ids = [], [], [], [], [], [], []
     teacher: list[np.ndarray] = []
     at = next_sample = 0
-    for part in parts:
+    for part in plan:
         tree = trees[part.group]
-        prompt, shared = tree.group.prompt_tokens, tree.shared
+        prompt, shared = tree.group.prompt_tokens, tree.shared_prefix_len
         tokens.append(prompt[:shared])
         positions.append(np.arange(shared))
         ends.append(np.full(shared, at + part.tokens))
         at += shared
         last = at - 1  # the last place of the shared prompt
-        for sample, branches in ((tree.samples[i], tree.branches[i]) for i in part.completions):
+        for sample, branches in ((tree.trained_samples[i], tree.layouts[i]) for i in part.completions):
             # Labels are what the policy sampled. In a conversation it only reads what the environment answered.
-            completion, sampled_S = sample.completion, sample.completion.sampled
+            completion, sampled_S = sample.completion, sample.completion.sampled_indices
             tokens.append(np.concatenate([prompt, completion.tokens])[branches.tokens_N])
             positions.append(branches.positions_N)
             ends.append(at + branches.ends_N)
             labels.append(completion.tokens[sampled_S])
-            sources.append(np.where(branches.sources_S < 0, last, at + branches.sources_S))
+            sources.append(np.where(branches.hidden_index_S < 0, last, at + branches.hidden_index_S))
             logprobs.append(completion.logprobs[sampled_S])
             if sample.teacher_logprobs is not None:
                 teacher.append(sample.teacher_logprobs[sampled_S])
-            spans = [stop - start for start, stop in completion.spans]
+            spans = [stop - start for start, stop in completion.sampled_spans]
             advantages.append(np.repeat(sample.turn_advantages or [sample.advantage] * len(spans), spans))
             weights.append(np.full(len(sampled_S), weight_of(len(sampled_S))))
             versions.append(completion.versions[sampled_S])
@@ -387,12 +406,12 @@ def _build(parts: Parts, trees: Sequence[Tree], weight_of: Callable[[int], float
         tokens_T=_tensor(tokens, torch.int64),
         positions_T=_tensor(positions, torch.int64),
         ends_T=_tensor(ends, torch.int32),
-        longest=max(int(each.max(initial=-1)) for each in positions) + 1,
+        max_path_len=max(int(each.max(initial=-1)) for each in positions) + 1,
         labels_L=_tensor(labels, torch.int64),
-        sources_L=_tensor(sources, torch.int64),
+        hidden_index_L=_tensor(sources, torch.int64),
         logprobs_L=_tensor(logprobs, torch.float32),
         advantages_L=_tensor(advantages, torch.float32),
-        weights_L=_tensor(weights, torch.float32),
+        loss_weights_L=_tensor(weights, torch.float32),
         versions_L=_tensor(versions, torch.int32),
         samples_L=_tensor(sample_ids, torch.int64),
         # A row without labels has an empty tensor, so that only a sample without teacher log-probs means None.
@@ -404,7 +423,7 @@ def _tensor(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.concatenate(parts)).to(dtype) if parts else torch.empty(0, dtype=dtype)
 
 
-def balanced_rows(groups: Sequence[Lengths], row_tokens: int, layout: Layout) -> list[Parts]:
+def balance_rows(groups: Sequence[GroupSize], row_tokens: int, layout: RowLayout) -> list[RowPlan]:
     """Distributes the completions of groups over rows of at most `row_tokens` tokens.
 
     A group may be split over rows, each of which then has its prompt once.
@@ -426,42 +445,42 @@ def balanced_rows(groups: Sequence[Lengths], row_tokens: int, layout: Layout) ->
     total, ranks = sum(group.tokens for group in groups), layout.ranks
     # Sorting is stable, so items of equal length keep their order, and the rows are deterministic.
     largest_first = sorted(range(len(groups)), key=lambda i: -groups[i].tokens)
-    longest_first = [sorted(range(len(g.completions)), key=lambda i: -g.completions[i]) for g in groups]
+    longest_first = [sorted(range(len(g.completion_lens)), key=lambda i: -g.completion_lens[i]) for g in groups]
     # Fewer rounds launch fewer kernels, but more rounds can be balanced better. The search begins with the fewest.
     fewest = rounds = max(math.ceil(total / (ranks * row_tokens)), 1)
     best, best_cost, best_rounds = None, math.inf, 0
     # However well they are balanced, the rounds cost at least `total / ranks + rounds * ROUND`. Once this bound exceeds
     # the best cost, more rounds cannot win. The bound knows nothing of attention, so it may be far below any result.
     while best is None or (
-        rounds <= min(2 * fewest, best_rounds + PATIENCE) and total / ranks + rounds * ROUND < best_cost
+        rounds <= min(2 * fewest, best_rounds + PATIENCE) and total / ranks + rounds * ROUND_OVERHEAD_TOKENS < best_cost
     ):
         # If the largest size does not do, no other does. Where rows are many, the next number is some percent larger.
-        if best is None and _fill(groups, largest_first, longest_first, rounds * ranks, row_tokens) is None:
+        if best is None and _fill_rows(groups, largest_first, longest_first, rounds * ranks, row_tokens) is None:
             rounds += max(1, rounds // 32)
             continue
         tries = 0
-        for size in _sizes(total / (rounds * ranks), row_tokens):
-            filled = _fill(groups, largest_first, longest_first, rounds * ranks, size)
+        for size in _candidate_capacities(total / (rounds * ranks), row_tokens):
+            filled = _fill_rows(groups, largest_first, longest_first, rounds * ranks, size)
             if filled is None:
                 continue
-            rows = _in_rounds([_parts(groups, row) for row in filled], layout)
-            cost = layout.over_rounds(rows, layout.cost) + rounds * ROUND
+            rows = _order_into_rounds([_make_row_plan(groups, row) for row in filled], layout)
+            cost = layout.total_round_cost(rows, layout.row_cost) + rounds * ROUND_OVERHEAD_TOKENS
             if cost < best_cost:
                 best, best_cost, best_rounds = rows, cost, rounds
             tries += 1
-            if tries == TRIES:
+            if tries == SIZES_PER_ROUND_COUNT:
                 break
         rounds += 1
     return best
 
 
-def dealt(sizes: Sequence[float], hands: int) -> list[list[int]]:
+def partition(sizes: Sequence[float], num_bins: int) -> list[list[int]]:
     """Deals items to at most `hands` hands of about equal sums: largest first, each to the smallest hand (Graham 1969).
 
     Returns:
         The indices in each hand, ascending. Hands that would be empty are left out.
     """
-    sums, items = [0.0] * hands, [[] for _ in range(hands)]
+    sums, items = [0.0] * num_bins, [[] for _ in range(num_bins)]
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         smallest = sums.index(min(sums))
         sums[smallest] += sizes[index]
@@ -470,16 +489,16 @@ def dealt(sizes: Sequence[float], hands: int) -> list[list[int]]:
     return sorted(sorted(hand) for hand in items if hand)
 
 
-def _sizes(least: float, most: int) -> list[int]:
+def _candidate_capacities(least: float, most: int) -> list[int]:
     """Returns sizes up to which rows are filled, in tokens, ascending from `least` to `most`."""
     sizes = [max(math.ceil(least), 1)]
     while sizes[-1] < most:
-        sizes.append(min(math.ceil(sizes[-1] * FINER), most))
+        sizes.append(min(math.ceil(sizes[-1] * SIZE_RATIO), most))
     return sizes
 
 
-def _fill(
-    groups: Sequence[Lengths],
+def _fill_rows(
+    groups: Sequence[GroupSize],
     largest_first: Sequence[int],
     longest_first: Sequence[Sequence[int]],
     num_rows: int,
@@ -493,20 +512,20 @@ def _fill(
         while left:
             # Best fit: the row with the least room that still holds all of it. If there is none, the one with the most.
             place = bisect_left(room, (needed, -1))
-            whole = place < len(room)
-            free, row = room.pop(place if whole else -1)
-            taken = left if whole else _longest_that_fit(group, left, free)
+            fits = place < len(room)
+            free, row = room.pop(place if fits else -1)
+            taken = left if fits else _take_longest_fitting(group, left, free)
             if not taken:
                 return None
             rows[row].append((index, taken))
-            tokens = sum(group.completions[i] for i in taken)
+            tokens = sum(group.completion_lens[i] for i in taken)
             insort(room, (free - group.prompt - tokens, row))
             needed -= tokens
-            left = [] if whole else [i for i in left if i not in taken]
-    return _none_empty(rows)
+            left = [] if fits else [i for i in left if i not in taken]
+    return _fill_empty_rows(rows)
 
 
-def _none_empty(rows: list[list[tuple[int, Sequence[int]]]]) -> list[list[tuple[int, Sequence[int]]]]:
+def _fill_empty_rows(rows: list[list[tuple[int, Sequence[int]]]]) -> list[list[tuple[int, Sequence[int]]]]:
     # A rank with an empty row would only wait through its round, so it gets half of the row with the most completions.
     for empty in (row for row in rows if not row):
         fullest = max(rows, key=lambda row: sum(len(taken) for _, taken in row))
@@ -520,34 +539,38 @@ def _none_empty(rows: list[list[tuple[int, Sequence[int]]]]) -> list[list[tuple[
     return rows
 
 
-def _longest_that_fit(group: Lengths, candidates: Sequence[int], free: int) -> list[int]:
+def _take_longest_fitting(group: GroupSize, candidates: Sequence[int], free: int) -> list[int]:
     taken, free = [], free - group.prompt
     for i in candidates:
-        if group.completions[i] <= free:
+        if group.completion_lens[i] <= free:
             taken.append(i)
-            free -= group.completions[i]
+            free -= group.completion_lens[i]
     return taken
 
 
-def _parts(groups: Sequence[Lengths], row: Sequence[tuple[int, Sequence[int]]]) -> Parts:
+def _make_row_plan(groups: Sequence[GroupSize], row: Sequence[tuple[int, Sequence[int]]]) -> RowPlan:
     parts = []
     for index, taken in row:
         group, prompt = groups[index], groups[index].prompt
-        lengths = [group.completions[i] for i in taken]
+        lengths = [group.completion_lens[i] for i in taken]
         # Each of the n places of a completion sees the whole prompt, itself and those before it.
-        pairs = [group.pairs[i] for i in taken] if group.pairs else [n * prompt + _triangle(n) for n in lengths]
-        parts.append(Part(index, tuple(sorted(taken)), prompt + sum(lengths), _triangle(prompt) + sum(pairs)))
+        pairs = (
+            [group.attention_pairs[i] for i in taken]
+            if group.attention_pairs
+            else [n * prompt + _causal_pairs(n) for n in lengths]
+        )
+        parts.append(RowSegment(index, tuple(sorted(taken)), prompt + sum(lengths), _causal_pairs(prompt) + sum(pairs)))
     return tuple(parts)
 
 
-def _triangle(n: int) -> int:
+def _causal_pairs(n: int) -> int:
     return n * (n + 1) // 2
 
 
-def _in_rounds(rows: Sequence[Parts], layout: Layout) -> list[Parts]:
+def _order_into_rounds(rows: Sequence[RowPlan], layout: RowLayout) -> list[RowPlan]:
     """Orders rows so that the rounds cost the least that these rows can."""
     # Sorting puts rows of similar cost into one round. Every other round is reversed, so that no rank has the most
     # expensive row of every round.
-    ordered = sorted(rows, key=layout.cost, reverse=True)
-    turns = [ordered[start : start + layout.ranks] for start in range(0, len(ordered), layout.ranks)]
-    return [row for k, turn in enumerate(turns) for row in (turn if k % 2 == 0 else turn[::-1])]
+    ordered = sorted(rows, key=layout.row_cost, reverse=True)
+    rounds = [ordered[start : start + layout.ranks] for start in range(0, len(ordered), layout.ranks)]
+    return [row for k, turn in enumerate(rounds) for row in (turn if k % 2 == 0 else turn[::-1])]

@@ -14,10 +14,10 @@ from torchtune_ext.policy import lora
 from torchtune_ext.policy.fp8 import Fp8Config
 from torchtune_ext.policy.hf_model import HFModel, load_weights
 from torchtune_ext.policy.logprobs import PackedPolicy
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 
 
-def on_meta(make_model: Callable[[], TransformerDecoder]) -> TransformerDecoder:
+def build_on_meta(make_model: Callable[[], TransformerDecoder]) -> TransformerDecoder:
     """Builds a model on the meta device, where it has names, shapes and modules, but no weights.
 
     Raises Mistake if its attention has dropout, which attention over packed rows does not apply.
@@ -26,7 +26,7 @@ def on_meta(make_model: Callable[[], TransformerDecoder]) -> TransformerDecoder:
         model = make_model()
     for layer in model.layers:
         if share := getattr(layer.attn, "attn_dropout", 0.0):
-            raise Mistake(
+            raise UsageError(
                 f"model.attn_dropout={share}: attention over packed rows has no dropout; set it to 0, or leave it out"
             )
     return model
@@ -34,7 +34,7 @@ def on_meta(make_model: Callable[[], TransformerDecoder]) -> TransformerDecoder:
 
 def build_policy(
     make_model: Callable[[], TransformerDecoder],
-    source: HFModel,
+    hf_model: HFModel,
     device: torch.device,
     compute_dtype: torch.dtype,
     world_size: int = 1,
@@ -63,19 +63,19 @@ def build_policy(
     warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
     # The model is sharded on the meta device, before any weight exists, so that no rank ever holds the whole of it. Its
     # float32 masters cost 2 bytes a parameter more than bfloat16, which would lose updates below 2^-9 of a weight.
-    model = on_meta(make_model)
-    source.require_tied(model)
+    model = build_on_meta(make_model)
+    hf_model.require_tied(model)
     adapters = lora.adapter_names(model)
     if adapters:
-        lora.prepare(model, compute_dtype)
+        lora.freeze_base(model, compute_dtype)
     # This changes the classes of layers, so it comes before compile, checkpointing and FSDP2 wrap them.
-    receipt = None
+    fp8_plan = None
     if fp8:
         # A run without FP8 does not load it.
-        from torchtune_ext.policy.fp8.plan import convert
+        from torchtune_ext.policy.fp8.plan import convert_to_fp8
 
-        receipt = convert(model, source, fp8, compute_dtype, device)
-    policy = PackedPolicy(model, receipt)
+        fp8_plan = convert_to_fp8(model, hf_model, fp8, compute_dtype, device)
+    policy = PackedPolicy(model, fp8_plan)
     if compile_layers:
         for layer in model.layers:
             layer.compile()
@@ -94,10 +94,10 @@ def build_policy(
             rope_init = getattr(module, "rope_init", None)
             if rope_init is not None:
                 rope_init()
-    load_weights(model, source, new=adapters)
+    load_weights(model, hf_model, new_params=adapters)
     # DoRA's magnitudes begin as the norms of the loaded weights.
     if adapters:
-        lora.initialize(model, seed)
+        lora.init_adapters(model, seed)
     return policy
 
 

@@ -34,13 +34,13 @@ class Attention(MultiHeadAttention):
         self, x: Tensor, y: Tensor | None = None, *, mask: Any = None, input_pos: Tensor | None = None
     ) -> Tensor:
         """Returns [B, T, D], from queries of x [B, T, D] and keys and values of y [B, T, D]."""
-        q = self._rotated(self.q_proj(x), self.q_norm, input_pos)
+        q = self._norm_and_rotate(self.q_proj(x), self.q_norm, input_pos)
         # As in torchtune, no y means that all keys and values are in the cache.
         if y is None:
             assert self.kv_cache is not None
             k, v = self.kv_cache.get_buffer("k_cache"), self.kv_cache.get_buffer("v_cache")
         else:
-            k = self._rotated(self.k_proj(y), self.k_norm, input_pos)
+            k = self._norm_and_rotate(self.k_proj(y), self.k_norm, input_pos)
             v = self.v_proj(y).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
             if self.kv_cache is not None and self.cache_enabled:
                 k, v = self.kv_cache.update(k, v)
@@ -55,7 +55,7 @@ class Attention(MultiHeadAttention):
         )
         return self.output_proj(attended.transpose(1, 2).flatten(2))
 
-    def _rotated(self, projected: Tensor, norm: RMSNorm | None, input_pos: Tensor | None) -> Tensor:
+    def _norm_and_rotate(self, projected: Tensor, norm: RMSNorm | None, input_pos: Tensor | None) -> Tensor:
         """Norms [B, T, H * head_dim], rotates it by position and returns [B, H, T, head_dim]."""
         # A norm as wide as the projection takes all heads together.
         if norm is not None and norm.scale.numel() == projected.shape[-1]:
@@ -68,7 +68,7 @@ class Attention(MultiHeadAttention):
         return heads.transpose(1, 2)
 
 
-def _plain(name: str, width: int, out: int) -> nn.Module:
+def _plain_linear(name: str, width: int, out: int) -> nn.Module:
     return nn.Linear(width, out, bias=False)
 
 
@@ -85,9 +85,9 @@ def decoder(
     rope_base: float = 1_000_000.0,
     tie_word_embeddings: bool = False,
     qk_norm: str | None = None,
-    norm_behind: bool = False,
-    unrotated: Collection[int] = (),
-    linear: Callable[[str, int, int], nn.Module] = _plain,
+    post_norm: bool = False,
+    nope_layers: Collection[int] = (),
+    linear: Callable[[str, int, int], nn.Module] = _plain_linear,
 ) -> TransformerDecoder:
     """Builds a decoder. The arguments are those of torchtune's `qwen2`, and these.
 
@@ -101,7 +101,7 @@ def decoder(
     rope = Qwen2RotaryPositionalEmbeddings(dim=head_dim, max_seq_len=max_seq_len, base=rope_base)
     norm = partial(RMSNorm, eps=norm_eps)
     # torchtune's layer applies a module called a scale behind attention or MLP. It may be a norm.
-    places = ("sa_scale", "mlp_scale") if norm_behind else ("sa_norm", "mlp_norm")
+    norm_names = ("sa_scale", "mlp_scale") if post_norm else ("sa_norm", "mlp_norm")
     layers = nn.ModuleList()
     for number in range(num_layers):
         attention = Attention(
@@ -113,7 +113,7 @@ def decoder(
             k_proj=linear("k_proj", embed_dim, num_kv_heads * head_dim),
             v_proj=linear("v_proj", embed_dim, num_kv_heads * head_dim),
             output_proj=linear("output_proj", num_heads * head_dim, embed_dim),
-            pos_embeddings=None if number in unrotated else rope,
+            pos_embeddings=None if number in nope_layers else rope,
             max_seq_len=max_seq_len,
             q_norm=norm(head_dim * (num_heads if qk_norm == "whole" else 1)) if qk_norm else None,
             k_norm=norm(head_dim * (num_kv_heads if qk_norm == "whole" else 1)) if qk_norm else None,
@@ -123,7 +123,7 @@ def decoder(
             down_proj=linear("mlp", intermediate_dim, embed_dim),
             up_proj=linear("mlp", embed_dim, intermediate_dim),
         )
-        norms = {place: norm(embed_dim) for place in places}
+        norms = {place: norm(embed_dim) for place in norm_names}
         layers.append(TransformerSelfAttentionLayer(attn=attention, mlp=mlp, **norms))
     embeddings = nn.Embedding(vocab_size, embed_dim)
     return TransformerDecoder(
@@ -161,7 +161,7 @@ def lora_decoder(
 
     def linear(name: str, width: int, out: int) -> nn.Module:
         if name not in adapted:
-            return _plain(name, width, out)
+            return _plain_linear(name, width, out)
         kind = DoRALinear if use_dora else LoRALinear
         quantized = quantize_base and name != "output"
         return kind(width, out, lora_rank, lora_alpha, lora_dropout, quantize_base=quantized)

@@ -19,15 +19,24 @@ from torchtune.models.qwen2._convert_weights import _FROM_HF
 from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.policy.decoder import decoder, lora_decoder
-from torchtune_ext.run.errors import FileMistake, Mistake
-from torchtune_ext.run.json_files import read_object
+from torchtune_ext.run.errors import UsageError, UsageFileError
+from torchtune_ext.run.json_files import read_json_object
 
-Config = Mapping[str, Any]  # the content of a config.json
+HFConfig = Mapping[str, Any]  # the content of a config.json
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # NF4 has a scale for each block of 64 values and a scale for each 256 of these scales, and both must come out whole.
-NF4_VALUES = 64 * 256
-_FOLDERS = ("models", "model", "runs", "run", "checkpoints", "data", "weights", "tmp")  # nobody on the hub is called so
+NF4_MULTIPLE = 64 * 256
+_LOCAL_FOLDER_NAMES = (
+    "models",
+    "model",
+    "runs",
+    "run",
+    "checkpoints",
+    "data",
+    "weights",
+    "tmp",
+)  # nobody on the hub is called so
 
 # Qwen3 has the names of Qwen2 and two more, for the norms of q and k; Llama's names are a part of them. OLMo 2 gives
 # its norm behind attention the name that others have for the norm before the MLP. So only the map to Hugging Face
@@ -42,7 +51,7 @@ _OLMO2_TO_TUNE = _TO_TUNE | {
 _TO_HF = {ours: hf for names in (_TO_TUNE, _OLMO2_TO_TUNE) for hf, ours in names.items()}
 # Layers, width, heads, heads of keys and values, width of the MLP, and whether the embeddings are tied. The sizes of
 # Qwen2.5 and Llama are those of torchtune's builders; Qwen3's come from config.json on the hub.
-_SIZES = {
+_HUB_MODEL_SIZES = {
     "Qwen2.5-0.5B": (24, 896, 14, 2, 4864, True),
     "Qwen2.5-1.5B": (28, 1536, 12, 2, 8960, True),
     "Qwen2.5-3B": (36, 2048, 16, 2, 11008, True),
@@ -59,9 +68,9 @@ _SIZES = {
     "Llama-3.2-3B": (28, 3072, 24, 8, 8192, True),
     "SmolLM2-135M": (30, 576, 9, 3, 1536, True),
 }
-_VOCABULARY = {"Qwen2.5": 152064, "Qwen3": 151936, "Llama": 128256, "SmolLM2": 49152}
-_SMALL_VOCABULARY = 151936  # of Qwen2.5 up to 3B
-_TYPES = {"Qwen2.5": "qwen2", "Qwen3": "qwen3", "Llama": "llama", "SmolLM2": "llama"}
+_VOCAB_SIZES = {"Qwen2.5": 152064, "Qwen3": 151936, "Llama": 128256, "SmolLM2": 49152}
+_SMALL_VOCAB_SIZE = 151936  # of Qwen2.5 up to 3B
+_MODEL_TYPES = {"Qwen2.5": "qwen2", "Qwen3": "qwen3", "Llama": "llama", "SmolLM2": "llama"}
 
 
 def hf_name(name: str) -> str:
@@ -69,11 +78,11 @@ def hf_name(name: str) -> str:
     return get_mapped_key(name, _TO_HF)
 
 
-def _renamed(weights: dict[str, Tensor], names: dict[str, str], **_: int) -> dict[str, Tensor]:
+def _rename_weights(weights: dict[str, Tensor], names: dict[str, str], **_: int) -> dict[str, Tensor]:
     return {get_mapped_key(name, names): weight for name, weight in weights.items()}
 
 
-def _sizes(config: Config) -> dict[str, Any]:
+def _sizes(config: HFConfig) -> dict[str, Any]:
     return {
         "vocab_size": config["vocab_size"],
         "num_layers": config["num_hidden_layers"],
@@ -88,25 +97,25 @@ def _sizes(config: Config) -> dict[str, Any]:
     }
 
 
-def _decoder_sizes(config: Config) -> dict[str, Any]:
+def _decoder_sizes(config: HFConfig) -> dict[str, Any]:
     return _sizes(config) | {"head_dim": config["head_dim"]}
 
 
-def _smollm3_sizes(config: Config) -> dict[str, Any]:
+def _smollm3_sizes(config: HFConfig) -> dict[str, Any]:
     # Against its name, `no_rope_layers` has a 1 for each layer with RoPE.
     every, layers = config["no_rope_layer_interval"], range(config["num_hidden_layers"])
     rotates = config.get("no_rope_layers") or [(i + 1) % every for i in layers]
     return _decoder_sizes(config) | {"unrotated": [i for i in layers if not rotates[i]]}
 
 
-def _llama_sizes(config: Config) -> dict[str, Any]:
+def _llama_sizes(config: HFConfig) -> dict[str, Any]:
     # A factor of 1 leaves every frequency as it is, which is Llama 3.0.
     scaled = config["rope_type"] == "llama3"
     factors = [config[key] for key in ("factor", "low_freq_factor", "high_freq_factor")] if scaled else [1]
     return _sizes(config) | {"scale_factor": factors[0]}
 
 
-def _llama(
+def _build_llama(
     tied: Callable, untied: Callable, *adapted: Any, tie_word_embeddings: bool, **rest: Any
 ) -> TransformerDecoder:
     # Apart from defaults, torchtune's builders of the versions differ only in whether the output head is tied.
@@ -120,14 +129,14 @@ class Family:
     # torchtune's builder, or one with its arguments.
     build: Callable[..., TransformerDecoder]
     # Builds the same model with adapters, with torchtune's LoRA arguments.
-    build_adapted: Callable[..., TransformerDecoder]
+    build_lora: Callable[..., TransformerDecoder]
     # Converts weights from Hugging Face's names and layout to torchtune's, and back.
     to_tune: Callable[..., dict[str, Tensor]]
     to_hf: Callable[..., dict[str, Tensor]]
     # Turns a complete config (`completed`) into arguments of the builders.
-    arguments: Callable[[Config], dict[str, Any]]
+    arguments: Callable[[HFConfig], dict[str, Any]]
     # The values that the builders support of keys of config.json; a missing key without a default is supported.
-    can: Mapping[str, tuple]
+    supported_values: Mapping[str, tuple]
     # The values of keys that config.json lacks, where they differ from `_DEFAULTS`.
     defaults: Mapping[str, Any]
 
@@ -146,7 +155,7 @@ _DEFAULTS = {
     "rope_type": "default",
     "tie_word_embeddings": False,
 }
-_QWEN = {
+_QWEN_SUPPORTED = {
     "hidden_act": ("silu",),
     "rope_type": ("default",),
     "use_sliding_window": (False, None),
@@ -154,7 +163,7 @@ _QWEN = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
 }
-_LLAMA = {
+_LLAMA_SUPPORTED = {
     "hidden_act": ("silu",),
     "rope_type": ("default", "llama3"),
     "low_freq_factor": (1,),
@@ -165,21 +174,21 @@ _LLAMA = {
 }
 
 
-def _of_decoder(
-    arguments: Callable[[Config], dict[str, Any]],
+def _decoder_family(
+    arguments: Callable[[HFConfig], dict[str, Any]],
     to_tune: dict[str, str] = _TO_TUNE,
-    can: Mapping[str, tuple] = types.MappingProxyType({}),
+    supported_values: Mapping[str, tuple] = types.MappingProxyType({}),
     defaults: Mapping[str, Any] = types.MappingProxyType({}),
     **options: Any,
 ) -> Family:
     """A family that decoder.py builds with these options. Its weights only change their names."""
     return Family(
         build=partial(decoder, **options),
-        build_adapted=partial(lora_decoder, **options),
-        to_tune=partial(_renamed, names=to_tune),
-        to_hf=partial(_renamed, names=_TO_HF),
+        build_lora=partial(lora_decoder, **options),
+        to_tune=partial(_rename_weights, names=to_tune),
+        to_hf=partial(_rename_weights, names=_TO_HF),
         arguments=arguments,
-        can=_QWEN | dict(can),
+        supported_values=_QWEN_SUPPORTED | dict(supported_values),
         defaults=defaults,
     )
 
@@ -196,15 +205,15 @@ _QWEN_DEFAULTS = {
 FAMILIES = {
     "qwen2": Family(
         build=qwen2,
-        build_adapted=lora_qwen2,
+        build_lora=lora_qwen2,
         to_tune=qwen2_hf_to_tune,
         to_hf=qwen2_tune_to_hf,
         arguments=_sizes,
-        can=_QWEN,
+        supported_values=_QWEN_SUPPORTED,
         defaults=_QWEN_DEFAULTS,
     ),
-    "qwen3": _of_decoder(_decoder_sizes, defaults=_QWEN_DEFAULTS | {"head_dim": 128}, qk_norm="head"),
-    "smollm3": _of_decoder(
+    "qwen3": _decoder_family(_decoder_sizes, defaults=_QWEN_DEFAULTS | {"head_dim": 128}, qk_norm="head"),
+    "smollm3": _decoder_family(
         _smollm3_sizes,
         defaults={
             "vocab_size": 128256,
@@ -218,9 +227,9 @@ FAMILIES = {
             "no_rope_layer_interval": 4,
         },
     ),
-    "mistral": _of_decoder(
+    "mistral": _decoder_family(
         _decoder_sizes,
-        can={"sliding_window": (None,)},
+        supported_values={"sliding_window": (None,)},
         defaults={
             "vocab_size": 32000,
             "intermediate_size": 14336,
@@ -229,7 +238,7 @@ FAMILIES = {
             "sliding_window": 4096,
         },
     ),
-    "olmo2": _of_decoder(
+    "olmo2": _decoder_family(
         _decoder_sizes,
         _OLMO2_TO_TUNE,
         defaults={"vocab_size": 50304, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
@@ -237,19 +246,19 @@ FAMILIES = {
         norm_behind=True,
     ),
     "llama": Family(
-        build=partial(_llama, llama3_2, llama3_1),
-        build_adapted=partial(_llama, lora_llama3_2, lora_llama3_1),
+        build=partial(_build_llama, llama3_2, llama3_1),
+        build_lora=partial(_build_llama, lora_llama3_2, lora_llama3_1),
         to_tune=hf_to_tune,
         to_hf=tune_to_hf,
         arguments=_llama_sizes,
-        can=_LLAMA,
+        supported_values=_LLAMA_SUPPORTED,
         defaults={"vocab_size": 32000, "max_position_embeddings": 2048},
     ),
 }
 
 
 # Why other families are refused, by a part of their model_type.
-_CANNOT = {
+_UNSUPPORTED_REASONS = {
     "moe": "it is a mixture of experts",
     "mixtral": "it is a mixture of experts",
     "gemma2": "its layers take turns with a sliding window",
@@ -275,7 +284,7 @@ def _is_list_of(kind: type) -> Callable[[Any], bool]:
 # The kinds of the values that are used.
 _SIZE, _NUMBER = (_is_size, "a whole number above 0"), (_is_number, "a number above 0")
 _OBJECT = (lambda value: isinstance(value, dict), "a JSON object")
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+_VALUE_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
         ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), _SIZE
     ),
@@ -288,7 +297,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def read_config(model_dir: str | Path) -> dict[str, Any]:
+def read_hf_config(model_dir: str | Path) -> dict[str, Any]:
     """Reads a model directory's `config.json`.
 
     Raises:
@@ -297,41 +306,41 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     path = Path(model_dir)
     file = path / "config.json"
     if not file.is_file():
-        raise FileMistake(f"model_dir={str(model_dir)!r}: {_no_config(path)}")
-    config = read_object(file)
+        raise UsageFileError(f"model_dir={str(model_dir)!r}: {_missing_config_hint(path)}")
+    config = read_json_object(file)
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        why = next((f": {reason}" for part, reason in _CANNOT.items() if part in str(kind)), "")
-        raise Mistake(
+        why = next((f": {reason}" for part, reason in _UNSUPPORTED_REASONS.items() if part in str(kind)), "")
+        raise UsageError(
             f"{file} says model_type={kind!r}, which is not supported{why}; take a model of one of these: "
             f"{', '.join(sorted(FAMILIES))}"
         )
     # Those of the nodes of RoPE first, which are opened for the others.
-    _require_kinds(config, file)
-    _require_kinds(full := completed(config), file)
+    _require_value_types(config, file)
+    _require_value_types(full := complete_config(config), file)
     if len(full.get("no_rope_layers") or range(full["num_hidden_layers"])) < full["num_hidden_layers"]:
-        raise Mistake(
+        raise UsageError(
             f"{file} has {len(full['no_rope_layers'])} no_rope_layers; expected one for each of the "
             f"{full['num_hidden_layers']} layers. Copy the file from where the weights come from"
         )
     return config
 
 
-def _require_kinds(config: Config, file: Path) -> None:
+def _require_value_types(config: HFConfig, file: Path) -> None:
     """Raises Mistake where a key that is used has a value of another kind. null counts as missing."""
-    for key, (fits, expected) in _KINDS.items():
+    for key, (fits, expected) in _VALUE_TYPES.items():
         if config.get(key) is not None and not fits(config[key]):
-            raise Mistake(
+            raise UsageError(
                 f"{file} says {key}={config[key]!r}; expected {expected}. Copy the file from where the weights come from"
             )
 
 
-def completed(config: Config) -> dict[str, Any]:
+def complete_config(config: HFConfig) -> dict[str, Any]:
     """Returns a config with the defaults of its family for missing keys, and the settings of RoPE at the top."""
     family = FAMILIES[config["model_type"]]
     # Of these keys null is a value, with transformers as well. Elsewhere it counts as missing.
-    null = {"tie_word_embeddings", *(key for key, values in family.can.items() if None in values)}
-    given = {key: value for key, value in _flat(config).items() if value is not None or key in null}
+    null = {"tie_word_embeddings", *(key for key, values in family.supported_values.items() if None in values)}
+    given = {key: value for key, value in _flatten_rope(config).items() if value is not None or key in null}
     full = {**_DEFAULTS, **family.defaults, **given}
     full["num_key_value_heads"] = full["num_key_value_heads"] or full["num_attention_heads"]
     full["head_dim"] = full["head_dim"] or full["hidden_size"] // full["num_attention_heads"]
@@ -340,7 +349,7 @@ def completed(config: Config) -> dict[str, Any]:
     return full
 
 
-def _flat(config: Config) -> dict[str, Any]:
+def _flatten_rope(config: HFConfig) -> dict[str, Any]:
     """Brings the settings of RoPE to the top of a config."""
     flat = dict(config)
     # The node is "rope_parameters" in transformers 5 and "rope_scaling" in transformers 4.
@@ -353,7 +362,7 @@ def _flat(config: Config) -> dict[str, Any]:
     return flat
 
 
-def _no_config(path: Path) -> str:
+def _missing_config_hint(path: Path) -> str:
     """What is wrong with a model directory without a config.json, and the command that makes one."""
     # The likely mistakes come first: a file, a run's folder, an adapter, a GGUF file, a warm-up that was never run.
     if path.is_file():
@@ -379,9 +388,9 @@ def _no_config(path: Path) -> str:
     if path.name.startswith("step_") and not path.is_dir() and steps:
         return f"{wrong}; the checkpoints in {path.parent} are {', '.join(steps)}"
     # "Qwen/Qwen3-8B" may be a name on the hub, but "models/Qwen3-8B" is most likely a folder.
-    hub = _HUB_ID.fullmatch(str(path)) and path.parts[0] not in _FOLDERS and not path.is_dir()
+    hub = _HUB_ID.fullmatch(str(path)) and path.parts[0] not in _LOCAL_FOLDER_NAMES and not path.is_dir()
     name = path.name or "MODEL"
-    owner, place = (path.parts[0], f"models/{name}") if hub else (owner_of(name), str(path))
+    owner, place = (path.parts[0], f"models/{name}") if hub else (hub_owner(name), str(path))
     whole = (
         f"`hf download {owner}/{name} --local-dir {place}` fetches a model, and `hf download {owner}/{name} "
         f"config.json --local-dir {place}` the one file that dry_run=True needs"
@@ -391,7 +400,7 @@ def _no_config(path: Path) -> str:
     return f"{wrong}; name a directory in Hugging Face format: {whole}"
 
 
-def owner_of(name: str) -> str:
+def hub_owner(name: str) -> str:
     """Returns the hub's owner of a model, judged by its name; "OWNER" if the name does not say."""
     owners = {"Qwen": "Qwen", "Llama-": "meta-llama", "DeepSeek-": "deepseek-ai", "SmolLM": "HuggingFaceTB"}
     owners |= {"Mistral-": "mistralai", "OLMo-2-": "allenai"}
@@ -426,23 +435,23 @@ def from_config(
 
     Raises ValueError for no config.json, a key that the family's builder does not support, or impossible adapters.
     """
-    given, file = _flat(read_config(model_dir)), Path(model_dir) / "config.json"
-    config = completed(given)
+    given, file = _flatten_rope(read_hf_config(model_dir)), Path(model_dir) / "config.json"
+    config = complete_config(given)
     family = FAMILIES[config["model_type"]]
-    for key, values in family.can.items():
+    for key, values in family.supported_values.items():
         value = config.get(key)
         # There is a layer type for each layer, of which only the kinds count.
         if (sorted(set(value)) if key == "layer_types" and value else value) not in values and key in config:
             possible = " or ".join(str(value) for value in values if value is not None) or "null"
             says = f"says {key}={value!r}" if key in given else f"lacks {key}, which means {value!r}"
-            raise Mistake(
+            raise UsageError(
                 f"{file} {says}, but the builder of {config['model_type']} can only do {possible}; take a model without it, or "
                 "name a builder of your own as model._component_"
             )
     try:
         arguments = family.arguments(config)
     except KeyError as error:
-        raise Mistake(f"{file} lacks {error.args[0]}. Copy the file from where the weights come from") from None
+        raise UsageError(f"{file} lacks {error.args[0]}. Copy the file from where the weights come from") from None
     _require_heads(config, "head_dim" in arguments, file)
     if max_seq_len is not None:
         arguments["max_seq_len"] = max_seq_len
@@ -456,36 +465,36 @@ def from_config(
         numbers = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
         _require_numbers(numbers)
         if apply_lora_to_output and arguments.get("tie_word_embeddings"):
-            raise Mistake(
+            raise UsageError(
                 "apply_lora_to_output=True, but this model has no output head of its own (tie_word_embeddings=True); set "
                 "apply_lora_to_output=False"
             )
-        build = partial(family.build_adapted, **numbers, **arguments)
+        build = partial(family.build_lora, **numbers, **arguments)
         if quantize_base:
             _require_nf4(build, list(lora_attn_modules), switches)
         return build(list(lora_attn_modules), **switches)
     if names := [name for name, value in switches.items() if value]:
-        raise Mistake(
+        raise UsageError(
             f"model.{names[0]}=True without model.lora_attn_modules: there is no adapter that it could concern; set "
             "lora_attn_modules=[q_proj, v_proj], for instance, or leave it out"
         )
     return family.build(**arguments)
 
 
-def _require_heads(config: Config, any_width: bool, file: Path) -> None:
+def _require_heads(config: HFConfig, any_width: bool, file: Path) -> None:
     """Raises Mistake if the builder cannot divide the model into the heads of a config. `any_width`: it takes head_dim."""
     heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["hidden_size"]
     # torchtune's attention wants this also where a head has a width of its own.
     for what, whole, parts in (("hidden_size", size, heads), ("num_attention_heads", heads, kv_heads)):
         if whole % parts:
             name = "num_attention_heads" if what == "hidden_size" else "num_key_value_heads"
-            raise Mistake(
+            raise UsageError(
                 f"{file} says {what}={whole}, which is not a multiple of {name}={parts}, as torchtune's attention needs; take "
                 "another model, or name a builder of your own as model._component_"
             )
     # Only the builders of decoder.py take head_dim. torchtune's compute it.
     if not any_width and config["head_dim"] != size // heads:
-        raise Mistake(
+        raise UsageError(
             f"{file} says head_dim={config['head_dim']}, but in the builder of {config['model_type']} a head has hidden_size / "
             f"num_attention_heads = {size // heads}; take another model, or name a builder of your own as model._component_"
         )
@@ -494,15 +503,15 @@ def _require_heads(config: Config, any_width: bool, file: Path) -> None:
 def _require_numbers(numbers: dict[str, Any]) -> None:
     for name, value in numbers.items():
         if not isinstance(value, int if name == "lora_rank" else int | float):
-            raise Mistake(f"model.{name}={value} must be a {'whole ' * (name == 'lora_rank')}number")
+            raise UsageError(f"model.{name}={value} must be a {'whole ' * (name == 'lora_rank')}number")
     if numbers["lora_rank"] < 1:
-        raise Mistake(f"model.lora_rank={numbers['lora_rank']} must be at least 1")
+        raise UsageError(f"model.lora_rank={numbers['lora_rank']} must be at least 1")
 
 
 def _require_nf4(build: Callable[..., TransformerDecoder], modules: list[str], switches: dict[str, bool]) -> None:
     """Raises ValueError if `build(modules, **switches)` has weights that NF4 cannot hold."""
 
-    def holds(modules: list[str], switches: dict[str, bool]) -> bool:
+    def fits_nf4(modules: list[str], switches: dict[str, bool]) -> bool:
         try:
             with torch.device("meta"):
                 build(modules, **switches)
@@ -510,46 +519,50 @@ def _require_nf4(build: Callable[..., TransformerDecoder], modules: list[str], s
             return False
         return True
 
-    if holds(modules, switches):
+    if fits_nf4(modules, switches):
         return
     with torch.device("meta"):
         plain = build(modules, **switches | {"quantize_base": False})
-    odd = {
+    not_nf4_divisible = {
         name.rpartition(".")[2]: tuple(weight.shape)
         for name, module in plain.layers[0].named_modules()
         if (weight := getattr(module, "weight", None)) is not None
         and ".lora_" not in name
-        and weight.numel() % NF4_VALUES
+        and weight.numel() % NF4_MULTIPLE
     }
     # Some builders hold layers without adapters in NF4, too, so only a try shows whether a choice fits.
-    fitting = [name for name in modules if name not in odd]
-    fewer = {"apply_lora_to_mlp": False} if {"w1", "w2", "w3"} & set(odd) and switches["apply_lora_to_mlp"] else {}
+    fitting = [name for name in modules if name not in not_nf4_divisible]
+    fewer = (
+        {"apply_lora_to_mlp": False}
+        if {"w1", "w2", "w3"} & set(not_nf4_divisible) and switches["apply_lora_to_mlp"]
+        else {}
+    )
     advice = "so this model is no model for QLoRA: set model.quantize_base=False"
-    if fitting and holds(fitting, switches | fewer):
+    if fitting and fits_nf4(fitting, switches | fewer):
         advice = f"set model.lora_attn_modules=[{', '.join(fitting)}]" + " model.apply_lora_to_mlp=False" * len(fewer)
-    raise Mistake(
-        f"model.quantize_base=True: NF4 holds weights of a multiple of {NF4_VALUES} values, and not those of "
-        f"{', '.join(f'{name} ({rows} x {columns})' for name, (rows, columns) in odd.items())}; {advice}"
+    raise UsageError(
+        f"model.quantize_base=True: NF4 holds weights of a multiple of {NF4_MULTIPLE} values, and not those of "
+        f"{', '.join(f'{name} ({rows} x {columns})' for name, (rows, columns) in not_nf4_divisible.items())}; {advice}"
     )
 
 
-def published_config(name: str) -> dict[str, Any] | None:
+def hub_model_config(name: str) -> dict[str, Any] | None:
     """Returns the sizes in the config.json of a public model, by its name on the hub; None for an unknown name."""
     # With these a run can be planned before anything is downloaded. What a model was tuned for does not change them.
     base = re.sub(r"-(Instruct|Base)$", "", name).replace("-Coder-", "-").replace("-Math-", "-").removeprefix("Meta-")
-    if base not in _SIZES:
+    if base not in _HUB_MODEL_SIZES:
         return None
-    layers, width, heads, kv_heads, mlp, tied = _SIZES[base]
+    layers, width, heads, kv_heads, mlp, tied = _HUB_MODEL_SIZES[base]
     family = base.split("-")[0]
     return {
-        "model_type": _TYPES[family],
+        "model_type": _MODEL_TYPES[family],
         "num_hidden_layers": layers,
         "hidden_size": width,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": 128 if family == "Qwen3" else width // heads,
         "intermediate_size": mlp,
-        "vocab_size": _SMALL_VOCABULARY if family == "Qwen2.5" and tied else _VOCABULARY[family],
+        "vocab_size": _SMALL_VOCAB_SIZE if family == "Qwen2.5" and tied else _VOCAB_SIZES[family],
         "max_position_embeddings": 32768,
         "tie_word_embeddings": tied,
         "rope_theta": 1e6,

@@ -12,14 +12,14 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torchtune.modules import TiedLinear
 
-from torchtune_ext.policy.families import FAMILIES, completed, owner_of, read_config
-from torchtune_ext.policy.sharded import fill, whole
-from torchtune_ext.run.errors import FileMistake, Mistake
-from torchtune_ext.run.json_files import read_object, require_no_pointer
+from torchtune_ext.policy.families import FAMILIES, complete_config, hub_owner, read_hf_config
+from torchtune_ext.policy.sharding import fill_param, gather_full
+from torchtune_ext.run.errors import UsageError, UsageFileError
+from torchtune_ext.run.json_files import read_json_object, require_no_lfs_pointer
 
 # The dtypes of weights, as safetensors spells them. Others belong to a quantized checkpoint.
-_DTYPES = ("BF16", "F16", "F32", "F64")
-_UNQUANTIZED = "take the model in bfloat16 or float32; with precision=fp8_unified it is quantized here"
+_FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
+_UNQUANTIZED_HINT = "take the model in bfloat16 or float32; with precision=fp8_unified it is quantized here"
 # A fingerprint reads this many samples of a tensor, of this many bytes each.
 _SAMPLES, _SAMPLE_BYTES = 8, 1024
 # Activation checkpointing and compile add these parts to the names of parameters.
@@ -31,8 +31,8 @@ class HFModel:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.given: dict[str, Any] = read_config(path)  # what config.json says
-        self.config = completed(self.given)
+        self.raw_config: dict[str, Any] = read_hf_config(path)  # what config.json says
+        self.config = complete_config(self.raw_config)
         self._family = FAMILIES[self.config["model_type"]]
         self._shape = {
             "num_heads": self.config["num_attention_heads"],
@@ -40,7 +40,7 @@ class HFModel:
             "dim": self.config["hidden_size"],
             "head_dim": self.config["head_dim"],
         }
-        self.tied: bool = self.config["tie_word_embeddings"]
+        self.tied_embeddings: bool = self.config["tie_word_embeddings"]
 
     def files(self) -> list[Path]:
         """Returns the safetensors files, in order."""
@@ -48,31 +48,31 @@ class HFModel:
         if not files:
             others = sorted(path.name for ending in ("*.bin", "*.pth", "*.gguf") for path in self.path.glob(ending))
             there = f" (there is {others[0]}, which is not read)" if others else ""
-            raise FileMistake(
+            raise UsageFileError(
                 f"model_dir={str(self.path)!r} has no *.safetensors file{there}; other weight formats are not read: "
-                f"`hf download {owner_of(self.path.name)}/{self.path.name} --local-dir {self.path}` fetches the weights"
+                f"`hf download {hub_owner(self.path.name)}/{self.path.name} --local-dir {self.path}` fetches the weights"
             )
-        return self._indexed(files)
+        return self._select_indexed(files)
 
-    def _indexed(self, files: list[Path]) -> list[Path]:
+    def _select_indexed(self, files: list[Path]) -> list[Path]:
         # Some folders hold the same weights twice, in shards and in a single file.
         index = self.path / "model.safetensors.index.json"
         if not index.is_file():
             # vLLM reads all files of such a folder, so a stray one cannot be passed over.
             stray = [file.name for file in files if not file.name.startswith("model")]
             if 0 < len(stray) < len(files):
-                raise FileMistake(
+                raise UsageFileError(
                     f"model_dir={str(self.path)!r} holds {stray[0]} in addition to the model's weights, and no {index.name} "
                     f"says which files belong to the model; move {', '.join(stray)} to another folder"
                 )
             return files
-        names = read_object(index).get("weight_map")
+        names = read_json_object(index).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-            raise Mistake(f"{index} has no weight_map of file names. Copy the file from where the weights come from")
+            raise UsageError(f"{index} has no weight_map of file names. Copy the file from where the weights come from")
         named = set(names.values())
         missing = sorted(named - {file.name for file in files})
         if missing:
-            raise FileMistake(
+            raise UsageFileError(
                 f"model_dir={str(self.path)!r} lacks {missing[0]} ({len(missing)} of {len(named)} files are missing), which "
                 f"{index.name} names: the download broke off. `hf download OWNER/{self.path.name} --local-dir {self.path}` "
                 "goes on with it"
@@ -86,17 +86,17 @@ class HFModel:
         """
         self.require_unquantized()
         for file in self.files():
-            for name, entry in _header(file)[1].items():
+            for name, entry in _read_header(file)[1].items():
                 # Some files of tied models repeat the embedding as lm_head.
-                if name == "__metadata__" or (self.tied and name == "lm_head.weight"):
+                if name == "__metadata__" or (self.tied_embeddings and name == "lm_head.weight"):
                     continue
-                _require_plain(name, entry["dtype"], file)
+                _require_float_dtype(name, entry["dtype"], file)
                 empty = torch.empty(entry["shape"], device="meta")
                 try:
                     converted = self._family.to_tune({name: empty}, **self._shape)
                 except Exception as error:
                     # The family's map may be torchtune's, which raises errors of several kinds.
-                    raise Mistake(
+                    raise UsageError(
                         f"{file} holds {name} of shape {tuple(entry['shape'])}, which a model of the family "
                         f"{self.config['model_type']} has not. Copy config.json from where the weights come from"
                     ) from error
@@ -105,42 +105,42 @@ class HFModel:
     def require_readable(self) -> None:
         """Raises ValueError if there are no weights, or a file of them is cut or damaged."""
         for file in self.files():
-            _header(file)
+            _read_header(file)
 
-    def require_fits(self, model: nn.Module, new: Collection[str] = ()) -> None:
+    def require_fits(self, model: nn.Module, new_params: Collection[str] = ()) -> None:
         """Raises ValueError if the files do not have the names and shapes of a model, without its `new` parameters."""
         # Only headers are read, and the model may lie on the meta device.
         self.require_tied(model)
-        expected = {clean_name(name): tuple(p.shape) for name, p in model.named_parameters() if name not in new}
+        expected = {clean_name(name): tuple(p.shape) for name, p in model.named_parameters() if name not in new_params}
         missing = set(expected)
         for name, shape, file in self.shapes():
             if expected.get(name) != shape:
-                raise Mistake(self._misfit(name, shape, expected.get(name), file))
+                raise UsageError(self._shape_error(name, shape, expected.get(name), file))
             missing.discard(name)
-        self._require_none(missing)
+        self._require_none_missing(missing)
 
     def require_tied(self, model: nn.Module) -> None:
         """Raises ValueError if only one of model and config.json ties the output layer to the embedding."""
-        if self.tied != isinstance(model.output, TiedLinear):
-            raise Mistake(
-                f"tie_word_embeddings={self.tied} in {self.path / 'config.json'}, but the model of the YAML has "
-                f"{'untied' if self.tied else 'tied'} embeddings; change `model:`"
+        if self.tied_embeddings != isinstance(model.output, TiedLinear):
+            raise UsageError(
+                f"tie_word_embeddings={self.tied_embeddings} in {self.path / 'config.json'}, but the model of the YAML has "
+                f"{'untied' if self.tied_embeddings else 'tied'} embeddings; change `model:`"
             )
 
-    def _misfit(self, name: str, shape: tuple, expected: tuple | None, file: Path) -> str:
+    def _shape_error(self, name: str, shape: tuple, expected: tuple | None, file: Path) -> str:
         text = "no such weight" if expected is None else f"shape {expected}"
         return (
             f"model does not fit model_dir={str(self.path)!r}: {name} has shape {shape} in {file.name}, the built model has "
             f"{text}; compare `model:` in the YAML with {self.path / 'config.json'}"
         )
 
-    def _require_none(self, missing: Collection[str]) -> None:
+    def _require_none_missing(self, missing: Collection[str]) -> None:
         if missing:
             first = ", ".join(sorted(missing)[:4]) + (", ..." if len(missing) > 4 else "")
             fix = "`model:` is larger than what the files hold, or a file is missing; copy the files again, or change `model:`"
             if set(missing) == {"output.weight"}:
                 fix = f"if the output layer is the embedding, write tie_word_embeddings: true in {self.path / 'config.json'}"
-            raise Mistake(f"model_dir={str(self.path)!r} lacks {len(missing)} weights of the model ({first}): {fix}")
+            raise UsageError(f"model_dir={str(self.path)!r} lacks {len(missing)} weights of the model ({first}): {fix}")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (torchtune name, tensor) of every weight, one at a time."""
@@ -148,9 +148,9 @@ class HFModel:
         for file in self.files():
             with safe_open(file, framework="pt") as f:
                 for name in f.keys():
-                    if self.tied and name == "lm_head.weight":
+                    if self.tied_embeddings and name == "lm_head.weight":
                         continue
-                    _require_plain(name, f.get_slice(name).get_dtype(), file)
+                    _require_float_dtype(name, f.get_slice(name).get_dtype(), file)
                     yield from self._family.to_tune({name: f.get_tensor(name)}, **self._shape).items()
 
     def fingerprint(self) -> str:
@@ -163,9 +163,9 @@ class HFModel:
         tensors, total = {}, 0
         for file in self.files():
             with open(file, "rb") as f:
-                begin, header = _header(file)
+                begin, header = _read_header(file)
                 for name, entry in header.items():
-                    if name == "__metadata__" or (self.tied and name == "lm_head.weight"):
+                    if name == "__metadata__" or (self.tied_embeddings and name == "lm_head.weight"):
                         continue
                     start, end = entry["data_offsets"]
                     size, digest = end - start, hashlib.sha256(f"{entry['dtype']} {entry['shape']} ".encode())
@@ -180,9 +180,9 @@ class HFModel:
     def require_unquantized(self) -> None:
         """Raises ValueError if `config.json` says that the weights are quantized; nobody reads their scales."""
         if (quantization := self.config.get("quantization_config")) is not None:
-            raise Mistake(
+            raise UsageError(
                 f"model_dir={str(self.path)!r} holds quantized weights (quantization_config in config.json, quant_method="
-                f"{quantization.get('quant_method')!r}): {_UNQUANTIZED}"
+                f"{quantization.get('quant_method')!r}): {_UNQUANTIZED_HINT}"
             )
 
     def to_hf(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
@@ -192,15 +192,15 @@ class HFModel:
         return next(iter(self._family.to_hf({name: tensor}, **shape).items()))
 
 
-def _require_plain(name: str, dtype: str, file: Path) -> None:
+def _require_float_dtype(name: str, dtype: str, file: Path) -> None:
     """Raises ValueError if a tensor is, or belongs to, a quantized weight."""
-    if "_scale" in name.rpartition(".")[2] or dtype not in _DTYPES:
-        raise Mistake(f"{name} in {file} is, or belongs to, a quantized weight: {_UNQUANTIZED}")
+    if "_scale" in name.rpartition(".")[2] or dtype not in _FLOAT_DTYPES:
+        raise UsageError(f"{name} in {file} is, or belongs to, a quantized weight: {_UNQUANTIZED_HINT}")
 
 
-def _header(file: Path) -> tuple[int, dict[str, Any]]:
+def _read_header(file: Path) -> tuple[int, dict[str, Any]]:
     """Where the data of a safetensors file begin, and its header: dtype, shape and place of each tensor."""
-    require_no_pointer(file)
+    require_no_lfs_pointer(file)
     with open(file, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
         try:
@@ -212,11 +212,11 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
                 default=0,
             )
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise Mistake(
+            raise UsageError(
                 f"{file} is not a safetensors file, or its header is damaged. Copy the file from where the weights come from"
             ) from None
     if 8 + length + end != file.stat().st_size:
-        raise Mistake(
+        raise UsageError(
             f"{file} has {file.stat().st_size:,} bytes, its header says {8 + length + end:,}. Copy the file from where the "
             "weights come from"
         )
@@ -231,26 +231,26 @@ def clean_name(name: str) -> str:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, source: HFModel, new: Collection[str] = ()) -> None:
+def load_weights(model: nn.Module, hf_model: HFModel, new_params: Collection[str] = ()) -> None:
     """Copies the weights of `source` into a model. If it is sharded, each rank keeps its part.
 
     The parameters `new`, those of adapters, are in no file. Raises ValueError if names or shapes do not fit.
     """
     params = {clean_name(name): p for name, p in model.named_parameters()}
-    missing = set(params) - set(new)
-    for name, tensor in source.tensors():
+    missing = set(params) - set(new_params)
+    for name, tensor in hf_model.tensors():
         param = params.get(name)
         if param is None or tuple(param.shape) != tuple(tensor.shape):
             expected = None if param is None else tuple(param.shape)
-            raise Mistake(source._misfit(name, tuple(tensor.shape), expected, source.path))
-        fill(param, tensor)
+            raise UsageError(hf_model._shape_error(name, tuple(tensor.shape), expected, hf_model.path))
+        fill_param(param, tensor)
         missing.discard(name)
-    source._require_none(missing)
+    hf_model._require_none_missing(missing)
 
 
 @torch.no_grad()
-def named_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def named_hf_tensors(model: nn.Module, hf_model: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yields (Hugging Face name, whole tensor) of every parameter in `dtype`: a collective, the same on every rank."""
     # It gathers one sharded parameter at a time, so all ranks must exhaust it together.
     for name, param in model.named_parameters():
-        yield names.to_hf(clean_name(name), whole(param).to(dtype))
+        yield hf_model.to_hf(clean_name(name), gather_full(param).to(dtype))

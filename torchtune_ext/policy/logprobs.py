@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torchtune.modules import TiedLinear, TransformerDecoder
 
-from torchtune_ext.kernels.indexing import take
+from torchtune_ext.kernels.indexing import gather_rows
 from torchtune_ext.kernels.linear_logprob import linear_gather, linear_logprob, linear_top_k
 from torchtune_ext.kernels.packed_attention import packed_mask, use_packed_attention
 from torchtune_ext.pipeline.packing import Row
 from torchtune_ext.policy.lora import effective_weight
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 
 if TYPE_CHECKING:
-    from torchtune_ext.policy.fp8.plan import Fp8Receipt
+    from torchtune_ext.policy.fp8.plan import Fp8Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class LabelLogprobs:
     top_LK: Tensor | None = None
     top_ids_LK: Tensor | None = None
 
-    def detached(self) -> "LabelLogprobs":
+    def detach(self) -> "LabelLogprobs":
         """Returns the same values without gradient."""
         return replace(self, logprobs_L=self.logprobs_L.detach(), entropy_L=self.entropy_L.detach())
 
@@ -37,24 +37,24 @@ class LabelLogprobs:
 class PackedPolicy:
     """Wraps a torchtune decoder, which then has packed attention and returns log-probs in place of logits."""
 
-    def __init__(self, model: TransformerDecoder, fp8: "Fp8Receipt | None" = None):
+    def __init__(self, model: TransformerDecoder, fp8: "Fp8Plan | None" = None):
         self.model = model
         # Which layers compute in FP8, if any.
-        self.fp8 = fp8
+        self.fp8_plan = fp8
         # With dropout, two forwards in training mode differ.
-        self.noisy = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
+        self.has_dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
         # Multiplications of attention for a pair of query and key, divided by those of the weights for a token.
         layers: list[Any] = [*model.layers]  # to torch a layer's attributes are any tensors or modules
         pairs = sum(2 * layer.attn.num_heads * layer.attn.head_dim for layer in layers)
         weights = sum(p.numel() for p in model.layers.parameters()) + model.tok_embeddings.weight.numel()
-        self.pair_cost = pairs / weights
+        self.attention_pair_cost = pairs / weights
         # The rows of the RoPE cache bound a position, not the length of a packed row.
         self.max_positions = model.max_seq_len
         # A call leaves its arguments here for `_unembed`, since the decoder's forward does not pass them on.
         self._row: Row | None = None
         self._temperature = 1.0
-        self._top: int | Tensor = 0
-        self._tops: tuple[Tensor | None, Tensor | None] = (None, None)
+        self._top_request: int | Tensor = 0
+        self._top_logprobs: tuple[Tensor | None, Tensor | None] = (None, None)
         # Both set attributes on the instances, so parameters and their names stay torchtune's, and FSDP2, activation
         # checkpointing and compile can wrap the model later.
         use_packed_attention(model)
@@ -70,21 +70,21 @@ class PackedPolicy:
         `top` asks for more at every label: those of the K likeliest tokens, or of the tokens with ids [L, K]. Raises
         ValueError if a sequence is longer than the model's `max_seq_len`.
         """
-        if row.longest > self.max_positions:
-            raise Mistake(
-                f"model.max_seq_len={self.max_positions} is too short for a sequence of {row.longest} tokens; "
+        if row.max_path_len > self.max_positions:
+            raise UsageError(
+                f"model.max_seq_len={self.max_positions} is too short for a sequence of {row.max_path_len} tokens; "
                 "raise it, or lower max_tokens"
             )
         # torchtune compares the *row* with max_seq_len, but only positions index the RoPE cache.
         self.model.max_seq_len = max(self.max_positions, row.tokens_T.numel())
-        self._row, self._temperature, self._top = row, temperature, top
+        self._row, self._temperature, self._top_request = row, temperature, top
         try:
             logprobs_L, entropy_L = self.model(
                 row.tokens_T[None], mask=packed_mask(row), input_pos=row.positions_T[None]
             )
-            return LabelLogprobs(logprobs_L, entropy_L, *self._tops)
+            return LabelLogprobs(logprobs_L, entropy_L, *self._top_logprobs)
         finally:
-            self._row, self._top, self._tops = None, 0, (None, None)
+            self._row, self._top_request, self._top_logprobs = None, 0, (None, None)
 
     def _unembed(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Maps [1, T, D] to log-probs and entropies, both [L], in place of `TransformerDecoder.unembed`."""
@@ -92,10 +92,10 @@ class PackedPolicy:
         assert self._row is not None
         output = self.model.output
         weight_VD = effective_weight(output.tied_module if isinstance(output, TiedLinear) else output)
-        hidden_LD = take(self.model.norm(hidden_BTD)[0], self._row.sources_L)
+        hidden_LD = gather_rows(self.model.norm(hidden_BTD)[0], self._row.hidden_index_L)
         head = hidden_LD, weight_VD.to(hidden_LD.dtype)
-        if isinstance(self._top, Tensor):
-            self._tops = linear_gather(*head, self._top, self._temperature), self._top
-        elif self._top:
-            self._tops = linear_top_k(*head, self._top, self._temperature)
+        if isinstance(self._top_request, Tensor):
+            self._top_logprobs = linear_gather(*head, self._top_request, self._temperature), self._top_request
+        elif self._top_request:
+            self._top_logprobs = linear_top_k(*head, self._top_request, self._temperature)
         return linear_logprob(*head, self._row.labels_L, self._temperature)

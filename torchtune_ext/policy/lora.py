@@ -22,8 +22,8 @@ from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import DoRALinear, LoRALinear, disable_adapter
 
 from torchtune_ext.policy.hf_model import HFModel, clean_name
-from torchtune_ext.policy.sharded import dequantized, fill, whole
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.policy.sharding import dequantize_nf4, fill_param, gather_full
+from torchtune_ext.run.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +57,26 @@ class AdapterSpec:
 
 
 def adapter_spec(
-    model: TransformerDecoder, source: HFModel, node: Mapping[str, Any], shards: int = 1
+    model: TransformerDecoder, hf_model: HFModel, section: Mapping[str, Any], shards: int = 1
 ) -> AdapterSpec | None:
     """The adapters of a model, which may lie on the meta device, or None if it has none. `node` is the YAML's `model:`.
 
     Raises ValueError for a rank of 0, targets that name nothing or are missing, or NF4 weights that ranks cannot share.
     """
-    if node.get("lora_rank", 1) < 1:
-        raise Mistake(f"model.lora_rank={node['lora_rank']} must be at least 1")
+    if section.get("lora_rank", 1) < 1:
+        raise UsageError(f"model.lora_rank={section['lora_rank']} must be at least 1")
     modules = adapted_modules(model)
     # torchtune's builders skip targets that they do not know, and the run would train fewer layers than it says.
     parts = model.layers[0].get_submodule("attn").named_children()
     attention = {name for name, module in parts if hasattr(module, "weight")}
-    unknown = sorted(set(node.get("lora_attn_modules") or ()) - attention)
+    unknown = sorted(set(section.get("lora_attn_modules") or ()) - attention)
     if unknown:
-        raise Mistake(f"model.lora_attn_modules names {unknown}, which no layer has; there are {sorted(attention)}")
-    builder = str(node.get("_component_")).rpartition(".")[2]
-    if not modules and (re.search(r"(^|_)q?lora(_|$)", builder) or any(str(key).startswith("lora_") for key in node)):
-        raise Mistake(
+        raise UsageError(f"model.lora_attn_modules names {unknown}, which no layer has; there are {sorted(attention)}")
+    builder = str(section.get("_component_")).rpartition(".")[2]
+    if not modules and (
+        re.search(r"(^|_)q?lora(_|$)", builder) or any(str(key).startswith("lora_") for key in section)
+    ):
+        raise UsageError(
             "`model:` speaks of LoRA, but the model has no adapters; name torchtune_ext.policy.from_config, or a LoRA builder "
             f"of torchtune, and give it lora_attn_modules out of {sorted(attention)}"
         )
@@ -83,7 +85,7 @@ def adapter_spec(
     for name, module in modules.items():
         # FSDP2 cuts an NF4 weight between its scales of scales, of which there is one for 256 blocks.
         if isinstance(module.weight, NF4Tensor) and module.weight.quantization_factor.numel() % shards:
-            raise Mistake(
+            raise UsageError(
                 f"model.quantize_base: {name} has {module.weight.quantization_factor.numel()} groups of 256 NF4 blocks, which "
                 f"{shards} ranks cannot share; leave it out of the targets, or take another number of ranks or shard_within"
             )
@@ -91,16 +93,16 @@ def adapter_spec(
     rank = first.lora_a.weight.shape[0]
     alpha, dropout = _scaling(first) * rank, getattr(first.dropout, "p", 0.0)
     if not 0 < alpha < math.inf:
-        raise Mistake(
+        raise UsageError(
             f"model.lora_alpha={alpha}: expected a finite number above 0. An adapter's output is scaled by lora_alpha / "
             "lora_rank, so with this value it learns nothing; set model.lora_alpha=16, for instance"
         )
     # torchtune takes NaN for 0.
-    if not 0 <= (share := node.get("lora_dropout", dropout)) < 1:
-        raise Mistake(
+    if not 0 <= (share := section.get("lora_dropout", dropout)) < 1:
+        raise UsageError(
             f"model.lora_dropout={share}: expected the share of an adapter's inputs that is dropped, at least 0 and below 1"
         )
-    names = [source.to_hf(f"{name}.weight", module.lora_b.weight)[0] for name, module in modules.items()]
+    names = [hf_model.to_hf(f"{name}.weight", module.lora_b.weight)[0] for name, module in modules.items()]
     return AdapterSpec(
         rank=rank,
         alpha=alpha,
@@ -121,7 +123,7 @@ def adapter_names(model: nn.Module) -> set[str]:
     return {f"{name}.{p}" for name, module in adapted_modules(model).items() for p in module.adapter_params()}
 
 
-def prepare(model: nn.Module, base_dtype: torch.dtype) -> None:
+def freeze_base(model: nn.Module, base_dtype: torch.dtype) -> None:
     """Freezes all parameters but the adapters, and holds them in `base_dtype`, or in NF4. No weights may exist yet."""
     adapters = adapter_names(model)
     for prefix, module in model.named_modules():
@@ -142,20 +144,20 @@ def prepare(model: nn.Module, base_dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int) -> None:
+def init_adapters(model: nn.Module, seed: int) -> None:
     """Gives adapters their first values, with which they change nothing: B is zero, and m is the norm of W's rows."""
     # Every rank draws the whole of A on the CPU, so its bits are the same on any number of ranks.
     generator = torch.Generator().manual_seed(seed)
     for module in adapted_modules(model).values():
         rank, width = module.lora_a.weight.shape
         # Kaiming, as in the paper's code: uniform in +-1/sqrt(width).
-        fill(module.lora_a.weight, (2 * torch.rand(rank, width, generator=generator) - 1) * width**-0.5)
-        fill(module.lora_b.weight, torch.zeros(module.lora_b.weight.shape))
+        fill_param(module.lora_a.weight, (2 * torch.rand(rank, width, generator=generator) - 1) * width**-0.5)
+        fill_param(module.lora_b.weight, torch.zeros(module.lora_b.weight.shape))
         if isinstance(module, DoRALinear):
-            fill(module.magnitude, torch.linalg.norm(whole(module.get_parameter("weight")).float(), dim=1))
+            fill_param(module.magnitude, torch.linalg.norm(gather_full(module.get_parameter("weight")).float(), dim=1))
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None = None) -> Tensor:
+def merge_weight(weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None = None) -> Tensor:
     """Returns the matrix [out, in] that does what a weight and its adapter do together."""
     v = weight + scaling * (b @ a)
     return v if magnitude is None else (magnitude / torch.linalg.norm(v, dim=1).detach())[:, None] * v
@@ -170,15 +172,15 @@ def effective_weight(module: Any) -> Tensor:
     if module.disabled:
         return weight
     magnitude = module.magnitude if isinstance(module, DoRALinear) else None
-    weight = dequantized(weight).to(module.lora_a.weight.dtype)
-    return merged(weight, module.lora_a.weight, module.lora_b.weight, _scaling(module), magnitude)
+    weight = dequantize_nf4(weight).to(module.lora_a.weight.dtype)
+    return merge_weight(weight, module.lora_a.weight, module.lora_b.weight, _scaling(module), magnitude)
 
 
 @torch.no_grad()
-def base_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def base_hf_tensors(model: nn.Module, hf_model: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yields (Hugging Face name, whole tensor) of the model below the adapters, dequantized. It is a collective."""
     for name, full in base_tensors(model):
-        yield names.to_hf(name, full.to(dtype))
+        yield hf_model.to_hf(name, full.to(dtype))
 
 
 @torch.no_grad()
@@ -187,14 +189,14 @@ def base_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     adapters = adapter_names(model)
     for name, param in model.named_parameters():
         if clean_name(name) not in adapters:
-            yield clean_name(name), whole(param)
+            yield clean_name(name), gather_full(param)
 
 
-def merged_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def merged_hf_tensors(model: nn.Module, hf_model: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yields (Hugging Face name, whole tensor) of the model with its adapters, merged. It is a collective."""
     # Merging is in float32. The result is rounded only once, to `dtype`.
     for name, full in merged_tensors(model):
-        yield names.to_hf(name, full.to(dtype))
+        yield hf_model.to_hf(name, full.to(dtype))
 
 
 @torch.no_grad()
@@ -212,36 +214,36 @@ def merged_tensors(
         name = clean_name(name)
         if name in adapters:
             continue
-        full = base(name, whole(param))
+        full = base(name, gather_full(param))
         module = modules.get(name.removesuffix(".weight"))
         if module is not None:
-            a, b = (factor(whole(part.weight)).float() for part in (module.lora_a, module.lora_b))
-            magnitude = whole(module.magnitude).float() if isinstance(module, DoRALinear) else None
-            full = merged(full.float(), a, b, _scaling(module), magnitude)
+            a, b = (factor(gather_full(part.weight)).float() for part in (module.lora_a, module.lora_b))
+            magnitude = gather_full(module.magnitude).float() if isinstance(module, DoRALinear) else None
+            full = merge_weight(full.float(), a, b, _scaling(module), magnitude)
         yield name, full
 
 
 @torch.no_grad()
-def adapter_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def adapter_hf_tensors(model: nn.Module, hf_model: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yields (PEFT name, whole tensor) of only the adapters. It is a collective."""
     # torchtune's own export permutes q and k of Qwen2, too, whose layout is that of Hugging Face already.
     for name, module in adapted_modules(model).items():
-        hf_name, b = names.to_hf(f"{name}.weight", whole(module.lora_b.weight).to(dtype))
+        hf_name, b = hf_model.to_hf(f"{name}.weight", gather_full(module.lora_b.weight).to(dtype))
         stem = "base_model.model." + hf_name.removesuffix(".weight")
-        yield f"{stem}.lora_A.weight", whole(module.lora_a.weight).to(dtype)
+        yield f"{stem}.lora_A.weight", gather_full(module.lora_a.weight).to(dtype)
         yield f"{stem}.lora_B.weight", b
         if isinstance(module, DoRALinear):
-            _, magnitude = names.to_hf(f"{name}.weight", whole(module.magnitude).to(dtype)[:, None])
+            _, magnitude = hf_model.to_hf(f"{name}.weight", gather_full(module.magnitude).to(dtype)[:, None])
             yield f"{stem}.lora_magnitude_vector", magnitude[:, 0]
 
 
-class AdapterOff:
+class AdapterDisabledReference:
     """The reference policy of an adapted model: the model with its adapters switched off, which costs no memory."""
 
     def __init__(self, model: nn.Module):
         self._model = model
 
-    def swapped_in(self) -> AbstractContextManager[None]:
+    def activate(self) -> AbstractContextManager[None]:
         """Returns a context in which the model is the one that the adapters were put on."""
         return disable_adapter(self._model)
 
@@ -266,11 +268,11 @@ class _DoRALinear(DoRALinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.disabled:
-            return F.linear(x, dequantized(self.weight).to(x.dtype), self.bias)
+            return F.linear(x, dequantize_nf4(self.weight).to(x.dtype), self.bias)
         a, b = self.lora_a.weight, self.lora_b.weight
         with torch.no_grad():
             # torchtune pushes an identity matrix through A and B for this product.
-            v = torch.addmm(dequantized(self.weight).to(a.dtype), b, a, alpha=self.scaling)
+            v = torch.addmm(dequantize_nf4(self.weight).to(a.dtype), b, a, alpha=self.scaling)
             norm = torch.linalg.norm(v, dim=1)
         lora = self.scaling * self.lora_b(self.lora_a(self.dropout(x)))
         # torchtune 0.6.1 scales the bias, too. Qwen2 has biases, and neither PEFT nor a merged weight scales them.
@@ -283,7 +285,7 @@ class _ScaledLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, lora: Tensor, scale: Tensor) -> Tensor:
         """x [..., in], weight [out, in] and lora [..., out] in one dtype, scale [out] in float32 -> [..., out] as x."""
-        rows, columns = x.flatten(0, -2), dequantized(weight).to(x.dtype).T
+        rows, columns = x.flatten(0, -2), dequantize_nf4(weight).to(x.dtype).T
         # Both factors are float32. The scale m / |V| stays near 1, where bfloat16 has steps of 2^-7 and would miss most
         # updates of m. And if W x were rounded first, a change below half a step of W x would be rounded away.
         if x.is_cuda and x.dtype != torch.float32:
@@ -302,5 +304,5 @@ class _ScaledLinear(torch.autograd.Function):
         weight, scale, v = ctx.saved_tensors
         # The norm in `scale` is a constant (eq. 11), so the gradient does not pass through it.
         dv = (scale * dy).to(dy.dtype)
-        dx = dv @ dequantized(weight).to(dy.dtype) if ctx.needs_input_grad[0] else None
+        dx = dv @ dequantize_nf4(weight).to(dy.dtype) if ctx.needs_input_grad[0] else None
         return dx, None, None, dv, (dy * v).flatten(0, -2).sum(0, dtype=scale.dtype)

@@ -6,7 +6,7 @@ import torch
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune.modules import TiedLinear, TransformerDecoder
 
-from torchtune_ext.kernels.fp8_quantize import LINE_BYTES, TILE_BYTES
+from torchtune_ext.kernels.fp8_quantize import LINE_BYTES_PER_VALUE, TILE_BYTES_PER_VALUE
 from torchtune_ext.kernels.linear_logprob import CHUNK_ELEMENTS
 from torchtune_ext.policy import lora
 from torchtune_ext.policy.fp8 import Fp8Config
@@ -14,10 +14,10 @@ from torchtune_ext.policy.fp8.plan import linear_layers
 
 GIB = 1 << 30
 # 4 bits for a value, 8 bits for a block of 64 values, and a float32 for 256 blocks.
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+NF4_BYTES_PER_VALUE = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
-class Sizes:
+class ModelSizes:
     """The sizes of a model that decide its memory: numbers of values, unless their names say bytes.
 
     Args:
@@ -43,27 +43,29 @@ class Sizes:
         attn = layer.attn
 
         self.dtype = compute_dtype
-        self.total = sum(p.numel() for p in params.values())
-        self.trained = sum(params[name].numel() for name in trained)
+        self.total_params = sum(p.numel() for p in params.values())
+        self.trained_params = sum(params[name].numel() for name in trained)
         # The frozen ones as the trainer holds them: in NF4 (Dettmers et al. 2023, section 3), or in the compute dtype.
         self.frozen_bytes = sum(
-            int(p.numel() * NF4_BYTES) if isinstance(p, NF4Tensor) else p.numel() * size for p in frozen
+            int(p.numel() * NF4_BYTES_PER_VALUE) if isinstance(p, NF4Tensor) else p.numel() * size for p in frozen
         )
         self.layers = len(model.layers)
-        self.layer = sum(p.numel() for p in layer.parameters())
-        self.outer = self.total - self.layer * self.layers  # embedding, output projection, last norm
+        self.layer_params = sum(p.numel() for p in layer.parameters())
+        self.non_layer_params = (
+            self.total_params - self.layer_params * self.layers
+        )  # embedding, output projection, last norm
         in_layer = dict(layer.named_parameters(prefix="layers.0"))
-        self.trained_layer = sum(p.numel() for name, p in in_layer.items() if name in trained)
-        self.largest = max(p.numel() for p in params.values())  # the largest tensor, and the largest one in NF4
+        self.trained_layer_params = sum(p.numel() for name, p in in_layer.items() if name in trained)
+        self.largest_param = max(p.numel() for p in params.values())  # the largest tensor, and the largest one in NF4
         self.largest_nf4 = max((p.numel() for p in params.values() if isinstance(p, NF4Tensor)), default=0)
         self.width, self.vocab = model.tok_embeddings.embedding_dim, model.tok_embeddings.num_embeddings
         self.mlp = layer.mlp.w1.weight.shape[0]  # width inside the MLP
         # The output projection, if it gets a gradient. With adapters it does only if it has an adapter itself.
         own_head = not isinstance(model.output, TiedLinear) and any(name.startswith("output.") for name in adapters)
-        self.head = self.vocab * self.width if own_head or not adapters else 0
+        self.trained_head_params = self.vocab * self.width if own_head or not adapters else 0
         self.rope_bytes = sum(buffer.nbytes for buffer in model.buffers())  # no device shares these tables
         # Keys and values of a token in all layers, and the heads of one layer.
-        self.keys = 2 * sum(block.attn.num_kv_heads * block.attn.head_dim for block in layers)
+        self.kv_values_per_token = 2 * sum(block.attn.num_kv_heads * block.attn.head_dim for block in layers)
         self.heads, self.kv_heads = attn.num_heads, attn.num_kv_heads
 
         # For the backward, an uncompiled layer keeps of each token the float32 inputs of its norms, also of those of q
@@ -72,21 +74,23 @@ class Sizes:
         normed = (attn.num_heads + attn.num_kv_heads) * attn.head_dim if attn.q_norm else 0
         floats = 2 * self.width + normed + attn.num_heads + 2 * attn.head_dim
         inside = size * (2 * self.width + 4 * attn.num_heads * attn.head_dim + 4 * self.mlp) + 4 * floats
-        self.inside = inside + _kept_by_fp8(model, trainer_fp8, size)  # bytes a token
+        self.layer_bytes_per_token = inside + _fp8_saved_bytes(model, trainer_fp8, size)  # bytes a token
         # Bytes of all weights, without adapters, as the engine holds them. Layers in FP8 are tiles.
         sent = (engine_dtype or compute_dtype).itemsize
-        converted = sum(out * width for out, width in in_fp8(model, engine_fp8, trainer_fp8 is not None).values())
-        below = self.total - sum(params[name].numel() for name in adapters)
-        self.engine_bytes = int(sent * below - (sent - TILE_BYTES) * converted)
+        converted = sum(
+            out * width for out, width in fp8_layer_shapes(model, engine_fp8, trainer_fp8 is not None).values()
+        )
+        below = self.total_params - sum(params[name].numel() for name in adapters)
+        self.engine_bytes = int(sent * below - (sent - TILE_BYTES_PER_VALUE) * converted)
 
     @property
-    def frozen(self) -> bool:
+    def has_frozen_params(self) -> bool:
         """Whether a part of the model is frozen, as it is below adapters."""
-        return self.trained < self.total
+        return self.trained_params < self.total_params
 
 
-def trainer_rows(
-    sizes: Sizes,
+def trainer_memory(
+    sizes: ModelSizes,
     row_tokens: int,
     world_size: int,
     activation_checkpointing: bool,
@@ -105,7 +109,7 @@ def trainer_rows(
         shard_within: devices that share one copy of the states (HSDP). None: all devices do.
     """
     shards = min(shard_within or world_size, world_size)
-    size, inside = sizes.dtype.itemsize, sizes.inside * row_tokens
+    size, inside = sizes.dtype.itemsize, sizes.layer_bytes_per_token * row_tokens
     # The backward of an MLP holds three gradients of its width beside what the layer has kept. The last norm and the
     # log-probs keep their inputs and a gradient.
     around = row_tokens * (3 * size * sizes.mlp + sizes.width * (4 + 2 * size))
@@ -117,52 +121,54 @@ def trainer_rows(
     # Logits and probabilities of a chunk exist at the same time, in float32: 8 bytes a logit.
     chunk = min(CHUNK_ELEMENTS, row_tokens * sizes.vocab)
     # On one device only a model without adapters goes through FSDP2 (`build_policy`).
-    sharded = world_size > 1 or (size < 4 and not sizes.frozen)
+    sharded = world_size > 1 or (size < 4 and not sizes.has_frozen_params)
     # FSDP2 gathers the next layer while one computes. Frozen weights are gathered as they are held, which may be NF4.
-    gathered = sizes.outer + 2 * sizes.layer
-    width = sizes.frozen_bytes / (sizes.total - sizes.trained) if sizes.frozen else size
+    gathered = sizes.non_layer_params + 2 * sizes.layer_params
+    width = sizes.frozen_bytes / (sizes.total_params - sizes.trained_params) if sizes.has_frozen_params else size
     return {
         "frozen weights, as they are held": sizes.frozen_bytes // shards,
-        "weights, float32 master": 4 * sizes.trained // shards,
-        "gradients, float32": 4 * sizes.trained // shards,
+        "weights, float32 master": 4 * sizes.trained_params // shards,
+        "gradients, float32": 4 * sizes.trained_params // shards,
         f"activations of a row of {row_tokens} tokens": int(kept),
         "logits of one chunk, with gradient": 8 * chunk,
         "gradients before they are shared out": _gradients_in_flight(sizes, sharded, shards, int(kept)),
-        "state of the optimizer": int(optimizer_bytes * sizes.trained) // shards,
+        "state of the optimizer": int(optimizer_bytes * sizes.trained_params) // shards,
         "table of RoPE, float32": sizes.rope_bytes,
         f"gathered weights, {str(sizes.dtype)[6:]}": int(width * gathered) if sharded else 0,
         "largest NF4 weight while it is dequantized": (8 + size) * sizes.largest_nf4,
     }
 
 
-def _gradients_in_flight(sizes: Sizes, sharded: bool, shards: int, activations: int) -> int:
+def _gradients_in_flight(sizes: ModelSizes, sharded: bool, shards: int, activations: int) -> int:
     """The most bytes that whole gradients take in any moment of the backward."""
     size = sizes.dtype.itemsize
     # At the beginning, the output projection's gradient is summed in float32 and then rounded.
-    begin = (4 + size) * sizes.head
+    begin = (4 + size) * sizes.trained_head_params
     if not sharded:
         return begin
     # In the middle, it waits for the end, beside the gradient of a layer and two float32 copies that FSDP2 reduces.
-    middle = size * sizes.head + (size + 8) * sizes.trained_layer
+    middle = size * sizes.trained_head_params + (size + 8) * sizes.trained_layer_params
     # At the end, the gradients of embedding and output projection are reduced together, when the activations are gone.
-    outer = sizes.trained - sizes.trained_layer * sizes.layers
+    outer = sizes.trained_params - sizes.trained_layer_params * sizes.layers
     end = (size + 4) * outer + 4 * outer // shards - activations
     return max(begin, middle, end)
 
 
-def in_fp8(model: TransformerDecoder, config: Fp8Config | None, trains: bool) -> dict[str, tuple[int, int]]:
+def fp8_layer_shapes(model: TransformerDecoder, config: Fp8Config | None, trains: bool) -> dict[str, tuple[int, int]]:
     """Returns Hugging Face name -> (out, in) of the layers that compute in FP8."""
     layers = linear_layers(model, config, trains)[0] if config else ()
     return {layer.name: layer.shape for layer in layers if layer.reason is None}
 
 
-def _kept_by_fp8(model: TransformerDecoder, config: Fp8Config | None, size: int) -> float:
+def _fp8_saved_bytes(model: TransformerDecoder, config: Fp8Config | None, size: int) -> float:
     """The bytes a token that the first layer keeps more than without FP8; they may be negative."""
     if config is None or config.save_activations != "fp8" or lora.adapter_names(model):
         return 0.0
     # A layer in FP8 keeps the columns of its input in place of it, and layers with one input keep them once. The input
     # of o_proj is attention's output, which attention keeps in any case, so there the columns come on top.
-    less = LINE_BYTES - size
-    more = {"q_proj": less, "o_proj": LINE_BYTES, "gate_proj": less, "down_proj": less}
-    widths = {name: width for name, (_, width) in in_fp8(model, config, trains=True).items() if ".layers.0." in name}
+    less = LINE_BYTES_PER_VALUE - size
+    more = {"q_proj": less, "o_proj": LINE_BYTES_PER_VALUE, "gate_proj": less, "down_proj": less}
+    widths = {
+        name: width for name, (_, width) in fp8_layer_shapes(model, config, trains=True).items() if ".layers.0." in name
+    }
     return sum(more.get(name.rpartition(".")[2], 0) * width for name, width in widths.items())

@@ -13,20 +13,20 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from torchtune_ext.chat import CHATML
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 from torchtune_ext.settings.records import config_record
 
-SPECIAL = ("<|im_end|>", "<|im_start|>", "<|pad|>")
+SPECIAL_TOKENS = ("<|im_end|>", "<|im_start|>", "<|pad|>")
 # The roles as the template writes them.
-ROLES = ("user\n", "assistant\n", "system\n")
+ROLE_PREFIXES = ("user\n", "assistant\n", "system\n")
 # model_type -> its class in transformers.
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # A line that stands in this share of the prompts becomes one token.
-COMMON = 0.5
+COMMON_LINE_FRACTION = 0.5
 
 
 @config_record("shape")
-class Shape:
+class ModelShape:
     """The sizes of a Qwen2 or Qwen3 model with tied embeddings, by the names of config.json."""
 
     model_type: Literal["qwen2", "qwen3"] = Field(default="qwen2", description="architecture")
@@ -44,17 +44,17 @@ class Shape:
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
-            raise Mistake(
+            raise UsageError(
                 f"shape: hidden_size={self.hidden_size} must be a multiple of num_attention_heads="
                 f"{self.num_attention_heads}, and that of num_key_value_heads={self.num_key_value_heads}"
             )
         if self.model_type == "qwen2" and self.head_size * self.num_attention_heads != self.hidden_size:
-            raise Mistake(
+            raise UsageError(
                 f"shape.head_dim={self.head_dim} must be hidden_size / num_attention_heads in Qwen2; leave it out, or set "
                 "shape.model_type=qwen3"
             )
         if self.head_size % 32:
-            raise Mistake(
+            raise UsageError(
                 f"shape: heads of {self.head_size} (head_dim, or hidden_size / num_attention_heads) are unknown to vLLM's "
                 "attention kernels; make it a multiple of 32"
             )
@@ -70,8 +70,10 @@ def make_tokenizer(
 ) -> Tokenizer:
     """Trains a byte-level BPE with a token for each answer and each common line. Any text decodes to itself."""
     lines = Counter(line for prompt in prompts for line in set(re.findall(r"[^\n]+\n*", prompt)))
-    common = sorted(line for line, count in lines.items() if count >= COMMON * len(prompts) and len(line) > 3)
-    words = sorted({*answers, *ROLES})
+    common = sorted(
+        line for line, count in lines.items() if count >= COMMON_LINE_FRACTION * len(prompts) and len(line) > 3
+    )
+    words = sorted({*answers, *ROLE_PREFIXES})
     tokenizer = Tokenizer(models.BPE())
     # Without the usual split at words, a phrase like " was in the room just west of the " can become one token.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -81,21 +83,21 @@ def make_tokenizer(
     cut = re.compile("|".join(re.escape(s) for s in sorted([*common, *words], key=len, reverse=True)) or r"(?!)")
     pieces = [piece for text in [*prompts, *solutions] for piece in cut.split(text) if piece]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(SPECIAL) - len(words) - len(common),
+        vocab_size=vocab_size - len(SPECIAL_TOKENS) - len(words) - len(common),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         min_frequency=max(2, len(prompts) // 200),
         show_progress=False,
     )
     tokenizer.train_from_iterator(pieces, trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in [*words, *common]])
     return tokenizer
 
 
-def write_model(folder: Path, tokenizer: Tokenizer, shape: Shape, seed: int) -> None:
+def write_model(folder: Path, tokenizer: Tokenizer, shape: ModelShape, seed: int) -> None:
     """Writes a model directory in Hugging Face format, with random weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    end, _, pad = (tokenizer.token_to_id(token) for token in SPECIAL)
+    end, _, pad = (tokenizer.token_to_id(token) for token in SPECIAL_TOKENS)
     vocab = (tokenizer.get_vocab_size() + 63) // 64 * 64
     config = {
         "architectures": [ARCHITECTURES[shape.model_type]],
@@ -121,8 +123,8 @@ def write_model(folder: Path, tokenizer: Tokenizer, shape: Shape, seed: int) -> 
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": SPECIAL[0],
-        "pad_token": SPECIAL[2],
+        "eos_token": SPECIAL_TOKENS[0],
+        "pad_token": SPECIAL_TOKENS[2],
         "clean_up_tokenization_spaces": False,
         "model_max_length": shape.max_position_embeddings,
     }
@@ -131,7 +133,7 @@ def write_model(folder: Path, tokenizer: Tokenizer, shape: Shape, seed: int) -> 
     save_file(_random_weights(shape, vocab, seed), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _random_weights(shape: Shape, vocab: int, seed: int) -> dict[str, torch.Tensor]:
+def _random_weights(shape: ModelShape, vocab: int, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     width, ffn = shape.hidden_size, shape.intermediate_size
     heads, kv = shape.head_size * shape.num_attention_heads, shape.head_size * shape.num_key_value_heads

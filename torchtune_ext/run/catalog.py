@@ -12,20 +12,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.errors import Blamed, Mistake, nearest, text_of
-from torchtune_ext.run.moved import new_name
+from torchtune_ext.run.errors import UsageError, UserCodeError, closest_match, describe_error
+from torchtune_ext.run.renames import current_name
 
 log = logging.getLogger(__name__)
 
 # A config is a YAML file below configs/. Its name is its path without the ending, and says which recipe it is for: by
 # its folder, and in grpo/ also by its last word.
 FOLDER_RECIPES = {"grpo": "grpo_full", "warmup": "warmup_sft", "eval": "evaluate"}
-ENDINGS = {"lora": "grpo_lora", "qlora": "grpo_lora", "async": "grpo_async"}  # grpo/tiny_lora is a config of grpo_lora
+SUFFIX_RECIPES = {
+    "lora": "grpo_lora",
+    "qlora": "grpo_lora",
+    "async": "grpo_async",
+}  # grpo/tiny_lora is a config of grpo_lora
 # Recipes are read as text, because importing one imports torch. A recipe has the name of its file, unless a line such
 # as `TUNE_NAMES = ("one", "two")` gives it others.
-NAMES_LINE = "TUNE_NAMES = "
+NAMES_PREFIX = "TUNE_NAMES = "
 SINGLE_DEVICE_LINE = "SUPPORTS_DISTRIBUTED = False"
-NOT_REGULAR = "not a regular file (a pipe, device or socket). Fix: write its content to a file"
+NOT_REGULAR_HINT = "not a regular file (a pipe, device or socket). Fix: write its content to a file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class RecipeFile:
     supports_distributed: bool  # whether torchrun may start it
 
 
-def folder(name: str) -> Path:
+def package_folder(name: str) -> Path:
     """Returns the folder with the files of `torchtune_ext.<name>`, without importing that package."""
     from importlib.util import find_spec
 
@@ -63,23 +67,23 @@ def print_first_lines(files: Mapping[str, Path]) -> None:
         print(f"{name:<{width}}  {first}")
 
 
-def recipe_of(name: str) -> str | None:
+def recipe_for_name(name: str) -> str | None:
     """Returns the recipe that the config of this name is for, or None for what is no config of a recipe (a sweep)."""
     first = name.split("/")[0]
     if first in ("", "presets", "sweeps"):
         return None
     recipe = FOLDER_RECIPES.get(first, first)
-    return ENDINGS.get(name.rpartition("_")[2], recipe) if recipe == "grpo_full" else recipe
+    return SUFFIX_RECIPES.get(name.rpartition("_")[2], recipe) if recipe == "grpo_full" else recipe
 
 
 def config_name(path: Path) -> str:
     """Returns the name of a config of ours from its file, for instance "grpo/tiny"; "" for another file."""
-    return next((name for name, file in config_files(folder("configs")).items() if file == path), "")
+    return next((name for name, file in config_files(package_folder("configs")).items() if file == path), "")
 
 
-def owner(config: str) -> str | None:
+def recipe_for_config(config: str) -> str | None:
     """Returns the recipe that a config of ours is for, from its name or its file; None for another file."""
-    return recipe_of(config_name(Path(config_path(config))))
+    return recipe_for_name(config_name(Path(config_path(config))))
 
 
 def recipe_files(recipes: Path, configs: Path) -> list[RecipeFile]:
@@ -88,9 +92,9 @@ def recipe_files(recipes: Path, configs: Path) -> list[RecipeFile]:
     entries = []
     for path in recipes.glob("[!_]*.py"):
         lines = path.read_text(encoding="utf-8").splitlines()
-        named = next((line.removeprefix(NAMES_LINE) for line in lines if line.startswith(NAMES_LINE)), None)
+        named = next((line.removeprefix(NAMES_PREFIX) for line in lines if line.startswith(NAMES_PREFIX)), None)
         for recipe in literal_eval(named) if named else [path.stem]:
-            own = {config: file for config, file in files.items() if recipe_of(config) == recipe}
+            own = {config: file for config, file in files.items() if recipe_for_name(config) == recipe}
             entries.append(RecipeFile(recipe, path, own, SINGLE_DEVICE_LINE not in lines))
     return sorted(entries, key=lambda recipe: recipe.name)
 
@@ -100,8 +104,8 @@ def config_path(given: str) -> str:
     if os.path.isfile(given):
         return given
     if os.path.exists(given) and not os.path.isdir(given):
-        raise Mistake(f"--config {given}: {NOT_REGULAR}")
-    known = config_files(folder("configs"))
+        raise UsageError(f"--config {given}: {NOT_REGULAR_HINT}")
+    known = config_files(package_folder("configs"))
     if given in known:
         return str(known[given])
     from difflib import get_close_matches
@@ -111,17 +115,19 @@ def config_path(given: str) -> str:
     named = [] if given.endswith((".yaml", ".yml")) else get_close_matches(given, known, n=3, cutoff=0.5)
     near = [bare] if bare in known else named
     if not near:
-        raise Mistake(f"--config {given}: no such file, seen from {Path.cwd()}, and no config of ours (`tune ls`)")
-    raise Mistake(f"--config {given}: neither a file nor a config of ours; did you mean {', '.join(near)}? (`tune ls`)")
+        raise UsageError(f"--config {given}: no such file, seen from {Path.cwd()}, and no config of ours (`tune ls`)")
+    raise UsageError(
+        f"--config {given}: neither a file nor a config of ours; did you mean {', '.join(near)}? (`tune ls`)"
+    )
 
 
-def by_path(path: str, where: str) -> Any:
+def import_object(path: str, where: str) -> Any:
     """Imports what a dotted path names: the longest part of it that is a module, and then attributes.
 
     Raises ValueError, whose message begins with `where`, if there is no such thing or its import fails.
     """
-    if new := new_name(path):
-        raise Mistake(f"{where}: {path} moved to {new}")
+    if new := current_name(path):
+        raise UsageError(f"{where}: {path} moved to {new}")
     # The module may be a file of the user's in the working directory, which is not on the path when `tune` runs.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -134,34 +140,34 @@ def by_path(path: str, where: str) -> Any:
         except ModuleNotFoundError as error:
             # If the missing module is neither this one nor a parent, this one exists and fails to import something.
             if error.name is None or not (module + ".").startswith(error.name + "."):
-                raise Blamed(f"{where}: importing {module} raised {text_of(error)}") from error
+                raise UserCodeError(f"{where}: importing {module} raised {describe_error(error)}") from error
             if target is None:
-                raise Mistake(f"{where}: {_no_module(parts[0])}") from None
+                raise UsageError(f"{where}: {_no_module_message(parts[0])}") from None
             # The modules end here. From this part on, the path names attributes of the last one.
             depth -= 1
             break
         # Some modules call sys.exit where a key or a package is missing.
         except (Exception, SystemExit) as error:
-            raise Blamed(f"{where}: importing {module} raised {text_of(error)}") from error
+            raise UserCodeError(f"{where}: importing {module} raised {describe_error(error)}") from error
     for i, part in enumerate(parts[depth:], depth):
         if not hasattr(target, part):
             # The modules of a package are attributes of it only after an import, but the user may mean one.
             inside = [module.name for module in pkgutil.iter_modules(getattr(target, "__path__", None) or [])]
-            near = nearest(part, [each for each in [*dir(target), *inside] if not each.startswith("_")])
-            hint = _hidden(parts[0]) or (f"; did you mean {near!r}?" if near else "")
-            raise Mistake(f"{where}: {'.'.join(parts[:i])} has no {part!r}{hint}")
+            near = closest_match(part, [each for each in [*dir(target), *inside] if not each.startswith("_")])
+            hint = _shadowing_hint(parts[0]) or (f"; did you mean {near!r}?" if near else "")
+            raise UsageError(f"{where}: {'.'.join(parts[:i])} has no {part!r}{hint}")
         target = getattr(target, part)
-    if hidden := _hidden(parts[0]):
-        _warn(where + hidden.replace(";", ":", 1))
+    if hidden := _shadowing_hint(parts[0]):
+        _warn_once(where + hidden.replace(";", ":", 1))
     return target
 
 
 @cache  # a path is imported several times, and one warning is enough
-def _warn(text: str) -> None:
+def _warn_once(text: str) -> None:
     log.warning(text)
 
 
-def _hidden(name: str) -> str:
+def _shadowing_hint(name: str) -> str:
     """Returns the end of a message if a file of the working directory was not imported, because a module has its name."""
     module, here = sys.modules[name], Path.cwd()
     mine = next((path for path in (here / f"{name}.py", here / name) if path.is_file() or any(path.glob("*.py"))), None)
@@ -173,8 +179,8 @@ def _hidden(name: str) -> str:
     return f"; {name} is {place}, which hides {mine.name} in {here}. Fix: rename yours"
 
 
-def _no_module(name: str) -> str:
+def _no_module_message(name: str) -> str:
     here = sorted(path.stem for path in Path.cwd().glob("*.py"))
-    near = nearest(name, here)
+    near = closest_match(name, here)
     hint = f"; did you mean {near!r}?" if near else ""
     return f"there is no module {name!r}, neither installed nor as {name}.py in {Path.cwd()}{hint}"

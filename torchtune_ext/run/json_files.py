@@ -4,41 +4,41 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.errors import FileMistake, Mistake
+from torchtune_ext.run.errors import UsageError, UsageFileError
 
-_POINTER = b"version https://git-lfs"
+_LFS_HEADER = b"version https://git-lfs"
 _BOM = b"\xef\xbb\xbf"
 
 
-def read_object(file: Path) -> dict[str, Any]:
+def read_json_object(file: Path) -> dict[str, Any]:
     """Returns the object that a JSON file holds.
 
     Raises:
         Mistake: the file is missing, a pointer of Git LFS, or does not hold a JSON object in UTF-8.
     """
-    require_no_pointer(file)
+    require_no_lfs_pointer(file)
     try:
         data = file.read_bytes()
     except OSError as error:
-        raise FileMistake(f"{file} cannot be read: {error.strerror}") from error
+        raise UsageFileError(f"{file} cannot be read: {error.strerror}") from error
     if data.startswith(_BOM):
-        raise Mistake(
+        raise UsageError(
             f"{file} begins with a byte order mark, which transformers and vLLM do not read; save it as UTF-8 without one"
         )
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
         what = f"not JSON in UTF-8 ({error})" if data.strip() else "empty"
-        raise Mistake(f"{file} is {what}. Copy the file from where the weights come from") from None
+        raise UsageError(f"{file} is {what}. Copy the file from where the weights come from") from None
     if not isinstance(content, dict):
-        raise Mistake(
+        raise UsageError(
             f"{file} holds {json.dumps(content):.40}; expected a JSON object, {{...}}. Copy the file from where the "
             "weights come from"
         )
     return content
 
 
-def object_or_empty(file: Path) -> dict[str, Any]:
+def read_json_or_empty(file: Path) -> dict[str, Any]:
     """Returns the object in a JSON file; an empty one if the file is missing or holds something else."""
     try:
         value = json.loads(file.read_bytes())
@@ -47,14 +47,14 @@ def object_or_empty(file: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def require_no_pointer(file: Path) -> None:
+def require_no_lfs_pointer(file: Path) -> None:
     """Raises FileMistake if a file holds the pointer that Git LFS leaves in place of the content."""
     try:
         with open(file, "rb") as opened:
-            pointer = opened.read(len(_POINTER)) == _POINTER
+            pointer = opened.read(len(_LFS_HEADER)) == _LFS_HEADER
     except OSError:
         return
     if pointer:
-        raise FileMistake(
+        raise UsageFileError(
             f"{file} is a pointer of Git LFS, not the file itself; run `git lfs pull` in {file.parent}, or download the file"
         )

@@ -23,19 +23,21 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from torchtune_ext.run.parent import place
+from torchtune_ext.run.process_env import rank_and_world_size
 
-NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+SIGNAL_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 REACTION_S = 5.0  # seconds that the main thread has to raise `Stopped` when it is time
 CLEANUP_S = 60.0  # seconds that closing all parts may take
 # Seconds within which a second Ctrl-C counts as the first one, which a terminal and a launcher may both deliver.
-AGAIN_S = 1.0
+REPEAT_WINDOW_S = 1.0
 NEVER = float("inf")
 # The files of Python's weak collections, whose callbacks run whenever an object dies.
-WEAK = {each.__code__.co_filename for each in (weakref.WeakValueDictionary.__init__, weakref.WeakSet.__init__)}
+WEAK_COLLECTION_FILES = {
+    each.__code__.co_filename for each in (weakref.WeakValueDictionary.__init__, weakref.WeakSet.__init__)
+}
 
 
-class Stopped(KeyboardInterrupt):
+class RunStopped(KeyboardInterrupt):
     """The run was told to stop. Code that handles Ctrl-C correctly handles this, too.
 
     Attributes:
@@ -43,19 +45,19 @@ class Stopped(KeyboardInterrupt):
         orderly: whether all ranks left together, at the end of a step.
     """
 
-    def __init__(self, number: signal.Signals, orderly: bool = False):
+    def __init__(self, number: signal.Signals, at_step_end: bool = False):
         # Ranks send this error to each other, and pickle rebuilds it from the arguments of the base class.
-        super().__init__(number, orderly)
-        self.signal, self.orderly = number, orderly
+        super().__init__(number, at_step_end)
+        self.signal, self.at_step_end = number, at_step_end
 
     def __str__(self) -> str:
-        return f"stopped by {NAMES[self.signal]}"
+        return f"stopped by {SIGNAL_NAMES[self.signal]}"
 
 
 class StopSignals:
     """Listens to the three signals while it is used as a context manager in the main thread."""
 
-    def __init__(self, grace_s: float, standing: Callable[[], str], reaction_s: float = REACTION_S):
+    def __init__(self, grace_s: float, status_message: Callable[[], str], reaction_s: float = REACTION_S):
         """Prepares to listen; `with` begins it.
 
         Args:
@@ -63,38 +65,42 @@ class StopSignals:
             standing: returns a text that says where the run is and how to resume it. Any thread may call it.
             reaction_s: seconds that the main thread has to react before the process ends without it.
         """
-        self._grace_s, self.standing, self._reaction_s = grace_s, standing, reaction_s
+        self._grace_s, self.status_message, self._reaction_s = grace_s, status_message, reaction_s
         self.signal: signal.Signals | None = None  # the signal that ends the run
-        self._came_at = NEVER  # the time.monotonic() at which the signal came
-        self._stepping = False  # True: SIGTERM waits for the end of the step
+        self._received_at = NEVER  # the time.monotonic() at which the signal came
+        self._waits_for_step = False  # True: SIGTERM waits for the end of the step
         self._saving = False  # True: a checkpoint is being written, and the grace time does not interrupt it
-        self._agreed = False  # True: all ranks end with this step, and the grace time does not interrupt it either
-        self._missed = False  # True: the handler could not raise `Stopped`, and has to be called again
-        self._closing_at = NEVER  # the time.monotonic() at which the cleanup began
-        self.status = 0  # the exit status that the process will have, once the recipe's work is over (`training.life`)
-        self.raised = False  # whether the signal handler raised `Stopped`, in the middle of some work
-        self.speaks = place()[0] == 0  # only one rank tells the user
-        self._handlers: dict[int, Any] = {}  # the signal handlers that were set before ours
+        self._ranks_agreed = (
+            False  # True: all ranks end with this step, and the grace time does not interrupt it either
+        )
+        self._must_retry = False  # True: the handler could not raise `Stopped`, and has to be called again
+        self._cleanup_started_at = NEVER  # the time.monotonic() at which the cleanup began
+        self.exit_status = (
+            0  # the exit status that the process will have, once the recipe's work is over (`training.life`)
+        )
+        self.raised_by_handler = False  # whether the signal handler raised `Stopped`, in the middle of some work
+        self.prints_messages = rank_and_world_size()[0] == 0  # only one rank tells the user
+        self._previous_handlers: dict[int, Any] = {}  # the signal handlers that were set before ours
         self._thread: threading.Thread | None = None
 
     # -- the recipe's side --------------------------------------------------------------------------------------------
 
     @property
-    def requested(self) -> bool:
+    def stop_requested(self) -> bool:
         """Tells whether this process has received a signal."""
         return self.signal is not None
 
-    def agreed(self, on_any_rank: Callable[[bool], bool]) -> bool:
+    def agree_to_stop(self, on_any_rank: Callable[[bool], bool]) -> bool:
         """Decides whether the run ends with this step. All ranks call it together, and get the same answer."""
-        self._agreed = on_any_rank(self.requested)
-        return self._agreed
+        self._ranks_agreed = on_any_rank(self.stop_requested)
+        return self._ranks_agreed
 
-    def begin_steps(self) -> None:
+    def defer_sigterm(self) -> None:
         """Makes SIGTERM wait for the end of the step from now on."""
-        self._stepping = True
+        self._waits_for_step = True
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
+    def protect_save(self) -> Iterator[None]:
         """Marks the block in which a checkpoint is written."""
         # The grace time does not interrupt the block, because an interrupted checkpoint is lost.
         self._saving = True
@@ -103,15 +109,15 @@ class StopSignals:
         finally:
             self._saving = False
 
-    def leave(self) -> None:
+    def raise_stopped(self) -> None:
         """Ends the run on every rank, after the ranks have agreed: raises Stopped."""
         self.begin_cleanup()
         # This rank has no signal if only another rank received one.
-        raise Stopped(self.signal or signal.SIGTERM, orderly=True)
+        raise RunStopped(self.signal or signal.SIGTERM, at_step_end=True)
 
     def begin_cleanup(self) -> None:
         """Begins the cleanup. No signal interrupts it, except that a second Ctrl-C ends the process."""
-        self._closing_at = min(self._closing_at, time.monotonic())
+        self._cleanup_started_at = min(self._cleanup_started_at, time.monotonic())
 
     # -- signals ------------------------------------------------------------------------------------------------------
 
@@ -122,104 +128,104 @@ class StopSignals:
         # Python runs handlers only in the main thread, between two of its own instructions. A rank that waits in a
         # collective runs C code and would not react. But Python's C handler at once writes the signal's number to the
         # wake-up descriptor, which a second thread reads.
-        self._ours, self._wakeup = socket.socketpair()
+        self._wakeup_reader, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
-        self._handlers = {number: signal.getsignal(number) for number in NAMES}
-        for number, handler in list(self._handlers.items()):
+        self._previous_handlers = {number: signal.getsignal(number) for number in SIGNAL_NAMES}
+        for number, handler in list(self._previous_handlers.items()):
             # A signal that was ignored when the process started (nohup, a shell's background job) stays ignored.
             if handler == signal.SIG_IGN:
-                del self._handlers[number]
+                del self._previous_handlers[number]
             else:
                 signal.signal(number, self._handle)
         self._wakeup_before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
         self._thread.start()
-        _listening.append(self)
+        _active.append(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self._thread is None:
             return
-        _listening.remove(self)
+        _active.remove(self)
         signal.set_wakeup_fd(self._wakeup_before)
-        for number, handler in self._handlers.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         # The thread returns when this end of the socket is closed.
         self._wakeup.close()
         self._thread.join()
-        self._ours.close()
+        self._wakeup_reader.close()
 
-    def _due_at(self) -> float:
+    def _raise_due_at(self) -> float:
         """The time.monotonic() at which the main thread has to raise `Stopped`."""
-        if self.signal != signal.SIGTERM or not self._stepping:
-            return self._came_at
-        return NEVER if self._saving or self._agreed else self._came_at + self._grace_s
+        if self.signal != signal.SIGTERM or not self._waits_for_step:
+            return self._received_at
+        return NEVER if self._saving or self._ranks_agreed else self._received_at + self._grace_s
 
-    def _note(self, new: signal.Signals) -> signal.Signals:
+    def _record_signal(self, new: signal.Signals) -> signal.Signals:
         """Returns the signal that ends the run."""
         # The handler and the thread both call this for every signal, in either order. Ctrl-C or SIGHUP replaces
         # SIGTERM: the run no longer waits for the end of the step.
         if self.signal is None or (self.signal == signal.SIGTERM and new != signal.SIGTERM):
-            self.signal, self._came_at = new, time.monotonic()
+            self.signal, self._received_at = new, time.monotonic()
         return self.signal
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        ends_by = self._note(signal.Signals(number))
-        if self._closing_at == NEVER and time.monotonic() >= self._due_at():
+        ends_by = self._record_signal(signal.Signals(number))
+        if self._cleanup_started_at == NEVER and time.monotonic() >= self._raise_due_at():
             # Python prints what is raised while an object is finalized, and goes on.
-            if _finalizes(frame):
-                self._missed = True
+            if _in_finalizer(frame):
+                self._must_retry = True
                 return
             self.begin_cleanup()
-            self.raised = True
-            raise Stopped(ends_by)
+            self.raised_by_handler = True
+            raise RunStopped(ends_by)
 
     def _watch(self) -> None:
         """Runs in the second thread: reads the signals as they come, and keeps the deadlines."""
         announced, called_at, own = False, NEVER, []
         while True:
-            ready, _, _ = select.select([self._ours], [], [], 0.05 if self.requested else None)
-            data = self._ours.recv(256) if ready else b""
+            ready, _, _ = select.select([self._wakeup_reader], [], [], 0.05 if self.stop_requested else None)
+            data = self._wakeup_reader.recv(256) if ready else b""
             if ready and not data:
                 return
             # The descriptor gets the numbers of all signals that have a Python handler, also those that are not ours.
-            for number in filter(self._handlers.__contains__, data):
+            for number in filter(self._previous_handlers.__contains__, data):
                 # The signal that this thread has sent is no second Ctrl-C, however late it is read.
                 if number in own:
                     own.remove(number)
                     continue
-                if number == signal.SIGINT == self.signal and time.monotonic() - self._came_at > AGAIN_S:
-                    self._end("twice: not all parts were closed")
-                self._note(signal.Signals(number))
+                if number == signal.SIGINT == self.signal and time.monotonic() - self._received_at > REPEAT_WINDOW_S:
+                    self._force_exit("twice: not all parts were closed")
+                self._record_signal(signal.Signals(number))
             now = time.monotonic()
-            if self._closing_at != NEVER:
-                if self.requested and now > max(self._closing_at, self._came_at) + CLEANUP_S:
-                    self._end(f"a part did not close within {CLEANUP_S:g} s")
-            elif now >= self._due_at():
+            if self._cleanup_started_at != NEVER:
+                if self.stop_requested and now > max(self._cleanup_started_at, self._received_at) + CLEANUP_S:
+                    self._force_exit(f"a part did not close within {CLEANUP_S:g} s")
+            elif now >= self._raise_due_at():
                 if now > called_at + self._reaction_s:
-                    self._end("in the midst of a call")
-                elif called_at == NEVER or self._missed:
-                    called_at, self._missed = min(called_at, now), False
+                    self._force_exit("in the midst of a call")
+                elif called_at == NEVER or self._must_retry:
+                    called_at, self._must_retry = min(called_at, now), False
                     # This makes the handler run again in the main thread, where it raises now that the time has come.
                     main = threading.main_thread().ident
                     assert self.signal is not None and main is not None
                     own.append(self.signal)
                     signal.pthread_kill(main, self.signal)
-            elif self.requested and self.speaks and not announced:
+            elif self.stop_requested and self.prints_messages and not announced:
                 announced = True
-                _tell(
+                _print_stderr(
                     f"SIGTERM: the run ends with this step, if the step ends within {self._grace_s:g} s (stop_grace_s)"
                 )
 
-    def _leave_to_parent(self) -> None:
+    def _detach_in_child(self) -> None:
         # A forked child has our handlers and our socket, to which its signals would go.
         signal.set_wakeup_fd(-1)
-        for number, handler in self._handlers.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         self._wakeup.close()
-        self._ours.close()
+        self._wakeup_reader.close()
 
-    def _end(self, how: str) -> None:
+    def _force_exit(self, how: str) -> None:
         """Ends the process from this thread. The kernel and the janitor end its children."""
         assert self.signal is not None
         # The main thread may be stuck in the disk or a full pipe. The message needs both, so it may get stuck, too.
@@ -227,31 +233,33 @@ class StopSignals:
         timer.daemon = True
         timer.start()
         try:
-            if self.speaks:
-                _tell(f"Stopped by {NAMES[self.signal]}, {how}. {self.standing()}")
+            if self.prints_messages:
+                _print_stderr(f"Stopped by {SIGNAL_NAMES[self.signal]}, {how}. {self.status_message()}")
         finally:
             os._exit(128 + self.signal)
 
 
-_listening: list[StopSignals] = []  # what listens in this process, at most one
+_active: list[StopSignals] = []  # what listens in this process, at most one
 
 
-def _finalizes(frame: FrameType | None) -> bool:
+def _in_finalizer(frame: FrameType | None) -> bool:
     """Whether a frame, or one that it returns to, is of `__del__` or of a weak collection."""
-    while frame is not None and not (frame.f_code.co_name == "__del__" or frame.f_code.co_filename in WEAK):
+    while frame is not None and not (
+        frame.f_code.co_name == "__del__" or frame.f_code.co_filename in WEAK_COLLECTION_FILES
+    ):
         frame = frame.f_back
     return frame is not None
 
 
 def _after_fork() -> None:
-    while _listening:
-        _listening.pop()._leave_to_parent()
+    while _active:
+        _active.pop()._detach_in_child()
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _tell(line: str) -> None:
+def _print_stderr(line: str) -> None:
     # `output.say` needs the lock of the progress bars, which a main thread that is stuck may hold.
     try:
         print(line, file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from typing import TextIO
 RED, YELLOW, BOLD = "1;31", "33", "1"
 
 
-def width(stream: TextIO | None) -> int | None:
+def terminal_width(stream: TextIO | None) -> int | None:
     """Returns the characters in a line of the terminal that a stream writes to, or None if it is no terminal."""
     if stream is None:
         return None
@@ -22,9 +22,9 @@ def width(stream: TextIO | None) -> int | None:
     return size.columns if size.lines and size.columns else None
 
 
-def styled(text: str, style: str, stream: TextIO | None) -> str:
+def apply_style(text: str, style: str, stream: TextIO | None) -> str:
     """Returns text in one of the styles above if the stream is a terminal, and otherwise as it is."""
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or width(stream) is None
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or terminal_width(stream) is None
     return text if plain else f"\033[{style}m{text}\033[0m"
 
 
@@ -36,8 +36,8 @@ def replace_unencodable() -> None:
             stream.reconfigure(errors="replace")
 
 
-def show_warnings() -> None:
+def style_warnings() -> None:
     """Makes warnings stand out on a terminal, unless the user has configured logging."""
     # Python uses this handler only while no other one is configured.
     if logging.lastResort is not None:
-        logging.lastResort.setFormatter(logging.Formatter(styled("%(message)s", YELLOW, sys.stderr)))
+        logging.lastResort.setFormatter(logging.Formatter(apply_style("%(message)s", YELLOW, sys.stderr)))

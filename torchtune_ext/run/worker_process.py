@@ -22,7 +22,7 @@ MAX_CAUSE_CHARS = 1000
 MAX_FAILURES = 5  # failed calls in a row after which a process is spent
 
 
-def last_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Returns the last line of a traceback with the place: "ValueError: no digits (my_task.py:12)"."""
     lines = traceback.TracebackException(type(error), error, None)
     lines.__notes__ = None  # they would come after the error
@@ -44,13 +44,13 @@ def main(fd: int, parent_pid: int) -> None:
     # The import below and those of the object have to find what they find in the trainer. So the object stays pickled
     # until the path is set.
     sys.path[:], payload = parent.recv()
-    from torchtune_ext.run.parent import die_with_parent
+    from torchtune_ext.run.process_env import die_with_parent
 
     die_with_parent(parent_pid)
     try:
         target = pickle.loads(payload)
     except BaseException as error:  # noqa: BLE001 (the parent raises it as an error of its own)
-        parent.send(("failed", None, last_line(error), False))
+        parent.send(("failed", None, error_line(error), False))
         return
     parent.send(("ready", None, "", False))
     pid, has_worked, failures = os.getpid(), False, 0
@@ -72,7 +72,7 @@ def main(fd: int, parent_pid: int) -> None:
             answer = pickle.dumps(("returned", value, "", has_worked and failures >= MAX_FAILURES))
         except BaseException as error:  # noqa: BLE001 (reported to the parent)
             failures += 1
-            answer = pickle.dumps(("raised", None, last_line(error), has_worked and failures >= MAX_FAILURES))
+            answer = pickle.dumps(("raised", None, error_line(error), has_worked and failures >= MAX_FAILURES))
         if os.getpid() != pid:
             # The call forked, and this is the child, which must not answer.
             os._exit(0)

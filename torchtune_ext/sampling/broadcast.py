@@ -23,14 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtune_ext.run.errors import Failure
-from torchtune_ext.run.parent import die_with_parent
-from torchtune_ext.sampling.child_process import pack, receive
-from torchtune_ext.sampling.weight_buffer import MANIFEST, memory_of, tensors
+from torchtune_ext.run.errors import RunFailure
+from torchtune_ext.run.process_env import die_with_parent
+from torchtune_ext.sampling.child_process import pack_messages, receive_messages
+from torchtune_ext.sampling.weight_buffer import MANIFEST, iter_tensors, map_memory
 
 log = logging.getLogger(__name__)
 
-SHORTEST_S = 0.001  # for gloo, a timeout of 0 is none
+MIN_TIMEOUT_S = 0.001  # for gloo, a timeout of 0 is none
 CHUNK_BYTES = 64 << 20  # of one broadcast by gloo; a larger tensor is a chunk of its own
 
 
@@ -87,10 +87,10 @@ class GlooGroup:
     def broadcast(self, data: torch.Tensor, give_up_at: float) -> None:
         """Sends `data` [bytes] from rank 0 to all, in place. Raises RuntimeError at `give_up_at` (time.monotonic())."""
         if self._group is None:
-            raise Failure("the group is closed")
+            raise RunFailure("the group is closed")
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        options.timeout = timedelta(seconds=max(SHORTEST_S, give_up_at - time.monotonic()))
+        options.timeout = timedelta(seconds=max(MIN_TIMEOUT_S, give_up_at - time.monotonic()))
         self._group.broadcast([data], options).wait()  # pyright: ignore[reportAttributeAccessIssue]
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class GlooGroup:
         self._group = self._store = None
 
 
-def chunks(manifest: Mapping[str, Sequence], limit: int) -> Iterator[tuple[int, int, dict[str, list]]]:
+def iter_chunks(manifest: Mapping[str, Sequence], limit: int) -> Iterator[tuple[int, int, dict[str, list]]]:
     """Yields begin and end, in bytes, and the manifest of each piece: it ends with the tensor that reaches `limit`."""
     # Both ends compute the pieces by themselves, so these must follow from the arguments only.
     rows: list[tuple] = []
@@ -136,8 +136,8 @@ class GlooSender:
     def send(self, path: str, manifest: dict[str, list], deadline_s: float) -> None:
         """Broadcasts what lies in the trainer's memory at `path`. Raises RuntimeError (of torch), ValueError."""
         give_up_at = time.monotonic() + deadline_s
-        memory = memory_of(path)
-        for begin, end, _ in chunks(manifest, CHUNK_BYTES):
+        memory = map_memory(path)
+        for begin, end, _ in iter_chunks(manifest, CHUNK_BYTES):
             self._group.broadcast(memory[begin:end], give_up_at)
 
 
@@ -174,7 +174,7 @@ class NcclSender:
 
         # NCCL has no deadline, so the trainer keeps it, and kills this process when it has passed.
         packed_nccl_broadcast_producer(
-            iterator=((name, tensor.to("cuda")) for name, tensor in tensors(path, manifest)),
+            iterator=((name, tensor.to("cuda")) for name, tensor in iter_tensors(path, manifest)),
             group=self._group,
             src=0,
             post_iter_func=lambda named: named[1],
@@ -194,7 +194,7 @@ def serve(end: socket.socket) -> None:
     senders: dict[str, GlooSender | NcclSender] = {}  # one for each server, by its address
     while True:
         try:
-            messages = receive(end)
+            messages = receive_messages(end)
         except (EOFError, OSError):
             return
         for number, method, arguments in messages:
@@ -211,7 +211,7 @@ def serve(end: socket.socket) -> None:
             except Exception as error:  # noqa: BLE001 (the trainer gets it)
                 log.error("%s: %s", method, error)
                 answer = ("lost", f"the sender failed in {method}: {error}")
-            end.sendall(pack([(number, *answer)]))
+            end.sendall(pack_messages([(number, *answer)]))
             # Nobody knows the state of a group whose collective broke off, so the sender ends.
             if answer[0] == "lost":
                 return

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run import janitor
-from torchtune_ext.run.parent import how_it_ended
-from torchtune_ext.sampling.calls import CoreLost
-from torchtune_ext.sampling.early import Begun, child_environment, spawn
+from torchtune_ext.run import reaper
+from torchtune_ext.run.process_env import describe_exit
+from torchtune_ext.sampling.backend import BackendCrashed
+from torchtune_ext.sampling.prestart import ProcessHandle, child_environment, spawn
 
-END_S = 5.0  # seconds that a killed process has to end
+EXIT_TIMEOUT_S = 5.0  # seconds that a killed process has to end
 _LENGTH = struct.Struct("<Q")
 
 
@@ -32,13 +32,13 @@ def log_tail(log: Path, start: int, lines: int = 30) -> str:
 
 
 # Messages between two processes of the sampler are pickled lists behind their length, over a socket pair.
-def pack(messages: list[Any]) -> bytes:
+def pack_messages(messages: list[Any]) -> bytes:
     """The frame that carries some messages."""
     data = pickle.dumps(messages, protocol=5)
     return _LENGTH.pack(len(data)) + data
 
 
-def receive(end: socket.socket) -> list[Any]:
+def receive_messages(end: socket.socket) -> list[Any]:
     """Reads one frame without an asyncio loop, and returns its messages. Raises EOFError, OSError."""
     # Not a byte more is read: what follows is for the loop that runs later.
     (length,) = _LENGTH.unpack(_exactly(end, _LENGTH.size))
@@ -52,7 +52,7 @@ def _exactly(end: socket.socket, count: int) -> bytes:
     return data
 
 
-class Frames(asyncio.Protocol):
+class MessageChannel(asyncio.Protocol):
     """One end of the socket pair in an asyncio loop."""
 
     def __init__(self, on_messages: Callable[[list[Any]], None], on_end: Callable[[], None]) -> None:
@@ -64,7 +64,7 @@ class Frames(asyncio.Protocol):
         self._flushing = False
         self._arrived = bytearray()
 
-    def say(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Sends a message, unless the other end is gone."""
         # All messages of one turn of the loop leave as one frame, which wakes the other end only once.
         self._waiting.append(message)
@@ -83,7 +83,7 @@ class Frames(asyncio.Protocol):
         self._flushing = False
         if self._transport is not None and self._waiting:
             messages, self._waiting = self._waiting, []
-            self._transport.write(pack(messages))
+            self._transport.write(pack_messages(messages))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)  # a socket's
@@ -116,10 +116,10 @@ class ChildProcess:
         name: str,
         module: str,
         log: Path,
-        on_news: Callable[[str, Any], None] = lambda kind, value: None,
+        on_event: Callable[[str, Any], None] = lambda kind, value: None,
         first: list[Any] | None = None,
         environ: Mapping[str, str] | None = None,
-        begun: Begun | None = None,
+        begun: ProcessHandle | None = None,
     ):
         """Starts the process and returns at once. Raises OSError.
 
@@ -127,77 +127,77 @@ class ChildProcess:
         all messages; begun: a process that runs already, whose first frame brings log and environment.
         """
         self.name = name
-        self.ended: str | None = None  # how this life ended, as soon as anybody knows
-        self.sign_of_life = time.monotonic()  # when its last message came
-        self._on_news = on_news
+        self.exit_reason: str | None = None  # how this life ended, as soon as anybody knows
+        self.last_heartbeat = time.monotonic()  # when its last message came
+        self._on_event = on_event
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future] = {}  # who waits, by the number of the message
         self._loop = asyncio.get_running_loop()
         with open(log, "ab", buffering=0) as out:
             self._process, ours = begun or spawn(module, out.fileno(), environ or child_environment({}))
         if first is not None:
-            ours.sendall(pack(first))
+            ours.sendall(pack_messages(first))
         ours.setblocking(False)
-        self._frames = Frames(self._receive, self._end)
-        self._connected = self._loop.create_task(self._loop.create_connection(lambda: self._frames, sock=ours))
+        self._channel = MessageChannel(self._receive, self._end)
+        self._connected = self._loop.create_task(self._loop.create_connection(lambda: self._channel, sock=ours))
 
     @property
-    def group(self) -> int:
+    def process_group(self) -> int:
         """The id of its process group, which is also its own."""
         return self._process.pid
 
     @property
-    def dead(self) -> bool:
-        return self.ended is not None or self._process.poll() is not None
+    def is_dead(self) -> bool:
+        return self.exit_reason is not None or self._process.poll() is not None
 
-    def ending(self) -> str:
-        return self.ended or how_it_ended(self._process.poll(), self.name)
+    def describe_exit(self) -> str:
+        return self.exit_reason or describe_exit(self._process.poll(), self.name)
 
-    async def ask(self, method: str, *arguments: Any) -> Any:
+    async def send_request(self, method: str, *arguments: Any) -> Any:
         """Sends a message, and returns the answer. The caller bounds the wait. Raises CoreLost, ValueError."""
         # A message is (number, method, arguments), or (number, "cancel", ()) when nobody waits for the answer any more.
         # An answer is (number, kind, value), where the kind is "value", "refused" or "lost". All else is news.
-        if self.ended is not None:
-            raise CoreLost(self.ended)
+        if self.exit_reason is not None:
+            raise BackendCrashed(self.exit_reason)
         number, answer = next(self._numbers), self._loop.create_future()
         self._answers[number] = answer
-        self._frames.say((number, method, arguments))
+        self._channel.send((number, method, arguments))
         try:
             return await answer
         except asyncio.CancelledError:
-            self._frames.say((number, "cancel", ()))
+            self._channel.send((number, "cancel", ()))
             raise
         finally:
             del self._answers[number]
 
     def kill(self) -> None:
         """Kills it and all that it has started, from any thread, without a wait."""
-        janitor.kill(self.group)
+        reaper.kill_group(self.process_group)
 
     async def stop(self) -> None:
         """Ends it, and all who wait for an answer. May be called twice."""
-        self.ended = self.ended or f"{self.name} was ended"
+        self.exit_reason = self.exit_reason or f"{self.name} was ended"
         self.kill()
-        self._lose_answers()
+        self._fail_pending()
         self._connected.cancel()
-        self._frames.close()
+        self._channel.close()
         await asyncio.to_thread(self._reap)
 
     def _reap(self) -> None:
-        self._process.wait(END_S)
-        janitor.end(self.group, END_S)
+        self._process.wait(EXIT_TIMEOUT_S)
+        reaper.end_group(self.process_group, EXIT_TIMEOUT_S)
 
     def _receive(self, messages: list[Any]) -> None:
-        self.sign_of_life = time.monotonic()
+        self.last_heartbeat = time.monotonic()
         for number, kind, value in messages:
             answer = self._answers.get(number)
             if kind not in ("value", "refused", "lost"):
-                self._on_news(kind, value)
+                self._on_event(kind, value)
             elif answer is not None and not answer.done():
                 if kind == "value":
                     answer.set_result(value)
                 else:
-                    answer.set_exception(ValueError(value) if kind == "refused" else CoreLost(value))
+                    answer.set_exception(ValueError(value) if kind == "refused" else BackendCrashed(value))
 
     def _end(self) -> None:
         # The connection ends a moment before the process does.
@@ -205,12 +205,12 @@ class ChildProcess:
             code = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             code = None
-        self.ended = self.ended or how_it_ended(code, self.name)
-        self._lose_answers()
+        self.exit_reason = self.exit_reason or describe_exit(code, self.name)
+        self._fail_pending()
 
-    def _lose_answers(self) -> None:
+    def _fail_pending(self) -> None:
         for answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(CoreLost(self.ended))
+                answer.set_exception(BackendCrashed(self.exit_reason))
                 # Whoever waited may be gone, and asyncio prints an error that nobody fetches.
                 answer.exception()

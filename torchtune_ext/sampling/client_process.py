@@ -20,18 +20,18 @@ from typing import Any
 
 import torch
 
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.parent import die_with_parent, how_it_ended
-from torchtune_ext.sampling.calls import Call, CoreLost, Step
-from torchtune_ext.sampling.child_process import Frames, receive
-from torchtune_ext.sampling.engine_args import CORES, engine_args, on_cpu
-from torchtune_ext.sampling.records import Completion, EngineConfig, Priority
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.run.process_env import describe_exit, die_with_parent
+from torchtune_ext.sampling.backend import BackendCrashed, EngineRequest, EngineStepStats
+from torchtune_ext.sampling.child_process import MessageChannel, receive_messages
+from torchtune_ext.sampling.engine_args import CORES_VARIABLE, engine_args, on_cpu
+from torchtune_ext.sampling.types import Completion, EngineConfig, Priority
 from torchtune_ext.sampling.weight_buffer import ADAPTER_ID
 
 # vLLM takes lower case, too.
 LOG_LEVEL = logging.getLevelNamesMapping().get(os.environ.get("VLLM_LOGGING_LEVEL", "").upper(), logging.WARNING)
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-LOOK_S = 0.1  # seconds between two looks at the engine's process
+PROCESS_POLL_S = 0.1  # seconds between two looks at the engine's process
 
 
 class Client:
@@ -40,26 +40,26 @@ class Client:
     def __init__(self, end: socket.socket, model_dir: str, config: EngineConfig):
         """To be called in the asyncio loop in which `serve` runs."""
         self.config, self.model_dir = config, model_dir
-        self.calls: dict[str, Call] = {}
+        self.requests: dict[str, EngineRequest] = {}
         self.socket = end
         self.process: Any = None  # of the engine
         self._tasks: dict[int, asyncio.Task] = {}  # what is under way, by its number
-        self._gone = asyncio.Event()  # the trainer's end is closed
-        self._frames = Frames(self._receive, self._gone.set)
+        self._disconnected = asyncio.Event()  # the trainer's end is closed
+        self._channel = MessageChannel(self._receive, self._disconnected.set)
         self._llm: Any = None
         self._vllm_config: Any = None
 
     async def serve(self) -> None:
         """Works until the trainer closes its end."""
-        await asyncio.get_running_loop().create_connection(lambda: self._frames, sock=self.socket)
-        while not self._gone.is_set() and not self.dead:
+        await asyncio.get_running_loop().create_connection(lambda: self._channel, sock=self.socket)
+        while not self._disconnected.is_set() and not self.is_dead:
             try:
-                await asyncio.wait_for(self._gone.wait(), LOOK_S)
+                await asyncio.wait_for(self._disconnected.wait(), PROCESS_POLL_S)
             except TimeoutError:
                 pass
-        if not self._gone.is_set():
-            self._frames.say((0, "dead", self.ending()))
-            await self._gone.wait()  # requests that fail over it are answered; the trainer ends this process
+        if not self._disconnected.is_set():
+            self._channel.send((0, "dead", self.describe_exit()))
+            await self._disconnected.wait()  # requests that fail over it are answered; the trainer ends this process
 
     def _receive(self, messages: list[Any]) -> None:
         for number, method, arguments in messages:
@@ -75,7 +75,7 @@ class Client:
             answer = ("value", await getattr(self, method)(*arguments))
         except ValueError as error:
             answer = ("refused", str(error))
-        except CoreLost as error:
+        except BackendCrashed as error:
             answer = ("lost", str(error))
         except asyncio.CancelledError:
             return  # the trainer does not wait for it any more
@@ -84,16 +84,16 @@ class Client:
             # since vLLM wraps what happened in the engine's process in a bare Exception.
             method = arguments[0] if method == "engine" else method
             logging.getLogger(__name__).exception("%s failed", method)
-            answer = ("lost", self.ending() if self.dead else f"the engine failed in {method}: {error!r}")
-        self._frames.say((number, *answer))
+            answer = ("lost", self.describe_exit() if self.is_dead else f"the engine failed in {method}: {error!r}")
+        self._channel.send((number, *answer))
 
     @property
-    def dead(self) -> bool:
+    def is_dead(self) -> bool:
         ended = self.process is not None and not self.process.is_alive()
         return ended or (self._llm is not None and self._llm.errored)
 
-    def ending(self) -> str:
-        return how_it_ended(self.process.exitcode, "the engine's process")
+    def describe_exit(self) -> str:
+        return describe_exit(self.process.exitcode, "the engine's process")
 
     # -- what the trainer asks for ------------------------------------------------------------------------------------
 
@@ -121,8 +121,8 @@ class Client:
                 self._vllm_config, stat_loggers=[self._stat_logger], disable_log_stats=True
             )
         except (RuntimeError, OSError) as error:
-            how = f"; {self.ending()}" if self.dead else ""
-            raise CoreLost(f"its process did not come up: {error}{how}") from error
+            how = f"; {self.describe_exit()}" if self.is_dead else ""
+            raise BackendCrashed(f"its process did not come up: {error}{how}") from error
         finally:
             engine_utils.get_mp_context = make_context
         # vLLM has added a logger for Prometheus, which nobody reads. Only ours stays.
@@ -134,7 +134,7 @@ class Client:
     def _stat_logger(self, vllm_config: Any, engine_index: int = 0) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase
 
-        frames = self._frames
+        frames = self._channel
 
         class StepLogger(StatLoggerBase):
             def __init__(self):
@@ -144,7 +144,7 @@ class Client:
                 if scheduler_stats is None:
                     return
                 prefix = scheduler_stats.prefix_cache_stats
-                step = Step(
+                step = EngineStepStats(
                     usage=scheduler_stats.kv_cache_usage,
                     running=scheduler_stats.num_running_reqs,
                     waiting=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
@@ -152,53 +152,53 @@ class Client:
                     prefix_queries=prefix.queries,
                     prefix_hits=prefix.hits,
                 )
-                frames.say((0, "step", step))
+                frames.send((0, "step", step))
 
             def log_engine_initialized(self):
                 pass
 
         return StepLogger()
 
-    async def generate(self, call: Call, salt: str | None, adapted: bool) -> Completion:
+    async def generate(self, request: EngineRequest, cache_salt: str | None, uses_adapter: bool) -> Completion:
         """Runs one request. Only requests of one `salt` share a prefix. Raises CoreLost; ValueError: vLLM refuses."""
         from vllm.exceptions import VLLMClientError
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        prompt = {"type": "token", "prompt_token_ids": call.prompt}
-        prompt |= {"cache_salt": salt} if salt is not None else {}
+        prompt = {"type": "token", "prompt_token_ids": request.prompt}
+        prompt |= {"cache_salt": cache_salt} if cache_salt is not None else {}
         # vLLM wants a path, but reads nothing there, since the adapter is in the engine already.
-        lora = LoRARequest("policy", ADAPTER_ID, "/nowhere/the-adapter-is-in-memory") if adapted else None
+        lora = LoRARequest("policy", ADAPTER_ID, "/nowhere/the-adapter-is-in-memory") if uses_adapter else None
         output: Any = None
         part: Any = None
         try:
-            with call.running(self.calls):
+            with request.track_in(self.requests):
                 outputs = self._llm.generate(
-                    prompt, self._params(call), call.id, lora_request=lora, priority=call.priority
+                    prompt, self._params(request), request.id, lora_request=lora, priority=request.priority
                 )
                 async for output in outputs:
                     part = output.outputs[0]
-                    if call.add(part.token_ids, part.logprobs.logprobs) and not output.finished:
-                        await self._llm.abort(call.id)  # one more output follows it
+                    if request.add(part.token_ids, part.logprobs.logprobs) and not output.finished:
+                        await self._llm.abort(request.id)  # one more output follows it
             assert output is not None and part is not None  # vLLM yields one output at least
-            if part.finish_reason == "abort" and call.keep is None:
-                raise CoreLost("the engine ended a request before it was done")
+            if part.finish_reason == "abort" and request.num_kept is None:
+                raise BackendCrashed("the engine ended a request before it was done")
             spans = [(span.version, span.start, span.end) for span in part.weight_versions or ()]
-            scores = output.prompt_logprobs.logprobs if call.priority is Priority.SCORE else ()
-            return call.completion(part.finish_reason, spans, output.num_cached_tokens or 0, scores)
+            scores = output.prompt_logprobs.logprobs if request.priority is Priority.SCORE else ()
+            return request.completion(part.finish_reason, spans, output.num_cached_tokens or 0, scores)
         except EngineDeadError as error:
-            raise CoreLost(self.ending()) from error
+            raise BackendCrashed(self.describe_exit()) from error
         except EngineGenerateError as error:
-            raise CoreLost(f"the engine failed in a request: {error.__cause__!r}") from error
+            raise BackendCrashed(f"the engine failed in a request: {error.__cause__!r}") from error
         except VLLMClientError as error:
-            raise Mistake(f"vLLM refuses the request: {error}") from error
+            raise UsageError(f"vLLM refuses the request: {error}") from error
 
-    def _params(self, call: Call) -> Any:
+    def _params(self, request: EngineRequest) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        kind = RequestOutputKind.DELTA if call.streams else RequestOutputKind.FINAL_ONLY
-        params = SamplingParams(**call.vllm_params(), output_kind=kind, skip_clone=True)
+        kind = RequestOutputKind.DELTA if request.needs_streaming else RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(**request.vllm_params(), output_kind=kind, skip_clone=True)
         params.flat_logprobs = True
         return params
 
@@ -237,7 +237,7 @@ def run_engine(parent: int, end: int | None, target: Callable, kwargs: dict[str,
     die_with_parent(parent)
     if end is not None:
         os.close(end)  # else the trainer would not see that the client has died
-    if cores := os.environ.get(CORES):
+    if cores := os.environ.get(CORES_VARIABLE):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     if on_cpu():
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP may have read another number
@@ -250,7 +250,7 @@ def run_engine(parent: int, end: int | None, target: Callable, kwargs: dict[str,
     target(**kwargs)
 
 
-def _settle(log: str, environ: dict[str, str]) -> None:
+def _adopt_environment(log: str, environ: dict[str, str]) -> None:
     """Gives a process that was begun early (`early.py`) the log and the environment that it would have started with."""
     with open(log, "ab", buffering=0) as out:
         os.dup2(out.fileno(), 1)
@@ -282,8 +282,8 @@ def main(descriptor: int, parent: int) -> None:
     finally:
         imported_s = time.monotonic() - started
         # In `finally`, since an error of the import belongs in the log, which only the first frame names.
-        model_dir, config, log, environ = receive(end)
-        _settle(log, environ)
+        model_dir, config, log, environ = receive_messages(end)
+        _adopt_environment(log, environ)
     print(f"engine {os.getpid()}: vLLM imported in {imported_s:.1f} s", file=sys.stderr, flush=True)
     asyncio.run(serve(end, model_dir, config))
     # What is left of vLLM's threads and of the engine ends with this process.

@@ -23,15 +23,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from torchtune_ext.run.catalog import by_path
-from torchtune_ext.run.errors import Failure, Late, Mistake
-from torchtune_ext.run.janitor import Janitor
-from torchtune_ext.sampling import early
-from torchtune_ext.sampling.calls import Call, Core, OnCompletion, Step, fetch_error, group_calls, together
-from torchtune_ext.sampling.engine_args import log_name, say_ignored
-from torchtune_ext.sampling.lane import Lane
+from torchtune_ext.run.catalog import import_object
+from torchtune_ext.run.errors import DeadlineExceeded, RunFailure, UsageError
+from torchtune_ext.run.reaper import ProcessReaper
+from torchtune_ext.sampling import prestart
+from torchtune_ext.sampling.backend import (
+    Backend,
+    EngineRequest,
+    EngineStepStats,
+    OnCompletion,
+    build_requests,
+    gather_or_cancel,
+    mark_retrieved,
+)
+from torchtune_ext.sampling.engine_args import log_name, warn_ignored_variables
 from torchtune_ext.sampling.pool import Pool
-from torchtune_ext.sampling.records import (
+from torchtune_ext.sampling.replica import EngineReplica
+from torchtune_ext.sampling.types import (
     CanaryAnswer,
     Completion,
     EngineConfig,
@@ -41,25 +49,25 @@ from torchtune_ext.sampling.records import (
     PublishReport,
     SamplingConfig,
 )
-from torchtune_ext.sampling.vllm_core import RemoteCore
-from torchtune_ext.sampling.weight_buffer import Buffers
+from torchtune_ext.sampling.vllm_backend import RemoteBackend
+from torchtune_ext.sampling.weight_buffer import WeightBuffers
 
 if TYPE_CHECKING:
-    from torchtune_ext.sampling.courier import Courier
+    from torchtune_ext.sampling.weight_sender import WeightSender
 
 log = logging.getLogger(__name__)
 
 CLOSE_S = 30.0  # seconds that the engine's thread has to end everything
 
 # A backend is called with the model's directory, the config, the file that takes the engine's log, a folder for
-# temporary files, and the function that takes the counters of each step. It returns at once; `Core.launch` then waits.
-Backend = Callable[[str, EngineConfig, Path, str, Callable[[Step], None]], Core]
+# temporary files, and the function that takes the counters of each step. It returns at once; `Backend.launch` then waits.
+BackendFactory = Callable[[str, EngineConfig, Path, str, Callable[[EngineStepStats], None]], Backend]
 
 
-async def _attended(work: Coroutine[Any, Any, Any]) -> Any:
+async def _with_error_retrieved(work: Coroutine[Any, Any, Any]) -> Any:
     task = asyncio.current_task()
     assert task is not None
-    task.add_done_callback(fetch_error)
+    task.add_done_callback(mark_retrieved)
     return await work
 
 
@@ -71,15 +79,15 @@ class LoopThread(threading.Thread):
         self._loop = asyncio.new_event_loop()
         self._futures: set[Future] = set()  # of what has not ended
 
-    def refuse_itself(self) -> None:
+    def assert_not_loop_thread(self) -> None:
         """Raises RuntimeError in the loop's own thread."""
         # There a call would wait for its own thread, for ever.
         if threading.current_thread() is self:
-            raise Failure("on_completion may not call the engine: it runs in the engine's own thread")
+            raise RunFailure("on_completion may not call the engine: it runs in the engine's own thread")
 
-    def submit(self, work: Coroutine[Any, Any, Any]) -> Future:
+    def schedule(self, work: Coroutine[Any, Any, Any]) -> Future:
         """Begins `work` and returns. It is cancelled when the thread ends. Raises EngineFailed when none runs."""
-        attended = _attended(work)
+        attended = _with_error_retrieved(work)
         try:
             if self.is_alive():
                 future = asyncio.run_coroutine_threadsafe(attended, self._loop)
@@ -99,11 +107,11 @@ class LoopThread(threading.Thread):
     def call(self, work: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
         """Runs `work` and returns its result. Raises EngineFailed, TimeoutError; RuntimeError in the thread itself."""
         try:
-            self.refuse_itself()
+            self.assert_not_loop_thread()
         except RuntimeError:
             work.close()
             raise
-        return self.result(self.submit(work), timeout)
+        return self.result(self.schedule(work), timeout)
 
     def result(self, future: Future, timeout: float | None = None) -> Any:
         """Waits for submitted work, and cancels it if the wait ends first. Raises as `call` does."""
@@ -113,7 +121,7 @@ class LoopThread(threading.Thread):
             # future is done, but not to `wait`: this would take a call from the loop.
             while not wait([future], timeout=0.5).done and not future.done():
                 if time.monotonic() > give_up_at:
-                    raise Late(f"the engine's thread did not answer within {timeout:g} s")
+                    raise DeadlineExceeded(f"the engine's thread did not answer within {timeout:g} s")
                 if not self.is_alive():
                     raise CancelledError
             return future.result()
@@ -129,7 +137,7 @@ class LoopThread(threading.Thread):
             self._loop.call_soon_threadsafe(self._loop.stop)
             self.join(5.0)
             if self.is_alive():
-                raise Late(f"the thread {self.name} did not end")
+                raise DeadlineExceeded(f"the thread {self.name} did not end")
         # A loop that has stopped tells nobody what became of the work. A copy of a set is made at once, even while
         # another thread submits.
         for future in self._futures.copy():
@@ -158,18 +166,18 @@ class Engine:
         version: policy version of the weights in `model_dir`; name: in messages.
         """
         self.config = config
-        self._backend = find_backend(config.backend)
+        self._backend_factory = find_backend(config.backend)
         self.model_dir = str(model_dir)
-        self._buffers = Buffers(config.rpc_deadline_s)
+        self._buffers = WeightBuffers(config.rpc_deadline_s)
         self._publish_lock = threading.Lock()  # one publication at a time, and none beside an evaluation
         self._evaluation: set[Future] = set()  # of the groups that are drawn for one
         self._thread = LoopThread("torchtune-ext-engine")
-        self._janitor: Janitor | None = None
-        self._servers: dict[str, dict[str, Any]] = {}  # what each server was when it was met
-        self._courier: Courier | None = None  # brings weights to servers over a network
+        self._reaper: ProcessReaper | None = None
+        self._server_info: dict[str, dict[str, Any]] = {}  # what each server was when it was met
+        self._weight_sender: WeightSender | None = None  # brings weights to servers over a network
         self._started: Future[float] | None = None  # the seconds that the first start took
         self._closed = False
-        self._pool = Pool(config, self._make_core, self._buffers, version, name)
+        self._pool = Pool(config, self._make_backend, self._buffers, version, name)
         self.log_path = Path(run_dir).absolute() / log_name(config)
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -180,25 +188,25 @@ class Engine:
         Raises EngineFailed when the engine refuses its config; RuntimeError when it was started before.
         """
         if self._started is not None or self._closed:
-            raise Failure("Engine.start: an engine is started once; make a new one")
-        if self._backend is RemoteCore and self.config.address is None:
-            say_ignored()
+            raise RunFailure("Engine.start: an engine is started once; make a new one")
+        if self._backend_factory is RemoteBackend and self.config.address is None:
+            warn_ignored_variables()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._janitor = Janitor()
+        self._reaper = ProcessReaper()
         # A strong reference in atexit would keep the engine alive until the trainer ends.
         close = weakref.WeakMethod(self.close)
         atexit.register(lambda: (method := close()) and method())
         self._thread.start()
-        self._thread.call(self._pool.prepare(), timeout=30.0)
-        early.drop()  # engines of another kind have not taken it
+        self._thread.call(self._pool.create_backends(), timeout=30.0)
+        prestart.discard_prestarted()  # engines of another kind have not taken it
         try:
             # The client imports vLLM (5 s) and takes the config, so that a config which vLLM refuses is an error of
             # this call. The other engines have the same settings and configure themselves later.
-            self._pool.cores[0].configure()
+            self._pool.backends[0].configure()
         except (ValueError, OSError) as error:
             self.close()
             raise EngineFailed(f"the engine did not start: {error}") from error
-        self._started = self._thread.submit(self._pool.start())
+        self._started = self._thread.schedule(self._pool.start())
         if self.config.sleep:
             # The engine measures the GPU before the trainer has taken its part, and the trainer then finds it free.
             self.wait_ready()
@@ -210,12 +218,12 @@ class Engine:
         Raises EngineFailed; TimeoutError after `timeout` seconds (or `start_deadline_s`); RuntimeError before `start`.
         """
         if self._started is None:
-            raise Failure("Engine.wait_ready: call start() first")
+            raise RunFailure("Engine.wait_ready: call start() first")
         timeout = self.config.start_deadline_s if timeout is None else timeout
         try:
             self._started.exception(timeout)
         except TimeoutError:
-            raise Late(
+            raise DeadlineExceeded(
                 f"the engine did not start within {timeout:g} s (engine.start_deadline_s); see {self.log_path}"
             ) from None
         except CancelledError:
@@ -229,20 +237,20 @@ class Engine:
         """
         if self._closed:
             return
-        self._thread.refuse_itself()
+        self._thread.assert_not_loop_thread()
         self._closed = True
         # The pool forgets its cores as they end, and they are looked at once more at the bottom.
-        cores = self._pool.cores
-        self._pool.refuse()
+        backends = self._pool.backends
+        self._pool.kill_all()
         if self._thread.is_alive():
             self._attempt("the engine", lambda: self._thread.call(self._pool.close(), CLOSE_S))
-            if (courier := self._courier) is not None:
-                self._attempt("the sender", lambda: self._thread.call(courier.stop(), CLOSE_S))
+            if (weight_sender := self._weight_sender) is not None:
+                self._attempt("the sender", lambda: self._thread.call(weight_sender.stop(), CLOSE_S))
         self._attempt("its thread", self._thread.stop)
         self._attempt("the shared memory", self._buffers.close)
-        if self._janitor is not None:
-            self._attempt("the janitor", self._janitor.close)
-        if groups := [core.group for core in cores if core.group and not core.dead]:
+        if self._reaper is not None:
+            self._attempt("the janitor", self._reaper.close)
+        if groups := [backend.process_group for backend in backends if backend.process_group and not backend.is_dead]:
             raise EngineFailed(f"Engine.close: process {groups[0]} of the engine did not end")
 
     def _attempt(self, what: str, step: Callable[[], None]) -> None:
@@ -275,21 +283,21 @@ class Engine:
         Raises: ValueError for prompts that do not fit, before anything is sent; EngineFailed; WeightsIncomplete when
         the engine sleeps and the last publication broke off (publish again).
         """
-        self._thread.refuse_itself()
+        self._thread.assert_not_loop_thread()
         groups = self._groups(prompts, n, sampling, priority)
 
-        async def drawn() -> list[list[Completion]]:
-            return await together(*map(self._pool.draw, groups))
+        async def generate_all() -> list[list[Completion]]:
+            return await gather_or_cancel(*map(self._pool.generate, groups))
 
-        return self._thread.result(self._begin(drawn(), priority))
+        return self._thread.result(self._submit(generate_all(), priority))
 
     def _groups(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingConfig, priority: Priority
-    ) -> list[list[Call]]:
+    ) -> list[list[EngineRequest]]:
         limit = self.config.max_model_len
-        return [group_calls(prompt, n, sampling, p, priority, limit) for p, prompt in enumerate(prompts)]
+        return [build_requests(prompt, n, sampling, p, priority, limit) for p, prompt in enumerate(prompts)]
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Scores texts under the current weights, at temperature 1 and over the whole vocabulary. Raises as `sample`.
 
         Args: texts: lists of token ids, each of at least two and fewer than `max_model_len`.
@@ -297,7 +305,7 @@ class Engine:
         """
         one = SamplingConfig(max_tokens=1, temperature=0.0)  # vLLM samples one token at least
         scores = []
-        for row in self.sample(texts, 1, one, priority=Priority.SCORE):
+        for row in self.sample(sequences, 1, one, priority=Priority.SCORE):
             assert row[0].prompt_logprobs is not None  # `Priority.SCORE` asks for them
             scores.append(row[0].prompt_logprobs)
         return scores
@@ -310,7 +318,7 @@ class Engine:
         on_completion: OnCompletion = lambda sample, completion: None,
         group: int = 0,
         priority: Priority = Priority.SAMPLE,
-        home: object = None,
+        affinity_key: object = None,
     ) -> "Future[list[Completion]]":
         """Begins to draw one group, `n` completions of a prompt, and returns. Groups of equal priority go in order.
 
@@ -320,16 +328,16 @@ class Engine:
         Returns: a future of the completions, or of what `sample` raises. Canceling it, or `close`, ends the sampling.
         Raises: ValueError for a prompt that does not fit.
         """
-        self._thread.refuse_itself()
-        calls = group_calls(prompt, n, sampling, group, priority, self.config.max_model_len)
-        return self._begin(self._pool.draw(calls, on_completion, home), priority)
+        self._thread.assert_not_loop_thread()
+        requests = build_requests(prompt, n, sampling, group, priority, self.config.max_model_len)
+        return self._submit(self._pool.generate(requests, on_completion, affinity_key), priority)
 
-    def _begin(self, work: Coroutine[Any, Any, Any], priority: Priority) -> Future:
+    def _submit(self, work: Coroutine[Any, Any, Any], priority: Priority) -> Future:
         if priority is not Priority.EVALUATION:
-            return self._thread.submit(work)
+            return self._thread.schedule(work)
         # An evaluation belongs to one version, so it waits for a publication under way and begins with its weights.
         with self._publish_lock:
-            future = self._thread.submit(work)
+            future = self._thread.schedule(work)
             self._evaluation.add(future)
         future.add_done_callback(self._evaluation.discard)
         return future
@@ -346,16 +354,16 @@ class Engine:
         EngineFailed when the engine takes the weights neither now nor after a restart.
         """
         if adapter is not None and self.config.lora_rank is None:
-            raise Mistake("publish: an adapter, but the engine was started without engine.lora_rank")
+            raise UsageError("publish: an adapter, but the engine was started without engine.lora_rank")
         with self._publish_lock:
             if not all(future.done() for future in self._evaluation.copy()):
-                raise Failure(
+                raise RunFailure(
                     f"publish: version {version}, while an evaluation of version {self.version} is drawn, which belongs to one "
                     f"version; publish when it is over, or cancel it"
                 )
             buffer, copy_s = self._buffers.write(named_tensors, version, adapter, self.version)
             pause_s, load_s = self._thread.call(self._pool.load(version))
-            return PublishReport(buffer.bytes, buffer.sums, copy_s, pause_s, load_s)
+            return PublishReport(buffer.bytes, buffer.checksums, copy_s, pause_s, load_s)
 
     def checksums(self) -> list[dict[str, int | None]]:
         """The `weight_buffer.checksum` of every tensor of the last publications, by name, for each worker.
@@ -370,17 +378,17 @@ class Engine:
         Raises as `sample`. Returns one answer of each engine that is not lost meanwhile.
         """
         # An engine that was lost serves again only with weights that it has proven, so its answer is not missed.
-        return self._thread.call(self._pool.ask_each(self._groups(prompts, n, sampling, Priority.CANARY)))
+        return self._thread.call(self._pool.canary(self._groups(prompts, n, sampling, Priority.CANARY)))
 
-    def require_own_model(self) -> None:
+    def require_unmodified_server(self) -> None:
         """Raises ValueError when a server holds weights that a run has published there."""
-        if self._courier is None:
+        if self._weight_sender is None:
             return
-        from torchtune_ext.sampling.server import ServerCore
+        from torchtune_ext.sampling.server import ServerBackend
 
-        for core in self._pool.cores:
-            if isinstance(core, ServerCore) and core.replaced:
-                raise Mistake(f"engine.address: {core.other_model()}")
+        for backend in self._pool.backends:
+            if isinstance(backend, ServerBackend) and backend.model_replaced:
+                raise UsageError(f"engine.address: {backend.replaced_model_message()}")
 
     def sleep(self) -> None:
         """With `engine.sleep`, frees GPU memory until `publish` or `sample` wakes the engine. Raises EngineFailed."""
@@ -401,38 +409,40 @@ class Engine:
 
     # -- inside the loop's thread -------------------------------------------------------------------------------------
 
-    def _make_core(self, lane: Lane) -> Core:
+    def _make_backend(self, replica: EngineReplica) -> Backend:
         """Makes a life of an engine. Raises OSError when the janitor could not clean up after it."""
-        assert self._janitor is not None  # since `start`
-        log_path = self.log_path.with_name(self.log_path.name.replace("*", str(lane.number)))
-        if lane.config.address is not None and self._backend is RemoteCore:
+        assert self._reaper is not None  # since `start`
+        log_path = self.log_path.with_name(self.log_path.name.replace("*", str(replica.number)))
+        if replica.config.address is not None and self._backend_factory is RemoteBackend:
             # Imported here, since a run with an engine of its own needs none of it.
-            from torchtune_ext.sampling.courier import Courier
-            from torchtune_ext.sampling.server import ServerCore
+            from torchtune_ext.sampling.server import ServerBackend
+            from torchtune_ext.sampling.weight_sender import WeightSender
 
-            self._courier = self._courier or Courier(self.log_path)
-            core = ServerCore(lane.config, lane.on_step)
-            core.peers, core.courier = self._servers, self._courier
+            self._weight_sender = self._weight_sender or WeightSender(self.log_path)
+            backend = ServerBackend(replica.config, replica.on_step)
+            backend.server_info, backend.weight_sender = self._server_info, self._weight_sender
         else:
-            core = self._backend(self.model_dir, lane.config, log_path, self._janitor.folder, lane.on_step)
+            backend = self._backend_factory(
+                self.model_dir, replica.config, log_path, self._reaper.folder, replica.on_step
+            )
         # The janitor kills these process groups when the trainer dies.
         try:
-            self._janitor.guard([other.group for other in self._pool.cores] + [core.group])
+            self._reaper.set_groups([other.process_group for other in self._pool.backends] + [backend.process_group])
         except BaseException:
-            core.kill()  # nobody else knows of it yet
+            backend.kill()  # nobody else knows of it yet
             raise
-        return core
+        return backend
 
 
-BACKENDS: dict[str, Backend] = {"vllm": RemoteCore}
+BACKENDS: dict[str, BackendFactory] = {"vllm": RemoteBackend}
 
 
-def find_backend(name: str) -> Backend:
+def find_backend(name: str) -> BackendFactory:
     """The backend of that name or dotted path. Raises ValueError where there is none."""
     if name in BACKENDS:
         return BACKENDS[name]
     if "." not in name:
-        raise Mistake(
+        raise UsageError(
             f"engine.backend is {name!r}: use one of {', '.join(sorted(BACKENDS))}, or a class of your own (my_module.MyCore)"
         )
-    return by_path(name, f"engine.backend={name}")
+    return import_object(name, f"engine.backend={name}")

@@ -9,25 +9,27 @@ from urllib.parse import urlsplit
 
 import torch
 
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.output import labelled, say
-from torchtune_ext.sampling.early import IGNORED, KEPT, vllm_cpu
-from torchtune_ext.sampling.records import CANARY_REQUESTS, LORA_RANKS, EngineConfig
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.run.output import format_labels, print_text
+from torchtune_ext.sampling.prestart import IGNORED_VARIABLES, MALLOC_VARIABLES, vllm_cpu
+from torchtune_ext.sampling.types import CANARY_REQUESTS, LORA_RANKS, EngineConfig
 
-HERE = ("127.0.0.1", "localhost", "::1")
-CORES = "TORCHTUNE_EXT_CORES"  # variable that holds the cores which one of several engines on a CPU may use
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+CORES_VARIABLE = "TORCHTUNE_EXT_CORES"  # variable that holds the cores which one of several engines on a CPU may use
 # They keep an engine's sockets on this machine, where all its processes are. Otherwise gloo listens on whatever address
 # the host's name has, NCCL on the first network card, and neither asks who is there. The user's own settings are meant
 # for the trainer's ranks.
-ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", "VLLM_HOST_IP": "127.0.0.1"}
+LOOPBACK_VARIABLES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", "VLLM_HOST_IP": "127.0.0.1"}
 # The full name, since from the short one vLLM makes two processes on a CPU.
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 LOADER = "torchtune_ext.sampling.worker.WeightLoader"
-CPU_KV_CACHE = 1 << 30  # bytes
-CPU_STEP = 4096  # tokens
-CPU_BLOCK = 32  # tokens of a block of the KV cache
-PARALLEL = 5_000_000  # parameters from which an engine on a CPU gains by threads (benchmarks/engine_threads.py)
-LEAST_SHARE = 0.01  # of a GPU's memory, for an engine whose cache has a size in bytes
+CPU_KV_CACHE_BYTES = 1 << 30  # bytes
+CPU_STEP_TOKENS = 4096  # tokens
+CPU_BLOCK_SIZE = 32  # tokens of a block of the KV cache
+MIN_PARALLEL_PARAMS = (
+    5_000_000  # parameters from which an engine on a CPU gains by threads (benchmarks/engine_threads.py)
+)
+MIN_GPU_UTILIZATION = 0.01  # of a GPU's memory, for an engine whose cache has a size in bytes
 
 
 @cache
@@ -40,17 +42,17 @@ def on_cpu() -> bool:
 DEFAULT_MAX_NUM_SEQS = 256 if on_cpu() else 1024
 
 
-def transfer_of(config: EngineConfig) -> str:
+def resolve_transfer(config: EngineConfig) -> str:
     """How a server takes weights: as the config says; "auto" is memory on one machine, NCCL or gloo between two."""
     if config.transfer != "auto":
         return config.transfer
-    if serves_here(config):
+    if is_local_server(config):
         return "shm"
     return "gloo" if on_cpu() else "nccl"
 
 
-def serves_here(config: EngineConfig) -> bool:
-    return all(urlsplit(address).hostname in HERE for address in config.addresses)
+def is_local_server(config: EngineConfig) -> bool:
+    return all(urlsplit(address).hostname in LOCAL_HOSTS for address in config.addresses)
 
 
 def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> dict[str, Any]:
@@ -88,17 +90,17 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
         args |= {
             "enforce_eager": True,
             "distributed_executor_backend": UNIPROC,
-            "block_size": config.block_size or CPU_BLOCK,
-            "kv_cache_memory_bytes": config.kv_cache_bytes or CPU_KV_CACHE,
+            "block_size": config.block_size or CPU_BLOCK_SIZE,
+            "kv_cache_memory_bytes": config.kv_cache_bytes or CPU_KV_CACHE_BYTES,
             # On a CPU vLLM 0.32 dies when it splits the prompt of a request with a seed ("CPU Generator does not use
             # offset"). So prompts stay whole, and a step has room for the longest.
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(config.max_num_batched_tokens or CPU_STEP, config.max_model_len),
+            "max_num_batched_tokens": max(config.max_num_batched_tokens or CPU_STEP_TOKENS, config.max_model_len),
         }
     else:
         # vLLM wants this share of the GPU free when it starts, even if the cache has a fixed size. Beside a trainer or
         # another engine a large share is not free.
-        share = LEAST_SHARE if config.kv_cache_bytes else config.gpu_memory_utilization
+        share = MIN_GPU_UTILIZATION if config.kv_cache_bytes else config.gpu_memory_utilization
         args |= {"gpu_memory_utilization": share, "enable_sleep_mode": config.sleep}
         if config.tensor_parallel_size > 1:
             # Otherwise vLLM would count the GPUs that the trainer sees, not the engine's.
@@ -111,7 +113,7 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
     return args
 
 
-def engine_threads(config: EngineConfig, parameters: int, beside: bool) -> int | None:
+def engine_threads(config: EngineConfig, parameters: int, concurrent: bool) -> int | None:
     """The threads of each engine on a CPU; None on GPUs.
 
     Args: parameters: of the model; beside: whether the trainer computes while the engine does.
@@ -120,7 +122,7 @@ def engine_threads(config: EngineConfig, parameters: int, beside: bool) -> int |
         return None
     # Beside the trainer, a second thread would take a core from one of the trainer's. A small model is done with an
     # operation before its threads have met for it.
-    if beside or parameters < PARALLEL:
+    if concurrent or parameters < MIN_PARALLEL_PARAMS:
         return 1
     # The trainer waits meanwhile, so the engines share its threads.
     engines = max(config.count or 1, len(device_shares(config)))
@@ -131,22 +133,24 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
     """The variables that vLLM's processes need, in a run as in a server."""
     environ = {"VLLM_NO_USAGE_STATS": "1"}
     if on_cpu():
-        environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(config.threads or 1)} | KEPT
+        environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(config.threads or 1)} | MALLOC_VARIABLES
     if config.quantization:
         # This leaves CUTLASS. DeepGEMM would round the scales to powers of two, and a DeepGEMM that vLLM found beside
         # it sampled nonsense on an H100.
         environ |= {"VLLM_USE_DEEP_GEMM": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
     if config.devices is not None:
-        environ[CORES if on_cpu() else "CUDA_VISIBLE_DEVICES"] = config.devices
+        environ[CORES_VARIABLE if on_cpu() else "CUDA_VISIBLE_DEVICES"] = config.devices
     return environ
 
 
 @cache
-def say_ignored() -> None:
+def warn_ignored_variables() -> None:
     """Prints once which variables of the environment the engines of this process do not get."""
-    for name, key in IGNORED.items():
+    for name, key in IGNORED_VARIABLES.items():
         if os.environ.get(name):
-            say(labelled([("engine", f"{name}={os.environ[name]} of the environment is ignored: {key} decides")]))
+            print_text(
+                format_labels([("engine", f"{name}={os.environ[name]} of the environment is ignored: {key} decides")])
+            )
 
 
 def log_name(config: EngineConfig) -> str:
@@ -161,7 +165,7 @@ def device_shares(config: EngineConfig) -> list[list[str]]:
     if len(names) % size:
         below, above = len(names) // size * size, (len(names) // size + 1) * size
         advice = f"{size}: name them all, as in engine.devices='{','.join(map(str, range(size)))}'"
-        raise Mistake(
+        raise UsageError(
             f"engine.devices={config.devices!r} names {len(names)} GPU{'s' * (len(names) > 1)}, but "
             f"engine.tensor_parallel_size={size} needs "
             + (f"{size} for each engine: name {below} or {above}" if below else advice)
@@ -179,9 +183,9 @@ def engine_configs(config: EngineConfig) -> list[EngineConfig]:
     size, shares = config.tensor_parallel_size, device_shares(config)
     count, cores = config.count or len(shares) or 1, sorted(os.sched_getaffinity(0))
     if config.threads and not on_cpu():
-        raise Mistake(f"engine.threads={config.threads} is for engines on a CPU; leave it null on GPUs")
+        raise UsageError(f"engine.threads={config.threads} is for engines on a CPU; leave it null on GPUs")
     if count <= len(cores) < count * (config.threads or 1):
-        raise Mistake(
+        raise UsageError(
             f"engine.threads={config.threads} of {count} engine{'s' * (count > 1)}: this process may use {len(cores)} cores; "
             f"set engine.threads={len(cores) // count} or less"
         )
@@ -190,12 +194,12 @@ def engine_configs(config: EngineConfig) -> list[EngineConfig]:
     if count == 1:
         return [config]
     if not on_cpu():
-        raise Mistake(
+        raise UsageError(
             f"engine.count={count} without engine.devices: on GPUs name them instead, {size} for each engine, as in "
             f"engine.devices='{','.join(map(str, range(count * size)))}'"
         )
     if count > len(cores):
-        raise Mistake(
+        raise UsageError(
             f"engine.count={count}: this process may use {len(cores)} cores, and each engine needs one; set "
             f"engine.count={len(cores)} or less"
         )

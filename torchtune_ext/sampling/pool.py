@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from torchtune_ext.sampling.calls import Call, Core, CoreLost, OnCompletion, together
+from torchtune_ext.sampling.backend import Backend, BackendCrashed, EngineRequest, OnCompletion, gather_or_cancel
 from torchtune_ext.sampling.engine_args import engine_configs
-from torchtune_ext.sampling.lane import COUNTS, Lane, State
-from torchtune_ext.sampling.records import CanaryAnswer, Completion, EngineConfig, EngineFailed, EngineStats
-from torchtune_ext.sampling.weight_buffer import Buffers
+from torchtune_ext.sampling.replica import COUNTS, EngineReplica, State
+from torchtune_ext.sampling.types import CanaryAnswer, Completion, EngineConfig, EngineFailed, EngineStats
+from torchtune_ext.sampling.weight_buffer import WeightBuffers
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ class Pool:
     def __init__(
         self,
         config: EngineConfig,
-        make_core: Callable[[Lane], Core],
-        buffers: Buffers,
+        make_core: Callable[[EngineReplica], Backend],
+        buffers: WeightBuffers,
         version: int,
         name: str = "engine",
     ):
@@ -38,137 +38,141 @@ class Pool:
         Args: make_core: begins a life of a lane; version: label of weights that were never published; name: of an
         engine, in messages.
         """
-        self.make_core, self.buffers, self.first_version = make_core, buffers, version
+        self.make_backend, self.buffers, self.first_version = make_core, buffers, version
         self.ids = itertools.count()  # of requests
-        self.lanes: list[Lane] = []
+        self.replicas: list[EngineReplica] = []
         for number, each in enumerate(configs := engine_configs(config)):
-            self.lanes.append(Lane(self, number, f"the {name}" if len(configs) == 1 else f"{name} {number}", each))
-        self._homes: WeakKeyDictionary[object, Lane] = WeakKeyDictionary()  # where the turns of conversations go
-        self._prepared, self.begun = 0.0, False  # when the first lives began; whether all have come up once
+            self.replicas.append(
+                EngineReplica(self, number, f"the {name}" if len(configs) == 1 else f"{name} {number}", each)
+            )
+        self._affinity: WeakKeyDictionary[object, EngineReplica] = (
+            WeakKeyDictionary()
+        )  # where the turns of conversations go
+        self._prepared, self.has_started = 0.0, False  # when the first lives began; whether all have come up once
 
     # -- who is there -------------------------------------------------------------------------------------------------
 
     @property
-    def serving(self) -> list[Lane]:
+    def serving_replicas(self) -> list[EngineReplica]:
         """The engines that take requests."""
-        return [lane for lane in self.lanes if lane.serves]
+        return [replica for replica in self.replicas if replica.serves]
 
     @property
-    def up(self) -> list[Lane]:
+    def running_replicas(self) -> list[EngineReplica]:
         """The engines that can load weights now."""
-        return [lane for lane in self.lanes if lane.up]
+        return [replica for replica in self.replicas if replica.is_running]
 
     @property
-    def left(self) -> list[Lane]:
+    def active_replicas(self) -> list[EngineReplica]:
         """The engines that are not retired."""
-        return [lane for lane in self.lanes if lane.state is not State.RETIRED]
+        return [replica for replica in self.replicas if replica.state is not State.RETIRED]
 
     @property
     def version(self) -> int:
         """The newest version of weights that an engine has loaded."""
-        return max(lane.version for lane in self.lanes)
+        return max(replica.version for replica in self.replicas)
 
     @property
-    def cores(self) -> list[Core]:
+    def backends(self) -> list[Backend]:
         """The present lives."""
         # Another thread may ask, while a restart takes a life away: each is read once.
-        return [core for lane in self.lanes if (core := lane.core) is not None]
+        return [backend for replica in self.replicas if (backend := replica.backend) is not None]
 
-    def others_serve(self, lane: Lane) -> bool:
+    def others_serve(self, replica: EngineReplica) -> bool:
         """Whether an engine serves besides this one."""
-        return any(other is not lane for other in self.serving)
+        return any(other is not replica for other in self.serving_replicas)
 
-    def changed(self, lane: Lane, served: bool) -> None:
+    def on_state_change(self, replica: EngineReplica, was_serving: bool) -> None:
         """Says what became of an engine, which `served` or not, and sends what waits for it to others."""
-        others = self.others_serve(lane)
-        if lane.closed:
+        others = self.others_serve(replica)
+        if replica.closed:
             return
-        if lane.state is State.RETIRED and self.left and self.begun:
-            why = lane.cause.removeprefix(f"{lane.name} ")
+        if replica.state is State.RETIRED and self.active_replicas and self.has_started:
+            why = replica.failure_cause.removeprefix(f"{replica.name} ")
             message = "%s is retired (%s); the run goes on with %d of %d"
-            log.warning(message, lane.name, why, len(self.left), len(self.lanes))
-        elif lane.state is State.COMING and served and others and lane.requests:
-            left = "the other" if len(self.serving) == 1 else f"{len(self.serving)} others"
-            log.warning("%s is lost; its requests go to %s meanwhile", lane.name, left)
+            log.warning(message, replica.name, why, len(self.active_replicas), len(self.replicas))
+        elif replica.state is State.STARTING and was_serving and others and replica.num_requests:
+            others_text = "the other" if len(self.serving_replicas) == 1 else f"{len(self.serving_replicas)} others"
+            log.warning("%s is lost; its requests go to %s meanwhile", replica.name, others_text)
         # Also what waits for one that was lost while no other served.
-        for each in self.lanes:
+        for each in self.replicas:
             if not each.serves and self.others_serve(each):
                 each.throttle.withdraw()
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    async def prepare(self) -> None:
+    async def create_backends(self) -> None:
         """Begins the first life of each engine. None is waited for."""
         self._prepared = time.monotonic()
-        for lane in self.lanes:
-            lane.core = self.make_core(lane)
+        for replica in self.replicas:
+            replica.backend = self.make_backend(replica)
 
     async def start(self) -> float:
         """Brings all engines up at once, and returns the seconds since `prepare`. Raises EngineFailed."""
         # Nothing goes on with fewer engines yet: one that cannot come up at the start mostly means a wrong config.
-        await asyncio.gather(*(lane.start() for lane in self.lanes))
-        for lane in self.lanes:
-            await lane.ready()
-        self.begun = True
+        await asyncio.gather(*(lane.start() for lane in self.replicas))
+        for replica in self.replicas:
+            await replica.wait_ready()
+        self.has_started = True
         return time.monotonic() - self._prepared
 
-    def refuse(self) -> None:
+    def kill_all(self) -> None:
         """Kills all engines at once, from any thread, and lets no others come up."""
-        for lane in self.lanes:
-            lane.closed = True
+        for replica in self.replicas:
+            replica.closed = True
         # The loop's thread may stand still while an engine comes up. It goes on once that engine is dead.
-        for core in self.cores:
-            core.kill()
+        for backend in self.backends:
+            backend.kill()
 
     async def close(self) -> None:
         """Ends the present lives and every wait for an engine. Raises the first error."""
-        ends = await asyncio.gather(*(lane.close() for lane in self.lanes), return_exceptions=True)
+        ends = await asyncio.gather(*(replica.close() for replica in self.replicas), return_exceptions=True)
         for error in ends:
             if error is not None:
                 raise error
 
     # -- work ---------------------------------------------------------------------------------------------------------
 
-    async def draw(
+    async def generate(
         self,
-        calls: Sequence[Call],
+        requests: Sequence[EngineRequest],
         on_completion: OnCompletion = lambda sample, completion: None,
-        home: object = None,
-        to: Lane | None = None,
+        affinity_key: object = None,
+        target: EngineReplica | None = None,
     ) -> list[Completion]:
         """Draws a group's completions. Args: as of `Engine.submit`; to: the engine that has to do it; None: any.
 
         Raises ValueError, EngineFailed, WeightsIncomplete; CoreLost when `to` is lost and others serve.
         """
-        lane, unfinished = to or self._home(home) or self._choose(), set(range(len(calls)))
-        self._send(home, lane, len(unfinished))
+        replica, unfinished = target or self._affine_replica(affinity_key) or self._choose(), set(range(len(requests)))
+        self._assign(affinity_key, replica, len(unfinished))
 
         async def one(sample: int) -> Completion:
-            nonlocal lane
+            nonlocal replica
             while True:
-                at = lane
+                current = replica
                 try:
-                    completion = await at.draw(calls[sample])
+                    completion = await current.generate(requests[sample])
                     break
-                except (CoreLost, EngineFailed):
-                    if to is not None or at.closed or not self.left:
+                except (BackendCrashed, EngineFailed):
+                    if target is not None or current.closed or not self.active_replicas:
                         raise  # no other engine can do what this one could not
                 # The first request that learns of the loss finds the group another engine. The others follow it there.
-                if lane is at:
-                    lane = self._choose()
-                    at.requests -= len(unfinished)
-                    self._send(home, lane, len(unfinished))
+                if replica is current:
+                    replica = self._choose()
+                    current.num_requests -= len(unfinished)
+                    self._assign(affinity_key, replica, len(unfinished))
             # A backend may go on with a request although its group has failed, and was cancelled.
             if sample in unfinished:
                 unfinished.remove(sample)
-                lane.requests -= 1
+                replica.num_requests -= 1
                 on_completion(sample, completion)
             return completion
 
         try:
-            return await together(*map(one, range(len(calls))))
+            return await gather_or_cancel(*map(one, range(len(requests))))
         finally:
-            lane.requests -= len(unfinished)
+            replica.num_requests -= len(unfinished)
             unfinished.clear()
 
     # -- routing ------------------------------------------------------------------------------------------------------
@@ -180,23 +184,27 @@ class Pool:
     # Routing by a hash of the prompt would ignore the load: in published runs with it, the cache of one engine fell
     # from 98% to 5% hits while three were idle.
 
-    def _home(self, home: object) -> Lane | None:
+    def _affine_replica(self, affinity_key: object) -> EngineReplica | None:
         """The engine that drew the turns before, if it serves."""
-        lane = self._homes.get(home) if home is not None else None
-        return lane if lane is not None and lane.serves else None
+        replica = self._affinity.get(affinity_key) if affinity_key is not None else None
+        return replica if replica is not None and replica.serves else None
 
-    def _choose(self) -> Lane:
+    def _choose(self) -> EngineReplica:
         """The engine with the fewest requests: one that serves, or else one that may do so later."""
-        return min(self.serving or self.left or self.lanes, key=lambda lane: lane.requests)
+        return min(
+            self.serving_replicas or self.active_replicas or self.replicas, key=lambda replica: replica.num_requests
+        )
 
-    def _send(self, home: object, lane: Lane, requests: int) -> None:
-        lane.requests += requests
-        if home is not None:
-            self._homes[home] = lane
+    def _assign(self, affinity_key: object, replica: EngineReplica, requests: int) -> None:
+        replica.num_requests += requests
+        if affinity_key is not None:
+            self._affinity[affinity_key] = replica
 
     # -- all engines --------------------------------------------------------------------------------------------------
 
-    async def _each(self, work: Callable[[Lane], Awaitable[T]], lanes: Sequence[Lane]) -> dict[Lane, T]:
+    async def _each(
+        self, work: Callable[[EngineReplica], Awaitable[T]], replicas: Sequence[EngineReplica]
+    ) -> dict[EngineReplica, T]:
         """Asks some engines, or else those that come up. Returns the answers, without those of engines that are lost.
 
         Raises ValueError when one refuses; when none answers, the error of the first.
@@ -204,18 +212,20 @@ class Pool:
         # An engine that is lost while another one serves raises CoreLost. It is not waited for: it comes back by
         # itself, and only with the current weights.
         while True:
-            lanes = lanes or self.left or self.lanes
-            results = await asyncio.gather(*map(work, lanes), return_exceptions=True)
+            replicas = replicas or self.active_replicas or self.replicas
+            results = await asyncio.gather(*map(work, replicas), return_exceptions=True)
             errors = [result for result in results if isinstance(result, BaseException)]
-            answers = {lane: r for lane, r in zip(lanes, results, strict=True) if not isinstance(r, BaseException)}
+            answers = {
+                replica: r for replica, r in zip(replicas, results, strict=True) if not isinstance(r, BaseException)
+            }
             if refused := [error for error in errors if isinstance(error, ValueError)]:
                 raise refused[0]
             if answers:
                 return answers
-            if not any(isinstance(error, CoreLost) for error in errors):
+            if not any(isinstance(error, BackendCrashed) for error in errors):
                 raise errors[0]
             # All were lost, each while another one still served. Some of them come back.
-            lanes = self.left
+            replicas = self.active_replicas
 
     async def load(self, version: int) -> tuple[float, float]:
         """Brings newly published weights into every engine. Returns the longest pause and loading, in seconds.
@@ -223,71 +233,73 @@ class Pool:
         Raises EngineFailed when none takes them, or one that serves was not told; ValueError when one refuses them.
         """
         try:
-            times = await self._each(lambda lane: lane.load(), self.up)
+            times = await self._each(lambda lane: lane.load(), self.running_replicas)
         finally:
-            for lane in self.serving:
-                if lane.version < self.version:
-                    lane.become(State.BEHIND, f"it holds version {lane.version}, others {self.version}")
-        for lane in times:
-            if lane.version < version:
-                raise EngineFailed(f"publish: {lane.name} was not told of version {version}; it holds {lane.version}")
+            for replica in self.serving_replicas:
+                if replica.version < self.version:
+                    replica.set_state(State.STALE, f"it holds version {replica.version}, others {self.version}")
+        for replica in times:
+            if replica.version < version:
+                raise EngineFailed(
+                    f"publish: {replica.name} was not told of version {version}; it holds {replica.version}"
+                )
         return max(pause for pause, _ in times.values()), max(load for _, load in times.values())
 
     async def checksums(self) -> list[dict[str, int | None]]:
         """Does what `Engine.checksums` says."""
-        sums = await self._each(lambda lane: lane.checksums(), self.serving)
-        return [worker for lane in self.lanes if lane in sums for worker in sums[lane]]
+        sums = await self._each(lambda lane: lane.checksums(), self.serving_replicas)
+        return [worker for replica in self.replicas if replica in sums for worker in sums[replica]]
 
     async def sleep(self) -> None:
         """Makes all engines free GPU memory, even those that just come up. Raises EngineFailed when none is left."""
-        work = [lane.sleep() for lane in self.left or self.lanes]
+        work = [replica.sleep() for replica in self.active_replicas or self.replicas]
         errors = [error for error in await asyncio.gather(*work, return_exceptions=True) if error is not None]
         refused = [error for error in errors if not isinstance(error, EngineFailed)]
-        if refused or (errors and not self.left):
+        if refused or (errors and not self.active_replicas):
             raise (refused or errors)[0]
 
-    async def ask_each(self, groups: Sequence[list[Call]]) -> list[CanaryAnswer]:
+    async def canary(self, groups: Sequence[list[EngineRequest]]) -> list[CanaryAnswer]:
         """Does what `Engine.canary` says. Each engine gets groups of its own."""
 
-        async def ask(lane: Lane) -> CanaryAnswer | None:
+        async def ask(replica: EngineReplica) -> CanaryAnswer | None:
             try:
-                completions = await asyncio.gather(*(self.draw(calls, to=lane) for calls in groups))
-                return CanaryAnswer(lane.name, list(completions), await lane.checksums())
-            except CoreLost as error:
+                completions = await asyncio.gather(*(self.generate(requests, target=replica) for requests in groups))
+                return CanaryAnswer(replica.name, list(completions), await replica.checksums())
+            except BackendCrashed as error:
                 message = "%s did not answer the canary (%s): it serves again once it has proven its weights"
-                log.warning(message, lane.name, error)
+                log.warning(message, replica.name, error)
                 return None
 
         answers: list[CanaryAnswer] = []
         # Without an answer, each engine was lost while another one served. Those that have come back are asked.
         while not answers:
-            of_lane = await self._each(ask, self.up)
-            answers = [answer for lane in self.lanes if (answer := of_lane.get(lane)) is not None]
+            by_replica = await self._each(ask, self.running_replicas)
+            answers = [answer for lane in self.replicas if (answer := by_replica.get(lane)) is not None]
         return answers
 
     # -- what it knows ------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """The counters of the run until now, of all engines."""
-        lanes, serving = self.lanes, self.serving
+        replicas, serving = self.replicas, self.serving_replicas
         return EngineStats(
-            **{name: sum(lane.counts[name] for lane in lanes) for name in COUNTS},
-            max_kv_usage=max(lane.max_usage for lane in lanes),
+            **{name: sum(lane.counts[name] for lane in replicas) for name in COUNTS},
+            max_kv_usage=max(replica.max_usage for replica in replicas),
             running=sum(lane.last_step.running for lane in serving),
             waiting=sum(lane.last_step.waiting for lane in serving),
             concurrency=sum(lane.throttle.limit for lane in serving),
-            restarts=sum(lane.restarts for lane in lanes),
+            restarts=sum(lane.restarts for lane in replicas),
             healthy=len(serving),
-            retired=len(lanes) - len(self.left),
+            retired=len(replicas) - len(self.active_replicas),
         )
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run should know: the throttles' findings, one engine after the other."""
-        return {"engines": [lane.throttle.controller.state_dict() for lane in self.lanes]}
+        return {"engines": [replica.throttle.controller.state_dict() for replica in self.replicas]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from an earlier run's `state_dict`. To be called before anything is sampled."""
         states = state["engines"]
         # If there are more engines now, several share one finding.
-        for lane in self.lanes:
-            lane.throttle.controller.load_state_dict(states[lane.number % len(states)])
+        for replica in self.replicas:
+            replica.throttle.controller.load_state_dict(states[replica.number % len(states)])

@@ -17,24 +17,37 @@ from typing import Any
 
 import torch
 
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
-from torchtune_ext.sampling.courier import START_S, Courier
-from torchtune_ext.sampling.engine_args import LOADER, transfer_of
-from torchtune_ext.sampling.records import TRANSFERS, Completion, EngineConfig
-from torchtune_ext.sampling.server_command import KEY_VARIABLE, authorization, server_command, server_key, shown_command
-from torchtune_ext.sampling.vllm_core import VLLMCore
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.sampling.backend import BackendCrashed, EngineRequest, EngineStepStats, call_with_deadline
+from torchtune_ext.sampling.engine_args import LOADER, resolve_transfer
+from torchtune_ext.sampling.server_command import (
+    KEY_VARIABLE,
+    authorization,
+    redact_command,
+    server_command,
+    server_key,
+)
+from torchtune_ext.sampling.types import TRANSFERS, Completion, EngineConfig
+from torchtune_ext.sampling.vllm_backend import VLLMBackend
 from torchtune_ext.sampling.weight_buffer import UNREADABLE, WeightBuffer
+from torchtune_ext.sampling.weight_sender import SENDER_START_S, WeightSender
 
-__all__ = ["ServerCore", "server_command"]
+__all__ = ["ServerBackend", "server_command"]
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5  # seconds between two tries to reach a server that does not answer
-SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
+MODEL_SIZE_KEYS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+)
 ADAPTER_NAME = "policy"  # by which requests ask a server for the adapter
 ADAPTER_PATH = "/nowhere/the-adapter-is-in-memory"  # vLLM wants one, and reads nothing there
-HAS_ADAPTER = "already been loaded"
+ADAPTER_LOADED_ERROR = "already been loaded"
 # The routes whose name is not that of the method of `AsyncLLM`, and the key of the result in the answer.
 ROUTES = {
     "is_paused": ("GET", "/is_paused", None),
@@ -45,7 +58,7 @@ ROUTES = {
     "collective_rpc": ("POST", "/collective_rpc", "results"),
     "add_lora": ("POST", "/v1/load_lora_adapter", None),
 }
-METRICS_S = 0.5  # seconds between two looks at the server's counters
+METRICS_INTERVAL_S = 0.5  # seconds between two looks at the server's counters
 METRICS = {  # names on vLLM's Prometheus page -> our names
     "vllm:kv_cache_usage_perc": "usage",
     "vllm:num_requests_running": "running",
@@ -62,33 +75,33 @@ def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _unlike(has: dict[str, Any], needs: dict[str, Any]) -> list[str] | None:
+def _diff_facts(has: dict[str, Any], needs: dict[str, Any]) -> list[str] | None:
     """The facts that differ, in words: those of `has` and those of `needs`. None: all are the same."""
     keys = [key for key in {**needs, **has} if has.get(key) != needs.get(key)]
     return [", ".join(f"{key}={each.get(key)}" for key in keys) for each in (has, needs)] if keys else None
 
 
-class ServerCore(VLLMCore):
+class ServerBackend(VLLMBackend):
     """One connection to a server. It ends (`CoreLost`) with the first error, and the lane tries another one."""
 
-    group = 0
+    process_group = 0
 
-    def __init__(self, config: EngineConfig, on_step: Callable[[Step], None]):
+    def __init__(self, config: EngineConfig, on_step: Callable[[EngineStepStats], None]):
         assert config.address is not None
-        self.life = secrets.token_hex(8)  # a server outlives trainers, whose versions begin anew
-        super().__init__(config, on_step, self.life)
+        self.connection_id = secrets.token_hex(8)  # a server outlives trainers, whose versions begin anew
+        super().__init__(config, on_step, self.connection_id)
         self.address = config.address.rstrip("/")
-        self.sign_of_life = time.monotonic()
+        self.last_heartbeat = time.monotonic()
         self._dead = False
         self._session: Any = None
         self._poll: asyncio.Task | None = None
         self._model = "MODEL_DIR"  # the real one is known after the launch
-        self.peers: dict[str, dict[str, Any]] = {}  # what each server of the run was when it was met, by address
+        self.server_info: dict[str, dict[str, Any]] = {}  # what each server of the run was when it was met, by address
         self.transfer: str = "shm"  # how it takes weights: "shm", "nccl" or "gloo"; known after the launch
         self.workers = 1  # of its engine; each takes weights; known after the launch
-        self.courier: Courier | None = None  # of all servers of the run, where weights go over a network
+        self.weight_sender: WeightSender | None = None  # of all servers of the run, where weights go over a network
         # Whether it holds a whole model that somebody has published, in place of that of its folder.
-        self.replaced = False
+        self.model_replaced = False
         self._headers: dict[str, str] = {}  # they hold the key, once it is configured
         self._last: dict[str, float] | None = None
 
@@ -98,10 +111,10 @@ class ServerCore(VLLMCore):
         # only in an environment variable on both sides, never in a config, a log or a command line.
         key = server_key()
         if key is None:
-            raise Mistake(
+            raise UsageError(
                 f"engine.address is {self.address}, but {KEY_VARIABLE} is not set: set it to the key of the server, which "
                 "is started like this, with the same variable in its environment (e.g. from `openssl rand -hex 32`): "
-                f"{self.how()}"
+                f"{self.start_command()}"
             )
         self._headers = {"Authorization": authorization(key)}
         import aiohttp  # noqa: F401  (imported here, it is not imported beside the trainer's own modules)
@@ -119,29 +132,29 @@ class ServerCore(VLLMCore):
         give_up_at = time.monotonic() + self.config.start_deadline_s
         while True:
             try:
-                await asyncio.wait_for(self._check_guard(), 30.0)
+                await asyncio.wait_for(self._require_key_guard(), 30.0)
                 info = await asyncio.wait_for(self._request("GET", "/server_info?config_format=json"), 30.0)
                 break
-            except (CoreLost, TimeoutError) as error:
+            except (BackendCrashed, TimeoutError) as error:
                 if self._session.closed:
-                    raise CoreLost("the connection was ended") from error
+                    raise BackendCrashed("the connection was ended") from error
                 if time.monotonic() > give_up_at:
-                    raise CoreLost(f"no answer from {self.address} within start_deadline_s: {error}") from error
+                    raise BackendCrashed(f"no answer from {self.address} within start_deadline_s: {error}") from error
                 await asyncio.sleep(min(RETRY_S, self.config.start_deadline_s / 10))
         self._dead = False
-        self.learn(info["vllm_config"])
+        self.check_server_info(info["vllm_config"])
         if self.transfer != "shm":
-            assert self.courier is not None  # `Engine` gives every server the courier of the run
-            self.courier.start()
+            assert self.weight_sender is not None  # `Engine` gives every server the courier of the run
+            self.weight_sender.start()
         # An earlier trainer may have died, or lost this server, during a publication. Its requests would go on with
         # half-loaded weights.
-        await self.slow("abort_requests")
-        await self.slow("resume_generation")
-        self.replaced = any(".lora_" not in name for worker in await self.checksums() for name in worker)
+        await self.slow_call("abort_requests")
+        await self.slow_call("resume_generation")
+        self.model_replaced = any(".lora_" not in name for worker in await self.checksums() for name in worker)
         self._poll = asyncio.create_task(self._poll_metrics())
-        self.sign_of_life = time.monotonic()
+        self.last_heartbeat = time.monotonic()
 
-    def learn(self, info: dict[str, Any]) -> None:
+    def check_server_info(self, info: dict[str, Any]) -> None:
         """Checks and takes what `/server_info` says. Raises ValueError: what differs, and how to start the server."""
         model, cache, parallel = info["model_config"], info["cache_config"], info["parallel_config"]
         config, self._model = self.config, model["model"]
@@ -168,23 +181,23 @@ class ServerCore(VLLMCore):
         }
         needs |= {name: value for name in ("dtype", "transfer") if (value := getattr(config, name)) != "auto"}
         if needs["transfer"] not in TRANSFERS[1:]:
-            needs["transfer"] = transfer_of(config)
-        if unlike := _unlike(has, needs):
+            needs["transfer"] = resolve_transfer(config)
+        if unlike := _diff_facts(has, needs):
             theirs, ours = unlike
-            raise Mistake(
-                f"engine.address: {self.address} has {theirs}, and this run needs {ours}; start it like this: {self.how()}"
+            raise UsageError(
+                f"engine.address: {self.address} has {theirs}, and this run needs {ours}; start it like this: {self.start_command()}"
             )
         on_cpu = (info.get("device_config") or {}).get("device") == "cpu"
         if transfer == "nccl" and (on_cpu or not torch.cuda.is_available()):
-            raise Mistake(
+            raise UsageError(
                 f"engine.transfer: nccl moves weights between GPUs only, and {self.address if on_cpu else 'this trainer'} has "
-                f"none; use engine.transfer=gloo, and start the server like this: {self.how()}"
+                f"none; use engine.transfer=gloo, and start the server like this: {self.start_command()}"
             )
         assert transfer is not None  # else it were unlike what the run needs
         text = model["hf_text_config"] if isinstance(model.get("hf_text_config"), dict) else {}
         # Only the folder's name is compared: its path may differ on another machine.
         facts = {"model": Path(model["model"]).name, "max_model_len": model["max_model_len"], "dtype": has["dtype"]}
-        self.require_alike(facts | {name: text[name] for name in SIZES if name in text})
+        self.require_alike(facts | {name: text[name] for name in MODEL_SIZE_KEYS if name in text})
         self.transfer, self.workers = transfer, parallel.get("world_size") or 1
         self.block = cache["block_size"]
         self.cache_tokens = (cache["num_gpu_blocks"] or 0) * self.block
@@ -192,26 +205,26 @@ class ServerCore(VLLMCore):
 
     def require_alike(self, facts: dict[str, Any]) -> None:
         """Raises ValueError where the server differs from what it was before, or from the first one of the run."""
-        first = self.address if self.address in self.peers else next(iter(self.peers), self.address)
-        if unlike := _unlike(facts, self.peers.get(first, facts)):
-            raise Mistake(
+        first = self.address if self.address in self.server_info else next(iter(self.server_info), self.address)
+        if unlike := _diff_facts(facts, self.server_info.get(first, facts)):
+            raise UsageError(
                 f"engine.address: {self.address} has {unlike[0]}, but when this run met {first}, that had {unlike[1]}; the "
                 f"servers of a run have to be alike: start {self.address} with the model and the flags of {first}, or leave it "
                 "out"
             )
-        self.peers[self.address] = facts
+        self.server_info[self.address] = facts
 
-    def other_model(self) -> str:
+    def replaced_model_message(self) -> str:
         return (
             f"{self.address} does not hold the model of its folder any more: a run has published another one there; start it "
-            f"again: {self.how()}"
+            f"again: {self.start_command()}"
         )
 
-    def how(self) -> str:
-        command = shown_command(*server_command(self._model, self.config))
+    def start_command(self) -> str:
+        command = redact_command(*server_command(self._model, self.config))
         return f"torchtune-ext serve --config CONFIG, with the config and the settings of this run; in full: {command}"
 
-    async def _check_guard(self) -> None:
+    async def _require_key_guard(self) -> None:
         """Raises ValueError when the server answers without a key; CoreLost when it does not answer."""
         import aiohttp
 
@@ -220,58 +233,58 @@ class ServerCore(VLLMCore):
             async with self._session.get(self.address + "/is_paused") as response:
                 status = response.status
         except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: `stop` closed the session
-            raise CoreLost(f"no connection to {self.address}: {_message(error)}") from error
+            raise BackendCrashed(f"no connection to {self.address}: {_message(error)}") from error
         if status >= 500:
-            raise CoreLost(f"{self.address} is not ready ({status})")
+            raise BackendCrashed(f"{self.address} is not ready ({status})")
         if status not in (401, 403):
-            raise Mistake(
+            raise UsageError(
                 f"engine.address: {self.address} asks for no key, so whoever reaches it may replace its weights; "
-                f"start it like this: {self.how()}"
+                f"start it like this: {self.start_command()}"
             )
 
-    async def generate(self, call: Call) -> Completion:
+    async def generate(self, request: EngineRequest) -> Completion:
         body = {
-            "request_id": call.id,
-            "model": ADAPTER_NAME if self.adapted else None,
-            "token_ids": call.prompt,
-            "priority": call.priority,
-            "cache_salt": self.salt,
-            "stream": call.streams,
-            "stream_options": {"include_usage": True} if call.streams else None,
-            "sampling_params": call.vllm_params(),
+            "request_id": request.id,
+            "model": ADAPTER_NAME if self.uses_adapter else None,
+            "token_ids": request.prompt,
+            "priority": request.priority,
+            "cache_salt": self.cache_salt,
+            "stream": request.needs_streaming,
+            "stream_options": {"include_usage": True} if request.needs_streaming else None,
+            "sampling_params": request.vllm_params(),
         }
-        with call.running(self.calls):
-            return await self._generate(call, body)
+        with request.track_in(self.requests):
+            return await self._generate(request, body)
 
-    async def _generate(self, call: Call, body: dict[str, Any]) -> Completion:
+    async def _generate(self, request: EngineRequest, body: dict[str, Any]) -> Completion:
         reason, spans, cached, scores = "abort", [], 0, []
         async for part in self._open("POST", "/inference/v1/generate", body):
-            self.sign_of_life = time.monotonic()
+            self.last_heartbeat = time.monotonic()
             if "error" in part:
-                raise CoreLost(f"{self.address} failed in a request: {part['error']}")
+                raise BackendCrashed(f"{self.address} failed in a request: {part['error']}")
             details = (part.get("usage") or {}).get("prompt_tokens_details") or {}
             cached = details.get("cached_tokens") or cached
             # The first token has no log-prob. Each other one has a dict with a single entry.
             scores += [next(iter(entry.values()))["logprob"] for entry in (part.get("prompt_logprobs") or ())[1:]]
             for choice in part["choices"]:
                 logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-                if call.add(choice["token_ids"], logprobs) and choice["finish_reason"] is None:
-                    await self._abort(call)
+                if request.add(choice["token_ids"], logprobs) and choice["finish_reason"] is None:
+                    await self._abort(request)
                 reason = choice["finish_reason"] or reason
                 spans += [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or ()]
-        if reason == "abort" and call.keep is None:
-            raise CoreLost(f"{self.address} ended a request before it was done")
-        return call.completion(reason, spans, cached, scores)
+        if reason == "abort" and request.num_kept is None:
+            raise BackendCrashed(f"{self.address} ended a request before it was done")
+        return request.completion(reason, spans, cached, scores)
 
-    async def _abort(self, call: Call) -> None:
-        path, body = "/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{call.id}"]}
-        await bounded(self, self._request("POST", path, body), self.config.rpc_deadline_s, "abort_requests")
+    async def _abort(self, request: EngineRequest) -> None:
+        path, body = "/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{request.id}"]}
+        await call_with_deadline(self, self._request("POST", path, body), self.config.rpc_deadline_s, "abort_requests")
 
     @property
-    def dead(self) -> bool:
+    def is_dead(self) -> bool:
         return self._dead
 
-    def ending(self) -> str:
+    def describe_exit(self) -> str:
         return f"the connection to {self.address} was lost"
 
     async def rpc(self, method: str, /, **arguments: Any) -> Any:
@@ -281,39 +294,39 @@ class ServerCore(VLLMCore):
 
     async def ping(self, deadline_s: float) -> None:
         await super().ping(deadline_s)
-        self.sign_of_life = time.monotonic()
+        self.last_heartbeat = time.monotonic()
 
     async def load(self, buffers: Sequence[WeightBuffer], version: int) -> tuple[float, float]:
         only_adapter = all(buffer.adapter is not None for buffer in buffers)
         # An adapter was trained over the model of the folder, and would be applied to another one.
-        if self.replaced and buffers and only_adapter:
-            raise Mistake(f"publish: an adapter, but {self.other_model()}")
+        if self.model_replaced and buffers and only_adapter:
+            raise UsageError(f"publish: an adapter, but {self.replaced_model_message()}")
         times = await super().load(buffers, version)
         if buffers:
-            self.replaced = self.replaced and only_adapter
+            self.model_replaced = self.model_replaced and only_adapter
         return times
 
-    async def prepare(self, buffers: Sequence[WeightBuffer]) -> None:
+    async def init_transfer(self, buffers: Sequence[WeightBuffer]) -> None:
         if self.transfer != "shm":
             return
         try:
-            await super().prepare(buffers)
-        except CoreLost as error:
+            await super().init_transfer(buffers)
+        except BackendCrashed as error:
             if UNREADABLE not in str(error):
                 raise
-            raise Mistake(
+            raise UsageError(
                 f"publish: {self.address} cannot read this process's memory ({error}); the server has to run on this "
-                f"machine, as the same user and in the same PID namespace, started like this: {self.how()}; on "
+                f"machine, as the same user and in the same PID namespace, started like this: {self.start_command()}; on "
                 "another machine set engine.transfer=gloo or nccl, here and there"
             ) from error
 
-    async def bring(self, buffer: WeightBuffer, version: int) -> None:
+    async def load_buffer(self, buffer: WeightBuffer, version: int) -> None:
         if self.transfer == "shm":
-            return await super().bring(buffer, version)
+            return await super().load_buffer(buffer, version)
         # The courier serves one server after the other, each with a deadline. Their sum is for a courier that hangs.
-        assert self.courier is not None
-        limit_s = (1 + len(self.peers)) * (self.config.rpc_deadline_s + START_S)
-        await bounded(self, self.courier.deliver(self, buffer, version), limit_s, "deliver")
+        assert self.weight_sender is not None
+        limit_s = (1 + len(self.server_info)) * (self.config.rpc_deadline_s + SENDER_START_S)
+        await call_with_deadline(self, self.weight_sender.update_server(self, buffer, version), limit_s, "deliver")
 
     async def finish_update(self, buffer: WeightBuffer, version: int) -> None:
         await super().finish_update(buffer, version)
@@ -321,9 +334,9 @@ class ServerCore(VLLMCore):
             return
         try:
             # vLLM gives the first adapter that it is told of the id 1, which is `ADAPTER_ID`.
-            await self.quick("add_lora", lora_name=ADAPTER_NAME, lora_path=ADAPTER_PATH)
-        except (CoreLost, ValueError) as error:
-            if HAS_ADAPTER not in str(error):
+            await self.quick_call("add_lora", lora_name=ADAPTER_NAME, lora_path=ADAPTER_PATH)
+        except (BackendCrashed, ValueError) as error:
+            if ADAPTER_LOADED_ERROR not in str(error):
                 raise
 
     async def sleep(self, level: int) -> None:
@@ -340,28 +353,28 @@ class ServerCore(VLLMCore):
         self._dead = True
         if self._poll is not None:
             self._poll.cancel()
-        for call in list(self.calls.values()):
-            call.lose()
+        for request in list(self.requests.values()):
+            request.fail()
         if self._session is not None:
             await self._session.close()
 
     async def _poll_metrics(self) -> None:
-        while not self.dead:
-            await asyncio.sleep(METRICS_S)
+        while not self.is_dead:
+            await asyncio.sleep(METRICS_INTERVAL_S)
             try:
-                text = await bounded(self, self._request("GET", "/metrics"), 30.0, "metrics")
-            except (CoreLost, ValueError):
+                text = await call_with_deadline(self, self._request("GET", "/metrics"), 30.0, "metrics")
+            except (BackendCrashed, ValueError):
                 continue  # the watch or the next request finds out
             try:
-                step = self._step(text)
+                step = self._parse_step_stats(text)
                 if step is not None:
-                    self.sign_of_life = time.monotonic()
-                    self.count(step)
+                    self.last_heartbeat = time.monotonic()
+                    self.report_step(step)
             except Exception as error:  # noqa: BLE001 (the watch ends the run with it)
-                self.broken = error
+                self.stats_error = error
                 return
 
-    def _step(self, text: str) -> Step | None:
+    def _parse_step_stats(self, text: str) -> EngineStepStats | None:
         """What has changed since the last look, from vLLM's Prometheus page; None if a busy engine has made no step."""
         now = dict.fromkeys(METRICS.values(), 0.0)
         for line in text.splitlines():
@@ -369,12 +382,12 @@ class ServerCore(VLLMCore):
             if name is not None:
                 now[name] += float(line.rsplit(" ", 1)[1])
         last = self._last or now
-        busy = now["running"] or now["waiting"] or self.calls
+        busy = now["running"] or now["waiting"] or self.requests
         # None is no sign of life, so that an engine that hangs with requests is noticed.
         if self._last is not None and busy and now["steps"] and now["steps"] == last["steps"]:
             return None
         self._last = now
-        return Step(
+        return EngineStepStats(
             usage=now["usage"],
             running=int(now["running"]),
             waiting=int(now["waiting"]),
@@ -394,14 +407,16 @@ class ServerCore(VLLMCore):
         try:
             async with self._session.request(method, self.address + path, json=body, headers=self._headers) as response:
                 if response.status in (401, 403):
-                    raise Mistake(
+                    raise UsageError(
                         f"engine.address: {self.address} refuses the key in {KEY_VARIABLE} (it says: "
                         f"{(await response.text())[:200]}); set it to the same value here and where the server is started"
                     )
                 if response.status in (400, 404, 422):
-                    raise Mistake(f"{self.address}{path} refuses the request: {(await response.text())[:500]}")
+                    raise UsageError(f"{self.address}{path} refuses the request: {(await response.text())[:500]}")
                 if response.status >= 400:
-                    raise CoreLost(f"{self.address}{path} failed ({response.status}): {(await response.text())[:500]}")
+                    raise BackendCrashed(
+                        f"{self.address}{path} failed ({response.status}): {(await response.text())[:500]}"
+                    )
                 if response.content_type == "application/json":
                     yield await response.json()
                 elif response.content_type != "text/event-stream":
@@ -411,7 +426,7 @@ class ServerCore(VLLMCore):
                         if line.startswith(b"data: {"):
                             yield json.loads(line[6:])
         except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: our own `stop` closed the session
-            if isinstance(error, CoreLost):
+            if isinstance(error, BackendCrashed):
                 raise
             self._dead = True
-            raise CoreLost(f"no connection to {self.address}: {_message(error)}") from error
+            raise BackendCrashed(f"no connection to {self.address}: {_message(error)}") from error

@@ -12,20 +12,20 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 from torchtune_ext.sampling.engine_args import (
-    ONE_MACHINE,
+    LOOPBACK_VARIABLES,
     device_shares,
     engine_args,
     engine_environment,
+    is_local_server,
     on_cpu,
-    serves_here,
-    transfer_of,
+    resolve_transfer,
 )
-from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.sampling.types import EngineConfig
 
 log = logging.getLogger(__name__)
-PORT = 8000
+DEFAULT_PORT = 8000
 KEY_VARIABLE = "TORCHTUNE_EXT_API_KEY"  # "API" keeps vLLM's bug reports, which print variables, from printing this one
 GUARD = "torchtune_ext.sampling.server_command.KeyGuard"
 OPEN_PATH = "/health"  # it says only whether the server lives
@@ -43,12 +43,12 @@ def server_command(
     key then travels in the clear); port: None: that of the first of `config.addresses`, or 8000.
     Raises: ValueError for a key that no header can carry, addresses of several ports, or devices of several engines.
     """
-    elsewhere = not serves_here(config)
+    elsewhere = not is_local_server(config)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--host", host or ("0.0.0.0" if elsewhere else "127.0.0.1")]
     command += ["--port", str(port or _port(config)), "--middleware", GUARD]
     command += ["--enable-scale-out", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
-    for name, value in engine_args(model_dir, config, transfer_of(config)).items():
+    for name, value in engine_args(model_dir, config, resolve_transfer(config)).items():
         command += _flag(name, value)
     key = server_key() or secrets.token_urlsafe(32)
     environ = {KEY_VARIABLE: key, "VLLM_API_KEY": key}  # else a VLLM_API_KEY of the user's would ask for another one
@@ -57,30 +57,30 @@ def server_command(
         environ |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}  # so that requests can name the adapter
     # `devices` names GPUs of the trainer's machine (on a CPU: cores for an engine of the run), so they count only
     # there. CUDA_VISIBLE_DEVICES of the shell that starts the server goes before them.
-    own = serves_here(config) and not on_cpu() and "CUDA_VISIBLE_DEVICES" not in os.environ
+    own = is_local_server(config) and not on_cpu() and "CUDA_VISIBLE_DEVICES" not in os.environ
     if own and len(device_shares(config)) > 1:
-        raise Mistake(
+        raise UsageError(
             f"engine.devices={config.devices} names GPUs for {len(device_shares(config))} engines, and a server is one: start "
             f"one for each, and name its {config.tensor_parallel_size} with CUDA_VISIBLE_DEVICES in front of the command"
         )
-    environ |= engine_environment(config if own else replace(config, devices=None)) | ONE_MACHINE
-    if transfer_of(config) == "nccl":
+    environ |= engine_environment(config if own else replace(config, devices=None)) | LOOPBACK_VARIABLES
+    if resolve_transfer(config) == "nccl":
         # It would keep NCCL on loopback, but the group with the sender reaches other machines.
         del environ["NCCL_SOCKET_IFNAME"]
     return command, environ
 
 
 def _port(config: EngineConfig) -> int:
-    ports = sorted({urlsplit(address).port or PORT for address in config.addresses}) or [PORT]
+    ports = sorted({urlsplit(address).port or DEFAULT_PORT for address in config.addresses}) or [DEFAULT_PORT]
     if ports[1:]:
-        raise Mistake(
+        raise UsageError(
             f"engine.address={config.address} names the ports {', '.join(map(str, ports))}: say with --port which of them this "
             "server gets, or with engine.address which server it is"
         )
     return ports[0]
 
 
-def shown_command(command: list[str], environ: dict[str, str]) -> str:
+def redact_command(command: list[str], environ: dict[str, str]) -> str:
     """The command line for a log: it starts the same server without showing the key."""
     secret = environ[KEY_VARIABLE]
     pairs = {name: f'"${KEY_VARIABLE}"' if value == secret else value for name, value in environ.items()}
@@ -105,7 +105,7 @@ def server_key() -> str | None:
     if not key:
         return None
     if not (key.isascii() and key.isprintable() and " " not in key):
-        raise Mistake(
+        raise UsageError(
             f"{KEY_VARIABLE} holds a space, a line break or a letter outside ASCII: make another key, e.g. with "
             "`openssl rand -hex 32`, and start the server with it, too"
         )

@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from torchtune_ext.run.errors import Late, Mistake
-from torchtune_ext.sampling.calls import Core, CoreLost
-from torchtune_ext.sampling.records import EngineFailed, WeightsIncomplete
+from torchtune_ext.run.errors import DeadlineExceeded, UsageError
+from torchtune_ext.sampling.backend import Backend, BackendCrashed
+from torchtune_ext.sampling.types import EngineFailed, WeightsIncomplete
 
 UNREADABLE = "cannot read the trainer's weights"  # in the engine's error when our memory is not there for it
 ADAPTER_ID = 1  # by which vLLM knows the one adapter of a run
 ALIGNMENT = 64  # bytes; every tensor starts at a multiple
-TOKEN = 64  # bytes at the start of the file, by which the reader knows that it is ours
+TOKEN_BYTES = 64  # bytes at the start of the file, by which the reader knows that it is ours
 MANIFEST = ("names", "dtype_names", "shapes", "offsets")  # what the list of a buffer's tensors has of each
-CHUNK = 1 << 30  # bytes of one write: the kernel takes at most 2 GiB at a time
-TICK_S = 0.02  # seconds between two tries of a coroutine to get the lock
-LINE = 1 << 12  # words of 32 bits that a checksum adds up at once
-LINES = {"cpu": 16, "cuda": 1 << 12}  # lines in one go: they stay in a core's cache, or keep a GPU busy
+MAX_WRITE_BYTES = 1 << 30  # bytes of one write: the kernel takes at most 2 GiB at a time
+LOCK_POLL_S = 0.02  # seconds between two tries of a coroutine to get the lock
+LINE_WORDS = 1 << 12  # words of 32 bits that a checksum adds up at once
+LINES_PER_BATCH = {"cpu": 16, "cuda": 1 << 12}  # lines in one go: they stay in a core's cache, or keep a GPU busy
 
 
 @torch.no_grad()
@@ -36,15 +36,19 @@ def checksum(tensor: torch.Tensor) -> int:
     # The w_i are odd, so a change of one word always shows. They look random, so any other change, for instance two
     # words that were swapped, is overlooked with a chance of 2^-32 in each round.
     while True:
-        whole = data.numel() // (4 * LINE) * (4 * LINE)
-        rest = torch.zeros(4 * LINE, dtype=torch.uint8, device=tensor.device)
+        whole = data.numel() // (4 * LINE_WORDS) * (4 * LINE_WORDS)
+        rest = torch.zeros(4 * LINE_WORDS, dtype=torch.uint8, device=tensor.device)
         rest[: data.numel() - whole] = data[whole:]
         # A view as words has to be aligned to four bytes.
         body = data[:whole] if data.storage_offset() % 4 == 0 else data[:whole].clone()
-        lines = [*body.view(torch.int32).view(-1, LINE).split(LINES.get(tensor.device.type, LINES["cuda"]))]
+        lines = [
+            *body.view(torch.int32)
+            .view(-1, LINE_WORDS)
+            .split(LINES_PER_BATCH.get(tensor.device.type, LINES_PER_BATCH["cuda"]))
+        ]
         lines.append(rest.view(torch.int32)[None])
         # All products use one buffer: fresh pages for each would be slow.
-        room = torch.empty(max(map(len, lines)), LINE, dtype=torch.int64, device=tensor.device)
+        room = torch.empty(max(map(len, lines)), LINE_WORDS, dtype=torch.int64, device=tensor.device)
         sums = [torch.mul(part, weights, out=room[: len(part)]).sum(1) for part in lines]
         data = torch.cat(sums).view(torch.uint8)
         if data.numel() == 8:
@@ -56,7 +60,7 @@ def _checksum_weights(device: torch.device) -> torch.Tensor:
     """[LINE] odd numbers, int64: the mixer of SplitMix64 (Steele et al. 2014) over 1, 2, 3, ..."""
     mask = (1 << 64) - 1
     weights = []
-    for i in range(1, LINE + 1):
+    for i in range(1, LINE_WORDS + 1):
         value = i * 0x9E3779B97F4A7C15 & mask
         value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & mask
         value = (value ^ (value >> 27)) * 0x94D049BB133111EB & mask
@@ -65,7 +69,9 @@ def _checksum_weights(device: torch.device) -> torch.Tensor:
     return torch.tensor(weights, device=device)
 
 
-def differences(sent: Mapping[str, int], taken: Mapping[str, int | None], engine: str, worker: int) -> str | None:
+def describe_differences(
+    sent: Mapping[str, int], taken: Mapping[str, int | None], engine: str, worker: int
+) -> str | None:
     """Says which tensors of a worker differ from those that were sent, by their checksums; None: all are the same."""
     wrong = sorted(name for name in sent.keys() | taken.keys() if sent.get(name) != taken.get(name))
     if not wrong:
@@ -77,13 +83,15 @@ def differences(sent: Mapping[str, int], taken: Mapping[str, int | None], engine
     )
 
 
-async def wrong_tensors(published: "Sequence[WeightBuffer]", core: Core) -> str | None:
+async def find_wrong_tensors(published: "Sequence[WeightBuffer]", backend: Backend) -> str | None:
     """What `differences` says of the first worker that has any, or None. Raises CoreLost.
 
     The caller has to keep writers out.
     """
-    sent = {name: value for buffer in published for name, value in buffer.sums.items()}
-    messages = [differences(sent, taken, "it", worker) for worker, taken in enumerate(await core.checksums())]
+    sent = {name: value for buffer in published for name, value in buffer.checksums.items()}
+    messages = [
+        describe_differences(sent, taken, "it", worker) for worker, taken in enumerate(await backend.checksums())
+    ]
     return next(filter(None, messages), None)
 
 
@@ -93,14 +101,14 @@ class WeightBuffer:
     def __init__(self):
         self.adapter: dict[str, Any] | None = None  # PEFT's config, when the tensors are those of an adapter
         self.version = -1  # version of the policy whose weights these are; -1: never published
-        self.loaded = -1  # last version of these weights that an engine has taken
+        self.loaded_version = -1  # last version of these weights that an engine has taken
         # The file has no name in a file system, so nothing is left when the trainer dies.
         self._fd = os.memfd_create("torchtune-ext-weights", os.MFD_CLOEXEC)
-        self._token = os.urandom(TOKEN)
+        self._token = os.urandom(TOKEN_BYTES)
         self.manifest: dict[str, list] | None = None  # None before the first publication
         self.bytes = 0  # size of the tensors in it
         self.complete = True  # False while a copy is under way or was cut short
-        self.sums: dict[str, int] = {}  # checksum of every tensor in it, by name
+        self.checksums: dict[str, int] = {}  # checksum of every tensor in it, by name
         self._pinned: torch.Tensor | None = None  # all of it [bytes], once weights came from a GPU
 
     def address(self) -> dict[str, str]:
@@ -113,7 +121,7 @@ class WeightBuffer:
         Raises ValueError when there are no tensors, or two of one name.
         """
         started = time.monotonic()
-        names, dtypes, shapes, offsets, sums, end, size = [], [], [], [], {}, TOKEN, 0
+        names, dtypes, shapes, offsets, sums, end, size = [], [], [], [], {}, TOKEN_BYTES, 0
         on_gpu = False
         self._write(memoryview(self._token), 0)
         # One tensor after the other, so that a generator may gather each one when it is asked for it.
@@ -134,10 +142,10 @@ class WeightBuffer:
             size += flat.numel()
             end += -(-flat.numel() // ALIGNMENT) * ALIGNMENT
         if not names:
-            raise Mistake("publish: named_tensors is empty; pass the whole model, with Hugging Face names")
+            raise UsageError("publish: named_tensors is empty; pass the whole model, with Hugging Face names")
         if len(set(names)) != len(names):
             double = next(name for name in names if names.count(name) > 1)
-            raise Mistake(
+            raise UsageError(
                 f"publish: named_tensors holds {double!r} twice; leave out tied copies such as lm_head.weight"
             )
         if self._pinned is None or self._pinned.numel() < end:
@@ -145,14 +153,14 @@ class WeightBuffer:
             os.ftruncate(self._fd, end)
             # Pinning needs the size, which the first publication tells only at its end. So only that one is slow.
             if on_gpu:
-                self._pinned = pin(memory_of(self.address()["path"]))
+                self._pinned = pin(map_memory(self.address()["path"]))
         self.manifest = {"names": names, "dtype_names": dtypes, "shapes": shapes, "offsets": offsets}
-        self.bytes, self.sums, self.complete = size, sums, True
+        self.bytes, self.checksums, self.complete = size, sums, True
         return time.monotonic() - started
 
     def _write(self, data: memoryview, offset: int) -> None:
         while data:
-            size = os.pwrite(self._fd, data[:CHUNK], offset)
+            size = os.pwrite(self._fd, data[:MAX_WRITE_BYTES], offset)
             data, offset = data[size:], offset + size
 
     def _unpin(self) -> None:
@@ -168,7 +176,7 @@ class WeightBuffer:
             self._fd = -1
 
 
-def memory_of(path: str) -> torch.Tensor:
+def map_memory(path: str) -> torch.Tensor:
     """The memory of a `WeightBuffer` [bytes], uint8, mapped and not copied. Args: path: that of its `address()`."""
     return torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
 
@@ -191,19 +199,19 @@ def unpin(memory: torch.Tensor) -> None:
     _cudart().cudaHostUnregister(memory.data_ptr())
 
 
-def tensors(path: str, manifest: dict[str, list]) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_tensors(path: str, manifest: dict[str, list]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor): views of the memory of a `WeightBuffer`. Args: path: as in `memory_of`."""
-    return views(memory_of(path), manifest)
+    return iter_views(map_memory(path), manifest)
 
 
-def views(memory: torch.Tensor, manifest: Mapping[str, Sequence]) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_views(memory: torch.Tensor, manifest: Mapping[str, Sequence]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor): views of memory [bytes], uint8, in which tensors lie as a manifest says."""
     for name, dtype_name, shape, offset in zip(*(manifest[key] for key in MANIFEST), strict=True):
         dtype = getattr(torch, dtype_name)
         yield name, memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-class Buffers:
+class WeightBuffers:
     """The buffers of a run, the model's and the adapter's, which one thread writes and all engines read."""
 
     def __init__(self, deadline_s: float):
@@ -254,10 +262,12 @@ class Buffers:
             if self._closed:
                 raise EngineFailed("the engine was closed")
             # A version counts once an engine has loaded it. One that no engine took may be tried again.
-            if version < current or version <= buffer.loaded:
-                raise Mistake(f"publish: version {version} after {max(current, buffer.loaded)}; versions grow")
+            if version < current or version <= buffer.loaded_version:
+                raise UsageError(
+                    f"publish: version {version} after {max(current, buffer.loaded_version)}; versions grow"
+                )
             if other.manifest is not None and not other.complete:
-                raise Mistake(f"publish: the last publication of the {kind} broke off; publish the {kind} first")
+                raise UsageError(f"publish: the last publication of the {kind} broke off; publish the {kind} first")
             copy_s = buffer.write(self._until_closed(named_tensors))
             buffer.adapter, buffer.version = adapter, version
             return buffer, copy_s
@@ -287,17 +297,19 @@ class Buffers:
             yield pair
 
     @asynccontextmanager
-    async def reading(self) -> AsyncIterator[None]:
+    async def read_lock(self) -> AsyncIterator[None]:
         """Keeps writers out while the body runs. One thread only. Raises CoreLost after `deadline_s` seconds."""
         give_up_at = time.monotonic() + self.deadline_s
         # The first reader takes the lock, and others join it unless the writer waits, who would otherwise starve. The
         # wait polls, since a blocked `acquire` would stop the loop of all engines.
         while not ((self._readers and not self._writer_waits) or self._lock.acquire(blocking=False)):
             if self._closed:
-                raise CoreLost("the engine is closed")
+                raise BackendCrashed("the engine is closed")
             if time.monotonic() > give_up_at:
-                raise CoreLost(f"a publication did not finish its copy within rpc_deadline_s = {self.deadline_s:g}")
-            await asyncio.sleep(TICK_S)
+                raise BackendCrashed(
+                    f"a publication did not finish its copy within rpc_deadline_s = {self.deadline_s:g}"
+                )
+            await asyncio.sleep(LOCK_POLL_S)
         self._readers += 1
         try:
             yield
@@ -311,7 +323,7 @@ class Buffers:
         self._closed = True
         # A file that is still written has to keep its descriptor: a file opened later could get the same number.
         if not self._lock.acquire(timeout=5.0):
-            raise Late("a publication is still copying; its memory is freed with this process")
+            raise DeadlineExceeded("a publication is still copying; its memory is freed with this process")
         try:
             self.model.close()
             self.adapter.close()

@@ -29,20 +29,20 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.sampling.broadcast import GlooGroup, GlooInit, chunks
-from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, UNREADABLE, checksum, memory_of, pin, unpin, views
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.sampling.broadcast import GlooGroup, GlooInit, iter_chunks
+from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, UNREADABLE, checksum, iter_views, map_memory, pin, unpin
 
 KV_SCALES = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
-SCALE = "weight_scale_inv"  # the block scales of a weight, multipliers in spite of the name
+SCALE_SUFFIX = "weight_scale_inv"  # the block scales of a weight, multipliers in spite of the name
 # Checksums of the tensors that this process has taken, by name. None stands for a tensor that came in two forms.
-TAKEN: dict[str, dict[str, int | None]] = {"model": {}, "adapter": {}}
-UNFINISHED = "(an update that was not finished)"  # stands there for a model that may be half loaded
+LOADED_CHECKSUMS: dict[str, dict[str, int | None]] = {"model": {}, "adapter": {}}
+UNFINISHED_MARKER = "(an update that was not finished)"  # stands there for a model that may be half loaded
 
 Named = list[tuple[str, torch.Tensor]]
 
 
-class Arrivals(TorchDispatchMode):
+class ChecksumRecorder(TorchDispatchMode):
     """Takes the checksum of every published tensor that is copied into a parameter. A tensor never copied has none."""
 
     def __init__(self):
@@ -52,7 +52,7 @@ class Arrivals(TorchDispatchMode):
         # another storage from getting the same number.
         self._lent: dict[int, tuple[StorageWeakRef, dict[int, tuple[str, torch.dtype, torch.Size]]]] = {}
 
-    def watch(self, named: Iterable[tuple[str, torch.Tensor]]) -> Named:
+    def register(self, named: Iterable[tuple[str, torch.Tensor]]) -> Named:
         """Returns the tensors, and from now on recognizes them when they are copied."""
         named = list(named)
         self._lent = {key: value for key, value in self._lent.items() if not value[0].expired()}
@@ -112,18 +112,18 @@ def check_shapes(
         parts = [name] if name in shapes else _parts(name, packed)
         if not set(parts) <= shapes.keys():
             missing.append(name)
-        elif not _fits(
+        elif not _shapes_fit(
             [shapes[part] for part in parts], parameter.shape, workers, padded="embed" in name or "head" in name
         ):
             wrong.append((parts, [list(shapes[part]) for part in parts], list(parameter.shape)))
     if missing:
-        raise Mistake(f"published weights leave out {len(missing)} parameters, e.g. {sorted(missing)[:3]}")
+        raise UsageError(f"published weights leave out {len(missing)} parameters, e.g. {sorted(missing)[:3]}")
     if wrong:
         parts, sent, held = wrong[0]
-        raise Mistake(f"published {', '.join(parts)} in the shape {sent}, and the engine holds {held} of it")
+        raise UsageError(f"published {', '.join(parts)} in the shape {sent}, and the engine holds {held} of it")
 
 
-def _fits(parts: Sequence[Sequence[int]], shape: Sequence[int], workers: int, padded: bool) -> bool:
+def _shapes_fit(parts: Sequence[Sequence[int]], shape: Sequence[int], workers: int, padded: bool) -> bool:
     """Whether tensors of the shapes `parts`, concatenated, fill one worker's parameter.
 
     With `padded` it may have more rows.
@@ -155,14 +155,14 @@ def check_quantized(
         if kind != "weight":
             continue
         head, _, layer = stem.rpartition(".")
-        quantized = f"{head}.{fused.get(layer, layer)}.{SCALE}" in parameters
+        quantized = f"{head}.{fused.get(layer, layer)}.{SCALE_SUFFIX}" in parameters
         precision = "float8_e4m3fn" if quantized else "a high precision"
         if quantized != (dtype == "float8_e4m3fn"):
-            raise Mistake(
+            raise UsageError(
                 f"published {name} is {dtype}, but the engine holds it in {precision}: the lists of layers differ"
             )
-        if quantized and sent.get(f"{stem}.{SCALE}") != "float32":
-            raise Mistake(f"published {name} comes without {stem}.{SCALE} in float32; send both")
+        if quantized and sent.get(f"{stem}.{SCALE_SUFFIX}") != "float32":
+            raise UsageError(f"published {name} comes without {stem}.{SCALE_SUFFIX} in float32; send both")
 
 
 @contextmanager
@@ -210,8 +210,8 @@ class CheckedTransfer(WeightTransferEngine):
     def start_weight_update(self) -> None:
         # A new model takes the adapter away. Until the update is finished, no checksum matches: a model that is half
         # loaded proves nothing.
-        TAKEN["model"], TAKEN["adapter"] = {UNFINISHED: None}, {}
-        self.arrivals = Arrivals()
+        LOADED_CHECKSUMS["model"], LOADED_CHECKSUMS["adapter"] = {UNFINISHED_MARKER: None}, {}
+        self.recorder = ChecksumRecorder()
         with without_lora(self.model):
             if any(get_layerwise_info(layer).can_load() for layer in self.model.modules()):
                 # The last update was refused halfway, or broke off, and left layers waiting for the rest of their
@@ -223,7 +223,7 @@ class CheckedTransfer(WeightTransferEngine):
         """Loads what the backend's `receive` hands over. Raises ValueError for what the model cannot take."""
         # All checks come before the first byte, while the old weights are still whole.
         names, dtypes, shapes = update_info.names, update_info.dtype_names, update_info.shapes
-        with without_lora(self.model), self.arrivals, disable_mtp_completeness_check():
+        with without_lora(self.model), self.recorder, disable_mtp_completeness_check():
             parameters = dict(self.model.named_parameters())
             packed = getattr(self.model, "packed_modules_mapping", {})
             check_quantized(names, dtypes, parameters, packed)
@@ -236,29 +236,29 @@ class CheckedTransfer(WeightTransferEngine):
             loaded: set[str] = set()
 
             def take(named: Named) -> None:
-                loaded.update(self.model.load_weights(self.arrivals.watch(named)) or ())
+                loaded.update(self.model.load_weights(self.recorder.register(named)) or ())
 
             self.receive(update_info, take)
         # Some models do not say what they have loaded.
         missing = sorted(expected - loaded) if loaded else []
         if missing:
-            raise Mistake(f"published weights leave out {len(missing)} parameters, e.g. {missing[:3]}")
+            raise UsageError(f"published weights leave out {len(missing)} parameters, e.g. {missing[:3]}")
 
     def finish_weight_update(self) -> None:
         with without_lora(self.model):
             # vLLM buffers a layer until it is complete, so some copies happen only here.
-            with self.arrivals:
+            with self.recorder:
                 finalize_layerwise_reload(self.model, self.model_config)
             retie_lm_head(self.model)
-        TAKEN["model"] = self.arrivals.checksums
-        self.arrivals = Arrivals()
+        LOADED_CHECKSUMS["model"] = self.recorder.checksums
+        self.recorder = ChecksumRecorder()
 
     def shutdown(self) -> None:
         pass
 
 
 @dataclass
-class SharedMemory(WeightTransferInitInfo):
+class SharedMemoryInit(WeightTransferInitInfo):
     """Where the weights lie."""
 
     path: str  # a memory file of the trainer: /proc/<pid>/fd/<number>
@@ -285,7 +285,7 @@ def check_memory(path: str, token: str) -> None:
     except OSError:
         ours = False
     if not ours:
-        raise Mistake(
+        raise UsageError(
             f"{UNREADABLE} at {path}: vLLM has to run on the trainer's machine, "
             f"as the same user and in the same PID namespace"
         )
@@ -294,25 +294,25 @@ def check_memory(path: str, token: str) -> None:
 class SharedMemoryTransfer(CheckedTransfer):
     """Takes publications from the trainer's memory."""
 
-    init_info_cls = SharedMemory
+    init_info_cls = SharedMemoryInit
     update_info_cls = Manifest
-    mapped: tuple[SharedMemory, int] | None = None  # whose memory it is, and its bytes
+    mapped: tuple[SharedMemoryInit, int] | None = None  # whose memory it is, and its bytes
     memory: torch.Tensor | None = None
 
-    def init_transfer_engine(self, init_info: SharedMemory) -> None:
+    def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
         check_memory(init_info.path, init_info.token)
         # The memory stays mapped, and for a GPU pinned, between publications: pinning all of it anew is slow.
         now = init_info, os.stat(init_info.path).st_size
         if self.mapped != now:
             self.shutdown()
-            self.memory = memory_of(init_info.path)
+            self.memory = map_memory(init_info.path)
             if self.device.type == "cuda":
                 pin(self.memory)
             self.mapped = now
 
     def receive(self, update: Manifest, take: Callable[[Named], None]) -> None:
         assert self.memory is not None  # since `init_transfer_engine`
-        take(list(views(self.memory, vars(update))))
+        take(list(iter_views(self.memory, vars(update))))
 
     def shutdown(self) -> None:
         if self.mapped is not None and self.memory is not None:
@@ -346,10 +346,10 @@ class GlooTransfer(CheckedTransfer):
             raise RuntimeError(NO_GROUP)
         give_up_at = time.monotonic() + self.init.deadline_s
         try:
-            for begin, end, manifest in chunks(vars(update), self.init.chunk_bytes):
+            for begin, end, manifest in iter_chunks(vars(update), self.init.chunk_bytes):
                 chunk = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
                 self.group.broadcast(chunk, give_up_at)
-                take(list(views(chunk, manifest)))
+                take(list(iter_views(chunk, manifest)))
         except BaseException:
             # This holds for a tensor that the model refuses, too: the sender goes on with an update that nobody takes.
             self.shutdown()
@@ -448,7 +448,7 @@ class WeightLoader:
 
     def checksums(self) -> dict[str, int | None]:
         """The checksum of every tensor of the last publications, by name; None: it came in two forms."""
-        return {name: value for part in TAKEN.values() for name, value in part.items()}
+        return {name: value for part in LOADED_CHECKSUMS.values() for name, value in part.items()}
 
     def load_adapter(self, address: dict[str, str], manifest: dict[str, list], config: dict[str, Any]) -> None:
         """Replaces the adapter by the one at `address` in the trainer's memory. Args: config: PEFT's.
@@ -457,8 +457,8 @@ class WeightLoader:
         """
         self._require_lora()
         check_memory(**address)
-        memory = memory_of(address["path"])
-        self._use_adapter({name: tensor.clone() for name, tensor in views(memory, manifest)}, config)
+        memory = map_memory(address["path"])
+        self._use_adapter({name: tensor.clone() for name, tensor in iter_views(memory, manifest)}, config)
 
     def receive_adapter(self, manifest: dict[str, list], config: dict[str, Any]) -> None:
         """As `load_adapter`, from a broadcast of the sender, in which this call takes part."""
@@ -473,10 +473,10 @@ class WeightLoader:
 
     def _require_lora(self) -> None:
         if self.model_runner.lora_config is None:
-            raise Mistake("this engine has no LoRA: it was started without engine.lora_rank")
+            raise UsageError("this engine has no LoRA: it was started without engine.lora_rank")
 
     def _use_adapter(self, weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-        TAKEN["adapter"] = {}
+        LOADED_CHECKSUMS["adapter"] = {}
         # vLLM's public way to load an adapter reads a directory, so this goes to its manager.
         manager = self.model_runner.lora_manager._adapter_manager
         # The checksums come first: later vLLM scales the tensors in place.
@@ -485,9 +485,11 @@ class WeightLoader:
         peft.validate_legal(self.model_runner.lora_config)
         dtype = self.model_runner.lora_config.lora_dtype
         adapter = LoRAModel.from_lora_tensors(ADAPTER_ID, weights, peft, device="cpu", dtype=dtype)
-        layers = {name for name in adapter.loras if any(_serves(module, name, manager) for module in manager.modules)}
+        layers = {
+            name for name in adapter.loras if any(_applies_adapter(module, name, manager) for module in manager.modules)
+        }
         if unused := sorted(set(adapter.loras) - layers):
-            raise Mistake(
+            raise UsageError(
                 f"this engine applies no adapter to {unused[:3]}; targets it has: {sorted(manager.modules)[:8]}"
             )
         manager.remove_adapter(ADAPTER_ID)
@@ -496,7 +498,7 @@ class WeightLoader:
         if current_platform.is_cpu():
             for wrapper in manager.punica_wrapper_mapping.values():
                 wrapper.add_lora_linear = partial(add_one_adapter, wrapper)
-        TAKEN["adapter"] = sums
+        LOADED_CHECKSUMS["adapter"] = sums
 
 
 def add_one_adapter(
@@ -525,7 +527,7 @@ def add_one_adapter(
         start += size
 
 
-def _serves(module: str, name: str, manager: Any) -> bool:
+def _applies_adapter(module: str, name: str, manager: Any) -> bool:
     """Whether vLLM's (packed) module applies the adapter of the layer `name`: qkv_proj serves q_proj."""
     stem, _, last = module.rpartition(".")
     parts = manager.packed_modules_mapping.get(last, [last])

@@ -16,17 +16,17 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from torchtune_ext.run import errors
-from torchtune_ext.run.catalog import by_path, folder, recipe_files
-from torchtune_ext.run.errors import Blamed, FileMistake, Mistake, nearest
-from torchtune_ext.run.moved import moved_imports
-from torchtune_ext.settings.kinds import require_kind
+from torchtune_ext.run.catalog import import_object, package_folder, recipe_files
+from torchtune_ext.run.errors import UsageError, UsageFileError, UserCodeError, closest_match
+from torchtune_ext.run.renames import outdated_imports
+from torchtune_ext.settings.yaml_types import require_type
 
 
 class Component(dict[str, Any]):
     """A mapping of the config that names a class or function, `_component_`, and its arguments. `key` is its config key."""
 
-    def __init__(self, node: Mapping[str, Any], key: str = ""):
-        super().__init__(node)
+    def __init__(self, section: Mapping[str, Any], key: str = ""):
+        super().__init__(section)
         self.key = key
 
     @classmethod
@@ -47,7 +47,7 @@ class Component(dict[str, Any]):
         return value if isinstance(value, Component) else cls(value)
 
 
-def instantiate(node: Mapping[str, Any], **extra: Any) -> Any:
+def instantiate(section: Mapping[str, Any], **extra: Any) -> Any:
     """Builds the component that `_component_` names, with the other keys of the node as its arguments.
 
     The name is a dotted path, or a bare name that the recipe itself defines, for example in a user's copy.
@@ -56,45 +56,45 @@ def instantiate(node: Mapping[str, Any], **extra: Any) -> Any:
         ValueError: there is no such component, it does not take the arguments, or it raised an error. The message names
             the key, the nearest argument and, for a component of the user, the line of the file.
     """
-    component, path, arguments = find_component(node, **extra)
-    name = getattr(node, "key", "")
+    component, path, arguments = find_component(section, **extra)
+    name = getattr(section, "key", "")
     try:
         return component(**arguments, **extra)
     except (Exception, SystemExit) as error:
         # If an argument is to blame, the message is enough. Otherwise the user needs the line that failed.
-        message = _refused(component, path, name, arguments, error)
+        message = _explain_refusal(component, path, name, arguments, error)
         if message is not None:
-            raise (FileMistake if isinstance(error, FileMistake) else Mistake)(message) from error
-        raise Blamed(f"`{name}:` {path} raised {errors.text_of(error)}") from error
+            raise (UsageFileError if isinstance(error, UsageFileError) else UsageError)(message) from error
+        raise UserCodeError(f"`{name}:` {path} raised {errors.describe_error(error)}") from error
 
 
-def find_component(node: Mapping[str, Any], **extra: Any) -> tuple[Callable[..., Any], str, dict[str, Any]]:
+def find_component(section: Mapping[str, Any], **extra: Any) -> tuple[Callable[..., Any], str, dict[str, Any]]:
     """Returns the call that `instantiate` would make, with its errors: component, path, and arguments in the node."""
-    name = getattr(node, "key", "")
-    where = f"`{name}:`" if name else repr(node)
-    if not isinstance(node, Mapping) or node.get("_component_") is None:
-        raise Mistake(f"{where} needs a `_component_`, the dotted path of a class or function")
+    name = getattr(section, "key", "")
+    where = f"`{name}:`" if name else repr(section)
+    if not isinstance(section, Mapping) or section.get("_component_") is None:
+        raise UsageError(f"{where} needs a `_component_`, the dotted path of a class or function")
     # A copy, so that no component can change the settings.
-    arguments = deepcopy(dict(node))
+    arguments = deepcopy(dict(section))
     if isinstance(given := arguments.pop("_component_"), dict):
         words = " ".join(f"{name}.{key}={value}" for key, value in given.items())
-        raise Mistake(f"{where} a component is no mapping in a word of the command; write {words}")
+        raise UsageError(f"{where} a component is no mapping in a word of the command; write {words}")
     path = str(given)
     if not all(part.isidentifier() for part in path.split(".")):
-        raise Mistake(
+        raise UsageError(
             f"{where} _component_={path} is no dotted path; write my_task.Sums for the class Sums in my_task.py"
         )
-    component = _in_recipe(path) if "." not in path else by_path(path, f"{where} _component_={path}")
+    component = _in_recipe(path) if "." not in path else import_object(path, f"{where} _component_={path}")
     if component is None:
-        raise Mistake(f"{where} the recipe that runs defines no {path!r}; give a dotted path, or define it there")
+        raise UsageError(f"{where} the recipe that runs defines no {path!r}; give a dotted path, or define it there")
     if not callable(component):
         kind = type(component).__name__
         article = "an" if kind[0] in "aeiou" else "a"
-        raise Mistake(f"{where} _component_={path} is {article} {kind}; name a class or a function")
+        raise UsageError(f"{where} _component_={path} is {article} {kind}; name a class or a function")
     _require_arguments(component, path, name, arguments, extra)
     for key, parameter in _parameters(component).items():
         if key in arguments and type(value := arguments[key]) is not type(parameter.default):
-            require_kind(f"{name}.{key}", value, parameter.annotation, parameter.default)
+            require_type(f"{name}.{key}", value, parameter.annotation, parameter.default)
     return component, path, arguments
 
 
@@ -102,7 +102,7 @@ def _require_arguments(component: Any, path: str, name: str, arguments: dict[str
     """Raises ValueError for unknown or missing arguments of a component."""
     both = [key for key in arguments if key in extra]
     if both:
-        raise Mistake(f"{name}.{both[0]}={arguments[both[0]]}: the recipe gives it to {path} itself; leave it out")
+        raise UsageError(f"{name}.{both[0]}={arguments[both[0]]}: the recipe gives it to {path} itself; leave it out")
     try:
         signature = inspect.signature(component)
     except (TypeError, ValueError):
@@ -115,34 +115,36 @@ def _require_arguments(component: Any, path: str, name: str, arguments: dict[str
         known = [key for key in takes if signature.parameters[key].kind is not inspect.Parameter.VAR_KEYWORD]
         unknown = [key for key in arguments if key not in known]
         if unknown:
-            near = nearest(str(unknown[0]), known)
+            near = closest_match(str(unknown[0]), known)
             hint = f"it takes {', '.join(known) or 'no arguments'}; ~{name}.{unknown[0]} drops what a config has set"
             hint = f"did you mean {near!r}?" if near else hint
-            raise Mistake(f"unknown key '{name}.{unknown[0]}': {path} does not take it; {hint}") from None
+            raise UsageError(f"unknown key '{name}.{unknown[0]}': {path} does not take it; {hint}") from None
         needed = [
             key
             for key, parameter in signature.parameters.items()
             if parameter.default is inspect.Parameter.empty and key not in arguments and key not in extra
         ]
         if needed:
-            raise Mistake(
+            raise UsageError(
                 f"{name}.{needed[0]} has no value, and {path} needs it; set it in the YAML or as {name}.{needed[0]}=..."
             ) from None
-        raise Mistake(
+        raise UsageError(
             f"`{name}:` {path} was given arguments that it does not take: {error}; it takes {', '.join(takes)}"
         ) from error
 
 
-def _refused(component: Any, path: str, name: str, arguments: dict[str, Any], error: BaseException) -> str | None:
+def _explain_refusal(
+    component: Any, path: str, name: str, arguments: dict[str, Any], error: BaseException
+) -> str | None:
     """Returns a message about the argument that a component refuses, or None if that is not known."""
-    if errors.is_mistake(error):
+    if errors.is_usage_error(error):
         # Our own components name the argument, but do not know the node that it stands in.
         unknown = re.match(r"unknown key '(\w+)\.", text := str(error))
         leading = unknown[1] if unknown else errors.leading_argument(text)
         if leading is not None and (leading in arguments or leading in _parameters(component)):
             return re.sub(rf"(?<![\w.]){leading}(?=[.=:])", f"{name}.{leading}", text)
         return text if name in text.partition(" ")[0] else f"`{name}:` {text}"
-    if errors.place_of(error):
+    if errors.error_location(error):
         return None
     # A component of a library, such as an optimizer, may quote the value that it refuses.
     text = str(error)
@@ -151,7 +153,9 @@ def _refused(component: Any, path: str, name: str, arguments: dict[str, Any], er
         return None
     default = getattr(_parameters(component).get(quoted[0]), "default", inspect.Parameter.empty)
     usual = "" if default is inspect.Parameter.empty else f"; the default is {default!r}"
-    return f"{name}.{quoted[0]}={arguments[quoted[0]]!r}: {path} does not take it ({errors.text_of(error)}){usual}"
+    return (
+        f"{name}.{quoted[0]}={arguments[quoted[0]]!r}: {path} does not take it ({errors.describe_error(error)}){usual}"
+    )
 
 
 def _parameters(component: Any) -> dict[str, inspect.Parameter]:
@@ -164,12 +168,12 @@ def _parameters(component: Any) -> dict[str, inspect.Parameter]:
     return {}
 
 
-def takes(node: Mapping[str, Any]) -> list[str]:
+def argument_names(section: Mapping[str, Any]) -> list[str]:
     """Returns the names of the arguments of a node's component; none if there is no such component."""
-    path = str(node.get("_component_"))
+    path = str(section.get("_component_"))
     try:
-        return list(_parameters(by_path(path, "") if "." in path else _in_recipe(path)))
-    except Mistake:
+        return list(_parameters(import_object(path, "") if "." in path else _in_recipe(path)))
+    except UsageError:
         return []
 
 
@@ -184,18 +188,18 @@ def _in_recipe(name: str) -> Any:
     return None
 
 
-def recipe_module(recipe: str, prefix: str) -> ModuleType:
+def import_recipe(recipe: str, prefix: str) -> ModuleType:
     """Returns the module of a recipe: ours by its name, or another by its file or its dotted name.
 
     Messages begin with `prefix`. Raises ValueError if there is no such recipe.
     """
-    ours = {each.name: each.path.stem for each in recipe_files(folder("recipes"), folder("configs"))}
+    ours = {each.name: each.path.stem for each in recipe_files(package_folder("recipes"), package_folder("configs"))}
     name = f"torchtune_ext.recipes.{ours[recipe]}" if recipe in ours else recipe
     if not name.endswith(".py"):
         try:
             return import_module(name)
         except ModuleNotFoundError as error:
-            raise Mistake(
+            raise UsageError(
                 f"{prefix}{name} is no recipe ({error}); your own is written with its ending: my_grpo.py"
             ) from error
     if Path(name).is_file():
@@ -209,7 +213,7 @@ def recipe_module(recipe: str, prefix: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except FileNotFoundError:
-        raise Mistake(f"{prefix}{name}: no such file, seen from {Path.cwd()}") from None
+        raise UsageError(f"{prefix}{name}: no such file, seen from {Path.cwd()}") from None
     return module
 
 
@@ -217,6 +221,6 @@ def require_present_imports(recipe: Path) -> None:
     """Raises `Mistake` if the file of a recipe imports modules that moved since it was copied."""
     moved = ""
     with suppress(SyntaxError, ValueError):  # the import itself names the file and the line
-        moved = moved_imports(recipe.read_bytes())
+        moved = outdated_imports(recipe.read_bytes())
     if moved:
-        raise Mistake(f"{recipe.name}: {moved}. Fix: change these imports, or copy the recipe again")
+        raise UsageError(f"{recipe.name}: {moved}. Fix: change these imports, or copy the recipe again")

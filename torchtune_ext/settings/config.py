@@ -21,29 +21,35 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
-from torchtune_ext.run.catalog import NOT_REGULAR, owner
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.folder import own_folder
-from torchtune_ext.run.output import labelled, say
-from torchtune_ext.settings.command_line import check_words
-from torchtune_ext.settings.components import recipe_module, takes
-from torchtune_ext.settings.kinds import alternatives
-from torchtune_ext.settings.presets import preset_file
-from torchtune_ext.settings.records import nested_record, option_fault, option_fields, unknown_key, unlike_yaml
+from torchtune_ext.run.catalog import NOT_REGULAR_HINT, recipe_for_config
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.run.folder import run_output_dir
+from torchtune_ext.run.output import format_labels, print_text
+from torchtune_ext.settings.command_line import check_arguments
+from torchtune_ext.settings.components import argument_names, import_recipe
+from torchtune_ext.settings.presets import find_preset
+from torchtune_ext.settings.records import (
+    coerce_yaml_values,
+    nested_record,
+    option_fault,
+    option_fields,
+    unknown_key_text,
+)
+from torchtune_ext.settings.yaml_types import union_members
 
 T = TypeVar("T")
 
 # `_references` reads a config with this resolver in place of oc.env. It returns its own text and does not look into the
 # environment, so that no secret comes into the record of a run.
-_MARK = "torchtune_ext.env"
+_ENV_RESOLVER = "torchtune_ext.env"
 _ENV = re.compile(r"\$\{\s*oc\.env\s*:")
 _BARE = re.compile(r"[\w./+-]+")  # an argument of a resolver that needs no quotes
 # The keys of paths. Below a component it may be any argument of such a name.
 _PATH_KEYS = re.compile(r"([\w.]+[._])?(dir|path|file|folder)|preset|replay|tokenizer\.template")
 _SHELL = re.compile(r"\$[A-Za-z_({]")  # what a shell replaces: $NAME, ${NAME}, $(command)
-LONGEST_NAME, LONGEST_PATH = 255, 3900  # bytes; Linux takes 4,096, and a run writes files below its folder
-_NO_READS = ("output_dir", "logging")  # keys whose values never name a file that the run reads
-_RECORD = "_record"  # the attribute in which settings carry what `record` returns
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3900  # bytes; Linux takes 4,096, and a run writes files below its folder
+_UNREAD_KEYS = ("output_dir", "logging")  # keys whose values never name a file that the run reads
+_SNAPSHOT_ATTRIBUTE = "_record"  # the attribute in which settings carry what `record` returns
 
 # Advice after the message about an invalid value.
 HINTS = {
@@ -52,11 +58,11 @@ HINTS = {
     "evaluation.every": "; without held-out problems: evaluation.task=null",
 }
 # Recipes that are the same program as grpo_full, with the setting that their name promises and what happens without it.
-PROMISED = {
+REQUIRED_KEYS = {
     "grpo_lora": ("model.lora_attn_modules", "all weights are trained"),
     "grpo_async": ("staleness", "sampling and training take turns"),
 }
-MANY = 3  # with more unknown keys than that, a config is taken for one of another recipe
+MAX_UNKNOWN_KEYS = 3  # with more unknown keys than that, a config is taken for one of another recipe
 
 
 def load_config(schema: type[T], cfg: DictConfig) -> T:
@@ -75,76 +81,76 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
     try:
         preset = cfg.get("preset", known["preset"].get_default() if "preset" in known else None)
     except OmegaConfBaseException as error:
-        raise Mistake(_unresolved(error, "preset")) from None
-    foreign = [str(key) for key in cfg if key not in known]
-    if len(foreign) > MANY:
-        raise Mistake(
-            f"this config has {len(foreign)} keys that the recipe does not know ({', '.join(foreign[:5])}, ...), so it is "
-            f"written for another one{_whose(cfg)}; begin with a copy of one of ours: `tune cp` and a name that `tune ls` shows"
+        raise UsageError(_reference_error_text(error, "preset")) from None
+    unknown = [str(key) for key in cfg if key not in known]
+    if len(unknown) > MAX_UNKNOWN_KEYS:
+        raise UsageError(
+            f"this config has {len(unknown)} keys that the recipe does not know ({', '.join(unknown[:5])}, ...), so it is "
+            f"written for another one{_guess_recipe(cfg)}; begin with a copy of one of ours: `tune cp` and a name that `tune ls` shows"
         )
     if dotted := [str(key) for key in cfg if "." in str(key)]:
         above, _, below = dotted[0].partition(".")
-        raise Mistake(
+        raise UsageError(
             f"{dotted[0]}: a dot in a key is for the command line. Fix: write `{above}: {{{below}: ...}}` in YAML"
         )
     # The YAML and the command line replace keys of the preset.
     if preset is not None:
-        cfg = _over(load_preset(_path("preset", preset), list(known)), cfg)
-    given = _with_bare_values(schema, cfg)
+        cfg = _merge_preset(load_preset(_expand_path("preset", preset), list(known)), cfg)
+    given = _expand_shorthand(schema, cfg)
     merged = given.copy()
-    _lay_defaults(schema, merged)
+    _fill_defaults(schema, merged)
     # Each run that an agent of Weights & Biases starts gets its own folder. It does so before references are resolved,
     # so that files which are named below the folder move along.
-    folder = _node(merged, "output_dir")
+    folder = _get_node(merged, "output_dir")
     if folder is not None and type(folder._value()) in (str, int) and not folder._is_missing():
-        merged.output_dir = own_folder(str(folder._value()))
+        merged.output_dir = run_output_dir(str(folder._value()))
     # With references, for the record of the run.
-    written: Any = OmegaConf.to_container(merged)
+    unresolved: Any = OmegaConf.to_container(merged)
     try:
         for key in OmegaConf.missing_keys(merged):
-            raise Mistake(f"{key} has no value; set it in the YAML or on the command line as {key}=...")
+            raise UsageError(f"{key} has no value; set it in the YAML or on the command line as {key}=...")
         _read_numbers(schema, merged)
         OmegaConf.resolve(merged)
     except OmegaConfBaseException as error:
-        raise Mistake(_unresolved(error, str(error.full_key))) from None
+        raise UsageError(_reference_error_text(error, str(error.full_key))) from None
     plain = _expand_paths(OmegaConf.to_container(merged))
-    settings, faults = _validated(schema, plain, written)
+    settings, faults = _validate(schema, plain, unresolved)
     if settings is None or faults:
-        raise Mistake("\n".join(faults))
-    setattr(settings, _RECORD, _record(settings, plain, written, given))
+        raise UsageError("\n".join(faults))
+    setattr(settings, _SNAPSHOT_ATTRIBUTE, _make_snapshot(settings, plain, unresolved, given))
     return settings
 
 
 def _require_record(schema: Any) -> None:
     """Raises Mistake if the `Config` of a recipe is not written with pydantic."""
     if not is_pydantic_dataclass(schema):
-        raise Mistake(
+        raise UsageError(
             f"{schema.__module__}.{schema.__qualname__} is not a pydantic dataclass. Fix: decorate it with "
             "@dataclass(config=RECORD, kw_only=True), as in torchtune_ext/recipes/grpo.py"
         )
     for name, field in option_fields(schema).items():
         if isinstance(field.default, str) and field.default == MISSING:
-            raise Mistake(f"{schema.__qualname__}.{name}: remove `= MISSING`; a field without a default is required")
+            raise UsageError(f"{schema.__qualname__}.{name}: remove `= MISSING`; a field without a default is required")
 
 
-def _validated(schema: type[T], plain: dict[str, Any], written: dict[str, Any]) -> tuple[T | None, list[str]]:
+def _validate(schema: type[T], plain: dict[str, Any], unresolved: dict[str, Any]) -> tuple[T | None, list[str]]:
     """Returns the settings, and a message for each mistake in `plain`; the settings are None if there is one.
 
     Args:
         written: the same values with their references. A message shows `${oc.env:TOKEN}`, not the secret.
     """
-    faults, settings = unlike_yaml(schema, plain), None
+    faults, settings = coerce_yaml_values(schema, plain), None
     try:
         settings = TypeAdapter(schema).validate_python(plain)
     except ValidationError as error:
         for each in error.errors(include_url=False):
-            key, field = _place(schema, each["loc"])
+            key, field = _locate_error(schema, each["loc"])
             # Each alternative of a union has an error of its own.
-            faults.setdefault(key, _message(schema, plain, written, key, field, each))
+            faults.setdefault(key, _message(schema, plain, unresolved, key, field, each))
     return settings, list(faults.values())
 
 
-def read_config(config: str, words: Sequence[str], recipe: str | None = None) -> Any:
+def read_config(config: str, overrides: Sequence[str], recipe: str | None = None) -> Any:
     """Returns the settings of a run that samples, as its recipe reads them.
 
     Args:
@@ -155,24 +161,24 @@ def read_config(config: str, words: Sequence[str], recipe: str | None = None) ->
     Raises:
         ValueError: there is no such config or recipe, it samples nothing, or as `load_config` says.
     """
-    cfg = as_tune_reads(config, words)
-    named = recipe or owner(config)
+    cfg = merge_config(config, overrides)
+    named = recipe or recipe_for_config(config)
     if named is None:
-        raise Mistake(
+        raise UsageError(
             f"--config {config}: written for which recipe? Add --recipe grpo_full, or your own: --recipe my_grpo.py"
         )
-    schema: Any = getattr(recipe_module(named, "--recipe "), "Config", None)
+    schema: Any = getattr(import_recipe(named, "--recipe "), "Config", None)
     if schema is not None:
         _require_record(schema)
     if schema is None or "engine" not in option_fields(schema):
-        raise Mistake(
+        raise UsageError(
             f"--config {config} is written for {named}, which samples nothing: its Config has no `engine`; take one of a "
             "GRPO recipe, grpo/tiny for instance"
         )
     return load_config(schema, cfg)
 
 
-def as_tune_reads(config: str, words: Sequence[str], recipe: str | None = None) -> DictConfig:
+def merge_config(config: str, overrides: Sequence[str], recipe: str | None = None) -> DictConfig:
     """Returns a config, a file or one of ours by its name, with key=value words over it, as torchtune merges them.
 
     Args:
@@ -184,30 +190,30 @@ def as_tune_reads(config: str, words: Sequence[str], recipe: str | None = None) 
     from torchtune.config._parse import TuneRecipeArgumentParser
     from torchtune.config._utils import _merge_yaml_and_cli_args
 
-    argv = ["", "--config", config, *words]
-    check_words(argv, recipe)
+    argv = ["", "--config", config, *overrides]
+    check_arguments(argv, recipe)
     parsed, settings = TuneRecipeArgumentParser().parse_known_args(argv[1:])
     return _merge_yaml_and_cli_args(Namespace(**vars(parsed)), settings)
 
 
-def say_unset(recipe: str, words: Sequence[str]) -> None:
+def warn_if_setting_missing(recipe: str, arguments: Sequence[str]) -> None:
     """Prints a line if a config does not set what the name of its recipe promises. `words` stand behind the recipe."""
-    if recipe in PROMISED and "--config" in words[:-1]:
-        key, then = PROMISED[recipe]
-        place = list(words).index("--config")
-        cfg = as_tune_reads(words[place + 1], [*words[:place], *words[place + 2 :]])
+    if recipe in REQUIRED_KEYS and "--config" in arguments[:-1]:
+        key, then = REQUIRED_KEYS[recipe]
+        place = list(arguments).index("--config")
+        cfg = merge_config(arguments[place + 1], [*arguments[:place], *arguments[place + 2 :]])
         # If a reference leads nowhere, the recipe will say so when it reads the config.
         with suppress(OmegaConfBaseException):
             if not OmegaConf.select(cfg, key, default=None):
-                say(labelled([("recipe", f"{recipe}, but {key} is not set: {then}")]))
+                print_text(format_labels([("recipe", f"{recipe}, but {key} is not set: {then}")]))
 
 
-def _with_bare_values(schema: type, given: DictConfig) -> DictConfig:
+def _expand_shorthand(schema: type, given: DictConfig) -> DictConfig:
     """Returns the config with `precision: {flow: bf16}` in place of `precision: bf16`: some records name a key for that."""
     given = given.copy()
     for name, field in option_fields(schema).items():
-        bare = getattr(nested_record(field), "BARE", None)
-        value = _node(given, name)
+        bare = getattr(nested_record(field), "SHORTHAND_KEY", None)
+        value = _get_node(given, name)
         if bare is None or value is None or value._is_interpolation() or OmegaConf.is_config(value):
             continue
         given[name] = {bare: value._value()}
@@ -217,11 +223,11 @@ def _with_bare_values(schema: type, given: DictConfig) -> DictConfig:
 def _read_numbers(record: type, node: Any) -> None:
     """Writes numbers in place of references to text that is a number, so that references to those get numbers, too."""
     for name, field in option_fields(record).items():
-        if name not in node or not (value := _node(node, name)):
+        if name not in node or not (value := _get_node(node, name)):
             continue
         if (nested := nested_record(field)) is not None and isinstance(value, DictConfig):
             _read_numbers(nested, value)
-        elif value._is_interpolation() and {int, float} & set(alternatives(field.annotation)):
+        elif value._is_interpolation() and {int, float} & set(union_members(field.annotation)):
             kind: Any = field.annotation
             with suppress(ValidationError):
                 node[name] = (
@@ -229,12 +235,12 @@ def _read_numbers(record: type, node: Any) -> None:
                 )
 
 
-def _node(config: Any, key: Any) -> Any:
+def _get_node(config: Any, key: Any) -> Any:
     """Returns the node at a key, a reference as it was written; None if there is none."""
     return config._get_node(key)
 
 
-def _lay_defaults(record: type, node: Any, instance: Any = None) -> None:
+def _fill_defaults(record: type, node: Any, instance: Any = None) -> None:
     """Writes the default of every key that is not in a node, as YAML would give it: that of `instance`, if there is one."""
     for name, field in option_fields(record).items():
         nested, required = nested_record(field), field.is_required() and instance is None
@@ -243,8 +249,8 @@ def _lay_defaults(record: type, node: Any, instance: Any = None) -> None:
             node[name] = {} if required else _lists(asdict(default))
         elif name not in node and not required:
             node[name] = _lists(default)
-        if nested is not None and isinstance(value := _node(node, name), DictConfig) and not value._is_none():
-            _lay_defaults(nested, value, None if required else default)
+        if nested is not None and isinstance(value := _get_node(node, name), DictConfig) and not value._is_none():
+            _fill_defaults(nested, value, None if required else default)
 
 
 def _lists(value: Any) -> Any:
@@ -258,10 +264,10 @@ def _expand_paths(value: Any, key: str = "") -> Any:
     """Returns a plain value with a user's folder in place of ~ at the beginning of paths. Raises Mistake for no path."""
     if isinstance(value, dict):
         return {name: _expand_paths(each, f"{key}.{name}".lstrip(".")) for name, each in value.items()}
-    return [_expand_paths(each, key) for each in value] if isinstance(value, list) else _path(key, value)
+    return [_expand_paths(each, key) for each in value] if isinstance(value, list) else _expand_path(key, value)
 
 
-def _path(key: str, value: Any) -> Any:
+def _expand_path(key: str, value: Any) -> Any:
     """Returns the value of a key, as `_expand_paths` says."""
     # A shell replaces ~ only at the beginning of a word, not after `output_dir=`.
     if not isinstance(value, str) or not _PATH_KEYS.fullmatch(key) or "{{" in value or "{%" in value:
@@ -273,30 +279,32 @@ def _path(key: str, value: Any) -> Any:
         names = [b"\0"]
     if not path.strip():
         fix = "write . for the working directory" if key.endswith(("dir", "folder")) else "leave it out, or name a file"
-        raise Mistake(f"{key}={value!r} is empty; expected a path. Fix: {fix}")
+        raise UsageError(f"{key}={value!r} is empty; expected a path. Fix: {fix}")
     if any(b"\0" in name for name in names):
-        raise Mistake(f"{key}={value!r} holds a character that no path may have; expected the name of a file or folder")
-    if max(map(len, names)) > LONGEST_NAME or sum(map(len, names)) + len(names) > LONGEST_PATH:
-        raise Mistake(
-            f"{key}={value[:40]}... is too long: a name has at most {LONGEST_NAME} bytes, a path {LONGEST_PATH:,}. Fix: choose "
+        raise UsageError(
+            f"{key}={value!r} holds a character that no path may have; expected the name of a file or folder"
+        )
+    if max(map(len, names)) > MAX_NAME_BYTES or sum(map(len, names)) + len(names) > MAX_PATH_BYTES:
+        raise UsageError(
+            f"{key}={value[:40]}... is too long: a name has at most {MAX_NAME_BYTES} bytes, a path {MAX_PATH_BYTES:,}. Fix: choose "
             "a shorter one"
         )
     # A file to read may have any name.
-    if key.split(".")[0] not in _NO_READS and os.path.exists(path):
+    if key.split(".")[0] not in _UNREAD_KEYS and os.path.exists(path):
         if not os.path.isfile(path) and not os.path.isdir(path):
-            raise Mistake(f"{key}={value}: {NOT_REGULAR}")
+            raise UsageError(f"{key}={value}: {NOT_REGULAR_HINT}")
         return path
     if path.startswith("~"):
-        raise Mistake(f"{key}={value}: unknown user {path.split('/')[0][1:]!r}. Fix: write the whole path")
+        raise UsageError(f"{key}={value}: unknown user {path.split('/')[0][1:]!r}. Fix: write the whole path")
     if _SHELL.search(path):
-        raise Mistake(
+        raise UsageError(
             f"{key}={value}: `$` has a meaning in a shell only, not in a setting. Fix: write ${{oc.env:NAME}} for a variable "
             "of the environment"
         )
     return path
 
 
-def _place(schema: type, location: tuple) -> tuple[str, FieldInfo | None]:
+def _locate_error(schema: type, location: tuple) -> tuple[str, FieldInfo | None]:
     """Returns the key that an error of pydantic is about, and its field, None if the key is unknown."""
     record, field, names = schema, None, []
     for name in location:
@@ -309,41 +317,41 @@ def _place(schema: type, location: tuple) -> tuple[str, FieldInfo | None]:
 
 
 def _message(
-    schema: type, plain: dict[str, Any], written: dict[str, Any], key: str, field: FieldInfo | None, error: Any
+    schema: type, plain: dict[str, Any], unresolved: dict[str, Any], key: str, field: FieldInfo | None, error: Any
 ) -> str:
     """Returns what is wrong with a key, for an error of pydantic."""
     if field is None:
-        return _unknown(key, schema, plain)
+        return _unknown_key_text(key, schema, plain)
     *above, last = key.split(".")
-    value, reference = (reduce(getitem, above, tree).get(last) for tree in (plain, written))
+    value, reference = (reduce(getitem, above, tree).get(last) for tree in (plain, unresolved))
     value = reference if "${" in str(reference) else value
     if key == "loss" and value is None and plain.get("preset") is None:
         return f"{option_fault(key, field, value, error)}, or name a preset, which brings it"
     return option_fault(key, field, value, error) + HINTS.get(key, "")
 
 
-def _unknown(key: str, schema: type, plain: dict[str, Any]) -> str:
+def _unknown_key_text(key: str, schema: type, plain: dict[str, Any]) -> str:
     """Returns the message for an unknown key."""
-    node, dot, below = key.partition(".")
+    section, dot, below = key.partition(".")
     names = list(option_fields(schema))
     nested = {name: record for name, field in option_fields(schema).items() if (record := nested_record(field))}
     if dot:
-        inside = list(option_fields(nested[node]))
+        inside = list(option_fields(nested[section]))
         # In vLLM's SamplingParams, "n" is what `samples_per_prompt` is here.
-        message = unknown_key(key, names if below == "n" else inside, f"`{node}:`")
-        if node == "sampling" and below.startswith("stop"):
+        message = unknown_key_text(key, names if below == "n" else inside, f"`{section}:`")
+        if section == "sampling" and below.startswith("stop"):
             return f"{message} There are no stop strings: a completion ends with one of these token ids"
-        if node == "engine" and "did you mean" not in message:
+        if section == "engine" and "did you mean" not in message:
             return f"unknown key {key!r} in `engine:`; an argument of vLLM itself is engine.extra_args.{below}"
         return message
     # A key at the top may belong in a node, or be an argument of a component, so these are known keys, too.
     inside = [f"{name}.{below}" for name, record in nested.items() for below in option_fields(record)]
     components = [(name, plain[name]) for name in names if name not in nested and isinstance(plain.get(name), dict)]
-    arguments = [f"{name}.{argument}" for name, component in components for argument in takes(component)]
-    return unknown_key(key, [*names, *inside, *arguments])
+    arguments = [f"{name}.{argument}" for name, component in components for argument in argument_names(component)]
+    return unknown_key_text(key, [*names, *inside, *arguments])
 
 
-def _whose(keys: Container[Any]) -> str:
+def _guess_recipe(keys: Container[Any]) -> str:
     """Returns ", RECIPE" for the recipe that a config seems to be written for; "" if its keys do not tell."""
     for key, recipe in (("samples_per_prompt", "grpo_full"), ("num_problems", "warmup_sft")):
         if key in keys:
@@ -351,7 +359,7 @@ def _whose(keys: Container[Any]) -> str:
     return ""
 
 
-def _unresolved(error: OmegaConfBaseException, key: str) -> str:
+def _reference_error_text(error: OmegaConfBaseException, key: str) -> str:
     """Returns the message for a reference, `${...}`, that leads nowhere."""
     text = str(error).splitlines()[0]
     variable = re.search(r"Environment variable '(\w+)' not found", text)
@@ -373,22 +381,24 @@ def _unresolved(error: OmegaConfBaseException, key: str) -> str:
     return f"{key}: {text}"
 
 
-def record(settings: object) -> dict[str, Any]:
+def settings_snapshot(settings: object) -> dict[str, Any]:
     """Returns the settings to keep and to show, from what `load_config` returned; of a node only what was given."""
-    return getattr(settings, _RECORD)
+    return getattr(settings, _SNAPSHOT_ATTRIBUTE)
 
 
-def _record(settings: Any, plain: dict[str, Any], written: dict[str, Any], given: DictConfig) -> dict[str, Any]:
+def _make_snapshot(
+    settings: Any, plain: dict[str, Any], unresolved: dict[str, Any], given: DictConfig
+) -> dict[str, Any]:
     kept = {}
     for name, field in option_fields(type(settings)).items():
         value = getattr(settings, name)
         if nested_record(field):
             # Of a mapping only the keys that were given.
-            kept[name] = {key: _read(plain[name][key], getattr(value, key)) for key in given.get(name) or {}}
+            kept[name] = {key: _snapshot_value(plain[name][key], getattr(value, key)) for key in given.get(name) or {}}
         else:
-            kept[name] = _read(plain.get(name), value)
+            kept[name] = _snapshot_value(plain.get(name), value)
     # A value that comes from the environment may be a secret token. Its reference, `${oc.env:NAME}`, takes its place.
-    for path, text in _references(OmegaConf.create(_marked(written))).items():
+    for path, text in _env_references(OmegaConf.create(_mark_env_references(unresolved))).items():
         *above, last = path
         node = kept
         for key in above:
@@ -398,7 +408,7 @@ def _record(settings: Any, plain: dict[str, Any], written: dict[str, Any], given
     return kept
 
 
-def _read(plain: Any, value: Any) -> Any:
+def _snapshot_value(plain: Any, value: Any) -> Any:
     """Returns what the record of a run keeps of a value: a container as it was given, a plain value as it was read."""
     return deepcopy(plain) if isinstance(plain, dict | list) and value is not None else value
 
@@ -415,19 +425,19 @@ def named_paths(settings: Any) -> list[Path]:
         elif isinstance(node, str) and node and len(node) < 4096 and "\0" not in node and os.path.exists(node):
             paths.append(Path(node))
 
-    walk({key: value for key, value in asdict(settings).items() if key not in _NO_READS})
+    walk({key: value for key, value in asdict(settings).items() if key not in _UNREAD_KEYS})
     return paths
 
 
-def _marked(node: Any) -> Any:
+def _mark_env_references(node: Any) -> Any:
     if isinstance(node, dict):
-        return {key: _marked(value) for key, value in node.items()}
+        return {key: _mark_env_references(value) for key, value in node.items()}
     if isinstance(node, list):
-        return [_marked(value) for value in node]
-    return _ENV.sub(f"${{{_MARK}:", node) if isinstance(node, str) else node
+        return [_mark_env_references(value) for value in node]
+    return _ENV.sub(f"${{{_ENV_RESOLVER}:", node) if isinstance(node, str) else node
 
 
-def _references(node: DictConfig | ListConfig) -> dict[tuple, str]:
+def _env_references(node: DictConfig | ListConfig) -> dict[tuple, str]:
     """Returns the text of every value that comes from the environment, by the path of its keys."""
     references: dict[tuple, str] = {}
     for key in list(node) if isinstance(node, DictConfig) else range(len(node)):
@@ -443,11 +453,11 @@ def _references(node: DictConfig | ListConfig) -> dict[tuple, str]:
             value = None
         if _lookups:
             # Where another resolver hides the reference, the text as it was written says where the value comes from.
-            whole = isinstance(value, str) and f"${{{_MARK}:" in value
-            text = str(value if whole else _node(node, key)._value())
-            references[(key,)] = text.replace(f"${{{_MARK}:", "${oc.env:")
+            whole = isinstance(value, str) and f"${{{_ENV_RESOLVER}:" in value
+            text = str(value if whole else _get_node(node, key)._value())
+            references[(key,)] = text.replace(f"${{{_ENV_RESOLVER}:", "${oc.env:")
         elif isinstance(value, DictConfig | ListConfig):
-            references |= {(key, *path): text for path, text in _references(value).items()}
+            references |= {(key, *path): text for path, text in _env_references(value).items()}
     return references
 
 
@@ -455,13 +465,13 @@ def _references(node: DictConfig | ListConfig) -> dict[tuple, str]:
 _lookups: list[str] = []
 
 
-def _reference(*arguments: Any) -> str:
-    def written(value: Any) -> str:
+def _resolve_env(*arguments: Any) -> str:
+    def quote(value: Any) -> str:
         if isinstance(value, str):
             return value if _BARE.fullmatch(value) or "${" in value else json.dumps(value, ensure_ascii=False)
         return json.dumps(value, default=str)
 
-    text = f"${{{_MARK}:{','.join(map(written, arguments))}}}"
+    text = f"${{{_ENV_RESOLVER}:{','.join(map(quote, arguments))}}}"
     _lookups.append(text)
     return text
 
@@ -472,41 +482,41 @@ def load_preset(preset: str, known: list[str]) -> dict[str, Any]:
     Raises:
         ValueError: there is no such preset, the file is no YAML, or a key in it is not among the `known` ones.
     """
-    file = preset_file(preset)
+    file = find_preset(preset)
     try:
         loaded = OmegaConf.load(file)
     except yaml.YAMLError as error:
-        raise Mistake(f"preset={preset}: {file} is no YAML: {' '.join(str(error).split())}") from None
+        raise UsageError(f"preset={preset}: {file} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, DictConfig):
-        raise Mistake(f"preset={preset}: {file} holds no keys of a recipe")
+        raise UsageError(f"preset={preset}: {file} holds no keys of a recipe")
     for key in loaded:
         if key == "preset" or key not in known:
-            raise Mistake(unknown_key(str(key), [name for name in known if name != "preset"], f"preset {file}"))
+            raise UsageError(unknown_key_text(str(key), [name for name in known if name != "preset"], f"preset {file}"))
     values: Any = OmegaConf.to_container(loaded)
     return values
 
 
-def _over(preset: dict[str, Any], given: DictConfig) -> DictConfig:
+def _merge_preset(preset: dict[str, Any], given: DictConfig) -> DictConfig:
     """Returns `preset` with the values of `given` written over it, node by node."""
     merged = OmegaConf.create(preset)
     for key in given:
         # `_node` keeps references, which have no value yet.
-        mine, theirs = _node(given, key), merged.get(key)
+        mine, theirs = _get_node(given, key), merged.get(key)
         both = isinstance(theirs, DictConfig) and isinstance(mine, DictConfig)
         # Another component replaces the node as a whole: it would not take the arguments of the preset's.
         merged[key] = OmegaConf.merge(theirs, mine) if both and "_component_" not in mine else mine
     return merged
 
 
-def divide(whole: int, by: int) -> int:
+def divide(dividend: int, divisor: int) -> int:
     """`${divide:512,${samples_per_prompt}}` of a config. Raises ValueError if the quotient is no whole number."""
-    if not isinstance(whole, int) or not isinstance(by, int) or by < 1 or whole % by:
-        raise Mistake(f"${{divide:{whole},{by}}} is no whole number; choose values that divide {whole}")
-    return whole // by
+    if not isinstance(dividend, int) or not isinstance(divisor, int) or divisor < 1 or dividend % divisor:
+        raise UsageError(f"${{divide:{dividend},{divisor}}} is no whole number; choose values that divide {dividend}")
+    return dividend // divisor
 
 
 with warnings.catch_warnings():
     # OmegaConf warns about this name of the function, but only this one is in all supported versions.
     warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)
-    OmegaConf.register_new_resolver(_MARK, _reference, replace=True)
+    OmegaConf.register_new_resolver(_ENV_RESOLVER, _resolve_env, replace=True)
     OmegaConf.register_new_resolver("divide", divide, replace=True)

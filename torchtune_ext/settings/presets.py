@@ -3,32 +3,32 @@
 import argparse
 from pathlib import Path
 
-from torchtune_ext.run.catalog import folder, print_first_lines
-from torchtune_ext.run.errors import Mistake, nearest
+from torchtune_ext.run.catalog import package_folder, print_first_lines
+from torchtune_ext.run.errors import UsageError, closest_match
 
 
 def preset_files() -> dict[str, Path]:
     """Returns the file of every preset of ours by its name, sorted by name."""
-    return {path.stem: path for path in sorted((folder("configs") / "presets").glob("*.yaml"))}
+    return {path.stem: path for path in sorted((package_folder("configs") / "presets").glob("*.yaml"))}
 
 
-def preset_file(preset: str) -> Path:
+def find_preset(preset: str) -> Path:
     """Returns the file of a preset, by its name if it is ours, or by its path. Raises ValueError if there is none."""
     if not isinstance(preset, str):
-        raise Mistake(
+        raise UsageError(
             f"preset={preset} must be one name or one path; what else it should change, the config says itself"
         )
     if preset.endswith((".yaml", ".yml")):
         if not Path(preset).is_file():
-            raise Mistake(
+            raise UsageError(
                 f"preset={preset}: no such file; give the path of a YAML file, or the name of a preset of ours"
             )
         return Path(preset)
     known = preset_files()
     if preset not in known:
-        near = nearest(preset, known)
+        near = closest_match(preset, known)
         hint = f"did you mean {near!r}?" if near else f"use {', '.join(known)}, or a path of your own"
-        raise Mistake(f"preset={preset!r} is unknown; {hint}")
+        raise UsageError(f"preset={preset!r} is unknown; {hint}")
     return known[preset]
 
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Lists the presets, or prints one of them. Raises ValueError for an unknown name."""
     if args.name:
-        print(preset_file(args.name).read_text(encoding="utf-8"), end="")
+        print(find_preset(args.name).read_text(encoding="utf-8"), end="")
     else:
         print_first_lines(preset_files())
     return 0

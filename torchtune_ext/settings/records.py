@@ -9,9 +9,9 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
-from torchtune_ext.run.errors import WEEK_S, Mistake, nearest
+from torchtune_ext.run.errors import MAX_DURATION_S, UsageError, closest_match
 from torchtune_ext.settings.components import Component
-from torchtune_ext.settings.kinds import alternatives, expected, unfit
+from torchtune_ext.settings.yaml_types import expected_text, type_error_text, union_members
 
 T = TypeVar("T")
 
@@ -21,14 +21,14 @@ RECORD = ConfigDict(extra="forbid")
 
 def _in_64_bits(seed: int) -> int:
     if not -(2**63) <= seed < 2**63:
-        raise Mistake("does not fit into 64 bits; set a smaller one")
+        raise UsageError("does not fit into 64 bits; set a smaller one")
     return seed
 
 
 Seed = Annotated[int, AfterValidator(_in_64_bits)]
 
 # A wait of the system counts milliseconds in 32 bits, which end after 24.8 days.
-Seconds = Annotated[float, Field(gt=0, le=WEEK_S)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_DURATION_S)]
 
 
 @dataclass_transform(field_specifiers=(Field,), frozen_default=True)
@@ -42,14 +42,14 @@ def config_record(key: str) -> Callable[[type[T]], type[T]]:
         # Code that makes a record itself gets the messages that a config gets.
         @functools.wraps(init)
         def validated_init(self: Any, *args: Any, **values: Any) -> None:
-            faults = unlike_yaml(record, values, f"{key}.")
+            faults = coerce_yaml_values(record, values, f"{key}.")
             try:
                 init(self, *args, **values)
             except ValidationError as error:
                 for each in error.errors(include_url=False):
-                    faults.setdefault(*_fault(record, key, values, each))
+                    faults.setdefault(*_init_error_text(record, key, values, each))
             if faults:
-                raise Mistake("\n".join(faults.values()))
+                raise UsageError("\n".join(faults.values()))
 
         record.__init__ = validated_init
         return record
@@ -70,7 +70,7 @@ def nested_record(field: FieldInfo) -> type | None:
 
 def option_fault(key: str, field: FieldInfo, value: Any, error: Any) -> str:
     """Returns the message for the value of a known key that pydantic refuses with `error`."""
-    optional = NoneType in alternatives(field.annotation)
+    optional = NoneType in union_members(field.annotation)
     if error["type"] == "value_error":
         text = str(error["ctx"]["error"])
         return text if nested_record(field) else f"{key}={value} {text}"
@@ -83,17 +83,17 @@ def option_fault(key: str, field: FieldInfo, value: Any, error: Any) -> str:
         names = list(option_fields(record))
         if value is None:
             return f"{key}=null is not a mapping; leave it out"
-        if bare := getattr(record, "BARE", None):
-            plain = expected(option_fields(record)[bare])
+        if bare := getattr(record, "SHORTHAND_KEY", None):
+            plain = expected_text(option_fields(record)[bare])
             return f"{key}={value} must be {plain}, or a mapping with some of the keys {', '.join(names)}"
-        example = f"[{value}]" if "list" in expected(option_fields(record)[names[0]]) else "..."
+        example = f"[{value}]" if "list" in expected_text(option_fields(record)[names[0]]) else "..."
         return f"{key}={value} is not a mapping; write {key}.{names[0]}={example} (keys of `{key}:` are {', '.join(names)})"
     if value is None and not optional:
         return f"{key} has no value; set it, as in {key}=..., or leave it out"
-    return unfit(key, value, field)
+    return type_error_text(key, value, field)
 
 
-def unlike_yaml(record: type, plain: dict[str, Any], where: str = "") -> dict[str, str]:
+def coerce_yaml_values(record: type, plain: dict[str, Any], where: str = "") -> dict[str, str]:
     """Rewrites values of `plain`, in place, as YAML means them, and returns a message for each that means another.
 
     A whole number is text where text belongs (`output_dir=2026`); a decimal number is not, since YAML rewrites it, and a
@@ -102,31 +102,31 @@ def unlike_yaml(record: type, plain: dict[str, Any], where: str = "") -> dict[st
     faults = {}
     for name, field in option_fields(record).items():
         key, value = f"{where}{name}", plain.get(name)
-        kinds = alternatives(field.annotation)
+        kinds = union_members(field.annotation)
         if (nested := nested_record(field)) is not None:
-            faults |= unlike_yaml(nested, value, f"{key}.") if isinstance(value, dict) else {}
+            faults |= coerce_yaml_values(nested, value, f"{key}.") if isinstance(value, dict) else {}
         # torchtune turns `key=null` into `key._component_=null`.
         elif Component in kinds:
-            off = isinstance(value, dict) and value.get("_component_", "") is None and NoneType in kinds
-            plain[name] = None if off else value if not isinstance(value, dict) else Component(value, key)
+            is_null = isinstance(value, dict) and value.get("_component_", "") is None and NoneType in kinds
+            plain[name] = None if is_null else value if not isinstance(value, dict) else Component(value, key)
         elif isinstance(value, bool | float) and type(value) not in kinds and {str, int, float} & set(kinds):
             if isinstance(value, bool) or not {int, float} & set(kinds):
-                faults[key] = unfit(key, value, field)
+                faults[key] = type_error_text(key, value, field)
         elif isinstance(value, list | tuple) and any(isinstance(item, bool) for item in value):
-            faults[key] = unfit(key, value, field)
+            faults[key] = type_error_text(key, value, field)
         elif type(value) is int and str in kinds and not {int, float, bool} & set(kinds):
             plain[name] = str(value)
     return faults
 
 
-def unknown_key(key: str, known: list[str], where: str = "the config") -> str:
+def unknown_key_text(key: str, known: list[str], where: str = "the config") -> str:
     """Returns the error message for an unknown key, with the nearest known one."""
-    near = nearest(key, known)
+    near = closest_match(key, known)
     hint = f"did you mean {near!r}?" if near else f"known keys: {', '.join(sorted(known))}"
     return f"unknown key {key!r} in {where}; {hint}"
 
 
-def _fault(record: type, key: str, values: dict[str, Any], error: Any) -> tuple[str, str]:
+def _init_error_text(record: type, key: str, values: dict[str, Any], error: Any) -> tuple[str, str]:
     """Returns the key and the message for an error of a record that code makes."""
     if not error["loc"]:
         return key, str(error["ctx"]["error"]) if error["type"] == "value_error" else f"{key}: {error['msg']}"
@@ -137,6 +137,6 @@ def _fault(record: type, key: str, values: dict[str, Any], error: Any) -> tuple[
     name = list(fields)[name] if isinstance(name, int) else name
     full = f"{key}.{name}"
     if name not in fields:
-        return full, unknown_key(full, [f"{key}.{each}" for each in fields], f"`{key}:`")
+        return full, unknown_key_text(full, [f"{key}.{each}" for each in fields], f"`{key}:`")
     # An error may be about an item of a list.
     return full, option_fault(full, fields[name], values.get(name, error["input"]), error)

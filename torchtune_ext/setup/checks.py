@@ -12,22 +12,22 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.objective.loss import Needs, needs_of
+from torchtune_ext.objective.loss import LossRequirements, loss_requirements
 from torchtune_ext.objective.tokens import Tokens
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.run.errors import Mistake, blame
-from torchtune_ext.sampling.engine_args import CPU_BLOCK, engine_configs
-from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
-from torchtune_ext.tasks.order import SHUFFLE_LIMIT
-from torchtune_ext.tasks.task import ConversationTask, GradesItself, Problem, Task
+from torchtune_ext.run.errors import UsageError, wrap_user_errors
+from torchtune_ext.sampling.engine_args import CPU_BLOCK_SIZE, engine_configs
+from torchtune_ext.sampling.types import EngineConfig, SamplingConfig
+from torchtune_ext.tasks.problem_stream import SHUFFLE_LIMIT
+from torchtune_ext.tasks.task import ConversationTask, Problem, SelfGradingTask, Task
 
 if TYPE_CHECKING:
     from torchtune.modules import TransformerDecoder
 
 # The most prompts that are measured, and the most seconds that this takes.
-LOOKED_AT, LOOK_S = 64, 1.0
+MAX_PROBED_PROBLEMS, PROBE_LIMIT_S = 64, 1.0
 # Two tokenizers that give this the same ids are taken to be the same.
-PROBE = "The 7 quick foxes: 12+34=46, isn't it?\n"
+TOKENIZER_PROBE = "The 7 quick foxes: 12+34=46, isn't it?\n"
 
 
 def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2), device: str = "cpu") -> None:
@@ -43,7 +43,7 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2), devi
     params = [nn.Parameter(torch.zeros((2,) * ndim)) for ndim in sorted(dims)]
     optimizer = make(params=params)
     if not hasattr(optimizer, "param_groups"):
-        raise Mistake(
+        raise UsageError(
             f"optimizer: {type(optimizer).__name__} is not a torch optimizer: it has no param_groups; name a class such as "
             "torch.optim.AdamW"
         )
@@ -51,9 +51,9 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2), devi
     for rate in rates:
         # The schedule multiplies it, so an optimizer that has a rate of its own (None) will not do.
         if rate is None or not math.isfinite(rate):
-            raise Mistake(f"optimizer.lr={rate} is no learning rate; set optimizer.lr=1e-5, for instance")
+            raise UsageError(f"optimizer.lr={rate} is no learning rate; set optimizer.lr=1e-5, for instance")
     if not any(rates):
-        raise Mistake("optimizer.lr=0 changes no weight, ever; set optimizer.lr=1e-5, for instance")
+        raise UsageError("optimizer.lr=0 changes no weight, ever; set optimizer.lr=1e-5, for instance")
     # An optimizer of another library may compute on GPUs alone, and so does torch's own with `capturable`.
     capturable = any(group.get("capturable") for group in optimizer.param_groups)
     if device != "cpu" and (capturable or not type(optimizer).__module__.startswith("torch.optim.")):
@@ -61,10 +61,12 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2), devi
     for param in params:
         param.grad = torch.ones_like(param)
     name = type(optimizer).__name__
-    with blame(f"optimizer: a step of {name} on dense gradients", "use torch.optim.AdamW, or change the settings"):
+    with wrap_user_errors(
+        f"optimizer: a step of {name} on dense gradients", "use torch.optim.AdamW, or change the settings"
+    ):
         optimizer.step()
     if sum(param.sum().item() for param in params) > 0:
-        raise Mistake(f"optimizer: a step of {name} raises the loss; leave out optimizer.maximize")
+        raise UsageError(f"optimizer: a step of {name} raises the loss; leave out optimizer.maximize")
 
 
 def check_loss(loss: Any) -> None:
@@ -72,34 +74,34 @@ def check_loss(loss: Any) -> None:
 
     Raises ValueError if the loss cannot be called, fails, does not return one value per label, or has no gradient.
     """
-    name, needs = _name(loss), needs_of(loss)
+    name, needs = _name(loss), loss_requirements(loss)
     if not callable(loss):
-        raise Mistake(f"loss: {name} cannot be called; give it `def __call__(self, t)` (docs/objectives.md)")
+        raise UsageError(f"loss: {name} cannot be called; give it `def __call__(self, t)` (docs/objectives.md)")
     # The first update of a step has no other policy to compare the highest log-probs with.
     tops = [needs.top_k, 0] if needs.top_k else [0]
     # A rank with an empty row calls the loss with no label.
     for labels, top_k in [(3, top_k) for top_k in tops] + [(0, top_k) for top_k in tops]:
         count = "three labels" if labels else "no label, as of an empty row"
-        with blame(f"loss: {name}, called with {count},"), torch.enable_grad():
+        with wrap_user_errors(f"loss: {name}, called with {count},"), torch.enable_grad():
             returned = loss(_example(needs, labels, top_k))
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
-            raise Mistake(
+            raise UsageError(
                 f"loss: {name} returned {_kind(returned)}; return (one value per label, a dict of metrics, which may be empty)"
             )
         if "total" in returned[1]:
-            raise Mistake(f"loss: {name}: the metric 'total' is the loss itself (loss/total); give it another name")
+            raise UsageError(f"loss: {name}: the metric 'total' is the loss itself (loss/total); give it another name")
         metrics = {f"metric {key!r}": value for key, value in returned[1].items()}
         for what, value in {"its loss": returned[0], **metrics}.items():
             if not isinstance(value, torch.Tensor) or value.shape != (labels,):
                 actual = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else _kind(value)
-                raise Mistake(
+                raise UsageError(
                     f"loss: {name}: {what} has {actual} for {count}; return one value per label, shape ({labels},)"
                 )
         if not returned[0].requires_grad:
-            raise Mistake(f"loss: {name}: its loss of {count} has no gradient; compute it from t.logprobs_L")
+            raise UsageError(f"loss: {name}: its loss of {count} has no gradient; compute it from t.logprobs_L")
 
 
-def _example(needs: Needs, labels: int, top_k: int) -> Tokens:
+def _example(needs: LossRequirements, labels: int, top_k: int) -> Tokens:
     """What a loss sees of a row with up to three labels."""
     logprobs_L = torch.tensor([-1.0, -0.5, -2.0])[:labels]
     # The K tokens share half of the probability, so the rest keeps a finite logarithm.
@@ -107,10 +109,10 @@ def _example(needs: Needs, labels: int, top_k: int) -> Tokens:
     return Tokens(
         logprobs_L=logprobs_L.clone().requires_grad_(),
         entropy_L=torch.ones(labels).requires_grad_(),
-        old_logprobs_L=logprobs_L.clone() if needs.proximal else None,
+        old_logprobs_L=logprobs_L.clone() if needs.proximal_logprobs else None,
         behavior_logprobs_L=logprobs_L.clone(),
-        ref_logprobs_L=logprobs_L.clone() if needs.reference else None,
-        teacher_logprobs_L=logprobs_L.clone() if needs.teacher else None,
+        ref_logprobs_L=logprobs_L.clone() if needs.reference_logprobs else None,
+        teacher_logprobs_L=logprobs_L.clone() if needs.teacher_logprobs else None,
         advantages_L=torch.tensor([1.0, 1.0, -1.0])[:labels],
         versions_L=torch.zeros(labels, dtype=torch.int32),
         samples_L=torch.tensor([0, 0, 1])[:labels],
@@ -120,7 +122,9 @@ def _example(needs: Needs, labels: int, top_k: int) -> Tokens:
     )
 
 
-def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, grades: bool = True) -> None:
+def check_task(
+    task: Task, key: str, must_end: bool = False, needs_solutions: bool = False, grades: bool = True
+) -> None:
     """Looks at the first problems of a task, until one is fine.
 
     Args:
@@ -135,37 +139,39 @@ def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, g
     for method, what, needed in (
         ("__len__", "the number of its problems, or torchtune_ext.tasks.task.ENDLESS where they never end", True),
         ("__getitem__", "the problem of an index", True),
-        ("solution", "a text with reward 1.0 for a problem", solves),
+        ("solution", "a text with reward 1.0 for a problem", needs_solutions),
     ):
         if needed and not hasattr(task, method):
-            raise Mistake(f"{key}: {name} has no `{method}`; give it one that returns {what} (docs/custom_reward.md)")
+            raise UsageError(
+                f"{key}: {name} has no `{method}`; give it one that returns {what} (docs/custom_reward.md)"
+            )
     if grades and not (
-        isinstance(task, GradesItself)
+        isinstance(task, SelfGradingTask)
         or any(callable(getattr(task, method, None)) for method in ("grade", "grade_group", "environment"))
     ):
-        raise Mistake(
+        raise UsageError(
             f"{key}: {name} has no `grade`; give it `def grade(self, problem, text)`, which returns a number or a Score "
             "(docs/custom_reward.md)"
         )
     if hasattr(task, "environment"):
         turns = getattr(task, "max_turns", None)
         if not isinstance(turns, int) or turns < 1:
-            raise Mistake(
+            raise UsageError(
                 f"{key}: {name} has an environment and max_turns={turns!r}; give it the number of turns after which a "
                 "conversation is ended, 1 or more (docs/environments.md)"
             )
-    with blame(f"{key}: len({name}(...))"):
+    with wrap_user_errors(f"{key}: len({name}(...))"):
         length = len(task)
     if length < 1:
-        raise Mistake(f"{key}: {name} has {length} problems; it needs one at least")
-    if ends and length > SHUFFLE_LIMIT:
-        raise Mistake(
+        raise UsageError(f"{key}: {name} has {length} problems; it needs one at least")
+    if must_end and length > SHUFFLE_LIMIT:
+        raise UsageError(
             f"{key}: {name} never ends ({length:,} problems), and all are used; set {key}.count=256, for instance"
         )
     first: ValueError | None = None
-    for index in range(min(length, LOOKED_AT)):
+    for index in range(min(length, MAX_PROBED_PROBLEMS)):
         try:
-            with blame(f"{key}: {name}(...)[{index}]"):
+            with wrap_user_errors(f"{key}: {name}(...)[{index}]"):
                 problem = task[index]
             _require_problem(problem, f"{key}: {name}(...)[{index}]")
             return
@@ -178,21 +184,21 @@ def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, g
 
 def _require_problem(problem: Any, what: str) -> None:
     if not isinstance(problem, Problem):
-        raise Mistake(
+        raise UsageError(
             f"{what} is {_kind(problem)}, not a Problem; return Problem(id, messages, answer) of torchtune_ext.tasks.task"
         )
     messages = problem.messages
     fine = isinstance(messages, tuple | list) and messages and all(isinstance(each, Mapping) for each in messages)
     if not fine or not all({"role", "content"} <= set(each) for each in messages):
-        raise Mistake(
+        raise UsageError(
             f'{what} has messages={messages!r:.80}; write ({{"role": "user", "content": "the question"}},): a tuple of them'
         )
     # The rollouts of a step hold it.
-    with blame(f"{what}: its answer as JSON", "make the keys of its dicts texts"):
+    with wrap_user_errors(f"{what}: its answer as JSON", "make the keys of its dicts texts"):
         json.dumps(problem.answer, default=repr)
 
 
-def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
+def measure_prompts(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
     """Measures prompts from all over a task, in tokens. Those that cannot be made or encoded are left out.
 
     Raises ValueError if none can be, if the chat template does not show the tools or a message of one, or if two
@@ -203,12 +209,15 @@ def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
     known: dict[tuple[int, ...], tuple[int, str]] = {}  # by the ids of a prompt: index and texts of its problem
     # The indices are evenly spaced, so that a task sorted by length shows its long prompts, too. An endless task has no
     # end to space them over.
-    looked_at, whole = min(len(task), LOOKED_AT), len(task) if len(task) <= SHUFFLE_LIMIT else LOOKED_AT
+    looked_at, whole = (
+        min(len(task), MAX_PROBED_PROBLEMS),
+        len(task) if len(task) <= SHUFFLE_LIMIT else MAX_PROBED_PROBLEMS,
+    )
     for index in (i * whole // looked_at for i in range(looked_at)):
-        if lengths and time.monotonic() - began > LOOK_S:
+        if lengths and time.monotonic() - began > PROBE_LIMIT_S:
             break
         try:
-            with blame(f"{key}: the prompt of {_name(task)}(...)[{index}]"):
+            with wrap_user_errors(f"{key}: the prompt of {_name(task)}(...)[{index}]"):
                 problem = task[index]
                 ids = tokenizer.prompt_ids(problem.messages, problem.tools)
         except ValueError as error:
@@ -222,14 +231,14 @@ def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
             texts = "".join(str(message.get("content")) for message in problem.messages)
             other, others = known.setdefault(tuple(ids), (index, words := "".join(texts.split()).casefold()))
             if words != others:
-                raise Mistake(
+                raise UsageError(
                     f"{key}: problems {other} and {index} of {_name(task)} have different messages and the same prompt of "
                     f"{len(ids)} tokens: the tokenizer or its chat template drops what tells them apart; change "
                     "tokenizer.path or tokenizer.template"
                 )
             # With a template that does not know tools the prompt is the same, and the policy would never see them.
             if problem.tools and ids == tokenizer.prompt_ids(problem.messages):
-                raise Mistake(
+                raise UsageError(
                     f"{key}: {_name(task)}(...)[{index}] has tools, which the chat template {tokenizer.template.name!r} does "
                     "not show; name one that does in tokenizer.template, or describe them in a message (docs/environments.md)"
                 )
@@ -250,7 +259,7 @@ def _require_shown(problem: Problem, ids: Sequence[int], tokenizer: ChatTokenize
             continue
         messages[i] = {**message, "content": f"{content} 7 {content.rpartition('</think>')[2]}"}
         if tokenizer.prompt_ids(messages, problem.tools) == ids:
-            raise Mistake(
+            raise UsageError(
                 f"{what}: the chat template {tokenizer.template.name!r} does not show its message of role "
                 f"{message['role']!r}, {content!r:.60}; name a template that does in tokenizer.template, or put the "
                 "text into a message of another role"
@@ -263,15 +272,15 @@ def check_prompts(
     tokenizer: ChatTokenizer,
     sampling: SamplingConfig,
     engine: EngineConfig,
-    source: HFModel,
+    hf_model: HFModel,
 ) -> None:
     """Compares some prompts of each task (by the key of its node) with the room that the engine has for them.
 
     Raises ValueError if there is no room for a prompt, or all of them are longer.
     """
-    room = engine.max_model_len - sampling.max_tokens
-    if room < 1:
-        raise Mistake(
+    prompt_room = engine.max_model_len - sampling.max_tokens
+    if prompt_room < 1:
+        raise UsageError(
             f"sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt in engine.max_model_len="
             f"{engine.max_model_len}, which holds both; lower max_tokens, or raise max_model_len"
         )
@@ -280,28 +289,28 @@ def check_prompts(
             continue
         if isinstance(task, ConversationTask):
             # Some chat templates cannot be continued after an answer, which would show only in the second turn.
-            with blame(f"{key}: {_name(task)} leads conversations:"):
+            with wrap_user_errors(f"{key}: {_name(task)} leads conversations:"):
                 turn, answer = {"role": "assistant", "content": "x"}, {"role": "user", "content": "x"}
                 if tokenizer.history == "template":
                     tokenizer.context_ids([answer], [turn, answer], [[*tokenizer.encode("x"), tokenizer.eos_id]])
                 else:
-                    tokenizer.between_turns_ids([answer], tokenizer.eos_id)
-        lengths = prompt_lengths(task, tokenizer, key)
+                    tokenizer.turn_boundary_ids([answer], tokenizer.eos_id)
+        lengths = measure_prompts(task, tokenizer, key)
         shortest, longest = min(lengths), max(lengths)
         # A run leaves out single prompts that are too long, but if all are, it has nothing to train on.
-        if shortest > room:
+        if shortest > prompt_room:
             span = f"{shortest} to {longest}" if shortest < longest else f"{longest}"
-            needed, positions = sampling.max_tokens + longest, positions_of(source)
+            needed, positions = sampling.max_tokens + longest, max_positions(hf_model)
             more = needed <= positions
             fix = f"set engine.max_model_len={needed}, or" if more else f"the model has {positions} positions: set"
-            raise Mistake(
-                f"sampling.max_tokens={sampling.max_tokens} leaves room for a prompt of {room} in engine.max_model_len="
+            raise UsageError(
+                f"sampling.max_tokens={sampling.max_tokens} leaves room for a prompt of {prompt_room} in engine.max_model_len="
                 f"{engine.max_model_len}, and the {len(lengths)} prompts of {key} that were looked at have {span} tokens; "
                 f"{fix} a lower max_tokens"
             )
 
 
-def trained_too(task: Task, held_out: Task | None) -> list[str]:
+def find_eval_overlap(task: Task, held_out: Task | None) -> list[str]:
     """The ids of held-out problems that are trained on too, as far as `LOOK_S` seconds show.
 
     Raises ValueError if the two tasks have the same problems.
@@ -309,21 +318,21 @@ def trained_too(task: Task, held_out: Task | None) -> list[str]:
     if held_out is None or max(len(task), len(held_out)) > SHUFFLE_LIMIT:
         return []
     # Endless tasks, which are left out above, generate their problems: a listing would have no end.
-    trained, others = _ids(task), _ids(held_out)
-    both = [name for messages, name in others.items() if messages in trained]
-    if len(both) == len(task) == len(held_out):
-        raise Mistake(
-            f"evaluation.task has the {len(both):,} problems of `task`, so it would measure what was learned by heart; hold "
+    train_ids, others = _ids(task), _ids(held_out)
+    overlap = [name for messages, name in others.items() if messages in train_ids]
+    if len(overlap) == len(task) == len(held_out):
+        raise UsageError(
+            f"evaluation.task has the {len(overlap):,} problems of `task`, so it would measure what was learned by heart; hold "
             "some out (first, count or split), or set evaluation.task=null"
         )
-    return both
+    return overlap
 
 
 def _ids(task: Task) -> dict[str, str]:
     """The ids of a task's problems by their content, as many as `LOOK_S` seconds allow to make."""
     ids, began = {}, time.monotonic()
     for index in range(len(task)):
-        if time.monotonic() - began > LOOK_S:
+        if time.monotonic() - began > PROBE_LIMIT_S:
             break
         try:
             problem = task[index]
@@ -337,7 +346,7 @@ def _ids(task: Task) -> dict[str, str]:
 
 
 def check_tokenizer(
-    tokenizer: ChatTokenizer, source: HFModel, width: int | None = None, stops: Sequence[int] = ()
+    tokenizer: ChatTokenizer, hf_model: HFModel, vocab_rows: int | None = None, stop_ids: Sequence[int] = ()
 ) -> None:
     """Compares a tokenizer with the model. Raises ValueError if an id is missing, or its files encode otherwise.
 
@@ -345,76 +354,76 @@ def check_tokenizer(
         width: rows of the model's embedding; None: what config.json says.
         stops: ids with which a completion ends (`sampling.stop_token_ids`).
     """
-    width = int(source.config["vocab_size"]) if width is None else width
-    fix = f"they do not belong together: set tokenizer.path={source.path}"
+    vocab_rows = int(hf_model.config["vocab_size"]) if vocab_rows is None else vocab_rows
+    fix = f"they do not belong together: set tokenizer.path={hf_model.path}"
     where = getattr(tokenizer, "path", None)
     highest = getattr(tokenizer, "vocab_size", 0)
-    if highest > width:
+    if highest > vocab_rows:
         # A token that was added without its row in the embedding has no other tokenizer that would fit.
-        added = tokenizer.tokens_from(width)
+        added = tokenizer.tokens_from_id(vocab_rows)
         named = f" (such as {', '.join(map(repr, added[:3]))})" if added else ""
-        if where is not None and Path(where).resolve() == source.path.resolve():
+        if where is not None and Path(where).resolve() == hf_model.path.resolve():
             fix = "they were added to the tokenizer, but not to the model: take both from the same place"
-        raise Mistake(
-            f"tokenizer.path={where} has ids up to {highest - 1}{named}, the model in model_dir={source.path} knows {width}; "
+        raise UsageError(
+            f"tokenizer.path={where} has ids up to {highest - 1}{named}, the model in model_dir={hf_model.path} knows {vocab_rows}; "
             f"{fix}"
         )
-    if beyond := [token for token in stops if not 0 <= token < width]:
+    if beyond := [token for token in stop_ids if not 0 <= token < vocab_rows]:
         says = f"sampling.stop_token_ids names {beyond[0]}"
         if beyond[0] in getattr(tokenizer, "stop_token_ids", ()):
             says = f"generation_config.json or config.json in {where} says eos_token_id={beyond[0]}"
-        raise Mistake(
-            f"{says}, and the model in model_dir={source.path} has ids from 0 to {width - 1}: no completion would end with it; "
+        raise UsageError(
+            f"{says}, and the model in model_dir={hf_model.path} has ids from 0 to {vocab_rows - 1}: no completion would end with it; "
             "name one of tokenizer.json, or leave it out"
         )
-    files = [Path(folder or ".") / "tokenizer.json" for folder in (where, source.path)]
+    files = [Path(folder or ".") / "tokenizer.json" for folder in (where, hf_model.path)]
     if where is None or not all(file.is_file() for file in files) or files[0].resolve() == files[1].resolve():
         return
-    if len({tuple(_encoded(file)) for file in files}) > 1:
-        raise Mistake(
-            f"tokenizer.path={where} encodes text otherwise than the tokenizer in model_dir={source.path}; {fix}"
+    if len({tuple(_encode_probe(file)) for file in files}) > 1:
+        raise UsageError(
+            f"tokenizer.path={where} encodes text otherwise than the tokenizer in model_dir={hf_model.path}; {fix}"
         )
 
 
-def _encoded(file: Path) -> list[int]:
-    with blame(f"reading {file}", "copy the file from where the weights come from"):
-        return Tokenizer.from_file(str(file)).encode(PROBE, add_special_tokens=False).ids
+def _encode_probe(file: Path) -> list[int]:
+    with wrap_user_errors(f"reading {file}", "copy the file from where the weights come from"):
+        return Tokenizer.from_file(str(file)).encode(TOKENIZER_PROBE, add_special_tokens=False).ids
 
 
 def require_rows(row_tokens: int, engine: EngineConfig) -> None:
     """Raises ValueError if a row is too short for the engine's longest sequence."""
     if row_tokens < engine.max_model_len:
-        raise Mistake(
+        raise UsageError(
             f"row_tokens={row_tokens} must be at least {engine.max_model_len}: a prompt with a completion, which may have "
             f"engine.max_model_len={engine.max_model_len} tokens, stands in one row; raise row_tokens, or lower max_model_len"
         )
 
 
-def check_engine(source: HFModel, engine: EngineConfig, model: "TransformerDecoder | None" = None) -> None:
+def check_engine(hf_model: HFModel, engine: EngineConfig, model: "TransformerDecoder | None" = None) -> None:
     """Compares the engine's settings with the sizes of the model, and of `model` where one is trained.
 
     Raises ValueError if the model cannot be cut for the engine's GPUs, or if it or the KV cache is too short.
     """
-    size, heads = engine.tensor_parallel_size, int(source.config["num_attention_heads"])
+    size, heads = engine.tensor_parallel_size, int(hf_model.config["num_attention_heads"])
     if heads % size:
         fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0 and n <= 16)
-        raise Mistake(
+        raise UsageError(
             f"engine.tensor_parallel_size={size} does not divide the model's {heads} attention heads; use one of {fits}"
         )
-    if size > 1 and source.config.get("model_type") == "olmo2":
-        raise Mistake(
+    if size > 1 and hf_model.config.get("model_type") == "olmo2":
+        raise UsageError(
             f"engine.tensor_parallel_size={size} with olmo2, of which vLLM has no model of its own that norms queries and keys "
             "over all heads when they are cut: set it to 1, and engine.count for more GPUs"
         )
     # This raises for settings that do not go together.
     engine_configs(engine)
-    if engine.max_model_len > (longest := positions_of(source)):
-        raise Mistake(
+    if engine.max_model_len > (longest := max_positions(hf_model)):
+        raise UsageError(
             f"engine.max_model_len={engine.max_model_len} is more than the {longest} positions that the model has "
-            f"(max_position_embeddings in {source.path / 'config.json'}); set engine.max_model_len={longest} or less"
+            f"(max_position_embeddings in {hf_model.path / 'config.json'}); set engine.max_model_len={longest} or less"
         )
     if model is not None and engine.max_model_len > model.max_seq_len:
-        raise Mistake(
+        raise UsageError(
             f"engine.max_model_len={engine.max_model_len} is more than the {model.max_seq_len} positions of the model that is "
             f"trained; set model.max_seq_len={engine.max_model_len}, or a lower max_model_len"
         )
@@ -425,19 +434,19 @@ def check_engine(source: HFModel, engine: EngineConfig, model: "TransformerDecod
         # Keys and values of one token. Heads that do not suffice for all GPUs are held twice, so the quotient rounds
         # up.
         token = 2 * len(model.layers) * -(-attn.num_kv_heads // size) * attn.head_dim * numbers
-        block = engine.block_size or CPU_BLOCK
+        block = engine.block_size or CPU_BLOCK_SIZE
         needed = token * block * (-(-engine.max_model_len // block) + 1)
         if engine.kv_cache_bytes < needed:
-            raise Mistake(
+            raise UsageError(
                 f"engine.kv_cache_bytes={engine.kv_cache_bytes} holds {engine.kv_cache_bytes // token} tokens of this model, "
                 f"too few for one sequence of engine.max_model_len={engine.max_model_len}; set it to {needed} or more"
             )
 
 
-def positions_of(source: HFModel) -> float:
+def max_positions(hf_model: HFModel) -> float:
     """The positions of a model; infinitely many where only the engine knows."""
     # Scaled RoPE reaches beyond max_position_embeddings.
-    config = source.config
+    config = hf_model.config
     scaled = (
         config.get("rope_scaling") or (config.get("rope_parameters") or {}).get("rope_type", "default") != "default"
     )

@@ -10,21 +10,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.catalog import folder, recipe_files
-from torchtune_ext.run.errors import Mistake, nearest
-from torchtune_ext.settings.components import instantiate, recipe_module
-from torchtune_ext.settings.config import as_tune_reads, load_config
+from torchtune_ext.run.catalog import package_folder, recipe_files
+from torchtune_ext.run.errors import UsageError, closest_match
+from torchtune_ext.settings.components import import_recipe, instantiate
+from torchtune_ext.settings.config import load_config, merge_config
 from torchtune_ext.setup.checks import check_optimizer
-from torchtune_ext.setup.settings import check_settings
-from torchtune_ext.sweep.file import EXAMPLE, Point, Sweep
+from torchtune_ext.setup.config_checks import check_settings
+from torchtune_ext.sweep.spec import COMMAND_EXAMPLE, Point, Sweep
 from torchtune_ext.telemetry.panels import PANELS
 
-ELSE = "other programs run under `wandb agent`"
-ARGUMENTS = "${args_no_hyphens}"  # W&B's word for key=value of each parameter, as the recipes take them
-OURS = ("output_dir", "resume_from_checkpoint")  # settings that the sweep itself gives each of its runs
+OTHER_PROGRAMS_HINT = "other programs run under `wandb agent`"
+ARGUMENTS_MACRO = "${args_no_hyphens}"  # W&B's word for key=value of each parameter, as the recipes take them
+RESERVED_KEYS = ("output_dir", "resume_from_checkpoint")  # settings that the sweep itself gives each of its runs
 
 
-def words_of(sweep: Sweep, point: Point, further: Sequence[str]) -> list[str]:
+def run_command(sweep: Sweep, point: Point, extra_settings: Sequence[str]) -> list[str]:
     """Returns the command of one run.
 
     Args:
@@ -35,17 +35,19 @@ def words_of(sweep: Sweep, point: Point, further: Sequence[str]) -> list[str]:
     """
     words = []
     for word in map(str, sweep.command):
-        if word.startswith("${") and word != ARGUMENTS:
-            raise Mistake(f"command: recipes read no {word}; there is {ARGUMENTS}: {EXAMPLE}; {ELSE}")
-        words += [f"{name}={value}" for name, value in point.items()] if word == ARGUMENTS else [word]
+        if word.startswith("${") and word != ARGUMENTS_MACRO:
+            raise UsageError(
+                f"command: recipes read no {word}; there is {ARGUMENTS_MACRO}: {COMMAND_EXAMPLE}; {OTHER_PROGRAMS_HINT}"
+            )
+        words += [f"{name}={value}" for name, value in point.items()] if word == ARGUMENTS_MACRO else [word]
     # Run the `tune` of this environment, even if another one comes first on PATH.
     ours = [sys.executable, "-m", "torchtune_ext"] if words[:1] in (["tune"], ["torchtune-ext"]) else words[:1]
     if ours and shutil.which(ours[0]) is None:
-        raise Mistake(f"command: {ours[0]} is no program here: {EXAMPLE}")
-    return [*ours, *words[1:], *further]
+        raise UsageError(f"command: {ours[0]} is no program here: {COMMAND_EXAMPLE}")
+    return [*ours, *words[1:], *extra_settings]
 
 
-def target_of(words: Sequence[str]) -> tuple[str, str, list[str]]:
+def parse_command(words: Sequence[str]) -> tuple[str, str, list[str]]:
     """Reads the command of a run.
 
     Returns:
@@ -58,11 +60,11 @@ def target_of(words: Sequence[str]) -> tuple[str, str, list[str]]:
     programs = {Path(word).name for word in flat[: flat.index("run")]} if "run" in flat else set()
     at = flat.index("--config") if "--config" in flat[:-1] else 0
     if not at or not programs & {"tune", "torchtune-ext", "torchtune_ext"}:
-        raise Mistake(f"command: {' '.join(words)}: a sweep runs recipes: {EXAMPLE}; {ELSE}")
+        raise UsageError(f"command: {' '.join(words)}: a sweep runs recipes: {COMMAND_EXAMPLE}; {OTHER_PROGRAMS_HINT}")
     return flat[at - 1], flat[at + 1], flat[at + 2 :]
 
 
-def check(sweep: Sweep, point: Point, further: Sequence[str], out: Path) -> Any:
+def check_sweep(sweep: Sweep, point: Point, extra_settings: Sequence[str], out: Path) -> Any:
     """Reads the settings of a point as `tune run` does, and checks that its runs will log the metric.
 
     Args:
@@ -75,21 +77,21 @@ def check(sweep: Sweep, point: Point, further: Sequence[str], out: Path) -> Any:
     Raises:
         ValueError: the recipe would refuse the point, or knows no such metric. The message names the key and the fix.
     """
-    recipe, config, settings = target_of(words_of(sweep, point, further))
+    recipe, config, settings = parse_command(run_command(sweep, point, extra_settings))
     for word in settings:
-        if (key := word.partition("=")[0]) in OURS:
-            raise Mistake(
+        if (key := word.partition("=")[0]) in RESERVED_KEYS:
+            raise UsageError(
                 f"{key}: take it out of the sweep, which has a folder for each run, and says which of them go on"
             )
     if re.search(r"[=#:{\[]", str(out)):
-        raise Mistake(f"--out {out}: runs cannot be given such a folder in a word; choose a name without = # : {{ [")
-    module = recipe_module(recipe, "command: ")
+        raise UsageError(f"--out {out}: runs cannot be given such a folder in a word; choose a name without = # : {{ [")
+    module = import_recipe(recipe, "command: ")
     schema = getattr(module, "Config", None)
     if schema is None or "output_dir" not in {field.name for field in fields(schema)}:
-        raise Mistake(f"command: {recipe} is no recipe of this project: it has no class Config with an output_dir")
-    cfg = load_config(schema, as_tune_reads(config, [*settings, f"output_dir={out / 'run'}"], module.__file__))
+        raise UsageError(f"command: {recipe} is no recipe of this project: it has no class Config with an output_dir")
+    cfg = load_config(schema, merge_config(config, [*settings, f"output_dir={out / 'run'}"], module.__file__))
     # Only for our own recipes are the checks and the metrics known. A copy may have others.
-    if recipe in {each.name for each in recipe_files(folder("recipes"), folder("configs"))}:
+    if recipe in {each.name for each in recipe_files(package_folder("recipes"), package_folder("configs"))}:
         if hasattr(cfg, "optimizer"):
             # With "auto" a run may have a GPU, and then looks for itself.
             check_optimizer(partial(instantiate, cfg.optimizer), device="cpu" if cfg.device == "cpu" else "cuda")
@@ -97,7 +99,7 @@ def check(sweep: Sweep, point: Point, further: Sequence[str], out: Path) -> Any:
             check_settings(cfg, instantiate(cfg.loss))
         known = {name for panel in PANELS for name in (*(name for name, _ in panel.series), *(panel.band or ()))}
         if not hasattr(cfg, "logging") or not any(fnmatchcase(sweep.metric, name) for name in known):
-            near = nearest(sweep.metric, [name for name in known if "*" not in name])
+            near = closest_match(sweep.metric, [name for name in known if "*" not in name])
             hint = f"did you mean {near}?" if near else "docs/telemetry.md lists the metrics"
-            raise Mistake(f"metric: {sweep.metric} is no metric of {recipe}; {hint}")
+            raise UsageError(f"metric: {sweep.metric} is no metric of {recipe}; {hint}")
     return cfg

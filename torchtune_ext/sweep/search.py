@@ -3,26 +3,26 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torchtune_ext.sweep.file import Parameter, Point, Sweep, grid
+from torchtune_ext.sweep.spec import Parameter, Point, Sweep, grid_points
 
-WARM_UP = 5  # random points, at most, at the beginning of a search that learns
+MAX_STARTUP_TRIALS = 5  # random points, at most, at the beginning of a search that learns
 
 
-def point_of(sweep: Sweep, seed: int, number: int, results: Sequence[tuple[Point, float | None]] = ()) -> Point:
+def next_point(sweep: Sweep, seed: int, number: int, results: Sequence[tuple[Point, float | None]] = ()) -> Point:
     """Returns point `number`, from 0: of the grid, drawn at random, or suggested by TPE after some random ones.
 
     Args:
         results: the points until then with their metric, None for a run that still goes on.
     """
     if sweep.method == "grid":
-        return grid(sweep.parameters)[number]
+        return grid_points(sweep.parameters)[number]
     import optuna
 
     # A point depends only on the seed, its number and the results until then. So a sweep that was killed goes on with
     # the points that it would have tried.
     own_seed = (seed * 1_000_003 + number) % 2**32
     if sweep.method == "bayes":
-        first = max(1, min(WARM_UP, sweep.runs // 2))
+        first = max(1, min(MAX_STARTUP_TRIALS, sweep.num_runs // 2))
         # With a few tens of runs, modeling each parameter on its own finds more good points than a joint model.
         # `constant_liar` counts a run that still goes on as a bad one, so that runs side by side differ.
         sampler = optuna.samplers.TPESampler(
@@ -30,12 +30,13 @@ def point_of(sweep: Sweep, seed: int, number: int, results: Sequence[tuple[Point
         )
     else:
         sampler = optuna.samplers.RandomSampler(seed=own_seed)
-    study = _study(sweep, sampler=sampler)
-    space = {each.name: _axis(each) for each in sweep.drawn}
+    study = _create_study(sweep, sampler=sampler)
+    space = {each.name: _distribution(each) for each in sweep.varied_parameters}
     states = optuna.trial.TrialState
     for point, value in results:
         places = {
-            each.name: each.values.index(point[each.name]) if each.values else point[each.name] for each in sweep.drawn
+            each.name: each.values.index(point[each.name]) if each.values else point[each.name]
+            for each in sweep.varied_parameters
         }
         state = states.RUNNING if value is None else states.COMPLETE
         study.add_trial(optuna.trial.create_trial(params=places, distributions=space, value=value, state=state))
@@ -52,33 +53,33 @@ class Pruner:
     def __init__(self, sweep: Sweep):
         import optuna
 
-        assert sweep.early is not None  # else nothing is pruned
-        halving = optuna.pruners.SuccessiveHalvingPruner(sweep.early.first, sweep.early.eta)
-        self._study = _study(sweep, pruner=halving)
+        assert sweep.halving is not None  # else nothing is pruned
+        halving = optuna.pruners.SuccessiveHalvingPruner(sweep.halving.min_iter, sweep.halving.eta)
+        self._study = _create_study(sweep, pruner=halving)
         self._trials: dict[str, optuna.Trial] = {}
-        self._reported: dict[str, int] = {}  # how many values of each run
+        self._num_reported: dict[str, int] = {}  # how many values of each run
 
-    def stops(self, run: str, values: Sequence[float]) -> bool:
+    def should_stop(self, run: str, values: Sequence[float]) -> bool:
         """Takes all values of the metric that a run has logged until now, in order. Tells whether it stops."""
         if run not in self._trials:
             self._trials[run] = self._study.ask()
-        trial, reported, stops = self._trials[run], self._reported.get(run, 0), False
+        trial, reported, stops = self._trials[run], self._num_reported.get(run, 0), False
         # Several values may be new, and the pruner decides only at certain steps, so it is asked after each.
         for step, value in enumerate(values[reported:], reported + 1):
             trial.report(value, step)
             stops = stops or trial.should_prune()
-        self._reported[run] = max(reported, len(values))
+        self._num_reported[run] = max(reported, len(values))
         return stops
 
 
-def _study(sweep: Sweep, **parts: Any) -> Any:
+def _create_study(sweep: Sweep, **parts: Any) -> Any:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna.create_study(direction="maximize" if sweep.maximize else "minimize", **parts)
 
 
-def _axis(parameter: Parameter) -> Any:
+def _distribution(parameter: Parameter) -> Any:
     import optuna
 
     values = parameter.values

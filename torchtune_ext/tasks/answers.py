@@ -22,17 +22,17 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.tasks.equality import MAX_CHARS, equal
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.tasks.equality import MAX_CHARS, answers_equal
 from torchtune_ext.tasks.equality import readable as readable
-from torchtune_ext.tasks.notation import is_name, letters, normalize
-from torchtune_ext.tasks.task import Score, spoken
-from torchtune_ext.tasks.values import DENIED, SENTENCE_END, last_values
+from torchtune_ext.tasks.notation import is_name, letter_tokens, normalize
+from torchtune_ext.tasks.prose_values import DENIAL, SENTENCE_END, last_values
+from torchtune_ext.tasks.task import Score, strip_thinking
 
 TAIL_CHARS = 2000  # characters at the end of a text without a mark, which are searched for values
-LIMIT_S = 3.0  # seconds for one comparison, well below the deadline of a grading process
+COMPARE_TIMEOUT_S = 3.0  # seconds for one comparison, well below the deadline of a grading process
 FORMATS = ("box", "think")
-UNMARKED = ("last_number", "none")
+UNMARKED_MODES = ("last_number", "none")
 
 # A box with braces, or one without, around what follows a space: \boxed 7.
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(?:(?P<brace>\{)|(?<=\s)(?P<token>[^\s${}\\]+))")
@@ -73,14 +73,14 @@ _OTHERWISE = re.compile(r"[\s$.,)*]{0,20}(?:or|alternatively|maybe)\b", re.IGNOR
 # ---- extraction
 
 
-def with_boxes(text: str) -> str:
+def restore_box_commands(text: str) -> str:
     r"""Returns a text with \\boxed{ in place of boxed{, if no box of it has a backslash."""
     return re.sub(r"(?<![\w\\])boxed\{", r"\\boxed{", text) if "boxed{" in text and "\\boxed" not in text else text
 
 
 def last_box(text: str) -> str | None:
     r"""Returns what the last \boxed{...} or \fbox{...} holds ("\boxed 7": 7), or None without one that is closed."""
-    spans = _last_boxes(text)
+    spans = _last_box_spans(text)
     return spans[-1][0] if spans else None
 
 
@@ -89,7 +89,7 @@ def last_boxes(text: str) -> list[str] | None:
 
     Of several boxes, those after a name have it: "x = 3". The list is empty if the words around the last box deny it.
     """
-    spans = _last_boxes(text)
+    spans = _last_box_spans(text)
     if not spans:
         return None
     line = text[: spans[-1][1]].rpartition("\n")[2][-200:]
@@ -97,10 +97,10 @@ def last_boxes(text: str) -> list[str] | None:
         r"[,;:.!?](?=\s)|\b(?:so|that|then|hence|thus)\b|(?<!thing )(?<!option )(?<!choice )\bbut\b", line
     )[-1]
     after = spans[-1][2]
-    if _QUESTION.match(text, after) or DENIED.match(text, after) or _DOUBT.search(clause) or _REJECTED.search(line):
+    if _QUESTION.match(text, after) or DENIAL.match(text, after) or _DOUBT.search(clause) or _REJECTED.search(line):
         return []
     between = [text[end:start] for (_, _, end), (_, start, _) in pairwise(spans)]
-    if any(map(_ends, between)) and len({letters(normalize(content)) for content, _, _ in spans}) > 1:
+    if any(map(_has_sentence_end, between)) and len({letter_tokens(normalize(content)) for content, _, _ in spans}) > 1:
         return []  # candidates
     held = []
     for content, start, _ in spans:
@@ -110,23 +110,23 @@ def last_boxes(text: str) -> list[str] | None:
     return [*held, other[1]] if other else held
 
 
-def _last_boxes(text: str) -> list[tuple[str, int, int]]:
+def _last_box_spans(text: str) -> list[tuple[str, int, int]]:
     """Returns what the boxes of the last sentence with a box hold, where they begin and end."""
     # Boxes of earlier sentences do not count. Otherwise a text could answer twice.
     boxes, until = [], len(text)
     for box in reversed(list(_BOX.finditer(text))):
-        held = _held(text, box, until)
+        held = _box_content(text, box, until)
         # The last box is never closed, or an earlier box contains the one after it.
         if held is None:
             break
-        if boxes and _parts(text, box.start(), held[1], until):
+        if boxes and _separates_boxes(text, box.start(), held[1], until):
             break
         boxes.append((held[0], box.start(), held[1]))
         until = box.start()
     return boxes[::-1]
 
 
-def _held(text: str, box: re.Match, until: int) -> tuple[str, int] | None:
+def _box_content(text: str, box: re.Match, until: int) -> tuple[str, int] | None:
     """Returns what a box holds and where it ends, or None when it is not closed before `until`."""
     if box["token"]:
         return box["token"].rstrip(".,;"), box.end()
@@ -138,7 +138,7 @@ def _held(text: str, box: re.Match, until: int) -> tuple[str, int] | None:
     return None
 
 
-def _parts(text: str, start: int, end: int, until: int) -> bool:
+def _separates_boxes(text: str, start: int, end: int, until: int) -> bool:
     """Tells whether a sentence ends between two boxes, the first from `start` to `end`, the second at `until`."""
     between = text[end:until]
     if len(between) > TAIL_CHARS:
@@ -150,10 +150,10 @@ def _parts(text: str, start: int, end: int, until: int) -> bool:
     lines = text[max(0, start - 200) : start].rpartition("\n")[2], between.rpartition("\n")[2]
     if "\n" in between and all(map(_ITEM.match, lines)):
         return False
-    return _ends(between)
+    return _has_sentence_end(between)
 
 
-def _ends(between: str) -> bool:
+def _has_sentence_end(between: str) -> bool:
     """Tells whether a text between two boxes has the end of a sentence."""
     # Boxes of one list may stand on lines of their own with "and" or "or" between them. Other words on a new line begin
     # a new sentence.
@@ -192,7 +192,7 @@ def _last_phrase(text: str) -> tuple[str, int, int] | None:
     return clause.strip(), start, start + len(clause)
 
 
-def extract(text: str, brackets: bool = False) -> str | None:
+def extract_answer(text: str, brackets: bool = False) -> str | None:
     """Returns the answer in a text by rules 1 to 4 of this module, or None if these rules find no answer."""
     # A box that is empty or never closed is no answer, and no other rule is tried then.
     if _BOX_MARK.search(text):
@@ -210,20 +210,20 @@ def gold_answer(value: Any) -> str:
     Raises ValueError if the field is neither text nor a number, is empty, or has unmatched braces.
     """
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
-        raise Mistake(f"is {value!r:.60}, neither text nor a number")
+        raise UsageError(f"is {value!r:.60}, neither text nor a number")
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # a table may hold 145.0 where 145 is meant
-    final = extract(str(value))
+    final = extract_answer(str(value))
     answer = str(value).strip() if final is None else final
-    if not is_written(answer):
-        raise Mistake(f"is {value!r:.60}, which holds no answer")
+    if not has_content(answer):
+        raise UsageError(f"is {value!r:.60}, which holds no answer")
     # Unmatched braces could not stand in a box.
     if last_box(f"\\boxed{{{answer}}}") != answer:
-        raise Mistake(f"is {value!r:.60}: its braces do not match")
+        raise UsageError(f"is {value!r:.60}: its braces do not match")
     return answer
 
 
-def thinks(text: str) -> bool:
+def has_single_thought(text: str) -> bool:
     """Tells whether a text is <think>...</think>... with no other thought."""
     return text.lstrip().startswith("<think>") and text.count("<think>") == text.count("</think>") == 1
 
@@ -231,12 +231,12 @@ def thinks(text: str) -> bool:
 # ---- verdicts
 
 
-def is_written(answer: str) -> bool:
+def has_content(answer: str) -> bool:
     """Tells whether an answer has more than marks and spacing."""
-    return any(map(str.isdigit, answer)) or bool(letters(normalize(answer[: 2 * MAX_CHARS])))
+    return any(map(str.isdigit, answer)) or bool(letter_tokens(normalize(answer[: 2 * MAX_CHARS])))
 
 
-def all_equal(gold: str, answers: list[str], question: str = "") -> bool:
+def answers_match(gold: str, answers: list[str], question: str = "") -> bool:
     """Tells whether several answers are right: each of them equals `gold`, or only the whole list does.
 
     None of them may be a formula copied from the `question`.
@@ -245,57 +245,61 @@ def all_equal(gold: str, answers: list[str], question: str = "") -> bool:
     answers = list(dict.fromkeys(answers))
     if not answers:
         return False
-    verdicts = {equal(gold, answer) for answer in answers}
-    right = verdicts == {True} or (len(answers) > 1 and True not in verdicts and equal(gold, ", ".join(answers)))
-    return right and not (question and echoes(gold, answers, question))
+    verdicts = {answers_equal(gold, answer) for answer in answers}
+    right = verdicts == {True} or (
+        len(answers) > 1 and True not in verdicts and answers_equal(gold, ", ".join(answers))
+    )
+    return right and not (question and copies_question(gold, answers, question))
 
 
-def in_words(gold: str, text: str, question: str) -> tuple[bool, bool]:
+def grade_prose(gold: str, text: str, question: str) -> tuple[bool, bool]:
     """Tells whether the end of a text without a mark has an answer, and whether that is right."""
     tail = text[-TAIL_CHARS:]
     # A text without prose is the answer itself.
     words = re.findall(r"(?<![A-Za-z\\])[A-Za-z]{2,}", tail)
-    short = len(tail) < MAX_CHARS // 4 and (len(words) < 2 or letters(normalize(gold)) == letters(normalize(tail)))
-    if short and all_equal(gold, [tail], question):
+    short = len(tail) < MAX_CHARS // 4 and (
+        len(words) < 2 or letter_tokens(normalize(gold)) == letter_tokens(normalize(tail))
+    )
+    if short and answers_match(gold, [tail], question):
         return True, True
     values = last_values(tail)
-    return values is not None, bool(values) and all_equal(gold, values, question)
+    return values is not None, bool(values) and answers_match(gold, values, question)
 
 
-def stated(gold: str, text: str, question: str) -> tuple[bool, bool]:
+def grade_phrase(gold: str, text: str, question: str) -> tuple[bool, bool]:
     """Tells whether the phrase "answer is" is followed by an answer, and whether that is right."""
     if (phrase := _last_phrase(text)) is None:
         return False, False
     clause, start, end = phrase
-    if _OTHERWISE.match(text, end) or DENIED.match(text, end):
+    if _OTHERWISE.match(text, end) or DENIAL.match(text, end):
         return True, False
-    if all_equal(gold, [clause], question):
+    if answers_match(gold, [clause], question):
         return True, True
     # In "the answer is the number of apples, which is 3" and "To find the answer: add 3 and 4", the value comes later.
     words = re.sub(r"\\[A-Za-z]+|\$[^$]*\$", " ", clause)
     if not re.search(r"[A-Za-z]{3,}", words) or re.match(r"[$*(\s]*-?\d", clause) or _QUESTION.match(text, end):
-        return is_written(clause), False
-    return in_words(gold, text[start:], question)
+        return has_content(clause), False
+    return grade_prose(gold, text[start:], question)
 
 
-def echoes(gold: str, answers: list[str], question: str) -> bool:
+def copies_question(gold: str, answers: list[str], question: str) -> bool:
     """Tells whether an answer is a formula of the question that still has to be worked out."""
     # A number in its final form may stand in the question as well.
     pieces = re.split(r"(?<!\\)\$+|\\[()\[\]]", question)
     words = r"(?<!\S)[A-Za-z]{2,}(?=[\s.,;:?!]|$)(?!\s*[-+*/=^<>])"
-    asked = "\0".join(_bare(piece if n % 2 else re.sub(words, "\0", piece)) for n, piece in enumerate(pieces))
+    asked = "\0".join(_strip_markup(piece if n % 2 else re.sub(words, "\0", piece)) for n, piece in enumerate(pieces))
     for answer in answers:
-        copied = _bare(answer)
-        if copied == _bare(gold) or len(copied) < 3 or is_final(answer):
+        copied = _strip_markup(answer)
+        if copied == _strip_markup(gold) or len(copied) < 3 or is_final_form(answer):
             continue
         if re.search(rf"(?<![\w^+*/()|!\\-]){re.escape(copied)}(?![\w^+*/()|!\\-])", asked):
             return True
     return False
 
 
-def is_final(answer: str) -> bool:
+def is_final_form(answer: str) -> bool:
     r"""Tells whether an answer is a number in its final form, such as 3/4, -2\sqrt{3} or \pi/2, or a word."""
-    text = _bare(answer.rpartition("=")[2] if is_name(answer.partition("=")[0].strip()) else answer)
+    text = _strip_markup(answer.rpartition("=")[2] if is_name(answer.partition("=")[0].strip()) else answer)
     if not re.fullmatch(r"-?(?:[\d.,/%()]|\\(?:frac|sqrt|pi|%|circ)|\^(?=\\circ)|)*|[A-Za-z]+|\(?[A-Za-z]\)?", text):
         return False
     parts = [(int(a), int(b)) for a, b in re.findall(r"(?<!\d)(\d{1,9})/(\d{1,9})", text)]
@@ -306,14 +310,14 @@ def is_final(answer: str) -> bool:
     )
 
 
-def _bare(text: str) -> str:
+def _strip_markup(text: str) -> str:
     return re.sub(r"\\left|\\right|\\[,;:!]|[\s${}]|(?<=\\)[dt](?=frac|binom)", "", text)
 
 
 _NUMBER = re.compile(r"-?\d{1,30}(?:\.\d{1,30})?")
 
 
-class _Hung(BaseException):
+class _CompareTimeout(BaseException):
     """A comparison took longer than `LIMIT_S`. Libraries must not catch it, so it is no `Exception`."""
 
 
@@ -325,7 +329,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         return
 
     def stop(_signal: int, _frame: Any) -> None:
-        raise _Hung
+        raise _CompareTimeout
 
     handler = signal.signal(signal.SIGALRM, stop)
     timer = signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -368,53 +372,57 @@ class MathGrader:
         unmarked: str = "last_number",
     ) -> None:
         if format not in FORMATS:
-            raise Mistake(f"format={format!r}: choose one of {', '.join(FORMATS)}")
-        if unmarked not in UNMARKED:
-            raise Mistake(f"unmarked={unmarked!r}: choose one of {', '.join(UNMARKED)}")
+            raise UsageError(f"format={format!r}: choose one of {', '.join(FORMATS)}")
+        if unmarked not in UNMARKED_MODES:
+            raise UsageError(f"unmarked={unmarked!r}: choose one of {', '.join(UNMARKED_MODES)}")
         if not 0.0 <= format_reward < 1.0:
-            raise Mistake(f"format_reward={format_reward} must lie in [0, 1): it is a share of the reward")
+            raise UsageError(f"format_reward={format_reward} must lie in [0, 1): it is a share of the reward")
         if importlib.util.find_spec("math_verify") is None:
-            raise Mistake("grading mathematics needs math-verify: pip install 'torchtune-ext[math]'")
+            raise UsageError("grading mathematics needs math-verify: pip install 'torchtune-ext[math]'")
         self.require_box, self.require_thinking, self.brackets = require_box, require_thinking, brackets
         self.format, self.format_reward, self.unmarked = format, format_reward, unmarked
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
         # This loads the arithmetic in the grading process, so that the first text does not wait for it.
-        equal("x", "x+0")
+        answers_equal("x", "x+0")
 
     def __call__(self, gold: str, text: str, question: str = "") -> Score:
         """Grades a text. A formula copied from the `question` is right only if it is `gold` letter by letter."""
         # Where thinking is required, a text without a closed thought has no reply.
-        reply = _TOKENS.sub(" ", with_boxes(spoken(text))) if not self.require_thinking or "</think>" in text else ""
+        reply = (
+            _TOKENS.sub(" ", restore_box_commands(strip_thinking(text)))
+            if not self.require_thinking or "</think>" in text
+            else ""
+        )
         boxes = last_boxes(reply)
         hung = False
         try:
             # Two numbers cannot hang, and a timer would take a third of their time.
             short = boxes is not None and all(map(_NUMBER.fullmatch, (gold, *boxes)))
-            with contextlib.nullcontext() if short else _time_limit(LIMIT_S):
-                has_answer, right = self._verdict(gold, reply, boxes, question)
-        except _Hung:
+            with contextlib.nullcontext() if short else _time_limit(COMPARE_TIMEOUT_S):
+                has_answer, right = self._grade_reply(gold, reply, boxes, question)
+        except _CompareTimeout:
             has_answer, right, hung = True, False, True
         boxed = has_answer and boxes is not None
-        well_formed = float(boxed if self.format == "box" else thinks(text))
+        well_formed = float(boxed if self.format == "box" else has_single_thought(text))
         reward = 0.0 if hung else (1.0 - self.format_reward) * right + self.format_reward * well_formed
         parts = {"accuracy": float(right), "format": well_formed, "failed": float(not has_answer)}
         return Score(reward, parts | {"timed_out": float(hung)})
 
-    def _verdict(self, gold: str, reply: str, boxes: list[str] | None, question: str) -> tuple[bool, bool]:
+    def _grade_reply(self, gold: str, reply: str, boxes: list[str] | None, question: str) -> tuple[bool, bool]:
         """Tells whether a reply has an answer, and whether that is right."""
         if self.require_box or _BOX_MARK.search(reply):
             # A box was required, or one is never closed. Nothing else counts then.
             if not boxes:
                 return boxes is not None, False
-            return any(map(is_written, boxes)), all_equal(gold, boxes, question)
-        answer = extract(reply, brackets=self.brackets)
+            return any(map(has_content, boxes)), answers_match(gold, boxes, question)
+        answer = extract_answer(reply, brackets=self.brackets)
         if answer is None:
-            return in_words(gold, reply, question) if self.unmarked == "last_number" else (False, False)
+            return grade_prose(gold, reply, question) if self.unmarked == "last_number" else (False, False)
         if after_hashes(reply) is None and not (self.brackets and _BRACKETS.search(reply)):
-            return stated(gold, reply, question)
-        return is_written(answer), all_equal(gold, [answer], question)
+            return grade_phrase(gold, reply, question)
+        return has_content(answer), answers_match(gold, [answer], question)
 
 
 def grade(answer: Any, text: str) -> Score:

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.tasks.answers import spoken
-from torchtune_ext.tasks.functions import Grade, GradeGroup, use_graders
-from torchtune_ext.tasks.task import Problem, Score, length_of
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.tasks.answers import strip_thinking
+from torchtune_ext.tasks.grade_functions import GradeFunction, GroupGradeFunction, use_graders
+from torchtune_ext.tasks.task import Problem, Score, task_length
 
 SPLITS = ("train", "heldout", "all")
-HELD_OUT = 8  # one question in 8 is held out
-NEAR = 3  # the largest distance of a guess from the answer
+HELD_OUT_ONE_IN = 8  # one question in 8 is held out
+MAX_GUESS_ERROR = 3  # the largest distance of a guess from the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +73,18 @@ class Arithmetic:
         split: str = "train",
         prompt: str = "{question}",
         guessed: float = 0.0,
-        grader: str | Grade | None = None,
-        group_grader: str | GradeGroup | None = None,
+        grader: str | GradeFunction | None = None,
+        group_grader: str | GroupGradeFunction | None = None,
     ) -> None:
         if split not in SPLITS:
-            raise Mistake(f"split={split!r}: choose one of {', '.join(SPLITS)}")
+            raise UsageError(f"split={split!r}: choose one of {', '.join(SPLITS)}")
         if "{question}" not in prompt:
-            raise Mistake(f"prompt={prompt!r} shows no question: write {{question}} where it belongs")
+            raise UsageError(f"prompt={prompt!r} shows no question: write {{question}} where it belongs")
         if not 0.0 <= guessed <= 1.0:
-            raise Mistake(f"guessed={guessed} is a share of the solutions: give a number from 0 to 1")
+            raise UsageError(f"guessed={guessed} is a share of the solutions: give a number from 0 to 1")
         self.seed, self.first, self.split, self.prompt, self.guessed = seed, first, split, prompt, guessed
-        self.length = length_of(first, count)
-        self.weights = _weights(level)
+        self.length = task_length(first, count)
+        self.weights = _level_weights(level)
         use_graders(self, grader, group_grader)
 
     def __len__(self) -> int:
@@ -95,17 +95,17 @@ class Arithmetic:
             raise IndexError(f"question {index} of {self.length}")
         rng = random.Random(f"{self.seed}/{self.first + index}")
         (level,) = rng.choices(list(self.weights), list(self.weights.values()))
-        question = draw(rng, LEVELS[level])
+        question = draw_question(rng, LEVELS[level])
         # Only the question is drawn again, so both splits have the same mixture of levels.
-        while self.split != "all" and held_out(question) != (self.split == "heldout"):
-            question = draw(rng, LEVELS[level])
+        while self.split != "all" and is_held_out(question) != (self.split == "heldout"):
+            question = draw_question(rng, LEVELS[level])
         message = {"role": "user", "content": self.prompt.replace("{question}", question)}
         name = f"arithmetic-{self.split}-{self.seed}-{self.first + index:06d}"
-        return Problem(name, (message,), steps(question))
+        return Problem(name, (message,), intermediate_values(question))
 
     def grade(self, problem: Problem, text: str) -> Score:
         """Grades a text. Parts: "accuracy", and "failed" (1.0 if the text does not end with an integer)."""
-        guess = last_integer(spoken(text))
+        guess = last_integer(strip_thinking(text))
         right = float(guess == problem.answer[-1])
         return Score(right, {"accuracy": right, "failed": float(guess is None)})
 
@@ -114,11 +114,11 @@ class Arithmetic:
         rng, (*way, answer) = random.Random(problem.id), problem.answer
         # A policy that was warmed up on both forms can find out by itself that intermediate values help.
         if rng.random() < self.guessed:
-            return str(answer + rng.randint(-NEAR, NEAR))
+            return str(answer + rng.randint(-MAX_GUESS_ERROR, MAX_GUESS_ERROR))
         return f"({' '.join(map(str, way))}) {answer}" if way else str(answer)
 
 
-def draw(rng: random.Random, form: Form) -> str:
+def draw_question(rng: random.Random, form: Form) -> str:
     """Draws a question such as "7*(5-9)="."""
     words = [str(rng.randrange(form.below)) for _ in range(rng.randint(*form.numbers))]
     operators = [rng.choice(form.operators) for _ in words[1:]]
@@ -128,13 +128,13 @@ def draw(rng: random.Random, form: Form) -> str:
     return "".join(word + sign for word, sign in zip(words, [*operators, "="], strict=True))
 
 
-def held_out(question: str) -> bool:
+def is_held_out(question: str) -> bool:
     """Tells whether a question is held out."""
     # Python's own hash of a text differs between processes, so a run could not tell what another one held out.
-    return sha256(question.encode()).digest()[0] % HELD_OUT == 0
+    return sha256(question.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
 
 
-def steps(question: str) -> list[int]:
+def intermediate_values(question: str) -> list[int]:
     """Returns the value of each operation of a question in order: the bracket first, then * before + and -."""
     words, values = re.findall(r"[0-9]+|[-+*()]", question), []
     if "(" in words:
@@ -167,11 +167,11 @@ def last_integer(text: str) -> int | None:
     return int(words[-1]) if re.fullmatch(r"-?[0-9]{1,18}", words[-1]) else None
 
 
-def _weights(level: int | Sequence[int] | Mapping[int, float]) -> dict[int, float]:
+def _level_weights(level: int | Sequence[int] | Mapping[int, float]) -> dict[int, float]:
     if not isinstance(level, Mapping):
         level = dict.fromkeys([level] if isinstance(level, int) else level, 1.0)
     if not level or not set(level) <= LEVELS.keys() or min(level.values()) < 0 or not sum(level.values()) > 0:
-        raise Mistake(
+        raise UsageError(
             f"level={dict(level)}: give a level from 1 to {max(LEVELS)}, several ([3, 4]), or {{level: weight}} with weights "
             "that are not negative and not all 0"
         )

@@ -12,27 +12,27 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 
-from torchtune_ext.tasks.formulas import Unreadable, differ_by_factor, real, same_value
+from torchtune_ext.tasks.formulas import UnreadableFormula, differ_by_factor, real_value, same_value
 from torchtune_ext.tasks.notation import (
     COMMA,
     CUP,
     EQUALS,
     MAX_ITEMS,
-    OPEN,
+    OPEN_WORDS,
     bare_name,
-    inside,
     is_name,
-    letters,
-    matrix,
-    members,
+    letter_tokens,
+    list_members,
+    matrix_rows,
+    name_stem,
     normalize,
-    plain,
-    split,
-    stem,
-    unnamed,
+    parse_brackets,
+    plain_text,
+    split_assignment,
+    split_outside,
 )
-from torchtune_ext.tasks.regions import ENDLESS, REALS, difference, regions
-from torchtune_ext.tasks.values import contradict, number_word, split_percent, split_unit
+from torchtune_ext.tasks.number_sets import INFINITY, REALS, compare_sets, parse_difference
+from torchtune_ext.tasks.prose_values import number_word, split_percent, split_unit, units_conflict
 
 MAX_CHARS = 1000  # characters of an answer; a longer answer is wrong, unless the right one is more than half as long
 MAX_SIDES = 12  # of an equation such as a = b = c
@@ -66,7 +66,7 @@ _INTEGER = re.compile(r"-?\d{1,18}")
 _COMMA = re.compile(r"-?(?:0,\d+|\d+,(?:\d{1,2}|\d{4,})(?:\s*[€$])?)")
 
 
-def equal(gold: str, answer: str) -> bool:
+def answers_equal(gold: str, answer: str) -> bool:
     """Tells whether an answer equals the right answer, both as they are written."""
     if len(answer) > max(MAX_CHARS, 2 * len(gold)):
         return False
@@ -76,25 +76,32 @@ def equal(gold: str, answer: str) -> bool:
     if _PLAIN.fullmatch(gold) and _PLAIN.fullmatch(answer):
         return Decimal(gold.replace(",", "")) == Decimal(answer.replace(",", ""))  # most answers of GSM8K and AIME
     gold, answer = normalize(gold), normalize(answer)
-    if not letters(gold) or not letters(answer):
+    if not letter_tokens(gold) or not letter_tokens(answer):
         return False
     if not answer.isascii() and any(c.isdecimal() and not c.isascii() for c in answer):
-        return letters(gold) == letters(answer)
-    if same_choice(plain(gold), plain(answer)) or same(gold, answer):
+        return letter_tokens(gold) == letter_tokens(answer)
+    if same_choice(plain_text(gold), plain_text(answer)) or normalized_equal(gold, answer):
         return True
     # Words around the value: "Jane has 5 apples", "(B) 5", "x + 1 for all x".
     # A label before a choice, as in "D) C", is another choice.
-    label = None if _CHOICE.fullmatch(plain(gold)) else _LABEL_BEFORE.match(answer)
+    label = None if _CHOICE.fullmatch(plain_text(gold)) else _LABEL_BEFORE.match(answer)
     general = _GENERAL.search(answer)
-    value = stated(answer) or (label and answer[label.end() :]) or (general and answer[: general.start()])
+    value = stated_value(answer) or (label and answer[label.end() :]) or (general and answer[: general.start()])
     value = value or (_GENERAL.search(gold) and answer)
-    return bool(value) and (same_choice(plain(gold), plain(value)) or same(_GENERAL.sub("", gold), normalize(value)))
+    return bool(value) and (
+        same_choice(plain_text(gold), plain_text(value)) or normalized_equal(_GENERAL.sub("", gold), normalize(value))
+    )
 
 
-def stated(answer: str) -> str | None:
+def stated_value(answer: str) -> str | None:
     """Returns the value of an answer in words, such as "Jane has 5 apples" or "Jane: 5", or None."""
-    subject, _, value = re.sub(_VERB, "\x00", plain(answer)).rpartition("\x00")
-    if not re.search(r"[A-Za-z]", subject) or re.search(r"\d", subject) or OPEN.search(subject) or not value.strip():
+    subject, _, value = re.sub(_VERB, "\x00", plain_text(answer)).rpartition("\x00")
+    if (
+        not re.search(r"[A-Za-z]", subject)
+        or re.search(r"\d", subject)
+        or OPEN_WORDS.search(subject)
+        or not value.strip()
+    ):
         return None
     return normalize(value)
 
@@ -103,30 +110,30 @@ def readable(gold: str) -> bool:
     """Tells whether a right answer can be compared by its value or in words. Otherwise only the same text equals it."""
     gold = normalize(gold)
     try:
-        return not isinstance(_expressions(gold)[0], str) if _CALCULUS.search(gold) else _same(gold, gold)
+        return not isinstance(_expressions(gold)[0], str) if _CALCULUS.search(gold) else _compare(gold, gold)
     except Exception:  # noqa: BLE001 (as in `same`)
         return False
 
 
-def same(gold: str, answer: str) -> bool:
+def normalized_equal(gold: str, answer: str) -> bool:
     """Tells whether two normalized answers are equal. What cannot be read is not."""
     try:
-        return letters(gold) == letters(answer) or _same(gold, answer)
+        return letter_tokens(gold) == letter_tokens(answer) or _compare(gold, answer)
     except Exception:  # noqa: BLE001 (sympy and mpmath raise many; no text of the policy may stop a run)
         return False
 
 
-def _same(gold: str, answer: str) -> bool:
+def _compare(gold: str, answer: str) -> bool:
     if _CALCULUS.search(gold + answer):
-        return verified(gold, answer)
+        return same_by_math_verify(gold, answer)
     gold, answer = solutions(gold), solutions(answer)
-    right, given = members(gold), members(answer)
+    right, given = list_members(gold), list_members(answer)
     text = None if REALS.fullmatch(gold) else same_text(gold, answer)
     if text is not None and (text or len(right) == 1):
         return text
     if not right or not given or len(right) > MAX_ITEMS or len(given) > MAX_ITEMS:
         return False
-    order = regions(gold, answer)
+    order = compare_sets(gold, answer)
     if order is not None:
         return order
     if len(right) == len(given) == 1:
@@ -136,9 +143,14 @@ def _same(gold: str, answer: str) -> bool:
 
 def solutions(text: str) -> str:
     """Writes x = 3, y = 4 or x = 4, y = 3 as (3, 4), (4, 3)."""
-    parts = [[unnamed(item) for item in split(part, COMMA)] for part in split(text, _OR)]
+    parts = [[split_assignment(item) for item in split_outside(part, COMMA)] for part in split_outside(text, _OR)]
     names = [name for name, _ in parts[0]]
-    if len(parts) < 2 or len(names) < 2 or not distinct(names) or any([n for n, _ in part] != names for part in parts):
+    if (
+        len(parts) < 2
+        or len(names) < 2
+        or not has_distinct_names(names)
+        or any([n for n, _ in part] != names for part in parts)
+    ):
         return text
     return ", ".join(f"({', '.join(value for _, value in part)})" for part in parts)
 
@@ -147,55 +159,57 @@ def same_list(right: list[str], given: list[str]) -> bool:
     """Compares two lists, of which at least one has several members."""
     pairs, others = ([pair for item in items for pair in assignments(item, len(items))] for items in (right, given))
     names, given_names = [name for name, _ in pairs], [name for name, _ in others]
-    if len(pairs) > 1 and distinct(names) and distinct(given_names):
+    if len(pairs) > 1 and has_distinct_names(names) and has_distinct_names(given_names):
         table = {bare_name(name): value for name, value in others}
-        return len(pairs) == len(others) and all(same(value, table.get(bare_name(name), "")) for name, value in pairs)
-    if len(pairs) > 1 and distinct(names):
+        return len(pairs) == len(others) and all(
+            normalized_equal(value, table.get(bare_name(name), "")) for name, value in pairs
+        )
+    if len(pairs) > 1 and has_distinct_names(names):
         # The right answer is x = 3, y = 4, and the answer is (3, 4) or 3, 4.
-        listed = inside(others[0][1]) if len(given) == 1 else None
+        listed = parse_brackets(others[0][1]) if len(given) == 1 else None
         values = listed[1] if listed and listed[0] == "(" else [value for name, value in others if name is None]
-        return in_order([value for _, value in pairs], values)
-    if len(given) > 1 and distinct(given_names):
+        return same_in_order([value for _, value in pairs], values)
+    if len(given) > 1 and has_distinct_names(given_names):
         # The answer is x = 3, y = 4, and the right answer is (3, 4).
-        listed = inside(pairs[0][1]) if len(right) == 1 else None
+        listed = parse_brackets(pairs[0][1]) if len(right) == 1 else None
         if not listed or listed[0] not in "([" or len(listed[1]) != len(given):
-            return len({stem(name) for name in given_names}) == 1 and plain_list(right, given)
+            return len({name_stem(name) for name in given_names}) == 1 and same_plain_list(right, given)
         if all(re.fullmatch(r"\s*[A-Za-z]\s*", name) for name in given_names):
             others = sorted(others)
-        return in_order(listed[1], [value for _, value in others])
-    return plain_list(right, given)
+        return same_in_order(listed[1], [value for _, value in others])
+    return same_plain_list(right, given)
 
 
 def assignments(item: str, count: int) -> list[tuple]:
     """Returns the name and the value of an assignment; of (x, y) = (3, 4), if it stands alone, two of them."""
-    name, value = unnamed(item)
-    names, values = inside(name or ""), inside(value)
+    name, value = split_assignment(item)
+    names, values = parse_brackets(name or ""), parse_brackets(value)
     if count == 1 and names and values and len(names[1]) == len(values[1]):
         return list(zip(names[1], values[1], strict=True))
     return [(name, value)]
 
 
-def distinct(names: list) -> bool:
+def has_distinct_names(names: list) -> bool:
     """Tells whether all members of a list have names, no two of them the same."""
     return None not in names and len(set(map(bare_name, names))) == len(names)
 
 
-def plain_list(right: list[str], given: list[str]) -> bool:
+def same_plain_list(right: list[str], given: list[str]) -> bool:
     """Compares the members of two lists in any order."""
     (name, right), (other, given) = common_name(right), common_name(given)
     if name and other and name != other:
         return False
-    right, given = ([part for item in items for part in flat(item)] for items in (right, given))
+    right, given = ([part for item in items for part in split_union(item)] for items in (right, given))
     if all(item.startswith("(") for item in given):
-        given = list({letters(item): item for item in given}.values())  # a point may be listed twice
+        given = list({letter_tokens(item): item for item in given}.values())  # a point may be listed twice
     if len(right) == len(given):
-        return matched(right, given)
-    held, other = (inside(items[0]) if len(items) == 1 else None for items in (right, given))
+        return same_in_any_order(right, given)
+    held, other = (parse_brackets(items[0]) if len(items) == 1 else None for items in (right, given))
     if held and held[0] + held[2] == "()":
-        return in_order(held[1], given)
+        return same_in_order(held[1], given)
     for single, items in ((held, given), (other, right)):
         if single and single[0] == "\\{":
-            return matched(single[1], items)
+            return same_in_any_order(single[1], items)
     if len(given) == 1 and len(right) == len(given[0]) and all(re.fullmatch(r"\(?[A-J]\)?", item) for item in right):
         return sorted(item.strip("()") for item in right) == sorted(given[0])
     return False
@@ -203,23 +217,23 @@ def plain_list(right: list[str], given: list[str]) -> bool:
 
 def common_name(items: list[str]) -> tuple[str | None, list[str]]:
     """Returns the name of all members and their values: x = 2 or x = 3, x_1 = 2 and x_2 = 3, or x = 2, 3."""
-    pairs = [unnamed(item) for item in items]
-    stems = {stem(name) for name, _ in pairs}
+    pairs = [split_assignment(item) for item in items]
+    stems = {name_stem(name) for name, _ in pairs}
     if pairs[0][0] and (len(stems) == 1 or {name for name, _ in pairs[1:]} == {None}):
-        return stem(pairs[0][0]), [value for _, value in pairs]
+        return name_stem(pairs[0][0]), [value for _, value in pairs]
     return None, items
 
 
-def flat(item: str) -> list[str]:
-    parts = split(item, CUP)
-    return parts if all(inside(part) for part in parts) else [item]
+def split_union(item: str) -> list[str]:
+    parts = split_outside(item, CUP)
+    return parts if all(parse_brackets(part) for part in parts) else [item]
 
 
-def in_order(right: list[str], given: list[str]) -> bool:
-    return len(right) == len(given) and all(map(same, right, given))
+def same_in_order(right: list[str], given: list[str]) -> bool:
+    return len(right) == len(given) and all(map(normalized_equal, right, given))
 
 
-def matched(right: list[str], given: list[str]) -> bool:
+def same_in_any_order(right: list[str], given: list[str]) -> bool:
     """Tells whether each member of one list has its own equal in the other."""
     if len(right) != len(given):
         return False
@@ -227,7 +241,7 @@ def matched(right: list[str], given: list[str]) -> bool:
         return sorted(map(int, right)) == sorted(map(int, given))
     rest = list(given)
     for item in right:
-        found = next((index for index, other in enumerate(rest) if same(item, other)), None)
+        found = next((index for index, other in enumerate(rest) if normalized_equal(item, other)), None)
         if found is None:
             return False
         del rest[found]
@@ -236,41 +250,44 @@ def matched(right: list[str], given: list[str]) -> bool:
 
 def same_member(gold: str, answer: str) -> bool:
     """Compares two answers that are not lists."""
-    near = split(answer, _APPROXIMATE)
+    near = split_outside(answer, _APPROXIMATE)
     if len(near) == 2 and "\\approx" not in gold:
-        return approximated(gold, *near)
-    sides, given = split(gold, EQUALS), split(answer, EQUALS)
+        return same_approximation(gold, *near)
+    sides, given = split_outside(gold, EQUALS), split_outside(answer, EQUALS)
     if len(sides) > 1 or len(given) > 1:
         return same_equation(sides, given)
-    gold, answer = unnamed(gold)[1], unnamed(answer)[1]
-    right, other = inside(gold), inside(answer)
+    gold, answer = split_assignment(gold)[1], split_assignment(answer)[1]
+    right, other = parse_brackets(gold), parse_brackets(answer)
     if right and other:
         if right[0] == other[0] == "\\{":
-            return matched(right[1], other[1])
+            return same_in_any_order(right[1], other[1])
         closed = (right[0], right[2]) == (other[0], other[2])
-        return closed and in_order(right[1], other[1])
+        return closed and same_in_order(right[1], other[1])
     if container := right or other:
         # A set of one member, or none: tuples have at least two.
         held, single = container[1], answer if right else gold
-        return same(held[0], single) if len(held) == 1 else not held and single == "\\emptyset"
-    table, rows = matrix(gold), matrix(answer)
+        return normalized_equal(held[0], single) if len(held) == 1 else not held and single == "\\emptyset"
+    table, rows = matrix_rows(gold), matrix_rows(answer)
     if table and rows:
-        return len(table) == len(rows) and all(map(in_order, table, rows))
+        return len(table) == len(rows) and all(map(same_in_order, table, rows))
     if table or rows:
         return False
-    parts, others = split(gold, CUP), split(answer, CUP)
+    parts, others = split_outside(gold, CUP), split_outside(answer, CUP)
     if len(parts) > 1 or len(others) > 1:
-        return matched(parts, others)
+        return same_in_any_order(parts, others)
     return same_leaf(gold, answer)
 
 
-def approximated(gold: str, value: str, decimal: str) -> bool:
+def same_approximation(gold: str, value: str, decimal: str) -> bool:
     r"""Compares an answer such as \\sqrt{2} \\approx 1.41, whose sides must agree."""
-    name, value = unnamed(value)
+    name, value = split_assignment(value)
     if name is None and is_name(value):
-        return same(gold, decimal)
-    close = abs(real(split_unit(value)[0]) - real(split_unit(decimal)[0])) <= abs(real(split_unit(decimal)[0])) / 100
-    return close and (same(gold, value) or same(gold, decimal))
+        return normalized_equal(gold, decimal)
+    close = (
+        abs(real_value(split_unit(value)[0]) - real_value(split_unit(decimal)[0]))
+        <= abs(real_value(split_unit(decimal)[0])) / 100
+    )
+    return close and (normalized_equal(gold, value) or normalized_equal(gold, decimal))
 
 
 def same_equation(sides: list[str], given: list[str]) -> bool:
@@ -282,22 +299,22 @@ def same_equation(sides: list[str], given: list[str]) -> bool:
     if len(given) == 1:
         # The value alone is enough where the right answer only names it.
         named = [side for side in sides[1:] if not is_name(side)]
-        return bool(named) and (len(sides) > 2 or is_name(sides[0])) and same(named[-1], given[0])
+        return bool(named) and (len(sides) > 2 or is_name(sides[0])) and normalized_equal(named[-1], given[0])
     heads = [
         re.sub(r"(?<=[a-z])\s*\([a-z]\)$", "", side[0]) if is_name(side[0]) else side[0] for side in (sides, given)
     ]
-    if len(sides) == len(given) and letters(heads[0]) == letters(heads[1]):
-        return in_order(sides[1:], given[1:])
+    if len(sides) == len(given) and letter_tokens(heads[0]) == letter_tokens(heads[1]):
+        return same_in_order(sides[1:], given[1:])
     if len(sides) != 2 or len(given) != 2:
-        return len(sides) == 2 and letters(sides[0]) == letters(given[0]) and same_chain(sides[1], given)
+        return len(sides) == 2 and letter_tokens(sides[0]) == letter_tokens(given[0]) and same_chain(sides[1], given)
     if is_name(sides[0]) and is_name(given[0]) and not re.search(r"[A-Za-z]", sides[1] + given[1]):
         return False  # x = 5 is not y = 5
-    return bool(differ_by_factor(difference(sides), difference(given)))
+    return bool(differ_by_factor(parse_difference(sides), parse_difference(given)))
 
 
 def same_chain(gold: str, sides: list[str]) -> bool:
     """Compares a value with x = y = 5 or 2 + 3 = 5: each side is a name or equal to the value."""
-    verdicts = [same(gold, side) for side in sides]
+    verdicts = [normalized_equal(gold, side) for side in sides]
     return any(verdicts) and all(ok or is_name(side) for ok, side in zip(verdicts, sides, strict=True))
 
 
@@ -306,21 +323,21 @@ def same_chain(gold: str, sides: list[str]) -> bool:
 
 def same_text(gold: str, answer: str) -> bool | None:
     """Compares words, choices such as (B), times and numbers in a base; else returns None."""
-    right, given = plain(unnamed(gold)[1]), plain(unnamed(answer)[1])
-    time, other = clock(right), clock(given)
+    right, given = plain_text(split_assignment(gold)[1]), plain_text(split_assignment(answer)[1])
+    time, other = parse_time(right), parse_time(given)
     if time and other:
         return time[:2] == other[:2] and (time[2] == other[2] or not time[2] or not other[2])
     if hour := time or other:
         return f"{hour[0]}" == (given if time else right) and ":" not in right + given
-    base, other = numeral(right), numeral(given)
+    base, other = parse_numeral(right), parse_numeral(given)
     if base and other:
         return base == other
     if base or other:
         return base is not None and given.lstrip("0") == base[0]
-    return same_words(plain(gold), plain(answer), "\\text" in gold)
+    return same_words(plain_text(gold), plain_text(answer), "\\text" in gold)
 
 
-def clock(text: str) -> tuple[int, str, str] | None:
+def parse_time(text: str) -> tuple[int, str, str] | None:
     """Returns the hour, the minute and "a", "p" or "" of a time such as 7:30, 7 pm or 7:30 a.m., else None."""
     found = _TIME.fullmatch(text)
     if not found or not (found[2] or found[3]):
@@ -328,7 +345,7 @@ def clock(text: str) -> tuple[int, str, str] | None:
     return int(found[1]), found[2] or "00", (found[3] or "").lower()
 
 
-def numeral(text: str) -> tuple[str, str] | None:
+def parse_numeral(text: str) -> tuple[str, str] | None:
     """Returns the digits and the base of a number such as 1101_2 or 1101_{two}, else None."""
     found = _BASE.fullmatch(text)
     return (found[1].lstrip("0"), number_word(found[2]) or found[2]) if found else None
@@ -359,12 +376,12 @@ def same_words(right: str, given: str, styled: bool) -> bool | None:
 
 def same_leaf(gold: str, answer: str) -> bool:
     """Compares two single values: the rest of percentages, units and ratios, then the formulas."""
-    right, given = ENDLESS.fullmatch(gold), ENDLESS.fullmatch(answer)
+    right, given = INFINITY.fullmatch(gold), INFINITY.fullmatch(answer)
     if right and given:
         return (right[1] == "-") == (given[1] == "-")
     if right or given:
         return False
-    ratio, other = _RATIO.fullmatch(plain(gold)), _RATIO.fullmatch(plain(answer))
+    ratio, other = _RATIO.fullmatch(plain_text(gold)), _RATIO.fullmatch(plain_text(answer))
     if ratio and other:
         return ratio[3] is None and other[3] is None and same_value(f"{ratio[1]}/{ratio[2]}", f"{other[1]}/{other[2]}")
     if found := ratio or other:
@@ -379,16 +396,16 @@ def same_leaf(gold: str, answer: str) -> bool:
         r"(?<![A-Za-z\\{])[A-Za-z]", re.sub(r"\\text\{[^{}]*\}|\\[A-Za-z]+|(?<=\d)[eE](?=[-+\d])", " ", gold)
     )
     (gold, unit), (answer, given_unit) = split_unit(gold, not numeric), split_unit(answer, not numeric)
-    if unit and given_unit and contradict(unit, given_unit):
+    if unit and given_unit and units_conflict(unit, given_unit):
         return False
-    words = number_word(plain(gold)), number_word(plain(answer))
-    return same_value(words[0] or gold, words[1] or answer) or rounded(gold, answer)
+    words = number_word(plain_text(gold)), number_word(plain_text(answer))
+    return same_value(words[0] or gold, words[1] or answer) or same_rounded(gold, answer)
 
 
-def rounded(gold: str, answer: str) -> bool:
+def same_rounded(gold: str, answer: str) -> bool:
     """Tells whether a right answer of at least six significant decimals is the answer rounded, or the other way round."""
     if re.fullmatch(r"-?0?\.\d{14,}", answer):
-        return abs(real(gold) - Fraction(answer)) < Fraction(1, 10 ** (len(answer.partition(".")[2]) - 1))
+        return abs(real_value(gold) - Fraction(answer)) < Fraction(1, 10 ** (len(answer.partition(".")[2]) - 1))
     places, other = _DECIMALS.fullmatch(gold), _DECIMALS.fullmatch(answer)
     decimals = [text for text, found in ((gold, places), (answer, other)) if found]
     if not places or any(len(text.replace(".", "").strip("-0")) < 6 for text in decimals):
@@ -396,7 +413,7 @@ def rounded(gold: str, answer: str) -> bool:
     if other and len(other[1]) >= len(places[1]):
         return False
     exact, decimal, digits = (gold, answer, other[1]) if other else (answer, gold, places[1])
-    return abs(real(exact) - Fraction(decimal)) * 2 * 10 ** len(digits) <= 1
+    return abs(real_value(exact) - Fraction(decimal)) * 2 * 10 ** len(digits) <= 1
 
 
 def same_percent(gold: str, answer: str, right: tuple | None, given: tuple | None) -> bool:
@@ -410,15 +427,15 @@ def same_percent(gold: str, answer: str, right: tuple | None, given: tuple | Non
     try:
         if same_value(f"({value})/100", other):
             return True
-        return sign and same_leaf(other, value) and bool(abs(real(value)) >= 1 or right)
-    except Unreadable:
+        return sign and same_leaf(other, value) and bool(abs(real_value(value)) >= 1 or right)
+    except UnreadableFormula:
         return False
 
 
 # ---- math-verify
 
 
-def verified(gold: str, answer: str) -> bool:
+def same_by_math_verify(gold: str, answer: str) -> bool:
     """Tells whether math-verify finds two normalized answers equal. This may take long: see `answers.MathGrader`."""
     if any(len(text) > MAX_CHARS // 2 or _LARGE.search(text) or text.count("(") > 20 for text in (gold, answer)):
         return False

@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.errors import FileMistake, Mistake
+from torchtune_ext.run.errors import UsageError, UsageFileError
 
 Example = Mapping[str, Any]
-_NAME = re.compile(r"\{([A-Za-z_][\w.]*)\}")  # a field in braces; the empty braces of \boxed{} do not match
+_FIELD_NAME = re.compile(r"\{([A-Za-z_][\w.]*)\}")  # a field in braces; the empty braces of \boxed{} do not match
 
-READ = ".parquet, .csv, .tsv or .jsonl"
+READABLE_SUFFIXES = ".parquet, .csv, .tsv or .jsonl"
 
 
 def read_examples(path: str, fields: set[str] | None, optional: Collection[str] = ()) -> Iterator[tuple[str, Example]]:
@@ -24,12 +24,12 @@ def read_examples(path: str, fields: set[str] | None, optional: Collection[str] 
     ValueError if the file or a line cannot be read.
     """
     if not Path(path).is_file():
-        raise FileMistake(f"path={path!r}: {_no_file(path)}")
+        raise UsageFileError(f"path={path!r}: {_missing_file_message(path)}")
     if (suffix := Path(path).suffix.lower()) == ".parquet":
         yield from _parquet_examples(path, fields, optional)
         return
     if suffix in (".gz", ".zip", ".zst"):
-        raise Mistake(f"path={path!r}: a compressed file; unpack it")
+        raise UsageError(f"path={path!r}: a compressed file; unpack it")
     csv.field_size_limit(2**31 - 1)  # a text may be longer than the 128 KiB of the default
     # "utf-8-sig" drops the mark that Excel puts at the start of a file. The csv module needs newline="" to find line
     # ends within quotes.
@@ -42,38 +42,40 @@ def read_examples(path: str, fields: set[str] | None, optional: Collection[str] 
                 for number, row in enumerate(reader, start=1):
                     # DictReader puts surplus values under the key None, and None where a value is missing.
                     if None in row or None in row.values():
-                        raise Mistake(
+                        raise UsageError(
                             f"{path}, row {number}: not as many values as names in the first line; quote texts that hold commas"
                         )
                     yield f"{path}, row {number}", row
                 return
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield f"{path}:{number}", _example(f"{path}:{number}", line)
+                    yield f"{path}:{number}", _parse_example(f"{path}:{number}", line)
         except UnicodeDecodeError as error:
-            raise Mistake(
-                f"path={path!r}: not text in UTF-8 ({error.reason}); save it as UTF-8 with the ending {READ}"
+            raise UsageError(
+                f"path={path!r}: not text in UTF-8 ({error.reason}); save it as UTF-8 with the ending {READABLE_SUFFIXES}"
             ) from error
         except csv.Error as error:
-            raise Mistake(f"path={path!r}: no CSV ({error}); write commas between values, and quote texts") from error
+            raise UsageError(
+                f"path={path!r}: no CSV ({error}); write commas between values, and quote texts"
+            ) from error
 
 
 def _require_unique(names: list[str], where: str = "") -> None:
     if twice := [name for name in names if names.count(name) > 1]:
-        raise Mistake(f"{where}the field {twice[0]!r} is there twice; rename or remove one")
+        raise UsageError(f"{where}the field {twice[0]!r} is there twice; rename or remove one")
 
 
-def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # Python keeps the last of two equal names.
     if len(example := dict(pairs)) < len(pairs):
         _require_unique([name for name, _ in pairs])
     return example
 
 
-_READER = json.JSONDecoder(object_pairs_hook=_fields)
+_JSON_DECODER = json.JSONDecoder(object_pairs_hook=_unique_fields)
 
 
-def _no_file(path: str) -> str:
+def _missing_file_message(path: str) -> str:
     if Path(path).is_dir():
         return "a folder; name a file in it"
     if "://" in path:
@@ -84,19 +86,19 @@ def _no_file(path: str) -> str:
     return f"{text}; a data set of the hub is named by hub: {path}" if re.fullmatch(r"[\w.-]+/[\w-]+", path) else text
 
 
-def _example(where: str, line: str) -> Example:
+def _parse_example(where: str, line: str) -> Example:
     try:
-        example = _READER.decode(line)
-    except Mistake as error:
-        raise Mistake(f"{where}: {error}") from None
+        example = _JSON_DECODER.decode(line)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
     # A number of thousands of digits is a plain ValueError, and thousands of open brackets are a RecursionError.
     except (ValueError, RecursionError) as error:
         cause = getattr(error, "msg", error)
-        raise Mistake(
-            f"{where}: no JSON ({cause}); write one object a line, or name a file with the ending {READ}"
+        raise UsageError(
+            f"{where}: no JSON ({cause}); write one object a line, or name a file with the ending {READABLE_SUFFIXES}"
         ) from error
     if not isinstance(example, dict):
-        raise Mistake(f"{where}: a {type(example).__name__}, not an object; write one object a line")
+        raise UsageError(f"{where}: a {type(example).__name__}, not an object; write one object a line")
     return example
 
 
@@ -121,7 +123,7 @@ def _parquet_examples(path: str, fields: set[str] | None, optional: Collection[s
             yield f"{path}, example {number}", example
     except (ArrowException, OSError) as error:
         cause = str(error).split("\n")[0]
-        raise Mistake(f"path={path!r}: not a readable parquet file ({cause}); write it again") from error
+        raise UsageError(f"path={path!r}: not a readable parquet file ({cause}); write it again") from error
 
 
 def hub_examples(
@@ -141,7 +143,7 @@ def hub_examples(
     except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         fix = "download it where there is a network, and name a JSONL or parquet file with path:"
-        raise Mistake(f"{what} cannot be loaded ({cause}). Check the name; or {fix}") from error
+        raise UsageError(f"{what} cannot be loaded ({cause}). Check the name; or {fix}") from error
     if (columns := _columns(examples.column_names, fields, optional)) is not None:
         examples = examples.select_columns(columns)
     for number, example in enumerate(examples):
@@ -150,22 +152,24 @@ def hub_examples(
 
 def field_names(template: str) -> list[str]:
     """Returns the fields that a template uses: all names in {braces}, or without braces the template itself."""
-    return _NAME.findall(template) if "{" in template else [template]
+    return _FIELD_NAME.findall(template) if "{" in template else [template]
 
 
-def fill(template: str, example: Example, where: str, knob: str = "") -> Any:
+def fill_template(template: str, example: Example, where: str, key: str = "") -> Any:
     """Returns the value of a field ("answer", "reward_model.ground_truth") or a filled template ("{Body} {Question}").
 
     Raises what `value_of` raises, and ValueError if a template names no field: it would be the same for all examples.
     """
     if "{" not in template:
-        return value_of(template, example, where, knob)
+        return field_value(template, example, where, key)
     if not field_names(template):
-        raise Mistake(f"{template!r:.60} names no field; write names in braces, without spaces in them: {{question}}")
-    return _NAME.sub(lambda name: str(value_of(name[1], example, where)), template)
+        raise UsageError(
+            f"{template!r:.60} names no field; write names in braces, without spaces in them: {{question}}"
+        )
+    return _FIELD_NAME.sub(lambda name: str(field_value(name[1], example, where)), template)
 
 
-def value_of(field: str, example: Example, where: str, knob: str = "") -> Any:
+def field_value(field: str, example: Example, where: str, key: str = "") -> Any:
     """Returns the value of a field; "a.b.0" names a nested one.
 
     Raises ValueError if there is none, whose message lists all fields, and `knob` as the setting to change.
@@ -182,6 +186,6 @@ def value_of(field: str, example: Example, where: str, knob: str = "") -> Any:
         else:
             # With cutoff 0 this sorts all names.
             near = difflib.get_close_matches(field, example, n=len(example), cutoff=0.0)
-            fix = f"; say which of them it is: {knob}=NAME" if knob else ""
-            raise Mistake(f"{where}: no field {field!r}; there are: {', '.join(near)}{fix}")
+            fix = f"; say which of them it is: {key}=NAME" if key else ""
+            raise UsageError(f"{where}: no field {field!r}; there are: {', '.join(near)}{fix}")
     return value

@@ -17,16 +17,16 @@ from typing import Any
 from torchtune_ext.tasks.notation import GREEK
 
 MAX_BITS = 100_000  # of an exact number
-MAX_SIZE = 1e5  # of the natural logarithm of a number that is not exact
+MAX_LOG_SIZE = 1e5  # of the natural logarithm of a number that is not exact
 MAX_DEPTH = 40  # of nested brackets
 DIGITS = (80, 120)
 MANY_DIGITS = (80, 1200)  # for numbers without symbols, which may differ by 1e-400
-POINTS = 6
-WHOLE = 5  # further points, whose coordinates are integers
-SIGNS = (1, 1, 1, 1, -1, -1)
+NUM_POINTS = 6
+NUM_INTEGER_POINTS = 5  # further points, whose coordinates are integers
+POINT_SIGNS = (1, 1, 1, 1, -1, -1)
 
 
-class Unreadable(Exception):
+class UnreadableFormula(Exception):
     """A formula outside the grammar of this module, without a value, or too large to be evaluated."""
 
 
@@ -54,19 +54,19 @@ _SENTENCE = re.compile(r"(?<![A-Za-z\\])(?:[A-Za-z]{5,}|[A-Za-z]{3,}\s+[A-Za-z]{
 _SCIENTIFIC = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+))\s?[eE]\s?([-+]?\d{1,4})")
 
 
-def _repeated(match: re.Match) -> str:
+def _expand_repeating(match: re.Match) -> str:
     """Writes a decimal that repeats as a fraction."""
     whole, fixed, block = match[1] or "0", match[2], match[3] or match[4]
     top = int(whole + fixed + block) - int(whole + fixed)
     return f"(\\frac{{{top}}}{{{'9' * len(block)}{'0' * len(fixed)}}})"
 
 
-def _mixed(match: re.Match) -> str:
+def _expand_mixed(match: re.Match) -> str:
     whole, top, below = match[1], match[2] or match[4] or match[6], match[3] or match[5] or match[7]
     return f"({whole}+\\frac{{{top}}}{{{below}}})" if int(top) < int(below) else match[0]
 
 
-def _function(token: str) -> str | None:
+def _function_name(token: str) -> str | None:
     r"""Returns the name of a function such as \sin, or None."""
     name = _ALIASES.get(token[1:], token[1:])
     return name if token[:1] == "\\" and name in FUNCTIONS else None
@@ -77,29 +77,29 @@ class _Parser:
 
     def __init__(self, text: str) -> None:
         if _SENTENCE.search(text):
-            raise Unreadable("words")
+            raise UnreadableFormula("words")
         power = _SCIENTIFIC.fullmatch(text)
         if power:
             text = f"{power[1]} \\times 10^{{{power[2]}}}"
         text = _DEGREE.sub(r"\\degree ", text)
         text = re.sub(r"\\dot\s*\{(\d)\}(\d*)\\dot\s*\{(\d)\}", r"\\overline{\1\2\3}", text)
-        text = _MIXED.sub(_mixed, _DOTTED.sub(_repeated, _REPEATING.sub(_repeated, text)))
-        self.tokens, self.at, self.depth, self.bars = _LITERAL.findall(text), 0, 0, 0
-        self.braced = -1  # where the last group in braces ended that is no argument
+        text = _MIXED.sub(_expand_mixed, _DOTTED.sub(_expand_repeating, _REPEATING.sub(_expand_repeating, text)))
+        self.tokens, self.at, self.depth, self.open_bars = _LITERAL.findall(text), 0, 0, 0
+        self.group_end = -1  # where the last group in braces ended that is no argument
 
     def parse(self) -> tuple:
         result = self.sum()
         if self.at < len(self.tokens):
-            raise Unreadable(self.peek())
+            raise UnreadableFormula(self.peek())
         return result
 
     def peek(self) -> str:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
-    def take(self, token: str = "") -> str:
+    def expect(self, token: str = "") -> str:
         found = self.peek()
         if not found or (token and found != token):
-            raise Unreadable(found)
+            raise UnreadableFormula(found)
         self.at += 1
         return found
 
@@ -111,7 +111,7 @@ class _Parser:
     def sum(self) -> tuple:
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise Unreadable("too deep")
+            raise UnreadableFormula("too deep")
         result = self.product()
         while self.peek() in ("+", "-"):
             result = ("+", result, self.product())
@@ -125,7 +125,7 @@ class _Parser:
     def signed(self, parse: Callable[[], tuple]) -> tuple:
         minus = False
         while self.peek() in ("+", "-"):
-            minus ^= self.take() == "-"
+            minus ^= self.expect() == "-"
         return ("neg", parse()) if minus else parse()
 
     def product(self, implicit: bool = False) -> tuple:
@@ -133,22 +133,22 @@ class _Parser:
         while True:
             token = self.peek()
             if not implicit and token in _TIMES:
-                self.take()
+                self.expect()
                 result = (_TIMES[token], result, self.signed(self.power))
-            elif self.starts_factor(token) and not (implicit and _function(token)):
+            elif self.starts_factor(token) and not (implicit and _function_name(token)):
                 last = self.at - 1
-                while last and last + 1 <= self.braced and self.tokens[last] == "}":
+                while last and last + 1 <= self.group_end and self.tokens[last] == "}":
                     last -= 1
                 first = next((other for other in self.tokens[self.at :] if other != "{"), "")
                 if first[:1].isdigit() and self.tokens[last][-1].isdigit():
-                    raise Unreadable("two numbers side by side")
+                    raise UnreadableFormula("two numbers side by side")
                 result = ("*", result, self.power())
             else:
                 return result
 
     def starts_factor(self, token: str) -> bool:
         if token == "|":
-            return self.bars == 0
+            return self.open_bars == 0
         return bool(token) and (token[0].isalnum() or token[0] in ".([{\\") and token not in _NO_FACTOR
 
     def power(self) -> tuple:
@@ -159,7 +159,7 @@ class _Parser:
             elif self.accept("!"):
                 result = ("factorial", result)
             elif self.peek() in _FACTORS:
-                result = ("*", result, _FACTORS[self.take()])
+                result = ("*", result, _FACTORS[self.expect()])
             else:
                 return result
 
@@ -167,7 +167,7 @@ class _Parser:
         r"""Parses what follows ^, \sqrt or \frac: a group in braces, a bracket or one digit or symbol."""
         if self.accept("{"):
             result = self.sum()
-            self.take("}")
+            self.expect("}")
             return result
         token = self.peek()
         if token[:1].isdigit() and len(token) > 1:
@@ -175,15 +175,15 @@ class _Parser:
         return self.signed(self.argument) if token == "-" else self.atom()
 
     def atom(self) -> tuple:
-        token = self.take()
+        token = self.expect()
         if token[0].isdigit() or (token[0] == "." and len(token) > 1):
             return ("number", Fraction(token.rstrip(".") or "x"))
         if token in _CLOSING:
-            self.bars += token == "|"
+            self.open_bars += token == "|"
             result = self.sum()
-            self.bars -= token == "|"
-            self.take(_CLOSING[token])
-            self.braced = self.at if token == "{" else self.braced
+            self.open_bars -= token == "|"
+            self.expect(_CLOSING[token])
+            self.group_end = self.at if token == "{" else self.group_end
             return (_OF_BRACKETS[token], result) if token in _OF_BRACKETS else result
         if token in ("\\frac", "\\binom"):
             return ("/" if token == "\\frac" else "binom", self.argument(), self.argument())
@@ -191,30 +191,30 @@ class _Parser:
             index = ("number", Fraction(2))
             if self.accept("["):
                 index = self.sum()
-                self.take("]")
+                self.expect("]")
             return ("root", self.argument(), index)
         if token in ("\\pi", "e", "i"):
             return ("constant", token.strip("\\")) if self.peek() != "_" else self.symbol(token)
         if token in _DECORATED:
             return self.symbol(token + "".join(self.group()))
-        if name := _function(token):
+        if name := _function_name(token):
             return self.function(name)
         if (token.isalpha() and token.isascii()) or token in SYMBOLS:
             return self.symbol(token)
-        raise Unreadable(token)
+        raise UnreadableFormula(token)
 
     def group(self) -> list[str]:
         if not self.accept("{"):
-            return [self.take()]
+            return [self.expect()]
         start = self.at
         while not self.accept("}"):
-            if not re.fullmatch(r"[A-Za-z0-9,+\-']|\d+|\\[A-Za-z]+", self.take()):
-                raise Unreadable("subscript")
+            if not re.fullmatch(r"[A-Za-z0-9,+\-']|\d+|\\[A-Za-z]+", self.expect()):
+                raise UnreadableFormula("subscript")
         return self.tokens[start : self.at - 1]
 
     def symbol(self, name: str) -> tuple:
         while self.peek() in ("_", "'"):
-            name += self.take()
+            name += self.expect()
             if name[-1] == "_":
                 name += "".join(self.group())
         return ("symbol", name)
@@ -222,40 +222,40 @@ class _Parser:
     def function(self, name: str) -> tuple:
         base, exponent = None, None
         while self.peek() in ("_", "^"):
-            if self.take() == "_":
+            if self.expect() == "_":
                 base = self.argument()
             else:
                 exponent = self.argument()
         if self.peek() in ("(", "[", "{", "\\{"):
-            self.take()
+            self.expect()
             arguments = [self.sum()]
             while self.accept(","):
                 arguments.append(self.sum())
-            self.take()
+            self.expect()
         else:
             arguments = [self.product(implicit=True)]
         if exponent == ("neg", ("number", Fraction(1))):
             name, exponent = f"a{name}", None
         if name not in FUNCTIONS or (base and name != "log") or (len(arguments) > 1 and name not in _OF_SEVERAL):
-            raise Unreadable(name)
+            raise UnreadableFormula(name)
         result = ("log", arguments[0], base) if base else (name, *arguments)
         return result if exponent is None else ("^", result, exponent)
 
 
 @lru_cache(maxsize=4096)
-def parsed(text: str) -> tuple:
+def parse_formula(text: str) -> tuple:
     """Parses a normalized formula. Raises `Unreadable`."""
     try:
         return _Parser(text).parse()
     except (ValueError, IndexError, RecursionError, ZeroDivisionError) as error:
-        raise Unreadable(text[:40]) from error
+        raise UnreadableFormula(text[:40]) from error
 
 
-def names(tree: Any) -> set[str]:
+def symbol_names(tree: Any) -> set[str]:
     """Returns the symbols and constants of a parsed formula."""
     if tree[0] in ("symbol", "constant"):
         return {tree[1]} if tree[0] == "symbol" else {f"\\{tree[1]}"}
-    return set().union(*(names(part) for part in tree[1:] if isinstance(part, tuple)))
+    return set().union(*(symbol_names(part) for part in tree[1:] if isinstance(part, tuple)))
 
 
 # ---- evaluation
@@ -266,12 +266,12 @@ _SIMPLE = {
 }  # fmt: skip
 
 
-class Undefined(Exception):
+class UndefinedValue(Exception):
     """A formula has no real value at a point."""
 
 
 @lru_cache(maxsize=3)
-def _arithmetic(digits: int) -> Any:
+def _mp_context(digits: int) -> Any:
     import mpmath
 
     context = mpmath.MPContext()
@@ -279,13 +279,13 @@ def _arithmetic(digits: int) -> Any:
     return context
 
 
-class _Evaluation:
+class _Evaluator:
     """Evaluates formulas at one point: exactly in fractions, else with mpmath."""
 
     def __init__(self, point: dict[str, Fraction], digits: int, complex_values: bool) -> None:
-        self.point, self.complex_values, self.mp = point, complex_values, _arithmetic(digits)
+        self.point, self.complex_values, self.mp = point, complex_values, _mp_context(digits)
 
-    def value(self, tree: tuple) -> Any:
+    def evaluate(self, tree: tuple) -> Any:
         kind = tree[0]
         if kind == "number":
             return tree[1]
@@ -293,106 +293,106 @@ class _Evaluation:
             return self.point[tree[1]]
         if kind == "constant":
             return {"pi": self.mp.pi, "e": self.mp.e, "i": self.mp.mpc(0, 1)}[tree[1]] * 1
-        parts = [self.value(part) for part in tree[1:]]
+        parts = [self.evaluate(part) for part in tree[1:]]
         try:
-            result = self.operation(kind, *parts)
+            result = self.apply(kind, *parts)
         except (ZeroDivisionError, ValueError, TypeError, OverflowError) as error:
-            raise Undefined(kind) from error
-        return self.bounded(result)
+            raise UndefinedValue(kind) from error
+        return self.require_bounded(result)
 
-    def bounded(self, result: Any) -> Any:
+    def require_bounded(self, result: Any) -> Any:
         if isinstance(result, Fraction):
             if max(result.numerator.bit_length(), result.denominator.bit_length()) > MAX_BITS:
-                raise Unreadable("too large")
+                raise UnreadableFormula("too large")
             return result
         if not self.mp.isfinite(result):
-            raise Undefined("infinite")
+            raise UndefinedValue("infinite")
         if isinstance(result, self.mp.mpc):
             if result.imag == 0:
                 return result.real
             if not self.complex_values:
-                raise Undefined("complex")
-        elif result and abs(self.mp.mag(result)) > MAX_SIZE * 1.5:
-            raise Unreadable("too large")
+                raise UndefinedValue("complex")
+        elif result and abs(self.mp.mag(result)) > MAX_LOG_SIZE * 1.5:
+            raise UnreadableFormula("too large")
         return result
 
-    def number(self, value: Any) -> Any:
+    def to_mp(self, value: Any) -> Any:
         return self.mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
-    def operation(self, kind: str, *parts: Any) -> Any:
+    def apply(self, kind: str, *parts: Any) -> Any:
         exact = all(isinstance(part, Fraction) for part in parts)
         if kind in ("gcd", "lcm", "mod"):
             if not exact or any(part.denominator != 1 for part in parts):
-                raise Unreadable(kind)
+                raise UnreadableFormula(kind)
             return parts[0] % parts[1] if kind == "mod" else Fraction(getattr(math, kind)(*map(int, parts)))
         if kind in ("^", "root"):
-            return self.raised(parts[0], parts[1] if kind == "^" else 1 / parts[1])
+            return self.power(parts[0], parts[1] if kind == "^" else 1 / parts[1])
         if not exact:
-            parts = tuple(map(self.number, parts))
+            parts = tuple(map(self.to_mp, parts))
         if kind in _SIMPLE:
             return _SIMPLE[kind](*parts)
         if kind in ("floor", "ceil"):
             return Fraction(int(getattr(math if exact else self.mp, kind)(parts[0])))
         if kind in ("factorial", "binom"):
-            return self.counted(kind, *parts)
-        return self.called(kind, *map(self.number, parts))
+            return self.combinatorial(kind, *parts)
+        return self.call_function(kind, *map(self.to_mp, parts))
 
-    def raised(self, base: Any, exponent: Any) -> Any:
+    def power(self, base: Any, exponent: Any) -> Any:
         if base == 0:
             if isinstance(exponent, self.mp.mpc) or exponent <= 0:
-                raise Undefined("0^0")
+                raise UndefinedValue("0^0")
             return Fraction(0)
         if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
             count = int(exponent) if abs(base) != 1 else int(exponent) % 2
             if abs(count) * max(base.numerator.bit_length(), base.denominator.bit_length()) > MAX_BITS:
-                raise Unreadable("too large")
+                raise UnreadableFormula("too large")
             return base**count
-        number, power = self.number(base), self.number(exponent)
-        if abs(power) * (abs(self.mp.mag(number)) + 1) > MAX_SIZE:
-            raise Unreadable("too large")
+        number, power = self.to_mp(base), self.to_mp(exponent)
+        if abs(power) * (abs(self.mp.mag(number)) + 1) > MAX_LOG_SIZE:
+            raise UnreadableFormula("too large")
         real = not isinstance(number, self.mp.mpc) and isinstance(exponent, Fraction)
         if real and number < 0 and exponent.denominator % 2 == 1:
             # The real root of a negative number, such as the cube root of -8.
             return abs(number) ** power * (-1 if exponent.numerator % 2 else 1)
         return self.mp.power(number, power)
 
-    def counted(self, kind: str, first: Any, second: Any = Fraction(0)) -> Any:
+    def combinatorial(self, kind: str, first: Any, second: Any = Fraction(0)) -> Any:
         if isinstance(first, self.mp.mpc) or isinstance(second, self.mp.mpc) or max(abs(first), abs(second)) > 10_000:
-            raise Unreadable("too large")
+            raise UnreadableFormula("too large")
         if isinstance(first, Fraction) and first.denominator == second.denominator == 1:
             if first < 0 or second < 0:
-                raise Undefined(kind)
+                raise UndefinedValue(kind)
             return Fraction(math.factorial(int(first)) if kind == "factorial" else math.comb(int(first), int(second)))
-        number = self.number(first)
-        return self.mp.gamma(number + 1) if kind == "factorial" else self.mp.binomial(number, self.number(second))
+        number = self.to_mp(first)
+        return self.mp.gamma(number + 1) if kind == "factorial" else self.mp.binomial(number, self.to_mp(second))
 
-    def called(self, name: str, value: Any, base: Any = None) -> Any:
-        if name in ("exp", "sinh", "cosh", "tanh") and abs(value) > MAX_SIZE:
-            raise Unreadable("too large")
+    def call_function(self, name: str, value: Any, base: Any = None) -> Any:
+        if name in ("exp", "sinh", "cosh", "tanh") and abs(value) > MAX_LOG_SIZE:
+            raise UnreadableFormula("too large")
         if name in ("ln", "log", "lg"):
             base = self.mp.mpf(10) if name == "lg" else base
             return self.mp.log(value) / (1 if base is None else self.mp.log(base))
         return getattr(self.mp, name)(value)
 
 
-def real(text: str) -> Fraction:
+def real_value(text: str) -> Fraction:
     """Returns the real value of a normalized formula without symbols, to 80 digits. Raises `Unreadable`."""
-    tree = parsed(text)
+    tree = parse_formula(text)
     try:
-        value = _Evaluation({}, DIGITS[0], False).value(tree) if names(tree) <= {"\\pi", "\\e"} else None
-    except Undefined as error:
-        raise Unreadable(text) from error
+        value = _Evaluator({}, DIGITS[0], False).evaluate(tree) if symbol_names(tree) <= {"\\pi", "\\e"} else None
+    except UndefinedValue as error:
+        raise UnreadableFormula(text) from error
     if isinstance(value, Fraction):
         return value
     if value is None or not hasattr(value, "man_exp"):
-        raise Unreadable(text)
+        raise UnreadableFormula(text)
     mantissa, exponent = value.man_exp
     return Fraction(mantissa if value > 0 else -mantissa) * Fraction(2) ** exponent
 
 
 def same_value(first: str, second: str) -> bool:
     """Tells whether two normalized formulas have the same value wherever they have one. Raises `Unreadable`."""
-    return differ_by_factor(parsed(first), parsed(second), factor=False) is True
+    return differ_by_factor(parse_formula(first), parse_formula(second), factor=False) is True
 
 
 def differ_by_factor(first: tuple, second: tuple, factor: bool = True) -> bool | int:
@@ -400,37 +400,35 @@ def differ_by_factor(first: tuple, second: tuple, factor: bool = True) -> bool |
 
     Then it returns the sign of this number.
     """
-    known = names(first) | names(second)
+    known = symbol_names(first) | symbol_names(second)
     symbols = sorted(name for name in known if name not in ("\\pi", "\\e", "\\i"))
     complex_values = "\\i" in known or not symbols
     # Steps and powers of negative numbers have to be compared at integers as well, or only there.
     stepped = re.search("floor|ceil", f"{first}{second}") is not None
-    begin = POINTS if stepped and set(symbols) <= set("nmkij") else 0
+    begin = NUM_POINTS if stepped and set(symbols) <= set("nmkij") else 0
     ratio: list[Any] = []
     checked = 0
-    for index in range(begin, POINTS + WHOLE) if symbols else [0]:
-        if index == POINTS and checked and not stepped:
+    for index in range(begin, NUM_POINTS + NUM_INTEGER_POINTS) if symbols else [0]:
+        if index == NUM_POINTS and checked and not stepped:
             break
         point = {name: _coordinate(name, index) for name in symbols}
-        evaluations = [_Evaluation(point, digits, complex_values) for digits in (DIGITS if symbols else MANY_DIGITS)]
+        evaluations = [_Evaluator(point, digits, complex_values) for digits in (DIGITS if symbols else MANY_DIGITS)]
         try:
-            right = [evaluation.value(first) for evaluation in evaluations]
-        except Undefined:
+            right = [evaluation.evaluate(first) for evaluation in evaluations]
+        except UndefinedValue:
             continue  # outside the domain of the first formula
         try:
-            other = [evaluation.value(second) for evaluation in evaluations]
-        except Undefined:
+            other = [evaluation.evaluate(second) for evaluation in evaluations]
+        except UndefinedValue:
             return False
         checked += 1
         if factor:
-            right, other = (
-                [e.number(v) for e, v in zip(evaluations, values, strict=True)] for values in (right, other)
-            )
+            right, other = ([e.to_mp(v) for e, v in zip(evaluations, values, strict=True)] for values in (right, other))
             if not all(right):
                 return False
             ratio = ratio or [b / a for a, b in zip(right, other, strict=True)]
             right = [a * r for a, r in zip(right, ratio, strict=True)]
-        if not _vanishes(evaluations, right, other):
+        if not _is_zero_difference(evaluations, right, other):
             return False
     return checked > 0 and (_real_sign(ratio[0]) if factor else True)
 
@@ -439,7 +437,7 @@ def _real_sign(ratio: Any) -> int:
     return 0 if hasattr(ratio, "imag") and ratio.imag else (ratio.real > 0) - (ratio.real < 0)
 
 
-def _vanishes(evaluations: list, right: list, other: list) -> bool:
+def _is_zero_difference(evaluations: list, right: list, other: list) -> bool:
     """Tells whether the difference of two values is zero: exactly, or the smaller, the more digits are used."""
     if all(isinstance(value, Fraction) for value in (*right, *other)):
         return right[0] == other[0]
@@ -455,7 +453,7 @@ def _coordinate(name: str, index: int) -> Fraction:
     """Returns the value of a symbol at a point: the same for every formula."""
     # Odd numerators over powers of two: a negative one has no real power with such an exponent.
     number = zlib.crc32(f"{name} {index}".encode())
-    if index >= POINTS:
-        return Fraction(index - POINTS + 1 + 6 * (number % 4))
+    if index >= NUM_POINTS:
+        return Fraction(index - NUM_POINTS + 1 + 6 * (number % 4))
     size = Fraction(2 * (number % 29) + 3, 64)
-    return SIGNS[index] * (size + index) if index < 5 or number & 4096 else size + 1
+    return POINT_SIGNS[index] * (size + index) if index < 5 or number & 4096 else size + 1

@@ -4,12 +4,12 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchtune_ext.run.errors import Failure, Mistake
+from torchtune_ext.run.errors import RunFailure, UsageError
 from torchtune_ext.tasks.examples import read_examples
-from torchtune_ext.tasks.task import Environment, Message, Problem, length_of
+from torchtune_ext.tasks.task import Environment, Message, Problem, task_length
 
 
-class Games:
+class GameTask:
     """A task of games. Subclasses write `begin`.
 
     Args:
@@ -37,16 +37,16 @@ class Games:
     ) -> None:
         self.name, self.first, self.seed, self.max_turns, self.tools = name, first, seed, max_turns, tuple(tools)
         self.rows: Sequence[Mapping[str, Any]] | None = None
-        self.length = length_of(first, count)
+        self.length = task_length(first, count)
         if rows is not None:
             every = [row for _, row in read_examples(rows, None)] if isinstance(rows, str) else list(rows)
             self.rows = every[first:][: self.length]
             if not self.rows or (count or 0) > len(self.rows):
                 where = f"rows={rows}" if isinstance(rows, str) else "rows"
-                raise Mistake(f"{where}: too few rows ({len(every)}) for first={first}, count={count}; lower them")
+                raise UsageError(f"{where}: too few rows ({len(every)}) for first={first}, count={count}; lower them")
             self.length = len(self.rows)
 
-    def begin(self, row: Mapping[str, Any], seed: int) -> tuple[Environment, Sequence[Message]]:
+    def make_game(self, row: Mapping[str, Any], seed: int) -> tuple[Environment, Sequence[Message]]:
         """Makes a game, and returns it with what the policy reads first.
 
         The last message is the user's. `row` is empty without rows. `random` has been set to `seed`.
@@ -63,41 +63,41 @@ class Games:
         # seed makes it the same game.
         row = {} if self.rows is None else self.rows[index]
         seed = random.Random(f"{self.seed}/{self.first + index}").getrandbits(31)
-        _, messages = self._begin(row, seed)
+        _, messages = self._make_seeded_game(row, seed)
         answer = {"seed": seed, "row": {field: value for field, value in row.items() if field != "prompt"}}
         return Problem(f"{self.name}-{self.seed}-{self.first + index:06d}", messages, answer, row, self.tools)
 
     def environment(self, problem: Problem, seed: int) -> Environment:
         """Makes the game of a problem again. Raises RuntimeError if it is not the one in the prompt."""
         # `_begin` restores the state of `random`, which the process has set by `seed`, for later draws of the game.
-        game, messages = self._begin(problem.example, problem.answer["seed"])
+        game, messages = self._make_seeded_game(problem.example, problem.answer["seed"])
         # A game that draws from elsewhere, such as numpy's generator, begins differently each time.
         if messages != problem.messages:
-            raise Failure(
+            raise RunFailure(
                 f"it began otherwise than in the prompt, with {messages[-1]['content']!r:.200}; draw from `random`"
             )
         return game
 
     def solution(self, problem: Problem) -> list[Message]:
         """Raises ValueError: games have no known solutions."""
-        raise Mistake(f"{problem.id} has no conversation to learn: {type(self).__name__} knows no solutions")
+        raise UsageError(f"{problem.id} has no conversation to learn: {type(self).__name__} knows no solutions")
 
     def __getstate__(self) -> dict[str, Any]:
         # The process of an environment does not need the rows: a problem holds its own.
         return self.__dict__ | {"rows": None}
 
-    def _begin(self, row: Mapping[str, Any], seed: int) -> tuple[Environment, tuple[Message, ...]]:
+    def _make_seeded_game(self, row: Mapping[str, Any], seed: int) -> tuple[Environment, tuple[Message, ...]]:
         # Games of other projects draw from Python's global generator, whose state belongs to the caller.
         state = random.getstate()
         random.seed(seed)
         try:
-            game, messages = self.begin(row, seed)
+            game, messages = self.make_game(row, seed)
         finally:
             random.setstate(state)
         return game, tuple(dict(message) for message in messages)
 
 
-def prompt_of(row: Mapping[str, Any]) -> list[Message]:
+def prompt_messages(row: Mapping[str, Any]) -> list[Message]:
     """Returns the messages of a row's `prompt`. A text is a message of the user's."""
     prompt = row.get("prompt", "")
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]

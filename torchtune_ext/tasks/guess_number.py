@@ -13,10 +13,10 @@ it has to learn across turns: to remember the answers, and to halve.
 import random
 import re
 
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.tasks.answers import spoken
-from torchtune_ext.tasks.arithmetic import SPLITS, held_out
-from torchtune_ext.tasks.task import Message, Problem, Turn, length_of
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.tasks.answers import strip_thinking
+from torchtune_ext.tasks.arithmetic import SPLITS, is_held_out
+from torchtune_ext.tasks.task import Message, Problem, Turn, task_length
 
 
 class GuessNumber:
@@ -51,16 +51,16 @@ class GuessNumber:
         prompt: str = "{low}-{high}",
     ) -> None:
         if below < 1 or size < 2 or max_turns < 1:
-            raise Mistake(f"below={below}, size={size}, max_turns={max_turns}: at least 1, 2 and 1")
+            raise UsageError(f"below={below}, size={size}, max_turns={max_turns}: at least 1, 2 and 1")
         if split not in SPLITS:
-            raise Mistake(f"split={split!r}: choose one of {', '.join(SPLITS)}")
+            raise UsageError(f"split={split!r}: choose one of {', '.join(SPLITS)}")
         if not 0.0 <= halving <= 1.0:
-            raise Mistake(f"halving={halving} is a share of the guesses: give a number from 0 to 1")
+            raise UsageError(f"halving={halving} is a share of the guesses: give a number from 0 to 1")
         if not {"{low}", "{high}"} <= set(re.findall(r"\{\w+\}", prompt)):
-            raise Mistake(f"prompt={prompt!r} does not show the range: write {{low}} and {{high}} where they belong")
+            raise UsageError(f"prompt={prompt!r} does not show the range: write {{low}} and {{high}} where they belong")
         self.seed, self.first, self.below, self.size, self.split = seed, first, below, size, split
         self.max_turns, self.halving, self.prompt = max_turns, halving, prompt
-        self.length = length_of(first, count)
+        self.length = task_length(first, count)
 
     def __len__(self) -> int:
         return self.length
@@ -69,21 +69,21 @@ class GuessNumber:
         if not 0 <= index < self.length:
             raise IndexError(f"problem {index} of {self.length}")
         rng = random.Random(f"{self.seed}/{self.first + index}")
-        low, number = self._drawn(rng)
-        while self.split != "all" and held_out(f"{low}/{number}") != (self.split == "heldout"):
-            low, number = self._drawn(rng)
+        low, number = self._draw_range(rng)
+        while self.split != "all" and is_held_out(f"{low}/{number}") != (self.split == "heldout"):
+            low, number = self._draw_range(rng)
         high = low + self.size - 1
         message = {"role": "user", "content": self.prompt.replace("{low}", str(low)).replace("{high}", str(high))}
         name = f"guess-{self.split}-{self.seed}-{self.first + index:06d}"
         return Problem(name, (message,), {"low": low, "high": high, "number": number})
 
-    def environment(self, problem: Problem, seed: int) -> "Game":
-        return Game(problem.answer["number"])
+    def environment(self, problem: Problem, seed: int) -> "GuessNumberEnvironment":
+        return GuessNumberEnvironment(problem.answer["number"])
 
     def solution(self, problem: Problem) -> list[Message]:
         """Returns a game that is won, even if it takes more than `max_turns`."""
         first, last, number = (problem.answer[name] for name in ("low", "high", "number"))
-        rng, game, messages, low, high = random.Random(problem.id), Game(number), [], first, last
+        rng, game, messages, low, high = random.Random(problem.id), GuessNumberEnvironment(number), [], first, last
         while True:
             guess = (low + high) // 2 if rng.random() < self.halving else rng.randint(first, last)
             messages.append({"role": "assistant", "content": str(guess)})
@@ -93,19 +93,19 @@ class GuessNumber:
             low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
             messages += turn.messages
 
-    def _drawn(self, rng: random.Random) -> tuple[int, int]:
+    def _draw_range(self, rng: random.Random) -> tuple[int, int]:
         low = rng.randint(1, self.below)
         return low, rng.randint(low, low + self.size - 1)
 
 
-class Game:
+class GuessNumberEnvironment:
     """The environment. The reward is 1 for the number, else 0. A turn that is no number ends the game."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
     def step(self, message: Message) -> Turn:
-        text = spoken(message["content"]).strip()
+        text = strip_thinking(message["content"]).strip()
         if not re.fullmatch(r"[0-9]{1,9}", text):
             return Turn(done=True, parts={"accuracy": 0.0, "failed": 1.0}, note="no number")
         if int(text) == self.number:

@@ -8,10 +8,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.tasks.examples import Example, field_names, fill, hub_examples, read_examples, value_of
-from torchtune_ext.tasks.functions import Grade, GradeGroup, use_graders
-from torchtune_ext.tasks.task import Message, Problem, Score, length_of, score_of
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.tasks.examples import Example, field_names, field_value, fill_template, hub_examples, read_examples
+from torchtune_ext.tasks.grade_functions import GradeFunction, GroupGradeFunction, use_graders
+from torchtune_ext.tasks.task import Message, Problem, Score, task_length, to_score
 
 # A field in a prompt. The braces of \boxed{answer} and x^{n} are LaTeX.
 _FIELD = re.compile(r"(?<![\w\\}^])\{([A-Za-z_][\w.]*)\}")
@@ -20,7 +20,7 @@ _CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:.*\]\s*""", re.DOT
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ExampleSource:
     """Where examples come from, and the names of their fields."""
 
     hub: str | None = None  # id of a data set of the hub, when there is no path
@@ -30,23 +30,27 @@ class Source:
     question: str = "question"  # a field, "a.b.0" for a nested one, or a template "{Body} {Question}"
     answer: str | None = "answer"  # a field or a template, as in `question`; None: there are no answers
     solution: str | None = None  # a field with a worked solution
-    keep: tuple[str, str] | None = None  # (field, text): keeps only examples whose field contains the text
-    remove: tuple[str, ...] = ()  # texts to remove from questions, such as the prompt of another project
-    marks: str | None = None  # a pattern to remove from worked solutions, such as marks for a calculator
+    keep_if: tuple[str, str] | None = None  # (field, text): keeps only examples whose field contains the text
+    remove_texts: tuple[str, ...] = ()  # texts to remove from questions, such as the prompt of another project
+    strip_pattern: str | None = None  # a pattern to remove from worked solutions, such as marks for a calculator
 
-    def examples(self, also: Sequence[str] | None = (), optional: Sequence[str] = ()) -> list[tuple[str, Example]]:
+    def examples(
+        self, extra_fields: Sequence[str] | None = (), optional: Sequence[str] = ()
+    ) -> list[tuple[str, Example]]:
         """Returns the place and the content of every kept example.
 
         `also` names further fields to read (None: all), `optional` fields that may be missing. Raises ValueError
         without a path or a hub, or if the examples cannot be read.
         """
         if self.path is None and self.hub is None:
-            raise Mistake("name where the questions come from: path: FILE (JSONL, CSV or parquet), or hub: OWNER/NAME")
+            raise UsageError(
+                "name where the questions come from: path: FILE (JSONL, CSV or parquet), or hub: OWNER/NAME"
+            )
         # Columns are read whole, so of a nested field the name of its column counts.
         fields = None
-        if also is not None:
-            templates = [self.question, self.answer, self.solution, self.keep and self.keep[0]]
-            names = {name for template in templates if template for name in field_names(template)} | set(also)
+        if extra_fields is not None:
+            templates = [self.question, self.answer, self.solution, self.keep_if and self.keep_if[0]]
+            names = {name for template in templates if template for name in field_names(template)} | set(extra_fields)
             fields = {name.split(".")[0] for name in names}
         maybe = {name.split(".")[0] for name in optional}
         if self.path is not None:
@@ -54,34 +58,34 @@ class Source:
         else:
             assert self.hub is not None
             examples = hub_examples(self.hub, self.config, self.split, fields, maybe)
-        if self.keep is None:
+        if self.keep_if is None:
             return list(examples)
-        field, text = self.keep
-        return [(where, example) for where, example in examples if text in str(fill(field, example, where))]
+        field, text = self.keep_if
+        return [(where, example) for where, example in examples if text in str(fill_template(field, example, where))]
 
 
-class Questions:
+class QuestionTask:
     """The base of `Jsonl` and `Math`: examples with a question, a hidden answer, and perhaps a worked solution."""
 
     tries_answers = True
 
     def __init__(
         self,
-        source: Source,
+        source: ExampleSource,
         prompt: str,
         system: str | None,
         count: int | None,
         first: int,
         prefix: str,
-        grader: str | Grade | None,
-        group_grader: str | GradeGroup | None,
+        grader: str | GradeFunction | None,
+        group_grader: str | GroupGradeFunction | None,
         fields: Sequence[str] | None,
     ) -> None:
-        length = length_of(first, count)
+        length = task_length(first, count)
         if "{question}" not in prompt:
-            raise Mistake(f"prompt={prompt!r} shows no question: write {{question}} where it belongs")
+            raise UsageError(f"prompt={prompt!r} shows no question: write {{question}} where it belongs")
         if isinstance(fields, str):
-            raise Mistake(f"fields={fields!r} must be a list: fields=[{fields}]")
+            raise UsageError(f"fields={fields!r} must be a list: fields=[{fields}]")
         use_graders(self, grader, group_grader)
         self.first, self.prompt, self.system = first, prompt, system
         where = source.path or f"{source.hub} {source.split}"
@@ -92,21 +96,29 @@ class Questions:
         examples = source.examples(fields, named)
         if examples and (known := [name for name in named if name.split(".")[0] in examples[0][1]]):
             fix = f"write it in the question, as in question='{{{source.question.strip('{}')}}} {{{known[0]}}}'"
-            raise Mistake(
+            raise UsageError(
                 f"prompt={prompt!r:.80}: {{{known[0]}}} is a field of the examples, and a prompt fills {{question}} alone; "
                 + (fix if known[0] != source.answer else "leave out the answer")
             )
         chosen = list(islice(examples, first, first + length))
         if not examples:
-            kept = f" whose {source.keep[0]} contains {source.keep[1]!r}" if source.keep else ""
-            raise Mistake(f"{where} holds no example{kept}")
+            kept = f" whose {source.keep_if[0]} contains {source.keep_if[1]!r}" if source.keep_if else ""
+            raise UsageError(f"{where} holds no example{kept}")
         if not chosen or len(chosen) < (count or 0):
-            raise Mistake(f"{where}: too few examples ({len(examples)}) for first={first}, count={count}; lower them")
+            raise UsageError(
+                f"{where}: too few examples ({len(examples)}) for first={first}, count={count}; lower them"
+            )
         self.examples = [
-            (_question(source, example, place), _answer(source, example, place), _chosen(fields, example, place))
+            (
+                _read_question(source, example, place),
+                _read_answer(source, example, place),
+                _select_fields(fields, example, place),
+            )
             for place, example in chosen
         ]
-        self.worked = [fill(source.solution, example, place) for place, example in chosen] if source.solution else None
+        self.worked = (
+            [fill_template(source.solution, example, place) for place, example in chosen] if source.solution else None
+        )
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -126,7 +138,7 @@ class Questions:
         if self.worked is not None:
             return str(self.worked[self.index_of(problem)])
         if problem.answer is None:
-            raise Mistake(
+            raise UsageError(
                 f"{problem.id} has no answer to learn: name the field of a text that is right, solution: FIELD"
             )
         return str(problem.answer)
@@ -140,7 +152,7 @@ class Questions:
         return self.__dict__ | {"examples": [], "worked": None}
 
 
-class Jsonl(Questions):
+class Jsonl(QuestionTask):
     """A task of questions with hidden answers, graded by the user's function.
 
     Args:
@@ -168,11 +180,11 @@ class Jsonl(Questions):
             `count` examples, or there is no such function (see `functions.py`).
     """
 
-    grade_group: GradeGroup  # set by `use_graders` where there is a `group_grader`
+    grade_group: GroupGradeFunction  # set by `use_graders` where there is a `group_grader`
 
     def __init__(
         self,
-        grader: str | Grade | None = None,
+        grader: str | GradeFunction | None = None,
         path: str | None = None,
         hub: str | None = None,
         config: str | None = None,
@@ -184,57 +196,59 @@ class Jsonl(Questions):
         system: str | None = None,
         count: int | None = None,
         first: int = 0,
-        group_grader: str | GradeGroup | None = None,
+        group_grader: str | GroupGradeFunction | None = None,
         fields: Sequence[str] | None = None,
     ) -> None:
         if grader is None and group_grader is None and type(self).grade is Jsonl.grade:
-            raise Mistake("grader has no value: name a function f(problem, text), grader: my_reward.f for my_reward.py")
+            raise UsageError(
+                "grader has no value: name a function f(problem, text), grader: my_reward.f for my_reward.py"
+            )
         if hub is not None and path is not None:
-            raise Mistake(f"hub={hub!r}, path={path!r}: give one of the two")
-        source = Source(hub, config, split, path, question, answer, solution)
+            raise UsageError(f"hub={hub!r}, path={path!r}: give one of the two")
+        source = ExampleSource(hub, config, split, path, question, answer, solution)
         super().__init__(source, prompt, system, count, first, "", grader, group_grader, fields)
         if prompt != "{question}" and not all(isinstance(question, str) for question, _, _ in self.examples):
-            raise Mistake(
+            raise UsageError(
                 f"prompt={prompt!r:.80}: the questions are chat messages, which are the whole prompt; leave it out"
             )
 
     def grade(self, problem: Problem, text: str) -> Score:
         """Grades one text with the `group_grader`."""
         # A `grader` replaces this method (`use_graders`). So only a task with a `group_grader` comes here.
-        return score_of(self.grade_group(problem, [text])[0])
+        return to_score(self.grade_group(problem, [text])[0])
 
 
-def _answer(source: Source, example: Example, where: str) -> Any:
-    return None if source.answer is None else fill(source.answer, example, where, "answer")
+def _read_answer(source: ExampleSource, example: Example, where: str) -> Any:
+    return None if source.answer is None else fill_template(source.answer, example, where, "answer")
 
 
-def _chosen(fields: Sequence[str] | None, example: Example, where: str) -> Example:
-    return example if fields is None else {name: value_of(name, example, where) for name in fields}
+def _select_fields(fields: Sequence[str] | None, example: Example, where: str) -> Example:
+    return example if fields is None else {name: field_value(name, example, where) for name in fields}
 
 
-def _question(source: Source, example: Example, where: str) -> str | tuple[Message, ...]:
-    question = fill(source.question, example, where, "question")
+def _read_question(source: ExampleSource, example: Example, where: str) -> str | tuple[Message, ...]:
+    question = fill_template(source.question, example, where, "question")
     if isinstance(question, str) and _CHAT.fullmatch(question):
         try:
             question = json.loads(question)
         except ValueError as error:
-            raise Mistake(
+            raise UsageError(
                 f"{where}: {source.question!r} looks like chat messages, but is not JSON ({error}); write it with json.dumps"
             ) from error
     if isinstance(question, list) and question and all(isinstance(each, Mapping) for each in question):
         last = question[-1].get("role")
         if last != "user":
-            raise Mistake(
+            raise UsageError(
                 f"{where}: the last message of {source.question!r} is of role {last!r}; end a question with the user's "
                 "message, and keep what should be answered in a field of its own (answer)"
             )
         if not all(isinstance(each.get("content"), str) for each in question):
-            raise Mistake(
+            raise UsageError(
                 f"{where}: a message of {source.question!r} has no text as its content; write a text for each"
             )
         return tuple(question)
     if not isinstance(question, str) or not question.strip():
-        raise Mistake(f"{where}: {source.question!r} is {question!r:.60}; write the text of the question")
-    for text in source.remove:
+        raise UsageError(f"{where}: {source.question!r} is {question!r:.60}; write the text of the question")
+    for text in source.remove_texts:
         question = question.replace(text, "")
     return question.strip()

@@ -5,42 +5,44 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 from torchtune_ext.tasks.answers import MathGrader, gold_answer, last_box, readable
-from torchtune_ext.tasks.functions import Grade, GradeGroup
-from torchtune_ext.tasks.jsonl import Questions, Source
+from torchtune_ext.tasks.grade_functions import GradeFunction, GroupGradeFunction
+from torchtune_ext.tasks.jsonl import ExampleSource, QuestionTask
 from torchtune_ext.tasks.task import Problem, Score
 
 log = logging.getLogger(__name__)
 
 PROMPT = "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
-MARK = re.compile(r"\\boxed|\\fbox|####|\banswer\b[*_\s]*(?:is|:)", re.IGNORECASE)  # a prompt asks for such an answer
-READ_AT_MOST = 1000  # right answers that are read at the start, which takes some milliseconds for each
+ANSWER_MARK = re.compile(
+    r"\\boxed|\\fbox|####|\banswer\b[*_\s]*(?:is|:)", re.IGNORECASE
+)  # a prompt asks for such an answer
+MAX_ANSWERS_READ = 1000  # right answers that are read at the start, which takes some milliseconds for each
 
 # The pages of the hub state these licenses: MIT for gsm8k, deepmath and svamp; Apache-2.0 for aime2023 and the original
 # of dapo_math_17k. The pages of math500 (taken from MATH, which is MIT), aime2024 and aime2025 state none.
 DATASETS = {
     # Cobbe et al., arXiv 2110.14168. A solution has "48/2 = <<48/2=24>>24" for a calculator, and ends with `#### 72`.
-    "gsm8k": Source("openai/gsm8k", "main", "train", solution="answer", marks=r"<<[^<>\n]*>>|\s*####[^\n]*\s*$"),
-    "math500": Source("HuggingFaceH4/MATH-500", None, "test", question="problem", solution="solution"),
-    "deepmath": Source("zwhe99/DeepMath-103K", answer="final_answer"),
+    "gsm8k": ExampleSource("openai/gsm8k", "main", "train", solution="answer", strip_pattern=r"<<[^<>\n]*>>|\s*####[^\n]*\s*$"),
+    "math500": ExampleSource("HuggingFaceH4/MATH-500", None, "test", question="problem", solution="solution"),
+    "deepmath": ExampleSource("zwhe99/DeepMath-103K", answer="final_answer"),
     # This copy leaves out the 1.79 million repeated examples of BytedTsinghua-SIA/DAPO-Math-17k.
-    "dapo_math_17k": Source(
+    "dapo_math_17k": ExampleSource(
         "open-r1/DAPO-Math-17k-Processed", "en", question="prompt", answer="solution",
-        remove=(
+        remove_texts=(
             "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
             "$Answer (without quotes) where $Answer is the answer to the problem.",
             'Remember to put your answer on its own line after "Answer:".',
         ),
     ),
-    "aime2023": Source("AI-MO/aimo-validation-aime", question="problem", solution="solution", keep=("url", "2023_AIME")),
-    "aime2024": Source("HuggingFaceH4/aime_2024", question="problem", solution="solution"),
-    "aime2025": Source("math-ai/aime25", split="test", question="problem"),
-    "svamp": Source("ChilleD/SVAMP", question="{Body} {Question}", answer="Answer"),
+    "aime2023": ExampleSource("AI-MO/aimo-validation-aime", question="problem", solution="solution", keep_if=("url", "2023_AIME")),
+    "aime2024": ExampleSource("HuggingFaceH4/aime_2024", question="problem", solution="solution"),
+    "aime2025": ExampleSource("math-ai/aime25", split="test", question="problem"),
+    "svamp": ExampleSource("ChilleD/SVAMP", question="{Body} {Question}", answer="Answer"),
 }  # fmt: skip
 
 
-class Math(Questions):
+class Math(QuestionTask):
     r"""A task of mathematics. The reward is 1 for the right answer, else 0.
 
     This is the accuracy reward of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2).
@@ -80,24 +82,24 @@ class Math(Questions):
         format: str = "box",
         format_reward: float = 0.0,
         unmarked: str | None = None,
-        grader: str | Grade | None = None,
-        group_grader: str | GradeGroup | None = None,
+        grader: str | GradeFunction | None = None,
+        group_grader: str | GroupGradeFunction | None = None,
         fields: Sequence[str] | None = None,
     ) -> None:
         if dataset is not None and dataset not in DATASETS:
-            raise Mistake(f"dataset={dataset!r}: choose one of {', '.join(DATASETS)}, or give path: or hub:")
+            raise UsageError(f"dataset={dataset!r}: choose one of {', '.join(DATASETS)}, or give path: or hub:")
         if hub is not None and path is not None:
-            raise Mistake(f"hub={hub!r}, path={path!r}: give one of the two")
+            raise UsageError(f"hub={hub!r}, path={path!r}: give one of the two")
         if hub is not None and dataset is not None:
-            raise Mistake(f"dataset={dataset!r}, hub={hub!r}: give one of the two")
+            raise UsageError(f"dataset={dataset!r}, hub={hub!r}: give one of the two")
         named = {"path": path, "hub": hub, "config": config, "split": split, "question": question, "answer": answer}
         named |= {"solution": solution}
-        source = DATASETS[dataset] if dataset else Source()
+        source = DATASETS[dataset] if dataset else ExampleSource()
         source = replace(source, **{key: value for key, value in named.items() if value is not None})
-        self.marks = source.marks
+        self.strip_pattern = source.strip_pattern
         if unmarked is None:
-            unmarked = "none" if MARK.search(f"{prompt} {system}") else "last_number"
-        self.verdict = MathGrader(require_box, require_thinking, brackets, format, format_reward, unmarked)
+            unmarked = "none" if ANSWER_MARK.search(f"{prompt} {system}") else "last_number"
+        self.math_grader = MathGrader(require_box, require_thinking, brackets, format, format_reward, unmarked)
         prefix = f"{dataset}-" if dataset else ""
         if grader is None and group_grader is None:
             # The answer is all that `MathGrader` reads. Some of these data sets have examples of many kilobytes.
@@ -117,9 +119,9 @@ class Math(Questions):
             cause = (
                 f"{self.name}: {len(bad)} of {len(self.examples)} right answers cannot be used: {'; '.join(bad[:3])}"
             )
-            raise Mistake(f"{cause}. Mend or remove these examples, or name another field with answer:")
+            raise UsageError(f"{cause}. Mend or remove these examples, or name another field with answer:")
         self.examples = examples
-        looked_at = [self[index] for index in range(min(len(examples), READ_AT_MOST))]
+        looked_at = [self[index] for index in range(min(len(examples), MAX_ANSWERS_READ))]
         unread = [problem.id for problem in looked_at if not readable(problem.answer)]
         if unread:
             log.warning(
@@ -130,15 +132,15 @@ class Math(Questions):
     def grade(self, problem: Problem, text: str) -> Score:
         """Grades a text by `MathGrader`. A formula copied from the question is no answer."""
         asked = [message["content"] for message in problem.messages if message["role"] == "user"]
-        return self.verdict(problem.answer, text, asked[-1] if asked else "")
+        return self.math_grader(problem.answer, text, asked[-1] if asked else "")
 
     def solution(self, problem: Problem) -> str:
         """Returns the worked solution, if there is one, and the answer in a box."""
         # Marks such as <<48/2=24>> are for a calculator, which the policy does not have.
         worked = "" if self.worked is None else str(self.worked[self.index_of(problem)])
-        worked = re.sub(self.marks, "", worked).strip() if self.marks else worked.strip()
+        worked = re.sub(self.strip_pattern, "", worked).strip() if self.strip_pattern else worked.strip()
         box = f"The answer is $\\boxed{{{problem.answer}}}$."
         # If the grader looks for a thought, the worked solution is one.
-        if self.verdict.require_thinking or self.verdict.format == "think":
+        if self.math_grader.require_thinking or self.math_grader.format == "think":
             return f"<think>\n{worked}\n</think>\n\n{box}"
         return worked if last_box(worked) == problem.answer else f"{worked}\n\n{box}".lstrip()

@@ -20,13 +20,13 @@ _CHARACTERS = {ord(a): b for a, b in zip("−–—‐\u00a0\u202f\u2009×·÷�
 _CHARACTERS |= {0x3B1 + i: f"\\{name} " for i, name in enumerate(GREEK)}
 _CHARACTERS |= {ord(a): rf"\frac{{{b}}}{{{c}}}" for a, b, c in ("½12", "⅓13", "⅔23", "¼14", "¾34", "⅕15", "⅛18")}
 _CHARACTERS |= {0x200B: None, 0x200C: None, 0x200D: None, 0xFEFF: None, 0x2061: None}
-_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_RAISED_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_SUPERSCRIPT_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
 
 _BOLD = "mathbf|mathit|boldsymbol|bm|underline|uline|smash"
 _TEXT = rf"text(?:bf|it|rm|sf|tt|up|normal)?|emph|math(?:rm|sf|tt)|mbox|hbox|operatorname|{_BOLD}"
-_STYLED = re.compile(rf"\\(?:(?P<bold>{_BOLD})|{_TEXT})(?![A-Za-z])\s*(?=\{{)")
-_USELESS = re.compile(
+_STYLE_COMMAND = re.compile(rf"\\(?:(?P<bold>{_BOLD})|{_TEXT})(?![A-Za-z])\s*(?=\{{)")
+_NOISE = re.compile(
     r"(?P<row>\\\\(?:\s*\[[-\d. ]*[a-z]{0,2}\])?)"
     r"|(?P<group>(?<=\d)\\[,;: ](?=\d{3}(?!\d)))|\\!\s*"
     r"|(?P<side>\\m?(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*)(?P<bracket>\\?[()\[\]{}|<>.]|\\[A-Za-z]+)?"
@@ -34,15 +34,17 @@ _USELESS = re.compile(
     r"|it|sf|tt|bfseries|centering|therefore|mathop|mathstrut|null|nonumber|notag|checkmark|blacksquare|square|Box|qed|hfill|thinspace|enspace|quad|qquad)(?![A-Za-z])"
     r"|\\(?:[,;:>\s]|[()\[\]](?!\s*\]))|~"
 )
-_REMOVED = re.compile(
+_REMOVED_COMMAND = re.compile(
     r"\\(?:h?phantom|vphantom|x?cancel|bcancel|sout|tag\*?|label|color|hspace\*?|vspace\*?)\s*\{[^{}]*\}"
 )
-_WRAPPED = re.compile(r"\\(?:textcolor|colorbox)\s*\{[^{}]*\}(?=\s*\{)|\\(?:boxed|fbox|framebox|ensuremath)(?=\s*\{)")
-_ALIGNED = re.compile(r"\\(?:begin|end)\s*\{(?:aligned|align\*?|equation\*?|gathered|split)\}")
+_WRAPPER_COMMAND = re.compile(
+    r"\\(?:textcolor|colorbox)\s*\{[^{}]*\}(?=\s*\{)|\\(?:boxed|fbox|framebox|ensuremath)(?=\s*\{)"
+)
+_ALIGN_ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{(?:aligned|align\*?|equation\*?|gathered|split)\}")
 _STYLE = re.compile(rf"\\(?:{_TEXT})(?![A-Za-z])\s*\{{([^{{}}]*)\}}")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,]|\.\d*,)")
-_SPACED = re.compile(r"(?<![\d.,] )(?<![\d.,])[1-9]\d{0,2}(?:(?: \d{3})+|(?:, 000)+)(?![\d,]| \d|, \d)")
-_LEADING = re.compile(r"(?:=|:|\\(?:quad|approx|implies|Rightarrow|simeq|to)(?![A-Za-z])|\s)+")
+_SPACED_THOUSANDS = re.compile(r"(?<![\d.,] )(?<![\d.,])[1-9]\d{0,2}(?:(?: \d{3})+|(?:, 000)+)(?![\d,]| \d|, \d)")
+_LEADING_SIGNS = re.compile(r"(?:=|:|\\(?:quad|approx|implies|Rightarrow|simeq|to)(?![A-Za-z])|\s)+")
 _FRACTION = re.compile(r"\\(?:[dtc]|nice)frac(?![A-Za-z])")
 _PLAIN_NAMES = re.compile(
     r"(?<![A-Za-z\\])(sqrt|arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|infinity|infty)"
@@ -78,7 +80,7 @@ _OTHER_NAME = re.compile(
     r"\\begin\{vmatrix\}.*\\end\{vmatrix\}|m?\s*\\angle\s*[A-Z]{1,3}|\\overline\s*\{[A-Z]{2}\}|\|?\s*[A-Z]{2,4}\s*\|?|\[\s*[A-Z]{3,6}\s*\]|\\frac\s*\{\s*d\s*\^?2?\s*[a-zA-Z]\s*\}\s*\{\s*d\s*[a-zA-Z]\s*(?:\^\s*\{?2\}?)?\s*\}"
 )
 # Words that leave a statement open, or turn it into another one.
-OPEN = re.compile(
+OPEN_WORDS = re.compile(
     r"\b(?:or|if|unless|either|not|but|never|no|none|wrong|incorrect|false|rejected|when|let|assume|suppose|half|twice|double|triple|plus|minus|"
     r"negative|square (?:root|of)|squared|cube|(?:less|more) than|opposite|reciprocal|inverse)\b|n't",
     re.IGNORECASE,
@@ -105,27 +107,29 @@ CUP = re.compile(r"\\cup(?![A-Za-z])")
 @lru_cache(maxsize=1024)
 def normalize(text: str) -> str:
     """Returns a formula or an answer without what never changes its value."""
-    text = _RAISED_RUN.sub(lambda run: f"^{{{run[0].translate(_RAISED)}}}", text + " ").translate(_CHARACTERS)
+    text = _SUPERSCRIPT_RUN.sub(lambda run: f"^{{{run[0].translate(_SUPERSCRIPTS)}}}", text + " ").translate(
+        _CHARACTERS
+    )
     if text.count("$") - text.count("\\$") == 1:
         text = re.sub(r"(?<!\\)\$(?=\s*\d)", r"\\$", text)  # one dollar sign is a currency, and opens no formula
     text = re.sub(r"(?<!\\)\$", " ", text)
     text = re.sub(r"\{,\s?\}", ",", re.sub(r"(?<=\d) (?=\{, ?\})", "", text))
     if "\\begin" not in text:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)  # a command whose backslash was escaped
-    text = _USELESS.sub(_replaced, re.sub(r"^\W*\*\*|\*\*\W*$|(?<!\S)\*\*(?=\w)|(?<=\w)\*\*(?=\s)", " ", text))
+    text = _NOISE.sub(_replace_noise, re.sub(r"^\W*\*\*|\*\*\W*$|(?<!\S)\*\*(?=\w)|(?<=\w)\*\*(?=\s)", " ", text))
     text = re.sub(r"\\begin\{cases\}([^&]*)\\end\{cases\}", lambda held: held[1].replace("\\\\", ", "), text)
-    text = text.replace("&", " ") if _ALIGNED.match(text.strip()) else text
-    text = _ALIGNED.sub(" ", _WRAPPED.sub("", _REMOVED.sub(" ", text)))
+    text = text.replace("&", " ") if _ALIGN_ENVIRONMENT.match(text.strip()) else text
+    text = _ALIGN_ENVIRONMENT.sub(" ", _WRAPPER_COMMAND.sub("", _REMOVED_COMMAND.sub(" ", text)))
     text = _COMMAND.sub(lambda name: _SYNONYMS.get(name[0], name[0]), _FRACTION.sub(r"\\frac", text))
     for written, meant in _SPELLINGS.items():
         text = text.replace(written, meant)
-    text = _STYLE.sub(_styled, _unstyled(text))
+    text = _STYLE.sub(_normalize_style, _strip_bold(text))
     text = _PLAIN_NAMES.sub(lambda name: f"\\{name[1].replace('infinity', 'infty')} ", text)
     text = re.sub(r"(?<=\d)\s+[xX]\s+(?=\d)", r"\\times ", text)
-    return _stripped(_thousands(" ".join(text.split())))
+    return _strip_ends(_strip_thousands(" ".join(text.split())))
 
 
-def _replaced(match: re.Match) -> str:
+def _replace_noise(match: re.Match) -> str:
     if match["row"]:
         return "\\\\ "
     if match["side"]:
@@ -136,17 +140,17 @@ def _replaced(match: re.Match) -> str:
     return "" if match["group"] or match[0].startswith("\\!") else " \\quad " if "quad" in match[0] else " "
 
 
-def _unstyled(text: str) -> str:
+def _strip_bold(text: str) -> str:
     """Takes bold type from formulas, and other styles from what has groups in braces."""
-    for match in reversed(list(_STYLED.finditer(text))):
-        end = closing(text, match.end())
+    for match in reversed(list(_STYLE_COMMAND.finditer(text))):
+        end = closing_index(text, match.end())
         held = text[match.end() + 1 : end]
         if end > 0 and (match["bold"] or "{" in held):
             text = f"{text[: match.start()]} {held} {text[end + 1 :]}"
     return text
 
 
-def _styled(match: re.Match) -> str:
+def _normalize_style(match: re.Match) -> str:
     r"""Writes each style as \text{...}, and takes it from numbers, single symbols and names of functions."""
     inner = match[1].strip()
     if match[0].startswith("\\operatorname"):
@@ -156,39 +160,39 @@ def _styled(match: re.Match) -> str:
     return f"\\text{{{match[1]}}}"
 
 
-def _thousands(text: str) -> str:
+def _strip_thousands(text: str) -> str:
     """Takes the separators out of 1,234 and 1 234, but not inside brackets, where they may separate members."""
     pieces, at = [], 0
     for bracket in re.finditer(r"[(\[]|\\\{", text):
         start = bracket.start()
         if start >= at:
-            end = closing(text, start) + 1 or len(text)
-            pieces += [_ungrouped(text[at:start]), text[start:end]]
+            end = closing_index(text, start) + 1 or len(text)
+            pieces += [_strip_separators(text[at:start]), text[start:end]]
             at = end
-    return "".join(pieces) + _ungrouped(text[at:])
+    return "".join(pieces) + _strip_separators(text[at:])
 
 
-def _ungrouped(text: str) -> str:
-    text = _SPACED.sub(lambda number: re.sub("[, ]", "", number[0]), text)
+def _strip_separators(text: str) -> str:
+    text = _SPACED_THOUSANDS.sub(lambda number: re.sub("[, ]", "", number[0]), text)
     return _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
 
 
-def _stripped(text: str) -> str:
+def _strip_ends(text: str) -> str:
     """Takes marks at both ends, outer braces, a style around the whole and a sign such as = before it."""
     before = None
     while text != before:
         before = text
         text = text.strip().strip('"*`').strip()
         text = re.sub(r"(?:\\\\|\\quad|:\)|[.,;:✓✔✅∎\s])+$", "", text)
-        text = text[leading.end() :] if (leading := _LEADING.match(text)) else text
-        if text.startswith("\\text{") and closing(text, 5) == len(text) - 1:
+        text = text[leading.end() :] if (leading := _LEADING_SIGNS.match(text)) else text
+        if text.startswith("\\text{") and closing_index(text, 5) == len(text) - 1:
             text = text[6:-1]
-        elif text.startswith("{") and closing(text, 0) == len(text) - 1:
+        elif text.startswith("{") and closing_index(text, 0) == len(text) - 1:
             text = text[1:-1]
     return text
 
 
-def closing(text: str, start: int) -> int:
+def closing_index(text: str, start: int) -> int:
     """Returns where the bracket that opens at `start` is closed, or -1. Brackets may be of two kinds, as in [0, 1)."""
     depth = 0
     for bracket in _BRACKET.finditer(text, start):
@@ -199,7 +203,7 @@ def closing(text: str, start: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def letters(text: str) -> tuple[str, ...]:
+def letter_tokens(text: str) -> tuple[str, ...]:
     """Returns what two answers must share to be the same letter by letter: the tokens without styles and spacing."""
     text = re.sub(r"\\text\{([^{}]*)\}|\\quad", r" \1 ", text)
     tokens = _TOKEN.findall(re.sub(r"(?<=[A-Za-z])\s+(?=[A-Za-z])", "", text))
@@ -214,19 +218,19 @@ def letters(text: str) -> tuple[str, ...]:
 # ---- structure
 
 
-def plain(text: str) -> str:
+def plain_text(text: str) -> str:
     """Returns a normalized text without styles."""
     return " ".join(re.sub(r"\\text\{([^{}]*)\}", r"\1", text).split())
 
 
-def split(text: str, separator: re.Pattern) -> list[str]:
+def split_outside(text: str, separator: re.Pattern) -> list[str]:
     """Splits a normalized text at the separators outside all brackets."""
     if not separator.search(text):
         return [text.strip()]
     pieces, start, at = [], 0, 0
     while at < len(text):
         if text[at] in "([{" or text.startswith(("\\{", "\\langle", "\\begin"), at):
-            end = closing(text, at)
+            end = closing_index(text, at)
             if end > at and not text.startswith("\\text{", max(0, at - 5)):
                 at = end + 1
                 continue
@@ -240,16 +244,16 @@ def split(text: str, separator: re.Pattern) -> list[str]:
     return [piece.strip() for piece in (*pieces, text[start:])]
 
 
-def members(text: str) -> list[str]:
+def list_members(text: str) -> list[str]:
     """Returns the members of a list, or the text alone. A member with a sign ± is two."""
     result = []
-    for piece in split(text, COMMA):
+    for piece in split_outside(text, COMMA):
         if piece:
-            result += signs(piece)
+            result += expand_plus_minus(piece)
     return result[: MAX_ITEMS + 1]
 
 
-def signs(piece: str) -> list[str]:
+def expand_plus_minus(piece: str) -> list[str]:
     if "\\pm" not in piece and "\\mp" not in piece:
         return [piece]
     name, equals, rest = piece.rpartition("=")
@@ -258,25 +262,25 @@ def signs(piece: str) -> list[str]:
     return [name + equals + upper, name + equals + lower]
 
 
-def inside(text: str) -> tuple[str, list[str], str] | None:
+def parse_brackets(text: str) -> tuple[str, list[str], str] | None:
     """Returns the bracket, the members and the closing bracket of a tuple, an interval or a set; else None."""
     for opener in ("(", "[", "\\{", "\\langle"):
         if text.startswith(opener):
-            end = closing(text, 0)
+            end = closing_index(text, 0)
             close = {"\\{": "\\}", "\\langle": "\\rangle"}.get(opener, text[-1])
             if end < 0 or (end < len(text) - len(close) + (opener == "\\{")) or not text.endswith(close):
                 return None
             held = text[len(opener) : -len(close)]
-            items = [item for item in split(held, re.compile("[,;]"))]
+            items = [item for item in split_outside(held, re.compile("[,;]"))]
             if opener == "\\{":
-                items = [sign for item in items for sign in signs(item)] if held.strip() else []
+                items = [sign for item in items for sign in expand_plus_minus(item)] if held.strip() else []
             elif len(items) < 2:
                 return None
             return ("(" if opener == "\\langle" else opener), items, (")" if opener == "\\langle" else close)
     return None
 
 
-def matrix(text: str) -> list[list[str]] | None:
+def matrix_rows(text: str) -> list[list[str]] | None:
     """Returns the rows of a matrix or of a vector, or None."""
     found = _MATRIX.fullmatch(text)
     if not found or "\\begin" in found[1]:
@@ -285,9 +289,9 @@ def matrix(text: str) -> list[list[str]] | None:
     return [[entry.strip() for entry in row.split("&")] for row in rows]
 
 
-def unnamed(text: str) -> tuple[str | None, str]:
+def split_assignment(text: str) -> tuple[str | None, str]:
     """Returns the name and the value of an assignment such as x = 3 or f(x) = 3, or None and the text."""
-    sides = split(text, EQUALS)
+    sides = split_outside(text, EQUALS)
     if len(sides) == 2 and sides[1] and is_name(sides[0]):
         return sides[0], sides[1]
     found = re.fullmatch(r"(.+?)\s*\\in(?![A-Za-z])(.+)", text)
@@ -300,13 +304,13 @@ def is_name(side: str) -> bool:
     """Tells whether the left side of an equation only names a value: x, f(x), AB or words, but not x^2 or 2x."""
     if any(pattern.fullmatch(side) for pattern in (NAME, _TUPLE_OF_NAMES, _CALL, _OTHER_NAME)):
         return True
-    words = plain(side)
-    return bool(_WORD_NAME.fullmatch(words)) and not _OPERATION.match(words) and not OPEN.search(words)
+    words = plain_text(side)
+    return bool(_WORD_NAME.fullmatch(words)) and not _OPERATION.match(words) and not OPEN_WORDS.search(words)
 
 
 def bare_name(name: str) -> str:
     return re.sub(r"[\s{}]", "", name)
 
 
-def stem(name: str | None) -> str | None:
+def name_stem(name: str | None) -> str | None:
     return None if name is None else re.sub(r"_.*|\s", "", name)

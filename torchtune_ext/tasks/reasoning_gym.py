@@ -20,23 +20,23 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.errors import Mistake, nearest
-from torchtune_ext.tasks.answers import spoken
-from torchtune_ext.tasks.functions import Grade, use_graders
-from torchtune_ext.tasks.task import Graded, Problem, Score, length_of
+from torchtune_ext.run.errors import UsageError, closest_match
+from torchtune_ext.tasks.answers import strip_thinking
+from torchtune_ext.tasks.grade_functions import GradeFunction, use_graders
+from torchtune_ext.tasks.task import GradedGroup, Problem, Score, task_length
 
-HELD_OUT = 8  # one question in 8 is held out
+HELD_OUT_ONE_IN = 8  # one question in 8 is held out
 SPLITS = ("train", "heldout")
-REWARDS = ("solved", "credit")
-BLOCK = 100  # problems of one instance of a generator; some make all of them in advance
-DRAWS = 400  # questions that are drawn before a split is said to have none
-SOLVED = 1.0 - 1e-9  # the generator's own score from which a problem counts as solved
-WINDOW = 32  # groups of a generator that a curriculum looks back on
+REWARD_MODES = ("solved", "credit")
+BLOCK_SIZE = 100  # problems of one instance of a generator; some make all of them in advance
+MAX_DRAWS = 400  # questions that are drawn before a split is said to have none
+SOLVED_SCORE = 1.0 - 1e-9  # the generator's own score from which a problem counts as solved
+CURRICULUM_WINDOW = 32  # groups of a generator that a curriculum looks back on
 # These draw from Python sets, whose order differs between processes unless PYTHONHASHSEED is set.
-BY_HASH = ("isomorphic_strings", "knight_swap", "ransom_note", "word_ladder")
+HASH_ORDERED = ("isomorphic_strings", "knight_swap", "ransom_note", "word_ladder")
 RUNS_TEXT = "judges an answer by running it as Python, which may be any program; grade it with grader: FILE.FUNCTION"
 # Generators that are refused, and why.
-UNFIT = dict.fromkeys(
+REFUSED_GENERATORS = dict.fromkeys(
     ("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication",
      "puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
     RUNS_TEXT,
@@ -115,18 +115,18 @@ class ReasoningGym:
         prompt: str = "{question}\nGive only the final answer.",
         system: str | None = None,
         reward: str = "solved",
-        grader: str | Grade | None = None,
+        grader: str | GradeFunction | None = None,
     ) -> None:
-        for name, value, known in (("split", split, SPLITS), ("reward", reward, REWARDS)):
+        for name, value, known in (("split", split, SPLITS), ("reward", reward, REWARD_MODES)):
             if value not in known:
-                raise Mistake(f"{name}={value!r}: choose one of {', '.join(known)}")
+                raise UsageError(f"{name}={value!r}: choose one of {', '.join(known)}")
         if "{question}" not in prompt:
-            raise Mistake(f"prompt={prompt!r} shows no question: write {{question}} where it belongs")
+            raise UsageError(f"prompt={prompt!r} shows no question: write {{question}} where it belongs")
         self.seed, self.first, self.split, self.prompt, self.system, self.reward = (
             seed, first, split, prompt, system, reward,
         )  # fmt: skip
-        self.length = length_of(first, count)
-        self.weights, self.options = _chosen(generators, graded=grader is not None)
+        self.length = task_length(first, count)
+        self.weights, self.options = _parse_generators(generators, graded=grader is not None)
         use_graders(self, grader, None)
 
     def __len__(self) -> int:
@@ -137,17 +137,17 @@ class ReasoningGym:
             raise IndexError(f"question {index} of {self.length}")
         number = self.first + index
         (name,) = random.Random(f"{self.seed}/{number}").choices(list(self.weights), list(self.weights.values()))
-        block, place = divmod(number, BLOCK)
+        block, place = divmod(number, BLOCK_SIZE)
         # A question of the wrong split is replaced by the one at the same place of another instance, whose seed
         # contains the draw. So a problem does not depend on those before it.
-        for draw in range(DRAWS):
+        for draw in range(MAX_DRAWS):
             entry = self.generator(name, f"{self.seed}/{block}/{draw}")[place]
             # If the right answer is an empty text, some generators pay for any text, and others for none.
-            if held_out(entry["question"]) == (self.split == "heldout") and str(entry["answer"]).strip():
+            if is_held_out(entry["question"]) == (self.split == "heldout") and str(entry["answer"]).strip():
                 break
         else:
-            raise Mistake(
-                f"generators.{name}: none of {DRAWS} questions is of split={self.split!r}, so it has only a few different "
+            raise UsageError(
+                f"generators.{name}: none of {MAX_DRAWS} questions is of split={self.split!r}, so it has only a few different "
                 "ones; give it larger sizes"
             )
         question = {"role": "user", "content": self.prompt.replace("{question}", entry["question"])}
@@ -167,20 +167,20 @@ class ReasoningGym:
         "solved_NAME".
         """
         name = problem.example["generator"]
-        answer = answer_in(spoken(text))
+        answer = extract_answer(strip_thinking(text))
         # Generators parse answers, and some raise at what they cannot read.
         try:
             # The score depends only on the entry, so any instance will do.
             judge = _generator(name, json.dumps(problem.example["options"], sort_keys=True), "0")
             credit = float(judge.score_answer(answer, dict(problem.example))) if answer else 0.0
-            if credit >= SOLVED and name in EXTRA_RULES and not EXTRA_RULES[name](str(problem.answer), answer):
+            if credit >= SOLVED_SCORE and name in EXTRA_RULES and not EXTRA_RULES[name](str(problem.answer), answer):
                 credit = 0.0
         except Exception as error:  # noqa: BLE001 (a text of the policy must not make `grade` raise)
             return self._score(name, 0.0, f"{type(error).__name__}: {error}")
         return self._score(name, min(max(credit, 0.0), 1.0), "")
 
     def _score(self, name: str, credit: float, note: str) -> Score:
-        solved = float(credit >= SOLVED)
+        solved = float(credit >= SOLVED_SCORE)
         reward = solved if self.reward == "solved" else credit
         several = {f"solved_{name}": solved} if len(self.weights) > 1 else {}
         return Score(reward, {"solved": solved, "credit": credit} | several, note)
@@ -194,7 +194,7 @@ class ReasoningGym:
     def solution(self, problem: Problem) -> str:
         """Returns the answer. Raises ValueError if the generator knows none and only judges."""
         if problem.answer is None:
-            raise Mistake(
+            raise UsageError(
                 f"{problem.id} has no answer to learn: its generator only judges answers; leave it out of a warm-up"
             )
         return str(problem.answer)
@@ -216,13 +216,13 @@ class ReasoningGymCurriculum(ReasoningGym):
     def __init__(self, generators: Any, raise_at: float = 0.7, **rest: Any) -> None:
         super().__init__(generators, **rest)
         if not 0.0 < raise_at <= 1.0:
-            raise Mistake(f"raise_at={raise_at} is a share of solved samples: give a number above 0, at most 1")
+            raise UsageError(f"raise_at={raise_at} is a share of solved samples: give a number above 0, at most 1")
         self.raise_at = raise_at
-        self.base, self.levels = dict(self.options), dict.fromkeys(self.options, 0)
+        self.base_options, self.levels = dict(self.options), dict.fromkeys(self.options, 0)
         # By generator: the solved share of each of its newest groups at its present level.
-        self.newest: dict[str, list[float]] = {name: [] for name in self.options}
+        self.recent_shares: dict[str, list[float]] = {name: [] for name in self.options}
         for name in self.options:
-            self._set(name, 0)
+            self._set_level(name, 0)
 
     def ask(self, index: int, cursor: int) -> Problem:
         """Returns the problem at the present level of its generator."""
@@ -233,61 +233,68 @@ class ReasoningGymCurriculum(ReasoningGym):
         problem = super().__getitem__(index)
         return replace(problem, id=f"{problem.id}-level{self.levels[problem.example['generator']]}")
 
-    def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:
+    def observe(self, step: int, groups: Sequence[GradedGroup], folder: Path) -> dict[str, float]:
         """Raises levels, and returns the level of each generator."""
         for problem, samples in groups:
             name, scores = problem.id.split("-")[0], [score for _, score, _ in samples if score is not None]
             # A group that was sampled before its generator rose says nothing about the new level.
             if scores and problem.id.endswith(f"-level{self.levels[name]}"):
-                shares = self.newest[name]
-                shares.append(sum(score.parts.get("solved", score.reward) >= SOLVED for score in scores) / len(scores))
-                del shares[:-WINDOW]
-                if len(shares) == WINDOW and sum(shares) / WINDOW >= self.raise_at:
-                    self._set(name, self.levels[name] + 1)
+                shares = self.recent_shares[name]
+                shares.append(
+                    sum(score.parts.get("solved", score.reward) >= SOLVED_SCORE for score in scores) / len(scores)
+                )
+                del shares[:-CURRICULUM_WINDOW]
+                if len(shares) == CURRICULUM_WINDOW and sum(shares) / CURRICULUM_WINDOW >= self.raise_at:
+                    self._set_level(name, self.levels[name] + 1)
         return {f"curriculum/{name}": float(level) for name, level in self.levels.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"levels": dict(self.levels), "newest": {name: list(shares) for name, shares in self.newest.items()}}
+        return {
+            "levels": dict(self.levels),
+            "newest": {name: list(shares) for name, shares in self.recent_shares.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if set(state["levels"]) != set(self.levels):
-            raise Mistake(
+            raise UsageError(
                 f"task.generators: the checkpoint has {', '.join(state['levels'])}; set them as they were, or begin a new run "
                 "in another output_dir"
             )
         for name, level in state["levels"].items():
-            self._set(name, level)
-        self.newest = {name: list(shares) for name, shares in state["newest"].items()}
+            self._set_level(name, level)
+        self.recent_shares = {name: list(shares) for name, shares in state["newest"].items()}
 
-    def _set(self, name: str, level: int) -> None:
+    def _set_level(self, name: str, level: int) -> None:
         """Gives a generator the sizes of a level."""
         from reasoning_gym.factory import create_curriculum, has_curriculum
 
         if not has_curriculum(name):
-            raise Mistake(f"generators.{name} has no curriculum; take task._component_ ReasoningGym, or leave it out")
+            raise UsageError(
+                f"generators.{name} has no curriculum; take task._component_ ReasoningGym, or leave it out"
+            )
         curriculum = create_curriculum(name)
         # At its last level a generator stays.
         level = min(level, max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1)
         curriculum.set_global_level(level)
-        config = curriculum.generate_configuration(dict(self.base[name]))
+        config = curriculum.generate_configuration(dict(self.base_options[name]))
         # Of this config only the fields that the curriculum changes are taken, since it also has a seed and a size. An
         # attribute names one field, or two: the least and the largest size.
         attributes = map(vars, curriculum.attributes.values())
         changed = [field for each in attributes for key, field in each.items() if key.endswith("field_name")]
-        self.options[name] = {**self.base[name], **{field: getattr(config, field) for field in changed}}
-        self.levels[name], self.newest[name] = level, []
+        self.options[name] = {**self.base_options[name], **{field: getattr(config, field) for field in changed}}
+        self.levels[name], self.recent_shares[name] = level, []
 
 
-def answer_in(text: str) -> str:
+def extract_answer(text: str) -> str:
     """Returns what stands between the last `<answer>` and the `</answer>` after it, or else the whole text."""
     # A regular expression for a pair of marks would need quadratic time where many are open.
     closed = [piece for piece in text.split("</answer>")[:-1] if "<answer>" in piece]
     return (closed[-1].rpartition("<answer>")[2] if closed else text).strip()
 
 
-def held_out(question: str) -> bool:
+def is_held_out(question: str) -> bool:
     """Tells whether a question is held out. Only its hash decides, in every run."""
-    return sha256(question.encode()).digest()[0] % HELD_OUT == 0
+    return sha256(question.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
 
 
 # Nothing is stored: a problem is made again from its index, whose neighbors use the same instance.
@@ -297,35 +304,35 @@ def _generator(name: str, options: str, seed: str) -> Any:
     from reasoning_gym import create_dataset
 
     number = random.Random(seed).getrandbits(31)
-    return create_dataset(name, **json.loads(options), seed=number, size=BLOCK)
+    return create_dataset(name, **json.loads(options), seed=number, size=BLOCK_SIZE)
 
 
-def _chosen(generators: Any, graded: bool) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+def _parse_generators(generators: Any, graded: bool) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
     """Checks the generators, and returns the weight and the options of each."""
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError:
-        raise Mistake('reasoning-gym is not installed: pip install "torchtune-ext[gym]"') from None
+        raise UsageError('reasoning-gym is not installed: pip install "torchtune-ext[gym]"') from None
     if isinstance(generators, str):
         generators = [generators]
     if not isinstance(generators, Mapping):
         generators = {name: {} for name in generators}
     if not generators:
-        raise Mistake("generators is empty: name some, generators=[spell_backward]")
+        raise UsageError("generators is empty: name some, generators=[spell_backward]")
     weights, options = {}, {}
     for name, given in generators.items():
         # "composite" mixes other generators, as this class does.
         known = [each for each in DATASETS if each != "composite"]
         if name not in known:
-            near = nearest(str(name), known)
+            near = closest_match(str(name), known)
             hint = f"did you mean {near!r}?" if near else "the README of reasoning-gym lists them"
-            raise Mistake(f"generators: there is no {name!r} in reasoning-gym; {hint}")
-        if name in UNFIT and not (graded and "grader: FILE.FUNCTION" in UNFIT[name]):
-            raise Mistake(f"generators.{name} {UNFIT[name]}")
+            raise UsageError(f"generators: there is no {name!r} in reasoning-gym; {hint}")
+        if name in REFUSED_GENERATORS and not (graded and "grader: FILE.FUNCTION" in REFUSED_GENERATORS[name]):
+            raise UsageError(f"generators.{name} {REFUSED_GENERATORS[name]}")
         if given is not None and not isinstance(given, Mapping):
-            raise Mistake(f"generators.{name}={given!r} must be a mapping of options, {{}} for none")
-        if name in BY_HASH and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
-            raise Mistake(
+            raise UsageError(f"generators.{name}={given!r} must be a mapping of options, {{}} for none")
+        if name in HASH_ORDERED and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
+            raise UsageError(
                 f"generators.{name} asks other questions in every process, by Python's hashes of texts, so no run of it could "
                 "be resumed; set PYTHONHASHSEED=0 before the command, or take another generator"
             )
@@ -334,14 +341,16 @@ def _chosen(generators: Any, graded: bool) -> tuple[dict[str, float], dict[str, 
         config = DATASETS[name][1]
         taken = [field for field in config.__dataclass_fields__ if field not in ("seed", "size")]
         if unknown := [key for key in rest if key not in taken]:
-            near = nearest(unknown[0], taken)
+            near = closest_match(unknown[0], taken)
             hint = f"did you mean {near!r}?" if near else f"it takes {', '.join(['weight', *taken])}"
-            raise Mistake(f"generators.{name} takes no option {unknown[0]!r}; {hint}")
+            raise UsageError(f"generators.{name} takes no option {unknown[0]!r}; {hint}")
         if not isinstance(weights[name], int | float) or not weights[name] > 0:
-            raise Mistake(f"generators.{name}.weight={weights[name]!r} must be a number above 0")
+            raise UsageError(f"generators.{name}.weight={weights[name]!r} must be a number above 0")
         # Each generator checks its options in its own way, many with an assertion.
         try:
             _generator(name, json.dumps(rest, sort_keys=True), "0")
         except Exception as error:
-            raise Mistake(f"generators.{name} refuses its options {rest}: {error or type(error).__name__}") from error
+            raise UsageError(
+                f"generators.{name} refuses its options {rest}: {error or type(error).__name__}"
+            ) from error
     return weights, options

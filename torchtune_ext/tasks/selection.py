@@ -23,16 +23,16 @@ from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.tasks.functions import named
-from torchtune_ext.tasks.order import SHUFFLE_LIMIT
-from torchtune_ext.tasks.task import Graded, Problem
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.tasks.grade_functions import import_named
+from torchtune_ext.tasks.problem_stream import SHUFFLE_LIMIT
+from torchtune_ext.tasks.task import GradedGroup, Problem
 
 # A level has several groups in a step, so about its last ten count. A problem comes about once in an epoch.
 LEVEL_RATE = 0.1
 PROBLEM_RATE = 0.5
-MOST_DRAWS = 100  # problems drawn for a place, after which the last one is asked, whatever its weight
-OF_A_PROBLEM = ("grade", "grade_group", "solution", "environment")  # methods whose first argument is a problem
+MAX_DRAWS = 100  # problems drawn for a place, after which the last one is asked, whatever its weight
+PROBLEM_METHODS = ("grade", "grade_group", "solution", "environment")  # methods whose first argument is a problem
 
 
 class NearLevel:
@@ -60,35 +60,38 @@ class NearLevel:
         seed: int = 0,
     ) -> None:
         if not 0 < floor <= 1:
-            raise Mistake(f"floor={floor} is a share of the highest weight: give a number above 0 and up to 1")
+            raise UsageError(f"floor={floor} is a share of the highest weight: give a number above 0 and up to 1")
         several = isinstance(levels, Sequence) and all(isinstance(level, Mapping) for level in levels)
         if levels is not None and (not several or len(levels) < 2):
-            raise Mistake(f"levels={levels}: give two or more, each with settings of its own, or null")
-        make = named(task, "task", "class", "my_task.Sums")
-        every, takes = [{**(settings or {}), **level} for level in levels or [{}]], inspect.signature(make)
-        for given in every:
+            raise UsageError(f"levels={levels}: give two or more, each with settings of its own, or null")
+        task_factory = import_named(task, "task", "class", "my_task.Sums")
+        settings_by_level, signature = (
+            [{**(settings or {}), **level} for level in levels or [{}]],
+            inspect.signature(task_factory),
+        )
+        for given in settings_by_level:
             try:
-                takes.bind(**given)
+                signature.bind(**given)
             except TypeError as error:
                 # Otherwise the message would name the arguments of this class.
-                known = ", ".join(takes.parameters)
-                raise Mistake(f"settings and levels: {task} got {given}: {error}; it takes {known}") from error
-        self._tasks = [make(**given) for given in every]
+                known = ", ".join(signature.parameters)
+                raise UsageError(f"settings and levels: {task} got {given}: {error}; it takes {known}") from error
+        self._tasks = [task_factory(**given) for given in settings_by_level]
         first = self._tasks[0]
         for method, what in (("observe", "chooses its problems"), ("open_grader", "is graded")):
             if hasattr(first, method):
-                raise Mistake(f"task={task} {what} by itself already: name it as the task, without NearLevel")
+                raise UsageError(f"task={task} {what} by itself already: name it as the task, without NearLevel")
         if levels is None and not 1 < len(first) <= SHUFFLE_LIMIT:
             number = "one problem" if len(first) == 1 else f"{len(first):,} problems"
-            raise Mistake(
+            raise UsageError(
                 f"task={task} has {number}: give levels to choose from, as levels=[{{level: 1}},{{level: 2}}]"
             )
         # Ids of problems begin with these names, up to the first slash.
         self._levels = [(name or "default").replace("/", "-") for name in level_names(levels or ())]
         if len(set(self._levels)) < len(self._levels):
-            raise Mistake(f"levels={list(levels or ())}: two of them are the same")
+            raise UsageError(f"levels={list(levels or ())}: two of them are the same")
         self._floor, self._seed = floor, seed
-        self._signal: dict[str, float] = {}  # s by level, or by id of a problem
+        self._signal_rates: dict[str, float] = {}  # s by level, or by id of a problem
 
     def __len__(self) -> int:
         return min(map(len, self._tasks))
@@ -104,7 +107,7 @@ class NearLevel:
             raise AttributeError(name)
         value = getattr(self._tasks[0], name)
         # A wrapped method keeps its module, which says whether its grader is the user's.
-        return update_wrapper(partial(self._of_its_task, name), value) if name in OF_A_PROBLEM else value
+        return update_wrapper(partial(self._call_task_method, name), value) if name in PROBLEM_METHODS else value
 
     def ask(self, index: int, cursor: int) -> Problem:
         """Returns problem `index` of a level drawn by weight; without levels, problem `index` or another one."""
@@ -114,13 +117,13 @@ class NearLevel:
             return self._problem(level, index)
         # Rejection sampling: a problem is taken with its weight as the probability.
         problem = self._problem(0, index)
-        for _ in range(MOST_DRAWS - 1):
+        for _ in range(MAX_DRAWS - 1):
             if rng.random() < self._weight(problem.id):
                 break
             problem = self._problem(0, rng.randrange(len(self)))
         return problem
 
-    def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:
+    def observe(self, step: int, groups: Sequence[GradedGroup], folder: Path) -> dict[str, float]:
         """Updates the signals. Returns that of each level, or the share of problems so far that are at the floor."""
         rate = LEVEL_RATE if self._levels else PROBLEM_RATE
         for problem, samples in groups:
@@ -128,34 +131,34 @@ class NearLevel:
             name = problem.id.partition("/")[0] if self._levels else problem.id
             # A single reward cannot differ from others, so it says nothing.
             if len(rewards) > 1 and (name in self._levels or not self._levels):
-                before = self._signal.get(name, 1.0)
-                self._signal[name] = before + rate * (float(min(rewards) < max(rewards)) - before)
+                before = self._signal_rates.get(name, 1.0)
+                self._signal_rates[name] = before + rate * (float(min(rewards) < max(rewards)) - before)
         if self._levels:
-            return {f"selection/{name}": self._signal.get(name, 1.0) for name in self._levels}
-        settled = [signal <= self._floor for signal in self._signal.values()]
+            return {f"selection/{name}": self._signal_rates.get(name, 1.0) for name in self._levels}
+        settled = [signal <= self._floor for signal in self._signal_rates.values()]
         return {"selection/settled": sum(settled) / max(1, len(settled))}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"levels": self._levels, "signal": dict(self._signal)}
+        return {"levels": self._levels, "signal": dict(self._signal_rates)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over a `state_dict`. Raises ValueError if it has other levels."""
         if state["levels"] != self._levels:
-            raise Mistake(
+            raise UsageError(
                 f"task.levels: {self._levels or 'none'}, but the checkpoint was written with {state['levels'] or 'none'}; use "
                 "these, or begin a new run in another output_dir"
             )
-        self._signal = dict(state["signal"])
+        self._signal_rates = dict(state["signal"])
 
     def _weight(self, name: str) -> float:
         # The floor keeps everything in play: what was solved is not forgotten, and what was too hard is tried again.
-        return max(self._floor, self._signal.get(name, 1.0))
+        return max(self._floor, self._signal_rates.get(name, 1.0))
 
     def _problem(self, level: int, index: int) -> Problem:
         problem = self._tasks[level][index]
         return replace(problem, id=f"{self._levels[level]}/{problem.id}") if self._levels else problem
 
-    def _of_its_task(self, method: str, problem: Problem, *rest: Any) -> Any:
+    def _call_task_method(self, method: str, problem: Problem, *rest: Any) -> Any:
         """Calls a method of the task that made a problem, which gets its own id back."""
         if not self._levels:
             return getattr(self._tasks[0], method)(problem, *rest)

@@ -11,13 +11,13 @@ from numbers import Real
 from types import SimpleNamespace
 from typing import Any
 
-from torchtune_ext.run.errors import Mistake, blame
-from torchtune_ext.tasks.answers import spoken
-from torchtune_ext.tasks.games import Games, prompt_of
+from torchtune_ext.run.errors import UsageError, wrap_user_errors
+from torchtune_ext.tasks.answers import strip_thinking
+from torchtune_ext.tasks.games import GameTask, prompt_messages
 from torchtune_ext.tasks.task import Message, Turn
 
 
-class SkyRLGym(Games):
+class SkyRLGym(GameTask):
     """The task.
 
     Args:
@@ -44,23 +44,27 @@ class SkyRLGym(Games):
         try:
             from skyrl_gym.envs.registration import registry
         except ImportError as error:
-            raise Mistake(f"skyrl-gym cannot be imported ({error}): pip install skyrl-gym==0.4.0") from None
+            raise UsageError(f"skyrl-gym cannot be imported ({error}): pip install skyrl-gym==0.4.0") from None
         if environment not in registry and ":" not in environment:
-            raise Mistake(
+            raise UsageError(
                 f"environment={environment!r}: skyrl-gym has {', '.join(sorted(registry))}; one of your own is module:Class"
             )
-        self.kind, self.options = environment, dict(options or {})
+        self.environment_name, self.options = environment, dict(options or {})
         super().__init__(environment.rpartition(":")[2], rows, count, first, seed, max_turns)
 
-    def begin(self, row: Mapping[str, Any], seed: int) -> tuple["SkyRLEnvironment", list[Message]]:
+    def make_game(self, row: Mapping[str, Any], seed: int) -> tuple["SkyRLEnvironment", list[Message]]:
         from skyrl_gym.envs.registration import EnvSpec, make
 
         # A class that is not registered is its own entry point.
-        kind = EnvSpec(self.kind, self.kind) if ":" in self.kind else self.kind
-        with blame(f"skyrl_gym: {self.kind}"):
+        kind = (
+            EnvSpec(self.environment_name, self.environment_name)
+            if ":" in self.environment_name
+            else self.environment_name
+        )
+        with wrap_user_errors(f"skyrl_gym: {self.environment_name}"):
             # A row may have its own `max_turns`.
             game = make(kind, env_config=SimpleNamespace(**self.options), extras={"max_turns": self.max_turns, **row})
-            return SkyRLEnvironment(game), game.init(prompt_of(row))[0]
+            return SkyRLEnvironment(game), game.init(prompt_messages(row))[0]
 
 
 class SkyRLEnvironment:
@@ -72,7 +76,7 @@ class SkyRLEnvironment:
     def step(self, message: Message) -> Turn:
         # What an environment makes of the turn (`postprocessed_action`) is not used, because the policy is trained on
         # what it sampled.
-        step = self.game.step(spoken(message["content"]))
+        step = self.game.step(strip_thinking(message["content"]))
         # The parts of a score are numbers. Metrics may be anything.
         metrics: dict[str, Any] = {
             name: value for name, value in self.game.get_metrics().items() if isinstance(value, Real)

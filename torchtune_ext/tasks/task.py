@@ -9,11 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 
 # The largest absolute reward. Advantages are float32, which a sum of larger rewards may exceed.
-LARGEST = 1e30
-ENDLESS = 2**31 - 1  # the length of a task whose problems never end
+MAX_REWARD = 1e30
+ENDLESS_LENGTH = 2**31 - 1  # the length of a task whose problems never end
 
 
 Message = dict[str, str]  # {"role", "content"}
@@ -38,7 +38,7 @@ class Problem:
         for message in self.messages if isinstance(self.messages, tuple | list) else ():
             content = message.get("content", "") if isinstance(message, Mapping) else ""
             if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
-                raise Mistake(
+                raise UsageError(
                     f"problem {self.id!r}: the content of its message of role {message.get('role')!r} is {content!r:.60}, not "
                     "text"
                 )
@@ -65,17 +65,17 @@ class Score:
         return "policy_failed" if self.parts.get("failed") else "scored"
 
 
-def length_of(first: int, count: int | None) -> int:
+def task_length(first: int, count: int | None) -> int:
     """Returns the length of a task of `count` problems (None: endless).
 
     Raises ValueError if `first` or `count` is out of range.
     """
     if first < 0 or (count is not None and count < 1):
-        raise Mistake(f"first={first}, count={count}: first counts from 0, count from 1")
-    return ENDLESS if count is None else count
+        raise UsageError(f"first={first}, count={count}: first counts from 0, count from 1")
+    return ENDLESS_LENGTH if count is None else count
 
 
-def score_of(value: object) -> Score:
+def to_score(value: object) -> Score:
     """Makes a score of what a grader returned.
 
     A number is a reward without parts. Raises ValueError if it is neither, or has a number that is not finite. The
@@ -83,18 +83,20 @@ def score_of(value: object) -> Score:
     """
     # This includes the numbers of numpy, but no tensors. Its truth values, as of `np.isclose`, are no numbers to Python.
     if isinstance(value, Real | np.bool_):
-        return Score(_finite("reward", value))
+        return Score(_require_finite("reward", value))
     if not isinstance(value, Score):
         kind = type(value)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        raise Mistake(f"{'None' if value is None else name}, neither a number nor a Score")
+        raise UsageError(f"{'None' if value is None else name}, neither a number nor a Score")
     for name, named in (("parts", value.parts), ("facts", value.facts)):
         if not isinstance(named, Mapping):
-            raise Mistake(f"a Score with {name}={named!r:.60}, which is no dict")
-    reward = _finite("reward", value.reward)
-    parts = {_text(name): _finite(name, number) for name, number in value.parts.items()}
+            raise UsageError(f"a Score with {name}={named!r:.60}, which is no dict")
+    reward = _require_finite("reward", value.reward)
+    parts = {_text(name): _require_finite(name, number) for name, number in value.parts.items()}
     if taken := parts.keys() & {"mean", "std"}:
-        raise Mistake(f"a Score with the part {min(taken)!r}, which is the reward's own metric; give it another name")
+        raise UsageError(
+            f"a Score with the part {min(taken)!r}, which is the reward's own metric; give it another name"
+        )
     facts = {_text(name): _text(fact) for name, fact in value.facts.items()}
     return Score(reward, parts, _text(value.note or ""), facts)
 
@@ -104,16 +106,16 @@ def _text(value: Any) -> str:
     return str(value).encode("utf-8", "replace").decode()
 
 
-def _finite(name: str, value: Any) -> float:
+def _require_finite(name: str, value: Any) -> float:
     try:
         number = float(value)
     # An integer beyond the range of floats raises OverflowError.
     except (TypeError, ValueError, OverflowError):
-        raise Mistake(f"{name}={value!r:.60}, which is no number") from None
+        raise UsageError(f"{name}={value!r:.60}, which is no number") from None
     if not math.isfinite(number):
-        raise Mistake(f"{name}={number}, which is not finite")
-    if abs(number) > LARGEST:
-        raise Mistake(f"{name}={number:g}, which is beyond {LARGEST:g}: no advantage can be computed from it")
+        raise UsageError(f"{name}={number}, which is not finite")
+    if abs(number) > MAX_REWARD:
+        raise UsageError(f"{name}={number:g}, which is beyond {MAX_REWARD:g}: no advantage can be computed from it")
     return number
 
 
@@ -143,10 +145,10 @@ class Task(Protocol):
 
 
 @runtime_checkable
-class GradesItself(Protocol):
+class SelfGradingTask(Protocol):
     """A task that brings its own grader, in place of `grade` in worker processes."""
 
-    def rehearse(self, key: str, before: Sequence[Any]) -> None:
+    def check_grading(self, key: str, earlier_tasks: Sequence[Any]) -> None:
         """Finds, in about a second, what would otherwise go wrong at the first text.
 
         Args:
@@ -158,7 +160,7 @@ class GradesItself(Protocol):
         """
         ...
 
-    def open_grader(self, opened: Sequence[Any], beside_training: bool) -> Any:
+    def open_grader(self, open_graders: Sequence[Any], during_training: bool) -> Any:
         """Starts the grader. It has `compares`, `submit`, `metrics` and `close` as `Grader` has them.
 
         Args:
@@ -208,7 +210,7 @@ def solution_messages(solution: str | Sequence[Message]) -> list[Message]:
     return [{"role": "assistant", "content": solution}] if isinstance(solution, str) else list(solution)
 
 
-Graded = tuple[Problem, Sequence[tuple[str, Score | None, str]]]
+GradedGroup = tuple[Problem, Sequence[tuple[str, Score | None, str]]]
 """A graded group: its problem, and for each sample the text, the score (None: it could not be graded) and the kind of
 its outcome (`Score.kind`, `Ungraded.kind`; "": no grader has seen it)."""
 
@@ -221,7 +223,7 @@ class AdaptiveTask(Task, Protocol):
         """Returns problem `index` as the `cursor`-th of the run. `task[index]` is for use without a run."""
         ...
 
-    def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:
+    def observe(self, step: int, groups: Sequence[GradedGroup], folder: Path) -> dict[str, float]:
         """Learns from the groups of a step, and returns metrics. `folder` is the run's, for files of the task."""
         ...
 
@@ -235,7 +237,7 @@ class AdaptiveTask(Task, Protocol):
         ...
 
 
-def spoken(text: str) -> str:
+def strip_thinking(text: str) -> str:
     """Returns the answer part of a text: everything after the last closed thought, or "" if a thought is still open."""
     # Every grader reads texts by this rule. A text that never opens a thought is all answer.
     rest = text.rpartition("</think>")[2]

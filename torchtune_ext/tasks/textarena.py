@@ -9,13 +9,13 @@ task:
 from collections.abc import Mapping
 from typing import Any
 
-from torchtune_ext.run.errors import Mistake, blame, nearest
-from torchtune_ext.tasks.answers import spoken
-from torchtune_ext.tasks.games import Games
+from torchtune_ext.run.errors import UsageError, closest_match, wrap_user_errors
+from torchtune_ext.tasks.answers import strip_thinking
+from torchtune_ext.tasks.games import GameTask
 from torchtune_ext.tasks.task import Message, Turn
 
 
-class TextArena(Games):
+class TextArena(GameTask):
     """The task.
 
     Games that need word lists of NLTK (Wordle, Hangman, ...) work where those are installed.
@@ -45,26 +45,26 @@ class TextArena(Games):
         try:
             from textarena.envs.registration import ENV_REGISTRY
         except ImportError as error:
-            raise Mistake(f"textarena cannot be imported ({error}): pip install textarena==0.7.4") from None
+            raise UsageError(f"textarena cannot be imported ({error}): pip install textarena==0.7.4") from None
         if game not in ENV_REGISTRY:
-            near = nearest(game, ENV_REGISTRY)
-            raise Mistake(
+            near = closest_match(game, ENV_REGISTRY)
+            raise UsageError(
                 f"game={game!r} is none of TextArena's {len(ENV_REGISTRY)}{f'; did you mean {near!r}?' if near else ''}"
             )
         self.options, self.system = dict(options or {}), system
         super().__init__(game, None, count, first, seed, max_turns)
 
-    def begin(self, row: Mapping[str, Any], seed: int) -> tuple["TextArenaEnvironment", list[Message]]:
+    def make_game(self, row: Mapping[str, Any], seed: int) -> tuple["TextArenaEnvironment", list[Message]]:
         import textarena
 
-        with blame(
+        with wrap_user_errors(
             f"textarena: {self.name}", "only games for one player can be played, with the word lists that they need"
         ):
             game = textarena.make(self.name, **self.options)
             game.reset(num_players=1, seed=seed)
         environment = TextArenaEnvironment(game)
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return environment, before + environment.observation()
+        return environment, before + environment.read_observation()
 
 
 class TextArenaEnvironment:
@@ -75,16 +75,16 @@ class TextArenaEnvironment:
         # turn. So actions go to the wrapped game, and observations come from the bare one.
         from textarena import Wrapper
 
-        self.game, self.bare = game, game
-        while isinstance(self.bare, Wrapper):
-            self.bare = self.bare.env
+        self.game, self.unwrapped = game, game
+        while isinstance(self.unwrapped, Wrapper):
+            self.unwrapped = self.unwrapped.env
 
     def step(self, message: Message) -> Turn:
         # Some games raise at a move that they cannot read. As a failure of the environment it would not be trained on.
         try:
-            done, _ = self.game.step(spoken(message["content"]))
+            done, _ = self.game.step(strip_thinking(message["content"]))
             if not done:
-                return Turn(self.observation())
+                return Turn(self.read_observation())
             # TextArena gives out the rewards when a game is closed.
             rewards, info = self.game.close()
         except Exception as error:  # noqa: BLE001 (the game's code, on a text of the policy)
@@ -95,9 +95,9 @@ class TextArenaEnvironment:
             return Turn(done=True, parts=parts, note=rewards[0])
         return Turn(reward=rewards[0], done=True, parts=parts, note=note)
 
-    def observation(self) -> list[Message]:
+    def read_observation(self) -> list[Message]:
         """Returns what the game has shown since the last call, without what the policy said itself."""
-        _, shown = self.bare.get_observation()
+        _, shown = self.unwrapped.get_observation()
         # A few games interchange the arguments when they record what the policy said. Its kind is a text then.
         text = "\n\n".join(text for _, text, kind in shown if getattr(kind, "name", "PLAYER_ACTION") != "PLAYER_ACTION")
         return [{"role": "user", "content": text}]

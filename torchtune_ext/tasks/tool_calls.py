@@ -11,12 +11,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.tasks.task import spoken
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.tasks.task import strip_thinking
 
 # A model may end its turn without closing the mark.
-_MARKED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_BETWEEN = re.compile(r"[; \n\t]*")
+_CALL_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_SEPARATOR = re.compile(r"[; \n\t]*")
 _PYTHON_TAG = "<|python_tag|>"
 _DECODER = json.JSONDecoder()
 
@@ -30,23 +30,23 @@ class ToolCall:
     arguments: dict[str, Any]
 
 
-def tool_calls(text: str) -> list[ToolCall]:
+def parse_tool_calls(text: str) -> list[ToolCall]:
     """Returns the calls in the text of a turn.
 
     Raises ValueError, with a message for the policy, if the text between the marks of a call cannot be read.
     """
     # A call in a thought is only an idea.
-    text = spoken(text)
-    if marked := _MARKED.findall(text):
-        return [_call(value) for piece in marked for value in _values(piece)]
+    text = strip_thinking(text)
+    if marked := _CALL_BLOCK.findall(text):
+        return [_parse_call(value) for piece in marked for value in _json_values(piece)]
     try:
-        return [_call(value) for value in _values(text.strip().removeprefix(_PYTHON_TAG))]
+        return [_parse_call(value) for value in _json_values(text.strip().removeprefix(_PYTHON_TAG))]
     except ValueError:
         # Without marks, whatever is not a call is an answer.
         return []
 
 
-def _values(text: str) -> list[Any]:
+def _json_values(text: str) -> list[Any]:
     """Returns the JSON values of a text: one, several, or the members of a list."""
     values, text, end = [], text.strip(), 0
     while end < len(text):
@@ -54,20 +54,20 @@ def _values(text: str) -> list[Any]:
             value, end = _DECODER.raw_decode(text, end)
         # The decoder raises RecursionError for a text of many open brackets.
         except (ValueError, RecursionError) as error:
-            raise Mistake(f"the tool call is not JSON: {error}") from None
+            raise UsageError(f"the tool call is not JSON: {error}") from None
         values += value if isinstance(value, list) else [value]
-        between = _BETWEEN.match(text, end)
+        between = _SEPARATOR.match(text, end)
         assert between is not None  # it also matches nothing
         end = between.end()
     return values
 
 
-def _call(value: Any) -> ToolCall:
+def _parse_call(value: Any) -> ToolCall:
     arguments = value.get("arguments", value.get("parameters")) if isinstance(value, dict) else None
     if not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
         try:
             shown = json.dumps(value)
         except RecursionError:
             shown = "a value of a thousand levels"
-        raise Mistake(f'{shown:.80} is not a tool call; write {{"name": "...", "arguments": {{...}}}}')
+        raise UsageError(f'{shown:.80} is not a tool call; write {{"name": "...", "arguments": {{...}}}}')
     return ToolCall(value["name"], arguments)

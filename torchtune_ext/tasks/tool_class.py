@@ -29,16 +29,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchtune_ext.run.errors import Mistake, blame
-from torchtune_ext.tasks.functions import named
-from torchtune_ext.tasks.games import Games, prompt_of
+from torchtune_ext.run.errors import UsageError, wrap_user_errors
+from torchtune_ext.tasks.games import GameTask, prompt_messages
+from torchtune_ext.tasks.grade_functions import import_named
 from torchtune_ext.tasks.task import Message, Turn
-from torchtune_ext.tasks.tool_calls import ToolCall, tool_calls
+from torchtune_ext.tasks.tool_calls import ToolCall, parse_tool_calls
 
-NO_TOOLS = ("reset", "get_reward")  # public methods that are no tools
+RESERVED_METHODS = ("reset", "get_reward")  # public methods that are no tools
 
 
-class ToolClass(Games):
+class ToolClass(GameTask):
     """The task.
 
     A turn without a tool call ends a conversation. The results of a turn's calls, and errors, are messages of the role
@@ -68,20 +68,22 @@ class ToolClass(Games):
         first: int = 0,
         seed: int = 0,
     ) -> None:
-        self.factory, self.system = named(environment, "environment", "class", "my_shop.Shop"), system
-        schemas = _schemas(self.factory, f"environment={environment!r}")
+        self.environment_class, self.system = import_named(environment, "environment", "class", "my_shop.Shop"), system
+        schemas = _tool_schemas(self.environment_class, f"environment={environment!r}")
         # Where the system message shows the tools, the chat template must not show them again.
         if system is not None and "{tools}" in system:
             self.system, schemas = system.replace("{tools}", json.dumps(schemas)), []
-        super().__init__(self.factory.__name__, rows, count, first, seed, max_turns, schemas)
+        super().__init__(self.environment_class.__name__, rows, count, first, seed, max_turns, schemas)
 
-    def begin(self, row: Mapping[str, Any], seed: int) -> tuple["ToolEnvironment", list[Message]]:
-        messages = prompt_of(row)
-        with blame(f"{self.name}.reset({', '.join(f'{field}=...' for field in row)})"):
-            game = self.factory()
-            messages[-1]["content"] += _awaited(game.reset(**row)) or ""
+    def make_game(self, row: Mapping[str, Any], seed: int) -> tuple["ToolEnvironment", list[Message]]:
+        messages = prompt_messages(row)
+        with wrap_user_errors(f"{self.name}.reset({', '.join(f'{field}=...' for field in row)})"):
+            game = self.environment_class()
+            messages[-1]["content"] += _run_if_async(game.reset(**row)) or ""
         if not messages[-1]["content"]:
-            raise Mistake(f"{self.name}: nothing to read; let `reset` return a text, or give each row a field `prompt`")
+            raise UsageError(
+                f"{self.name}: nothing to read; let `reset` return a text, or give each row a field `prompt`"
+            )
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
         return ToolEnvironment(game, self.max_turns), before + messages
 
@@ -95,47 +97,47 @@ class ToolEnvironment:
     def step(self, message: Message) -> Turn:
         self.turns_left -= 1
         try:
-            calls = tool_calls(message["content"])
+            calls = parse_tool_calls(message["content"])
         except ValueError as error:
             self.calls += 1
-            results = [{"role": "tool", "content": self._failed(error)}]
+            results = [{"role": "tool", "content": self._error_result(error)}]
         else:
-            results = [{"role": "tool", "name": call.name, "content": self._result(call)} for call in calls]
+            results = [{"role": "tool", "name": call.name, "content": self._run_call(call)} for call in calls]
         # The run ends a conversation after `max_turns` by itself, so the reward must come with that turn.
         is_last = not results or not self.turns_left
-        reward = _awaited(self.game.get_reward()) if is_last else 0.0
+        reward = _run_if_async(self.game.get_reward()) if is_last else 0.0
         return Turn(results, reward, not results, {"tool_calls": self.calls, "tool_errors": self.errors})
 
-    def _result(self, call: ToolCall) -> str:
+    def _run_call(self, call: ToolCall) -> str:
         self.calls += 1
         names = _tool_names(type(self.game))
         if call.name not in names:
-            return self._failed(f"there is no tool {call.name}, only {', '.join(names)}")
+            return self._error_result(f"there is no tool {call.name}, only {', '.join(names)}")
         try:
-            return str(_awaited(getattr(self.game, call.name)(**call.arguments)))
+            return str(_run_if_async(getattr(self.game, call.name)(**call.arguments)))
         except Exception as error:  # noqa: BLE001 (the policy reads what it did wrong)
-            return self._failed(error)
+            return self._error_result(error)
 
-    def _failed(self, error: Exception | str) -> str:
+    def _error_result(self, error: Exception | str) -> str:
         self.errors += 1
         return str({"error": str(error) or type(error).__name__})
 
 
 def _tool_names(factory: type) -> list[str]:
     methods = [name for name, _ in inspect.getmembers(factory, inspect.isfunction)]
-    return [name for name in methods if not name.startswith("_") and name not in NO_TOOLS]
+    return [name for name in methods if not name.startswith("_") and name not in RESERVED_METHODS]
 
 
-def _schemas(factory: Any, setting: str) -> list[dict[str, Any]]:
+def _tool_schemas(factory: Any, setting: str) -> list[dict[str, Any]]:
     """Checks the class, and returns the schemas of its tools."""
     # Imported late, because the process of an environment does not need it.
     from transformers.utils import chat_template_utils as schema
 
     if not inspect.isclass(factory):
-        raise Mistake(f"{setting} is a {type(factory).__name__}; name a class with the methods reset and get_reward")
-    if missing := [name for name in NO_TOOLS if not hasattr(factory, name)]:
-        raise Mistake(f"{setting} has no method {missing[0]}; it needs reset(**row) and get_reward()")
-    with blame(f"{setting}: {factory.__name__}()"):
+        raise UsageError(f"{setting} is a {type(factory).__name__}; name a class with the methods reset and get_reward")
+    if missing := [name for name in RESERVED_METHODS if not hasattr(factory, name)]:
+        raise UsageError(f"{setting} has no method {missing[0]}; it needs reset(**row) and get_reward()")
+    with wrap_user_errors(f"{setting}: {factory.__name__}()"):
         instance = factory()
     schemas = []
     for name in _tool_names(factory):
@@ -143,15 +145,15 @@ def _schemas(factory: Any, setting: str) -> list[dict[str, Any]]:
             # The schema of a bound method has no `self`.
             schemas.append(schema.get_json_schema(getattr(instance, name)))
         except (schema.DocstringParsingException, schema.TypeHintParsingException) as error:
-            raise Mistake(
+            raise UsageError(
                 f"{setting}: {name} can be no tool: {error}; give it type hints and a docstring with `Args:`, or begin its "
                 "name with _ if it is none"
             ) from error
     if not schemas:
-        raise Mistake(f"{setting} has no tool: write a public method with type hints and a docstring")
+        raise UsageError(f"{setting} has no tool: write a public method with type hints and a docstring")
     return schemas
 
 
-def _awaited(value: Any) -> Any:
+def _run_if_async(value: Any) -> Any:
     """Returns the result of a method, which may be async."""
     return asyncio.run(value) if inspect.iscoroutine(value) else value

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchtune_ext.grading.calls import Ungraded
-from torchtune_ext.pipeline.groups import Group, Sample, run_lengths
-from torchtune_ext.telemetry.rollouts import read_rollouts
+from torchtune_ext.grading.outcomes import Ungraded
+from torchtune_ext.pipeline.groups import Group, Sample, run_length_encode
+from torchtune_ext.pipeline.rollout_store import read_rollouts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ExcerptLimits:
     """How much of the rollouts a page carries; the curves are always whole."""
 
     max_steps: int = 80  # evenly spaced, first and last among them
@@ -38,7 +38,7 @@ class Limits:
     max_mib: float = 16.0  # all rollouts in the page together
 
 
-LIMITS = Limits()
+DEFAULT_LIMITS = ExcerptLimits()
 
 
 @dataclass(slots=True)
@@ -49,38 +49,40 @@ class Excerpts:
     index: list[dict[str, Any]] = field(default_factory=list)  # what each of these steps holds
 
 
-def excerpts_of(paths: Mapping[int, Path], limits: Limits, tokenizers: Iterable[str | Path] = ()) -> Excerpts:
+def collect_excerpts(
+    paths: Mapping[int, Path], limits: ExcerptLimits, tokenizers: Iterable[str | Path] = ()
+) -> Excerpts:
     """Packs groups of some steps out of `paths`, the file of each step.
 
     Args:
         tokenizers: folders that may hold the tokenizer of the run; the first that has one is taken.
     """
     excerpts = Excerpts()
-    steps = spaced(sorted(paths), limits.max_steps)
-    left, tokenizer = limits.max_mib * 2**20, tokenizer_of(tokenizers)
+    steps = evenly_spaced(sorted(paths), limits.max_steps)
+    bytes_left, tokenizer = limits.max_mib * 2**20, find_tokenizer(tokenizers)
     for number, step in enumerate(steps):
-        groups = groups_of(paths[step])
+        groups = read_groups(paths[step])
         if not groups:
             continue
-        chosen = chosen_groups(groups, limits.groups_per_step)
+        chosen = choose_groups(groups, limits.groups_per_step)
         records = [_group_record(group, limits, tokenizer) for group in chosen]
         # Each step may take an equal part of what is left, so later steps use what this one leaves.
-        blob, budget = pack(records), left / (len(steps) - number)
+        blob, budget = encode_json(records), bytes_left / (len(steps) - number)
         # The last groups go first: those without a signal, then those with the narrowest spread. Compression makes the
         # size of a group unknown, so the number is guessed and tried. One group stays, whatever its size.
         while len(blob) > budget and len(records) > 1:
             records = records[: max(1, min(len(records) - 1, int(len(records) * budget / len(blob))))]
-            blob = pack(records)
-        left -= len(blob)
+            blob = encode_json(records)
+        bytes_left -= len(blob)
         excerpts.blobs[step] = blob
-        signals = sum(group.has_signal for group in groups)
+        signals = sum(group.has_nonzero_advantage for group in groups)
         excerpts.index.append(
             {"step": step, "groups": len(groups), "signals": signals, "ids": [r["id"] for r in records]}
         )
     return excerpts
 
 
-def groups_of(path: Path) -> list[Group]:
+def read_groups(path: Path) -> list[Group]:
     """Reads stored rollouts. A damaged file has none: the rest of the report is still worth having."""
     try:
         return read_rollouts(path)
@@ -89,7 +91,7 @@ def groups_of(path: Path) -> list[Group]:
         return []
 
 
-def pack(data: Any) -> str:
+def encode_json(data: Any) -> str:
     """Makes the text that the page unpacks: base64 of gzipped JSON."""
     # No character of base64 has a meaning in HTML, so no completion can break out of its element. Without a time in the
     # header, the same data give the same text.
@@ -97,12 +99,12 @@ def pack(data: Any) -> str:
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
-def short(value: float | None, digits: int = 6) -> float | None:
+def round_digits(value: float | None, digits: int = 6) -> float | None:
     """Rounds to so many significant digits. Six are more than a screen shows, and half the bytes."""
     return value if value is None or isinstance(value, int) else float(f"{value:.{digits}g}")
 
 
-def cut_text(text: str, limit: int) -> str:
+def elide_text(text: str, limit: int) -> str:
     """Leaves out the middle of a text that has more than `limit` characters, and says how many."""
     if len(text) <= limit:
         return text
@@ -112,39 +114,39 @@ def cut_text(text: str, limit: int) -> str:
 # ---------------------------------------------------------------- which groups, and what they are like
 
 
-def chosen_groups(groups: Sequence[Group], number: int) -> list[Group]:
+def choose_groups(groups: Sequence[Group], number: int) -> list[Group]:
     """Takes at most `number` groups: those with a signal from the widest to the narrowest spread, then some without."""
-    ranked = sorted(groups, key=_spread, reverse=True)
-    signal = [group for group in ranked if group.has_signal]
-    silent = [group for group in ranked if not group.has_signal]
+    ranked = sorted(groups, key=_reward_std, reverse=True)
+    varied = [group for group in ranked if group.has_nonzero_advantage]
+    zero_variance = [group for group in ranked if not group.has_nonzero_advantage]
     # Groups without a signal show why nothing is learned from them, so they get a sixth of the places even where groups
     # with a signal would fill all.
-    few = min(len(silent), max(number - len(signal), number // 6))
-    return spaced(signal, number - few) + spaced(silent, few)
+    num_zero_variance = min(len(zero_variance), max(number - len(varied), number // 6))
+    return evenly_spaced(varied, number - num_zero_variance) + evenly_spaced(zero_variance, num_zero_variance)
 
 
-def rewards_of(group: Group) -> list[float]:
+def finite_rewards(group: Group) -> list[float]:
     """The rewards of the samples that have a finite one."""
     rewards = [sample.score.reward for sample in group.samples if sample.score is not None]
     return [float(reward) for reward in rewards if math.isfinite(reward)]
 
 
-def by_reward(group: Group) -> list[Sample]:
+def sort_by_reward(group: Group) -> list[Sample]:
     """The samples of a group, those with the highest reward first, those without one last."""
     return sorted(
         group.samples, key=lambda sample: -math.inf if sample.score is None else sample.score.reward, reverse=True
     )
 
 
-def _spread(group: Group) -> float:
-    rewards = rewards_of(group)
+def _reward_std(group: Group) -> float:
+    rewards = finite_rewards(group)
     return float(np.std(rewards)) if rewards else 0.0
 
 
 # ---------------------------------------------------------------- prompts as the model reads them
 
 
-def tokenizer_of(folders: Iterable[str | Path]) -> "Tokenizer | None":
+def find_tokenizer(folders: Iterable[str | Path]) -> "Tokenizer | None":
     """Returns the tokenizer of the first of these model folders that has one. A damaged one is only logged."""
     from tokenizers import Tokenizer
 
@@ -160,51 +162,56 @@ def tokenizer_of(folders: Iterable[str | Path]) -> "Tokenizer | None":
 # ---------------------------------------------------------------- records of the page
 
 
-def _group_record(group: Group, limits: Limits, tokenizer: "Tokenizer | None") -> dict[str, Any]:
-    rewards, answer, characters = rewards_of(group), group.problem.answer, limits.max_characters
+def _group_record(group: Group, limits: ExcerptLimits, tokenizer: "Tokenizer | None") -> dict[str, Any]:
+    rewards, answer, characters = finite_rewards(group), group.problem.answer, limits.max_characters
     # A chat template adds to the messages, for instance a system line. Only the tokens show what the model read.
     read = tokenizer and tokenizer.decode(group.prompt_tokens.tolist(), skip_special_tokens=False)
     return {
         "id": group.problem.id,
         "messages": [
-            {"role": m["role"], "content": cut_text(str(m["content"]), characters)} for m in group.problem.messages
+            {"role": m["role"], "content": elide_text(str(m["content"]), characters)} for m in group.problem.messages
         ],
         "answer": answer if isinstance(answer, str) else json.dumps(answer, default=repr),
-        "read": read and cut_text(read, characters),
+        "read": read and elide_text(read, characters),
         "prompt_tokens": len(group.prompt_tokens),
         "count": len(group.samples),
-        "trained": sum(sample.trained for sample in group.samples),
-        "signal": group.has_signal,
+        "trained": sum(sample.in_loss for sample in group.samples),
+        "signal": group.has_nonzero_advantage,
         "failed": sum(sample.score is None for sample in group.samples),
-        "mean": short(fmean(rewards)) if rewards else None,
-        "spread": short(_spread(group)),
-        "rewards": [short(reward) for reward in rewards],
-        "samples": [sample_facts(sample, characters) for sample in spaced(by_reward(group), limits.samples_per_group)],
+        "mean": round_digits(fmean(rewards)) if rewards else None,
+        "spread": round_digits(_reward_std(group)),
+        "rewards": [round_digits(reward) for reward in rewards],
+        "samples": [
+            sample_record(sample, characters)
+            for sample in evenly_spaced(sort_by_reward(group), limits.samples_per_group)
+        ],
     }
 
 
-def sample_facts(sample: Sample, limit: int) -> dict[str, Any]:
+def sample_record(sample: Sample, limit: int) -> dict[str, Any]:
     """Returns all that is shown of a sample but its tokens; its text has at most about `limit` characters.
 
     `count` is the number of sampled tokens; `total` also counts what an environment answered. A conversation has its
     `turns`, as in `Completion`, and its `messages`.
     """
     completion, outcome, score = sample.completion, sample.outcome, sample.score
-    sampled_S = completion.sampled
+    sampled_S = completion.sampled_indices
     facts = {
-        "text": cut_text(sample.text, limit),
+        "text": elide_text(sample.text, limit),
         "count": len(sampled_S),
         "total": len(completion.tokens),
-        "reward": None if score is None else finite(score.reward),
-        "parts": {} if score is None else {k: finite(v) for k, v in score.parts.items()},
-        "note": "" if score is None else cut_text(score.note, 2000),
+        "reward": None if score is None else finite_or_none(score.reward),
+        "parts": {} if score is None else {k: finite_or_none(v) for k, v in score.parts.items()},
+        "note": "" if score is None else elide_text(score.note, 2000),
         "outcome": "not graded" if outcome is None else outcome.kind,
-        "cause": cut_text(outcome.cause, 2000) if isinstance(outcome, Ungraded) else "",
-        "advantage": finite(sample.advantage),
-        "trained": bool(sample.trained),
+        "cause": elide_text(outcome.cause, 2000) if isinstance(outcome, Ungraded) else "",
+        "advantage": finite_or_none(sample.advantage),
+        "trained": bool(sample.in_loss),
         "finish": completion.finish_reason,
-        "versions": run_lengths(completion.versions[sampled_S]),
-        "logprob": finite(np.mean(completion.logprobs[sampled_S], dtype=np.float64)) if len(sampled_S) else None,
+        "versions": run_length_encode(completion.versions[sampled_S]),
+        "logprob": finite_or_none(np.mean(completion.logprobs[sampled_S], dtype=np.float64))
+        if len(sampled_S)
+        else None,
     }
     if completion.turns:
         # A long conversation divides the limit among its messages, so that each keeps its beginning and end.
@@ -213,20 +220,20 @@ def sample_facts(sample: Sample, limit: int) -> dict[str, Any]:
         facts["messages"] = [
             {
                 "role": message["role"],
-                "content": cut_text(str(message["content"]), share),
-                "reward": None if reward is None else finite(reward),
+                "content": elide_text(str(message["content"]), share),
+                "reward": None if reward is None else finite_or_none(reward),
             }
             for message, reward in sample.rated_messages
         ]
     return facts
 
 
-def finite(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     # JSON has no NaN and no infinity.
-    return short(float(value)) if np.isfinite(value) else None
+    return round_digits(float(value)) if np.isfinite(value) else None
 
 
-def spaced(items: Sequence, number: int) -> list:
+def evenly_spaced(items: Sequence, number: int) -> list:
     """At most `number` of `items`, evenly spaced, first and last among them (only the first when `number` is 1)."""
     if len(items) <= number:
         return list(items)

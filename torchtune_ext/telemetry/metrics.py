@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.pipeline.groups import Group
-from torchtune_ext.run.errors import FileMistake, Mistake
-from torchtune_ext.run.files import explained, write_atomic
+from torchtune_ext.run.errors import UsageError, UsageFileError
+from torchtune_ext.run.files import explain_os_errors, write_atomic
 from torchtune_ext.run.folder import Run
 from torchtune_ext.telemetry.sinks import LoggingConfig as LoggingConfig
-from torchtune_ext.telemetry.sinks import Opening, Sink
+from torchtune_ext.telemetry.sinks import Sink, SinkContext
 from torchtune_ext.telemetry.sinks.settings import sink_class
 
 log = logging.getLogger(__name__)
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 # These differ between two runs of the same seed, which are compared without them. The engine's counters depend on when
 # requests come and end, and they begin again when a run resumes. So do the counters and the memory of the benchmark
 # service.
-CLOCK_PREFIXES = ("time/", "speed/", "memory/", "engine/", "engines/", "bench/")
-_FIX = "Free disk space and resume the run; the lines before are intact"
-_RESERVED = ("step", "nonfinite")
+VOLATILE_PREFIXES = ("time/", "speed/", "memory/", "engine/", "engines/", "bench/")
+_DISK_FIX = "Free disk space and resume the run; the lines before are intact"
+_RESERVED_NAMES = ("step", "nonfinite")
 
 
-class Metrics:
+class MetricLogger:
     """Writes scalars to `run_dir/metrics.jsonl`, and hands scalars, samples and the run's outcome to the sinks.
 
     Args:
@@ -67,22 +67,24 @@ class Metrics:
         self.path = run_dir / "metrics.jsonl"
         self._last_step = -1
         if resume_step is not None:
-            cut_metrics(self.path, resume_step)
+            truncate_metrics(self.path, resume_step)
         elif self.path.exists() and self.path.stat().st_size:
-            raise Mistake(f"{self.path} belongs to an earlier run: RunFolder.begin sets it aside, resume_step goes on")
-        with explained(f"cannot write {self.path}", _FIX):
+            raise UsageError(
+                f"{self.path} belongs to an earlier run: RunFolder.begin sets it aside, resume_step goes on"
+            )
+        with explain_os_errors(f"cannot write {self.path}", _DISK_FIX):
             # With O_APPEND the next line follows the last whole one, also after `_append` has cut the file back.
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        opening = Opening(run_dir, run, resume_step, self._settings)
+        context = SinkContext(run_dir, run, resume_step, self._settings)
         for name in self._settings.to:
             try:
-                self._sinks[name] = sink_class(name)(opening)
+                self._sinks[name] = sink_class(name)(context)
             except Exception as error:
                 # A wrong setting or login ends the run now, while nothing is lost. Other failures only cost the sink.
                 if isinstance(error, ValueError):
                     self.close()
                     raise
-                self._drop(name, error)
+                self._drop_sink(name, error)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one line for `step`. Several lines of one step are allowed; readers merge them.
@@ -99,10 +101,12 @@ class Metrics:
         # A step comes in parts: its numbers before its checkpoint, so that a run that resumes there has them, its
         # seconds when it is over.
         if step < self._last_step:
-            raise Mistake(f"step={step} after step {self._last_step}: steps only grow; resume with resume_step={step}")
-        for name in _RESERVED:
+            raise UsageError(
+                f"step={step} after step {self._last_step}: steps only grow; resume with resume_step={step}"
+            )
+        for name in _RESERVED_NAMES:
             if name in values:
-                raise Mistake(f"values[{name!r}]: this name is reserved; use 'group/{name}'")
+                raise UsageError(f"values[{name!r}]: this name is reserved; use 'group/{name}'")
         # An int stays one in JSON. Tensors and NumPy scalars become floats.
         numbers = {name: v if type(v) is int else float(v) for name, v in values.items()}
         record: dict[str, Any] = {"step": step}
@@ -113,32 +117,32 @@ class Metrics:
         # The file is the record and comes first. The sinks get copies, NaN included.
         self._append(json.dumps(record, allow_nan=False) + "\n")
         self._last_step = step
-        self._tell(lambda sink: sink.log(step, numbers))
+        self._call_sinks(lambda sink: sink.log(step, numbers))
 
     def show(self, step: int, groups: Sequence[Group]) -> None:
         """Shows samples of a step where the settings ask for it and a sink can. Groups have rewards and advantages."""
-        if self._settings.shows(step):
-            self._tell(lambda sink: sink.show(step, groups))
+        if self._settings.logs_samples_at(step):
+            self._call_sinks(lambda sink: sink.show(step, groups))
 
     def close(self) -> None:
         """Finishes the sinks, which learn the exit status. The file needs no closing to be readable."""
         status = self._status()
-        self._tell(lambda sink: sink.close(status))
+        self._call_sinks(lambda sink: sink.close(status))
         self._sinks.clear()
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
-    def _tell(self, tell: Callable[[Sink], None]) -> None:
+    def _call_sinks(self, call: Callable[[Sink], None]) -> None:
         # A sink may raise anything. The run is worth more than its copies. `_drop` takes the sink out, so the loop has
         # a copy of the list.
         for name, sink in list(self._sinks.items()):
             try:
-                tell(sink)
+                call(sink)
             except Exception as error:  # noqa: BLE001 (the code of a sink)
-                self._drop(name, error)
+                self._drop_sink(name, error)
 
-    def __enter__(self) -> "Metrics":
+    def __enter__(self) -> "MetricLogger":
         return self
 
     def __exit__(self, *_) -> None:
@@ -155,9 +159,9 @@ class Metrics:
         except OSError as error:
             # Half a line is taken back, so that the file stays valid.
             os.ftruncate(self._fd, size)
-            raise FileMistake(f"cannot write {self.path}: {error}. {_FIX}") from error
+            raise UsageFileError(f"cannot write {self.path}: {error}. {_DISK_FIX}") from error
 
-    def _drop(self, name: str, error: Exception) -> None:
+    def _drop_sink(self, name: str, error: Exception) -> None:
         # Dropped, it is not called again, so it is reported only once.
         self._sinks.pop(name, None)
         log.warning("metrics sink %s failed and is dropped for the rest of the run: %r. "
@@ -172,7 +176,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         ValueError: a line that is not the last is broken.
     """
     records: list[dict[str, Any]] = []
-    for record in _lines(Path(path)):
+    for record in _read_records(Path(path)):
         if records and records[-1]["step"] == record["step"]:
             nonfinite = records[-1].get("nonfinite", []) + record.get("nonfinite", [])
             # `update` would replace the list of the earlier line.
@@ -184,7 +188,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
-def cut_metrics(path: Path, resume_step: int) -> None:
+def truncate_metrics(path: Path, resume_step: int) -> None:
     """Drops the lines at or after `resume_step`, and a torn last line. Without a file it does nothing.
 
     Raises:
@@ -193,12 +197,12 @@ def cut_metrics(path: Path, resume_step: int) -> None:
     """
     # The new file replaces the old one at once, so that a process killed here loses no line that is kept.
     if path.exists():
-        kept = [json.dumps(record) + "\n" for record in _lines(path) if record["step"] < resume_step]
-        with explained(f"cannot cut {path} back to step {resume_step}", _FIX):
+        kept = [json.dumps(record) + "\n" for record in _read_records(path) if record["step"] < resume_step]
+        with explain_os_errors(f"cannot cut {path} back to step {resume_step}", _DISK_FIX):
             write_atomic(path, "".join(kept).encode())
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _read_records(path: Path) -> list[dict[str, Any]]:
     # After the last line break there is nothing, or the line during which the run was killed.
     *lines, tail = path.read_bytes().split(b"\n")
     records = []
@@ -206,7 +210,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         try:
             records.append(json.loads(line))
         except ValueError as error:
-            raise Mistake(f"{path}, line {number}: not a JSON object ({error}); remove the line") from error
+            raise UsageError(f"{path}, line {number}: not a JSON object ({error}); remove the line") from error
     if tail:
         log.warning("%s: the last line is torn and was left out", path)
     return records

@@ -36,9 +36,9 @@ class Panel:
     band: tuple[str, str, str] | None = None
     zero: bool = False  # whether the axis begins at zero
     baseline: float | None = None  # where a dashed line is drawn, for instance at 1 for rho
-    quiet: bool = False  # whether the panel is left out while all its values are zero
+    hide_if_zero: bool = False  # whether the panel is left out while all its values are zero
     lead: bool = False  # the first such panel of a page stands above all others, and is larger
-    newest: bool = False  # counters and settings: the reading is their newest value, not a mean
+    uses_latest: bool = False  # counters and settings: the reading is their newest value, not a mean
     # The metrics of a pattern come in this order. Names that are not in it come last, sorted.
     order: tuple[str, ...] = ()
     # The colors of `order`, from 1 to 7, chosen where green should be good. Else the series have the colors in turn.
@@ -98,16 +98,16 @@ PANELS = (
         Metric("groups/used", "different rewards", "groups whose rewards differ"),
         Metric("groups/no_signal", "zero variance", "zero-variance groups: all rewards equal",
                "more than half of the groups"))),
-    Panel("Learning", "Groups with different rewards, by level", unit="percent", zero=True, newest=True, metrics=(
+    Panel("Learning", "Groups with different rewards, by level", unit="percent", zero=True, uses_latest=True, metrics=(
         Metric("selection/<level>", "", "fraction of a level's latest groups whose rewards differ"),)),
-    Panel("Learning", "Grading failures", unit="int", zero=True, quiet=True, metrics=(
+    Panel("Learning", "Grading failures", unit="int", zero=True, hide_if_zero=True, metrics=(
         Metric("groups/infra_failed", "failed", "samples whose grader or environment failed, not trained on", "above 0"),
         Metric("groups/timed_out", "timed out", "samples whose grader reached its deadline",
                "it grows: the policy finds texts that hang the grader"))),
-    Panel("Learning", "Turns without a comparison", unit="int", zero=True, quiet=True, metrics=(
+    Panel("Learning", "Turns without a comparison", unit="int", zero=True, hide_if_zero=True, metrics=(
         Metric("groups/lone_turns", "turns", "turns that only one conversation of a group reached",
                "they are most of the later turns"),)),
-    Panel("Learning", "Skipped problems", unit="int", zero=True, newest=True, metrics=(
+    Panel("Learning", "Skipped problems", unit="int", zero=True, uses_latest=True, metrics=(
         Metric("problems/skipped", "training", "training problems skipped since the run began: invalid or too long",
                "it grows every step"),
         Metric("eval/skipped", "held out", "held-out problems skipped", "above 0"))),
@@ -122,7 +122,7 @@ PANELS = (
                "above 0.05: noisy machine or short calls"),
         Metric("reward/speedup_spread", "± speed-up", "half of the speed-up's relative 95% interval",
                "above 0.05: noisy machine or short calls"))),
-    Panel("Measured speed", "Stages", unit="int", style="stack", zero=True, order=_STAGES, newest=True, metrics=(
+    Panel("Measured speed", "Stages", unit="int", style="stack", zero=True, order=_STAGES, uses_latest=True, metrics=(
         Metric("stage/<stage>", "", "problems at this stage of the curriculum", "all problems stay at the first stage"),)),
     Panel("Measured speed", "Moves between stages", unit="int", zero=True, metrics=(
         Metric("stage/moves", "problems", "problems that moved to another stage in the step"),)),
@@ -132,9 +132,9 @@ PANELS = (
     Panel("Measured speed", "Noisy and cached", unit="percent", zero=True, metrics=(
         Metric("bench/noisy", "noisy", "fraction of programs not graded because timing was disturbed", "above 0.05"),
         Metric("bench/cache_hits", "cached", "fraction of programs measured before", "near 1: the policy repeats itself"))),
-    Panel("Archive", "Cells filled", unit="int", zero=True, newest=True, metrics=(
+    Panel("Archive", "Cells filled", unit="int", zero=True, uses_latest=True, metrics=(
         Metric("archive/cells", "cells", "cells of the archive that hold a program", "it no longer grows"),)),
-    Panel("Archive", "Fastest program", scale="log", baseline=1.0, newest=True, metrics=(
+    Panel("Archive", "Fastest program", scale="log", baseline=1.0, uses_latest=True, metrics=(
         Metric("archive/best_speedup", "× naive", "speed-up of the archive's fastest program over the naive program"),)),
     Panel("Policy change", "Loss", metrics=(
         Metric("loss/total", "loss", "minimized loss; its level means little in GRPO", "it jumps"),)),
@@ -156,11 +156,11 @@ PANELS = (
     Panel("Policy change", "Clip fraction", unit="percent", zero=True, metrics=(
         Metric("loss/clip_fraction", "clipped", "fraction of tokens with clipped gradient (CISPO: importance weight)",
                "above 0.1 to 0.2"),)),
-    Panel("Policy change", "Clip fraction by position", unit="percent", zero=True, quiet=True, metrics=(
+    Panel("Policy change", "Clip fraction by position", unit="percent", zero=True, hide_if_zero=True, metrics=(
         Metric("loss/clip_fraction_at_<place>", "", "`loss/clip_fraction` by position", "one bucket stands out"),)),
-    Panel("Policy change", "Clip fraction by staleness", unit="percent", zero=True, quiet=True, metrics=(
+    Panel("Policy change", "Clip fraction by staleness", unit="percent", zero=True, hide_if_zero=True, metrics=(
         Metric("loss/clip_fraction_age_<age>", "", "`loss/clip_fraction` by staleness", "one bucket stands out"),)),
-    Panel("Policy change", "Masked", unit="percent", zero=True, quiet=True,
+    Panel("Policy change", "Masked", unit="percent", zero=True, hide_if_zero=True,
           note="Fraction of tokens that the importance weights mask; by position and staleness.", metrics=(
         Metric("loss/masked_fraction", "masked", "fraction of tokens that the importance weights mask", "above 0.05"),
         Metric("loss/masked_fraction_at_<place>", "at ", "`loss/masked_fraction` by position", "one bucket stands out"),
@@ -169,7 +169,7 @@ PANELS = (
         Metric("loss/ratio_max", "max ratio", "largest importance ratio before clipping", "above 100"),)),
     Panel("Policy change", "Gradient norm", zero=True, metrics=(
         Metric("optim/grad_norm", "norm", "gradient norm before clipping", "it spikes"),)),
-    Panel("Policy change", "Learning rate", zero=True, newest=True, metrics=(
+    Panel("Policy change", "Learning rate", zero=True, uses_latest=True, metrics=(
         Metric("optim/lr", "lr", "learning rate, mean over the step's updates"),)),
     Panel("Policy change", "Other terms of the loss", metrics=(
         Metric("loss/<term>", "", "term that a loss of your own returns"),)),
@@ -198,7 +198,7 @@ PANELS = (
                "far from 1; below 0.5 the run stops"),
         Metric("canary/adapter_applied", "adapter", "fraction of the adapter's log-prob change that the engine reproduces",
                "far from 1; below 0.5 the run stops"))),
-    Panel("Trainer/engine mismatch", "Values that a weight sync changed", unit="percent", zero=True, quiet=True, metrics=(
+    Panel("Trainer/engine mismatch", "Values that a weight sync changed", unit="percent", zero=True, hide_if_zero=True, metrics=(
         Metric("publish/changed_share", "fraction", "estimated fraction of values that a weight sync changes",
                "below 0.2 with an engine dtype coarser than the trainer's"),)),
     Panel("Asynchronous training", "Staleness of the groups", zero=True,
@@ -213,9 +213,9 @@ PANELS = (
     Panel("Asynchronous training", "Groups in progress", unit="int", zero=True, metrics=(
         Metric("async/buffer", "buffer", "finished groups left when those of the step are taken"),
         Metric("async/running", "running", "groups in generation or grading when those of the step are taken"))),
-    Panel("Asynchronous training", "Dropped groups", unit="int", zero=True, quiet=True, newest=True, metrics=(
+    Panel("Asynchronous training", "Dropped groups", unit="int", zero=True, hide_if_zero=True, uses_latest=True, metrics=(
         Metric("async/dropped", "groups", "groups dropped as too stale since the run began; generated again", "above 0"),)),
-    Panel("Asynchronous training", "Tokens of dropped groups", unit="int", zero=True, quiet=True, newest=True, metrics=(
+    Panel("Asynchronous training", "Tokens of dropped groups", unit="int", zero=True, hide_if_zero=True, uses_latest=True, metrics=(
         Metric("async/dropped_tokens", "tokens", "tokens of dropped groups since the run began", "above 0"),)),
     Panel("Speed", "Seconds of a step", unit="seconds", style="stack", zero=True,
           note="By phase; the phases add up to the step.", metrics=(
@@ -262,20 +262,20 @@ PANELS = (
     Panel("Speed", "Packing efficiency", unit="percent", zero=True, metrics=(
         Metric("pack/used", "used", "packing efficiency: needed fraction of computed places", "below 0.8"),)),
     Panel("Speed", "Rows", unit="int", zero=True, metrics=(Metric("pack/rows", "rows", "packed rows that hold labels"),)),
-    Panel("Machine", "Engine caches", unit="percent", zero=True, newest=True, metrics=(
+    Panel("Machine", "Engine caches", unit="percent", zero=True, uses_latest=True, metrics=(
         Metric("engine/prefix_hit_rate", "prefix hits", "fraction of prompt tokens found in the prefix cache"),
         Metric("engine/kv_max", "KV peak", "peak use of the KV cache since the run began"))),
-    Panel("Machine", "Requests in flight", unit="int", zero=True, newest=True, metrics=(
+    Panel("Machine", "Requests in flight", unit="int", zero=True, uses_latest=True, metrics=(
         Metric("engine/concurrency", "limit", "limit of requests in flight, set by the throttle"),)),
-    Panel("Machine", "Preemptions and restarts", unit="int", zero=True, quiet=True, newest=True, metrics=(
+    Panel("Machine", "Preemptions and restarts", unit="int", zero=True, hide_if_zero=True, uses_latest=True, metrics=(
         Metric("engine/preemptions", "preemptions", "requests preempted since the run began", "it keeps growing"),
         Metric("engines/restarts", "restarts", "engine restarts since the run began", "it keeps growing"))),
-    Panel("Machine", "Engines", unit="int", zero=True, quiet=True, newest=True, metrics=(
+    Panel("Machine", "Engines", unit="int", zero=True, hide_if_zero=True, uses_latest=True, metrics=(
         Metric("engines/healthy", "healthy", "engines that generate now", "fewer than you started"),
         Metric("engines/retired", "retired", "engines given up after repeated failures", "above 0"))),
     Panel("Machine", "Weight sync size", unit="bytes", zero=True, metrics=(
         Metric("publish/bytes", "bytes", "size of a weight sync"),)),
-    Panel("Machine", "Memory", unit="gib", zero=True, newest=True, metrics=(
+    Panel("Machine", "Memory", unit="gib", zero=True, uses_latest=True, metrics=(
         Metric("memory/rss_gib", "host", "peak resident memory of the trainer", "it grows every step"),
         Metric("memory/gpu_gib", "device", "peak memory that the trainer allocated on its GPU"))),
 )  # fmt: skip
@@ -293,40 +293,40 @@ def panels_for(names: Collection[str]) -> list[Panel]:
             if metric.endswith("*"):
                 stem = metric[:-1]
                 rest = [name.removeprefix(stem) for name in names if name.startswith(stem) and name not in known]
-                series += [(stem + word, label + _words(word)) for word in _sorted(rest, panel.order)]
+                series += [(stem + word, label + _label_text(word)) for word in _sort_names(rest, panel.order)]
                 known |= {stem + word for word in rest}
             elif metric in names:
                 series.append((metric, label))
         if series:
-            panels.append(_with(panel, tuple(series), names))
+            panels.append(_fill_panel(panel, tuple(series), names))
     other = sorted(set(names) - known)
     return panels + [Panel("Other", name, (), series=((name, name.rpartition("/")[2]),)) for name in other]
 
 
-def _sorted(words: Collection[str], order: Sequence[str]) -> list[str]:
-    return [word for word in order if word in words] + sorted(set(words) - set(order), key=_natural)
+def _sort_names(words: Collection[str], order: Sequence[str]) -> list[str]:
+    return [word for word in order if word in words] + sorted(set(words) - set(order), key=_natural_key)
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def _natural_key(name: str) -> list[tuple[int, str]]:
     """A key that sorts "x_2" before "x_16"."""
     # Both kinds of parts are pairs of the same types, so that a number can be compared with a word.
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _words(name: str) -> str:
+def _label_text(name: str) -> str:
     """Spells a name: "16–255" for "16_255", and "length penalty" for "length_penalty"."""
     return re.sub(r"(\d)_(\d)", r"\1–\2", name).replace("_", " ")
 
 
-def _with(panel: Panel, series: tuple[tuple[str, str], ...], names: Collection[str]) -> Panel:
+def _fill_panel(panel: Panel, series: tuple[tuple[str, str], ...], names: Collection[str]) -> Panel:
     band = panel.band if panel.band and set(panel.band) <= set(names) else None
     # Colors belong to names, so that an outcome keeps its color where others are missing.
     stem, color_of = panel.series[0][0].rstrip("*"), dict(zip(panel.order, panel.colors, strict=False))
     colors = tuple(color_of.get(name.removeprefix(stem), 6) for name, _ in series) if panel.colors else ()
-    return replace(panel, metrics=(), series=series, note=panel.note or _note(panel), band=band, colors=colors)
+    return replace(panel, metrics=(), series=series, note=panel.note or _panel_note(panel), band=band, colors=colors)
 
 
-def _note(panel: Panel) -> str:
+def _panel_note(panel: Panel) -> str:
     note, investigate = "; ".join(each.meaning for each in panel.metrics), panel.metrics[0].investigate
     note = f"{note[0].upper()}{note[1:]}."
     if investigate and len(panel.metrics) == 1:

@@ -9,7 +9,7 @@ import torch
 log = logging.getLogger(__name__)
 
 
-class Profile:
+class StepProfiler:
     """Traces the steps that the recipe's `profile` names, into files such as `profile/step_000003_rank_0.json.gz`.
 
     https://ui.perfetto.dev and chrome://tracing show them. A traced step computes the same, but takes longer.
@@ -17,19 +17,19 @@ class Profile:
 
     def __init__(self, steps: Sequence[int], folder: str, rank: int):
         self._steps, self._folder, self._rank = set(steps), Path(folder) / "profile", rank
-        self._open: tuple[torch.profiler.profile, int] | None = None
+        self._active_trace: tuple[torch.profiler.profile, int] | None = None
 
-    def begin(self, step: int) -> None:
+    def start_trace(self, step: int) -> None:
         if step in self._steps:
             profiler = torch.profiler.profile()  # of all devices that torch was built for
             profiler.start()
-            self._open = profiler, step
+            self._active_trace = profiler, step
 
     def close(self) -> None:
         """Writes the trace of the step that has begun, if there is one."""
-        if self._open is not None:
+        if self._active_trace is not None:
             # Forgotten first, so that no trace is written twice, whatever fails below.
-            (profiler, step), self._open = self._open, None
+            (profiler, step), self._active_trace = self._active_trace, None
             profiler.stop()
             try:
                 self._folder.mkdir(exist_ok=True)

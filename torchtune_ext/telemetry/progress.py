@@ -9,19 +9,19 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from torchtune_ext.pipeline.evaluation import partly_right
-from torchtune_ext.run.output import attempt, say
-from torchtune_ext.run.terminal import width
+from torchtune_ext.pipeline.evaluation import has_partial_rewards
+from torchtune_ext.run.output import print_text, try_write
+from torchtune_ext.run.terminal import terminal_width
 
 log = logging.getLogger(__name__)
 
-_HEADER_EVERY = 25  # lines after which the header is printed again
-_IDLE_STEPS = 5  # steps in a row without a signal that are worth a warning
-_MOST_CUT = 0.5  # a larger share of cut samples is worth a warning
-_ZERO = 1e-9  # rewards whose standard deviation is below this are equal
+_HEADER_EVERY_LINES = 25  # lines after which the header is printed again
+_ZERO_VARIANCE_STEPS = 5  # steps in a row without a signal that are worth a warning
+_MAX_TRUNCATED = 0.5  # a larger share of cut samples is worth a warning
+_MIN_REWARD_STD = 1e-9  # rewards whose standard deviation is below this are equal
 
 
-class Bar:
+class ProgressBar:
     """Counts items, tokens and rewards of one phase. A context manager, which threads may update at the same time.
 
     Args:
@@ -37,41 +37,41 @@ class Bar:
     def __init__(self, label: str, total: int, unit: str, file: TextIO | None, log_every_s: float = 30.0,
                  clock: Callable[[], float] = time.monotonic):  # fmt: skip
         self.label, self.total, self.unit = label, total, unit
-        self.count = self.tokens = self.rewards = 0
+        self.count = self.tokens = self.num_rewards = 0
         self.reward_sum = 0.0
         self._clock, self._log_every_s = clock, log_every_s
         self._start = self._last_log = clock()
         self._file, self._tqdm = file, None
         if file is not None:
-            self._draw(self._open)
+            self._try_draw(self._open_bar)
 
     def add(self, count: int = 1, tokens: int = 0) -> None:
         """Notes that `count` more items are done, which together have `tokens` tokens."""
         self.count += count
         self.tokens += tokens
-        self._show(count)
+        self._update(count)
 
     def add_reward(self, reward: float) -> None:
         """Notes that one more sample was graded."""
-        self.rewards += 1
+        self.num_rewards += 1
         self.reward_sum += reward
-        self._show(0)
+        self._update(0)
 
     def close(self) -> None:
         if self._tqdm is not None:
-            self._draw(self._tqdm.close)
+            self._try_draw(self._tqdm.close)
 
-    def __enter__(self) -> "Bar":
+    def __enter__(self) -> "ProgressBar":
         return self
 
     def __exit__(self, *_) -> None:
         self.close()
 
-    def read_out(self) -> str:
+    def status_text(self) -> str:
         """What is known so far: "reward 0.412, length 83, 5,120 tok/s"."""
         parts = []
-        if self.rewards:
-            parts.append(f"reward {self.reward_sum / self.rewards:.3f}")
+        if self.num_rewards:
+            parts.append(f"reward {self.reward_sum / self.num_rewards:.3f}")
         if self.tokens:
             speed = self.tokens / max(self._clock() - self._start, 1e-9)
             # A conversation counts when it is over, and its turns' tokens before.
@@ -79,33 +79,33 @@ class Bar:
             parts.append(f"{speed:,.0f} tok/s")
         return ", ".join(parts)
 
-    def _show(self, count: int) -> None:
+    def _update(self, count: int) -> None:
         if (tqdm := self._tqdm) is not None:
             # A refresh here would redraw for every sample; `update` redraws ten times a second at most.
-            tqdm.set_postfix_str(self.read_out(), refresh=False)
-            self._draw(lambda: tqdm.update(count))
+            tqdm.set_postfix_str(self.status_text(), refresh=False)
+            self._try_draw(lambda: tqdm.update(count))
             return
         # In a log file, lines at this distance keep the log short and still show a stall.
         now = self._clock()
         if now - self._last_log >= self._log_every_s:
             self._last_log = now
-            read_out = self.read_out()
-            say(
+            read_out = self.status_text()
+            print_text(
                 f"{self.label}: {self.count} of {self.total} {self.unit}s after {now - self._start:.0f} s"
                 f"{', ' if read_out else ''}{read_out}",
                 sys.stderr,
             )
 
-    def _open(self) -> None:
+    def _open_bar(self) -> None:
         # The bar vanishes at its end (`leave`), so that only the table stays on the screen.
         self._tqdm = tqdm(
             total=self.total, desc=self.label, unit=self.unit, file=self._file, leave=False, dynamic_ncols=True
         )
 
-    def _draw(self, draw: Callable[[], Any]) -> None:
-        if not attempt(self._file, draw) and self._tqdm is not None:
+    def _try_draw(self, draw: Callable[[], Any]) -> None:
+        if not try_write(self._file, draw) and self._tqdm is not None:
             # tqdm redraws its open bars around each line of text, so this one must not stay among them.
-            attempt(self._file, self._tqdm.close)
+            try_write(self._file, self._tqdm.close)
             self._tqdm = None
 
 
@@ -123,21 +123,25 @@ class Progress:
     def __init__(self, total_steps: int | None = None, rank: int = 0, bars: bool | None = None,
                  log_every_s: float = 30.0, file: TextIO | None = None):  # fmt: skip
         self._total, self._rank, self._log_every_s, self._file = total_steps, rank, log_every_s, file
-        self._bars = rank == 0 and sys.stderr is not None and (width(sys.stderr) is not None if bars is None else bars)
+        self._bars = (
+            rank == 0 and sys.stderr is not None and (terminal_width(sys.stderr) is not None if bars is None else bars)
+        )
         self._lines = 0
         self._columns = _COLUMNS  # those that the terminal has room for
-        self._idle = 0  # steps since the last one with a signal
-        self._cut = False  # whether it was said that most samples are cut
-        self._partial = False  # whether held-out rewards lie between 0 and 1, so that their mean is no share
-        self._parts: dict[str, float] = {}  # metrics of a step that is not over
+        self._zero_variance_steps = 0  # steps since the last one with a signal
+        self._warned_truncated = False  # whether it was said that most samples are cut
+        self._has_partial_rewards = (
+            False  # whether held-out rewards lie between 0 and 1, so that their mean is no share
+        )
+        self._pending_values: dict[str, float] = {}  # metrics of a step that is not over
 
-    def sampling(self, num_samples: int, label: str = "sample") -> Bar:
-        return self._bar(label, num_samples, "sample")
+    def sampling_bar(self, num_samples: int, label: str = "sample") -> ProgressBar:
+        return self._make_bar(label, num_samples, "sample")
 
-    def training(self, num_rows: int, label: str = "train") -> Bar:
-        return self._bar(label, num_rows, "row")
+    def training_bar(self, num_rows: int, label: str = "train") -> ProgressBar:
+        return self._make_bar(label, num_rows, "row")
 
-    def summary(self, step: int, values: Mapping[str, float]) -> None:
+    def log_step(self, step: int, values: Mapping[str, float]) -> None:
         """Takes metrics of a step, at once or in parts, and prints its line as soon as they hold `time/step`.
 
         What is absent shows as a dash.
@@ -145,73 +149,73 @@ class Progress:
         if self._rank != 0:
             return
         # Step 0 is an evaluation before the first step. It has no seconds to wait for.
-        values = {**self._parts, **values}
-        self._parts = {} if step == 0 or "time/step" in values else values
-        if self._parts:
+        values = {**self._pending_values, **values}
+        self._pending_values = {} if step == 0 or "time/step" in values else values
+        if self._pending_values:
             return
-        if self._lines % _HEADER_EVERY == 0:
+        if self._lines % _HEADER_EVERY_LINES == 0:
             # The terminal may have been resized since the last header.
-            self._columns = _columns(width(self._file or sys.stdout))
-            say("  ".join(f"{title:>{room}}" for title, room, *_ in self._columns), self._file)
+            self._columns = _fit_columns(terminal_width(self._file or sys.stdout))
+            print_text("  ".join(f"{title:>{room}}" for title, room, *_ in self._columns), self._file)
         self._lines += 1
         name = f"{step}" if self._total is None else f"{step}/{self._total}"
         cells = [f"{name:>{self._columns[0][1]}}"]
         # Once rewards were partial they stay a mean, so that the column does not change between "12.5%" and "0.125".
-        self._partial = self._partial or partly_right(values)
+        self._has_partial_rewards = self._has_partial_rewards or has_partial_rewards(values)
         for _, room, text, names in self._columns[1:]:
             value = next((values[name] for name in names if name in values), None)
-            text = "{:.3f}" if names == _EVALUATION and self._partial else text
+            text = "{:.3f}" if names == _ACCURACY_METRICS and self._has_partial_rewards else text
             cells.append(f"{'-' if value is None else text.format(value):>{room}}")
-        without_signal = values.get("groups/used") == 0
-        if without_signal:
-            cells.append(f"no signal: {_rewards_in_words(values)}")
-        say("  ".join(cells), self._file)
-        self._idle = self._idle + 1 if without_signal else 0
+        is_zero_variance = values.get("groups/used") == 0
+        if is_zero_variance:
+            cells.append(f"no signal: {_describe_rewards(values)}")
+        print_text("  ".join(cells), self._file)
+        self._zero_variance_steps = self._zero_variance_steps + 1 if is_zero_variance else 0
         # Said once, and again only after a step with a signal.
-        if self._idle == _IDLE_STEPS:
+        if self._zero_variance_steps == _ZERO_VARIANCE_STEPS:
             log.warning("for %d steps no group has had a signal, so nothing was learned from rewards: %s. Look at samples "
                         "(torchtune-ext report): the task is too hard for the model (warm it up on this task first) or "
                         "too easy, or the grader tells no text from another",
-                        self._idle, _rewards_in_words(values))  # fmt: skip
+                        self._zero_variance_steps, _describe_rewards(values))  # fmt: skip
 
-        if values.get("length/truncated", 0.0) > _MOST_CUT and not self._cut:
-            self._cut = True
+        if values.get("length/truncated", 0.0) > _MAX_TRUNCATED and not self._warned_truncated:
+            self._warned_truncated = True
             log.warning("%.0f%% of the samples were cut at sampling.max_tokens, so the reward sees beginnings. "
                         "Raise it, with engine.max_model_len, or ask for shorter answers; this is not said again",
                         100 * values["length/truncated"])  # fmt: skip
 
-    def _bar(self, label: str, total: int, unit: str) -> Bar:
+    def _make_bar(self, label: str, total: int, unit: str) -> ProgressBar:
         # Other ranks count as rank 0 does, but print nothing.
         every = self._log_every_s if self._rank == 0 else math.inf
-        return Bar(label, total, unit, sys.stderr if self._bars else None, every)
+        return ProgressBar(label, total, unit, sys.stderr if self._bars else None, every)
 
 
-def _columns(room: int | None) -> tuple[tuple, ...]:
+def _fit_columns(max_width: int | None) -> tuple[tuple, ...]:
     """The columns that a line of `room` characters holds; None: all."""
     # Two characters stand between columns, and none behind the last.
     columns = _COLUMNS
-    for title in _FIRST_TO_GO:
-        if room is None or sum(column[1] + 2 for column in columns) - 2 <= room:
+    for title in _DROP_ORDER:
+        if max_width is None or sum(column[1] + 2 for column in columns) - 2 <= max_width:
             break
         columns = tuple(column for column in columns if column[0] != title)
     return columns
 
 
-def _rewards_in_words(values: Mapping[str, float]) -> str:
+def _describe_rewards(values: Mapping[str, float]) -> str:
     if "reward/mean" not in values:
         return "no text was graded"
-    if values["reward/std"] < _ZERO:
+    if values["reward/std"] < _MIN_REWARD_STD:
         return f"all rewards are {values['reward/mean']:.4g}"
     return "rewards are equal in each group"
 
 
-_EVALUATION = ("eval/accuracy_sampled", "eval/accuracy_greedy")
+_ACCURACY_METRICS = ("eval/accuracy_sampled", "eval/accuracy_greedy")
 # A column has a title, a width, a format and names of metrics, of which it shows the first that is present.
 _COLUMNS = (
     ("step", 9, "", ()),
     ("reward", 7, "{:.4f}", ("reward/mean",)),
     ("±", 6, "{:.3f}", ("reward/std",)),
-    ("eval", 6, "{:.1%}", _EVALUATION),
+    ("eval", 6, "{:.1%}", _ACCURACY_METRICS),
     ("length", 6, "{:.0f}", ("length/mean",)),
     ("cut", 6, "{:.1%}", ("length/truncated",)),
     ("grad", 7, "{:.3g}", ("optim/grad_norm",)),
@@ -224,4 +228,4 @@ _COLUMNS = (
     ("publish", 7, "{:.1f}", ("time/publish",)),
 )
 # What a narrow terminal does without: the first of these, then the next one, until the rest fits.
-_FIRST_TO_GO = ("rho", "publish", "train", "sample", "grad", "cut", "±", "tok/s", "length", "canary")
+_DROP_ORDER = ("rho", "publish", "train", "sample", "grad", "cut", "±", "tok/s", "length", "canary")

@@ -7,17 +7,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.errors import FileMistake, Mistake
+from torchtune_ext.pipeline.rollout_store import rollout_paths
+from torchtune_ext.run.errors import UsageError, UsageFileError
 from torchtune_ext.run.folder import checkpoint_folders
 from torchtune_ext.telemetry.comparison import build_comparison
-from torchtune_ext.telemetry.excerpts import LIMITS, Excerpts, Limits, excerpts_of, pack, short
-from torchtune_ext.telemetry.findings import FOLDED, Reading, findings, readings, tiles
-from torchtune_ext.telemetry.heading import facts, flat, node_of, origin, state_of
+from torchtune_ext.telemetry.excerpts import (
+    DEFAULT_LIMITS,
+    ExcerptLimits,
+    Excerpts,
+    collect_excerpts,
+    encode_json,
+    round_digits,
+)
+from torchtune_ext.telemetry.findings import FOLDED_SECTIONS, Reading, collect_findings, make_tiles, read_curves
+from torchtune_ext.telemetry.html_page import write_page
 from torchtune_ext.telemetry.metrics import read_metrics
-from torchtune_ext.telemetry.page_file import write_page
 from torchtune_ext.telemetry.panels import Panel, panels_for
-from torchtune_ext.telemetry.rollouts import rollout_paths
-from torchtune_ext.telemetry.runs import METRICS, is_several, record_of
+from torchtune_ext.telemetry.report_header import config_section, flatten_config, run_facts, run_origin, run_status
+from torchtune_ext.telemetry.runs import METRICS_FILE, holds_several_runs, read_run_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +56,25 @@ def main(args: argparse.Namespace) -> int:
     """Writes the page. Raises ValueError: why a run cannot be read, or the page not be written."""
     # Several runs, or a sweep, make a page of another kind.
     try:
-        if len(args.runs) > 1 or is_several(args.runs[0]):
+        if len(args.runs) > 1 or holds_several_runs(args.runs[0]):
             page = build_comparison(args.runs, args.out)
         else:
             page = build_report(args.runs[0], args.out)
     except OSError as error:
-        raise FileMistake(str(error)) from error
+        raise UsageFileError(str(error)) from error
     print(page.summary())
     return 0
 
 
-def build_report(run_dir: str | Path, out: str | Path | None = None, limits: Limits = LIMITS) -> Report:
+def build_report(run_dir: str | Path, out: str | Path | None = None, limits: ExcerptLimits = DEFAULT_LIMITS) -> Report:
     """Writes the page of `run_dir` to `out`. Raises FileNotFoundError and ValueError, which say the cause and the fix."""
     run_dir = Path(run_dir)
-    records = _metrics_of(run_dir)
+    records = _read_run_metrics(run_dir)
     out = Path(out) if out is not None else run_dir / "report.html"
-    paths, run = rollout_paths(run_dir), record_of(run_dir)
-    excerpts = excerpts_of(paths, limits, _tokenizers(run_dir, node_of(run, "config")))
-    overview: dict[str, Any] = _overview(run_dir, run, records, excerpts) | {"stored": len(paths)}
-    data = {"overview": pack(overview)} | {f"rollouts-{step}": blob for step, blob in excerpts.blobs.items()}
+    paths, run = rollout_paths(run_dir), read_run_record(run_dir)
+    excerpts = collect_excerpts(paths, limits, _tokenizer_folders(run_dir, config_section(run, "config")))
+    overview: dict[str, Any] = _page_data(run_dir, run, records, excerpts) | {"stored": len(paths)}
+    data = {"overview": encode_json(overview)} | {f"rollouts-{step}": blob for step, blob in excerpts.blobs.items()}
     num_bytes = write_page(out, overview["name"], data)
     return Report(out, num_bytes, records[-1]["step"], len(excerpts.blobs), len(paths))
 
@@ -75,66 +82,66 @@ def build_report(run_dir: str | Path, out: str | Path | None = None, limits: Lim
 # ---------------------------------------------------------------- what the page shows
 
 
-def _metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+def _read_run_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Returns the metrics of each step. Raises ValueError where there are none."""
     # Each message names what the folder is instead, since a wrong path is the usual cause.
     if not run_dir.is_dir():
-        raise Mistake(f"{run_dir}: no such folder; name the folder of a run")
-    path = run_dir / METRICS
+        raise UsageError(f"{run_dir}: no such folder; name the folder of a run")
+    path = run_dir / METRICS_FILE
     if records := read_metrics(path) if path.exists() else []:
         return records
-    if ((above := run_dir.absolute().parent) / METRICS).exists():
-        raise Mistake(f"{run_dir} is a folder of a run, not the run; name {above}")
+    if ((above := run_dir.absolute().parent) / METRICS_FILE).exists():
+        raise UsageError(f"{run_dir} is a folder of a run, not the run; name {above}")
     if not (run_dir / "run.json").exists():
-        raise Mistake(f"{run_dir} is no folder of a run: it has no run.json; name one, an output_dir")
-    raise Mistake(
+        raise UsageError(f"{run_dir} is no folder of a run: it has no run.json; name one, an output_dir")
+    raise UsageError(
         f"{run_dir} holds no metrics: name the folder of a training run, its output_dir, which has them from the end of its "
         "first step on; an evaluation has its figures in evaluation.json"
     )
 
 
-def _tokenizers(run_dir: Path, config: Mapping[str, Any]) -> list[Path]:
+def _tokenizer_folders(run_dir: Path, config: Mapping[str, Any]) -> list[Path]:
     # The run's own folder comes first: it holds copies, even where the paths in its settings no longer exist.
-    named = [node_of(config, "tokenizer").get("path"), config.get("model_dir")]
+    named = [config_section(config, "tokenizer").get("path"), config.get("model_dir")]
     inside = [*checkpoint_folders(run_dir / "checkpoints")[-1:], run_dir / "model", run_dir / "start"]
     return [Path(path) for path in (*inside, *named) if isinstance(path, str | Path)]
 
 
-def _overview(
+def _page_data(
     run_dir: Path, run: Mapping[str, Any], records: list[dict[str, Any]], excerpts: Excerpts
 ) -> dict[str, Any]:
     """All of the page but the rollouts: series as columns, panels, notices, and which rollouts there are."""
     names = {name for record in records for name in record if name not in ("step", "nonfinite")}
-    series = {name: [short(record.get(name)) for record in records] for name in sorted(names)}
+    series = {name: [round_digits(record.get(name)) for record in records] for name in sorted(names)}
     # A metric without a single finite value has no curve.
     series = {name: values for name, values in series.items() if any(value is not None for value in values)}
-    steps, config = [record["step"] for record in records], node_of(run, "config")
+    steps, config = [record["step"] for record in records], config_section(run, "config")
     panels = [
         panel
         for panel in panels_for(series)
-        if not panel.quiet or any(value for metric, _ in panel.series for value in series[metric])
+        if not panel.hide_if_zero or any(value for metric, _ in panel.series for value in series[metric])
     ]
     # A section with a finding opens, so that the reader sees the curve that it speaks of.
-    state, curves = state_of(run_dir, config, steps[-1]), readings(series, steps, panels)
-    notices = findings(records, curves, panels, config, state)
+    state, curves = run_status(run_dir, config, steps[-1]), read_curves(series, steps, panels)
+    notices = collect_findings(records, curves, panels, config, state)
     warned = {notice.section for notice in notices}
     return {
         "name": str(run.get("name", run_dir.resolve().name)),
         "state": state,
-        "facts": facts(run, records),
-        "made": origin(run),
-        "config": [row for row in flat(config) if row[1] != "[]"],
+        "facts": run_facts(run, records),
+        "made": run_origin(run),
+        "config": [row for row in flatten_config(config) if row[1] != "[]"],
         "written": time.time(),
         "steps": steps,
-        "tiles": tiles(curves, panels),
-        "panels": [asdict(panel) | {"lines": _lines(panel, series, curves)} for panel in panels],
-        "folded": [section for section in FOLDED if section not in warned],
+        "tiles": make_tiles(curves, panels),
+        "panels": [asdict(panel) | {"lines": _chart_lines(panel, series, curves)} for panel in panels],
+        "folded": [section for section in FOLDED_SECTIONS if section not in warned],
         "notices": notices,
         "rollouts": excerpts.index,
     }
 
 
-def _lines(
+def _chart_lines(
     panel: Panel, series: Mapping[str, list[float | None]], curves: Mapping[str, Reading]
 ) -> list[dict[str, Any]]:
     # Of a panel without a band no line is called "".

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from torchtune_ext.pipeline.packing import Row
 
-POSITIONS = (0, 1, 16, 256, 1024, 4096)  # first place of each bucket; 0 is the first token of a completion
-AGES = (0, 1, 2, 4, 8)  # first age of each bucket, in versions
+POSITION_EDGES = (0, 1, 16, 256, 1024, 4096)  # first place of each bucket; 0 is the first token of a completion
+AGE_EDGES = (0, 1, 2, 4, 8)  # first age of each bucket, in versions
 
 
 def bucket_names(word: str, edges: Sequence[int]) -> list[str]:
@@ -18,11 +18,11 @@ def bucket_names(word: str, edges: Sequence[int]) -> list[str]:
     return [f"{word}_{start}{end}" for start, end in zip(edges, [*last, "_up"], strict=True)]
 
 
-NAMES = [*bucket_names("at", POSITIONS), *bucket_names("age", AGES)]
-AGE_0 = len(POSITIONS)  # index into NAMES of the tokens that the present version sampled
+BUCKET_NAMES = [*bucket_names("at", POSITION_EDGES), *bucket_names("age", AGE_EDGES)]
+AGE_0_BUCKET = len(POSITION_EDGES)  # index into NAMES of the tokens that the present version sampled
 
 
-def places(samples_L: Tensor) -> Tensor:
+def completion_positions(samples_L: Tensor) -> Tensor:
     """The place of every label in its completion, from 0. The labels of a completion must follow each other."""
     index_L = torch.arange(samples_L.numel(), device=samples_L.device)
     first_L = torch.ones_like(samples_L, dtype=torch.bool)
@@ -31,12 +31,14 @@ def places(samples_L: Tensor) -> Tensor:
     return index_L - torch.where(first_L, index_L, 0).cummax(0).values if samples_L.numel() else index_L
 
 
-def buckets(row: Row, version: int | None) -> Tensor:
+def bucket_ids(row: Row, version: int | None) -> Tensor:
     """Place and age (`version` minus the label's; 0 without `version`), as indices into NAMES, int64 [2, L]."""
     age_L = torch.zeros_like(row.versions_L) if version is None else (version - row.versions_L).clamp(min=0)
-    place_L = torch.bucketize(places(row.samples_L), torch.tensor(POSITIONS[1:], device=age_L.device), right=True)
-    age_L = torch.bucketize(age_L, torch.tensor(AGES[1:], device=age_L.device), right=True)
-    return torch.stack([place_L, AGE_0 + age_L])
+    place_L = torch.bucketize(
+        completion_positions(row.samples_L), torch.tensor(POSITION_EDGES[1:], device=age_L.device), right=True
+    )
+    age_L = torch.bucketize(age_L, torch.tensor(AGE_EDGES[1:], device=age_L.device), right=True)
+    return torch.stack([place_L, AGE_0_BUCKET + age_L])
 
 
 def bucket_means(values_L: Tensor, buckets_2L: Tensor) -> dict[str, float]:
@@ -47,17 +49,17 @@ def bucket_means(values_L: Tensor, buckets_2L: Tensor) -> dict[str, float]:
 
 def _sums(values_L: Tensor, buckets_2L: Tensor) -> Tensor:
     # Each label counts in two buckets: that of its place and that of its age.
-    size = torch.zeros(len(NAMES), dtype=torch.float64, device=values_L.device)
+    size = torch.zeros(len(BUCKET_NAMES), dtype=torch.float64, device=values_L.device)
     return size.index_add(0, buckets_2L.flatten(), values_L.double().repeat(2))
 
 
 def _means(prefix: str, sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
     # If all labels are of one age, its bucket would only repeat the mean of all.
-    several_ages = sum(count > 0 for count in counts[len(POSITIONS) :]) > 1
+    several_ages = sum(count > 0 for count in counts[len(POSITION_EDGES) :]) > 1
     return {
         f"{prefix}{name}": sums[i] / counts[i]
-        for i, name in enumerate(NAMES)
-        if counts[i] > 0 and (several_ages or i < len(POSITIONS))
+        for i, name in enumerate(BUCKET_NAMES)
+        if counts[i] > 0 and (several_ages or i < len(POSITION_EDGES))
     }
 
 
@@ -70,23 +72,23 @@ class Breakdown:
 
     def add(self, row: Row, metrics: Mapping[str, Tensor], version: int | None) -> None:
         """Adds the metrics of the loss on a row, one value per label, without gradient."""
-        where = buckets(row, version)
+        where = bucket_ids(row, version)
         columns = {name: metrics[name] for name in self._names if name in metrics}
-        for name, values_L in (columns | {"": torch.ones_like(row.weights_L)}).items():
+        for name, values_L in (columns | {"": torch.ones_like(row.loss_weights_L)}).items():
             self._sums[name] = self._sums.get(name, 0.0) + _sums(values_L, where)
 
     def sums(self) -> dict[str, Tensor]:
         """The sums and counts of this rank, to be summed over all ranks, as scalars on the device of the rows."""
         return {f"{name}/{i}": value for name, column in self._sums.items() for i, value in enumerate(column)}
 
-    def means(self, whole: Mapping[str, float]) -> dict[str, float]:
+    def means(self, totals: Mapping[str, float]) -> dict[str, float]:
         """The means, such as "loss/clip_fraction_at_0", from sums over all ranks."""
 
         def column(name: str) -> list[float]:
-            return [whole[f"{name}/{i}"] for i in range(len(NAMES))]
+            return [totals[f"{name}/{i}"] for i in range(len(BUCKET_NAMES))]
 
         means = {}
         for name in self._names:
-            if f"{name}/0" in whole:
+            if f"{name}/0" in totals:
                 means |= _means(f"loss/{name}_", column(name), column(""))
         return means

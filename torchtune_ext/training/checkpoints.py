@@ -35,28 +35,28 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from torchtune_ext.run.errors import WEEK_S, Failure, FileMistake, Mistake
-from torchtune_ext.run.files import discard, make_empty, partial_of, put_in_place
-from torchtune_ext.run.folder import Run, RunFolder, changes, checkpoint_folders, step_of
-from torchtune_ext.run.output import labelled, say
+from torchtune_ext.run.errors import MAX_DURATION_S, RunFailure, UsageError, UsageFileError
+from torchtune_ext.run.files import finalize_folder, make_empty_folder, partial_path, rename_and_remove
+from torchtune_ext.run.folder import Run, RunFolder, checkpoint_folders, checkpoint_step, diff_settings
+from torchtune_ext.run.output import format_labels, print_text
 from torchtune_ext.settings.records import config_record
 from torchtune_ext.training.collectives import (
-    FAILURES,
+    EXCEPTION_TYPES,
+    all_gather,
+    call_on_main,
     describe,
-    distributed,
-    from_main,
-    gathered,
+    is_distributed,
     rank,
-    together,
-    true_cause,
+    root_cause,
+    run_on_all_ranks,
 )
-from torchtune_ext.training.export import written_aside
-from torchtune_ext.training.manifest import DamagedCheckpoint, Identity, Manifest, entries_of
+from torchtune_ext.training.export import discard_on_failure
+from torchtune_ext.training.manifest import DamagedCheckpoint, Identity, Manifest, flush_and_hash
 
 # Frozen weights are not saved, because they can be read from model_dir.
-TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
+TRAINABLE_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
 # In torch's errors for a saved state with names or shapes that this run does not have.
-OTHER_STATE = (
+STATE_MISMATCH_ERRORS = (
     "Missing key",
     "Size mismatch",
     "unexpected key",
@@ -64,7 +64,7 @@ OTHER_STATE = (
     "different number of parameter groups",
 )
 # A resumed run always has other values of these settings, so they are not listed as changes.
-NO_NEWS = ("output_dir", "resume_from_checkpoint", "dry_run")
+ALWAYS_DIFFERENT_KEYS = ("output_dir", "resume_from_checkpoint", "dry_run")
 
 
 @config_record("checkpoints")
@@ -79,7 +79,7 @@ class CheckpointConfig:
     stop_grace_s: float = Field(
         default=25.0,
         ge=0,
-        le=WEEK_S,
+        le=MAX_DURATION_S,
         description="seconds after SIGTERM for the current step to end and its checkpoint to be written",
     )
 
@@ -91,7 +91,11 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: str | Path, identity: Identity | None, config: CheckpointConfig | None = None, prompts: str = ""
+        self,
+        folder: str | Path,
+        identity: Identity | None,
+        config: CheckpointConfig | None = None,
+        prompt_source: str = "",
     ):
         """Prepares the checkpoints of a run.
 
@@ -100,7 +104,7 @@ class Checkpoints:
             identity: may be None on other ranks than 0, which writes and checks it.
             prompts: what `export.own_prompts` says of the saved models.
         """
-        self.prompts = prompts
+        self.prompt_source = prompt_source
         self.folder, self._identity, self._config = Path(folder), identity, config or CheckpointConfig()
         self._main = rank() == 0
         self._verified: Path | None = None
@@ -112,13 +116,13 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """The newest checkpoint that looks whole by the names and sizes of its files, or None."""
-        return next((path for path in reversed(self.all()) if _glance(path) is not None), None)
+        return next((path for path in reversed(self.all()) if _read_if_complete(path) is not None), None)
 
     def best(self) -> tuple[Path, float] | None:
         """The checkpoint with the highest accuracy on held-out problems, and that accuracy, or None."""
-        return _best((path, manifest) for path in self.all() if (manifest := _glance(path)) is not None)
+        return _best((path, manifest) for path in self.all() if (manifest := _read_if_complete(path)) is not None)
 
-    def choose(self) -> Path | None:
+    def verify_latest(self) -> Path | None:
         """The newest checkpoint, verified, or None where there is none. A collective.
 
         Raises:
@@ -126,7 +130,7 @@ class Checkpoints:
             ValueError: it belongs to another run, model or base.
         """
         # An older checkpoint never silently takes the place of a damaged one: the user may have a copy of the bad file.
-        newest = from_main(lambda: next(reversed(self.all()), None))
+        newest = call_on_main(lambda: next(reversed(self.all()), None))
         if newest is not None:
             try:
                 self._verify(newest)
@@ -137,7 +141,7 @@ class Checkpoints:
                 ) from None
         return newest
 
-    def advice(self, step: int) -> str:
+    def failed_update_advice(self, step: int) -> str:
         """What the user can do after a step whose update cannot be made."""
         return (
             f"step {step} stopped before this update. Look at its samples and rewards in {self.folder.parent / 'rollouts'}; "
@@ -150,7 +154,7 @@ class Checkpoints:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         export: Callable[..., None],
-        recipe: dict[str, Any],
+        recipe_state: dict[str, Any],
         accuracy: float | None = None,
     ) -> float:
         """Writes a checkpoint, and returns the seconds of checksums and flush on the slowest rank. A collective.
@@ -167,35 +171,35 @@ class Checkpoints:
             OSError: nothing was saved, for example because the disk is full. Earlier checkpoints are untouched.
         """
         final = self.folder / f"step_{step:06d}"
-        partial = partial_of(final)
-        content = json.dumps({"step": step, "accuracy": accuracy, **recipe})
+        partial = partial_path(final)
+        content = json.dumps({"step": step, "accuracy": accuracy, **recipe_state})
 
         def begin() -> None:
-            make_empty(partial)
+            make_empty_folder(partial)
             (partial / "recipe.json").write_text(content)
 
         if self._main:
             # If the disk was full and the user lowered `keep_last`, this makes the room.
             self._prune()
-        advice = "Free space there, then resume with resume_from_checkpoint=True; the last whole checkpoint: {}"
-        with written_aside(final, lambda: advice.format(self.latest())):
+        disk_advice = "Free space there, then resume with resume_from_checkpoint=True; the last whole checkpoint: {}"
+        with discard_on_failure(final, lambda: disk_advice.format(self.latest())):
             # Each part ends on all ranks before the next begins, so that no rank waits in a collective for one that
             # has failed.
-            from_main(begin)
-            together(lambda: export(partial if self._main else None))
+            call_on_main(begin)
+            run_on_all_ranks(lambda: export(partial if self._main else None))
             had_state = bool(optimizer.state)
-            state = together(lambda: _state(model, optimizer, self._config.save_optimizer))
+            state = run_on_all_ranks(lambda: _build_state_dict(model, optimizer, self._config.save_optimizer))
             if optimizer.state and not had_state:
                 # To have something to save, torch has made an update without gradient, which must not count as the first.
                 optimizer.state.clear()
                 del state["optimizer"]
-            together(lambda: _save_state(partial / "state", state))
+            run_on_all_ranks(lambda: _save_state(partial / "state", state))
             began = time.perf_counter()
             # Each rank reads only the files that it wrote: a network file system may show those of others late.
-            mine = together(lambda: entries_of(partial, rank()))
-            seconds = max(gathered(time.perf_counter() - began))
-            files = {name: entry for entries in gathered(mine) for name, entry in entries.items()}
-            from_main(lambda: self._complete(final, Manifest(step, accuracy, self._own, files)))
+            mine = run_on_all_ranks(lambda: flush_and_hash(partial, rank()))
+            seconds = max(all_gather(time.perf_counter() - began))
+            files = {name: entry for entries in all_gather(mine) for name, entry in entries.items()}
+            call_on_main(lambda: self._complete(final, Manifest(step, accuracy, self._own, files)))
         if self._main:
             self._prune()
         return seconds
@@ -215,70 +219,70 @@ class Checkpoints:
         if path != self._verified:
             self._verify(path)
         try:
-            recipe, has_optimizer = together(lambda: _load(path, model, optimizer))
-        except FAILURES as error:
-            cause = true_cause(error)
+            recipe_state, has_optimizer = run_on_all_ranks(lambda: _load(path, model, optimizer))
+        except EXCEPTION_TYPES as error:
+            cause = root_cause(error)
             # KeyboardInterrupt and the like are no fault of the files.
             if not isinstance(cause, Exception):
                 raise cause from None
             text = f"{path} could not be loaded: {describe(cause).rstrip('.')}"
-            if any(words in str(cause) for words in OTHER_STATE):
-                raise FileMistake(
+            if any(words in str(cause) for words in STATE_MISMATCH_ERRORS):
+                raise UsageFileError(
                     f"{text}. Its files are whole: set `model:` and `optimizer:` back to what it was saved with, or begin a "
                     "new run in another output_dir"
                 ) from error
             if isinstance(cause, OSError):
-                raise FileMistake(f"{text}. Its checksums were right: look at the disk, then resume") from error
+                raise UsageFileError(f"{text}. Its checksums were right: look at the disk, then resume") from error
             # Memory that does not suffice and ranks that exited raise these. Any other error is a bug.
             if isinstance(cause, RuntimeError | MemoryError):
-                raise Failure(text) from error
+                raise RunFailure(text) from error
             raise cause from None
         if self._main and not has_optimizer:
-            say(
+            print_text(
                 f"{path} was saved without the state of the optimizer (checkpoints.save_optimizer=false, or no update was "
                 "made): its moments begin at zero, and the first updates may be larger than they would have been"
             )
-        return recipe
+        return recipe_state
 
     def _verify(self, path: Path) -> None:
         """Reads every file of a checkpoint, each rank a share of them. A collective; raises as `choose`."""
-        manifest = from_main(lambda: self._inspect(path))
-        shares = len(gathered(None))
-        wrong = [text for text in gathered(manifest.wrong_with_bytes(path, rank(), shares)) if text is not None]
+        manifest = call_on_main(lambda: self._read_matching_manifest(path))
+        shares = len(all_gather(None))
+        wrong = [text for text in all_gather(manifest.find_checksum_error(path, rank(), shares)) if text is not None]
         if wrong:
             raise DamagedCheckpoint(f"{path} is damaged: {min(wrong)}")
         self._verified = path
 
-    def _inspect(self, path: Path) -> Manifest:
+    def _read_matching_manifest(self, path: Path) -> Manifest:
         """Checks on rank 0 what can be checked without reading tensors, and returns the manifest."""
         manifest = Manifest.read(path)
-        if (refusal := self._own.refusal(manifest.identity)) is not None:
-            raise Mistake(f"{path} cannot be resumed: {refusal}")
-        if manifest.step != step_of(path):
+        if (refusal := self._own.explain_difference(manifest.identity)) is not None:
+            raise UsageError(f"{path} cannot be resumed: {refusal}")
+        if manifest.step != checkpoint_step(path):
             raise DamagedCheckpoint(f"{path} is damaged: it holds step {manifest.step} and was renamed")
-        if (wrong := manifest.wrong_with_files(path)) is not None:
+        if (wrong := manifest.find_file_error(path)) is not None:
             raise DamagedCheckpoint(f"{path} is damaged: {wrong}")
         return manifest
 
     def _complete(self, final: Path, manifest: Manifest) -> None:
-        if (wrong := manifest.wrong_with_files(partial_of(final))) is not None:
-            raise FileMistake(
+        if (wrong := manifest.find_file_error(partial_path(final))) is not None:
+            raise UsageFileError(
                 f"{wrong}, as rank 0 sees what another rank has written: all ranks need one shared output_dir"
             )
         # The manifest comes last: it vouches for every other file.
-        manifest.write(partial_of(final))
-        put_in_place(final)
+        manifest.write(partial_path(final))
+        finalize_folder(final)
 
     def _prune(self) -> None:
         # Damaged ones do not count: if they did, one of them could be kept in the place of a whole one.
-        looks = [(path, manifest) for path in self.all() if (manifest := _glance(path)) is not None]
+        looks = [(path, manifest) for path in self.all() if (manifest := _read_if_complete(path)) is not None]
         mine = [(path, manifest) for path, manifest in looks if manifest.identity.run == self._own.run]
         keep = {path for path, _ in mine[-self._config.keep_last :]}
         if (best := _best(mine)) is not None:
             keep.add(best[0])
         for path, _ in mine:
             if path not in keep:
-                discard(path)
+                rename_and_remove(path)
 
     @property
     def _own(self) -> Identity:
@@ -291,24 +295,24 @@ def _best(checkpoints: Iterable[tuple[Path, Manifest]]) -> tuple[Path, float] | 
     return max(evaluated, key=lambda pair: pair[1], default=None)
 
 
-def _glance(path: Path) -> Manifest | None:
+def _read_if_complete(path: Path) -> Manifest | None:
     """The manifest of a checkpoint that looks whole, or None."""
     try:
         manifest = Manifest.read(path)
-        return manifest if manifest.wrong_with_files(path) is None else None
+        return manifest if manifest.find_file_error(path) is None else None
     except (ValueError, OSError):
         # It is damaged or of another format, or it is just being deleted.
         return None
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer, with_optimizer: bool) -> dict[str, Any]:
+def _build_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, with_optimizer: bool) -> dict[str, Any]:
     if not with_optimizer:
-        return {"model": get_model_state_dict(model, options=TRAINED_ONLY)}
-    model_state, optimizer_state = get_state_dict(model, optimizer, options=TRAINED_ONLY)
+        return {"model": get_model_state_dict(model, options=TRAINABLE_ONLY)}
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=TRAINABLE_ONLY)
     return {"model": model_state, "optimizer": optimizer_state}
 
 
-class _Files(FileSystem):
+class _RaisingFileSystem(FileSystem):
     # DCP pickles an error to send it to the other ranks, which loses its cause. So the disk's own error is raised here.
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
@@ -316,16 +320,16 @@ class _Files(FileSystem):
             try:
                 yield stream
             except Exception as error:  # noqa: BLE001 (its cause is raised)
-                raise true_cause(error) from None
+                raise root_cause(error) from None
 
 
 def _save_state(folder: Path, state: dict[str, Any]) -> None:
     # The default of one thread stays, since an error in a second one would be lost (torch 2.13). DCP need not sync the
     # files, because `entries_of` does.
     writer = FileSystemWriter(folder, sync_files=False)
-    writer.fs = _Files()
-    with _one_process_is_fine():
-        dcp.save(state | _rng(), storage_writer=writer, no_dist=not distributed())
+    writer.fs = _RaisingFileSystem()
+    with _ignore_no_dist_warning():
+        dcp.save(state | _rng_state_dict(), storage_writer=writer, no_dist=not is_distributed())
 
 
 def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], bool]:
@@ -335,21 +339,21 @@ def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tup
     saved = dcp.FileSystemReader(path / "state").read_metadata().state_dict_metadata
     mine = f"rng_{rank()}"
     # DCP fails on a key that was not saved, such as the random state of a rank or a GPU that the earlier run lacked.
-    rng = {name: value for name, value in _rng()[mine].items() if f"{mine}.{name}" in saved}
+    rng = {name: value for name, value in _rng_state_dict()[mine].items() if f"{mine}.{name}" in saved}
     has_optimizer = any(name.startswith("optimizer.") for name in saved)
-    state: dict[str, Any] = _state(model, optimizer, has_optimizer) | ({mine: rng} if rng else {})
-    with _one_process_is_fine():
-        dcp.load(state, checkpoint_id=path / "state", no_dist=not distributed())
+    state: dict[str, Any] = _build_state_dict(model, optimizer, has_optimizer) | ({mine: rng} if rng else {})
+    with _ignore_no_dist_warning():
+        dcp.load(state, checkpoint_id=path / "state", no_dist=not is_distributed())
     if has_optimizer:
         set_state_dict(
             model,
             optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
-            options=TRAINED_ONLY,
+            options=TRAINABLE_ONLY,
         )
     else:
-        set_model_state_dict(model, state["model"], options=TRAINED_ONLY)
+        set_model_state_dict(model, state["model"], options=TRAINABLE_ONLY)
         # Moments of another run, which this optimizer may have by now, do not belong to these weights.
         optimizer.state.clear()
     for group, own in zip(optimizer.param_groups, settings, strict=True):
@@ -362,21 +366,21 @@ def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tup
 
 
 @contextmanager
-def _one_process_is_fine() -> Iterator[None]:
+def _ignore_no_dist_warning() -> Iterator[None]:
     # DCP warns where no other process takes part, but a run of one process intends that.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
         yield
 
 
-def _rng() -> dict[str, dict[str, Tensor]]:
+def _rng_state_dict() -> dict[str, dict[str, Tensor]]:
     rng = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
     return {f"rng_{rank()}": rng}
 
 
-class NothingToDo(Exception):
+class RunAlreadyComplete(Exception):
     """The run had done all its steps before this process began. It is no error."""
 
 
@@ -394,14 +398,12 @@ class RunState:
     updates: int = 0  # only copies of earlier recipes write and read it
 
     @classmethod
-    def of(cls, recipe: Mapping[str, Any]) -> Self:
+    def from_recipe_state(cls, recipe_state: Mapping[str, Any]) -> Self:
         """The state in a checkpoint's recipe.json. Other keys there are ignored."""
-        return cls(**{each.name: recipe[each.name] for each in fields(cls) if each.name in recipe})
+        return cls(**{each.name: recipe_state[each.name] for each in fields(cls) if each.name in recipe_state})
 
 
-def checkpoint_to_go_on_from(
-    checkpoints: Checkpoints, folder: RunFolder | None, resumes: bool, total: int
-) -> Path | None:
+def find_resume_checkpoint(checkpoints: Checkpoints, folder: RunFolder | None, resume: bool, total: int) -> Path | None:
     """Chooses the checkpoint from which a run goes on, or None, and prints it on rank 0. A collective.
 
     Args:
@@ -411,26 +413,28 @@ def checkpoint_to_go_on_from(
 
     Raises NothingToDo if the run has all its steps, and what `Checkpoints.choose` raises.
     """
-    path = checkpoints.choose() if resumes else None
+    path = checkpoints.verify_latest() if resume else None
     if path is None:
         return None
-    step = step_of(path)
+    step = checkpoint_step(path)
     if step >= total:
-        raise NothingToDo(f"step {step} >= max_steps={total}: nothing to do\n{standing(step, step, checkpoints)}")
+        raise RunAlreadyComplete(
+            f"step {step} >= max_steps={total}: nothing to do\n{status_message(step, step, checkpoints)}"
+        )
     if folder is not None:
-        say(resume_text(path, step, folder.run, folder.earlier))
+        print_text(resume_text(path, step, folder.run, folder.previous_settings))
     return path
 
 
-def resume_text(path: Path, step: int, run: Run, earlier: Mapping[str, Any]) -> str:
+def resume_text(path: Path, step: int, run: Run, earlier_config: Mapping[str, Any]) -> str:
     """What a run prints when it goes on: from where, and how its settings differ from `earlier` (empty: not known)."""
     begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
     lines = [("resume", f"from step {step} of run {run.id}, begun {begun}: {path}")]
     # The earlier settings come from run.json. The present ones take the same way through JSON, so that a tuple and a
     # list do not count as a change.
     now = json.loads(json.dumps(run.config, default=str))
-    changed = [change for change in changes(earlier, now) if change.key not in NO_NEWS]
-    if not earlier:
+    changed = [change for change in diff_settings(earlier_config, now) if change.key not in ALWAYS_DIFFERENT_KEYS]
+    if not earlier_config:
         lines.append(("changed", "not known: run.json does not say what was set until now"))
     elif changed:
         lines.append(("changed", ", ".join(map(str, changed))))
@@ -439,18 +443,18 @@ def resume_text(path: Path, step: int, run: Run, earlier: Mapping[str, Any]) -> 
             lines.append(
                 ("rate", f"schedule.decay={decay} now ends with the new max_steps, so the learning rate jumps here")
             )
-    return labelled(lines)
+    return format_labels(lines)
 
 
-def standing(step: int, total: int, checkpoints: Checkpoints | None) -> str:
+def status_message(step: int, total: int, checkpoints: Checkpoints | None) -> str:
     """Where a run is, which model it has, and how to go on with it. `step` is the one that it is in or ended with."""
     newest = checkpoints.latest() if checkpoints is not None else None
-    where = f"It was at step {step} of {total}" if step else "It had not begun its first step"
+    progress = f"It was at step {step} of {total}" if step else "It had not begun its first step"
     if checkpoints is None or newest is None:
-        return f"{where}, and there is no checkpoint yet, so the next start begins anew"
+        return f"{progress}, and there is no checkpoint yet, so the next start begins anew"
     best, report = checkpoints.best(), shlex.join(["torchtune-ext", "report", str(checkpoints.folder.parent)])
-    if step_of(newest) < total:
-        text = f"{where}. The newest checkpoint is {newest}; go on from there with resume_from_checkpoint=True"
+    if checkpoint_step(newest) < total:
+        text = f"{progress}. The newest checkpoint is {newest}; go on from there with resume_from_checkpoint=True"
         if best is not None and best[0] != newest:
             text += f". The best on held-out problems: {best[0]} ({best[1]:.3f})"
         return f"{text}. Curves and samples: {report}"
@@ -460,13 +464,13 @@ def standing(step: int, total: int, checkpoints: Checkpoints | None) -> str:
         kind = "an adapter in PEFT's format; its folder merged/ is a whole model"
     else:
         kind = "an adapter in PEFT's format (adapters.save_merged=True saves a whole model, too)"
-    lines = [("done", f"{max(step, step_of(newest))} of {total} steps"), ("model", f"{newest}, {kind}")]
-    if checkpoints.prompts:
+    lines = [("done", f"{max(step, checkpoint_step(newest))} of {total} steps"), ("model", f"{newest}, {kind}")]
+    if checkpoints.prompt_source:
         lines.append(
-            ("prompts", f"made with {checkpoints.prompts}, not with the files of model_dir; saved with the model")
+            ("prompts", f"made with {checkpoints.prompt_source}, not with the files of model_dir; saved with the model")
         )
     if best is not None:
         lines.append(("best", f"{best[0]}, the best on held-out problems: {best[1]:.3f}"))
     lines.append(("report", report))
     lines.append(("longer", f"the same command with max_steps above {total} and resume_from_checkpoint=True"))
-    return labelled(lines)
+    return format_labels(lines)

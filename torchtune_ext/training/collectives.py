@@ -11,20 +11,20 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchtune_ext.run.errors import Failure, FileMistake
+from torchtune_ext.run.errors import RunFailure, UsageFileError
 
 T = TypeVar("T")
 # DCP's exception derives from BaseException, so `except Exception` would miss it.
-FAILURES = (Exception, CheckpointException)
-FAILED = "failed"  # key of the store
+EXCEPTION_TYPES = (Exception, CheckpointException)
+FAILURE_KEY = "failed"  # key of the store
 POLL_S = 0.05  # most seconds between two looks of a rank that waits for rank 0
 # The store of the rendezvous is global, as the process group is.
 _store: dist.Store | None = None
 # All ranks count how often they waited for rank 0, so each wait has a key of its own in the store.
-_meetings = 0
+_wait_count = 0
 
 
-class MainFailed(Failure):
+class MainRankFailure(RunFailure):
     """Rank 0, for which this rank waited, has failed."""
 
 
@@ -45,7 +45,7 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def distributed() -> bool:
+def is_distributed() -> bool:
     """Whether the run has more than one rank."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
@@ -53,54 +53,54 @@ def distributed() -> bool:
 def wait_for_main() -> None:
     """Sleeps until rank 0 calls it, too; rank 0 waits for nobody. Raises RuntimeError if it fails (`main_failed`)."""
     # Rank 0 samples and evaluates for longer than the deadline of a collective, so it is waited for without a limit.
-    global _meetings
-    _meetings += 1
+    global _wait_count
+    _wait_count += 1
     assert _store is not None  # since `join`
     if rank() == 0:
-        _store.set(str(_meetings), "")
+        _store.set(str(_wait_count), "")
         return
     # A blocking wait of the store would hold back signals until its end.
     pause_s = 0.001
-    while not _store.check([str(_meetings)]):
-        if _store.check([FAILED]):
-            raise MainFailed("rank 0 failed, for which this rank waited")
+    while not _store.check([str(_wait_count)]):
+        if _store.check([FAILURE_KEY]):
+            raise MainRankFailure("rank 0 failed, for which this rank waited")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, POLL_S)
 
 
-def main_failed() -> None:
+def announce_main_failure() -> None:
     """Ends the waiting of the other ranks, where rank 0 calls it."""
     # The others would not notice that rank 0 is gone: torchrun's store outlives it, and torchrun's SIGTERM takes effect
     # only at the end of a step.
     if _store is not None and rank() == 0:
         # If torchrun is gone, too, the others see that by themselves, and the run's own error is what counts.
         with suppress(RuntimeError):
-            _store.set(FAILED, "")
+            _store.set(FAILURE_KEY, "")
 
 
-def gathered(value: T) -> list[T]:
+def all_gather(value: T) -> list[T]:
     """The values of all ranks, in their order. They are pickled and should be small. A collective."""
-    if not distributed():
+    if not is_distributed():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def together(action: Callable[[], T]) -> T:
+def run_on_all_ranks(action: Callable[[], T]) -> T:
     """Runs `action` on every rank and returns its result. A collective.
 
     Raises the error of this rank; if there is none, FileMistake or Failure with the text of the first rank that failed.
     """
     try:
         result = action()
-    except FAILURES as error:
+    except EXCEPTION_TYPES as error:
         # The text travels, not the error: pickling would lose the cause behind it.
-        cause = true_cause(error)
-        kind = FileMistake if isinstance(cause, OSError | ValueError | SafetensorError) else Failure
-        gathered((kind, describe(cause)))
+        cause = root_cause(error)
+        kind = UsageFileError if isinstance(cause, OSError | ValueError | SafetensorError) else RunFailure
+        all_gather((kind, describe(cause)))
         raise
-    failed: list[tuple[type[Exception], str] | None] = gathered(None)
+    failed: list[tuple[type[Exception], str] | None] = all_gather(None)
     for other, each in enumerate(failed):
         if each is not None:
             kind, text = each
@@ -108,7 +108,7 @@ def together(action: Callable[[], T]) -> T:
     return result
 
 
-def from_main(make: Callable[[], T]) -> T:
+def call_on_main(make: Callable[[], T]) -> T:
     """Runs `make` on rank 0 only, and returns its result on every rank, pickled. A collective.
 
     Raises, on every rank, an OSError or ValueError of `make`.
@@ -119,7 +119,7 @@ def from_main(make: Callable[[], T]) -> T:
             box[0] = make()
         except (OSError, ValueError) as error:
             box[1] = error
-    if distributed():
+    if is_distributed():
         # The others sleep until rank 0 is done, which may take longer than a collective waits.
         wait_for_main()
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
@@ -129,9 +129,9 @@ def from_main(make: Callable[[], T]) -> T:
     return value
 
 
-def on_any(flag: bool) -> bool:
+def any_rank(flag: bool) -> bool:
     """Whether the flag is true on any rank. The others sleep until rank 0 is here, too. A collective."""
-    if not distributed():
+    if not is_distributed():
         return bool(flag)
     wait_for_main()
     highest = torch.tensor([int(flag)], dtype=torch.int32)
@@ -139,7 +139,7 @@ def on_any(flag: bool) -> bool:
     return bool(highest.item())
 
 
-def true_cause(error: BaseException) -> BaseException:
+def root_cause(error: BaseException) -> BaseException:
     """The error that began a chain of errors."""
     while True:
         # DCP collects the errors of all ranks in one of its own.

@@ -14,11 +14,17 @@ import torch.distributed as dist
 from pydantic import Field
 from torchtune import training
 
-from torchtune_ext.run.errors import Failure, Mistake
-from torchtune_ext.run.output import say
-from torchtune_ext.run.parent import die_with_parent, local_rank, misread, number, place
+from torchtune_ext.run.errors import RunFailure, UsageError
+from torchtune_ext.run.output import print_text
+from torchtune_ext.run.process_env import (
+    die_with_parent,
+    invalid_variables,
+    local_rank,
+    rank_and_world_size,
+    read_int_variable,
+)
 from torchtune_ext.settings.records import Seconds, config_record
-from torchtune_ext.training.collectives import from_main, gathered, join, on_any
+from torchtune_ext.training.collectives import all_gather, any_rank, call_on_main, join
 
 T = TypeVar("T")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # <malloc.h>
@@ -33,12 +39,12 @@ class RanksConfig:
         default=None, ge=1, description="ranks that share one copy of the weights, e.g. those of one machine; null: all"
     )
 
-    def require_divides(self, world_size: int) -> None:
+    def require_divisible(self, world_size: int) -> None:
         """Raises ValueError if `world_size` ranks do not divide into groups of `shard_within`."""
         if self.shard_within is not None and world_size % self.shard_within:
             fitting = [str(n) for n in range(2, world_size + 1) if world_size % n == 0]
             use = f"set it to {' or '.join(fitting)}" if fitting else "leave it out"
-            raise Mistake(
+            raise UsageError(
                 f"ranks.shard_within={self.shard_within} does not divide the {world_size} "
                 f"{'rank' if world_size == 1 else 'ranks'} of this run: {use}, or start it on other machines "
                 "(--nnodes, --nproc_per_node)"
@@ -66,17 +72,17 @@ class Ranks:
 
     def broadcast(self, value: Any) -> Any:
         """The value of rank 0 on every rank, pickled. A collective."""
-        return from_main(lambda: value)
+        return call_on_main(lambda: value)
 
-    def from_main(self, make: Callable[[], T]) -> T:
+    def call_on_main(self, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, on every rank (`collectives.from_main`). A collective."""
-        return from_main(make)
+        return call_on_main(make)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is true on any rank. A collective."""
-        return on_any(flag)
+        return any_rank(flag)
 
-    def share(self, items: list) -> list:
+    def local_slice(self, items: list) -> list:
         """This rank's share of a list, whose length must be a multiple of the number of ranks."""
         return items[self.rank :: self.world_size]
 
@@ -84,7 +90,7 @@ class Ranks:
 def init_ranks(
     device: str,
     config: RanksConfig | None = None,
-    engine_beside: bool = False,
+    concurrent_engine: bool = False,
     output_dir: str | None = None,
 ) -> Ranks:
     """Joins the process group that torchrun set up, if there is one.
@@ -98,39 +104,39 @@ def init_ranks(
     Raises ValueError if device, `shard_within` or torchrun's variables do not fit, or a machine misses the folder.
     """
     config = config or RanksConfig()
-    if wrong := misread():
-        raise Mistake(
+    if wrong := invalid_variables():
+        raise UsageError(
             f"{wrong[0]}={os.environ[wrong[0]]!r} in the environment must be a whole number, as torchrun sets it; "
             f"`env -u {wrong[0]} tune run ...` starts without it"
         )
-    rank, world_size = place()
-    config.require_divides(world_size)
+    rank, world_size = rank_and_world_size()
+    config.require_divisible(world_size)
     # A torchrun that gets SIGKILL cannot stop its ranks, so they ask the kernel to be killed with it. That works
     # because torchrun starts them from its main thread: the kernel watches the thread, not the process.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
     here = local_device(device)
     if here.type == "cpu":
-        keep_memory()
-    if here.type == "cpu" and engine_beside and (cores := leave_a_core()) and rank == 0:
-        say(
+        disable_malloc_trim()
+    if here.type == "cpu" and concurrent_engine and (cores := reserve_engine_core()) and rank == 0:
+        print_text(
             f"cores: PyTorch computes on {cores - 1} of {cores}, since an engine that samples ahead needs one; "
             "OMP_NUM_THREADS sets another number"
         )
     if world_size == 1 or dist.is_initialized():
         return Ranks(rank, world_size, here, shard_within=config.shard_within)
     # Only a run of several ranks needs these imports.
-    from torchtune_ext.training.machines import choose_interface, hosts_of_ranks, meeting, require_shared
+    from torchtune_ext.training.machines import choose_interface, hosts_of_ranks, rendezvous, require_shared_folder
 
     # NCCL carries what the model needs on GPUs. What rank 0 tells the others travels over gloo: a rank that waits in
     # NCCL keeps its GPU and a core busy, and rank 0 may let the others wait for hours.
     backend = training.get_distributed_backend(here.type, offload_ops_to_cpu=here.type != "cpu")
     try:
-        with meeting(rank, world_size, config.deadline_s):
+        with rendezvous(rank, world_size, config.deadline_s):
             choose_interface()
             join(backend, config.deadline_s)
     except RuntimeError as error:
-        raise Failure(
+        raise RunFailure(
             f"The ranks did not find each other within ranks.deadline_s={config.deadline_s:g} s "
             f"({' '.join(str(error).split())[:300]}). gloo listens on {os.environ.get('GLOO_SOCKET_IFNAME', 'the host name')}: "
             "set GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME on GPUs, to the network interface that connects the machines "
@@ -138,22 +144,22 @@ def init_ranks(
         ) from error
     hosts = hosts_of_ranks()
     if output_dir is not None:
-        require_shared(hosts, output_dir)
+        require_shared_folder(hosts, output_dir)
     return Ranks(rank, world_size, here, hosts, config.shard_within)
 
 
 def local_device(device: str) -> torch.device:
     """The device of this rank: the GPU with its LOCAL_RANK, or the CPU. Raises ValueError if there is none."""
     if device not in ("auto", "cpu", "cuda"):
-        raise Mistake(f"device={device!r} is unknown; use 'auto', 'cpu' or 'cuda' (torchrun numbers the devices)")
+        raise UsageError(f"device={device!r} is unknown; use 'auto', 'cpu' or 'cuda' (torchrun numbers the devices)")
     if device == "cuda" and not torch.cuda.is_available():
-        raise Mistake("device='cuda', but torch sees no CUDA device; use device=cpu or run `torchtune-ext doctor`")
+        raise UsageError("device='cuda', but torch sees no CUDA device; use device=cpu or run `torchtune-ext doctor`")
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     mine, count = local_rank(), torch.cuda.device_count()
     if mine >= count:
-        raise Mistake(
-            f"rank {number('RANK', 0)} is number {mine} on {socket.gethostname()}, which shows it {count} "
+        raise UsageError(
+            f"rank {read_int_variable('RANK', 0)} is number {mine} on {socket.gethostname()}, which shows it {count} "
             f"{'GPU' if count == 1 else 'GPUs'}: start at most {count} ranks there (--nproc_per_node), or set "
             "CUDA_VISIBLE_DEVICES"
         )
@@ -162,7 +168,7 @@ def local_device(device: str) -> torch.device:
     return here
 
 
-def keep_memory() -> None:
+def disable_malloc_trim() -> None:
     """Keeps freed memory in this process."""
     # By default the C library gives large tensors back to the system, which clears their pages when they are made
     # again: a third of the time of forward and backward (benchmarks/results/whole_step.md).
@@ -171,7 +177,7 @@ def keep_memory() -> None:
     libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
-def leave_a_core() -> int | None:
+def reserve_engine_core() -> int | None:
     """Lets PyTorch compute on all cores but one. Returns the number of cores, or None if nothing changed."""
     # An engine on a CPU computes in one thread. If it takes a core from one of the trainer's threads, all others wait
     # for that thread at the end of every operation.
@@ -182,17 +188,17 @@ def leave_a_core() -> int | None:
     return None
 
 
-def reduce(values: Mapping[str, float]) -> dict[str, float]:
+def reduce_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
     """The sum of each value over the ranks that have it, and the maximum for `*_max`. A collective."""
-    whole: dict[str, float] = {}
-    for each in gathered(values):
+    totals: dict[str, float] = {}
+    for each in all_gather(values):
         for name, value in each.items():
-            both = (whole[name], value) if name in whole else (value,)
-            whole[name] = highest(both) if name.endswith("_max") else sum(both)
-    return whole
+            both = (totals[name], value) if name in totals else (value,)
+            totals[name] = max_or_nan(both) if name.endswith("_max") else sum(both)
+    return totals
 
 
-def highest(values: Sequence[float]) -> float:
+def max_or_nan(values: Sequence[float]) -> float:
     """The maximum, or NaN if any value is NaN. `max` would hide one that does not come first."""
     return max(values, key=lambda value: (math.isnan(value), value))
 

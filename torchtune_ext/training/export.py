@@ -18,23 +18,37 @@ from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.chat.templates import ChatTemplate
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import AdapterSpec, adapter_hf_tensors, merged_hf_tensors
-from torchtune_ext.run.errors import Failure, FileMistake, Mistake
-from torchtune_ext.run.files import make_empty, partial_of, put_in_place
-from torchtune_ext.run.folder import require_usable, settings_in
-from torchtune_ext.run.json_files import object_or_empty
-from torchtune_ext.training.collectives import FAILURES, describe, from_main, rank, together, true_cause
+from torchtune_ext.run.errors import RunFailure, UsageError, UsageFileError
+from torchtune_ext.run.files import finalize_folder, make_empty_folder, partial_path
+from torchtune_ext.run.folder import read_all_settings, require_usable_folder
+from torchtune_ext.run.json_files import read_json_or_empty
+from torchtune_ext.training.collectives import (
+    EXCEPTION_TYPES,
+    call_on_main,
+    describe,
+    rank,
+    root_cause,
+    run_on_all_ranks,
+)
 
 TEMPLATE, INDEX = "chat_template.jinja", "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30  # largest size of one safetensors file
 # What is copied of a model directory. It may hold anything else: data, logs, weights, the state of a checkpoint.
-_CONFIGS = ("config.json", "generation_config.json", "LICENSE*", "NOTICE*", "configuration_*.py", "modeling_*.py")
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+_CONFIG_PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "LICENSE*",
+    "NOTICE*",
+    "configuration_*.py",
+    "modeling_*.py",
+)
+_TOKENIZER_PATTERNS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
                "merges.txt", "tokenizer.model", TEMPLATE, "tokenization_*.py")  # fmt: skip
-_WEIGHTS = ("model-*-of-*.safetensors", INDEX)
+_WEIGHT_PATTERNS = ("model-*-of-*.safetensors", INDEX)
 
 
 @contextmanager
-def written_aside(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
+def discard_on_failure(folder: Path, disk_advice: Callable[[], str]) -> Iterator[None]:
     """Surrounds the code by which all ranks write `partial_of(folder)`. If it fails, the folder is removed.
 
     Args:
@@ -47,28 +61,28 @@ def written_aside(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
         yield
     except BaseException as error:
         if rank() == 0:
-            shutil.rmtree(partial_of(folder), ignore_errors=True)
-        if not isinstance(error, FAILURES):
+            shutil.rmtree(partial_path(folder), ignore_errors=True)
+        if not isinstance(error, EXCEPTION_TYPES):
             raise
-        cause = true_cause(error)
+        cause = root_cause(error)
         # DCP wraps a Ctrl-C as well, which must stop the run and not become an OSError.
         if not isinstance(cause, Exception):
             raise cause from None
         text = f"{folder} was not saved: {describe(cause)}"
         if isinstance(cause, OSError | SafetensorError):
-            raise FileMistake(f"{text}. {advice()}") from error
-        raise Failure(text) from error
+            raise UsageFileError(f"{text}. {disk_advice()}") from error
+        raise RunFailure(text) from error
 
 
 def save_model(
-    folder: Path, model: nn.Module, source: HFModel, dtype: torch.dtype, tokenizer: ChatTokenizer | None = None
+    folder: Path, model: nn.Module, hf_model: HFModel, dtype: torch.dtype, tokenizer: ChatTokenizer | None = None
 ) -> Path:
     """Writes a model directory and returns its path. A collective. On an OSError an earlier directory is untouched."""
-    with written_aside(folder, lambda: "Free space there, or choose another output_dir"):
-        partial = partial_of(folder)
-        from_main(lambda: make_empty(partial))
-        together(lambda: export_model(partial if rank() == 0 else None, model, source, dtype, tokenizer))
-        from_main(lambda: put_in_place(folder))
+    with discard_on_failure(folder, lambda: "Free space there, or choose another output_dir"):
+        partial = partial_path(folder)
+        call_on_main(lambda: make_empty_folder(partial))
+        run_on_all_ranks(lambda: export_model(partial if rank() == 0 else None, model, hf_model, dtype, tokenizer))
+        call_on_main(lambda: finalize_folder(folder))
     return folder
 
 
@@ -80,12 +94,12 @@ def require_replaceable(folder: Path, reads: Iterable[Path], setting: str) -> No
         reads: the paths that the run reads.
         setting: a key of the recipe, by which the runs in the folder are known.
     """
-    require_usable(folder.parent)
+    require_usable_folder(folder.parent)
     if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
         return
     read = [str(path) for path in reads if path.resolve().is_relative_to(folder.resolve())]
-    known = (*_CONFIGS, *_TOKENIZERS, *_WEIGHTS)
-    settings = [each for each in settings_in(folder.parent) if setting in each]
+    known = (*_CONFIG_PATTERNS, *_TOKENIZER_PATTERNS, *_WEIGHT_PATTERNS)
+    settings = [each for each in read_all_settings(folder.parent) if setting in each]
     # Earlier versions copied further files of model_dir.
     starts = [Path(each["model_dir"]) for each in settings if each.get("model_dir")]
     if read:
@@ -102,7 +116,7 @@ def require_replaceable(folder: Path, reads: Iterable[Path], setting: str) -> No
         why = f"no run has written what it holds: {', '.join(others[:3])}"
     else:
         return
-    raise Mistake(
+    raise UsageError(
         f"output_dir={folder.parent}: the new model would replace {folder}, and {why}. Fix: choose another output_dir, or move "
         f"{folder} away"
     )
@@ -116,7 +130,7 @@ def _equal(file: Path, folder: Path) -> bool:
 def export_model(
     folder: Path | None,
     model: nn.Module,
-    source: HFModel,
+    hf_model: HFModel,
     dtype: torch.dtype,
     tokenizer: ChatTokenizer | None = None,
 ) -> None:
@@ -128,17 +142,17 @@ def export_model(
         dtype: of the written weights.
         tokenizer: with which the model was trained, whose files and template are saved; None: the tokenizer of `source`.
     """
-    tensors = merged_hf_tensors(model, source, dtype)
-    with _drained(tensors):
-        _write_model(folder, tensors, source, tokenizer)
+    tensors = merged_hf_tensors(model, hf_model, dtype)
+    with _drain_on_error(tensors):
+        _write_model(folder, tensors, hf_model, tokenizer)
 
 
 def export_adapter(
     folder: Path | None,
     model: nn.Module,
-    source: HFModel,
+    hf_model: HFModel,
     adapter: AdapterSpec,
-    merged: torch.dtype | None = None,
+    merged_dtype: torch.dtype | None = None,
     tokenizer: ChatTokenizer | None = None,
 ) -> None:
     """Writes an adapter in float32 that PEFT and vLLM can read. A collective.
@@ -149,24 +163,24 @@ def export_adapter(
         merged: dtype of the merged model, which is then written into the subfolder `merged`; None: it is not.
         tokenizer: as for `export_model`.
     """
-    small = {name: tensor.cpu().contiguous() for name, tensor in adapter_hf_tensors(model, source, torch.float32)}
-    large = merged_hf_tensors(model, source, merged) if merged is not None else iter(())
+    small = {name: tensor.cpu().contiguous() for name, tensor in adapter_hf_tensors(model, hf_model, torch.float32)}
+    large = merged_hf_tensors(model, hf_model, merged_dtype) if merged_dtype is not None else iter(())
     inside = folder / "merged" if folder is not None else None
-    with _drained(large):
+    with _drain_on_error(large):
         if folder is not None:
             save_file(small, folder / "adapter_model.safetensors")
             # An absolute path, because PEFT takes a relative one for the name of a model on the hub.
-            config = adapter.peft_config(os.path.abspath(source.path))
+            config = adapter.peft_config(os.path.abspath(hf_model.path))
             (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
-            _save_tokenizer(folder, source, tokenizer)
-        if merged is not None:
+            _save_tokenizer(folder, hf_model, tokenizer)
+        if merged_dtype is not None:
             if inside is not None:
                 inside.mkdir()
-            _write_model(inside, large, source, tokenizer)
+            _write_model(inside, large, hf_model, tokenizer)
 
 
 @contextmanager
-def _drained(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
+def _drain_on_error(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
     """Takes part in the remaining gathers if the block raises."""
     try:
         yield
@@ -178,15 +192,15 @@ def _drained(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
 
 
 def _write_model(
-    folder: Path | None, tensors: Iterator[tuple[str, Tensor]], source: HFModel, tokenizer: ChatTokenizer | None
+    folder: Path | None, tensors: Iterator[tuple[str, Tensor]], hf_model: HFModel, tokenizer: ChatTokenizer | None
 ) -> None:
     """Writes tensors one by one into safetensors files of at most SHARD_BYTES. Without a folder, only gathers them."""
     if folder is None:
         for _ in tensors:
             pass
         return
-    _copy_files(source.path, folder, _CONFIGS)
-    _save_tokenizer(folder, source, tokenizer)
+    _copy_files(hf_model.path, folder, _CONFIG_PATTERNS)
+    _save_tokenizer(folder, hf_model, tokenizer)
     shards: list[tuple[Path, list[str]]] = []
     pending: dict[str, Tensor] = {}
     size = total = 0
@@ -223,30 +237,30 @@ def _copy_files(source: Path, folder: Path, names: Sequence[str]) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def _save_tokenizer(folder: Path, source: HFModel, tokenizer: ChatTokenizer | None) -> None:
+def _save_tokenizer(folder: Path, hf_model: HFModel, tokenizer: ChatTokenizer | None) -> None:
     """Writes tokenizer files that give the prompts and the end tokens of the training."""
-    _copy_files(Path(getattr(tokenizer, "path", source.path)), folder, _TOKENIZERS)
-    if tokenizer is None or not own_prompts(source, tokenizer):
+    _copy_files(Path(getattr(tokenizer, "path", hf_model.path)), folder, _TOKENIZER_PATTERNS)
+    if tokenizer is None or not describe_prompt_source(hf_model, tokenizer):
         return
-    text, settings = template_text(tokenizer.template), folder / "tokenizer_config.json"
+    text, settings = inline_template_options(tokenizer.template), folder / "tokenizer_config.json"
     (folder / TEMPLATE).write_text(text, encoding="utf-8")
     # Some tools read the template in this file.
-    if "chat_template" in (values := object_or_empty(settings)):
+    if "chat_template" in (values := read_json_or_empty(settings)):
         settings.write_text(json.dumps(values | {"chat_template": text}, indent=2))
     # An adapter has no config: its base has it.
     if (folder / "config.json").is_file():
         generation = folder / "generation_config.json"
         ends = list(tokenizer.stop_token_ids)
-        values = object_or_empty(generation) | {"eos_token_id": ends if ends[1:] else ends[0]}
+        values = read_json_or_empty(generation) | {"eos_token_id": ends if ends[1:] else ends[0]}
         generation.write_text(json.dumps(values, indent=2))
 
 
-def own_prompts(source: HFModel, tokenizer: ChatTokenizer | None) -> str:
+def describe_prompt_source(hf_model: HFModel, tokenizer: ChatTokenizer | None) -> str:
     """Returns what makes the prompts of a run where it is not the tokenizer and the template of its model, or ""."""
     template, parts = getattr(tokenizer, "template", None), []
     if tokenizer is None or not isinstance(template, ChatTemplate):
         return ""
-    if os.path.realpath(tokenizer.path) != os.path.realpath(source.path):
+    if os.path.realpath(tokenizer.path) != os.path.realpath(hf_model.path):
         parts.append(f"the tokenizer of {tokenizer.path}")
     if template.options or template.name != str(tokenizer.path):
         options = ", ".join(f"{name}={value!r}" for name, value in template.options.items())
@@ -254,7 +268,7 @@ def own_prompts(source: HFModel, tokenizer: ChatTokenizer | None) -> str:
     return " and ".join(parts)
 
 
-def template_text(template: ChatTemplate) -> str:
+def inline_template_options(template: ChatTemplate) -> str:
     """Returns a template with its options written into it, which renders the same without them."""
     # A renderer may still set an option, but always sets the names of special tokens. The environment of chat templates
     # drops the newline after a block, so what follows keeps its white space.

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from torchtune_ext.kernels.packed_attention import TILE
-from torchtune_ext.objective.loss import Loss, Tokens, needs_of
-from torchtune_ext.pipeline.packing import Layout, Row
+from torchtune_ext.kernels.packed_attention import TILE_SIZE
+from torchtune_ext.objective.loss import Loss, Tokens, loss_requirements
+from torchtune_ext.pipeline.packing import Row, RowLayout
 from torchtune_ext.policy.logprobs import LabelLogprobs, PackedPolicy
-from torchtune_ext.policy.lora import AdapterOff, adapter_names
-from torchtune_ext.run.errors import Failure, Mistake
+from torchtune_ext.policy.lora import AdapterDisabledReference, adapter_names
+from torchtune_ext.run.errors import RunFailure, UsageError
 from torchtune_ext.settings.records import config_record
 from torchtune_ext.training.buckets import Breakdown
-from torchtune_ext.training.distributed import Ranks, highest, reduce
+from torchtune_ext.training.distributed import Ranks, max_or_nan, reduce_over_ranks
 
 
 class Learner:
@@ -46,21 +46,21 @@ class Learner:
         optimizer: torch.optim.Optimizer | None = None,
         schedule: Callable[[int], float] = lambda updates: 1.0,
         max_grad_norm: float | None = None,
-        watch: Callable[[str], AbstractContextManager] = nullcontext,
+        timer: Callable[[str], AbstractContextManager] = nullcontext,
     ):
         self.policy, self.loss, self.ranks, self.temperature = policy, loss, ranks, temperature
-        self.optimizer, self._schedule, self._max_grad_norm, self._watch = optimizer, schedule, max_grad_norm, watch
-        self._rates = [group["lr"] for group in optimizer.param_groups] if optimizer is not None else []
-        self.updates = 0  # place in the schedule: updates that were planned before the next one
-        self.needs = needs_of(loss)
-        self._reference = reference_of(policy.model) if self.needs.reference else None
+        self.optimizer, self._schedule, self._max_grad_norm, self._timer = optimizer, schedule, max_grad_norm, timer
+        self._base_lrs = [group["lr"] for group in optimizer.param_groups] if optimizer is not None else []
+        self.schedule_step = 0  # place in the schedule: updates that were planned before the next one
+        self.needs = loss_requirements(loss)
+        self._reference = make_reference(policy.model) if self.needs.reference_logprobs else None
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RowLayout:
         """How rows are packed for these ranks."""
         # Compiled kernels, on CUDA, need rows of few different lengths: multiples of a tile.
-        tile = TILE if self.ranks.device.type == "cuda" else None
-        return Layout(self.ranks.world_size, tile, self.policy.pair_cost)
+        tile = TILE_SIZE if self.ranks.device.type == "cuda" else None
+        return RowLayout(self.ranks.world_size, tile, self.policy.attention_pair_cost)
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None, top_k: int = 0) -> list[LabelLogprobs]:
@@ -77,20 +77,20 @@ class Learner:
             self.policy.model.train(training)
             _reshard(self.policy.model)
 
-    def proximal(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelLogprobs] | None]:
+    def proximal_logprobs(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelLogprobs] | None]:
         """The log-probs of the rows of each update under the policy before the first one; None where not needed."""
         # In the first update the policy is still the proximal one, so its own forward pass computes them. With dropout
         # every forward pass is another policy, and even the first update needs this one.
-        needs = [self.needs.proximal if i else self.policy.noisy for i in range(len(updates))]
+        needs = [self.needs.proximal_logprobs if i else self.policy.has_dropout for i in range(len(updates))]
         pairs = zip(updates, needs, strict=True)
-        with self._watch("logprobs"):
+        with self._timer("logprobs"):
             return [self.logprobs(rows, top_k=self.needs.top_k) if need else None for rows, need in pairs]
 
-    def reference(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelLogprobs] | None]:
+    def reference_logprobs(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelLogprobs] | None]:
         """The log-probs of the rows of each update under the reference; None for a loss that needs no reference."""
         if self._reference is None:
             return [None] * len(updates)
-        with self._watch("logprobs"), self._reference.swapped_in():
+        with self._timer("logprobs"), self._reference.activate():
             return [self.logprobs(rows) for rows in updates]
 
     def forward_backward(
@@ -119,30 +119,30 @@ class Learner:
         device, logprobs = self.ranks.device, []
         values = {"total": torch.zeros((), dtype=torch.float64, device=device)}
         breakdown = Breakdown(("clip_fraction", "masked_fraction", "kl_teacher"))
-        with self._watch("backward"):
+        with self._timer("backward"):
             for i, cpu_row in enumerate(rows):
                 row = cpu_row.to(device)
                 # The log-probs of the same top-k tokens are compared, those that were likeliest under the old policy.
                 stored_ids = None if proximal is None else proximal[i].top_ids_LK
-                now = self.policy(row, self.temperature, 0 if stored_ids is None else stored_ids)
-                before = now.detached() if proximal is None else proximal[i]
+                new = self.policy(row, self.temperature, 0 if stored_ids is None else stored_ids)
+                old = new.detach() if proximal is None else proximal[i]
                 tokens = Tokens(
-                    logprobs_L=now.logprobs_L,
-                    entropy_L=now.entropy_L,
-                    old_logprobs_L=before.logprobs_L if self.needs.proximal else None,
+                    logprobs_L=new.logprobs_L,
+                    entropy_L=new.entropy_L,
+                    old_logprobs_L=old.logprobs_L if self.needs.proximal_logprobs else None,
                     behavior_logprobs_L=row.logprobs_L,
                     ref_logprobs_L=None if reference is None else reference[i].logprobs_L,
                     advantages_L=row.advantages_L,
                     versions_L=row.versions_L,
                     samples_L=row.samples_L,
-                    old_top_LK=before.top_LK,
-                    top_LK=now.top_LK,
+                    old_top_LK=old.top_LK,
+                    top_LK=new.top_LK,
                     teacher_logprobs_L=row.teacher_logprobs_L,
                     version=version,
                 )
                 token_loss_L, metrics = self.loss(tokens)
-                self._require_labels(row, token_loss_L, metrics)
-                row_loss = (row.weights_L * token_loss_L).sum()
+                self._require_label_shapes(row, token_loss_L, metrics)
+                row_loss = (row.loss_weights_L * token_loss_L).sum()
                 if self.ranks.shards < self.ranks.world_size:
                     # Copies of the weights, often on other machines, sum their gradients once: FSDP2, at the last row.
                     self.policy.model.set_requires_all_reduce(i == len(rows) - 1)  # pyright: ignore[reportCallIssue]
@@ -158,21 +158,21 @@ class Learner:
                         highest, key = values_L.max().double(), f"loss/{name}"
                         values[key] = highest.maximum(values.get(key, highest))
                 breakdown.add(row, metrics, version)
-                logprobs.append(before)
+                logprobs.append(old)
                 if on_row:
                     on_row(cpu_row)
-        with self._watch("wait"):
+        with self._timer("wait"):
             values |= breakdown.sums()
             # One transfer brings all numbers from the device, and one reduction brings them over the ranks.
             numbers = dict(zip(values, torch.stack([*values.values()]).tolist(), strict=True))
-            whole = reduce(numbers | {"labels": sum(row.num_labels for row in rows)})
-            labels = whole["labels"] or 1.0
+            totals = reduce_over_ranks(numbers | {"labels": sum(row.num_labels for row in rows)})
+            labels = totals["labels"] or 1.0
             metrics = {
                 name: value if name.endswith("_max") else value / labels
-                for name, value in whole.items()
+                for name, value in totals.items()
                 if name.startswith("loss/")
             }
-        return logprobs, metrics | {"loss/total": whole["total"]} | breakdown.means(whole)
+        return logprobs, metrics | {"loss/total": totals["total"]} | breakdown.means(totals)
 
     def step(self, metrics: dict[str, float], advice: Callable[[], str]) -> dict[str, float]:
         """Makes one update of the weights, clears the gradient, and returns its metrics with those of the gradient.
@@ -181,52 +181,52 @@ class Learner:
         """
         optimizer = self.optimizer
         assert optimizer is not None  # only a learner without one is never stepped
-        with self._watch("optimizer"):
+        with self._timer("optimizer"):
             # Without a limit the norm is still wanted, as a metric and for the check below.
             norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self._max_grad_norm or torch.inf)
             norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
             if not (math.isfinite(norm) and math.isfinite(metrics["loss/total"])):
                 optimizer.zero_grad(set_to_none=True)
-                raise Failure(f"loss is {metrics['loss/total']}, gradient norm {norm}: {advice()}")
-            factor = self._schedule(self.updates)
-            for group, whole_rate in zip(optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = whole_rate * factor
+                raise RunFailure(f"loss is {metrics['loss/total']}, gradient norm {norm}: {advice()}")
+            factor = self._schedule(self.schedule_step)
+            for group, base_lr in zip(optimizer.param_groups, self._base_lrs, strict=True):
+                group["lr"] = base_lr * factor
             optimizer.step()
-            self.updates += 1
+            self.schedule_step += 1
             optimizer.zero_grad(set_to_none=True)
-            rate = float(self._rates[0] * factor)
+            rate = float(self._base_lrs[0] * factor)
             return metrics | {"optim/grad_norm": norm, "optim/lr": rate}
 
-    def _require_labels(self, row: Row, token_loss_L: Tensor, metrics: dict[str, Tensor]) -> None:
+    def _require_label_shapes(self, row: Row, token_loss_L: Tensor, metrics: dict[str, Tensor]) -> None:
         # `check_loss` has tried the loss, but one of the user's may return something else in a later step.
         name, labels = type(self.loss).__name__, tuple(row.labels_L.shape)
         if token_loss_L.shape != labels:
-            raise Mistake(
+            raise UsageError(
                 f"loss {name} returned shape {tuple(token_loss_L.shape)}; it must return one value per label, shape {labels} "
                 "(the learner does the weighted sum)"
             )
         for metric, values_L in metrics.items():
             if values_L.shape != labels:
-                raise Mistake(
+                raise UsageError(
                     f"metric {metric!r} of loss {name} has shape {tuple(values_L.shape)}; it must hold one value per label, "
                     f"shape {labels}"
                 )
 
 
-def over_updates(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+def mean_over_updates(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
     """Metrics of the updates of one step as one: the mean, and for `*_max` the maximum."""
     values: dict[str, list[float]] = {}
     for update in metrics:
         # An update may lack a bucket of the breakdown, so each name has its own count.
         for name, value in update.items():
             values.setdefault(name, []).append(value)
-    return {name: highest(v) if name.endswith("_max") else sum(v) / len(v) for name, v in values.items()}
+    return {name: max_or_nan(v) if name.endswith("_max") else sum(v) / len(v) for name, v in values.items()}
 
 
-def reference_of(model: nn.Module) -> "WeightCopy | AdapterOff":
+def make_reference(model: nn.Module) -> "WeightCopy | AdapterDisabledReference":
     """The frozen reference policy: what the model is now."""
     # With the adapters switched off a model is what it was before training, which costs no memory.
-    return AdapterOff(model) if adapter_names(model) else WeightCopy(model)
+    return AdapterDisabledReference(model) if adapter_names(model) else WeightCopy(model)
 
 
 class WeightCopy:
@@ -237,7 +237,7 @@ class WeightCopy:
         self._weights = [_local(p).detach().to("cpu", copy=True) for p in model.parameters()]
 
     @contextmanager
-    def swapped_in(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """Inside, the model has the weights of the copy; afterwards its own, bit for bit."""
         _reshard(self._model)
         # The values change in place, because FSDP gathers from these very tensors.
@@ -281,7 +281,7 @@ class ScheduleConfig:
     def require_fits(self, total: int) -> None:
         """Raises ValueError if the warm-up is longer than the run of `total` updates."""
         if not 0 <= self.warmup <= total:
-            raise Mistake(
+            raise UsageError(
                 f"schedule.warmup={self.warmup} must lie between 0 and the number of updates, {total}; set a shorter "
                 "warm-up, or train longer"
             )

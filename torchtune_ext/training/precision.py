@@ -22,13 +22,13 @@ from torchtune_ext.policy.fp8 import Fp8Config
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.policy.lora import AdapterSpec
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.output import say
-from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.run.output import print_text
+from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.settings.records import config_record
 
 if TYPE_CHECKING:
-    from torchtune_ext.policy.fp8.plan import Fp8Receipt
+    from torchtune_ext.policy.fp8.plan import Fp8Plan
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Deadline for a step of an engine in a dtype in which the processor does not compute.
@@ -38,7 +38,7 @@ SLOW_STEP_S = 900.0
 def chosen_dtype(dtype: str, device: str, fp8: bool = False) -> str:
     """With "auto", bfloat16 where the device computes in it, else float32. Raises ValueError for another dtype."""
     if dtype not in ("auto", "bfloat16", "float32"):
-        raise Mistake(f"dtype={dtype!r}: use 'auto', 'bfloat16' or 'float32' (float16 would need a loss scale)")
+        raise UsageError(f"dtype={dtype!r}: use 'auto', 'bfloat16' or 'float32' (float16 would need a loss scale)")
     # Layers in FP8 work only beside bfloat16.
     return ("bfloat16" if fp8 or computes_in_bfloat16(device) else "float32") if dtype == "auto" else dtype
 
@@ -69,7 +69,7 @@ def computes_in_bfloat16(device: str) -> bool:
 class PrecisionConfig(Fp8Config):
     """The keys of `precision:`, the precision flow."""
 
-    BARE: ClassVar[str] = "flow"  # the key of a plain value: `precision: bf16` is `precision: {flow: bf16}`
+    SHORTHAND_KEY: ClassVar[str] = "flow"  # the key of a plain value: `precision: bf16` is `precision: {flow: bf16}`
 
     flow: Literal["bf16", "fp8_rollout", "fp8_unified"] = Field(
         default="bf16", description="bf16; fp8_rollout: FP8 in the engine only; fp8_unified: FP8 in engine and trainer"
@@ -84,7 +84,7 @@ class PrecisionConfig(Fp8Config):
             names = [name for name in names if name != "skip"]
         if self.flow != "fp8_unified" and names:
             where = " in the trainer" if self.flow == "fp8_rollout" else ""
-            raise Mistake(
+            raise UsageError(
                 f"precision.{names[0]}={getattr(self, names[0])!r} with precision.flow={self.flow}, which has no FP8{where}: "
                 "leave it out, or take precision.flow=fp8_unified"
             )
@@ -95,7 +95,7 @@ class PrecisionConfig(Fp8Config):
         return self.flow != "bf16"
 
     @property
-    def sides(self) -> tuple[Fp8Config | None, Fp8Config | None]:
+    def side_configs(self) -> tuple[Fp8Config | None, Fp8Config | None]:
         """FP8 of the trainer's layers and of the engine's; None: the side has no FP8."""
         return self if self.flow == "fp8_unified" else None, None if self.flow == "bf16" else self
 
@@ -118,107 +118,109 @@ class Precision:
         self,
         config: PrecisionConfig,
         model: TransformerDecoder,
-        source: HFModel,
+        hf_model: HFModel,
         dtype: str,
         engine: EngineConfig,
         device: torch.device,
         adapter: AdapterSpec | None = None,
-        way: str = "adapter",
+        publish_mode: str = "adapter",
     ):
         self.flow = config.flow
         self.dtype = DTYPES[dtype]  # of the trainer's forward and backward
-        engine = engine.following(dtype)
+        engine = engine.with_trainer_defaults(dtype)
         self.engine_dtype = getattr(torch, engine.dtype)
-        self.trainer, sampler = config.sides
+        self.trainer_fp8, sampler = config.side_configs
         self.engine = engine  # the settings to start it with
-        self.sampler: Fp8Receipt | None = None  # which layers the engine holds in FP8
+        self.engine_fp8: Fp8Plan | None = None  # which layers the engine holds in FP8
         if device.type == "cpu" and engine.dtype == "bfloat16" and not computes_in_bfloat16("cpu"):
             # A step of the engine that takes minutes must not pass for one that has frozen.
             self.engine = replace(engine, probe_deadline_s=max(engine.probe_deadline_s, SLOW_STEP_S))
         self.device = device
         self._sent = (
-            "which are sent once, adapters after each step" if adapter and way == "adapter" else "sent after each step"
+            "which are sent once, adapters after each step"
+            if adapter and publish_mode == "adapter"
+            else "sent after each step"
         )
-        source.require_unquantized()
+        hf_model.require_unquantized()
         # The rest concerns FP8 only.
         if sampler is None:
             return
         for key, value in (("dtype", self.dtype), ("engine.dtype", self.engine_dtype)):
             if value != torch.bfloat16:
-                raise Mistake(
+                raise UsageError(
                     f"precision.flow={config.flow} with {key}={str(value)[6:]}: FP8 stands beside bfloat16; set "
                     f"{key}=bfloat16, or precision=bf16"
                 )
         if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
-            raise Mistake(
+            raise UsageError(
                 f"precision.flow={config.flow} on a {torch.cuda.get_device_name(device)}: FP8 in blocks needs a Hopper GPU "
                 "(compute capability 9.0, as H100 and H200 have); set precision=bf16"
             )
-        if adapter and self.trainer and way == "merged":
-            raise Mistake(
+        if adapter and self.trainer_fp8 and publish_mode == "merged":
+            raise UsageError(
                 "precision.flow=fp8_unified with adapters.publish=merged: the trainer adds the adapter to a base in FP8, the "
                 "engine would round their sum; set adapters.publish=adapter"
                 f"{' and model.use_dora=False' * adapter.dora}, or precision=bf16 or fp8_rollout"
             )
         # Only runs in FP8 need this import.
-        from torchtune_ext.policy.fp8.plan import plan
+        from torchtune_ext.policy.fp8.plan import make_fp8_plan
 
-        self.sampler = plan(model, source, config, self.dtype, device if self.trainer else None)
-        self.sampler.require_whole_shards(engine.tensor_parallel_size, source.config["num_key_value_heads"])
-        self.engine = replace(self.engine, quantization=self.sampler.quantization_config())
+        self.engine_fp8 = make_fp8_plan(model, hf_model, config, self.dtype, device if self.trainer_fp8 else None)
+        self.engine_fp8.require_whole_shards(engine.tensor_parallel_size, hf_model.config["num_key_value_heads"])
+        self.engine = replace(self.engine, quantization=self.engine_fp8.quantization_config())
 
     def __str__(self) -> str:
         """For instance "in float32", or "precision fp8_rollout, trainer in bfloat16, engine in FP8 and bfloat16"."""
         trainer, engine = str(self.dtype)[6:], str(self.engine_dtype)[6:]
-        if self.sampler:
+        if self.engine_fp8:
             fp8 = "FP8 and "
-            return f"precision {self.flow}, trainer in {fp8 * bool(self.trainer)}{trainer}, engine in {fp8}{engine}"
-        if not self.mixed:
+            return f"precision {self.flow}, trainer in {fp8 * bool(self.trainer_fp8)}{trainer}, engine in {fp8}{engine}"
+        if not self.is_mixed:
             return f"in {trainer}"
         loss = f": it cannot hold what is smaller than half a step of {engine}" if trainer == "float32" else ""
         return f"trainer in {trainer}, engine in {engine}{loss}"
 
     @property
-    def coarsest(self) -> torch.dtype:
+    def coarsest_dtype(self) -> torch.dtype:
         """Dtype of the side that rounds more. Some layers may be in FP8, too."""
         return torch.float32 if self.dtype == self.engine_dtype == torch.float32 else torch.bfloat16
 
     @property
-    def coarsest_text(self) -> str:
-        return "FP8" if self.sampler else str(self.coarsest)[6:]
+    def coarsest_name(self) -> str:
+        return "FP8" if self.engine_fp8 else str(self.coarsest_dtype)[6:]
 
     @property
-    def mixed(self) -> bool:
+    def is_mixed(self) -> bool:
         """Whether the engine holds other values of the weights than the trainer computes with."""
-        return self.dtype != self.engine_dtype or (self.sampler is not None and self.trainer is None)
+        return self.dtype != self.engine_dtype or (self.engine_fp8 is not None and self.trainer_fp8 is None)
 
-    def as_sent(self, name: str, weight: Tensor) -> Tensor:
+    def round_for_engine(self, name: str, weight: Tensor) -> Tensor:
         """A weight as the engine holds it, but in float32. `name` is torchtune's."""
-        if self.sampler and hf_name(name).removesuffix(".weight") in self.sampler.converted:
-            return self.sampler.rounded(weight)
+        if self.engine_fp8 and hf_name(name).removesuffix(".weight") in self.engine_fp8.fp8_layer_names:
+            return self.engine_fp8.round_weight(weight)
         return weight.to(self.engine_dtype).float()
 
-    def published(
-        self, gathered: Callable[[torch.dtype], Iterable[tuple[str, Tensor]]]
+    def convert_for_engine(
+        self, gather: Callable[[torch.dtype], Iterable[tuple[str, Tensor]]]
     ) -> Iterable[tuple[str, Tensor]]:
         """Whole weights as the engine holds them. `gathered` makes (Hugging Face name, whole tensor)s in a dtype."""
-        if self.sampler is None:
-            return gathered(self.engine_dtype)
+        if self.engine_fp8 is None:
+            return gather(self.engine_dtype)
         from torchtune_ext.policy.fp8.plan import fp8_hf_tensors
 
         # FP8 is made of the trainer's dtype, because that is what the trainer's forward rounds.
-        return fp8_hf_tensors(gathered(self.dtype), self.sampler, self.engine_dtype)
+        return fp8_hf_tensors(gather(self.dtype), self.engine_fp8, self.engine_dtype)
 
-    def write_receipt(self, folder: str, policy: PackedPolicy) -> None:
+    def write_fp8_report(self, folder: str, policy: PackedPolicy) -> None:
         """Prints which layers are in FP8 and why others are not, and keeps that in `folder`/fp8.txt."""
-        if self.sampler is None:
+        if self.engine_fp8 is None:
             return
         lines = [
-            (policy.fp8 or self.sampler).table(),
-            f"  engine: {len(self.sampler.converted)} weights in FP8, {self._sent}",
+            (policy.fp8_plan or self.engine_fp8).format_table(),
+            f"  engine: {len(self.engine_fp8.fp8_layer_names)} weights in FP8, {self._sent}",
         ]
-        if policy.fp8 is None:
+        if policy.fp8_plan is None:
             lines.append(f"  trainer: none of them, {str(self.dtype)[6:]}; it and the engine drift apart")
         text = "\n".join(lines)
-        say(text)
+        print_text(text)
         (Path(folder) / "fp8.txt").write_text(f"{text}\n", encoding="utf-8")

@@ -11,17 +11,17 @@ from typing import Any
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.pipeline.groups import Group
-from torchtune_ext.pipeline.source import REPLAYED
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.folder import changes, checkpoint_folders, read_record
-from torchtune_ext.tasks.order import ProblemStream
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
+from torchtune_ext.pipeline.source import REPLAYED_RUN_KEY
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.run.folder import checkpoint_folders, diff_settings, read_record
+from torchtune_ext.tasks.problem_stream import ProblemStream
 from torchtune_ext.training.manifest import Identity, Manifest
 
 # With another value of these, the stored groups would belong to other steps or problems.
-SAME = ("seed", "prompts_per_step", "samples_per_prompt")
+MATCHING_KEYS = ("seed", "prompts_per_step", "samples_per_prompt")
 # Settings that do not change what a run learns from given rollouts, so they may differ.
-APART = (
+IGNORED_KEYS = (
     "output_dir",
     "model_dir",
     "model",
@@ -34,7 +34,7 @@ APART = (
     "grader",
     "task.bench",
 )
-APART += (
+IGNORED_KEYS += (
     "evaluation",
     "engine",
     "staleness",
@@ -44,9 +44,9 @@ APART += (
     "max_mismatch",
     "teacher",
 )
-NAMED = 8  # the most differing settings that one line names
+MAX_NAMED_SETTINGS = 8  # the most differing settings that one line names
 # Batches of problems among which those of the first step must be. Steps ahead and refills may have taken the others.
-BATCHES = 32
+MAX_SEARCHED_BATCHES = 32
 
 
 class Replay:
@@ -73,11 +73,11 @@ class Replay:
     ):
         self._run, self._paths, self._step = Path(run), rollout_paths(run), 0
         if self._run.resolve() == Path(settings["output_dir"]).resolve():
-            raise Mistake(f"replay={run} is the output_dir of this run; choose another output_dir")
+            raise UsageError(f"replay={run} is the output_dir of this run; choose another output_dir")
         record = self._record()
         self._id, self._steps, theirs = record["id"], settings["max_steps"], record.get("config", {})
         self._require_rollouts()
-        self._changed = _differences(theirs, settings)
+        self._changed = _differing_settings(theirs, settings)
         self._require_same(theirs, settings)
         self._require_model(theirs, identity)
         self._require_problems(settings["prompts_per_step"], problems, tokenizer)
@@ -86,18 +86,18 @@ class Replay:
         """Says in one line what is replayed, and which settings differ."""
         text = f"replays {self._run}: {self._steps} of its {len(self._paths)} steps; no engine, no evaluation"
         if self._changed:
-            text += f". Set otherwise there, so the weights may differ: {_named(self._changed)}"
+            text += f". Set otherwise there, so the weights may differ: {_join_settings(self._changed)}"
         return text
 
     def publish(self, version: int) -> dict[str, float]:
         """Does nothing: no engine takes the weights."""
         return {}
 
-    def open(self, version: int) -> None:
+    def prefetch(self, version: int) -> None:
         """Does nothing: nothing is sampled ahead."""
 
     def take(
-        self, count: int, watch: Any = None, watcher: Any = None, refill: int = 0
+        self, count: int, timer: Any = None, progress: Any = None, refill_round: int = 0
     ) -> tuple[list[Group], dict[str, float]]:
         """Returns all groups that were stored for the next step, in the order of sampling, and no metrics.
 
@@ -105,23 +105,25 @@ class Replay:
             ValueError: the file of the step is damaged, or another run has begun in the folder.
         """
         # The groups of refills are stored with their step, and were returned with it.
-        if refill:
+        if refill_round:
             return [], {}
         if (now := self._record()["id"]) != self._id:
-            raise Mistake(
+            raise UsageError(
                 f"replay={self._run}: run {self._id} is not there any more, but {now}; name its folder of now"
             )
         self._step += 1
         return read_rollouts(self._paths[self._step]), {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {REPLAYED: self._id}
+        return {REPLAYED_RUN_KEY: self._id}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int, version: int) -> None:
         """Resumes after `step`. Raises ValueError if the earlier run was no replay, or replayed another run."""
-        if state.get(REPLAYED) != self._id:
-            before = f"replayed run {state[REPLAYED]}" if REPLAYED in state else "sampled its own groups"
-            raise Mistake(
+        if state.get(REPLAYED_RUN_KEY) != self._id:
+            before = (
+                f"replayed run {state[REPLAYED_RUN_KEY]}" if REPLAYED_RUN_KEY in state else "sampled its own groups"
+            )
+            raise UsageError(
                 f"replay={self._run} (run {self._id}) cannot go on from this checkpoint, whose run {before}: set replay as it "
                 "was, or begin in another output_dir"
             )
@@ -134,9 +136,9 @@ class Replay:
         try:
             record = read_record(self._run)
         except (OSError, ValueError) as error:
-            raise Mistake(f"replay={self._run}: {error}; name the folder of a whole run") from None
+            raise UsageError(f"replay={self._run}: {error}; name the folder of a whole run") from None
         if record is None:
-            raise Mistake(f"replay={self._run}: there is no run.json; name the folder of a run of a GRPO recipe")
+            raise UsageError(f"replay={self._run}: there is no run.json; name the folder of a run of a GRPO recipe")
         return record
 
     def _require_rollouts(self) -> None:
@@ -144,22 +146,24 @@ class Replay:
         if not missing:
             return
         if missing[0] == 1:
-            raise Mistake(f"replay={self._run} holds no rollouts of step 1: name the folder of a run that has trained")
+            raise UsageError(
+                f"replay={self._run} holds no rollouts of step 1: name the folder of a run that has trained"
+            )
         more = ", or let that run go on first" if missing[0] > max(self._paths) else ""
-        raise Mistake(
+        raise UsageError(
             f"replay={self._run} lacks the rollouts of step {missing[0]}, and max_steps={self._steps}: set "
             f"max_steps={missing[0] - 1}{more}"
         )
 
     def _require_same(self, theirs: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        for key in SAME:
+        for key in MATCHING_KEYS:
             if theirs.get(key) != settings[key]:
-                raise Mistake(
+                raise UsageError(
                     f"replay={self._run} has {key}={theirs.get(key)}, and this run {key}={settings[key]}: set it as there"
                 )
         # An objective without a correction is checked against this run's staleness, so that must cover the samples.
         if theirs.get("staleness", 0) > settings["staleness"]:
-            raise Mistake(
+            raise UsageError(
                 f"replay={self._run} has samples up to staleness={theirs['staleness']} versions old, and this run staleness="
                 f"{settings['staleness']}: set staleness={theirs['staleness']}, so that the objective is checked for it"
             )
@@ -177,7 +181,7 @@ class Replay:
                 ("other weights", other.base, identity.base),
             ):
                 if there != here:
-                    raise Mistake(
+                    raise UsageError(
                         f"replay={self._run} began with {what} ({there}; this run has {here}): set model_dir="
                         f"{theirs.get('model_dir')} and model as there"
                     )
@@ -187,8 +191,8 @@ class Replay:
         """Requires that the prompts of the first step are among the first ones of this run."""
         # A problem may have kept its name while the task's data has changed, so the ids of the prompts are compared.
         groups = {group.problem.id: group for group in read_rollouts(self._paths[1])}
-        for cursor in range(BATCHES * batch):
-            problem = problems.at(cursor)
+        for cursor in range(MAX_SEARCHED_BATCHES * batch):
+            problem = problems.problem_at(cursor)
             group = None if problem is None else groups.get(problem.id)
             if (
                 problem is not None
@@ -199,18 +203,20 @@ class Replay:
             if not groups:
                 return
         named = [text for text in self._changed if text.startswith(("task.", "tokenizer."))]
-        cause = f"set otherwise there: {_named(named)}" if named else "the task's data or code has changed since"
-        raise Mistake(f"replay={self._run} answers other problems, {next(iter(groups))!r} for instance: {cause}")
+        cause = (
+            f"set otherwise there: {_join_settings(named)}" if named else "the task's data or code has changed since"
+        )
+        raise UsageError(f"replay={self._run} answers other problems, {next(iter(groups))!r} for instance: {cause}")
 
 
-def _named(settings: Sequence[str]) -> str:
-    more = f", and {len(settings) - NAMED} more" if len(settings) > NAMED else ""
-    return f"{', '.join(settings[:NAMED])}{more}"
+def _join_settings(settings: Sequence[str]) -> str:
+    more = f", and {len(settings) - MAX_NAMED_SETTINGS} more" if len(settings) > MAX_NAMED_SETTINGS else ""
+    return f"{', '.join(settings[:MAX_NAMED_SETTINGS])}{more}"
 
 
-def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+def _differing_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """Returns the settings that differ, for instance "optimizer.lr=0.001 (here 0.0001)"."""
     # With the dots, `model` stands for itself and for `model.name`, but not for another key that begins alike.
-    apart = tuple(f"{key}." for key in APART)
-    counted = [change for change in changes(theirs, ours) if not f"{change.key}.".startswith(apart)]
-    return [f"{change.key}={change.before} (here {change.now})" for change in counted]
+    apart = tuple(f"{key}." for key in IGNORED_KEYS)
+    counted = [change for change in diff_settings(theirs, ours) if not f"{change.key}.".startswith(apart)]
+    return [f"{change.key}={change.old} (here {change.new})" for change in counted]

@@ -16,9 +16,9 @@ from pydantic import Field
 
 from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 from torchtune_ext.sampling.engine import Engine
-from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.settings.records import config_record
 
 BATCHED_TOKENS = 2048  # of a step of the engine: 1.2 GB of float32 with a vocabulary of 150,000
@@ -52,10 +52,10 @@ class TeacherConfig:
         }
         try:
             engine = replace(policy, **own | self.engine)
-        except Mistake as error:
-            raise Mistake(re.sub(r"\bengine(?=[.:]\w|:`)", "teacher.engine", str(error))) from None
+        except UsageError as error:
+            raise UsageError(re.sub(r"\bengine(?=[.:]\w|:`)", "teacher.engine", str(error))) from None
         if engine.max_model_len <= policy.max_model_len:
-            raise Mistake(
+            raise UsageError(
                 f"teacher.engine.max_model_len={engine.max_model_len} must be above engine.max_model_len="
                 f"{policy.max_model_len}: it holds a whole sample and one token more"
             )
@@ -71,9 +71,9 @@ class Teacher:
         run_dir: the folder for the engine's log.
     """
 
-    def __init__(self, source: HFModel, config: EngineConfig, run_dir: Path):
-        self.source = source
-        self.engine = Engine(str(source.path), config, str(run_dir), name="teacher's engine")
+    def __init__(self, hf_model: HFModel, config: EngineConfig, run_dir: Path):
+        self.hf_model = hf_model
+        self.engine = Engine(str(hf_model.path), config, str(run_dir), name="teacher's engine")
 
     def start(self) -> None:
         """Begins to start the engine, and returns at once."""
@@ -83,13 +83,13 @@ class Teacher:
         """Waits until it can score, and returns the seconds that its start took. Raises EngineFailed."""
         seconds = self.engine.wait_ready()
         # An engine behind an address may still hold weights that a run has published there.
-        self.engine.require_own_model()
+        self.engine.require_unmodified_server()
         return seconds
 
     def close(self) -> None:
         self.engine.close()
 
-    def scored(self, groups: Sequence[Group]) -> list[Group]:
+    def score_groups(self, groups: Sequence[Group]) -> list[Group]:
         """Returns the groups with the teacher's log-probs of each graded sample. Raises EngineFailed."""
         # Samples without a grade are not trained on, and each one costs a whole prefill, because the prefix cache holds
         # no log-probs.
@@ -99,7 +99,7 @@ class Teacher:
         for group, s in samples:
             prompt, ids = len(group.prompt_tokens), np.concatenate([group.prompt_tokens, s.completion.tokens])
             # Without branches the last path holds all others, and one prefill scores them all.
-            for path in list(s.completion.paths(prompt))[0 if s.completion.kept else -1 :]:
+            for path in list(s.completion.turn_paths(prompt))[0 if s.completion.kept_prefix_lens else -1 :]:
                 paths.append((s, path - prompt))
                 texts.append(ids[path])
         logprobs = {id(s): np.zeros(len(s.completion.tokens), np.float32) for _, s in samples}

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.tasks.tool_calls import ToolCall, tool_calls
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.tasks.tool_calls import ToolCall, parse_tool_calls
 
 ROOT = Path(__file__).resolve().parents[3]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -84,7 +84,7 @@ def test_recorded_vectors(data_dir, qwen_dir, family):
             text = tokenizer.template.render(*arguments)
             assert (text, tokenizer.encode(text)) == (row["text"], row["input_ids"]), row["name"]
         elif row["template"] == f"{family}_training":
-            assert tokenizer.template.conversation(*arguments).text == row["text"], row["name"]
+            assert tokenizer.template.render_conversation(*arguments).text == row["text"], row["name"]
             ids, mask = tokenizer.conversation_ids(*arguments, sampled_only=False)
             assert (ids, [int(m) for m in mask]) == (row["input_ids"], row["assistant_mask"]), row["name"]
         else:
@@ -102,9 +102,9 @@ def test_tool_results_are_appended_after_sampled_call(data_dir, qwen_dir, family
     call = '<tool_call>\n{"name": "double", "arguments": {"a": 1}}\n</tool_call>'
     sampled = tokenizer.encode(f"{call}<|im_end|>")
     assert tokenizer.decode(sampled) == call
-    assert tool_calls(call) == [ToolCall("double", {"a": 1})]
+    assert parse_tool_calls(call) == [ToolCall("double", {"a": 1})]
     user, results = conversation("1+1?"), [{"role": "tool", "content": "2"}, {"role": "tool", "content": "two"}]
-    ids = [*tokenizer.prompt_ids(user, tools), *sampled, *tokenizer.between_turns_ids(results, sampled[-1], tools)]
+    ids = [*tokenizer.prompt_ids(user, tools), *sampled, *tokenizer.turn_boundary_ids(results, sampled[-1], tools)]
     turn = {"role": "assistant", "content": "", "tool_calls": [{"name": "double", "arguments": {"a": 1}}]}
     assert ids == tokenizer.prompt_ids([*user, turn, *results], tools) != tokenizer.prompt_ids([*user, turn, *results])
 
@@ -255,7 +255,7 @@ def test_special_ids(model_dir, tmp_path):
     assert tokenizer.vocab_size == 260
     ids = [im_start, *tokenizer.encode("hé "), im_end, end_of_text]
     assert tokenizer.decode(ids) == "hé "
-    assert tokenizer.spell(ids) == "<|im_start|>hé <|im_end|><|endoftext|>"
+    assert tokenizer.decode_all(ids) == "<|im_start|>hé <|im_end|><|endoftext|>"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((model_dir / name).read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(
@@ -381,7 +381,7 @@ def test_damaged_file_of_a_model_folder_is_named(model_dir, tmp_path, name, cont
     for file in model_dir.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / name).write_text(content)
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UsageError, match=message):
         ChatTokenizer(tmp_path, "chatml")
 
 
@@ -390,7 +390,7 @@ def test_templates_of_a_folder_are_chosen_by_name(model_dir, tmp_path):
     templates = [{"name": "tool_use", "template": PLAIN}, {"name": "rag", "template": ROLE_BLIND}]
     config = {"eos_token": "<|im_end|>", "chat_template": templates}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(Mistake, match="tool_use, rag .*tokenizer.template"):
+    with pytest.raises(UsageError, match="tool_use, rag .*tokenizer.template"):
         ChatTokenizer(tmp_path)
     assert ChatTokenizer(tmp_path, "rag").template.source == ROLE_BLIND
     config["chat_template"].append({"name": "default", "template": FORGETS})
@@ -400,13 +400,13 @@ def test_templates_of_a_folder_are_chosen_by_name(model_dir, tmp_path):
 
 @pytest.mark.parametrize("name", ["tools", "chat_template", "messages", "add_generation_prompt", "conversations"])
 def test_template_options_of_the_renderer_are_refused(model_dir, name):
-    with pytest.raises(Mistake, match=f"tokenizer.template_options.{name}: .*leave it out"):
+    with pytest.raises(UsageError, match=f"tokenizer.template_options.{name}: .*leave it out"):
         ChatTokenizer(model_dir, "chatml", template_options={name: []})
 
 
 @pytest.mark.parametrize("value", [float("inf"), [float("nan")], {1}])
 def test_template_options_without_json_are_refused(model_dir, value):
-    with pytest.raises(Mistake, match="tokenizer.template_options=.*: not JSON"):
+    with pytest.raises(UsageError, match="tokenizer.template_options=.*: not JSON"):
         ChatTokenizer(model_dir, "chatml", template_options={"deep": value})
 
 

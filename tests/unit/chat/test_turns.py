@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from helpers.records import sampled
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.pipeline.episodes import Episode
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 from torchtune_ext.tasks.task import Turn
 
 # Of SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), as its GGUF file has it (scripts/pretrained.sh).
@@ -147,23 +147,23 @@ def appended(tokenizer: ChatTokenizer, messages, turns=(), history="sampled") ->
     """
     prompted = before_a_turn(messages)
     prompt = tokenizer.prompt_ids(prompted)
-    opened, turns, context = tokenizer.opened_thought(prompt), list(turns), []
+    opened, turns, context = tokenizer.thought_prefix(prompt), list(turns), []
     episode = Episode(prompt, opened)
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         if context:
-            episode.go_on(context, opened)
+            episode.set_next_context(context, opened)
         text = message["content"].removeprefix(opened)
         ids = turns.pop(0) if turns else [*tokenizer.encode(text), end_of(tokenizer)]
-        episode.sampled(sampled(ids).completion, tokenizer.decode(ids))
+        episode.add_turn(sampled(ids).completion, tokenizer.decode(ids))
         answer = before_a_turn(messages[place + 1 :])
-        episode.answered(Turn(answer))
+        episode.add_answer(Turn(answer))
         if history == "sampled":
-            context = [*episode.path, *tokenizer.between_turns_ids(answer, episode.path[-1], (), prompted)]
+            context = [*episode.path, *tokenizer.turn_boundary_ids(answer, episode.path[-1], (), prompted)]
         else:
             context = tokenizer.context_ids(prompted, episode.messages, episode.sampled_ids)
-        opened = tokenizer.opened_thought(context)
+        opened = tokenizer.thought_prefix(context)
     return context, len(prompt), episode
 
 
@@ -185,8 +185,8 @@ def test_warmup_learns_ids_that_a_run_appends(tokenizer, messages):
     ids, start, episode = appended(tokenizer, messages)
     learned, mask = tokenizer.conversation_ids(messages, add_generation_prompt=True)
     assert learned == ids
-    completion = episode.over("completed").completion
-    assert np.flatnonzero(mask).tolist() == (start + completion.sampled).tolist()
+    completion = episode.to_sample("completed").completion
+    assert np.flatnonzero(mask).tolist() == (start + completion.sampled_indices).tolist()
 
 
 FRAGMENTS = ["a", "The ", "4", " ", "\n", "\n\n", "\t", "é", "中", "🙂", ".", "<think>", "<tool_call>", *SPECIAL]
@@ -236,8 +236,8 @@ def test_the_end_of_a_turn(tokenizer, last):
     whole, _, _ = appended(tokenizer, [ASKED[0], policy("It is"), *ASKED[2:]])
     behind = whole[start + len(turn) :]  # the end that the template writes
     assert ids == [*whole[:start], *turn, *([] if last == end else [end]), *behind]
-    completion = episode.over("completed").completion
-    assert completion.tokens[completion.sampled].tolist() == turn
+    completion = episode.to_sample("completed").completion
+    assert completion.tokens[completion.sampled_indices].tolist() == turn
     written = (
         "<|eot_id|><|start_header_id|>user"
         if "<|eot_id|>" in tokenizer.spell([end])
@@ -292,11 +292,11 @@ def test_a_later_prompt_opens_a_thought(tokenizer):
     ]
     ids, _start, episode = appended(tokenizer, messages)
     assert ids == tokenizer.prompt_ids(messages)
-    assert [message["content"] for message in episode.over("completed").messages[::2]] == [
+    assert [message["content"] for message in episode.to_sample("completed").messages[::2]] == [
         messages[1]["content"],
         messages[3]["content"],
     ]
-    completion = episode.over("completed").completion
+    completion = episode.to_sample("completed").completion
     turns = [tokenizer.spell(completion.tokens[slice(*turn)]) for turn in completion.turns]
     assert turns == ["I add.\n</think>\n\nadd<|im_end|>", "So it is.\n</think>\n\n4<|im_end|>"]
 
@@ -317,7 +317,7 @@ def contexts_of(prompt, episode):
 def test_template_without_rewrites_has_same_history(tokenizer, messages):
     ids, _, episode = appended(tokenizer, messages, history="template")
     assert ids == appended(tokenizer, messages)[0] == tokenizer.prompt_ids(messages)
-    assert not episode.over("completed").completion.kept
+    assert not episode.to_sample("completed").completion.kept_prefix_lens
 
 
 THOUGHTS = [
@@ -342,7 +342,7 @@ def test_thoughts_are_gone_from_the_next_context(tokenizer):
     assert tokenizer.decode(second) == THOUGHTS[3]["content"].removeprefix(opened)
     # The second turn's context leaves the first one's path where the thought begins, or what the prompt has of it.
     empty = len(tokenizer.encode("<think>\n\n</think>\n\n")) if tokenizer.decode(prompt).endswith("</think>\n\n") else 0
-    assert completion.kept == (len(prompt), len(prompt) - (empty or len(tokenizer.encode(opened))))
+    assert completion.kept_prefix_lens == (len(prompt), len(prompt) - (empty or len(tokenizer.encode(opened))))
 
 
 @families(("minicpm_v_4_5", THINKS), ("minicpm_v_4_5", SILENT), ("llama3", {}))
@@ -357,7 +357,10 @@ def test_shortened_turn_keeps_its_sampled_ids(tokenizer):
     own = tokenizer.prompt_ids(messages)
     assert tokenizer.spell(ids) == tokenizer.spell(own) and ids != own
     start = next(i for i in range(len(ids)) if ids[i : i + len(letters)] == letters)
-    assert ids[start + len(letters)] == end_of(tokenizer) and episode.over("max_turns").completion.kept == ()
+    assert (
+        ids[start + len(letters)] == end_of(tokenizer)
+        and episode.to_sample("max_turns").completion.kept_prefix_lens == ()
+    )
 
 
 CUTS = "{% for m in messages %}<|im_start|>{{ m.content[-9:] if m.role == 'assistant' else m.content }}<|im_end|>{% endfor %}"
@@ -382,8 +385,8 @@ def test_truncating_template_contexts_match_conversation_record(small_dir, round
             else message
             for message in messages[:end]
         ]
-        assert tokenizer.spell(context) == tokenizer.template.render(cuts, generation_prompt=True)
-    assert not completion.kept or len(completion.kept) == len(rounds)
+        assert tokenizer.decode_all(context) == tokenizer.template.render(cuts, generation_prompt=True)
+    assert not completion.kept_prefix_lens or len(completion.kept_prefix_lens) == len(rounds)
 
 
 def test_another_history_is_refused(small_dir):
@@ -406,8 +409,8 @@ def test_another_history_is_refused(small_dir):
 )
 def test_ends_of_other_kinds(small_dir, tmp_path, template, turn, answer, follows):
     tokenizer_of = ChatTokenizer(small_dir, "{% for m in messages %}" + template + "{% endfor %}")
-    ids = tokenizer_of.between_turns_ids([user(answer)], end=tokenizer_of.encode(turn)[-1])
-    assert tokenizer_of.spell(ids) == follows
+    ids = tokenizer_of.turn_boundary_ids([user(answer)], end=tokenizer_of.encode(turn)[-1])
+    assert tokenizer_of.decode_all(ids) == follows
 
 
 # As SmolLM3's: a word of the system prompt decides how every turn begins.
@@ -452,7 +455,8 @@ def test_system_prompt_decides_how_later_turns_begin(small_dir, first, template)
     learned, mask = tokenizer.conversation_ids(messages, add_generation_prompt=True)
     assert (
         learned == ids
-        and np.flatnonzero(mask).tolist() == (start + episode.over("completed").completion.sampled).tolist()
+        and np.flatnonzero(mask).tolist()
+        == (start + episode.to_sample("completed").completion.sampled_indices).tolist()
     )
 
 
@@ -462,14 +466,16 @@ def test_tool_message_without_an_id_is_rendered(small_dir):
     tools = "{% if m.role == 'tool' %}" + refuses + "{% endif %}"
     template = "{% for m in messages %}{{ m.content }}" + tools + "<|im_end|>{% endfor %}"
     tokenizer = ChatTokenizer(small_dir, template)
-    assert "000000000" in tokenizer.spell(tokenizer.between_turns_ids([tool("4")], end=0))
+    assert "000000000" in tokenizer.decode_all(tokenizer.turn_boundary_ids([tool("4")], end=0))
     named = tool("4") | {"tool_call_id": "abcdefgh1"}
-    assert "abcdefgh1" in tokenizer.spell(tokenizer.prompt_ids([user("x"), policy("add"), named]))
+    assert "abcdefgh1" in tokenizer.decode_all(tokenizer.prompt_ids([user("x"), policy("add"), named]))
 
 
 def test_a_template_that_forgets_turns_is_refused(small_dir):
     forgets = "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}{% endfor %}"
-    with pytest.raises(Mistake, match="looked for an assistant's turn before further messages"):
-        ChatTokenizer(small_dir, forgets).between_turns_ids([user("5")], end=0)
-    with pytest.raises(Mistake, match="looked for the end of each of the assistant's 1 turns before further messages"):
+    with pytest.raises(UsageError, match="looked for an assistant's turn before further messages"):
+        ChatTokenizer(small_dir, forgets).turn_boundary_ids([user("5")], end=0)
+    with pytest.raises(
+        UsageError, match="looked for the end of each of the assistant's 1 turns before further messages"
+    ):
         ChatTokenizer(small_dir, forgets).context_ids([user("x")], [policy("4"), user("5")], [[7]])

@@ -15,11 +15,11 @@ from torchtune import _recipe_registry
 
 from torchtune_ext.cli import config, plugin
 from torchtune_ext.cli.cli import main
-from torchtune_ext.cli.config import REQUIRED, as_yaml, json_schema, listing, options_of, rendered
-from torchtune_ext.run.catalog import config_files, folder, recipe_files
+from torchtune_ext.cli.config import REQUIRED_MARK, find_options, format_options, format_yaml, json_schema, list_options
+from torchtune_ext.run.catalog import config_files, package_folder, recipe_files
 from torchtune_ext.settings.records import RECORD, config_record, nested_record, option_fields
 
-RECIPES = {recipe.name: recipe for recipe in recipe_files(folder("recipes"), folder("configs"))}
+RECIPES = {recipe.name: recipe for recipe in recipe_files(package_folder("recipes"), package_folder("configs"))}
 
 
 def config_of(name):
@@ -28,7 +28,7 @@ def config_of(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_listing_has_every_field_with_description(name):
-    listed = {option.name: option for option in options_of(config_of(name))}
+    listed = {option.name: option for option in list_options(config_of(name))}
     fields = option_fields(config_of(name))
     assert [key for key in listed if "." not in key] == list(fields)
     assert all(option.description for option in listed.values())
@@ -41,7 +41,7 @@ def test_listing_has_every_field_with_description(name):
 
 
 def test_nested_mapping_has_defaults_of_its_recipe():
-    defaults = {option.name: option.default for option in listing(["warmup_sft", "schedule"])[1]}
+    defaults = {option.name: option.default for option in find_options(["warmup_sft", "schedule"])[1]}
     assert defaults == {"schedule": "{...}", "schedule.decay": "cosine", "schedule.warmup": "20"}
 
 
@@ -99,10 +99,10 @@ def test_config_lists_copied_recipe(tmp_path, monkeypatch, capsys):
 
 
 def test_config_listing_fits_terminal_one_key_per_line():
-    title, listed = listing(["grpo_full"])
-    long = rendered(title, listed).splitlines()
+    title, listed = find_options(["grpo_full"])
+    long = format_options(title, listed).splitlines()
     assert len(long) == 1 + len(listed)
-    short = rendered(title, listed, width=80).splitlines()
+    short = format_options(title, listed, width=80).splitlines()
     assert len(short) > len(long) and max(map(len, short)) <= 80
     assert " ".join(" ".join(short).split()) == " ".join(" ".join(long).split())
 
@@ -121,16 +121,16 @@ class Mine:
 
 
 def test_options_show_defaults_as_yaml():
-    assert [(option.name, option.default, option.description) for option in options_of(Mine)] == [
+    assert [(option.name, option.default, option.description) for option in list_options(Mine)] == [
         ("inner", "{...}", "i"),
-        ("inner.needed", REQUIRED, "n"),
+        ("inner.needed", REQUIRED_MARK, "n"),
         ("inner.many", "[]", "m"),
         ("own", "{...}", "o"),
         ("own.needed", "7", "n"),
         ("own.many", '["a b"]', "m"),
         ("made", "{x: [1, true]}", "d"),
     ]
-    assert as_yaml({"a": [None, True, 1.5, "x/y", ""]}) == '{a: [null, true, 1.5, x/y, ""]}'
+    assert format_yaml({"a": [None, True, 1.5, "x/y", ""]}) == '{a: [null, true, 1.5, x/y, ""]}'
 
 
 def test_schema_accepts_every_shipped_config():
@@ -139,7 +139,7 @@ def test_schema_accepts_every_shipped_config():
         schema = json_schema(config_of(recipe.name))
         Draft202012Validator.check_schema(schema)
         for name in recipe.configs:
-            cfg = OmegaConf.to_container(OmegaConf.load(config_files(folder("configs"))[name]))
+            cfg = OmegaConf.to_container(OmegaConf.load(config_files(package_folder("configs"))[name]))
             assert not list(Draft202012Validator(schema).iter_errors(cfg)), name
             count += 1
     assert count > 25
@@ -177,7 +177,7 @@ def test_tune_run_help_lists_our_config_keys(recipe, words, listed, capsys):
         def _run_cmd(self, args):
             print("theirs")
 
-    plugin.guide(SimpleNamespace(Run=Run, get_all_recipes=_recipe_registry.get_all_recipes))
+    plugin.wrap_tune_run(SimpleNamespace(Run=Run, get_all_recipes=_recipe_registry.get_all_recipes))
     Run()._run_cmd(Namespace(recipe=recipe, recipe_args=words, nnodes="1", nproc_per_node="1"))
     out = capsys.readouterr().out
     if listed:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from torchtune_ext.cli import doctor
-from torchtune_ext.cli.doctor import FAIL, OK, WARN, Finding, table
+from torchtune_ext.cli.doctor import FAIL, OK, WARN, CheckResult, format_table
 from torchtune_ext.measured.sandbox import Layer, SandboxError
 
 VERSIONS = {
@@ -26,7 +26,7 @@ VERSIONS = {
 }
 REQUIRES = ["torch==2.13.0", "torchtune==0.6.1", "torchao<0.16,>=0.13", 'ortools>=9.10; extra == "clue"']
 LAYERS = [
-    Layer("landlock", "version 7", "files can be read", "use a newer kernel", needed=True),
+    Layer("landlock", "version 7", "files can be read", "use a newer kernel", is_required=True),
     Layer("namespaces", "", "files are visible", "install bubblewrap"),
 ]
 GPU = {"nvidia-smi": "/usr/bin/nvidia-smi"}
@@ -55,16 +55,16 @@ def look(monkeypatch, tmp_path):
         monkeypatch.setattr(metadata, "requires", raising(requires, metadata.PackageNotFoundError("none")))
         printed = {doctor.TORCH_PROBE: torch, doctor.VLLM_PROBE: vllm}
         monkeypatch.setattr(
-            doctor, "probe", lambda code: ("", "ImportError: x") if printed[code] == "" else (printed[code], "")
+            doctor, "run_probe", lambda code: ("", "ImportError: x") if printed[code] == "" else (printed[code], "")
         )
-        monkeypatch.setattr(doctor, "own_tune", lambda: mine)
-        monkeypatch.setattr(doctor.plugin, "installed", lambda: hook)
+        monkeypatch.setattr(doctor, "tune_path", lambda: mine)
+        monkeypatch.setattr(doctor.plugin, "is_installed", lambda: hook)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=memory))
         monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=disk))
         gcc = SimpleNamespace(path="/usr/bin/gcc", version="gcc 12.2.0") if compiler else None
         monkeypatch.setattr(doctor.Compiler, "find", raising(gcc, ValueError("none")))
-        monkeypatch.setattr(doctor, "layers_here", raising(layers, SandboxError("no header")))
-        return list(doctor.findings_here())
+        monkeypatch.setattr(doctor, "probe_layers", raising(layers, SandboxError("no header")))
+        return list(doctor.check_environment())
 
     return find
 
@@ -128,7 +128,7 @@ TROUBLE = {
     "no lscpu": ({"programs": {"lscpu": None}}, FAIL, "lscpu", "vLLM on CPU", "util-linux"),
     "no C compiler": ({"compiler": False}, WARN, "C compiler", "not found", "apt-get install gcc"),
     "a layer of the floor is missing": (
-        {"layers": [Layer("landlock", "", "files can be read", "use a newer kernel", needed=True)]},
+        {"layers": [Layer("landlock", "", "files can be read", "use a newer kernel", is_required=True)]},
         WARN,
         "sandbox: landlock",
         "no program is measured: files can be read",
@@ -155,7 +155,7 @@ def test_doctor_problem_is_reported_with_fix(look, case):
 
 def test_doctor_optional_layer_listed_with_its_cost(look):
     lines = [finding for finding in look() if finding.name == "sandbox: namespaces"]
-    assert lines == [Finding(OK, "sandbox: namespaces", "none: files are visible (install bubblewrap)")]
+    assert lines == [CheckResult(OK, "sandbox: namespaces", "none: files are visible (install bubblewrap)")]
 
 
 def test_a_cpu_build_of_torchvision_is_fine(look):
@@ -165,7 +165,7 @@ def test_a_cpu_build_of_torchvision_is_fine(look):
 @pytest.mark.parametrize("machine, status", [({}, 0), ({"memory": 1e9}, 0), ({"vllm": ""}, 1)])
 def test_exit_status(look, machine, status, monkeypatch, capsys):
     findings = look(**machine)
-    monkeypatch.setattr(doctor, "findings_here", lambda: findings)
+    monkeypatch.setattr(doctor, "check_environment", lambda: findings)
     assert doctor.main(SimpleNamespace()) == status
     assert "recipes" in capsys.readouterr().out
 
@@ -182,7 +182,9 @@ def test_cli_closed_output_pipe_exits_cleanly(word):
 
 
 def test_table_is_aligned():
-    lines = table([Finding(OK, "torch", "2.13.0"), Finding(FAIL, "import vllm", "broken", "mend it")]).splitlines()
+    lines = format_table(
+        [CheckResult(OK, "torch", "2.13.0"), CheckResult(FAIL, "import vllm", "broken", "mend it")]
+    ).splitlines()
     assert lines[0] == "ok    torch        2.13.0"
     assert lines[1] == "FAIL  import vllm  broken"
     assert lines[2] == "                   -> mend it"
@@ -190,10 +192,10 @@ def test_table_is_aligned():
 
 
 def test_doctor_probe_has_deadline_and_reports_last_line():
-    assert doctor.probe("print('there')", 30.0) == ("there\n", "")
-    assert doctor.probe("raise KeyError('why')", 30.0) == ("", "KeyError: 'why'")
-    assert doctor.probe("import time; time.sleep(30)", 0.2)[1].startswith("no answer within")
-    assert doctor.probe("import os; os._exit(9)", 30.0) == ("", "exit status 9")
+    assert doctor.run_probe("print('there')", 30.0) == ("there\n", "")
+    assert doctor.run_probe("raise KeyError('why')", 30.0) == ("", "KeyError: 'why'")
+    assert doctor.run_probe("import time; time.sleep(30)", 0.2)[1].startswith("no answer within")
+    assert doctor.run_probe("import os; os._exit(9)", 30.0) == ("", "exit status 9")
 
 
 def test_installed_versions_sees_this_environment():
@@ -205,13 +207,13 @@ def test_doctor_finds_tune_next_to_own_command(tmp_path, monkeypatch):
         (tmp_path / scheme).mkdir()
     known = {sysconfig.get_default_scheme(): tmp_path / "env", "posix_user": tmp_path / "user"}
     monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: str(known[scheme]))
-    assert doctor.own_tune() == tmp_path / "env" / "tune"
+    assert doctor.tune_path() == tmp_path / "env" / "tune"
     (tmp_path / "user" / "torchtune-ext").touch()
-    assert doctor.own_tune() == tmp_path / "user" / "tune"
+    assert doctor.tune_path() == tmp_path / "user" / "tune"
 
 
 def test_doctor_distinguishes_torchtune_script_from_ray(tmp_path):
     theirs, rays = tmp_path / "theirs", tmp_path / "rays"
     theirs.write_text("import sys\nfrom torchtune._cli.tune import main\nsys.exit(main())\n")
     rays.write_text("import sys\nfrom ray.tune.cli.scripts import cli\nsys.exit(cli())\n")
-    assert [doctor.is_torchtunes(path) for path in (theirs, rays, tmp_path / "none")] == [True, False, False]
+    assert [doctor.is_torchtune_script(path) for path in (theirs, rays, tmp_path / "none")] == [True, False, False]

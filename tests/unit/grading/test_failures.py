@@ -4,7 +4,7 @@ import pytest
 
 from helpers.scripted_task import PROBLEM, Scripted
 from torchtune_ext.grading import Grader, Ungraded
-from torchtune_ext.grading.grader import GradingFailed, GradingWatch
+from torchtune_ext.grading.grader import GradingFailed, GradingMonitor
 from torchtune_ext.tasks.task import Score
 
 GOOD = ("p-1", Score(0.0, {}))
@@ -14,11 +14,11 @@ DISTURBED = ("p-4", Ungraded("noisy", "others used the machine"))
 
 
 def test_grading_watch_two_all_failed_steps_end_run(caplog):
-    watch = GradingWatch()
-    watch.look(7, [BAD, LATE])
+    watch = GradingMonitor()
+    watch.check_step(7, [BAD, LATE])
     assert "grading: 1 of 2 texts infra_failed: 1 x KeyError: 'x' (my_task.py:12)" in caplog.text
     with pytest.raises(GradingFailed) as caught:
-        watch.look(8, [LATE, LATE])
+        watch.check_step(8, [LATE, LATE])
     assert str(caught.value) == (
         "the grader has failed on every text of steps 7 to 8, so nothing is learned. The first failure: problem 'p-2' "
         "infra_failed: KeyError: 'x' (my_task.py:12). Repair it, try it on a text (docs/custom_reward.md), then resume"
@@ -38,9 +38,9 @@ def test_grading_watch_two_all_failed_steps_end_run(caplog):
     ],
 )
 def test_grading_watch_partial_failures_let_run_continue(steps):
-    watch = GradingWatch()
+    watch = GradingMonitor()
     for step, outcomes in steps:
-        watch.look(step, outcomes)
+        watch.check_step(step, outcomes)
 
 
 class Talking(Scripted):

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from helpers.scripted_task import PROBLEM, Scripted, graded
-from torchtune_ext.grading import Grader, GraderConfig, Ungraded, answer_faults, rehearse
-from torchtune_ext.grading.calls import shipped_grader
+from torchtune_ext.grading import Grader, GraderConfig, Ungraded, answer_faults, check_grading
 from torchtune_ext.grading.grader import is_failure
+from torchtune_ext.grading.outcomes import has_shipped_grader
 from torchtune_ext.run import processes
 from torchtune_ext.tasks.arithmetic import Arithmetic
 from torchtune_ext.tasks.guess_number import GuessNumber
 from torchtune_ext.tasks.jsonl import Jsonl
-from torchtune_ext.tasks.order import Passing
+from torchtune_ext.tasks.problem_stream import TransientReason
 from torchtune_ext.tasks.selection import NearLevel
 from torchtune_ext.tasks.task import Problem, Score
 
@@ -158,7 +158,7 @@ class Shipped(Scripted):
 
 
 def test_shipped_grader_hung_by_text_scores_zero(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(processes, "BUSY", 0.05)  # other processes may compute on this machine
+    monkeypatch.setattr(processes, "BUSY_FRACTION", 0.05)  # other processes may compute on this machine
     texts = ["backtracks", "os_exit 3", "segfault", "deep", "reward 1"]
     with Grader(Shipped(), timeout_s=1.0) as grader:
         *hung, right = grader.grade([(PROBLEM, text) for text in texts])
@@ -194,7 +194,7 @@ def test_shipped_grader_failed_by_the_machine_is_ungraded(tmp_path):
     ],
 )
 def test_shipped_grader_excludes_functions_of_the_user(task, shipped):
-    assert shipped_grader(task) is shipped
+    assert has_shipped_grader(task) is shipped
 
 
 class Golds:
@@ -227,7 +227,7 @@ def test_answer_faults_useless_answers_are_named(tmp_path):
         faults = answer_faults(grader, problems)
     # The last one is graded at the second try.
     assert faults[0] == faults[5] == faults[7] == ""
-    assert [isinstance(fault, Passing) for fault in faults] == [False, False, True] + [False] * 5
+    assert [isinstance(fault, TransientReason) for fault in faults] == [False, False, True] + [False] * 5
     assert faults[1].startswith(
         "its answer cannot be graded: ValueError: Exceeds the limit (4300 digits) (test_grading"
     )
@@ -259,7 +259,7 @@ def test_rehearse_unpicklable_problems_are_left_out(answers, words):
 
     task = Listed(Problem(str(i), (), answer) for i, answer in enumerate(answers))
     with pytest.raises(ValueError, match="^" + re.escape(words)) if words else contextlib.nullcontext():
-        rehearse([task], GraderConfig())
+        check_grading([task], GraderConfig())
 
 
 class Ruined(Scripted):
@@ -351,7 +351,7 @@ def test_self_check_reports_grader_failing_on_empty_text(tmp_path, monkeypatch, 
         "def first(problem, text):\n    return float(text.split()[0] == problem.answer)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    rehearse([Jsonl(path=str(tmp_path / "rows.jsonl"), grader="hasty.first")], GraderConfig())
+    check_grading([Jsonl(path=str(tmp_path / "rows.jsonl"), grader="hasty.first")], GraderConfig())
     assert re.match(
         r"grader: +Jsonl fails on an empty text, which would count as ungraded: IndexError: .*hasty.py:2",
         capsys.readouterr().out,

@@ -13,8 +13,8 @@ import pytest
 
 from helpers.scripted_task import PROBLEM, Scripted
 from helpers.waiting import ended, wait_until
-from torchtune_ext.grading import Grader, results
-from torchtune_ext.run.parent import environment
+from torchtune_ext.grading import Grader, gather_results
+from torchtune_ext.run.process_env import copy_environment
 
 
 def test_workers_stay_and_have_no_torch():
@@ -158,7 +158,7 @@ def test_grader_failure_during_cancel_completes_all_futures():
             with pytest.raises(RuntimeError, match="could not start"):
                 for _ in range(200):
                     futures.append(grader.submit(PROBLEM, "reward 1"))
-                results(futures)
+                gather_results(futures)
             done, waiting = concurrent.futures.wait(futures, timeout=10)
             assert len(done) == len(futures) and not waiting
 
@@ -186,7 +186,7 @@ def test_workers_start_while_another_thread_changes_the_environment():
     thread.start()
     try:
         for _ in range(150):
-            assert subprocess.run(["true"], env=environment(), check=False).returncode == 0
+            assert subprocess.run(["true"], env=copy_environment(), check=False).returncode == 0
     finally:
         stop.set()
         thread.join()

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from helpers.nodes import component
 from torchtune_ext.run.catalog import config_files
 from torchtune_ext.settings.components import instantiate
-from torchtune_ext.settings.kinds import require_kind
+from torchtune_ext.settings.yaml_types import require_type
 
 
 def nodes(tree, where=""):
@@ -36,7 +36,7 @@ def check(tree):
             for key, value in bound.arguments.items():
                 # A reference has another type than its value.
                 if "${" not in str(value):
-                    require_kind(key, value, bound.signature.parameters[key].annotation)
+                    require_type(key, value, bound.signature.parameters[key].annotation)
         except (TypeError, ValueError) as error:
             raise AssertionError(f"{where}: {node['_component_']}: {error}") from None
     return len(components)

@@ -15,15 +15,15 @@ from torchtune_ext.cli.cli import main
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.advantages import AdvantageConfig
 from torchtune_ext.policy import memory
-from torchtune_ext.policy.builder import on_meta
+from torchtune_ext.policy.builder import build_on_meta
 from torchtune_ext.recipes import grpo
-from torchtune_ext.run.catalog import config_files, folder, recipe_files, recipe_of
+from torchtune_ext.run.catalog import config_files, package_folder, recipe_files, recipe_for_name
 from torchtune_ext.settings.components import Component, instantiate
 from torchtune_ext.settings.config import load_config
-from torchtune_ext.setup.dry_run import asked_machine, plan_of
+from torchtune_ext.setup.dry_run import parse_machine, plan_of
 
-FILES = config_files(folder("configs"))
-CONFIGS = {name: path for name, path in FILES.items() if recipe_of(name)}
+FILES = config_files(package_folder("configs"))
+CONFIGS = {name: path for name, path in FILES.items() if recipe_for_name(name)}
 PRESETS = [name.removeprefix("presets/") for name in FILES if name.startswith("presets/")]
 NEEDED = {"output_dir": "x", "model_dir": "x", "max_steps": 1, "sampling": {"max_tokens": 8}} | {
     key: {"_component_": "x"} for key in ("model", "tokenizer", "task", "optimizer")
@@ -31,7 +31,7 @@ NEEDED = {"output_dir": "x", "model_dir": "x", "max_steps": 1, "sampling": {"max
 
 
 def module_of(name):
-    recipe = next(r for r in recipe_files(folder("recipes"), folder("configs")) if name in r.configs)
+    recipe = next(r for r in recipe_files(package_folder("recipes"), package_folder("configs")) if name in r.configs)
     return importlib.import_module(f"torchtune_ext.recipes.{recipe.path.stem}")
 
 
@@ -107,8 +107,8 @@ def test_dry_run_counts_match_published_model_sizes(name, words, public, billion
     _, cfg = sized(name, words, public, tmp_path)
     assert cfg.engine.sleep or bool(cfg.engine.devices) != bool(cfg.engine.address)
     with nf4_in_one_piece():
-        plan, _ = plan_of(cfg, asked_machine("1x80"))
-    assert f"{plan.sizes.total / 1e9:.3f}" == f"{billions:.3f}"
+        plan, _ = plan_of(cfg, parse_machine("1x80"))
+    assert f"{plan.sizes.total_params / 1e9:.3f}" == f"{billions:.3f}"
 
 
 def test_public_model_configs_are_all_in_sizes():
@@ -120,7 +120,7 @@ def test_dry_run_without_config_json_reports_missing_folder():
     _, cfg = loaded("grpo/qwen2_5_7B_full")
     cfg.model_dir = cfg.model["model_dir"] = "models/Nobodys-7B"
     with pytest.raises(ValueError, match="model_dir='models/Nobodys-7B': no such folder, .*`hf download "):
-        plan_of(cfg, asked_machine("1x80"))
+        plan_of(cfg, parse_machine("1x80"))
 
 
 def test_config_paths_expand_home_folder(monkeypatch, tmp_path):
@@ -273,16 +273,16 @@ def test_nested_config_overrides_recipe_and_keeps_types():
     }
     cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, **given}))
     assert cfg.engine.devices == "4" and cfg.engine.extra_args == {"a": [1]}
-    assert cfg.sampling.stopping_at([1]).stop_token_ids == (5, 6)
+    assert cfg.sampling.with_default_stops([1]).stop_token_ids == (5, 6)
 
 
 @pytest.mark.parametrize("size", [size for size in SIZES if "fp8" in size[0]], ids=lambda size: size[2])
 def test_fp8_configs_train_and_sample_in_fp8(size, tmp_path):
     _, cfg = sized(*size[:3], tmp_path)
     assert cfg.precision.flow == "fp8_unified" and cfg.dtype == cfg.engine.dtype == "bfloat16"
-    model = on_meta(partial(instantiate, cfg.model))
+    model = build_on_meta(partial(instantiate, cfg.model))
     linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    shapes = memory.in_fp8(model, cfg.precision, trains=True)
+    shapes = memory.fp8_layer_shapes(model, cfg.precision, trains=True)
     layers = {"Qwen3-8B-Base": 253, "Qwen2.5-7B": 197, "Qwen2.5-32B": 449}[size[2]]
     assert len(linear) == layers and len(shapes) == layers - 1 and "lm_head" not in shapes
     # vLLM cuts whole blocks: in-features of o and down, out-features of the others.

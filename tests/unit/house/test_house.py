@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtune_ext.run.catalog import config_files, recipe_files, recipe_of
+from torchtune_ext.run.catalog import config_files, recipe_files, recipe_for_name
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -349,7 +349,7 @@ def test_every_rule_was_seen_to_fail():
 def test_every_config_belongs_to_a_recipe():
     names = {recipe.name for recipe in recipe_files(ROOT / "recipes", ROOT / "configs")}
     owners = {
-        name: recipe_of(name)
+        name: recipe_for_name(name)
         for name in config_files(ROOT / "configs")
         if name.split("/")[0] not in ("presets", "sweeps")
     }

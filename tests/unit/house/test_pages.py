@@ -16,11 +16,11 @@ from helpers.page_commands import blocks, commands, run_command
 from torchtune_ext.cli import cli
 from torchtune_ext.policy.families import FAMILIES
 from torchtune_ext.recipes import evaluate, grpo, warmup_sft
-from torchtune_ext.run.catalog import config_files, folder, recipe_files
+from torchtune_ext.run.catalog import config_files, package_folder, recipe_files
 from torchtune_ext.settings.config import load_config
 
-RECIPES = {recipe.name: recipe for recipe in recipe_files(folder("recipes"), folder("configs"))}
-CONFIGS = config_files(folder("configs"))
+RECIPES = {recipe.name: recipe for recipe in recipe_files(package_folder("recipes"), package_folder("configs"))}
+CONFIGS = config_files(package_folder("configs"))
 MODULES = {module.__name__.rpartition(".")[2]: module for module in (grpo, warmup_sft, evaluate)}
 ROOT = Path(__file__).parents[3]
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
@@ -77,7 +77,7 @@ def test_page_commands_use_accepted_subcommands(first_run):
     for command in commands(first_run):
         if command.words[0] == "torchtune-ext":
             parser = argparse.ArgumentParser()
-            importlib.import_module(cli.OWN_WORDS[command.words[1]][0]).add_arguments(parser)
+            importlib.import_module(cli.OWN_COMMANDS[command.words[1]][0]).add_arguments(parser)
             parser.parse_args(command.words[2:])
         elif command.words[:2] == ("hf", "download"):
             options = {word.removeprefix("--").replace("-", "_") for word in command.words if word.startswith("--")}
@@ -120,7 +120,7 @@ def test_the_step_that_readme_shows_is_the_recipes(repo_root):
 
 def test_commands_page_lists_every_subcommand(repo_root):
     page = (repo_root / "docs" / "README.md").read_text()
-    assert not [word for word in cli.OWN_WORDS if f"torchtune-ext {word}" not in page]
+    assert not [word for word in cli.OWN_COMMANDS if f"torchtune-ext {word}" not in page]
 
 
 def literals(root: Path) -> str:

@@ -10,11 +10,11 @@ from torch.distributed.run import get_args_parser
 
 from helpers.page_commands import blocks
 from torchtune_ext.recipes import grpo
-from torchtune_ext.run.catalog import config_files, folder
+from torchtune_ext.run.catalog import config_files, package_folder
 from torchtune_ext.settings.command_line import require_rendezvous
 from torchtune_ext.settings.config import load_config
 
-CONFIGS = config_files(folder("configs"))
+CONFIGS = config_files(package_folder("configs"))
 FAKES = {
     "tune": 'echo "$CUDA_VISIBLE_DEVICES|$*"',
     "scontrol": 'test "$*" = "show hostnames node-[a-b]" && printf "node-a\\nnode-b\\n"',
@@ -60,7 +60,7 @@ def require_a_run(lines, first):
         assert args.training_script == "grpo_full" and option == "--config"
         cfg = OmegaConf.merge(OmegaConf.load(CONFIGS[config]), OmegaConf.from_dotlist(overrides))
         cfg = load_config(grpo.Config, cfg)
-        cfg.ranks.require_divides(int(args.nnodes) * int(args.nproc_per_node))
+        cfg.ranks.require_divisible(int(args.nnodes) * int(args.nproc_per_node))
         assert cfg.ranks.shard_within == int(args.nproc_per_node), "a copy on each machine"
         assert cfg.output_dir.startswith("/shared/") and cfg.model_dir.startswith("/shared/")
         assert not set(str(cfg.engine.devices).split(",")) & set(devices.split(",")), "the engine has GPUs of its own"

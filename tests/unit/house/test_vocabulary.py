@@ -1,7 +1,6 @@
 """The words of README, docs, messages and comments, and the length of test names: the vocabulary of CONTRIBUTING.md."""
 
 import pytest
-
 import vocabulary
 
 
@@ -22,7 +21,9 @@ def test_banned_phrase_is_found_in_pages_strings_and_comments(tmp_path):
     (tmp_path / "recipes" / "r.py").write_text('behind = 1  # the engine is lost\nprint("no such key", behind)\n')
     lines = [use for phrase in vocabulary.found(tmp_path).values() for use in phrase]
     assert len(lines) == 3
-    assert not any(line.startswith("recipes/r.py:1: behind") for line in lines)  # identifiers have a review of their own
+    assert not any(
+        line.startswith("recipes/r.py:1: behind") for line in lines
+    )  # identifiers have a review of their own
 
 
 def test_test_names_are_at_most_eight_words():

@@ -311,7 +311,7 @@ def test_deep_gemm_failed_import_attempted_once(tmp_path, monkeypatch):
         with FakeTensorMode():
             a, b = fake_operands("fprop", 128, 128, 128)
             for _ in range(2):
-                objection = module._against_deep_gemm(a, b, torch.bfloat16)
+                objection = module._deep_gemm_unsupported(a, b, torch.bfloat16)
                 assert "AssertionError('no CUDA_HOME')" in objection and "a GPU build of vLLM has a copy" in objection
     finally:
         module._deep_gemm_module.cache_clear()

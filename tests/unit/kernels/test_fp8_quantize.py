@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtune_ext.kernels.fp8_quantize import (
-    COLUMNS,
-    ROWS,
-    TILES,
+    COLUMN_BLOCK,
+    ROW_BLOCK,
+    TILE_BLOCK,
     Fp8Blocks,
     dequantize,
     quantize_columns,
@@ -22,7 +22,7 @@ MAGNITUDES = np.array(
     [m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][:-1]
 )
 MIDDLES = (MAGNITUDES[1:] + MAGNITUDES[:-1]) / 2
-QUANTIZERS = {ROWS: quantize_rows, COLUMNS: quantize_columns, TILES: quantize_weight}
+QUANTIZERS = {ROW_BLOCK: quantize_rows, COLUMN_BLOCK: quantize_columns, TILE_BLOCK: quantize_weight}
 
 
 def e4m3(x):
@@ -89,12 +89,12 @@ LARGEST = [
 ]
 
 
-@pytest.mark.parametrize("block", [ROWS, COLUMNS, TILES])
+@pytest.mark.parametrize("block", [ROW_BLOCK, COLUMN_BLOCK, TILE_BLOCK])
 def test_every_bfloat16(block):
     codes = set()
     for largest in LARGEST:
         x = all_bfloat16_up_to(largest)
-        if block == COLUMNS:
+        if block == COLUMN_BLOCK:
             x = x.T
         q = QUANTIZERS[block](x)
         assert_exact(q, x)
@@ -146,7 +146,7 @@ def test_layouts_and_padding(M):
     same = quantize_columns(padded)
     assert torch.equal(same.values.view(torch.uint8), columns.values.view(torch.uint8))
     assert torch.equal(same.scales, columns.scales)
-    assert columns.T.block == ROWS and torch.equal(dequantize(columns.T), dequantize(columns).T)
+    assert columns.T.block == ROW_BLOCK and torch.equal(dequantize(columns.T), dequantize(columns).T)
 
 
 @pytest.mark.parametrize("quantize", [quantize_rows, quantize_columns, quantize_weight])
@@ -189,7 +189,7 @@ def test_small_gradients_survive():
 def test_a_transposed_weight_has_the_same_bits():
     w = torch.randn(256, 384, generator=torch.Generator().manual_seed(0)).bfloat16()
     q, t = quantize_weight(w), quantize_weight(w.T).T
-    assert torch.equal(q.scales, t.scales) and t.block == TILES and t.shape == q.shape
+    assert torch.equal(q.scales, t.scales) and t.block == TILE_BLOCK and t.shape == q.shape
     np.testing.assert_array_equal(codes_of(q), codes_of(t))
     rows, other = quantize_rows(w), quantize_rows(w.T)  # not so the rows: WGrad needs a quantization of its own
     assert (codes_of(rows) != codes_of(other).T).mean() > 0.1

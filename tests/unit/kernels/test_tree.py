@@ -23,7 +23,7 @@ from torchtune_ext.kernels import linear_logprob
 from torchtune_ext.kernels.packed_attention import dense_mask, segment_mask
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.groups import Group
-from torchtune_ext.pipeline.packing import Layout, contexts, pack
+from torchtune_ext.pipeline.packing import RowLayout, context_hashes, pack
 from torchtune_ext.policy import logprobs
 from torchtune_ext.policy.logprobs import PackedPolicy
 
@@ -56,7 +56,7 @@ def test_a_packed_tree_equals_every_path_alone(seeds, monkeypatch):
     for seed in seeds:
         groups, longest = trees(seed)
         aggregation, row_tokens = ["token", "sequence"][seed % 2], longest + 7 + 40 * (seed % 3)
-        layout = Layout(1 + seed % 2, 8 if seed % 5 == 0 else None)
+        layout = RowLayout(1 + seed % 2, 8 if seed % 5 == 0 else None)
         model = tiny_model(dtype=torch.float64)
         want, policy = reference(model, groups, LOSS, aggregation, 0.9), PackedPolicy(model)
         rows, stats = pack(groups, row_tokens, aggregation, pad_id=PAD, layout=layout)
@@ -69,7 +69,7 @@ def test_a_packed_tree_equals_every_path_alone(seeds, monkeypatch):
                 assert_equal_to_plain(policy, rows, groups, LOSS, want, 0.9)
         depths |= {depth_of(row) for row in rows}
         for row in rows:
-            sources = row.sources_L.tolist()
+            sources = row.hidden_index_L.tolist()
             kinds |= {"several labels"} if len(set(sources)) < len(sources) else set()
         for group, sample in trained_samples(groups):
             path, begin = len(group.prompt_tokens), 0
@@ -132,7 +132,7 @@ def test_tree_labels_with_equal_context_share_hash():
             for number in range(int(row.samples_L.max()) + 1):
                 at = (row.samples_L == number).tolist()
                 key = tuple(row.logprobs_L[torch.tensor(at)].tolist())
-                labels[key] = [each for each, own in zip(contexts(row)[1].tolist(), at, strict=True) if own]
+                labels[key] = [each for each, own in zip(context_hashes(row)[1].tolist(), at, strict=True) if own]
         hashes[row_tokens] = labels
     assert hashes[longest] == hashes[500]
     paths = {}

@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("tree_sitter_c")
 
 from helpers.labelled_programs import preprocessed, techniques
-from torchtune_ext.measured.check import OUTCOMES, Checker, extract
+from torchtune_ext.measured.check import OUTCOMES, Checker, extract_code
 from torchtune_ext.measured.kernels import Dgemm
-from torchtune_ext.measured.matmul.programs import FAULTS, Family, break_by, fits
+from torchtune_ext.measured.matmul.programs import FAULTS, ProgramFamily, apply_fault, is_applicable
 from torchtune_ext.measured.sandbox import SandboxError
 from torchtune_ext.measured.techniques import TECHNIQUES
 
@@ -21,10 +21,10 @@ needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
 def distinct(count: int, broken: float = 0.0):
     """The first programs of a family that differ."""
-    family, programs = Family(broken=broken), {}
+    family, programs = ProgramFamily(broken=broken), {}
     for index in range(20 * count):
         program = family[index]
-        programs.setdefault(program.text, program)
+        programs.setdefault(program.answer, program)
         if len(programs) == count:
             break
     return list(programs.values())
@@ -46,28 +46,28 @@ def require(checker: Checker, program) -> None:
 
 
 def test_family_program_is_function_of_index():
-    forwards = [Family(3)[index] for index in range(60)]
-    family = Family(3)
+    forwards = [ProgramFamily(3)[index] for index in range(60)]
+    family = ProgramFamily(3)
     assert [family[index] for index in reversed(range(60))] == forwards[::-1]
-    assert [Family(4)[index] for index in range(60)] != forwards
+    assert [ProgramFamily(4)[index] for index in range(60)] != forwards
 
 
 def test_bad_arguments():
     with pytest.raises(ValueError, match="broken=1.5"):
-        Family(broken=1.5)
+        ProgramFamily(broken=1.5)
 
 
 def test_the_share_of_broken_programs():
-    outcomes = Counter(Family(broken=0.4)[index].outcome for index in range(1000))
+    outcomes = Counter(ProgramFamily(broken=0.4)[index].outcome for index in range(1000))
     # 1000 coins of 0.4 lie within five deviations of 15.5 of 400 but once in two million draws, and these are always the same.
     assert abs(1000 - outcomes["ok"] - 400) < 78
     assert set(outcomes) == set(OUTCOMES) - {"timeout"}
-    assert {Family(broken=0.0)[index].outcome for index in range(100)} == {"ok"}
+    assert {ProgramFamily(broken=0.0)[index].outcome for index in range(100)} == {"ok"}
 
 
 def test_family_program_is_extracted_from_its_answer():
     for program in distinct(60, broken=0.5):
-        assert extract(program.text) == (None if program.outcome == "format" else program.source)
+        assert extract_code(program.text) == (None if program.outcome == "format" else program.source)
 
 
 def test_dgemm_is_short_and_varied():
@@ -90,12 +90,12 @@ def test_family_sample_programs_have_declared_outcomes(checker):
         require(checker, program)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.outcome} {fault.words} {fault.pattern[:12]}")
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.outcome} {fault.description} {fault.pattern[:12]}")
 def test_every_fault_fits_and_changes_something(fault):
-    hits = [program for program in distinct(60) if fits(fault, program.source)]
+    hits = [program for program in distinct(60) if is_applicable(fault, program.source)]
     assert hits
     for program in hits:
-        broken = break_by(fault, program.source)
+        broken = apply_fault(fault, program.source)
         assert broken != program.source and not re.search(r"\\\d", broken)
 
 
@@ -119,9 +119,9 @@ def test_family_broken_programs_have_declared_outcomes(checker):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.outcome} {fault.words} {fault.pattern[:12]}")
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.outcome} {fault.description} {fault.pattern[:12]}")
 def test_injected_fault_has_its_declared_outcome(fault, checker):
-    hits = [program for program in distinct(60) if fits(fault, program.source)]
+    hits = [program for program in distinct(60) if is_applicable(fault, program.source)]
     for program in hits[:: max(1, len(hits) // 6)]:
-        verdict = checker.check_source(break_by(fault, program.source))
+        verdict = checker.check_source(apply_fault(fault, program.source))
         assert verdict.outcome == fault.outcome, f"{fault.words}: {verdict.note}\n{program.source}"

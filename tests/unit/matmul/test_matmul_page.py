@@ -48,7 +48,7 @@ def test_matmul_page_custom_kernel_works(page, tmp_path, monkeypatch):
         with Checker(kernel) as checker:
             verdicts = []
             for source in (kernel.naive, columns, single):
-                verdict, _ = checker.checked(source, extracted=True, permitted=task.permitted(problem))
+                verdict, _ = checker.check_with_library(source, is_source=True, permitted=task.permitted(problem))
                 verdicts.append(verdict)
     except SandboxError as error:
         pytest.skip(str(error))

@@ -8,7 +8,7 @@ pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.measured.kernels import Dgemm
 from torchtune_ext.measured.matmul import Programs
-from torchtune_ext.measured.matmul.programs import Family
+from torchtune_ext.measured.matmul.programs import ProgramFamily
 from torchtune_ext.measured.matmul.prompts import short_messages
 from torchtune_ext.measured.matmul.stages import STAGES
 
@@ -64,7 +64,7 @@ def test_programs_stage_permits_its_requested_programs(stages):
     counts = Counter()
     for problem in (task[index] for index in range(400)):
         program, stage = program_of(task, problem), stage_of(problem)
-        assert task.solution(problem) == program.text
+        assert task.solution(problem) == program.answer
         assert program.techniques <= STAGES[stage] and stage in stages
         assert "threads" in stages or "#pragma omp" not in problem.answer
         counts[stage] += 1
@@ -78,7 +78,11 @@ def test_programs_share_new_to_stage_matches_setting(new):
     problems = [problem for problem in (task[index] for index in range(600)) if stage_of(problem) == "all"]
     share = sum(not program_of(task, each).techniques <= STAGES["blocking"] for each in problems) / len(problems)
     # The others are any of the family without OpenMP, and some of these are new as well.
-    drawn = [program for program in map(Family(seed=1).__getitem__, range(2000)) if "#pragma omp" not in program.source]
+    drawn = [
+        program
+        for program in map(ProgramFamily(seed=1).__getitem__, range(2000))
+        if "#pragma omp" not in program.source
+    ]
     natural = sum(not program.techniques <= STAGES["blocking"] for program in drawn) / len(drawn)
     # Five deviations of a share among 240 or more: 5 * sqrt(1/4 / 240) = 0.16.
     assert len(problems) >= 240 and abs(share - (new + (1 - new) * natural)) < 0.16
@@ -92,11 +96,11 @@ def test_programs_sizes_and_prompt_match_kernel():
 
 def test_weights_choose_the_writers():
     only = dict.fromkeys(["tiled", "unrolled", "registers", "vectors", "packed"], 0)
-    family = Family(broken=0.0, weights=only)
+    family = ProgramFamily(broken=0.0, weights=only)
     assert all(
         family[index].techniques <= {"loop_order", "threads", "vectorization", "blocking"} for index in range(50)
     )
-    assert all(Family()[index] == Family(weights={"plain": 4})[index] for index in range(50))
+    assert all(ProgramFamily()[index] == ProgramFamily(weights={"plain": 4})[index] for index in range(50))
 
 
 def test_programs_grade_raises_not_implemented():

@@ -6,7 +6,7 @@ pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.measured.kernel import prototype
 from torchtune_ext.measured.kernels import KERNELS, Dgemm
-from torchtune_ext.measured.matmul.archive import Entry
+from torchtune_ext.measured.matmul.archive import ArchiveEntry
 from torchtune_ext.measured.matmul.prompts import messages, short_messages
 from torchtune_ext.measured.matmul.stages import STAGES
 from torchtune_ext.measured.techniques import TECHNIQUES
@@ -35,7 +35,9 @@ def test_prompt_states_all_requirements(kernel, stage):
 
 
 def test_prompt_shows_elite_with_its_speed():
-    elite = Entry("m", "dgemm", Dgemm().timed, ["blocking"], "void dgemm() { /* fast */ }\n", 3.14159, 0.01, 6.0, 1)
+    elite = ArchiveEntry(
+        "m", "dgemm", Dgemm().timed, ["blocking"], "void dgemm() { /* fast */ }\n", 3.14159, 0.01, 6.0, 1
+    )
     prompt = text(Dgemm(), "blocking", elite)
     assert "```c\nvoid dgemm() { /* fast */ }\n```" in prompt and "3.1 times as fast" in prompt
 

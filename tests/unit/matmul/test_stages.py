@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.measured.matmul.stages import (
-    HALFWAY,
-    PATIENCE,
+    MIN_CORRECT_LATE,
+    PATIENCE_VISITS,
     STAGES,
-    WINDOW,
+    WINDOW_VISITS,
     Curriculum,
     Visit,
 )
@@ -38,10 +38,10 @@ def test_curriculum_stage_moves_by_one_after_window(visits):
     curriculum, at, count = Curriculum(), "none", 0
     for each in visits:
         reason, count = curriculum.observe("p", each), count + 1
-        after = curriculum.stage("p")
+        after = curriculum.stage_of("p")
         assert bool(reason) == (after != at)
         if reason:
-            assert NAMES.index(after) == NAMES.index(at) + 1 and count >= WINDOW
+            assert NAMES.index(after) == NAMES.index(at) + 1 and count >= WINDOW_VISITS
             count = 0
         at = after
 
@@ -92,12 +92,12 @@ def test_a_learner_does_not_stick(half_life):
     """It is at the last stage after PATIENCE visits of each other one, since more than HALFWAY is right."""
     for seed in range(30):
         curriculum, learner, moves = Curriculum(), Learner(seed, half_life), []
-        for _ in range((len(NAMES) - 1) * PATIENCE):
-            if curriculum.observe("p", learner(curriculum.stage("p"))):
-                moves.append(curriculum.stage("p"))
+        for _ in range((len(NAMES) - 1) * PATIENCE_VISITS):
+            if curriculum.observe("p", learner(curriculum.stage_of("p"))):
+                moves.append(curriculum.stage_of("p"))
         assert moves == NAMES[1:], (seed, moves)
         # It does not run through either: each stage had what it takes to see that it is settled.
-        assert all(learner.practice[name] >= WINDOW for name in NAMES[:-1])
+        assert all(learner.practice[name] >= WINDOW_VISITS for name in NAMES[:-1])
 
 
 def test_curriculum_slow_learner_stays_longer():
@@ -107,28 +107,28 @@ def test_curriculum_slow_learner_stays_longer():
         total = 0
         for seed in range(30):
             curriculum, learner = Curriculum(), Learner(seed, half_life)
-            while curriculum.stage("p") != NAMES[-1]:
-                curriculum.observe("p", learner(curriculum.stage("p")))
+            while curriculum.stage_of("p") != NAMES[-1]:
+                curriculum.observe("p", learner(curriculum.stage_of("p")))
                 total += 1
         visits[half_life] = total / 30 / (len(NAMES) - 1)
-    assert WINDOW <= visits[3] < visits[30] <= PATIENCE
+    assert WINDOW_VISITS <= visits[3] < visits[30] <= PATIENCE_VISITS
 
 
 def test_curriculum_insufficient_visits_keep_stage():
     curriculum = Curriculum()
     assert not any(curriculum.observe("p", Visit(0.0)) for _ in range(300))
-    assert not any(curriculum.observe("q", Visit(HALFWAY - 0.01, 1.0)) for _ in range(300))
-    assert {curriculum.stage(name) for name in ("p", "q", "never seen")} == {"none"}
+    assert not any(curriculum.observe("q", Visit(MIN_CORRECT_LATE - 0.01, 1.0)) for _ in range(300))
+    assert {curriculum.stage_of(name) for name in ("p", "q", "never seen")} == {"none"}
 
 
 def test_curriculum_rising_problem_stays_until_patience_ends():
     for speed, right in ((0.05, 0.0), (0.0, 0.004)):
         curriculum = Curriculum()
         count = 0
-        while curriculum.stage("p") == "none":
+        while curriculum.stage_of("p") == "none":
             curriculum.observe("p", Visit(min(1.0, 0.6 + right * 4 * count), speed * count))
             count += 1
-        assert count == PATIENCE if speed else WINDOW < count < PATIENCE
+        assert count == PATIENCE_VISITS if speed else WINDOW_VISITS < count < PATIENCE_VISITS
 
 
 def test_bad_arguments():

@@ -14,18 +14,18 @@ pytest.importorskip("tree_sitter_c")
 from helpers.calm_kernels import CalmReduction
 from helpers.records import sampled
 from torchtune_ext.grading import Ungraded
-from torchtune_ext.measured.machine import fingerprint
+from torchtune_ext.measured.machine import machine_fingerprint
 from torchtune_ext.measured.matmul import Matmul
-from torchtune_ext.measured.matmul.archive import FILE, Archive, Entry
-from torchtune_ext.measured.matmul.rewards import failure
-from torchtune_ext.measured.matmul.stages import WINDOW
+from torchtune_ext.measured.matmul.archive import ARCHIVE_FILE, Archive, ArchiveEntry
+from torchtune_ext.measured.matmul.rewards import failure_reward
+from torchtune_ext.measured.matmul.stages import WINDOW_VISITS
 from torchtune_ext.measured.results import Result
 from torchtune_ext.measured.techniques import TECHNIQUES
 from torchtune_ext.measured.timing import Timing
-from torchtune_ext.pipeline.groups import Group, graded, group_json, group_of
-from torchtune_ext.setup.opening import problems_text
+from torchtune_ext.pipeline.groups import Group, group_from_record, group_to_json, outcomes_for_task
+from torchtune_ext.setup.header import problems_text
 
-HERE, ELSEWHERE = fingerprint(), "another machine"
+HERE, ELSEWHERE = machine_fingerprint(), "another machine"
 SIZE = {"m": 64, "n": 64, "k": 64}
 NAME = "dgemm-64-64-64"
 ORDER, BLOCKS = ("loop_order",), ("blocking", "loop_order")
@@ -51,7 +51,7 @@ def fenced(number):
 
 
 def entry(number, ratio=2.0, techniques=ORDER, machine=HERE, size=SIZE, kernel="dgemm", found=1):
-    return Entry(machine, kernel, size, techniques, program(number), ratio, 0.02, ratio, found)
+    return ArchiveEntry(machine, kernel, size, techniques, program(number), ratio, 0.02, ratio, found)
 
 
 def result(outcome="ok", ratio=2.0, techniques=ORDER, spread=0.02, machine=HERE):
@@ -158,7 +158,10 @@ def test_matmul_score_is_reward_with_measurements(kind, worth):
     assert score.reward == pytest.approx(worth) and score.parts["speedup"] == 1.0 and score.parts["outcome_ok"] == 1.0
     assert score.facts == {"machine": HERE, "techniques": "loop_order"}
     wrong = task.score(task[0], result("wrong_result"))
-    assert wrong.reward == (-10.0 if kind == "published" else failure("wrong_result")) and "speedup" not in wrong.parts
+    assert (
+        wrong.reward == (-10.0 if kind == "published" else failure_reward("wrong_result"))
+        and "speedup" not in wrong.parts
+    )
 
 
 # Programs that are shown -----------------------------------------------------------------------------------------------
@@ -236,7 +239,7 @@ def test_matmul_noisy_timings_count_as_correct(tmp_path):
 def test_matmul_other_stage_groups_only_enter_archive(tmp_path):
     task = Matmul({"dgemm": 64}, stages=["none", "all"])
     late = visit(task, result(ratio=8.0, techniques=()))
-    first = [visit(task, result(ratio=2.0), result(ratio=2.0)) for _ in range(WINDOW)]
+    first = [visit(task, result(ratio=2.0), result(ratio=2.0)) for _ in range(WINDOW_VISITS)]
     values = task.observe(1, first, tmp_path)
     assert task.ask(0, 0).id == f"{NAME}/all" and values["stage/moves"] == 1 and values["stage/all"] == 1
     task.observe(2, [late], tmp_path)
@@ -244,7 +247,7 @@ def test_matmul_other_stage_groups_only_enter_archive(tmp_path):
     assert max(one.ratio for one in task.archive) == 8.0
     # Groups of the same stage that reach this step together with those that end it are late as well.
     task = Matmul({"dgemm": 64}, stages=["none", "all"])
-    task.observe(1, [visit(task, result()) for _ in range(WINDOW + 5)], tmp_path)
+    task.observe(1, [visit(task, result()) for _ in range(WINDOW_VISITS + 5)], tmp_path)
     assert task.ask(0, 0).id == f"{NAME}/all" and window(task) == []
 
 
@@ -260,12 +263,12 @@ def test_matmul_archive_keeps_timed_programs_in_folder(tmp_path, caplog):
     values = task.observe(5, [visit(task, *samples)], tmp_path)
     kept = task.archive
     assert [(one.source, one.ratio, one.found) for one in kept] == [(program(1), 1.0, 5), (program(0), 4.0, 5)]
-    assert (tmp_path / FILE).read_text() == task.archive.dumps()
+    assert (tmp_path / ARCHIVE_FILE).read_text() == task.archive.dumps()
     assert values == {"archive/cells": 2.0, "archive/best_speedup": 4.0}
     # A folder that cannot be written to costs a warning, not the run.
     with caplog.at_level(logging.WARNING):
-        task.observe(6, [visit(task, result(ratio=16.0))], tmp_path / FILE)
-    assert f"cannot write {tmp_path / FILE / FILE}" in caplog.text and "The run goes on" in caplog.text
+        task.observe(6, [visit(task, result(ratio=16.0))], tmp_path / ARCHIVE_FILE)
+    assert f"cannot write {tmp_path / ARCHIVE_FILE / ARCHIVE_FILE}" in caplog.text and "The run goes on" in caplog.text
     assert len(task.archive) == 3
 
 
@@ -295,19 +298,19 @@ def test_matmul_stored_groups_reproduce_state_after_checkpoint(tmp_path):
     moves = 0.0
     for step in range(1, 40):
         groups = [drawn_groups(task, rng, 4 * step + place) for place in range(4)]
-        stored = [group_of(json.loads(group_json(group))) for group in groups]
-        values = task.observe(step, graded(groups), folders[0])
-        assert replayed.observe(step, graded(stored), folders[1]) == values
+        stored = [group_from_record(json.loads(group_to_json(group))) for group in groups]
+        values = task.observe(step, outcomes_for_task(groups), folders[0])
+        assert replayed.observe(step, outcomes_for_task(stored), folders[1]) == values
         if step % 7 == 0:
             state = json.loads(json.dumps(resumed.state_dict()))
             resumed = Matmul(**SETTINGS)
             resumed.load_state_dict(state)
-        assert resumed.observe(step, graded(stored), folders[2]) == values
+        assert resumed.observe(step, outcomes_for_task(stored), folders[2]) == values
         moves += values["stage/moves"]
         for index, cursor in ((index, 4 * step + index) for index in range(len(task))):
             assert task.ask(index, cursor) == replayed.ask(index, cursor) == resumed.ask(index, cursor)
     assert moves > 0 and len(task.archive) > 20
-    assert len({(folder / FILE).read_bytes() for folder in folders}) == 1
+    assert len({(folder / ARCHIVE_FILE).read_bytes() for folder in folders}) == 1
     assert task.state_dict() == replayed.state_dict() == resumed.state_dict()
 
 

@@ -22,9 +22,9 @@ pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.measured import bench as benches
 from torchtune_ext.measured import probe, timing
-from torchtune_ext.measured.bench import Bench, BenchError, Result, check_program, time_program, would_repeat
+from torchtune_ext.measured.bench import Bench, BenchError, Result, check_program, is_deterministic, time_program
 from torchtune_ext.measured.check import OUTCOMES, STAGES, Checker, Deadlines
-from torchtune_ext.measured.machine import alone_on, fingerprint
+from torchtune_ext.measured.machine import lock_cores, machine_fingerprint
 from torchtune_ext.measured.results import NOISY
 from torchtune_ext.measured.sandbox import SandboxError
 from torchtune_ext.measured.timing import Timing
@@ -132,10 +132,10 @@ def test_optimization_level_applies_to_candidate_and_naive_program():
 
     with bench(optimization="-O0") as slow:
         result = outcome(slow.submit(Unoptimized(), fenced(Unoptimized.naive)))
-    assert result.outcome == "ok" and result.fingerprint == f"{fingerprint()}, -O0"
+    assert result.outcome == "ok" and result.fingerprint == f"{machine_fingerprint()}, -O0"
     with bench() as fast:
         result = outcome(fast.submit(CalmReduction(), fenced(Unoptimized.naive)))
-    assert result.outcome == "wrong_result" and result.fingerprint == f"{fingerprint()}, -O3"
+    assert result.outcome == "wrong_result" and result.fingerprint == f"{machine_fingerprint()}, -O3"
 
 
 def test_bench_kernels_stay_separate_and_may_be_custom(service):
@@ -174,11 +174,13 @@ def test_equal_programs_are_measured_once(service):
 
 def test_bench_caches_only_reproducible_results():
     timing = Timing(1e-4, 0.0, 30, 3.0, 2.0, 0.02, 0.5, 0.0, True, False)
-    again = {word: would_repeat(Result("dgemm", word, "verify")) for word in (*OUTCOMES, NOISY)}
+    again = {word: is_deterministic(Result("dgemm", word, "verify")) for word in (*OUTCOMES, NOISY)}
     assert {word for word, kept in again.items() if not kept} == {"timeout", "noisy"}
-    assert would_repeat(Result("dgemm", "ok", "time", timing=timing))
-    assert not would_repeat(Result("dgemm", "ok", "time", timing=replace(timing, disturbed=0.5)))
-    assert not would_repeat(Result("dgemm", "runtime_error", "verify", "SIGKILL: it was killed, perhaps for memory"))
+    assert is_deterministic(Result("dgemm", "ok", "time", timing=timing))
+    assert not is_deterministic(Result("dgemm", "ok", "time", timing=replace(timing, disturbed_fraction=0.5)))
+    assert not is_deterministic(
+        Result("dgemm", "runtime_error", "verify", "SIGKILL: it was killed, perhaps for memory")
+    )
 
 
 def test_memory_of_results_has_a_bound(service, monkeypatch):
@@ -231,9 +233,9 @@ def test_bench_kernel_error_is_reported_at_once(lonely, faults, caplog):
 
 
 def test_bench_hung_process_affects_only_its_text(faults, monkeypatch, caplog):
-    monkeypatch.setattr(benches, "OWN_S", 0.5)
-    monkeypatch.setattr(benches, "START_S", 0.5)
-    monkeypatch.setattr(benches, "PROBE_S", 0.5)
+    monkeypatch.setattr(benches, "OVERHEAD_S", 0.5)
+    monkeypatch.setattr(benches, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(benches, "PROBE_TIMEOUT_S", 0.5)
     with bench(workers=2, deadlines=Deadlines(2.0, 4.0, 2.0, 2.0)) as two:
         (faults / "check-hang").touch()
         hanging = two.submit(Faulty(faults), variant())
@@ -262,7 +264,7 @@ def test_bench_checks_and_timings_take_turns_on_core():
         futures = [one.submit(CalmReduction(), text) for text in texts]
         moments = []
         while not all(each.done() for each in futures):
-            moments.append(dict(one._turns.running))
+            moments.append(dict(one._scheduler.running))
             time.sleep(0.002)
     assert all(not (each.get("check") and each.get("time")) for each in moments)
     assert any(each.get("time") for each in moments) and any(each.get("check") == 2 for each in moments)
@@ -292,13 +294,13 @@ def test_bench_core_wait_is_excluded_from_time_limit():
     free = threading.Event()
 
     def hold():
-        with alone_on(timed, 200):
+        with lock_cores(timed, 200):
             free.set()
             time.sleep(1.0)
             released.append(time.monotonic())
 
-    patched = (probe.WILD, probe.Probe.is_disturbed, benches.wait_until_idle)
-    limits, looked = (timing.WAITED, timing.stolen_ticks), []
+    patched = (probe.MAX_VARIATION, probe.Probe.is_disturbed, benches.wait_until_idle)
+    limits, looked = (timing.MAX_WAIT_FRACTION, timing.stolen_ticks), []
     try:
         checked, library = check_program(make, cores, "key", sent, fenced(HONEST))
         assert checked.outcome == "ok"
@@ -315,8 +317,8 @@ def test_bench_core_wait_is_excluded_from_time_limit():
     finally:
         benches.CHECKERS.close()
         benches.TIMERS.close()
-        probe.WILD, probe.Probe.is_disturbed, benches.wait_until_idle = patched
-        timing.WAITED, timing.stolen_ticks = limits
+        probe.MAX_VARIATION, probe.Probe.is_disturbed, benches.wait_until_idle = patched
+        timing.MAX_WAIT_FRACTION, timing.stolen_ticks = limits
         os.sched_setaffinity(0, usable)
 
 
@@ -329,7 +331,7 @@ class Varying(CalmReduction):
 
 def varying(size: int) -> Varying:
     benches.wait_until_idle = lambda *arguments: 0.0
-    probe.WILD, probe.CALM_TRIES = -1.0, 1
+    probe.MAX_VARIATION, probe.CALM_TRIES = -1.0, 1
     return Varying(size)
 
 

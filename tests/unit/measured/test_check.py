@@ -11,11 +11,11 @@ from helpers.as_user import as_user
 from torchtune_ext.measured import check as checks
 from torchtune_ext.measured import compiler as compilers
 from torchtune_ext.measured.check import OUTCOMES, STAGES, Checker, Deadlines
-from torchtune_ext.measured.compiler import Compiler, Finished
+from torchtune_ext.measured.compiler import CommandResult, Compiler
 from torchtune_ext.measured.kernels import KERNELS, Dgemm, Reduction
 from torchtune_ext.measured.results import Result
 from torchtune_ext.measured.sandbox import SandboxError
-from torchtune_ext.measured.verify import sizes
+from torchtune_ext.measured.verify import draw_sizes
 
 SUM = "void reduction(int n, const double *x, double *total) {{ {} }}"
 HONEST = SUM.format("double s = 0; for (int i = 0; i < n; i++) s += x[i]; *total = s;")
@@ -110,7 +110,9 @@ def test_checker_correct_program_returns_library(bare):
 
 def test_checker_each_check_draws_other_sizes(bare, monkeypatch):
     drawn = []
-    monkeypatch.setattr(checks, "verify", lambda child, kernel, rng, deadline_s: drawn.append(list(sizes(kernel, rng))))
+    monkeypatch.setattr(
+        checks, "verify", lambda child, kernel, rng, deadline_s: drawn.append(list(draw_sizes(kernel, rng)))
+    )
     assert [bare.check_source(HONEST).outcome for _ in range(2)] == ["ok", "ok"]
     assert drawn[0] != drawn[1]
 
@@ -202,10 +204,10 @@ def test_as_root_and_as_an_ordinary_user(namespaces):
 
 def test_checker_machine_failure_is_not_a_verdict(monkeypatch):
     with checker(namespaces=False) as instance:
-        instance.sandbox.without = ["--without", "nothing"]
+        instance.sandbox.disabled_layers = ["--without", "nothing"]
         with pytest.raises(SandboxError, match="could not be locked in"):
             instance.check_source(HONEST)
-        instance.sandbox.without = []
+        instance.sandbox.disabled_layers = []
         instance.sandbox.program.unlink()
         with pytest.raises(SandboxError, match="could not be started"):
             instance.check_source(HONEST)
@@ -236,7 +238,7 @@ def test_a_busy_machine_makes_no_kernel_unsound(bare, where):
 
 
 def test_checker_slow_compiler_does_not_blame_kernel(bare, monkeypatch):
-    monkeypatch.setattr(compilers, "compile_library", lambda *arguments: Finished(None, "", "", "late", True, 1.0))
+    monkeypatch.setattr(compilers, "compile_library", lambda *arguments: CommandResult(None, "", "", "late", True, 1.0))
     with pytest.raises(
         SandboxError, match="too busy to check the kernel's own program of reduction.*the compiler: late"
     ):
@@ -265,7 +267,7 @@ void dgemm(int m, int n, int k, const double *A, const double *B, double *C) {
     with Checker(Dgemm(24)) as checker:
 
         def verdict(source: str, permitted: set[str] | None) -> Result:
-            return checker.checked(source, extracted=True, permitted=permitted)[0]
+            return checker.check_with_library(source, is_source=True, permitted=permitted)[0]
 
         assert verdict(source, None).techniques == ()  # nobody has asked for them
         assert verdict(source, {"loop_order", "blocking"}).techniques == ("loop_order",)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.locked_in import SIZE, Attempt, build, loaded
-from torchtune_ext.measured.child import ALIGNMENT, PAGE, POISON, Child, ChildFailed, arena_size, lay_out
+from torchtune_ext.measured.child import ALIGNMENT_BYTES, PAGE_BYTES, POISON, Child, ChildFailed, arena_size, lay_out
 from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.kernel import Parameter
 from torchtune_ext.measured.kernels import KERNELS
@@ -145,11 +145,11 @@ def test_child_work_between_calls_detected_at_next_call(sandbox, library):
     with loaded(sandbox, library, kernel) as (child, _):
         child.call(SIZE, {"in": np.arange(5.0)}, 10.0)
         deadline = time.monotonic() + 20
-        while child.restless_s() < 0.03 and time.monotonic() < deadline:
+        while child.unrequested_cpu_s() < 0.03 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert child.restless_s() >= 0.03
+        assert child.unrequested_cpu_s() >= 0.03
         assert child.call(SIZE, {"in": np.arange(5.0)}, 10.0).seconds >= 0.03  # it is counted, too
-        assert child.restless_s() == 0
+        assert child.unrequested_cpu_s() == 0
 
 
 def test_child_competing_threads_count_as_own_cpu_time(run):
@@ -190,7 +190,7 @@ def test_child_write_past_array_end_is_detected(sandbox, library):
         kernel = Attempt(name, ARRAYS)
         arena_bytes = arena_size(kernel, kernel.timed)
         with pytest.raises(ChildFailed, match="SIGSEGV"), loaded(sandbox, library, kernel) as (child, _):
-            child.place(lay_out(kernel, {"n": 512}, arena_bytes, True, np.random.default_rng(0)))
+            child.map_arrays(lay_out(kernel, {"n": 512}, arena_bytes, True, np.random.default_rng(0)))
             child.call({"n": 512}, {"in": np.zeros(512)}, 10.0)
 
 
@@ -211,7 +211,7 @@ def test_a_thread_that_never_sleeps(run):
 
 
 def test_child_closed_connection_is_runtime_error(run, monkeypatch):
-    monkeypatch.setattr("torchtune_ext.measured.child.END_S", 0.3)
+    monkeypatch.setattr("torchtune_ext.measured.child.KILL_TIMEOUT_S", 0.3)
     outcome, note = failure(run, "hang_up")
     assert outcome == "runtime_error" and "closed its connection" in note
 
@@ -245,7 +245,7 @@ def test_child_repeatedly_waking_thread_times_out(sandbox, library):
     arena_bytes = arena_size(kernel, size)
     start = time.monotonic()
     with pytest.raises(ChildFailed) as caught, loaded(sandbox, library, kernel) as (child, _):
-        child.place(lay_out(kernel, size, arena_bytes, True, np.random.default_rng(0)))
+        child.map_arrays(lay_out(kernel, size, arena_bytes, True, np.random.default_rng(0)))
         for _ in range(20):
             child.call(size, {"in": np.zeros(2_000_000)}, 0.5)
     assert caught.value.outcome == "timeout" and "threads still work" in str(caught.value)
@@ -295,13 +295,17 @@ def test_arena_arrays_are_separate_and_in_bounds(name, data, at_end, seed):
     end = 0
     for place in sorted(places, key=lambda place: place.first_page):
         # At least one page that cannot be touched lies before each array and after the last.
-        assert place.first_page >= end + PAGE and place.first_page % PAGE == 0 and place.pages_bytes % PAGE == 0
-        assert place.start % ALIGNMENT == 0
+        assert (
+            place.first_page >= end + PAGE_BYTES
+            and place.first_page % PAGE_BYTES == 0
+            and place.pages_bytes % PAGE_BYTES == 0
+        )
+        assert place.start % ALIGNMENT_BYTES == 0
         end = place.first_page + place.pages_bytes
         assert place.first_page <= place.start and place.start + place.nbytes <= end
         # The nearest page that cannot be touched is less than a line away: at the start, or behind the end.
-        assert end - (place.start + place.nbytes) < ALIGNMENT if at_end else place.start == place.first_page
-    assert end + PAGE <= arena_bytes
+        assert end - (place.start + place.nbytes) < ALIGNMENT_BYTES if at_end else place.start == place.first_page
+    assert end + PAGE_BYTES <= arena_bytes
 
 
 def test_child_failed_arena_allocation_leaks_no_descriptor(monkeypatch):
@@ -315,8 +319,8 @@ def test_child_failed_arena_allocation_leaks_no_descriptor(monkeypatch):
         except StopIteration:
             raise OSError("Cannot allocate memory") from None
 
-    monkeypatch.setattr(child, "mmap", SimpleNamespace(mmap=room, PAGESIZE=PAGE))
+    monkeypatch.setattr(child, "mmap", SimpleNamespace(mmap=room, PAGESIZE=PAGE_BYTES))
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(SandboxError, match="no room for .*: Cannot allocate memory"):
-        Child(None, None, Attempt("add_one", ARRAYS), PAGE, [0], 1, Limits(), 1.0)
+        Child(None, None, Attempt("add_one", ARRAYS), PAGE_BYTES, [0], 1, Limits(), 1.0)
     assert set(os.listdir("/proc/self/fd")) <= before

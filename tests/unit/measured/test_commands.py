@@ -5,7 +5,7 @@ import time
 import pytest
 
 from torchtune_ext.measured import compiler
-from torchtune_ext.measured.compiler import MAX_OUTPUT_BYTES, Compiler, Finished
+from torchtune_ext.measured.compiler import MAX_OUTPUT_BYTES, CommandResult, Compiler
 from torchtune_ext.measured.sandbox import Sandbox, SandboxError
 
 
@@ -18,8 +18,8 @@ def sandbox():
         pytest.skip(str(error))
 
 
-def run(sandbox: Sandbox, words: str, deadline_s: float) -> Finished:
-    return compiler.run(sandbox, ["/bin/sh", "-c", words], sandbox.new_folder(), deadline_s)
+def run(sandbox: Sandbox, words: str, deadline_s: float) -> CommandResult:
+    return compiler.run_locked_in(sandbox, ["/bin/sh", "-c", words], sandbox.new_folder(), deadline_s)
 
 
 def test_a_command_that_hangs_or_floods_is_killed(sandbox):

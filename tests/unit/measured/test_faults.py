@@ -12,7 +12,7 @@ pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.measured import cli, machine
 from torchtune_ext.measured import compiler as compilers
-from torchtune_ext.measured.bench import Bench, BenchError, would_repeat
+from torchtune_ext.measured.bench import Bench, BenchError, is_deterministic
 from torchtune_ext.measured.check import Checker
 from torchtune_ext.measured.kernels import Dgemm, Reduction
 from torchtune_ext.measured.results import Result, Timing
@@ -37,7 +37,7 @@ def compiling_by(monkeypatch, command: list[str]) -> None:
     """From now on this command runs in place of the compiler."""
 
     def instead(sandbox, compiler, flags, folder, deadline_s):
-        return compilers.run(sandbox, command, folder, deadline_s)
+        return compilers.run_locked_in(sandbox, command, folder, deadline_s)
 
     monkeypatch.setattr(compilers, "compile_library", instead)
 
@@ -48,7 +48,7 @@ def test_checker_killed_compiler_verdict_is_not_cached(checker, monkeypatch, wha
     verdict = checker.check_source(HONEST)
     assert (verdict.outcome, verdict.stage) == ("compile_error", "compile")
     assert verdict.note.startswith("SIGKILL: the compiler was killed")
-    assert not would_repeat(verdict)
+    assert not is_deterministic(verdict)
 
 
 @pytest.mark.parametrize("what", KILLED)
@@ -92,10 +92,10 @@ def test_arrays_that_no_machine_has_room_for():
 
 def test_timing_wait_for_busy_core_is_reported(monkeypatch, caplog):
     monkeypatch.setattr(machine, "lock_name", lambda core: f"\0test-{os.getpid()}-{core}")
-    monkeypatch.setattr(machine, "_TELL_S", 0.05)
-    with machine.alone_on([5], 1.0):
+    monkeypatch.setattr(machine, "_LOG_AFTER_S", 0.05)
+    with machine.lock_cores([5], 1.0):
         with pytest.raises(TimeoutError, match="core 5 .*0.3 s, by another process"):
-            machine.alone_on([5], 0.3).__enter__()
+            machine.lock_cores([5], 0.3).__enter__()
         assert caplog.text.count("timing on core 5 waits until another process no longer times on it") == 1
 
 
@@ -146,10 +146,10 @@ def _until(is_so, seconds: float = 20.0) -> bool:
 
 def test_a_row_shows_no_interval_of_one_block():
     def last(timing: Timing) -> list[str]:
-        return cli.cells("a.c", Result("dgemm", "ok", "time", timing=timing))[-2:]
+        return cli.table_row("a.c", Result("dgemm", "ok", "time", timing=timing))[-2:]
 
     numbers = dict.fromkeys(("seconds", "spread", "gflops", "ratio", "peak_share"), 0.001)
     counts = {"calls": 3, "disturbed": 0.0, "is_narrow": True, "is_noisy": False}
-    assert last(Timing(**numbers, ratio_spread=0.0, **counts)) == ["?", ""]
-    short = Timing(**{**numbers, "seconds": 1e-4}, ratio_spread=0.01, **counts)
+    assert last(Timing(**numbers, speedup_ci=0.0, **counts)) == ["?", ""]
+    short = Timing(**{**numbers, "seconds": 1e-4}, speedup_ci=0.01, **counts)
     assert "larger --size" in last(short)[1]

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from torchtune_ext.measured import machine
-from torchtune_ext.measured.machine import SAMPLER, wait_until_idle
+from torchtune_ext.measured.machine import ENGINE_MODULE, wait_until_idle
 
-FIND = machine.engines
+FIND = machine.engine_cores
 # Seconds of CPU time: on a busy machine it computes for longer.
 BURN = "import time\nwhile time.process_time() < {}: pass\n"
 
@@ -21,12 +21,12 @@ BURN = "import time\nwhile time.process_time() < {}: pass\n"
 @contextmanager
 def engine(monkeypatch, code: str, cores: frozenset[int] = frozenset({0})):
     """An engine that runs `code`, and is the only one of this machine that counts."""
-    with subprocess.Popen([sys.executable, "-c", code, SAMPLER], start_new_session=True) as process:
+    with subprocess.Popen([sys.executable, "-c", code, ENGINE_MODULE], start_new_session=True) as process:
         try:
             deadline = time.monotonic() + 20
             while process.pid not in FIND():
                 assert time.monotonic() < deadline
-            monkeypatch.setattr(machine, "engines", lambda: {process.pid: cores})
+            monkeypatch.setattr(machine, "engine_cores", lambda: {process.pid: cores})
             yield process
         finally:
             os.killpg(process.pid, 9)
@@ -35,7 +35,7 @@ def engine(monkeypatch, code: str, cores: frozenset[int] = frozenset({0})):
 @pytest.fixture
 def any_use_counts(monkeypatch):
     """An engine that computes gets little of a core on a busy machine."""
-    monkeypatch.setattr(machine, "_BUSY_SHARE", 1e-4)
+    monkeypatch.setattr(machine, "_BUSY_FRACTION", 1e-4)
 
 
 def wait_until_it_computes(pid: int) -> None:
@@ -44,7 +44,7 @@ def wait_until_it_computes(pid: int) -> None:
 
 
 def test_idle_wait_without_engine_returns_at_once(monkeypatch):
-    monkeypatch.setattr(machine, "engines", lambda: {})
+    monkeypatch.setattr(machine, "engine_cores", lambda: {})
     assert wait_until_idle([0], 0.0) < 0.5
 
 

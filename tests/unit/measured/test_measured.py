@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("tree_sitter_c")
 
 from helpers.waiting import wait_until
-from torchtune_ext.grading import Grader, GraderConfig, Ungraded, open_graders, rehearsal, rehearse
+from torchtune_ext.grading import Grader, GraderConfig, Ungraded, check_grading, open_graders, self_check
 from torchtune_ext.measured import grading, machine
 from torchtune_ext.measured.grading import BenchGrader, MeasuredTask
 from torchtune_ext.measured.results import BenchConfig, BenchError, Result
@@ -148,7 +148,7 @@ def test_metrics_are_those_since_the_last_call(grader, bench):
 def cores(monkeypatch, tmp_path):
     """Makes this process one that may run on some cores; returns the sets of cores that it is then pinned to."""
     pinned = []
-    monkeypatch.setattr(machine, "pin", pinned.append)
+    monkeypatch.setattr(machine, "pin_threads", pinned.append)
     monkeypatch.setattr(machine, "lock_name", lambda core: f"\0test-{tmp_path}-{core}")
 
     def make(usable):
@@ -160,7 +160,7 @@ def cores(monkeypatch, tmp_path):
 
 def test_bench_grader_training_avoids_timed_cores(cores, bench):
     pinned, bench.timed_cores = cores(range(8)), (6, 7)
-    grader = BenchGrader(Asked(), bench, beside_training=True)
+    grader = BenchGrader(Asked(), bench, during_training=True)
     assert pinned == [set(range(6))]
     grader.close()
     grader.close()
@@ -171,7 +171,7 @@ def test_bench_grader_training_avoids_timed_cores(cores, bench):
 def test_bench_grader_unshared_cores_are_not_pinned(cores, bench, usable, timed, beside):
     """One core; a run that samples and trains in turns; and a cluster, which times on cores of other machines."""
     pinned, bench.timed_cores = cores(usable), timed
-    BenchGrader(Asked(), bench, beside_training=beside).close()
+    BenchGrader(Asked(), bench, during_training=beside).close()
     assert pinned == []
 
 
@@ -198,7 +198,7 @@ def test_measured_tasks_share_one_service(monkeypatch, bench, cores):
 def test_bench_grader_closed_when_other_start_fails(monkeypatch):
     closed = []
     monkeypatch.setattr(Grader, "close", lambda self: closed.append(self))
-    monkeypatch.setattr(rehearsal, "Grader", lambda *words: object.__new__(Grader))
+    monkeypatch.setattr(self_check, "Grader", lambda *words: object.__new__(Grader))
 
     def fail(config):
         raise BenchError("the service has failed")
@@ -211,18 +211,18 @@ def test_bench_grader_closed_when_other_start_fails(monkeypatch):
 
 def test_self_check_measured_task_uses_its_own_config(monkeypatch):
     rehearsed = []
-    monkeypatch.setattr(grading, "rehearse_bench", lambda *arguments: rehearsed.append(arguments))
+    monkeypatch.setattr(grading, "check_bench", lambda *arguments: rehearsed.append(arguments))
     tasks = [Asked({"threads": 2, "optimization": "-O0"}), Asked()]
-    rehearse(tasks, GraderConfig())
+    check_grading(tasks, GraderConfig())
     assert rehearsed == [(tasks[0].bench, Asked.kernels)] * 2, "the held-out task shares the service"
     assert [task.name for task in tasks] == ["compiled with -O0"] * 2
     with pytest.raises(ValueError, match="^evaluation.task.bench is not "):
-        rehearse([Asked({"threads": 2}), Asked({"threads": 3})], GraderConfig())
+        check_grading([Asked({"threads": 2}), Asked({"threads": 3})], GraderConfig())
 
 
 def test_self_check_unmeasurable_task_error_names_its_key():
     with pytest.raises(ValueError, match="^evaluation.task.bench: .*nogcc"):
-        rehearse([None, Asked({"compiler": "nogcc"})], GraderConfig())
+        check_grading([None, Asked({"compiler": "nogcc"})], GraderConfig())
 
 
 class Spread:
@@ -239,7 +239,7 @@ class Spread:
 
 
 def test_self_check_judge_gets_its_actual_group_size():
-    rehearse([Spread()], GraderConfig())
+    check_grading([Spread()], GraderConfig())
     # A held-out problem has a greedy sample, which comes alone.
     with pytest.raises(ValueError, match="^evaluation.task: Spread .*'1' .*two data points"):
-        rehearse([Spread(), Spread()], GraderConfig())
+        check_grading([Spread(), Spread()], GraderConfig())

@@ -7,9 +7,9 @@ pytest.importorskip("tree_sitter_c")
 from torchtune_ext.measured.check import Checker
 from torchtune_ext.measured.kernels import Reduction
 from torchtune_ext.measured.matmul import CompileAndFix
-from torchtune_ext.measured.matmul.mending import MAX_CHARS
+from torchtune_ext.measured.matmul.compile_and_fix import MAX_FEEDBACK_CHARS
 from torchtune_ext.measured.sandbox import SandboxError
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 from torchtune_ext.tasks.task import ConversationTask
 
 SUM = "void reduction(int n, const double *x, double *total) {{ {} }}"
@@ -41,7 +41,7 @@ def test_repair_environment_feeds_back_compiler_and_test_output(task):
         (message,) = turn.messages
         assert message["role"] == "user" and message["content"].endswith("Write the whole program again.")
         assert message["content"].startswith(f"{outcome}: ") and words in message["content"], message
-        assert len(message["content"]) < MAX_CHARS + 100
+        assert len(message["content"]) < MAX_FEEDBACK_CHARS + 100
     assert "no closed block" in workshop.step(reply(RIGHT, "{}")).messages[0]["content"]
     turn = workshop.step(reply(RIGHT))
     assert (turn.done, turn.reward, turn.parts) == (True, 1.0, {"accuracy": 1.0, "compiled": 1.0})
@@ -67,5 +67,5 @@ def test_repair_task_problems_and_solutions(task):
     ],
 )
 def test_arguments(words, message):
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UsageError, match=message):
         CompileAndFix(**words)

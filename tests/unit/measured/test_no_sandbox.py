@@ -35,7 +35,7 @@ def test_sandbox_unsupported_kernel_is_refused(and_seccomp):
 
 def lines_of_the_doctor() -> str:
     forget_landlock()
-    return doctor.table(list(doctor.check_sandbox()))
+    return doctor.format_table(list(doctor.check_sandbox()))
 
 
 def test_doctor_names_missing_sandbox_features():

@@ -15,8 +15,8 @@ import pytest
 from torchtune_ext.measured import ray_bench, ray_process
 from torchtune_ext.measured.ray_bench import RayBench
 from torchtune_ext.measured.results import BenchError
-from torchtune_ext.run.errors import Failure
-from torchtune_ext.sampling.child_process import pack
+from torchtune_ext.run.errors import RunFailure
+from torchtune_ext.sampling.child_process import pack_messages
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
 
@@ -58,7 +58,7 @@ def test_ray_bench_address_of_other_service_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as server, ours, theirs:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         command = [sys.executable, "-c", code, str(theirs.fileno()), str(os.getpid())]
-        ours.sendall(pack([(1, "start", (address,))]))
+        ours.sendall(pack_messages([(1, "start", (address,))]))
         ended = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert "does not answer" in ended.stdout and f"ray start --address={address}" in ended.stdout
@@ -85,9 +85,9 @@ class FakeActor:
 
 def driver_of(*actors):
     ray = SimpleNamespace(exceptions=SimpleNamespace(RayError=Lost), kill=lambda actor: None)
-    driver = ray_process.Driver()
+    driver = ray_process.RayDriver()
     driver._ray, driver._frames = ray, SimpleNamespace(say=lambda message: None)
-    driver._machines = [ray_process.Machine(each.name, each) for each in actors]
+    driver._machines = [ray_process.BenchMachine(each.name, each) for each in actors]
     return driver
 
 
@@ -97,7 +97,7 @@ def test_ray_bench_cluster_without_bench_host_is_refused(monkeypatch):
     driver._ray.nodes = lambda: [{"Alive": True, "NodeID": "a", "Resources": {"CPU": 4.0}, "NodeManagerHostname": "h", "NodeManagerAddress": "10.0.0.2"}]  # fmt: skip
     driver._ray.get_runtime_context = lambda: SimpleNamespace(gcs_address="10.0.0.1:6379")
     command = "ray start --address=10.0.0.1:6379 --num-cpus=0 --disable-usage-stats --resources='{\"bench_host\": 1}'"
-    with pytest.raises(Failure, match=f"at 10.0.0.1:6379 carries the resource 'bench_host'.*: {re.escape(command)}"):
+    with pytest.raises(RunFailure, match=f"at 10.0.0.1:6379 carries the resource 'bench_host'.*: {re.escape(command)}"):
         asyncio.run(driver.start("auto"))
 
 
@@ -117,14 +117,14 @@ def test_ray_bench_lost_machine_texts_go_to_others():
     driver = driver_of(FakeActor("a", "lost"), FakeActor("b"), FakeActor("c"))
     results = measured(driver, 3)
     assert {state for state, _ in results} == {"result"} and {name for _, name in results} == {"b", "c"}
-    assert [each.title for each in driver._machines] == ["b", "c"]
+    assert [each.label for each in driver._machines] == ["b", "c"]
 
 
 def test_ray_bench_text_raises_after_three_lost_machines():
     driver = driver_of(*[FakeActor(name, "lost") for name in "abcd"])
-    with pytest.raises(Failure, match="lost with 3 machines, .* was c"):
+    with pytest.raises(RunFailure, match="lost with 3 machines, .* was c"):
         measured(driver, 1)
-    with pytest.raises(Failure, match="no machine that measures is left"):
+    with pytest.raises(RunFailure, match="no machine that measures is left"):
         measured(driver, 1)
 
 

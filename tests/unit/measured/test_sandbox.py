@@ -14,7 +14,7 @@ from helpers.as_user import as_user
 from helpers.locked_in import ATTEMPTS, Attempt, attempt, build, loaded
 from helpers.waiting import wait_until
 from torchtune_ext.measured.child import ChildFailed
-from torchtune_ext.measured.compiler import Compiler, run
+from torchtune_ext.measured.compiler import Compiler, run_locked_in
 from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError, clean_environment, exit_cause
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux")
@@ -33,7 +33,7 @@ def make(namespaces: bool, without: tuple[str, ...] = ()) -> Sandbox:
         sandbox = Sandbox(compiler(), namespaces)
     except SandboxError as error:
         pytest.skip(str(error))
-    sandbox.without = [word for name in without for word in ("--without", name)]
+    sandbox.disabled_layers = [word for name in without for word in ("--without", name)]
     return sandbox
 
 
@@ -291,7 +291,7 @@ def spied(sandbox: Sandbox, *words: str) -> tuple[int | None, dict[str, int]]:
     program = folder / "spy"
     subprocess.run([compiler(), "-w", "-x", "c", "-", "-o", str(program)], input=SPY, text=True, check=True)
     program.chmod(0o755)
-    done = run(sandbox, [str(program), *words], folder, 10.0)
+    done = run_locked_in(sandbox, [str(program), *words], folder, 10.0)
     return done.status, {name: int(value) for name, value in map(str.split, done.output.splitlines())}
 
 
@@ -361,7 +361,7 @@ def test_sandbox_compiler_processes_and_folder_end_with_harness():
         try:
             with make(False) as sandbox:
                 os.write(writer, str(sandbox.folder).encode())
-                run(sandbox, ["/bin/sh", "-c", "sleep 98.76; true"], sandbox.new_folder(), 60.0)
+                run_locked_in(sandbox, ["/bin/sh", "-c", "sleep 98.76; true"], sandbox.new_folder(), 60.0)
         finally:
             os._exit(1)
     folder = os.read(reader, 4096).decode()
@@ -382,7 +382,7 @@ def sleepers() -> list[int]:
 def test_sandbox_unconfined_program_never_runs(bare, monkeypatch):
     """The sandbox's own failure is no failure of the candidate."""
     library = library_in(bare)
-    monkeypatch.setattr(bare, "without", ["--without", "nothing"])
+    monkeypatch.setattr(bare, "disabled_layers", ["--without", "nothing"])
     with pytest.raises(SandboxError, match="could not be locked in"):
         attempt(bare, library, "own_number")
 

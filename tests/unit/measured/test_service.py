@@ -10,8 +10,8 @@ pytest.importorskip("tree_sitter_c")
 from helpers.calm_kernels import HONEST, CalmReduction, fenced
 from helpers.waiting import in_thread
 from torchtune_ext.measured import grading
-from torchtune_ext.measured.bench import Service
-from torchtune_ext.measured.grading import measured_score, open_bench, rehearse_bench
+from torchtune_ext.measured.bench import BenchService
+from torchtune_ext.measured.grading import check_bench, measured_score, open_bench
 from torchtune_ext.measured.kernels import Dgemm
 from torchtune_ext.measured.results import BenchConfig, Result
 from torchtune_ext.measured.sandbox import SandboxError
@@ -57,7 +57,7 @@ class Undecodable(CalmReduction):
 )
 def test_rehearse_bench_unmeasurable_kernel_raises_before_start(config, kernel, message):
     with pytest.raises((ValueError, SandboxError), match=message):
-        rehearse_bench(BenchConfig(**config), [kernel])
+        check_bench(BenchConfig(**config), [kernel])
 
 
 def test_with_an_address_it_is_a_cluster(monkeypatch):
@@ -93,6 +93,6 @@ def test_bench_service_without_event_loop_raises(monkeypatch):
         raise OSError("Too many open files")
 
     monkeypatch.setattr(type(asyncio.get_event_loop_policy()), "new_event_loop", refused)
-    making, outcome = in_thread(Service)
+    making, outcome = in_thread(BenchService)
     making.join(20)
     assert isinstance(*outcome, OSError)

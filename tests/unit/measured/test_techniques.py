@@ -14,10 +14,10 @@ from helpers.labelled_programs import labelled_programs, preprocessed, technique
 from torchtune_ext.measured import reader
 from torchtune_ext.measured.kernels import KERNELS, Dgemm
 from torchtune_ext.measured.matmul.stages import STAGES
-from torchtune_ext.measured.reader import Unreadable
+from torchtune_ext.measured.reader import UnreadableProgram
 from torchtune_ext.measured.techniques import (
     TECHNIQUES,
-    uses,
+    find_techniques,
     violations,
 )
 
@@ -43,7 +43,7 @@ def test_labelled_program(program):
     kernel = KERNELS[program.kernel]()
     text = preprocessed(program.source)
     assert program.name.startswith("wrong") or "void" in text
-    used = uses(text, kernel)
+    used = find_techniques(text, kernel)
     assert {use.technique for use in used} == program.techniques
     for stage in STAGES:
         assert len(violations(used, STAGES[stage])) == len(program.techniques - STAGES[stage])
@@ -81,7 +81,7 @@ def test_labels_cover_every_technique_and_every_kernel():
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=list(KERNELS))
 def test_naive_program_uses_no_techniques(kernel):
-    assert uses(kernel.naive, kernel()) == []
+    assert find_techniques(kernel.naive, kernel()) == []
 
 
 def test_stage_permits_all_techniques_of_earlier_stages():
@@ -105,14 +105,14 @@ def test_a_violation_names_the_line_of_the_source():
 }}
 """
     text = preprocessed(source)
-    lines = violations(uses(text, Dgemm()), STAGES["none"])
+    lines = violations(find_techniques(text, Dgemm()), STAGES["none"])
     assert lines == [
         "line 6: not permitted here: threads: #pragma omp parallel (#pragma omp parallel for)",
         "line 7: not permitted here: loops in another order than that of the definition (the loops are nested i, l, j)",
     ]
-    assert violations(uses(text, Dgemm()), STAGES["loop_order"]) == lines[:1]
-    assert violations(uses(text, Dgemm()), STAGES["threads"]) == []
-    assert violations(uses(text, Dgemm(), openmp=False), STAGES["none"]) == lines[1:]
+    assert violations(find_techniques(text, Dgemm()), STAGES["loop_order"]) == lines[:1]
+    assert violations(find_techniques(text, Dgemm()), STAGES["threads"]) == []
+    assert violations(find_techniques(text, Dgemm(), openmp=False), STAGES["none"]) == lines[1:]
 
 
 def calls_on_calls(depth: int) -> str:
@@ -140,7 +140,7 @@ def test_a_bomb_ends(bomb, monkeypatch):
     start = time.monotonic()
     try:
         end = techniques(BOMBS[bomb], Dgemm())
-    except Unreadable as error:
+    except UnreadableProgram as error:
         end = str(error)
     # The slowest takes half a second on two idle cores; without the limits the first would run for longer than the universe has.
     assert time.monotonic() - start < 60, end
@@ -158,5 +158,5 @@ def test_broken_text_is_read_or_refused(seed):
         text = rng.choice([text[:a] + text[b:], text[:b] + text[a:], text[:a] + text[a:b][::-1] + text[b:]])
     try:
         assert techniques(text, KERNELS[program.kernel]()) <= set(TECHNIQUES)
-    except Unreadable:
+    except UnreadableProgram:
         pass

@@ -16,9 +16,17 @@ from hypothesis import strategies as st
 from helpers.as_user import as_user
 from torchtune_ext.measured import machine
 from torchtune_ext.measured.kernels import Dgemm
-from torchtune_ext.measured.machine import alone_on, choose_cores, kept_off, usable_cores
-from torchtune_ext.measured.probe import CHUNK, DISTURBED_MEMORY, DISTURBED_REGISTERS, KEPT_S, Look, Probe, Quiet
-from torchtune_ext.measured.timing import Timer, Timing, _Block, interval_of_median
+from torchtune_ext.measured.machine import avoid_cores, choose_cores, lock_cores, usable_cores
+from torchtune_ext.measured.probe import (
+    CHUNK_SAMPLES,
+    HISTORY_S,
+    MEMORY_TOLERANCE,
+    REGISTERS_TOLERANCE,
+    Probe,
+    ProbeSample,
+    QuietBaseline,
+)
+from torchtune_ext.measured.timing import ProgramTimer, Timing, _Block, median_interval
 
 
 def chance_outside(n: int, k: int) -> float:
@@ -29,7 +37,7 @@ def chance_outside(n: int, k: int) -> float:
 @pytest.mark.parametrize("n", range(1, 60))
 def test_median_interval_is_narrowest_with_required_coverage(n):
     samples = np.random.default_rng(n).permutation(n).astype(float).tolist()  # the rank is the value
-    low, high = interval_of_median(samples)
+    low, high = median_interval(samples)
     k = int(low) + 1
     assert high == n - k  # as far from one end as from the other
     if n >= 6:
@@ -40,7 +48,7 @@ def test_median_interval_is_narrowest_with_required_coverage(n):
 
 @pytest.mark.parametrize("n", [1100, 5001])
 def test_the_interval_of_many_samples(n):
-    low, high = interval_of_median([float(rank) for rank in range(n)])
+    low, high = median_interval([float(rank) for rank in range(n)])
     k = int(low) + 1
     # The normal distribution: 1.96 standard deviations of the number of samples below the median, half a sample apart at most.
     assert high == n - k and abs(k - (n / 2 - 1.96 * math.sqrt(n) / 2)) <= 1
@@ -48,40 +56,40 @@ def test_the_interval_of_many_samples(n):
 
 @given(st.lists(st.floats(0.001, 1000), min_size=1, max_size=40))
 def test_the_interval_holds_the_median_of_the_samples(samples):
-    low, high = interval_of_median(samples)
+    low, high = median_interval(samples)
     assert low <= median(samples) <= high
 
 
 def test_quiet_level_is_quietest_recent_chunk_lower_quartile():
-    quiet = Quiet()
-    for place in range(4 * CHUNK):  # somebody disturbs, except for a third of the second chunk
-        quiet.add(1.0 if CHUNK <= place < CHUNK + CHUNK // 3 else 3.0, now=float(place))
+    quiet = QuietBaseline()
+    for place in range(4 * CHUNK_SAMPLES):  # somebody disturbs, except for a third of the second chunk
+        quiet.add(1.0 if CHUNK_SAMPLES <= place < CHUNK_SAMPLES + CHUNK_SAMPLES // 3 else 3.0, now=float(place))
     assert quiet.level == 1.0 and quiet.is_above(1.06, 0.05) and not quiet.is_above(1.04, 0.05)
-    for place in range(CHUNK):  # an hour later the machine runs at another clock
-        quiet.add(2.0, now=KEPT_S + 4 * CHUNK + place)
+    for place in range(CHUNK_SAMPLES):  # an hour later the machine runs at another clock
+        quiet.add(2.0, now=HISTORY_S + 4 * CHUNK_SAMPLES + place)
     assert quiet.level == 2.0
 
 
 def test_quiet_level_ignores_neighbor_starting_later():
-    quiet = Quiet()
+    quiet = QuietBaseline()
     for _ in range(4):
         quiet.add(1.0, now=0.0)
-    quiet.settle(now=0.0)
-    for place in range(3 * CHUNK):
+    quiet.end_chunk(now=0.0)
+    for place in range(3 * CHUNK_SAMPLES):
         quiet.add(1.5, now=float(place))
         assert quiet.is_above(1.5, 0.05)
-    quiet = Quiet()
-    quiet.settle()
+    quiet = QuietBaseline()
+    quiet.end_chunk()
     quiet.add(2.0)
     assert quiet.level == 2.0  # where nothing was seen nothing is settled
 
 
 def timed_by_blocks(are_calm: str) -> Timing:
     """A timing whose blocks are calm ("c", 1 ms a call) or disturbed, the reference as well ("d", 2 ms)."""
-    timer = object.__new__(Timer)  # without a process
+    timer = object.__new__(ProgramTimer)  # without a process
     timer.kernel, timer.budget_s = Dgemm(16), 0.1
     timer.probe = SimpleNamespace(look=lambda: None, peak_gflops=1e9, roofline_s=lambda kernel: 1e-9)
-    timer._calls = lambda child, most: []
+    timer._run_calls = lambda child, most: []
     blocks = [
         _Block([1e-3, 1e-3, 1e-3] if each == "c" else [2e-3] * 3, 1e-3, each == "d", each == "d") for each in are_calm
     ]
@@ -91,8 +99,8 @@ def timed_by_blocks(are_calm: str) -> Timing:
             time.sleep(timer.budget_s)
         return blocks.pop(0), look
 
-    timer._block = block
-    return timer._time(None)
+    timer._run_block = block
+    return timer._time_blocks(None)
 
 
 @pytest.mark.parametrize(
@@ -106,26 +114,26 @@ def timed_by_blocks(are_calm: str) -> Timing:
 )
 def test_timing_few_calm_blocks_are_not_selected(are_calm, calls, disturbed, is_noisy):
     timing = timed_by_blocks(are_calm)
-    assert (timing.calls, timing.disturbed, timing.is_noisy) == (calls, pytest.approx(disturbed), is_noisy)
+    assert (timing.calls, timing.disturbed_fraction, timing.is_noisy) == (calls, pytest.approx(disturbed), is_noisy)
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=70))
 def test_quiet_level_was_observed_and_in_fastest_quarter(times):
-    quiet = Quiet()
+    quiet = QuietBaseline()
     for number, seconds in enumerate(times):
         quiet.add(seconds, now=float(number))
-    assert quiet.level in times and quiet.level <= sorted(times)[len(times) // 4 if len(times) < CHUNK else -1]
+    assert quiet.level in times and quiet.level <= sorted(times)[len(times) // 4 if len(times) < CHUNK_SAMPLES else -1]
 
 
 def test_probe_components_detect_different_neighbors():
     probe = object.__new__(Probe)  # without a process
-    probe.registers, probe.memory = Quiet(), Quiet()
+    probe.registers, probe.memory = QuietBaseline(), QuietBaseline()
     for quiet in (probe.registers, probe.memory):
         quiet.add(1.0)
-    calm = Look((1.0,) * 3, (1.0,) * 3)
-    shared_core = Look((1.01 + DISTURBED_REGISTERS,) * 3, (1.0,) * 3)
-    shared_memory = Look((1.0,) * 3, (1.01 + DISTURBED_MEMORY,) * 3)
-    one_call = Look((9.0, 1.0, 1.0), (1.0, 1.0, 9.0))
+    calm = ProbeSample((1.0,) * 3, (1.0,) * 3)
+    shared_core = ProbeSample((1.01 + REGISTERS_TOLERANCE,) * 3, (1.0,) * 3)
+    shared_memory = ProbeSample((1.0,) * 3, (1.01 + MEMORY_TOLERANCE,) * 3)
+    one_call = ProbeSample((9.0, 1.0, 1.0), (1.0, 1.0, 9.0))
     assert not probe.is_disturbed(calm, calm) and not probe.is_disturbed(calm, one_call)
     assert probe.is_disturbed(shared_core, shared_core) and probe.is_disturbed(shared_memory, shared_memory)
 
@@ -133,7 +141,7 @@ def test_probe_components_detect_different_neighbors():
 def test_choose_cores_prefers_cores_unused_by_engines(monkeypatch):
     monkeypatch.setattr(machine, "usable_cores", lambda: frozenset({0, 1, 2, 3}))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(machine, "engines", lambda: {17: frozenset({1, 3})})
+    monkeypatch.setattr(machine, "engine_cores", lambda: {17: frozenset({1, 3})})
     assert choose_cores(None, 1) == [2] and choose_cores(None, 2) == [0, 2]
     assert choose_cores(None, 3) == [1, 2, 3]  # there are not enough: they are shared
     assert choose_cores([2, 0], 2) == [0, 2]
@@ -147,7 +155,7 @@ def test_choose_cores_prefers_cores_unused_by_engines(monkeypatch):
             choose_cores(other, 2)
     with pytest.raises(ValueError, match="threads=5, .* 4 cores"):
         choose_cores(None, 5)
-    monkeypatch.setattr(machine, "engines", lambda: {17: frozenset({0, 1, 2, 3})})
+    monkeypatch.setattr(machine, "engine_cores", lambda: {17: frozenset({0, 1, 2, 3})})
     assert choose_cores([1], 1) == [1] and choose_cores(None, 1) == [3]  # such an engine has no core of its own
 
 
@@ -161,16 +169,16 @@ def test_threads_avoid_timed_cores_and_are_restored():
     before = [os.sched_getaffinity(thread) for thread in threads]
     core = max(usable_cores())
     try:
-        with kept_off([core]):
+        with avoid_cores([core]):
             assert all(os.sched_getaffinity(thread) == usable_cores() - {core} for thread in threads)
             assert core in usable_cores()
-            with kept_off([core]):
+            with avoid_cores([core]):
                 pass
             assert all(os.sched_getaffinity(thread) == usable_cores() - {core} for thread in threads)
         assert [os.sched_getaffinity(thread) for thread in threads] == before
-        with kept_off(sorted(usable_cores())):  # there are no others
+        with avoid_cores(sorted(usable_cores())):  # there are no others
             assert [os.sched_getaffinity(thread) for thread in threads] == before
-            with kept_off([core]):
+            with avoid_cores([core]):
                 pass
         assert [os.sched_getaffinity(thread) for thread in threads] == before
     finally:
@@ -179,7 +187,7 @@ def test_threads_avoid_timed_cores_and_are_restored():
 
 
 def hold(core, held, let_go):
-    with alone_on([core], 10):
+    with lock_cores([core], 10):
         held.set()
         let_go.wait(30)
 
@@ -194,14 +202,14 @@ def test_core_lock_allows_one_timing_at_a_time():
         assert held.wait(60)
         with (
             pytest.raises(TimeoutError, match=f"core {core} was still used for timing after 0.1 s"),
-            alone_on([core], 0.1),
+            lock_cores([core], 0.1),
         ):
             pass
-        with alone_on([core + 1], 0.1):
+        with lock_cores([core + 1], 0.1):
             pass  # another core is free
         other.kill()  # the kernel takes the lock away from the dead
         other.join(30)
-        with alone_on([core, core + 1], 10):
+        with lock_cores([core, core + 1], 10):
             pass
     finally:
         other.kill()
@@ -209,23 +217,23 @@ def test_core_lock_allows_one_timing_at_a_time():
 
 def test_core_lock_is_shared_by_all_users():
     core = 900_000 + os.getpid() % 10_000
-    with alone_on([core], 0.1):
+    with lock_cores([core], 0.1):
         as_user(refused, core)
     as_user(locked, core)
     locked(core)
 
 
 def refused(core: int) -> None:
-    with pytest.raises(TimeoutError), alone_on([core], 0.0):
+    with pytest.raises(TimeoutError), lock_cores([core], 0.0):
         pass
 
 
 def locked(core: int) -> None:
-    with alone_on([core], 0.1):
+    with lock_cores([core], 0.1):
         refused(core)
 
 
 def test_stolen_ticks_are_read_for_given_cores():
     before = machine.stolen_ticks([0])
     assert before >= 0 and machine.stolen_ticks([]) == 0 and machine.stolen_ticks([0]) >= before
-    assert str(os.cpu_count()) in machine.fingerprint()
+    assert str(os.cpu_count()) in machine.machine_fingerprint()

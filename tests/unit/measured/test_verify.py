@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_ext.measured.child import Call, ChildFailed, arena_size
+from torchtune_ext.measured.child import CallResult, ChildFailed, arena_size
 from torchtune_ext.measured.kernel import UNIT_ROUNDOFF, Arrays, Size, gamma
 from torchtune_ext.measured.kernels import KERNELS, Dgemm, Reduction
 from torchtune_ext.measured.verify import (
-    EXACT_WORK,
-    KINDS,
-    SMALL,
-    change_one,
-    draw,
+    INPUT_KINDS,
+    MAX_EXACT_WORK,
+    SMALL_DIMENSIONS,
+    compute_expected,
+    draw_array,
     draw_inputs,
-    expect,
-    mismatch,
-    sizes,
+    draw_sizes,
+    estimate_work,
+    find_wrong_output,
+    perturb_one,
     verify,
-    work,
 )
 
 NAMES = sorted(KERNELS)
@@ -93,7 +93,7 @@ def small_case(name: str, seed: int, kind: str) -> tuple[object, dict[str, int],
 
 @pytest.mark.parametrize("order", ["forward", "shuffled", "fused", "lanes", "pairwise"])
 @pytest.mark.parametrize("name", NAMES)
-@given(seed=SEEDS, kind=st.sampled_from(KINDS))
+@given(seed=SEEDS, kind=st.sampled_from(INPUT_KINDS))
 @settings(max_examples=15)
 def test_verify_honest_summation_orders_stay_within_bound(name, order, seed, kind):
     kernel, size, inputs = small_case(name, seed, kind)
@@ -105,7 +105,7 @@ def test_verify_honest_summation_orders_stay_within_bound(name, order, seed, kin
         exact = sum(a * b for a, b in pairs)
         # The bound is itself computed in float64, by fewer than 100 roundings.
         assert abs(Fraction(float(result)) - exact) <= Fraction(float(allowed)) * (1 + 100 * Fraction(UNIT_ROUNDOFF))
-    assert not mismatch(kernel, expect(kernel, size, inputs), {output: results})
+    assert not find_wrong_output(kernel, compute_expected(kernel, size, inputs), {output: results})
 
 
 @precise
@@ -118,11 +118,11 @@ def test_verify_four_ulps_beyond_bound_are_refused(name, seed, sign):
     terms = exact_terms(name, size, inputs)
     (output, bound), *_ = kernel.bound(size, inputs).items()
     exact = np.array([rounded(sum(a * b for a, b in pairs)) for pairs in terms]).reshape(bound.shape)
-    assert not mismatch(kernel, expect(kernel, size, inputs), {output: exact})
+    assert not find_wrong_output(kernel, compute_expected(kernel, size, inputs), {output: exact})
     place = np.unravel_index(np.random.default_rng(seed).integers(exact.size), exact.shape)
     wrong = exact.copy()
     wrong[place] = exact[place] + sign * (bound[place] + 4 * np.spacing(exact[place]))
-    words = mismatch(kernel, expect(kernel, size, inputs), {output: wrong})
+    words = find_wrong_output(kernel, compute_expected(kernel, size, inputs), {output: wrong})
     where, got, right = re.match(r"(\w+)\[.*\] is (\S+) and should be ([^\s,]+)", words).groups()
     assert where == output
     assert float(got) == wrong[place] and float(right) == pytest.approx(exact[place], rel=1e-15)
@@ -148,7 +148,7 @@ def test_verify_biased_inputs_reveal_single_precision():
     for kind in ("normal", "biased"):
         inputs = draw_inputs(kernel, kernel.timed, kind, rng)
         total = inputs["x"].astype(np.float32).astype(np.float64).sum(keepdims=True)
-        ok[kind] = not mismatch(kernel, expect(kernel, kernel.timed, inputs), {"total": total})
+        ok[kind] = not find_wrong_output(kernel, compute_expected(kernel, kernel.timed, inputs), {"total": total})
     assert ok == {"normal": True, "biased": False}
 
 
@@ -157,9 +157,9 @@ def test_single_precision_is_refused_at_the_timed_size(name):
     kernel = KERNELS[name]()
     inputs = draw_inputs(kernel, kernel.timed, "biased", np.random.default_rng(1))
     singles = {key: value.astype(np.float32).astype(np.float64) for key, value in inputs.items()}
-    expected = expect(kernel, kernel.timed, inputs)
-    assert not mismatch(kernel, expected, kernel.reference(kernel.timed, inputs))
-    words = mismatch(kernel, expected, kernel.reference(kernel.timed, singles))
+    expected = compute_expected(kernel, kernel.timed, inputs)
+    assert not find_wrong_output(kernel, expected, kernel.reference(kernel.timed, inputs))
+    words = find_wrong_output(kernel, expected, kernel.reference(kernel.timed, singles))
     factor = re.search(r", (\S+) times the allowed error$", words)
     # The sum has no factor: its numbers add up exactly, so no error is allowed.
     assert words and (factor is None or float(factor[1]) > 10)
@@ -168,11 +168,11 @@ def test_single_precision_is_refused_at_the_timed_size(name):
 @given(SEEDS)
 @settings(max_examples=20)
 def test_biased_inputs_round_down_in_single_precision(seed):
-    values = draw((50,), "biased", np.random.default_rng(seed))
+    values = draw_array((50,), "biased", np.random.default_rng(seed))
     assert ((values >= 1) & (values < 2)).all()
     lost = values - values.astype(np.float32).astype(np.float64)
     assert (lost >= 2.0**-30).all() and (lost < 2.0**-24).all()
-    assert np.mean(draw((20_000,), "biased", np.random.default_rng(seed)) * 2**22 % 1) > 0.12
+    assert np.mean(draw_array((20_000,), "biased", np.random.default_rng(seed)) * 2**22 % 1) > 0.12
 
 
 # ---------------------------------------------------------------- what is no number
@@ -185,16 +185,16 @@ def test_verify_non_numbers_never_pass(name, bad):
     outputs = kernel.reference(size, inputs)
     (output,) = outputs
     outputs[output].flat[-1] = bad
-    words = mismatch(kernel, expect(kernel, size, inputs), outputs)
+    words = find_wrong_output(kernel, compute_expected(kernel, size, inputs), outputs)
     assert ("is no number" if np.isnan(bad) else f"is {bad} and") in words and "times" not in words
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_flushed_denormals_are_refused(name):
     kernel, size, inputs = small_case(name, 5, "denormal")
-    assert not mismatch(kernel, expect(kernel, size, inputs), kernel.reference(size, inputs))
+    assert not find_wrong_output(kernel, compute_expected(kernel, size, inputs), kernel.reference(size, inputs))
     flushed = {key: np.where(np.abs(value) < 2.0**-1022, 0.0, value) for key, value in inputs.items()}
-    assert mismatch(kernel, expect(kernel, size, inputs), kernel.reference(size, flushed))
+    assert find_wrong_output(kernel, compute_expected(kernel, size, inputs), kernel.reference(size, flushed))
 
 
 # ---------------------------------------------------------------- what is drawn
@@ -205,21 +205,21 @@ def test_flushed_denormals_are_refused(name):
 @settings(max_examples=20)
 def test_sizes_fit_and_cover_the_edges(name, seed):
     kernel = KERNELS[name]()
-    drawn = list(sizes(kernel, np.random.default_rng(seed)))
+    drawn = list(draw_sizes(kernel, np.random.default_rng(seed)))
     assert drawn[0] == dict.fromkeys(kernel.size_names, 1) and drawn[-1] == dict(kernel.timed)
     for size in drawn:
         assert list(size) == list(kernel.size_names)
         assert all(1 <= value <= kernel.timed[key] for key, value in size.items())
-    assert all(value in SMALL for size in drawn[1:5] for value in size.values())
-    assert all(work(kernel, size) <= EXACT_WORK for size in drawn[:-1])
+    assert all(value in SMALL_DIMENSIONS for size in drawn[1:5] for value in size.values())
+    assert all(estimate_work(kernel, size) <= MAX_EXACT_WORK for size in drawn[:-1])
 
 
 def test_sizes_cannot_be_foreseen():
-    drawn = {str(list(sizes(Dgemm(), np.random.default_rng(seed)))) for seed in range(20)}
+    drawn = {str(list(draw_sizes(Dgemm(), np.random.default_rng(seed)))) for seed in range(20)}
     assert len(drawn) == 20
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", INPUT_KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_kind_of_inputs_overflows(name, kind):
     kernel, size, inputs = small_case(name, 11, kind)
@@ -230,11 +230,11 @@ def test_no_kind_of_inputs_overflows(name, kind):
         assert all((value != 0).all() for value in inputs.values())
 
 
-@given(SEEDS, st.sampled_from(NAMES), st.sampled_from(KINDS))
+@given(SEEDS, st.sampled_from(NAMES), st.sampled_from(INPUT_KINDS))
 @settings(max_examples=40)
 def test_one_number_is_changed(seed, name, kind):
     _kernel, _size, inputs = small_case(name, seed, kind)
-    changed = change_one(inputs, np.random.default_rng(seed))
+    changed = perturb_one(inputs, np.random.default_rng(seed))
     assert sum(int((changed[key] != inputs[key]).sum()) for key in inputs) == 1
 
 
@@ -253,7 +253,7 @@ class Program:
 
     def call(self, size, inputs, deadline_s):
         self.calls.append((dict(size), tuple(place.start for place in self.places), inputs, deadline_s))
-        return Call(1e-3, 1e-3, 0.0, self.function(size, inputs))
+        return CallResult(1e-3, 1e-3, 0.0, self.function(size, inputs))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -300,7 +300,8 @@ CHEATS = {
     "zeros": lambda kernel: lambda size, inputs: {k: 0 * v for k, v in kernel.reference(size, inputs).items()},
     "small sizes only": lambda kernel: (
         lambda size, inputs: {
-            k: v if work(kernel, size) < 1000 else v * (1 + 1e-6) for k, v in kernel.reference(size, inputs).items()
+            k: v if estimate_work(kernel, size) < 1000 else v * (1 + 1e-6)
+            for k, v in kernel.reference(size, inputs).items()
         }
     ),
 }

@@ -20,16 +20,16 @@ from torchtune_ext.objective.constraints import CONSTRAINTS
 from torchtune_ext.objective.kl import kl_k3
 from torchtune_ext.objective.loss import PolicyLoss, Tokens
 from torchtune_ext.objective.ratios import sample_means, sample_sums
-from torchtune_ext.pipeline.advantages import AdvantageConfig, with_advantages
+from torchtune_ext.pipeline.advantages import AdvantageConfig, assign_advantages
 from torchtune_ext.pipeline.groups import Group
-from torchtune_ext.pipeline.packing import Layout, pack, pack_updates
+from torchtune_ext.pipeline.packing import RowLayout, pack, pack_updates
 from torchtune_ext.policy.logprobs import PackedPolicy
-from torchtune_ext.run.catalog import folder
+from torchtune_ext.run.catalog import package_folder
 from torchtune_ext.tasks.task import Problem, Score
 
 PRESETS = {
     path.stem: {k: v for k, v in OmegaConf.to_container(OmegaConf.load(path).loss).items() if k != "_component_"}
-    for path in sorted((folder("configs") / "presets").glob("*.yaml"))
+    for path in sorted((package_folder("configs") / "presets").glob("*.yaml"))
 }
 LOSSES = PRESETS | {
     **{kl: {"kl_coef": 0.1, "kl": kl} for kl in ("k1", "k2", "k3_unbiased")},
@@ -269,7 +269,7 @@ def make_groups(seed=0):
 @whole_float64()
 def loss_and_gradients(groups, options, aggregation, row_tokens, tile=None, turned=False):
     """One update after the policy has moved away from its old scores, so that ratios are not one."""
-    rows, _ = pack(groups, row_tokens, aggregation, 16, layout=Layout(tile=tile))
+    rows, _ = pack(groups, row_tokens, aggregation, 16, layout=RowLayout(tile=tile))
     # They carry float32 for a model in float32; the old policy between sampler and trainer wants one dtype.
     rows = [
         replace(row, logprobs_L=row.logprobs_L.double(), teacher_logprobs_L=row.teacher_logprobs_L.double())
@@ -320,7 +320,7 @@ def step_of(rewards: list[list[float]], loss: PolicyLoss, aggregation: str, num_
             for n, reward in zip(range(1, 99, 2), rewards_G, strict=False)
         ]
         groups.append(Group(Problem(f"g{g}", (), None), rng.integers(0, 60, 5).astype(np.int32), tuple(samples)))
-    groups, _ = with_advantages(groups, AdvantageConfig(), train_all=loss.needs_all_groups)
+    groups, _ = assign_advantages(groups, AdvantageConfig(), train_all=loss.needs_all_groups)
     updates, _ = pack_updates(groups, num_updates, 400, aggregation=aggregation, aggregation_constant=16)
     results = []
     for rows in updates:
@@ -361,7 +361,7 @@ def test_a_constant_divides_by_all_completions():
 def test_a_constant_is_a_positive_number_of_tokens():
     groups = unpacked.make_groups(np.random.default_rng(0), [(4, [3, 2])])
     ((row,),) = pack_updates(groups, 1, 40, aggregation="constant", aggregation_constant=1)[0]
-    assert row.weights_L.tolist() == [0.5] * 5
+    assert row.loss_weights_L.tolist() == [0.5] * 5
     for constant in (0, None):
         with pytest.raises(ValueError, match=f"aggregation_constant={constant} "):
             pack_updates(groups, 1, 40, aggregation="constant", aggregation_constant=constant)

@@ -5,11 +5,11 @@ import pytest
 from helpers.letter_tokens import LetterTokenizer
 from helpers.told_engine import SAMPLES, SEED, Numbered, Told
 from torchtune_ext.grading import Grader
-from torchtune_ext.pipeline.buffer import Ledger
 from torchtune_ext.pipeline.rollout import GroupStream
-from torchtune_ext.pipeline.source import GroupSource
+from torchtune_ext.pipeline.source import RolloutSource
+from torchtune_ext.pipeline.staleness import StalenessScheduler
 from torchtune_ext.sampling.engine import SamplingConfig
-from torchtune_ext.tasks.order import ProblemStream
+from torchtune_ext.tasks.problem_stream import ProblemStream
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,8 @@ def make(numbered_grader):
         engine, problems = Told(at_once), ProblemStream(task or Numbered(), SEED)
         problems.cursor = cursor
         stream = GroupStream(engine, LetterTokenizer(), by)
-        sampling, ledger = SamplingConfig(max_tokens=8), Ledger(batch, 10, staleness, depth)
-        sources.append(GroupSource(ledger, stream, problems, SAMPLES, sampling, SEED, deadline_s))
+        sampling, ledger = SamplingConfig(max_tokens=8), StalenessScheduler(batch, 10, staleness, depth)
+        sources.append(RolloutSource(ledger, stream, problems, SAMPLES, sampling, SEED, deadline_s))
         return sources[-1], engine
 
     yield make

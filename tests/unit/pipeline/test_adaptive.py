@@ -6,8 +6,8 @@ import pytest
 
 from helpers.told_engine import Numbered
 from helpers.waiting import wait_until
-from torchtune_ext.pipeline.groups import graded
-from torchtune_ext.tasks.order import ProblemStream, problem_index
+from torchtune_ext.pipeline.groups import outcomes_for_task
+from torchtune_ext.tasks.problem_stream import ProblemStream, problem_index
 from torchtune_ext.tasks.task import Problem
 
 SEED, LENGTH = 3, 5
@@ -48,34 +48,36 @@ def test_adaptive_stream_asks_lazily_with_problem_positions(tmp_path):
     task = Adapting()
     stream, places = ProblemStream(task, SEED), [(problem_index(i, LENGTH, SEED), i) for i in range(12)]
     assert task.calls == []
-    first = stream.take(4)
+    first = stream.next_problems(4)
     assert task.calls == places[:4] and stream.cursor == 4
     assert [problem.id for problem in first] == [f"{index}/0" for index, _ in places[:4]]
     assert stream.observe(1, [(first[0], ())], tmp_path) == {"level": 1.0}
     assert task.visits == [(1, [(first[0], ())], tmp_path)]
     # The next epoch asks the same indices at other places.
-    second = stream.take(8)
+    second = stream.next_problems(8)
     assert task.calls[4:] == places[4:] and {problem.id for problem in second} == {f"{i}/1" for i in range(LENGTH)}
 
 
 def test_adaptive_stream_reasks_old_problems_keeps_stored_ones():
     task = Adapting()
     stream = ProblemStream(task, SEED)
-    stored = stream.take(3)[2]
+    stored = stream.next_problems(3)[2]
     task.level = 7
-    assert stream.at(2).messages[-1]["content"] == f"{problem_index(2, LENGTH, SEED)} 2 7" and stream.cursor == 3
-    assert stream.again(2, stored) is stored
+    assert (
+        stream.problem_at(2).messages[-1]["content"] == f"{problem_index(2, LENGTH, SEED)} 2 7" and stream.cursor == 3
+    )
+    assert stream.restored_problem(2, stored) is stored
 
 
 def test_adaptive_resumed_stream_asks_identical_problems():
     stream = ProblemStream(Adapting(), SEED)
-    stream.take(3)
+    stream.next_problems(3)
     stream.observe(1, [1, 2], None)
     state = json.loads(json.dumps(stream.state_dict()))
     resumed = ProblemStream(Adapting(), SEED)
     resumed.cursor = stream.cursor
     resumed.load_state_dict(state)
-    assert resumed.take(6) == stream.take(6)
+    assert resumed.next_problems(6) == stream.next_problems(6)
 
 
 def test_adaptive_stream_without_observations_resumes():
@@ -104,7 +106,7 @@ def test_adaptive_prefetched_groups_keep_questions_across_checkpoint(make, tmp_p
     source.open(version=0)
     wait_until(lambda: all("0 of 2 texts are not graded" in source._stream.missing(number) for number in range(4)))
     first, _ = source.take(2)
-    source._problems.observe(1, graded(first), tmp_path)
+    source._problems.observe(1, outcomes_for_task(first), tmp_path)
     state = json.loads(json.dumps([source.state_dict(), source._problems.state_dict()]))
 
     resumed, engine = make(staleness=1, cursor=4, task=Adapting())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import torchtune_ext.pipeline.advantages as advantages_module
 from helpers.records import sampled
 from torchtune_ext.grading import Outcome, Ungraded
-from torchtune_ext.pipeline.advantages import AdvantageConfig, best_of_k, refilled, with_advantages
+from torchtune_ext.pipeline.advantages import AdvantageConfig, assign_advantages, best_of_k, select_groups
 from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.tasks.task import Problem, Score
 
@@ -33,7 +33,7 @@ def group(*samples: Sample) -> Group:
 
 
 def advantages(*rewards: float | Outcome, **options) -> list[float]:
-    (done,), _ = with_advantages([group(*map(sample, rewards))], AdvantageConfig(**options))
+    (done,), _ = assign_advantages([group(*map(sample, rewards))], AdvantageConfig(**options))
     return [s.advantage for s in done.samples]
 
 
@@ -58,11 +58,11 @@ def conversation(*rewards: float, answered: bool = True) -> Sample:
 
 def test_turns_are_compared_with_turns():
     talks = [conversation(1.0, 0.0), conversation(0.0, 1.0), conversation(0.0, 0.0, 2.0), conversation(0.0)]
-    (done,), stats = with_advantages([group(*talks)], AdvantageConfig(credit="turn", scale="none"))
+    (done,), stats = assign_advantages([group(*talks)], AdvantageConfig(credit="turn", scale="none"))
     # What is left to earn: 1 1 2 0 from the first turn on, 0 1 2 from the second one, 2 from the third.
     assert [s.turn_advantages for s in done.samples] == [(0.0, -1.0), (0.0, 0.0), (1.0, 1.0, 0.0), (-1.0,)]
     assert [s.advantage for s in done.samples] == [-0.5, 0.0, 2 / 3, -1.0]
-    assert all(s.trained for s in done.samples)
+    assert all(s.in_loss for s in done.samples)
     assert stats.metrics() == {
         "groups/used": 1.0,
         "groups/no_signal": 0,
@@ -70,21 +70,21 @@ def test_turns_are_compared_with_turns():
         "groups/timed_out": 0,
         "groups/lone_turns": 1,
     }
-    assert "groups/lone_turns" not in with_advantages([group(*talks)], AdvantageConfig())[1].metrics()
+    assert "groups/lone_turns" not in assign_advantages([group(*talks)], AdvantageConfig())[1].metrics()
 
 
 def test_equal_episodes_may_differ_by_turn():
     talks = [conversation(1.0, 0.0), conversation(0.0, 1.0)]
-    (whole,), _ = with_advantages([group(*talks)], AdvantageConfig())
-    (turns,), stats = with_advantages([group(*talks)], AdvantageConfig(credit="turn"))
-    assert not whole.has_signal and turns.has_signal and stats.groups == 1
+    (whole,), _ = assign_advantages([group(*talks)], AdvantageConfig())
+    (turns,), stats = assign_advantages([group(*talks)], AdvantageConfig(credit="turn"))
+    assert not whole.has_nonzero_advantage and turns.has_nonzero_advantage and stats.groups == 1
     assert [s.turn_advantages for s in turns.samples] == [(0.0, -1.0), (0.0, 1.0)]
 
 
 def test_turn_credit_truncated_episode_penalizes_all_turns():
     talks = [conversation(0.0, 0.0, answered=False), conversation(0.0, 0.0)]
     config = AdvantageConfig(credit="turn", scale="none", truncated="penalize", penalty=1.0)
-    (done,), _ = with_advantages([group(*talks)], config)
+    (done,), _ = assign_advantages([group(*talks)], config)
     assert [s.turn_advantages for s in done.samples] == [(-0.5, -0.5), (0.5, 0.5)]
 
 
@@ -96,26 +96,26 @@ def test_turn_credit_truncated_episode_penalizes_all_turns():
 def test_one_turn_is_an_episode(rewards, options):
     baseline, scale = options
     config = AdvantageConfig(baseline=baseline, scale=scale, credit="turn")
-    (done,), _ = with_advantages([group(*map(sample, rewards), sample(FAILED))], config)
+    (done,), _ = assign_advantages([group(*map(sample, rewards), sample(FAILED))], config)
     whole = advantages(*rewards, FAILED, baseline=baseline, scale=scale)
     assert [s.advantage for s in done.samples] == whole
-    assert done.has_signal == any(whole)
+    assert done.has_nonzero_advantage == any(whole)
 
 
 @settings(max_examples=200)
 @given(rewards=st.lists(REWARDS, min_size=1, max_size=16))
 def test_against_the_definition(rewards):
     for scaling in ("group_std", "none"):
-        (done,), stats = with_advantages([group(*map(sample, rewards))], AdvantageConfig(scale=scaling))
+        (done,), stats = assign_advantages([group(*map(sample, rewards))], AdvantageConfig(scale=scaling))
         values = [s.advantage for s in done.samples]
         if len(set(rewards)) == 1:  # a group of one, too
             assert values == [0.0] * len(rewards)
-            assert not any(s.trained for s in done.samples)
+            assert not any(s.in_loss for s in done.samples)
             assert (stats.groups, stats.no_signal) == (0, 1)
             continue
         scale = statistics.pstdev(rewards) if scaling == "group_std" else 1.0
         assert values == pytest.approx([(r - statistics.fmean(rewards)) / scale for r in rewards], rel=1e-9, abs=1e-9)
-        assert all(s.trained for s in done.samples)
+        assert all(s.in_loss for s in done.samples)
         assert (stats.groups, stats.no_signal) == (1, 0)
 
 
@@ -146,8 +146,8 @@ def test_advantages_nearly_equal_rewards_warn_once(caplog, rewards, warns):
 def test_advantages_each_kind_of_failure_is_counted():
     hung = Score(0.0, {"timed_out": 1.0}, "no answer within 10 s")
     samples = map(sample, (1.0, hung, FAILED, TIMED_OUT, TIMED_OUT, Ungraded("noisy", "disturbed")))
-    (done,), stats = with_advantages([group(*samples)], AdvantageConfig())
-    assert [s.trained for s in done.samples] == [True, True, False, False, False, False]
+    (done,), stats = assign_advantages([group(*samples)], AdvantageConfig())
+    assert [s.in_loss for s in done.samples] == [True, True, False, False, False, False]
     assert [s.advantage for s in done.samples[:2]] == [1.0, -1.0]
     assert (stats.infra_failed, stats.timed_out) == (1, 3)
 
@@ -159,12 +159,12 @@ def test_ungraded_samples_leave_other_advantages_unchanged(rewards, places):
     mixed: list[float | Outcome] = list(rewards)
     for number, place in enumerate(places):
         mixed.insert(place, (FAILED, TIMED_OUT)[number % 2])
-    (done,), stats = with_advantages([group(*map(sample, mixed))], AdvantageConfig())
+    (done,), stats = assign_advantages([group(*map(sample, mixed))], AdvantageConfig())
     left_out = [s for s in done.samples if s.score is None]
     assert [s.advantage for s in done.samples if s.score is not None] == advantages(*rewards)
     assert len(left_out) == stats.infra_failed + stats.timed_out == len(places)
     assert stats.timed_out == len(places) // 2
-    assert all(not s.trained and s.advantage == 0.0 for s in left_out)
+    assert all(not s.in_loss and s.advantage == 0.0 for s in left_out)
 
 
 def test_one_gradable_sample_has_no_baseline():
@@ -187,28 +187,28 @@ def test_policy_failed_is_trained_with_its_score():
 )
 def test_truncated_samples(truncated, expected, trained):
     samples = sample(2.0), sample(1.0, "early_stop"), sample(0.0, "length")
-    (done,), _ = with_advantages([group(*samples)], AdvantageConfig(scale="none", truncated=truncated, penalty=1.5))
+    (done,), _ = assign_advantages([group(*samples)], AdvantageConfig(scale="none", truncated=truncated, penalty=1.5))
     assert [s.advantage for s in done.samples] == pytest.approx(expected)
-    assert [s.trained for s in done.samples] == trained
+    assert [s.in_loss for s in done.samples] == trained
 
 
 def test_truncation_penalty_alone_gives_nonzero_advantages():
     samples = sample(1.0), sample(1.0, "length")
-    (done,), _ = with_advantages([group(*samples)], AdvantageConfig(truncated="penalize", penalty=0.5))
+    (done,), _ = assign_advantages([group(*samples)], AdvantageConfig(truncated="penalize", penalty=0.5))
     assert [s.advantage for s in done.samples] == [1.0, -1.0]
 
 
 def test_groups_stay_in_order_and_whole():
     groups = [group(sample(1.0), sample(0.0)), group(sample(2.0), sample(2.0)), group(sample(0.0), sample(FAILED))]
-    done, stats = with_advantages(groups, AdvantageConfig())
+    done, stats = assign_advantages(groups, AdvantageConfig())
     assert [g.problem for g in done] == [g.problem for g in groups]
     for before, after in zip(groups, done, strict=True):
         assert [s.outcome for s in after.samples] == [s.outcome for s in before.samples]
         assert all(a.completion is b.completion for a, b in zip(after.samples, before.samples, strict=True))
-    assert [[s.trained for s in g.samples] for g in done] == [[True, True], [False, False], [False, False]]
+    assert [[s.in_loss for s in g.samples] for g in done] == [[True, True], [False, False], [False, False]]
     assert (stats.groups, stats.no_signal, stats.infra_failed, stats.timed_out) == (1, 2, 1, 0)
-    assert groups[0].samples[0].trained is False  # the records given are not touched
-    assert with_advantages([], AdvantageConfig())[0] == []
+    assert groups[0].samples[0].in_loss is False  # the records given are not touched
+    assert assign_advantages([], AdvantageConfig())[0] == []
 
 
 def test_extra_loss_terms_train_zero_variance_groups():
@@ -217,10 +217,10 @@ def test_extra_loss_terms_train_zero_variance_groups():
         group(sample(2.0), sample(2.0), sample(2.0, "length"), sample(FAILED)),
         group(sample(TIMED_OUT), sample(FAILED)),
     ]
-    done, stats = with_advantages(groups, AdvantageConfig(truncated="mask"), train_all=True)
-    assert [[s.trained for s in g.samples] for g in done] == [[True, True], [True, True, False, False], [False, False]]
+    done, stats = assign_advantages(groups, AdvantageConfig(truncated="mask"), train_all=True)
+    assert [[s.in_loss for s in g.samples] for g in done] == [[True, True], [True, True, False, False], [False, False]]
     assert [[s.advantage for s in g.samples] for g in done] == [[1.0, -1.0], [0.0] * 4, [0.0] * 2]
-    assert [g.has_signal for g in done] == [True, False, False]
+    assert [g.has_nonzero_advantage for g in done] == [True, False, False]
     assert (stats.groups, stats.no_signal) == (1, 2)  # what carries a signal is counted as before
 
 
@@ -228,25 +228,25 @@ def test_extra_loss_terms_train_zero_variance_groups():
 @given(signal=st.lists(st.booleans(), max_size=12), size=st.integers(1, 12), train_all=st.booleans())
 def test_select_groups_replaces_last_zero_variance_groups_first(signal, size, train_all):
     signal = [flag and sum(signal[:i]) < size for i, flag in enumerate(signal)]  # sampling ends when there are enough
-    groups, _ = with_advantages(
+    groups, _ = assign_advantages(
         [group(sample(1.0), sample(0.0 if flag else 1.0)) for flag in signal], AdvantageConfig(), train_all=train_all
     )
-    kept, drawn = refilled(groups, size)
+    kept, drawn = select_groups(groups, size)
     replaced = [g for g in drawn if not any(g is k for k in kept)]
     assert len(kept) == min(size, len(groups)) and len(kept) + len(replaced) == len(groups)
     assert all(a.samples[0].completion is b.samples[0].completion for a, b in zip(drawn, groups, strict=True))
-    assert sum(g.has_signal for g in kept) == sum(signal)
+    assert sum(g.has_nonzero_advantage for g in kept) == sum(signal)
     assert [any(g is k for k in kept) for g in groups] == _expected(signal, size)
-    assert not any(s.trained for g in replaced for s in g.samples)
-    assert all(g.has_signal or train_all == any(s.trained for s in g.samples) for g in kept)
+    assert not any(s.in_loss for g in replaced for s in g.samples)
+    assert all(g.has_nonzero_advantage or train_all == any(s.in_loss for s in g.samples) for g in kept)
 
 
 def test_select_groups_excess_groups_drop_the_last():
     """So it may be where stored groups, with those that were replaced, get other advantages than they had."""
-    groups, _ = with_advantages([group(sample(1.0), sample(0.0)) for _ in range(4)], AdvantageConfig())
-    kept, drawn = refilled(groups, 2)
+    groups, _ = assign_advantages([group(sample(1.0), sample(0.0)) for _ in range(4)], AdvantageConfig())
+    kept, drawn = select_groups(groups, 2)
     assert [any(g is k for k in kept) for g in drawn] == [True, True, False, False] and len(kept) == 2
-    assert [g.samples[0].trained for g in drawn] == [True, True, False, False]
+    assert [g.samples[0].in_loss for g in drawn] == [True, True, False, False]
 
 
 def _expected(signal: list[bool], size: int) -> list[bool]:
@@ -260,7 +260,7 @@ def test_leave_one_out_baseline_is_mean_of_others():
 
 
 def test_batch_std_without_graded_samples_is_silent(recwarn):
-    _, stats = with_advantages([group(sample(FAILED), sample(TIMED_OUT))], AdvantageConfig(scale="batch_std"))
+    _, stats = assign_advantages([group(sample(FAILED), sample(TIMED_OUT))], AdvantageConfig(scale="batch_std"))
     assert not recwarn and stats.groups == 0
 
 
@@ -270,7 +270,7 @@ def test_batch_std_is_that_of_all_gradable_rewards():
         group(sample(1.0), sample(1.0)),
         group(sample(3.0), sample(0.0)),
     ]
-    done, _ = with_advantages(groups, AdvantageConfig(scale="batch_std"))
+    done, _ = assign_advantages(groups, AdvantageConfig(scale="batch_std"))
     deviation = statistics.pstdev([1.0, 0.0, 1.0, 1.0, 3.0, 0.0])
     assert [s.advantage for s in done[0].samples] == pytest.approx([0.5 / deviation, -0.5 / deviation, 0.0])
     assert [s.advantage for s in done[2].samples] == pytest.approx([1.5 / deviation, -1.5 / deviation])
@@ -310,7 +310,7 @@ def test_overlong_penalty_grows_over_the_last_share(length, expected):
     """max_tokens 20, overlong 0.2: from 16 tokens on (DAPO, eq. 13)."""
     long = sample(1.0, length=length)
     config = AdvantageConfig(scale="none", truncated="penalize", penalty=2.0, overlong=0.2)
-    (done,), _ = with_advantages([group(long, sample(0.0))], config, max_tokens=20)
+    (done,), _ = assign_advantages([group(long, sample(0.0))], config, max_tokens=20)
     assert done.samples[0].advantage == pytest.approx((1.0 - 2.0 * expected) / 2)
 
 
@@ -318,10 +318,10 @@ def test_overlong_penalty_alone_leaves_zero_variance_group():
     """DAPO samples again when all answers are right or all are wrong; one token too many would get the largest advantage."""
     long = sample(1.0, length=17)
     config = AdvantageConfig(truncated="penalize", penalty=0.5, overlong=0.2)
-    (done,), stats = with_advantages([group(long, *[sample(1.0)] * 15)], config, max_tokens=20)
-    assert stats.no_signal == 1 and not any(s.trained for s in done.samples)
+    (done,), stats = assign_advantages([group(long, *[sample(1.0)] * 15)], config, max_tokens=20)
+    assert stats.no_signal == 1 and not any(s.in_loss for s in done.samples)
     with pytest.raises(ValueError, match="advantage.overlong=0.2 is a share of max_tokens"):
-        with_advantages([], config)
+        assign_advantages([], config)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,15 @@ import pytest
 from helpers.letter_tokens import LetterTokenizer
 from helpers.told_engine import Numbered
 from helpers.waiting import wait_until
-from torchtune_ext.pipeline.source import RolloutConfig, prompt_fault
-from torchtune_ext.tasks.order import GIVE_UP, NAMED, Passing, ProblemStream, Usable, problem_index
+from torchtune_ext.pipeline.source import RolloutConfig, make_prompt_check
+from torchtune_ext.tasks.problem_stream import (
+    MAX_BAD_IN_A_ROW,
+    MAX_BAD_NAMED,
+    ProblemStream,
+    TransientReason,
+    UsableProblems,
+    problem_index,
+)
 from torchtune_ext.tasks.task import Problem
 
 SEED, LENGTH = 3, 10
@@ -69,25 +76,25 @@ def usable(count):
 def test_bad_problem_is_replaced_by_the_next(caplog):
     task = Broken()
     stream = ProblemStream(task, SEED, long)
-    assert answers(stream.take(4) + stream.take(3) + stream.take(14)) == usable(21)
-    assert sorted(stream.skipped) == [2, 5, 7]
+    assert answers(stream.next_problems(4) + stream.next_problems(3) + stream.next_problems(14)) == usable(21)
+    assert sorted(stream.skipped_indices) == [2, 5, 7]
     assert stream.observe(1, (), None) == {"problems/skipped": 3.0}
     log = caplog.text
     assert log.count("index 2: KeyError: 'a broken row' (") == 1 and "test_bad_problems.py:" in log
     assert log.count("index 5: the task gave dict, not a Problem") == 1
     assert log.count("'p-7' (index 7): its prompt is long") == 1
-    stream._ahead.result()
+    stream._prefetched.result()
     # These are three epochs, and problems that are made in advance.
     assert [task.indices.count(index) for index in (2, 5, 7)] == [1, 1, 1] and task.indices.count(0) >= 3
 
 
 def test_stream_reports_positions_of_its_problems():
     stream = ProblemStream(Broken(), SEED, long)
-    drawn = stream.draw(8)
+    drawn = stream.next_with_positions(8)
     assert [problem_index(place, LENGTH, SEED) for place, _ in drawn] == answers([problem for _, problem in drawn])
-    assert stream.at(drawn[5][0]).answer == drawn[5][1].answer
+    assert stream.problem_at(drawn[5][0]).answer == drawn[5][1].answer
     bad = next(place for place in range(LENGTH) if problem_index(place, LENGTH, SEED) == 7)
-    assert stream.at(bad) is None and stream.again(bad, Problem("p-7", (), 7)) is None
+    assert stream.problem_at(bad) is None and stream.restored_problem(bad, Problem("p-7", (), 7)) is None
 
 
 def test_no_two_problems_are_made_at_once():
@@ -102,9 +109,9 @@ def test_no_two_problems_are_made_at_once():
             return super().__getitem__(index)
 
     stream = ProblemStream(Slow(), SEED, long)
-    first = stream.draw(3)
-    stream.at(first[0][0])
-    stream.draw(3)
+    first = stream.next_with_positions(3)
+    stream.problem_at(first[0][0])
+    stream.next_with_positions(3)
     assert not Slow.together
 
 
@@ -112,31 +119,34 @@ def test_no_two_problems_are_made_at_once():
 def test_resumed_stream_skips_same_bad_problems(stopped_after):
     """Also those that are no longer bad, since the run that never stopped would not ask for them either."""
     whole = ProblemStream(Broken(), SEED, long)
-    expected = answers(whole.take(stopped_after) + whole.take(20))
+    expected = answers(whole.next_problems(stopped_after) + whole.next_problems(20))
     first = ProblemStream(Broken(), SEED, long)
-    before = answers(first.take(stopped_after))
+    before = answers(first.next_problems(stopped_after))
     cursor, state = first.cursor, json.loads(json.dumps(first.state_dict()))
-    second = ProblemStream(Broken(bad=[index for index in (2, 5) if index not in first.skipped]), SEED, long)
+    second = ProblemStream(Broken(bad=[index for index in (2, 5) if index not in first.skipped_indices]), SEED, long)
     second.cursor = cursor
     second.load_state_dict(state)
-    assert before + answers(second.take(20)) == expected
-    assert sorted(second.skipped) == [2, 5, 7] and second.skipped[: len(state.get("skipped", []))] == first.skipped
+    assert before + answers(second.next_problems(20)) == expected
+    assert (
+        sorted(second.skipped_indices) == [2, 5, 7]
+        and second.skipped_indices[: len(state.get("skipped", []))] == first.skipped_indices
+    )
 
 
 def test_checkpoints_of_earlier_versions_are_read():
     stream = ProblemStream(Broken(), SEED)
     stream.load_state_dict({})
-    assert stream.skipped == [] and ProblemStream(Numbered(), SEED).state_dict() == {}
+    assert stream.skipped_indices == [] and ProblemStream(Numbered(), SEED).state_dict() == {}
 
 
 def test_skipped_positions_beyond_shorter_task_are_ignored():
     stream = ProblemStream(Broken(3, bad=(1,)), SEED)
     stream.load_state_dict({"skipped": [100, 200]})
-    assert len(stream.take(4)) == 4 and stream.skipped == [1]
+    assert len(stream.next_problems(4)) == 4 and stream.skipped_indices == [1]
     stream = ProblemStream(Broken(1, bad=()), SEED)
     stream.load_state_dict({"skipped": [0]})
     with pytest.raises(ValueError, match="^all 1 problems .*checkpoint"):
-        stream.take(1)
+        stream.next_problems(1)
 
 
 def test_task_without_valid_problem_raises():
@@ -144,42 +154,42 @@ def test_task_without_valid_problem_raises():
         return "it is bad"
 
     with pytest.raises(ValueError, match=r"^all 10 problems of the task cannot be used; the last one is '?.*bad"):
-        ProblemStream(Broken(bad=()), SEED, bad).take(1)
-    with pytest.raises(ValueError, match=rf"^{GIVE_UP} problems in a row of the task cannot be used"):
-        ProblemStream(Broken(1 << 30, bad=()), SEED, bad).take(1)
-    with pytest.raises(ValueError, match=rf"^the first {GIVE_UP} problems of the task cannot be used"):
-        ProblemStream(Broken(1 << 30, bad=()), SEED, bad).first(4)
+        ProblemStream(Broken(bad=()), SEED, bad).next_problems(1)
+    with pytest.raises(ValueError, match=rf"^{MAX_BAD_IN_A_ROW} problems in a row of the task cannot be used"):
+        ProblemStream(Broken(1 << 30, bad=()), SEED, bad).next_problems(1)
+    with pytest.raises(ValueError, match=rf"^the first {MAX_BAD_IN_A_ROW} problems of the task cannot be used"):
+        ProblemStream(Broken(1 << 30, bad=()), SEED, bad).first_problems(4)
     with pytest.raises(ValueError, match="^all 10 problems of the task cannot be used"):
-        _ = Usable(Broken(bad=()), bad).problems
+        _ = UsableProblems(Broken(bad=()), bad).problems
 
 
 def test_adaptive_task_skipped_problem_is_retried(caplog):
     stream = ProblemStream(Adapting(bad=()), SEED)
-    before = stream.take(LENGTH - 1)
-    assert 2 not in answers(before) and stream.skipped == [2]
+    before = stream.next_problems(LENGTH - 1)
+    assert 2 not in answers(before) and stream.skipped_indices == [2]
     stream.observe(1, (), None)
-    assert 2 in answers(stream.take(LENGTH))
+    assert 2 in answers(stream.next_problems(LENGTH))
     assert stream.state_dict() == {"learned": {"learned": 1}, "skipped": [2]}
     again = ProblemStream(Adapting(bad=()), SEED)
     again.cursor = stream.cursor
     again.load_state_dict(json.loads(json.dumps(stream.state_dict())))
-    assert again.take(7) == stream.take(7) and again.observe(2, (), None) == {"problems/skipped": 1.0}
+    assert again.next_problems(7) == stream.next_problems(7) and again.observe(2, (), None) == {"problems/skipped": 1.0}
 
 
 def test_held_out_problems_are_looked_at_once(caplog):
     task = Broken()
-    held_out = Usable(task, long)
+    held_out = UsableProblems(task, long)
     assert task.indices == []
     assert answers(held_out.problems) == [0, 1, 3, 4, 6, 8, 9] == answers(held_out.problems)
-    assert held_out.skipped == 3 and task.indices == list(range(LENGTH))
+    assert held_out.num_skipped == 3 and task.indices == list(range(LENGTH))
     assert caplog.text.count("3 problems are left out of the 10 of Broken: index 2: KeyError") == 1
 
 
 def test_many_bad_problems_are_one_message(caplog):
-    assert answers(Usable(Broken(40, bad=()), lambda problem: "bad" if problem.answer < 30 else "").problems) == list(
-        range(30, 40)
-    )
-    assert len(caplog.messages) == 1 and caplog.text.count(": bad") == NAMED
+    assert answers(
+        UsableProblems(Broken(40, bad=()), lambda problem: "bad" if problem.answer < 30 else "").problems
+    ) == list(range(30, 40))
+    assert len(caplog.messages) == 1 and caplog.text.count(": bad") == MAX_BAD_NAMED
     assert all(f"'p-{index}'" in caplog.text for index in range(30))
 
 
@@ -188,32 +198,35 @@ def test_problem_stream_useless_answers_are_skipped(caplog):
 
     def trial(problems):
         tried.extend(answers(problems))
-        faults = {4: "its answer cannot be graded", 6: Passing("no answer within 1 s")}
+        faults = {4: "its answer cannot be graded", 6: TransientReason("no answer within 1 s")}
         return [faults.get(problem.answer, "") for problem in problems]
 
     stream = ProblemStream(Broken(), SEED, long)
-    stream.try_answers(trial)
-    assert answers(stream.take(4) + stream.take(14)) == [index for index in usable(30) if index not in (4, 6)][:18]
-    stream._ahead.result()
-    assert sorted(stream.skipped) == [2, 4, 5, 6, 7] and sorted(tried) == [0, 1, 3, 4, 6, 7, 8, 9]
+    stream.check_answers(trial)
+    assert (
+        answers(stream.next_problems(4) + stream.next_problems(14))
+        == [index for index in usable(30) if index not in (4, 6)][:18]
+    )
+    stream._prefetched.result()
+    assert sorted(stream.skipped_indices) == [2, 4, 5, 6, 7] and sorted(tried) == [0, 1, 3, 4, 6, 7, 8, 9]
     # A resumed run tries again what a busy machine may have caused.
     assert sorted(stream.state_dict()["skipped"]) == [2, 4, 5, 7]
     assert caplog.text.count("'p-4' (index 4): its answer cannot be graded") == 1
     adapting = ProblemStream(Adapting(bad=()), SEED)
-    adapting.try_answers(trial)
+    adapting.check_answers(trial)
     tried.clear()
-    assert not {4, 6} & set(answers(adapting.take(12) + adapting.take(12)))
+    assert not {4, 6} & set(answers(adapting.next_problems(12) + adapting.next_problems(12)))
     assert sorted(tried) == [0, 1, 3, 4, 5, 6, 7, 8, 9]
-    held_out = Usable(Broken(), long)
-    held_out.try_answers(trial)
-    assert answers(held_out.problems) == [0, 1, 3, 8, 9] and held_out.skipped == 5
+    held_out = UsableProblems(Broken(), long)
+    held_out.check_answers(trial)
+    assert answers(held_out.problems) == [0, 1, 3, 8, 9] and held_out.num_skipped == 5
     assert "2 problems are left out of the 10 of Broken: 'p-4': its answer cannot be graded; 'p-6'" in caplog.text
     with pytest.raises(ValueError, match="^all 5 problems .*'p-9': no"):
-        held_out.try_answers(lambda problems: ["no"] * len(problems))
+        held_out.check_answers(lambda problems: ["no"] * len(problems))
 
 
 def test_a_prompt_that_leaves_no_room_is_bad():
-    fault = prompt_fault(LetterTokenizer(), max_model_len=12, max_tokens=8)
+    fault = make_prompt_check(LetterTokenizer(), max_model_len=12, max_tokens=8)
     problems = [Problem("p", ({"role": "user", "content": text},), None) for text in ("abcd", "abcde", "")]
     assert fault(problems[0]) == ""
     assert fault(problems[1]) == (

@@ -7,12 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtune_ext.pipeline import packing
-from torchtune_ext.pipeline.packing import ALONE, LENGTHS, Layout, Lengths, PackStats, balanced_rows, dealt
+from torchtune_ext.pipeline.packing import (
+    BUCKETS_PER_OCTAVE,
+    SINGLE_RANK,
+    GroupSize,
+    PackStats,
+    RowLayout,
+    balance_rows,
+    partition,
+)
 
 GROUPS = st.lists(
-    st.builds(Lengths, st.integers(1, 30), st.lists(st.integers(0, 40), min_size=1, max_size=8).map(tuple)), max_size=12
+    st.builds(GroupSize, st.integers(1, 30), st.lists(st.integers(0, 40), min_size=1, max_size=8).map(tuple)),
+    max_size=12,
 )
-LAYOUTS = st.builds(Layout, st.integers(1, 5), st.sampled_from([None, 1, 8]), st.sampled_from([0.0, 0.01, 1.0]))
+LAYOUTS = st.builds(RowLayout, st.integers(1, 5), st.sampled_from([None, 1, 8]), st.sampled_from([0.0, 0.01, 1.0]))
 
 
 def tokens(row):
@@ -23,7 +32,7 @@ def tokens(row):
 @given(groups=GROUPS, layout=LAYOUTS, slack=st.integers(0, 100))
 def test_balance_places_each_completion_in_one_row(groups, layout, slack):
     capacity = max((g.prompt + max(g.completions) for g in groups), default=1) + slack
-    rows = balanced_rows(groups, capacity, layout)
+    rows = balance_rows(groups, capacity, layout)
     assert len(rows) >= layout.ranks and len(rows) % layout.ranks == 0
     placed = sorted((part.group, i) for row in rows for part in row for i in part.completions)
     assert placed == [(g, i) for g, group in enumerate(groups) for i in range(len(group.completions))]
@@ -37,41 +46,41 @@ def test_balance_places_each_completion_in_one_row(groups, layout, slack):
             # Each query sees the keys up to itself in its own sequence.
             positions = [*range(1, group.prompt + 1)]
             positions += [position for n in lengths for position in range(group.prompt + 1, group.prompt + n + 1)]
-            assert part.pairs == sum(positions)
-    assert rows == balanced_rows(groups, capacity, layout)
+            assert part.attention_pairs == sum(positions)
+    assert rows == balance_rows(groups, capacity, layout)
 
 
 @given(st.integers(1, 8), st.integers(1, 8))
 def test_balance_ranks_idle_only_with_too_few_completions(completions, ranks):
     """Answers that are long beside their prompt: each rank has one, as long as there are some."""
-    for groups in ([Lengths(1, (100,) * completions)], [Lengths(1, (100,))] * completions):
-        rows = balanced_rows(groups, 1000, Layout(ranks))
+    for groups in ([GroupSize(1, (100,) * completions)], [GroupSize(1, (100,))] * completions):
+        rows = balance_rows(groups, 1000, RowLayout(ranks))
         assert sum(not row for row in rows) == max(ranks - completions, 0)
 
 
 def test_the_rows_of_equal_groups_are_equal():
     """32 groups on 8 ranks: 4 for each, and not a prompt is repeated."""
-    rows = balanced_rows([Lengths(100, (50,) * 16)] * 32, 16_384, Layout(8, 128))
+    rows = balance_rows([GroupSize(100, (50,) * 16)] * 32, 16_384, RowLayout(8, 128))
     assert [tokens(row) for row in rows] == [3600] * 8
     assert all(len(row) == 4 for row in rows)
 
 
 def test_balance_long_group_splits_into_equal_rows():
     """16 answers of 1,000 tokens on 4 ranks, in rows of 8,192: four answers for each."""
-    rows = balanced_rows([Lengths(200, (1000,) * 16)], 8192, Layout(4))
+    rows = balance_rows([GroupSize(200, (1000,) * 16)], 8192, RowLayout(4))
     assert [len(row[0].completions) for row in rows] == [4] * 4
 
 
 def test_balance_unpaired_long_completions_keep_rows_short():
     """Four answers of 9,000 tokens cannot stand two in a row of 16,384, so rows of 9,010 are enough."""
-    rows = balanced_rows([Lengths(10, (9000,) * 4)], 16_384, ALONE)
+    rows = balance_rows([GroupSize(10, (9000,) * 4)], 16_384, SINGLE_RANK)
     assert [tokens(row) for row in rows] == [9010] * 4
 
 
 def test_attention_counts():
     """One rank gets one answer of 8,000 tokens, another eight of 1,000: alike in tokens, not in what a round costs."""
-    groups = [Lengths(1, (8000,)), Lengths(1, (8000,)), Lengths(1, (1000,) * 8), Lengths(1, (1000,) * 8)]
-    rows = balanced_rows(groups, 8192, Layout(2, pair_cost=1e-3))
+    groups = [GroupSize(1, (8000,)), GroupSize(1, (8000,)), GroupSize(1, (1000,) * 8), GroupSize(1, (1000,) * 8)]
+    rows = balance_rows(groups, 8192, RowLayout(2, attention_pair_cost=1e-3))
     rounds = [{len(row[0].completions) for row in rows[start : start + 2]} for start in (0, 2)]
     assert rounds == [{1}, {8}], "the ranks of a round do not do the same"
 
@@ -88,45 +97,45 @@ def test_close_to_the_best_that_there_is(ranks):
     1% is the grid of sizes.
     """
     rng = random.Random(ranks)
-    groups = [Lengths(50, tuple(int(rng.lognormvariate(6, 0.5)) for _ in range(16))) for _ in range(48)]
-    layout = Layout(ranks)
-    rows = balanced_rows(groups, 16_384, layout)
-    mean = sum(map(layout.cost, rows)) / ranks
-    assert layout.over_rounds(rows, layout.cost) <= 1.03 * mean
+    groups = [GroupSize(50, tuple(int(rng.lognormvariate(6, 0.5)) for _ in range(16))) for _ in range(48)]
+    layout = RowLayout(ranks)
+    rows = balance_rows(groups, 16_384, layout)
+    mean = sum(map(layout.row_cost, rows)) / ranks
+    assert layout.total_round_cost(rows, layout.row_cost) <= 1.03 * mean
     assert max(rank_sums(rows, layout)) <= 1.03 * mean
 
 
 def test_few_lengths():
-    layout = Layout(tile=128)
+    layout = RowLayout(tile=128)
     lengths = [layout.length(n) for n in range(0, 16_385)]
     assert all(n <= length and length % 128 == 0 for n, length in enumerate(lengths))
-    assert all(length <= max(n * (1 + 1 / LENGTHS) + 1, n + 127) for n, length in enumerate(lengths) if n)
-    assert len({length for length in lengths if 8192 < length <= 16_384}) == LENGTHS
-    assert all(Layout(tile=96).length(n) % 96 == 0 for n in range(0, 4096, 7))
-    assert lengths[0] == 128 and Layout().length(0) == 1 and Layout().length(77) == 77
+    assert all(length <= max(n * (1 + 1 / BUCKETS_PER_OCTAVE) + 1, n + 127) for n, length in enumerate(lengths) if n)
+    assert len({length for length in lengths if 8192 < length <= 16_384}) == BUCKETS_PER_OCTAVE
+    assert all(RowLayout(tile=96).length(n) % 96 == 0 for n in range(0, 4096, 7))
+    assert lengths[0] == 128 and RowLayout().length(0) == 1 and RowLayout().length(77) == 77
 
 
 def test_many_rows_are_found_soon(monkeypatch):
     """Rows that hold hardly more than a longest answer: far more are needed than the tokens would fill. A search through all
     numbers of rounds takes 8,782 fills, 42 s, and finds 563 rows."""
-    rng, fills, fill = random.Random(64), [], packing._fill
-    groups = [Lengths(rng.randint(400, 800), tuple(rng.randint(300, 3000) for _ in range(16))) for _ in range(64)]
-    monkeypatch.setattr(packing, "_fill", lambda *args: fills.append(args[3]) or fill(*args))
-    rows = balanced_rows(groups, 4096, Layout(1, None, 1e-4))
+    rng, fills, fill = random.Random(64), [], packing._fill_rows
+    groups = [GroupSize(rng.randint(400, 800), tuple(rng.randint(300, 3000) for _ in range(16))) for _ in range(64)]
+    monkeypatch.setattr(packing, "_fill_rows", lambda *args: fills.append(args[3]) or fill(*args))
+    rows = balance_rows(groups, 4096, RowLayout(1, None, 1e-4))
     assert len(fills) < 500 and len(rows) < 1.03 * 563
 
 
 def test_a_round_less_is_worth_a_repeated_prompt(monkeypatch):
     """Three groups of 100 tokens in rows of 175: two rows with one group cut, 350 tokens, or three rows, 300 tokens."""
-    groups = [Lengths(50, (25, 25))] * 3
-    assert [tokens(row) for row in balanced_rows(groups, 175, ALONE)] == [175, 175]
-    monkeypatch.setattr(packing, "ROUND", 0)
-    assert [tokens(row) for row in balanced_rows(groups, 175, ALONE)] == [100] * 3
+    groups = [GroupSize(50, (25, 25))] * 3
+    assert [tokens(row) for row in balance_rows(groups, 175, SINGLE_RANK)] == [175, 175]
+    monkeypatch.setattr(packing, "ROUND_OVERHEAD_TOKENS", 0)
+    assert [tokens(row) for row in balance_rows(groups, 175, SINGLE_RANK)] == [100] * 3
 
 
 @given(st.lists(st.integers(1, 100), max_size=30), st.integers(1, 6))
 def test_dealing_is_fair(sizes, hands):
-    deal = dealt(sizes, hands)
+    deal = partition(sizes, hands)
     assert sorted(i for hand in deal for i in hand) == list(range(len(sizes)))
     assert len(deal) == min(hands, len(sizes)) and deal == sorted(deal)
     sums = [sum(sizes[i] for i in hand) for hand in deal]
@@ -135,11 +144,11 @@ def test_dealing_is_fair(sizes, hands):
 
 
 def test_dealing_keeps_the_order_of_equal_items():
-    assert dealt([5] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
+    assert partition([5] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
 
 
 def test_pack_stats_match_hand_computed_counts():
-    one = PackStats(rows=2, tokens=30, labels=20, unpacked=60, needed=28, computed=40)
+    one = PackStats(rows=2, tokens=30, labels=20, tokens_unshared=60, tokens_ideal=28, tokens_computed=40)
     assert PackStats().metrics() == {
         "pack/rows": 0.0, "pack/tokens": 0.0, "pack/labels": 0.0, "pack/rho": 1.0, "pack/used": 0.0,
     }  # fmt: skip

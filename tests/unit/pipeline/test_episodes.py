@@ -15,13 +15,13 @@ import pytest
 from helpers.letter_tokens import LetterTokenizer
 from helpers.scripted_environments import Scripted, Sticky
 from helpers.waiting import wait_until
-from torchtune_ext.grading.environments import ENDINGS, Environments, Seat
-from torchtune_ext.pipeline.groups import group_json, group_of
+from torchtune_ext.grading.environments import ENDINGS, Environments, EnvironmentSlot
+from torchtune_ext.pipeline.groups import group_from_record, group_to_json
 from torchtune_ext.pipeline.packing import pack
-from torchtune_ext.pipeline.rollout import GroupStream, Unfinished
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.pipeline.rollout import GroupStream, PendingGroup
+from torchtune_ext.run.errors import UsageError
 from torchtune_ext.sampling.engine import Priority, SamplingConfig
-from torchtune_ext.sampling.records import Completion
+from torchtune_ext.sampling.types import Completion
 from torchtune_ext.tasks.task import Problem
 
 PROBLEM = Problem("p", ({"role": "user", "content": "?"},), answer=None, tools=({"name": "look"},))
@@ -34,7 +34,7 @@ class TurnLetters(LetterTokenizer):
     def between_turns_ids(self, messages, end, tools=(), problem=()):
         assert problem == PROBLEM.messages  # a template may read its system prompt again
         if messages[0]["role"] == "tool":
-            raise Mistake("the template has no tools")
+            raise UsageError("the template has no tools")
         return [*"".join(f"[{message['content']}]" for message in messages).encode()]
 
 
@@ -86,11 +86,11 @@ def play(environments, says, samples=1, groups=1, tokenizer=None):
     engine = Policy(says)
     stream = GroupStream(engine, tokenizer or TurnLetters(), environments)
     for number in range(groups):
-        stream.submit(number, PROBLEM, samples, SAMPLING, place=number)
+        stream.submit(number, PROBLEM, samples, SAMPLING, seed_index=number)
     for _ in range(groups):
-        assert stream.next(within_s=60.0) is not None
+        assert stream.wait_next(timeout_s=60.0) is not None
     stream.close()
-    return [stream.take(number) for number in range(groups)], engine
+    return [stream.pop(number) for number in range(groups)], engine
 
 
 def test_episode_environment_tokens_are_appended_but_masked(environments):
@@ -101,12 +101,12 @@ def test_episode_environment_tokens_are_appended_but_masked(environments):
     assert "".join(map(chr, completion.tokens)) == "more 2[go]look[go]win"
     assert completion.turns == ((0, 6), (10, 14), (18, 21)) and completion.finish_reason == "completed"
     assert (completion.logprobs == np.array([-0.5] * 6 + [0] * 4 + [-0.5] * 4 + [0] * 4 + [-0.5] * 3, np.float32)).all()
-    assert completion.sampled.tolist() == [*range(6), *range(10, 14), *range(18, 21)]
-    assert completion.versions[completion.sampled].tolist() == [1] * 6 + [2] * 4 + [3] * 3
+    assert completion.sampled_indices.tolist() == [*range(6), *range(10, 14), *range(18, 21)]
+    assert completion.versions[completion.sampled_indices].tolist() == [1] * 6 + [2] * 4 + [3] * 3
     assert (sample.score.reward, sample.turn_rewards, sample.score.note) == (3.0, (2.0, 0.0, 1.0), "note 2")
     assert sample.text == "assistant: more 2\nuser: go\nassistant: look\nuser: go\nassistant: win"
-    stored = group_of(json.loads(group_json(group)))
-    assert group_json(stored) == group_json(group) and stored.samples[0].messages == sample.messages
+    stored = group_from_record(json.loads(group_to_json(group)))
+    assert group_to_json(stored) == group_to_json(group) and stored.samples[0].messages == sample.messages
     assert stored.problem == PROBLEM
 
 
@@ -116,25 +116,28 @@ def test_branches_fit_into_a_row_together(environments):
     assert max(len(prompt) for prompt, *_ in engine.calls) < 20
     for sample in groups[0].samples:
         completion = sample.completion
-        assert completion.finish_reason == "context_overflow" and len(completion.kept) == len(completion.turns) > 1
+        assert (
+            completion.finish_reason == "context_overflow"
+            and len(completion.kept_prefix_lens) == len(completion.turns) > 1
+        )
         # The prompt, two turns of 20 tokens and the answer between; with another answer and turn there would be 69.
         assert 1 + len(completion.tokens) == 1 + 20 + 4 + 20
-    trained = replace(groups[0], samples=tuple(replace(s, trained=True, advantage=1.0) for s in groups[0].samples))
+    trained = replace(groups[0], samples=tuple(replace(s, in_loss=True, advantage=1.0) for s in groups[0].samples))
     rows, stats = pack([trained], 60)
-    assert stats.labels == sum(len(s.completion.sampled) for s in trained.samples) and len(rows) == 2
+    assert stats.labels == sum(len(s.completion.sampled_indices) for s in trained.samples) and len(rows) == 2
 
 
 def test_pending_group_describes_what_it_awaits(environments):
-    group = Unfinished(0, PROBLEM, TurnLetters(), 5, SAMPLING, 0, Priority.SAMPLE, environments)
+    group = PendingGroup(0, PROBLEM, TurnLetters(), 5, SAMPLING, 0, Priority.SAMPLE, environments)
     turn = Completion(np.ones(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
     for episode in group.episodes[1:]:
-        episode.sampled(turn, "x")
+        episode.add_turn(turn, "x")
     # The second has no seat yet, the third waits for a process, the fourth for an answer, and the last is over.
-    group.episodes[2].seat, group.episodes[3].seat = Seat(), Seat()
-    group.episodes[3].seat.process.set_result(0)
-    group.samples[4] = group.episodes[4].over("max_turns")
+    group.episodes[2].slot, group.episodes[3].slot = EnvironmentSlot(), EnvironmentSlot()
+    group.episodes[3].slot.process.set_result(0)
+    group.samples[4] = group.episodes[4].to_sample("max_turns")
     says = "4 of 5 conversations are not over: 1 wait for the engine, 2 for a free environment process, 1 for the environment's"
-    assert says in group.missing
+    assert says in group.pending_text
 
 
 def test_episode_turns_have_own_seeds_and_priority(environments):
@@ -196,7 +199,7 @@ def test_how_conversations_end(environments, says, ending, kind, reward, cause):
 
 def test_a_message_may_have_keys_that_json_lacks(environments):
     (group,), _ = play(environments, lambda prompt, i: "remembers")
-    (stored,) = group_of(json.loads(group_json(group))).samples
+    (stored,) = group_from_record(json.loads(group_to_json(group))).samples
     assert stored.messages[-1] == {"role": "user", "content": "go", "distance": "(1+2j)"}
 
 
@@ -226,13 +229,13 @@ def test_cancelled_group_releases_its_environment_processes(tmp_path):
     """Two hang, two wait for a process; the group behind them needs both."""
     with Environments(Scripted(tmp_path), workers=2, timeout_s=2.0) as environments:
         stream = GroupStream(Policy(lambda prompt, _: "hangs"), TurnLetters(), environments)
-        stream.submit(0, PROBLEM, 4, SAMPLING, place=0)
+        stream.submit(0, PROBLEM, 4, SAMPLING, seed_index=0)
         wait_until(lambda: len(list(tmp_path.glob("alive-*"))) == 2)
         stream.cancel(0)
         stream._engine.says = lambda *_: "win"
-        stream.submit(1, PROBLEM, 2, SAMPLING, place=1)
-        assert stream.next(within_s=30.0) == 1
-        assert [sample.score.reward for sample in stream.take(1).samples] == [1.0, 1.0]
+        stream.submit(1, PROBLEM, 2, SAMPLING, seed_index=1)
+        assert stream.wait_next(timeout_s=30.0) == 1
+        assert [sample.score.reward for sample in stream.pop(1).samples] == [1.0, 1.0]
         wait_until(lambda: len(environments._free) == 2)
         stream.close()
 
@@ -241,7 +244,7 @@ def test_stream_closes_after_environments_have_closed(tmp_path):
     with Environments(Scripted(tmp_path), workers=2, timeout_s=60.0) as environments:
         stream = GroupStream(Policy(lambda prompt, _: "hangs"), TurnLetters(), environments)
         for number in (0, 1):
-            stream.submit(number, PROBLEM, 1, SAMPLING, place=number)
+            stream.submit(number, PROBLEM, 1, SAMPLING, seed_index=number)
         wait_until(lambda: len(list(tmp_path.glob("alive-*"))) == 2)
         environments.close()
         stream.close()
@@ -257,8 +260,8 @@ def test_environment_hung_close_delays_no_other_episode(tmp_path):
 def test_released_slot_cannot_step_the_next_episode(tmp_path):
     """Another thread cancels a group as its turn is handed on, and the process goes to a conversation of another stream."""
     with Environments(Scripted(tmp_path), workers=1, timeout_s=20.0) as environments:
-        first, second = environments.seat(), environments.seat()
-        environments.leave(first)
+        first, second = environments.acquire_slot(), environments.acquire_slot()
+        environments.release(first)
         message = {"role": "assistant", "content": "more 1"}
         assert second.process.result(60) == 0
         begun = environments.step(second, message, (PROBLEM, 0))

@@ -10,11 +10,11 @@ import pytest
 
 from helpers.records import sampled
 from torchtune_ext.grading import Ungraded
-from torchtune_ext.pipeline.evaluation import T, Z, accuracy, interval, pass_at_k
+from torchtune_ext.pipeline.evaluation import T_95, Z_95, compute_accuracy, confidence_interval, pass_at_k
 from torchtune_ext.pipeline.groups import Group
-from torchtune_ext.tasks.order import ProblemStream, problem_index
+from torchtune_ext.tasks.problem_stream import ProblemStream, problem_index
 from torchtune_ext.tasks.task import Problem, Score
-from torchtune_ext.telemetry.summary import evaluation_metrics
+from torchtune_ext.telemetry.step_metrics import evaluation_metrics
 
 
 def group(rewards):
@@ -38,7 +38,7 @@ def test_pass_at_k_equals_fraction_of_successful_subsets(n):
 
 
 def test_accuracy_counts_problems_and_leaves_failed_gradings_out():
-    result = accuracy([group([1.0, 0.5]), group([None, 0.0]), group([None])], ks=[1, 2])
+    result = compute_accuracy([group([1.0, 0.5]), group([None, 0.0]), group([None])], ks=[1, 2])
     assert result.mean == pytest.approx((0.75 + 0.0) / 2)
     assert result.problems == 2 and result.ungraded == 2
     assert result.pass_at == {1: pytest.approx(0.25)}  # k = 2 needs two graded samples of every problem
@@ -48,7 +48,7 @@ def test_accuracy_interval_covers_mean_95_percent():
     rng = np.random.default_rng(0)
     covered = 0
     for _ in range(400):
-        result = accuracy([group([float(x)]) for x in rng.random(256) < 0.3])
+        result = compute_accuracy([group([float(x)]) for x in rng.random(256) < 0.3])
         covered += result.low <= 0.3 <= result.high
     # binomial(400, 0.95): mean 380, standard deviation 4.4; four of them
     assert 362 <= covered <= 398
@@ -59,19 +59,22 @@ def test_accuracy_interval_covers_mean_95_percent():
 )
 def test_interval_of_few_problems_is_wilsons(right, ends):
     """The ends are those of any table of Wilson's interval for so many of ten."""
-    result = accuracy([group([1.0])] * right + [group([0.0])] * (10 - right))
+    result = compute_accuracy([group([1.0])] * right + [group([0.0])] * (10 - right))
     assert (result.low, result.high) == pytest.approx(ends, abs=1e-4)
 
 
 def test_accuracy_interval_uses_variance_between_problems():
     """Rewards between 0 and 1 say more of their mean than right and wrong answers do; others than these have no bounds."""
-    narrow, wide = accuracy([group([0.4]), group([0.6])] * 20), accuracy([group([0.0]), group([1.0])] * 20)
+    narrow, wide = (
+        compute_accuracy([group([0.4]), group([0.6])] * 20),
+        compute_accuracy([group([0.0]), group([1.0])] * 20),
+    )
     assert (
         narrow.mean == wide.mean and pytest.approx((narrow.high - narrow.low) / (wide.high - wide.low), abs=0.02) == 0.2
     )
-    beyond = accuracy([group([2.0]), group([-1.0])] * 20)
+    beyond = compute_accuracy([group([2.0]), group([-1.0])] * 20)
     assert beyond.high - beyond.low == pytest.approx(2 * 1.96 * 1.5 / 39**0.5)
-    single = accuracy([group([3.0])])
+    single = compute_accuracy([group([3.0])])
     assert single.low == single.mean == single.high == 3.0
 
 
@@ -88,31 +91,31 @@ def test_interval_of_few_problems_covers_the_mean(kind):
     draw, mean = DRAWS[kind]
     for count in (2, 3, 5, 12, 30):
         rng = np.random.default_rng(count)
-        ends = np.array([interval(draw(rng, count)) for _ in range(500)])
+        ends = np.array([confidence_interval(draw(rng, count)) for _ in range(500)])
         # binomial(500, 0.95): mean 475, standard deviation 4.9; four of them
         assert ((ends[:, 0] <= mean) & (mean <= ends[:, 1])).sum() >= 455, count
 
 
 def test_student_quantiles_match_the_tables():
     # P(|t| <= 12.706) of one degree of freedom is 2/pi atan(12.706); of two, t / sqrt(2 + t^2).
-    assert 2 / math.pi * math.atan(T[0]) == pytest.approx(0.95, abs=1e-5)
-    assert T[1] / math.sqrt(2 + T[1] ** 2) == pytest.approx(0.95, abs=1e-5)
-    assert len(T) == 29 and list(T) == sorted(T, reverse=True) and T[28] == 2.045 > Z
+    assert 2 / math.pi * math.atan(T_95[0]) == pytest.approx(0.95, abs=1e-5)
+    assert T_95[1] / math.sqrt(2 + T_95[1] ** 2) == pytest.approx(0.95, abs=1e-5)
+    assert len(T_95) == 29 and list(T_95) == sorted(T_95, reverse=True) and T_95[28] == 2.045 > Z_95
 
 
 def test_accuracy_with_ungraded_samples_warns(caplog):
     """Left out, they would raise the accuracy: here to 1."""
     hung = replace(group([0.0]).samples[0], outcome=Score(0.0, {"timed_out": 1.0}, "no answer within 10 s"))
-    assert accuracy([group([1.0])] + [replace(group([0.0]), samples=(hung,))] * 9).mean == pytest.approx(0.1)
-    accuracy([group([1.0])] * 99 + [group([None])])
+    assert compute_accuracy([group([1.0])] + [replace(group([0.0]), samples=(hung,))] * 9).mean == pytest.approx(0.1)
+    compute_accuracy([group([1.0])] * 99 + [group([None])])
     assert caplog.text == ""
-    assert accuracy([group([1.0])] + [group([None])] * 9).ungraded == 9
+    assert compute_accuracy([group([1.0])] + [group([None])] * 9).ungraded == 9
     assert "this accuracy leaves out 9 of 10 samples, which could not be graded" in caplog.text
 
 
 def test_accuracy_without_graded_samples_raises():
     with pytest.raises(ValueError, match="none of 1 samples"):
-        accuracy([group([None])])
+        compute_accuracy([group([None])])
 
 
 def test_evaluation_grader_failure_skips_metrics_and_continues(caplog):
@@ -148,10 +151,10 @@ class Counting:
 def test_problem_stream_order_is_independent_of_batch_sizes(length):
     task = Counting(length)
     stream = ProblemStream(task, seed=3)
-    problems = stream.take(4) + stream.take(4) + stream.take(2) + stream.take(7)
+    problems = stream.next_problems(4) + stream.next_problems(4) + stream.next_problems(2) + stream.next_problems(7)
     assert [problem.answer for problem in problems] == [
         problem_index(i, length, 3) for i in range(17)
     ] and stream.cursor == 17
     again = ProblemStream(task, seed=3)
     again.cursor = 8
-    assert again.take(9) == problems[8:]
+    assert again.next_problems(9) == problems[8:]

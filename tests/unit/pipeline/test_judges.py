@@ -8,7 +8,7 @@ from helpers.letter_tokens import LetterTokenizer, completion
 from helpers.told_engine import Numbered
 from helpers.waiting import wait_until
 from torchtune_ext.grading import Grader
-from torchtune_ext.pipeline.advantages import AdvantageConfig, with_advantages
+from torchtune_ext.pipeline.advantages import AdvantageConfig, assign_advantages
 from torchtune_ext.pipeline.rollout import sample_groups
 from torchtune_ext.sampling.engine import SamplingConfig
 from torchtune_ext.tasks.task import Score
@@ -84,9 +84,9 @@ def test_judge_failure_excludes_group_from_training(make, judge, caplog):
         ["scored"] * 2,
     ]
     assert "2 of 4 texts infra_failed: 2 x ValueError: no judge (test_judges.py:" in caplog.text
-    groups, stats = with_advantages(groups, AdvantageConfig())
+    groups, stats = assign_advantages(groups, AdvantageConfig())
     assert (stats.groups, stats.no_signal, stats.infra_failed) == (1, 1, 2)
-    assert [[sample.trained for sample in group.samples] for group in groups] == [[False] * 2, [True] * 2]
+    assert [[sample.in_loss for sample in group.samples] for group in groups] == [[False] * 2, [True] * 2]
 
 
 class Once:

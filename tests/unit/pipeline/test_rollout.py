@@ -12,10 +12,10 @@ from helpers.letter_tokens import LetterTokenizer, completion
 from helpers.waiting import wait_until
 from torchtune_ext.grading import Grader
 from torchtune_ext.pipeline import rollout
-from torchtune_ext.pipeline.rollout import GroupStream, in_order, sample_groups
+from torchtune_ext.pipeline.rollout import GroupStream, collect_in_order, sample_groups
 from torchtune_ext.sampling.engine import EngineFailed, SamplingConfig
 from torchtune_ext.tasks.task import Problem, Score
-from torchtune_ext.telemetry.summary import Stopwatch
+from torchtune_ext.telemetry.step_metrics import Timer
 
 PROBLEMS = [Problem(str(i), ({"role": "user", "content": f"{i}?"},), i) for i in range(3)]
 SAMPLING = SamplingConfig(max_tokens=8)
@@ -98,7 +98,7 @@ def test_stream_yields_complete_groups_while_others_sample(engine, grader):
     engine.draw(0, 0, "bbbbb")
     index, group = next(stream)
     assert (index, rewards(group), [sample.text for sample in group.samples]) == (0, [5.0, 1.0], ["bbbbb", "b"])
-    assert not any(sample.advantage or sample.trained for sample in group.samples)
+    assert not any(sample.advantage or sample.in_loss for sample in group.samples)
     engine.draw(1, 1, "")
     assert [index for index, _ in stream] == [1]
     assert sorted(arrivals) == [0.0, 1.0, 1.0, 2.0, 3.0, 5.0]
@@ -106,7 +106,7 @@ def test_stream_yields_complete_groups_while_others_sample(engine, grader):
 
 def test_batch_follows_problem_order(engine, grader):
     engine.script = [(p, s, "x" * (2 * p + s)) for p in (2, 0, 1) for s in (1, 0)]
-    groups = in_order(stream_of(engine, grader))
+    groups = collect_in_order(stream_of(engine, grader))
     assert [rewards(group) for group in groups] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
 
 
@@ -168,10 +168,10 @@ def test_stream_ends_when_grader_closes(engine):
 def test_work_on_completions_counts_while_the_engine_samples(engine, grader):
     """So that tokens per second of "generate" are not those of the waits alone."""
     engine.script = [(p, s, "x") for p in range(3) for s in (0, 1)]
-    watch, slow = Stopwatch(), LetterTokenizer()
+    watch, slow = Timer(), LetterTokenizer()
     slow.decode = lambda ids: time.sleep(0.02) or "x"
     stream = sample_groups(PROBLEMS, 2, SAMPLING, engine, slow, grader, None, watch)
-    in_order(stream)
+    collect_in_order(stream)
     assert watch.seconds["generate"] >= 6 * 0.02
 
 
@@ -195,7 +195,7 @@ def test_an_evaluation_is_given_up_after_silence(engine, grader, monkeypatch):
 
 
 def test_no_problems_no_groups(engine, grader):
-    assert in_order(sample_groups([], 2, SAMPLING, engine, LetterTokenizer(), grader)) == []
+    assert collect_in_order(sample_groups([], 2, SAMPLING, engine, LetterTokenizer(), grader)) == []
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def stream(engine, grader, arrivals):
     """A stream with groups 0 and 1 on their way, of two completions each."""
     stream = GroupStream(engine, LetterTokenizer(), grader, arrivals)
     for number in (0, 1):
-        stream.submit(number, PROBLEMS[number], 2, SAMPLING, place=number)
+        stream.submit(number, PROBLEMS[number], 2, SAMPLING, seed_index=number)
     yield stream
     stream.close()
 

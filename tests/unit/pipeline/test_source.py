@@ -11,11 +11,11 @@ from helpers.letter_tokens import completion
 from helpers.told_engine import PROBLEMS, SAMPLES, SEED, Call, Numbered
 from helpers.waiting import wait_until
 from torchtune_ext.grading import Grader, Ungraded
-from torchtune_ext.pipeline.buffer import Ledger
-from torchtune_ext.pipeline.groups import group_json, group_of
-from torchtune_ext.pipeline.source import GroupSource
+from torchtune_ext.pipeline.groups import group_from_record, group_to_json
+from torchtune_ext.pipeline.source import RolloutSource
+from torchtune_ext.pipeline.staleness import StalenessScheduler
 from torchtune_ext.sampling.engine import SamplingConfig
-from torchtune_ext.tasks.order import ProblemStream, problem_index
+from torchtune_ext.tasks.problem_stream import ProblemStream, problem_index
 
 
 def call(number, batch=2):
@@ -139,7 +139,7 @@ def test_source_resume_keeps_finished_and_resubmits_running_groups(make):
         assert values["async/age_max"] == 1.0
         assert engine.calls == calls(*range(3, 2 * step + 2))
         if step == 2:
-            assert group_json(groups[0]) == group_json(finished) and groups[0].problem is not finished.problem
+            assert group_to_json(groups[0]) == group_to_json(finished) and groups[0].problem is not finished.problem
         resumed.open(version=step)
 
 
@@ -239,15 +239,17 @@ def test_a_refill_has_a_deadline(make):
 
 def test_source_rank_without_stream_does_nothing(make):
     problems = ProblemStream(Numbered(), SEED)
-    source = GroupSource(Ledger(2, 10, 1), None, problems, SAMPLES, SamplingConfig(max_tokens=8), SEED, 1.0)
+    source = RolloutSource(
+        StalenessScheduler(2, 10, 1), None, problems, SAMPLES, SamplingConfig(max_tokens=8), SEED, 1.0
+    )
     for version in range(3):
-        source.open(version)
+        source.prefetch(version)
     assert source.state_dict() == {} and problems.cursor == 0
     main, _ = make(staleness=1)
     main.open(version=0)
     wait_for(main, 0, 1)
     source.load_state_dict(main.state_dict(), step=0, version=0)
-    source.open(version=5)
+    source.prefetch(version=5)
     assert source.state_dict() == {}
     source.close()
 
@@ -265,9 +267,9 @@ def test_source_resume_resamples_finished_groups_after_changes(make, change, cap
         state["cursors"][2] = [2, 99]
     else:
         # The grader was down when group 2 was graded, and has been mended.
-        group = group_of(json.loads(state["finished"][2][1]))
+        group = group_from_record(json.loads(state["finished"][2][1]))
         failed = tuple(replace(sample, outcome=Ungraded("infra_failed", "down")) for sample in group.samples)
-        state["finished"][2][1] = group_json(replace(group, samples=failed))
+        state["finished"][2][1] = group_to_json(replace(group, samples=failed))
     resumed, engine = make(staleness=1, cursor=4)
     resumed.load_state_dict(state, step=0, version=0)
     again = [0, 1, 2, 3] if change == "settings" else [2]

@@ -26,10 +26,10 @@ from transformers import (
 from helpers.public_configs import PUBLIC, write_config
 from torchtune_ext import policy
 from torchtune_ext.policy import from_config, lora
-from torchtune_ext.policy.builder import on_meta
-from torchtune_ext.policy.families import FAMILIES, completed, read_config
+from torchtune_ext.policy.builder import build_on_meta
+from torchtune_ext.policy.families import FAMILIES, complete_config, read_hf_config
 from torchtune_ext.policy.hf_model import HFModel, load_weights
-from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
+from torchtune_ext.policy.scratch import ModelShape, make_tokenizer, write_model
 from torchtune_ext.training.export import export_model
 
 VOCAB, LENGTH = 80, 512
@@ -93,7 +93,7 @@ def save(folder, kind, **changes):
 
 def loaded(folder, **options):
     model = from_config(str(folder), **options)
-    load_weights(model, HFModel(folder), new=lora.adapter_names(model))
+    load_weights(model, HFModel(folder), new_params=lora.adapter_names(model))
     return model.eval()
 
 
@@ -260,13 +260,13 @@ def test_null_in_config_means_missing_key(key, tmp_path):
     for value in ({key: None}, {}):
         config = {name: each for name, each in PUBLIC[QWEN].items() if name != key} | value
         (tmp_path / "config.json").write_text(json.dumps(config))
-        configs.append(completed(read_config(tmp_path)))
+        configs.append(complete_config(read_hf_config(tmp_path)))
     assert configs[0] == configs[1]
 
 
 def test_null_tie_word_embeddings_means_untied(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "smollm3", "tie_word_embeddings": None}))
-    assert not completed(read_config(tmp_path))["tie_word_embeddings"]
+    assert not complete_config(read_hf_config(tmp_path))["tie_word_embeddings"]
 
 
 def test_smollm3_without_tie_word_embeddings_is_tied(tmp_path):
@@ -276,7 +276,7 @@ def test_smollm3_without_tie_word_embeddings_is_tied(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     assert config.pop("tie_word_embeddings")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert HFModel(tmp_path).tied and (logprobs(loaded(tmp_path)) - logprobs(theirs)).abs().max() < LIMIT
+    assert HFModel(tmp_path).tied_embeddings and (logprobs(loaded(tmp_path)) - logprobs(theirs)).abs().max() < LIMIT
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -286,7 +286,7 @@ def test_family_fresh_adapters_keep_logprobs(case, options, tmp_path):
     theirs = save(tmp_path, kind, **changes)
     adapter = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 4, "lora_alpha": 8.0}
     model = loaded(tmp_path, **adapter, **options)
-    lora.initialize(model, seed=0)
+    lora.init_adapters(model, seed=0)
     assert len(lora.adapted_modules(model)) == 2 * 5
     assert (logprobs(model) - logprobs(theirs)).abs().max() < LIMIT
 
@@ -326,21 +326,21 @@ def described(model):
 def test_published_sizes_are_those_of_torchtunes_builders(name, tmp_path):
     plain, adapted = BUILDERS[name]
     model_dir = str(write_config(tmp_path, name))
-    assert described(on_meta(partial(from_config, model_dir))) == described(on_meta(plain))
+    assert described(build_on_meta(partial(from_config, model_dir))) == described(build_on_meta(plain))
     options = {"apply_lora_to_mlp": True, "lora_rank": 32, "lora_alpha": 64}
-    theirs = on_meta(partial(adapted, ATTENTION, **options))
-    assert described(on_meta(partial(from_config, model_dir, lora_attn_modules=ATTENTION, **options))) == described(
-        theirs
-    )
+    theirs = build_on_meta(partial(adapted, ATTENTION, **options))
+    assert described(
+        build_on_meta(partial(from_config, model_dir, lora_attn_modules=ATTENTION, **options))
+    ) == described(theirs)
 
 
 def test_family_shorter_rope_table_is_supported(tmp_path):
-    model = on_meta(partial(from_config, str(write_config(tmp_path, "Qwen3-1.7B")), max_seq_len=100))
+    model = build_on_meta(partial(from_config, str(write_config(tmp_path, "Qwen3-1.7B")), max_seq_len=100))
     assert model.max_seq_len == 100 and len(model.layers[0].attn.pos_embeddings.cache) == 100
 
 
 def test_new_model_from_shape_initializes_or_is_refused(tmp_path):
-    shape = Shape(model_type="qwen3", hidden_size=64, head_dim=64, num_hidden_layers=2, num_attention_heads=2,
+    shape = ModelShape(model_type="qwen3", hidden_size=64, head_dim=64, num_hidden_layers=2, num_attention_heads=2,
                   num_key_value_heads=1, intermediate_size=48, vocab_size=400, max_position_embeddings=600)  # fmt: skip
     write_model(tmp_path, make_tokenizer(["some text\n"] * 9, ["x"], [], 400), shape, seed=0)
     theirs, ours = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), loaded(tmp_path)
@@ -352,7 +352,7 @@ def test_new_model_from_shape_initializes_or_is_refused(tmp_path):
         ({"model_type": "qwen3", "head_dim": 48}, "heads of 48 .* make it a multiple of 32"),
     ):
         with pytest.raises(ValueError, match=message):
-            Shape(**change)
+            ModelShape(**change)
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
@@ -443,7 +443,7 @@ def test_directories_that_would_be_misread_are_refused(name, change, message, tm
     config = {key: value for key, value in (PUBLIC[name] | change).items() if value is not ...}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
-        on_meta(partial(from_config, str(folder)))
+        build_on_meta(partial(from_config, str(folder)))
 
 
 @pytest.mark.parametrize(
@@ -456,7 +456,7 @@ def test_directories_that_would_be_misread_are_refused(name, change, message, tm
 )
 def test_adapters_that_cannot_be_are_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        on_meta(partial(from_config, str(write_config(tmp_path, LLAMA)), **options))
+        build_on_meta(partial(from_config, str(write_config(tmp_path, LLAMA)), **options))
 
 
 def test_layers_that_nf4_cannot_hold_are_named(tmp_path):
@@ -466,7 +466,9 @@ def test_layers_that_nf4_cannot_hold_are_named(tmp_path):
     def make(intermediate_size, *layers):
         config = PUBLIC[QWEN] | sizes | {"intermediate_size": intermediate_size}
         (folder / "config.json").write_text(json.dumps(config))
-        on_meta(partial(from_config, str(folder), quantize_base=True, apply_lora_to_mlp=True, lora_attn_modules=layers))
+        build_on_meta(
+            partial(from_config, str(folder), quantize_base=True, apply_lora_to_mlp=True, lora_attn_modules=layers)
+        )
 
     make(1536, "q_proj")
     with pytest.raises(ValueError, match=r"v_proj \(64 x 640\); set model.lora_attn_modules=\[q_proj\]$"):
@@ -479,7 +481,7 @@ def test_layers_that_nf4_cannot_hold_are_named(tmp_path):
     folder = write_config(tmp_path, LLAMA)
     (folder / "config.json").write_text(json.dumps(PUBLIC[LLAMA] | sizes))
     with pytest.raises(ValueError, match="no model for QLoRA"):
-        on_meta(partial(from_config, str(folder), quantize_base=True, lora_attn_modules=["q_proj"]))
+        build_on_meta(partial(from_config, str(folder), quantize_base=True, lora_attn_modules=["q_proj"]))
 
 
 def test_policy_package_reexports_families_and_rejects_unknown_names():

@@ -15,13 +15,13 @@ from helpers.fp8_models import (
     policy_of,
 )
 from torchtune_ext.kernels.fp8_quantize import (
-    FP8,
+    FP8_DTYPE,
 )
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.fp8 import plan as fp8
 from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config
-from torchtune_ext.policy.fp8.plan import fp8_hf_tensors, plan
+from torchtune_ext.policy.fp8.plan import fp8_hf_tensors, make_fp8_plan
 from torchtune_ext.policy.hf_model import HFModel, named_hf_tensors
 
 
@@ -54,16 +54,16 @@ def hugging_face_linears(source):
 def test_trainer_and_vllm_quantize_the_same_layers(tmp_path, changes, skip, converted):
     source = directory(tmp_path / "model", **changes)
     policy = build_policy(partial(from_config, str(source.path)), source, CPU, F32, fp8=Fp8Config(skip=skip))
-    receipt = policy.fp8
+    receipt = policy.fp8_plan
     assert {layer.name: layer.shape for layer in receipt.layers} == hugging_face_linears(source)
-    assert {name.rpartition(".")[2] for name in receipt.converted} == converted
-    assert len(receipt.converted) == 2 * len(converted)
+    assert {name.rpartition(".")[2] for name in receipt.fp8_layer_names} == converted
+    assert len(receipt.fp8_layer_names) == 2 * len(converted)
     stored = {
         source.to_hf(f"{n}.weight", m.weight)[0]
         for n, m in policy.model.named_modules()
         if isinstance(m, Fp8BlockLinear)
     }
-    assert stored == {f"{name}.weight" for name in receipt.converted}
+    assert stored == {f"{name}.weight" for name in receipt.fp8_layer_names}
     assert dict(policy.model.named_parameters()).keys() == dict(from_config(str(source.path)).named_parameters()).keys()
 
     vllm_fp8 = pytest.importorskip("vllm.model_executor.layers.quantization.fp8")
@@ -71,21 +71,21 @@ def test_trainer_and_vllm_quantize_the_same_layers(tmp_path, changes, skip, conv
 
     config = vllm_fp8.Fp8Config.from_config(receipt.quantization_config())
     mapping = Qwen2ForCausalLM.packed_modules_mapping
-    assert sorted(mapping.values()) == sorted(map(list, fp8.FUSED))
+    assert sorted(mapping.values()) == sorted(map(list, fp8.FUSED_GROUPS))
     parts = {f"model.layers.{i}.{at}": mapping.get(at.rpartition(".")[2], [at.rpartition(".")[2]]) for i in range(2)
              for at in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")}  # fmt: skip
     for name, shards in parts.items():
         skipped = vllm_fp8.is_layer_skipped(
             name, config.ignored_layers, mapping, match_mode=config.ignored_layers_match_mode
         )
-        assert skipped == (f"{name.rpartition('.')[0]}.{shards[0]}" not in receipt.converted), name
+        assert skipped == (f"{name.rpartition('.')[0]}.{shards[0]}" not in receipt.fp8_layer_names), name
 
 
 def test_receipt(source):
-    receipt = policy_of(source).fp8
+    receipt = policy_of(source).fp8_plan
     vocabulary = source.config["vocab_size"]
     inside = 2 * (256 * (256 + 128 + 128 + 256) + 3 * 256 * 384)
-    assert receipt.share == pytest.approx(inside / (inside + 256 * vocabulary))
+    assert receipt.fp8_fraction == pytest.approx(inside / (inside + 256 * vocabulary))
     assert {(gemm, shape) for gemm, shape, _ in receipt.choices} == {
         (gemm, shape)
         for gemm in ("fprop", "dgrad", "wgrad")
@@ -95,11 +95,11 @@ def test_receipt(source):
         c.backend == "reference" and "not scaled_mm, deep_gemm, torchao: it needs a CUDA device" in c.reason
         for _, _, c in receipt.choices
     )
-    table = receipt.table()
+    table = receipt.format_table()
     assert "14 of 15 linear layers" in table and "4 x k_proj" not in table and len(table.splitlines()) == 10
     assert "output head" in table
     assert "reference for fprop, dgrad, wgrad of 256x256, 128x256, 384x256, 256x384 (not scaled_mm" in table
-    planned = plan(policy_of(source, None).model, source, Fp8Config(), BF16)
+    planned = make_fp8_plan(policy_of(source, None).model, source, Fp8Config(), BF16)
     assert planned.layers == receipt.layers and not planned.choices
 
 
@@ -110,10 +110,15 @@ def test_receipt(source):
 )
 def test_adapters_that_keep_their_layers_out(source, options, reason):
     make = partial(from_config, str(source.path), lora_attn_modules=["q_proj"], lora_rank=4, **options)
-    receipt = build_policy(make, source, CPU, F32, fp8=Fp8Config()).fp8
+    receipt = build_policy(make, source, CPU, F32, fp8=Fp8Config()).fp8_plan
     reasons = {layer.name.rpartition(".")[2]: layer.reason for layer in receipt.layers}
     assert reason in reasons["q_proj"] and "fuses it with q_proj" in reasons["k_proj"] == reasons["v_proj"]
-    assert {name.rpartition(".")[2] for name in receipt.converted} == {"o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert {name.rpartition(".")[2] for name in receipt.fp8_layer_names} == {
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
 
 
 @pytest.mark.parametrize(
@@ -151,10 +156,10 @@ def test_a_quantized_checkpoint_is_refused(tmp_path, source):
     policy = policy_of(source)
     folder = tmp_path / "quantized"
     folder.mkdir()
-    weights = dict(fp8_hf_tensors(named_hf_tensors(policy.model, source, F32), policy.fp8, BF16))
+    weights = dict(fp8_hf_tensors(named_hf_tensors(policy.model, source, F32), policy.fp8_plan, BF16))
     save_file(weights, folder / "model.safetensors")
-    assert load_file(folder / "model.safetensors")["model.layers.0.mlp.down_proj.weight"].dtype == FP8
-    for quantization in (policy.fp8.quantization_config(), None):
+    assert load_file(folder / "model.safetensors")["model.layers.0.mlp.down_proj.weight"].dtype == FP8_DTYPE
+    for quantization in (policy.fp8_plan.quantization_config(), None):
         (folder / "config.json").write_text(json.dumps(source.config | {"quantization_config": quantization}))
         for config in (Fp8Config(), None):
             with pytest.raises(ValueError, match="take the model in bfloat16"):

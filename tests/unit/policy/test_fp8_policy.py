@@ -21,8 +21,8 @@ from helpers.fp8_models import (
     some_rows,
 )
 from torchtune_ext.kernels.fp8_quantize import (
-    BLOCK,
-    FP8,
+    BLOCK_SIZE,
+    FP8_DTYPE,
 )
 from torchtune_ext.policy import from_config, lora
 from torchtune_ext.policy.builder import build_policy
@@ -81,10 +81,10 @@ def test_fp8_policy_saves_expected_activation_bytes(source):
         weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
         kept[name] = {key: value for key, value in storages.items() if key not in weights}
     total = {name: sum(nbytes for nbytes, _, _ in storages.values()) for name, storages in kept.items()}
-    in_fp8 = sum(nbytes for nbytes, dtype, _ in kept["fp8"].values() if dtype == FP8)
+    in_fp8 = sum(nbytes for nbytes, dtype, _ in kept["fp8"].values() if dtype == FP8_DTYPE)
     padded = 256  # 200 tokens in blocks of 128
-    assert in_fp8 == padded * numbers and not any(dtype == FP8 for _, dtype, _ in kept["full"].values())
-    scales = padded // BLOCK * numbers * 4
+    assert in_fp8 == padded * numbers and not any(dtype == FP8_DTYPE for _, dtype, _ in kept["full"].values())
+    scales = padded // BLOCK_SIZE * numbers * 4
     assert total["full"] - (total["fp8"] - in_fp8 - scales) == tokens * (numbers - 256) * 4  # float32 here
     assert total["none"] == total["full"]
 
@@ -97,7 +97,7 @@ def test_fp8_policy_shared_activation_is_quantized_once(source, monkeypatch):
     assert len(calls) == 2 * 4
     scores.logprobs_L.sum().backward()
     assert len(calls) == 2 * (4 + 7)  # each layer has an output gradient of its own
-    assert fp8_linear._last[2] is None, "forms outlive their activation"
+    assert fp8_linear._last_quantized[2] is None, "forms outlive their activation"
     for block in policy.model.layers:
         block.compile(backend="aot_eager")
     calls.clear()
@@ -130,24 +130,24 @@ def test_adapters_over_a_base_in_fp8(source):
     make = partial(from_config, str(source.path), **adapter)
     policy, rows = build_policy(make, source, CPU, F32, fp8=Fp8Config()), some_rows()
     plain = policy_of(source)
-    assert policy.fp8.converted == plain.fp8.converted
-    assert {gemm for gemm, _, _ in policy.fp8.choices} == {"fprop", "dgrad"}
+    assert policy.fp8_plan.fp8_layer_names == plain.fp8_plan.fp8_layer_names
+    assert {gemm for gemm, _, _ in policy.fp8_plan.choices} == {"fprop", "dgrad"}
     with torch.no_grad():
         before = plain(rows[0]).logprobs_L
         assert torch.equal(policy(rows[0]).logprobs_L, before)  # B is zero
         for name in sorted(lora.adapter_names(policy.model)):
             policy.model.get_parameter(name).add_(0.05 * torch.randn(policy.model.get_parameter(name).shape))
-        with lora.AdapterOff(policy.model).swapped_in():
+        with lora.AdapterDisabledReference(policy.model).activate():
             assert torch.equal(policy(rows[0]).logprobs_L, before)
     with saved_tensors() as storages:
         scores = policy(rows[0])
-    assert not any(dtype == FP8 for _, dtype, _ in storages.values())  # no WGrad below an adapter
+    assert not any(dtype == FP8_DTYPE for _, dtype, _ in storages.values())  # no WGrad below an adapter
     scores.logprobs_L.sum().backward()
     exact = build_policy(make, source, CPU, F32)
     exact.model.load_state_dict(policy.model.state_dict())
     exact(rows[0]).logprobs_L.sum().backward()
     one, other = ({n: p.grad for n, p in m.named_parameters() if p.requires_grad} for m in (exact.model, policy.model))
     assert one.keys() == lora.adapter_names(policy.model) and cosine(one, other) > 0.99
-    base = dict(fp8_hf_tensors(lora.base_hf_tensors(policy.model, source, F32), policy.fp8, BF16))
-    full = dict(fp8_hf_tensors(named_hf_tensors(plain.model, source, F32), plain.fp8, BF16))
+    base = dict(fp8_hf_tensors(lora.base_hf_tensors(policy.model, source, F32), policy.fp8_plan, BF16))
+    full = dict(fp8_hf_tensors(named_hf_tensors(plain.model, source, F32), plain.fp8_plan, BF16))
     assert base.keys() == full.keys() and all(torch.equal(base[n].float(), full[n].float()) for n in full)

@@ -18,8 +18,8 @@ from helpers.fp8_models import (
     some_rows,
 )
 from torchtune_ext.kernels.fp8_quantize import (
-    BLOCK,
-    TILES,
+    BLOCK_SIZE,
+    TILE_BLOCK,
     Fp8Blocks,
     dequantize,
     quantize_weight,
@@ -27,7 +27,7 @@ from torchtune_ext.kernels.fp8_quantize import (
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.fp8 import linear as fp8_linear
 from torchtune_ext.policy.fp8.linear import Fp8Config
-from torchtune_ext.policy.fp8.plan import convert, fp8_hf_tensors
+from torchtune_ext.policy.fp8.plan import convert_to_fp8, fp8_hf_tensors
 from torchtune_ext.policy.hf_model import HFModel, load_weights, named_hf_tensors
 
 
@@ -56,7 +56,7 @@ def test_fp8_published_bytes_equal_forward_weights(source, monkeypatch):
     assert len(used) == 2 * len(names)
     # DGrad again, from the last layer to the first, and turned
     used[len(names) :] = [q.T for q in used[len(names) :]]
-    sent = dict(fp8_hf_tensors(named_hf_tensors(policy.model, source, BF16), policy.fp8, F32))
+    sent = dict(fp8_hf_tensors(named_hf_tensors(policy.model, source, BF16), policy.fp8_plan, F32))
     calls = Counter(
         (q.scales.numpy().tobytes(), q.values.contiguous().view(torch.uint8).numpy().tobytes()) for q in used
     )
@@ -74,10 +74,10 @@ def test_fp8_published_bytes_equal_forward_weights(source, monkeypatch):
 def test_fp8_published_wrong_dtype_or_missing_weights_raise(source):
     policy = policy_of(source)
     with pytest.raises(ValueError, match="comes as torch.bfloat16, the forward quantizes torch.float32"):
-        dict(fp8_hf_tensors(named_hf_tensors(policy.model, source, BF16), policy.fp8, BF16))
+        dict(fp8_hf_tensors(named_hf_tensors(policy.model, source, BF16), policy.fp8_plan, BF16))
     some = ((n, t) for n, t in named_hf_tensors(policy.model, source, F32) if "layers.1" not in n)
     with pytest.raises(ValueError, match="7 layers in FP8 were not among the tensors"):
-        dict(fp8_hf_tensors(some, policy.fp8, BF16))
+        dict(fp8_hf_tensors(some, policy.fp8_plan, BF16))
 
 
 def llama(folder, head_dim, heads=4, kv_heads=2):
@@ -95,8 +95,8 @@ def test_fp8_llama_row_order_is_harmless_within_tile(tmp_path):
     """Hugging Face has the rows of a head in another order. Heads of 64: a tile holds two whole heads, so rounding and
     reordering commute. Heads of 96 lie across tiles: they do not, and q, k, v stay out."""
     model, names = llama(tmp_path / "whole", 64)
-    receipt = convert(model, names, Fp8Config(), F32, CPU)
-    assert {"q_proj", "k_proj"} <= {name.rpartition(".")[2] for name in receipt.converted}
+    receipt = convert_to_fp8(model, names, Fp8Config(), F32, CPU)
+    assert {"q_proj", "k_proj"} <= {name.rpartition(".")[2] for name in receipt.fp8_layer_names}
     sent = dict(fp8_hf_tensors(named_hf_tensors(model, names, F32), receipt, F32))
     for part in ("q_proj", "k_proj"):
         used = quantize_weight(model.get_parameter(f"layers.0.attn.{part}.weight").detach())
@@ -110,8 +110,13 @@ def test_fp8_llama_row_order_is_harmless_within_tile(tmp_path):
     weight *= torch.linspace(1, 4, 384)[:, None]  # rows that differ in size
     first, then = quantize_weight(weight), quantize_weight(names.to_hf("layers.0.attn.q_proj.weight", weight)[1])
     assert not torch.equal(names.to_hf("layers.0.attn.q_proj.weight", dequantize(first))[1], dequantize(then))
-    receipt = convert(model, names, Fp8Config(), F32, CPU)
-    assert {name.rpartition(".")[2] for name in receipt.converted} == {"o_proj", "gate_proj", "up_proj", "down_proj"}
+    receipt = convert_to_fp8(model, names, Fp8Config(), F32, CPU)
+    assert {name.rpartition(".")[2] for name in receipt.fp8_layer_names} == {
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
     reasons = {layer.name.rpartition(".")[2]: layer.reason for layer in receipt.layers}
     assert "across tiles of 128" in reasons["q_proj"] and "fuses it with q_proj" in reasons["v_proj"]
 
@@ -119,12 +124,12 @@ def test_fp8_llama_row_order_is_harmless_within_tile(tmp_path):
 def test_fp8_published_weights_dequantize_to_trainer_weights(source):
     """weight * weight_scale_inv, tile by tile, is the weight to within half a step of E4M3."""
     policy = policy_of(source)
-    sent = dict(fp8_hf_tensors(named_hf_tensors(policy.model, source, F32), policy.fp8, BF16))
+    sent = dict(fp8_hf_tensors(named_hf_tensors(policy.model, source, F32), policy.fp8_plan, BF16))
     model = from_config(str(source.path))
     load_weights(model, source)
     for name, weight in named_hf_tensors(model, source, F32):
         if f"{name}_scale_inv" in sent:
             scales = sent[f"{name}_scale_inv"]
-            meant = sent[name].float() * scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-            q = Fp8Blocks(sent[name], scales, TILES, tuple(weight.shape))
+            meant = sent[name].float() * scales.repeat_interleave(BLOCK_SIZE, 0).repeat_interleave(BLOCK_SIZE, 1)
+            q = Fp8Blocks(sent[name], scales, TILE_BLOCK, tuple(weight.shape))
             assert ((meant.double() - weight.double()).abs() <= quantization_error(weight, q)).all()

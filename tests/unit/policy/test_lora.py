@@ -19,15 +19,15 @@ from helpers.learners import alone
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy import from_config, lora
-from torchtune_ext.policy.builder import build_policy, on_meta
+from torchtune_ext.policy.builder import build_on_meta, build_policy
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.logprobs import PackedPolicy
-from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
-from torchtune_ext.policy.sharded import fill, whole
-from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.training.agreement import RESOLVED, applied_share
+from torchtune_ext.policy.scratch import ModelShape, make_tokenizer, write_model
+from torchtune_ext.policy.sharding import fill_param, gather_full
+from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.training.export import export_adapter
-from torchtune_ext.training.trained import AdapterConfig, Adapters, AllWeights, trained_part
+from torchtune_ext.training.mismatch import MAX_NOISE_RATIO, measure_update_effect
+from torchtune_ext.training.trainable import AdapterConfig, FullWeights, LoRAWeights, make_trainable
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
@@ -85,7 +85,7 @@ def test_lora_full_rank_adapter_equals_full_training():
 def write(folder, **more):
     """A model whose layers NF4 can hold: whole groups of 256 blocks of 64 values."""
     text = ["Write about something. Go on. The quick brown fox jumps over the lazy dog.\n"] * 8
-    shape = Shape(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=256,
+    shape = ModelShape(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=256,
                   max_position_embeddings=128, vocab_size=400, **more)  # fmt: skip
     write_model(folder, make_tokenizer(text, ["x"], [], 400), shape, seed=3)
     return HFModel(folder)
@@ -99,7 +99,7 @@ def source(tmp_path_factory):
 def policy_of(source, dtype=torch.float32, **options):
     arguments = {"lora_attn_modules": ATTENTION, "apply_lora_to_mlp": True, "lora_rank": 4, **options}
     make = partial(from_config, str(source.path), **arguments)
-    return build_policy(make, source, CPU, dtype), lora.adapter_spec(on_meta(make), source, arguments)
+    return build_policy(make, source, CPU, dtype), lora.adapter_spec(build_on_meta(make), source, arguments)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"quantize_base": True}], ids=["lora", "dora", "qlora"])
@@ -122,11 +122,11 @@ def test_lora_fresh_or_disabled_adapter_changes_nothing(source, options):
     row = pack(unpacked.make_groups(np.random.default_rng(0), SHAPES), 64)[0][0]
     with torch.no_grad(), unpacked.whole_float64():
         if spec.dora:
-            lora.initialize(model.double(), seed=1)  # its magnitudes are the norms in float64
+            lora.init_adapters(model.double(), seed=1)  # its magnitudes are the norms in float64
         before = policy(row).logprobs_L
         move(model)
         moved = policy(row).logprobs_L
-        with lora.AdapterOff(model).swapped_in():
+        with lora.AdapterDisabledReference(model).activate():
             off = policy(row).logprobs_L
     assert (moved - before).abs().max() > 0.01
     bound = 1e-10 if spec.dora else 0.0  # the bias is added after the factor |W| / |W|, not before
@@ -157,7 +157,7 @@ def test_lora_adapters_equal_peft(source, tmp_path, family, options):
         assert ((merged[hf_name].double() - want).abs() <= bound).all(), name
     assert all(torch.equal(merged[name], tensor) for name, tensor in stored.items())
 
-    export_adapter(tmp_path, policy.model, source, spec, merged=torch.float32)
+    export_adapter(tmp_path, policy.model, source, spec, merged_dtype=torch.float32)
     whole_model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     with_adapter = peft.PeftModel.from_pretrained(base, tmp_path).eval()
     group = unpacked.make_groups(np.random.default_rng(1), [(9, [14])])[0]
@@ -205,17 +205,17 @@ def test_dora_bfloat16_follows_small_magnitude_changes(options, change, device):
     torch.manual_seed(0)
     layer = DoRALinear(256, 512, rank=4, alpha=8.0, **options)
     model = torch.nn.ModuleDict({"layer": layer})
-    lora.prepare(model, torch.bfloat16)
+    lora.freeze_base(model, torch.bfloat16)
     model.to(device)
-    lora.initialize(model, seed=1)
+    lora.init_adapters(model, seed=1)
     torch.nn.init.normal_(layer.lora_b.weight, std=1e-4)  # a young adapter: far less than a step of the output
     product = 2.0 * layer.lora_b.weight.detach().double() @ layer.lora_a.weight.detach().double()
     with torch.no_grad():
-        layer.magnitude.copy_((whole(layer.weight).double() + product).norm(dim=1) * (1 + change))
+        layer.magnitude.copy_((gather_full(layer.weight).double() + product).norm(dim=1) * (1 + change))
         x = torch.randn(512, 256).to(device, torch.bfloat16)
         output = layer(x).double()
     # Values of NF4 are rounded where they are used.
-    base = x.double() @ (whole(layer.weight).bfloat16().double() + product).T
+    base = x.double() @ (gather_full(layer.weight).bfloat16().double() + product).T
     bias = 0.0 if layer.bias is None else layer.bias.detach().double()
     answer = ((output - bias - base) * base).sum() / base.pow(2).sum()
     # Of one rounding: evenly within a step, 2^-7 of the power of two below, and so with a variance of step^2 / 12.
@@ -228,9 +228,9 @@ def test_dora_bfloat16_follows_small_magnitude_changes(options, change, device):
 def test_fill_and_whole_of_a_quantized_parameter():
     full = torch.randn(128, 256)
     param = torch.nn.Parameter(to_nf4(torch.zeros(128, 256)), requires_grad=False)
-    fill(param, full)
+    fill_param(param, full)
     assert isinstance(param, NF4Tensor)
-    assert torch.equal(whole(param), to_nf4(full).get_original_weight())
+    assert torch.equal(gather_full(param), to_nf4(full).get_original_weight())
 
 
 def rows_of(logprobs):
@@ -241,7 +241,7 @@ def rows_of(logprobs):
 
 
 def share_of(sampler, on, off):
-    share = applied_share(rows_of(sampler), [on], [off], "forgets the adapter")
+    share = measure_update_effect(rows_of(sampler), [on], [off], "forgets the adapter")
     assert share.tokens == len(off)
     return share.slope, share.noise
 
@@ -253,9 +253,9 @@ def test_applied_share_distinguishes_adapter_from_base():
     noise = 0.001 * torch.randn(64)
     share, spread = share_of(off + effect + noise, off + effect, off)
     # Of 64 tokens the slope is 8 times steadier than of one.
-    assert abs(share - 1) < 4 * spread / 8 and spread < RESOLVED
+    assert abs(share - 1) < 4 * spread / 8 and spread < MAX_NOISE_RATIO
     share, spread = share_of(off + noise, off + effect, off)
-    assert abs(share) < 4 * spread / 8 and spread < RESOLVED
+    assert abs(share) < 4 * spread / 8 and spread < MAX_NOISE_RATIO
     assert share_of(off, off, off)[1] == float("inf")
 
 
@@ -269,8 +269,8 @@ def test_applied_share_sound_engine_passes_at_any_noise(strength, engine):
         noise = [scale * torch.randn(64, generator=generator) for _ in range(3)]
         true = strength * torch.randn(64, generator=generator)
         share, spread = share_of(true + engine * noise[0], true + noise[1], noise[2])
-        resolved += spread <= RESOLVED
-        stopped += spread <= RESOLVED and share < 0.5
+        resolved += spread <= MAX_NOISE_RATIO
+        stopped += spread <= MAX_NOISE_RATIO and share < 0.5
     assert stopped <= 3 and (resolved > 290 or strength < 20)
 
 
@@ -295,27 +295,27 @@ def test_adapters_that_cannot_be_are_named(source, options, message):
     ranks = arguments.pop("ranks", 1)
     make = partial(from_config, str(source.path), **arguments)
     with pytest.raises(ValueError) as error:
-        lora.adapter_spec(on_meta(make), source, arguments, ranks)
+        lora.adapter_spec(build_on_meta(make), source, arguments, ranks)
     assert message in str(error.value)
 
 
 def test_attention_dropout_of_a_builder_is_refused():
     """Attention over packed rows would leave it out in silence."""
     for builder in (partial(qwen2, **DIMS), partial(lora_llama3_1, ["q_proj"], lora_rank=2, lora_alpha=2, **DIMS)):
-        on_meta(builder)
+        build_on_meta(builder)
         with pytest.raises(ValueError, match="model.attn_dropout=0.1"):
-            on_meta(partial(builder, attn_dropout=0.1))
+            build_on_meta(partial(builder, attn_dropout=0.1))
 
 
 def test_model_without_adapters_trains_all_unless_adapters_requested(source):
-    model = on_meta(partial(from_config, str(source.path)))
-    assert isinstance(trained_part(model, source, {"model_dir": "m"}, AdapterConfig()), AllWeights)
-    assert isinstance(trained_part(model, source, {"_component_": "exploration.qwen2"}, AdapterConfig()), AllWeights)
+    model = build_on_meta(partial(from_config, str(source.path)))
+    assert isinstance(make_trainable(model, source, {"model_dir": "m"}, AdapterConfig()), FullWeights)
+    assert isinstance(make_trainable(model, source, {"_component_": "exploration.qwen2"}, AdapterConfig()), FullWeights)
     for node in ({"lora_rank": 8}, {"_component_": "torchtune.models.qwen2.lora_qwen2"}, {"_component_": "my.qlora"}):
         with pytest.raises(ValueError, match="speaks of LoRA, but the model has no adapters"):
-            trained_part(model, source, node, AdapterConfig())
+            make_trainable(model, source, node, AdapterConfig())
     with pytest.raises(ValueError, match="adapters.publish=merged, .*`model:`"):
-        trained_part(model, source, {}, AdapterConfig(publish="merged"))
+        make_trainable(model, source, {}, AdapterConfig(publish="merged"))
 
 
 SPEC = lora.AdapterSpec(4, 8.0, 0.0, ("q_proj",), dora=False, quantized=False)
@@ -333,20 +333,22 @@ SPEC = lora.AdapterSpec(4, 8.0, 0.0, ("q_proj",), dora=False, quantized=False)
 )
 def test_lora_unsupported_publish_modes_are_refused_early(changes, way, engine, message):
     with pytest.raises(ValueError) as error:
-        Adapters(replace(SPEC, **changes), AdapterConfig(publish=way)).engine(EngineConfig(**engine))
+        LoRAWeights(replace(SPEC, **changes), AdapterConfig(publish=way)).configure_engine(EngineConfig(**engine))
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize(("gpus", "way"), [(False, "adapter"), (True, "merged")])
 def test_lora_publish_mode_follows_gpus_not_torch_build(monkeypatch, gpus, way):
     """The CUDA builds run on machines without a GPU, too. On one, vLLM applies adapters in half precision only."""
-    monkeypatch.setattr("torchtune_ext.training.trained.on_cpu", lambda: False)
+    monkeypatch.setattr("torchtune_ext.training.trainable.on_cpu", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
-    part, exact = Adapters(SPEC, AdapterConfig()), EngineConfig(dtype="float32")
-    assert part.engine(exact).lora_rank == (None if gpus else SPEC.rank) and part.way == way
-    assert part.engine(EngineConfig(dtype="bfloat16")).lora_rank == SPEC.rank and part.way == "adapter"
+    part, exact = LoRAWeights(SPEC, AdapterConfig()), EngineConfig(dtype="float32")
+    assert part.configure_engine(exact).lora_rank == (None if gpus else SPEC.rank) and part.publish_mode == way
+    assert (
+        part.configure_engine(EngineConfig(dtype="bfloat16")).lora_rank == SPEC.rank and part.publish_mode == "adapter"
+    )
     with pytest.raises(ValueError, match="half precision") if gpus else nullcontext():
-        Adapters(SPEC, AdapterConfig(publish="adapter")).engine(exact)
+        LoRAWeights(SPEC, AdapterConfig(publish="adapter")).configure_engine(exact)
 
 
 @pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.rest)], ids=["lora", "dora"])
@@ -363,5 +365,5 @@ def test_compiled_layers_share_their_code(dora, monkeypatch):
         learner = alone(policy, PolicyLoss())
         learner.forward_backward(rows)
         learner.logprobs(rows)
-        with lora.AdapterOff(model).swapped_in():
+        with lora.AdapterDisabledReference(model).activate():
             learner.logprobs(rows)

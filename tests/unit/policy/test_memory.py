@@ -15,9 +15,9 @@ from helpers.public_configs import PUBLIC, write_config
 from helpers.unpacked import make_groups
 from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy import from_config
-from torchtune_ext.policy.builder import build_policy, on_meta
-from torchtune_ext.policy.families import published_config
-from torchtune_ext.policy.memory import Sizes, trainer_rows
+from torchtune_ext.policy.builder import build_on_meta, build_policy
+from torchtune_ext.policy.families import hub_model_config
+from torchtune_ext.policy.memory import ModelSizes, trainer_memory
 
 SIZE = dict(hidden_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024)
 LORA = dict(lora_attn_modules=["q_proj", "v_proj", "output_proj"], apply_lora_to_mlp=True, lora_rank=4)
@@ -30,7 +30,7 @@ def policy_of(folder, dtype, checkpointing=False, kind="qwen2", **adapters):
     for layer in policy.model.layers:
         # On a GPU attention is one fused call, which keeps its inputs, its output and a number for each query.
         layer.attn._attention_call = lambda q, k, v, **_: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return policy, on_meta(make)
+    return policy, build_on_meta(make)
 
 
 def one_row():
@@ -47,7 +47,7 @@ def test_weights_gradients_and_moments_are_those_of_torch(tmp_path, adapters):
     optimizer, row = torch.optim.AdamW(policy.trainable()), one_row()
     learn(policy, row)
     optimizer.step()
-    rows = trainer_rows(Sizes(meta, torch.float32), 1000, 1, False)
+    rows = trainer_memory(ModelSizes(meta, torch.float32), 1000, 1, False)
     trained = policy.trainable()
     moments = [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
     assert rows["weights, float32 master"] == sum(p.nbytes for p in trained)
@@ -77,14 +77,14 @@ def test_the_rows_bound_the_peak_that_torch_tracks(tmp_path, dtype, checkpointin
     with tracker:
         learn(policy, row)
     peak = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
-    estimate = sum(trainer_rows(Sizes(meta, dtype), row.tokens_T.numel(), 1, checkpointing).values())
+    estimate = sum(trainer_memory(ModelSizes(meta, dtype), row.tokens_T.numel(), 1, checkpointing).values())
     assert peak <= estimate <= 1.25 * peak
 
 
 def test_memory_plan_divides_only_sharded_tensors_among_ranks(tmp_path):
     path = write_config(tmp_path, "Qwen2.5-7B-Instruct")
-    sizes = Sizes(on_meta(partial(from_config, str(path))), torch.bfloat16)
-    alone, four = (trainer_rows(sizes, 16384, ranks, True) for ranks in (1, 4))
+    sizes = ModelSizes(build_on_meta(partial(from_config, str(path))), torch.bfloat16)
+    alone, four = (trainer_memory(sizes, 16384, ranks, True) for ranks in (1, 4))
     for name in ("weights, float32 master", "gradients, float32", "state of the optimizer"):
         assert alone[name] == pytest.approx(4 * four[name], abs=4)
     assert alone["state of the optimizer"] == 8 * 7_615_616_512  # two moments for each parameter of Qwen2.5 7B
@@ -108,17 +108,17 @@ def test_memory_plan_divides_only_sharded_tensors_among_ranks(tmp_path):
 def test_published_sizes_are_those_of_torchtune(tmp_path, name, builder):
     """Of names whose config.json is not in `PUBLIC`, which test_families.py compares."""
     module, _, function = builder.partition(".")
-    theirs = on_meta(getattr(importlib.import_module(f"torchtune.models.{module}"), function))
-    (tmp_path / "config.json").write_text(json.dumps(published_config(name)))
-    ours = on_meta(partial(from_config, str(tmp_path)))
+    theirs = build_on_meta(getattr(importlib.import_module(f"torchtune.models.{module}"), function))
+    (tmp_path / "config.json").write_text(json.dumps(hub_model_config(name)))
+    ours = build_on_meta(partial(from_config, str(tmp_path)))
     shapes = [{name: p.shape for name, p in model.named_parameters()} for model in (ours, theirs)]
     assert shapes[0] == shapes[1]
 
 
 def test_published_sizes_are_those_of_config_json():
     for name, config in PUBLIC.items():
-        known = published_config(name)
+        known = hub_model_config(name)
         same = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
         for key in (*same, "vocab_size", "tie_word_embeddings", "model_type"):
             assert known[key] == config[key], (name, key)
-    assert published_config("Qwen2.5-7B-of-mine") is None and published_config("Gemma-3-4b") is None
+    assert hub_model_config("Qwen2.5-7B-of-mine") is None and hub_model_config("Gemma-3-4b") is None

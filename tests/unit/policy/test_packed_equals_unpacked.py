@@ -16,15 +16,15 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from helpers.learners import alone
 from helpers.unpacked import PAD, assert_equal_to_plain, in_turns, make_groups, reference, tiny_model, trained_samples
 from torchtune_ext.kernels.packed_attention import (
-    TILE,
+    TILE_SIZE,
     block_mask,
     dense_mask,
     packed_attention,
-    padded,
+    pad_ends,
     segment_mask,
 )
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.pipeline.packing import Layout, pack
+from torchtune_ext.pipeline.packing import RowLayout, pack
 from torchtune_ext.policy import logprobs
 from torchtune_ext.policy.logprobs import PackedPolicy
 
@@ -55,10 +55,10 @@ def test_logprobs_and_gradients(dtype, shapes, seed, slack, aggregation, pad, kl
             for p in ref_model.parameters():
                 p.add_(0.05 * torch.randn(p.shape, generator=noise))
     want = reference(model, groups, loss, aggregation, 0.9, ref_model)
-    rows, stats = pack(groups, row_tokens, aggregation, pad_id=PAD, layout=Layout(ranks, 8 if pad else None))
+    rows, stats = pack(groups, row_tokens, aggregation, pad_id=PAD, layout=RowLayout(ranks, 8 if pad else None))
     assert stats.labels == sum(len(s.completion.tokens) for _, s in trained_samples(groups))
     # The weights sum to one, but for the rounding of each to float32.
-    assert abs(sum(row.weights_L.double().sum().item() for row in rows) - 1.0) < 2**-24 + 1e-12
+    assert abs(sum(row.loss_weights_L.double().sum().item() for row in rows) - 1.0) < 2**-24 + 1e-12
     assert_equal_to_plain(PackedPolicy(model), rows, groups, loss, want, 0.9, ref_model)
 
 
@@ -103,7 +103,7 @@ def test_conversations(row_tokens, aggregation, mask, monkeypatch):
 def test_segment_attention_equals_dense_mask_in_float64(shapes, seed, pad):
     groups = make_groups(np.random.default_rng(seed), shapes)
     row_tokens = sum(p + sum(c) - len(c) for p, c in shapes)
-    rows, _ = pack(groups, row_tokens, layout=Layout(tile=pad))
+    rows, _ = pack(groups, row_tokens, layout=RowLayout(tile=pad))
     (row,) = rows
     T = row.tokens_T.numel()
     draw = partial(torch.randn, 1, 2, T, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -133,7 +133,7 @@ def test_rho_is_the_saving_of_shared_prompts():
 
 def test_pack_empty_rows_leave_gradients_unchanged():
     groups = make_groups(np.random.default_rng(0), [(5, [8, 3])])
-    rows, _ = pack(groups, 64, layout=Layout(ranks=4))
+    rows, _ = pack(groups, 64, layout=RowLayout(ranks=4))
     assert [r.num_labels for r in rows] == [8, 3, 0, 0]
     model = tiny_model()
     policy = PackedPolicy(model)
@@ -163,10 +163,10 @@ def test_block_mask_equals_mask_from_dense(num_tokens):
 def test_packed_attention_padded_to_compiled_length_equals_reference(tiles, computed, monkeypatch):
     """FlexAttention without its compilation, which is the same on a CPU and has no backward there."""
     monkeypatch.setattr("torchtune_ext.kernels.packed_attention._flex_attention", flex_attention)
-    T, draw = tiles * TILE, torch.Generator().manual_seed(tiles)
+    T, draw = tiles * TILE_SIZE, torch.Generator().manual_seed(tiles)
     ends = torch.arange(T) + torch.randint(1, T + 1, (T,), generator=draw)
-    mask = block_mask(padded(ends.clamp(max=T)))
-    assert mask.seq_lengths == (computed * TILE, computed * TILE)
+    mask = block_mask(pad_ends(ends.clamp(max=T)))
+    assert mask.seq_lengths == (computed * TILE_SIZE, computed * TILE_SIZE)
     q, k, v = torch.randn(3, 1, 2, T, 16, dtype=torch.float64, generator=draw).unbind()
     reference = packed_attention(q, k, v, dense_mask(ends)[None], 0.0, False)
     assert (packed_attention(q, k, v, mask, 0.0, False) - reference).abs().max() < 1e-12

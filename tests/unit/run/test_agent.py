@@ -4,8 +4,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchtune_ext.recipes import grpo
-from torchtune_ext.run.folder import RunFolder, agents_run, own_folder, read_record
-from torchtune_ext.settings.config import load_config, read_config, record
+from torchtune_ext.run.folder import RunFolder, read_record, run_output_dir, wandb_agent_run
+from torchtune_ext.settings.config import load_config, read_config, settings_snapshot
 
 NEEDED = {key: {"_component_": "x"} for key in ("model", "tokenizer", "task", "optimizer")} | {
     "model_dir": "x",
@@ -25,14 +25,18 @@ def loaded(**settings):
 
 
 def test_agent_run_folder_and_derived_paths_include_id(agent, monkeypatch):
-    assert own_folder("runs/x") == own_folder("runs/x/") == "runs/x/ab12cd34"
+    assert run_output_dir("runs/x") == run_output_dir("runs/x/") == "runs/x/ab12cd34"
     cfg = loaded(output_dir="runs/x", task={"_component_": "a.B", "path": "${output_dir}/data"})
     assert (
-        cfg.output_dir == record(cfg)["output_dir"] == "runs/x/ab12cd34" and cfg.task["path"] == "runs/x/ab12cd34/data"
+        cfg.output_dir == settings_snapshot(cfg)["output_dir"] == "runs/x/ab12cd34"
+        and cfg.task["path"] == "runs/x/ab12cd34/data"
     )
     monkeypatch.setenv("PLACE", "somewhere")
     cfg = loaded(output_dir="${oc.env:PLACE}/x")
-    assert cfg.output_dir == "somewhere/x/ab12cd34" and record(cfg)["output_dir"] == "${oc.env:PLACE}/x/ab12cd34"
+    assert (
+        cfg.output_dir == "somewhere/x/ab12cd34"
+        and settings_snapshot(cfg)["output_dir"] == "${oc.env:PLACE}/x/ab12cd34"
+    )
     assert read_config("grpo/tiny", []).output_dir == "runs/tiny/grpo/ab12cd34"
 
 
@@ -40,13 +44,13 @@ def test_agent_run_folder_and_derived_paths_include_id(agent, monkeypatch):
 def test_agent_single_variable_is_ignored(agent, monkeypatch, missing):
     for value in (None, ""):
         monkeypatch.setenv(missing, value) if value is not None else monkeypatch.delenv(missing)
-        assert agents_run() is None and loaded(output_dir="runs/x").output_dir == "runs/x"
+        assert wandb_agent_run() is None and loaded(output_dir="runs/x").output_dir == "runs/x"
 
 
 def test_agent_run_uses_id_and_archives_earlier_run(agent, tmp_path):
     for _ in range(2):
-        with RunFolder(own_folder(str(tmp_path))) as folder:
-            assert folder.begin({}, resuming=False).id == "ab12cd34"
+        with RunFolder(run_output_dir(str(tmp_path))) as folder:
+            assert folder.start_run({}, resuming=False).id == "ab12cd34"
             (folder.path / "metrics.jsonl").write_text("{}\n")
     assert (tmp_path / "ab12cd34" / "old-1").is_dir()
     assert read_record(tmp_path / "ab12cd34")["name"] == "ab12cd34"

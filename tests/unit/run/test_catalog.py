@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from torchtune_ext.run.catalog import by_path, config_path
+from torchtune_ext.run.catalog import config_path, import_object
 
 
 def test_file_that_another_module_hides_is_named(tmp_path, monkeypatch, caplog):
@@ -16,15 +16,15 @@ def test_file_that_another_module_hides_is_named(tmp_path, monkeypatch, caplog):
         )
     hidden = rf"random is .*random\.py, which hides random\.py in {tmp_path}\. Fix: rename yours"
     with pytest.raises(ValueError, match=f"task.grader: random has no 'near'; {hidden}"):
-        by_path("random.near", "task.grader")
+        import_object("random.near", "task.grader")
     (tmp_path / "json").mkdir()
     (tmp_path / "json" / "near.py").touch()
     with pytest.raises(ValueError, match=r"json has no 'near'; json is .*json/__init__\.py, which hides json in "):
-        by_path("json.near.near", "task.grader")
+        import_object("json.near.near", "task.grader")
     assert caplog.messages == []
     for _ in range(2):
-        by_path("random.choice", "task.grader")  # of Python, though the file has one, too
-        by_path("own_grader.near", "task.grader")
+        import_object("random.choice", "task.grader")  # of Python, though the file has one, too
+        import_object("own_grader.near", "task.grader")
     assert len(caplog.messages) == 1 and "task.grader: random is " in caplog.messages[0]
 
 
@@ -35,7 +35,7 @@ def test_module_that_exits_is_named(tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match=r"task.grader: importing leaves raised SystemExit: need a key \(leaves.py:2\)"
     ):
-        by_path("leaves.near", "task.grader")
+        import_object("leaves.near", "task.grader")
 
 
 def test_config_in_pipe_is_refused():

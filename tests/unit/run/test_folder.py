@@ -17,9 +17,9 @@ import pytest
 
 from helpers.checkpoint_runs import fork
 from torchtune_ext.run import files
-from torchtune_ext.run.files import make_empty, partial_of, put_in_place
-from torchtune_ext.run.folder import PAPERS, RunFolder, read_record
-from torchtune_ext.telemetry.metrics import Metrics, read_metrics
+from torchtune_ext.run.files import finalize_folder, make_empty_folder, partial_path
+from torchtune_ext.run.folder import STARTUP_FILES, RunFolder, read_record
+from torchtune_ext.telemetry.metrics import MetricLogger, read_metrics
 from torchtune_ext.telemetry.report import build_report
 
 LEFT = ("metrics.jsonl", "rollouts/step_000001.jsonl.gz", "checkpoints/step_000002/recipe.json", "engine.log", "fp8.txt",
@@ -29,7 +29,7 @@ LEFT = ("metrics.jsonl", "rollouts/step_000001.jsonl.gz", "checkpoints/step_0000
 def leave_a_run(folder, text="one", left=LEFT):
     """All that recipes write, each file with `text` in it, and what stays where it is."""
     with RunFolder(folder) as owned:
-        run = owned.begin({"text": text}, resuming=False)
+        run = owned.start_run({"text": text}, resuming=False)
     for name in (*left, "model/config.json", "wandb/run/x", "notes.txt"):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def test_an_earlier_run_is_set_aside_whole(tmp_path, caplog):
     second = leave_a_run(tmp_path, "two")
     assert [m for m in caplog.messages if "old-1" in m] == caplog.messages and len(caplog.messages) == 1
     with RunFolder(tmp_path) as folder:
-        third = folder.begin({}, resuming=False)
+        third = folder.start_run({}, resuming=False)
     assert len({first.id, second.id, third.id}) == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "model", "notes.txt", "old-1", "old-2", "run.json", "run.lock", "wandb",
@@ -65,18 +65,18 @@ def test_an_earlier_run_is_set_aside_whole(tmp_path, caplog):
 def test_an_earlier_run_is_a_run_folder_itself(tmp_path):
     for text in ("one", "two"):
         with RunFolder(tmp_path / "x") as folder:
-            run = folder.begin({"lr": text}, resuming=False)
-            with Metrics(folder.path, (), run) as metrics:
+            run = folder.start_run({"lr": text}, resuming=False)
+            with MetricLogger(folder.path, (), run) as metrics:
                 metrics.log(1, {"reward/mean": 0.5})
                 metrics.log(2, {"reward/mean": 0.5})
     old = tmp_path / "x" / "old-1"
     assert build_report(old).steps == 2
     was = json.loads((old / "run.json").read_text())
     with RunFolder(old) as folder:
-        run = folder.begin({"lr": "three"}, resuming=True)
+        run = folder.start_run({"lr": "three"}, resuming=True)
         assert json.loads((old / "run.json").read_text())["config"] == {"lr": "one"}  # not accepted yet
         folder.write_record()
-        with Metrics(folder.path, (), run, resume_step=2) as metrics:
+        with MetricLogger(folder.path, (), run, resume_step=2) as metrics:
             metrics.log(2, {"reward/mean": 0.75})
     assert (run.id, run.name, run.started) == (was["id"], "x", was["started"])
     assert json.loads((old / "run.json").read_text())["config"] == {"lr": "three"}
@@ -89,7 +89,7 @@ def test_run_folder_without_run_keeps_existing_files(tmp_path, caplog):
     (tmp_path / "checkpoints").mkdir()  # prepared, perhaps as a link to a larger disk
     (tmp_path / "log.txt").write_text("mine")
     with RunFolder(tmp_path) as folder:
-        folder.begin({}, resuming=False)
+        folder.start_run({}, resuming=False)
     assert sorted(os.listdir(tmp_path)) == ["checkpoints", "log.txt", "run.json", "run.lock", "wandb"]
     assert caplog.messages == []
 
@@ -122,7 +122,7 @@ def test_working_directory_with_earlier_run_is_not_moved(tmp_path, monkeypatch):
             RunFolder(output_dir) as folder,
             pytest.raises(ValueError, match="is or contains the working directory"),
         ):
-            folder.begin({}, resuming=False)
+            folder.start_run({}, resuming=False)
     assert tree(tmp_path) == before and not (tmp_path / "old-1").exists()
 
 
@@ -133,12 +133,12 @@ def test_run_folder_inputs_of_new_run_stay_put(tmp_path, read, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder, path in (("run", f"run/{read}"), (tmp_path / "run", f"run/{read}"), ("run", tmp_path / "run" / read)):
         with RunFolder(folder) as owned, pytest.raises(ValueError) as caught:
-            owned.begin({}, resuming=False, reads=["elsewhere", path])
+            owned.start_run({}, resuming=False, inputs=["elsewhere", path])
         assert f"output_dir={folder}" in str(caught.value) and str(path) in str(caught.value)
     assert tree(tmp_path) == before
     with RunFolder("run") as owned:  # the model of a warm-up stays, and a resumed run sets nothing aside
-        owned.begin({}, resuming=True, reads=[f"run/{read}"])
-        owned.begin({}, resuming=False, reads=["run/model", "run-2/start", "run"])
+        owned.start_run({}, resuming=True, inputs=[f"run/{read}"])
+        owned.start_run({}, resuming=False, inputs=["run/model", "run-2/start", "run"])
 
 
 def test_run_folder_link_targets_stay_put(tmp_path):
@@ -146,7 +146,7 @@ def test_run_folder_link_targets_stay_put(tmp_path):
     RunFolder(tmp_path / "run").close()
     (tmp_path / "run" / "checkpoints").symlink_to("../big")
     with RunFolder(tmp_path / "run") as folder, pytest.raises(ValueError, match="checkpoints is a link"):
-        folder.begin({}, resuming=False)
+        folder.start_run({}, resuming=False)
     assert sorted(os.listdir(tmp_path / "run")) == ["checkpoints", "run.lock"]
 
 
@@ -225,7 +225,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
     monkeypatch.setattr(fcntl, "flock", refuse)
     folder = RunFolder(tmp_path)
     assert len(caplog.messages) == 1 and "no locks (" in caplog.messages[0] and str(tmp_path) in caplog.messages[0]
-    folder.begin({}, resuming=False)
+    folder.start_run({}, resuming=False)
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO])
@@ -236,15 +236,15 @@ def test_file_system_without_folder_flush_is_warning(tmp_path, monkeypatch, capl
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", refuse)
-    monkeypatch.setattr(files, "_unflushed", set())
+    monkeypatch.setattr(files, "_warned_devices", set())
     with RunFolder(tmp_path) as folder:
         if code == errno.EIO:
             with pytest.raises(OSError, match="Input/output error"):
-                folder.begin({}, resuming=False, saves=True)
+                folder.start_run({}, resuming=False, saves=True)
             return
-        folder.begin({}, resuming=False, saves=True)
-        make_empty(partial_of(tmp_path / "checkpoints" / "step_000001"))
-        put_in_place(tmp_path / "checkpoints" / "step_000001")
+        folder.start_run({}, resuming=False, saves=True)
+        make_empty_folder(partial_path(tmp_path / "checkpoints" / "step_000001"))
+        finalize_folder(tmp_path / "checkpoints" / "step_000001")
     assert len(caplog.messages) == 1 and "cannot flush a folder" in caplog.messages[0]
     assert sorted(os.listdir(tmp_path)) == ["checkpoints", "run.json", "run.lock"]
 
@@ -255,10 +255,10 @@ def test_refused_folder_rename_stops_saving_runs(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "rename", refuse)
     with RunFolder(tmp_path) as folder:
-        folder.begin({}, resuming=False)
+        folder.start_run({}, resuming=False)
         says = f"output_dir={tmp_path}: a folder there cannot be renamed, .*: Operation not permitted. .* another file system"
         with pytest.raises(OSError, match=says):
-            folder.begin({}, resuming=False, saves=True)
+            folder.start_run({}, resuming=False, saves=True)
 
 
 # ---------------------------------------------------------------- killed while setting aside
@@ -282,7 +282,7 @@ def killed(folder, rename, errors):
             return call
 
         os.rename, os.replace = counted(os.rename), counted(os.replace)
-        RunFolder(folder).begin({"text": "two"}, resuming=False, saves=True)
+        RunFolder(folder).start_run({"text": "two"}, resuming=False, saves=True)
 
     return os.waitpid(fork(begin, errors), 0)[1]
 
@@ -295,14 +295,14 @@ def test_run_folder_killed_at_any_rename_keeps_files(tmp_path):
         status, errors = killed(folder, k, tmp_path / "errors"), tmp_path / "errors"
         assert status == (signal.SIGKILL if k <= renames else 0), errors.read_text()  # so every rename was tried
         with RunFolder(folder) as owned:
-            assert owned.resumes(True) == (k == 1)  # nothing has moved yet
-            run = owned.begin({"text": "three"}, resuming=False)
+            assert owned.should_resume(True) == (k == 1)  # nothing has moved yet
+            run = owned.start_run({"text": "three"}, resuming=False)
         assert run.id != first.id and json.loads((folder / "run.json").read_text())["id"] == run.id
         for name, text in before.items():
             places = [folder / name, *(old / name for old in folder.glob("old-*"))]
             kept = [path.read_text() for path in places if path.exists()]
             # What a start writes before it does anything is no run: the next one takes it over.
-            assert text in kept or name in PAPERS, (k, name)
+            assert text in kept or name in STARTUP_FILES, (k, name)
 
 
 # ---------------------------------------------------------------- resuming
@@ -321,7 +321,7 @@ def test_run_folder_resume_keeps_id_and_removes_leftovers(tmp_path):
         (tmp_path / name).write_text("not ours")
     before = tree(tmp_path)
     with RunFolder(tmp_path) as folder:
-        run = folder.begin({"text": "new"}, resuming=True)
+        run = folder.start_run({"text": "new"}, resuming=True)
     assert (run.id, run.started, run.config) == (first.id, first.started, {"text": "new"})
     after = tree(tmp_path)
     assert {name: text for name, text in before.items() if name not in (*leftovers, "run.json")} == {
@@ -335,7 +335,7 @@ def test_run_folder_missing_run_file_is_reported(tmp_path, damage):
     (tmp_path / "run.json").unlink() if damage is None else (tmp_path / "run.json").write_text(damage)
     before, says = tree(tmp_path), r"run\.json is missing" if damage is None else r"run\.json names no id"
     with pytest.raises(ValueError, match=says), RunFolder(tmp_path) as folder:
-        folder.begin({}, resuming=True)
+        folder.start_run({}, resuming=True)
     assert tree(tmp_path) == before
 
 
@@ -344,7 +344,7 @@ def test_run_file_of_newer_version_is_accepted(tmp_path):
     record = tmp_path / "run.json"
     record.write_text(json.dumps(json.loads(record.read_text()) | {"gpus": 8}))
     with RunFolder(tmp_path) as folder:
-        assert folder.begin({}, resuming=True).id == first.id
+        assert folder.start_run({}, resuming=True).id == first.id
     (tmp_path / "run.lock").unlink()
     with pytest.raises(ValueError, match=r"run\.json has the unknown key 'gpus'"):
         RunFolder(tmp_path)
@@ -357,7 +357,7 @@ def test_checkpoints_without_run_file_name_the_fix(tmp_path):
         RunFolder(tmp_path)
     (tmp_path / "run.json").write_text('{"id": "ab"}')
     with RunFolder(tmp_path) as folder:
-        assert folder.begin({}, resuming=True).id == "ab"
+        assert folder.start_run({}, resuming=True).id == "ab"
 
 
 # ---------------------------------------------------------------- a folder that cannot be used
@@ -420,7 +420,7 @@ def test_a_full_disk(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (5, limits[1]))
     try:
         with pytest.raises(OSError, match=f"output_dir={tmp_path} .*written"):
-            folder.begin({}, resuming=True)
+            folder.start_run({}, resuming=True)
             folder.write_record()
         folder.close()
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
@@ -430,7 +430,7 @@ def test_a_full_disk(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert tree(tmp_path) == before
     with RunFolder(tmp_path) as folder:  # the failed starts let go of it
-        assert folder.begin({}, resuming=True).id == first.id
+        assert folder.start_run({}, resuming=True).id == first.id
 
 
 def test_run_folder_writes_nothing_before_begin(tmp_path, caplog):
@@ -445,13 +445,13 @@ def test_run_folder_failed_starts_do_not_accumulate(tmp_path):
     """A start that fails while its engine comes up leaves its papers and an empty list of metrics."""
     for _ in range(3):
         with RunFolder(tmp_path) as folder:
-            run = folder.begin({}, resuming=False)
+            run = folder.start_run({}, resuming=False)
             (tmp_path / "engine.log").write_text("no such model")
             (tmp_path / "metrics.jsonl").touch()
     assert read_record(tmp_path)["id"] == run.id and not list(tmp_path.glob("old-*"))
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     with RunFolder(tmp_path) as folder:
-        folder.begin({}, resuming=False)
+        folder.start_run({}, resuming=False)
     assert sorted(path.name for path in (tmp_path / "old-1").iterdir()) == ["engine.log", "metrics.jsonl", "run.json"]
 
 
@@ -459,7 +459,7 @@ def test_run_folder_failed_starts_do_not_accumulate(tmp_path):
 def test_replace_folder_ctrl_c_never_leaves_place_empty(tmp_path, monkeypatch, moment):
     """Python acts on it when a rename has been made: the place is never empty, and what is raised is the Ctrl-C."""
     place, rename, made = tmp_path / "model", Path.rename, []
-    for folder, text in ((place, "old"), (partial_of(place), "new")):
+    for folder, text in ((place, "old"), (partial_path(place), "new")):
         folder.mkdir()
         (folder / "weights").write_text(text)
 
@@ -471,5 +471,5 @@ def test_replace_folder_ctrl_c_never_leaves_place_empty(tmp_path, monkeypatch, m
 
     monkeypatch.setattr(Path, "rename", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        put_in_place(place)
+        finalize_folder(place)
     assert (place / "weights").read_text() == {1: "old", 2: "new"}[moment]

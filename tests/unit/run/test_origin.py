@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from torchtune_ext.run import folder
-from torchtune_ext.run.folder import Change, RunFolder, changes
+from torchtune_ext.run.folder import RunFolder, SettingChange, diff_settings
 
 
 def git(folder, *words):
@@ -29,7 +29,7 @@ def git(folder, *words):
 def test_the_command_is_as_it_was_typed(monkeypatch, typed, command):
     monkeypatch.setattr(sys, "orig_argv", typed)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert folder.origin()["command"] == command
+    assert folder.process_provenance()["command"] == command
 
 
 @pytest.mark.parametrize(
@@ -50,38 +50,38 @@ def test_a_rank_names_the_command_of_torchrun(environment, end):
 
 def test_the_commit_of_the_users_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert folder.commit(tmp_path) is None
+    assert folder.git_commit(tmp_path) is None
     git(tmp_path, "init")
-    assert folder.commit(tmp_path) is None, "nothing is committed yet"
+    assert folder.git_commit(tmp_path) is None, "nothing is committed yet"
     (tmp_path / "my.yaml").write_text("lr: 1\n")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-m", "one")
     (tmp_path / "beside.txt").write_text("untracked")
-    commit = folder.commit(tmp_path)
+    commit = folder.git_commit(tmp_path)
     assert len(commit["id"]) == 40 and not commit["changed"]
     (tmp_path / "my.yaml").write_text("lr: 2\n")
-    assert folder.commit(tmp_path) == {**commit, "changed": True}
+    assert folder.git_commit(tmp_path) == {**commit, "changed": True}
 
 
 def test_run_json_keeps_config_for_resumed_run(tmp_path):
     with RunFolder(tmp_path) as folder:
-        folder.begin({"seed": 0, "optimizer": {"lr": 0.1}}, resuming=False)
-        assert folder.earlier == {}
+        folder.start_run({"seed": 0, "optimizer": {"lr": 0.1}}, resuming=False)
+        assert folder.previous_settings == {}
     process = json.loads((tmp_path / "run.json").read_text())["process"]
     assert process["versions"]["torch"] and process["versions"]["python"] == sys.version.split()[0]
     assert process["folder"] == os.getcwd()
     assert set(process) == {"command", "folder", "commit", "versions"}
     (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
     with RunFolder(tmp_path) as folder:
-        folder.begin({"seed": 1}, resuming=True)
-        assert folder.earlier == {"seed": 0, "optimizer": {"lr": 0.1}}
+        folder.start_run({"seed": 1}, resuming=True)
+        assert folder.previous_settings == {"seed": 0, "optimizer": {"lr": 0.1}}
 
 
 def test_changes_are_leaves_by_their_dotted_keys():
     before = {"a": {"b": 1, "c": [1, 2]}, "d": None, "e": 5}
-    assert changes(before, before) == []
-    assert changes(before, {"a": {"b": 2, "c": [1, 2]}, "d": {"f": 3}, "e": 5}) == [
-        Change("a.b", 1, 2),
-        Change("d.f", "default", 3),
+    assert diff_settings(before, before) == []
+    assert diff_settings(before, {"a": {"b": 2, "c": [1, 2]}, "d": {"f": 3}, "e": 5}) == [
+        SettingChange("a.b", 1, 2),
+        SettingChange("d.f", "default", 3),
     ]
-    assert str(Change("a.b", 1, 2)) == "a.b 1 -> 2"
+    assert str(SettingChange("a.b", 1, 2)) == "a.b 1 -> 2"

@@ -9,7 +9,7 @@ import pytest
 
 from torchtune_ext.cli import cli, plugin
 from torchtune_ext.run import terminal
-from torchtune_ext.run.output import say
+from torchtune_ext.run.output import print_text
 
 TABLE = """
 import logging, os, sys
@@ -79,10 +79,10 @@ def test_a_process_without_standard_output(tmp_path):
 
 
 def test_text_comes_at_once_and_whole(capsys):
-    say("one\ntwo")
+    print_text("one\ntwo")
     assert capsys.readouterr().out == "one\ntwo\n"
     file = io.StringIO()
-    say("three", file)
+    print_text("three", file)
     assert file.getvalue() == "three\n"
 
 
@@ -104,6 +104,10 @@ def test_commands_replace_unencodable_characters(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["tune", "ls"])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # begin replaces it
     monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
-    for call in (lambda: cli.main(["--version"]), lambda: plugin.begin(None), lambda: plugin.parse(lambda cfg: None)):
+    for call in (
+        lambda: cli.main(["--version"]),
+        lambda: plugin.prepare_process(None),
+        lambda: plugin.parse(lambda cfg: None),
+    ):
         call()
         assert called.pop() and not called

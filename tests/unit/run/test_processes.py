@@ -17,7 +17,7 @@ import pytest
 
 from helpers import waiting
 from helpers.waiting import ended, wait_until
-from torchtune_ext.run.processes import Processes
+from torchtune_ext.run.processes import ProcessPool
 
 
 class Target:
@@ -66,7 +66,7 @@ class Unreadable:
 
 @pytest.fixture
 def processes():
-    instance = Processes(cloudpickle.dumps(Target()), 1, "testing", "target")
+    instance = ProcessPool(cloudpickle.dumps(Target()), 1, "testing", "target")
     yield instance
     instance.close(RuntimeError("closed"))
     assert not instance.folder.exists()
@@ -116,7 +116,7 @@ def test_folders_go_with_their_process_however_it_ends(processes):
 
 
 def test_a_start_that_fails_ends_those_before_it(monkeypatch):
-    start, workers = Processes._start, []
+    start, workers = ProcessPool._start_worker, []
 
     def once(self):
         if workers:
@@ -124,14 +124,14 @@ def test_a_start_that_fails_ends_those_before_it(monkeypatch):
         workers.append(start(self))
         return workers[0]
 
-    monkeypatch.setattr(Processes, "_start", once)
+    monkeypatch.setattr(ProcessPool, "_start_worker", once)
     with pytest.raises(OSError, match="no more processes"):
-        Processes(cloudpickle.dumps(Target()), 2, "testing", "target")
+        ProcessPool(cloudpickle.dumps(Target()), 2, "testing", "target")
     wait_until(lambda: workers[0].process.returncode is not None, 20)
 
 
 def test_a_quiet_end_lets_processes_clean_up(tmp_path):
-    processes = Processes(cloudpickle.dumps(Target()), 2, "testing", "target")
+    processes = ProcessPool(cloudpickle.dumps(Target()), 2, "testing", "target")
     answer(processes, "notes_its_end", str(tmp_path / "a"))
     begin = time.monotonic()
     processes.close(RuntimeError("closed"), grace_s=20.0)

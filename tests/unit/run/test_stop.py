@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from torchtune_ext.run.stop import Stopped, StopSignals
+from torchtune_ext.run.stop import RunStopped, StopSignals
 
 SCRIPT = """
 import contextlib, ctypes, os, sys, time
@@ -166,7 +166,7 @@ def test_stop_signal_of_forked_child_is_ignored(number, code):
 
 
 def test_the_error_travels_between_ranks():
-    stopped = pickle.loads(pickle.dumps(Stopped(signal.SIGTERM, orderly=True)))
+    stopped = pickle.loads(pickle.dumps(RunStopped(signal.SIGTERM, at_step_end=True)))
     assert (stopped.signal, stopped.orderly, str(stopped)) == (signal.SIGTERM, True, "stopped by SIGTERM")
 
 
@@ -239,10 +239,10 @@ def test_stop_keeps_ignored_signals_and_restores_handlers():
     assert end(process)[:2] == (0, "well\n")
     before = listening()
     with StopSignals(1.0, str) as stop:
-        with pytest.raises(Stopped):
+        with pytest.raises(RunStopped):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)
-        assert stop.requested
+        assert stop.stop_requested
     assert before == listening()
 
 

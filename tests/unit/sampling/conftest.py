@@ -25,11 +25,11 @@ def make_engine(monkeypatch, tmp_path):
     pytest.importorskip("torch")
     from helpers.fake_cores import CONFIG, SleepingCore
     from helpers.waiting import wait_until
-    from torchtune_ext.run import janitor
+    from torchtune_ext.run import reaper
     from torchtune_ext.sampling.engine import BACKENDS, Engine
 
     (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(janitor.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr(reaper.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     monkeypatch.setitem(BACKENDS, "sleeping", SleepingCore)
     monkeypatch.setattr(SleepingCore, "instances", [])
     monkeypatch.setattr(SleepingCore, "come_up", threading.Event())

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
+from torchtune_ext.sampling.backend import BackendCrashed  # noqa: E402
 from torchtune_ext.sampling.engine import (  # noqa: E402
     BACKENDS,
     Engine,
@@ -19,12 +19,12 @@ from torchtune_ext.sampling.engine import (  # noqa: E402
 class Countdown:
     """A backend in the trainer's own process. After a prompt that ends in n it samples n-1, ..., 1, as long as it may."""
 
-    vocabulary, cache_tokens, block = 100, 4096, 32
-    asleep, group, broken, dead = 0, 0, None, False
+    vocab_size, cache_tokens, block_size = 100, 4096, 32
+    sleep_level, process_group, stats_error, is_dead = 0, 0, None, False
     lives: list["Countdown"] = []
 
     def __init__(self, model_dir, config, log_path, temp_dir, on_step):
-        self.model_dir, self.calls, self.sign_of_life = model_dir, {}, time.monotonic()
+        self.model_dir, self.requests, self.last_heartbeat = model_dir, {}, time.monotonic()
         self.version, self.loaded, self.sums, self.configured = None, [], {}, False
         self.lives.append(self)
 
@@ -35,9 +35,9 @@ class Countdown:
         self.configure()
 
     async def generate(self, call):
-        if self.dead:
-            raise CoreLost(self.ending())
-        with call.running(self.calls):
+        if self.is_dead:
+            raise BackendCrashed(self.describe_exit())
+        with call.running(self.requests):
             tokens = list(range(call.prompt[-1] - 1, 0, -1))[: call.sampling.max_tokens]
             call.add(tokens, [-0.5] * len(tokens))
         spans = [] if self.version is None else [(str(self.version), 0, len(tokens))]
@@ -64,16 +64,16 @@ class Countdown:
         pass
 
     def kill(self):
-        self.dead = True
+        self.is_dead = True
 
-    def ending(self):
+    def describe_exit(self):
         return "the countdown was killed"
 
     def log_tail(self):
         return ""
 
     async def stop(self):
-        self.dead = True
+        self.is_dead = True
 
 
 @pytest.fixture

@@ -6,15 +6,15 @@ import pytest
 
 pytest.importorskip("torch")
 
-from torchtune_ext.sampling.calls import CoreLost, bounded
+from torchtune_ext.sampling.backend import BackendCrashed, call_with_deadline
 
 pytestmark = pytest.mark.timeout(60)
 
 
 class Answer:
-    dead = False
+    is_dead = False
 
-    def ending(self):
+    def describe_exit(self):
         return "the engine's process was killed by SIGKILL"
 
 
@@ -24,13 +24,13 @@ def test_call_with_deadline_ends_at_deadline_or_crash():
         return "done"
 
     async def scenario():
-        assert await bounded(Answer(), slow(0.15), 10, "slow") == "done"
-        with pytest.raises(CoreLost, match="did not answer slow within 0.03 s"):
-            await bounded(Answer(), slow(60), 0.03, "slow")
+        assert await call_with_deadline(Answer(), slow(0.15), 10, "slow") == "done"
+        with pytest.raises(BackendCrashed, match="did not answer slow within 0.03 s"):
+            await call_with_deadline(Answer(), slow(60), 0.03, "slow")
         dead = Answer()
-        dead.dead = True
-        with pytest.raises(CoreLost, match="killed by SIGKILL during slow"):
-            await bounded(dead, slow(60), 0.5, "slow")
+        dead.is_dead = True
+        with pytest.raises(BackendCrashed, match="killed by SIGKILL during slow"):
+            await call_with_deadline(dead, slow(60), 0.5, "slow")
 
     asyncio.run(scenario())
 
@@ -46,11 +46,11 @@ def test_call_with_deadline_abandoned_error_is_retrieved(way, complaints):
             raise RuntimeError("Session is closed")
 
     async def scenario():
-        call = asyncio.create_task(bounded(Answer(), refused(), 60 if way == "cancelled" else 0.02, "ping"))
+        call = asyncio.create_task(call_with_deadline(Answer(), refused(), 60 if way == "cancelled" else 0.02, "ping"))
         await asyncio.sleep(0.01)
         if way == "cancelled":
             call.cancel()
-        with pytest.raises(asyncio.CancelledError if way == "cancelled" else CoreLost):
+        with pytest.raises(asyncio.CancelledError if way == "cancelled" else BackendCrashed):
             await call
 
     asyncio.run(scenario())

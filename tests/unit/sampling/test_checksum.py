@@ -5,17 +5,27 @@ import random
 import pytest
 import torch
 
-from torchtune_ext.sampling.weight_buffer import LINE, checksum
+from torchtune_ext.sampling.weight_buffer import LINE_WORDS, checksum
 
 WORDS = 1 << 64
 DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.float64)
-SHAPES = [(1,), (3,), (7, 5), (LINE,), (LINE + 1,), (2 * LINE,), (4 * LINE,), (3, LINE, 17), (257, 513)]
+SHAPES = [
+    (1,),
+    (3,),
+    (7, 5),
+    (LINE_WORDS,),
+    (LINE_WORDS + 1,),
+    (2 * LINE_WORDS,),
+    (4 * LINE_WORDS,),
+    (3, LINE_WORDS, 17),
+    (257, 513),
+]
 
 
 def weights() -> list[int]:
     """The multipliers, written out once more: odd SplitMix64 of seed 0 (its first output for seed 0 is 0xE220A8397B1DCDAF)."""
     values, state = [], 0
-    for _ in range(LINE):
+    for _ in range(LINE_WORDS):
         state = (state + 0x9E3779B97F4A7C15) % WORDS
         z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % WORDS
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % WORDS
@@ -28,11 +38,11 @@ def reference(data: bytes, multipliers: list[int]) -> int:
     """The definition in Python's integers, word by word."""
     size = len(data)
     while True:
-        lines = len(data) // (4 * LINE) + 1
-        data = data.ljust(4 * LINE * lines, b"\0")
+        lines = len(data) // (4 * LINE_WORDS) + 1
+        data = data.ljust(4 * LINE_WORDS * lines, b"\0")
         sums = []
         for i in range(lines):
-            line = data[4 * LINE * i : 4 * LINE * (i + 1)]
+            line = data[4 * LINE_WORDS * i : 4 * LINE_WORDS * (i + 1)]
             values = [int.from_bytes(line[j : j + 4], "little", signed=True) for j in range(0, len(line), 4)]
             sums.append(sum(m * v for m, v in zip(multipliers, values, strict=True)) % WORDS)
         data = b"".join(value.to_bytes(8, "little") for value in sums)
@@ -44,7 +54,7 @@ def some(shape, dtype=torch.bfloat16, seed=0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("size", [0, 1, 4, 4 * LINE - 1, 4 * LINE, 4 * LINE + 2, 24 * LINE + 5])
+@pytest.mark.parametrize("size", [0, 1, 4, 4 * LINE_WORDS - 1, 4 * LINE_WORDS, 4 * LINE_WORDS + 2, 24 * LINE_WORDS + 5])
 def test_checksum_equals_reference_implementation(size):
     tensor = torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(size), dtype=torch.uint8)
     assert checksum(tensor) % WORDS == reference(tensor.numpy().tobytes(), weights())
@@ -66,7 +76,7 @@ def test_bytes_alone_count_wherever_they_lie(dtype):
 
 
 def test_every_flipped_bit_shows():
-    rng, tensor = random.Random(0), some((5, LINE))
+    rng, tensor = random.Random(0), some((5, LINE_WORDS))
     value, data = checksum(tensor), tensor.view(torch.uint8).flatten()
     places = [0, data.numel() - 1] + [rng.randrange(data.numel()) for _ in range(300)]
     for place in places:
@@ -79,7 +89,7 @@ def test_every_flipped_bit_shows():
 
 def test_two_changes_do_not_cancel():
     """Signs above all: as the highest bits of 64 they would, whatever the odd multipliers are."""
-    rng, tensor = random.Random(1), some((3, LINE))
+    rng, tensor = random.Random(1), some((3, LINE_WORDS))
     value, flat = checksum(tensor), tensor.flatten()
     for _ in range(300):
         a, b = rng.sample(range(flat.numel()), 2)
@@ -90,7 +100,7 @@ def test_two_changes_do_not_cancel():
 
 
 def test_checksum_detects_permuted_parts():
-    tensor = some((64, LINE))
+    tensor = some((64, LINE_WORDS))
     value = checksum(tensor)
     rng = random.Random(2)
     for width in (1, 2, 16):  # rows, also whole lines of the sum, and columns

@@ -1,7 +1,7 @@
 """Groups on their way to the engine: their seeds, and what one of them shares with the others."""
 
-from torchtune_ext.pipeline.source import step_seed
-from torchtune_ext.sampling.calls import group_seeds
+from torchtune_ext.pipeline.source import sampling_seed
+from torchtune_ext.sampling.backend import group_seeds
 
 
 def test_group_seeds_are_stable():
@@ -15,7 +15,7 @@ def test_group_seeds_are_stable():
 def test_all_bits_of_a_seed_count():
     """And no step, and no refill, of two runs shares its seeds with another."""
     seeds = [0, 5, 2**24, 5 + 2**24, 2**40, 2**63]
-    steps = {step_seed(seed, step, refill) for seed in seeds for step in range(1, 1001) for refill in range(8)}
+    steps = {sampling_seed(seed, step, refill) for seed in seeds for step in range(1, 1001) for refill in range(8)}
     assert len(steps) == len(seeds) * 1000 * 8
-    engines = {seed for of_run in seeds for seed in group_seeds(step_seed(of_run, 1), 0, 16)}
+    engines = {seed for of_run in seeds for seed in group_seeds(sampling_seed(of_run, 1), 0, 16)}
     assert len(engines) == len(seeds) * 16

@@ -9,11 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torchtune_ext.sampling import child_process, vllm_core  # noqa: E402
-from torchtune_ext.sampling.engine_args import ONE_MACHINE  # noqa: E402
-from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
-from torchtune_ext.sampling.server import ServerCore  # noqa: E402
+from torchtune_ext.sampling import child_process, vllm_backend  # noqa: E402
+from torchtune_ext.sampling.engine_args import LOOPBACK_VARIABLES  # noqa: E402
+from torchtune_ext.sampling.server import ServerBackend  # noqa: E402
 from torchtune_ext.sampling.server_command import GUARD, KEY_VARIABLE, KeyGuard, server_command  # noqa: E402
+from torchtune_ext.sampling.types import EngineConfig  # noqa: E402
 
 KEY = "0123456789abcdef-the-right-key"
 
@@ -21,7 +21,7 @@ KEY = "0123456789abcdef-the-right-key"
 @pytest.fixture(autouse=True)
 def key(monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, KEY)
-    for name in (*ONE_MACHINE, "VLLM_API_KEY"):
+    for name in (*LOOPBACK_VARIABLES, "VLLM_API_KEY"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -97,7 +97,7 @@ def test_server_command_hides_key_and_network_variables(monkeypatch):
     command, environ = server_command("model", EngineConfig())
     assert command[command.index("--host") + 1] == "127.0.0.1"
     assert command[command.index("--middleware") + 1] == f"{KeyGuard.__module__}.{KeyGuard.__name__}"
-    assert environ[KEY_VARIABLE] == environ["VLLM_API_KEY"] == KEY and ONE_MACHINE.items() <= environ.items()
+    assert environ[KEY_VARIABLE] == environ["VLLM_API_KEY"] == KEY and LOOPBACK_VARIABLES.items() <= environ.items()
     assert KEY not in " ".join(command)
     monkeypatch.delenv(KEY_VARIABLE)
     keys = {server_command("model", EngineConfig())[1][KEY_VARIABLE] for _ in range(3)}
@@ -115,12 +115,14 @@ def test_key_guard_invalid_header_key_refused_unprinted(monkeypatch, value):
         assert value.strip() == "" or value not in str(caught.value)
 
 
-def connection(address: str = "http://127.0.0.1:1", start_deadline_s: float = 600.0) -> ServerCore:
-    return ServerCore(EngineConfig(address=address, start_deadline_s=start_deadline_s), lambda step: None)
+def connection(address: str = "http://127.0.0.1:1", start_deadline_s: float = 600.0) -> ServerBackend:
+    return ServerBackend(EngineConfig(address=address, start_deadline_s=start_deadline_s), lambda step: None)
 
 
 def test_the_command_in_messages_holds_no_key():
-    assert KEY not in connection().how() and f'{KEY_VARIABLE}="${KEY_VARIABLE}"' in connection().how()
+    assert (
+        KEY not in connection().start_command() and f'{KEY_VARIABLE}="${KEY_VARIABLE}"' in connection().start_command()
+    )
 
 
 class FakeServer:
@@ -151,7 +153,7 @@ class FakeServer:
         self.loop.call_soon_threadsafe(self.loop.stop)
 
 
-def launch(core: ServerCore) -> None:
+def launch(core: ServerBackend) -> None:
     async def both():
         try:
             await core.launch()
@@ -170,10 +172,10 @@ def test_server_without_key_guard_is_refused_before_authentication(status):
 
 
 def test_server_not_ready_is_polled_until_deadline():
-    from torchtune_ext.sampling.calls import CoreLost
+    from torchtune_ext.sampling.backend import BackendCrashed
 
     server = FakeServer(503)
-    with server as address, pytest.raises(CoreLost, match="no answer.*within start_deadline_s.*not ready"):
+    with server as address, pytest.raises(BackendCrashed, match="no answer.*within start_deadline_s.*not ready"):
         launch(connection(address, start_deadline_s=0.06))
     assert len(server.requests) >= 2
 
@@ -185,8 +187,8 @@ def test_engine_process_does_not_inherit_trainer_network_variables(monkeypatch, 
     monkeypatch.setattr(child_process.subprocess, "Popen", lambda words, env, **options: started.append(env))
 
     async def make():
-        vllm_core.RemoteCore("model", EngineConfig(), tmp_path / "engine.log", str(tmp_path), lambda step: None)
+        vllm_backend.RemoteBackend("model", EngineConfig(), tmp_path / "engine.log", str(tmp_path), lambda step: None)
 
     with pytest.raises(BrokenPipeError):  # nobody has the other end
         asyncio.run(make())
-    assert ONE_MACHINE.items() <= started[0].items() and os.environ["NCCL_SOCKET_IFNAME"] == "eth7"
+    assert LOOPBACK_VARIABLES.items() <= started[0].items() and os.environ["NCCL_SOCKET_IFNAME"] == "eth7"

@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from torchtune_ext.sampling.calls import Call
-from torchtune_ext.sampling.records import SamplingConfig
+from torchtune_ext.sampling.backend import EngineRequest
+from torchtune_ext.sampling.types import SamplingConfig
 
 
 def watched(threshold, decay=0.992, min_tokens=64):
     rule = dict(early_stop_logprob=threshold, early_stop_decay=decay, early_stop_min_tokens=min_tokens)
-    return Call([1], SamplingConfig(max_tokens=1000, **rule), None)
+    return EngineRequest([1], SamplingConfig(max_tokens=1000, **rule), None)
 
 
 def update(call, logprobs):

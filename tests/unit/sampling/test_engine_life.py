@@ -16,10 +16,10 @@ pytest.importorskip("torch")
 
 from helpers.fake_cores import SleepingCore, weights
 from helpers.waiting import in_thread, wait_until
-from torchtune_ext.run.stop import Stopped, StopSignals
-from torchtune_ext.sampling.calls import CoreLost, Step
+from torchtune_ext.run.stop import RunStopped, StopSignals
+from torchtune_ext.sampling.backend import BackendCrashed, EngineStepStats
 from torchtune_ext.sampling.engine import EngineFailed, Priority, SamplingConfig
-from torchtune_ext.sampling.records import Completion
+from torchtune_ext.sampling.types import Completion
 from torchtune_ext.sampling.weight_buffer import checksum
 
 pytestmark = pytest.mark.timeout(60)
@@ -110,7 +110,7 @@ def test_engine_interrupted_caller_leaves_no_unretrieved_error(make_engine, monk
         while not self.dead:
             with contextlib.suppress(asyncio.CancelledError):  # as vLLM's client, which first tells its engine
                 await asyncio.sleep(0.002)
-        raise CoreLost("the engine is gone")
+        raise BackendCrashed("the engine is gone")
 
     engine = make_engine()
     for name in ("generate", "load"):
@@ -124,7 +124,7 @@ def test_engine_interrupted_caller_leaves_no_unretrieved_error(make_engine, monk
 
     with StopSignals(1.0, str):
         stopper, _ = in_thread(stop)
-        with pytest.raises(Stopped):
+        with pytest.raises(RunStopped):
             if work == "sample":
                 engine.sample([[1, 2]], 4, SamplingConfig(max_tokens=4))
             engine.publish(weights(1), 1)
@@ -212,12 +212,12 @@ def test_engine_stats_error_is_raised_from_sample(make_engine, monkeypatch):
     def broken(*args):
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(engine._pool.lanes[0].throttle.controller, "step", broken)
+    monkeypatch.setattr(engine._pool.lanes[0].throttle.controller, "observe", broken)
     sampler, outcome = in_thread(lambda: engine.sample([[1, 2]], 1, SamplingConfig(max_tokens=4)))
     core = SleepingCore.instances[0]
     wait_until(lambda: core.calls)
     try:
-        core.on_step(Step(0.5, 1, 0, 0, 0, 0))
+        core.on_step(EngineStepStats(0.5, 1, 0, 0, 0, 0))
     except ZeroDivisionError as error:
         core.broken = error  # as the client's logger does
     sampler.join(10)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from torchtune_ext.sampling.child_process import Frames, pack, receive
+from torchtune_ext.sampling.child_process import MessageChannel, pack_messages, receive_messages
 
 
 def exchanged(say, chunk: int | None = None) -> tuple[list[list[object]], int]:
@@ -16,12 +16,12 @@ def exchanged(say, chunk: int | None = None) -> tuple[list[list[object]], int]:
     async def run() -> None:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
-        receiver = Frames(frames.append, lambda: ends.append(1))
+        receiver = MessageChannel(frames.append, lambda: ends.append(1))
         if chunk is not None:
             whole = receiver.data_received
             receiver.data_received = lambda data: [whole(data[i : i + chunk]) for i in range(0, len(data), chunk)]
-        sender = Frames(lambda messages: None, lambda: None)
-        sender.say("before the connection")
+        sender = MessageChannel(lambda messages: None, lambda: None)
+        sender.send("before the connection")
         await loop.create_connection(lambda: receiver, sock=theirs)
         await loop.create_connection(lambda: sender, sock=ours)
         await say(sender)
@@ -33,10 +33,10 @@ def exchanged(say, chunk: int | None = None) -> tuple[list[list[object]], int]:
     return frames, len(ends)
 
 
-async def three_turns(sender: Frames) -> None:
+async def three_turns(sender: MessageChannel) -> None:
     for turn in range(3):
         for i in range(4):
-            sender.say((turn, i, b"x" * 10_000))
+            sender.send((turn, i, b"x" * 10_000))
         await asyncio.sleep(0.01)
 
 
@@ -54,12 +54,12 @@ def test_message_channel_split_frames_are_reassembled():
 
 
 def test_message_channel_delivers_messages_sent_before_close():
-    async def say_and_end(sender: Frames) -> None:
-        sender.say("last")
+    async def say_and_end(sender: MessageChannel) -> None:
+        sender.send("last")
 
     frames, ends = exchanged(say_and_end)
     assert sum(frames, []) == ["before the connection", "last"] and ends == 1
-    assert len(pack([1])) > 8
+    assert len(pack_messages([1])) > 8
 
 
 def test_message_channel_receive_reads_exactly_one_frame():
@@ -67,9 +67,9 @@ def test_message_channel_receive_reads_exactly_one_frame():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         sent = [("first", b"x" * 300_000)]
-        writer = threading.Thread(target=ours.sendall, args=(pack(sent) + pack(["second"]),))
+        writer = threading.Thread(target=ours.sendall, args=(pack_messages(sent) + pack_messages(["second"]),))
         writer.start()
-        assert receive(theirs) == sent and receive(theirs) == ["second"]
+        assert receive_messages(theirs) == sent and receive_messages(theirs) == ["second"]
         writer.join()
 
 
@@ -78,6 +78,6 @@ def test_message_channel_truncated_frame_raises_eof(cut):
     ours, theirs = socket.socketpair()
     with theirs:
         with ours:
-            ours.sendall(pack(["x" * 100])[:cut])
+            ours.sendall(pack_messages(["x" * 100])[:cut])
         with pytest.raises(EOFError, match="the other end was closed"):
-            receive(theirs)
+            receive_messages(theirs)

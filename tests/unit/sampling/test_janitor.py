@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 from helpers.fake_cores import SleepingCore
 from helpers.waiting import wait_until
-from torchtune_ext.run import janitor
+from torchtune_ext.run import reaper
 from torchtune_ext.sampling.engine import EngineFailed, SamplingConfig
 
 pytestmark = pytest.mark.timeout(60)
@@ -40,7 +40,7 @@ def test_engine_close_with_killed_reaper_succeeds(make_engine):
 
 
 def test_engine_close_with_stopped_reaper_succeeds(make_engine, monkeypatch):
-    monkeypatch.setattr(janitor, "END_S", 0.05)
+    monkeypatch.setattr(reaper, "EXIT_TIMEOUT_S", 0.05)
     engine = make_engine()
     os.kill(engine._janitor.pid, signal.SIGSTOP)
     engine.close()
@@ -53,7 +53,7 @@ def test_engine_without_working_reaper_is_ended(make_engine, monkeypatch):
     def fail(self, groups):
         raise OSError("no more processes")
 
-    monkeypatch.setattr(janitor.Janitor, "guard", fail)
+    monkeypatch.setattr(reaper.ProcessReaper, "set_groups", fail)
     SleepingCore.instances[0].kill()
     with pytest.raises(EngineFailed, match="3 times in a row, the last time: no more processes"):
         engine.sample([[1, 2]], 1, SamplingConfig(max_tokens=4))
@@ -86,15 +86,15 @@ def test_reaper_removes_engine_shared_memory(tmp_path, tracker):
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         name, pid = process.stdout.readline().split()
         memory = Path("/dev/shm", name)
-        assert memory.exists() and sorted(janitor.members(process.pid).values()) == [False, False, True]
+        assert memory.exists() and sorted(reaper.live_processes(process.pid).values()) == [False, False, True]
         if tracker == "runs":
-            janitor.clean([process.pid], str(tmp_path / "none"))
+            reaper.clean_up([process.pid], str(tmp_path / "none"))
             assert not memory.exists()
         else:
             os.kill(int(pid), signal.SIGSTOP)
-            janitor.end(process.pid, 0.1)
+            reaper.end_group(process.pid, 0.1)
             memory.unlink()
-    wait_until(lambda: not janitor.members(process.pid))
+    wait_until(lambda: not reaper.live_processes(process.pid))
     assert Path("/dev/shm", ours.name).exists()
     ours.close()
     ours.unlink()

@@ -56,10 +56,10 @@ def test_loop_thread_work_submitted_during_stop_is_ended(complaints, recwarn):
         finally:
             asyncio.ensure_future(asyncio.sleep(60))  # noqa: RUF006
 
-    thread.submit(work())
-    thread.submit(hold())
+    thread.schedule(work())
+    thread.schedule(hold())
     held.wait(5)
-    thread.submit(work())  # its first step comes after the end
+    thread.schedule(work())  # its first step comes after the end
     thread.stop()
     assert not complaints()
     assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]
@@ -77,7 +77,7 @@ def test_loop_thread_stop_cancels_running_work():
             except asyncio.CancelledError:
                 pass
 
-    futures = [thread.submit(asyncio.sleep(60)), thread.submit(stubborn())]
+    futures = [thread.schedule(asyncio.sleep(60)), thread.schedule(stubborn())]
     waits = [in_thread(lambda future=future: thread.result(future)) for future in futures]
     thread.stop()
     assert all(future.cancelled() for future in futures)

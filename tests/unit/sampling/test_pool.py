@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 from helpers import fake_pools  # noqa: E402
 from helpers.fake_cores import until, weights  # noqa: E402
 from helpers.fake_pools import run, states  # noqa: E402
-from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
-from torchtune_ext.sampling.lane import State  # noqa: E402
-from torchtune_ext.sampling.records import EngineFailed, Priority  # noqa: E402
+from torchtune_ext.sampling.backend import BackendCrashed  # noqa: E402
+from torchtune_ext.sampling.replica import State  # noqa: E402
+from torchtune_ext.sampling.types import EngineFailed, Priority  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -77,7 +77,7 @@ def test_pool_session_turns_stay_with_prefix_replica(monkeypatch):
 def test_pool_continues_with_remaining_replicas_until_none(monkeypatch, caplog):
     async def scenario(bench):
         def broken(core, number):
-            core.fail = CoreLost(f"GPU {number} is gone")
+            core.fail = BackendCrashed(f"GPU {number} is gone")
 
         bench.prepare_core = broken
         bench.now[0].kill()
@@ -116,8 +116,8 @@ def test_pool_requests_waiting_for_start_are_balanced(monkeypatch):
             core.launch = later
 
         bench.prepare_core = slow
-        await bench.pool.prepare()
-        groups = [asyncio.ensure_future(bench.pool.draw(bench.group())) for _ in range(4)]
+        await bench.pool.create_backends()
+        groups = [asyncio.ensure_future(bench.pool.generate(bench.group())) for _ in range(4)]
         await asyncio.sleep(0)
         await bench.pool.start()
         await asyncio.gather(*groups)
@@ -181,13 +181,13 @@ def test_pool_replica_crash_in_publish_restarts_with_weights(monkeypatch):
     async def scenario(bench):
         await bench.publish(weights(1), 1)
         lost = bench.now[1]
-        lost.fail = CoreLost("broken in the load")
+        lost.fail = BackendCrashed("broken in the load")
         bench.prepare_core = lambda core, number: core.go_on.clear()
         await bench.publish(weights(2), 2)  # returns with engine 0 alone
-        assert states(bench)[1] is State.COMING and bench.pool.version == 2
+        assert states(bench)[1] is State.STARTING and bench.pool.version == 2
         assert len(await bench.pool.draw(bench.group())) == 4  # nobody waits for it
         await until(lambda: len(bench.lives[1]) == 2 and bench.lives[1][1].reading.is_set())
-        assert states(bench)[1] is State.COMING
+        assert states(bench)[1] is State.STARTING
         bench.lives[1][1].go_on.set()
         await until(lambda: states(bench)[1] is State.SERVING)
         assert bench.lives[1][1].loads == [([2], [2], 2)]
@@ -229,7 +229,7 @@ def test_pool_replica_skipping_load_fails_publish(monkeypatch):
         bench.pool.lanes[1].load = forget
         with pytest.raises(EngineFailed, match="engine 1 .*version 1; .* 0"):
             await bench.publish(weights(1), 1)
-        assert states(bench) == [State.SERVING, State.BEHIND]
+        assert states(bench) == [State.SERVING, State.STALE]
 
     run(scenario, monkeypatch, 2)
 
@@ -239,7 +239,7 @@ def test_pool_replica_refusing_weights_is_stale_until_loaded(monkeypatch):
         bench.now[1].fail = ValueError("not with me")
         with pytest.raises(ValueError, match="not with me"):
             await bench.publish(weights(1), 1)
-        assert states(bench) == [State.SERVING, State.BEHIND]
+        assert states(bench) == [State.SERVING, State.STALE]
         bench.now[1].fail = None
         await bench.publish(weights(2), 2)
         assert states(bench) == [State.SERVING] * 2 and bench.now[1].loads == [([2], [2], 2)]

@@ -8,8 +8,8 @@ torch = pytest.importorskip("torch")
 
 from helpers import fake_pools  # noqa: E402
 from torchtune_ext.sampling import engine_args  # noqa: E402
-from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
-from torchtune_ext.sampling.server import ServerCore  # noqa: E402
+from torchtune_ext.sampling.server import ServerBackend  # noqa: E402
+from torchtune_ext.sampling.types import EngineConfig  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -40,16 +40,16 @@ def test_engine_uses_cpu_threads_of_waiting_trainer(monkeypatch):
     monkeypatch.setattr(engine_args, "on_cpu", lambda: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3, 5, 7, 9})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    threads, large = engine_args.engine_threads, engine_args.PARALLEL
-    assert threads(EngineConfig(), large, beside=False) == 4
-    assert threads(EngineConfig(), large - 1, beside=False) == threads(EngineConfig(), large, beside=True) == 1
-    assert threads(EngineConfig(count=2), large, beside=False) == 2
-    assert threads(EngineConfig(devices="1,3,5"), large, beside=False) == 1
+    threads, large = engine_args.engine_threads, engine_args.MIN_PARALLEL_PARAMS
+    assert threads(EngineConfig(), large, concurrent=False) == 4
+    assert threads(EngineConfig(), large - 1, concurrent=False) == threads(EngineConfig(), large, concurrent=True) == 1
+    assert threads(EngineConfig(count=2), large, concurrent=False) == 2
+    assert threads(EngineConfig(devices="1,3,5"), large, concurrent=False) == 1
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)  # OMP_NUM_THREADS of the user
-    assert threads(EngineConfig(), large, beside=False) == 5
+    assert threads(EngineConfig(), large, concurrent=False) == 5
     assert (
-        EngineConfig().following("float32", 4).threads == 4
-        and EngineConfig(threads=3).following("float32", 4).threads == 3
+        EngineConfig().with_trainer_defaults("float32", 4).threads == 4
+        and EngineConfig(threads=3).with_trainer_defaults("float32", 4).threads == 3
     )
     for config in engine_args.engine_configs(EngineConfig(count=2, threads=2)):
         assert engine_args.engine_environment(config)["OMP_NUM_THREADS"] == "2"
@@ -60,7 +60,7 @@ def test_engine_uses_cpu_threads_of_waiting_trainer(monkeypatch):
     with pytest.raises(ValueError, match="engine.threads=0 must be"):
         EngineConfig(threads=0)
     monkeypatch.setattr(engine_args, "on_cpu", lambda: False)
-    assert threads(EngineConfig(), large, beside=False) is None
+    assert threads(EngineConfig(), large, concurrent=False) is None
     with pytest.raises(ValueError, match="engine.threads=2 .*null"):
         engine_args.engine_configs(EngineConfig(threads=2))
 
@@ -110,8 +110,8 @@ def test_servers_of_a_pool_are_alike():
     peers = {}
 
     def met(address, **facts):
-        core = ServerCore(EngineConfig(address=address), lambda step: None)
-        core.peers = peers
+        core = ServerBackend(EngineConfig(address=address), lambda step: None)
+        core.server_info = peers
         core.require_alike({"model": "Qwen", "hidden_size": 64, "max_model_len": 512} | facts)
 
     met("http://a:1")
@@ -132,8 +132,8 @@ def test_servers_of_a_pool_are_alike():
 
 def test_the_limits_of_a_pool_survive_a_resume(monkeypatch):
     first = fake_pools.PoolBench(monkeypatch, 2, limit=None)
-    for lane, limit in zip(first.pool.lanes, (11, 22), strict=True):
-        lane.throttle.controller.limit, lane.throttle.controller.known = limit, True
+    for lane, limit in zip(first.pool.replicas, (11, 22), strict=True):
+        lane.throttle.controller.limit, lane.throttle.controller.is_measured = limit, True
     state = first.pool.state_dict()
     assert limits(monkeypatch, 2, state) == [11, 22] and limits(monkeypatch, 3, state) == [11, 22, 11]
     first.buffers.close()
@@ -143,4 +143,4 @@ def limits(monkeypatch, count, state):
     bench = fake_pools.PoolBench(monkeypatch, count, limit=None)
     bench.pool.load_state_dict(state)
     bench.buffers.close()
-    return [lane.throttle.limit for lane in bench.pool.lanes]
+    return [lane.throttle.limit for lane in bench.pool.replicas]

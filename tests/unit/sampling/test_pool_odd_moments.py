@@ -8,8 +8,8 @@ torch = pytest.importorskip("torch")
 
 from helpers.fake_cores import until, weights  # noqa: E402
 from helpers.fake_pools import run, states  # noqa: E402
-from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
-from torchtune_ext.sampling.lane import State  # noqa: E402
+from torchtune_ext.sampling.backend import BackendCrashed  # noqa: E402
+from torchtune_ext.sampling.replica import State  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -53,7 +53,7 @@ def test_pool_with_stale_replica_answers_and_sleeps(monkeypatch):
         bench.now[1].fail = ValueError("not these")
         with pytest.raises(ValueError, match="not these"):
             await bench.publish(weights(1), 1)
-        assert states(bench) == [State.SERVING, State.BEHIND]
+        assert states(bench) == [State.SERVING, State.STALE]
         assert len(await asyncio.wait_for(bench.pool.checksums(), 5)) == 1
         bench.now[1].fail = None
         await asyncio.wait_for(bench.pool.sleep(), 5)
@@ -123,7 +123,7 @@ def test_pool_stats_count_only_serving_replicas(monkeypatch):
         for lane in bench.pool.lanes:
             lane.on_step(type(lane.last_step)(0.1, 3, 2, 0, 0, 0))
         before = bench.pool.stats()
-        bench.prepare_core = lambda core, number: setattr(core, "fail", CoreLost("no"))
+        bench.prepare_core = lambda core, number: setattr(core, "fail", BackendCrashed("no"))
         bench.now[1].kill()
         await until(lambda: states(bench)[1] is State.RETIRED)
         after = bench.pool.stats()

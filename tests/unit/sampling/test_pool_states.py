@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from helpers import fake_pools, virtual_time  # noqa: E402
 from helpers.fake_cores import CONFIG, weights  # noqa: E402
 from torchtune_ext.sampling import weight_buffer  # noqa: E402
-from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
-from torchtune_ext.sampling.records import EngineFailed  # noqa: E402
+from torchtune_ext.sampling.backend import BackendCrashed  # noqa: E402
+from torchtune_ext.sampling.types import EngineFailed  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,7 +32,7 @@ def test_pool_serving_replicas_always_have_published_weights(monkeypatch, seed):
         def fault(core, number):
             kind = rng.choice(["none", "none", "none", "launch", "load", "liar", "old label"])
             if kind in ("launch", "load"):
-                core.fail = CoreLost(kind)
+                core.fail = BackendCrashed(kind)
                 if kind == "load":
                     core.launch = lambda: asyncio.sleep(0.1)
             elif kind == "liar":
@@ -52,9 +52,9 @@ def test_pool_serving_replicas_always_have_published_weights(monkeypatch, seed):
         sums = {}
 
         def look():
-            for lane in bench.pool.lanes:
-                if lane.serves and lane.core is not None and sums:
-                    core = lane.core
+            for lane in bench.pool.replicas:
+                if lane.serves and lane.backend is not None and sums:
+                    core = lane.backend
                     served.append(lane.number)
                     # It may be in the midst of the newest publication, which is not complete yet.
                     assert core.version in (published[0], published[0] - 1, None if published[0] <= 1 else -1)
@@ -63,8 +63,8 @@ def test_pool_serving_replicas_always_have_published_weights(monkeypatch, seed):
         await bench.start()
         bench.prepare_core = fault
         served, published = [], [0]
-        for lane in bench.pool.lanes:
-            lane.become = lambda *change, become=lane.become: (become(*change), look())
+        for lane in bench.pool.replicas:
+            lane.set_state = lambda *change, become=lane.set_state: (become(*change), look())
         drawn, failed = [], None
         try:
             for version in range(1, 13):
@@ -72,22 +72,22 @@ def test_pool_serving_replicas_always_have_published_weights(monkeypatch, seed):
                 sums[version] = {name: weight_buffer.checksum(tensor) for name, tensor in tensors}
                 published[0] = version
                 await bench.publish(tensors, version)
-                for lane in bench.pool.lanes:
+                for lane in bench.pool.replicas:
                     if lane.serves:
-                        assert lane.core.version == version and lane.core.sums == sums[version]
-                work = [asyncio.ensure_future(bench.pool.draw(bench.group([version, i], 3, 30))) for i in range(8)]
+                        assert lane.backend.version == version and lane.backend.sums == sums[version]
+                work = [asyncio.ensure_future(bench.pool.generate(bench.group([version, i], 3, 30))) for i in range(8)]
                 for _ in range(rng.randint(0, 3)):
                     await asyncio.sleep(rng.random())
-                    lane = rng.choice(bench.pool.lanes)
-                    if lane.core is not None:
-                        lane.core.kill()
-                        await lane.core.stop()
+                    lane = rng.choice(bench.pool.replicas)
+                    if lane.backend is not None:
+                        lane.backend.kill()
+                        await lane.backend.stop()
                 for group in await asyncio.gather(*work):
                     drawn += group
                     assert {int(v) for c in group for v in c.versions} <= {version}
         except EngineFailed as error:
             failed = error  # all three were retired: that is allowed, and nothing else
-            assert not bench.pool.left
+            assert not bench.pool.active_replicas
         await bench.pool.close()
         bench.buffers.close()
         return len(drawn), len(served), failed
@@ -114,13 +114,13 @@ def test_pool_replica_without_step_progress_is_replaced(monkeypatch):
             await asyncio.sleep(3600)
 
         wedged.step = stand_still
-        work = [asyncio.ensure_future(bench.pool.draw(bench.group([i], 2))) for i in range(2)]
+        work = [asyncio.ensure_future(bench.pool.generate(bench.group([i], 2))) for i in range(2)]
         began = asyncio.get_running_loop().time()
         while not all(task.done() for task in work):
             await asyncio.sleep(0.01)
         took = asyncio.get_running_loop().time() - began
         assert 4 * CONFIG.probe_deadline_s < took < 6 * CONFIG.probe_deadline_s
-        assert "made no step" in bench.pool.lanes[0].cause
+        assert "made no step" in bench.pool.replicas[0].failure_cause
         await bench.pool.close()
         bench.buffers.close()
 

@@ -7,14 +7,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torchtune_ext.sampling.calls import Step  # noqa: E402
-from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
-from torchtune_ext.sampling.vllm_core import VLLMCore  # noqa: E402
+from torchtune_ext.sampling.backend import EngineStepStats  # noqa: E402
+from torchtune_ext.sampling.types import EngineConfig  # noqa: E402
+from torchtune_ext.sampling.vllm_backend import VLLMBackend  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import WeightBuffer  # noqa: E402
 
 
-class Core(VLLMCore):
-    dead = False
+class Core(VLLMBackend):
+    is_dead = False
 
     async def rpc(self, method, /, **arguments):
         return True
@@ -27,12 +27,14 @@ def test_preemptions_of_a_pause_are_not_counted(way, waiting, counted):
     steps, weights = [], WeightBuffer()
     weights.write([("a", torch.zeros(2))])
     core = Core(EngineConfig(kv_on_publish=way), lambda step: steps.append(step.preempted))
-    core.calls = dict.fromkeys("abcde")  # five requests are in flight
-    step = Step(usage=0.5, running=3, waiting=waiting, preempted=0, prefix_queries=0, prefix_hits=0)
-    core.count(step)
+    core.requests = dict.fromkeys("abcde")  # five requests are in flight
+    step = EngineStepStats(usage=0.5, running=3, waiting=waiting, preempted=0, prefix_queries=0, prefix_hits=0)
+    core.report_step(step)
     asyncio.run(core.load([weights], 1))
     weights.close()
-    core.count(replace(step, preempted=3))  # three of them run again
-    core.count(replace(step, preempted=4))  # the others, if they had run, and some that a full cache has thrown out
-    core.count(replace(step, preempted=1))
+    core.report_step(replace(step, preempted=3))  # three of them run again
+    core.report_step(
+        replace(step, preempted=4)
+    )  # the others, if they had run, and some that a full cache has thrown out
+    core.report_step(replace(step, preempted=1))
     assert steps == [0, *counted]

@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from helpers.fake_cores import CONFIG, Bench, FakeCore, run, until  # noqa: E402
-from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
-from torchtune_ext.sampling.records import EngineFailed, WeightsIncomplete  # noqa: E402
+from torchtune_ext.sampling.backend import BackendCrashed  # noqa: E402
+from torchtune_ext.sampling.types import EngineFailed, WeightsIncomplete  # noqa: E402
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -23,7 +23,7 @@ def dies(core):
 def hangs(core):
     """A request is under way, there was no step for long, and the engine does not answer a ping."""
     core.calls = {"1": SimpleNamespace()}
-    core.sign_of_life, core.fail = 0.0, CoreLost("did not answer")
+    core.sign_of_life, core.fail = 0.0, BackendCrashed("did not answer")
 
 
 @pytest.mark.parametrize("way", [dies, hangs])
@@ -48,7 +48,7 @@ def test_failed_restart_is_retried_up_to_limit(moment):
         await bench.lane.load()
 
         def break_it(core):
-            core.fail = CoreLost("as it comes up")
+            core.fail = BackendCrashed("as it comes up")
             if moment == "load":
                 core.launch = lambda: asyncio.sleep(0)
 
@@ -88,7 +88,7 @@ def test_the_failure_of_the_first_start_is_final():
         bench.prepare_core = dies
         await bench.start()
         with pytest.raises(EngineFailed, match="(?s)did not start: killed.*the fake's log"):
-            await bench.lane.awake()
+            await bench.lane.wait_awake()
         assert len(bench.lives) == 1 and bench.lives[0].stops == 1
         await bench.lane.close()
 
@@ -146,7 +146,7 @@ def test_closed_while_the_next_engine_is_made():
 
 def test_replica_crash_at_sleep_is_replaced_and_sleeps():
     async def scenario(bench):
-        bench.lives[0].fail = CoreLost("frozen")
+        bench.lives[0].fail = BackendCrashed("frozen")
         await bench.lane.sleep()
         assert len(bench.lives) == 2 and bench.lives[1].asleep == 1
 

@@ -10,10 +10,10 @@ torch = pytest.importorskip("torch")
 aiohttp = pytest.importorskip("aiohttp")
 
 from torchtune_ext.sampling import server as server_module  # noqa: E402
-from torchtune_ext.sampling.calls import Call, CoreLost  # noqa: E402
-from torchtune_ext.sampling.records import EngineConfig, SamplingConfig  # noqa: E402
-from torchtune_ext.sampling.server import ServerCore  # noqa: E402
+from torchtune_ext.sampling.backend import BackendCrashed, EngineRequest  # noqa: E402
+from torchtune_ext.sampling.server import ServerBackend  # noqa: E402
 from torchtune_ext.sampling.server_command import KEY_VARIABLE  # noqa: E402
+from torchtune_ext.sampling.types import EngineConfig, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import WeightBuffer  # noqa: E402
 
 KEY = "0123456789abcdef-the-right-key"
@@ -22,7 +22,7 @@ KEY = "0123456789abcdef-the-right-key"
 @pytest.fixture
 def core(monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, KEY)
-    core = ServerCore(EngineConfig(address="http://127.0.0.1:1", probe_deadline_s=1.0), lambda step: None)
+    core = ServerBackend(EngineConfig(address="http://127.0.0.1:1", probe_deadline_s=1.0), lambda step: None)
     core.configure()
     return core
 
@@ -62,8 +62,8 @@ def test_server_aborted_request_raises_without_completion(core):
             yield {"choices": [choice | {"finish_reason": "abort"}]}
 
         core._open = parts
-        with pytest.raises(CoreLost, match="ended a request before it was done"):
-            await core.generate(Call([1, 2], SamplingConfig(max_tokens=8), 3, id="a"))
+        with pytest.raises(BackendCrashed, match="ended a request before it was done"):
+            await core.generate(EngineRequest([1, 2], SamplingConfig(max_tokens=8), 3, id="a"))
 
     asyncio.run(scenario())
 
@@ -80,11 +80,11 @@ def test_server_invalid_http_error_hides_key(core):
         async with aiohttp.ClientSession() as session:
             core._session = session
             for call in (core._request("GET", "/metrics"), core._check_guard()):
-                with pytest.raises(CoreLost, match="no connection to .*: .*Error: ") as caught:
+                with pytest.raises(BackendCrashed, match="no connection to .*: .*Error: ") as caught:
                     await call
                 text = "".join(traceback.format_exception(caught.value)) + str(caught.value) + repr(caught.value)
                 assert KEY not in text and "Authorization" not in text
-        with pytest.raises(CoreLost, match="Session is closed"):
+        with pytest.raises(BackendCrashed, match="Session is closed"):
             await core._check_guard()
         listener.close()
 
@@ -93,18 +93,18 @@ def test_server_invalid_http_error_hides_key(core):
 
 @pytest.mark.parametrize("reply", ["vllm:num_requests_running{} many", {"not": "a text"}])
 def test_server_unreadable_metrics_set_error(core, monkeypatch, reply):
-    monkeypatch.setattr(server_module, "METRICS_S", 0.01)
+    monkeypatch.setattr(server_module, "METRICS_INTERVAL_S", 0.01)
     answers(monkeypatch, core, {"/metrics": reply})
     asyncio.run(asyncio.wait_for(core._poll_metrics(), 5))
     assert core.broken is not None
 
 
 def test_server_only_memory_error_requires_same_machine(core, monkeypatch, weights):
-    lost = CoreLost("/init_weight_transfer_engine failed (500): the engine is dead")
+    lost = BackendCrashed("/init_weight_transfer_engine failed (500): the engine is dead")
     answers(monkeypatch, core, {"/init_weight_transfer_engine": lost})
-    with pytest.raises(CoreLost, match="the engine is dead"):
+    with pytest.raises(BackendCrashed, match="the engine is dead"):
         asyncio.run(core.load([weights], 1))
-    unread = CoreLost("failed (500): cannot read the trainer's weights at /proc/7/fd/8: vLLM has to run")
+    unread = BackendCrashed("failed (500): cannot read the trainer's weights at /proc/7/fd/8: vLLM has to run")
     answers(monkeypatch, core, {"/init_weight_transfer_engine": unread})
     with pytest.raises(ValueError, match="has to run on this machine"):
         asyncio.run(core.load([weights], 1))
@@ -113,14 +113,14 @@ def test_server_only_memory_error_requires_same_machine(core, monkeypatch, weigh
 def test_server_failed_cache_clear_ends_connection(core, monkeypatch, weights):
     """The server says so in a body, with status 200."""
     paths = answers(monkeypatch, core, {CLEAR: {"success": False}})
-    with pytest.raises(CoreLost, match="refused to clear its KV cache"):
+    with pytest.raises(BackendCrashed, match="refused to clear its KV cache"):
         asyncio.run(core.load([weights], 1))
     assert "/update_weights" not in paths and "/resume" not in paths
 
 
 def test_server_update_refused_midway_crashes_backend(core, monkeypatch, weights):
     paths = answers(monkeypatch, core, {"/update_weights": ValueError("no such route")})
-    with pytest.raises(CoreLost, match="refused an update that had begun: no such route"):
+    with pytest.raises(BackendCrashed, match="refused an update that had begun: no such route"):
         asyncio.run(core.load([weights], 1))
     assert "/resume" not in paths
 
@@ -134,13 +134,16 @@ def test_server_kept_cache_is_invisible_to_later_requests(core, monkeypatch, wei
 
 def test_server_update_left_active_is_finished_first(core, monkeypatch, weights):
     active = "failed (500): start_weight_update called while a weight update is already active. Call finish"
-    paths = answers(monkeypatch, core, {"/start_weight_update": [CoreLost(active), {}]})
+    paths = answers(monkeypatch, core, {"/start_weight_update": [BackendCrashed(active), {}]})
     asyncio.run(core.load([weights], 1))
     start, finish = "/start_weight_update", "/finish_weight_update"
     assert [path for path in paths if "weight" in path][1:] == [start, finish, start, "/update_weights", finish]
-    stuck = {"/start_weight_update": [CoreLost(active)], "/finish_weight_update": CoreLost("failed (500): no")}
+    stuck = {
+        "/start_weight_update": [BackendCrashed(active)],
+        "/finish_weight_update": BackendCrashed("failed (500): no"),
+    }
     answers(monkeypatch, core, stuck)
-    with pytest.raises(CoreLost, match="cannot be finished; start the server again"):
+    with pytest.raises(BackendCrashed, match="cannot be finished; start the server again"):
         asyncio.run(core.load([weights], 1))
 
 

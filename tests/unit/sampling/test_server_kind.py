@@ -8,11 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torchtune_ext.sampling import early  # noqa: E402
-from torchtune_ext.sampling.engine_args import LOADER, on_cpu, transfer_of  # noqa: E402
-from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
-from torchtune_ext.sampling.server import ServerCore  # noqa: E402
+from torchtune_ext.sampling import prestart  # noqa: E402
+from torchtune_ext.sampling.engine_args import LOADER, on_cpu, resolve_transfer  # noqa: E402
+from torchtune_ext.sampling.server import ServerBackend  # noqa: E402
 from torchtune_ext.sampling.server_command import KEY_VARIABLE, server_command  # noqa: E402
+from torchtune_ext.sampling.types import EngineConfig  # noqa: E402
 
 ADDRESS = "http://node2:8000"
 
@@ -44,15 +44,15 @@ def report(**changes):
 
 
 def check(config, **changes):
-    core = ServerCore(config, lambda step: None)
-    core.how = lambda: "THE COMMAND"
-    core.learn(report(**changes))
+    core = ServerBackend(config, lambda step: None)
+    core.start_command = lambda: "THE COMMAND"
+    core.check_server_info(report(**changes))
     return core
 
 
 def test_matching_server_reports_its_properties():
     core = check(EngineConfig(address=ADDRESS, lora_rank=8))
-    assert core.peers[ADDRESS] == dict(model="m", vocab_size=512, max_model_len=4096, dtype="auto")
+    assert core.server_info[ADDRESS] == dict(model="m", vocab_size=512, max_model_len=4096, dtype="auto")
     assert (core.transfer, core.workers, core.cache_tokens, core.block, core.vocabulary) == ("gloo", 2, 320, 32, 512)
     assert check(EngineConfig(address=ADDRESS, transfer="gloo")).transfer == "gloo"
 
@@ -103,13 +103,13 @@ def test_nccl_between_cpu_and_gpu_is_refused(monkeypatch, there, here, place):
 
 def test_on_cpu_follows_vllm_build_not_torch(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(early, "version", lambda name: "0.32.0")
+    monkeypatch.setattr(prestart, "version", lambda name: "0.32.0")
     assert on_cpu.__wrapped__()
 
     def none(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(early, "version", none)
+    monkeypatch.setattr(prestart, "version", none)
     assert not on_cpu.__wrapped__()
     monkeypatch.setattr(torch.version, "cuda", None)
     assert on_cpu.__wrapped__()
@@ -131,9 +131,9 @@ def test_remote_server_listens_there_and_uses_network_transfer(monkeypatch):
     command, _environ = server_command("model", config)
     assert command[0] == sys.executable and value(command, "--host") == "0.0.0.0" and value(command, "--port") == "9000"
     assert json.loads(value(command, "--weight-transfer-config")) == {"backend": "gloo"}
-    assert transfer_of(EngineConfig()) == transfer_of(EngineConfig(address="http://localhost:1")) == "shm"
+    assert resolve_transfer(EngineConfig()) == resolve_transfer(EngineConfig(address="http://localhost:1")) == "shm"
     engine_on(monkeypatch, cpu=False)
-    assert transfer_of(config) == "nccl"
+    assert resolve_transfer(config) == "nccl"
     # It would keep NCCL, and so the group with the sender, on loopback.
     assert "NCCL_SOCKET_IFNAME" not in server_command("model", config)[1]
 

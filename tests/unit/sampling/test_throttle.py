@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from torchtune_ext.sampling.records import Priority
-from torchtune_ext.sampling.throttle import MAX_GROWTH, TARGET, Controller, Throttle
+from torchtune_ext.sampling.throttle import MAX_GROWTH, TARGET_KV_USAGE, ConcurrencyController, Throttle
+from torchtune_ext.sampling.types import Priority
 
 
 class Cache:
@@ -67,9 +67,9 @@ def groups(prompts, samples, prompt, lengths, first=0):
 
 def fixed_steps(blocks, size, requests):
     """Steps and preemptions with a fixed number in flight."""
-    controller = Controller(ceiling=10**6, limit=size)
-    controller.step = lambda *args: None
-    controller.done = lambda: None
+    controller = ConcurrencyController(ceiling=10**6, limit=size)
+    controller.observe = lambda *args: None
+    controller.on_finished = lambda: None
     steps, preemptions, _ = run(Cache(blocks), controller, requests)
     return steps, preemptions
 
@@ -81,8 +81,8 @@ def test_throttle_equal_lengths_near_best_without_preemption(blocks):
     fixed = [fixed_steps(blocks, size, requests) for size in (8, 16, 24, 32, 40, 48, 64, 96, 128, 192)]
     best = min(steps for steps, preemptions in fixed if not preemptions)
     assert any(preemptions for _, preemptions in fixed), "the cache is not too small"
-    cache, controller = Cache(blocks), Controller(ceiling=256)
-    controller.expect(blocks * 32, 300, 128, 16, 32)
+    cache, controller = Cache(blocks), ConcurrencyController(ceiling=256)
+    controller.set_initial_limit(blocks * 32, 300, 128, 16, 32)
     for _ in range(6):
         steps, preemptions, _ = run(cache, controller, requests)
         assert preemptions == 0
@@ -97,8 +97,8 @@ def test_throttle_unknown_lengths_limit_adapts(seed):
         groups(16, 16, 300, np.minimum(2000, 1 + generator.geometric(1 / 120, 256)), first=100 * number)
         for number in range(14)
     ]
-    cache, controller = Cache(512), Controller(ceiling=256)
-    controller.expect(512 * 32, 300, 2000, 16, 32)
+    cache, controller = Cache(512), ConcurrencyController(ceiling=256)
+    controller.set_initial_limit(512 * 32, 300, 2000, 16, 32)
     first = controller.limit
     assert first <= 8
     for batch in batches[:2]:
@@ -116,7 +116,7 @@ def test_throttle_unknown_lengths_limit_adapts(seed):
 
 def test_longer_completions_shrink_the_limit():
     """Training makes answers four times longer: at most a few preemptions, then none."""
-    cache, controller = Cache(512), Controller(ceiling=256)
+    cache, controller = Cache(512), ConcurrencyController(ceiling=256)
     generator = np.random.default_rng(0)
     for number in range(4):
         run(cache, controller, groups(16, 16, 100, generator.integers(60, 100, 256), first=100 * number))
@@ -131,90 +131,90 @@ def test_longer_completions_shrink_the_limit():
 
 def test_one_excess_shrinks_once():
     """A burst of preemptions follows from one limit that was too high, and costs one reduction."""
-    controller = Controller(ceiling=256, limit=100)
+    controller = ConcurrencyController(ceiling=256, limit=100)
     for running in (100, 99, 98, 97):
-        controller.step(1.0, running, 100 - running, 1, True)
-    assert controller.limit == 85 and controller.target == pytest.approx(TARGET - 0.04)
-    controller.step(0.8, 60, 0, 0, True)
-    controller.step(1.0, 85, 0, 2, True)
+        controller.observe(1.0, running, 100 - running, 1, True)
+    assert controller.limit == 85 and controller.target == pytest.approx(TARGET_KV_USAGE - 0.04)
+    controller.observe(0.8, 60, 0, 0, True)
+    controller.observe(1.0, 85, 0, 2, True)
     assert controller.limit == 72
 
 
 def test_throttle_initial_limit_fits_longest_expected_group():
     """A cache of 100 blocks, 92 to be used; a completion of up to 32 tokens takes one, of up to 320 tokens ten."""
-    controller = Controller(ceiling=256)
-    controller.expect(3200, 1, 31, 4, 32)
-    assert controller.limit == controller.allowed == 92
-    controller.expect(3200, 1, 319, 4, 32)
-    controller.expect(3200, 1, 31, 4, 32)
-    assert controller.limit == controller.allowed == 9
+    controller = ConcurrencyController(ceiling=256)
+    controller.set_initial_limit(3200, 1, 31, 4, 32)
+    assert controller.limit == controller.current_limit == 92
+    controller.set_initial_limit(3200, 1, 319, 4, 32)
+    controller.set_initial_limit(3200, 1, 31, 4, 32)
+    assert controller.limit == controller.current_limit == 9
     for _ in range(9):
-        controller.step(0.46, 9, 0, 0, True)
-        controller.done()
+        controller.observe(0.46, 9, 0, 0, True)
+        controller.on_finished()
     assert controller.limit == 18, "measured: nine took half of it"
-    controller.expect(3200, 1, 319, 4, 32)
+    controller.set_initial_limit(3200, 1, 319, 4, 32)
     assert controller.limit == 18
 
 
 def test_throttle_idle_step_leaves_controller_unchanged():
     """As after a pause, whatever the other counters say: above all it is no error."""
-    controller = Controller(ceiling=256, limit=100)
+    controller = ConcurrencyController(ceiling=256, limit=100)
     before = controller.state_dict()
-    controller.step(0.0, 0, 100, 100, True)
-    assert controller.state_dict() == before and not controller.settling and controller.allowed == 100
+    controller.observe(0.0, 0, 100, 100, True)
+    assert controller.state_dict() == before and not controller.is_draining and controller.current_limit == 100
 
 
 def test_growth_needs_demand_room_and_is_bounded():
     def after_round(usage, running, waiting, blocked, limit=10, ceiling=1000):
-        controller = Controller(ceiling=ceiling, limit=limit)
+        controller = ConcurrencyController(ceiling=ceiling, limit=limit)
         for _ in range(limit):
-            controller.step(usage, running, waiting, 0, blocked)
-            controller.done()
+            controller.observe(usage, running, waiting, 0, blocked)
+            controller.on_finished()
         return controller.limit
 
-    assert after_round(0.5, 10, 0, True) == math.floor(10 * TARGET / 0.5)
+    assert after_round(0.5, 10, 0, True) == math.floor(10 * TARGET_KV_USAGE / 0.5)
     assert after_round(0.01, 10, 0, True) == 10 * MAX_GROWTH
     assert after_round(0.01, 10, 0, True, ceiling=25) == 25
     assert after_round(0.5, 10, 0, False) == 10  # nobody waits
     assert after_round(0.5, 3, 0, True) == 10  # 3 used half of it: 10 would be too many, but nothing is wrong yet
     assert after_round(0.99, 10, 0, True) == 9  # close to the brim
-    assert after_round(TARGET, 10, 5, True) == 10
+    assert after_round(TARGET_KV_USAGE, 10, 5, True) == 10
 
 
 def test_state_survives_a_checkpoint():
-    controller = Controller(ceiling=256, limit=100)
-    controller.step(1.0, 100, 3, 1, True)
-    other = Controller(ceiling=256)
+    controller = ConcurrencyController(ceiling=256, limit=100)
+    controller.observe(1.0, 100, 3, 1, True)
+    other = ConcurrencyController(ceiling=256)
     other.load_state_dict(controller.state_dict())
-    assert (other.limit, other.target, other.known) == (85, controller.target, True)
-    other.expect(10**6, 10, 10, 1, 32)
+    assert (other.limit, other.target, other.is_measured) == (85, controller.target, True)
+    other.set_initial_limit(10**6, 10, 10, 1, 32)
     assert other.limit == 85
-    small = Controller(ceiling=16)
+    small = ConcurrencyController(ceiling=16)
     small.load_state_dict(controller.state_dict())
     assert small.limit == 16
 
 
 def test_throttle_is_fair_and_bounded():
     async def scenario():
-        throttle, order, most = Throttle(Controller(1), 3), [], 0
+        throttle, order, most = Throttle(ConcurrencyController(1), 3), [], 0
 
         async def work(number):
             nonlocal most
             await throttle.acquire(Priority.SAMPLE)
             order.append(number)
-            most = max(most, throttle.held)
+            most = max(most, throttle.num_held)
             await asyncio.sleep(0)
             throttle.release()
 
         await asyncio.wait_for(asyncio.gather(*[work(number) for number in range(50)]), 5)
-        assert order == list(range(50)) and most == 3 and throttle.held == 0 and not throttle.blocked
+        assert order == list(range(50)) and most == 3 and throttle.num_held == 0 and not throttle.has_waiters
 
     asyncio.run(scenario())
 
 
 def test_throttle_admits_canary_then_evaluation_before_samples():
     async def scenario():
-        throttle, order = Throttle(Controller(1), 2), []
+        throttle, order = Throttle(ConcurrencyController(1), 2), []
 
         async def work(priority, number):
             await throttle.acquire(priority)
@@ -227,7 +227,7 @@ def test_throttle_admits_canary_then_evaluation_before_samples():
         await asyncio.sleep(0)
         for number in range(2):
             await asyncio.wait_for(work(Priority.CANARY, number), 0.1)
-        assert throttle.held == 4 and order[2:] == [(Priority.CANARY, 0), (Priority.CANARY, 1)]
+        assert throttle.num_held == 4 and order[2:] == [(Priority.CANARY, 0), (Priority.CANARY, 1)]
         queued[4].cancel()  # the first of the evaluation
         for _ in range(2):
             throttle.release()
@@ -237,18 +237,18 @@ def test_throttle_admits_canary_then_evaluation_before_samples():
             throttle.release()
             await asyncio.sleep(0)
         assert order[4:] == [(Priority.EVALUATION, n) for n in (1, 2)] + [(Priority.SAMPLE, n) for n in (2, 3, 4, 5)]
-        assert throttle.held == 2 and not throttle.blocked
+        assert throttle.num_held == 2 and not throttle.has_waiters
 
     asyncio.run(scenario())
 
 
 def test_throttle_resizes_while_in_use():
     async def scenario():
-        throttle = Throttle(Controller(1))
+        throttle = Throttle(ConcurrencyController(1))
         await throttle.acquire(Priority.SAMPLE)
         waiters = [asyncio.create_task(throttle.acquire(Priority.SAMPLE)) for _ in range(4)]
         await asyncio.sleep(0)
-        assert throttle.blocked and throttle.held == 1
+        assert throttle.has_waiters and throttle.num_held == 1
         throttle.fixed = 3
         throttle.admit()
         await asyncio.sleep(0)
@@ -257,7 +257,7 @@ def test_throttle_resizes_while_in_use():
         throttle.release()
         throttle.release()
         await asyncio.sleep(0)
-        assert throttle.held == 1 and not waiters[2].done()
+        assert throttle.num_held == 1 and not waiters[2].done()
         throttle.release()
         await asyncio.sleep(0)
         assert waiters[2].done() and not waiters[3].done()
@@ -268,23 +268,23 @@ def test_throttle_resizes_while_in_use():
 
 def test_throttle_cancelled_waiter_keeps_its_slot_available():
     async def scenario():
-        throttle = Throttle(Controller(1))
+        throttle = Throttle(ConcurrencyController(1))
         await throttle.acquire(Priority.SAMPLE)
         waiting, next_one = (asyncio.create_task(throttle.acquire(Priority.SAMPLE)) for _ in range(2))
         await asyncio.sleep(0)
         throttle.release()  # gives the place to `waiting`...
         waiting.cancel()  # ...which is cancelled before it has run
         await asyncio.wait_for(next_one, 5)
-        assert waiting.cancelled() and throttle.held == 1
+        assert waiting.cancelled() and throttle.num_held == 1
         throttle.release()
-        assert throttle.held == 0
+        assert throttle.num_held == 0
 
     asyncio.run(scenario())
 
 
 def test_throttle_withdraws_waiters_moved_elsewhere():
     async def scenario():
-        throttle = Throttle(Controller(1))
+        throttle = Throttle(ConcurrencyController(1))
         assert await throttle.acquire(Priority.SAMPLE)
         waits = [Priority.SAMPLE, Priority.EVALUATION, Priority.SAMPLE]
         tasks = [asyncio.ensure_future(throttle.acquire(priority)) for priority in waits]
@@ -293,7 +293,7 @@ def test_throttle_withdraws_waiters_moved_elsewhere():
         throttle.withdraw()
         done = await asyncio.gather(*tasks, return_exceptions=True)
         assert done[0] is done[1] is False and isinstance(done[2], asyncio.CancelledError)
-        assert throttle.held == 1 and not throttle.blocked
+        assert throttle.num_held == 1 and not throttle.has_waiters
         throttle.release()
         assert await throttle.acquire(Priority.SAMPLE)
 

@@ -16,12 +16,12 @@ torch = pytest.importorskip("torch")
 aiohttp = pytest.importorskip("aiohttp")
 
 from helpers import weight_server  # noqa: E402
-from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
-from torchtune_ext.sampling.courier import Courier  # noqa: E402
-from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
-from torchtune_ext.sampling.server import ServerCore  # noqa: E402
+from torchtune_ext.sampling.backend import BackendCrashed  # noqa: E402
+from torchtune_ext.sampling.server import ServerBackend  # noqa: E402
 from torchtune_ext.sampling.server_command import KEY_VARIABLE  # noqa: E402
+from torchtune_ext.sampling.types import EngineConfig  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import WeightBuffer, checksum  # noqa: E402
+from torchtune_ext.sampling.weight_sender import WeightSender  # noqa: E402
 
 KEY = "the-key-of-these-servers"
 SESSIONS = []
@@ -50,13 +50,13 @@ class WeightServer:
         self.process.wait(10)
         self.process.stdout.close()
 
-    def core(self, **settings) -> ServerCore:
+    def core(self, **settings) -> ServerBackend:
         """A connection, as `ServerCore.launch` leaves it."""
         settings = {"rpc_deadline_s": DEADLINE_S, "probe_deadline_s": 5.0} | settings
-        core = ServerCore(EngineConfig(address=self.url, **settings), lambda step: None)
+        core = ServerBackend(EngineConfig(address=self.url, **settings), lambda step: None)
         core.configure()
         core._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
-        core.transfer, core.life = "gloo", str(self.life)
+        core.transfer, core.connection_id = "gloo", str(self.life)
         SESSIONS.append(core._session)
         return core
 
@@ -89,7 +89,7 @@ def weights():
         ("s", torch.ones(1, 1)),
     ]
     buffer.write(buffer.named)
-    buffer.sums = {name: checksum(tensor) for name, tensor in buffer.named}
+    buffer.checksums = {name: checksum(tensor) for name, tensor in buffer.named}
     buffer.version = 1
     yield buffer
     buffer.close()
@@ -100,7 +100,7 @@ def with_courier(tmp_path, monkeypatch, scenario):
     monkeypatch.setenv(KEY_VARIABLE, KEY)
 
     async def run():
-        courier = Courier(tmp_path / "sender.log")
+        courier = WeightSender(tmp_path / "sender.log")
         try:
             return await scenario(courier)
         finally:
@@ -164,7 +164,9 @@ def test_weight_sender_killed_at_deadline_others_get_weights(pair, weights, tmp_
         began = time.monotonic()
         lost, fine = await both(courier, [stalled, good], weights, 2)
         assert time.monotonic() - began >= DEADLINE_S
-        assert fine is None and isinstance(lost, CoreLost) and "did not bring version 2 to the server" in str(lost)
+        assert (
+            fine is None and isinstance(lost, BackendCrashed) and "did not bring version 2 to the server" in str(lost)
+        )
         assert sender_pid(courier) != sender and not Path(f"/proc/{sender}").exists()
         assert good.ask("/state")["version"] == "2" and stalled.ask("/state")["version"] == "1"
 
@@ -197,7 +199,7 @@ def test_weight_sender_killed_in_transfer_is_replaced(pair, weights, tmp_path, m
             await asyncio.sleep(0.05)
         assert sender_pid(courier) > 1
         os.kill(sender_pid(courier), signal.SIGKILL)
-        with pytest.raises(CoreLost, match="sender was killed by SIGKILL"):
+        with pytest.raises(BackendCrashed, match="sender was killed by SIGKILL"):
             await work
         await courier.deliver(pair[0].core(), weights, 6)
         assert pair[0].ask("/state")["version"] == "6"
@@ -211,7 +213,7 @@ def test_weight_sender_server_crash_affects_no_other(servers, pair, weights, tmp
 
     async def scenario(courier):
         lost, fine = await both(courier, [mortal, pair[0]], weights, 11)
-        assert fine is None and isinstance(lost, CoreLost)
+        assert fine is None and isinstance(lost, BackendCrashed)
         assert pair[0].ask("/state")["version"] == "11" and pair[0].ask("/state")["sums"] == weights.sums
 
     with_courier(tmp_path, monkeypatch, scenario)
@@ -226,6 +228,6 @@ def test_weight_sender_close_cancels_running_transfer(pair, weights, tmp_path, m
         assert not under_way.done()
         await courier.stop()
         first, second = await under_way
-        assert isinstance(first, CoreLost) and "the engine was closed" in str(second)
+        assert isinstance(first, BackendCrashed) and "the engine was closed" in str(second)
 
     with_courier(tmp_path, monkeypatch, scenario)

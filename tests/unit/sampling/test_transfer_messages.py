@@ -7,8 +7,8 @@ torch = pytest.importorskip("torch")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from torchtune_ext.sampling.broadcast import chunks  # noqa: E402
-from torchtune_ext.sampling.weight_buffer import WeightBuffer, checksum, memory_of, views  # noqa: E402
+from torchtune_ext.sampling.broadcast import iter_chunks  # noqa: E402
+from torchtune_ext.sampling.weight_buffer import WeightBuffer, checksum, iter_views, map_memory  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
 SHAPES = st.lists(st.integers(0, 9), max_size=3)
@@ -24,9 +24,9 @@ def test_transfer_receiver_finds_all_tensors_at_their_offsets(kinds, limit):
     buffer = WeightBuffer()
     try:
         buffer.write(named)
-        memory, tensors = memory_of(buffer.address()["path"]), {}
-        for begin, end, manifest in chunks(buffer.manifest, limit):
-            here = dict(views(memory[begin:end].clone(), manifest))
+        memory, tensors = map_memory(buffer.address()["path"]), {}
+        for begin, end, manifest in iter_chunks(buffer.manifest, limit):
+            here = dict(iter_views(memory[begin:end].clone(), manifest))
             # Only the last tensor of a piece reaches the limit.
             ends = [offset + t.nbytes for offset, t in zip(manifest["offsets"], here.values(), strict=True)]
             assert all(each < limit for each in ends[:-1]) and ends[-1] == end - begin

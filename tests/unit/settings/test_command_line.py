@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from torchtune_ext.settings.command_line import quiet_end
+from torchtune_ext.settings.command_line import shorten_rank_failures
 
 
 def test_torchrun_exit_status_is_first_failed_rank(tmp_path, capsys):
@@ -32,10 +32,10 @@ def test_torchrun_exit_status_is_first_failed_rank(tmp_path, capsys):
         (SignalException("stopped", signal.SIGTERM), 143, ""),
         (SignalException("stopped", signal.SIGINT), 130, ""),
     ):
-        with pytest.raises(SystemExit) as left, quiet_end():
+        with pytest.raises(SystemExit) as left, shorten_rank_failures():
             raise error
         assert left.value.code == status
         printed = capsys.readouterr().err
         assert printed.startswith(message) and bool(printed) == bool(message)
-    with pytest.raises(KeyError), quiet_end():
+    with pytest.raises(KeyError), shorten_rank_failures():
         raise KeyError("a bug")

@@ -15,13 +15,13 @@ import pytest
 from omegaconf import MISSING, OmegaConf
 from pydantic.dataclasses import dataclass
 
-from torchtune_ext.objective.loss import PolicyLoss, needs_of
+from torchtune_ext.objective.loss import PolicyLoss, loss_requirements
 from torchtune_ext.recipes import evaluate, grpo, warmup_sft
-from torchtune_ext.settings.config import load_config, named_paths, record
+from torchtune_ext.settings.config import load_config, named_paths, settings_snapshot
 from torchtune_ext.settings.records import RECORD, nested_record, option_fields
-from torchtune_ext.setup.settings import check_needs
-from torchtune_ext.training.checkpoints import NO_NEWS
-from torchtune_ext.training.replay import APART
+from torchtune_ext.setup.config_checks import check_needs
+from torchtune_ext.training.checkpoints import ALWAYS_DIFFERENT_KEYS
+from torchtune_ext.training.replay import IGNORED_KEYS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -42,7 +42,7 @@ def of_environment(monkeypatch, text, cli=()):
     monkeypatch.delenv("TTE_NOTHING", raising=False)
     needed = {key: value for key, value in NEEDED.items() if f"\n{key}:" not in f"\n{text}"}
     cfg = load_config(grpo.Config, OmegaConf.merge(needed, OmegaConf.create(text), OmegaConf.from_dotlist(list(cli))))
-    kept = record(cfg)
+    kept = settings_snapshot(cfg)
     assert "s3cret" not in json.dumps(kept) and "torchtune_ext.env" not in json.dumps(kept)
     return cfg, kept
 
@@ -102,7 +102,7 @@ def test_given_key_leaves_other_defaults_of_its_mapping():
     needed = {key: value for key, value in needed.items() if key not in ("max_steps", "sampling")}
     cfg = load_config(warmup_sft.Config, OmegaConf.create(needed | {"schedule": {"decay": "linear"}}))
     assert (cfg.schedule.decay, cfg.schedule.warmup) == ("linear", 20)  # the recipe's default, not the record's
-    assert record(cfg)["schedule"] == {"decay": "linear"}
+    assert settings_snapshot(cfg)["schedule"] == {"decay": "linear"}
 
 
 def test_reference_names_key_with_default_only():
@@ -122,7 +122,7 @@ def test_component_with_secret_can_be_switched_off(monkeypatch):
     monkeypatch.setenv("TTE_TOKEN", "s3cret")
     off = {"evaluation": {"task": {"_component_": None, "key": "${oc.env:TTE_TOKEN}"}}}
     cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, **off}))
-    assert cfg.evaluation.task is None and "s3cret" not in json.dumps(record(cfg))
+    assert cfg.evaluation.task is None and "s3cret" not in json.dumps(settings_snapshot(cfg))
 
 
 @pytest.mark.parametrize(
@@ -241,11 +241,11 @@ def test_custom_loss_must_declare_needs_of_configured_keys():
             return -t.logprobs_L, {}
 
     with pytest.raises(ValueError, match=r"loss.kl_coef=0.1, .*my.Mine .*needs_reference"):
-        check_needs({"_component_": "my.Mine", "kl_coef": 0.1}, needs_of(Mine()))
+        check_needs({"_component_": "my.Mine", "kl_coef": 0.1}, loss_requirements(Mine()))
     with pytest.raises(ValueError, match="loss.top_k=4"):
-        check_needs({"top_k": 4}, needs_of(Mine()))
-    check_needs({"kl_coef": 0.1, "top_k": 4}, needs_of(PolicyLoss(constraint="kl", top_k=4, kl_coef=0.1)))
-    check_needs({"kl_coef": 0.0}, needs_of(Mine()))
+        check_needs({"top_k": 4}, loss_requirements(Mine()))
+    check_needs({"kl_coef": 0.1, "top_k": 4}, loss_requirements(PolicyLoss(constraint="kl", top_k=4, kl_coef=0.1)))
+    check_needs({"kl_coef": 0.0}, loss_requirements(Mine()))
 
 
 NODES = {
@@ -267,7 +267,9 @@ def test_config_keys_named_in_messages_exist():
         known = {(node, name) for node, kind in NODES.items() for name in option_fields(kind)}
         wrong += [(path.name, *pair) for pair in names - known if pair[1] not in ("log", "json")]
     assert not wrong
-    assert {key.partition(".")[0] for key in APART} | set(NO_NEWS) <= set(option_fields(grpo.Config))
+    assert {key.partition(".")[0] for key in IGNORED_KEYS} | set(ALWAYS_DIFFERENT_KEYS) <= set(
+        option_fields(grpo.Config)
+    )
 
 
 @pytest.mark.parametrize(

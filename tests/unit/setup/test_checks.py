@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from helpers.tiny_runs import write_tiny_model
 from torchtune_ext.chat import CHATML, ChatTokenizer
 from torchtune_ext.policy import from_config
-from torchtune_ext.policy.builder import on_meta
+from torchtune_ext.policy.builder import build_on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.recipes import grpo
-from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
+from torchtune_ext.sampling.types import EngineConfig, SamplingConfig
 from torchtune_ext.settings.components import instantiate
 from torchtune_ext.settings.config import load_config
 from torchtune_ext.settings.presets import preset_files
@@ -85,13 +85,13 @@ def test_an_optimizer_that_cannot_step_is_refused(optimizer, says):
 
 
 def test_weights_fit_their_model_and_no_other(model_dir):
-    source, model = HFModel(model_dir), on_meta(partial(from_config, str(model_dir)))
+    source, model = HFModel(model_dir), build_on_meta(partial(from_config, str(model_dir)))
     source.require_fits(model)
-    adapted = on_meta(partial(from_config, str(model_dir), lora_attn_modules=["q_proj"]))
-    source.require_fits(adapted, new=adapter_names(adapted))
+    adapted = build_on_meta(partial(from_config, str(model_dir), lora_attn_modules=["q_proj"]))
+    source.require_fits(adapted, new_params=adapter_names(adapted))
     shapes = {name: shape for name, shape, _ in source.shapes()}
     assert shapes == {name: tuple(param.shape) for name, param in model.named_parameters()}
-    fewer = on_meta(partial(from_config, str(model_dir)))
+    fewer = build_on_meta(partial(from_config, str(model_dir)))
     del fewer.layers[1]
     with pytest.raises(ValueError, match=r"model .*layers.1.* no such weight"):
         source.require_fits(fewer)
@@ -130,7 +130,7 @@ def test_prompts_are_measured_for_a_second_at_most(monkeypatch):
     monkeypatch.setattr(checks, "time", SimpleNamespace(monotonic=lambda: clock.now))
     tokenizer = SimpleNamespace(prompt_ids=lambda messages, tools: [0] * len(messages[0]["content"]))
     # Four are made in 1.2 s; the one that cannot be made is left to the run.
-    assert checks.prompt_lengths(Slow(clock), tokenizer, "task") == [0, 31, 46]
+    assert checks.measure_prompts(Slow(clock), tokenizer, "task") == [0, 31, 46]
 
 
 def test_prompt_lengths_broken_first_row_is_deferred():
@@ -141,9 +141,9 @@ def test_prompt_lengths_broken_first_row_is_deferred():
             return Problem(str(index), ({"role": "user", "content": "12"},), "")
 
     tokenizer = SimpleNamespace(prompt_ids=lambda messages, tools: [0] * len(messages[0]["content"]))
-    assert checks.prompt_lengths(Rows([0, 7]), tokenizer, "task") == [2]
+    assert checks.measure_prompts(Rows([0, 7]), tokenizer, "task") == [2]
     with pytest.raises(ValueError, match=r"the prompt of Rows\(...\)\[0\] raised KeyError"):
-        checks.prompt_lengths(Rows([0, 1]), tokenizer, "task")
+        checks.measure_prompts(Rows([0, 1]), tokenizer, "task")
 
 
 class Rows:
@@ -166,8 +166,8 @@ def test_prompt_lengths_samples_whole_long_task():
         def prompt_ids(self, messages, tools=()):
             return [0] * len(messages[0]["content"])
 
-    lengths = checks.prompt_lengths(task, Counting(), "task")
-    assert len(lengths) == checks.LOOKED_AT and lengths[0] == 1 and lengths[-1] == 10
+    lengths = checks.measure_prompts(task, Counting(), "task")
+    assert len(lengths) == checks.MAX_PROBED_PROBLEMS and lengths[0] == 1 and lengths[-1] == 10
 
 
 def test_prompt_lengths_tools_hidden_by_template_are_reported(model_dir):
@@ -177,8 +177,8 @@ def test_prompt_lengths_tools_hidden_by_template_are_reported(model_dir):
 
     task, shows = Shop("a", "b"), CHATML + "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
     with pytest.raises(ValueError, match=r"Shop\(...\)\[0\] has tools, .*'chatml'"):
-        checks.prompt_lengths(task, ChatTokenizer(model_dir, "chatml"), "task")
-    assert len(checks.prompt_lengths(task, ChatTokenizer(model_dir, shows), "task")) == 2
+        checks.measure_prompts(task, ChatTokenizer(model_dir, "chatml"), "task")
+    assert len(checks.measure_prompts(task, ChatTokenizer(model_dir, shows), "task")) == 2
 
 
 class Chats(list):
@@ -219,12 +219,12 @@ PARTS = loop("{{ m.role }}{%- for part in m.content -%}{{ part.text }}{%- endfor
 def test_a_template_has_to_show_each_message(model_dir, template, messages, hidden):
     tokenizer = ChatTokenizer(model_dir, template)
     if hidden is None:
-        assert len(checks.prompt_lengths(Chats([messages]), tokenizer, "task")) == 1
+        assert len(checks.measure_prompts(Chats([messages]), tokenizer, "task")) == 1
     else:
         with pytest.raises(
             ValueError, match=rf"task: Chats\(...\)\[0\]: the chat template .* not show its message of role '{hidden}'"
         ):
-            checks.prompt_lengths(Chats([messages]), tokenizer, "task")
+            checks.measure_prompts(Chats([messages]), tokenizer, "task")
 
 
 def test_different_problems_with_the_same_prompt_are_refused():
@@ -234,24 +234,24 @@ def test_different_problems_with_the_same_prompt_are_refused():
     # It knows no letters.
     tokenizer = SimpleNamespace(prompt_ids=lambda messages, tools: [len(messages[0]["content"].strip().upper())])
     with pytest.raises(ValueError, match="problems 0 and 2 of Chats .*same prompt"):
-        checks.prompt_lengths(task("ab", "a", "ac"), tokenizer, "task")
-    assert len(checks.prompt_lengths(task("ab", "AB ", "ab"), tokenizer, "task")) == 3
+        checks.measure_prompts(task("ab", "a", "ac"), tokenizer, "task")
+    assert len(checks.measure_prompts(task("ab", "AB ", "ab"), tokenizer, "task")) == 3
 
 
 def test_train_eval_overlap_reports_shared_problems(monkeypatch):
-    assert checks.trained_too(Rows("a", None, "b", "c"), Rows("d", "c", None, "a")) == ["row-1", "row-3"]
+    assert checks.find_eval_overlap(Rows("a", None, "b", "c"), Rows("d", "c", None, "a")) == ["row-1", "row-3"]
     # A part of them is allowed: it shows what was learned by heart.
-    assert checks.trained_too(Rows("a", "b"), Rows("b")) == ["row-0"]
-    assert checks.trained_too(Rows("a"), None) == checks.trained_too(Rows("a"), Rows("b")) == []
-    assert checks.trained_too(Arithmetic(seed=0), Arithmetic(seed=0)) == []  # without end
+    assert checks.find_eval_overlap(Rows("a", "b"), Rows("b")) == ["row-0"]
+    assert checks.find_eval_overlap(Rows("a"), None) == checks.find_eval_overlap(Rows("a"), Rows("b")) == []
+    assert checks.find_eval_overlap(Arithmetic(seed=0), Arithmetic(seed=0)) == []  # without end
     with pytest.raises(ValueError, match="evaluation.task has the 2 problems of `task`"):
-        checks.trained_too(Rows("a", "b"), Rows("b", "a"))
+        checks.find_eval_overlap(Rows("a", "b"), Rows("b", "a"))
 
 
 def test_a_task_of_which_some_prompts_fit_passes(model_dir):
     tokenizer, source, task = ChatTokenizer(model_dir), HFModel(model_dir), Arithmetic(level=[1, 10])
-    lengths = checks.prompt_lengths(task, tokenizer, "task")
-    assert len(lengths) <= checks.LOOKED_AT and min(lengths) < max(lengths)
+    lengths = checks.measure_prompts(task, tokenizer, "task")
+    assert len(lengths) <= checks.MAX_PROBED_PROBLEMS and min(lengths) < max(lengths)
     for room, fits in ((min(lengths), True), (min(lengths) - 1, False)):
         engine = EngineConfig(max_model_len=room + 8)
         check = partial(checks.check_prompts, {"task": task}, tokenizer, SamplingConfig(max_tokens=8), engine, source)
@@ -288,7 +288,7 @@ def test_the_engine_and_the_model(config, engine, message):
 
 
 def test_model_trained_on_fewer_positions_limits_context_length(model_dir):
-    model = on_meta(partial(from_config, str(model_dir), max_seq_len=64))
+    model = build_on_meta(partial(from_config, str(model_dir), max_seq_len=64))
     checks.check_engine(HFModel(model_dir), EngineConfig(max_model_len=64), model)
     with pytest.raises(ValueError, match="64 positions .*set model.max_seq_len=65"):
         checks.check_engine(HFModel(model_dir), EngineConfig(max_model_len=65), model)

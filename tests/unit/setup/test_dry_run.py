@@ -12,16 +12,16 @@ from helpers.nodes import component
 from helpers.public_configs import PUBLIC, write_config
 from helpers.stand_ins import nf4_in_one_piece, write_stand_in
 from torchtune_ext.policy.memory import GIB
-from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
+from torchtune_ext.policy.scratch import ModelShape, make_tokenizer, write_model
 from torchtune_ext.recipes import grpo
-from torchtune_ext.run.catalog import config_files, folder
+from torchtune_ext.run.catalog import config_files, package_folder
 from torchtune_ext.settings.components import instantiate
 from torchtune_ext.setup import dry_run as dry
 from torchtune_ext.setup.plan import Machine
-from torchtune_ext.tasks.temporal_clue.files import generate, write_jsonl
+from torchtune_ext.tasks.temporal_clue.files import generate_puzzles, write_jsonl
 from torchtune_ext.tasks.temporal_clue.size import Size
 
-CONFIGS = {name: path for name, path in config_files(folder("configs")).items() if name.startswith("grpo/")}
+CONFIGS = {name: path for name, path in config_files(package_folder("configs")).items() if name.startswith("grpo/")}
 # A question of every data set that a config names.
 QUESTION = {
     **dict.fromkeys(("question", "problem", "prompt"), "What is 2 + 2?"),
@@ -48,7 +48,7 @@ OTHER_SIZES = [
 def place(tmp_path_factory):
     """A folder with data, models with it as they are asked for."""
     path = tmp_path_factory.mktemp("place")
-    puzzles = list(generate(0, 128, Size(suspects=2, weapons=2, rooms=2)))
+    puzzles = list(generate_puzzles(0, 128, Size(suspects=2, weapons=2, rooms=2)))
     write_jsonl(path / "puzzles.jsonl", puzzles[:64])
     write_jsonl(path / "held_out.jsonl", puzzles[64:])
     (path / "questions.jsonl").write_text(f"{json.dumps(QUESTION)}\n" * 4)
@@ -66,7 +66,7 @@ def write_tiny(path, cfg):
     """A small model with a tokenizer that knows the words of its task, as a warm-up makes it."""
     task = instantiate(component(cfg.task))
     texts = [message["content"] for i in range(min(16, len(task))) for message in task[i].messages]
-    write_model(path, make_tokenizer(texts, ["x"], [], 1024), Shape(), seed=1)
+    write_model(path, make_tokenizer(texts, ["x"], [], 1024), ModelShape(), seed=1)
     return path
 
 
@@ -217,7 +217,7 @@ def test_several_machines_under_torchrun_are_to_be_named(place, monkeypatch, cap
 
 def test_dry_run_gpu_training_and_sampling_is_refused(place, monkeypatch, capsys):
     monkeypatch.setattr(dry, "this_machine", lambda device: Machine(8, 79 * GIB, 500 * GIB, "the 8 GPUs here", True))
-    monkeypatch.setattr("torchtune_ext.setup.start.on_cpu", lambda: False)
+    monkeypatch.setattr("torchtune_ext.setup.machine_checks.on_cpu", lambda: False)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 4000 * GIB}))
     monkeypatch.setenv("RANK", "0")
     message = "engine.devices='4,5,6,7': GPU 4, 5, 6, 7 of this machine would train"
@@ -322,7 +322,7 @@ def test_dry_run_without_gpu_plans_for_cpu(place, monkeypatch, capsys):
 
 def test_with_gpus_here_they_and_the_disk_count(place, monkeypatch, capsys):
     monkeypatch.setattr(dry, "this_machine", lambda device: Machine(5, 79 * GIB, 500 * GIB, "the 5 GPUs here", True))
-    monkeypatch.setattr("torchtune_ext.setup.start.on_cpu", lambda: False)
+    monkeypatch.setattr("torchtune_ext.setup.machine_checks.on_cpu", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     # As many checkpoints as one run of 7B keeps have 397 GiB.
     for free, expected in ((1000 * GIB, 0), (100 * GIB, 2)):

@@ -12,25 +12,25 @@ from omegaconf import OmegaConf
 from helpers.checkpoint_runs import Trained, checkpoints_in, make_source
 from helpers.public_configs import write_config
 from torchtune_ext.policy import from_config
-from torchtune_ext.policy.builder import on_meta
-from torchtune_ext.policy.memory import GIB, Sizes, trainer_rows
+from torchtune_ext.policy.builder import build_on_meta
+from torchtune_ext.policy.memory import GIB, ModelSizes, trainer_memory
 from torchtune_ext.recipes import grpo
-from torchtune_ext.run.catalog import config_files, folder
-from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.run.catalog import config_files, package_folder
+from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.settings.config import load_config
-from torchtune_ext.setup.dry_run import asked_machine
+from torchtune_ext.setup.dry_run import parse_machine
+from torchtune_ext.setup.machine_checks import disk_need, format_bytes
 from torchtune_ext.setup.plan import (
-    CONTEXT,
-    GRAPHS,
-    HELPS,
+    CUDA_CONTEXT_BYTES,
+    CUDA_GRAPH_BYTES,
+    SHORTAGE_FIXES,
     Machine,
-    Plan,
-    cached_tokens,
-    engine_rows,
+    RunPlan,
+    estimate_engine_bytes,
+    kv_cache_tokens,
     plan_table,
     verdict,
 )
-from torchtune_ext.setup.start import disk_need, size_of
 from torchtune_ext.training.checkpoints import CheckpointConfig
 
 OWN = EngineConfig(max_model_len=16384, gpu_memory_utilization=0.9, devices="4")
@@ -39,10 +39,10 @@ OWN = EngineConfig(max_model_len=16384, gpu_memory_utilization=0.9, devices="4")
 @pytest.fixture(scope="module")
 def seven(tmp_path_factory):
     path = write_config(tmp_path_factory.mktemp("public"), "Qwen2.5-7B-Instruct")
-    return Sizes(on_meta(partial(from_config, str(path))), torch.bfloat16)
+    return ModelSizes(build_on_meta(partial(from_config, str(path))), torch.bfloat16)
 
 
-CONFIG = load_config(grpo.Config, OmegaConf.load(config_files(folder("configs"))["grpo/qwen2_5_7B_full"]))
+CONFIG = load_config(grpo.Config, OmegaConf.load(config_files(package_folder("configs"))["grpo/qwen2_5_7B_full"]))
 
 
 def planned(
@@ -57,9 +57,9 @@ def planned(
         engine=engine or OWN,
         replay=None if engine else "runs/earlier",
     )
-    machine = asked_machine(machine) if isinstance(machine, str) else machine
+    machine = parse_machine(machine) if isinstance(machine, str) else machine
     cfg = replace(CONFIG, **settings | changes)
-    plan = Plan(cfg, sizes, machine, reference=reference, publishes_all=publishes_all)
+    plan = RunPlan(cfg, sizes, machine, reference=reference, publishes_full_weights=publishes_all)
     return plan.with_trainers(trainers)
 
 
@@ -83,7 +83,7 @@ def planned(
     ],
 )
 def test_how_many_train(seven, gpus, engine, world_size, visible, trainers):
-    machine = asked_machine(gpus) if isinstance(gpus, str) else Machine(gpus, 80 * GIB, None, f"{gpus} GPUs", True)
+    machine = parse_machine(gpus) if isinstance(gpus, str) else Machine(gpus, 80 * GIB, None, f"{gpus} GPUs", True)
     plan = planned(seven, machine, engine, trainers=1)
     assert plan.with_trainers(world_size, visible).trainers == trainers
 
@@ -98,20 +98,20 @@ def test_plan_machine_without_trainer_gpu_is_refused(seven):
 
 def cached(sizes, config, gpu_bytes):
     """Bytes of the KV cache on each device, and how many tokens an engine holds in it."""
-    kv_bytes = engine_rows(sizes, config, gpu_bytes)["KV cache"]
-    return kv_bytes, cached_tokens(sizes, config, kv_bytes)
+    kv_bytes = estimate_engine_bytes(sizes, config, gpu_bytes)["KV cache"]
+    return kv_bytes, kv_cache_tokens(sizes, config, kv_bytes)
 
 
 def test_plan_kv_cache_is_memory_left_by_engine(seven):
     memory = int(78.8 * GIB)
-    rows, (kv, tokens) = engine_rows(seven, OWN, memory), cached(seven, OWN, memory)
+    rows, (kv, tokens) = estimate_engine_bytes(seven, OWN, memory), cached(seven, OWN, memory)
     # Qwen2.5 7B: 28 layers, 4 heads of keys and values, of 128, in bfloat16.
     token = 2 * 28 * 4 * 128 * 2
     assert sum(rows.values()) == int(0.9 * memory) and tokens == kv // token
     assert rows["weights"] == 2 * 7_615_616_512
     assert "activations of a step and its sampler" in rows
     two = replace(OWN, tensor_parallel_size=2)
-    halves, (half_kv, more) = engine_rows(seven, two, memory), cached(seven, two, memory)
+    halves, (half_kv, more) = estimate_engine_bytes(seven, two, memory), cached(seven, two, memory)
     assert halves["weights"] == rows["weights"] // 2
     assert more == half_kv // (token // 2) > 2 * tokens
     # Each of four GPUs holds one of two heads.
@@ -123,8 +123,12 @@ def test_plan_kv_cache_is_memory_left_by_engine(seven):
     kv, tokens = cached(seven, small, memory)
     allowance = "CUDA context, NCCL, graphs (allowance)"
     assert tokens == kv // (token // 2)
-    assert engine_rows(seven, small, memory)[allowance] == rows[allowance] - GRAPHS == CONTEXT
-    other_rows = engine_rows(seven, replace(OWN, kv_cache_bytes=GIB), memory)
+    assert (
+        estimate_engine_bytes(seven, small, memory)[allowance]
+        == rows[allowance] - CUDA_GRAPH_BYTES
+        == CUDA_CONTEXT_BYTES
+    )
+    other_rows = estimate_engine_bytes(seven, replace(OWN, kv_cache_bytes=GIB), memory)
     assert other_rows["KV cache"] == GIB and sum(other_rows.values()) < sum(rows.values())
 
 
@@ -171,7 +175,7 @@ def test_plan_nccl_server_reserves_sender_memory_on_rank0(seven):
     name, largest = "sender of weights, only on rank 0's GPU (allowance)", 2 * seven.largest
     server = replace(OWN, devices=None, address="http://a:1")
     # A context and NCCL's buffers; a pack of more than 1 GiB that is made of its tensors while another is on its way.
-    need = 2 * CONTEXT + 3 * (GIB + largest)
+    need = 2 * CUDA_CONTEXT_BYTES + 3 * (GIB + largest)
     there, here = "http://a:1", "http://127.0.0.1:1"
     expectations = [
         ("nccl", there, need),
@@ -192,7 +196,7 @@ def test_plan_nccl_server_reserves_sender_memory_on_rank0(seven):
 
 
 def test_states_are_sharded_within_so_many_devices(seven):
-    rows = partial(trainer_rows, seven, 16384, activation_checkpointing=True)
+    rows = partial(trainer_memory, seven, 16384, activation_checkpointing=True)
     assert rows(world_size=16, shard_within=8) == rows(world_size=8)
     assert rows(world_size=16, shard_within=16) == rows(world_size=16) == rows(world_size=16, shard_within=None)
     # 16 bytes for each parameter: float32 master, gradient and two moments.
@@ -223,9 +227,9 @@ def test_plan_main_memory_includes_swapped_weights(seven, machine, trainers, wit
 
 
 def test_plan_cpu_engine_uses_requested_cache_size(seven):
-    rows = engine_rows(seven, EngineConfig(dtype="bfloat16", kv_cache_bytes=1 << 28), 0)
+    rows = estimate_engine_bytes(seven, EngineConfig(dtype="bfloat16", kv_cache_bytes=1 << 28), 0)
     assert rows["KV cache"] == 1 << 28 and len(rows) == 3
-    assert engine_rows(seven, EngineConfig(), 0)["KV cache"] == GIB  # as sampling/core.py starts it
+    assert estimate_engine_bytes(seven, EngineConfig(), 0)["KV cache"] == GIB  # as sampling/core.py starts it
 
 
 def test_plan_sleeping_engine_shares_gpu_with_trainer(seven):
@@ -234,9 +238,9 @@ def test_plan_sleeping_engine_shares_gpu_with_trainer(seven):
     turns = planned(seven, "1x192", replace(engine, sleep=True))
     alone = beside.device_bytes - beside.engine_bytes
     # The trainer's peak beside what sleeps is higher than the engine beside the trainer's weights and moments.
-    assert turns.device_bytes == alone + CONTEXT + GRAPHS < beside.device_bytes
+    assert turns.device_bytes == alone + CUDA_CONTEXT_BYTES + CUDA_GRAPH_BYTES < beside.device_bytes
     awake = planned(seven, "1x192", replace(engine, sleep=True, gpu_memory_utilization=0.9))
-    resting = 1.05 * (4 + 8) * seven.total + CONTEXT
+    resting = 1.05 * (4 + 8) * seven.total + CUDA_CONTEXT_BYTES
     assert awake.device_bytes == pytest.approx(awake.engine_bytes + resting, abs=1e6)
 
 
@@ -258,25 +262,25 @@ def test_plan_checkpoint_bytes_match_written_bytes(tmp_path, save_optimizer):
     trained.train(1, seed=0)
     trained.save(checkpoints_in(tmp_path / "c", save_optimizer=save_optimizer), 1)
     folder = tmp_path / "c" / "step_000001"
-    sizes = Sizes(on_meta(partial(from_config, str(source.path))), torch.float32)
+    sizes = ModelSizes(build_on_meta(partial(from_config, str(source.path))), torch.float32)
     need = needed(sizes, tmp_path, 200, True, save_optimizer=save_optimizer)
     tensors = [*folder.glob("*.safetensors"), *(folder / "state").glob("*.distcp")]
     written = sum(path.stat().st_size for path in tensors)
     # Beside the values there are headers: DCP keeps each tensor as a zip file of its own, with some KB of names and padding.
     files = 26 * (3 if save_optimizer else 1)
-    assert need.one <= written <= need.one + files * 4096
-    assert need.one == 4 * sizes.total * (4 if save_optimizer else 2)
+    assert need.checkpoint_bytes <= written <= need.checkpoint_bytes + files * 4096
+    assert need.checkpoint_bytes == 4 * sizes.total_params * (4 if save_optimizer else 2)
 
 
 def test_how_many_checkpoints_are_there_at_once(seven, tmp_path):
     def kept(steps=100, evaluated=True, **config):
-        return needed(seven, tmp_path / "none/yet", steps, evaluated, **config).kept
+        return needed(seven, tmp_path / "none/yet", steps, evaluated, **config).max_checkpoints
 
     assert kept(every=10) == 4  # the last two, the best, and the one that is being written
     assert kept(every=10, evaluated=False) == 3 and kept(every=10, keep_last=5) == 7
     assert kept(every=1000) == 1 and kept(every=60) == 2
     whole = needed(seven, tmp_path, 100, True, every=10)
-    assert whole.one / GIB == pytest.approx(99.3, abs=0.1)  # 14 bytes for each of 7.6 billion values
+    assert whole.checkpoint_bytes / GIB == pytest.approx(99.3, abs=0.1)  # 14 bytes for each of 7.6 billion values
 
 
 # -- what fits, and what would ------------------------------------------------------------------------------------------
@@ -286,9 +290,9 @@ def test_plan_verdict_fit_is_one_line_with_requirements(seven):
     plan = planned(seven, "5x80")
     assert plan.fits and verdict(plan).splitlines() == [
         "fits on 5 x 80 GB (78.8 GiB each):",
-        f"  training takes {size_of(plan.device_bytes)} of each GPU",
+        f"  training takes {format_bytes(plan.device_bytes)} of each GPU",
         "  each engine takes 70.9 GiB of each GPU",
-        f"  the run takes {size_of(plan.host_bytes)} of main memory",
+        f"  the run takes {format_bytes(plan.host_bytes)} of main memory",
         "  checkpoints take 397.2 GiB of disk",
         "  start it with --nproc_per_node 4",
     ]
@@ -300,13 +304,13 @@ def test_plan_verdict_shortage_lists_remedies(seven):
     lines = verdict(plan).splitlines()
     assert lines[0] == "does NOT fit on 2 x 80 GB (78.8 GiB each):" and plan.shortages.keys() == {"training"}
     assert lines[1].startswith("  training takes ") and lines[1].endswith("are free; what helps, the cheapest first:")
-    assert lines[2:] == [f"    {each}" for each in HELPS["training"]]
+    assert lines[2:] == [f"    {each}" for each in SHORTAGE_FIXES["training"]]
     assert not planned(seven, "5x80", replace(OWN, max_model_len=4096), **settings).shortages
 
 
 def test_plan_small_disk_is_reported_with_remedies(seven, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=300 * GIB))
-    here = Machine(8, 80 * GIB, 2000 * GIB, "the 8 GPUs here", here=True)
+    here = Machine(8, 80 * GIB, 2000 * GIB, "the 8 GPUs here", is_local=True)
     plan = planned(seven, here, replace(OWN, devices="7"))
     text = verdict(plan)
     assert "checkpoints take 397.2 GiB of disk, where 300.0 GiB are free" in text

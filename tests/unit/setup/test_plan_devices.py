@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.setup import parts as run_parts
-from torchtune_ext.setup.start import require_apart, training_gpus
+from torchtune_ext.sampling.types import EngineConfig
+from torchtune_ext.setup import run_components as run_parts
+from torchtune_ext.setup.machine_checks import require_disjoint_gpus, training_gpus
 
 FIRST, SECOND = "GPU-8f6e2b1c-0d3a", "GPU-1a2b3c4d-5e6f"
 
@@ -63,7 +63,7 @@ def test_single_process_ignores_place_among_ranks(started, local):
     ],
 )
 def test_separate_or_unknown_gpus_are_accepted(engine, training):
-    require_apart(EngineConfig(max_model_len=64, **engine), training)
+    require_disjoint_gpus(EngineConfig(max_model_len=64, **engine), training)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_separate_or_unknown_gpus_are_accepted(engine, training):
 )  # fmt: skip
 def test_gpu_for_training_and_sampling_reported_with_fix(devices, training, words):
     with pytest.raises(ValueError) as error:
-        require_apart(EngineConfig(max_model_len=64, devices=devices), training)
+        require_disjoint_gpus(EngineConfig(max_model_len=64, devices=devices), training)
     assert str(error.value).startswith(f"engine.devices='{devices}': ") and words in str(error.value)
 
 
@@ -94,4 +94,4 @@ def test_check_start_overlapping_gpus_refused_before_run_folder(started, monkeyp
         ranks=SimpleNamespace(device=torch.device("cuda", 0)),
     )
     with pytest.raises(ValueError, match="engine.devices='4,5,6,7': .* train"):
-        run_parts.Parts.check_start(parts)
+        run_parts.RunComponents.check_start(parts)

@@ -9,8 +9,8 @@ import yaml
 from helpers import small_sweeps
 from helpers.recipe_runs import make_workplace
 from torchtune_ext.cli.cli import main
-from torchtune_ext.sweep.file import read_sweep
 from torchtune_ext.sweep.runner import SweepFolder
+from torchtune_ext.sweep.spec import read_sweep
 
 FILE = {
     "command": ["tune", "run", "grpo_full", "--config", "run.yaml", "${args_no_hyphens}"],

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from helpers import small_sweeps
-from torchtune_ext.sweep.file import read_sweep
-from torchtune_ext.sweep.runner import OUTPUT, SweepFolder
+from torchtune_ext.sweep.runner import OUTPUT_FILE, SweepFolder
+from torchtune_ext.sweep.spec import read_sweep
 
 RATES = "parameters: {lr: {values: [0.1, 0.2, 0.3]}}\n"
 
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch):
-    monkeypatch.setattr("torchtune_ext.sweep.runner.LOOK_S", 0.05)
+    monkeypatch.setattr("torchtune_ext.sweep.runner.POLL_S", 0.05)
 
 
 def starts(folder: Path) -> list[list[str]]:
@@ -48,7 +48,7 @@ def test_sweep_runs_every_point_once_and_records_it(tmp_path, capsys, monkeypatc
         monkeypatch.setenv(name, "outside")
     file = small_sweeps.write(tmp_path / "lr.yaml", RATES)
     runner, folder = small_sweeps.runner(file, tmp_path / "out", 2, "steps=2")
-    assert runner.run() and not runner.left
+    assert runner.run() and not runner.num_unfinished
     sweep = record(tmp_path / "out")
     assert (
         sweep["format"] == 1 and sweep["method"] == "grid" and sweep["name"] == "lr" and sweep["words"] == ["steps=2"]
@@ -86,7 +86,7 @@ def test_sweep_unwritable_record_starts_no_run(tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "save", full)
     with pytest.raises(OSError, match="No space left"):
         runner.run()
-    assert not (tmp_path / "out" / "run_01" / OUTPUT).exists(), "a run has been started"
+    assert not (tmp_path / "out" / "run_01" / OUTPUT_FILE).exists(), "a run has been started"
 
 
 def test_sweep_worse_runs_stop_early_and_keep_checkpoints(tmp_path):
@@ -131,7 +131,7 @@ def test_sweep_second_signal_ends_runs_at_once(tmp_path):
 
 
 def test_a_run_that_does_not_end_is_killed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("torchtune_ext.sweep.runner.END_S", 0.05)
+    monkeypatch.setattr("torchtune_ext.sweep.runner.TERMINATE_TIMEOUT_S", 0.05)
     text = "parameters: {lr: {values: [0.3, 0.1]}}\nearly_terminate: {type: hyperband, min_iter: 1, eta: 3}\n"
     file = small_sweeps.write(tmp_path / "lr.yaml", text)
     runner, folder = small_sweeps.runner(file, tmp_path / "out", 1, "steps=2", "seconds=2.5")
@@ -176,8 +176,8 @@ def test_sweep_bayes_resume_tries_identical_points(tmp_path):
     whole, folder = small_sweeps.runner(file, tmp_path / "whole")
     assert whole.run() and len(folder.runs) == 7
     cut, half = small_sweeps.runner(file, tmp_path / "cut")
-    cut._next_before = cut._next
-    cut._next = lambda: cut._next_before() if len(half.runs) < 5 else None
+    cut._next_before = cut._next_run
+    cut._next_run = lambda: cut._next_before() if len(half.runs) < 5 else None
     cut.run()
     half.close()
     rest, other = small_sweeps.runner(file, tmp_path / "cut")
@@ -193,7 +193,7 @@ def test_sweep_search_counts_failed_run_as_worst(tmp_path):
         run = folder.add({"lr": u})
         run.state, run.value = state, logged
     folder.add({"lr": 4}).state = "finished"  # it logged nothing
-    assert [value for _, value in runner._results()] == [0.7, 0.1, 0.1, None, None]
+    assert [value for _, value in runner._point_results()] == [0.7, 0.1, 0.1, None, None]
 
 
 def test_two_processes_do_not_run_one_sweep(tmp_path):
@@ -201,9 +201,9 @@ def test_two_processes_do_not_run_one_sweep(tmp_path):
     sweep = read_sweep(file)
     first, second = (SweepFolder(tmp_path / "out", sweep, [], 0) for _ in range(2))
     assert not (tmp_path / "out").exists(), "a sweep that did not begin leaves nothing"
-    first.begin()
+    first.acquire()
     with pytest.raises(ValueError, match="another process runs this sweep"):
-        second.begin()
+        second.acquire()
     with pytest.raises(ValueError, match="another process runs this sweep"):
         small_sweeps.runner(file, tmp_path / "out")
     first.close()

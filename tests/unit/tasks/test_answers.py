@@ -21,15 +21,15 @@ from torchtune_ext.tasks.answers import (
     MathGrader,
     after_hashes,
     after_phrase,
-    all_equal,
-    equal,
-    extract,
+    answers_equal,
+    answers_match,
+    extract_answer,
     gold_answer,
     grade,
+    has_single_thought,
     last_box,
     readable,
-    spoken,
-    thinks,
+    strip_thinking,
 )
 from torchtune_ext.tasks.formulas import same_value
 from torchtune_ext.tasks.notation import normalize
@@ -94,19 +94,19 @@ def test_the_clause_after_the_phrase(text, answer):
 
 
 def test_the_order_of_the_places():
-    assert extract("#### 1\n\\boxed{2} and the answer is 3\n#### 4") == "2"
-    assert extract("the answer is 3\n#### 4") == "4"
-    assert extract("the answer is [5], see [6]", brackets=True) == "6"
+    assert extract_answer("#### 1\n\\boxed{2} and the answer is 3\n#### 4") == "2"
+    assert extract_answer("the answer is 3\n#### 4") == "4"
+    assert extract_answer("the answer is [5], see [6]", brackets=True) == "6"
     assert reward("3", "the answer is 3", require_box=True) == 0.0
-    assert extract("\\[ x = [3] \\]", brackets=True) == "3"
+    assert extract_answer("\\[ x = [3] \\]", brackets=True) == "3"
 
 
 def test_a_thought_is_not_an_answer():
-    assert spoken("<think>\\boxed{1}</think>\\boxed{2}") == "\\boxed{2}"
-    assert spoken("it began in the prompt \\boxed{1}</think> I do not know") == " I do not know"
-    assert spoken("<think>\\boxed{1} and on") == ""
-    assert spoken("<think>a</think>\\boxed{1}<think>b") == ""  # the second thought is still open
-    assert spoken("\\boxed{1} <think>or 2") == ""
+    assert strip_thinking("<think>\\boxed{1}</think>\\boxed{2}") == "\\boxed{2}"
+    assert strip_thinking("it began in the prompt \\boxed{1}</think> I do not know") == " I do not know"
+    assert strip_thinking("<think>\\boxed{1} and on") == ""
+    assert strip_thinking("<think>a</think>\\boxed{1}<think>b") == ""  # the second thought is still open
+    assert strip_thinking("\\boxed{1} <think>or 2") == ""
     assert reward("1", "<think>so it is \\boxed{1}, I") == 0.0
     assert reward("1", "\\boxed{1}") == 1.0 and reward("1", "\\boxed{1}", require_thinking=True) == 0.0
     assert reward("1", "x</think>\\boxed{1}", require_thinking=True) == 1.0
@@ -131,7 +131,7 @@ def test_format_reward_is_its_configured_share():
     assert reward("7", "\\boxed{}", format_reward=0.25) == 0.0
     assert reward("7", "<think>a</think>\\boxed{7}", format="think", format_reward=0.5) == 1.0
     assert reward("7", "\\boxed{7}", format="think", format_reward=0.5) == 0.5
-    assert thinks("\n<think></think>x") and not thinks("a<think></think>x")
+    assert has_single_thought("\n<think></think>x") and not has_single_thought("a<think></think>x")
 
 
 # ---- when two are equal
@@ -147,7 +147,7 @@ def test_format_reward_is_its_configured_share():
     ],
 )  # fmt: skip
 def test_equal(gold, answer):
-    assert equal(gold, answer)
+    assert answers_equal(gold, answer)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_equal(gold, answer):
     ],
 )  # fmt: skip
 def test_not_equal(gold, answer):
-    assert not equal(gold, answer)
+    assert not answers_equal(gold, answer)
 
 
 plain = st.integers(-(10**9), 10**9)
@@ -180,16 +180,16 @@ def test_plain_number_answers_equal_only_by_exact_value(gold, other, point):
     if other is None:  # the same or nearly the same value, spelled in another way
         other = f"{value + Decimal('0.00001') * point:f}"
     same = value == Decimal(other.replace(",", ""))
-    assert equal(gold, other) is same_value(normalize(gold), normalize(other)) is same, (gold, other)
+    assert answers_equal(gold, other) is same_value(normalize(gold), normalize(other)) is same, (gold, other)
 
 
 @quick
 @given(st.fractions(-1000, 1000, max_denominator=99), st.integers(2, 9))
 def test_fractions_are_equal_where_their_values_are(value, factor):
     spelled = f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
-    assert equal(spelled, f"{value.numerator * factor}/{value.denominator * factor}")
+    assert answers_equal(spelled, f"{value.numerator * factor}/{value.denominator * factor}")
     moved = value + Fraction(1, 98)
-    assert not equal(spelled, f"\\frac{{{moved.numerator}}}{{{moved.denominator}}}")
+    assert not answers_equal(spelled, f"\\frac{{{moved.numerator}}}{{{moved.denominator}}}")
 
 
 @settings(quick, max_examples=25)
@@ -198,9 +198,9 @@ def test_answer_listing_several_candidates_scores_zero(values, data):
     """A text that names several values is right for none of them, however they are put together."""
     one = str(data.draw(st.sampled_from(values)))
     for join in (", ", "; ", " or ", " \\text{ or } ", " and "):
-        assert not equal(one, join.join(map(str, values))), join
-    assert not equal(one, f"\\{{{', '.join(map(str, values))}\\}}")
-    assert equal(", ".join(map(str, values)), ", ".join(map(str, reversed(values))))  # as a set it is right
+        assert not answers_equal(one, join.join(map(str, values))), join
+    assert not answers_equal(one, f"\\{{{', '.join(map(str, values))}\\}}")
+    assert answers_equal(", ".join(map(str, values)), ", ".join(map(str, reversed(values))))  # as a set it is right
 
 
 @quick
@@ -246,13 +246,13 @@ def test_an_answer_that_recurses_too_deeply_is_wrong():
 
 def test_unparsable_answer_is_not_searched_for_numbers():
     assert reward("7", "\\boxed{is it \\frac{1} or maybe see 7}") == 0.0
-    assert not equal("see \\frac{1} on page 7.", "7")
+    assert not answers_equal("see \\frac{1} on page 7.", "7")
 
 
 def test_long_gold_answer_accepts_long_correct_answer():
     # A policy that repeats itself: the patterns of units would take twenty minutes.
-    assert not equal("72", "So the answer is " * 12_000 + "72")
-    assert not all_equal("5", ["the answer " * 12_000 + "= 5", "5"])
+    assert not answers_equal("72", "So the answer is " * 12_000 + "72")
+    assert not answers_match("5", ["the answer " * 12_000 + "= 5", "5"])
     gold = ", ".join(map(str, range(MAX_CHARS // 4)))
     assert len(gold) > MAX_CHARS
     assert reward(gold, f"\\boxed{{{gold.replace(', ', ',')}}}") == 1.0
@@ -326,8 +326,10 @@ def test_invalid_gold_answers_are_refused(field, message):
 
 def test_answers_unreadable_by_math_verify_compare_as_text():
     assert readable("\\frac{1}{2}") and readable("72") and not readable("see \\frac{1} on page 7.")
-    assert equal("see \\frac{1} on page 7.", "See  \\frac{1} on page 7") is False  # as it stands, but for spaces
-    assert equal("see \\frac{1} on page 7.", "see  \\frac{1} on page 7")
+    assert (
+        answers_equal("see \\frac{1} on page 7.", "See  \\frac{1} on page 7") is False
+    )  # as it stands, but for spaces
+    assert answers_equal("see \\frac{1} on page 7.", "see  \\frac{1} on page 7")
 
 
 @pytest.mark.parametrize(
@@ -344,7 +346,7 @@ def test_math_grader_out_of_range_options_raise(options, message):
 
 
 def test_answer_equal_to_expensive_gold_scores_at_once():
-    assert equal("10^{10^{10}}", "$10^{10^{10}}$")
+    assert answers_equal("10^{10^{10}}", "$10^{10^{10}}$")
 
 
 def test_normalize_keeps_brackets():
@@ -389,8 +391,8 @@ def test_no_right_answer_makes_the_grader_raise(gold):
 
 
 def test_a_comparison_that_hangs_is_wrong_and_counted(monkeypatch):
-    monkeypatch.setattr(answers, "LIMIT_S", 0.05)
-    monkeypatch.setattr(answers, "equal", lambda gold, answer: time.sleep(30))
+    monkeypatch.setattr(answers, "COMPARE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(answers, "answers_equal", lambda gold, answer: time.sleep(30))
     before, timer = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 60)
     try:
         score = MathGrader(format_reward=0.5)("x + 7", "\\boxed{x + 8}")

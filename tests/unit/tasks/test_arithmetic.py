@@ -10,8 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtune_ext.settings.components import instantiate
-from torchtune_ext.tasks.arithmetic import LEVELS, NEAR, Arithmetic, held_out, last_integer, steps
-from torchtune_ext.tasks.task import ENDLESS, Problem
+from torchtune_ext.tasks.arithmetic import (
+    LEVELS,
+    MAX_GUESS_ERROR,
+    Arithmetic,
+    intermediate_values,
+    is_held_out,
+    last_integer,
+)
+from torchtune_ext.tasks.task import ENDLESS_LENGTH, Problem
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 TASK = Arithmetic()
@@ -53,7 +60,7 @@ def test_arithmetic_level_has_declared_numbers_and_operators(level):
     assert signs == set(form.operators)
 
 
-@given(index=st.integers(0, ENDLESS - 1), seed=st.integers(0, 2**40), level=st.sampled_from(sorted(LEVELS)))
+@given(index=st.integers(0, ENDLESS_LENGTH - 1), seed=st.integers(0, 2**40), level=st.sampled_from(sorted(LEVELS)))
 def test_arithmetic_solution_scores_and_wrong_number_does_not(index, seed, level):
     task = Arithmetic(seed=seed, level=level)
     problem = task[index]
@@ -74,12 +81,14 @@ def test_arithmetic_solution_scores_and_wrong_number_does_not(index, seed, level
     ],
 )
 def test_worked_steps(question, values):
-    assert steps(question) == values
+    assert intermediate_values(question) == values
 
 
 @pytest.mark.parametrize(("question", "text"), [("7+5=", "12"), ("7+5-9=", "(12) 3"), ("7*(5-9)+2=", "(-4 -28) -26")])
 def test_a_solution_shows_the_steps(question, text):
-    assert TASK.solution(Problem("one", ({"role": "user", "content": question},), steps(question))) == text
+    assert (
+        TASK.solution(Problem("one", ({"role": "user", "content": question},), intermediate_values(question))) == text
+    )
 
 
 def test_a_share_of_the_solutions_is_guessed():
@@ -88,7 +97,7 @@ def test_a_share_of_the_solutions_is_guessed():
     problems = [task[i] for i in range(1000)]
     guesses = [(p, text) for p in problems if "(" not in (text := task.solution(p))]
     assert len(guesses) / 1000 == pytest.approx(0.25, abs=4 * 0.0137)
-    assert {int(text) - p.answer[-1] for p, text in guesses} == set(range(-NEAR, NEAR + 1))
+    assert {int(text) - p.answer[-1] for p, text in guesses} == set(range(-MAX_GUESS_ERROR, MAX_GUESS_ERROR + 1))
     right = sum(task.grade(p, text).reward for p, text in guesses)
     assert right / len(guesses) == pytest.approx(1 / 7, abs=4 * 0.022)
     assert all(task.grade(p, task.solution(p)).reward == 1.0 for p in problems if "(" in task.solution(p))
@@ -118,7 +127,7 @@ def test_arithmetic_splits_are_disjoint_and_cover_all_questions():
 def test_one_question_in_eight_is_held_out():
     """4,000 questions of level 4: the share of a fair hash has a standard deviation of sqrt(1/8 * 7/8 / 4000)."""
     every = [f"{a}{s}{b}{t}{c}=" for a in range(10) for b in range(10) for c in range(10) for s in "+-" for t in "+-"]
-    assert sum(map(held_out, every)) / len(every) == pytest.approx(1 / 8, abs=4 * 0.0052)
+    assert sum(map(is_held_out, every)) / len(every) == pytest.approx(1 / 8, abs=4 * 0.0052)
 
 
 def test_arithmetic_problem_depends_only_on_index():
@@ -128,7 +137,7 @@ def test_arithmetic_problem_depends_only_on_index():
     assert pickle.loads(pickle.dumps(task))[7] == task[7]
     assert task[0] != Arithmetic(seed=6, level=[3, 7])[0]
     assert len({task[i].id for i in range(100)}) == 100
-    assert len(task) == ENDLESS and len(later) == 4
+    assert len(task) == ENDLESS_LENGTH and len(later) == 4
     with pytest.raises(IndexError, match="question 4 of 4"):
         later[4]
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from helpers.clue_reader import Translator, needs_public, public_puzzles, read
-from torchtune_ext.tasks.temporal_clue.prompt import prompt, question
-from torchtune_ext.tasks.temporal_clue.puzzle import whole_world
+from torchtune_ext.tasks.temporal_clue.prompt import fact_question, puzzle_prompt
+from torchtune_ext.tasks.temporal_clue.puzzle import all_facts
 
 
 @needs_public
@@ -21,9 +21,9 @@ def test_clue_reader_reproduces_public_prompts_exactly():
         clues = [translate.clue(clue) for clue in r.clues]
         assert len(clues) == puzzle["num_clues"]
         facts = [translate.question(words, puzzle["solution"][letter]) for letter, words in r.questions.items()]
-        questions = [question(translate.scenario, fact, ask_who) for fact, ask_who in facts]
+        questions = [fact_question(translate.scenario, fact, ask_who) for fact, ask_who in facts]
         assert [gold for _, gold, _ in questions] == list(puzzle["solution"].values())
-        assert prompt(translate.scenario, clues, questions, r.main) == puzzle["prompt"], number
+        assert puzzle_prompt(translate.scenario, clues, questions, r.main) == puzzle["prompt"], number
 
 
 @needs_public
@@ -38,10 +38,10 @@ def test_clue_public_puzzles_have_unique_published_answers():
         translate = Translator(r)
         solver = Solver(translate.scenario)
         clues = [translate.clue(clue) for clue in r.clues]
-        world = solver.find(clues, solver.model.new_bool_var(""))
+        world = solver.find_world(clues, solver.model.new_bool_var(""))
         assert world is not None, number
         facts = [translate.question(words, puzzle["solution"][letter])[0] for letter, words in r.questions.items()]
         assert all(fact.holds(world) for fact in facts), number
         assert all(clue.holds(world) for clue in clues), number
-        everything = whole_world(replace(translate.scenario, truth=world))
-        assert solver.find(clues, solver.differs(everything)) is None, number
+        everything = all_facts(replace(translate.scenario, truth=world))
+        assert solver.find_world(clues, solver.difference_literal(everything)) is None, number

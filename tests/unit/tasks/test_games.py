@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from torchtune_ext.grading.environments import checked_turn
+from torchtune_ext.grading.environments import check_turn
 from torchtune_ext.tasks.task import Turn
 from torchtune_ext.tasks.tool_class import ToolClass
 
@@ -239,7 +239,7 @@ def test_games_of_textarena():
         refused = TextArena(name)
         game, turn = refused.environment(refused[0], 0), Turn()
         while not turn.done:
-            turn = checked_turn(say(game, text))
+            turn = check_turn(say(game, text))
         assert (turn.reward, turn.parts) == (0.0, {"invalid_move": 1.0}) and note in turn.note, name
     countdown = TextArena("Countdown-v0")  # interchanges the arguments of what the policy said
     assert "invalid move" in say(countdown.environment(countdown[0], 0), "hm").messages[0]["content"]

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.tasks.guess_number import Game, GuessNumber
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.tasks.guess_number import GuessNumber, GuessNumberEnvironment
 from torchtune_ext.tasks.task import ConversationTask
 
 TASK = GuessNumber(seed=3)
@@ -42,7 +42,7 @@ def test_guess_number_bisection_needs_at_most_five_turns():
 def test_guess_number_solutions_equal_game_conversations():
     for index in range(50):
         problem = TASK[index]
-        messages, game, answers = TASK.solution(problem), Game(problem.answer["number"]), []
+        messages, game, answers = TASK.solution(problem), GuessNumberEnvironment(problem.answer["number"]), []
         for message in messages[::2]:
             answers.append(game.step(message))
         assert [turn.done for turn in answers] == [False] * (len(answers) - 1) + [True]
@@ -52,7 +52,7 @@ def test_guess_number_solutions_equal_game_conversations():
 
 @pytest.mark.parametrize("text", ["", "x", "12 13", "-3", "1" * 10, "12."])
 def test_guess_number_non_number_ends_the_game(text):
-    turn = Game(12).step({"role": "assistant", "content": text})
+    turn = GuessNumberEnvironment(12).step({"role": "assistant", "content": text})
     assert (turn.done, turn.reward, turn.parts["failed"]) == (True, 0.0, 1.0)
 
 
@@ -60,7 +60,7 @@ def test_answers_are_true():
     draw = random.Random(0)
     for _ in range(200):
         number, guess = draw.randint(0, 99), draw.randint(0, 99)
-        turn = Game(number).step({"role": "assistant", "content": f" {guess}\n"})
+        turn = GuessNumberEnvironment(number).step({"role": "assistant", "content": f" {guess}\n"})
         replies = [message["content"] for message in turn.messages]
         assert replies == (["higher"] if guess < number else ["lower"] if guess > number else [])
 
@@ -76,5 +76,5 @@ def test_answers_are_true():
     ],
 )
 def test_arguments_out_of_range(words, message):
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UsageError, match=message):
         GuessNumber(**words)

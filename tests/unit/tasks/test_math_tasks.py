@@ -340,7 +340,7 @@ def test_datasets_read_local_copies(tmp_path):
     rows = {
         "math500": {"problem": "a", "solution": "so \\boxed{3}", "answer": "3"},
         "deepmath": {"question": "a", "final_answer": "3", "difficulty": 5.0},
-        "dapo_math_17k": {"prompt": f"{DATASETS['dapo_math_17k'].remove[0]}\n\na\n\n{DATASETS['dapo_math_17k'].remove[1]}", "solution": "3"},
+        "dapo_math_17k": {"prompt": f"{DATASETS['dapo_math_17k'].remove_texts[0]}\n\na\n\n{DATASETS['dapo_math_17k'].remove_texts[1]}", "solution": "3"},
         "aime2024": {"problem": "a", "solution": "so 3", "answer": "003"},
         "aime2025": {"problem": "a", "answer": 3},
         "svamp": {"Body": "a", "Question": "", "Answer": 3.0},

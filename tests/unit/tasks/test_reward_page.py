@@ -98,7 +98,7 @@ def test_a_judge_that_compares(folder, page):
     problem, answer = task[0], task[0].answer
     texts = [f"(1 2) {answer}", str(answer), str(answer), str(answer + 1), ""]
     with Grader(task, **cfg.grader) as judge, Grader(held_out) as alone:
-        assert judge.compares and not alone.compares
+        assert judge.grades_groups and not alone.grades_groups
         outcomes = judge.submit(problem, *texts).result(timeout=60)
         assert [outcome.reward for outcome in outcomes] == [0.6, 1.0, 1.0, 0.4, 0.2]
         assert judge.submit(problem, str(answer)).result(timeout=60)[0].reward == 1.0

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.tasks.order import ProblemStream
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.tasks.problem_stream import ProblemStream
 from torchtune_ext.tasks.selection import NearLevel, level_names
 from torchtune_ext.tasks.task import ConversationTask, Score
 
@@ -147,10 +147,10 @@ def test_selection_ignores_ungraded_samples():
     ],
 )
 def test_arguments(words, message):
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UsageError, match=message):
         NearLevel(**words)
 
 
 def test_a_checkpoint_of_other_levels_is_refused():
-    with pytest.raises(Mistake, match="task.levels: none, but the checkpoint was written with"):
+    with pytest.raises(UsageError, match="task.levels: none, but the checkpoint was written with"):
         problems().load_state_dict(levels().state_dict())

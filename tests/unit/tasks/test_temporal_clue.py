@@ -15,10 +15,10 @@ from helpers.clue_reader import DATA, Translator, all_nights, check_by_trying, h
 from torchtune_ext.cli.cli import main
 from torchtune_ext.tasks.temporal_clue import TemporalClue, cli
 from torchtune_ext.tasks.temporal_clue.clues import HasMotive, Murder, Place, draw_clues
-from torchtune_ext.tasks.temporal_clue.files import generate, read_puzzles, write_jsonl
-from torchtune_ext.tasks.temporal_clue.puzzle import Puzzle, drop_in_turn, few_of_many, make_puzzle, whole_world
+from torchtune_ext.tasks.temporal_clue.files import generate_puzzles, read_puzzles, write_jsonl
+from torchtune_ext.tasks.temporal_clue.puzzle import Puzzle, all_facts, drop_redundant, make_puzzle, select_minimal
 from torchtune_ext.tasks.temporal_clue.scenario import draw_scenario
-from torchtune_ext.tasks.temporal_clue.size import NAMED, Size, parse_size
+from torchtune_ext.tasks.temporal_clue.size import NAMED_SIZES, Size, parse_size
 from torchtune_ext.tasks.temporal_clue.solver import Solver
 from torchtune_ext.tasks.temporal_clue.task import right_answers
 
@@ -69,10 +69,10 @@ def test_clue_big_puzzles_are_solvable_with_minimal_clues():
         clues = [translate.clue(clue) for clue in r.clues]
         facts = [translate.question(question, puzzle.solution[letter])[0] for letter, question in r.questions.items()]
         solver = Solver(translate.scenario)
-        goal = solver.differs(facts)
-        assert solver.find(clues, goal) is None
+        goal = solver.difference_literal(facts)
+        assert solver.find_world(clues, goal) is None
         for drop in range(len(clues)):
-            world = solver.find(clues[:drop] + clues[drop + 1 :], goal)
+            world = solver.find_world(clues[:drop] + clues[drop + 1 :], goal)
             assert world is not None
             assert not clues[drop].holds(world) and not all(fact.holds(world) for fact in facts)
 
@@ -95,9 +95,9 @@ def test_clue_meaning_agrees_between_reader_record_and_solver():
                 facts = [Place(piece, t, room) for piece, way in enumerate(world.places) for t, room in enumerate(way)]
                 facts += [HasMotive(suspect, motive) for suspect, motive in enumerate(world.motives)]
                 facts += [Murder(fact, getattr(world, fact)) for fact in ("murderer", "weapon", "room", "time")]
-                assert solver.find(facts, anything) == world
+                assert solver.find_world(facts, anything) == world
                 for clue, record in clues.items():
-                    assert (solver.find([*facts, record], anything) is not None) == truth[clue], clue
+                    assert (solver.find_world([*facts, record], anything) is not None) == truth[clue], clue
         kinds |= {clue[0] for clue in clues}
     assert {"place", "or", "iff", "same room", "together", "beside", "moved", "carried", "motive"} <= kinds
 
@@ -108,11 +108,11 @@ def test_clue_both_reduction_methods_keep_same_clues():
         rng = random.Random(seed)
         size = Size((2, 3), (2, 3), (2, 4), (1, 3), (0, 3))
         scenario = draw_scenario(rng, size.draw(rng))
-        clues, facts = draw_clues(rng, scenario, size.clues), whole_world(scenario)
+        clues, facts = draw_clues(rng, scenario, size.clues), all_facts(scenario)
         assert all(clue.holds(scenario.truth) for clue in [*clues, *facts])
-        few, worlds = few_of_many(Solver(scenario), clues, facts)
-        assert few == drop_in_turn(Solver(scenario), clues, facts, [])
-        assert few == drop_in_turn(Solver(scenario), clues, facts, worlds)
+        few, worlds = select_minimal(Solver(scenario), clues, facts)
+        assert few == drop_redundant(Solver(scenario), clues, facts, [])
+        assert few == drop_redundant(Solver(scenario), clues, facts, worlds)
         assert len(few) < len(clues)
 
 
@@ -162,7 +162,7 @@ def test_clue_puzzle_is_pure_function_of_seed_index():
     }
     assert len(digests) == 1
     size = Size((2, 4), (2, 3), (2, 5), (1, 4), (0, 4), bonus=(0, 3))
-    one, all_of_them = make_puzzle(3, 7, size), list(generate(3, 9, size))
+    one, all_of_them = make_puzzle(3, 7, size), list(generate_puzzles(3, 9, size))
     assert one == all_of_them[7]
     assert len({p.prompt for p in all_of_them}) == 9
     assert make_puzzle(4, 7, size) != one
@@ -171,7 +171,9 @@ def test_clue_puzzle_is_pure_function_of_seed_index():
 @needs_ortools
 def test_clue_two_processes_equal_one():
     size = parse_size("small")
-    assert list(generate(0, 30, size, workers=2, first=5)) == [make_puzzle(0, index, size) for index in range(5, 35)]
+    assert list(generate_puzzles(0, 30, size, workers=2, first=5)) == [
+        make_puzzle(0, index, size) for index in range(5, 35)
+    ]
 
 
 # ---- the task
@@ -295,7 +297,7 @@ def test_a_malformed_list_is_named(tmp_path):
 @needs_public
 @needs_ortools
 def test_clue_public_and_own_files_share_fields(tmp_path):
-    write_jsonl(tmp_path / "ours.jsonl", [make_puzzle(0, 0, NAMED["public"])])
+    write_jsonl(tmp_path / "ours.jsonl", [make_puzzle(0, 0, NAMED_SIZES["public"])])
     ours = json.loads((tmp_path / "ours.jsonl").read_text())
     public = json.loads((DATA / "val.json").read_text())[0]
     assert list(ours) == list(public)
@@ -306,7 +308,7 @@ def test_clue_public_and_own_files_share_fields(tmp_path):
 
 
 def test_sizes_in_their_spellings():
-    assert parse_size("3") == parse_size(3) == NAMED["3"]
+    assert parse_size("3") == parse_size(3) == NAMED_SIZES["3"]
     assert parse_size("{suspects: [2, 3], rooms: 4, clues: [direct, or], whole_world: true}") == Size(
         (2, 3), 2, 4, clues=("direct", "or"), whole_world=True
     )
@@ -351,7 +353,7 @@ def command(*words: str) -> int:
 def test_command_writes_a_file(tmp_path, capsys):
     out = tmp_path / "p.jsonl"
     assert command("--seed", "3", "--count", "7", "--size", "small", "--workers", "1", "--out", str(out)) == 0
-    assert read_puzzles(out) == list(generate(3, 7, parse_size("small")))
+    assert read_puzzles(out) == list(generate_puzzles(3, 7, parse_size("small")))
     shown = capsys.readouterr()
     assert "7/7" in shown.err and f"7 puzzles -> {out}" in shown.out
 
@@ -375,7 +377,7 @@ def test_clue_command_reports_killed_worker_process(tmp_path, monkeypatch):
         raise BrokenProcessPool("ended abruptly")
         yield
 
-    monkeypatch.setattr(cli, "generate", generate)
+    monkeypatch.setattr(cli, "generate_puzzles", generate)
     with pytest.raises(RuntimeError, match="want of memory: ended abruptly; lower --workers"):
         command("--out", str(tmp_path / "p.jsonl"))
 

@@ -12,7 +12,7 @@ pytest.importorskip("math_verify")
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader
-from torchtune_ext.pipeline.rollout import in_order, sample_groups
+from torchtune_ext.pipeline.rollout import collect_in_order, sample_groups
 from torchtune_ext.sampling.engine import Completion, SamplingConfig
 from torchtune_ext.tasks.answers import MathGrader
 from torchtune_ext.tasks.arithmetic import Arithmetic
@@ -85,7 +85,9 @@ def graded(grader, tokenizer, texts):
     """{(answer, text sampled): (text read, reward, format)}"""
     problems = [Problem(answer, ({"role": "user", "content": "?"},), answer) for answer in ("3", "4")]
     engine = Recorded(tokenizer, texts)
-    groups = in_order(sample_groups(problems, len(texts), SamplingConfig(max_tokens=99), engine, tokenizer, grader))
+    groups = collect_in_order(
+        sample_groups(problems, len(texts), SamplingConfig(max_tokens=99), engine, tokenizer, grader)
+    )
     return {
         (group.problem.answer, text): (s.text, s.score.reward, s.score.parts["format"])
         for group in groups
@@ -112,8 +114,8 @@ def test_templates_without_thinking_leave_sampled_text_unchanged(grader, tmp_pat
 
 def test_question_mentioning_think_tags_opens_no_thinking(tmp_path):
     tokenizer = ChatTokenizer(model_dir(tmp_path, False), PLAIN)
-    assert tokenizer.opened_thought(tokenizer.prompt_ids([{"role": "user", "content": "What is <think>"}])) == ""
-    assert tokenizer.opened_thought(tokenizer.encode("Think first.\n<think>\n\n")) == "<think>\n\n"
+    assert tokenizer.thought_prefix(tokenizer.prompt_ids([{"role": "user", "content": "What is <think>"}])) == ""
+    assert tokenizer.thought_prefix(tokenizer.encode("Think first.\n<think>\n\n")) == "<think>\n\n"
 
 
 def played(task, problem, text):

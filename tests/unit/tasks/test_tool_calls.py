@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from torchtune_ext.tasks.tool_calls import ToolCall, tool_calls
+from torchtune_ext.tasks.tool_calls import ToolCall, parse_tool_calls
 
 ADD, NOW = ToolCall("add", {"a": 1, "b": [2, "{;}"]}), ToolCall("now", {})
 ADD_TEXT, NOW_TEXT = (json.dumps({"name": call.name, "arguments": call.arguments}) for call in (ADD, NOW))
@@ -35,7 +35,7 @@ LLAMA = ADD_TEXT.replace("arguments", "parameters")
     ],
 )
 def test_calls_are_read(text, calls):
-    assert tool_calls(text) == calls
+    assert parse_tool_calls(text) == calls
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_calls_are_read(text, calls):
 )
 def test_tool_calls_unreadable_text_raises(inside, words):
     with pytest.raises(ValueError, match=".*") as error:
-        tool_calls(f"<tool_call>{inside}</tool_call>")
+        parse_tool_calls(f"<tool_call>{inside}</tool_call>")
     assert words in str(error.value)
 
 
@@ -60,10 +60,10 @@ def test_tool_calls_thousand_nested_levels_raise():
     # At some of these depths the call can be read, but not written again.
     for depth in range(900, 1100):
         with pytest.raises(ValueError, match="not JSON|is not a tool call"):
-            tool_calls('<tool_call>{"name": "add", "arguments": ' + "[" * depth + "]" * depth + "}")
+            parse_tool_calls('<tool_call>{"name": "add", "arguments": ' + "[" * depth + "]" * depth + "}")
 
 
 def test_tool_calls_long_text_takes_linear_time():
     begin = time.process_time()
-    assert tool_calls("7;" * (1 << 18)) == tool_calls("<tool_call>[]</tool_call>" * 5000) == []
+    assert parse_tool_calls("7;" * (1 << 18)) == parse_tool_calls("<tool_call>[]</tool_call>" * 5000) == []
     assert time.process_time() - begin < 1.0

@@ -237,7 +237,7 @@ def test_comparison_lines_equal_logged_values(tmp_path):
 
 
 def test_many_steps_share_points(tmp_path, monkeypatch):
-    monkeypatch.setattr(comparison, "POINTS", 100)
+    monkeypatch.setattr(comparison, "MAX_POINTS", 100)
     for name, seed, steps in (("a", 0, 999), ("b", 1, 499)):
         make_one(tmp_path / name, settings(1e-6 * (1 + seed)), steps=steps, rollouts=False)
     overview = overview_of(build_comparison([tmp_path]))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from helpers.compared_runs import make_one, settings
-from torchtune_ext.telemetry.comparison import result_of, target_of
-from torchtune_ext.telemetry.runs import differences, find_runs, short_keys
+from torchtune_ext.telemetry.comparison import choose_target, run_result
+from torchtune_ext.telemetry.runs import find_runs, label_runs, shorten_keys
 
 
 def test_comparison_folder_paths_do_not_distinguish_runs(tmp_path):
@@ -16,7 +16,7 @@ def test_comparison_folder_paths_do_not_distinguish_runs(tmp_path):
             start = {"path": str(tmp_path / f"r{rate}{seed}" / "start")}
             own = settings(rate, seed, tokenizer=start, logging={"to": [f"{seed}"]})
             make_one(tmp_path / f"r{rate}{seed}", own, steps=2, rollouts=False)
-    keys, values, labels = differences(find_runs([tmp_path])[0])
+    keys, values, labels = label_runs(find_runs([tmp_path])[0])
     assert keys == ["seed", "optimizer.lr"] and values == [
         ["0", "1e-06"],
         ["1", "1e-06"],
@@ -31,17 +31,17 @@ def test_comparison_folder_name_does_not_replace_values(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("bf16", "fp32"):
         make_one(Path(name), settings(precision=name, start=f"{name}/model"), steps=2, rollouts=False)
-    keys, _, labels = differences(find_runs([tmp_path])[0])
+    keys, _, labels = label_runs(find_runs([tmp_path])[0])
     assert keys == ["precision"] and labels == ["precision bf16", "precision fp32"]
 
 
 def test_comparison_key_missing_from_one_run_differs(tmp_path):
     make_one(tmp_path / "a", settings(), steps=2, rollouts=False)
     make_one(tmp_path / "b", settings(loss={"terms": ["x" * 5000], "größe": "ü"}), steps=2, rollouts=False)
-    keys, _, labels = differences(find_runs([tmp_path])[0])
+    keys, _, labels = label_runs(find_runs([tmp_path])[0])
     assert keys == ["loss.terms", "loss.größe"]
     assert labels == ["terms default, größe default", "b"]
-    assert short_keys(["a.lr", "b.lr", "a.seed", "task._component_"]) == ["a.lr", "b.lr", "seed", "task._component_"]
+    assert shorten_keys(["a.lr", "b.lr", "a.seed", "task._component_"]) == ["a.lr", "b.lr", "seed", "task._component_"]
 
 
 def test_comparison_result_metric_depends_on_evaluations(tmp_path):
@@ -50,19 +50,19 @@ def test_comparison_result_metric_depends_on_evaluations(tmp_path):
         make_one(tmp_path / "evaluated" / name, settings(seed=seed), steps=65, rollouts=False)
         make_one(tmp_path / "trained" / name, settings(seed=seed), every=0, rollouts=False)
     runs, _, _ = find_runs([tmp_path / "evaluated"])
-    assert target_of(runs, []) == ("eval/accuracy_sampled", "held-out accuracy", True)
+    assert choose_target(runs, []) == ("eval/accuracy_sampled", "held-out accuracy", True)
     (newest,) = [record for record in runs[0].records if record["step"] == 60]
     expected = newest["eval/accuracy_sampled"], newest["eval/low"], newest["eval/high"]
-    assert result_of(runs[0], "eval/accuracy_sampled") == expected
+    assert run_result(runs[0], "eval/accuracy_sampled") == expected
     runs, _, _ = find_runs([tmp_path / "trained"])
-    assert target_of(runs, []) == ("reward/mean", "mean reward", True)
+    assert choose_target(runs, []) == ("reward/mean", "mean reward", True)
     rewards = [record["reward/mean"] for record in runs[0].records if "reward/mean" in record]
-    assert result_of(runs[0], "reward/mean")[0] == pytest.approx(np.mean(rewards[-6:]))
-    assert result_of(runs[0], "eval/accuracy_sampled") is None
+    assert run_result(runs[0], "reward/mean")[0] == pytest.approx(np.mean(rewards[-6:]))
+    assert run_result(runs[0], "eval/accuracy_sampled") is None
 
 
 def test_comparison_sweep_metric_keeps_its_name(tmp_path):
     make_one(tmp_path / "a", rollouts=False, **{"own/accuracy": 0.5, "eval/solved_sampled": 0.0})
     runs, _, _ = find_runs([tmp_path])
     named = {"metric": {"name": "own/accuracy", "goal": "maximize"}}
-    assert target_of(runs, [named]) == ("own/accuracy", "own/accuracy", True)
+    assert choose_target(runs, [named]) == ("own/accuracy", "own/accuracy", True)

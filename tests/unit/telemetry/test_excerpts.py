@@ -11,9 +11,9 @@ from helpers.report_runs import byte_tokenizer
 from torchtune_ext.grading import Ungraded
 from torchtune_ext.pipeline.episodes import Episode
 from torchtune_ext.pipeline.groups import Group
+from torchtune_ext.pipeline.rollout_store import RolloutStore, rollout_paths
 from torchtune_ext.tasks.task import Problem, Score, Turn
-from torchtune_ext.telemetry.excerpts import Limits, excerpts_of, sample_facts
-from torchtune_ext.telemetry.rollouts import RolloutStore, rollout_paths
+from torchtune_ext.telemetry.excerpts import ExcerptLimits, collect_excerpts, sample_record
 
 
 def group(name, rewards, texts=None, advantages=None, tokens=None):
@@ -55,7 +55,7 @@ def test_excerpts_prefer_nonzero_variance_groups_and_keep_others(tmp_path):
     paths = stored(tmp_path, {1: silent + loud, 2: silent[:4] + loud[:2], 3: loud, 4: silent})
 
     def ids(number):
-        excerpts = excerpts_of(paths, Limits(groups_per_step=number))
+        excerpts = collect_excerpts(paths, ExcerptLimits(groups_per_step=number))
         assert [entry["signals"] for entry in excerpts.index] == [9, 2, 9, 0]
         return [
             [name for name, _, _ in (g["id"].partition("-") for g in unpacked(blob))]
@@ -65,7 +65,7 @@ def test_excerpts_prefer_nonzero_variance_groups_and_keep_others(tmp_path):
     assert ids(12) == [["loud"] * 9 + ["silent"] * 3, ["loud"] * 2 + ["silent"] * 4, ["loud"] * 9, ["silent"] * 9]
     assert ids(6) == [["loud"] * 5 + ["silent"], ["loud"] * 2 + ["silent"] * 4, ["loud"] * 6, ["silent"] * 6]
     assert ids(1) == [["loud"], ["loud"], ["loud"], ["silent"]]
-    whole = unpacked(excerpts_of(paths, Limits(groups_per_step=4)).blobs[3])
+    whole = unpacked(collect_excerpts(paths, ExcerptLimits(groups_per_step=4)).blobs[3])
     spreads = [g["spread"] for g in whole]
     assert spreads == sorted(spreads, reverse=True) and whole[0]["id"] == "loud-9" and whole[-1]["id"] == "loud-1"
 
@@ -81,8 +81,8 @@ def leave_a_tokenizer(folder, *texts):
 
 def test_excerpts_show_decoded_prompt_with_available_tokenizer(tmp_path, caplog):
     tokenizer = leave_a_tokenizer(tmp_path / "model", "the cat sat on the mat, the end")
-    excerpts = excerpts_of(
-        stored(tmp_path, {1: [group("g", [0.0, 1.0])]}), Limits(), [tmp_path / "nowhere", tmp_path / "model"]
+    excerpts = collect_excerpts(
+        stored(tmp_path, {1: [group("g", [0.0, 1.0])]}), ExcerptLimits(), [tmp_path / "nowhere", tmp_path / "model"]
     )
     (shown,) = unpacked(excerpts.blobs[1])
     assert shown["read"] == tokenizer.decode([0, 1, 2], skip_special_tokens=False) and caplog.records == []
@@ -95,7 +95,7 @@ def conversations(**rest):
 
 
 def test_excerpts_episode_is_shown_by_turns(tmp_path):
-    (shown,) = unpacked(excerpts_of(stored(tmp_path, {1: [conversations()]}), Limits()).blobs[1])
+    (shown,) = unpacked(collect_excerpts(stored(tmp_path, {1: [conversations()]}), ExcerptLimits()).blobs[1])
     sample = shown["samples"][0]
     assert [(m["role"], m["content"], m["reward"]) for m in sample["messages"]] == [
         ("assistant", "55", 0.0), ("user", "higher", None), ("assistant", "62", 0.0), ("user", "lower", None),
@@ -106,7 +106,7 @@ def test_excerpts_episode_is_shown_by_turns(tmp_path):
 
 
 def test_excerpts_environment_tokens_excluded_from_sampled_values(tmp_path):
-    excerpts = excerpts_of(stored(tmp_path, {1: [conversations()]}), Limits())
+    excerpts = collect_excerpts(stored(tmp_path, {1: [conversations()]}), ExcerptLimits())
     sample = unpacked(excerpts.blobs[1])[0]["samples"][0]
     assert (sample["count"], sample["total"]) == (9, 15)
     assert sample["logprob"] == -2.0, "of -1, -2 and -3, not of the zeros between the turns"
@@ -115,9 +115,9 @@ def test_excerpts_environment_tokens_excluded_from_sampled_values(tmp_path):
 
 def test_excerpts_single_turn_truncated_episode_is_shown(tmp_path):
     episode = Episode()
-    episode.sampled(sampled([1, 2], [-1, -3], finish_reason="length").completion, "It is")
-    cut = Group(Problem("game", (), 58), np.arange(3), (episode.over("length"),))
-    (shown,) = unpacked(excerpts_of(stored(tmp_path, {1: [cut]}), Limits()).blobs[1])[0]["samples"]
+    episode.add_turn(sampled([1, 2], [-1, -3], finish_reason="length").completion, "It is")
+    cut = Group(Problem("game", (), 58), np.arange(3), (episode.to_sample("length"),))
+    (shown,) = unpacked(collect_excerpts(stored(tmp_path, {1: [cut]}), ExcerptLimits()).blobs[1])[0]["samples"]
     assert shown["messages"] == [{"role": "assistant", "content": "It is", "reward": None}]
     assert (shown["turns"], shown["finish"], shown["reward"], shown["logprob"]) == ([[0, 2]], "length", 0.0, -2.0)
 
@@ -126,10 +126,10 @@ def test_excerpts_long_episode_truncated_per_message():
     episode = Episode()
     for turn in range(9):
         if turn:
-            episode.go_on([*episode.path, 3], "")
-        episode.sampled(sampled([1, 2]).completion, "t" * 1000)
-        episode.answered(Turn([{"role": "user", "content": "yes"}]))
-    shown = sample_facts(episode.over("max_turns"), 3600)["messages"]
+            episode.set_next_context([*episode.path, 3], "")
+        episode.add_turn(sampled([1, 2]).completion, "t" * 1000)
+        episode.add_answer(Turn([{"role": "user", "content": "yes"}]))
+    shown = sample_record(episode.to_sample("max_turns"), 3600)["messages"]
     assert [m["content"] for m in shown[1::2]] == ["yes"] * 9
     assert all(200 < len(m["content"]) < 250 and "800 characters left out" in m["content"] for m in shown[::2])
 
@@ -140,7 +140,7 @@ def test_excerpts_without_tokenizer_show_only_messages(tmp_path, caplog):
     (tmp_path / "damaged" / "tokenizer.json").write_text("{")
 
     def read(*tokenizers):
-        return unpacked(excerpts_of(paths, Limits(), tokenizers).blobs[1])[0]["read"]
+        return unpacked(collect_excerpts(paths, ExcerptLimits(), tokenizers).blobs[1])[0]["read"]
 
     assert read() is None and not caplog.messages
     assert read(tmp_path / "damaged") is None and "cannot be read" in caplog.text

@@ -2,11 +2,11 @@
 
 import pytest
 
-from torchtune_ext.telemetry.findings import FOLDED, findings, readings
-from torchtune_ext.telemetry.heading import State
+from torchtune_ext.telemetry.findings import FOLDED_SECTIONS, collect_findings, read_curves
 from torchtune_ext.telemetry.panels import panels_for
+from torchtune_ext.telemetry.report_header import RunStatus
 
-DONE = State("finished", "finished, 40 steps", 40, 40)
+DONE = RunStatus("finished", "finished, 40 steps", 40, 40)
 
 
 def texts(metrics, config=None, state=DONE, steps=40):
@@ -23,8 +23,8 @@ def findings_of(records, config, state):
     series = {name: [record.get(name) for record in records] for name in names}
     series = {name: values for name, values in series.items() if set(values) != {None}}
     panels = panels_for(names)
-    curves = readings(series, [record["step"] for record in records], panels)
-    return findings(records, curves, panels, config, state)
+    curves = read_curves(series, [record["step"] for record in records], panels)
+    return collect_findings(records, curves, panels, config, state)
 
 
 HEALTHY = {
@@ -74,7 +74,7 @@ def test_findings_of_healthy_run_are_empty():
 def test_findings_problem_appears_in_its_section(change, words, section):
     ((text, there),) = texts(HEALTHY | change, {"max_mismatch": 0.05})
     assert words in text and there == section
-    assert section in ("Learning", *FOLDED)
+    assert section in ("Learning", *FOLDED_SECTIONS)
 
 
 def test_findings_rising_reward_with_its_target_is_healthy():
@@ -97,7 +97,7 @@ def test_findings_nonfinite_metric_links_to_its_section():
 
 
 def test_findings_early_end_is_listed_first():
-    stopped = State("stopped", "", 40, 100)
+    stopped = RunStatus("stopped", "", 40, 100)
     items = texts(HEALTHY | {"mismatch/ess": 0.5}, state=stopped)
     assert items[0] == ("The run ended at step 40 of 100: it crashed, or was stopped.", "") and len(items) == 2
     (onward,) = texts({}, {"resume_from_checkpoint": False}, stopped)

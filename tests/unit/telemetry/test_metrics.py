@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from helpers.full_disk import full_disk
-from torchtune_ext.run.folder import CONTENTS, RunFolder
+from torchtune_ext.pipeline.rollout_store import RolloutStore
+from torchtune_ext.run.folder import RUN_FILES, RunFolder
 from torchtune_ext.telemetry import metrics as module
-from torchtune_ext.telemetry.metrics import CLOCK_PREFIXES, Metrics, cut_metrics, read_metrics
+from torchtune_ext.telemetry.metrics import VOLATILE_PREFIXES, MetricLogger, read_metrics, truncate_metrics
 from torchtune_ext.telemetry.report import build_report
-from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.telemetry.sinks import LoggingConfig
 
 
@@ -28,7 +28,7 @@ def strict_lines(path):
 
 
 def test_one_json_line_a_step(tmp_path):
-    with Metrics(tmp_path / "a" / "run", sinks=()) as metrics:
+    with MetricLogger(tmp_path / "a" / "run", sinks=()) as metrics:
         metrics.log(1, {"reward/mean": np.float32(0.5), "groups/used": 7, "loss/total": torch.tensor(0.25)})
         assert strict_lines(metrics.path) == [{"step": 1, "reward/mean": 0.5, "groups/used": 7, "loss/total": 0.25}]
         metrics.log(2, {"reward/mean": math.nan, "loss/kl_ref": math.inf, "optim/lr": -math.inf, "pack/rho": 2.0})
@@ -39,7 +39,7 @@ def test_one_json_line_a_step(tmp_path):
 
 
 def test_lines_of_one_step_are_merged(tmp_path):
-    with Metrics(tmp_path, sinks=()) as metrics:
+    with MetricLogger(tmp_path, sinks=()) as metrics:
         metrics.log(3, {"a/x": math.nan})
         metrics.log(3, {"a/y": math.nan, "a/z": 1})
         metrics.log(4, {"a/x": 2})
@@ -50,7 +50,7 @@ def test_lines_of_one_step_are_merged(tmp_path):
 
 
 def test_refuses_steps_that_go_back_and_reserved_names(tmp_path):
-    with Metrics(tmp_path, sinks=()) as metrics:
+    with MetricLogger(tmp_path, sinks=()) as metrics:
         metrics.log(5, {})
         with pytest.raises(ValueError, match="step=4 after step 5"):
             metrics.log(4, {})
@@ -64,19 +64,21 @@ def values_of(step):
 
 
 def without_clock(records):
-    return [{k: v for k, v in record.items() if not k.startswith(CLOCK_PREFIXES)} for record in records]
+    return [{k: v for k, v in record.items() if not k.startswith(VOLATILE_PREFIXES)} for record in records]
 
 
 def test_killed_and_resumed_equals_uninterrupted(tmp_path):
-    with Metrics(tmp_path / "whole", sinks=()) as whole:
+    with MetricLogger(tmp_path / "whole", sinks=()) as whole:
         for step in range(1, 11):
             whole.log(step, values_of(step))
-    killed = Metrics(tmp_path / "killed", sinks=())
+    killed = MetricLogger(tmp_path / "killed", sinks=())
     for step in range(1, 8):
         killed.log(step, values_of(step))
     with open(killed.path, "a") as file:
         file.write('{"step": 8, "rew')  # killed inside a write
-    with Metrics(tmp_path / "killed", sinks=(), resume_step=6) as resumed:  # the checkpoint is older than the last line
+    with MetricLogger(
+        tmp_path / "killed", sinks=(), resume_step=6
+    ) as resumed:  # the checkpoint is older than the last line
         for step in range(6, 11):
             resumed.log(step, values_of(step))
     assert without_clock(strict_lines(resumed.path)) == without_clock(strict_lines(whole.path))
@@ -88,7 +90,7 @@ def test_metrics_truncation_write_failure_leaves_file_unchanged(tmp_path, monkey
     path.write_text('{"step": 1}\n{"step": 2}\n')
     monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError("disk")))
     with pytest.raises(OSError, match="disk"):
-        cut_metrics(path, 2)
+        truncate_metrics(path, 2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n' and os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
@@ -100,20 +102,20 @@ def test_metrics_broken_middle_line_raises_with_line_number(tmp_path):
 
 
 def test_a_fresh_run_mixes_with_no_earlier_one(tmp_path):
-    with Metrics(tmp_path, sinks=()) as metrics:
+    with MetricLogger(tmp_path, sinks=()) as metrics:
         metrics.log(1, {})
     with pytest.raises(ValueError, match=r"metrics\.jsonl belongs to an earlier run"):
-        Metrics(tmp_path, sinks=())
+        MetricLogger(tmp_path, sinks=())
     assert read_metrics(metrics.path) == [{"step": 1}]
 
 
 def test_metrics_full_disk_at_resume_leaves_file_unchanged(tmp_path):
-    with Metrics(tmp_path, sinks=()) as metrics:
+    with MetricLogger(tmp_path, sinks=()) as metrics:
         for step in range(1, 30):
             metrics.log(step, {"a/b": 1})
     before = metrics.path.read_bytes()
     with full_disk(100), pytest.raises(OSError, match=r"metrics\.jsonl back to step 20: .*Free disk space") as caught:
-        Metrics(tmp_path, sinks=(), resume_step=20)
+        MetricLogger(tmp_path, sinks=(), resume_step=20)
     assert "[Errno" not in str(caught.value)
     assert metrics.path.read_bytes() == before and os.listdir(tmp_path) == ["metrics.jsonl"]
 
@@ -124,8 +126,8 @@ def test_files_follow_the_umask(tmp_path, umask):
     before = os.umask(umask)
     try:
         with RunFolder(tmp_path / "run") as folder:
-            run = folder.begin({}, resuming=False)
-            with Metrics(folder.path, ("tensorboard",), run) as metrics:
+            run = folder.start_run({}, resuming=False)
+            with MetricLogger(folder.path, ("tensorboard",), run) as metrics:
                 metrics.log(1, {"a/b": 1})
             RolloutStore(folder.path).write(1, [])
             build_report(folder.path)
@@ -137,17 +139,17 @@ def test_files_follow_the_umask(tmp_path, umask):
 
 
 def test_metrics_on_other_ranks_write_nothing(tmp_path):
-    with Metrics(tmp_path / "run", sinks=("tensorboard",), rank=1) as metrics:
+    with MetricLogger(tmp_path / "run", sinks=("tensorboard",), rank=1) as metrics:
         metrics.log(1, {"a/b": 1.0})
     assert os.listdir(tmp_path) == []
 
 
 def test_unknown_sink_and_missing_package(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="'wnadb'"):
-        Metrics(tmp_path / "run", sinks=("wnadb",))
+        MetricLogger(tmp_path / "run", sinks=("wnadb",))
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="pip install wandb"):
-        Metrics(tmp_path / "run", sinks=("wandb",))
+        MetricLogger(tmp_path / "run", sinks=("wandb",))
     assert os.listdir(tmp_path) == []
 
 
@@ -171,11 +173,11 @@ def test_metrics_custom_sink_is_loaded_by_path(tmp_path, monkeypatch):
         """)
     )
     with pytest.raises(ValueError, match="logging.to=csv_sink.Tabel: .*did you mean 'Table'"):
-        Metrics(tmp_path / "run", sinks=("csv_sink.Tabel",))
-    with Metrics(tmp_path / "run", sinks=("csv_sink.Table",)) as metrics:
+        MetricLogger(tmp_path / "run", sinks=("csv_sink.Tabel",))
+    with MetricLogger(tmp_path / "run", sinks=("csv_sink.Table",)) as metrics:
         metrics.log(1, {"reward": 0.5})
     assert (tmp_path / "run" / "sinks" / "reward.csv").read_text() == "1,0.5\n"
-    assert "sinks" in CONTENTS  # what the next run sets aside, with all else of this one
+    assert "sinks" in RUN_FILES  # what the next run sets aside, with all else of this one
 
 
 class FailingSink:
@@ -207,7 +209,7 @@ class FailingSink:
 def test_a_failing_sink_is_reported_once_and_dropped(tmp_path, monkeypatch, caplog, at):
     monkeypatch.setattr(module, "sink_class", lambda name: FailingSink)
     monkeypatch.setattr(FailingSink, "at", at)
-    with caplog.at_level(logging.WARNING), Metrics(tmp_path, sinks=("tensorboard",)) as metrics:
+    with caplog.at_level(logging.WARNING), MetricLogger(tmp_path, sinks=("tensorboard",)) as metrics:
         for step in range(1, 5):
             metrics.show(step, [])
             metrics.log(step, {"a/b": 1, "eval/accuracy_sampled": 0.5})
@@ -237,14 +239,14 @@ def test_metrics_sink_receives_start_step_and_exit_status(tmp_path, monkeypatch)
             metrics.show(step, [])
             metrics.log(step, {"length/tokens": 100.0})
 
-    metrics = Metrics(tmp_path, settings)
+    metrics = MetricLogger(tmp_path, settings)
     sink = metrics._sinks["tensorboard"]
     lines(metrics, range(1, 5))
     metrics.close()
     assert sink.shown == [1, 3] and sink.status == 0
 
     # The run goes on from step 3.
-    metrics = Metrics(tmp_path, settings, resume_step=3, status=lambda: 130)
+    metrics = MetricLogger(tmp_path, settings, resume_step=3, status=lambda: 130)
     sink = metrics._sinks["tensorboard"]
     assert sink.opening.resume_step == 3
     lines(metrics, range(3, 7))
@@ -253,7 +255,7 @@ def test_metrics_sink_receives_start_step_and_exit_status(tmp_path, monkeypatch)
 
 
 def test_metrics_full_disk_raises_and_keeps_valid_lines(tmp_path):
-    with Metrics(tmp_path, sinks=()) as metrics:
+    with MetricLogger(tmp_path, sinks=()) as metrics:
         metrics.log(1, {"a/b": 1})
         with full_disk(metrics.path.stat().st_size + 10), pytest.raises(OSError, match="Free disk space"):
             metrics.log(2, {"a/b": 1})
@@ -262,7 +264,7 @@ def test_metrics_full_disk_raises_and_keeps_valid_lines(tmp_path):
 
 
 def test_full_disk_drops_tensorboard_only(tmp_path, caplog):
-    with Metrics(tmp_path, sinks=("tensorboard",)) as metrics, full_disk(1000):
+    with MetricLogger(tmp_path, sinks=("tensorboard",)) as metrics, full_disk(1000):
         for step in range(12):
             metrics.log(step, {"a/b": 1.0, "a/c": 2.0, "a/d": 3.0, "a/with_a_long_name": 4.0})
     assert len(strict_lines(metrics.path)) == 12
@@ -278,11 +280,11 @@ def scalars(folder):
 
 
 def test_tensorboard_reads_it_and_a_resume_purges(tmp_path):
-    with Metrics(tmp_path, sinks=("tensorboard",)) as metrics:
+    with MetricLogger(tmp_path, sinks=("tensorboard",)) as metrics:
         for step in range(1, 6):
             metrics.log(step, {"reward/mean": step / 4})
     assert scalars(tmp_path / "tensorboard") == {"reward/mean": [(step, step / 4) for step in range(1, 6)]}
-    with Metrics(tmp_path, sinks=("tensorboard",), resume_step=4) as metrics:
+    with MetricLogger(tmp_path, sinks=("tensorboard",), resume_step=4) as metrics:
         metrics.log(4, {"reward/mean": 10.0})
     expected = [(1, 0.25), (2, 0.5), (3, 0.75), (4, 10.0)]
     assert scalars(tmp_path / "tensorboard") == {"reward/mean": expected}

@@ -12,7 +12,7 @@ from torchtune_ext.measured.matmul.rewards import FAILURES
 from torchtune_ext.measured.matmul.stages import STAGES
 from torchtune_ext.measured.results import NOISY
 from torchtune_ext.telemetry.panels import PANELS, panels_for
-from torchtune_ext.training.buckets import NAMES
+from torchtune_ext.training.buckets import BUCKET_NAMES
 
 
 def test_docs_tables_are_up_to_date(repo_root):
@@ -46,7 +46,7 @@ def test_docs_list_all_position_and_staleness_buckets(repo_root):
     for word, name in (("place", "at"), ("age", "age")):
         sentence = re.search(rf"`<{word}>` is [^:]+: ((?:`\w+`[,\s]*)+)", text)[1]
         listed[name] = [f"{name}_{bucket}" for bucket in re.findall(r"`(\w+)`", sentence)]
-    assert listed["at"] + listed["age"] == NAMES
+    assert listed["at"] + listed["age"] == BUCKET_NAMES
 
 
 def test_docs_and_report_list_all_episode_endings(repo_root):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from torchtune_ext.telemetry.progress import Bar, Progress
+from torchtune_ext.telemetry.progress import Progress, ProgressBar
 
 
 class Clock:
@@ -17,7 +17,7 @@ class Clock:
 
 def test_lines_in_a_log_are_sparse(capsys):
     clock = Clock()
-    with Bar("sample", 100, "sample", None, log_every_s=30, clock=clock) as bar:
+    with ProgressBar("sample", 100, "sample", None, log_every_s=30, clock=clock) as bar:
         for i in range(100):
             clock.now = float(i)
             bar.add(1, 50)
@@ -29,34 +29,36 @@ def test_lines_in_a_log_are_sparse(capsys):
 
 def test_a_bar_shows_reward_length_and_speed():
     clock, file = Clock(), io.StringIO()
-    with Bar("sample", 4, "sample", file, clock=clock) as bar:
+    with ProgressBar("sample", 4, "sample", file, clock=clock) as bar:
         clock.now = 2.0
         time.sleep(0.15)  # tqdm draws ten times a second at most
         bar.add_reward(0.5)
         time.sleep(0.15)
         bar.add(4, tokens=400)
-    assert bar.read_out() == "reward 0.500, length 100, 200 tok/s"
+    assert bar.status_text() == "reward 0.500, length 100, 200 tok/s"
     assert "4/4" in file.getvalue() and "200 tok/s" in file.getvalue()
 
 
 def test_progress_bar_shows_throughput_before_any_episode_ends():
     clock = Clock()
-    with Bar("sample", 4, "sample", io.StringIO(), clock=clock) as bar:
+    with ProgressBar("sample", 4, "sample", io.StringIO(), clock=clock) as bar:
         clock.now = 2.0
         bar.add(0, tokens=50)
-        assert bar.read_out() == "25 tok/s"
+        assert bar.status_text() == "25 tok/s"
         bar.add(1)
-        assert bar.read_out() == "length 50, 25 tok/s"
+        assert bar.status_text() == "length 50, 25 tok/s"
 
 
 def test_summary_reads_as_a_table():
     file = io.StringIO()
     progress = Progress(total_steps=200, bars=False, file=file)
-    progress.summary(1, {"reward/mean": 0.25, "length/mean": 83.4})
+    progress.log_step(1, {"reward/mean": 0.25, "length/mean": 83.4})
     assert not file.getvalue(), "the step is not over"
-    progress.summary(1, {"speed/sampled_tokens_s": 4100.2, "time/step": 61.2, "time/sample": 31.2, "time/publish": 4.0})
+    progress.log_step(
+        1, {"speed/sampled_tokens_s": 4100.2, "time/step": 61.2, "time/sample": 31.2, "time/publish": 4.0}
+    )
     values = {"reward/mean": -0.125, "eval/accuracy_greedy": 0.5, "mismatch/mean_abs": 0.00612}
-    progress.summary(200, values | {"time/step": 7.0})
+    progress.log_step(200, values | {"time/step": 7.0})
     header, first, second = file.getvalue().splitlines()
     assert len(header) == len(first) == len(second)
     for title, value in (
@@ -76,16 +78,16 @@ def test_summary_reads_as_a_table():
 def test_progress_initial_evaluation_is_printed_at_once():
     file = io.StringIO()
     progress = Progress(total_steps=200, bars=False, file=file)
-    progress.summary(0, {"eval/accuracy_sampled": 0.25})
+    progress.log_step(0, {"eval/accuracy_sampled": 0.25})
     assert file.getvalue().splitlines()[1].split()[:4] == ["0/200", "-", "-", "25.0%"]
-    progress.summary(0, {"eval/accuracy_sampled": 0.25, "eval/solved_sampled": 0.125})
+    progress.log_step(0, {"eval/accuracy_sampled": 0.25, "eval/solved_sampled": 0.125})
     assert file.getvalue().splitlines()[2].split()[3] == "0.250", "the mean of partial rewards is no share"
 
 
 def test_other_ranks_print_no_table(capsys):
     progress = Progress(rank=1, bars=True)
-    progress.summary(1, {"reward/mean": 0.5})
-    with progress.training(3) as bar:
+    progress.log_step(1, {"reward/mean": 0.5})
+    with progress.training_bar(3) as bar:
         bar.add()
     assert capsys.readouterr() == ("", "")
 
@@ -105,24 +107,24 @@ def test_progress_zero_variance_steps_warn_after_five(rewards, words, caplog):
     file = io.StringIO()
     progress = Progress(total_steps=200, bars=False, file=file)
     for step in range(1, 9):
-        progress.summary(step, STEP | rewards)
+        progress.log_step(step, STEP | rewards)
         assert file.getvalue().splitlines()[-1].endswith(f"  no signal: {words}")
         assert len(caplog.messages) == (step >= 5), "said once"
     assert caplog.messages[0].startswith(
         f"for 5 steps no group has had a signal, so nothing was learned from rewards: {words}. "
     )
     assert "too hard for the model (warm it up on this task first)" in caplog.messages[0]
-    progress.summary(9, STEP | rewards | {"groups/used": 3.0})
+    progress.log_step(9, STEP | rewards | {"groups/used": 3.0})
     assert "no signal" not in file.getvalue().splitlines()[-1]
     for step in range(10, 15):
-        progress.summary(step, STEP | rewards)
+        progress.log_step(step, STEP | rewards)
     assert len(caplog.messages) == 2, "there was a signal between"
 
 
 def test_progress_mostly_truncated_samples_warned_once(caplog):
     progress = Progress(total_steps=200, bars=False, file=io.StringIO())
     for step, share in enumerate((0.5, 0.83, 0.9), start=1):
-        progress.summary(step, {"time/step": 1.0, "length/truncated": share})
+        progress.log_step(step, {"time/step": 1.0, "length/truncated": share})
         assert len(caplog.messages) == (step >= 2)
     assert caplog.messages[0].startswith("83% of the samples were cut at sampling.max_tokens")
 
@@ -131,5 +133,5 @@ def test_progress_evaluation_is_not_a_zero_variance_step(caplog):
     file = io.StringIO()
     progress = Progress(total_steps=200, bars=False, file=file)
     for _ in range(6):
-        progress.summary(0, {"eval/accuracy_sampled": 0.25})
+        progress.log_step(0, {"eval/accuracy_sampled": 0.25})
     assert "no signal" not in file.getvalue() and not caplog.messages

@@ -2,13 +2,13 @@
 
 import pytest
 
-from torchtune_ext.telemetry.findings import Reading, readings, tiles
+from torchtune_ext.telemetry.findings import Reading, make_tiles, read_curves
 from torchtune_ext.telemetry.panels import panels_for
 
 
 def read(series, steps):
     panels = panels_for(series)
-    return readings(series, steps, panels), panels
+    return read_curves(series, steps, panels), panels
 
 
 def test_reading_is_mean_of_last_tenth_of_curve():
@@ -18,7 +18,7 @@ def test_reading_is_mean_of_last_tenth_of_curve():
     # 41 steps: a tenth is four of them. Step 0 has no reward.
     assert curves["reward/mean"] == Reading((1 + 2 + 3 + 4) / 4, (37 + 38 + 39 + 40) / 4, 37, 40)
     reading = curves["reward/mean"]
-    assert tiles(curves, panels) == [
+    assert make_tiles(curves, panels) == [
         {"label": "Reward", "metric": "reward/mean", "reading": reading, "unit": "", "note": ""}
     ]
 
@@ -32,7 +32,7 @@ def test_reading_sparse_and_counting_metrics_use_newest_value():
     assert curves["eval/accuracy_sampled"] == Reading(0.0, 0.3, 30, 30)
     assert curves["optim/lr"] == Reading(0.0, pytest.approx(3.0), 30, 30)
     assert curves["engines/restarts"] == Reading(0.0, 1.0, 30, 30)
-    (tile,) = tiles(curves, panels)
+    (tile,) = make_tiles(curves, panels)
     assert (tile["label"], tile["note"]) == ("Held-out accuracy", "95% interval 0.3 to 0.3")
 
 
@@ -51,11 +51,11 @@ def test_tile_unit_equals_unit_of_metric_panel():
     series = {name: [1.0] for name in ("length/mean", "time/step", "speed/sampled_tokens_s", "pack/rho", "loss/nll")}
     curves, panels = read(series, [1])
     units = {panel.series[0][0]: panel.unit for panel in panels}
-    assert {tile["metric"]: tile["unit"] for tile in tiles(curves, panels)} == {
+    assert {tile["metric"]: tile["unit"] for tile in make_tiles(curves, panels)} == {
         name: units.get(name, "tok/s") for name in series
     }
 
 
 def test_tile_partial_reward_mean_is_not_labeled_accuracy():
     curves, panels = read({"eval/accuracy_sampled": [0.5], "eval/solved_sampled": [0.25]}, [1])
-    assert tiles(curves, panels)[0]["label"] == "Held-out reward"
+    assert make_tiles(curves, panels)[0]["label"] == "Held-out reward"

@@ -11,8 +11,8 @@ import pytest
 from helpers.pages import Scripts
 from helpers.report_runs import HOSTILE, make_group, make_run
 from torchtune_ext.telemetry import report as module
-from torchtune_ext.telemetry.metrics import Metrics
-from torchtune_ext.telemetry.report import Limits, build_report
+from torchtune_ext.telemetry.metrics import MetricLogger
+from torchtune_ext.telemetry.report import ExcerptLimits, build_report
 
 
 def test_embeds_the_run(tmp_path):
@@ -74,7 +74,7 @@ def test_a_browser_shows_it(tmp_path):
 
 def test_limits(tmp_path):
     run = make_run(tmp_path / "run", steps=20, groups=9, keep_every=1, num_samples=8, length=40)
-    limits = Limits(max_steps=5, groups_per_step=3, samples_per_group=4, max_characters=100)
+    limits = ExcerptLimits(max_steps=5, groups_per_step=3, samples_per_group=4, max_characters=100)
     data = Scripts(build_report(run, tmp_path / "out" / "page.html", limits).path.read_text()).data()
     assert [entry["step"] for entry in data["overview"]["rollouts"]] == [1, 6, 11, 15, 20]
     for step in (1, 6, 20):
@@ -91,23 +91,23 @@ def test_limits(tmp_path):
 def test_the_budget_holds(tmp_path):
     run = make_run(tmp_path / "run", steps=6, groups=9, keep_every=1, num_samples=16, length=300)
     whole = build_report(run, tmp_path / "whole.html").num_bytes
-    bare = build_report(run, tmp_path / "bare.html", Limits(max_steps=0)).num_bytes
+    bare = build_report(run, tmp_path / "bare.html", ExcerptLimits(max_steps=0)).num_bytes
     budget = (whole - bare) // 2
-    small = build_report(run, tmp_path / "small.html", Limits(max_mib=budget / 2**20))
+    small = build_report(run, tmp_path / "small.html", ExcerptLimits(max_mib=budget / 2**20))
     assert small.rollout_steps == 6 and bare < small.num_bytes < bare + 1.05 * budget
     data = Scripts(small.path.read_text()).data()
     assert all(data[f"rollouts-{step}"] for step in range(1, 7))
 
 
 def test_metrics_without_rollouts_and_a_single_step(tmp_path):
-    with Metrics(tmp_path / "run", sinks=()) as metrics:
+    with MetricLogger(tmp_path / "run", sinks=()) as metrics:
         metrics.log(7, {"reward/mean": 0.5})
     report = build_report(tmp_path / "run")
     assert (report.steps, report.rollout_steps) == (7, 0)
 
 
 def test_a_damaged_run_file_is_left_out(tmp_path, caplog):
-    with Metrics(tmp_path / "run", sinks=()) as metrics:
+    with MetricLogger(tmp_path / "run", sinks=()) as metrics:
         metrics.log(1, {"reward/mean": 0.5})
     (tmp_path / "run" / "run.json").write_text('{"id": "a')
     assert build_report(tmp_path / "run").steps == 1
@@ -117,7 +117,7 @@ def test_a_damaged_run_file_is_left_out(tmp_path, caplog):
 def test_report_omits_all_zero_failure_panels(tmp_path):
     def titles(failed):
         run = tmp_path / f"run-{failed}"
-        with Metrics(run, sinks=()) as metrics:
+        with MetricLogger(run, sinks=()) as metrics:
             metrics.log(1, {"groups/used": 0.0, "groups/infra_failed": failed})
         overview = Scripts(build_report(run).path.read_text()).data()["overview"]
         return [panel["title"] for panel in overview["panels"]], [notice["text"] for notice in overview["notices"]]

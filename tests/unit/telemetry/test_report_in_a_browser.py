@@ -10,10 +10,10 @@ from helpers.pages import MISSING, WIDTHS, opened
 from helpers.records import guessed
 from helpers.report_runs import HOSTILE, make_run
 from torchtune_ext.pipeline.groups import Group
+from torchtune_ext.pipeline.rollout_store import encode_rollouts, read_rollouts, rollout_paths
 from torchtune_ext.tasks.task import Problem
-from torchtune_ext.telemetry.metrics import Metrics
+from torchtune_ext.telemetry.metrics import MetricLogger
 from torchtune_ext.telemetry.report import build_report
-from torchtune_ext.telemetry.rollouts import pack_rollouts, read_rollouts, rollout_paths
 
 pytestmark = pytest.mark.skipif(MISSING, reason="needs chromium")
 
@@ -66,7 +66,7 @@ def shown(tmp_path_factory):
         "max_mismatch": 0.05,
     }
     (run / "run.json").write_text(json.dumps({"id": "ab", "name": "run", "config": config}))
-    with Metrics(run, sinks=()) as metrics:
+    with MetricLogger(run, sinks=()) as metrics:
         for step in range(STEPS + 1):
             values = {
                 "reward/mean": step / 100, "reward/std": 0.3, "reward/accuracy": 0.5, "length/mean": 10.0 + step, "length/max": 90.0,
@@ -85,7 +85,7 @@ def shown(tmp_path_factory):
             metrics.log(step, values)
     stored = rollout_paths(run)[42]
     game = Group(Problem("game", ({"role": "user", "content": HOSTILE},), 58), np.arange(3), (conversation(),))
-    stored.write_bytes(pack_rollouts(42, [*read_rollouts(stored), game]))
+    stored.write_bytes(encode_rollouts(42, [*read_rollouts(stored), game]))
     page = build_report(run, folder / "page.html").path
     return opened(page, PROBE, BEFORE, place="&step=40")
 

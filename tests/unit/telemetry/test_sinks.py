@@ -15,11 +15,11 @@ from helpers import wandb_reader
 from helpers.records import sampled
 from torchtune_ext.grading import Ungraded
 from torchtune_ext.pipeline.groups import Group
+from torchtune_ext.pipeline.rollout_store import RolloutStore
 from torchtune_ext.run.folder import Run
 from torchtune_ext.tasks.task import Problem, Score
-from torchtune_ext.telemetry.rollouts import RolloutStore
-from torchtune_ext.telemetry.sinks import LoggingConfig, Opening
-from torchtune_ext.telemetry.sinks.wandb_sink import COLUMNS, MAX_SAMPLES, arguments, sample_rows
+from torchtune_ext.telemetry.sinks import LoggingConfig, SinkContext
+from torchtune_ext.telemetry.sinks.wandb_sink import COLUMNS, MAX_SAMPLES, init_arguments, sample_rows
 
 HOSTILE = "</script>\x00🙂\ud800\u2028\x1b[31m=cmd|' /C calc'!A0"
 
@@ -92,12 +92,12 @@ def test_rollout_store_shows_every_step_whatever_it_keeps(tmp_path):
 # ---------------------------------------------------------------- settings
 
 RUN = Run("id1", "name", 0.0, {"seed": 1}, {"command": "tune run"})
-OURS = Opening(None, RUN, None, LoggingConfig(project="mine"))
+OURS = SinkContext(None, RUN, None, LoggingConfig(project="mine"))
 
 
 def test_variables_of_wandb_win_over_the_config(tmp_path):
-    opening = Opening(tmp_path, RUN, 5, OURS.settings)
-    kwargs = arguments(opening, {})
+    opening = SinkContext(tmp_path, RUN, 5, OURS.settings)
+    kwargs = init_arguments(opening, {})
     config = kwargs.pop("config")
     assert config == {"seed": 1, "process": {"command": "tune run"}}
     assert kwargs == {
@@ -107,14 +107,14 @@ def test_variables_of_wandb_win_over_the_config(tmp_path):
         "WANDB_DIR": "dir", "WANDB_PROJECT": "project", "WANDB_NAME": "name", "WANDB_RUN_ID": "id", "WANDB_RESUME": "resume",
     }  # fmt: skip
     for variable, key in variables.items():
-        assert kwargs.keys() - arguments(opening, {variable: "x"}).keys() == {key}, variable
-        assert arguments(opening, {variable: ""}).keys() >= kwargs.keys(), "an empty variable says nothing"
+        assert kwargs.keys() - init_arguments(opening, {variable: "x"}).keys() == {key}, variable
+        assert init_arguments(opening, {variable: ""}).keys() >= kwargs.keys(), "an empty variable says nothing"
     agent = {"WANDB_SWEEP_ID": "s"}
-    assert kwargs.keys() - arguments(opening, agent).keys() == {"project", "id"}
+    assert kwargs.keys() - init_arguments(opening, agent).keys() == {"project", "id"}
 
 
 def test_a_fresh_run_does_not_resume(tmp_path):
-    assert arguments(Opening(tmp_path, RUN), {})["resume"] is None
+    assert init_arguments(SinkContext(tmp_path, RUN), {})["resume"] is None
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,8 @@ def test_folder_of_missing_package_is_not_the_package(monkeypatch):
 
 
 def test_which_steps_are_shown():
-    assert [step for step in range(25) if LoggingConfig(samples_every=10).shows(step)] == [0, 1, 10, 20]
-    assert not any(LoggingConfig(samples=0).shows(step) for step in range(25))
+    assert [step for step in range(25) if LoggingConfig(samples_every=10).logs_samples_at(step)] == [0, 1, 10, 20]
+    assert not any(LoggingConfig(samples=0).logs_samples_at(step) for step in range(25))
 
 
 # ---------------------------------------------------------------- W&B itself, in processes of their own

@@ -12,18 +12,18 @@ from torch.distributions import Categorical
 
 from helpers.records import sampled
 from torchtune_ext.pipeline.groups import Group
-from torchtune_ext.pipeline.packing import contexts, pack
+from torchtune_ext.pipeline.packing import context_hashes, pack
 from torchtune_ext.tasks.task import Problem
-from torchtune_ext.training.agreement import (
-    SHARPER,
-    Agreement,
-    Disagreement,
-    Tokens,
-    fit,
+from torchtune_ext.training.buckets import AGE_0_BUCKET
+from torchtune_ext.training.mismatch import (
+    SHARPER_LOGIT_SCALE,
+    MismatchError,
+    MismatchGate,
+    TokenDiffs,
+    fit_slope,
     likelihood_gains,
-    students_t,
+    students_t_quantile,
 )
-from torchtune_ext.training.buckets import AGE_0
 
 VOCAB = 50
 
@@ -32,20 +32,20 @@ def test_fit_repeated_contexts_equals_one_token_per_context():
     """Twenty samples behind the same states are no more evidence than one, and a fit of one context is none."""
     generator = np.random.default_rng(0)
     x, y, contexts_N = generator.standard_normal(12), generator.standard_normal(12), np.arange(12)
-    one, many = fit(y, x, contexts_N), fit(np.tile(y, 20), np.tile(x, 20), np.tile(contexts_N, 20))
-    assert astuple(many) == pytest.approx(astuple(one)) and many.chance == pytest.approx(one.chance)
-    without = [fit(np.delete(y, i), np.delete(x, i), np.arange(11)).slope for i in range(12)]
-    assert one.error == pytest.approx(np.linalg.norm(np.array(without) - one.slope)) and one.least == pytest.approx(
+    one, many = fit_slope(y, x, contexts_N), fit_slope(np.tile(y, 20), np.tile(x, 20), np.tile(contexts_N, 20))
+    assert astuple(many) == pytest.approx(astuple(one)) and many.margin == pytest.approx(one.margin)
+    without = [fit_slope(np.delete(y, i), np.delete(x, i), np.arange(11)).slope for i in range(12)]
+    assert one.error == pytest.approx(np.linalg.norm(np.array(without) - one.slope)) and one.min_slope == pytest.approx(
         min(without)
     )
-    assert fit(y, x, np.zeros(12, int)).chance == math.inf
+    assert fit_slope(y, x, np.zeros(12, int)).margin == math.inf
 
 
 def test_students_t_quantiles_match_table():
     """Quantiles at the tail probability of five deviations of a normal variable, 2.87e-7 (from the incomplete beta function)."""
     table = {2: 1320.71, 5: 31.847, 10: 11.166, 15: 8.267, 31: 6.268, 100: 5.344, 1e6: 5.0}
     for freedom, quantile in table.items():
-        assert 0.9999 * quantile < students_t(freedom) < (2.7 if freedom == 2 else 1.1) * quantile
+        assert 0.9999 * quantile < students_t_quantile(freedom) < (2.7 if freedom == 2 else 1.1) * quantile
 
 
 @pytest.mark.parametrize("contexts_seen, stops", [(6, False), (600, True)])
@@ -53,22 +53,22 @@ def test_mismatch_samples_from_one_state_count_once(contexts_seen, stops):
     """Sixteen samples behind each state all drew its likely token, which the sampler rounds up by some 4%. The rare token that would
     bring the mean of exp(d) to 1 was drawn by none, as may happen for a few states and not for hundreds."""
     d = np.random.default_rng(0).normal(-0.036, 0.012, contexts_seen).repeat(16)
-    ours, where = np.full(len(d), math.log(0.95)), np.full((2, len(d)), AGE_0)
-    tokens = Tokens(ours, ours - d, np.full(len(d), 0.2), np.arange(contexts_seen).repeat(16), where)
-    with pytest.raises(Disagreement, match="mean of exp") if stops else nullcontext():
-        Agreement(1.0).judge(tokens, (), "step 1", 0)
+    ours, where = np.full(len(d), math.log(0.95)), np.full((2, len(d)), AGE_0_BUCKET)
+    tokens = TokenDiffs(ours, ours - d, np.full(len(d), 0.2), np.arange(contexts_seen).repeat(16), where)
+    with pytest.raises(MismatchError, match="mean of exp") if stops else nullcontext():
+        MismatchGate(1.0).check_tokens(tokens, (), "step 1", 0)
 
 
 def canaries(sampler, rounding=0.06, seed=0):
     """Canaries with another seed each, whose tokens are drawn by what `sampler` makes of log-probs and reported without it."""
-    generator, gate = torch.Generator().manual_seed(seed), Agreement(10.0)
+    generator, gate = torch.Generator().manual_seed(seed), MismatchGate(10.0)
     for number in range(60):
         logits = torch.randn(256, VOCAB, generator=generator, dtype=torch.float64) * 2
         ours, theirs = (
             (logits + rounding * torch.randn(logits.shape, generator=generator)).log_softmax(-1) for _ in "12"
         )
         labels = torch.multinomial(sampler(theirs.exp()), 1, generator=generator)
-        picked = [each.gather(1, labels)[:, 0] for each in (ours, theirs, (ours * SHARPER).log_softmax(-1))]
+        picked = [each.gather(1, labels)[:, 0] for each in (ours, theirs, (ours * SHARPER_LOGIT_SCALE).log_softmax(-1))]
         gains = likelihood_gains(picked[0], picked[1], Categorical(logits=ours).entropy(), picked[2])
         yield partial(gate.judge_likelihood, gains, f"canary {number}", "the engine", number)
 
@@ -84,7 +84,7 @@ def canaries(sampler, rounding=0.06, seed=0):
     ],
 )
 def test_likelihood_check_detects_unreported_sampling_distribution(sampler, canaries_needed, found):
-    with pytest.raises(Disagreement, match=f"a {found} distribution makes .*processed_logprobs"):
+    with pytest.raises(MismatchError, match=f"a {found} distribution makes .*processed_logprobs"):
         for _, judge in zip(range(canaries_needed), canaries(sampler), strict=False):
             judge()
 
@@ -97,13 +97,13 @@ def test_likelihood_check_passes_tokens_sampled_as_reported(rounding):
 
 def test_canary_with_repeated_seed_adds_no_evidence():
     """What counts of a seed is its first canary, whose answers are the longest."""
-    once, often, zero = Agreement(10.0), Agreement(10.0), np.zeros(4)
+    once, often, zero = MismatchGate(10.0), MismatchGate(10.0), np.zeros(4)
     for gate, canaries_of_a_seed in ((once, 1), (often, 9)):
         for seed in range(8):
             for number in range(canaries_of_a_seed):
                 gate.judge_likelihood(zero - 1 if number else zero + 1.5, "", "", seed)
     assert (once._ratios[""][2] == often._ratios[""][2]).all()
-    with pytest.raises(Disagreement):
+    with pytest.raises(MismatchError):
         often.judge_likelihood(zero + 4.0, "", "", 8)
 
 
@@ -113,13 +113,18 @@ def test_contexts_are_equal_where_the_log_prob_is():
         return pack([Group(Problem("p", (), None), np.array(prompt, np.int32), tuple(samples))], size)[0]
 
     (one,) = rows([5, 6, 7], [5, 9], [6])
-    a, b, c, d, e, f = contexts(one)[1].tolist()
+    a, b, c, d, e, f = context_hashes(one)[1].tolist()
     assert a == d and len({a, b, c, e, f}) == 5
-    assert contexts(rows([5, 6, 8])[0])[1].tolist()[:2] == [a, b] and contexts(rows([5, 6, 8])[0])[1].tolist()[2] != c
-    assert set(contexts(rows([5, 6, 7], prompt=(1, 2))[0])[1].tolist()).isdisjoint({a, b, c, d, e, f})
+    assert (
+        context_hashes(rows([5, 6, 8])[0])[1].tolist()[:2] == [a, b]
+        and context_hashes(rows([5, 6, 8])[0])[1].tolist()[2] != c
+    )
+    assert set(context_hashes(rows([5, 6, 7], prompt=(1, 2))[0])[1].tolist()).isdisjoint({a, b, c, d, e, f})
     cut = rows([5, 6, 7], [5, 9], [6], size=5)  # the same in other rows
-    assert len(cut) == 2 and sorted(c for row in cut for c in contexts(row)[1].tolist()) == sorted([a, b, c, d, e, f])
-    assert contexts(pack([], 16)[0][0])[1].tolist() == []
+    assert len(cut) == 2 and sorted(c for row in cut for c in context_hashes(row)[1].tolist()) == sorted(
+        [a, b, c, d, e, f]
+    )
+    assert context_hashes(pack([], 16)[0][0])[1].tolist() == []
 
 
 def test_contexts_of_conversations_include_environment_tokens():
@@ -132,12 +137,12 @@ def test_contexts_of_conversations_include_environment_tokens():
 
     ours, again, other = [5, 6, 7, 8, 9], [5, 6, 7, 8, 4], [5, 6, 3, 8, 9]  # another last token; another answer
     (one,) = rows(ours, again, other)
-    first, second, third = (contexts(one)[1].tolist()[at : at + 3] for at in (0, 3, 6))
+    first, second, third = (context_hashes(one)[1].tolist()[at : at + 3] for at in (0, 3, 6))
     assert first[:2] == second[:2] and first[2] != second[2]
     assert first[0] == third[0] and set(first[1:]).isdisjoint(third)
     split = rows(ours, again, other, size=6)
-    assert len(split) == 3 and sorted(c for row in split for c in contexts(row)[1].tolist()) == sorted(
-        contexts(one)[1].tolist()
+    assert len(split) == 3 and sorted(c for row in split for c in context_hashes(row)[1].tolist()) == sorted(
+        context_hashes(one)[1].tolist()
     )
-    whole = contexts(rows(ours, turns=())[0])[1].tolist()
+    whole = context_hashes(rows(ours, turns=())[0])[1].tolist()
     assert first == [whole[0], whole[3], whole[4]]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtune_ext.training.buckets import NAMES, Breakdown, bucket_means, buckets, places
+from torchtune_ext.training.buckets import BUCKET_NAMES, Breakdown, bucket_ids, bucket_means, completion_positions
 
 
 def row(lengths, versions):
@@ -18,18 +18,18 @@ def row(lengths, versions):
 
 
 def test_places():
-    assert places(torch.tensor([0, 0, 0, 1, 2, 2])).tolist() == [0, 1, 2, 0, 0, 1]
-    assert places(torch.empty(0, dtype=torch.int64)).tolist() == []
+    assert completion_positions(torch.tensor([0, 0, 0, 1, 2, 2])).tolist() == [0, 1, 2, 0, 0, 1]
+    assert completion_positions(torch.empty(0, dtype=torch.int64)).tolist() == []
 
 
 def test_every_position_and_staleness_has_its_bucket():
-    assert NAMES == ["at_0", "at_1_15", "at_16_255", "at_256_1023", "at_1024_4095", "at_4096_up",
+    assert BUCKET_NAMES == ["at_0", "at_1_15", "at_16_255", "at_256_1023", "at_1024_4095", "at_4096_up",
                      "age_0", "age_1", "age_2_3", "age_4_7", "age_8_up"]  # fmt: skip
-    place, age = buckets(row([5000], [3]), version=3)
+    place, age = bucket_ids(row([5000], [3]), version=3)
     assert [int((place == i).sum()) for i in range(6)] == [1, 15, 240, 768, 3072, 904]
-    ages = [int(buckets(row([1], [0]), version)[1]) - 6 for version in range(10)]
+    ages = [int(bucket_ids(row([1], [0]), version)[1]) - 6 for version in range(10)]
     assert ages == [0, 1, 2, 2, 3, 3, 3, 3, 4, 4]
-    assert age.unique().tolist() == [6] and buckets(row([2], [7]), None)[1].tolist() == [6, 6]
+    assert age.unique().tolist() == [6] and bucket_ids(row([2], [7]), None)[1].tolist() == [6, 6]
 
 
 def test_bucket_means_cover_rows_and_skip_excluded_labels():
@@ -52,6 +52,6 @@ def test_bucket_means_cover_rows_and_skip_excluded_labels():
 
 def test_bucket_single_staleness_has_no_breakdown():
     r = row([3], [1])
-    assert set(bucket_means(torch.ones(3), buckets(r, 5))) == {"at_0", "at_1_15"}
+    assert set(bucket_means(torch.ones(3), bucket_ids(r, 5))) == {"at_0", "at_1_15"}
     empty = Breakdown(("clip_fraction",))
     assert empty.means(empty.sums()) == {}

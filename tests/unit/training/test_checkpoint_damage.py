@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from helpers.checkpoint_runs import MINE, SHAPE, Trained, checkpoints_in, make_model, make_source
 from torchtune_ext.policy import from_config
-from torchtune_ext.policy.builder import build_policy, on_meta
+from torchtune_ext.policy.builder import build_on_meta, build_policy
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import AdapterSpec, adapter_spec
-from torchtune_ext.policy.scratch import Shape
+from torchtune_ext.policy.scratch import ModelShape
 from torchtune_ext.training import manifest
 from torchtune_ext.training.export import export_adapter
 from torchtune_ext.training.manifest import DamagedCheckpoint, Identity, Manifest, identify
@@ -66,7 +66,7 @@ def test_checkpoint_damage_to_any_file_refused_by_name(folder):
             else:
                 path.write_bytes(damaged(before))
             try:
-                checkpoints_in(folder).choose()
+                checkpoints_in(folder).verify_latest()
             except DamagedCheckpoint as error:
                 assert f"{newest} is damaged: {name} " in str(error), (name, way, error)
                 assert "move the whole folder away: the run then goes on from the checkpoint before it" in str(error)
@@ -75,7 +75,7 @@ def test_checkpoint_damage_to_any_file_refused_by_name(folder):
                 assert json.loads(path.read_bytes()) == json.loads(before), way
                 harmless += 1
             path.write_bytes(before)
-    assert harmless <= 6 and checkpoints_in(folder).choose() == newest
+    assert harmless <= 6 and checkpoints_in(folder).verify_latest() == newest
 
 
 def test_checkpoint_foreign_files_are_ignored(folder, source):
@@ -86,12 +86,12 @@ def test_checkpoint_foreign_files_are_ignored(folder, source):
         (path / name).write_bytes(b"x")
     (path / "elsewhere").symlink_to("nowhere")
     checkpoints = checkpoints_in(folder)
-    assert checkpoints.choose() == checkpoints.latest() == path
+    assert checkpoints.verify_latest() == checkpoints.latest() == path
     assert trained.load(checkpoints, path)["step"] == 2
     (path / "state" / "__0_0.distcp").rename(path / "state" / "__2_0.distcp")
     assert checkpoints_in(folder).latest() == folder / "step_000001"
     with pytest.raises(DamagedCheckpoint, match="step_000002 is damaged: state/__0_0.distcp is missing"):
-        checkpoints_in(folder).choose()
+        checkpoints_in(folder).verify_latest()
 
 
 def test_checkpoint_load_verifies_before_unpickling(folder, source):
@@ -110,11 +110,11 @@ def test_checkpoint_missing_metadata_is_reported_as_damaged(folder, name):
     for step in (1, 2):
         (folder / f"step_{step:06d}" / name).unlink()
     with pytest.raises(DamagedCheckpoint, match=f"step_000002 is damaged: {name} is missing.*from a copy"):
-        checkpoints_in(folder).choose()
+        checkpoints_in(folder).verify_latest()
     assert sorted(path.name for path in folder.iterdir()) == ["step_000001", "step_000002"]
     (folder / "step_000003").mkdir()
     with pytest.raises(DamagedCheckpoint, match="step_000003 is damaged: manifest.json is missing"):
-        checkpoints_in(folder).choose()
+        checkpoints_in(folder).verify_latest()
     assert checkpoints_in(folder).latest() is None
 
 
@@ -122,16 +122,16 @@ def test_checkpoint_newest_moved_away_resumes_previous(folder, source):
     trained, newest = Trained(source), folder / "step_000002"
     (newest / "recipe.json").write_text("{")
     newest.rename(folder / "damaged")
-    path = checkpoints_in(folder).choose()
+    path = checkpoints_in(folder).verify_latest()
     assert path == folder / "step_000001" and trained.load(checkpoints_in(folder), path)["step"] == 1
     trained.save(checkpoints_in(folder), 2)
-    assert checkpoints_in(folder).choose() == newest and (folder / "damaged").exists()
+    assert checkpoints_in(folder).verify_latest() == newest and (folder / "damaged").exists()
 
 
 def test_checkpoint_of_other_format_is_not_called_damaged(folder, monkeypatch):
-    monkeypatch.setattr(manifest, "FORMAT", manifest.FORMAT + 1)
+    monkeypatch.setattr(manifest, "FORMAT_VERSION", manifest.FORMAT_VERSION + 1)
     with pytest.raises(ValueError, match="step_000002 cannot be resumed: manifest.json has format") as e:
-        checkpoints_in(folder).choose()
+        checkpoints_in(folder).verify_latest()
     assert not isinstance(e.value, DamagedCheckpoint)
     assert sorted(path.name for path in folder.iterdir()) == ["step_000001", "step_000002"]
     assert checkpoints_in(folder).latest() is None
@@ -140,7 +140,7 @@ def test_checkpoint_of_other_format_is_not_called_damaged(folder, monkeypatch):
 def test_a_renamed_checkpoint_is_refused(folder):
     (folder / "step_000002").rename(folder / "step_000007")
     with pytest.raises(DamagedCheckpoint, match="step_000007 is damaged: .*step 2"):
-        checkpoints_in(folder).choose()
+        checkpoints_in(folder).verify_latest()
 
 
 def test_checkpoint_names_sort_numerically_and_ignore_copies(folder):
@@ -161,7 +161,7 @@ def test_checkpoint_of_other_run_model_base_is_refused(folder, source, field, fi
         f"step_000002 cannot be resumed: it belongs to another {field} .{theirs}; this run has something else.: .*{fix}"
     )
     for choose in (
-        checkpoints_in(folder, ours).choose,
+        checkpoints_in(folder, ours).verify_latest,
         lambda: Trained(source).load(checkpoints_in(folder, ours), folder / "step_000002"),
     ):
         with pytest.raises(ValueError, match=message) as error:
@@ -169,7 +169,7 @@ def test_checkpoint_of_other_run_model_base_is_refused(folder, source, field, fi
         assert not isinstance(error.value, DamagedCheckpoint) and str(error.value).count(" to another ") == 1
     (folder / "step_000002" / "state" / ".metadata").write_bytes(b"")  # refused before its files are looked at
     with pytest.raises(ValueError, match=message):
-        checkpoints_in(folder, ours).choose()
+        checkpoints_in(folder, ours).verify_latest()
 
 
 def test_the_fingerprint_of_weights(source, tmp_path):
@@ -227,17 +227,18 @@ def test_truncated_base_model_is_named(source, tmp_path, keep):
 
 def test_checkpoint_identity_refusal_names_difference(source, tmp_path):
     mine = identify("r", source, make_model(source))
-    assert mine == identify("r", source, make_model(source)) and mine.refusal(mine) is None
+    assert mine == identify("r", source, make_model(source)) and mine.explain_difference(mine) is None
     assert mine.model.startswith("qwen2 of 2 layers, width 64, 26 tensors of ") and mine.base == source.fingerprint()
 
     wide = make_source(
-        tmp_path / "wide", shape=Shape(**{**{f: getattr(SHAPE, f) for f in SHAPE.__slots__}, "intermediate_size": 64})
+        tmp_path / "wide",
+        shape=ModelShape(**{**{f: getattr(SHAPE, f) for f in SHAPE.__slots__}, "intermediate_size": 64}),
     )
-    refusal = mine.refusal(identify("r", wide, make_model(wide)))
+    refusal = mine.explain_difference(identify("r", wide, make_model(wide)))
     assert "another model (qwen2" in refusal and "another base (26 tensors" in refusal and "another run" not in refusal
 
     low = AdapterSpec(4, 8.0, 0.0, ("q_proj", "v_proj"), dora=False, quantized=False)
-    texts = [manifest.model_text(source, make_model(source), spec) for spec in (None, low, replace(low, rank=8))]
+    texts = [manifest.model_signature(source, make_model(source), spec) for spec in (None, low, replace(low, rank=8))]
     assert len(set(texts)) == 3 and "adapter rank=4 alpha=8.0 dropout=0.0 targets=q_proj+v_proj" in texts[1]
 
     config = json.loads((source.path / "config.json").read_text())
@@ -245,7 +246,7 @@ def test_checkpoint_identity_refusal_names_difference(source, tmp_path):
     for change in ({}, {"transformers_version": "9", "_name_or_path": "x"}, {"rope_theta": 5.0}):
         shutil.copytree(source.path, tmp_path / "copy", dirs_exist_ok=True)
         (tmp_path / "copy" / "config.json").write_text(json.dumps(config | change))
-        texts.add(manifest.model_text(HFModel(tmp_path / "copy"), make_model(source)))
+        texts.add(manifest.model_signature(HFModel(tmp_path / "copy"), make_model(source)))
     assert len(texts) == 2, "who wrote config.json makes no difference, what it says of the model does"
 
 
@@ -259,19 +260,21 @@ def test_adapters_with_their_merged_model(source, tmp_path):
     """What is saved of an adapted model are its adapters: the merged model in a folder below is verified, too."""
     adapter = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4, "lora_alpha": 8.0}
     make = partial(from_config, str(source.path), **adapter)
-    spec = adapter_spec(on_meta(make), source, adapter)
-    mine = identify("r", source, on_meta(make), spec)
+    spec = adapter_spec(build_on_meta(make), source, adapter)
+    mine = identify("r", source, build_on_meta(make), spec)
     assert "adapter rank=4 alpha=8.0" in mine.model and " 8 tensors of " in mine.model
-    assert mine.refusal(identify("r", source, make_model(source))).startswith("it belongs to another model (qwen2")
+    assert mine.explain_difference(identify("r", source, make_model(source))).startswith(
+        "it belongs to another model (qwen2"
+    )
 
     model = build_policy(make, source, torch.device("cpu"), torch.float32).model
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    export = partial(export_adapter, model=model, source=source, adapter=spec, merged=torch.bfloat16)
+    export = partial(export_adapter, model=model, hf_model=source, adapter=spec, merged_dtype=torch.bfloat16)
     checkpoints = checkpoints_in(tmp_path / "c", mine)
     checkpoints.save(1, model, optimizer, export, {})
-    path = checkpoints.choose()
+    path = checkpoints.verify_latest()
     assert checkpoints.load(path, model, optimizer)["step"] == 1
     assert "merged/model-00001-of-00001.safetensors" in Manifest.read(path).files
     (path / "merged" / "model-00001-of-00001.safetensors").write_bytes(b"")
     with pytest.raises(DamagedCheckpoint, match="merged/model-00001-of-00001.safetensors has 0 bytes"):
-        checkpoints.choose()
+        checkpoints.verify_latest()

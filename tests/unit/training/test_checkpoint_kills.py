@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from helpers.checkpoint_runs import Trained, checkpoints_in, fork, make_source
-from torchtune_ext.run.files import sweep
-from torchtune_ext.run.folder import step_of
+from torchtune_ext.run.files import remove_leftovers
+from torchtune_ext.run.folder import checkpoint_step
 from torchtune_ext.training.manifest import Manifest
 
 CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")  # what Python tells of before it touches a file
@@ -33,12 +33,12 @@ def errors_of(folder: Path) -> str:
 
 def require_whole(checkpoints, at_least):
     """Every file of every listed checkpoint, read whole."""
-    sweep(checkpoints.folder)
+    remove_leftovers(checkpoints.folder)
     listed = checkpoints.all()
     assert len(listed) >= at_least, os.listdir(checkpoints.folder)
     for path in listed:
         manifest = Manifest.read(path)
-        assert manifest.wrong_with_files(path) is None and manifest.wrong_with_bytes(path) is None
+        assert manifest.find_file_error(path) is None and manifest.find_checksum_error(path) is None
     assert sorted(os.listdir(checkpoints.folder)) == [path.name for path in listed]
 
 
@@ -99,5 +99,5 @@ def test_killed_at_random_moments(tmp_path, trained):
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status), errors_of(tmp_path)
         require_whole(checkpoints, at_least=1)
-        step = step_of(checkpoints.latest())
+        step = checkpoint_step(checkpoints.latest())
     assert step > 0

@@ -22,10 +22,10 @@ from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel, load_weights
 from torchtune_ext.policy.lora import AdapterSpec
-from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
+from torchtune_ext.policy.scratch import ModelShape, make_tokenizer, write_model
 from torchtune_ext.run import files
-from torchtune_ext.run.errors import Failure, FileMistake
-from torchtune_ext.run.files import sweep
+from torchtune_ext.run.errors import RunFailure, UsageFileError
+from torchtune_ext.run.files import remove_leftovers
 from torchtune_ext.training import checkpoints as checkpointing
 from torchtune_ext.training import collectives, export, manifest
 from torchtune_ext.training.checkpoints import CheckpointConfig
@@ -58,7 +58,7 @@ def test_checkpoint_resume_equals_uninterrupted_training(tmp_path, source, train
     trained.train(3, seed=2)
 
     other, checkpoints = Trained(source), checkpoints_in(tmp_path / "c")
-    recipe = other.load(checkpoints, checkpoints.choose())
+    recipe = other.load(checkpoints, checkpoints.verify_latest())
     assert recipe["step"] == 3 and recipe["cursor"] == 21
     other.train(3, seed=2)
     assert all(torch.equal(a, b) for a, b in zip(trained.tensors(), other.tensors(), strict=True))
@@ -67,9 +67,9 @@ def test_checkpoint_resume_equals_uninterrupted_training(tmp_path, source, train
 
 def test_checkpoint_files_are_synced_before_it_appears(tmp_path, trained, monkeypatch):
     synced, appeared, final = set(), [], tmp_path / "c" / "step_000001"
-    monkeypatch.setattr(manifest, "sync", lambda path: (appeared.append(final.exists()), synced.add(path.name)))
+    monkeypatch.setattr(manifest, "fsync_path", lambda path: (appeared.append(final.exists()), synced.add(path.name)))
     trained.save(checkpoints_in(tmp_path / "c"), 1)
-    written = {path.name for path in final.rglob("*") if path.is_file()} - {manifest.NAME}
+    written = {path.name for path in final.rglob("*") if path.is_file()} - {manifest.MANIFEST_NAME}
     assert synced == written and any(name.endswith(".distcp") for name in written) and not any(appeared)
 
 
@@ -91,7 +91,7 @@ def test_checkpoint_without_optimizer_state_restarts_optimizer(tmp_path, source,
     other, fresh = Trained(source), Trained(source)
     # What an optimizer has gathered before does not belong to the weights of the checkpoint.
     other.train(1, seed=9)
-    recipe = other.load(checkpoints_in(tmp_path / "c"), checkpoints.choose())
+    recipe = other.load(checkpoints_in(tmp_path / "c"), checkpoints.verify_latest())
     assert recipe["step"] == 3 and not other.optimizer.state
     output = capsys.readouterr().out
     assert "step_000003 was saved without the state of the optimizer" in output and "moments begin at zero" in output
@@ -133,7 +133,7 @@ def test_large_models_are_sharded(tmp_path, source, trained, monkeypatch):
     monkeypatch.setattr(export, "SHARD_BYTES", 20_000)
     checkpoints = checkpoints_in(tmp_path / "c")
     trained.save(checkpoints, 1)
-    path = checkpoints.choose()
+    path = checkpoints.verify_latest()
     files = sorted(path.glob("*.safetensors"))
     index = json.loads((path / "model.safetensors.index.json").read_text())
     assert len(files) > 2 and set(index["weight_map"].values()) == {f.name for f in files}
@@ -189,7 +189,7 @@ def test_saving_the_same_step_again_replaces_it(tmp_path, trained):
     trained.save(checkpoints, 1)
     assert names(tmp_path / "c") == ["step_000001"]
     other = Trained(trained.source)
-    other.load(checkpoints, checkpoints.choose())
+    other.load(checkpoints, checkpoints.verify_latest())
     assert all(torch.equal(a, b) for a, b in zip(trained.tensors(), other.tensors(), strict=True))
 
 
@@ -205,22 +205,22 @@ def test_checkpoint_failed_deletion_is_a_warning(tmp_path, trained, monkeypatch,
         trained.save(checkpoints, 2)
     assert "Device or resource busy" in caplog.text
     assert names(tmp_path / "c") == [".pruned_step_000001", "step_000002"]
-    assert sweep(tmp_path / "c") == [tmp_path / "c" / ".pruned_step_000001"] and names(tmp_path / "c") == [
+    assert remove_leftovers(tmp_path / "c") == [tmp_path / "c" / ".pruned_step_000001"] and names(tmp_path / "c") == [
         "step_000002"
     ]
 
 
 def test_checkpoint_cleanup_removes_only_leftovers_of_killed_run(tmp_path, trained):
     checkpoints = checkpoints_in(tmp_path / "c")
-    assert sweep(tmp_path / "c") == [] and checkpoints.choose() is None
+    assert remove_leftovers(tmp_path / "c") == [] and checkpoints.verify_latest() is None
     trained.save(checkpoints, 1)
     for stray in (".partial_step_000002", ".pruned_step_000000"):
         shutil.copytree(tmp_path / "c" / "step_000001", tmp_path / "c" / stray)
     (tmp_path / "c" / ".notes.1.tmp").write_text("half")
     (tmp_path / "c" / "damaged_step_000000").mkdir()
     (tmp_path / "c" / "notes").write_text("mine")
-    assert checkpoints.choose() == tmp_path / "c" / "step_000001"
-    assert len(sweep(tmp_path / "c")) == 3
+    assert checkpoints.verify_latest() == tmp_path / "c" / "step_000001"
+    assert len(remove_leftovers(tmp_path / "c")) == 3
     assert names(tmp_path / "c") == ["damaged_step_000000", "notes", "step_000001"]
 
 
@@ -267,7 +267,7 @@ def test_checkpoint_lost_rank_is_not_full_disk_error(tmp_path, trained, monkeypa
         raise RuntimeError("Connection reset by peer")
 
     monkeypatch.setattr(checkpointing, "get_state_dict", reset)
-    with pytest.raises(Failure, match="step_000001 was not saved: RuntimeError: Connection reset by peer$"):
+    with pytest.raises(RunFailure, match="step_000001 was not saved: RuntimeError: Connection reset by peer$"):
         trained.save(checkpoints_in(tmp_path / "c"), 1)
 
 
@@ -295,10 +295,10 @@ def test_checkpoint_full_disk_keeps_previous_checkpoint(tmp_path, trained, room)
         (disk / "fill").write_bytes(bytes(free - room))
         with pytest.raises(OSError, match="step_000002 was not saved: .*No space left on device.*step_000001"):
             trained.save(checkpoints, 2)
-        assert names(disk / "c") == ["step_000001"] and checkpoints.choose() == disk / "c" / "step_000001"
+        assert names(disk / "c") == ["step_000001"] and checkpoints.verify_latest() == disk / "c" / "step_000001"
         (disk / "fill").unlink()
         trained.save(checkpoints, 2)
-        assert checkpoints.choose() == disk / "c" / "step_000002"
+        assert checkpoints.verify_latest() == disk / "c" / "step_000002"
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -322,7 +322,7 @@ def test_files_that_may_not_grow(tmp_path, trained):
     child = fork(save_with_limits, tmp_path / "errors")
     _, status = os.waitpid(child, 0)
     assert status == 0, (tmp_path / "errors").read_text()
-    assert checkpoints.choose() == tmp_path / "c" / "step_000001"
+    assert checkpoints.verify_latest() == tmp_path / "c" / "step_000001"
 
 
 def test_files_follow_the_umask(tmp_path, trained):
@@ -369,15 +369,19 @@ def test_saved_model_is_replaced_only_by_complete_one(tmp_path, source, trained,
     [
         (
             torch.OutOfMemoryError("CUDA out of memory"),
-            Failure,
+            RunFailure,
             "step_000001 could not be loaded: OutOfMemoryError: CUDA out of",
         ),
         (
             RuntimeError("Timed out waiting 1ms for recv"),
-            Failure,
+            RunFailure,
             "could not be loaded: RuntimeError: Timed out waiting",
         ),
-        (OSError(5, "Input/output error"), FileMistake, "could not be loaded: .*Input/output error.* look at the disk"),
+        (
+            OSError(5, "Input/output error"),
+            UsageFileError,
+            "could not be loaded: .*Input/output error.* look at the disk",
+        ),
         (TypeError("a bug"), TypeError, "^a bug$"),
         (KeyboardInterrupt(), KeyboardInterrupt, ""),
     ],
@@ -391,33 +395,35 @@ def test_loading_error_does_not_blame_the_settings(tmp_path, trained, monkeypatc
 
     monkeypatch.setattr(checkpointing.dcp, "load", fail)
     with pytest.raises(kind, match=message) as caught:
-        trained.load(checkpoints, checkpoints.choose())
+        trained.load(checkpoints, checkpoints.verify_latest())
     assert "optimizer" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "error, kind", [(OSError("full"), FileMistake), (torch.OutOfMemoryError("no memory"), Failure)]
+    "error, kind", [(OSError("full"), UsageFileError), (torch.OutOfMemoryError("no memory"), RunFailure)]
 )
 def test_together_error_of_other_rank_keeps_its_type(error, kind, monkeypatch):
     def fail():
         raise error
 
     sent = []
-    monkeypatch.setattr(collectives, "gathered", lambda value: sent.append(value) or [value])
+    monkeypatch.setattr(collectives, "all_gather", lambda value: sent.append(value) or [value])
     with pytest.raises(type(error)):
-        collectives.together(fail)
-    monkeypatch.setattr(collectives, "gathered", lambda value: [None, sent[0]])
+        collectives.run_on_all_ranks(fail)
+    monkeypatch.setattr(collectives, "all_gather", lambda value: [None, sent[0]])
     with pytest.raises(kind, match=f"^rank 1: .*{error}$"):
-        collectives.together(lambda: None)
+        collectives.run_on_all_ranks(lambda: None)
 
 
 def test_another_optimizer_is_named(tmp_path, source, trained):
     checkpoints = checkpoints_in(tmp_path / "c")
     model = build(source)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    checkpoints.save(1, model, plain, partial(export.export_model, model=model, source=source, dtype=torch.float32), {})
+    checkpoints.save(
+        1, model, plain, partial(export.export_model, model=model, hf_model=source, dtype=torch.float32), {}
+    )
     with pytest.raises(OSError, match="step_000001 could not be loaded: .*`optimizer:`"):
-        trained.load(checkpoints, checkpoints.choose())
+        trained.load(checkpoints, checkpoints.verify_latest())
 
 
 @pytest.mark.parametrize(
@@ -435,7 +441,7 @@ def test_settings_that_cannot_be_are_named(settings, message):
 def test_wrong_models_are_named(tmp_path, source):
     with pytest.raises(ValueError, match="no config.json"):
         HFModel(tmp_path)
-    wide = Shape(**{**{f: getattr(SHAPE, f) for f in SHAPE.__slots__}, "intermediate_size": 64})
+    wide = ModelShape(**{**{f: getattr(SHAPE, f) for f in SHAPE.__slots__}, "intermediate_size": 64})
     write_model(tmp_path / "wide", make_tokenizer(["x\n"] * 9, ["y"], [], 300), wide, seed=1)
     with pytest.raises(ValueError, match="compare `model:` in the YAML"):
         build_policy(

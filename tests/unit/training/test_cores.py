@@ -29,7 +29,7 @@ def cores(monkeypatch):
 
 def test_init_ranks_leaves_one_cpu_core_and_reports(cores, capsys):
     cores(4, threads=4)
-    init_ranks("cpu", engine_beside=True)
+    init_ranks("cpu", concurrent_engine=True)
     assert torch.get_num_threads() == 3
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("cores: PyTorch computes on 3 of 4, since ") and "OMP_NUM_THREADS" in line
@@ -47,7 +47,7 @@ def test_init_ranks_leaves_one_cpu_core_and_reports(cores, capsys):
 )
 def test_init_ranks_without_core_conflict_keeps_threads_silently(cores, capsys, machine, beside):
     cores(**machine)
-    init_ranks("cpu", engine_beside=beside)
+    init_ranks("cpu", concurrent_engine=beside)
     assert torch.get_num_threads() == machine["threads"] and not capsys.readouterr().out
 
 
@@ -56,7 +56,7 @@ def test_init_ranks_only_first_rank_prints_cpu_threads(cores, capsys, monkeypatc
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    init_ranks("cpu", engine_beside=True)
+    init_ranks("cpu", concurrent_engine=True)
     assert torch.get_num_threads() == 3 and not capsys.readouterr().out
 
 

@@ -10,7 +10,7 @@ import torch
 from helpers.checkpoint_runs import build, make_source
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.policy.lora import AdapterSpec
-from torchtune_ext.training.export import export_adapter, own_prompts, require_replaceable, save_model
+from torchtune_ext.training.export import describe_prompt_source, export_adapter, require_replaceable, save_model
 
 # Each reads its options in another way: at the top, in a loop, in a macro, as a list, after white space that counts.
 PLAIN = """
@@ -61,7 +61,7 @@ def test_saved_model_makes_trained_prompts(tmp_path, source, model, name):
     saved = ChatTokenizer(folder)
     assert saved.prompt_ids(MESSAGES) == tokenizer.prompt_ids(MESSAGES)
     assert set(saved.stop_token_ids) == set(tokenizer.stop_token_ids)
-    assert bool(own_prompts(source, tokenizer)) == (name != "its own")
+    assert bool(describe_prompt_source(source, tokenizer)) == (name != "its own")
     if name != "its own":
         assert json.loads((folder / "tokenizer_config.json").read_text())["chat_template"] != "old"
     # The same settings as before do not add their options again.
@@ -97,7 +97,7 @@ def test_saved_model_has_tokenizer_of_another_folder(tmp_path, source, model):
         tokenizer.eos_id,
     )
     assert (folder / "special_tokens_map.json").is_file()
-    assert own_prompts(source, tokenizer) == f"the tokenizer of {other}"
+    assert describe_prompt_source(source, tokenizer) == f"the tokenizer of {other}"
 
 
 def test_saved_model_contains_only_known_files(tmp_path, source, model):
@@ -124,7 +124,7 @@ def test_saved_adapter_names_base_and_includes_tokenizer(tmp_path, source, model
     relative = type(source)("model")
     tokenizer = ChatTokenizer("model", PLAIN)
     adapter = AdapterSpec(4, 8.0, 0.0, ("q_proj",), dora=False, quantized=False)
-    export = partial(export_adapter, model=model, source=relative, adapter=adapter, tokenizer=tokenizer)
+    export = partial(export_adapter, model=model, hf_model=relative, adapter=adapter, tokenizer=tokenizer)
     export(tmp_path, merged=torch.float32)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == str(source.path)
     assert not (tmp_path / "config.json").exists()

@@ -14,14 +14,14 @@ import torch
 from helpers import unpacked
 from helpers.learners import alone
 from torchtune_ext.kernels.packed_attention import packed_mask
-from torchtune_ext.objective.loss import Needs, NLLLoss, PolicyLoss, needs_of
+from torchtune_ext.objective.loss import LossRequirements, NLLLoss, PolicyLoss, loss_requirements
 from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy import logprobs
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.recipes.grpo import GRPORecipe
 from torchtune_ext.training import distributed
 from torchtune_ext.training.checkpoints import RunState
-from torchtune_ext.training.learner import ScheduleConfig, make_schedule, over_updates
+from torchtune_ext.training.learner import ScheduleConfig, make_schedule, mean_over_updates
 
 GROUPS = [(7, [5, 1, 9]), (4, [12, 11])]
 
@@ -60,12 +60,12 @@ def test_learner_custom_loss_reference_stays_fixed():
         for param in its.policy.trainable():
             param.add_(0.05 * torch.randn_like(param))
     moved = [param.detach().clone() for param in its.policy.trainable()]
-    (reference,) = its.reference([packed])
+    (reference,) = its.reference_logprobs([packed])
     assert all(torch.equal(a.logprobs_L, b) for a, b in zip(reference, start, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(its.policy.trainable(), moved, strict=True))
     losses = []
     for _ in range(5):
-        _, metrics = its.forward_backward(packed, reference=its.reference([packed])[0])
+        _, metrics = its.forward_backward(packed, reference=its.reference_logprobs([packed])[0])
         losses.append(its.step(metrics, advice=str)["loss/total"])
     assert losses[-1] < 0.5 * losses[0]
 
@@ -92,7 +92,7 @@ def test_a_teacher_is_heard_token_by_token():
 
 def test_learner_skips_inputs_not_requested_by_loss():
     its = learner(Silent())
-    assert its.reference([rows(), rows()]) == [None, None]
+    assert its.reference_logprobs([rows(), rows()]) == [None, None]
     its.forward_backward(rows())
 
 
@@ -112,28 +112,28 @@ def test_learner_skips_inputs_not_requested_by_loss():
     ],
 )
 def test_needs(loss, proximal, reference, all_groups, top_k):
-    needs = needs_of(loss)
-    assert needs == Needs(proximal, reference, False, all_groups, top_k)
+    needs = loss_requirements(loss)
+    assert needs == LossRequirements(proximal, reference, False, all_groups, top_k)
 
 
 def test_only_later_updates_ask_the_proximal_policy_beforehand():
     its = learner(PolicyLoss(constraint="kl", top_k=4))
-    first, second = its.proximal([rows(), rows()])
+    first, second = its.proximal_logprobs([rows(), rows()])
     assert first is None and [scores.top_LK.shape[-1] for scores in second] == [4] * len(second)
-    its.policy.noisy = True  # dropout makes every forward pass another policy
-    assert None not in its.proximal([rows(), rows()])
+    its.policy.has_dropout = True  # dropout makes every forward pass another policy
+    assert None not in its.proximal_logprobs([rows(), rows()])
 
 
 @pytest.mark.parametrize("options", [{"old": "sampler"}, {"old": "interpolated", "importance": "full"}])
 def test_learner_computes_proximal_logprobs_only_if_loss_needs(options):
     its = learner(PolicyLoss(**options))
-    assert its.proximal([rows(), rows()]) == [None, None]
+    assert its.proximal_logprobs([rows(), rows()]) == [None, None]
     its.step(its.forward_backward(rows(), version=0)[1], advice=str)
     # The later update gets no log-probs of it, and these of the policy as it is now would be wrong.
     moved = its.forward_backward(rows(), version=0)[1]["loss/ratio_max"]
     assert moved != pytest.approx(1.0, abs=1e-6)
-    its.policy.noisy = True  # then the gate before the first update has to ask it
-    first, later = its.proximal([rows(), rows()])
+    its.policy.has_dropout = True  # then the gate before the first update has to ask it
+    first, later = its.proximal_logprobs([rows(), rows()])
     assert first is not None and later is None
 
 
@@ -161,7 +161,7 @@ def test_learner_non_finite_gradient_skips_update():
     with pytest.raises(RuntimeError, match="gradient norm nan: look there"):
         its.step(metrics, advice=lambda: "look there")
     assert all(torch.equal(a, b) for a, b in zip(its.policy.trainable(), before, strict=True))
-    assert its.updates == 0 and all(param.grad is None for param in its.policy.trainable())
+    assert its.schedule_step == 0 and all(param.grad is None for param in its.policy.trainable())
 
 
 def test_learner_learning_rate_follows_planned_update_count():
@@ -175,12 +175,12 @@ def test_learner_learning_rate_follows_planned_update_count():
         max_grad_norm=None,
     )
     for updates, rate in ((0, 2.0), (6, 0.5), (7, 0.25)):
-        its.updates = updates
+        its.schedule_step = updates
         _, metrics = its.forward_backward(rows())
         wanted = [p.detach() - rate * p.grad for p in policy.trainable()]
         assert its.step(metrics, advice=str)["optim/lr"] == rate
         assert all(torch.equal(p, want) for p, want in zip(policy.trainable(), wanted, strict=True))
-        assert its.updates == updates + 1
+        assert its.schedule_step == updates + 1
 
 
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
@@ -250,15 +250,15 @@ def test_mean_over_updates_averages_metrics_and_keeps_maximum():
         {"loss": 2.0, "ratio_max": 5.0, "age_1": 7.0},
         {"loss": 6.0, "ratio_max": 4.0},
     ]
-    assert over_updates(updates) == {"loss": 3.0, "ratio_max": 5.0, "age_1": 7.0}
+    assert mean_over_updates(updates) == {"loss": 3.0, "ratio_max": 5.0, "age_1": 7.0}
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_maximum_over_updates_and_ranks_keeps_nan(place, monkeypatch):
     values = [{"ratio_max": math.nan if i == place else float(i)} for i in range(3)]
-    assert math.isnan(over_updates(values)["ratio_max"])
-    monkeypatch.setattr(distributed, "gathered", lambda value: values)
-    assert math.isnan(distributed.reduce({})["ratio_max"])
+    assert math.isnan(mean_over_updates(values)["ratio_max"])
+    monkeypatch.setattr(distributed, "all_gather", lambda value: values)
+    assert math.isnan(distributed.reduce_over_ranks({})["ratio_max"])
 
 
 def test_log_probs_leave_the_mode_of_the_model(monkeypatch):

@@ -15,16 +15,16 @@ from torchtune import training
 
 from helpers.checkpoint_runs import fork
 from torchtune_ext.policy.builder import _mesh
-from torchtune_ext.run import parent
+from torchtune_ext.run import process_env
 from torchtune_ext.training import machines
-from torchtune_ext.training.collectives import gathered
+from torchtune_ext.training.collectives import all_gather
 from torchtune_ext.training.distributed import (
     Ranks,
     RanksConfig,
     close_ranks,
     init_ranks,
     local_device,
-    reduce,
+    reduce_over_ranks,
 )
 
 HOST = socket.gethostname()
@@ -37,7 +37,7 @@ def across(tmp_path, monkeypatch):
 
     Returns what the action returned on each rank.
     """
-    monkeypatch.setattr(machines, "SEEN_S", 0.5)
+    monkeypatch.setattr(machines, "VISIBILITY_TIMEOUT_S", 0.5)
     for machine in (0, 1):
         (tmp_path / f"m{machine}").mkdir()
 
@@ -80,7 +80,7 @@ def test_init_ranks_unshared_folder_named_on_every_rank(across, tmp_path):
         # The first is relative, and each machine is in a folder of its own.
         for output_dir in ("runs/a", str(tmp_path / "file" / "a"), str(tmp_path / "run")):
             try:
-                machines.require_shared(hosts, output_dir)
+                machines.require_shared_folder(hosts, output_dir)
             except ValueError as error:
                 messages.append(str(error))
         return messages
@@ -108,11 +108,11 @@ def test_ranks_control_messages_work_without_gpu_backend(across, monkeypatch, tm
             ranks.broadcast({"rank": ranks.rank}),
             ranks.any(ranks.rank == 2),
             ranks.any(False),
-            gathered(ranks.rank),
+            all_gather(ranks.rank),
         ]
         # A metric of a user's loss may come up on one rank only.
         own = {"c": 5.0} if ranks.rank == 1 else {}
-        results.append(reduce({"a": 1.0, "b": float(ranks.rank), "b_max": float(ranks.rank), **own}))
+        results.append(reduce_over_ranks({"a": 1.0, "b": float(ranks.rank), "b_max": float(ranks.rank), **own}))
         dist.barrier()
         return results
 
@@ -135,7 +135,7 @@ def test_ranks_sleep_while_rank_0_works(across, tmp_path):
 
     def action():
         ranks = init_ranks("cpu")
-        ranks.from_main(lambda: None)
+        ranks.call_on_main(lambda: None)
 
         def make():
             time.sleep(1.0)
@@ -143,14 +143,14 @@ def test_ranks_sleep_while_rank_0_works(across, tmp_path):
             return 1.5
 
         busy = time.process_time()
-        value = ranks.from_main(make)
+        value = ranks.call_on_main(make)
         slept = time.process_time() - busy < 0.5
 
         def refuse():
             raise ValueError("the server holds another model")
 
         with pytest.raises(ValueError, match="the server holds another model"):
-            ranks.from_main(refuse)
+            ranks.call_on_main(refuse)
         return [value, done.exists(), slept]
 
     assert across(action) == [[1.5, True, True]] * 3, "what rank 0 says no to is said on every rank, too"
@@ -216,7 +216,7 @@ def test_wrong_variables_of_a_launcher_are_named(monkeypatch, capsys):
             for name, value in values.items():
                 patch.setenv(name, value)
             ranks = init_ranks("cpu")
-            assert (ranks.rank, ranks.world_size, parent.place()) == (0, 1, (0, 1))
+            assert (ranks.rank, ranks.world_size, process_env.rank_and_world_size()) == (0, 1, (0, 1))
     assert not capsys.readouterr().out
 
 
@@ -225,7 +225,7 @@ def test_waiting_rank_without_torchrun_prints_where(monkeypatch, capsys):
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(machines, "NOTE_S", 0.05)
+    monkeypatch.setattr(machines, "MAIN_NOTICE_S", 0.05)
     text = (
         "ranks: this is rank 0 of WORLD_SIZE=4 in the environment; it waits for the others at 10.0.0.1:29500, up to 600 s; "
         "`env -u WORLD_SIZE tune run ...` starts a single process\n"
@@ -238,7 +238,7 @@ def test_waiting_rank_without_torchrun_prints_where(monkeypatch, capsys):
     ):
         if torchrun:
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-        with machines.meeting(rank, 4, 600.0):
+        with machines.rendezvous(rank, 4, 600.0):
             time.sleep(wait)
         assert capsys.readouterr().out == says
 
@@ -269,7 +269,7 @@ def test_local_device_too_many_ranks_reported_with_machine(monkeypatch):
 
 def test_ranks_are_named_by_machine():
     hosts = ["a", "a", "b", "b", "b", "c"]
-    assert machines.whose(hosts, [1, 2, 3, 4, 5]) == "rank 1 on a; ranks 2 to 4 on b; rank 5 on c"
+    assert machines.ranks_text(hosts, [1, 2, 3, 4, 5]) == "rank 1 on a; ranks 2 to 4 on b; rank 5 on c"
 
 
 @pytest.fixture
@@ -295,4 +295,4 @@ def test_gloo_of_one_machine_listens_on_the_loopback(environ):
 
 
 def test_require_shared_on_one_machine_checks_nothing():
-    machines.require_shared(("a", "a"), "/no/such/folder")
+    machines.require_shared_folder(("a", "a"), "/no/such/folder")

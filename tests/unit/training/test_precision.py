@@ -12,12 +12,12 @@ from torchtune.models.qwen2 import lora_qwen2, qwen2
 from torchtune_ext.kernels import fp8_gemm
 from torchtune_ext.kernels.fp8_quantize import quantize_weight
 from torchtune_ext.policy import from_config, scratch
-from torchtune_ext.policy.builder import build_policy, on_meta
+from torchtune_ext.policy.builder import build_on_meta, build_policy
 from torchtune_ext.policy.fp8 import plan as fp8
 from torchtune_ext.policy.fp8.plan import linear_layers
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.policy.memory import Sizes, trainer_rows
-from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.policy.memory import ModelSizes, trainer_memory
+from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.training import precision as precision_module
 from torchtune_ext.training.precision import (
     Precision,
@@ -46,31 +46,31 @@ def make_model():
 
 def planned(source, dtype="bfloat16", engine=None, device=CPU, make=make_model, adapter=(), **settings):
     return Precision(
-        PrecisionConfig(**settings), on_meta(make), source, dtype, engine or EngineConfig(), device, *adapter
+        PrecisionConfig(**settings), build_on_meta(make), source, dtype, engine or EngineConfig(), device, *adapter
     )
 
 
 def test_precision_bf16_leaves_config_unchanged(source):
     engine = EngineConfig(dtype="float32")
     precision = planned(source, engine=engine)
-    assert precision.trainer is None and precision.sampler is None and precision.engine == engine
+    assert precision.trainer_fp8 is None and precision.engine_fp8 is None and precision.engine == engine
     stream = iter([("a", torch.zeros(1))])
-    assert precision.published({torch.float32: stream}.get) is stream
+    assert precision.convert_for_engine({torch.float32: stream}.get) is stream
     assert planned(source, engine=EngineConfig(dtype="auto")).engine_dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("flow", ["fp8_rollout", "fp8_unified"])
 def test_precision_fp8_flows_give_engine_identical_weights(source, flow):
     precision = planned(source, flow=flow)
-    assert (precision.trainer is not None) == (flow == "fp8_unified")
+    assert (precision.trainer_fp8 is not None) == (flow == "fp8_unified")
     quantization = precision.engine.quantization
     assert quantization["weight_block_size"] == [128, 128] and quantization["modules_to_not_convert"] == ["lm_head"]
     weight = torch.randn(384, 256).bfloat16()
-    names = sorted(precision.sampler.converted)
-    shapes = {layer.name: layer.shape for layer in precision.sampler.layers}
+    names = sorted(precision.engine_fp8.fp8_layer_names)
+    shapes = {layer.name: layer.shape for layer in precision.engine_fp8.layers}
     stream = [(f"{name}.weight", torch.randn(shapes[name]).bfloat16()) for name in names if "gate" not in name]
     stream += [(f"{name}.weight", weight) for name in names if "gate" in name]
-    sent = dict(precision.published({torch.bfloat16: stream}.get))
+    sent = dict(precision.convert_for_engine({torch.bfloat16: stream}.get))
     gate = next(name for name in names if "gate" in name)
     want = quantize_weight(weight)
     assert torch.equal(sent[f"{gate}.weight"].view(torch.uint8), want.values.view(torch.uint8))
@@ -80,13 +80,13 @@ def test_precision_fp8_flows_give_engine_identical_weights(source, flow):
 @pytest.mark.parametrize("flow", ["fp8_rollout", "fp8_unified"])
 def test_receipt_of_a_run(flow, tmp_path, capsys):
     text = ["The quick brown fox jumps over the lazy dog. x\n"] * 8
-    shape = scratch.Shape(**SHAPE, max_position_embeddings=256, vocab_size=300)
+    shape = scratch.ModelShape(**SHAPE, max_position_embeddings=256, vocab_size=300)
     scratch.write_model(tmp_path / "model", scratch.make_tokenizer(text, ["x"], [], 300), shape, seed=3)
     make, model = partial(from_config, str(tmp_path / "model")), HFModel(tmp_path / "model")
-    precision = Precision(PrecisionConfig(flow=flow), on_meta(make), model, "bfloat16", EngineConfig(), CPU)
-    policy = build_policy(make, model, CPU, precision.dtype, fp8=precision.trainer)
+    precision = Precision(PrecisionConfig(flow=flow), build_on_meta(make), model, "bfloat16", EngineConfig(), CPU)
+    policy = build_policy(make, model, CPU, precision.dtype, fp8=precision.trainer_fp8)
     (tmp_path / "run").mkdir()
-    precision.write_receipt(str(tmp_path / "run"), policy)
+    precision.write_fp8_report(str(tmp_path / "run"), policy)
     lines = (tmp_path / "run" / "fp8.txt").read_text()
     assert lines == capsys.readouterr().out and "14 of 15 linear layers" in lines
     assert "engine: 14 weights in FP8, sent after each step" in lines
@@ -100,17 +100,17 @@ def test_dry_run_counts_fp8_memory(source):
     """Without a model directory, by the same rule as with one."""
 
     def need(trainer=None, engine=None, make=make_model):
-        return Sizes(on_meta(make), torch.bfloat16, (trainer, engine))
+        return ModelSizes(build_on_meta(make), torch.bfloat16, (trainer, engine))
 
     def kept(sizes):
-        (bytes_,) = [v for k, v in trainer_rows(sizes, 1000, 1, False).items() if "activations" in k]
+        (bytes_,) = [v for k, v in trainer_memory(sizes, 1000, 1, False).items() if "activations" in k]
         return bytes_
 
     config, plain = PrecisionConfig(flow="fp8_unified", skip=("o_proj",)), need()
-    fp8 = need(*config.sides)
+    fp8 = need(*config.side_configs)
     converted = [
         layer.shape
-        for layer in planned(source, flow="fp8_unified", skip=("o_proj",)).sampler.layers
+        for layer in planned(source, flow="fp8_unified", skip=("o_proj",)).engine_fp8.layers
         if not layer.reason
     ]
     assert len(converted) == 12
@@ -119,7 +119,7 @@ def test_dry_run_counts_fp8_memory(source):
     assert fp8.engine_bytes == pytest.approx(2 * (total - numbers) + numbers * (1 + 4 / 128**2), abs=1)
     # q, k and v read one tensor of 256 features, gate and up another, down_proj one of 384: 33/32 bytes in place of 2
     assert kept(plain) - kept(fp8) == pytest.approx(2 * 1000 * (256 + 256 + 384) * (2 - 33 / 32), abs=1)
-    assert trainer_rows(need(None, config), 1000, 1, False) == trainer_rows(plain, 1000, 1, False)
+    assert trainer_memory(need(None, config), 1000, 1, False) == trainer_memory(plain, 1000, 1, False)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_another_gpu_than_hopper_is_refused(source, monkeypatch, flow, capabilit
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     with pytest.raises(ValueError, match=f"precision.flow={flow} on a Some GPU: .*precision=bf16"):
         planned(source, flow=flow, device=GPU)
-    assert planned(source, device=GPU).sampler is None
+    assert planned(source, device=GPU).engine_fp8 is None
 
 
 def test_a_hopper_without_a_fast_backend_is_refused(source, monkeypatch):
@@ -175,13 +175,13 @@ def test_a_hopper_without_a_fast_backend_is_refused(source, monkeypatch):
     for name in ("_deep_gemm_module", "_torchao_module"):
         monkeypatch.setattr(fp8_gemm, name, lambda: ImportError("there is none"))
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(fp8, "_moved", lambda *_: None)  # compares values, which fake tensors have none of
+    monkeypatch.setattr(fp8, "_permutation_reason", lambda *_: None)  # compares values, which fake tensors have none of
     with FakeTensorMode(allow_non_fake_inputs=True):
         with pytest.raises(ValueError, match="precision.backend=auto: cuda:0 .*fprop .*CUDA 12.9"):
             planned(source, flow="fp8_unified", device=GPU)
         precision = planned(source, flow="fp8_unified", device=GPU, backend="reference")
-    assert {choice.backend for *_, choice in precision.sampler.choices} == {"reference"}
-    assert planned(source, flow="fp8_rollout", device=GPU).sampler.choices == ()
+    assert {choice.backend for *_, choice in precision.engine_fp8.choices} == {"reference"}
+    assert planned(source, flow="fp8_rollout", device=GPU).engine_fp8.choices == ()
 
 
 @pytest.mark.parametrize("kind", ["dora", "nf4"])
@@ -195,13 +195,13 @@ def test_precision_untrainable_fp8_layer_is_quantized_in_engine(source, kind):
 
     way = "merged" if kind == "dora" else "adapter"
     alone = planned(source, flow="fp8_rollout", make=make, adapter=(object(), way))
-    assert len(alone.sampler.converted) == 14
-    weights = Sizes(on_meta(make), torch.bfloat16, (None, alone.sampler.config)).engine_bytes
+    assert len(alone.engine_fp8.fp8_layer_names) == 14
+    weights = ModelSizes(build_on_meta(make), torch.bfloat16, (None, alone.engine_fp8.config)).engine_bytes
     adapters = sum(p.numel() for n, p in make().named_parameters() if "lora" in n or "magnitude" in n)
     total = sum(p.numel() for p in make().parameters()) - adapters
-    assert weights >= 2 * total - alone.sampler.parameters * (1 - 4 / 128**2) - 1
+    assert weights >= 2 * total - alone.engine_fp8.num_fp8_params * (1 - 4 / 128**2) - 1
     config = PrecisionConfig(flow="fp8_unified")
-    layers, _ = linear_layers(on_meta(make), config, trains=True)
+    layers, _ = linear_layers(build_on_meta(make), config, trains=True)
     reasons = {layer.name.rpartition(".")[2]: layer.reason for layer in layers}
     assert reasons["o_proj"] is None and ("DoRA" if kind == "dora" else "NF4") in reasons["q_proj"]
     assert "fuses it with q_proj" in reasons["k_proj"]

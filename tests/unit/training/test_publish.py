@@ -15,16 +15,16 @@ from helpers import tiny_model  # noqa: E402
 from helpers.learners import alone, unsampled  # noqa: E402
 from torchtune_ext.objective.loss import PolicyLoss  # noqa: E402
 from torchtune_ext.policy import from_config  # noqa: E402
-from torchtune_ext.policy.builder import build_policy, on_meta  # noqa: E402
+from torchtune_ext.policy.builder import build_on_meta, build_policy  # noqa: E402
 from torchtune_ext.policy.hf_model import HFModel  # noqa: E402
-from torchtune_ext.policy.streamed import streamed_logprobs  # noqa: E402
+from torchtune_ext.policy.streaming import streamed_logprobs  # noqa: E402
 from torchtune_ext.sampling.engine import Completion, EngineConfig, SamplingConfig  # noqa: E402
-from torchtune_ext.sampling.records import CanaryAnswer, PublishReport  # noqa: E402
+from torchtune_ext.sampling.types import CanaryAnswer, PublishReport  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
-from torchtune_ext.training.agreement import Agreement, Disagreement  # noqa: E402
+from torchtune_ext.training.mismatch import MismatchError, MismatchGate  # noqa: E402
 from torchtune_ext.training.precision import Precision, PrecisionConfig  # noqa: E402
-from torchtune_ext.training.publish import CANARY_PROMPTS, LOOKED_AT, SAME_SEED, Publisher  # noqa: E402
-from torchtune_ext.training.trained import AllWeights, rounding  # noqa: E402
+from torchtune_ext.training.publish import CANARY_PROMPTS, SAMPLED_VALUES, SEED_PERIOD, Publisher  # noqa: E402
+from torchtune_ext.training.trainable import FullWeights, measure_rounding  # noqa: E402
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7], [8] * 9]
 SAMPLING = SamplingConfig(max_tokens=40, seed=7, early_stop_logprob=-3.0)
@@ -82,16 +82,16 @@ def played(source):
     def make(limit=0.001, prompts=PROMPTS, **settings):
         config, device = EngineConfig(**{"dtype": "float32"} | settings), torch.device("cpu")
         policy = build_policy(partial(from_config, str(source.path)), source, device, torch.float32)
-        model = on_meta(partial(from_config, str(source.path)))
+        model = build_on_meta(partial(from_config, str(source.path)))
         precision = Precision(PrecisionConfig(), model, source, "float32", config, device, None)
         learner, engine = alone(policy, PolicyLoss()), PlayedEngine()
         scored = partial(
             streamed_logprobs, make_model=partial(from_config, str(source.path)), device=device, temperature=1.0
         )
-        noise = partial(rounding, AllWeights(), precision, policy.model, scored)
-        gate = Agreement(limit, noise, precision.coarsest_text, identity=not precision.mixed)
+        noise = partial(measure_rounding, FullWeights(), precision, policy.model, scored)
+        gate = MismatchGate(limit, noise, precision.coarsest_name, test_mean_weight=not precision.is_mixed)
         publisher = Publisher(
-            engine, learner, AllWeights(), precision, source, gate, scored, unsampled(prompts), SAMPLING
+            engine, learner, FullWeights(), precision, source, gate, scored, unsampled(prompts), SAMPLING
         )
         return engine, policy.model, publisher
 
@@ -130,7 +130,7 @@ def test_publish_reports_canary_metrics_and_sampling(played):
 def test_publish_canary_length_follows_max_tokens(source, played):
     engine, _, publisher = played()
     short = Publisher(
-        engine, publisher._learner, AllWeights(), publisher._precision, source, publisher._agreement, publisher._scored,
+        engine, publisher._learner, FullWeights(), publisher._precision, source, publisher._agreement, publisher._scored,
         unsampled(PROMPTS),
         dataclasses.replace(SAMPLING, max_tokens=3),
     )  # fmt: skip
@@ -146,7 +146,7 @@ def test_canary_two_prompts_detect_temperature_in_bfloat16(played, temperature):
     publisher.publish(4)
     engine.temperature = temperature
     match = f"after publishing version 5: on 256 .* temperature: the sampler's is about {temperature}"
-    with pytest.raises(Disagreement, match=match):
+    with pytest.raises(MismatchError, match=match):
         publisher.publish(5)
 
 
@@ -159,8 +159,10 @@ def test_canary_detects_unreported_sampling_temperature(played, temperature, oth
     for version in (0, 1):
         publisher.publish(version)
     engine.temperature = temperature
-    with pytest.raises(Disagreement, match=f"a {other} distribution makes the canary's tokens 1e\\+07 times as likely"):
-        publisher.publish(SAME_SEED)
+    with pytest.raises(
+        MismatchError, match=f"a {other} distribution makes the canary's tokens 1e\\+07 times as likely"
+    ):
+        publisher.publish(SEED_PERIOD)
     # New seeds come with longer answers.
     assert [(sampling.seed, sampling.max_tokens) for *_, sampling in engine.requests] == [(0, 32), (0, 8), (1, 32)]
 
@@ -172,7 +174,7 @@ def test_nan_in_the_weights_is_named(played):
     with torch.no_grad():
         model.layers[1].mlp.w1.weight[3, 2] = torch.nan
     match = "version 1: log-probs of 384 .* not finite: .* NaN or infinite; 1 values of model.layers.1.mlp.gate_proj.weight$"
-    with pytest.raises(Disagreement, match=match):
+    with pytest.raises(MismatchError, match=match):
         publisher.publish(1)
 
 
@@ -194,7 +196,7 @@ def test_publish_failed_weight_sync_raises_mismatch(played, fault, message):
     update(model, 1e-2)
     for name, value in fault.items():
         setattr(engine, name, value)
-    with pytest.raises(Disagreement, match=message):
+    with pytest.raises(MismatchError, match=message):
         publisher.publish(4)
 
 
@@ -219,7 +221,7 @@ def test_each_of_several_engines_is_judged_by_itself(played, monkeypatch):
     update(other.model, 1e-4)
     assert 1e-5 < publisher.publish(1)["canary/mean_abs"] < 0.1  # the worse one's
     update(other.model, 3e-2)
-    with pytest.raises(Disagreement, match="after publishing version 2, the other: trainer and sampler disagree"):
+    with pytest.raises(MismatchError, match="after publishing version 2, the other: trainer and sampler disagree"):
         publisher.publish(2)
 
 
@@ -264,11 +266,14 @@ def test_publish_logs_update_share_kept_by_engine_dtype(played, caplog):
 def test_changed_share_counts_all_values_of_a_tensor(played):
     """Of a large tensor only some values are looked at."""
     _, _, publisher = played(dtype="bfloat16")
-    large, small = torch.zeros(LOOKED_AT), torch.zeros(10)
-    before = {"large": (50 * LOOKED_AT, large), "small": (10, small)}
-    now = {"large": (50 * LOOKED_AT, large + (torch.arange(LOOKED_AT) < LOOKED_AT // 4)), "small": (10, small + 1)}
+    large, small = torch.zeros(SAMPLED_VALUES), torch.zeros(10)
+    before = {"large": (50 * SAMPLED_VALUES, large), "small": (10, small)}
+    now = {
+        "large": (50 * SAMPLED_VALUES, large + (torch.arange(SAMPLED_VALUES) < SAMPLED_VALUES // 4)),
+        "small": (10, small + 1),
+    }
     share = publisher._changed_share(before, now)["publish/changed_share"]
-    assert share == pytest.approx((50 * LOOKED_AT / 4 + 10) / (50 * LOOKED_AT + 10))
+    assert share == pytest.approx((50 * SAMPLED_VALUES / 4 + 10) / (50 * SAMPLED_VALUES + 10))
 
 
 def test_publish_representable_update_does_not_warn(played, caplog):

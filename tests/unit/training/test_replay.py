@@ -8,9 +8,9 @@ import pytest
 from helpers.letter_tokens import LetterTokenizer
 from helpers.records import sampled
 from torchtune_ext.pipeline.groups import Group
-from torchtune_ext.tasks.order import ProblemStream
+from torchtune_ext.pipeline.rollout_store import RolloutStore
+from torchtune_ext.tasks.problem_stream import ProblemStream
 from torchtune_ext.tasks.task import Problem, Score
-from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.training.manifest import Identity, Manifest
 from torchtune_ext.training.replay import Replay
 
@@ -48,7 +48,7 @@ def run(tmp_path):
     folder, problems = tmp_path / "run", ProblemStream(Sums("what is"), seed=0)
     store = RolloutStore(folder)
     for step in range(1, STEPS + 1):
-        store.write(step, [group(problem) for problem in problems.take(BATCH)])
+        store.write(step, [group(problem) for problem in problems.next_problems(BATCH)])
     (folder / "run.json").write_text(json.dumps({"id": "abc", "config": settings()}))
     checkpoint = folder / "checkpoints" / "step_000003"
     checkpoint.mkdir(parents=True)
@@ -67,10 +67,10 @@ def test_replay_yields_each_step_once_without_refills(run):
     assert str(its) == f"replays {run}: 3 of its 3 steps; no engine, no evaluation"
     for _ in range(STEPS):
         groups, values = its.take(BATCH)
-        assert [g.problem.id for g in groups] == [p.id for p in problems.take(BATCH)] and values == {}
-        assert its.take(BATCH, refill=1) == ([], {})
+        assert [g.problem.id for g in groups] == [p.id for p in problems.next_problems(BATCH)] and values == {}
+        assert its.take(BATCH, refill_round=1) == ([], {})
     its.load_state_dict({"replayed": "abc"}, step=1, version=1)
-    again = ProblemStream(Sums("what is"), seed=0).take(2 * BATCH)[BATCH:]
+    again = ProblemStream(Sums("what is"), seed=0).next_problems(2 * BATCH)[BATCH:]
     assert [g.problem.id for g in its.take(BATCH)[0]] == [p.id for p in again]
     assert its.publish(1) == {} and its.state_dict() == {"replayed": "abc"}
 
@@ -97,7 +97,7 @@ def test_replay_ignores_data_path_and_earlier_refills(run):
     # Step 1 may hold problems of refills that the last life of the run has not had.
     store = RolloutStore(run, resume_step=1)
     for step in range(1, STEPS + 1):
-        store.write(step, [group(problem) for problem in ProblemStream(Sums("what is"), seed=0).take(6)[4:]])
+        store.write(step, [group(problem) for problem in ProblemStream(Sums("what is"), seed=0).next_problems(6)[4:]])
     replay(run)
 
 

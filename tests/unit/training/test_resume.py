@@ -10,20 +10,26 @@ from types import SimpleNamespace
 import pytest
 
 from torchtune_ext.run.folder import Run
-from torchtune_ext.training.checkpoints import NothingToDo, RunState, checkpoint_to_go_on_from, resume_text, standing
+from torchtune_ext.training.checkpoints import (
+    RunAlreadyComplete,
+    RunState,
+    find_resume_checkpoint,
+    resume_text,
+    status_message,
+)
 
 STATE = RunState(step=7, version=9, cursor=28, throttle={"limit": 32}, source={"cursors": [[8, 9]]})
 
 
 def test_run_state_round_trips_through_recipe_json():
     recipe = json.loads(json.dumps({"score": 0.5, **asdict(STATE)}))
-    assert RunState.of(recipe) == STATE
+    assert RunState.from_recipe_state(recipe) == STATE
     del recipe["task"]  # a field with a default may be missing
-    assert RunState.of(recipe) == STATE
+    assert RunState.from_recipe_state(recipe) == STATE
 
 
 def test_run_state_restores_updates_of_copied_recipes():
-    assert RunState.of(asdict(replace(STATE, updates=14))).updates == 14
+    assert RunState.from_recipe_state(asdict(replace(STATE, updates=14))).updates == 14
 
 
 def test_resume_reports_checkpoint_and_changed_config(monkeypatch):
@@ -80,14 +86,14 @@ class Kept:
 def test_find_resume_checkpoint_returns_newest_unless_run_finished(tmp_path, capsys):
     kept = Kept(tmp_path / "checkpoints")
     folder = SimpleNamespace(run=Run("1a2b3c4d", "x", 0.0, {}), earlier={})
-    assert checkpoint_to_go_on_from(kept, folder, resumes=False, total=50) is None
-    assert checkpoint_to_go_on_from(kept, None, resumes=True, total=50) == kept.of(40)
+    assert find_resume_checkpoint(kept, folder, resume=False, total=50) is None
+    assert find_resume_checkpoint(kept, None, resume=True, total=50) == kept.of(40)
     assert capsys.readouterr().out == "", "other ranks are silent"
-    assert checkpoint_to_go_on_from(kept, folder, resumes=True, total=50) == kept.of(40)
+    assert find_resume_checkpoint(kept, folder, resume=True, total=50) == kept.of(40)
     output = capsys.readouterr().out
     assert output.startswith("resume:    from step 40 of run 1a2b3c4d, begun ")
-    with pytest.raises(NothingToDo) as caught:
-        checkpoint_to_go_on_from(kept, folder, resumes=True, total=3)
+    with pytest.raises(RunAlreadyComplete) as caught:
+        find_resume_checkpoint(kept, folder, resume=True, total=3)
     output = str(caught.value).splitlines()
     assert output[0] == "step 40 >= max_steps=3: nothing to do" and capsys.readouterr().out == ""
     assert output[-1] == "longer:    the same command with max_steps above 40 and resume_from_checkpoint=True"
@@ -95,21 +101,21 @@ def test_find_resume_checkpoint_returns_newest_unless_run_finished(tmp_path, cap
 
 def test_where_a_run_stands(tmp_path):
     kept = Kept(tmp_path / "checkpoints")
-    assert standing(0, 60, None) == (
+    assert status_message(0, 60, None) == (
         "It had not begun its first step, and there is no checkpoint yet, so the next start begins anew"
     )
-    assert standing(47, 60, kept) == (
+    assert status_message(47, 60, kept) == (
         f"It was at step 47 of 60. The newest checkpoint is {kept.of(40)}; go on from there with "
         f"resume_from_checkpoint=True. The best on held-out problems: {kept.of(20)} (0.742). Curves and samples: "
         f"torchtune-ext report {tmp_path}"
     )
     kept.accuracy = None
-    assert "accurate" not in standing(47, 60, kept)
+    assert "accurate" not in status_message(47, 60, kept)
 
 
 def test_status_message_of_finished_run_lists_outputs(tmp_path):
     kept = Kept(tmp_path / "a b" / "checkpoints")
-    assert standing(40, 40, kept).splitlines() == [
+    assert status_message(40, 40, kept).splitlines() == [
         "done:      40 of 40 steps",
         f"model:     {kept.of(40)}, a model in Hugging Face's format",
         f"best:      {kept.of(20)}, the best on held-out problems: 0.742",
@@ -117,10 +123,10 @@ def test_status_message_of_finished_run_lists_outputs(tmp_path):
         "longer:    the same command with max_steps above 40 and resume_from_checkpoint=True",
     ]
     kept.prompts = "the chat template mine.jinja"
-    assert standing(40, 40, kept).splitlines()[2] == (
+    assert status_message(40, 40, kept).splitlines()[2] == (
         "prompts:   made with the chat template mine.jinja, not with the files of model_dir; saved with the model"
     )
     (kept.of(40) / "config.json").unlink()
-    assert "step_000040, an adapter in PEFT's format (adapters.save_merged=True" in standing(40, 40, kept)
+    assert "step_000040, an adapter in PEFT's format (adapters.save_merged=True" in status_message(40, 40, kept)
     (kept.of(40) / "merged").mkdir()
-    assert "step_000040, an adapter in PEFT's format; its folder merged/ is" in standing(40, 40, kept)
+    assert "step_000040, an adapter in PEFT's format; its folder merged/ is" in status_message(40, 40, kept)

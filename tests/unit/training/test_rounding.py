@@ -7,11 +7,11 @@ import torch
 
 from helpers.fp8_models import BF16, CPU, F32, directory, policy_of, some_rows
 from torchtune_ext.policy import from_config, lora
-from torchtune_ext.policy.builder import build_policy, on_meta
-from torchtune_ext.policy.streamed import streamed_logprobs
-from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.policy.builder import build_on_meta, build_policy
+from torchtune_ext.policy.streaming import streamed_logprobs
+from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.training.precision import Precision, PrecisionConfig
-from torchtune_ext.training.trained import AdapterConfig, AllWeights, rounding, trained_part
+from torchtune_ext.training.trainable import AdapterConfig, FullWeights, make_trainable, measure_rounding
 
 LORA = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True}
 
@@ -27,12 +27,14 @@ def measured(source):
 
     def make(trainer, engine, flow="bf16", publish="auto", **adapters):
         build = partial(from_config, str(source.path), **adapters)
-        policy, meta = build_policy(build, source, CPU, F32), on_meta(build)
-        trained = trained_part(meta, source, {}, AdapterConfig(publish=publish)) if adapters else AllWeights()
-        config = trained.engine(EngineConfig(dtype=engine))
-        precision = Precision(PrecisionConfig(flow=flow), meta, source, trainer, config, CPU, trained.spec, trained.way)
+        policy, meta = build_policy(build, source, CPU, F32), build_on_meta(build)
+        trained = make_trainable(meta, source, {}, AdapterConfig(publish=publish)) if adapters else FullWeights()
+        config = trained.configure_engine(EngineConfig(dtype=engine))
+        precision = Precision(
+            PrecisionConfig(flow=flow), meta, source, trainer, config, CPU, trained.spec, trained.publish_mode
+        )
         scored = partial(streamed_logprobs, make_model=build, device=CPU, temperature=1.0)
-        return policy.model, lambda: rounding(trained, precision, policy.model, scored, some_rows())
+        return policy.model, lambda: measure_rounding(trained, precision, policy.model, scored, some_rows())
 
     return make
 
@@ -98,7 +100,7 @@ def test_rounding_excludes_dora_magnitude(measured, source):
     """Fresh adapters change nothing, so with them trainer and engine are as far apart as without."""
     _, without = measured("bfloat16", "bfloat16")
     model, measure = measured("bfloat16", "bfloat16", publish="merged", use_dora=True, **LORA)
-    lora.initialize(model, seed=0)
+    lora.init_adapters(model, seed=0)
     assert measure() == pytest.approx(without(), rel=0.1)
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from helpers.unpacked import in_branches, make_groups, paths_of
-from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.training.teacher import Teacher
 
 
@@ -23,12 +23,12 @@ def test_teacher_scores_each_token_in_its_own_context():
     )
     groups = make_groups(rng, [(5, [30, 1, 12]), (3, [24])])
     groups = [*in_branches(rng, groups), *groups]
-    scored = teacher.scored(groups)
-    assert any(sample.completion.kept for group in scored for sample in group.samples)
+    scored = teacher.score_groups(groups)
+    assert any(sample.completion.kept_prefix_lens for group in scored for sample in group.samples)
     for group in scored:
         for sample in group.samples:
             expected = [of_path(ids[: place + 1]) for ids, places in paths_of(group, sample) for place in places]
-            assert sample.teacher_logprobs[sample.completion.sampled].tolist() == expected
+            assert sample.teacher_logprobs[sample.completion.sampled_indices].tolist() == expected
 
 
 def test_branch_with_fully_replaced_context_is_scored():
@@ -39,13 +39,13 @@ def test_branch_with_fully_replaced_context_is_scored():
     )
     (group,) = make_groups(rng, [(3, [8])])
     (sample,) = group.samples
-    completion = replace(sample.completion, turns=((0, 3), (5, 8)), kept=(3, 0))
+    completion = replace(sample.completion, turns=((0, 3), (5, 8)), kept_prefix_lens=(3, 0))
     group = replace(group, samples=(replace(sample, completion=completion),))
-    (sample,) = teacher.scored([group])[0].samples
+    (sample,) = teacher.score_groups([group])[0].samples
     later = completion.tokens[3:].tolist()
     assert sample.teacher_logprobs[5:].tolist() == [of_path(later[: place + 1]) for place in (2, 3, 4)]
 
 
 def test_teacher_engine_messages_name_the_teacher(tmp_path):
-    (lane,) = Teacher(SimpleNamespace(path=tmp_path), EngineConfig(), tmp_path).engine._pool.lanes
+    (lane,) = Teacher(SimpleNamespace(path=tmp_path), EngineConfig(), tmp_path).engine._pool.replicas
     assert lane.name == "the teacher's engine"

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.setup.parts import Parts
+from torchtune_ext.sampling.types import EngineConfig
+from torchtune_ext.setup.run_components import RunComponents
 from torchtune_ext.training.teacher import TeacherConfig
 
 POLICY = EngineConfig(dtype="bfloat16", max_model_len=512, kv_cache_bytes=1 << 28, devices="1,2")
@@ -53,7 +53,7 @@ def test_gpus_that_a_teacher_may_have(policy, teacher, taken, monkeypatch):
         ranks=SimpleNamespace(device=torch.device("cuda")),
     )
     if taken is None:
-        assert Parts.teacher_engine(parts).devices == teacher.get("devices")
+        assert RunComponents.teacher_engine_config(parts).devices == teacher.get("devices")
     else:
         with pytest.raises(ValueError, match=rf"a GPU that neither trains nor samples \(taken: {taken}\)"):
-            Parts.teacher_engine(parts)
+            RunComponents.teacher_engine_config(parts)

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchtune_ext.measured.matmul.mending import CompileAndFix
+    from torchtune_ext.measured.matmul.compile_and_fix import CompileAndFix
     from torchtune_ext.measured.matmul.programs import Programs
     from torchtune_ext.measured.matmul.task import Matmul
 
@@ -14,7 +14,7 @@ def __getattr__(name: str) -> Any:
     # The tasks are imported only on demand, so that the archive of a run can be read without the parser of programs.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torchtune_ext.measured.matmul.mending import CompileAndFix
+    from torchtune_ext.measured.matmul.compile_and_fix import CompileAndFix
     from torchtune_ext.measured.matmul.programs import Programs
     from torchtune_ext.measured.matmul.task import Matmul
 

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-FILE = "archive.jsonl"  # in the folder of a run
+ARCHIVE_FILE = "archive.jsonl"  # in the folder of a run
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ArchiveEntry:
     """A program that is right, with its measured speed."""
 
     machine: str  # its fingerprint: speeds of two machines are not compared
@@ -38,20 +38,20 @@ class Entry:
         return self.machine, self.kernel, self.size, self.techniques, math.floor(math.log2(self.ratio))
 
     @property
-    def low(self) -> float:
+    def speedup_low(self) -> float:
         """The lower end of the interval of the ratio."""
         return self.ratio * (1 - self.spread)
 
     @property
-    def high(self) -> float:
+    def speedup_high(self) -> float:
         return self.ratio * (1 + self.spread)
 
 
 class Archive:
     """The elites of all cells."""
 
-    def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        self._elites: dict[tuple[Any, ...], Entry] = {}
+    def __init__(self, entries: Iterable[ArchiveEntry] = ()) -> None:
+        self._elites: dict[tuple[Any, ...], ArchiveEntry] = {}
         for entry in entries:
             self.add(entry)
 
@@ -59,15 +59,15 @@ class Archive:
         """The number of cells that hold a program."""
         return len(self._elites)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[ArchiveEntry]:
         """Yields the elites, in the order of their cells."""
         return (entry for _, entry in sorted(self._elites.items()))
 
-    def add(self, entry: Entry) -> bool:
+    def add(self, entry: ArchiveEntry) -> bool:
         """Adds a program if its cell is empty or the elite there is surely slower. Returns whether it was added."""
         # Only a program whose interval lies above the elite's replaces it, so noise replaces nothing.
         elite = self._elites.get(entry.cell)
-        if elite is not None and entry.low <= elite.high:
+        if elite is not None and entry.speedup_low <= elite.speedup_high:
             return False
         self._elites[entry.cell] = entry
         return True
@@ -79,4 +79,4 @@ class Archive:
     @classmethod
     def loads(cls, text: str) -> "Archive":
         """Reads what `dumps` made."""
-        return cls(Entry(**json.loads(line)) for line in text.splitlines())
+        return cls(ArchiveEntry(**json.loads(line)) for line in text.splitlines())

@@ -12,26 +12,26 @@ from dataclasses import dataclass
 from torchtune_ext.measured.kernel import Kernel
 from torchtune_ext.measured.matmul.prompts import short_messages
 from torchtune_ext.measured.matmul.stages import STAGES
-from torchtune_ext.measured.matmul.task import kernels_of, problem_of
-from torchtune_ext.measured.matmul.writers import WRITERS, ZERO
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.measured.matmul.task import make_kernels, problem_id
+from torchtune_ext.measured.matmul.writers import WRITERS, ZERO_OUTPUT
+from torchtune_ext.run.errors import UsageError
 from torchtune_ext.tasks.task import Problem, Score
 
 # The first stage permits the fewest programs, one in 40. So many draws miss all of them with probability e^-25.
-MOST_DRAWS = 1000
-ENDLESS = 2**31 - 1  # the length of a family
+MAX_DRAWS = 1000
+NUM_PROGRAMS = 2**31 - 1  # the length of a family
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """A way to break a program, and what the checker then says."""
 
-    words: str
+    description: str
     outcome: str  # one of check.OUTCOMES
     pattern: str  # a regular expression; the fault fits where the source has it
     replacement: str
     is_last: bool = False  # the last such place, else the first
-    never_with: str = "\0"  # a source that has this is not sure to be wrong
+    excluded_by: str = "\0"  # a source that has this is not sure to be wrong
 
 
 _HEAD = r"(void dgemm\([^)]*\)\{\n)"
@@ -44,19 +44,19 @@ FAULTS = (
     Fault("an argument is missing", "compile_error", r"(void dgemm\()int \w,", r"\1"),
     Fault("a type of the signature is wrong", "compile_error", r"double\*C\)\{", r"float*C){", is_last=True),
     Fault("the function has another name", "compile_error", r"void dgemm\(", r"void fdgemm("),
-    Fault("rows are left out", "wrong_result", r"\b([iI])<m;", r"\1<m-1;", never_with="typedef"),
-    Fault("the sum begins at 1", "wrong_result", r"\bl=0;l<k", r"l=1;l<k", never_with="typedef"),
-    Fault("C is not zeroed", "wrong_result", re.escape(ZERO), r""),
+    Fault("rows are left out", "wrong_result", r"\b([iI])<m;", r"\1<m-1;", excluded_by="typedef"),
+    Fault("the sum begins at 1", "wrong_result", r"\bl=0;l<k", r"l=1;l<k", excluded_by="typedef"),
+    Fault("C is not zeroed", "wrong_result", re.escape(ZERO_OUTPUT), r""),
     Fault("adds to an output that holds anything", "wrong_result", r"C\[i\*n\+j\]=(?=[st]\b)", r"C[i*n+j]+="),
-    Fault("B is read as its transpose", "wrong_result", r"\*B\[l\*n\+j\]", r"*B[j*k+l]", never_with="typedef"),
+    Fault("B is read as its transpose", "wrong_result", r"\*B\[l\*n\+j\]", r"*B[j*k+l]", excluded_by="typedef"),
     Fault("adds where it should multiply", "wrong_result", r"\]\*(?=B\[)", r"]+"),
-    Fault("the sum is in single precision", "wrong_result", r"double s=0;", r"float s=0;", never_with="typedef"),
+    Fault("the sum is in single precision", "wrong_result", r"double s=0;", r"float s=0;", excluded_by="typedef"),
     Fault("it writes to an input", "runtime_error", _HEAD, r"\1*(double*)A=0;\n"),
     Fault(
         "it calls a library", "forbidden", _HEAD + r"[\s\S]*", r"\1cblas_dgemm(101,111,111,m,n,k,1,A,k,B,n,0,C,n);}\n"
     ),
 )
-UNCLOSED = Fault("the block of code is not closed", "format", r"\A", "")
+UNCLOSED_FENCE = Fault("the block of code is not closed", "format", r"\A", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,12 @@ class Program:
     techniques: frozenset[str]  # that it uses, or did before it was broken
 
     @property
-    def text(self) -> str:
+    def answer(self) -> str:
         """The answer of a model that writes it."""
         return f"```\n{self.source}" + ("```" if self.outcome != "format" else "")
 
 
-class Family:
+class ProgramFamily:
     """The programs that are drawn with one seed.
 
     Args:
@@ -87,13 +87,13 @@ class Family:
 
     def __init__(self, seed: int = 0, broken: float = 0.25, weights: Mapping[str, float] | None = None) -> None:
         if not 0.0 <= broken <= 1.0:
-            raise Mistake(f"broken={broken} is a share of the programs: give a number from 0 to 1")
+            raise UsageError(f"broken={broken} is a share of the programs: give a number from 0 to 1")
         chosen: dict[str, float] = {writer.__name__: weight for writer, weight in WRITERS.items()}
         if unknown := set(weights or {}) - set(chosen):
-            raise Mistake(f"weights: no writer is named {', '.join(sorted(unknown))}; {', '.join(chosen)} are")
+            raise UsageError(f"weights: no writer is named {', '.join(sorted(unknown))}; {', '.join(chosen)} are")
         chosen |= weights or {}
         if min(chosen.values()) < 0 or not sum(chosen.values()) > 0:
-            raise Mistake(f"weights={chosen} must not be negative, nor all 0")
+            raise UsageError(f"weights={chosen} must not be negative, nor all 0")
         self.seed, self.broken, self._weights = seed, broken, list(chosen.values())
 
     def __getitem__(self, index: int) -> Program:
@@ -102,29 +102,29 @@ class Family:
         source, techniques = writer(rng)
         outcome = "ok"
         if rng.random() < self.broken:
-            fault = _fault(rng, source)
-            source, outcome = break_by(fault, source), fault.outcome
+            fault = _draw_fault(rng, source)
+            source, outcome = apply_fault(fault, source), fault.outcome
         return Program(source, outcome, frozenset(techniques))
 
 
-def fits(fault: Fault, source: str) -> bool:
+def is_applicable(fault: Fault, source: str) -> bool:
     """Tells whether a program can be broken in this way."""
-    return fault.never_with not in source and re.search(fault.pattern, source) is not None
+    return fault.excluded_by not in source and re.search(fault.pattern, source) is not None
 
 
-def break_by(fault: Fault, source: str) -> str:
+def apply_fault(fault: Fault, source: str) -> str:
     """Returns the program with the fault in it."""
     places = list(re.finditer(fault.pattern, source))
     place = places[-1 if fault.is_last else 0]
     return source[: place.start()] + place.expand(fault.replacement) + source[place.end() :]
 
 
-def _fault(rng: random.Random, source: str) -> Fault:
+def _draw_fault(rng: random.Random, source: str) -> Fault:
     # A model stumbles most over the compiler and over wrong numbers, so these outcomes are four times as likely. Within
     # an outcome, each fault is equally likely.
     by_outcome: dict[str, list[Fault]] = {}
-    for fault in (*FAULTS, UNCLOSED):
-        if fits(fault, source):
+    for fault in (*FAULTS, UNCLOSED_FENCE):
+        if is_applicable(fault, source):
             by_outcome.setdefault(fault.outcome, []).append(fault)
     outcomes = sorted(by_outcome)
     weights = [1 if outcome in ("format", "forbidden", "runtime_error") else 4 for outcome in outcomes]
@@ -159,27 +159,27 @@ class Programs:
         weights: Mapping[str, float] | None = None,
     ) -> None:
         if not stages or not set(stages) <= set(STAGES) or list(stages) != [name for name in STAGES if name in stages]:
-            raise Mistake(f"stages={list(stages)}: give some of {', '.join(STAGES)}, each once and in this order")
+            raise UsageError(f"stages={list(stages)}: give some of {', '.join(STAGES)}, each once and in this order")
         if not 0.0 <= new <= 1.0:
-            raise Mistake(f"new={new} is a share of the programs: give a number from 0 to 1")
+            raise UsageError(f"new={new} is a share of the programs: give a number from 0 to 1")
         self.seed, self.stages, self.new = seed, tuple(stages), new
-        self.family, self.kernels = Family(seed, broken, weights), kernels_of({"dgemm": sizes})
+        self.family, self.kernels = ProgramFamily(seed, broken, weights), make_kernels({"dgemm": sizes})
         for stage in self.stages:
             if any(self._draw(stage, is_new, 0, random.Random(seed)) is None for is_new in (False, new > 0)):
-                raise Mistake(
-                    f"stages={list(stages)}: of {MOST_DRAWS} programs {stage} permits none, or none that is new; leave it out, "
+                raise UsageError(
+                    f"stages={list(stages)}: of {MAX_DRAWS} programs {stage} permits none, or none that is new; leave it out, "
                     "or change the weights"
                 )
 
     def __len__(self) -> int:
-        return ENDLESS
+        return NUM_PROGRAMS
 
     def __getitem__(self, index: int) -> Problem:
-        if not 0 <= index < ENDLESS:
-            raise IndexError(f"program {index} of {ENDLESS}")
-        kernel, program, stage = self._at(index)
+        if not 0 <= index < NUM_PROGRAMS:
+            raise IndexError(f"program {index} of {NUM_PROGRAMS}")
+        kernel, program, stage = self._draw_problem(index)
         # The answer is plain text, whose words need no tokens of their own (see make_tokenizer).
-        return Problem(f"{problem_of(kernel)}/{stage}/{index}", short_messages(kernel, stage), program.text)
+        return Problem(f"{problem_id(kernel)}/{stage}/{index}", short_messages(kernel, stage), program.answer)
 
     def grade(self, problem: Problem, text: str) -> Score:
         """Refuses: what a program is worth is measured on a machine, by the task `Matmul`.
@@ -196,7 +196,7 @@ class Programs:
         """Returns the program as a model would answer it; the share `broken` is wrong."""
         return problem.answer
 
-    def _at(self, index: int) -> tuple[Kernel, Program, str]:
+    def _draw_problem(self, index: int) -> tuple[Kernel, Program, str]:
         rng = random.Random(f"programs/{self.seed}/{index}")
         stage, kernel = rng.choice(self.stages), rng.choice(self.kernels)
         program = self._draw(stage, rng.random() < self.new, index, rng)
@@ -205,16 +205,16 @@ class Programs:
 
     def _draw(self, stage: str, is_new: bool, index: int, rng: random.Random) -> Program | None:
         """Draws a program that the stage permits, and no earlier one if it has to be new. Returns None if it finds none."""
-        for _ in range(MOST_DRAWS):
+        for _ in range(MAX_DRAWS):
             program = self.family[index]
-            possible = self._permitting(program)
+            possible = self._permitting_stages(program)
             # New programs teach what a stage adds. The others teach that nobody has to use it.
             if stage in possible[:1] if is_new else stage in possible:
                 return program
-            index = rng.randrange(ENDLESS)
+            index = rng.randrange(NUM_PROGRAMS)
         return None
 
-    def _permitting(self, program: Program) -> list[str]:
+    def _permitting_stages(self, program: Program) -> list[str]:
         # A machine that gives a program one thread compiles without OpenMP, so its pragmas would do nothing.
         if "threads" not in self.stages and "#pragma omp" in program.source:
             return []

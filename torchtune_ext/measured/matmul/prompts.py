@@ -5,15 +5,15 @@ Optionally they show a program that is right, to be improved.
 
 from collections.abc import Iterable
 
-from torchtune_ext.measured.kernel import Kernel, outputs_of, prototype
-from torchtune_ext.measured.matmul.archive import Entry
+from torchtune_ext.measured.kernel import Kernel, output_parameters, prototype
+from torchtune_ext.measured.matmul.archive import ArchiveEntry
 from torchtune_ext.measured.matmul.stages import STAGES
 from torchtune_ext.measured.techniques import TECHNIQUES
 
 Messages = tuple[dict[str, str], ...]
 
 
-def messages(kernel: Kernel, stage: str, elite: Entry | None = None) -> Messages:
+def messages(kernel: Kernel, stage: str, elite: ArchiveEntry | None = None) -> Messages:
     """Returns the messages for one problem.
 
     Args:
@@ -24,8 +24,8 @@ def messages(kernel: Kernel, stage: str, elite: Entry | None = None) -> Messages
     parts = [
         f"Write a function in C, as fast as you can make it. It computes {kernel.question}.",
         f"```c\n{prototype(kernel)};\n```",
-        _rules(kernel),
-        _techniques(stage),
+        _rules_text(kernel),
+        _techniques_text(stage),
     ]
     if elite is not None:
         parts.append(
@@ -42,8 +42,8 @@ def short_messages(kernel: Kernel, stage: str) -> Messages:
     return ({"role": "user", "content": f"{kernel.name} {size} {stage}"},)
 
 
-def _rules(kernel: Kernel) -> str:
-    outputs = " and ".join(each.name for each in outputs_of(kernel))
+def _rules_text(kernel: Kernel) -> str:
+    outputs = " and ".join(each.name for each in output_parameters(kernel))
     size = ", ".join(f"{name} = {kernel.timed[name]}" for name in kernel.size_names)
     return (
         f"Its speed is measured at {size}, and its result must be right in double precision for every size from 1. Arrays are "
@@ -52,14 +52,16 @@ def _rules(kernel: Kernel) -> str:
     )
 
 
-def _techniques(stage: str) -> str:
+def _techniques_text(stage: str) -> str:
     allowed = STAGES[stage]
     if not allowed:
-        return "Permitted is the plain definition alone: none of these techniques: " + _listed(TECHNIQUES) + "."
+        return (
+            "Permitted is the plain definition alone: none of these techniques: " + _join_techniques(TECHNIQUES) + "."
+        )
     others = [name for name in TECHNIQUES if name not in allowed]
-    text = f"These techniques are permitted: {_listed(name for name in TECHNIQUES if name in allowed)}."
-    return text + (f" These are not: {_listed(others)}." if others else "")
+    text = f"These techniques are permitted: {_join_techniques(name for name in TECHNIQUES if name in allowed)}."
+    return text + (f" These are not: {_join_techniques(others)}." if others else "")
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_techniques(names: Iterable[str]) -> str:
     return "; ".join(TECHNIQUES[name] for name in names)

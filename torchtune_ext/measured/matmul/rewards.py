@@ -9,7 +9,7 @@ import math
 
 from torchtune_ext.measured.results import Timing
 
-PUBLISHED = {
+PUBLISHED_PENALTIES = {
     "format": -100.0,
     "forbidden": -100.0,
     "compile_error": -40.0,
@@ -19,16 +19,16 @@ PUBLISHED = {
 }
 """The published penalties (arXiv 2602.12049, as reviews quote them), from the worst to what is nearest to a right program."""
 
-FAILURES = tuple(PUBLISHED)
+FAILURES = tuple(PUBLISHED_PENALTIES)
 
 # A right program must stay above every failure, however slow it is, so the slowest one has 0. Below a 16th of the naive
 # speed nobody cares how slow it is. So a doubling is worth 1/4, one and a half steps between failures. With much
 # less, being right would drown being fast.
-SLOWEST = 2.0**-4
-KINDS = ("published", "log_speedup", "peak_share")
+MIN_SPEEDUP = 2.0**-4
+REWARD_KINDS = ("published", "log_speedup", "peak_share")
 
 
-def reward(outcome: str, timing: Timing | None = None, kind: str = "log_speedup") -> float | None:
+def program_reward(outcome: str, timing: Timing | None = None, kind: str = "log_speedup") -> float | None:
     """Returns the reward of a program, or None if it is not to be graded.
 
     Args:
@@ -42,15 +42,15 @@ def reward(outcome: str, timing: Timing | None = None, kind: str = "log_speedup"
     if outcome == "noisy":
         return None
     if outcome != "ok":
-        return PUBLISHED[outcome] if kind == "published" else failure(outcome)
+        return PUBLISHED_PENALTIES[outcome] if kind == "published" else failure_reward(outcome)
     assert timing is not None  # a program that is ok was timed
     if kind == "published":
         return timing.gflops
     if kind == "peak_share":
-        return timing.peak_share
-    return max(0.0, 1.0 + math.log2(timing.ratio) / -math.log2(SLOWEST))
+        return timing.roofline_fraction
+    return max(0.0, 1.0 + math.log2(timing.speedup) / -math.log2(MIN_SPEEDUP))
 
 
-def failure(outcome: str) -> float:
+def failure_reward(outcome: str) -> float:
     """Returns the reward of a failure: even steps from -1, the worst, to -1/6."""
     return (FAILURES.index(outcome) - len(FAILURES)) / len(FAILURES)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from torchtune_ext.measured.techniques import TECHNIQUES
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 
 # Each stage permits what the one before it does, and more. Packing pays only beside the others, so it comes last.
 STAGES = {
@@ -23,20 +23,20 @@ STAGES = {
 
 # The last visits that decide. A share of 8 samples has a standard error of up to 0.18, and the mean over half a window,
 # 8 visits, one of 0.063.
-WINDOW = 16
+WINDOW_VISITS = 16
 # The share of right programs with which a problem may go on: with fewer, most of a group says only that it failed, and the
 # advantage of being fast is lost in that of being right.
-ENOUGH = 0.5
+MIN_CORRECT = 0.5
 # Rise of that share from the first to the second half of the window that counts as settled: below the standard error of
 # the difference of two halves, sqrt(2) * 0.063, a rise cannot be told from none.
-STILL_RISING = 0.09
+MAX_SETTLED_RISE = 0.09
 # Gain of speed between the halves that counts as settled, in doublings: a tenth is 7%. Less is not worth waiting for,
 # when the next stage is worth doublings.
-STILL_GAINING = 0.1
+MAX_SETTLED_GAIN = 0.1
 # Visits of one stage after which a problem goes on with what it has, if at least HALFWAY of its programs are right. Without
 # it a share that stays a little below ENOUGH would hold a problem for ever.
-PATIENCE = 4 * WINDOW
-HALFWAY = 0.25
+PATIENCE_VISITS = 4 * WINDOW_VISITS
+MIN_CORRECT_LATE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Visit:
 
 
 @dataclass(slots=True)
-class _State:
+class _ProblemState:
     """Where one problem stands."""
 
     stage: int = 0
@@ -66,9 +66,9 @@ class Curriculum:
 
     def __init__(self, stages: Sequence[str] = tuple(STAGES)) -> None:
         self.stages = tuple(stages)
-        self._problems: dict[str, _State] = {}
+        self._problems: dict[str, _ProblemState] = {}
 
-    def stage(self, problem: str) -> str:
+    def stage_of(self, problem: str) -> str:
         """Returns the stage of a problem: the first one for a new problem."""
         return self.stages[self._problems[problem].stage if problem in self._problems else 0]
 
@@ -77,10 +77,10 @@ class Curriculum:
 
         Leave out a group that was sampled for another stage than the problem's present one.
         """
-        state = self._problems.setdefault(problem, _State())
+        state = self._problems.setdefault(problem, _ProblemState())
         state.visits += 1
-        state.window = [*state.window, visit][-WINDOW:]
-        if state.stage + 1 == len(self.stages) or not (reason := _settled(state)):
+        state.window = [*state.window, visit][-WINDOW_VISITS:]
+        if state.stage + 1 == len(self.stages) or not (reason := _promotion_reason(state)):
             return ""
         # A problem never goes back: a stage permits all that the earlier ones do, so what was right there still is.
         state.stage, state.visits, state.window = state.stage + 1, 0, []
@@ -98,28 +98,28 @@ class Curriculum:
             ValueError: it is that of another list of stages.
         """
         if tuple(state["stages"]) != self.stages:
-            raise Mistake(
+            raise UsageError(
                 f"stages={list(self.stages)}, but the checkpoint was written with {state['stages']}; use these, or begin anew"
             )
         self._problems = {
-            name: _State(**{**its, "window": [Visit(**visit) for visit in its["window"]]})
+            name: _ProblemState(**{**its, "window": [Visit(**visit) for visit in its["window"]]})
             for name, its in state["problems"].items()
         }
 
 
-def _settled(state: _State) -> str:
+def _promotion_reason(state: _ProblemState) -> str:
     """Returns why a problem leaves its stage, "" if it stays."""
-    if len(state.window) < WINDOW:
+    if len(state.window) < WINDOW_VISITS:
         return ""
-    half = WINDOW // 2
+    half = WINDOW_VISITS // 2
     first, second = state.window[:half], state.window[half:]
     share = _mean([visit.correct for visit in state.window])
     rise = _mean([visit.correct for visit in second]) - _mean([visit.correct for visit in first])
     speeds = [[visit.speed for visit in part if visit.speed is not None] for part in (first, second)]
     gain = _mean(speeds[1]) - _mean(speeds[0]) if all(speeds) else 0.0
-    if share >= ENOUGH and rise < STILL_RISING and gain < STILL_GAINING:
+    if share >= MIN_CORRECT and rise < MAX_SETTLED_RISE and gain < MAX_SETTLED_GAIN:
         return f"{share:.0%} are right and settled; the last {half} groups gained {gain:+.2f} doublings"
-    if share >= HALFWAY and state.visits >= PATIENCE:
+    if share >= MIN_CORRECT_LATE and state.visits >= PATIENCE_VISITS:
         return f"{share:.0%} are right after {state.visits} groups, and it has had its time"
     return ""
 

@@ -12,26 +12,26 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from torchtune_ext.measured.check import extract
+from torchtune_ext.measured.check import extract_code
 from torchtune_ext.measured.grading import MeasuredTask, measured_score
-from torchtune_ext.measured.kernel import Kernel, require_sound
+from torchtune_ext.measured.kernel import Kernel, validate_kernel
 from torchtune_ext.measured.kernels import KERNELS
-from torchtune_ext.measured.matmul.archive import FILE, Archive, Entry
+from torchtune_ext.measured.matmul.archive import ARCHIVE_FILE, Archive, ArchiveEntry
 from torchtune_ext.measured.matmul.prompts import messages, short_messages
-from torchtune_ext.measured.matmul.rewards import KINDS, reward
+from torchtune_ext.measured.matmul.rewards import REWARD_KINDS, program_reward
 from torchtune_ext.measured.matmul.stages import STAGES, Curriculum, Visit
 from torchtune_ext.measured.results import NOISY, Result
-from torchtune_ext.measured.techniques import uses
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.files import explained, write_atomic
-from torchtune_ext.tasks.functions import named
-from torchtune_ext.tasks.task import Graded, Problem, Score
+from torchtune_ext.measured.techniques import find_techniques
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.run.files import explain_os_errors, write_atomic
+from torchtune_ext.tasks.grade_functions import import_named
+from torchtune_ext.tasks.task import GradedGroup, Problem, Score
 
 log = logging.getLogger(__name__)
 
 
-ALL = "all"  # the stage of a task without a curriculum
-PROMPTS = ("long", "short")
+ALL_STAGE = "all"  # the stage of a task without a curriculum
+PROMPT_KINDS = ("long", "short")
 
 
 class Matmul(MeasuredTask):
@@ -64,28 +64,30 @@ class Matmul(MeasuredTask):
         bench: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(bench)
-        for name, value, choices in (("reward", reward, KINDS), ("prompt", prompt, PROMPTS)):
+        for name, value, choices in (("reward", reward, REWARD_KINDS), ("prompt", prompt, PROMPT_KINDS)):
             if value not in choices:
-                raise Mistake(f"task.{name}={value!r}: choose one of {', '.join(choices)}")
+                raise UsageError(f"task.{name}={value!r}: choose one of {', '.join(choices)}")
         if not isinstance(show, int | float) or not 0.0 <= show <= 1.0:
-            raise Mistake(f"task.show={show!r} is a share of the prompts: give a number from 0 to 1")
+            raise UsageError(f"task.show={show!r} is a share of the prompts: give a number from 0 to 1")
         if show and prompt == "short":
-            raise Mistake(f"task.show={show}: short prompts show no program; set prompt=long, or show=0")
+            raise UsageError(f"task.show={show}: short prompts show no program; set prompt=long, or show=0")
         self._problems = {
-            problem_of(kernel): kernel for kernel in kernels_of({"dgemm": 256} if kernels is None else kernels)
+            problem_id(kernel): kernel for kernel in make_kernels({"dgemm": 256} if kernels is None else kernels)
         }
         self.kernels = list(self._problems.values())
         self._names = list(self._problems)
-        self._reward, self._prompt, self._show, self._seed = reward, prompt, show, seed
+        self._reward, self._prompt, self._show_probability, self._seed = reward, prompt, show, seed
         if stages is not None:
             # A single name would be read as a list of letters.
-            several = stages if isinstance(stages, Sequence) and not isinstance(stages, str) else ()
-            if not set(several) <= set(STAGES) or not 0 < len(set(several)) == len(several):
-                raise Mistake(f"task.stages={stages!r}: list some of {', '.join(STAGES)}, each once, or null for none")
+            stage_list = stages if isinstance(stages, Sequence) and not isinstance(stages, str) else ()
+            if not set(stage_list) <= set(STAGES) or not 0 < len(set(stage_list)) == len(stage_list):
+                raise UsageError(
+                    f"task.stages={stages!r}: list some of {', '.join(STAGES)}, each once, or null for none"
+                )
             for kernel in self.kernels:
                 # This raises if the kernel's own program cannot serve for comparison.
-                uses(kernel.naive, kernel)
-        self._readable = {kernel.name for kernel in self.kernels if _is_readable(kernel)}
+                find_techniques(kernel.naive, kernel)
+        self._readable_kernels = {kernel.name for kernel in self.kernels if _is_readable(kernel)}
         self.curriculum = Curriculum(tuple(stages)) if stages is not None else None
         self.machine: str | None = None  # on which programs were measured last
         self.archive = Archive()
@@ -102,11 +104,11 @@ class Matmul(MeasuredTask):
             raise IndexError(f"problem {index} of {len(self._names)}")
         name = self._names[index]
         kernel = self._problems[name]
-        stage = ALL if self.curriculum is None else self.curriculum.stage(name)
+        stage = ALL_STAGE if self.curriculum is None else self.curriculum.stage_of(name)
         answer = {"problem": name, "stage": stage}
         if self._prompt == "short":
             return Problem(f"{name}/{stage}", short_messages(kernel, stage), answer)
-        elite = self._elite(kernel, stage, random.Random(f"{self._seed}/{cursor}"))
+        elite = self._draw_elite(kernel, stage, random.Random(f"{self._seed}/{cursor}"))
         shown = "" if elite is None else "/improve"
         return Problem(f"{name}/{stage}{shown}", messages(kernel, stage, elite), answer)
 
@@ -122,17 +124,17 @@ class Matmul(MeasuredTask):
 
     def permitted(self, problem: Problem) -> Collection[str] | None:
         """Returns the techniques of the problem's stage; None for a kernel of which they cannot be told."""
-        return STAGES[problem.answer["stage"]] if self.kernel(problem).name in self._readable else None
+        return STAGES[problem.answer["stage"]] if self.kernel(problem).name in self._readable_kernels else None
 
     def score(self, problem: Problem, result: Result) -> Score:
         """Returns what a program is worth, and what was measured of it."""
-        value = reward(result.outcome, result.timing, self._reward)
+        value = program_reward(result.outcome, result.timing, self._reward)
         assert value is not None  # only what is noisy has no reward
         return measured_score(result, value)
 
     # What was observed -----------------------------------------------------------------------------------------------
 
-    def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:
+    def observe(self, step: int, groups: Sequence[GradedGroup], folder: Path) -> dict[str, float]:
         """Moves problems to other stages, keeps fast programs, and writes the archive to `folder`."""
         moves = 0
         for problem, samples in groups:
@@ -141,16 +143,16 @@ class Matmul(MeasuredTask):
                 continue  # a replay of a run that asked for more
             if (
                 self.curriculum is not None
-                and stage == self.curriculum.stage(name)
-                and (visit := _visit(samples))
+                and stage == self.curriculum.stage_of(name)
+                and (visit := _summarize_visit(samples))
                 and (reason := self.curriculum.observe(name, visit))
             ):
                 moves += 1
-                log.info("%s goes from stage %s to %s: %s", name, stage, self.curriculum.stage(name), reason)
+                log.info("%s goes from stage %s to %s: %s", name, stage, self.curriculum.stage_of(name), reason)
             for text, score, _ in samples:
                 if score is not None and score.parts.get("speedup"):
-                    self._keep(self._problems[name], extract(text) or "", score, step)
-        self._write(folder)
+                    self._archive_program(self._problems[name], extract_code(text) or "", score, step)
+        self._write_archive(folder)
         return dict(self._metrics(moves))
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,13 +172,13 @@ class Matmul(MeasuredTask):
         if (state["curriculum"] is None) != (self.curriculum is None):
             had = "none" if state["curriculum"] is None else state["curriculum"]["stages"]
             now = "none" if self.curriculum is None else list(self.curriculum.stages)
-            raise Mistake(f"task.stages: {now}, but the checkpoint was written with {had}; use these, or begin anew")
+            raise UsageError(f"task.stages: {now}, but the checkpoint was written with {had}; use these, or begin anew")
         if self.curriculum is not None:
             self.curriculum.load_state_dict(state["curriculum"])
         self.archive = Archive.loads(state["archive"])
         self.machine = state["machine"]
 
-    def _keep(self, kernel: Kernel, source: str, score: Score, step: int) -> None:
+    def _archive_program(self, kernel: Kernel, source: str, score: Score, step: int) -> None:
         parts, self.machine = score.parts, score.facts["machine"]
         spread = parts["speedup_spread"]
         # A program that was timed in one block only, or hardly, could never be replaced by one that is surely faster.
@@ -184,12 +186,12 @@ class Matmul(MeasuredTask):
             used = tuple(word for word in score.facts["techniques"].split(",") if word)
             speed = parts["speedup"], spread, parts["gflops"]
             size = tuple(kernel.timed.items())
-            self.archive.add(Entry(self.machine, kernel.name, size, used, source, *speed, step))
+            self.archive.add(ArchiveEntry(self.machine, kernel.name, size, used, source, *speed, step))
 
-    def _write(self, folder: Path) -> None:
+    def _write_archive(self, folder: Path) -> None:
         try:
-            with explained(f"cannot write {folder / FILE}", "free disk space"):
-                write_atomic(folder / FILE, self.archive.dumps().encode())
+            with explain_os_errors(f"cannot write {folder / ARCHIVE_FILE}", "free disk space"):
+                write_atomic(folder / ARCHIVE_FILE, self.archive.dumps().encode())
         except OSError as error:
             # It is in the checkpoints as well, so it is not worth the run.
             log.warning("%s. The run goes on, and each step tries again", error)
@@ -198,15 +200,15 @@ class Matmul(MeasuredTask):
         yield "archive/cells", float(len(self.archive))
         # Speeds of two machines are not compared.
         if here := [entry for entry in self.archive if entry.machine == self.machine]:
-            yield "archive/best_speedup", max(here, key=lambda entry: entry.low).ratio
+            yield "archive/best_speedup", max(here, key=lambda entry: entry.speedup_low).ratio
         if self.curriculum is not None:
-            at = [self.curriculum.stage(name) for name in self._names]
+            at = [self.curriculum.stage_of(name) for name in self._names]
             yield from ((f"stage/{stage}", float(at.count(stage))) for stage in self.curriculum.stages)
             yield "stage/moves", float(moves)
 
-    def _elite(self, kernel: Kernel, stage: str, rng: random.Random) -> Entry | None:
+    def _draw_elite(self, kernel: Kernel, stage: str, rng: random.Random) -> ArchiveEntry | None:
         """Draws whether a program is shown, and which: an elite of the machine that measured last, which the stage permits."""
-        if rng.random() >= self._show:
+        if rng.random() >= self._show_probability:
             return None
         problem = self.machine, kernel.name, tuple(kernel.timed.items())
         elites = [
@@ -217,46 +219,46 @@ class Matmul(MeasuredTask):
         return rng.choice(elites) if elites else None
 
 
-def problem_of(kernel: Kernel) -> str:
+def problem_id(kernel: Kernel) -> str:
     """Returns "dgemm-256-256-256"."""
     return "-".join([kernel.name, *map(str, kernel.timed.values())])
 
 
-def kernels_of(mapping: Mapping[str, int | Sequence[int]]) -> list[Kernel]:
+def make_kernels(mapping: Mapping[str, int | Sequence[int]]) -> list[Kernel]:
     """Makes the kernels that a mapping of names to sizes asks for.
 
     Raises:
         ValueError: a name or a size is wrong. The message names it.
     """
     if not isinstance(mapping, Mapping) or not mapping:
-        raise Mistake(f"task.kernels={mapping!r}: map each kernel to its sizes, as {{dgemm: [256, 512]}}")
+        raise UsageError(f"task.kernels={mapping!r}: map each kernel to its sizes, as {{dgemm: [256, 512]}}")
     kernels = []
     for name, sizes in mapping.items():
         if name not in KERNELS and "." not in str(name):
-            raise Mistake(
+            raise UsageError(
                 f"task.kernels: there is no kernel {name!r}; use {', '.join(KERNELS)}, or the dotted path of a class"
             )
-        kind = KERNELS.get(name) or named(name, "task.kernels", "class", "my_kernel.Outer")
+        kind = KERNELS.get(name) or import_named(name, "task.kernels", "class", "my_kernel.Outer")
         several = list(sizes) if isinstance(sizes, Sequence) and not isinstance(sizes, str) else [sizes]
         if not several:
-            raise Mistake(f"task.kernels.{name}=[]: give a size, or several ([256, 512])")
+            raise UsageError(f"task.kernels.{name}=[]: give a size, or several ([256, 512])")
         for size in several:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise Mistake(f"task.kernels.{name}={size!r}: a size is a whole number, 1 or more")
-            kernels.append(_kernel(kind, str(name), size))
-    names = [problem_of(kernel) for kernel in kernels]
+                raise UsageError(f"task.kernels.{name}={size!r}: a size is a whole number, 1 or more")
+            kernels.append(_make_kernel(kind, str(name), size))
+    names = [problem_id(kernel) for kernel in kernels]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise Mistake(f"task.kernels: {', '.join(sorted(twice))} is asked for twice")
+        raise UsageError(f"task.kernels: {', '.join(sorted(twice))} is asked for twice")
     return kernels
 
 
-def _kernel(kind: Callable[[int], Kernel], name: str, size: int) -> Kernel:
+def _make_kernel(kind: Callable[[int], Kernel], name: str, size: int) -> Kernel:
     try:
         kernel = kind(size)
-        require_sound(kernel)
+        validate_kernel(kernel)
     except Exception as error:
         # The class is somebody's own, and may raise anything.
-        raise Mistake(
+        raise UsageError(
             f"task.kernels.{name}={size}: {error or type(error).__name__}; a kernel is made by a class that takes a size"
         ) from error
     return kernel
@@ -264,13 +266,13 @@ def _kernel(kind: Callable[[int], Kernel], name: str, size: int) -> Kernel:
 
 def _is_readable(kernel: Kernel) -> bool:
     try:
-        uses(kernel.naive, kernel)
+        find_techniques(kernel.naive, kernel)
     except ValueError:
         return False
     return True
 
 
-def _visit(samples: Sequence[tuple[str, Score | None, str]]) -> Visit | None:
+def _summarize_visit(samples: Sequence[tuple[str, Score | None, str]]) -> Visit | None:
     """Returns what a group says of its stage, None if the machine failed for every sample."""
     scores = [score for _, score, _ in samples if score is not None]
     speeds = [math.log2(score.parts["speedup"]) for score in scores if score.parts.get("speedup")]

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 from torchtune_ext.settings.records import config_record
 
 
@@ -28,7 +28,7 @@ class Fp8Config:
 
     def __post_init__(self) -> None:
         if self.backward == "full" and self.save_activations == "fp8":
-            raise Mistake(
+            raise UsageError(
                 "precision.backward=full needs the activations themselves: set precision.save_activations=full"
             )
 

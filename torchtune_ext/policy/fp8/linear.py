@@ -19,10 +19,10 @@ from torchtune.modules.peft import LoRALinear
 
 from torchtune_ext.kernels import fp8_gemm
 from torchtune_ext.kernels.fp8_quantize import (
-    BLOCK,
-    COLUMNS,
-    FP8,
-    ROWS,
+    BLOCK_SIZE,
+    COLUMN_BLOCK,
+    FP8_DTYPE,
+    ROW_BLOCK,
     Fp8Blocks,
     quantize_columns,
     quantize_rows,
@@ -64,7 +64,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Fp8Config
     trains = weight.requires_grad and torch.is_grad_enabled()
     columns = trains and config.save_activations == "fp8"
     keep_x = trains and not columns
-    forms = _quantized_once(x, columns)
+    forms = _quantize_once(x, columns)
     y = _Fp8Linear.apply(x, weight, *forms, keep_x, config.backend, config.backward == "full")
     # vLLM, too, adds the bias after the product.
     return y if bias is None else y + bias
@@ -96,36 +96,36 @@ class _Fp8Linear(torch.autograd.Function):
             if ctx.keep_x and need_dw:
                 _, _, *inputs = _quantize(inputs[0].reshape(-1, weight.shape[1]), False, True)
             elif ctx.keep_x:
-                inputs = dy.new_empty(0, dtype=FP8), dy.new_empty(0, dtype=torch.float32)
+                inputs = dy.new_empty(0, dtype=FP8_DTYPE), dy.new_empty(0, dtype=torch.float32)
             dx, dw = _backward(dy, weight, *inputs, need_dx, need_dw, ctx.backend)
         return (dx.view(ctx.shape) if need_dx and dx is not None else None, dw if need_dw else None, *(None,) * 7)
 
 
 # The activation that was quantized last, as a weak reference; whether with columns, and its version; and its forms.
-_last: tuple = (lambda: None, None, None)
+_last_quantized: tuple = (lambda: None, None, None)
 
 
-def _quantized_once(x: Tensor, columns: bool) -> tuple[Tensor, ...]:
+def _quantize_once(x: Tensor, columns: bool) -> tuple[Tensor, ...]:
     """The forms of an activation: rows, their scales, columns, their scales."""
-    global _last
+    global _last_quantized
     # A compiled graph makes equal calls only once by itself. An inference tensor has no version, so nobody could tell
     # whether its forms are still right.
     if torch.compiler.is_compiling() or x.is_inference():
         return _quantize(x.detach().reshape(-1, x.shape[-1]), True, columns)
     # q, k and v read the same tensor one after the other, as gate and up do. It is quantized, and kept, only once.
     how = columns, x._version
-    last, last_how, forms = _last
+    last, last_how, forms = _last_quantized
     if last() is not x or last_how != how:
         forms = _quantize(x.detach().reshape(-1, x.shape[-1]), True, columns)
-        _last = weakref.ref(x, _forget), how, forms
+        _last_quantized = weakref.ref(x, _clear_last), how, forms
     return forms
 
 
-def _forget(dead: weakref.ref) -> None:
+def _clear_last(dead: weakref.ref) -> None:
     # Otherwise the forms would stay in memory until the next activation comes.
-    global _last
-    if _last[0] is dead:
-        _last = (lambda: None, None, None)
+    global _last_quantized
+    if _last_quantized[0] is dead:
+        _last_quantized = (lambda: None, None, None)
 
 
 # torch.compile does not look into the three operators below, because their kernels choose by device and installed
@@ -140,7 +140,7 @@ def _quantize(x: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Ten
     M' is M rounded up to a multiple of 128.
     """
     # A custom operator must not return one tensor twice, hence the clones.
-    values, scales = x.new_empty(0, dtype=FP8), x.new_empty(0, dtype=torch.float32)
+    values, scales = x.new_empty(0, dtype=FP8_DTYPE), x.new_empty(0, dtype=torch.float32)
     row_form, column_form = (values, scales), (values.clone(), scales.clone())
     if rows:
         quantized = quantize_rows(x)
@@ -153,11 +153,11 @@ def _quantize(x: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Ten
 
 @_quantize.register_fake
 def _(x, rows, columns):
-    (tokens, features), blocks = x.shape, -(-x.shape[0] // BLOCK)
+    (tokens, features), blocks = x.shape, -(-x.shape[0] // BLOCK_SIZE)
     return (
-        x.new_empty((tokens, features) if rows else 0, dtype=FP8),
-        x.new_empty((features // BLOCK, tokens) if rows else 0, dtype=torch.float32),
-        x.new_empty((features, blocks * BLOCK) if columns else 0, dtype=FP8),
+        x.new_empty((tokens, features) if rows else 0, dtype=FP8_DTYPE),
+        x.new_empty((features // BLOCK_SIZE, tokens) if rows else 0, dtype=torch.float32),
+        x.new_empty((features, blocks * BLOCK_SIZE) if columns else 0, dtype=FP8_DTYPE),
         x.new_empty((blocks, features) if columns else 0, dtype=torch.float32),
     )
 
@@ -165,7 +165,7 @@ def _(x, rows, columns):
 @library.custom_op("torchtune_ext::fp8_fprop", mutates_args=())
 def _fprop(rows: Tensor, row_scales: Tensor, weight: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
     """Returns y [M, N] in `dtype`."""
-    x = Fp8Blocks(rows, row_scales.T, ROWS, (rows.shape[0], rows.shape[1]))
+    x = Fp8Blocks(rows, row_scales.T, ROW_BLOCK, (rows.shape[0], rows.shape[1]))
     return fp8_gemm.fprop(x, quantize_weight(weight), dtype, backend)
 
 
@@ -187,7 +187,7 @@ def _backward(
     """Returns dx [M, K] in the dtype of dy and dW [N, K] in that of the weight; either is empty if not needed."""
     dx = dw = None
     features, padded = weight.shape[0], weight
-    if missing := -features % BLOCK:
+    if missing := -features % BLOCK_SIZE:
         # DGrad contracts the out-features in whole groups of 128, so zeros fill the last one. `pad` copies even if
         # there is nothing to add, hence the test.
         dy, padded = F.pad(dy, (0, missing)), F.pad(weight, (0, 0, 0, missing))
@@ -197,7 +197,7 @@ def _backward(
         tiles = quantize_weight(padded.T).T
         dx = fp8_gemm.dgrad(quantize_rows(dy), tiles, dy.dtype, backend)
     if need_dw:
-        x = Fp8Blocks(columns.T, column_scales, COLUMNS, (dy.shape[0], weight.shape[1]))
+        x = Fp8Blocks(columns.T, column_scales, COLUMN_BLOCK, (dy.shape[0], weight.shape[1]))
         dw = fp8_gemm.wgrad(quantize_columns(dy), x, weight.dtype, backend)[:features]
     return dy.new_empty(0) if dx is None else dx, weight.new_empty(0) if dw is None else dw
 

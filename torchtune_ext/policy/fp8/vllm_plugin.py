@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune_ext.kernels.fp8_gemm import fprop
-from torchtune_ext.kernels.fp8_quantize import BLOCK, TILES, Fp8Blocks, quantize_rows
+from torchtune_ext.kernels.fp8_quantize import BLOCK_SIZE, TILE_BLOCK, Fp8Blocks, quantize_rows
 
 
 def register() -> None:
@@ -42,8 +42,8 @@ def _kernel() -> type:
         @classmethod
         def can_implement(cls, config) -> Any:  # vLLM's annotation is the one answer of its own class
             group = config.weight_quant_key.scale.group_shape
-            if (group.row, group.col) != (BLOCK, BLOCK):
-                return False, f"weights come in {BLOCK}x{BLOCK} blocks, not {group.row}x{group.col}"
+            if (group.row, group.col) != (BLOCK_SIZE, BLOCK_SIZE):
+                return False, f"weights come in {BLOCK_SIZE}x{BLOCK_SIZE} blocks, not {group.row}x{group.col}"
             return super().can_implement(config)
 
         def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -51,7 +51,7 @@ def _kernel() -> type:
             pass
 
         def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None, **kwargs) -> Tensor:
-            weight = Fp8Blocks(layer.weight, layer.weight_scale_inv, TILES, tuple(layer.weight.shape))
+            weight = Fp8Blocks(layer.weight, layer.weight_scale_inv, TILE_BLOCK, tuple(layer.weight.shape))
             y = fprop(quantize_rows(x.flatten(0, -2)), weight, out_dtype=torch.float32, backend="reference")
             y = y.to(x.dtype)
             return (y if bias is None else y + bias).unflatten(0, x.shape[:-1])

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from torchtune_ext.run.errors import Failure, FileMistake, Mistake
-from torchtune_ext.tasks.temporal_clue.files import generate, require_puzzles, write_jsonl
-from torchtune_ext.tasks.temporal_clue.size import NAMED, parse_size
+from torchtune_ext.run.errors import RunFailure, UsageError, UsageFileError
+from torchtune_ext.tasks.temporal_clue.files import generate_puzzles, require_puzzles, write_jsonl
+from torchtune_ext.tasks.temporal_clue.size import NAMED_SIZES, parse_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the puzzles (default 0)")
     parser.add_argument("--count", type=int, default=100, help="how many puzzles (default 100)")
     parser.add_argument("--first", type=int, default=0, help="index of the first one (default 0)")
-    sizes = f"a name ({', '.join(NAMED)}) or numbers in YAML, {{suspects: [2, 3], rooms: 3, clues: [direct, or]}}"
+    sizes = f"a name ({', '.join(NAMED_SIZES)}) or numbers in YAML, {{suspects: [2, 3], rooms: 3, clues: [direct, or]}}"
     parser.add_argument("--size", default="small", help=f"{sizes} (default small)")
     parser.add_argument("--out", required=True, help="file to write, one JSON object a line; whole or not at all")
     cores = len(os.sched_getaffinity(0))
@@ -34,16 +34,16 @@ def main(args: argparse.Namespace) -> int:
     size = parse_size(args.size)
     for name, least in (("count", 1), ("first", 0), ("workers", 1)):
         if getattr(args, name) < least:
-            raise Mistake(f"--{name} {getattr(args, name)}: give a number from {least} on")
+            raise UsageError(f"--{name} {getattr(args, name)}: give a number from {least} on")
     require_puzzles(Path(args.out))
-    puzzles = generate(args.seed, args.count, size, min(args.workers, args.count), args.first)
+    puzzles = generate_puzzles(args.seed, args.count, size, min(args.workers, args.count), args.first)
     try:
         with tqdm(puzzles, total=args.count, unit="puzzle", smoothing=0.05) as bar:
             count = write_jsonl(args.out, bar)
     except OSError as error:
-        raise FileMistake(str(error)) from error
+        raise UsageFileError(str(error)) from error
     except BrokenProcessPool as error:
-        raise Failure(
+        raise RunFailure(
             f"a process that makes puzzles was ended, perhaps for want of memory: {error}; lower --workers"
         ) from error
     print(f"{count} puzzles -> {args.out}")

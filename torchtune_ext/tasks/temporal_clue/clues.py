@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 
-from torchtune_ext.tasks.temporal_clue.scenario import MURDER_WEAPON, MURDERER, STEPS, Scenario, World, motivated_by
+from torchtune_ext.tasks.temporal_clue.scenario import MURDER_WEAPON, MURDERER, STEPS, Scenario, World, motive_role
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Place:
     room: int
 
     def holds(self, world: World) -> bool:
-        return bool(world.rooms(self.who, self.time) >> self.room & 1)
+        return bool(world.room_mask(self.who, self.time) >> self.room & 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class SameRoom:
     time: int
 
     def holds(self, world: World) -> bool:
-        return bool(world.rooms(self.who, self.time) & world.rooms(self.other, self.time))
+        return bool(world.room_mask(self.who, self.time) & world.room_mask(self.other, self.time))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,11 @@ class Together:
 
     def holds(self, world: World) -> bool:
         times = range(len(world.places[0]))
-        return any(world.rooms(self.who, t) & world.rooms(self.other, t) & 1 << self.room for t in times)
+        return any(world.room_mask(self.who, t) & world.room_mask(self.other, t) & 1 << self.room for t in times)
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class NextTo:
     """`who` was in the room next to that of `other`, in `direction` from it, at `time`."""
 
     who: int  # piece
@@ -122,7 +122,7 @@ class Murder:
         return murder_fact(world, self.fact) == self.value
 
 
-Statement = Place | Either | Iff | SameRoom | Together | Beside | Moved | HasMotive | Murder
+Statement = Place | Either | Iff | SameRoom | Together | NextTo | Moved | HasMotive | Murder
 
 # Clues are sorted by the weight of their kind plus a random number in [0, 1). The puzzle tries to drop the first ones
 # first, so clues with a larger weight are kept more often. These are the values of the public generator.
@@ -168,7 +168,7 @@ def draw_clues(rng: random.Random, scenario: Scenario, kinds: tuple[str, ...]) -
     if "same_room" in kinds or "together" in kinds:
         ranked += _shuffled(rng, _meetings(rng, scenario, kinds))[:count]
     if "beside" in kinds:
-        ranked += _besides(rng, scenario, count)
+        ranked += _neighbor_clues(rng, scenario, count)
     if "moved" in kinds:
         ranked += _shuffled(rng, _moves(scenario))[:count]
     if "carried" in kinds:
@@ -190,7 +190,7 @@ def _names(scenario: Scenario, piece: int) -> list[int]:
     names = [piece]
     names += [MURDERER] if piece == truth.murderer else []
     names += [MURDER_WEAPON] if piece == truth.weapon else []
-    names += [motivated_by(truth.motives[piece])] if scenario.motives and piece < len(scenario.suspects) else []
+    names += [motive_role(truth.motives[piece])] if scenario.motives and piece < len(scenario.suspects) else []
     return names
 
 
@@ -240,7 +240,7 @@ def _meetings(rng: random.Random, scenario: Scenario, kinds: tuple[str, ...]) ->
             if who == scenario.truth.murderer and other >= suspects and rng.random() < 0.66:
                 name, weight = MURDERER, ROLE_MEETING
             elif who < suspects <= other and scenario.motives and rng.random() < 0.5:
-                name = motivated_by(scenario.truth.motives[who])
+                name = motive_role(scenario.truth.motives[who])
             elif who == scenario.truth.weapon and other not in scenario.weapon_pieces and rng.random() < 0.66:
                 name, weight = MURDER_WEAPON, ROLE_MEETING
             form = rng.choice(forms)
@@ -248,7 +248,7 @@ def _meetings(rng: random.Random, scenario: Scenario, kinds: tuple[str, ...]) ->
             yield WEIGHTS[form] + weight, clue
 
 
-def _besides(rng: random.Random, scenario: Scenario, count: int) -> Iterator[tuple[float, Statement]]:
+def _neighbor_clues(rng: random.Random, scenario: Scenario, count: int) -> Iterator[tuple[float, Statement]]:
     """Yields clues about two pieces in neighboring rooms."""
     places = scenario.truth.places
     # A clue carries its pairs of rooms, since a `World` does not know the board.
@@ -265,7 +265,7 @@ def _besides(rng: random.Random, scenario: Scenario, count: int) -> Iterator[tup
         who, other = rng.sample(range(len(places)), 2)
         for direction, neighbors in pairs.items():
             if (places[who][time], places[other][time]) in neighbors:
-                yield WEIGHTS["beside"], Beside(who, other, time, direction, neighbors)
+                yield WEIGHTS["beside"], NextTo(who, other, time, direction, neighbors)
 
 
 def _moves(scenario: Scenario) -> Iterator[tuple[float, Statement]]:

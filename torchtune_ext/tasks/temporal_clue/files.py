@@ -10,14 +10,14 @@ from itertools import repeat
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.files import write_atomic
 from torchtune_ext.tasks.examples import read_examples
 from torchtune_ext.tasks.temporal_clue.puzzle import Puzzle, make_puzzle
 from torchtune_ext.tasks.temporal_clue.size import Size
 
 
-def generate(seed: int, count: int, size: Size, workers: int = 1, first: int = 0) -> Iterator[Puzzle]:
+def generate_puzzles(seed: int, count: int, size: Size, workers: int = 1, first: int = 0) -> Iterator[Puzzle]:
     """Yields the puzzles `first` to `first + count - 1` of `seed`, in order."""
     indices = range(first, first + count)
     if workers <= 1 or count < 2:
@@ -48,9 +48,9 @@ def require_puzzles(path: Path) -> None:
     """Raises ValueError if a file is there and holds something other than `write_jsonl` writes."""
     if path.is_file() and path.stat().st_size:
         try:
-            _checked(*next(read_examples(str(path), None)))
-        except (Mistake, StopIteration):
-            raise Mistake(f"--out {path} holds something other than puzzles. Fix: name another file") from None
+            _parse_puzzle(*next(read_examples(str(path), None)))
+        except (UsageError, StopIteration):
+            raise UsageError(f"--out {path} holds something other than puzzles. Fix: name another file") from None
 
 
 def write_jsonl(path: str | os.PathLike, puzzles: Iterable[Puzzle]) -> int:
@@ -78,17 +78,17 @@ def read_puzzles(path: str | os.PathLike, first: int = 0, count: int | None = No
         try:
             items = json.loads(Path(path).read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
-            raise Mistake(f"{path}: no JSON list ({error}); fix it, or write one object a line") from error
+            raise UsageError(f"{path}: no JSON list ({error}); fix it, or write one object a line") from error
         examples = ((f"{path}, puzzle {number}", item) for number, item in enumerate(items, start=1))
     else:
         examples = read_examples(str(path), None)
-    puzzles = [_checked(where, item) for where, item in examples]
+    puzzles = [_parse_puzzle(where, item) for where, item in examples]
     return puzzles[first : None if count is None else first + count]
 
 
-def _checked(where: str, item: object) -> Puzzle:
+def _parse_puzzle(where: str, item: object) -> Puzzle:
     if not isinstance(item, dict):
-        raise Mistake(f"{where}: not an object; write one with the fields num_clues, prompt and solution")
+        raise UsageError(f"{where}: not an object; write one with the fields num_clues, prompt and solution")
     fields = {
         "num_clues": (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0, "a number, 0 or more"),
         "prompt": (lambda v: isinstance(v, str) and v.strip() != "", "the text of the puzzle"),
@@ -96,9 +96,9 @@ def _checked(where: str, item: object) -> Puzzle:
     }
     for field, (right, what) in fields.items():
         if field not in item:
-            raise Mistake(f"{where}: field {field!r} is missing; add {what}")
+            raise UsageError(f"{where}: field {field!r} is missing; add {what}")
         if not right(item[field]):
-            raise Mistake(f"{where}: field {field!r} is {item[field]!r:.60}; write {what}")
+            raise UsageError(f"{where}: field {field!r} is {item[field]!r:.60}; write {what}")
     return Puzzle(item["num_clues"], item["prompt"], item["solution"])
 
 

@@ -1,12 +1,12 @@
 """Writes the text of a puzzle, in exactly the words of the public puzzles."""
 
 from torchtune_ext.tasks.temporal_clue.clues import (
-    Beside,
     Either,
     HasMotive,
     Iff,
     Moved,
     Murder,
+    NextTo,
     Place,
     SameRoom,
     Statement,
@@ -25,7 +25,9 @@ MOVEMENT = (
     "At every time the suspects and Mr. Boddy either stayed in their current room or moved to an orthogonally adjacent "
     "room (north, south, east, or west). Weapons could be moved by suspects between rooms as well."
 )
-ALONE = "For the murder to occur, the murderer and Mr. Boddy must have been alone in a room with at least one weapon"
+MURDER_RULE_TEXT = (
+    "For the murder to occur, the murderer and Mr. Boddy must have been alone in a room with at least one weapon"
+)
 WHEREABOUTS = (
     " at some point in the night. Any clue about Mr. Boddy's whereabouts should be read as "
     '"Mr. Boddy (dead or alive) ..."'
@@ -39,7 +41,7 @@ MAIN_QUESTIONS = {
 }
 
 
-def name(scenario: Scenario, who: int) -> str:
+def piece_name(scenario: Scenario, who: int) -> str:
     """Returns the name of a piece or a role within a sentence."""
     if who == MURDERER:
         return "the murderer"
@@ -47,7 +49,7 @@ def name(scenario: Scenario, who: int) -> str:
         return "the murder weapon"
     if who < 0:
         motive = -3 - who
-        article = "the" if scenario.holders(motive) == 1 else "a"
+        article = "the" if scenario.count_holders(motive) == 1 else "a"
         return f"{article} suspect motivated by {scenario.motives[motive]}"
     if who == scenario.boddy:
         return "Mr. Boddy"
@@ -55,12 +57,12 @@ def name(scenario: Scenario, who: int) -> str:
     return scenario.suspects[who] if who < suspects else f"the {scenario.weapons[who - suspects]}"
 
 
-def when(scenario: Scenario, time: int) -> str:
+def time_phrase(scenario: Scenario, time: int) -> str:
     """Returns words such as " at 11:30 PM", or "" if the puzzle does not mention time."""
     return f" at {scenario.times[time]}" if len(scenario.times) > 1 else ""
 
 
-def inside(scenario: Scenario, room: int) -> str:
+def room_phrase(scenario: Scenario, room: int) -> str:
     """Returns words such as "in the Library"."""
     room_name = scenario.rooms[room]
     return f"{'at' if room_name == 'Fountain' else 'in'} the {room_name}"
@@ -75,25 +77,25 @@ def sentence(scenario: Scenario, clue: Statement) -> str:
 def _words(scenario: Scenario, clue: Statement) -> str:
     match clue:
         case Place(who, time, room):
-            return f"{name(scenario, who)} was {inside(scenario, room)}{when(scenario, time)}"
+            return f"{piece_name(scenario, who)} was {room_phrase(scenario, room)}{time_phrase(scenario, time)}"
         case Either(first, second):
             return f"{_words(scenario, first)} or {_words(scenario, second)}"
         case Iff(first, second):
             return f"{_words(scenario, first)} if and only if {_words(scenario, second)}"
         case SameRoom(who, other, time):
-            return f"{name(scenario, who)} was in the same room as {name(scenario, other)}{when(scenario, time)}"
+            return f"{piece_name(scenario, who)} was in the same room as {piece_name(scenario, other)}{time_phrase(scenario, time)}"
         case Together(who, other, room):
-            both = f"{name(scenario, who)} and {name(scenario, other)}"
-            return f"{both} were {inside(scenario, room)} together at least once"
-        case Beside(who, other, time, direction, _):
+            both = f"{piece_name(scenario, who)} and {piece_name(scenario, other)}"
+            return f"{both} were {room_phrase(scenario, room)} together at least once"
+        case NextTo(who, other, time, direction, _):
             there = f"was in the room just {direction} of"
-            return f"{name(scenario, who)} {there} {name(scenario, other)}{when(scenario, time)}"
+            return f"{piece_name(scenario, who)} {there} {piece_name(scenario, other)}{time_phrase(scenario, time)}"
         case Moved(who, cargo, time, start, end):
-            what = "" if cargo is None else f" {name(scenario, cargo)}"
+            what = "" if cargo is None else f" {piece_name(scenario, cargo)}"
             way = f"from the {scenario.rooms[start]} to the {scenario.rooms[end]}"
-            return f"{name(scenario, who)} moved{what} {way}{when(scenario, time)}"
+            return f"{piece_name(scenario, who)} moved{what} {way}{time_phrase(scenario, time)}"
         case HasMotive(suspect, motive):
-            return f"{name(scenario, suspect)} is motivated by {scenario.motives[motive]}"
+            return f"{piece_name(scenario, suspect)} is motivated by {scenario.motives[motive]}"
         case Murder():
             return f"Mr. Boddy was {_murder_words(scenario, clue)}"
     raise TypeError(f"no such statement: {clue!r}")
@@ -102,24 +104,24 @@ def _words(scenario: Scenario, clue: Statement) -> str:
 def _murder_words(scenario: Scenario, clue: Murder) -> str:
     value = clue.value
     return {
-        "murderer": lambda: f"murdered by {name(scenario, value)}",
-        "weapon": lambda: f"killed with {name(scenario, value)}",
-        "room": lambda: f"murdered {inside(scenario, value)}",
+        "murderer": lambda: f"murdered by {piece_name(scenario, value)}",
+        "weapon": lambda: f"killed with {piece_name(scenario, value)}",
+        "room": lambda: f"murdered {room_phrase(scenario, value)}",
         "time": lambda: f"murdered at {scenario.times[value]}",
-        "motive": lambda: f"murdered by {name(scenario, -3 - value)}",
+        "motive": lambda: f"murdered by {piece_name(scenario, -3 - value)}",
     }[clue.fact]()
 
 
-def question(scenario: Scenario, statement: Statement, ask_who: bool = False) -> tuple[str, str, str]:
+def fact_question(scenario: Scenario, statement: Statement, ask_who: bool = False) -> tuple[str, str, str]:
     """Returns the question about a fact, the answer, and the word for the kind of answer."""
     # A motive has two questions: who has it, and what motivates the suspect.
     match statement:
         case Murder(fact, value):
-            answer = name(scenario, value).removeprefix("the ") if fact in ("murderer", "weapon") else None
+            answer = piece_name(scenario, value).removeprefix("the ") if fact in ("murderer", "weapon") else None
             answer = answer or {"room": scenario.rooms, "time": scenario.times, "motive": scenario.motives}[fact][value]
             return MAIN_QUESTIONS[fact], answer, "SUSPECT" if fact == "murderer" else fact.upper()
         case Place(who, time, room):
-            return f"Where was {name(scenario, who)}{when(scenario, time)}?", scenario.rooms[room], "ROOM"
+            return f"Where was {piece_name(scenario, who)}{time_phrase(scenario, time)}?", scenario.rooms[room], "ROOM"
         # This form needs a motive that only one suspect has.
         case HasMotive(suspect, motive) if ask_who:
             return f"Who is motivated by {scenario.motives[motive]}?", scenario.suspects[suspect], "SUSPECT"
@@ -139,7 +141,9 @@ def board(scenario: Scenario) -> str:
     return "\n".join([edges[0], *rows, edges[1]])
 
 
-def prompt(scenario: Scenario, clues: list[Statement], questions: list[tuple[str, str, str]], num_main: int) -> str:
+def puzzle_prompt(
+    scenario: Scenario, clues: list[Statement], questions: list[tuple[str, str, str]], num_main: int
+) -> str:
     """Returns the whole text that the policy reads. `questions` begins with the `num_main` main questions."""
     digits = 2 if len(scenario.rooms) > 9 else 1
     letters = [chr(ord("A") + number) for number in range(len(questions))]
@@ -158,11 +162,11 @@ def prompt(scenario: Scenario, clues: list[Statement], questions: list[tuple[str
     ]
     parts += [TIMES, _bullets(scenario.times), MOVEMENT] if timed else []
     if scenario.motives:
-        uniquely = "uniquely " if scenario.unique_motives() else ""
+        uniquely = "uniquely " if scenario.has_unique_motives() else ""
         parts.append(f"Each suspect {uniquely}had one of the following possible motives for killing Mr. Boddy:")
         parts.append(_motives(scenario))
     parts += [
-        ALONE + (WHEREABOUTS if timed else "."),
+        MURDER_RULE_TEXT + (WHEREABOUTS if timed else "."),
         "The available clues are as follows:",
         "\n".join(f"- {sentence(scenario, clue)}" for clue in clues),
         "Please answer the following question(s):",
@@ -183,9 +187,9 @@ def _bullets(items: tuple[str, ...]) -> str:
 
 
 def _motives(scenario: Scenario) -> str:
-    if scenario.unique_motives():
+    if scenario.has_unique_motives():
         return _bullets(scenario.motives)
     # The solver relies on these counts: they are among its rules.
-    counts = [scenario.holders(motive) for motive in range(len(scenario.motives))]
+    counts = [scenario.count_holders(motive) for motive in range(len(scenario.motives))]
     shares = ["1 suspect" if count == 1 else f"{count} suspects" for count in counts]
     return _bullets(tuple(f"{motive} ({share})" for motive, share in zip(scenario.motives, shares, strict=True)))

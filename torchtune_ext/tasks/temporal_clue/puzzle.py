@@ -12,8 +12,8 @@ from torchtune_ext.tasks.temporal_clue.clues import (
     murder_facts,
     piece_places,
 )
-from torchtune_ext.tasks.temporal_clue.prompt import prompt, question
-from torchtune_ext.tasks.temporal_clue.scenario import Scenario, World, draw_scenario, motivated_by
+from torchtune_ext.tasks.temporal_clue.prompt import fact_question, puzzle_prompt
+from torchtune_ext.tasks.temporal_clue.scenario import Scenario, World, draw_scenario, motive_role
 from torchtune_ext.tasks.temporal_clue.size import Dims, Size
 from torchtune_ext.tasks.temporal_clue.solver import Solver
 
@@ -51,21 +51,21 @@ def puzzle_of(rng: random.Random, scenario: Scenario, dims: Dims, size: Size) ->
     # The clues that determine the whole world are found first. If only the answers count, `drop_in_turn` then has few
     # clues left to try.
     solver = Solver(scenario)
-    clues, worlds = few_of_many(solver, draw_clues(rng, scenario, size.clues), whole_world(scenario))
+    clues, worlds = select_minimal(solver, draw_clues(rng, scenario, size.clues), all_facts(scenario))
     main = [fact for fact in murder_facts(scenario) if fact not in clues]
     bonus = _bonus_facts(rng, scenario, clues, ALL_QUESTIONS - len(main) if dims.bonus is None else dims.bonus)
     if not main:
         return None
-    questions = [question(scenario, fact) for fact in main]
-    questions += [question(scenario, fact, ask_who) for fact, ask_who in bonus]
+    questions = [fact_question(scenario, fact) for fact in main]
+    questions += [fact_question(scenario, fact, ask_who) for fact, ask_who in bonus]
     if not size.whole_world:
-        clues = drop_in_turn(solver, clues, main + [fact for fact, _ in bonus], worlds)
+        clues = drop_redundant(solver, clues, main + [fact for fact, _ in bonus], worlds)
     rng.shuffle(clues)
-    text = prompt(scenario, clues, questions, len(main))
+    text = puzzle_prompt(scenario, clues, questions, len(main))
     return Puzzle(len(clues), text, {chr(ord("A") + n): answer for n, (_, answer, _) in enumerate(questions)})
 
 
-def whole_world(scenario: Scenario) -> list[Statement]:
+def all_facts(scenario: Scenario) -> list[Statement]:
     """Returns all facts of a scenario."""
     return [*murder_facts(scenario), *piece_places(scenario), *has_motives(scenario)]
 
@@ -82,10 +82,10 @@ def _bonus_facts(
         if scenario.motives and place.who < len(scenario.suspects):
             motive = scenario.truth.motives[place.who]
             # A question about a shared motive would have several answers.
-            if scenario.holders(motive) == 1:
-                facts.append((Place(motivated_by(motive), place.time, place.room), False))
+            if scenario.count_holders(motive) == 1:
+                facts.append((Place(motive_role(motive), place.time, place.room), False))
     for fact in has_motives(scenario):
-        facts.append((fact, scenario.holders(fact.motive) == 1 and rng.random() < 0.5))
+        facts.append((fact, scenario.count_holders(fact.motive) == 1 and rng.random() < 0.5))
     chosen = rng.sample(facts, min(most, len(facts)))
     return [(fact, ask_who) for fact, ask_who in chosen if fact not in clues]
 
@@ -93,27 +93,29 @@ def _bonus_facts(
 # Two ways to reduce clues until they just determine some facts, so that none can be removed. Both give the same result.
 # It depends only on the order of the clues (the first ones are tried first), and not on the counterexamples that the
 # solver happens to find.
-def drop_in_turn(
+def drop_redundant(
     solver: Solver, clues: list[Statement], facts: list[Statement], worlds: list[World]
 ) -> list[Statement]:
     """Drops each clue in turn if the others still determine the facts. Known `worlds` save questions to the solver."""
-    goal = solver.differs(facts)
-    broken = [_breaks(clues, world) for world in worlds if not all(fact.holds(world) for fact in facts)]
+    goal = solver.difference_literal(facts)
+    broken = [_violation_mask(clues, world) for world in worlds if not all(fact.holds(world) for fact in facts)]
     left = (1 << len(clues)) - 1  # bit mask over the clues
     for bit in range(len(clues)):
         # If only this clue excludes one of the worlds, it must stay.
         if any(mask & left == 1 << bit for mask in broken):
             continue
         others = left & ~(1 << bit)
-        world = solver.find(_chosen(clues, others), goal)
+        world = solver.find_world(_chosen(clues, others), goal)
         if world is None:
             left = others
         else:
-            broken.append(_breaks(clues, world))
+            broken.append(_violation_mask(clues, world))
     return _chosen(clues, left)
 
 
-def few_of_many(solver: Solver, clues: list[Statement], facts: list[Statement]) -> tuple[list[Statement], list[World]]:
+def select_minimal(
+    solver: Solver, clues: list[Statement], facts: list[Statement]
+) -> tuple[list[Statement], list[World]]:
     """Returns what `drop_in_turn` would leave, and the worlds that the solver found.
 
     It is the faster one if few clues remain.
@@ -121,7 +123,7 @@ def few_of_many(solver: Solver, clues: list[Statement], facts: list[Statement]) 
     # Every world in which a fact is different must break a kept clue. If it breaks none of those kept so far,
     # `drop_in_turn` keeps the last clue that it breaks. So the solver looks for a world that the kept clues still
     # allow, and the clues to keep are chosen again, until there is no such world.
-    goal = solver.differs(facts)
+    goal = solver.difference_literal(facts)
     worlds: list[World] = []
     broken: list[int] = []  # bit masks over the clues, in the order of the last clue that a world breaks
     while True:
@@ -129,18 +131,18 @@ def few_of_many(solver: Solver, clues: list[Statement], facts: list[Statement]) 
         for mask in broken:
             if not mask & kept:
                 kept |= 1 << mask.bit_length() - 1
-        world = solver.find(_chosen(clues, kept), goal)
+        world = solver.find_world(_chosen(clues, kept), goal)
         if world is None:
             return _chosen(clues, kept), worlds
         worlds.append(world)
-        insort(broken, _breaks(clues, world))
+        insort(broken, _violation_mask(clues, world))
 
 
 def _chosen(clues: list[Statement], mask: int) -> list[Statement]:
     return [clue for bit, clue in enumerate(clues) if mask >> bit & 1]
 
 
-def _breaks(clues: list[Statement], world: World) -> int:
+def _violation_mask(clues: list[Statement], world: World) -> int:
     """Returns the clues that do not hold in the world, as a bit mask."""
     mask = sum(1 << bit for bit, clue in enumerate(clues) if not clue.holds(world))
     if not mask:

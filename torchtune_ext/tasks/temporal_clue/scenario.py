@@ -26,7 +26,7 @@ MOVE_CHANCE = 0.5  # probability that a character changes rooms between two time
 CARRY_CHANCE = 0.8  # probability that a weapon is held by a suspect in its room, who takes it along
 
 
-def motivated_by(motive: int) -> int:
+def motive_role(motive: int) -> int:
     """Returns the number of the role "a suspect motivated by `motive`"."""
     return -3 - motive
 
@@ -52,7 +52,7 @@ class World:
             return [self.weapon]
         return [suspect for suspect, motive in enumerate(self.motives) if motive == -3 - who]
 
-    def rooms(self, who: int, time: int) -> int:
+    def room_mask(self, who: int, time: int) -> int:
         """Returns the rooms where `who` was, as a bit mask."""
         # Only a motive, which several suspects may share, can give more than one room.
         if who >= 0:
@@ -85,11 +85,11 @@ class Scenario:
         """The piece numbers of the weapons."""
         return range(len(self.suspects), self.boddy)
 
-    def holders(self, motive: int) -> int:
+    def count_holders(self, motive: int) -> int:
         """Returns the number of suspects with this motive."""
         return self.truth.motives.count(motive)
 
-    def unique_motives(self) -> bool:
+    def has_unique_motives(self) -> bool:
         """Tells whether every suspect has a different motive."""
         return len(self.motives) == len(self.suspects)
 

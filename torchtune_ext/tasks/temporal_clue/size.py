@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 
 KINDS = ("direct", "or", "iff", "same_room", "together", "beside", "moved", "carried")
 LIMITS = {"suspects": (2, 10), "weapons": (2, 8), "rooms": (2, 17), "times": (1, 12), "motives": (0, 10)}
@@ -38,12 +38,12 @@ class Size:
             if name != "players" or self.players is not None:
                 _check_range(name, getattr(self, name))
         if not isinstance(self.whole_world, bool):
-            raise Mistake(f"size: whole_world={self.whole_world!r}: write true or false")
+            raise UsageError(f"size: whole_world={self.whole_world!r}: write true or false")
         if not isinstance(self.clues, tuple):
-            raise Mistake(f"size: clues={self.clues!r}: write a list such as [direct, or]")
+            raise UsageError(f"size: clues={self.clues!r}: write a list such as [direct, or]")
         unknown = [kind for kind in self.clues if kind not in KINDS]
         if unknown or "direct" not in self.clues:
-            raise Mistake(
+            raise UsageError(
                 f"size: clues={list(self.clues)}: choose from {', '.join(KINDS)}, 'direct' always among them "
                 "(it is what makes every puzzle solvable)"
             )
@@ -88,24 +88,24 @@ def parse_size(value: Size | str | Mapping) -> Size:
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if isinstance(value, str):
-        if value in NAMED:
-            return NAMED[value]
+        if value in NAMED_SIZES:
+            return NAMED_SIZES[value]
         try:
             value = yaml.safe_load(value)
         except yaml.YAMLError:
             pass  # the text stays a text, which is refused below
     if not isinstance(value, Mapping):
-        raise Mistake(f"size={value!r}: {HOW_TO}")
+        raise UsageError(f"size={value!r}: {HOW_TO}")
     value = dict(value)
     base = value.pop("like", None)
-    if base is not None and str(base) not in NAMED:
-        raise Mistake(f"size: like={base!r}: choose from {', '.join(NAMED)}")
+    if base is not None and str(base) not in NAMED_SIZES:
+        raise UsageError(f"size: like={base!r}: choose from {', '.join(NAMED_SIZES)}")
     names = [field.name for field in fields(Size)]
     unknown = [name for name in value if name not in names]
     if unknown:
-        raise Mistake(f"size: no knob called {unknown[0]!r}; there are {', '.join(names)}, and like")
+        raise UsageError(f"size: no knob called {unknown[0]!r}; there are {', '.join(names)}, and like")
     plain = {name: _plain(name, item) for name, item in value.items()}
-    return replace(Size() if base is None else NAMED[str(base)], **plain)
+    return replace(Size() if base is None else NAMED_SIZES[str(base)], **plain)
 
 
 def _plain(name: str, item: object) -> object:
@@ -123,7 +123,7 @@ def _check_range(name: str, value: object) -> None:
     # A bool is an int in Python.
     whole = len(ends) == 2 and all(isinstance(end, int) and not isinstance(end, bool) for end in ends)
     if not whole or not least <= ends[0] <= ends[1] <= most:
-        raise Mistake(f"size: {name}={value!r}: write a number from {least} to {most}, or [low, high] within that")
+        raise UsageError(f"size: {name}={value!r}: write a number from {least} to {most}, or [low, high] within that")
 
 
 def _pick(rng: random.Random, value: Range) -> int:
@@ -140,10 +140,10 @@ def _draw_as_public(rng: random.Random, players: int) -> Dims:
     return Dims(suspects, weapons, rooms, times, motives, None)
 
 
-NAMED = {
+NAMED_SIZES = {
     "2": Size(2, 2, 2, 2, 2, bonus=2),
     "3": Size(3, 3, 3, 3, 3, bonus=2),
     "small": Size(2, 2, (2, 3), 1, (0, 2)),
     "public": Size(players=(1, 6), whole_world=True),
 }
-HOW_TO = f"write a name ({', '.join(NAMED)}) or numbers such as {{suspects: 2, rooms: [2, 3]}}"
+HOW_TO = f"write a name ({', '.join(NAMED_SIZES)}) or numbers such as {{suspects: 2, rooms: [2, 3]}}"

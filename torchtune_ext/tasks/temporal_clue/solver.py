@@ -5,14 +5,14 @@ from importlib import import_module
 from itertools import product
 from types import ModuleType
 
-from torchtune_ext.run.errors import Failure, Late
+from torchtune_ext.run.errors import DeadlineExceeded, RunFailure
 from torchtune_ext.tasks.temporal_clue.clues import (
-    Beside,
     Either,
     HasMotive,
     Iff,
     Moved,
     Murder,
+    NextTo,
     Place,
     SameRoom,
     Statement,
@@ -20,7 +20,7 @@ from torchtune_ext.tasks.temporal_clue.clues import (
 )
 from torchtune_ext.tasks.temporal_clue.scenario import MURDER_WEAPON, MURDERER, STEPS, Scenario, World
 
-SECONDS = 120.0  # time limit of one question to the solver; the public sizes need much less than one second
+SOLVE_TIMEOUT_S = 120.0  # time limit of one question to the solver; the public sizes need much less than one second
 
 
 def ortools() -> ModuleType:
@@ -29,7 +29,7 @@ def ortools() -> ModuleType:
     try:
         return import_module("ortools.sat.python.cp_model")
     except ImportError as error:
-        raise Failure(
+        raise RunFailure(
             "making Temporal Clue puzzles needs OR-Tools: pip install 'torchtune-ext[clue]' (reading them does not)"
         ) from error
 
@@ -43,14 +43,14 @@ class Solver:
         cp_model = ortools()
         self.scenario = scenario
         self.model = cp_model.CpModel()
-        self._known: dict = {}  # the literal of each statement and conjunction that was used so far
+        self._literals: dict = {}  # the literal of each statement and conjunction that was used so far
         self._add_variables()
         self._add_murder()
         self._add_walks()
         # The search tries true facts first. A counterexample that breaks few clues tells more about which are needed.
         self.model.add_decision_strategy(self._truths(), cp_model.CHOOSE_FIRST, cp_model.SELECT_MAX_VALUE)
-        self.engine = cp_model.CpSolver()
-        parameters = self.engine.parameters
+        self.cp_solver = cp_model.CpSolver()
+        parameters = self.cp_solver.parameters
         parameters.num_workers = 1
         # Otherwise CP-SAT takes Ctrl-C from Python and never gives it back.
         parameters.catch_sigint_signal = False
@@ -59,16 +59,16 @@ class Solver:
         parameters.cp_model_probing_level = 0
         parameters.linearization_level = 0
         parameters.symmetry_level = 0
-        parameters.max_time_in_seconds = SECONDS
+        parameters.max_time_in_seconds = SOLVE_TIMEOUT_S
 
-    def differs(self, truths: Iterable[Statement]):
+    def difference_literal(self, truths: Iterable[Statement]):
         """Returns a literal: at least one of these statements does not hold."""
         # Only one direction is needed, since the literal is only ever assumed to be true.
         goal = self.model.new_bool_var("")
         self.model.add_bool_or(goal.negated(), *(self.literal(truth).negated() for truth in truths))
         return goal
 
-    def find(self, clues: Iterable[Statement], goal) -> World | None:
+    def find_world(self, clues: Iterable[Statement], goal) -> World | None:
         """Returns a world in which all the clues and the goal hold, or None if there is none.
 
         Raises TimeoutError if the solver finds no answer within `SECONDS`.
@@ -76,14 +76,14 @@ class Solver:
         literals = [self.literal(clue) for clue in clues]
         self.model.clear_assumptions()
         self.model.add_assumptions([goal, *literals])
-        status = self.engine.solve(self.model)
+        status = self.cp_solver.solve(self.model)
         # Without an objective, CP-SAT calls any solution optimal.
-        name = self.engine.status_name(status)
+        name = self.cp_solver.status_name(status)
         if name == "INFEASIBLE":
             return None
         if name not in ("OPTIMAL", "FEASIBLE"):
-            raise Late(f"CP-SAT said {name} within {SECONDS:.0f} s; draw smaller puzzles (size)")
-        return self._world(list(self.engine.response_proto.solution))
+            raise DeadlineExceeded(f"CP-SAT said {name} within {SOLVE_TIMEOUT_S:.0f} s; draw smaller puzzles (size)")
+        return self._world(list(self.cp_solver.response_proto.solution))
 
     # ---- the rules
 
@@ -103,7 +103,7 @@ class Solver:
         self.time = self._one_of(len(s.times))
         # The prompt says how many suspects have each motive.
         for motive in range(len(s.motives)):
-            self.model.add(sum(row[motive] for row in self.motive) == s.holders(motive))
+            self.model.add(sum(row[motive] for row in self.motive) == s.count_holders(motive))
 
     def _truths(self) -> list:
         truth, suspects = self.scenario.truth, len(self.scenario.suspects)
@@ -172,12 +172,12 @@ class Solver:
         if len(literals) == 1:
             return literals[0]
         key = ("all", tuple(literal.index for literal in literals))
-        if key not in self._known:
-            whole = self._known[key] = self.model.new_bool_var("")
+        if key not in self._literals:
+            whole = self._literals[key] = self.model.new_bool_var("")
             for literal in literals:
                 self.model.add_implication(whole, literal)
             self.model.add_bool_or(whole, *(literal.negated() for literal in literals))
-        return self._known[key]
+        return self._literals[key]
 
     def any_of(self, literals: list):
         """Returns a literal that is true if and only if at least one of these is."""
@@ -196,30 +196,34 @@ class Solver:
             return [([literal], weapon) for weapon, literal in zip(s.weapon_pieces, self.weapon, strict=True)]
         return [([row[-3 - who]], suspect) for suspect, row in enumerate(self.motive)]
 
-    def _in(self, who: int, time: int, room: int):
+    def _presence_literal(self, who: int, time: int, room: int):
         return self.any_of([self.all_of(*so, self.at[piece][time][room]) for so, piece in self._options(who)])
 
     def literal(self, statement: Statement):
         """Returns a literal that is true if and only if the statement holds."""
-        if statement not in self._known:
-            self._known[statement] = self._encode(statement)
-        return self._known[statement]
+        if statement not in self._literals:
+            self._literals[statement] = self._encode(statement)
+        return self._literals[statement]
 
     def _encode(self, statement: Statement):
         rooms = range(len(self.scenario.rooms))
         match statement:
             case Place(who, time, room):
-                return self._in(who, time, room)
+                return self._presence_literal(who, time, room)
             case Either(first, second):
                 return self._same(self.literal(first), self.literal(second)).negated()
             case Iff(first, second):
                 return self._same(self.literal(first), self.literal(second))
             case SameRoom(who, other, time):
-                return self.any_of([self.all_of(self._in(who, time, r), self.at[other][time][r]) for r in rooms])
+                return self.any_of(
+                    [self.all_of(self._presence_literal(who, time, r), self.at[other][time][r]) for r in rooms]
+                )
             case Together(who, other, room):
                 times = range(len(self.scenario.times))
-                return self.any_of([self.all_of(self._in(who, t, room), self.at[other][t][room]) for t in times])
-            case Beside(who, other, time, _, pairs):
+                return self.any_of(
+                    [self.all_of(self._presence_literal(who, t, room), self.at[other][t][room]) for t in times]
+                )
+            case NextTo(who, other, time, _, pairs):
                 return self.any_of([self.all_of(self.at[who][time][a], self.at[other][time][b]) for a, b in pairs])
             case Moved(who, cargo, time, start, end):
                 return self._moved(who, cargo, time, start, end)

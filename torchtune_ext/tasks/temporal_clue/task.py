@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from torchtune_ext.run.errors import FileMistake, Mistake
-from torchtune_ext.tasks.answers import spoken
-from torchtune_ext.tasks.functions import Grade, GradeGroup, use_graders
-from torchtune_ext.tasks.task import Problem, Score, length_of
+from torchtune_ext.run.errors import UsageError, UsageFileError
+from torchtune_ext.tasks.answers import strip_thinking
+from torchtune_ext.tasks.grade_functions import GradeFunction, GroupGradeFunction, use_graders
+from torchtune_ext.tasks.task import Problem, Score, task_length
 from torchtune_ext.tasks.temporal_clue.files import read_puzzles
 from torchtune_ext.tasks.temporal_clue.puzzle import make_puzzle
 from torchtune_ext.tasks.temporal_clue.size import Size, parse_size
@@ -40,16 +40,16 @@ class TemporalClue:
         seed: int = 0,
         count: int | None = None,
         size: Size | str | Mapping = "small",
-        grader: str | Grade = "exact",
+        grader: str | GradeFunction = "exact",
         path: str | None = None,
         first: int = 0,
-        group_grader: str | GradeGroup | None = None,
+        group_grader: str | GroupGradeFunction | None = None,
     ) -> None:
         if isinstance(grader, str) and grader not in ANSWER_LETTERS and "." not in grader:
-            raise Mistake(
+            raise UsageError(
                 f"grader={grader!r}: choose 'exact' or 'published', or name a function, grader: my_reward.f for my_reward.py"
             )
-        length = length_of(first, count)
+        length = task_length(first, count)
         is_rule = isinstance(grader, str) and grader in ANSWER_LETTERS
         self.rule = grader if isinstance(grader, str) and is_rule else "exact"
         use_graders(self, None if is_rule else grader, group_grader)
@@ -58,7 +58,7 @@ class TemporalClue:
         if path is not None and not Path(path).is_file():
             # Held-out puzzles have a seed of their own, so that none of them is trained on.
             other = " --seed 1" if "val" in Path(path).stem or "test" in Path(path).stem else ""
-            raise FileMistake(
+            raise UsageFileError(
                 f"path={path!r}: no such file, seen from {Path.cwd()}; `torchtune-ext clue --size public{other} --count "
                 f"{(first + (count or 0)) or 3000} --out {path}` makes one"
             )
@@ -66,7 +66,7 @@ class TemporalClue:
         self.prefix = f"clue-{seed}" if path is None else "clue-file"
         self.length = length if self.puzzles is None else len(self.puzzles)
         if self.puzzles is not None and (not self.puzzles or len(self.puzzles) < (count or 0)):
-            raise Mistake(f"path={path!r}: {len(self.puzzles)} puzzles from first={first} on, not count={count}")
+            raise UsageError(f"path={path!r}: {len(self.puzzles)} puzzles from first={first} on, not count={count}")
 
     def __len__(self) -> int:
         return self.length
@@ -89,7 +89,7 @@ class TemporalClue:
         """
         right = right_answers(problem.answer, text, self.rule).values()
         reward = sum(right) / len(right)
-        parts = {"accuracy": reward, "solved": float(all(right)), "format": answered(problem.answer, text)}
+        parts = {"accuracy": reward, "solved": float(all(right)), "format": answered_share(problem.answer, text)}
         return Score(reward, parts)
 
     def solution(self, problem: Problem) -> str:
@@ -114,9 +114,9 @@ def _patterns(key: str, grader: str) -> list[re.Pattern]:
     return [re.compile(start + answer, re.MULTILINE) for start in starts]
 
 
-def answers_in(text: str, solution: Mapping[str, str], grader: str = "exact") -> dict[str, str]:
+def extract_answers(text: str, solution: Mapping[str, str], grader: str = "exact") -> dict[str, str]:
     """Returns the last answer in `text` for each letter of `solution` that has one."""
-    text, margin, most_words = spoken(text), " ", len(text)
+    text, margin, most_words = strip_thinking(text), " ", len(text)
     if grader != "published":
         text, margin = re.sub(r"[^\S\r\n]", " ", text), " .:-"
         # "A. Who murdered Mr. Boddy?" repeats a question.
@@ -132,10 +132,10 @@ def answers_in(text: str, solution: Mapping[str, str], grader: str = "exact") ->
 
 def right_answers(solution: dict[str, str], text: str, grader: str = "exact") -> dict[str, bool]:
     """Tells for each letter whether the last answer in `text` is the one in `solution`."""
-    found = answers_in(text, solution, grader)
+    found = extract_answers(text, solution, grader)
     return {key: found.get(key, "").lower() == answer.lower() for key, answer in solution.items()}
 
 
-def answered(solution: dict[str, str], text: str) -> float:
+def answered_share(solution: dict[str, str], text: str) -> float:
     """Returns the share of the questions to which `text` has any answer in the right format."""
-    return len(answers_in(text, solution)) / len(solution)
+    return len(extract_answers(text, solution)) / len(solution)

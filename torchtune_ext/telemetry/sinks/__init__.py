@@ -1,5 +1,5 @@
 """Sinks: where copies of a run's scalars, samples and outcome go, beside its folder."""
 
 from torchtune_ext.telemetry.sinks.settings import LoggingConfig as LoggingConfig
-from torchtune_ext.telemetry.sinks.settings import Opening as Opening
 from torchtune_ext.telemetry.sinks.settings import Sink as Sink
+from torchtune_ext.telemetry.sinks.settings import SinkContext as SinkContext

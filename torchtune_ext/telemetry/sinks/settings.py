@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from pydantic import Field
 
 from torchtune_ext.pipeline.groups import Group
-from torchtune_ext.run.catalog import by_path
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.catalog import import_object
+from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.folder import Run
 from torchtune_ext.settings.records import config_record
 
@@ -20,8 +20,8 @@ SINKS = {
     "tensorboard": "torchtune_ext.telemetry.sinks.tensorboard_sink.TensorBoard",
     "wandb": "torchtune_ext.telemetry.sinks.wandb_sink.WeightsAndBiases",
 }
-MAX_PROJECT = 128
-_NO_PROJECT = re.compile(r"[/\\#?%:]")  # W&B refuses these characters
+MAX_PROJECT_CHARS = 128
+_PROJECT_FORBIDDEN = re.compile(r"[/\\#?%:]")  # W&B refuses these characters
 
 
 @config_record("logging")
@@ -44,9 +44,9 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         check_sinks(self.to)
-        if not self.project or len(self.project) > MAX_PROJECT or _NO_PROJECT.search(self.project):
-            raise Mistake(
-                rf"logging.project={self.project!r}: W&B takes 1 to {MAX_PROJECT} characters without any of / \ # ? % :"
+        if not self.project or len(self.project) > MAX_PROJECT_CHARS or _PROJECT_FORBIDDEN.search(self.project):
+            raise UsageError(
+                rf"logging.project={self.project!r}: W&B takes 1 to {MAX_PROJECT_CHARS} characters without any of / \ # ? % :"
             )
 
     def require_login(self) -> None:
@@ -55,7 +55,7 @@ class LoggingConfig:
             ours: Any = sink_class("wandb")
             ours.require_login()
 
-    def shows(self, step: int) -> bool:
+    def logs_samples_at(self, step: int) -> bool:
         """Tells whether samples of `step` are shown."""
         return self.samples > 0 and (step == 1 or step % self.samples_every == 0)
 
@@ -65,7 +65,7 @@ def check_sinks(names: Sequence[str]) -> None:
     for name in names:
         if name not in SINKS:
             if "." not in name:
-                raise Mistake(
+                raise UsageError(
                     f"logging.to={list(names)}: nothing is called {name!r}; choose from {list(SINKS)}, or name a class of your "
                     "own (my_module.MySink)"
                 )
@@ -77,7 +77,7 @@ def check_sinks(names: Sequence[str]) -> None:
             if getattr(__import__(name), "__file__", None) is None:
                 raise ImportError(f"{name} is only a folder in {Path.cwd()}")
         except ImportError as error:
-            raise Mistake(
+            raise UsageError(
                 f"logging.to names {name!r}, whose package is missing ({error}): "
                 f"run `pip install {name}` or take {name!r} out of logging.to"
             ) from error
@@ -85,11 +85,11 @@ def check_sinks(names: Sequence[str]) -> None:
 
 def sink_class(name: str) -> type["Sink"]:
     """Returns the class of a sink: ours by name, the user's by dotted path. Raises ValueError if there is none."""
-    return by_path(SINKS.get(name, name), f"logging.to={name}")
+    return import_object(SINKS.get(name, name), f"logging.to={name}")
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class SinkContext:
     """What a sink is opened with."""
 
     run_dir: Path  # the folder of the run, which exists; files of a sink of your own go into its folder `sinks`
@@ -110,7 +110,7 @@ class Sink(Protocol):
         ValueError: a setting or a login is wrong, which ends the run before anything is lost.
     """
 
-    def __init__(self, opening: Opening) -> None: ...
+    def __init__(self, context: SinkContext) -> None: ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Takes some scalars of a step, which may be NaN or infinite. Steps never go back, and one may come in parts."""

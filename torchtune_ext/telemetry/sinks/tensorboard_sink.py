@@ -3,17 +3,17 @@
 from collections.abc import Mapping, Sequence
 
 from torchtune_ext.pipeline.groups import Group
-from torchtune_ext.telemetry.sinks.settings import Opening
+from torchtune_ext.telemetry.sinks.settings import SinkContext
 
 
 class TensorBoard:
     """Writes TensorBoard's events."""
 
-    def __init__(self, opening: Opening):
+    def __init__(self, context: SinkContext):
         from torch.utils.tensorboard import SummaryWriter
 
         # A resumed run repeats steps. TensorBoard then hides what earlier files hold at or after `purge_step`.
-        self._writer = SummaryWriter(str(opening.run_dir / "tensorboard"), purge_step=opening.resume_step)
+        self._writer = SummaryWriter(str(context.run_dir / "tensorboard"), purge_step=context.resume_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

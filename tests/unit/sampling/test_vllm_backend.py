@@ -1,0 +1,44 @@
+"""The trainer's end of the engine's client: one that does not start is said so, and nothing is left of it."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from torchtune_ext.sampling import prestart, vllm_backend
+from torchtune_ext.sampling.backend import BackendCrashed
+from torchtune_ext.sampling.types import EngineConfig
+
+pytestmark = pytest.mark.timeout(60)
+
+NOTE = "import os, pathlib, sys, time; pathlib.Path(__file__).with_suffix('.pid').write_text(str(os.getpid()))\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("sys.exit(3)", "the engine's client ended with exit code 3"),
+        ("time.sleep(60)", "the engine did not answer configure within 5 s"),
+    ],
+    ids=["ends", "hangs"],
+)
+def test_a_client_that_does_not_start_is_reaped(program, message, tmp_path, monkeypatch):
+    (tmp_path / "no_client.py").write_text(NOTE + program)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(prestart, "CLIENT_MODULE", "no_client")
+    # Long enough for a Python to start on a busy machine and to note its number.
+    config = EngineConfig(start_deadline_s=5.0)
+
+    async def launch() -> None:
+        core = vllm_backend.RemoteBackend("model", config, tmp_path / "engine.log", str(tmp_path), lambda step: None)
+        try:
+            await core.launch()
+        finally:
+            await core.stop()
+
+    with pytest.raises(BackendCrashed, match=message):
+        asyncio.run(launch())
+    # One that has ended and is not waited for is still listed there.
+    assert not Path(f"/proc/{(tmp_path / 'no_client.pid').read_text()}").exists()

@@ -1,0 +1,93 @@
+"""Settings that do not go together with samples of an older policy are refused by name; the rest passes."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from torchtune_ext.objective.loss import PolicyLoss
+from torchtune_ext.pipeline.advantages import AdvantageConfig
+from torchtune_ext.sampling.types import EngineConfig, SamplingConfig
+from torchtune_ext.setup.config_checks import check_settings
+from torchtune_ext.training.learner import ScheduleConfig
+from torchtune_ext.training.teacher import TeacherConfig
+
+
+class Own:
+    """A loss of the user."""
+
+    def __call__(self, t):
+        return -t.advantages_L * t.logprobs_L, {}
+
+
+def check(loss=None, **changed):
+    """Checks the settings of a run of grpo.py. `loss`: an object, or fields of `PolicyLoss` as in the YAML."""
+    fields = {"importance": "tis"} if loss is None else loss if isinstance(loss, dict) else {}
+    settings = {
+        "prompts_per_step": 4,
+        "samples_per_prompt": 4,
+        "updates_per_step": 1,
+        "max_steps": 10,
+        "staleness": 2,
+        "depth": None,
+        "refill_rounds": 0,
+        "aggregation": "token",
+        "max_grad_norm": 1.0,
+        "profile": [],
+        "max_mismatch": 0.05,
+        "engine": EngineConfig(),
+        "sampling": SamplingConfig(max_tokens=8),
+        "advantage": AdvantageConfig(),
+        "schedule": ScheduleConfig(),
+        "loss": fields,
+        "teacher": TeacherConfig(),
+        "replay": None,
+        **changed,
+    }
+    policy_loss = PolicyLoss(**fields) if loss is None or isinstance(loss, dict) else loss
+    check_settings(SimpleNamespace(**settings), policy_loss)
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"staleness": -1}, "staleness=-1 must be a whole number, 0 or more"),
+        ({"depth": -1}, "depth=-1 must be a whole number, 0 or more"),
+        ({"depth": 3}, "depth=3 is above staleness=2: .*; set depth to at most 2, or staleness to at least 3"),
+        ({"staleness": 0, "depth": 1}, "depth=1 is above staleness=0"),
+        (
+            {"engine": EngineConfig(sleep=True)},
+            r"staleness=2 with engine.sleep=true: .*\(engine.devices\), or set staleness=0",
+        ),
+        ({"refill_rounds": 1}, "refill_rounds=1 with staleness=2: .* set refill_rounds=0 and raise prompts_per_step"),
+    ],
+)
+def test_inconsistent_settings_are_named(changed, message):
+    with pytest.raises(ValueError, match=message):
+        check(**changed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"depth": 0},
+        {"depth": 2},
+        {"engine": EngineConfig(sleep=False)},
+        {"staleness": 0, "engine": EngineConfig(sleep=True), "refill_rounds": 1},
+    ],
+)
+def test_consistent_settings_pass(changed):
+    check(**changed)
+
+
+@pytest.mark.parametrize("loss", [{}, {"level": "sequence"}])
+def test_off_policy_loss_without_correction_is_refused(loss):
+    with pytest.raises(ValueError, match="preset=decoupled_ppo .*loss.importance=none"):
+        check(loss)
+    check(loss, staleness=0)
+    check({**loss, "importance": "none"})
+
+
+@pytest.mark.parametrize("loss", [{"importance": "full"}, {"old": "sampler"}, Own()])
+def test_off_policy_check_accepts_correcting_and_custom_losses(loss):
+    check(loss)

@@ -1,0 +1,204 @@
+"""What a run says of its objective before it begins is what it runs."""
+
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from torchtune_ext.pipeline.staleness import StalenessScheduler
+from torchtune_ext.recipes import grpo
+from torchtune_ext.run.catalog import config_files, package_folder
+from torchtune_ext.sampling.types import EngineConfig
+from torchtune_ext.settings.components import instantiate
+from torchtune_ext.settings.config import load_config
+from torchtune_ext.setup.header import (
+    device_text,
+    objective_text,
+    parameters_text,
+    print_engine_ready,
+    print_run_header,
+    problems_text,
+)
+from torchtune_ext.tasks.jsonl import Jsonl
+from torchtune_ext.training.checkpoints import CheckpointConfig
+from torchtune_ext.training.distributed import Ranks
+from torchtune_ext.training.trainable import FullWeights
+
+CONFIGS = config_files(package_folder("configs"))
+
+
+class Mine:
+    """A loss of the user's own, without a text of its own."""
+
+
+def settings(config="grpo/tiny_arithmetic", **own):
+    return load_config(grpo.Config, OmegaConf.merge(OmegaConf.load(CONFIGS[config]), OmegaConf.create(own)))
+
+
+def line(cfg):
+    return objective_text(instantiate(cfg.loss), cfg.advantage, cfg.aggregation, cfg.refill_rounds, cfg.preset)
+
+
+def test_a_preset_changes_all_of_tinys_objective():
+    text = line(settings("grpo/tiny", preset="atr_grpo"))
+    assert text.startswith("KL3 <= 0.02 (clip 0.187/0.214) per token, TIS <= 2, advantage mean/group_std, seq")
+    assert text.endswith("; preset atr_grpo")
+
+
+@pytest.mark.parametrize(
+    "own, words",
+    [
+        ({}, "clip 0.2/0.2 per token, TIS <= 2, advantage mean/group_std, sequence mean; preset grpo"),
+        ({"loss": {"clip_high": 0.28}}, "clip 0.2/0.28 per token"),
+        ({"loss": {"clip_high": 0.2}}, "; preset grpo"),  # the value that it has anyway
+        ({"loss": {"kl_coef": 0.1}}, "0.1 KL to the reference (k3), advantage"),
+        ({"loss": {"dual_clip": 3.0}}, "dual clip 3, TIS <= 2"),
+        ({"loss": {"importance": "mis"}}, "MIS in [0, 3]"),
+        ({"preset": "dppo"}, "TV <= 0.2 per token, ratio to the sampler, 0.002 KL to the old policy (k2)"),
+        ({"preset": "gmpo"}, "clip 0.33/0.492 in the geometric mean, advantage"),
+        ({"preset": "exact_kl"}, "KL <= 0.02 over the top 16 per token"),
+        ({"preset": "sapo"}, "soft gate 1/1.05 per token"),
+        ({"preset": "cispo"}, "CISPO weight in [0, 5] per token"),
+        ({"preset": "rloo"}, "no constraint per token, TIS <= 2, advantage leave_one_out/none, sum over a constant"),
+        ({"preset": "dapo"}, "cut samples: penalize by 0.5 over the last 20%, token mean, up to 3 refills"),
+        ({"preset": "dapo", "refill_rounds": 0}, "token mean; preset dapo"),
+        ({"preset": "pass_at_k", "advantage": {"pass_k": 2}}, "best of 2, sequence mean; preset pass_at_k"),
+        ({"advantage": {"scale": "none"}}, "advantage mean/none, sequence mean; preset grpo"),
+        ({"loss": {"_component_": f"{__name__}.Mine"}}, "Mine, advantage mean/group_std, sequence mean; preset grpo"),
+        ({"preset": None, "loss": {"_component_": "torchtune_ext.objective.loss.PolicyLoss"}},
+         "clip 0.2/0.2 per token, advantage mean/group_std, sequence mean; no preset"),
+    ],
+)  # fmt: skip
+def test_header_describes_algorithm_settings(own, words):
+    text = line(settings(**own))
+    assert words in text
+    assert text.endswith(words.partition("; ")[2])
+
+
+def test_header_reports_machines_and_weight_copies():
+    cpu, hosts = torch.device("cpu"), ("a",) * 8 + ("b",) * 8
+    assert device_text(Ranks(0, 4, cpu, hosts=("a",) * 4)) == "4 processes on cpu"
+    assert device_text(Ranks(0, 16, cpu, hosts=hosts, shard_within=8)) == (
+        "16 processes on 2 machines (8 on a, 8 on b), each on cpu; 2 copies of the weights, each on 8 of them"
+    )
+
+
+def opened(cfg, every=40, processes=1):
+    """What `say_opening` reads of a recipe with these settings and a model of two parameters' groups."""
+    model = nn.Sequential(nn.Linear(1000, 999), nn.Linear(1000, 500))
+    task = instantiate(cfg.evaluation.task) if cfg.evaluation.task else None
+    cfg.checkpoints = CheckpointConfig(every=every)
+    return SimpleNamespace(
+        cfg=cfg,
+        loss=instantiate(cfg.loss),
+        trained=FullWeights(),
+        precision=Flow(EngineConfig(address=cfg.engine.address)),
+        replay=None,
+        teacher_model=None,
+        meta_model=model,
+        hf_model=SimpleNamespace(path=Path("models/q"), config={"model_type": "qwen2", "num_hidden_layers": 4}),
+        ranks=Ranks(0, processes, torch.device("cpu")),
+        task=instantiate(cfg.task),
+        eval_task=task,
+        trained_too=[],
+        ledger=StalenessScheduler(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth),
+    )
+
+
+@dataclass
+class Flow:
+    engine: EngineConfig
+
+    def __str__(self):
+        return "in float32"
+
+
+def printed(say, *args):
+    with redirect_stdout(StringIO()) as out:
+        say(*args)
+    return out.getvalue().splitlines()
+
+
+def lines(cfg, **own):
+    return printed(print_run_header, opened(cfg, **own))
+
+
+def test_header_summarizes_planned_run():
+    output = lines(settings("grpo/tiny"), processes=2)
+    labels, texts = [line[:11].strip() for line in output], [line[11:] for line in output]
+    assert labels == ["model:", "device:", "objective:", "problems:", "files:", "engine:"]
+    assert texts[0] == "models/q: qwen2 of 4 layers, 1.5 million parameters; trains all weights"
+    assert texts[1] == "2 processes on cpu; in float32"
+    assert texts[3] == (
+        "TemporalClue, made without end; each step takes 128 with 8 samples each; held out: TemporalClue, 256, every 40 steps"
+    )
+    assert texts[4] == "runs/tiny/grpo; a checkpoint every 40 steps; graders print into grader.log"
+    assert texts[5] == "starting, its log: runs/tiny/grpo/engine.log"
+    assert printed(print_engine_ready, 9.4) == ["engine:    ready after 9 s"]
+    output = lines(settings("grpo/tiny", evaluation={"every": 1}), every=1)
+    assert output[3].endswith("TemporalClue, 256, every step")
+    assert output[4].endswith("runs/tiny/grpo; a checkpoint every step; graders print into grader.log")
+
+
+def test_header_reports_server_and_missing_evaluation():
+    cfg = settings("grpo/tiny", engine={"address": "http://there:8000"}, evaluation={"task": None})
+    output = lines(cfg)
+    assert output[3].endswith("; none held out")
+    assert output[5] == "engine:    connecting to http://there:8000"
+
+
+def test_header_reports_overlapping_or_repeated_problems():
+    cfg = settings("grpo/tiny")
+    few, held_out = range(80), range(20)
+    assert problems_text(cfg, few, held_out, ["w-3", "w-9"]) == (
+        "range, 80; each step takes 128 with 8 samples each, so some more than once; held out: range, 20, 2 of them ALSO TRAINED "
+        "ON (w-3 for one), every 40 steps"
+    )
+
+
+def test_header_names_user_rows_and_grader(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": 2}\n')
+    (tmp_path / "paying.py").write_text("def always(problem, text):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    task = Jsonl(path=str(tmp_path / "rows.jsonl"), grader="paying.always")
+    cfg = SimpleNamespace(prompts_per_step=1, samples_per_prompt=8, evaluation=SimpleNamespace(every=40))
+    assert problems_text(cfg, task, None) == (
+        "Jsonl rows by paying.always (paying.py:1), 1; each step takes 1 with 8 samples each; none held out"
+    )
+
+
+def test_counts_have_few_digits():
+    assert [parameters_text(n) for n in (1234, 923_456, 1_543_714_304, 72_700_000)] == [
+        "1,234",
+        "0.9 million",
+        "1.54 billion",
+        "72.7 million",
+    ]
+
+
+def test_header_reports_checkpoints_without_evaluation_score():
+    cfg = settings("grpo/tiny")
+    assert len(lines(cfg)) == 6
+    output = lines(cfg, every=50)
+    assert output[6].startswith("best:      only a checkpoint that is written when the run evaluates has an accuracy; ")
+    assert "with checkpoints.every=50 and evaluation.every=40 that is each 200 steps" in output[6]
+    assert len(lines(cfg, every=10_000)) == 6
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({}, "; samples ahead: staleness 1, depth 1"),
+        ({"staleness": 4}, "; samples ahead: staleness 4, depth 1"),
+        ({"staleness": 4, "depth": 2}, "; samples ahead: staleness 4, depth 2"),
+        ({"staleness": 0}, "engine.log"),
+    ],
+)
+def test_header_reports_asynchronous_sampling(own, words):
+    assert lines(settings("grpo/tiny_async", **own))[5].endswith(words)

@@ -1,0 +1,274 @@
+"""A run's life: what it ends with, and that every part is closed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from functools import partial
+
+import pytest
+import torch
+
+from torchtune_ext.run import errors
+from torchtune_ext.run.stop import StopSignals
+from torchtune_ext.sampling.types import EngineFailed
+from torchtune_ext.telemetry.sinks import LoggingConfig
+from torchtune_ext.training import collectives, recipe_runner
+from torchtune_ext.training.mismatch import MismatchError
+
+
+class Recipe:
+    """Does what it is told to do, and notes what is called."""
+
+    def __init__(self, work):
+        self.work, self.calls = work, []
+        self.stop = StopSignals(grace_s=5.0, status_message=self.standing)
+
+    def setup(self):
+        self.calls.append("setup")
+
+    def train(self):
+        self.calls.append("train")
+        self.work(self)
+
+    def standing(self):
+        return "It stood at step 3"
+
+    def cleanup(self):
+        self.calls.append("cleanup")
+        self.status = self.stop.exit_status
+
+
+def run(work):
+    recipes = []
+
+    def make():
+        recipes.append(Recipe(work))
+        return recipes[0]
+
+    try:
+        recipe_runner.run_recipe(make)
+    except BaseException as error:
+        # `errors.shown` gives the process this status.
+        assert recipes[0].status == (error.code if isinstance(error, SystemExit) else errors.exit_status_of(error) or 1)
+        raise
+    else:
+        assert recipes[0].status == 0
+    finally:
+        assert recipes[0].calls == ["setup", "train", "cleanup"]
+
+
+def stopped_and_failing(error):
+    def work(recipe):
+        recipe.stop.begin_steps()
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not recipe.stop.requested:
+            time.sleep(0.01)
+        raise error
+
+    return work
+
+
+def test_recipe_runner_error_during_sigterm_is_raised():
+    with pytest.raises(OSError, match="No space left"):
+        run(stopped_and_failing(OSError("step_000012 was not saved: No space left on device")))
+
+
+def raising(error):
+    def work(recipe):
+        raise error
+
+    return work
+
+
+def test_recipe_runner_cleanup_receives_exit_status():
+    """Sinks tell it to W&B, for which every run succeeds that says nothing else."""
+    run(lambda recipe: None)
+    run(raising(recipe_runner.RunAlreadyComplete("nothing to do")))
+    for error in (RuntimeError("x"), ValueError("not on purpose of ours"), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            run(raising(error))
+    for end in (SystemExit(1), SystemExit("words")):
+        with pytest.raises(SystemExit):
+            recipe_runner.run_recipe(partial(Recipe, raising(end)))
+
+    def mistaken(recipe):
+        LoggingConfig(samples=-1)
+
+    with pytest.raises(ValueError, match="logging.samples=-1") as caught:
+        run(mistaken)
+    assert errors.exit_status_of(caught.value) == 2
+
+
+def test_recipe_runner_interrupt_wrapped_by_library_is_stop(capsys):
+    """As pydantic does while its classes are built: "SchemaError: ... Stopped: stopped by Ctrl-C"."""
+
+    def work(recipe):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        except BaseException as interrupt:
+            raise ValueError("error building a serializer") from interrupt
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell has started with "&"
+    try:
+        with pytest.raises(SystemExit) as end:
+            run(work)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert end.value.code == 130 and "Stopped by Ctrl-C. It stood at step 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Connection closed by peer"),
+        RuntimeError(
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Application timeout caused pair closure"
+        ),
+        ConnectionResetError("Connection reset by peer"),
+        torch.distributed.DistBackendError("NCCL error"),
+        collectives.MainRankFailure("Connection to rank 0"),
+    ],
+)
+def test_a_broken_connection_to_a_stopped_neighbor_is(monkeypatch, capsys, caplog, error):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as end:
+        run(stopped_and_failing(error))
+    assert end.value.code == 143
+    assert "Stopped by SIGTERM. It stood at step 3" in capsys.readouterr().err
+    assert str(error) in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.RunFailure("loss is nan"),
+        MismatchError("the engine samples from another policy"),
+        EngineFailed("the engine did not start"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
+        errors.UsageError("loss has shape (3,)"),
+    ],
+)
+def test_own_error_while_sigterm_waits_is_raised(monkeypatch, error):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        run(stopped_and_failing(error))
+
+
+@pytest.mark.parametrize("words", ["Timed out waiting 600000ms for recv", "Application timeout caused pair closure"])
+def test_recipe_runner_missing_rank_is_named(monkeypatch, words):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(errors.RunFailure) as caught:
+        run(raising(errors.RunFailure(f"step_000002 was not saved: RuntimeError: {words}")))
+    assert "did not come here within ranks.deadline_s" in caught.value.__notes__[0]
+
+
+def test_recipe_runner_stop_agreed_by_ranks_exits_cleanly(capsys):
+    def work(recipe):
+        recipe.stop.begin_steps()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert recipe.stop.agreed(lambda mine: mine)
+        recipe.stop.leave()
+
+    with pytest.raises(SystemExit) as end:
+        run(work)
+    assert end.value.code == 143 and "Stopped by SIGTERM. It stood at step 3" in capsys.readouterr().err
+
+
+def test_recipe_runner_unjoinable_thread_does_not_block_exit():
+    """Ctrl-C in the midst of Thread.start leaves one that no executor knows of."""
+    script = """
+import os, signal, threading
+from torchtune_ext.run.stop import StopSignals
+from torchtune_ext.training import life
+
+class Recipe:
+    def __init__(self):
+        self.stop = StopSignals(5.0, self.standing)
+    def setup(self): ...
+    def train(self):
+        threading.Thread(target=threading.Event().wait).start()
+        signal.raise_signal(signal.SIGTERM)
+    def standing(self): return "It stood at step 3"
+    def cleanup(self): ...
+
+life.EXIT_S = 0.5
+life.run_recipe(Recipe)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 143 and "It stood at step 3" in done.stderr
+
+
+def test_recipe_runner_components_are_closed_one_by_one(caplog):
+    closed = []
+
+    class Part:
+        def __init__(self, name, fails=False):
+            self.name, self.fails = name, fails
+
+        def close(self):
+            closed.append(self.name)
+            if self.fails:
+                raise TimeoutError("it did not answer")
+
+    recipe_runner.close_all(Part("first"), Part("second", fails=True), None, Part("third"))
+    assert closed == ["first", "second", "third"]
+    assert "Part was not closed properly" in caplog.text and "it did not answer" in caplog.text
+
+
+def test_recipe_runner_finished_run_prints_status_message(capsys):
+    run(lambda recipe: None)
+    assert capsys.readouterr().out.endswith("It stood at step 3\n")
+
+
+def test_recipe_runner_error_is_followed_by_status_message():
+    with pytest.raises(OSError) as caught:
+        run(stopped_and_failing(OSError("No space left")))
+    assert "".join(traceback.format_exception(caught.value)).endswith("OSError: No space left\nIt stood at step 3\n")
+
+
+def test_an_error_of_the_setup_is_not():
+    """Nothing has happened yet, and the message says what is wrong."""
+
+    class Refused(Recipe):
+        def setup(self):
+            super().setup()
+            raise ValueError("max_steps=-1")
+
+    recipe = Refused(None)
+    with pytest.raises(ValueError) as caught:
+        recipe_runner.run_recipe(lambda: recipe)
+    assert recipe.calls == ["setup", "cleanup"] and not hasattr(caught.value, "__notes__")
+
+
+def test_recipe_runner_nothing_to_do_exits_without_error(capsys):
+    class Idle(Recipe):
+        def setup(self):
+            super().setup()
+            raise recipe_runner.RunAlreadyComplete("step 40 >= max_steps=3: nothing to do")
+
+    recipe = Idle(None)
+    recipe_runner.run_recipe(lambda: recipe)
+    assert recipe.calls == ["setup", "cleanup"]
+    assert capsys.readouterr().out == "step 40 >= max_steps=3: nothing to do\n"
+
+
+def test_recipe_runner_signal_before_cleanup_still_cleans_up():
+    recipe = Recipe(lambda recipe: None)
+    begin = recipe.stop.begin_cleanup
+
+    def interrupted():
+        recipe.stop.begin_cleanup = begin
+        os.kill(os.getpid(), signal.SIGINT)
+        begin()
+
+    recipe.stop.begin_cleanup = interrupted
+    with pytest.raises(BaseException) as caught:  # `Stopped` would end all tests
+        recipe_runner.run_recipe(lambda: recipe)
+    assert isinstance(caught.value, SystemExit) and caught.value.code == 130
+    assert recipe.calls == ["setup", "train", "cleanup"]

@@ -1,0 +1,95 @@
+"""The work of a grading process: it calls the task's grader on a text and checks the answer."""
+
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torchtune_ext.run.worker_process import error_line
+from torchtune_ext.tasks.grade_functions import describe_function, is_shipped
+from torchtune_ext.tasks.task import Problem, Score, Task, to_score
+
+MAX_NOTE_CHARS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Ungraded:
+    """Why a text has no `Score`. It is not trained on, and kept out of the baseline."""
+
+    # kind            what happened
+    # "infra_failed"  the grader raised, crashed, or returned anything else than a number or a Score
+    # "timed_out"     the grader did not answer by the deadline, and was killed: the user's, or any on a stalled machine
+    # "noisy"         the text is a right program, but others disturbed the machine while its speed was measured (measured/)
+    kind: str
+    cause: str  # the error, for the log
+
+
+Outcome = Score | Ungraded  # of grading one text
+
+
+def timeout_score(cause: str) -> Score:
+    """Returns the score of a text that a shipped grader could not finish."""
+    # Ungraded, such texts would not be trained on, and a policy that has found one would keep writing it.
+    return Score(0.0, {"timed_out": 1.0}, cause)
+
+
+class GradingWorker:
+    """Grades texts with a task, in a grading process."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.grades_groups = hasattr(task, "grade_group")  # whether the texts of a problem are graded together
+        self.failed = False  # whether the last call has graded no text
+
+    def __call__(self, problem: Problem, texts: Sequence[str]) -> list[Outcome]:
+        """Returns one outcome for each text. A task that compares gets all at once, another one after the other."""
+        outcomes = self._outcomes(problem, texts)
+        self.failed = all(isinstance(outcome, Ungraded) for outcome in outcomes)
+        return outcomes
+
+    def _outcomes(self, problem: Problem, texts: Sequence[str]) -> list[Outcome]:
+        # A grader is the user's code: whatever it raises, `sys.exit` and `CancelledError` included, costs only these
+        # texts.
+        try:
+            grade_group: Callable | None = getattr(self.task, "grade_group", None)
+            if grade_group is not None:
+                return check_outcomes(grade_group(problem, list(texts)), len(texts), grade_group)
+            return [check_outcome(self.task.grade(problem, text), self.task.grade) for text in texts]
+        except BaseException as error:  # noqa: BLE001 (reported with its cause)
+            # Only a text of the policy exhausts the stack or the memory of a shipped grader.
+            if isinstance(error, MemoryError | RecursionError) and has_shipped_grader(self.task):
+                return [timeout_score(_cause(error))] * len(texts)
+            return [Ungraded("infra_failed", _cause(error))] * len(texts)
+
+
+def has_shipped_grader(task: Task) -> bool:
+    """Tells whether the texts of a task are graded by a function of this package."""
+    return not hasattr(task, "grade_group") and is_shipped(getattr(task, "grade", None))
+
+
+def check_outcomes(values: object, count: int, grade: Callable) -> list[Outcome]:
+    """Returns one outcome for each of `count` texts that `grade` graded together."""
+    if not isinstance(values, list | tuple) or len(values) != count:
+        what = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
+        cause = f"{describe_function(grade)} returned {what} for {count} texts; return a list with a number for each"
+        return [Ungraded("infra_failed", cause)] * count
+    return [check_outcome(value, grade) for value in values]
+
+
+def check_outcome(value: object, grade: Callable) -> Outcome:
+    """Returns the outcome of a value that `grade` returned, which should be a Score or a number."""
+    try:
+        score = to_score(value)
+    except ValueError as error:
+        return Ungraded("infra_failed", f"{describe_function(grade)} returned {error}")
+    return replace(score, note=score.note[:MAX_NOTE_CHARS])
+
+
+def _cause(error: BaseException) -> str:
+    """Returns the error and where it was raised."""
+    # An error inside a library says little by itself, so the line of the grader's own file that led there comes along.
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    if not own or own[-1] is frames[-1]:
+        return error_line(error)
+    return f"{error_line(error)}, called from {os.path.basename(own[-1].filename)}:{own[-1].lineno}"

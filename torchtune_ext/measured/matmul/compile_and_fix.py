@@ -1,0 +1,89 @@
+"""Compile and fix: a conversation in which a program is written, checked, and mended by what the compiler and the test said.
+
+    user       Write a function in C ...
+    assistant  ```c ... ```
+    user       compile_error: program.c:4:27: error: expected ';' before '}' token ... Write the whole program again.
+    assistant  ```c ... ```
+
+Programs are checked as for `Matmul` (measured/check.py), in the process of the environment, and are not timed. A right
+program is rewarded, however many turns it took.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from torchtune_ext.measured.bench import CHECKERS
+from torchtune_ext.measured.check import Checker
+from torchtune_ext.measured.compiler import Compiler
+from torchtune_ext.measured.kernel import Kernel
+from torchtune_ext.measured.matmul.prompts import messages, short_messages
+from torchtune_ext.measured.matmul.task import ALL_STAGE, PROMPT_KINDS, make_kernels, problem_id
+from torchtune_ext.measured.sandbox import SandboxError
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.tasks.task import Message, Problem, Turn
+
+MAX_FEEDBACK_CHARS = 600  # of what a turn reads about its program: the first errors, which cause the others
+
+
+class CompileAndFix:
+    """The task.
+
+    Args:
+        kernels: what to ask for, and at which sizes, as in `Matmul`.
+        max_turns: programs that a conversation may have.
+        prompt: "long", in words; "short" for a model that was warmed up on it (programs.py).
+        compiler: "gcc" or "clang", or a path; None: as found.
+
+    Raises:
+        ValueError: an argument is out of its range, or there is no compiler.
+    """
+
+    def __init__(
+        self,
+        kernels: Mapping[str, int | Sequence[int]] | None = None,
+        max_turns: int = 4,
+        prompt: str = "long",
+        compiler: str | None = None,
+    ) -> None:
+        if prompt not in PROMPT_KINDS:
+            raise UsageError(f"prompt={prompt!r}: choose one of {', '.join(PROMPT_KINDS)}")
+        self._kernels = {problem_id(each): each for each in make_kernels({"dgemm": 64} if kernels is None else kernels)}
+        self.max_turns, self._prompt = max_turns, prompt
+        self._compiler = Compiler.find(compiler)
+
+    def __len__(self) -> int:
+        return len(self._kernels)
+
+    def __getitem__(self, index: int) -> Problem:
+        name, kernel = list(self._kernels.items())[index]
+        return Problem(name, (short_messages if self._prompt == "short" else messages)(kernel, ALL_STAGE), name)
+
+    def environment(self, problem: Problem, seed: int) -> "CompileAndFixEnv":
+        return CompileAndFixEnv(self._kernels[problem.answer], self._compiler)
+
+    def solution(self, problem: Problem) -> list[Message]:
+        """Returns a conversation in which the first program, the kernel's own, is right."""
+        return [{"role": "assistant", "content": f"```c\n{self._kernels[problem.answer].naive}```"}]
+
+
+class CompileAndFixEnv:
+    """The environment. The reward is 1 for a program that is right, else 0."""
+
+    def __init__(self, kernel: Kernel, compiler: Compiler) -> None:
+        self._kernel, self._compiler = kernel, compiler
+
+    def step(self, message: Message) -> Turn:
+        """Raises SandboxError, OSError: the machine failed, and nothing is known about the program."""
+        key = problem_id(self._kernel)
+        try:
+            if key not in CHECKERS:
+                CHECKERS[key] = Checker(self._kernel, self._compiler)
+            verdict = CHECKERS[key].check(message["content"])
+        except (SandboxError, OSError):
+            # The checker may be broken, so the next turn makes another one.
+            CHECKERS.drop(key)
+            raise
+        parts = {"accuracy": float(verdict.outcome == "ok"), "compiled": float(verdict.stage == "verify")}
+        if verdict.outcome == "ok":
+            return Turn(reward=1.0, done=True, parts=parts)
+        answer = f"{verdict.outcome}: {verdict.note[:MAX_FEEDBACK_CHARS].strip()}\n\nWrite the whole program again."
+        return Turn([{"role": "user", "content": answer}], parts=parts, note=verdict.note)

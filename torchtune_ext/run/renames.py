@@ -1,0 +1,126 @@
+"""The modules that moved since an earlier version, so that a message can name the new one."""
+
+import ast
+from collections.abc import Iterator
+
+PACKAGE_PREFIX = "torchtune_ext."
+PIPELINE_MODULES = ("groups", "episodes", "advantages", "evaluation", "rollout", "source", "packing")
+# Old name -> new name below the package, of modules and of names in a module. No old name exists today.
+RENAMED_MODULES = {
+    **{name: f"pipeline.{name}" for name in PIPELINE_MODULES},
+    **{name: f"training.{name}" for name in ("replay", "teacher")},
+    **{f"training.{name}": f"setup.{name}" for name in ("checks", "plan")},
+    **{f"host.{name}": f"cli.{name}" for name in ("plugin", "cli", "doctor", "gguf", "serve", "engine_install")},
+    **{
+        f"training.settings.{name}": f"training.precision.{name}"
+        for name in ("chosen_dtype", "computes_in_bfloat16", "dtype_note")
+    },
+    "buffer": "pipeline.staleness",
+    "host.dry_run": "setup.dry_run",
+    "host.knobs": "cli.config",
+    "host.nodes": "setup.config_records",
+    "host.on_ray": "cluster.ray_command",
+    "host.opening": "setup.header",
+    "host.parts": "setup.run_components",
+    "measured.ray_connect": "cluster.connection",
+    "sweep.cli": "cli.sweep",
+    "training.settings": "setup.config_checks",
+    "training.start": "setup.machine_checks",
+    "cluster.on_ray": "cluster.ray_command",
+    "grading.calls": "grading.outcomes",
+    "grading.rehearsal": "grading.self_check",
+    "measured.matmul.mending": "measured.matmul.compile_and_fix",
+    "measured.values": "measured.dataflow",
+    "pipeline.buffer": "pipeline.staleness",
+    "policy.sharded": "policy.sharding",
+    "policy.streamed": "policy.streaming",
+    "run.janitor": "run.reaper",
+    "run.moved": "run.renames",
+    "run.parent": "run.process_env",
+    "sampling.calls": "sampling.backend",
+    "sampling.courier": "sampling.weight_sender",
+    "sampling.early": "sampling.prestart",
+    "sampling.lane": "sampling.replica",
+    "sampling.records": "sampling.types",
+    "sampling.vllm_core": "sampling.vllm_backend",
+    "settings.kinds": "settings.yaml_types",
+    "setup.nodes": "setup.config_records",
+    "setup.opening": "setup.header",
+    "setup.parts": "setup.run_components",
+    "setup.settings": "setup.config_checks",
+    "setup.start": "setup.machine_checks",
+    "sweep.file": "sweep.spec",
+    "tasks.functions": "tasks.grade_functions",
+    "tasks.order": "tasks.problem_stream",
+    "tasks.regions": "tasks.number_sets",
+    "tasks.values": "tasks.prose_values",
+    "telemetry.heading": "telemetry.report_header",
+    "telemetry.page_file": "telemetry.html_page",
+    "telemetry.rollouts": "pipeline.rollout_store",
+    "telemetry.summary": "telemetry.step_metrics",
+    "training.agreement": "training.mismatch",
+    "training.life": "training.recipe_runner",
+    "training.trained": "training.trainable",
+    "grading.grader.results": "grading.grader.gather_results",
+    "grading.rehearsal.rehearse": "grading.self_check.check_grading",
+    "measured.kernel.SMALLEST": "measured.kernel.SMALLEST_DENORMAL",
+    "objective.importance.METHODS": "objective.importance.IMPORTANCE_METHODS",
+    "pipeline.advantages.refilled": "pipeline.advantages.select_groups",
+    "pipeline.advantages.with_advantages": "pipeline.advantages.assign_advantages",
+    "pipeline.buffer.depth_of": "pipeline.staleness.resolve_prefetch_steps",
+    "pipeline.evaluation.accuracy": "pipeline.evaluation.compute_accuracy",
+    "pipeline.groups.graded": "pipeline.groups.outcomes_for_task",
+    "pipeline.source.prompt_fault": "pipeline.source.make_prompt_check",
+    "policy.builder.on_meta": "policy.builder.build_on_meta",
+    "policy.scratch.Shape": "policy.scratch.ModelShape",
+    "run.errors.Mistake": "run.errors.UsageError",
+    "run.errors.text_of": "run.errors.describe_error",
+    "run.files.explained": "run.files.explain_os_errors",
+    "run.output.labelled": "run.output.format_labels",
+    "run.output.say": "run.output.print_text",
+    "settings.config.record": "settings.config.settings_snapshot",
+    "setup.checks.prompt_lengths": "setup.checks.measure_prompts",
+    "setup.opening.say_opening": "setup.header.print_run_header",
+    "setup.opening.say_ready": "setup.header.print_engine_ready",
+    "setup.parts.make_parts": "setup.run_components.build_components",
+    "tasks.order.Usable": "tasks.problem_stream.UsableProblems",
+    "telemetry.metrics.Metrics": "telemetry.metrics.MetricLogger",
+    "telemetry.profile.Profile": "telemetry.profile.StepProfiler",
+    "telemetry.summary.Stopwatch": "telemetry.step_metrics.Timer",
+    "telemetry.summary.clock_metrics": "telemetry.step_metrics.timing_metrics",
+    "training.checkpoints.checkpoint_to_go_on_from": "training.checkpoints.find_resume_checkpoint",
+    "training.checkpoints.standing": "training.checkpoints.status_message",
+    "training.export.own_prompts": "training.export.describe_prompt_source",
+    "training.learner.over_updates": "training.learner.mean_over_updates",
+}
+
+
+def current_name(name: str) -> str | None:
+    """Returns the present dotted name of a module or of a part of it, or None if it did not move."""
+    below = name.removeprefix(PACKAGE_PREFIX)
+    if below == name:
+        return None
+    parts = below.split(".")
+    # The longest old name counts: a function may have left a module that moved elsewhere.
+    for end in range(len(parts), 0, -1):
+        if new := RENAMED_MODULES.get(".".join(parts[:end])):
+            return ".".join([PACKAGE_PREFIX + new, *parts[end:]])
+    return None
+
+
+def outdated_imports(source: bytes) -> str:
+    """Returns "torchtune_ext.OLD moved to torchtune_ext.NEW, ..." for the imports of a Python file; "" if none moved."""
+    names = dict.fromkeys(_imports(ast.parse(source)))
+    return ", ".join(f"{name} moved to {new}" for name in names if (new := current_name(name)))
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                # A name that moved with its module needs no word of its own.
+                whole = current_name(node.module)
+                yield node.module if whole and current_name(name) == f"{whole}.{alias.name}" else name

@@ -1,0 +1,288 @@
+"""The records of the sampling stage: configs go in, completions, reports and counters come out, and its two errors."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import numpy as np
+from pydantic import BeforeValidator, Field
+
+from torchtune_ext.run.errors import RunFailure, UsageError
+from torchtune_ext.settings.records import Seconds, config_record
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM has room for these; a rank between is padded to the next
+TRANSFERS = ("auto", "shm", "nccl", "gloo")
+CANARY_REQUESTS = 32  # at most in flight; a step of an engine has rows for them besides those of `max_num_seqs`
+
+
+class Priority(IntEnum):
+    """Who goes first where requests wait: at the throttle, and in vLLM's own queue."""
+
+    CANARY = 0  # waits for no place of the throttle: all wait for it, and it is few and short (CANARY_REQUESTS)
+    EVALUATION = 1  # gets the next places; it belongs to one version, so nothing may be published while one is drawn
+    TURN = 2  # a later turn of a conversation, most of which is still in the prefix cache
+    SAMPLE = 3  # what is trained on
+    SCORE = 4  # asks for the log-probs of its own prompt, and so for a prefill without the prefix cache
+
+
+class EngineFailed(RunFailure):
+    """The engine could not be brought back; the message holds the cause and the end of the engine's log."""
+
+
+class WeightsIncomplete(RunFailure):
+    """The last publication broke off while copying, and the engine has to load it: publish again."""
+
+
+def _one_text(address: Any) -> Any:
+    """Returns the addresses of a list, or of a text with commas, as one text."""
+    if address is None:
+        return None
+    several = address if isinstance(address, list | tuple) else [address]
+    return ",".join(word.strip().rstrip("/") for each in several for word in str(each).split(","))
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+@config_record("engine")
+class EngineConfig:
+    """The keys of `engine:`, how vLLM engines are built. Raises ValueError for values that exclude each other."""
+
+    backend: str = Field(default="vllm", description='"vllm", or the dotted path of a backend class')
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        default="auto", description="dtype of weights and KV cache in the engine; auto: the trainer's `dtype`"
+    )
+    max_model_len: int = Field(default=4096, ge=1, description="most tokens of prompt + completion of one request")
+    kv_cache_bytes: int | None = Field(
+        default=None, ge=1, description="KV cache of each engine; null: 1 GiB on CPU, gpu_memory_utilization on GPU"
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.85, gt=0, le=1, description="share of the GPU for weights + KV cache, if kv_cache_bytes is null"
+    )
+    tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs of one engine")
+    max_concurrency: int | None = Field(
+        default=None, ge=1, description="in-flight requests of one engine; null: adapts to the engine's own counters"
+    )
+    max_num_seqs: int | None = Field(
+        default=None, ge=1, description="requests of one engine step without the canary; null: 256 on CPU, 1024 on GPU"
+    )
+    max_num_batched_tokens: int | None = Field(
+        default=None, ge=1, description="tokens of one engine step; null: vLLM's choice"
+    )
+    block_size: int | None = Field(
+        default=None, ge=1, description="tokens of a KV block; null: 32 on CPU, vLLM's choice on GPU"
+    )
+    devices: str | None = Field(
+        default=None,
+        description="GPUs, as in CUDA_VISIBLE_DEVICES; one engine per `tensor_parallel_size` of them; null: inherited",
+    )
+    count: int | None = Field(default=None, ge=1, description="engines on a CPU; null: from devices or address, else 1")
+    threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="threads of each engine on a CPU; null: the trainer's if it waits for a large model, else 1",
+    )
+    kv_on_publish: Literal["recompute", "keep"] = Field(
+        default="recompute", description="KV cache of in-flight requests after a weight sync: recompute or keep"
+    )
+    sleep: bool = Field(
+        default=False, description="colocated engine: release GPU memory between sampling and weight sync"
+    )
+    address: Annotated[str | None, BeforeValidator(_one_text, json_schema_input_type=str | list[str] | None)] = Field(
+        default=None,
+        description='"http://host:port" of running vLLM servers, a list or with commas; null: engines of this run. '
+        "Their API key is in TORCHTUNE_EXT_API_KEY",
+    )
+    transfer: Literal["auto", "shm", "nccl", "gloo"] = Field(
+        default="auto",
+        description="weight transfer to servers: shared memory, or a network backend; auto: as the server says",
+    )
+    lora_rank: int | None = Field(
+        default=None, ge=1, le=LORA_RANKS[-1], description="rank of published adapters; set by the recipe"
+    )
+    lora_targets: tuple[str, ...] = Field(
+        default=(), description='layers with an adapter, e.g. "q_proj"; empty: all that vLLM can adapt'
+    )
+    quantization: dict[str, Any] = Field(
+        default_factory=dict, description="quantization_config of published weights; set by the recipe"
+    )
+    seed: int = Field(default=0, description="seed of requests without a seed")
+    start_deadline_s: Seconds = Field(default=600.0, description="deadline of the engine's start")
+    rpc_deadline_s: Seconds = Field(
+        default=300.0, description="deadline of one engine call (weights, pause, resume), seconds"
+    )
+    probe_interval_s: Seconds = Field(
+        default=2.0, description="seconds without output before a health check of a busy engine"
+    )
+    probe_deadline_s: Seconds = Field(
+        default=30.0, description="timeout of a health check; above the slowest engine step, seconds"
+    )
+    max_failures: int = Field(
+        default=3, ge=1, description="crashes in a row without a finished request that end the run"
+    )
+    extra_args: dict[str, Any] = Field(default_factory=dict, description="further arguments of vLLM's AsyncEngineArgs")
+
+    def with_trainer_defaults(self, dtype: str, threads: int | None = None) -> "EngineConfig":
+        """A copy with the trainer's dtype and `threads`, where nothing else is set."""
+        return replace(self, dtype=dtype if self.dtype == "auto" else self.dtype, threads=self.threads or threads)
+
+    def __post_init__(self) -> None:
+        if self.kv_on_publish == "keep" and self.sleep:
+            raise UsageError(
+                "engine.kv_on_publish=keep with engine.sleep: what sleeps loses its KV cache; use 'recompute'"
+            )
+        if self.address is None and self.transfer not in ("auto", "shm"):
+            raise UsageError(
+                f"engine.transfer={self.transfer} without engine.address: an engine of this run reads the trainer's memory; "
+                "leave it out, or name a server"
+            )
+        if self.quantization and self.dtype == "float32":
+            raise UsageError(
+                "engine.dtype=float32 with quantized weights: vLLM computes around them in bfloat16; set it so"
+            )
+        if not all(_is_address(each) for each in self.addresses):
+            raise UsageError(
+                f"engine.address is {self.address!r}: write it as 'http://host:port', several with commas between"
+            )
+        for name, several in (("devices", self.device_names), ("address", self.addresses)):
+            if twice := [each for each in several if several.count(each) > 1]:
+                raise UsageError(f"engine.{name} is {getattr(self, name)!r}, which names {twice[0]} twice")
+        count = len(self.addresses) or len(self.device_names) // self.tensor_parallel_size
+        if self.count is not None and count and self.count != count:
+            where = f"address={self.address!r}"
+            if not self.addresses:
+                where = f"devices={self.devices!r} with tensor_parallel_size={self.tensor_parallel_size}"
+            raise UsageError(f"engine.count is {self.count}, but engine.{where} makes {count}; leave engine.count out")
+
+    @property
+    def device_names(self) -> list[str]:
+        """The devices, one by one; empty where none are named."""
+        return [each.strip() for each in str(self.devices or "").split(",") if each.strip()]
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses, one by one; empty for engines of our own."""
+        return self.address.split(",") if self.address is not None else []
+
+
+@config_record("sampling")
+class SamplingConfig:
+    """The keys of `sampling:`, the sampling parameters of completions."""
+
+    max_tokens: int = Field(ge=1, description="most tokens of a completion")
+    temperature: float = Field(
+        default=1.0, ge=0, allow_inf_nan=False, description="usually 1.0; 0, greedy, only where nothing is trained"
+    )
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="nucleus sampling; below 1 log-probs are renormalized; 1: off"
+    )
+    top_k: int = Field(default=0, ge=0, description="top-k sampling; 0: off")
+    stop_token_ids: tuple[int, ...] = Field(
+        default=(),
+        description="a completion ends with, and contains, the first of these; empty: the model's end tokens",
+    )
+    seed: int | None = Field(
+        default=None, description="seed of requests, from (seed, group, sample index); null: not reproducible"
+    )
+    early_stop_logprob: float | None = Field(
+        default=None,
+        lt=0,
+        description="running mean log-prob (nats) below which a completion is stopped, e.g. -3.0; null: off",
+    )
+    early_stop_decay: float = Field(
+        default=0.992, gt=0, lt=1, description="decay of the running mean; 0.992 averages about 125 tokens"
+    )
+    early_stop_min_tokens: int = Field(default=64, ge=1, description="tokens before the first early stop")
+
+    def with_default_stops(self, ids: Sequence[int]) -> "SamplingConfig":
+        """A copy with these stops, where no others are set."""
+        return self if self.stop_token_ids else replace(self, stop_token_ids=tuple(ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled completion of R tokens."""
+
+    tokens: np.ndarray  # [R] int32, ids as sampled, with the stop token when it was sampled
+    logprobs: np.ndarray  # [R] float32, nats: of the sampled tokens under the sampling temperature
+    versions: np.ndarray  # [R] int32, policy version that produced each token
+    finish_reason: str  # "stop", "length", "early_stop" or "abort"
+    cached_prompt_tokens: int = 0  # prompt tokens that came out of the prefix cache
+    # [P - 1] float32, nats: of the prompt's tokens from the second on, where they were asked for (`Priority.SCORE`)
+    prompt_logprobs: np.ndarray | None = None
+    # [start, stop) of each turn of a conversation in `tokens`. Between two turns stands the environment's answer, which
+    # was not sampled: its log-probs are 0. Empty: all of `tokens` was sampled.
+    turns: tuple[tuple[int, int], ...] = ()
+    # For each turn, how many tokens its context keeps of the path before it (the prompt, or the turn before it with
+    # that turn's context). The rest of its context stands before the turn in `tokens`. Empty: every turn keeps all.
+    kept_prefix_lens: tuple[int, ...] = ()
+
+    @property
+    def sampled_spans(self) -> tuple[tuple[int, int], ...]:
+        """The turns. A completion that is no conversation has one."""
+        return self.turns or ((0, len(self.tokens)),)
+
+    @property
+    def sampled_indices(self) -> np.ndarray:
+        """The places [S] of the sampled tokens in `tokens`."""
+        return np.concatenate([np.arange(*span) for span in self.sampled_spans])
+
+    def turn_paths(self, prompt_len: int) -> Iterator[np.ndarray]:
+        """Yields the path of each turn, its context and itself, as indices into `prompt` tokens and then `tokens`."""
+        path, begin = np.arange(prompt_len), prompt_len
+        for (_, stop), keeps in zip(
+            self.sampled_spans, self.kept_prefix_lens or (None,) * len(self.sampled_spans), strict=True
+        ):
+            path = np.concatenate([path[:keeps], np.arange(begin, prompt_len + stop)])
+            begin = prompt_len + stop
+            yield path
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """What one publication of weights took, and what was sent."""
+
+    bytes: int  # size of the published tensors
+    checksums: dict[str, int]  # checksum of each of them, by name
+    copy_s: float  # seconds to copy them into shared memory; the engine goes on sampling meanwhile
+    pause_s: float  # seconds in which the engine sampled nothing, with load_s in it
+    load_s: float  # seconds the engine took to load them
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryAnswer:
+    """What one engine says when it is asked what it samples with."""
+
+    engine: str  # its name in messages
+    completions: list[list[Completion]]  # of each prompt
+    checksums: list[dict[str, int | None]]  # of each worker, as `Engine.checksums` returns them
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The counters of all engines since the start of the run. A restart of an engine does not reset them."""
+
+    prefix_queries: int  # prompt tokens looked up in the prefix cache
+    prefix_hits: int  # prompt tokens that were found there
+    preemptions: int  # requests thrown out of a full KV cache and computed again later
+    max_kv_usage: float  # highest share of an engine's KV cache in use
+    running: int  # requests in the last steps of the engines
+    waiting: int  # requests in their queues then
+    concurrency: int  # limit of requests in flight now
+    completed: int  # requests finished, whatever the reason
+    tokens: int  # tokens sampled in finished requests
+    restarts: int  # times an engine was started again after a failure
+    healthy: int = 1  # engines that sample now
+    retired: int = 0  # engines that failed too often and are not started again
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """The share of the prompt tokens that were not computed again."""
+        return self.prefix_hits / self.prefix_queries if self.prefix_queries else 0.0

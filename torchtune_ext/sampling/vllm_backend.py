@@ -1,0 +1,222 @@
+"""vLLM engines: what all share (`VLLMCore`, also of `server.ServerCore`), and the engine of our own (`RemoteCore`)."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torchtune_ext.sampling import prestart
+from torchtune_ext.sampling.backend import BackendCrashed, EngineRequest, EngineStepStats, call_with_deadline
+from torchtune_ext.sampling.child_process import ChildProcess, log_tail
+from torchtune_ext.sampling.engine_args import LOOPBACK_VARIABLES, engine_environment
+from torchtune_ext.sampling.prestart import child_environment
+from torchtune_ext.sampling.types import Completion, EngineConfig
+from torchtune_ext.sampling.weight_buffer import WeightBuffer
+
+ALREADY_ACTIVE = "weight update is already active"  # vLLM's answer when an update was begun and never finished
+
+
+class VLLMBackend:
+    """The half of a `Backend` that speaks of weights. `Backend` says what its methods promise."""
+
+    def __init__(self, config: EngineConfig, on_step: Callable[[EngineStepStats], None], salt_prefix: str = ""):
+        """Args: on_step: takes the counters of each step; life: prefix of salts, where others use the engine."""
+        self.config, self.on_step, self._salt_prefix = config, on_step, salt_prefix
+        self.num_self_preempted = 0  # requests that our own pauses have thrown out, and that have not come again yet
+        self._waiting = 0  # requests that wait in the engine's own queue, as of its last step
+        self.requests: dict[str, EngineRequest] = {}
+        self.cache_tokens = self.block_size = self.vocab_size = 0  # known after the launch
+        self.sleep_level = 0  # level of sleep
+        self.stats_error: Exception | None = None  # the error of our own code over a step's counters
+        self.uses_adapter = False  # whether requests use the adapter
+        self.cache_salt: str | None = None  # only requests of the same salt share a prefix
+
+    @property
+    def is_dead(self) -> bool:
+        raise NotImplementedError
+
+    def describe_exit(self) -> str:
+        raise NotImplementedError
+
+    def rpc(self, method: str, /, **arguments: Any) -> Awaitable[Any]:
+        """Calls a method of `AsyncLLM`, by its name there. Raises CoreLost, ValueError."""
+        raise NotImplementedError
+
+    def report_step(self, step: EngineStepStats) -> None:
+        """Hands the counters of a step on, without the preemptions by our own pauses."""
+        # A pause that clears the cache throws out every running request, as a full cache would. vLLM counts that with
+        # the request's next token. The throttle would take it for a limit that was too high.
+        forgiven = min(step.preempted, self.num_self_preempted)
+        self.num_self_preempted, self._waiting = self.num_self_preempted - forgiven, step.waiting
+        self.on_step(replace(step, preempted=step.preempted - forgiven))
+
+    async def quick_call(self, method: str, /, **arguments: Any) -> Any:
+        """A call that the engine answers between two steps. Raises CoreLost, ValueError."""
+        return await call_with_deadline(self, self.rpc(method, **arguments), self.config.probe_deadline_s, method)
+
+    async def slow_call(self, method: str, /, **arguments: Any) -> Any:
+        """A call that moves weights, and may take long. Raises CoreLost, ValueError."""
+        return await call_with_deadline(self, self.rpc(method, **arguments), self.config.rpc_deadline_s, method)
+
+    async def ping(self, deadline_s: float) -> None:
+        await call_with_deadline(self, self.rpc("is_paused"), deadline_s, "is_paused")
+
+    async def load(self, buffers: Sequence[WeightBuffer], version: int) -> tuple[float, float]:
+        await self.ping(self.config.probe_deadline_s)
+        if not buffers:
+            if self.sleep_level:
+                await self.slow_call("wake_up")
+                self.sleep_level = 0
+            await self.quick_call("update_weight_version", new_version=str(version))
+            return 0.0, 0.0
+        if self.sleep_level:
+            await self.slow_call("wake_up", tags=["weights"])
+        await self.init_transfer(buffers)
+        started = time.monotonic()
+        try:
+            await self.quick_call("pause_generation", mode="keep", clear_cache=False)
+            if self.config.kv_on_publish == "recompute":
+                # This throws out all requests in flight, and their keys and values are computed again.
+                self.num_self_preempted = max(0, len(self.requests) - self._waiting)
+                if not await self.quick_call("reset_prefix_cache", reset_running_requests=True):
+                    raise BackendCrashed(
+                        "the engine refused to clear its KV cache, and would go on with keys and values of the old weights"
+                    )
+            else:
+                # Requests in flight keep their old keys and values. New ones have another salt and never find them.
+                self.cache_salt = f"{self._salt_prefix}-{version}"
+            loading = time.monotonic()
+            for buffer in buffers:
+                await self.load_buffer(buffer, version)
+            loaded = time.monotonic()
+            if self.sleep_level:
+                await self.slow_call("wake_up", tags=["kv_cache", "scheduling"])
+                self.sleep_level = 0
+            await self.quick_call("resume_generation")
+        except ValueError as error:
+            # The engine is paused with weights that may be half loaded, so this life is over.
+            raise BackendCrashed(f"the engine refused an update that had begun: {error}") from error
+        return time.monotonic() - started, loaded - loading
+
+    async def init_transfer(self, buffers: Sequence[WeightBuffer]) -> None:
+        """Lets the engine open, and on a GPU pin, the trainer's memory. It samples meanwhile."""
+        await self.slow_call("init_weight_transfer_engine", init_info=buffers[0].address())
+
+    async def load_buffer(self, buffer: WeightBuffer, version: int) -> None:
+        """Loads a buffer while the engine is paused."""
+        await self.begin_update(buffer)
+        await self.transfer_tensors(buffer)
+        await self.finish_update(buffer, version)
+
+    async def begin_update(self, buffer: WeightBuffer) -> None:
+        """Begins an update. For an adapter there is nothing to begin."""
+        if buffer.adapter is not None:
+            return
+        try:
+            return await self.slow_call("start_weight_update")
+        except BackendCrashed as error:
+            if ALREADY_ACTIVE not in str(error):
+                raise
+        # A trainer before us died in an update. Finishing it gives every layer a whole set of tensors, whatever they
+        # hold, and ours then overwrite them.
+        try:
+            await self.slow_call("finish_weight_update")
+            await self.slow_call("start_weight_update")
+        except BackendCrashed as error:
+            raise BackendCrashed(
+                f"it is in the midst of an update of another trainer that cannot be finished; start the server again ({error})"
+            ) from error
+
+    async def transfer_tensors(self, buffer: WeightBuffer, broadcast: bool = False) -> None:
+        """Lets the engine take the tensors from the trainer's memory, or from a broadcast of the sender."""
+        if buffer.adapter is None:
+            await self.slow_call("update_weights", update_info=buffer.manifest)
+        elif broadcast:
+            await self.slow_call("collective_rpc", method="receive_adapter", args=[buffer.manifest, buffer.adapter])
+        else:
+            arguments = [buffer.address(), buffer.manifest, buffer.adapter]
+            await self.slow_call("collective_rpc", method="load_adapter", args=arguments)
+
+    async def finish_update(self, buffer: WeightBuffer, version: int) -> None:
+        """Ends an update, and labels what is sampled from then on."""
+        if buffer.adapter is None:
+            await self.slow_call("finish_weight_update", weight_version=str(version))
+        else:
+            await self.quick_call("update_weight_version", new_version=str(version))
+            self.uses_adapter = True
+
+    async def checksums(self) -> list[dict[str, int | None]]:
+        return await self.quick_call("collective_rpc", method="checksums")
+
+    async def weight_version(self) -> int:
+        return int(await self.quick_call("get_weight_version"))
+
+    async def sleep(self, level: int) -> None:
+        await self.ping(self.config.probe_deadline_s)
+        self.num_self_preempted = max(0, len(self.requests) - self._waiting)
+        await self.slow_call("sleep", level=level, mode="keep")
+        self.sleep_level = level
+
+
+class RemoteBackend(ChildProcess, VLLMBackend):
+    """The process of the client of our own vLLM engine. `Backend` says what its methods promise."""
+
+    def __init__(
+        self,
+        model_dir: str,
+        config: EngineConfig,
+        log_path: Path,
+        temp_dir: str,
+        on_step: Callable[[EngineStepStats], None],
+    ):
+        """Starts the client's process; it imports vLLM in the background. `launch` waits for it. Raises OSError."""
+        VLLMBackend.__init__(self, config, on_step)
+        self.log = log_path
+        self._configured = False
+        self.log_start = log_path.stat().st_size if log_path.exists() else 0
+        environ = engine_environment(config) | prestart.CLIENT_VARIABLES | {"TMPDIR": temp_dir} | LOOPBACK_VARIABLES
+        environ = child_environment(environ | {"VLLM_RPC_BASE_PATH": temp_dir})
+        first, begun = [model_dir, config, str(log_path), environ], prestart.take_prestarted()
+        ChildProcess.__init__(
+            self, "the engine's client", prestart.CLIENT_MODULE, log_path, self._handle_event, first, environ, begun
+        )
+
+    def configure(self) -> None:
+        """Waits for vLLM's configuration. Raises ValueError when vLLM refuses it; OSError when the client is lost."""
+        try:
+            asyncio.run_coroutine_threadsafe(self._configure(), self._loop).result()
+        except BackendCrashed as error:
+            raise OSError(f"{error}\n--- end of the engine's log ---\n{self.log_tail()}") from error
+
+    async def _configure(self) -> None:
+        await call_with_deadline(self, self.send_request("configure"), self.config.start_deadline_s, "configure")
+        self._configured = True
+
+    async def launch(self) -> None:
+        if not self._configured:
+            await self._configure()
+        self.cache_tokens, self.block, self.vocabulary = await call_with_deadline(
+            self, self.send_request("launch"), self.config.start_deadline_s, "launch"
+        )
+
+    async def generate(self, request: EngineRequest) -> Completion:
+        with request.track_in(self.requests):
+            # A copy is without the task, which lives in this process and cannot be pickled.
+            return await self.send_request("generate", replace(request), self.cache_salt, self.uses_adapter)
+
+    def rpc(self, method: str, /, **arguments: Any) -> Awaitable[Any]:
+        return self.send_request("engine", method, arguments)
+
+    def log_tail(self) -> str:
+        return log_tail(self.log, self.log_start)
+
+    def _handle_event(self, kind: str, value: Any) -> None:
+        if kind == "dead":
+            self.exit_reason = value
+        elif kind == "step" and self.stats_error is None:
+            try:
+                self.report_step(value)
+            except Exception as error:  # noqa: BLE001 (the lane ends the run over it)
+                self.stats_error = error  # the lane ends the run over it

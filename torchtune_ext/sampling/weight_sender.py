@@ -1,0 +1,102 @@
+"""The trainer's end of the sender: brings weights to servers, one after the other, each within a deadline."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from torchtune_ext.sampling.backend import BackendCrashed, crash_on_timeout, gather_or_cancel
+from torchtune_ext.sampling.child_process import ChildProcess
+from torchtune_ext.sampling.types import EngineConfig
+from torchtune_ext.sampling.weight_buffer import WeightBuffer
+
+log = logging.getLogger(__name__)
+
+SENDER_MODULE = "torchtune_ext.sampling.broadcast"
+SENDER_START_S = 60.0  # seconds until a new sender answers: a Python that imports torch
+
+
+class Receiver(Protocol):
+    """What the courier uses of a `ServerCore`."""
+
+    config: EngineConfig
+    address: str
+    connection_id: str
+    transfer: str
+    workers: int
+
+    async def slow_call(self, method: str, /, **arguments: Any) -> Any: ...
+
+    async def begin_update(self, buffer: WeightBuffer) -> None: ...
+
+    async def transfer_tensors(self, buffer: WeightBuffer, broadcast: bool = False) -> None: ...
+
+    async def finish_update(self, buffer: WeightBuffer, version: int) -> None: ...
+
+
+class WeightSender:
+    """Owns the sender of a run. All methods run in the engine's asyncio thread."""
+
+    def __init__(self, log_path: Path):
+        """Starts nothing yet. Args: log_path: takes what the sender says."""
+        self._log_path = log_path
+        self._sender: ChildProcess | None = None
+        # The sender is in a group of its own with each server, so that none waits for another's network.
+        self._joined: dict[str, str] = {}  # address of a server -> life of the connection whose group the sender is in
+        self._turn = asyncio.Lock()  # one transfer at a time
+        self._closed = False
+
+    def start(self) -> ChildProcess:
+        """Starts the sender, which takes seconds to come up, unless there is one. Raises OSError, CoreLost."""
+        if self._closed:
+            raise BackendCrashed("the engine was closed")
+        if self._sender is None or self._sender.is_dead:
+            self._sender, self._joined = ChildProcess("the sender", SENDER_MODULE, self._log_path), {}
+        return self._sender
+
+    async def stop(self) -> None:
+        """Ends the sender, and what is on its way."""
+        self._closed = True
+        await self._kill()
+
+    async def update_server(self, backend: Receiver, buffer: WeightBuffer, version: int) -> None:
+        """Updates the server of `core`, and labels what it samples as `version`. Raises CoreLost."""
+        async with self._turn:
+            try:
+                await self._send(backend, buffer, version)
+            except BaseException as error:
+                # After a transfer that broke off, the sender's group may be in any state. The next gets a new one.
+                await self._kill()
+                if not isinstance(error, Exception):
+                    raise
+                message = f"weights did not reach {backend.address}: {error or repr(error)}"
+                log.warning(message)
+                raise BackendCrashed(message) from error
+
+    async def _send(self, backend: Receiver, buffer: WeightBuffer, version: int) -> None:
+        limit_s, address = backend.config.rpc_deadline_s, backend.address
+        sender, init = self.start(), None
+        # A server that was connected anew is not in the group of its last connection.
+        if self._joined.get(address) != backend.connection_id:
+            parts = urlsplit(address)
+            async with crash_on_timeout(SENDER_START_S, "the sender did not start"):
+                place = parts.hostname or "", parts.port or 80
+                init = await sender.send_request(
+                    "listen", address, backend.transfer, *place, 1 + backend.workers, limit_s
+                )
+        async with crash_on_timeout(limit_s, f"the sender did not bring version {version} to the server"):
+            if init is not None:
+                joins = backend.slow_call("init_weight_transfer_engine", init_info=init)
+                await gather_or_cancel(sender.send_request("join", address), joins)
+                self._joined[address] = backend.connection_id
+            await backend.begin_update(buffer)
+            # A broadcast ends only when both ends take part, so they run at the same time.
+            sending = sender.send_request("send", address, buffer.address()["path"], buffer.manifest, limit_s)
+            await gather_or_cancel(sending, backend.transfer_tensors(buffer, broadcast=True))
+            await backend.finish_update(buffer, version)
+
+    async def _kill(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            await sender.stop()

@@ -1,0 +1,170 @@
+"""Compares values of YAML with type annotations. YAML reads `No`, `42` and `Format: x` as something other than text."""
+
+import inspect
+import json
+import math
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from torchtune_ext.run.errors import UsageError, closest_match
+
+TYPE_TEXTS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+# YAML writes each of these as a list.
+LIST_TYPES = (list, tuple, set, frozenset, Sequence, MutableSequence, Collection, Iterable)
+
+
+def require_type(key: str, value: Any, kind: Any, default: Any = None) -> None:
+    """Raises ValueError if a value of YAML does not fit a type annotation. Unknown annotations fit every value."""
+    if not _fits(value, kind):
+        kinds = [each for each in union_members(kind) if each is not NoneType]
+        names = " or ".join(dict.fromkeys(_kind_text(each) for each in kinds))
+        usual = "" if default is None or default is inspect.Parameter.empty else f"; the default is {default!r}"
+        raise UsageError(f"{key}={value!r} must be {names}{_rewrite_hint(key, value, kinds) or usual}")
+
+
+def type_error_text(key: str, value: Any, field: FieldInfo) -> str:
+    """Returns the message for a value that the field of a record does not take."""
+    kinds = [each for each in union_members(field.annotation) if each is not NoneType]
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    what = f" ({field.description})" if field.description else ""
+    if isinstance(value, str) and words == [word for word in words if isinstance(word, str)] != []:
+        near = closest_match(value, words)
+        others = [_kind_text(kind) for kind in kinds if get_origin(kind) is not Literal]
+        meant = f"; did you mean {near!r}?" if near else ""
+        return f"{key}={value!r} is unknown: use {_either([*map(repr, words), *others])}{meant}"
+    null = ", or null" if NoneType in union_members(field.annotation) else ""
+    # A value out of range has the right kind.
+    hint = "" if _fits(value, field.annotation) else _rewrite_hint(key, value, kinds)
+    text = expected_text(field)
+    if key.endswith("_s"):
+        text = text.replace("a number", "a number of seconds", 1)
+    return f"{key}={value!r} must be {text}{null}{hint or what}"
+
+
+def expected_text(field: FieldInfo) -> str:
+    """Returns the values that a field takes besides null: "a whole number of at least 1"."""
+    texts = []
+    for member in _flatten_union(field.annotation):
+        kind, *constraints = get_args(member) if get_origin(member) is Annotated else [member]
+        bounds = [*constraints, *field.metadata] if kind in (int, float) else []
+        texts += [] if kind is NoneType else [_kind_text(kind) + _bounds_text(bounds)]
+    return " or ".join(dict.fromkeys(texts))
+
+
+def _bounds_text(constraints: Iterable[Any]) -> str:
+    """Returns the range of a number: " of at least 1", or "" if it has none."""
+    words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "at most"}
+    bounds = [
+        f"{text} {getattr(each, name):g}"
+        for each in constraints
+        for name, text in words.items()
+        if getattr(each, name, None) is not None
+    ]
+    return f" {' and '.join(bounds)}" if bounds else ""
+
+
+def union_members(kind: Any) -> list[Any]:
+    """Returns the members of a union, or the annotation itself, without the constraints of `Annotated`."""
+    members = [get_args(each)[0] if get_origin(each) is Annotated else each for each in _flatten_union(kind)]
+    # No value of YAML is a tensor.
+    return [each for each in members if getattr(each, "__name__", "") != "Tensor"] or members
+
+
+def _flatten_union(kind: Any) -> list[Any]:
+    union = get_origin(kind) in (Union, UnionType)
+    return [each for part in get_args(kind) for each in _flatten_union(part)] if union else [kind]
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Tells whether a value of YAML fits a type annotation, an unknown one always."""
+    if len(members := union_members(kind)) > 1:
+        return any(_fits(value, each) for each in members)
+    kind = members[0]
+    origin, inside = get_origin(kind) or kind, get_args(kind)
+    if origin in (int, float):
+        return isinstance(value, int if origin is int else int | float) and not isinstance(value, bool)
+    if origin in (bool, str, NoneType):
+        return isinstance(value, origin) or (origin is bool and value in (0, 1))
+    if origin in (Path, os.PathLike):
+        return isinstance(value, str | os.PathLike)
+    if origin is Literal:
+        return value in inside
+    # A component may take the dotted path of a function.
+    if origin is Callable:
+        return callable(value) or isinstance(value, str)
+    # A text is a sequence, too, but of letters.
+    if origin in LIST_TYPES:
+        if not isinstance(value, list | tuple) or len(value) != (_length(kind) or len(value)):
+            return False
+        each = inside if _length(kind) else inside[:1] * len(value) or [Any] * len(value)
+        return all(map(_fits, value, each))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        each = inside[1] if len(inside) == 2 else Any
+        return isinstance(value, Mapping) and all(_fits(item, each) for item in value.values())
+    return True
+
+
+def _length(kind: Any) -> int | None:
+    """Returns the number of items of a tuple whose annotation fixes it, otherwise None."""
+    # Many write tuple[str] for tuple[str, ...].
+    fixed = get_origin(kind) is tuple and ... not in get_args(kind) and len(get_args(kind)) > 1
+    return len(get_args(kind)) if fixed else None
+
+
+def _kind_text(kind: Any) -> str:
+    origin, inside = get_origin(kind) or kind, get_args(kind)
+    if origin is Literal:
+        return _either(list(map(repr, inside)))
+    if origin in LIST_TYPES:
+        items = " or ".join(map(_kind_text, union_members(inside[0]))) if inside and inside[0] is not Any else ""
+        return f"a list{f' of {_length(kind)}' if _length(kind) else ''}{f', each item {items}' if items else ''}"
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return "a mapping"
+    others = {Path: "a path", os.PathLike: "a path", Callable: "a function"}
+    return (TYPE_TEXTS | others).get(origin) or f"a {getattr(origin, '__name__', origin)}"
+
+
+def _either(texts: list[str]) -> str:
+    """Returns "a, b or c"."""
+    return " or ".join([*([", ".join(texts[:-1])] if texts[1:] else []), texts[-1]])
+
+
+def _rewrite_hint(key: str, value: Any, kinds: list[Any]) -> str:
+    """Returns the end of a message: how to write the value so that YAML reads it as one of the kinds; "" if unknown."""
+    origins = [get_origin(kind) or kind for kind in kinds]
+    if {str, Path} & set(origins) or (Literal in origins and isinstance(value, bool)):
+        if isinstance(value, bool):
+            words = "yes, on and true" if value else "no, off and false"
+            quoted = json.dumps("yes" if value else "no")
+            return f", and YAML reads {words} as a truth value: quote it, '{key}={quoted}'"
+        only = " if the brackets belong to it" if isinstance(value, list) else ""
+        return f": quote it{only}, '{key}={json.dumps(_typed(value), ensure_ascii=False)}'"
+    if {int, float} & set(origins) and isinstance(value, str | float):
+        try:
+            number = float(value)
+        except ValueError:
+            return ""
+        whole = number.is_integer()
+        if not math.isfinite(number):
+            return ""
+        return f": {key}={int(number) if whole else number}" if float in origins or whole else ""
+    if isinstance(value, str | int | float) and any(
+        each in LIST_TYPES and not _length(kind) for each, kind in zip(origins, kinds, strict=True)
+    ):
+        return f": {key}=[{value}]"
+    return f", as in {key}.NAME=VALUE" if "a mapping" in map(_kind_text, kinds) else ""
+
+
+def _typed(value: Any) -> str:
+    """Returns the words that YAML has read as a mapping, a list or a number."""
+    if isinstance(value, Mapping):
+        # "{question}" and "Question:" are the same mapping to YAML. The first one is meant more often.
+        braces = all(each is None and " " not in str(key) for key, each in value.items())
+        parts = [f"{key}" if braces else f"{key}: {_typed(each)}".rstrip() for key, each in value.items()]
+        return f"{{{', '.join(parts)}}}" if braces else ", ".join(parts)
+    return f"[{', '.join(map(_typed, value))}]" if isinstance(value, list) else str("" if value is None else value)

@@ -1,0 +1,165 @@
+"""What a run says before it begins: what it trains, where, on what, and into which files."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.policy.lora import adapter_names
+from torchtune_ext.run.output import ENGINE_READY_PREFIX, format_labels, print_text
+from torchtune_ext.sampling.engine_args import engine_configs, log_name
+from torchtune_ext.setup.config_checks import AGGREGATIONS
+from torchtune_ext.setup.config_records import AdvantageConfig, GRPOConfig
+from torchtune_ext.setup.run_components import RunComponents
+from torchtune_ext.tasks.grade_functions import describe_function
+from torchtune_ext.tasks.problem_stream import SHUFFLE_LIMIT
+from torchtune_ext.tasks.task import ConversationTask, SelfGradingTask, Task
+from torchtune_ext.training.distributed import Ranks
+from torchtune_ext.training.precision import dtype_note
+from torchtune_ext.training.trainable import FullWeights, LoRAWeights
+
+
+def print_run_header(components: RunComponents) -> None:
+    """Prints what a GRPO recipe says before its engine starts."""
+    cfg, output = components.cfg, components.cfg.output_dir
+    # The file is of our own graders. A task that grades itself starts others.
+    texts = [task for task in (components.task, components.eval_task) if task and not isinstance(task, SelfGradingTask)]
+    printed = "; graders print into grader.log" if texts and not components.replay else ""
+    often = _interval_text(cfg.checkpoints.every) if cfg.checkpoints.every < cfg.max_steps else "at the end"
+    lines = [
+        ("model", model_text(components.hf_model, components.meta_model, components.trainable)),
+        (
+            "device",
+            f"{device_text(components.ranks)}; {components.precision}{dtype_note(cfg.dtype, components.ranks.device.type)}",
+        ),
+        ("objective", objective_text(components.loss, cfg.advantage, cfg.aggregation, cfg.refill_rounds, cfg.preset)),
+        ("problems", problems_text(cfg, components.task, components.eval_task, components.train_eval_overlap)),
+        ("files", f"{output}; a checkpoint {often}{printed}"),
+    ]
+    if components.replay:
+        lines.append(("replay", str(components.replay)))
+    else:
+        ahead = (
+            f"; samples ahead: staleness {cfg.staleness}, depth {components.staleness_scheduler.prefetch_steps}"
+            if cfg.staleness
+            else ""
+        )
+        engine = components.precision.engine
+        count, log = len(engine_configs(engine)), f"{output}/{log_name(engine)}"
+        begun = f"starting, its log: {log}" if count == 1 else f"starting {count} of them, their logs: {log}"
+        begun += f"; {engine.threads} threads" if (engine.threads or 1) > 1 else ""
+        lines.append(("engine", f"{f'connecting to {engine.address}' if engine.address else begun}{ahead}"))
+        if components.teacher_model:
+            lines.append(
+                (
+                    "teacher",
+                    f"{components.teacher_model.path}, in an engine of its own: {output}/teacher/{log_name(engine)}",
+                )
+            )
+    evaluated = components.eval_task is not None and not components.replay
+    # The best checkpoint is chosen by its accuracy, which it has only if both intervals meet at its step.
+    every, evaluates = cfg.checkpoints.every, cfg.evaluation.every
+    if evaluated and every < cfg.max_steps and every % evaluates:
+        lines.append(
+            (
+                "best",
+                f"only a checkpoint that is written when the run evaluates has an accuracy; with checkpoints.every={every} and "
+                f"evaluation.every={evaluates} that is each {math.lcm(every, evaluates)} steps. Let checkpoints.every be a "
+                "multiple of evaluation.every",
+            )
+        )
+    print_text(format_labels(lines))
+
+
+def print_engine_ready(seconds: float) -> None:
+    """Prints that the engine is ready, `seconds` after its start."""
+    print_text(f"{ENGINE_READY_PREFIX} {seconds:.0f} s")
+
+
+def model_text(hf_model: HFModel, model: nn.Module, trainable: FullWeights | LoRAWeights | str) -> str:
+    """What is trained: "models/Q7: qwen2 of 28 layers, 7.62 billion parameters; trains all weights"."""
+    # Adapters are counted by themselves: the first number is the size of the model as it is known.
+    adapters, sizes = adapter_names(model), {name: param.numel() for name, param in model.named_parameters()}
+    whole = sum(size for name, size in sizes.items() if name not in adapters)
+    text = f"{hf_model.path}: {hf_model.config['model_type']} of {hf_model.config.get('num_hidden_layers')} layers, {parameters_text(whole)}"
+    part = f" ({parameters_text(sum(sizes[name] for name in adapters))})" if adapters else ""
+    return f"{text} parameters; trains {trainable}{part}"
+
+
+def parameters_text(number: int) -> str:
+    """A number of parameters in few digits: "7.62 billion"."""
+    if number >= 1e9:
+        return f"{number / 1e9:.3g} billion"
+    if number >= 1e6:
+        return f"{number / 1e6:.3g} million"
+    return f"{number / 1e6:.1f} million" if number >= 1e5 else f"{number:,}"
+
+
+def device_text(ranks: Ranks) -> str:
+    """Where the trainer computes: "16 processes on 2 machines (8 on a, 8 on b), each on NVIDIA H100 80GB HBM3"."""
+    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else str(ranks.device)
+    processes = "1 process" if ranks.world_size == 1 else f"{ranks.world_size} processes"
+    where, hosts = "on", list(dict.fromkeys(ranks.hosts))
+    if hosts[1:]:
+        where = (
+            f"on {len(hosts)} machines ({', '.join(f'{ranks.hosts.count(host)} on {host}' for host in hosts)}), each on"
+        )
+    return f"{processes} {where} {device}{copies_text(ranks.world_size, ranks.shards)}"
+
+
+def copies_text(ranks: int, shards: int) -> str:
+    """How many copies of the weights there are, if several: "; 2 copies of the weights, each on 8 of them"."""
+    return f"; {ranks // shards} copies of the weights, each on {shards} of them" if shards < ranks else ""
+
+
+def problems_text(cfg: GRPOConfig, task: Task, held_out: Task | None, overlap: Sequence[str] = ()) -> str:
+    """What is asked: "Math, 7,473; each step takes 32 with 16 samples each; held out: ..."."""
+    # A task of generated problems gives a length beyond this limit.
+    number = f"{len(task):,}" if len(task) <= SHUFFLE_LIMIT else "made without end"
+    text = f"{_task_text(task)}, {number}; each step takes {cfg.prompts_per_step} with {cfg.samples_per_prompt} samples each"
+    text += ", so some more than once" if len(task) < cfg.prompts_per_step else ""
+    if isinstance(task, ConversationTask):
+        text += f", conversations of up to {task.max_turns} turns, {cfg.grader.workers} at a time"
+    if held_out is None:
+        return f"{text}; none held out"
+    shared = f", {len(overlap):,} of them ALSO TRAINED ON ({overlap[0]} for one)" if overlap else ""
+    return (
+        f"{text}; held out: {_task_text(held_out)}, {len(held_out):,}{shared}, {_interval_text(cfg.evaluation.every)}"
+    )
+
+
+def _interval_text(steps: int) -> str:
+    return f"every {steps} steps" if steps > 1 else "every step"
+
+
+def _task_text(task: Task) -> str:
+    """A task with its name and the user's function that grades it: "Jsonl rows by my_reward.near (my_reward.py:5)"."""
+    # A function of the user's stands in the instance; a method `grade` of a task of ours is in its class.
+    own = getattr(task, "__dict__", {})
+    own = own.get("grade") or own.get("grade_group")
+    name = getattr(task, "name", None)
+    words = [
+        type(task).__name__,
+        *([name] if isinstance(name, str) else []),
+        *([f"by {describe_function(own)}"] if own else []),
+    ]
+    return " ".join(words)
+
+
+def objective_text(
+    loss: Any, advantage: AdvantageConfig, aggregation: str, refill_rounds: int, preset: str | None
+) -> str:
+    """The objective: "clip 0.2/0.28 per token, TIS <= 2, advantage mean/group_std, token mean; preset clip_higher"."""
+    # It is spelled out beside the preset, whose settings the user may have overridden.
+    parts = [_loss_text(loss), str(advantage), AGGREGATIONS[aggregation]]
+    if refill_rounds:
+        parts.append(f"up to {refill_rounds} refills")
+    return f"{', '.join(parts)}; {'no preset' if preset is None else f'preset {preset}'}"
+
+
+def _loss_text(loss: Any) -> str:
+    # A loss of the user's may have no text. Then it is shown by the name of its class or function.
+    return getattr(loss, "__name__", type(loss).__name__) if type(loss).__str__ is object.__str__ else str(loss)

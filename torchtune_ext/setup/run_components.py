@@ -1,0 +1,357 @@
+"""The parts of a GRPO run before it starts: made from its settings, and tried with each other."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torchtune.modules import TransformerDecoder
+
+from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.grading import Grader, answer_faults, check_grading, open_graders
+from torchtune_ext.pipeline.groups import Group
+from torchtune_ext.pipeline.rollout import GroupStream
+from torchtune_ext.pipeline.source import RolloutSource, make_prompt_check
+from torchtune_ext.pipeline.staleness import StalenessScheduler, resolve_prefetch_steps
+from torchtune_ext.policy.builder import build_on_meta
+from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.policy.lora import adapter_names
+from torchtune_ext.policy.streaming import streamed_logprobs
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.run.folder import RunFolder
+from torchtune_ext.sampling import prestart
+from torchtune_ext.sampling.engine import Engine, SamplingConfig, find_backend
+from torchtune_ext.sampling.engine_args import engine_configs, engine_threads
+from torchtune_ext.sampling.types import EngineConfig
+from torchtune_ext.settings.components import instantiate
+from torchtune_ext.settings.config import named_paths, settings_snapshot
+from torchtune_ext.setup.checks import (
+    check_engine,
+    check_loss,
+    check_optimizer,
+    check_prompts,
+    check_task,
+    check_tokenizer,
+    find_eval_overlap,
+    max_positions,
+    require_rows,
+)
+from torchtune_ext.setup.config_checks import check_settings
+from torchtune_ext.setup.config_records import GRPOConfig, RolloutConfig, TeacherConfig
+from torchtune_ext.setup.machine_checks import (
+    disk_need,
+    require_disjoint_gpus,
+    require_disk,
+    require_gpus,
+    training_gpus,
+)
+from torchtune_ext.tasks.problem_stream import ProblemStream, UsableProblems
+from torchtune_ext.tasks.task import Task
+from torchtune_ext.training.distributed import Ranks
+from torchtune_ext.training.export import describe_prompt_source
+from torchtune_ext.training.learner import Learner
+from torchtune_ext.training.manifest import Identity, identify
+from torchtune_ext.training.mismatch import MismatchGate
+from torchtune_ext.training.precision import Precision, chosen_dtype
+from torchtune_ext.training.publish import Publisher, make_canary_groups
+from torchtune_ext.training.trainable import FullWeights, LoRAWeights, make_trainable, measure_rounding
+
+if TYPE_CHECKING:
+    from torchtune_ext.training.replay import Replay
+    from torchtune_ext.training.teacher import Teacher
+
+
+@dataclass(frozen=True, slots=True)
+class RunComponents:
+    """Parts that fit together. Until a method is called, no process has started and no weights are loaded."""
+
+    cfg: GRPOConfig
+    ranks: Ranks
+    hf_model: HFModel  # the model directory
+    meta_model: TransformerDecoder  # names and shapes, no weights
+    trainable: FullWeights | LoRAWeights
+    precision: Precision  # with the engine's settings
+    tokenizer: ChatTokenizer
+    task: Task
+    eval_task: Task | None
+    loss: Any
+    sampling: SamplingConfig  # with the ends of a turn as stops
+    staleness_scheduler: StalenessScheduler  # which groups may be sampled ahead
+    problems: ProblemStream
+    eval_problems: UsableProblems
+    train_eval_overlap: list[str]  # ids of held-out problems that are also trained on
+    canary_prompts: list[Group]  # prompts of the canary, without samples
+    replay: "Replay | None"
+    teacher_model: HFModel | None  # the teacher's directory
+
+    def check_start(self) -> None:
+        """Tries the graders, and looks for the GPUs that the run asks for and for room for its checkpoints.
+
+        Raises:
+            ValueError: nothing can be graded, the engine's GPUs are missing or train, or the disk holds no checkpoint.
+        """
+        # This comes before the folder of the run is touched, so that a run that cannot start leaves nothing behind.
+        self.check_grading()
+        cfg, engine = self.cfg, self.precision.engine
+        if not self.replay:
+            find_backend(engine.backend)
+            require_gpus(engine)
+            require_disjoint_gpus(engine, training_gpus() if self.ranks.device.type == "cuda" else [])
+            if self.teacher_model:
+                self.check_teacher_engine()
+        else:
+            # `tune run` has begun the process of an engine, unless it saw `replay` in the command line.
+            prestart.discard_prestarted()
+        sizes = {name: p.numel() for name, p in self.meta_model.named_parameters()}
+        adapters = adapter_names(self.meta_model)
+        total = sum(sizes.values())
+        trained = sum(size for name, size in sizes.items() if not adapters or name in adapters)
+        require_disk(disk_need(cfg, total, trained, self.precision.dtype), cfg.output_dir)
+
+    def check_teacher_engine(self) -> None:
+        """Looks for what the teacher's engine needs here. Raises Mistake."""
+        engine = self.teacher_engine_config()
+        try:
+            find_backend(engine.backend)
+            require_gpus(engine)
+            engine_configs(engine)
+        except UsageError as error:
+            raise UsageError(f"teacher.{error}" if str(error).startswith("engine.") else str(error)) from None
+
+    def check_grading(self) -> None:
+        """Grades the tasks' own solutions in processes that end again. Raises ValueError if that cannot be done."""
+        if not self.replay:
+            self.eval_problems.load()
+            check_grading([self.task, self.eval_task], self.cfg.grader)
+
+    def checkpoint_identity(self, run: str) -> Identity:
+        """Returns what checkpoints of a run with this id belong to."""
+        return identify(run, self.hf_model, self.meta_model, self.trainable.spec)
+
+    @property
+    def prompt_source(self) -> str:
+        """What the models in checkpoints make prompts with, if not with the files of model_dir (`own_prompts`)."""
+        return describe_prompt_source(self.hf_model, self.tokenizer)
+
+    def make_exporter(self, model: nn.Module) -> Callable[..., None]:
+        """Returns what writes the files for other tools into a folder of a checkpoint (`Checkpoints.save`)."""
+        return self.trainable.make_exporter(model, self.hf_model, self.precision.dtype, self.tokenizer)
+
+    def open_folder(self) -> RunFolder:
+        """Begins the run in its folder, or continues it. Locks the folder, and may set an earlier run aside."""
+        folder = RunFolder(self.cfg.output_dir)
+        resumes = folder.should_resume(self.cfg.resume_from_checkpoint)
+        folder.start_run(settings_snapshot(self.cfg), resumes, inputs=named_paths(self.cfg), saves=True)
+        return folder
+
+    def open_graders(self) -> list[Grader]:
+        """Starts what grades the task and the held-out task."""
+        # Where groups are sampled ahead, grading goes on while the trainer computes.
+        cfg, tasks = self.cfg, [self.task, self.eval_task]
+        return open_graders(
+            tasks, cfg.grader, beside_training=self.staleness_scheduler.prefetch_steps > 0, folder=cfg.output_dir
+        )
+
+    def teacher_engine_config(self) -> EngineConfig:
+        """Returns the settings of the teacher's engine.
+
+        Raises:
+            ValueError: they are wrong, or the teacher would take a GPU of the trainer or of the engine.
+        """
+        cfg = self.cfg
+        # By default it has the trainer's dtype ("torch.bfloat16" without "torch.") and as many threads as the engine.
+        policy = cfg.engine.with_trainer_defaults(str(self.precision.dtype)[6:], self.precision.engine.threads)
+        engine = cfg.teacher.engine_config(policy)
+        if self.ranks.device.type == "cuda" and engine.address is None:
+            taken = [*training_gpus(), *self.precision.engine.device_names]
+            # Where trainer and engine share a GPU, a teacher whose KV cache has a bound may share it, too.
+            shares = engine.devices is None and self.precision.engine.devices is None and engine.kv_cache_bytes
+            apart = engine.device_names and not set(engine.device_names) & set(taken)
+            if not shares and not apart:
+                raise UsageError(
+                    f"teacher.engine.devices={engine.devices!r}: a teacher needs a GPU that neither trains nor samples (taken: "
+                    f"{', '.join(taken)}); name one, or let all share one by engine.devices=null with "
+                    f"teacher.engine.kv_cache_bytes"
+                )
+        return engine
+
+    def make_teacher(self) -> "Teacher | None":
+        """Returns what scores samples, not started; None without a teacher."""
+        if self.teacher_model is None:
+            return None
+        # A run without a teacher does not import its module.
+        from torchtune_ext.training.teacher import Teacher
+
+        return Teacher(self.teacher_model, self.teacher_engine_config(), Path(self.cfg.output_dir) / "teacher")
+
+    def make_source(
+        self, engine: Engine | None, graders: Sequence[Grader], config: RolloutConfig
+    ) -> "RolloutSource | Replay":
+        """Returns where the groups of a step come from.
+
+        Ranks without an engine get none. The graders try the right answers of held-out problems now, and of others
+        before they are used.
+        """
+        cfg = self.cfg
+        for grader, problems in zip(graders, (self.problems, self.eval_problems), strict=False):
+            problems.check_answers(partial(answer_faults, grader))
+        return self.replay or RolloutSource(
+            self.staleness_scheduler,
+            GroupStream(engine, self.tokenizer, graders[0]) if engine else None,
+            self.problems,
+            num_samples=cfg.samples_per_prompt,
+            sampling=self.sampling,
+            seed=cfg.seed,
+            deadline_s=config.deadline_s,
+        )
+
+    def make_publisher(self, engine: Engine | None, learner: Learner) -> "tuple[MismatchGate, Publisher | Replay]":
+        """Returns the gate that compares trainer and engine, and what sends weights and has a canary pass that gate."""
+        logprobs_fn = partial(
+            streamed_logprobs,
+            make_model=partial(instantiate, self.cfg.model),
+            device=self.ranks.device,
+            temperature=learner.temperature,
+        )
+        noise = partial(measure_rounding, self.trainable, self.precision, learner.policy.model, logprobs_fn)
+        gate = MismatchGate(
+            self.cfg.max_mismatch,
+            measure_rounding=noise,
+            precision=self.precision.coarsest_name,
+            replay=self.replay is not None,
+            test_mean_weight=self.replay is None and not self.precision.is_mixed,
+            temperature=learner.temperature,
+        )
+        return gate, self.replay or Publisher(
+            engine,
+            learner,
+            self.trainable,
+            self.precision,
+            self.hf_model,
+            gate,
+            logprobs_fn,
+            self.canary_prompts,
+            self.sampling,
+        )
+
+
+def build_components(cfg: GRPOConfig, ranks: Ranks) -> RunComponents:
+    """Builds the parts that cost nothing, and tries them. `cfg`: the typed settings of a GRPO recipe (`load_config`).
+
+    Raises:
+        ValueError: settings or parts do not fit each other; the message names key, value and fix.
+    """
+    hf_model, meta_model, trainable, precision = build_model_components(cfg, ranks.device, ranks.shards)
+    tokenizer, task = instantiate(cfg.tokenizer), instantiate(cfg.task)
+    eval_task = instantiate(cfg.evaluation.task) if cfg.evaluation.task else None
+    loss, sampling = instantiate(cfg.loss), cfg.sampling.with_default_stops(tokenizer.stop_token_ids)
+    check_settings(cfg, loss)
+    cfg.logging.require_login()
+    check_task(task, "task")
+    if eval_task is not None:
+        check_task(eval_task, "evaluation.task", must_end=True)
+    adapters = adapter_names(meta_model)
+    trained_dims = {param.ndim for name, param in meta_model.named_parameters() if not adapters or name in adapters}
+    check_optimizer(partial(instantiate, cfg.optimizer), trained_dims, ranks.device.type)
+    check_loss(loss)
+    check_engine(hf_model, precision.engine, meta_model)
+    require_rows(cfg.row_tokens, precision.engine)
+    check_tokenizer(tokenizer, hf_model, meta_model.tok_embeddings.num_embeddings, sampling.stop_token_ids)
+    check_prompts({"task": task, "evaluation.task": eval_task}, tokenizer, sampling, precision.engine, hf_model)
+    # A replay evaluates nothing.
+    overlap = [] if cfg.replay else find_eval_overlap(task, eval_task)
+    # A problem whose prompt leaves no room for an answer is passed over, like one that the task cannot give.
+    fault = make_prompt_check(tokenizer, precision.engine.max_model_len, sampling.max_tokens)
+    problems = ProblemStream(task, cfg.seed, check=fault)
+    # The canary's prompts are made before a checkpoint is loaded: later a task that adapts gives other problems.
+    canary = make_canary_groups(problems, tokenizer)
+    hf_model.require_fits(meta_model, new_params=adapters)
+    replay = None
+    if cfg.replay:
+        from torchtune_ext.training.replay import Replay
+
+        identity = identify("", hf_model, meta_model, trainable.spec)
+        replay = Replay(cfg.replay, settings_snapshot(cfg), identity, problems, tokenizer)
+    teacher_model = (
+        load_teacher_model(cfg.teacher, cfg.engine, tokenizer) if cfg.teacher.model_dir and not cfg.replay else None
+    )
+    held_out = UsableProblems(eval_task, check=fault)
+    return RunComponents(
+        cfg=cfg,
+        ranks=ranks,
+        hf_model=hf_model,
+        meta_model=meta_model,
+        trainable=trainable,
+        precision=precision,
+        tokenizer=tokenizer,
+        task=task,
+        eval_task=eval_task,
+        loss=loss,
+        sampling=sampling,
+        staleness_scheduler=StalenessScheduler(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.prefetch_steps),
+        problems=problems,
+        eval_problems=held_out,
+        train_eval_overlap=overlap,
+        canary_prompts=canary,
+        replay=replay,
+        teacher_model=teacher_model,
+    )
+
+
+def load_teacher_model(teacher: TeacherConfig, engine: EngineConfig, tokenizer: ChatTokenizer) -> HFModel:
+    """Returns the teacher's directory. Raises ValueError if it holds no model that can score the policy's tokens."""
+    # The checks are those of the policy's model, whose messages name the policy's keys.
+    try:
+        model = HFModel(str(teacher.model_dir))
+        if (longest := max_positions(model)) <= engine.max_model_len:
+            raise UsageError(
+                f"teacher.model_dir={teacher.model_dir} has {longest} positions, too few for a sample of "
+                f"engine.max_model_len={engine.max_model_len} and one token more; set engine.max_model_len={longest - 1}"
+            )
+        check_engine(model, teacher.engine_config(engine))
+        model.require_readable()
+    except UsageError as error:
+        message = f"teacher.{error}" if str(error).startswith(("model_dir", "engine.")) else str(error)
+        raise type(error)(message) from None
+    # The teacher scores the policy's token ids, so both need the same tokenizer.
+    try:
+        check_tokenizer(tokenizer, model)
+    except UsageError:
+        raise UsageError(
+            f"teacher.model_dir={teacher.model_dir} has another tokenizer than the policy, so it would score other tokens: "
+            "take a teacher of the policy's family"
+        ) from None
+    return model
+
+
+def build_model_components(
+    cfg: GRPOConfig, device: torch.device, shards: int = 1
+) -> tuple[HFModel, TransformerDecoder, FullWeights | LoRAWeights, Precision]:
+    """Returns the model directory, the model without weights, what is trained of it, and in which precision.
+
+    Args:
+        shards: into how many parts the weights are cut.
+
+    Raises:
+        ValueError: the model, its adapters or its precision are not supported.
+    """
+    hf_model, model = HFModel(cfg.model_dir), build_on_meta(partial(instantiate, cfg.model))
+    # What is trained and its precision also decide how the engine is started and what it is sent.
+    trainable = make_trainable(model, hf_model, section=cfg.model, adapters=cfg.adapters, shards=shards)
+    dtype = chosen_dtype(cfg.dtype, device.type, cfg.precision.fp8)
+    ahead = resolve_prefetch_steps(cfg.staleness, cfg.prefetch_steps) > 0
+    threads = engine_threads(cfg.engine, sum(p.numel() for p in model.parameters()), concurrent=ahead)
+    precision = Precision(
+        cfg.precision,
+        model,
+        hf_model,
+        dtype=dtype,
+        engine=trainable.configure_engine(cfg.engine.with_trainer_defaults(dtype, threads)),
+        device=device,
+        adapter=trainable.spec,
+        publish_mode=trainable.publish_mode,
+    )
+    return hf_model, model, trainable, precision

@@ -1,0 +1,324 @@
+"""The order of a run's problems, a pure function of the seed and a cursor."""
+
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from torchtune_ext.run.errors import UsageError, describe_error
+from torchtune_ext.tasks.task import AdaptiveTask, GradedGroup, Problem, Task
+
+log = logging.getLogger(__name__)
+
+SHUFFLE_LIMIT = 1 << 20  # longer tasks are generated, so their problems are independent and need no shuffling
+MAX_BAD_IN_A_ROW = 1000  # bad problems in a row that end the run
+MAX_ANSWERS_CHECKED = 1000  # held-out problems whose answers are tried
+MAX_BAD_NAMED = 5  # bad problems that one message names with their reasons
+
+ProblemCheck = Callable[[Problem], str]
+"""Says why a problem cannot be used, or "" where it can."""
+
+
+AnswerCheck = Callable[[Sequence[Problem]], list[str]]
+"""Grades the right answers of problems, and says for each why it cannot be used, or ""."""
+
+
+class TransientReason(str):
+    """A reason that another try may not find, such as a deadline missed on a busy machine."""
+
+
+def accept_problem(problem: Problem) -> str:
+    return ""
+
+
+def problem_index(cursor: int, length: int, seed: int) -> int:
+    """Returns the index of the `cursor`-th problem of a run. No problem repeats within an epoch."""
+    epoch, position = divmod(cursor, length)
+    if length > SHUFFLE_LIMIT:
+        return position
+    return _permutation(length, seed, epoch)[position]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """What a task gave for an index."""
+
+    index: int | None  # None: unknown
+    problem: Problem | None  # None: the task raised, or gave something else
+    reason: str = ""  # why it cannot be used; "": it can
+
+    def __str__(self) -> str:
+        place = "" if self.index is None else f"index {self.index}"
+        name = place if self.problem is None else f"{self.problem.id!r} ({place})" if place else repr(self.problem.id)
+        return f"{name}: {self.reason}"
+
+
+def is_adaptive(task: Task) -> TypeGuard[AdaptiveTask]:
+    """Tells whether a task chooses its next problems by the results of earlier ones."""
+    return hasattr(task, "observe")
+
+
+class ProblemStream:
+    """Hands out the problems of a task, which may adapt (`AdaptiveTask`), in the order of `seed`."""
+
+    # A bad problem is a broken row of the data, or one with a fault, such as a prompt that is too long. It is named,
+    # counted and passed over, so that one row does not end a run.
+    def __init__(self, task: Task, seed: int, check: ProblemCheck = accept_problem):
+        self.cursor = 0  # the next place of the order; a resumed run sets it
+        # Indices of bad problems, in the order in which the run met them. The run does not ask for them again, unless
+        # the task adapts: then an index may hold another problem by now, and may stand here several times.
+        self.skipped_indices: list[int] = []
+        self._task, self._seed = task, seed
+        self._adaptive = task if is_adaptive(task) else None
+        self._is_adaptive = self._adaptive is not None
+        self._check = check
+        self._answer_check: AnswerCheck | None = None
+        self._answer_reasons: dict[str, str] = {}  # what the trial said, by the id of a problem
+        self._transient: set[int] = set()  # indices in `skipped` that a resumed run tries again
+        # A generated puzzle takes milliseconds, so a thread makes the next problems while the run trains.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="problems")
+        self._prefetched: Future[dict[int, _Candidate]] | None = None  # candidates for the next places
+
+    def check_answers(self, check: AnswerCheck) -> None:
+        """Has each problem tried before it is handed out for the first time."""
+        self._answer_check = check
+
+    def next_problems(self, count: int) -> list[Problem]:
+        """Returns the next `count` problems. Raises what `draw` raises."""
+        return [problem for _, problem in self.next_with_positions(count)]
+
+    def next_with_positions(self, count: int) -> list[tuple[int, Problem]]:
+        """Returns the next `count` usable problems with their places. Raises ValueError if there are none."""
+        problems, bad = [], []
+        position, in_a_row, known = self.cursor, 0, set(self.skipped_indices)
+        # The loop below would never end.
+        if not self._is_adaptive and len(known) >= len(self._task):
+            raise UsageError(
+                f"all {len(self._task)} problems of the task are passed over, as the checkpoint says; set task as it was, or "
+                "begin a new run in another output_dir"
+            )
+        if self._prefetched is not None:
+            ahead = self._prefetched.result()
+        else:
+            ahead = (
+                {} if self._is_adaptive else self._make_candidates(range(position, position + count), frozenset(known))
+            )
+        while len(problems) < count:
+            index = self._index(position)
+            if self._is_adaptive or index not in known:
+                # Places may be missing in `ahead`, for instance after bad problems. `fault` measures the prompt with
+                # the tokenizer. The run uses that too, so this is not done ahead in the other thread.
+                candidate = ahead.get(position) or self._check_answers({position: self._ask(index, position)})[position]
+                candidate = _apply_check(candidate, self._check)
+                in_a_row = in_a_row + 1 if candidate.reason else 0
+                if candidate.reason:
+                    bad.append(candidate)
+                    known.add(index)
+                    # A task that adapts may yet ask something else, so only a long row of bad problems ends it.
+                    everything = not self._is_adaptive and len(known) >= len(self._task)
+                    if everything or in_a_row >= MAX_BAD_IN_A_ROW:
+                        what = f"all {len(self._task)} problems" if everything else f"{in_a_row} problems in a row"
+                        raise UsageError(_none_usable_message(what, candidate))
+                else:
+                    problems.append((position, candidate.problem))
+            position += 1
+        # Set at the end, so that a call that raises has passed over nothing.
+        self.cursor, self.skipped_indices = position, self.skipped_indices + [candidate.index for candidate in bad]
+        self._transient |= {candidate.index for candidate in bad if isinstance(candidate.reason, TransientReason)}
+        if bad:
+            log.warning("%s", _bad_problems_message("skipped", bad))
+        # The problems of a task that adapts depend on what becomes of these, so they cannot be made ahead.
+        if not self._is_adaptive:
+            self._prefetched = self._thread.submit(
+                self._make_candidates, range(position, position + count), frozenset(self.skipped_indices)
+            )
+        return problems
+
+    def first_problems(self, count: int) -> list[Problem]:
+        """Returns the first `count` usable problems by index, or fewer, without moving the cursor.
+
+        Raises ValueError if there are none.
+        """
+        return _find_usable(self._task, self._check, count, len(self._task))[0]
+
+    def problem_at(self, position: int) -> Problem | None:
+        """Returns the problem at a place of the order, or None if it cannot be used."""
+        index = self._index(position)
+        if index in self.skipped_indices and not self._is_adaptive:
+            return None
+        # The other thread ends first, since a task may draw from Python's own generator.
+        if self._prefetched is not None:
+            self._prefetched.exception()
+        candidate = _apply_check(self._ask(index, position), self._check)
+        return None if candidate.reason else candidate.problem
+
+    def restored_problem(self, position: int, stored: Problem) -> Problem | None:
+        """Returns the problem at a place of the order, or None if it is no longer the `stored` one."""
+        # A task that adapts may ask something else there by now, so it cannot be compared.
+        if self._is_adaptive:
+            return stored
+        problem = self.problem_at(position)
+        return problem if problem is not None and problem.id == stored.id else None
+
+    def observe(self, step: int, groups: Sequence[GradedGroup], folder: Path) -> dict[str, float]:
+        """Shows a task that adapts the groups of a step. Returns its metrics, and the number of skipped problems."""
+        values = {"problems/skipped": float(len(self.skipped_indices))} if self.skipped_indices else {}
+        return values | (self._adaptive.observe(step, groups, folder) if self._adaptive is not None else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs besides the cursor, JSON-able."""
+        # The key "learned" tells a task that has learned nothing yet from one that does not adapt.
+        state: dict[str, Any] = {"learned": self._adaptive.state_dict()} if self._adaptive is not None else {}
+        skipped = [index for index in self.skipped_indices if index not in self._transient]
+        return state | ({"skipped": skipped} if skipped else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over a `state_dict`. Raises ValueError if the task is another one, or has other settings."""
+        if ("learned" in state) != self._is_adaptive:
+            had, now = ("adapts", "does not") if "learned" in state else ("does not adapt", "does")
+            raise UsageError(
+                f"task: the one of the checkpoint {had} to what became of its problems, and that of this run {now}; set task "
+                "as it was, or begin a new run in another output_dir"
+            )
+        # The task may have other problems now, and fewer.
+        self.skipped_indices = [index for index in state.get("skipped", []) if index < len(self._task)]
+        if self._adaptive is not None:
+            self._adaptive.load_state_dict(state["learned"])
+
+    def _index(self, place: int) -> int:
+        return problem_index(place, len(self._task), self._seed)
+
+    def _make_candidates(self, places: range, skipped: frozenset[int]) -> dict[int, _Candidate]:
+        indices = {place: self._index(place) for place in places}
+        return self._check_answers(
+            {place: self._ask(index, place) for place, index in indices.items() if index not in skipped}
+        )
+
+    def _check_answers(self, candidates: dict[int, _Candidate]) -> dict[int, _Candidate]:
+        """Grades the right answers of problems that were not tried before, and gives each candidate its reason."""
+        # By id, because a task that adapts may hold another problem at an index by now.
+        good = [each.problem for each in candidates.values() if each.problem is not None and not each.reason]
+        if self._answer_check is not None and (
+            new := [problem for problem in good if problem.id not in self._answer_reasons]
+        ):
+            self._answer_reasons |= {
+                problem.id: reason for problem, reason in zip(new, self._answer_check(new), strict=True)
+            }
+        return {
+            place: _apply_check(candidate, lambda problem: self._answer_reasons.get(problem.id, ""))
+            for place, candidate in candidates.items()
+        }
+
+    def _ask(self, index: int, place: int) -> _Candidate:
+        adaptive = self._adaptive
+        return _make_candidate(index, lambda: self._task[index] if adaptive is None else adaptive.ask(index, place))
+
+
+class UsableProblems:
+    """The usable ones of the first `among` problems of a task (None: of all), made when they are first needed.
+
+    Without a task only `require` may be called.
+    """
+
+    def __init__(self, task: Task | None, check: ProblemCheck = accept_problem, limit: int | None = None):
+        self._task, self._check, self._limit = task, check, limit
+
+    @cached_property
+    def problems(self) -> list[Problem]:
+        """The problems that can be used. Raises ValueError if there are none."""
+        assert self._task is not None
+        among = self._num_candidates
+        problems, bad = _find_usable(self._task, self._check, among, among)
+        if bad:
+            log.warning("%s", _bad_problems_message(f"left out of the {among:,} of {type(self._task).__name__}", bad))
+        return problems
+
+    def check_answers(self, check: AnswerCheck) -> None:
+        """Leaves out the problems among the first `MOST_TRIED` whose answers cannot be graded."""
+        problems = self.problems[:MAX_ANSWERS_CHECKED]
+        reasons = {id(each): reason for each, reason in zip(problems, check(problems), strict=True) if reason}
+        if bad := [_Candidate(None, each, reasons[id(each)]) for each in problems if id(each) in reasons]:
+            log.warning(
+                "%s",
+                _bad_problems_message(f"left out of the {self._num_candidates:,} of {type(self._task).__name__}", bad),
+            )
+            if len(bad) == len(self.problems):
+                raise UsageError(_none_usable_message(f"all {len(bad)} problems", bad[-1]))
+            self.problems = [each for each in self.problems if id(each) not in reasons]
+
+    def load(self) -> None:
+        """Makes the problems now. Raises ValueError if there are none. Without a task it does nothing."""
+        if self._task is not None:
+            _ = self.problems
+
+    @property
+    def num_skipped(self) -> int:
+        """The number of problems that cannot be used."""
+        return self._num_candidates - len(self.problems)
+
+    @property
+    def _num_candidates(self) -> int:
+        if self._limit is not None:
+            return self._limit
+        assert self._task is not None
+        return len(self._task)
+
+
+def _find_usable(task: Task, check: ProblemCheck, count: int, limit: int) -> tuple[list[Problem], list[_Candidate]]:
+    """Returns the first `count` usable problems among the first `among`, and the bad ones before them."""
+    problems, bad = [], []
+    for index in range(limit):
+        if len(problems) == count:
+            break
+        candidate = _apply_check(_make_candidate(index, lambda index=index: task[index]), check)
+        if not candidate.reason:
+            problems.append(candidate.problem)
+            continue
+        bad.append(candidate)
+        if not problems and len(bad) >= MAX_BAD_IN_A_ROW:
+            break
+    if not problems and bad:
+        what = f"all {limit} problems" if len(bad) == limit else f"the first {len(bad)} problems"
+        raise UsageError(_none_usable_message(what, bad[-1]))
+    return problems, bad
+
+
+def _make_candidate(index: int, ask: Callable[[], Any]) -> _Candidate:
+    # Any error of the task's code makes the problem a bad one.
+    try:
+        problem = ask()
+    except Exception as error:  # noqa: BLE001 (the user's code; the error is named)
+        return _Candidate(index, None, describe_error(error))
+    if not isinstance(problem, Problem):
+        return _Candidate(index, None, f"the task gave {type(problem).__name__}, not a Problem")
+    return _Candidate(index, problem)
+
+
+def _apply_check(candidate: _Candidate, check: ProblemCheck) -> _Candidate:
+    if candidate.reason or candidate.problem is None:
+        return candidate
+    return replace(candidate, reason=check(candidate.problem))
+
+
+def _bad_problems_message(what: str, bad: Sequence[_Candidate]) -> str:
+    count = "1 problem is" if len(bad) == 1 else f"{len(bad)} problems are"
+    more = [repr(each.index if each.problem is None else each.problem.id) for each in bad[MAX_BAD_NAMED:]]
+    rest = f"; and {', '.join(more)}" if more else ""
+    return f"{count} {what}: {'; '.join(map(str, bad[:MAX_BAD_NAMED]))}{rest}"
+
+
+def _none_usable_message(what: str, last: _Candidate) -> str:
+    return f"{what} of the task cannot be used; the last one is {last}"
+
+
+# Two epochs, because the problems that are made ahead may cross into the next one.
+@lru_cache(maxsize=2)
+def _permutation(length: int, seed: int, epoch: int) -> list[int]:
+    # A text as the seed keeps neighboring seeds and epochs unrelated, and is the same in every process.
+    indices = list(range(length))
+    random.Random(f"{seed}/{epoch}").shuffle(indices)
+    return indices

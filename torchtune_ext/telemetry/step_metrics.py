@@ -1,0 +1,173 @@
+"""The metrics of a step: what its groups are like, and where its seconds went."""
+
+import logging
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from torchtune_ext.grading.environments import ENDINGS
+from torchtune_ext.pipeline.evaluation import compute_accuracy
+from torchtune_ext.pipeline.groups import Group
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.sampling.types import EngineStats
+
+log = logging.getLogger(__name__)
+
+
+class Timer:
+    """Adds up seconds by phase: `with watch("train"): ...`.
+
+    A phase inside another is a detail and has both names: "train/backward". Phases without a slash add up to the step.
+    """
+
+    def __init__(self) -> None:
+        self._phase = ""
+        self.seconds: dict[str, float] = defaultdict(float)  # since the last lap, by phase
+        self._lap_start = time.monotonic()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        outer, begin = self._phase, time.monotonic()
+        self._phase = f"{outer}/{name}" if outer else name
+        try:
+            # `record_function` shows the name in the traces of torch's profiler.
+            with torch.profiler.record_function(self._phase):
+                yield
+                # Kernels run later than they are launched. The phase that launched them waits for them, so that their
+                # seconds count there. Where CUDA is not in use, synchronizing would initialize it.
+                if torch.cuda.is_initialized():
+                    torch.cuda.synchronize()
+        finally:
+            self.seconds[self._phase] += time.monotonic() - begin
+            self._phase = outer
+
+    def lap(self) -> dict[str, float]:
+        """Returns `time/...` of all phases since the last lap, and `time/step`, the seconds of the lap itself."""
+        # One clock reading ends this lap and begins the next, so that no moment between them is lost.
+        now = time.monotonic()
+        values = {f"time/{name}": seconds for name, seconds in self.seconds.items()} | {
+            "time/step": now - self._lap_start
+        }
+        self.seconds.clear()
+        self._lap_start = now
+        return values
+
+
+def timing_metrics(values: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
+    """Returns the seconds of a step, and the tokens per second of sampling and of training.
+
+    The trainer's tokens are those of packed rows, where a shared prompt counts once.
+
+    Args:
+        values: the metrics of the step. Where tokens or their seconds are not counted there is no speed.
+        seconds: what `Stopwatch.lap` returned for the same step.
+    """
+    metrics, is_async = dict(seconds), "async/age_mean" in values
+    # An engine that samples ahead does so all the time, so its tokens are divided by the seconds of the whole step. The
+    # step only waits for what is not ready: a sum of two details, and no phase.
+    if is_async:
+        metrics["time/wait_for_rollouts"] = sum(
+            seconds.get(f"time/sample/{part}", 0.0) for part in ("generate", "grade")
+        )
+    for name, tokens, phase in (
+        ("sampled", "length/tokens", "time/step" if is_async else "time/sample/generate"),
+        ("trained", "pack/tokens", "time/train"),
+    ):
+        if tokens in values and seconds.get(phase):
+            metrics[f"speed/{name}_tokens_s"] = values[tokens] / seconds[phase]
+    return metrics
+
+
+def evaluation_metrics(
+    sampled: Sequence[Group], greedy: Sequence[Group], skipped: int = 0, first: bool = True
+) -> dict[str, float]:
+    """Metrics of an evaluation on held-out problems, of which `skipped` could not be used.
+
+    `sampled` has groups at the temperature of training, `greedy` the same problems. If none of either could be graded,
+    the `first` evaluation raises ValueError, and a later one has no metrics.
+    """
+    max_samples = max(len(group.samples) for group in sampled)
+    try:
+        drawn, best = compute_accuracy(sampled, (1, max_samples)), compute_accuracy(greedy)
+    except UsageError as error:
+        # A grader that worked before may be back for the next one.
+        if first:
+            raise
+        log.warning("this evaluation is left out: %s", error)
+        return {}
+    # pass@n is missing where a problem has fewer than n graded samples.
+    several = (
+        {"eval/pass_at_" + str(max_samples): drawn.pass_at[max_samples]}
+        if max_samples > 1 and max_samples in drawn.pass_at
+        else {}
+    )
+    return (
+        several
+        | ({"eval/skipped": float(skipped)} if skipped else {})
+        | {
+            "eval/accuracy_sampled": drawn.mean,
+            "eval/low": drawn.low,
+            "eval/high": drawn.high,
+            "eval/solved_sampled": drawn.pass_at[1],
+            "eval/accuracy_greedy": best.mean,
+            "eval/solved_greedy": best.pass_at[1],
+        }
+    )
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Lengths of all samples of the groups, and rewards of the graded ones with their parts."""
+    samples = [s for g in groups for s in g.samples]
+    scores = [s.score for s in samples if s.score is not None]
+    lengths = np.array([len(s.completion.sampled_indices) for s in samples])
+    values = {
+        "length/mean": float(lengths.mean()),
+        "length/max": float(lengths.max()),
+        "length/truncated": sum(s.completion.finish_reason == "length" for s in samples) / len(samples),
+        "length/tokens": float(lengths.sum()),
+    }
+    if any(s.completion.turns for s in samples):
+        turns, endings = [len(s.completion.turns) for s in samples], [s.completion.finish_reason for s in samples]
+        # Tokens that were not sampled are what the environment answered, and what the template put around it.
+        values["episode/turns"] = float(np.mean(turns))
+        values["episode/read_tokens"] = float(np.mean([len(s.completion.tokens) for s in samples]) - lengths.mean())
+        values |= {f"episode/{ending}": endings.count(ending) / len(endings) for ending in ENDINGS}
+    if scores:
+        rewards = np.array([score.reward for score in scores])
+        values |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+        # Some parts only some samples have, such as the speed of a program that runs. Their mean is over those. A text that
+        # hung the grader has no other part than "timed_out", and counts as 0 in the parts that all others have.
+        parts = [score.parts for score in scores]
+        graded = [set(score.parts) for score in scores if score.kind != "timed_out"]
+        shared = {"timed_out"} | (set.intersection(*graded) if graded else set())
+        for name in dict.fromkeys(name for each in parts for name in each):
+            part_values = [each.get(name, 0.0) for each in parts if name in each or name in shared]
+            values[f"reward/{name}"] = float(np.mean(part_values))
+    return values
+
+
+def engine_metrics(stats: EngineStats) -> dict[str, float]:
+    """What the engine has counted since the run began."""
+    return {
+        "engine/prefix_hit_rate": stats.prefix_hit_rate,
+        "engine/preemptions": float(stats.preemptions),
+        "engine/kv_max": stats.max_kv_usage,
+        "engine/concurrency": float(stats.concurrency),
+        "engines/healthy": float(stats.healthy),
+        "engines/restarts": float(stats.restarts),
+        "engines/retired": float(stats.retired),
+    }
+
+
+def memory_metrics() -> dict[str, float]:
+    """The most memory that this process has used since its start, in GiB."""
+    # Linux gives `ru_maxrss` in KiB.
+    values = {"memory/rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)}
+    if torch.cuda.is_available():
+        values["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / (1 << 30)
+    return values

@@ -1,0 +1,137 @@
+"""Runs a recipe from its first line to its exit status: signals, cleanup, ranks."""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from torchtune_ext.run.errors import FAILURE_STATUS, UsageError, exit_status_of
+from torchtune_ext.run.output import print_text
+from torchtune_ext.run.process_env import rank_and_world_size
+from torchtune_ext.run.stop import SIGNAL_NAMES, RunStopped, StopSignals
+from torchtune_ext.training.checkpoints import RunAlreadyComplete
+from torchtune_ext.training.collectives import MainRankFailure, announce_main_failure
+from torchtune_ext.training.distributed import close_ranks
+
+log = logging.getLogger(__name__)
+# Seconds that the interpreter has to end after all parts are closed.
+EXIT_S = 5.0
+
+
+class Recipe(Protocol):
+    """The methods that `run_recipe` calls. Their names are those of torchtune."""
+
+    stop: StopSignals  # its `standing` also says at the end what there is now
+
+    def setup(self) -> None: ...
+
+    def cleanup(self) -> None: ...  # must work however far `setup` came
+
+
+def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda recipe: recipe.train()) -> None:
+    """Makes a recipe, sets it up, runs `work` and cleans up.
+
+    However the run ends, its last words are those of `recipe.stop.standing`: where it stands, and how to go on.
+
+    Raises:
+        SystemExit: a signal stopped the run (status 130, 143 or 129, see `run/stop.py`).
+        Exception: what set-up and work raise, after the cleanup.
+    """
+    if not callable(work):
+        raise UsageError(
+            "run_recipe(GRPORecipe, cfg) is run_recipe(partial(GRPORecipe, cfg)) now. Fix: change the last lines"
+        )
+    recipe, stopped_by, ranks_in_step, setup_done, already_complete = make(), None, True, False, ""
+    is_distributed = rank_and_world_size()[1] > 1
+    with recipe.stop as stop:
+        # Until something else is known, the run has failed. The cleanup reports the status to the sinks of the metrics.
+        stop.exit_status = FAILURE_STATUS
+        try:
+            try:
+                recipe.setup()
+                setup_done = True
+                work(recipe)
+                stop.exit_status = 0
+            finally:
+                # Up to here a signal raises `Stopped`, even between two statements; what follows is not interrupted.
+                stop.begin_cleanup()
+        except RunAlreadyComplete as notice:
+            already_complete, stop.exit_status = str(notice), 0
+        except RunStopped as stopped:
+            stopped_by, ranks_in_step = stopped.signal, stopped.at_step_end
+            stop.exit_status = 128 + stopped_by
+        except Exception as error:
+            # The other ranks may wait for rank 0 without a deadline, so they hear of its failure first.
+            announce_main_failure()
+            # Some libraries turn an interruption into an error of their own. And if another rank was stopped a moment
+            # earlier, this rank sees a broken connection. Any other error has nothing to do with the signal.
+            is_peer_shutdown = stop.stop_requested and is_distributed and _is_peer_failure(error)
+            if not (stop.raised_by_handler or is_peer_shutdown):
+                stop.exit_status = exit_status_of(error) or FAILURE_STATUS
+                # These are gloo's words for the wait that ran out, and for those after it. On GPUs NCCL's watchdog ends the
+                # process and names the collective.
+                if is_distributed and any(
+                    words in str(error) for words in ("Timed out waiting", "Application timeout")
+                ):
+                    error.add_note(
+                        "Another rank did not come here within ranks.deadline_s: it was stopped or swapped out, it hangs, or "
+                        "its machine is gone (`py-spy dump --pid PID` shows where it stands). Mend that, or raise "
+                        "ranks.deadline_s if it needs so long"
+                    )
+                if setup_done and stop.prints_messages:
+                    error.add_note(stop.status_message())
+                raise
+            log.warning("while the run was being stopped: %s", (str(error).splitlines() or [repr(error)])[0])
+            assert stop.signal is not None  # since it raised, or was requested
+            stopped_by, ranks_in_step = stop.signal, False
+            stop.exit_status = 128 + stopped_by
+        finally:
+            recipe.cleanup()
+    message = already_complete or stop.status_message()
+    # The recipe holds the model, whose sharded weights keep the process group alive.
+    del recipe
+    # If the ranks did not stop together, this would wait for ranks that are stuck. torchrun ends those.
+    if ranks_in_step:
+        close_ranks()
+    if stopped_by is None:
+        if stop.prints_messages:
+            print_text(message)
+    else:
+        if stop.prints_messages:
+            saves = ". `kill` in place of Ctrl-C ends a run with its step, and saves it" * (stopped_by == signal.SIGINT)
+            print_text(f"Stopped by {SIGNAL_NAMES[stopped_by]}. {message}{saves}", sys.stderr)
+        # The interpreter waits for all threads at its end. If the signal interrupted the start of a thread, no part
+        # knows that thread and can end it.
+        threading.Thread(target=_exit_after_main_thread, args=[128 + stopped_by], daemon=True).start()
+        sys.exit(128 + stopped_by)
+
+
+def _is_peer_failure(error: Exception) -> bool:
+    """Tells whether an error says only that another rank has ended."""
+    # gloo raises plain RuntimeErrors, which name its source files.
+    if type(error) is RuntimeError:
+        return any(word in str(error) for word in ("Connection", "gloo", "NCCL"))
+    return isinstance(error, ConnectionError | dist.DistError | MainRankFailure)
+
+
+def _exit_after_main_thread(status: int) -> None:
+    """Ends the process if it is still alive `EXIT_S` seconds after the main thread has ended."""
+    threading.main_thread().join()
+    time.sleep(EXIT_S)
+    os._exit(status)
+
+
+def close_all(*components: Any) -> None:
+    """Closes every part that is not None, even if another one fails. A failure is logged."""
+    for part in components:
+        if part is not None:
+            try:
+                part.close()
+            except Exception:
+                log.exception("%s was not closed properly", type(part).__name__)

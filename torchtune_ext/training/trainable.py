@@ -1,0 +1,285 @@
+"""What of a model is trained: all its weights, or adapters over frozen ones.
+
+Each class knows both sides: what the trainer keeps and saves, and what the engine is started with and sent.
+
+part         reference                 sent to the engine                              checkpoint
+AllWeights   a copy of the weights     all weights                                     a model
+Adapters     the adapters switched     "adapter": the adapters, and once what they     the adapters, with
+             off                       stand on if that was rounded; "merged": all     `save_merged` the model, too
+                                       weights with the adapters merged
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torchtune.modules import TransformerDecoder
+
+from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.pipeline.packing import Row
+from torchtune_ext.policy.hf_model import HFModel, named_hf_tensors
+from torchtune_ext.policy.lora import (
+    AdapterDisabledReference,
+    AdapterSpec,
+    adapter_hf_tensors,
+    adapter_spec,
+    base_hf_tensors,
+    base_tensors,
+    merged_hf_tensors,
+    merged_tensors,
+)
+from torchtune_ext.run.errors import UsageError
+from torchtune_ext.sampling.engine_args import on_cpu
+from torchtune_ext.sampling.types import EngineConfig
+from torchtune_ext.settings.records import config_record
+from torchtune_ext.training.distributed import reduce_over_ranks
+from torchtune_ext.training.export import export_adapter, export_model
+from torchtune_ext.training.learner import Learner
+from torchtune_ext.training.mismatch import UpdateEffect, measure_update_effect
+from torchtune_ext.training.precision import Precision
+
+UNUSED_ADAPTER_FIXES = {
+    "adapter": "look for a request that does not name the adapter; with adapters.publish=merged none has to",
+    "merged": "look for keys and values of an earlier publication",
+}
+
+# Rows, weights -> log-probs of each row (`streamed_logprobs`).
+LogprobsFn = Callable[..., list[Tensor]]
+# (name, whole tensor)s, and PEFT's config where they are an adapter.
+WeightStream = tuple[Iterable[tuple[str, Tensor]], dict[str, Any] | None]
+
+
+@config_record("adapters")
+class AdapterConfig:
+    """The keys of `adapters:`, for a model with LoRA adapters; the model's builder says which (`model:`)."""
+
+    publish: Literal["auto", "adapter", "merged"] = Field(
+        default="auto", description="weights sent to the engine: adapter (applied by vLLM) or merged (whole weights)"
+    )
+    save_merged: bool = Field(default=False, description="checkpoints also hold the merged model")
+
+    def resolve_publish_mode(self, dora: bool, dtype: str) -> str:
+        """What goes to an engine in `dtype`: "adapter" or "merged"."""
+        # vLLM applies no DoRA, and on a GPU no adapter in float32.
+        if self.publish == "auto":
+            return "merged" if dora or (dtype == "float32" and _lora_needs_half()) else "adapter"
+        return self.publish
+
+
+def _lora_needs_half() -> bool:
+    """Whether vLLM applies adapters in half precision only, as it does on a GPU."""
+    # A CUDA build of vLLM may run on a machine without a GPU.
+    return not on_cpu() and torch.cuda.is_available()
+
+
+def make_trainable(
+    model: TransformerDecoder,
+    hf_model: HFModel,
+    section: Mapping[str, Any],
+    adapters: AdapterConfig,
+    shards: int = 1,
+) -> "FullWeights | LoRAWeights":
+    """The part of a model that is trained: its adapters if it has any, else all weights. It may lie on the meta device.
+
+    Raises ValueError for impossible adapters, or settings of adapters for a model without any.
+    """
+    # `node` is `model:` of the YAML, where a key may stand that the builder of the model has ignored.
+    spec = adapter_spec(model, hf_model, section, shards)
+    if spec is not None:
+        return LoRAWeights(spec, adapters)
+    if adapters != AdapterConfig():
+        raise UsageError(
+            f"adapters.publish={adapters.publish}, adapters.save_merged={adapters.save_merged}, but `model:` has no adapters: "
+            "give it lora_attn_modules, or leave them out"
+        )
+    return FullWeights()
+
+
+def measure_rounding(
+    trainable: "FullWeights | LoRAWeights",
+    precision: Precision,
+    model: nn.Module,
+    logprobs_fn: LogprobsFn,
+    rows: Sequence[Row],
+) -> float:
+    """How far a right engine may be from a right trainer: mean |d| of log-probs in nats, over all ranks. A collective.
+
+    `scored` is `streamed_logprobs` with the model's builder, device and temperature.
+    """
+    coarse = precision.coarsest_dtype
+    if coarse == torch.float32:
+        return 0.0
+
+    def rounded_weights() -> Iterator[tuple[str, Tensor]]:
+        # Both computations get the weights that the coarser dtype can hold. What it hides of the updates is no rounding
+        # of the arithmetic: where both sides lack it, it does not set them apart.
+        return ((name, weight.to(coarse)) for name, weight in merged_tensors(model))
+
+    exact = logprobs_fn(rows, rounded_weights(), dtype=torch.float32)
+    arithmetic = _mean_abs_diff(exact, logprobs_fn(rows, rounded_weights(), dtype=coarse, fp8=precision.engine_fp8))
+    # The arithmetic above already contains all that FP8 rounds.
+    without_fp8 = copy(precision)
+    without_fp8.engine_fp8 = None
+    if not trainable.weights_differ(without_fp8):
+        return arithmetic
+
+    def round_to_compute_dtype(weight: Tensor) -> Tensor:
+        return weight.to(precision.dtype).float()
+
+    # The engine holds other values than the trainer computes with. This error is independent of that of the arithmetic,
+    # so the two add in quadrature.
+    ours = logprobs_fn(
+        rows,
+        merged_tensors(model, lambda name, weight: round_to_compute_dtype(weight), round_to_compute_dtype),
+        dtype=torch.float32,
+    )
+    theirs = logprobs_fn(rows, trainable.engine_weights(model, without_fp8), dtype=torch.float32)
+    return math.hypot(arithmetic, _mean_abs_diff(ours, theirs))
+
+
+def _mean_abs_diff(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    """Mean |difference| over all ranks. A collective."""
+    sizes = [(a - b).abs().double() for a, b in zip(first, second, strict=True)]
+    totals = reduce_over_ranks({"sum": sum(size.sum().item() for size in sizes), "labels": sum(map(len, sizes))})
+    return totals["sum"] / max(1.0, totals["labels"])
+
+
+class FullWeights:
+    """Every weight is trained."""
+
+    spec: AdapterSpec | None = None
+    # As `Adapters` send a whole model, too.
+    publish_mode = "merged"
+
+    def __str__(self) -> str:
+        return "all weights"
+
+    def configure_engine(self, config: EngineConfig) -> EngineConfig:
+        """The engine's settings, with what it must know of the adapters."""
+        return config
+
+    def weight_streams(self, model: nn.Module, hf_model: HFModel, precision: Precision) -> Iterator[WeightStream]:
+        """What one publication sends, part by part. Tensors are gathered as they are taken: a collective."""
+        yield precision.convert_for_engine(partial(named_hf_tensors, model, hf_model)), None
+
+    def weights_differ(self, precision: Precision) -> bool:
+        """Whether the engine has other values than the trainer computes with."""
+        return precision.is_mixed
+
+    def engine_weights(self, model: nn.Module, precision: Precision) -> Iterator[tuple[str, Tensor]]:
+        """The values that the engine has, merged, in float32, by torchtune's names: a collective."""
+        return merged_tensors(model, base=precision.round_for_engine)
+
+    def measure_effects(
+        self,
+        learner: Learner,
+        rows: Sequence[Row],
+        sent_logprobs: Sequence[Tensor],
+        logprobs_fn: LogprobsFn | None,
+        precision: Precision,
+    ) -> dict[str, UpdateEffect]:
+        """What sampled tokens say of changes that the engine must show beside the newest update, by name. A collective.
+
+        `on` are the log-probs with the weights as they were sent, by `scored`, or by the policy where that is None.
+        """
+        return {}
+
+    def make_exporter(
+        self, model: nn.Module, hf_model: HFModel, dtype: torch.dtype, tokenizer: ChatTokenizer | None = None
+    ) -> Callable[..., None]:
+        """Returns what writes the files for other tools into a folder of a checkpoint (`Checkpoints.save`)."""
+        return partial(export_model, model=model, hf_model=hf_model, dtype=dtype, tokenizer=tokenizer)
+
+
+class LoRAWeights:
+    """Adapters are trained: LoRA, DoRA, or either over weights in NF4 (QLoRA)."""
+
+    def __init__(self, spec: AdapterSpec, config: AdapterConfig):
+        """Raises ValueError for what would fail at the first publication."""
+        if spec.dropout and "lm_head" in spec.targets:
+            raise UsageError(
+                f"lora_dropout={spec.dropout} with apply_lora_to_output: the output layer has none; set it to 0"
+            )
+        if config.publish == "adapter" and spec.dora:
+            raise UsageError(
+                "adapters.publish='adapter' with use_dora: vLLM applies no DoRA adapters; use adapters.publish=merged"
+            )
+        self.spec, self._config = spec, config
+        # The default dtype stands in until `engine` gets the settings.
+        self.publish_mode = config.resolve_publish_mode(spec.dora, EngineConfig().dtype)
+        self._base_sent = False
+
+    def __str__(self) -> str:
+        kind = ("Q" if self.spec.quantized else "") + ("DoRA" if self.spec.dora else "LoRA")
+        where = " ".join(self.spec.targets)
+        return f"{kind} of rank {self.spec.rank}, alpha {self.spec.alpha:g}, on {where}, published {self.publish_mode}"
+
+    def configure_engine(self, config: EngineConfig) -> EngineConfig:
+        if config.lora_rank is not None or config.lora_targets:
+            raise UsageError("engine.lora_rank and engine.lora_targets follow from `model:`; leave them out")
+        self.publish_mode = self._config.resolve_publish_mode(self.spec.dora, config.dtype)
+        if self.publish_mode == "merged":
+            return config
+        if config.dtype == "float32" and _lora_needs_half():
+            raise UsageError(
+                "adapters.publish='adapter' with engine.dtype=float32: on a GPU vLLM applies adapters in half precision "
+                "only; use engine.dtype=bfloat16, or adapters.publish=merged"
+            )
+        return replace(config, lora_rank=self.spec.rank, lora_targets=self.spec.targets)
+
+    def weight_streams(self, model: nn.Module, hf_model: HFModel, precision: Precision) -> Iterator[WeightStream]:
+        if self.publish_mode == "merged":
+            yield precision.convert_for_engine(partial(merged_hf_tensors, model, hf_model)), None
+            return
+        if (self.spec.quantized or precision.engine_fp8) and not self._base_sent:
+            # The engine read the base from model_dir. It must sample with what NF4 or FP8 left of these weights, which
+            # are frozen, so they are sent only once.
+            yield precision.convert_for_engine(partial(base_hf_tensors, model, hf_model)), None
+            self._base_sent = True
+        yield adapter_hf_tensors(model, hf_model, precision.engine_dtype), self.spec.peft_config(str(hf_model.path))
+
+    def weights_differ(self, precision: Precision) -> bool:
+        return precision.is_mixed or (self.publish_mode == "merged" and precision.engine_dtype != torch.float32)
+
+    def engine_weights(self, model: nn.Module, precision: Precision) -> Iterator[tuple[str, Tensor]]:
+        if self.publish_mode == "merged":
+            return ((name, precision.round_for_engine(name, weight)) for name, weight in merged_tensors(model))
+        return merged_tensors(
+            model, base=precision.round_for_engine, factor=lambda weight: weight.to(precision.engine_dtype)
+        )
+
+    def measure_effects(
+        self,
+        learner: Learner,
+        rows: Sequence[Row],
+        sent_logprobs: Sequence[Tensor],
+        logprobs_fn: LogprobsFn | None,
+        precision: Precision,
+    ) -> dict[str, UpdateEffect]:
+        # An engine that samples from the base model would pass for a small mismatch while the adapter is young. So the
+        # log-probs without the adapter are compared, too.
+        model = learner.policy.model
+        if logprobs_fn is not None:
+            base_logprobs = logprobs_fn(
+                rows, ((name, precision.round_for_engine(name, weight)) for name, weight in base_tensors(model))
+            )
+        else:
+            with AdapterDisabledReference(model).activate():
+                base_logprobs = [without.logprobs_L for without in learner.logprobs(rows)]
+        missing_cause = f"the engine has the adapter that was sent and samples without it ({UNUSED_ADAPTER_FIXES[self.publish_mode]})"
+        return {"adapter": measure_update_effect(rows, sent_logprobs, base_logprobs, missing_cause)}
+
+    def make_exporter(
+        self, model: nn.Module, hf_model: HFModel, dtype: torch.dtype, tokenizer: ChatTokenizer | None = None
+    ) -> Callable[..., None]:
+        merged_dtype, about = (
+            dtype if self._config.save_merged else None,
+            {"adapter": self.spec, "tokenizer": tokenizer},
+        )
+        return partial(export_adapter, model=model, hf_model=hf_model, merged_dtype=merged_dtype, **about)
