@@ -84,7 +84,7 @@ def test_reward_page_score_parts_and_custom_grade_work(folder):
 
 
 def test_the_prompt_of_the_page(folder, page, capsys):
-    block = page.read_text().split("says why there is none:\n\n```python\n")[1].split("```")[0]
+    block = page.read_text().split("`Ungraded` with the reason:\n\n```python\n")[1].split("```")[0]
     exec(block, {})
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("Score(reward=1.0") and second.startswith("Score(reward=0.0")
