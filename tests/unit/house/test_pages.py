@@ -112,7 +112,7 @@ def test_page_lists_all_supported_families(first_run):
 
 
 def test_the_step_that_readme_shows_is_the_recipes(repo_root):
-    (shown,) = [text for language, text in blocks(repo_root / "README.md") if text.startswith("with watch")]
+    (shown,) = [text for language, text in blocks(repo_root / "README.md") if text.startswith("with timer")]
     recipe = iter((repo_root / "recipes" / "grpo.py").read_text().splitlines())
     for line in shown.splitlines():
         assert any(line.strip() == theirs.strip() for theirs in recipe), line
