@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.settings.components import instantiate
+from torchtune_ext.settings.components import Component
 
 SAMPLES = 4  # answers to every held-out question
 
@@ -26,7 +26,7 @@ SAMPLES = 4  # answers to every held-out question
 def measure(folder: Path, step: int, start: Path) -> dict[str, float]:
     """Entropy and KL of the weights after `step`, see above; `start`: the model after the warm-up."""
     cfg = json.loads((folder / "run.json").read_text())["config"]
-    task, tokenizer = instantiate(cfg["evaluation"]["task"]), ChatTokenizer(start)
+    task, tokenizer = Component(cfg["evaluation"]["task"], "task").instantiate(), ChatTokenizer(start)
     prompts = [tokenizer.prompt_ids(task[i].messages) for i in range(len(task))]
     model, initial = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

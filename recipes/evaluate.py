@@ -28,7 +28,7 @@ from torchtune_ext.run.output import format_labels, print_text
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.sampling.engine_args import engine_threads, on_cpu
-from torchtune_ext.settings.components import Component, instantiate
+from torchtune_ext.settings.components import Component
 from torchtune_ext.settings.config import load_config, named_paths, settings_snapshot
 from torchtune_ext.settings.records import RECORD, Seed
 from torchtune_ext.setup.checks import (
@@ -111,7 +111,7 @@ class EvaluateRecipe:
                 "time; set samples_per_problem=1, or a temperature"
             )
         model = HFModel(cfg.model_dir)
-        self.tokenizer, self.task = instantiate(cfg.tokenizer), instantiate(cfg.task)
+        self.tokenizer, self.task = cfg.tokenizer.instantiate(), cfg.task.instantiate()
         self.sampling = cfg.sampling.with_default_stops(self.tokenizer.stop_token_ids)
         if self.sampling.seed is None:
             self.sampling = replace(self.sampling, seed=cfg.seed)

@@ -44,7 +44,7 @@ from torchtune_ext.pipeline.staleness import resolve_prefetch_steps
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine
-from torchtune_ext.settings.components import Component, instantiate
+from torchtune_ext.settings.components import Component
 from torchtune_ext.settings.config import load_config
 from torchtune_ext.settings.records import RECORD, Seed
 from torchtune_ext.setup import config_records
@@ -259,7 +259,7 @@ class GRPORecipe:
         cfg = self.cfg
         self.timer = step_metrics.Timer()
         self.policy = build_policy(
-            partial(instantiate, model),
+            model.instantiate,
             self.components.hf_model,
             device=self.ranks.device,
             compute_dtype=self.components.precision.dtype,
@@ -271,7 +271,7 @@ class GRPORecipe:
             fp8=self.components.precision.trainer_fp8,
         )
         # Masters are float32 in every precision: bfloat16 would lose the larger part of an update at lr 1e-5.
-        self.optimizer = instantiate(optimizer, params=self.policy.trainable())
+        self.optimizer = optimizer.instantiate(params=self.policy.trainable())
         self.learner = Learner(
             self.policy,
             self.loss,

@@ -31,7 +31,7 @@ from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import format_labels, print_text
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.types import Completion
-from torchtune_ext.settings.components import Component, find_component, instantiate
+from torchtune_ext.settings.components import Component
 from torchtune_ext.settings.config import load_config, named_paths, settings_snapshot
 from torchtune_ext.settings.records import RECORD, Seed
 from torchtune_ext.setup.checks import check_optimizer, check_task, check_tokenizer, measure_prompts
@@ -109,11 +109,11 @@ class WarmupRecipe:
         # The other ranks wait here for rank 0's files.
         self.ranks.broadcast(None)
         self.hf_model = HFModel(self.start_dir)
-        self.tokenizer: ChatTokenizer = instantiate(cfg.tokenizer, path=str(self.start_dir))
+        self.tokenizer: ChatTokenizer = cfg.tokenizer.instantiate(path=str(self.start_dir))
         if cfg.model_dir is None:
             measure_prompts(self.task, self.tokenizer, "task")
         self.policy = build_policy(
-            partial(instantiate, self.model_section(str(self.start_dir))),
+            self.model_section(str(self.start_dir)).instantiate,
             self.hf_model,
             self.ranks.device,
             self.dtype,
@@ -121,7 +121,7 @@ class WarmupRecipe:
             cfg.activation_checkpointing,
             cfg.compile,
         )
-        optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
+        optimizer = cfg.optimizer.instantiate(params=self.policy.trainable())
         self.timer = Timer()
         self.learner = Learner(
             self.policy,
@@ -152,7 +152,7 @@ class WarmupRecipe:
         """Builds and tries the parts that cost nothing, so that a mistake shows before anything is touched."""
         cfg = self.cfg
         self.dtype = DTYPES[chosen_dtype(cfg.dtype, self.ranks.device.type)]
-        self.task = instantiate(cfg.task)
+        self.task = cfg.task.instantiate()
         check_task(self.task, "task", needs_solutions=True, grades=False)
         if cfg.num_problems > len(self.task):
             raise UsageError(f"num_problems={cfg.num_problems}, but the task has {len(self.task)} problems")
@@ -161,17 +161,14 @@ class WarmupRecipe:
             require_replaceable(Path(cfg.output_dir, "model"), named_paths(cfg), setting="tokenizer_problems")
         cfg.schedule.require_fits(self.num_updates)
         cfg.logging.require_login()
-        check_optimizer(partial(instantiate, cfg.optimizer), device=self.ranks.device.type)
+        check_optimizer(cfg.optimizer.instantiate, device=self.ranks.device.type)
         # The files of a new model do not exist yet, so only the names of components and arguments can be checked.
         if cfg.model_dir is None:
-            find_component(self.model_section("start"))
-            find_component(cfg.tokenizer, path="start")
+            self.model_section("start").checked()
+            cfg.tokenizer.checked(path="start")
         else:
-            hf_model, model = (
-                HFModel(cfg.model_dir),
-                build_on_meta(partial(instantiate, self.model_section(cfg.model_dir))),
-            )
-            tokenizer = instantiate(cfg.tokenizer, path=cfg.model_dir)
+            hf_model, model = HFModel(cfg.model_dir), build_on_meta(self.model_section(cfg.model_dir).instantiate)
+            tokenizer = cfg.tokenizer.instantiate(path=cfg.model_dir)
             check_tokenizer(tokenizer, hf_model, model.tok_embeddings.num_embeddings)
             measure_prompts(self.task, tokenizer, "task")
             hf_model.require_fits(model)

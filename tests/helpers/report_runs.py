@@ -44,7 +44,7 @@ def make_run(folder, steps=12, groups=4, keep_every=3, **shape):
     settings = {"task": {"path": HOSTILE}, "lr": 1e-6}
     (folder / "run.json").write_text(json.dumps({"id": "ab", "name": f"run {HOSTILE}", "config": settings}))
     with MetricLogger(folder, sinks=()) as metrics:
-        store = RolloutStore(folder, keep_every)
+        store = RolloutStore(folder)
         for step in range(1, steps + 1):
             values = {
                 "reward/mean": step / steps,
@@ -53,7 +53,8 @@ def make_run(folder, steps=12, groups=4, keep_every=3, **shape):
                 "time/step": 2.0,
             }
             metrics.log(step, values)
-            store.write(step, [make_group(step, n, spread=n / groups, **shape) for n in range(groups)])
+            if step % keep_every == 0:
+                store.write(step, [make_group(step, n, spread=n / groups, **shape) for n in range(groups)])
     return folder
 
 

@@ -130,11 +130,11 @@ class ChatTemplate:
             text, spans = self._render(messages, tools, generation_prompt, tags=True)
             # A template with tags may still skip a turn or leave it empty. Training would miss it without a word.
             num_assistant = sum(message["role"] == "assistant" for message in messages)
-            if len(spans) != num_assistant or any(start == end for start, end in spans):
-                raise self._not_found_error(
-                    f"a {{% generation %}} block with text in it for each of the {num_assistant} assistant messages, "
-                    f"found {sum(end > start for start, end in spans)}"
-                )
+            self._require(
+                len(spans) == num_assistant and all(start != end for start, end in spans),
+                f"a {{% generation %}} block with text in it for each of the {num_assistant} assistant messages, "
+                f"found {sum(end > start for start, end in spans)}",
+            )
         else:
             text, spans = self._render_by_turn(messages, tools, generation_prompt)
         # A turn's block may begin inside the generation prompt, whose rest the policy does not sample.
@@ -157,8 +157,7 @@ class ChatTemplate:
         mark = _unused_placeholder(problem)
         base = [*problem, {"role": "assistant", "content": mark}]
         _, found, after = self.render([*base, *messages], tools, generation_prompt=True).partition(mark)
-        if not found:
-            raise self._not_found_error("an assistant's turn before further messages")
+        self._require(found, "an assistant's turn before further messages")
         return after
 
     def split_at_turns(
@@ -176,10 +175,10 @@ class ChatTemplate:
             for message, turn in zip(messages, turns, strict=True)
         ]
         pieces = self.render([*problem, *marked], tools, generation_prompt=True).split(mark)
-        if len(pieces) != 1 + sum(turns):
-            raise self._not_found_error(
-                f"the end of each of the assistant's {sum(turns)} turns before further messages"
-            )
+        self._require(
+            len(pieces) == 1 + sum(turns),
+            f"the end of each of the assistant's {sum(turns)} turns before further messages",
+        )
         return pieces
 
     def _render(self, messages, tools, generation_prompt, tags) -> tuple[str, list[tuple[int, int]]]:
@@ -217,11 +216,11 @@ class ChatTemplate:
             before, after = self.render(messages[:index], tools), self.render(messages[: index + 1], tools)
             # The turn can be cut out only if the template leaves all before it as it was.
             turn = after[len(before) :]
-            if not after.startswith(before) or not turn.startswith(header):
-                raise self._not_found_error(
-                    f"the turn of message {index} (assistant) after the text of the messages before it, beginning with "
-                    f"{header!r}; the template writes {after[-200:]!r}"
-                )
+            self._require(
+                after.startswith(before) and turn.startswith(header),
+                f"the turn of message {index} (assistant) after the text of the messages before it, beginning with "
+                f"{header!r}; the template writes {after[-200:]!r}",
+            )
             _require_content_kept(self.name, index, message, turn)
             spans.append((length + len(between) + len(header), length + len(between) + len(turn)))
             pieces += [between, turn]
@@ -247,10 +246,10 @@ class ChatTemplate:
         past = [*messages[:previous], marked]
         later = self.render([*past, *messages[previous + 1 : index]], tools, generation_prompt).rpartition(_PLACEHOLDER)
         earlier = self.render(past, tools).rpartition(_PLACEHOLDER)
-        if not later[2].startswith(earlier[2]):
-            raise self._not_found_error(
-                f"the end of the turn of message {previous} (assistant): {earlier[2]!r} after its text"
-            )
+        self._require(
+            later[2].startswith(earlier[2]),
+            f"the end of the turn of message {previous} (assistant): {earlier[2]!r} after its text",
+        )
         return later[2][len(earlier[2]) :]
 
     def _frame_texts(self, conversation: Sequence[Message]) -> tuple[str, str]:
@@ -263,10 +262,10 @@ class ChatTemplate:
         # and the header is shorter than the prompt. Hence three forms: plain, with a thought, and with tool calls only.
         messages = [*system, *SAMPLE_QUESTION]
         before, prompt = self.render(messages), self.render(messages, generation_prompt=True)
-        if not prompt.startswith(before):
-            raise self._not_found_error(
-                "a generation prompt behind the user's message (variable `add_generation_prompt`)"
-            )
+        self._require(
+            prompt.startswith(before),
+            "a generation prompt behind the user's message (variable `add_generation_prompt`)",
+        )
         prompt = prompt[len(before) :]
         forms = [self.render([*messages, {"role": "assistant", "content": "x"}])]
         for extra in ({"content": "<think>\nx\n</think>\n\ny"}, {"content": "", "tool_calls": _EmptyToolCalls()}):
@@ -275,13 +274,15 @@ class ChatTemplate:
             except ValueError:
                 # This template has no such form.
                 continue
-        if not all(form.startswith(before) for form in forms):
-            raise self._not_found_error("the assistant's turn behind an unchanged user message")
+        self._require(
+            all(form.startswith(before) for form in forms), "the assistant's turn behind an unchanged user message"
+        )
         frame = prompt, commonprefix([prompt, *(form[len(before) :] for form in forms)])
         return self._frame_cache.setdefault(str(system), frame)
 
-    def _not_found_error(self, looked_for: str) -> UsageError:
-        return UsageError(f"chat template {self.name!r}: looked for {looked_for}, and it is not there. {_TAG_HINT}")
+    def _require(self, found: object, looked_for: str) -> None:
+        if not found:
+            raise UsageError(f"chat template {self.name!r}: looked for {looked_for}, and it is not there. {_TAG_HINT}")
 
 
 def _unused_placeholder(messages: Sequence[Message]) -> str:
@@ -294,10 +295,8 @@ def _unused_placeholder(messages: Sequence[Message]) -> str:
 
 def _prompt_end(text: str, start: int, prompt: str) -> int:
     """Returns the end of the generation prompt that covers or touches `start` in `text`, or `start` without one."""
-    for overlap in range(min(len(prompt), start), -1, -1):
-        if text.startswith(prompt, start - overlap):
-            return start - overlap + len(prompt)
-    return start
+    begins = range(start - min(len(prompt), start), start + 1)
+    return next((begin + len(prompt) for begin in begins if text.startswith(prompt, begin)), start)
 
 
 def _require_content_kept(name: str, index: int, message: Message, turn: str) -> None:

@@ -49,12 +49,19 @@ TUNE_COMMANDS = {
 
 def usage_text() -> str:
     """The help text."""
-    lines = ["usage: torchtune-ext WORD [ARGUMENTS ...]", "", "words of torchtune-ext:"]
-    lines += [f"  {word:<15}{text}" for word, (_, text) in OWN_COMMANDS.items()]
-    lines += ["", "words of torchtune's `tune`:"]
-    lines += [f"  {word:<15}{text}" for word, text in TUNE_COMMANDS.items()]
-    lines += ["", "`torchtune-ext WORD --help` says more about one of them."]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            "usage_text: torchtune-ext WORD [ARGUMENTS ...]",
+            "",
+            "arguments of torchtune-ext:",
+            *(f"  {word:<15}{text}" for word, (_, text) in OWN_COMMANDS.items()),
+            "",
+            "arguments of torchtune's `tune`:",
+            *(f"  {word:<15}{text}" for word, text in TUNE_COMMANDS.items()),
+            "",
+            "`torchtune-ext WORD --help` says more about one of them.",
+        ]
+    )
 
 
 def run_own_command(command: str, rest: Sequence[str]) -> int:
@@ -72,10 +79,7 @@ def run_own_command(command: str, rest: Sequence[str]) -> int:
         prog=f"torchtune-ext {command}", description=text, allow_abbrev=command not in PASSTHROUGH_COMMANDS
     )
     module.add_arguments(parser)
-    if command in PASSTHROUGH_COMMANDS:
-        arguments = parser.parse_known_args(rest)
-    else:
-        arguments = (parser.parse_args(rest),)
+    arguments = parser.parse_known_args(rest) if command in PASSTHROUGH_COMMANDS else (parser.parse_args(rest),)
 
     def work() -> int | None:
         with report_errors():

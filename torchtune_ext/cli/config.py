@@ -39,7 +39,6 @@ class Option:
 
     name: str  # dotted, if it is in a mapping
     default: str  # as YAML writes it, or REQUIRED
-    values: str  # the values that it takes: "a whole number of at least 1"
     description: str
     component: bool = False  # whether `_component_` names a class
 
@@ -66,15 +65,14 @@ def list_options(record: type, default: Any = None, prefix: str = "") -> list[Op
         value = getattr(default, name, None) if default is not None else field.get_default(call_default_factory=True)
         description = field.description or ""
         if (nested := nested_record(field)) is not None:
-            options.append(Option(f"{prefix}{name}", "{...}", "a mapping", description))
+            options.append(Option(f"{prefix}{name}", "{...}", description))
             options += list_options(nested, None if required else value, f"{prefix}{name}.")
         else:
-            component = Component in union_members(field.annotation)
-            text = REQUIRED_MARK if required else format_yaml(value)
-            values = expected_text(field)
+            text, values = REQUIRED_MARK if required else format_yaml(value), expected_text(field)
             # A description need not repeat the words that a key takes.
             description += f" ({values})" if "'" in values else ""
-            options.append(Option(f"{prefix}{name}", text, values, description, component))
+            component = Component in union_members(field.annotation)
+            options.append(Option(f"{prefix}{name}", text, description, component))
     return options
 
 
@@ -177,8 +175,9 @@ def print_help(recipe: str) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `torchtune-ext config`."""
-    what = "a recipe (grpo_full without one), a config key, or both"
-    parser.add_argument("words", nargs="*", metavar="NAME", help=what)
+    parser.add_argument(
+        "words", nargs="*", metavar="NAME", help="a recipe (grpo_full without one), a config key, or both"
+    )
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of the recipe's YAML")
 
 

@@ -81,8 +81,12 @@ def check_requirements(versions: Mapping[str, str]) -> Iterator[CheckResult]:
     try:
         requires = metadata.requires("torchtune-ext") or []
     except metadata.PackageNotFoundError:
-        fix = "pip install -e . --no-deps in the repository"
-        yield CheckResult(WARN, "torchtune-ext", "not installed: its requirements were not checked", fix)
+        yield CheckResult(
+            WARN,
+            "torchtune-ext",
+            "not installed: its requirements were not checked",
+            "pip install -e . --no-deps in the repository",
+        )
         return
     # Requirements with a marker are those of extras, which a user may leave out.
     needed = {each.name: each for each in map(Requirement, requires) if each.marker is None}
@@ -107,11 +111,12 @@ def check_torch(versions: Mapping[str, str], has_gpu: bool) -> Iterator[CheckRes
     if devices:
         yield CheckResult(OK, "devices", ", ".join(devices))
     elif has_gpu:
-        text = f"a GPU that torch {versions.get('torch', '')} (CUDA: {cuda or 'none'}) cannot use"
-        fix = (
-            "install the CUDA build of torch==2.13.0; if it is that, compare its CUDA with the driver's in `nvidia-smi`"
+        yield CheckResult(
+            FAIL,
+            "devices",
+            f"a GPU that torch {versions.get('torch', '')} (CUDA: {cuda or 'none'}) cannot use",
+            "install the CUDA build of torch==2.13.0; if it is that, compare its CUDA with the driver's in `nvidia-smi`",
         )
-        yield CheckResult(FAIL, "devices", text, fix)
     else:
         yield CheckResult(OK, "devices", f"cpu, {os.cpu_count()} cores")
     wrong = [name for name in ("torchvision", "torchaudio", "torchcodec") if "+cpu" not in versions.get(name, "+cpu")]
@@ -159,8 +164,12 @@ def check_tune() -> Iterator[CheckResult]:
         names = ", ".join(recipe.name for recipe in recipe_files(package_folder("recipes"), package_folder("configs")))
         yield CheckResult(OK, "start-up hook", f"active: {names}")
     else:
-        text = "not active: the stock `tune` does not list our recipes"
-        yield CheckResult(WARN, "start-up hook", text, "pip install again, or use torchtune-ext instead of tune")
+        yield CheckResult(
+            WARN,
+            "start-up hook",
+            "not active: the stock `tune` does not list our recipes",
+            "pip install again, or use torchtune-ext instead of tune",
+        )
 
 
 def check_space() -> Iterator[CheckResult]:
@@ -205,8 +214,9 @@ def check_sandbox() -> Iterator[CheckResult]:
         if layer.support:
             yield CheckResult(OK, name, layer.support)
         elif layer.is_required:
-            text = f"missing, so that no program is measured: {layer.cost_if_missing}"
-            yield CheckResult(WARN, name, text, layer.fix)
+            yield CheckResult(
+                WARN, name, f"missing, so that no program is measured: {layer.cost_if_missing}", layer.fix
+            )
         else:
             yield CheckResult(OK, name, f"none: {layer.cost_if_missing} ({layer.fix})")
 
@@ -260,9 +270,10 @@ def is_torchtune_script(path: Path) -> bool:
 def run_probe(code: str, deadline_s: float = PROBE_TIMEOUT_S) -> tuple[str, str]:
     """Runs `code` in a Python process. Returns what it printed and "", or "" and one line that says why it failed."""
     quiet = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
-    command = [sys.executable, "-c", code]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, env=quiet, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=deadline_s, env=quiet, check=False
+        )
     except subprocess.TimeoutExpired:
         return "", f"no answer within {deadline_s:.0f} s"
     if done.returncode == 0:

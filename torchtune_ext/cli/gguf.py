@@ -51,9 +51,8 @@ def convert(file: Path, out: Path) -> str:
     tokenizer = _load_tokenizer(file)
     # `out` appears only once it is whole.
     with discard_on_failure(out, lambda: "Free space there, or choose another folder"):
-        partial = partial_path(out)
-        make_empty_folder(partial)
-        parameters = _write_model(file, tokenizer, partial)
+        make_empty_folder(partial_path(out))
+        parameters = _write_model(file, tokenizer, partial_path(out))
         finalize_folder(out)
     lost = "" if kinds <= set(UNQUANTIZED_TYPES) else "; what the rounding of the file has lost stays lost"
     return f"{out}: {parameters / 1e6:,.1f} million parameters in bfloat16, from {', '.join(sorted(kinds))}{lost}"
@@ -68,8 +67,9 @@ def _tensor_types(file: Path) -> set[str]:
     if not file.is_file():
         raise UsageError(f"{file}: no such file, seen from {Path.cwd()}; name the GGUF file")
     with open(file, "rb") as f:
-        if f.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
-            raise UsageError(f"{file} is not a GGUF file: it does not begin with GGUF; take another one")
+        begin = f.read(len(GGUF_MAGIC))
+    if begin != GGUF_MAGIC:
+        raise UsageError(f"{file} is not a GGUF file: it does not begin with GGUF; take another one")
     try:
         reader = GGUFReader(file)
     except (ValueError, IndexError, KeyError, OverflowError) as error:

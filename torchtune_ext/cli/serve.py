@@ -48,7 +48,7 @@ def main(arguments: argparse.Namespace, extra: Sequence[str] = ()) -> int:
     if arguments.show:
         print(redact_command(command, environ))
         return 0
-    if server_key() is None:
+    if not server_key():
         raise UsageError(
             f"{KEY_VARIABLE} is not set: the server asks for this key on every route; set it to the same value here and where "
             f"the run starts, e.g. export {KEY_VARIABLE}=$(openssl rand -hex 32)"
@@ -75,5 +75,4 @@ def read_engine_config(config: str, settings: Sequence[str], recipe: str | None 
     """
     cfg = read_config(config, settings, recipe)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    precision = build_model_components(cfg, device)[-1]
-    return str(cfg.model_dir), precision.engine
+    return str(cfg.model_dir), build_model_components(cfg, device)[-1].engine

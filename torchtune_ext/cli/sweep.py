@@ -61,17 +61,15 @@ def main(args: argparse.Namespace, overrides: Sequence[str] = ()) -> int:
     cfg = check_sweep(sweep, next_point(sweep, folder.seed, 0), folder.extra_settings, folder.path)
     folder.acquire()
     on_gpu = getattr(cfg, "device", "auto") != "cpu" and torch.cuda.is_available()
-    threads = max(1, len(os.sched_getaffinity(0)) // args.jobs)
     goal = "maximized" if sweep.maximize else "minimized"
     # Runs on the CPU at the same time share its cores.
-    variables = {} if on_gpu else {"OMP_NUM_THREADS": str(threads)}
+    variables = {} if on_gpu else {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // args.jobs))}
     runner = SweepRunner(folder, args.jobs, lambda point: run_command(sweep, point, folder.extra_settings), variables)
     # A sweep that goes on, and one that has ended before, looks like a new one otherwise.
     left = f", {runner.num_unfinished} of them to do" if folder.runs else ""
     what = f"{sweep.method}, {sweep.num_runs} runs{left}, {sweep.metric} {goal}, {args.jobs} at a time"
     print_text(f"sweep {sweep.name}: {what}; files: {folder.path}")
-    ended = runner.run()
-    if not ended:
+    if not runner.run():
         assert runner.stop_signal is not None
         print_text(f"Stopped with {runner.num_unfinished} of {sweep.num_runs} runs to do; the same command goes on")
         return 128 + runner.stop_signal

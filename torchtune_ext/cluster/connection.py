@@ -19,10 +19,6 @@ RAY_VARIABLES = {
 }
 
 
-class ClusterUnavailable(RunFailure):
-    """The cluster, or a machine of it, cannot be used, and why."""
-
-
 def member_command(address: str) -> str:
     """Returns the command that makes a machine a member of the cluster."""
     return f"ray start --address={address} --num-cpus=0 --disable-usage-stats"
@@ -35,7 +31,7 @@ def connect(address: str, on_timeout: Callable[[str], Any]) -> Any:
         refuse: called in another thread with the reason if Ray does not answer. Then the process ends.
 
     Raises:
-        Refused: there is none, or this machine is no part of it.
+        RunFailure: there is none, or this machine is no part of it.
     """
     named = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
     if ":" in named:
@@ -43,7 +39,7 @@ def connect(address: str, on_timeout: Callable[[str], Any]) -> Any:
         try:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
         except (OSError, ValueError) as error:
-            raise ClusterUnavailable(
+            raise RunFailure(
                 f"nobody answers at {named} ({error}). Start Ray there: ray start --head --node-ip-address={host} "
                 f"--port={port} --num-cpus=0 --include-dashboard=false --disable-usage-stats"
             ) from error
@@ -64,7 +60,7 @@ def connect(address: str, on_timeout: Callable[[str], Any]) -> Any:
         ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level=logging.WARNING)
     except Exception as error:
         hint = "start a cluster with `ray start --head`, or name its address" if address == "auto" else member
-        raise ClusterUnavailable(f"cannot join the Ray cluster at {named}: {describe_error(error)}; {hint}") from error
+        raise RunFailure(f"cannot join the Ray cluster at {named}: {describe_error(error)}; {hint}") from error
     finally:
         watchdog.cancel()
     return ray

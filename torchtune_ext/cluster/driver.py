@@ -166,7 +166,7 @@ class Driver:
         """Waits for a place in the cluster. Returns False if a signal came first. Raises ValueError if none is free."""
         request, wait_s = self.plan.request, self.plan.wait_s
         resource, name = RESOURCE_NAMES[request.kind]
-        self._say(format_labels([("ray", f"{self.address}, {self._resource_summary()}")]))
+        print_text(format_labels([("ray", f"{self.address}, {self._resource_summary()}")]), self.out)
         # Ray places a group as a whole or not at all. Otherwise two runs could each hold what the other one waits for.
         # And a cluster that grows by itself sees from the group what is missing.
         self._group = self.ray.util.placement_group(
@@ -235,8 +235,8 @@ class Driver:
             own = engine_overrides([address], transfer)
             commands.append(server_args(plan.recipe, plan.config, plan.overrides, own, host))
             lives = f"{address} on {server.address}, its log there: {server.log}"
-            self._say(format_labels([(f"server {i}", lives)]))
-        self._say(format_labels([("trainer", f"{ranks} rank{'s' * (ranks > 1)} on {trainer.address}")]))
+            print_text(format_labels([(f"server {i}", lives)]), self.out)
+        print_text(format_labels([("trainer", f"{ranks} rank{'s' * (ranks > 1)} on {trainer.address}")]), self.out)
         variables = {**plan.variables, "RAY_ADDRESS": self.address}
         self._started = True
         patience = [plan.patience_s] + [SERVER_END_S] * len(servers)
@@ -281,7 +281,7 @@ class Driver:
         for line in (line.decode(errors="replace") for line in lines):
             member.tail.append(line)
             if member is self.members[0]:
-                self._say(line)
+                print_text(line, self.out)
 
     def _check_run(self) -> None:
         """Passes signals on, and ends a run that has lost its trainer or a server."""
@@ -309,9 +309,6 @@ class Driver:
                 print_text(
                     f"ray: {each.title} does not end; Ray kills its actor, and the guard beside it the rest", self.err
                 )
-
-    def _say(self, text: str) -> None:
-        print_text(text, self.out)
 
     def _tell(self, member: Member, number: int, seconds: float) -> None:
         if member.is_running:

@@ -18,10 +18,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
-from torchtune_ext.cluster.connection import RAY_VARIABLES, ClusterUnavailable, connect
+from torchtune_ext.cluster.connection import RAY_VARIABLES, connect
 from torchtune_ext.cluster.driver import PLACEMENT_TIMEOUT_S, RESOURCE_NAMES, Driver, Plan, ResourceRequest
 from torchtune_ext.run.catalog import config_name, config_path, recipe_for_config
-from torchtune_ext.run.errors import UsageError, require_seconds
+from torchtune_ext.run.errors import RunFailure, UsageError, require_seconds
 from torchtune_ext.run.folder import checkpoint_folders
 from torchtune_ext.run.process_env import copy_environment
 from torchtune_ext.run.stop import CLEANUP_S, REACTION_S
@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
     # The settings and the plan are checked here, before Ray is asked for anything.
     cfg = read_config(args.config, args.words, args.recipe)
     plan = build_plan(args, cfg.engine, cfg.checkpoints.stop_grace_s)
-    if find_spec("ray") is None:
+    if not find_spec("ray"):
         raise UsageError(
             "torchtune-ext ray needs Ray: pip install 'torchtune-ext[ray]', here and on each machine of the cluster"
         )
@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
             ray = connect(
                 args.address, lambda why: print(f"error: --address={args.address}: {why}", file=err, flush=True)
             )
-        except ClusterUnavailable as refused:
+        except RunFailure as refused:
             raise UsageError(f"--address={args.address}: {refused}") from None
         # Not Ray Train: its `TorchTrainer` calls a function in a thread, where Python delivers no signals, so a run
         # could not save on SIGTERM. It also makes the process group itself (ours waits longer for rank 0 than for the

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Self, TypeGuard
+from typing import TypeGuard
 
 import cloudpickle
 from pydantic import Field
 
 from torchtune_ext.grading.outcomes import GradingWorker, Outcome, Ungraded, has_shipped_grader, timeout_score
 from torchtune_ext.run.errors import RunFailure, UsageError
-from torchtune_ext.run.processes import CRASH_KINDS, ProcessPool
+from torchtune_ext.run.processes import CRASH_KINDS, Closing, ProcessPool
 from torchtune_ext.settings.records import Seconds, config_record
 from torchtune_ext.tasks.task import Problem, Score, Task
 
@@ -36,7 +36,7 @@ class GraderConfig:
     )
 
 
-class Grader:
+class Grader(Closing):
     """Grades texts with `task.grade` in `workers` processes, each text within `timeout_s` seconds.
 
     A task that compares texts has `grade_group(problem, texts)` instead. One call grades a group, within the same time,
@@ -102,12 +102,6 @@ class Grader:
         # Graders that print nothing leave no file.
         if self._output is not None and self._output.exists() and not self._output.stat().st_size:
             self._output.unlink()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def gather_results(futures: Sequence[Future]) -> list:

@@ -1,7 +1,7 @@
 """Opens the graders of a run's tasks, and tries them and the right answers before anything expensive starts."""
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,20 +40,19 @@ def open_graders(
     """
     graders: list[Grader] = []
     output = None if folder is None else Path(folder) / LOG_FILE_NAME
-    try:
+    # Processes that were started for the tasks before an error would outlive the run.
+    with ExitStack() as opened:
         for task in filter(None, tasks):
             if isinstance(task, SelfGradingTask):
-                graders.append(task.open_grader(graders, beside_training))
+                grader = task.open_grader(graders, beside_training)
             elif isinstance(task, ConversationTask):
-                graders.append(Environments(task, config.workers, config.timeout_s, output))
+                grader = Environments(task, config.workers, config.timeout_s, output)
             else:
-                graders.append(Grader(task, config.workers, config.timeout_s, output))
-        return graders
-    except BaseException:
-        # Processes that were started for the tasks before would outlive the run.
-        for grader in graders:
-            grader.close()
-        raise
+                grader = Grader(task, config.workers, config.timeout_s, output)
+            graders.append(grader)
+            opened.callback(grader.close)
+        opened.pop_all()
+    return graders
 
 
 def check_grading(
@@ -132,9 +131,7 @@ def _answer_fault(outcomes: Sequence[Outcome]) -> str:
     wrong, *right = [outcome.reward for outcome in outcomes if isinstance(outcome, Score)]
     if not right:
         return "its grader pays for a wrong text" if wrong >= 1.0 else ""
-    if right[0] > wrong:
-        return ""
-    return f"its right answer gets the reward {right[0]:g}, and a wrong one {wrong:g}"
+    return "" if right[0] > wrong else f"its right answer gets the reward {right[0]:g}, and a wrong one {wrong:g}"
 
 
 def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1) -> None:
@@ -151,8 +148,9 @@ def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1) ->
             outcomes = []
             for problem, text in zip(problems, solutions, strict=True):
                 # A task that compares gets a group of its usual size.
-                first = text if worked and isinstance(text, str) else PLACEHOLDER_ANSWER
-                group = [first] + [PLACEHOLDER_ANSWER] * (texts - 1)
+                group = [text if worked and isinstance(text, str) else PLACEHOLDER_ANSWER] + [PLACEHOLDER_ANSWER] * (
+                    texts - 1
+                )
                 outcomes.append(grader.submit(problem, *group).result()[0])
                 if outcomes[-1].kind == "timed_out":
                     raise UsageError(

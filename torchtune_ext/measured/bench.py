@@ -22,7 +22,8 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from itertools import count
+from typing import Any
 
 import cloudpickle
 
@@ -43,7 +44,7 @@ from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Resul
 from torchtune_ext.measured.sandbox import PROBE_TIMEOUT_S, Sandbox, SandboxError
 from torchtune_ext.measured.timing import MAX_OVERRUN_CALLS, MIN_BLOCK_CALLS, ProgramTimer
 from torchtune_ext.run.errors import UsageError
-from torchtune_ext.run.processes import CRASH_KINDS, ProcessPool
+from torchtune_ext.run.processes import CRASH_KINDS, Closing, ProcessPool, closed_on_error
 
 __all__ = ["Bench", "BenchConfig", "BenchError", "Result"]
 
@@ -60,7 +61,7 @@ TIMING_GAP_S = 0.03  # seconds between two timings, since others who wait for th
 SINGLE_THREAD_ENV: dict[str, str] = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
-class BenchService:
+class BenchService(Closing):
     """A thread with an asyncio loop, in which each text is a task. Any thread may use it.
 
     A subclass opens and closes in `_serve`, which sets `_started`, and measures in `_measure`. It calls this constructor last.
@@ -76,11 +77,8 @@ class BenchService:
         # The kernel kills a process when the thread that has started it ends. So this thread lives as long as the object.
         self._thread = threading.Thread(target=self._run, name="bench", daemon=True)
         self._thread.start()
-        try:
+        with closed_on_error(self):
             self._started.result()
-        except BaseException:
-            self.close()
-            raise
 
     def submit(self, kernel: Kernel, text: str, permitted: Collection[str] | None = None) -> "Future[Result]":
         """Hands in a model's answer and returns at once. A program whose future is canceled is measured all the same.
@@ -129,12 +127,6 @@ class BenchService:
         # A callback of a future, which runs in the thread, may call this. A thread cannot join itself.
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=SHUTDOWN_TIMEOUT_S)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     async def _serve(self) -> None:
         raise NotImplementedError
@@ -262,9 +254,9 @@ class Bench(BenchService):
 
     async def _serve(self) -> None:
         try:
-            for stage, (target, count, name) in self._targets.items():
+            for stage, (target, number, name) in self._targets.items():
                 self._pools[stage] = ProcessPool(
-                    cloudpickle.dumps(target), count, name, "setting", variables=SINGLE_THREAD_ENV
+                    cloudpickle.dumps(target), number, name, "setting", variables=SINGLE_THREAD_ENV
                 )
             self._started.set_result(None)
             await self._loop.create_future()  # until it is closed
@@ -329,12 +321,9 @@ class Bench(BenchService):
                 f"the {stage} process died: {cause}" if kind in CRASH_KINDS else cause, is_final=kind == "raised"
             )
 
-        attempt = 0
-        while True:
-            attempt += 1
+        for attempt in count(1):
             try:
-                call = self._pools[stage].submit(what, self._timeouts[stage], as_failure)
-                answer = await asyncio.wrap_future(call)
+                answer = await asyncio.wrap_future(self._pools[stage].submit(what, self._timeouts[stage], as_failure))
             except Exception as error:
                 raise BenchError(f"the processes of the Bench have ended: {error}") from error
             if not isinstance(answer, MachineFailure):

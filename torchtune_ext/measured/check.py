@@ -24,6 +24,7 @@ from torchtune_ext.measured.screen import screen
 from torchtune_ext.measured.techniques import find_techniques, violations
 from torchtune_ext.measured.verify import size_text, verify
 from torchtune_ext.run.errors import UsageError
+from torchtune_ext.run.processes import Closing, closed_on_error
 from torchtune_ext.tasks.answers import strip_thinking
 
 OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok")
@@ -58,7 +59,7 @@ class _CandidateRejected(Exception):
         self.outcome = outcome
 
 
-class Checker:
+class Checker(Closing):
     """Checks programs for one kernel, in one sandbox and with one compiler.
 
     Several threads may call `check` at a time, though they share one interpreter lock. Each process needs its own
@@ -103,9 +104,12 @@ class Checker:
         self.flags = compilers.compiler_flags(kernel, optimization, threads)
         self.with_screen = with_screen
         self.sandbox = Sandbox(self.compiler.path, namespaces)
-        try:
+        with closed_on_error(self):
             # If the kernel's own program fails, every candidate would: the kernel or the machine is at fault.
-            naive_result = self.check_source(kernel.naive)
+            try:
+                naive_result = self.check_source(kernel.naive)
+            except MemoryError as error:
+                raise SandboxError(f"no room for the arrays of {kernel.name}: {error}") from error
             if naive_result.note.startswith(KILLED_PREFIX):
                 raise SandboxError(f"the program of {kernel.name} was killed while it was checked: {naive_result.note}")
             if naive_result.outcome == "timeout":
@@ -117,22 +121,10 @@ class Checker:
                 raise UsageError(
                     f"{type(kernel).__name__}.naive: the kernel's own program ends with {naive_result.outcome}: {naive_result.note}"
                 )
-        except MemoryError as error:
-            self.close()
-            raise SandboxError(f"no room for the arrays of {kernel.name}: {error}") from error
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Removes all folders of the sandbox."""
         self.sandbox.close()
-
-    def __enter__(self) -> "Checker":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def check(self, text: str) -> Result:
         """Checks the program in a model's answer. Raises SandboxError if the machine failed, which is no verdict."""
@@ -152,11 +144,10 @@ class Checker:
             permitted: the techniques (`techniques.TECHNIQUES`) that it may use; None: any.
         """
         seconds: dict[str, float] = {}
-        stage, techniques, outcome, note, library = "extract", (), "ok", "", b""
-        preprocessed = None
+        preprocessed, techniques, outcome, note, library = None, (), "ok", "", b""
         folder = self.sandbox.new_folder()
         try:
-            with _record_seconds(seconds, stage):
+            with _record_seconds(seconds, "extract"):
                 source = text if is_source else extract_code(text)
                 if source is None:
                     raise _CandidateRejected("format", "no closed block of C code in the answer")
@@ -164,21 +155,17 @@ class Checker:
                     raise _CandidateRejected(
                         "format", f"{len(source)} characters of code, at most {MAX_SOURCE_CHARS} are read"
                     )
-            stage = "screen"
-            with _record_seconds(seconds, stage):
+            with _record_seconds(seconds, "screen"):
                 compilers.write_source(self.kernel, source, folder)
                 if self.with_screen:
                     preprocessed = self._screen(source, folder)
-            stage = "compile"
-            with _record_seconds(seconds, stage):
+            with _record_seconds(seconds, "compile"):
                 self._compile(folder)
             if permitted is not None and preprocessed is not None:
                 # Nobody could say what a program does that does not compile, so it is not read before.
-                stage = "screen"
-                with _record_seconds(seconds, stage):
+                with _record_seconds(seconds, "screen"):
                     techniques = self._check_techniques(preprocessed, permitted)
-            stage = "verify"
-            with _record_seconds(seconds, stage):
+            with _record_seconds(seconds, "verify"):
                 # The seed comes from the operating system only now, so nobody knows the numbers at compile time.
                 self._verify(folder / compilers.LIBRARY_FILE, np.random.default_rng())
             library = (folder / compilers.LIBRARY_FILE).read_bytes()
@@ -187,7 +174,8 @@ class Checker:
             outcome, note = failed.outcome, _printable(str(failed))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        return Result(self.kernel.name, outcome, stage, note, None, seconds, techniques=techniques), library
+        # The last stage is the one that decided.
+        return Result(self.kernel.name, outcome, [*seconds][-1], note, None, seconds, techniques=techniques), library
 
     def compile_naive(self, kernel: Kernel, optimization: Optimization = "-O3") -> Path:
         """Compiles the kernel's naive program. `close` removes the library. Raises SandboxError."""
@@ -268,8 +256,7 @@ def _printable(text: str) -> str:
 def _require_not_killed(done: CommandResult) -> None:
     """Refuses a program whose compiler was killed, by us or by somebody else."""
     # bubblewrap exits with 128 and the number of the signal that killed its child.
-    was_killed = done.status in (-signal.SIGKILL, 128 + signal.SIGKILL)
-    if was_killed or (done.status and _KILLED_PATTERN.search(done.errors)):
+    if done.status in (-signal.SIGKILL, 128 + signal.SIGKILL) or (done.status and _KILLED_PATTERN.search(done.errors)):
         raise _CandidateRejected(
             "compile_error", f"{KILLED_PREFIX}: the compiler was killed, perhaps for memory\n{done.errors.strip()}"
         )
@@ -283,8 +270,8 @@ def _record_seconds(seconds: dict[str, float], stage: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # The screen has two parts, whose times add up.
-        seconds[stage] = seconds.get(stage, 0.0) + time.monotonic() - start
+        # The screen has two parts, whose times add up. Whatever ran last becomes the last key.
+        seconds[stage] = seconds.pop(stage, 0.0) + time.monotonic() - start
 
 
 def extract_code(text: str) -> str | None:

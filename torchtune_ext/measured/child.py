@@ -17,7 +17,7 @@ import struct
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -26,6 +26,7 @@ import numpy as np
 
 from torchtune_ext.measured.kernel import Kernel, Size
 from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError, clean_environment, exit_cause
+from torchtune_ext.run.processes import Closing, closed_on_error
 
 START_TIMEOUT_S = 20.0  # seconds until the sandbox is locked in; under load a process may start late
 KILL_TIMEOUT_S = 5.0  # seconds until a killed process is gone
@@ -42,21 +43,18 @@ GUARD = np.frombuffer(struct.pack("<Q", 0x7FF8_CA4A_4CA4_A4CA))
 _F_SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>, which the module fcntl lacks
 
 
-class SharedBuffer:
+class SharedBuffer(Closing):
     """Memory that a child can map, and write if it is `writable`."""
 
     def __init__(self, name: str, nbytes: int, writable: bool) -> None:
         self.file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
+        with closed_on_error(self):
             os.ftruncate(self.file, nbytes)
             self.memory = mmap.mmap(self.file, nbytes)
             # If the child could shrink the file, this process would be killed when it reads what is gone. Nobody can undo
             # a seal.
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, seals | (0 if writable else _F_SEAL_FUTURE_WRITE))
-        except BaseException:
-            self.close()
-            raise
         self.bytes = np.frombuffer(self.memory, np.uint8)
 
     def close(self) -> None:
@@ -146,7 +144,7 @@ def _thread_state(file: int) -> tuple[bytes, int]:
     return fields[0], int(fields[17])
 
 
-class Child:
+class Child(Closing):
     """A locked-in process that has loaded the library of a candidate.
 
     Args:
@@ -196,30 +194,27 @@ class Child:
         self._idle_ns = 0  # its CPU clock when it was last seen asleep
         self._pending_cpu_ns = 0  # what it has used since the last call, and what the next call has to pay for
         self._process: subprocess.Popen | None = None
-        try:
-            with child_socket:
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-                files = (child_socket.fileno(), self._inputs.file, self._outputs.file)
-                self._process = subprocess.Popen(
-                    sandbox.function_command(library, kernel.name, arena_bytes, files, cores, limits),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=self._stderr_fd,
-                    pass_fds=files,
-                    env=clean_environment(threads),
-                    start_new_session=True,
-                    cwd="/",
-                )
-            # It says twice, unasked, that it has come so far: locked in, and with the library loaded.
-            self._arena_address = self._receive(START_TIMEOUT_S)
-            self._receive(load_s)
-            self._idle_ns = self._wait_until_asleep(load_s)
-        except OSError as error:
-            self.close()
-            raise SandboxError(f"a process could not be started: {error}") from error
-        except BaseException:
-            self.close()
-            raise
+        with closed_on_error(self):
+            try:
+                with child_socket:
+                    self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+                    files = (child_socket.fileno(), self._inputs.file, self._outputs.file)
+                    self._process = subprocess.Popen(
+                        sandbox.function_command(library, kernel.name, arena_bytes, files, cores, limits),
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=self._stderr_fd,
+                        pass_fds=files,
+                        env=clean_environment(threads),
+                        start_new_session=True,
+                        cwd="/",
+                    )
+                # It says twice, unasked, that it has come so far: locked in, and with the library loaded.
+                self._arena_address = self._receive(START_TIMEOUT_S)
+                self._receive(load_s)
+                self._idle_ns = self._wait_until_asleep(load_s)
+            except OSError as error:
+                raise SandboxError(f"a process could not be started: {error}") from error
 
     def has_ended(self) -> bool:
         """Tells whether the process has ended, or was given up."""
@@ -295,10 +290,8 @@ class Child:
         self._closed = True
         self._socket.close()
         if self._process is not None:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             self._process.wait()
         if self._pidfd >= 0:
             # Inside namespaces it is a child of bubblewrap and not of this process, and it ends a little later.
@@ -311,12 +304,6 @@ class Child:
                 os.close(file)
         self._files.close()
 
-    def __enter__(self) -> "Child":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def _is_asleep(self) -> bool:
         """Tells whether all threads of the child sleep."""
         try:
@@ -328,17 +315,13 @@ class Child:
             if state != b"S" or threads == 1:
                 return state == b"S"
             for thread in os.listdir(f"/proc/{self.pid}/task"):
-                try:
-                    file = os.open(f"/proc/{self.pid}/task/{thread}/stat", os.O_RDONLY | os.O_CLOEXEC)
-                except FileNotFoundError:
-                    continue  # it has ended
-                try:
-                    if _thread_state(file)[0] != b"S":
+                # A thread that has ended meanwhile has no such file, or one that cannot be read any more.
+                with (
+                    suppress(FileNotFoundError, ProcessLookupError),
+                    open(f"/proc/{self.pid}/task/{thread}/stat", "rb", buffering=0) as file,
+                ):
+                    if _thread_state(file.fileno())[0] != b"S":
                         return False
-                except ProcessLookupError:
-                    continue
-                finally:
-                    os.close(file)
             return True
         except (ProcessLookupError, FileNotFoundError):
             self._raise_exit()
@@ -368,12 +351,10 @@ class Child:
     def _send(self, kind: int, count: int, words: Sequence[int]) -> None:
         self._message_number += 1
         padded = [*words, *[0] * (_MESSAGE_WORDS - len(words))]
-        try:
+        # If it has ended, who waits for the answer finds out how.
+        with suppress(OSError):
             self._socket.settimeout(START_TIMEOUT_S)
             self._socket.send(_MESSAGE.pack(kind, count, self._message_number, *padded))
-        except OSError:
-            # It has ended. Who waits for the answer finds out how.
-            pass
 
     def _receive(self, deadline_s: float) -> int:
         """Waits for the answer to the last message, and returns its first word."""
@@ -382,8 +363,7 @@ class Child:
             data, extra, _, _ = self._socket.recvmsg(_MESSAGE.size + 1, socket.CMSG_SPACE(12))
         except TimeoutError:
             if not self.pid:
-                self.close()
-                raise SandboxError(f"a locked-in process did not start within {deadline_s:g} s") from None
+                self._give_up(SandboxError(f"a locked-in process did not start within {deadline_s:g} s"))
             what = "a call" if self._message_number else "loading the library"
             self._raise_timeout(f"{what} did not end within {deadline_s:g} s")
         except OSError:
@@ -392,8 +372,9 @@ class Child:
             self._raise_exit()
         _, _, number, word, *_ = _MESSAGE.unpack(data) if len(data) == _MESSAGE.size else (0, 0, -1, 0)
         if number != self._message_number:
-            self.close()
-            raise ChildFailed("runtime_error", "it answered what nobody had asked: it meddles with the measurement")
+            self._give_up(
+                ChildFailed("runtime_error", "it answered what nobody had asked: it meddles with the measurement")
+            )
         if not self.pid:
             # Inside namespaces, the process that runs the candidate is not the one that was started. The kernel says who
             # has sent the message, in the numbers of our namespace.
@@ -414,33 +395,31 @@ class Child:
         try:
             status = self._process.wait(timeout=KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self.close()
-            raise ChildFailed("runtime_error", "it closed its connection: it meddles with the measurement") from None
+            self._give_up(ChildFailed("runtime_error", "it closed its connection: it meddles with the measurement"))
         output = os.pread(self._stderr_fd, 2000, 0).decode(errors="replace").strip()
-        self.close()
         # Nothing of the candidate has run before the first message.
         if not self.pid:
-            raise SandboxError(f"a process could not be locked in: {output or exit_cause(status)}")
+            self._give_up(SandboxError(f"a process could not be locked in: {output or exit_cause(status)}"))
         # bubblewrap exits with 128 and the number of the signal that ended its child.
         if status > 128:
             status = 128 - status
-        if status < 0:
-            cause = exit_cause(status)
-        else:
-            cause = "it ended the process by itself" + (f" with exit status {status}" if status else "")
-        raise ChildFailed("runtime_error", f"{cause}; it said: {output}" if output else cause)
+        by_itself = "it ended the process by itself" + (f" with exit status {status}" if status else "")
+        cause = exit_cause(status) if status < 0 else by_itself
+        self._give_up(ChildFailed("runtime_error", f"{cause}; it said: {output}" if output else cause))
 
     def _raise_still_running(self) -> NoReturn:
         self._raise_timeout("its threads still work after the call, until its deadline")
 
     def _raise_timeout(self, note: str) -> NoReturn:
-        cpu_s = self.cpu_ns() * 1e-9
+        self._give_up(ChildFailed("timeout", note, self.cpu_ns() * 1e-9))
+
+    def _give_up(self, failure: ChildFailed | SandboxError) -> NoReturn:
         self.close()
-        raise ChildFailed("timeout", note, cpu_s) from None
+        raise failure from None
 
     def _array(self, place: ArrayPlacement) -> np.ndarray:
-        memory = self._memory(place)
-        return memory[place.start : place.start + place.nbytes].view(np.float64).reshape(place.shape)
+        numbers = self._memory(place)[place.start : place.start + place.nbytes].view(np.float64)
+        return numbers.reshape(place.shape)
 
     def _memory(self, place: ArrayPlacement) -> np.ndarray:
         return self._outputs.bytes if place.is_output else self._inputs.bytes
@@ -455,11 +434,9 @@ class Child:
         for place in self._placements:
             if not place.is_output:
                 if not np.array_equal(views[place.name].view(np.uint64), inputs[place.name].view(np.uint64)):
-                    self.close()
-                    raise ChildFailed("wrong_result", f"it changed its input {place.name}")
+                    self._give_up(ChildFailed("wrong_result", f"it changed its input {place.name}"))
                 continue
-            before, after = (around.view(np.uint64) for around in self._guard_regions(place))
-            if (before != guard).any() or (after != guard).any():
-                self.close()
-                side = "before" if (before != guard).any() else "after"
-                raise ChildFailed("runtime_error", f"it wrote {side} the array {place.name}")
+            before, after = ((around.view(np.uint64) != guard).any() for around in self._guard_regions(place))
+            if before or after:
+                side = "before" if before else "after"
+                self._give_up(ChildFailed("runtime_error", f"it wrote {side} the array {place.name}"))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,11 +36,9 @@ class Compiler:
     def find(cls, name: str | None = None) -> "Compiler":
         """Finds gcc or clang. Raises ValueError if there is none, or it does not tell its version."""
         tried = [name] if name else list(COMPILER_NAMES)
-        for word in tried:
-            path = shutil.which(word)
-            if path is not None:
-                real = os.path.realpath(path)
-                return cls(real, _version_of(real))
+        if path := next(filter(None, map(shutil.which, tried)), None):
+            real = os.path.realpath(path)
+            return cls(real, _version_of(real))
         raise UsageError(f"no C compiler: {', '.join(tried)} not found on PATH; {INSTALL_HINT}")
 
 
@@ -53,9 +52,7 @@ def _version_of(path: str) -> str:
 
 def compiler_flags(kernel: Kernel, optimization: str, threads: int) -> list[str]:
     """Returns the flags that a candidate is compiled with."""
-    flags = ["-std=gnu17", optimization, "-march=native", "-fPIC", "-shared", "-pipe"]
-    if threads > 1:
-        flags.append("-fopenmp")
+    flags = ["-std=gnu17", optimization, "-march=native", "-fPIC", "-shared", "-pipe", *["-fopenmp"] * (threads > 1)]
     # A library that lacks the function, or uses one that nobody defines, is then an error of the linker.
     return [*flags, f"-Wl,--require-defined={kernel.name}", "-Wl,-z,defs"]
 
@@ -109,8 +106,7 @@ def run_locked_in(sandbox: Sandbox, command: Sequence[str], folder: Path, deadli
     files: list[int] = []
     try:
         files += os.pipe()
-        for name in ("output", "errors"):
-            files.append(os.memfd_create(name, os.MFD_CLOEXEC))
+        files += [os.memfd_create(name, os.MFD_CLOEXEC) for name in ("output", "errors")]
         ready, started, *printed = files
         process = subprocess.Popen(
             sandbox.compiler_command(command, folder, COMPILER_LIMITS, started),
@@ -130,10 +126,8 @@ def run_locked_in(sandbox: Sandbox, command: Sequence[str], folder: Path, deadli
             timed_out, cause = True, f"it did not end within {deadline_s:g} s"
         finally:
             # What the compiler left behind shares its process group, so this is done after a good end too.
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
         if any(os.fstat(file).st_size > MAX_OUTPUT_BYTES for file in printed):
             cause = cause or f"it wrote more than {MAX_OUTPUT_BYTES} bytes"

@@ -136,10 +136,9 @@ class MeasuredTask:
         Raises:
             What `open_bench` raises.
         """
-        for grader in open_graders:
-            if isinstance(grader, BenchGrader):
-                # Only the first grader keeps this process off the cores.
-                return BenchGrader(self, grader.bench)
+        # Only the first grader keeps this process off the cores.
+        if shared := next((grader for grader in open_graders if isinstance(grader, BenchGrader)), None):
+            return BenchGrader(self, shared.bench)
         return BenchGrader(self, open_bench(self.bench), during_training)
 
 
@@ -206,9 +205,8 @@ class BenchGrader:
         with self._lock:
             self._counts.update(programs=1, noisy=result.outcome == NOISY, cached=result.is_cached)
             if not result.is_cached:
-                seconds = sum(value for name, value in result.seconds.items() if name != "wait")
                 # A Counter adds any numbers, though its annotation knows only whole ones.
-                self._counts["seconds"] += seconds  # pyright: ignore[reportArgumentType]
+                self._counts["seconds"] += sum(value for name, value in result.seconds.items() if name != "wait")  # pyright: ignore[reportArgumentType]
         # The machine is at fault and not the program, so there is no score and the sample stays out of the baseline.
         if result.outcome == NOISY:
             return Ungraded(NOISY, result.note)

@@ -104,11 +104,8 @@ def _kernel_fault(kernel: Kernel) -> str:
     if not all(isinstance(each, str) for each in kernel.forbidden):
         return ".forbidden: must be names, as in fnmatch"
     words = [*kernel.size_names, *(parameter.name for parameter in kernel.parameters)]
-    if (
-        not all(map(_is_identifier, [kernel.name, *words]))
-        or len(set(words)) < len(words)
-        or len(words) > MAX_ARGUMENTS
-    ):
+    are_names = all(word.isidentifier() and word.isascii() for word in (kernel.name, *words))
+    if not are_names or len(set(words)) < len(words) or len(words) > MAX_ARGUMENTS:
         return f": name, size_names and parameters must be names of C, at most {MAX_ARGUMENTS} arguments and each once"
     if not (kernel.size_names and input_parameters(kernel) and output_parameters(kernel)):
         return ".parameters: needs an input and an output, and size_names at least one name"
@@ -137,10 +134,6 @@ def _kernel_fault(kernel: Kernel) -> str:
             if method == "bound" and not (np.isfinite(array).all() and (array >= 0).all()):
                 return f".bound: {parameter.name} must be finite and not below 0, and is {array} for {ones}"
     return ""
-
-
-def _is_identifier(word: str) -> bool:
-    return word.isidentifier() and word.isascii()
 
 
 def gamma(operations: int) -> float:

@@ -7,7 +7,7 @@ import platform
 import socket
 import time
 from collections.abc import Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from torchtune_ext.run.errors import DeadlineExceeded, UsageError
@@ -41,12 +41,10 @@ def engine_cores() -> dict[int, frozenset[int]]:
     users = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
-            try:
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-                if ENGINE_MODULE in words:
+            # A process may have ended, or belong to somebody else.
+            with suppress(OSError):
+                if ENGINE_MODULE in (folder / "cmdline").read_bytes().split(b"\0"):
                     users[int(folder.name)] = frozenset(os.sched_getaffinity(int(folder.name)))
-            except OSError:
-                continue  # it has ended, or belongs to somebody else
     return users
 
 
@@ -61,8 +59,7 @@ def choose_cores(cores: Sequence[int] | None, count: int) -> list[int]:
         raise UsageError(f"threads={count}, but this process may run on {len(usable)} cores")
     users = engine_cores()
     if cores is None:
-        taken = frozenset[int]().union(*users.values())
-        free = [core for core in usable if core not in taken]
+        free = sorted(set(usable).difference(*users.values()))
         return (free if len(free) >= count else usable)[-count:]
     if not cores or not set(cores) <= set(usable):
         raise UsageError(f"cores={list(cores)}: use some of {usable}, which this process may run on")
@@ -107,10 +104,9 @@ def pin_threads(cores: Set[int]) -> None:
     """Lets all threads of this process run only on these cores."""
     # `sched_setaffinity(0, ...)` would move only the thread that calls it.
     for thread in os.listdir("/proc/self/task"):
-        try:
+        # A thread may have ended.
+        with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), cores)
-        except ProcessLookupError:
-            continue  # it has ended
 
 
 def lock_name(core: int) -> str:
@@ -190,14 +186,13 @@ def _cpu_ns(engine_pids: Sequence[int]) -> dict[int, int]:
     used = dict.fromkeys(engine_pids, 0)
     for name in os.listdir("/proc"):
         if name.isdigit():
-            try:
+            # A process may have ended.
+            with suppress(OSError):
                 leader = int(name) if int(name) in used else os.getsid(int(name))
                 if leader in used:
                     # Python lacks clock_getcpuclockid(3). The kernel's id of a process's CPU clock is ~pid above three
                     # bits, of which 2 asks for the scheduler's count: nanoseconds, where /proc/PID/stat has ticks.
                     used[leader] += time.clock_gettime_ns(~int(name) << 3 | 2)
-            except OSError:
-                continue  # it has ended
     return used
 
 

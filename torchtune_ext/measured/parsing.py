@@ -136,5 +136,4 @@ def declarators(node: Node | None) -> Iterator[Node]:
 
 def node_text(node: Node | None) -> str:
     """Returns the text of a node, "" for none."""
-    text = None if node is None else node.text
-    return "" if text is None else text.decode("utf-8", "replace")
+    return "" if node is None else (node.text or b"").decode("utf-8", "replace")

@@ -16,6 +16,7 @@ from torchtune_ext.measured.child import CallResult, Child, ChildFailed, arena_s
 from torchtune_ext.measured.kernel import Arrays, Kernel, Parameter, Size
 from torchtune_ext.measured.sandbox import SandboxError
 from torchtune_ext.run.errors import RunFailure
+from torchtune_ext.run.processes import Closing, closed_on_error
 
 # Shares above the quiet level from which on a neighbor is at work. Without one, 90% of the looks at a small virtual machine
 # were within 4% and 20%; beside a process that streams through memory, 90% of those at memory were above 50%.
@@ -87,7 +88,7 @@ class ProbeSample:
     memory: tuple[float, ...]
 
 
-class Probe:
+class Probe(Closing):
     """Looks at the cores of a checker.
 
     Raises:
@@ -102,14 +103,11 @@ class Probe:
         arena_bytes = arena_size(self.kernel, REGISTERS_SIZE)
         # The roofline belongs to the machine, so the fixed kernel is compiled with -O3 for every checker.
         self.child: Child = checker.start_child(self.kernel, checker.compile_naive(self.kernel), TRUSTED_CPU_S)
-        try:
+        with closed_on_error(self):
             self.child.map_arrays(lay_out(self.kernel, REGISTERS_SIZE, arena_bytes, False, self.rng))
             self._require_calm()
             self._empty_s = min(self._call(EMPTY_SIZE).seconds for _ in range(20))
             self.peak_gflops = self._measure_peak_gflops()
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Ends the process of the fixed kernel."""

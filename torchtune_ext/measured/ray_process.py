@@ -47,8 +47,10 @@ class BenchActor:
         try:
             from torchtune_ext.measured.results import code_version
         except ImportError as error:
-            why = f"torchtune_ext cannot be imported there ({error}), and {version_here} is here: install the same"
-            return "refused", why
+            return (
+                "refused",
+                f"torchtune_ext cannot be imported there ({error}), and {version_here} is here: install the same",
+            )
         if code_version() != version_here:
             return (
                 "refused",
@@ -65,8 +67,11 @@ class BenchActor:
             # Ray raises the niceness of its workers by 15. A neighbor of normal priority would starve what is timed.
             os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getppid()))
         except PermissionError:
-            why = "programs would be measured at the low priority that Ray gives its workers: start Ray with "
-            return "refused", why + "RAY_worker_niceness=0 in its environment"
+            return (
+                "refused",
+                "programs would be measured at the low priority that Ray gives its workers: start Ray with "
+                "RAY_worker_niceness=0 in its environment",
+            )
         try:
             from torchtune_ext.measured.bench import Bench
 

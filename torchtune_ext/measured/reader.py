@@ -145,12 +145,9 @@ class ProgramReader:
         if self._pragmas:
             self._read_pragmas(node)
         method = getattr(self, f"_{node.type}", None)
-        if method is None:
-            value = join_values(*[self._read(child) for child in node.named_children])
-        else:
-            value = method(node) or Value()
+        value = method(node) if method else join_values(*[self._read(child) for child in node.named_children])
         self._depth -= 1
-        return value
+        return value or Value()
 
     def _read_pragmas(self, node: Node) -> None:
         """Reads the pragmas before a node, which is the first one of its row that can run."""
@@ -253,8 +250,8 @@ class ProgramReader:
     def _type_definition(self, node: Node) -> None:
         self._read(node.child_by_field_name("type"))
         if self._is_vector(node_text(node)):
-            for each in node.children_by_field_name("declarator"):
-                self._vector_types.add(node_text([*declarators(each)][-1]))
+            names = node.children_by_field_name("declarator")
+            self._vector_types |= {node_text([*declarators(each)][-1]) for each in names}
 
     def _holds_vectors(self, declaration: Node) -> bool:
         first = declaration.child_by_field_name("declarator")
@@ -441,8 +438,7 @@ class ProgramReader:
 
     def _assignment_expression(self, node: Node) -> Value:
         value = self._read(node.child_by_field_name("right"))
-        is_sum = _field_text(node, "operator") != "="
-        self._store(self._address(node.child_by_field_name("left")), value, node, is_sum)
+        self._store(self._address(node.child_by_field_name("left")), value, node, _field_text(node, "operator") != "=")
         return value._replace(items=())
 
     def _store(self, address: Value, value: Value, node: Node, adds: bool = False) -> None:
@@ -537,11 +533,8 @@ class ProgramReader:
 
 def _argument_value(parameter: Parameter) -> Value:
     """The address of an input or output."""
-    if parameter.is_output:
-        place = Location(parameter.name, "output", is_array=True)
-    else:
-        place = Location(parameter.name, "input", is_array=True, content=Value(origins=frozenset((parameter.name,))))
-    return Value(frozenset((place,)))
+    kind, origins = ("output", EMPTY) if parameter.is_output else ("input", frozenset((parameter.name,)))
+    return Value(frozenset((Location(parameter.name, kind, is_array=True, content=Value(origins=origins)),)))
 
 
 def _field_text(node: Node | None, name: str) -> str:

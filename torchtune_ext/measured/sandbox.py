@@ -12,11 +12,12 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchtune_ext.run.errors import RunFailure
+from torchtune_ext.run.processes import Closing, closed_on_error
 from torchtune_ext.run.reaper import ProcessReaper
 
 MIN_LANDLOCK_ABI = 1  # the first version keeps files away; 3 adds truncation, 4 TCP, 6 signals and abstract sockets
@@ -54,7 +55,7 @@ class Limits:
     file_bytes: int = 1 << 20  # size of one file, and of what it says
 
 
-class Sandbox:
+class Sandbox(Closing):
     """Makes the command lines of locked-in children.
 
     Its folder is removed by `close`, or when this process is killed.
@@ -72,7 +73,7 @@ class Sandbox:
         self._lock = threading.Lock()  # several threads may compile
         self._groups: set[int] = set()  # that the janitor kills when this process is killed
         self.folder = Path(self._reaper.folder)
-        try:
+        with closed_on_error(self):
             # Root's children are other users. They may pass through the folder, but not list it.
             self.folder.chmod(0o711)
             self.program = compile_sandbox(compiler, self.folder)
@@ -87,19 +88,10 @@ class Sandbox:
                 raise SandboxError("namespaces: true, but bubblewrap is missing or cannot make them here")
             self.namespaces = bool(layers["namespaces"]) if namespaces is None else namespaces
             self.uses_transient_users = bool(layers["another user"])
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Removes the folder and all that is in it."""
         self._reaper.close()
-
-    def __enter__(self) -> "Sandbox":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     @contextmanager
     def kill_with_parent(self, group: int) -> Iterator[None]:
@@ -167,8 +159,10 @@ class Sandbox:
         """The command line up to `--`. `read` and `visible` are the paths that exist inside namespaces."""
         words = ["--memory", str(limits.memory_bytes + more_bytes), "--seconds", str(limits.cpu_s), *words]
         words += ["--file", str(limits.file_bytes), *self.disabled_layers]
-        processes = limits.processes if self.uses_transient_users else _count_user_threads() + EXTRA_THREADS
-        words += ["--processes", str(processes)]
+        words += [
+            "--processes",
+            str(limits.processes if self.uses_transient_users else _count_user_threads() + EXTRA_THREADS),
+        ]
         owner = folder.stat().st_uid
         # The child becomes the owner of its folder, who must not be root or a real user.
         if self.uses_transient_users and owner not in TRANSIENT_UIDS:
@@ -210,8 +204,7 @@ def compile_sandbox(compiler: str, folder: Path) -> Path:
 
 def probe(program: Path) -> list[Layer]:
     """Finds out which layers this machine has. Raises SandboxError at a timeout."""
-    done = _run_command([str(program), "probe"])
-    answers = dict(line.split() for line in done.stdout.splitlines())
+    answers = dict(line.split() for line in _run_command([str(program), "probe"]).stdout.splitlines())
     version = int(answers.get("landlock", -1))
     change = [str(program), "enter", "--user", str(TRANSIENT_UIDS[0]), "--"]
     # A container may forbid root to change the user, or bubblewrap to make namespaces, so both are tried.
@@ -306,11 +299,10 @@ def _count_user_threads() -> int:
     user, count = os.getuid(), 0
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
-            try:
+            # A process may have ended, or be hidden.
+            with suppress(OSError):
                 if process.stat().st_uid == user:
                     count += len(os.listdir(process / "task"))
-            except OSError:
-                continue  # it has ended, or is hidden
     return count
 
 

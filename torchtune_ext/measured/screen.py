@@ -176,8 +176,7 @@ class _Screener:
                 if node.type in _SCOPE_NODES:
                     self.local_counts.subtract(self.scopes.pop())
             elif fault := self._check_node(node):
-                row = node.start_point.row
-                return f"line {self.text.line_numbers[row]}: {fault}"
+                return f"line {self.text.line_numbers[node.start_point.row]}: {fault}"
         return ""
 
     def _check_deadline(self) -> None:

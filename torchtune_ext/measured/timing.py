@@ -22,6 +22,7 @@ from torchtune_ext.measured.probe import TRUSTED_CPU_S, Probe, ProbeSample, Quie
 from torchtune_ext.measured.results import Timing
 from torchtune_ext.measured.sandbox import SandboxError
 from torchtune_ext.measured.verify import compute_expected, draw_inputs, find_wrong_output, size_text
+from torchtune_ext.run.processes import Closing
 
 MAX_RELATIVE_CI = 0.02  # the 95% intervals of the medians end this far from them, as a share, or nearer
 # A time of the reference above its quiet level by more than this share speaks of a neighbor, too.
@@ -88,7 +89,7 @@ def _is_narrow(blocks: Sequence[_Block]) -> bool:
     )
 
 
-class ProgramTimer:
+class ProgramTimer(Closing):
     """Times programs of one kernel, one at a time, and keeps this process's threads off the timed cores if it can.
 
     Whoever makes a timer, or times with it, holds its cores by `machine.alone_on`.
@@ -126,12 +127,6 @@ class ProgramTimer:
     def close(self) -> None:
         """Ends the processes of the reference and the probe, and closes the checker."""
         self._stack.close()
-
-    def __enter__(self) -> "ProgramTimer":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def time_library(self, library: bytes) -> Timing:
         """Times the library of a program that `Checker.checked` has found right.

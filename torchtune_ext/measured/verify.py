@@ -28,8 +28,7 @@ def draw_array(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> n
     # few thousand numbers, within γ_n of a long sum. But doubles add such numbers without rounding, so the bound of
     # `Reduction` is 0 then.
     if kind == "biased":
-        least = rng.integers(1, 48)
-        low = rng.integers(least, 64, shape, np.uint8) * 2.0**-30
+        low = rng.integers(rng.integers(1, 48), 64, shape, np.uint8) * 2.0**-30
         return rng.integers(1 << 22, 1 << 23, shape, np.uint32) * 2.0**-22 + low
     # float32 lacks these exponents.
     if kind == "wide":
@@ -44,8 +43,7 @@ def draw_array(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> n
 
 def draw_inputs(kernel: Kernel, size: Size, kind: str, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Draws all inputs."""
-    shapes = kernel.shapes(size)
-    parameters = input_parameters(kernel)
+    shapes, parameters = kernel.shapes(size), input_parameters(kernel)
     # The product of two denormal numbers is 0, so only one array holds them, and the others "biased" numbers.
     chosen = parameters[rng.integers(len(parameters))].name
     kinds = {p.name: "biased" if kind == "denormal" and p.name != chosen else kind for p in parameters}
@@ -150,13 +148,15 @@ def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: f
                     child.map_arrays(lay_out(kernel, size, child.arena_bytes, at_end, rng))
                 left_s = deadline_s - spent_s
                 if left_s <= 0:
-                    note = f"its calls took more than {deadline_s:g} s, {size_text(size)} was next"
-                    raise ChildFailed("timeout", note, computed_s)
+                    raise ChildFailed(
+                        "timeout", f"its calls took more than {deadline_s:g} s, {size_text(size)} was next", computed_s
+                    )
                 try:
                     call = child.call(size, inputs, left_s)
                 except ChildFailed as failed:
-                    note = f"{failed} ({size_text(size)}, {kind} inputs)"
-                    raise ChildFailed(failed.outcome, note, failed.cpu_s) from None
+                    raise ChildFailed(
+                        failed.outcome, f"{failed} ({size_text(size)}, {kind} inputs)", failed.cpu_s
+                    ) from None
                 # Drawing and comparing take time too, but that is not the program's fault.
                 spent_s += call.seconds
                 computed_s += call.cpu_s

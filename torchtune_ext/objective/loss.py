@@ -152,8 +152,8 @@ class PolicyLoss(ConstraintOptions):
             object.__setattr__(self, option.name, getattr(constraint, option.name))
         check_importance(self.importance, self.importance_low, self.importance_high, self.level, self.old)
         for name in ("reward_coef", "teacher_coef", "kl_coef", "old_kl_coef"):
+            term = "KL term" if name.endswith("kl_coef") else "term"
             if not getattr(self, name) >= 0.0:
-                term = "KL term" if name.endswith("kl_coef") else "term"
                 raise UsageError(f"loss.{name}={getattr(self, name)} must not be negative; 0 turns the {term} off")
 
     @cached_property
@@ -164,23 +164,19 @@ class PolicyLoss(ConstraintOptions):
 
     def __str__(self) -> str:
         """The objective as papers write it, for instance "clip 0.2/0.28 per token, TIS <= 2, entropy 0.03"."""
-        parts = [self._constraint.describe(RATIO_LEVELS[self.level])]
-        if self.old != "trainer":
-            parts.append({"sampler": "ratio to the sampler", "interpolated": "old policy interpolated"}[self.old])
-        if self.importance != "none":
-            parts.append(
-                str(IMPORTANCE_METHODS[self.importance].with_bounds(self.importance_low, self.importance_high))
-            )
-        for coef, word in ((self.kl_coef, "reference"), (self.old_kl_coef, "old policy")):
-            if coef:
-                parts.append(f"{coef:g} KL to the {word} ({self.kl})")
-        if self.teacher_coef:
-            parts.append(f"{self.teacher_coef:g} teacher")
-        if self.reward_coef != 1.0:
-            parts.append(f"{self.reward_coef:g} rewards")
-        if self.entropy_coef:
-            parts.append(f"entropy {self.entropy_coef:g}")
-        return ", ".join(parts)
+        weight = IMPORTANCE_METHODS[self.importance].with_bounds(self.importance_low, self.importance_high)
+        parts = {
+            self._constraint.describe(RATIO_LEVELS[self.level]): True,
+            "ratio to the sampler": self.old == "sampler",
+            "old policy interpolated": self.old == "interpolated",
+            str(weight): self.importance != "none",
+            f"{self.kl_coef:g} KL to the reference ({self.kl})": self.kl_coef,
+            f"{self.old_kl_coef:g} KL to the old policy ({self.kl})": self.old_kl_coef,
+            f"{self.teacher_coef:g} teacher": self.teacher_coef,
+            f"{self.reward_coef:g} rewards": self.reward_coef != 1.0,
+            f"entropy {self.entropy_coef:g}": self.entropy_coef,
+        }
+        return ", ".join(part for part, shown in parts.items() if shown)
 
     @property
     def needs_proximal(self) -> bool:

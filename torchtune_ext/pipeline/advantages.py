@@ -99,16 +99,15 @@ class AdvantageConfig:
             )
 
     def __str__(self) -> str:
-        words = [f"advantage {self.baseline}/{self.scale}"]
-        if self.credit == "turn":
-            words.append("turn by turn")
-        if self.pass_k > 1:
-            words.append(f"best of {self.pass_k}")
-        if self.truncated != "keep":
-            penalty = f" by {self.penalty:g}" if self.truncated == "penalize" else ""
-            overlong = f" over the last {self.overlong:.0%}" if self.overlong else ""
-            words.append(f"cut samples: {self.truncated}{penalty}{overlong}")
-        return ", ".join(words)
+        penalty = f" by {self.penalty:g}" if self.truncated == "penalize" else ""
+        overlong = f" over the last {self.overlong:.0%}" if self.overlong else ""
+        words = {
+            f"advantage {self.baseline}/{self.scale}": True,
+            "turn by turn": self.credit == "turn",
+            f"best of {self.pass_k}": self.pass_k > 1,
+            f"cut samples: {self.truncated}{penalty}{overlong}": self.truncated != "keep",
+        }
+        return ", ".join(word for word, shown in words.items() if shown)
 
 
 def assign_advantages(
@@ -181,8 +180,7 @@ def select_groups(groups: list[Group], size: int) -> tuple[list[Group], list[Gro
     # Groups with a signal come first. The sort is stable, so among equals the earlier ones do.
     chosen = set(sorted(range(len(groups)), key=lambda i: not groups[i].has_nonzero_advantage)[:size])
     selected = [group for i, group in enumerate(groups) if i in chosen]
-    all_groups = [group if i in chosen else _exclude_from_loss(group) for i, group in enumerate(groups)]
-    return selected, all_groups
+    return selected, [group if i in chosen else _exclude_from_loss(group) for i, group in enumerate(groups)]
 
 
 def _exclude_from_loss(group: Group) -> Group:

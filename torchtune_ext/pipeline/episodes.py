@@ -117,17 +117,18 @@ class Episode:
         quiet = [np.zeros(len(ids), np.float32) for ids in answers]
         versions = [np.full(len(ids), part.versions[-1]) for part, ids in zip(parts, answers, strict=False)]
         starts = np.cumsum([0] + [len(part.tokens) + len(ids) for part, ids in zip(parts, answers, strict=False)])
-        completion = Completion(
-            tokens=self._interleave([part.tokens for part in parts], answers),
-            logprobs=self._interleave([part.logprobs for part in parts], quiet),
-            versions=self._interleave([part.versions for part in parts], versions),
-            finish_reason=ending,
-            cached_prompt_tokens=parts[0].cached_prompt_tokens,
-            turns=tuple((int(start), int(start) + len(part.tokens)) for start, part in zip(starts, parts, strict=True)),
-            kept_prefix_lens=tuple(self._kept_prefix_lens) if self._has_branches else (),
-        )
         return Sample(
-            completion,
+            Completion(
+                tokens=self._interleave([part.tokens for part in parts], answers),
+                logprobs=self._interleave([part.logprobs for part in parts], quiet),
+                versions=self._interleave([part.versions for part in parts], versions),
+                finish_reason=ending,
+                cached_prompt_tokens=parts[0].cached_prompt_tokens,
+                turns=tuple(
+                    (int(start), int(start) + len(part.tokens)) for start, part in zip(starts, parts, strict=True)
+                ),
+                kept_prefix_lens=tuple(self._kept_prefix_lens) if self._has_branches else (),
+            ),
             text="\n".join(f"{message['role']}: {message['content']}" for message in self._messages),
             outcome=failure or check_outcome(self._score, self.to_sample),
             messages=tuple(self._messages),
@@ -137,5 +138,4 @@ class Episode:
     @staticmethod
     def _interleave(turns: Sequence[np.ndarray], between: Sequence[np.ndarray]) -> np.ndarray:
         # `between` is as long as `turns`, if there are ids behind the last one, too, or shorter by one.
-        pieces = [turn for i, part in enumerate(turns) for turn in (part, *between[i : i + 1])]
-        return np.concatenate(pieces)
+        return np.concatenate([turn for i, part in enumerate(turns) for turn in (part, *between[i : i + 1])])

@@ -136,16 +136,15 @@ def _sample_from_record(record: dict[str, Any]) -> Sample:
     elif record["outcome"] is not None:
         outcome = Ungraded(record["outcome"], record["cause"])
     versions = [version for version, count in record["versions"] for _ in range(count)]
-    completion = Completion(
-        tokens=np.array(record["tokens"], dtype=np.int32),
-        logprobs=_array(record["logprobs"]),
-        versions=np.array(versions, dtype=np.int32),
-        finish_reason=record["finish_reason"],
-        turns=tuple(map(tuple, record.get("turns", ()))),
-        kept_prefix_lens=tuple(record.get("kept", ())),
-    )
     return Sample(
-        completion,
+        Completion(
+            tokens=np.array(record["tokens"], dtype=np.int32),
+            logprobs=_array(record["logprobs"]),
+            versions=np.array(versions, dtype=np.int32),
+            finish_reason=record["finish_reason"],
+            turns=tuple(map(tuple, record.get("turns", ()))),
+            kept_prefix_lens=tuple(record.get("kept", ())),
+        ),
         text=record["text"],
         outcome=outcome,
         advantage=float(record["advantage"]),

@@ -390,10 +390,9 @@ class GroupStream:
         text = group.add_completion(sample_index, completion)
         if (watcher := self._progress_for(group)) is not None:
             watcher.add(1, len(completion.tokens))
-        complete = None not in group.samples
         if not self._grader.grades_groups:
             self._enqueue_when_done(group, sample_index, self._grader.submit(group.problem, text))
-        elif complete:
+        elif None not in group.samples:
             # A grader that compares samples needs all texts of a group at once.
             self._enqueue_when_done(
                 group, 0, self._grader.submit(group.problem, *(each.text for each in group.arrived))

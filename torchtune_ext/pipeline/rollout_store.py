@@ -29,9 +29,8 @@ class RolloutStore:
 
     Args:
         run_dir: folder of the run.
-        keep_every: steps divisible by it are kept; 0 keeps none.
         resume_step: first step that will be written again: files at or after it are removed; None: a fresh run.
-        show: is given each step with its groups, kept or not, to show some of them (`Metrics.show`).
+        show: is given each step with its groups, to show some of them (`Metrics.show`).
 
     Raises:
         ValueError: an earlier run left its rollouts where a fresh one begins.
@@ -40,14 +39,11 @@ class RolloutStore:
     def __init__(
         self,
         run_dir: str | Path,
-        keep_every: int = 1,
         resume_step: int | None = None,
         show: Callable[[int, Sequence[Group]], None] | None = None,
     ):
-        if keep_every < 0:
-            raise UsageError(f"keep_every={keep_every}: must be 0 (keep none) or a number of steps")
         self.folder = Path(run_dir) / ROLLOUT_FOLDER
-        self._keep_every, self._show = keep_every, show
+        self._show = show
         self._missing: list[int] = []  # steps that the disk refused
         for step, path in rollout_paths(run_dir).items():
             if resume_step is None:
@@ -59,12 +55,9 @@ class RolloutStore:
                 path.unlink()
 
     def write(self, step: int, groups: Sequence[Group]) -> Path | None:
-        """Writes the groups of `step`, all or nothing. Returns the file, or None for a step that is not kept."""
-        # Sinks may show samples of a step that is not kept.
+        """Writes the groups of `step`, all or nothing. Returns the file, or None where the disk refuses it."""
         if self._show is not None:
             self._show(step, groups)
-        if self._keep_every == 0 or step % self._keep_every:
-            return None
         path = self.folder / f"step_{step:06d}.jsonl.gz"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -122,6 +115,7 @@ def read_rollouts(path: str | Path) -> list[Group]:
         raise UsageError(
             f"{path}: not a rollout file of format {FORMAT_VERSION}: read it with the version that wrote it"
         )
-    if len(groups) != header["groups"]:
-        raise UsageError(f"{path}: damaged or cut off ({len(groups)} groups of {header['groups']}); delete the file")
+    count = header["groups"]
+    if len(groups) != count:
+        raise UsageError(f"{path}: damaged or cut off ({len(groups)} groups of {count}); delete the file")
     return [group_from_record(record) for record in groups]

@@ -231,9 +231,10 @@ class RolloutSource:
 
     def _sampling_fingerprint(self) -> dict[str, Any]:
         """Returns the settings that decide how a group is sampled."""
-        drawn = {"seed": self._seed, "samples": self._num_samples, "sampling": asdict(self._sampling)}
         # These are compared with those of a checkpoint, where JSON has turned tuples into lists.
-        return json.loads(json.dumps(drawn))
+        return json.loads(
+            json.dumps({"seed": self._seed, "samples": self._num_samples, "sampling": asdict(self._sampling)})
+        )
 
     @contextmanager
     def _defer_error(self) -> Iterator[None]:

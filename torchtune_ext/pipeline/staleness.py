@@ -54,15 +54,13 @@ class StalenessScheduler:
         depth: how many steps ahead groups are submitted, at most `staleness`; None: 1, or 0 if `staleness` is 0.
 
     Raises:
-        ValueError: a setting is not a whole number, or is too small, or `depth` is above `staleness`.
+        ValueError: `staleness` or `depth` is not a whole number from 0 on, or `depth` is above `staleness`.
     """
 
     def __init__(self, prompts_per_step: int, max_steps: int, staleness: int = 0, prefetch_steps: int | None = None):
-        _at_least(1, "prompts_per_step", prompts_per_step)
-        _at_least(0, "max_steps", max_steps)
-        _at_least(0, "staleness", staleness)
+        _require_count("staleness", staleness)
         prefetch_steps = resolve_prefetch_steps(staleness, prefetch_steps)
-        _at_least(0, "depth", prefetch_steps)
+        _require_count("prefetch_steps", prefetch_steps)
         if prefetch_steps > staleness:
             raise UsageError(
                 f"depth={prefetch_steps} is above staleness={staleness}: groups sampled so far ahead would be too old to train on; "
@@ -222,6 +220,6 @@ class StalenessScheduler:
         self.num_dropped = state["dropped"]
 
 
-def _at_least(least: int, name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{name}={value!r} must be a whole number, {least} or more")
+def _require_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise UsageError(f"{name}={value!r} must be a whole number, 0 or more")

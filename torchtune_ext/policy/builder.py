@@ -32,6 +32,14 @@ def build_on_meta(make_model: Callable[[], TransformerDecoder]) -> TransformerDe
     return model
 
 
+def init_rope(model: TransformerDecoder, device: torch.device) -> None:
+    """Computes the buffers of RoPE, which no checkpoint holds."""
+    with device:
+        for module in model.modules():
+            if (rope_init := getattr(module, "rope_init", None)) is not None:
+                rope_init()
+
+
 def build_policy(
     make_model: Callable[[], TransformerDecoder],
     hf_model: HFModel,
@@ -85,15 +93,9 @@ def build_policy(
     if world_size > 1 or (compute_dtype != torch.float32 and not adapters):
         # Adapters round their masters themselves and DoRA's magnitude must not be rounded, so FSDP2 hands them out as
         # they are.
-        mesh = _mesh(device, world_size, shard_within or world_size)
-        _shard(model, mesh, None if adapters else compute_dtype)
+        _shard(model, _mesh(device, world_size, shard_within or world_size), None if adapters else compute_dtype)
     model.to_empty(device=device)
-    with device:
-        for module in model.modules():
-            # No checkpoint holds the buffers of RoPE.
-            rope_init = getattr(module, "rope_init", None)
-            if rope_init is not None:
-                rope_init()
+    init_rope(model, device)
     load_weights(model, hf_model, new_params=adapters)
     # DoRA's magnitudes begin as the norms of the loaded weights.
     if adapters:

@@ -163,7 +163,6 @@ def lora_decoder(
         if name not in adapted:
             return _plain_linear(name, width, out)
         kind = DoRALinear if use_dora else LoRALinear
-        quantized = quantize_base and name != "output"
-        return kind(width, out, lora_rank, lora_alpha, lora_dropout, quantize_base=quantized)
+        return kind(width, out, lora_rank, lora_alpha, lora_dropout, quantize_base=quantize_base and name != "output")
 
     return decoder(**arguments, linear=linear)

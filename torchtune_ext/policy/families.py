@@ -309,8 +309,8 @@ def read_hf_config(model_dir: str | Path) -> dict[str, Any]:
         raise UsageFileError(f"model_dir={str(model_dir)!r}: {_missing_config_hint(path)}")
     config = read_json_object(file)
     kind = config.get("model_type")
+    why = next((f": {reason}" for part, reason in _UNSUPPORTED_REASONS.items() if part in str(kind)), "")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        why = next((f": {reason}" for part, reason in _UNSUPPORTED_REASONS.items() if part in str(kind)), "")
         raise UsageError(
             f"{file} says model_type={kind!r}, which is not supported{why}; take a model of one of these: "
             f"{', '.join(sorted(FAMILIES))}"
@@ -329,9 +329,10 @@ def read_hf_config(model_dir: str | Path) -> dict[str, Any]:
 def _require_value_types(config: HFConfig, file: Path) -> None:
     """Raises Mistake where a key that is used has a value of another kind. null counts as missing."""
     for key, (fits, expected) in _VALUE_TYPES.items():
-        if config.get(key) is not None and not fits(config[key]):
+        value = config.get(key)
+        if value is not None and not fits(value):
             raise UsageError(
-                f"{file} says {key}={config[key]!r}; expected {expected}. Copy the file from where the weights come from"
+                f"{file} says {key}={value!r}; expected {expected}. Copy the file from where the weights come from"
             )
 
 
@@ -463,7 +464,8 @@ def from_config(
     }
     if lora_attn_modules:
         numbers = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
-        _require_numbers(numbers)
+        if lora_rank < 1:
+            raise UsageError(f"model.lora_rank={lora_rank} must be at least 1")
         if apply_lora_to_output and arguments.get("tie_word_embeddings"):
             raise UsageError(
                 "apply_lora_to_output=True, but this model has no output head of its own (tie_word_embeddings=True); set "
@@ -485,9 +487,11 @@ def _require_heads(config: HFConfig, any_width: bool, file: Path) -> None:
     """Raises Mistake if the builder cannot divide the model into the heads of a config. `any_width`: it takes head_dim."""
     heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["hidden_size"]
     # torchtune's attention wants this also where a head has a width of its own.
-    for what, whole, parts in (("hidden_size", size, heads), ("num_attention_heads", heads, kv_heads)):
+    for what, whole, name, parts in (
+        ("hidden_size", size, "num_attention_heads", heads),
+        ("num_attention_heads", heads, "num_key_value_heads", kv_heads),
+    ):
         if whole % parts:
-            name = "num_attention_heads" if what == "hidden_size" else "num_key_value_heads"
             raise UsageError(
                 f"{file} says {what}={whole}, which is not a multiple of {name}={parts}, as torchtune's attention needs; take "
                 "another model, or name a builder of your own as model._component_"
@@ -498,14 +502,6 @@ def _require_heads(config: HFConfig, any_width: bool, file: Path) -> None:
             f"{file} says head_dim={config['head_dim']}, but in the builder of {config['model_type']} a head has hidden_size / "
             f"num_attention_heads = {size // heads}; take another model, or name a builder of your own as model._component_"
         )
-
-
-def _require_numbers(numbers: dict[str, Any]) -> None:
-    for name, value in numbers.items():
-        if not isinstance(value, int if name == "lora_rank" else int | float):
-            raise UsageError(f"model.{name}={value} must be a {'whole ' * (name == 'lora_rank')}number")
-    if numbers["lora_rank"] < 1:
-        raise UsageError(f"model.lora_rank={numbers['lora_rank']} must be at least 1")
 
 
 def _require_nf4(build: Callable[..., TransformerDecoder], modules: list[str], switches: dict[str, bool]) -> None:

@@ -64,7 +64,7 @@ def adapter_spec(
     Raises ValueError for a rank of 0, targets that name nothing or are missing, or NF4 weights that ranks cannot share.
     """
     if section.get("lora_rank", 1) < 1:
-        raise UsageError(f"model.lora_rank={section['lora_rank']} must be at least 1")
+        raise UsageError(f"model.lora_rank={section.get('lora_rank')} must be at least 1")
     modules = adapted_modules(model)
     # torchtune's builders skip targets that they do not know, and the run would train fewer layers than it says.
     parts = model.layers[0].get_submodule("attn").named_children()

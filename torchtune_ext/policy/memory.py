@@ -114,10 +114,8 @@ def trainer_memory(
     # log-probs keep their inputs and a gradient.
     around = row_tokens * (3 * size * sizes.mlp + sizes.width * (4 + 2 * size))
     # With checkpointing, each layer keeps its input, and one layer at a time its inside.
-    if activation_checkpointing:
-        kept = sizes.layers * row_tokens * sizes.width * size + inside + around
-    else:
-        kept = sizes.layers * inside + around
+    inputs = sizes.layers * row_tokens * sizes.width * size
+    kept = (inputs + inside if activation_checkpointing else sizes.layers * inside) + around
     # Logits and probabilities of a chunk exist at the same time, in float32: 8 bytes a logit.
     chunk = min(CHUNK_ELEMENTS, row_tokens * sizes.vocab)
     # On one device only a model without adapters goes through FSDP2 (`build_policy`).

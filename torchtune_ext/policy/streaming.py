@@ -13,7 +13,7 @@ from torchtune.modules import TiedLinear, TransformerDecoder
 from torchtune_ext.kernels.linear_logprob import linear_logprob
 from torchtune_ext.kernels.packed_attention import packed_mask, use_packed_attention
 from torchtune_ext.pipeline.packing import Row
-from torchtune_ext.policy.builder import build_on_meta
+from torchtune_ext.policy.builder import build_on_meta, init_rope
 from torchtune_ext.policy.families import hf_name
 from torchtune_ext.policy.fp8 import Fp8Config
 from torchtune_ext.policy.lora import adapted_modules
@@ -56,12 +56,7 @@ def streamed_logprobs(
                 # torch's annotation allows only tensors and modules as attributes of a module.
                 module.fp8 = Fp8Config(backend="reference")  # pyright: ignore[reportArgumentType]
     use_packed_attention(model)
-    with device:
-        for module in model.modules():
-            # No checkpoint holds the buffers of RoPE.
-            rope_init = getattr(module, "rope_init", None)
-            if rope_init is not None:
-                rope_init()
+    init_rope(model, device)
 
     rows = [row.to(device) for row in rows]
     masks = [packed_mask(row) for row in rows]

@@ -180,7 +180,6 @@ def _shadowing_hint(name: str) -> str:
 
 
 def _no_module_message(name: str) -> str:
-    here = sorted(path.stem for path in Path.cwd().glob("*.py"))
-    near = closest_match(name, here)
+    near = closest_match(name, sorted(path.stem for path in Path.cwd().glob("*.py")))
     hint = f"; did you mean {near!r}?" if near else ""
     return f"there is no module {name!r}, neither installed nor as {name}.py in {Path.cwd()}{hint}"

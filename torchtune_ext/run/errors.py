@@ -220,8 +220,7 @@ def _print_error(error: Exception, status: int, prefix: str) -> None:
 
 def usage_message(error: BaseException) -> str:
     """Returns the message of a mistake. If a user's component failed, its last line says how to see the traceback."""
-    lines = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
-    text = "\n".join(lines)
+    text = "\n".join([line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__])
     return f"{text}\n({TRACEBACK_VARIABLE}=1 shows the traceback)" if isinstance(error, UserCodeError) else text
 
 

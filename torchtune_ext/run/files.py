@@ -47,10 +47,11 @@ def remove_leftovers(folder: Path, names: str = ".+") -> list[Path]:
 
     Returns the paths. Nobody may write to them meanwhile.
     """
-    found = [
-        (path, match[1] or match[2]) for path in folder.glob(".*") if (match := _LEFTOVER_NAME.fullmatch(path.name))
-    ]
-    paths = sorted(path for path, name in found if re.fullmatch(names, name))
+    paths = sorted(
+        path
+        for path in folder.glob(".*")
+        if (match := _LEFTOVER_NAME.fullmatch(path.name)) and re.fullmatch(names, match[1] or match[2])
+    )
     for path in paths:
         place = folder / path.name.removeprefix(REPLACED_PREFIX)
         # The process was killed between the two renames of `put_in_place`. The old folder is the whole one.

@@ -192,7 +192,9 @@ class RunFolder:
                 remove_leftovers(place)
             now, name = time.time(), self.path.resolve().name
             if resuming:
-                earlier = self._require_record()
+                earlier = read_record(self.path)
+                if earlier is None:
+                    raise UsageError(_missing_record_hint(self.path))
                 self.previous_settings = earlier.get("config", {})
                 run = Run(
                     earlier["id"],
@@ -216,8 +218,7 @@ class RunFolder:
         with explain_os_errors(
             f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"
         ):
-            text = json.dumps(asdict(self.run), indent=1, default=str) + "\n"
-            write_atomic(self.path / RECORD_FILE, text.encode())
+            write_atomic(self.path / RECORD_FILE, (json.dumps(asdict(self.run), indent=1, default=str) + "\n").encode())
 
     def close(self) -> None:
         """Gives up the folder, so that another process can own it."""
@@ -313,12 +314,6 @@ class RunFolder:
             os.rename(path, target / path.name)
         log.warning("%s held an earlier run; all of it is kept in %s", self.path, target)
 
-    def _require_record(self) -> dict[str, Any]:
-        record = read_record(self.path)
-        if record is None:
-            raise UsageError(_missing_record_hint(self.path))
-        return record
-
 
 def require_usable_folder(output_dir: str | Path) -> None:
     """Raises ValueError if `output_dir` cannot be a folder, or holds what a run would overwrite and no run has written."""
@@ -392,8 +387,10 @@ def read_record(folder: str | Path) -> dict[str, Any] | None:
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """Returns the checkpoints in a run's folder `checkpoints`, whole or damaged, oldest first."""
-    folders = [path for path in folder.glob("step_*") if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
-    return sorted(folders, key=checkpoint_step)
+    return sorted(
+        (path for path in folder.glob("step_*") if _CHECKPOINT.fullmatch(path.name) and path.is_dir()),
+        key=checkpoint_step,
+    )
 
 
 def checkpoint_step(checkpoint: Path) -> int:
@@ -491,12 +488,11 @@ def package_versions() -> dict[str, str]:
 def _git(path: Path, *words: str) -> str:
     # `git status` would otherwise lock the repository to refresh its index, and a git command of the user's could fail.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    done = subprocess.run(
+    return subprocess.run(
         ["git", "-C", str(path), *words],
         env=environment,
         capture_output=True,
         text=True,
         timeout=GIT_TIMEOUT_S,
         check=True,
-    )
-    return done.stdout.strip()
+    ).stdout.strip()

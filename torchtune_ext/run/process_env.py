@@ -27,8 +27,7 @@ def copy_environment() -> dict[str, str]:
     # Without a copy, exec reads the table of the C library. If another thread changes the environment at that moment,
     # as vLLM's configuration does, exec fails with "Bad address". For the same reason a name may be gone when its value
     # is read here.
-    variables = {name: os.environ.get(name) for name in list(os.environ)}
-    return {name: value for name, value in variables.items() if value is not None}
+    return {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
 
 
 def describe_exit(code: int | None, what: str) -> str:

@@ -19,14 +19,14 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import cloudpickle
 
@@ -413,3 +413,25 @@ def remove_folder(folder: Path) -> None:
 def _timeval(seconds: float) -> bytes:
     # SO_RCVTIMEO takes a struct timeval of C: 8 bytes of seconds and 8 bytes of microseconds.
     return int(seconds).to_bytes(8, sys.byteorder) + bytes(8)
+
+
+class Closing:
+    """What has to be closed, such as the owner of processes: a `with` block does it at its end."""
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@contextmanager
+def closed_on_error(resource: Closing) -> Iterator[None]:
+    """Closes what an error in the block leaves unfinished, such as one in its constructor."""
+    try:
+        yield
+    except BaseException:
+        resource.close()
+        raise

@@ -23,6 +23,8 @@ RENAMED_MODULES = {
     "host.opening": "setup.header",
     "host.parts": "setup.run_components",
     "measured.ray_connect": "cluster.connection",
+    "settings.components.instantiate": "settings.components.Component",
+    "settings.components.find_component": "settings.components.Component",
     "sweep.cli": "cli.sweep",
     "training.settings": "setup.config_checks",
     "training.start": "setup.machine_checks",

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torchtune_ext.run.errors import RunFailure
 from torchtune_ext.run.process_env import die_with_parent
 from torchtune_ext.sampling.child_process import pack_messages, receive_messages
-from torchtune_ext.sampling.weight_buffer import MANIFEST, iter_tensors, map_memory
+from torchtune_ext.sampling.weight_buffer import MANIFEST, iter_tensors, manifest_of, map_memory
 
 log = logging.getLogger(__name__)
 
@@ -108,10 +108,10 @@ def iter_chunks(manifest: Mapping[str, Sequence], limit: int) -> Iterator[tuple[
         rows.append((name, dtype, shape, offset - begin))
         end = offset + math.prod(shape) * getattr(torch, dtype).itemsize
         if end - begin >= limit:
-            yield begin, end, dict(zip(MANIFEST, map(list, zip(*rows, strict=True)), strict=True))
+            yield begin, end, manifest_of(rows)
             rows = []
     if rows:
-        yield begin, end, dict(zip(MANIFEST, map(list, zip(*rows, strict=True)), strict=True))
+        yield begin, end, manifest_of(rows)
 
 
 class GlooSender:

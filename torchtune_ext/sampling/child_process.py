@@ -25,10 +25,9 @@ def log_tail(log: Path, start: int, lines: int = 30) -> str:
     try:
         with open(log, "rb") as file:
             file.seek(max(start, log.stat().st_size - 16384))
-            text = file.read().decode(errors="replace")
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
     except OSError as error:
         return f"(cannot be read: {error})"
-    return "\n".join(text.splitlines()[-lines:])
 
 
 # Messages between two processes of the sampler are pickled lists behind their length, over a socket pair.
@@ -47,7 +46,7 @@ def receive_messages(end: socket.socket) -> list[Any]:
 
 def _exactly(end: socket.socket, count: int) -> bytes:
     data = end.recv(count, socket.MSG_WAITALL)
-    if len(data) < count:
+    if len(data) != count:
         raise EOFError("the other end was closed")
     return data
 
@@ -98,9 +97,8 @@ class MessageChannel(asyncio.Protocol):
             end = begin + _LENGTH.size + length
             if len(self._arrived) < end:
                 break
-            messages = pickle.loads(self._arrived[begin + _LENGTH.size : end])
+            self._on_messages(pickle.loads(self._arrived[begin + _LENGTH.size : end]))
             begin = end
-            self._on_messages(messages)
         del self._arrived[:begin]
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -158,7 +156,7 @@ class ChildProcess:
         # A message is (number, method, arguments), or (number, "cancel", ()) when nobody waits for the answer any more.
         # An answer is (number, kind, value), where the kind is "value", "refused" or "lost". All else is news.
         if self.exit_reason is not None:
-            raise BackendCrashed(self.exit_reason)
+            raise BackendCrashed(f"{self.exit_reason}")
         number, answer = next(self._numbers), self._loop.create_future()
         self._answers[number] = answer
         self._channel.send((number, method, arguments))

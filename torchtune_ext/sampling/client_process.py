@@ -165,8 +165,8 @@ class Client:
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        prompt = {"type": "token", "prompt_token_ids": request.prompt}
-        prompt |= {"cache_salt": cache_salt} if cache_salt is not None else {}
+        salted = {} if cache_salt is None else {"cache_salt": cache_salt}
+        prompt = {"type": "token", "prompt_token_ids": request.prompt, **salted}
         # vLLM wants a path, but reads nothing there, since the adapter is in the engine already.
         lora = LoRARequest("policy", ADAPTER_ID, "/nowhere/the-adapter-is-in-memory") if uses_adapter else None
         output: Any = None

@@ -115,15 +115,16 @@ class LoopThread(threading.Thread):
 
     def result(self, future: Future, timeout: float | None = None) -> Any:
         """Waits for submitted work, and cancels it if the wait ends first. Raises as `call` does."""
-        give_up_at = time.monotonic() + (float("inf") if timeout is None else timeout)
+        limit = float("inf") if timeout is None else timeout
+        give_up_at = time.monotonic() + limit
         try:
             # A future whose loop has died never ends, so the thread is looked at twice a second. Canceled after that, a
             # future is done, but not to `wait`: this would take a call from the loop.
             while not wait([future], timeout=0.5).done and not future.done():
                 if time.monotonic() > give_up_at:
-                    raise DeadlineExceeded(f"the engine's thread did not answer within {timeout:g} s")
+                    raise DeadlineExceeded(f"the engine's thread did not answer within {limit:g} s")
                 if not self.is_alive():
-                    raise CancelledError
+                    raise EngineFailed("the engine was closed")
             return future.result()
         except CancelledError:
             raise EngineFailed("the engine was closed") from None

@@ -182,7 +182,7 @@ def engine_configs(config: EngineConfig) -> list[EngineConfig]:
         return [replace(config, address=each, devices=None, count=None) for each in config.addresses]
     size, shares = config.tensor_parallel_size, device_shares(config)
     count, cores = config.count or len(shares) or 1, sorted(os.sched_getaffinity(0))
-    if config.threads and not on_cpu():
+    if not on_cpu() and config.threads:
         raise UsageError(f"engine.threads={config.threads} is for engines on a CPU; leave it null on GPUs")
     if count <= len(cores) < count * (config.threads or 1):
         raise UsageError(

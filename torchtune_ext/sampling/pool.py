@@ -84,14 +84,14 @@ class Pool:
 
     def on_state_change(self, replica: EngineReplica, was_serving: bool) -> None:
         """Says what became of an engine, which `served` or not, and sends what waits for it to others."""
-        others = self.others_serve(replica)
         if replica.closed:
             return
         if replica.state is State.RETIRED and self.active_replicas and self.has_started:
-            why = replica.failure_cause.removeprefix(f"{replica.name} ")
-            message = "%s is retired (%s); the run goes on with %d of %d"
-            log.warning(message, replica.name, why, len(self.active_replicas), len(self.replicas))
-        elif replica.state is State.STARTING and was_serving and others and replica.num_requests:
+            why, rest = replica.failure_cause.removeprefix(f"{replica.name} "), len(self.active_replicas)
+            log.warning(
+                "%s is retired (%s); the run goes on with %d of %d", replica.name, why, rest, len(self.replicas)
+            )
+        elif replica.state is State.STARTING and was_serving and self.others_serve(replica) and replica.num_requests:
             others_text = "the other" if len(self.serving_replicas) == 1 else f"{len(self.serving_replicas)} others"
             log.warning("%s is lost; its requests go to %s meanwhile", replica.name, others_text)
         # Also what waits for one that was lost while no other served.
@@ -127,9 +127,8 @@ class Pool:
     async def close(self) -> None:
         """Ends the present lives and every wait for an engine. Raises the first error."""
         ends = await asyncio.gather(*(replica.close() for replica in self.replicas), return_exceptions=True)
-        for error in ends:
-            if error is not None:
-                raise error
+        for error in filter(None, ends):
+            raise error
 
     # -- work ---------------------------------------------------------------------------------------------------------
 
@@ -239,16 +238,15 @@ class Pool:
                 if replica.version < self.version:
                     replica.set_state(State.STALE, f"it holds version {replica.version}, others {self.version}")
         for replica in times:
+            why = f"publish: {replica.name} was not told of version {version}; it holds {replica.version}"
             if replica.version < version:
-                raise EngineFailed(
-                    f"publish: {replica.name} was not told of version {version}; it holds {replica.version}"
-                )
+                raise EngineFailed(why)
         return max(pause for pause, _ in times.values()), max(load for _, load in times.values())
 
     async def checksums(self) -> list[dict[str, int | None]]:
         """Does what `Engine.checksums` says."""
-        sums = await self._each(lambda lane: lane.checksums(), self.serving_replicas)
-        return [worker for replica in self.replicas if replica in sums for worker in sums[replica]]
+        of_lanes = await self._each(lambda replica: replica.checksums(), self.serving_replicas)
+        return [worker for sums in of_lanes.values() for worker in sums]
 
     async def sleep(self) -> None:
         """Makes all engines free GPU memory, even those that just come up. Raises EngineFailed when none is left."""
@@ -270,12 +268,11 @@ class Pool:
                 log.warning(message, replica.name, error)
                 return None
 
-        answers: list[CanaryAnswer] = []
         # Without an answer, each engine was lost while another one served. Those that have come back are asked.
-        while not answers:
-            by_replica = await self._each(ask, self.running_replicas)
-            answers = [answer for lane in self.replicas if (answer := by_replica.get(lane)) is not None]
-        return answers
+        while True:
+            of_lanes = await self._each(ask, self.running_replicas)
+            if answers := [answer for answer in of_lanes.values() if answer is not None]:
+                return answers
 
     # -- what it knows ------------------------------------------------------------------------------------------------
 

@@ -196,8 +196,9 @@ class EngineReplica:
         self.counts["preemptions"] += step.preempted
         self.max_usage = max(self.max_usage, step.usage)
         self.last_step = step
-        blocked = self.throttle.has_waiters
-        self.throttle.controller.observe(step.usage, step.running, step.waiting, step.preempted, blocked)
+        self.throttle.controller.observe(
+            step.usage, step.running, step.waiting, step.preempted, self.throttle.has_waiters
+        )
         self.throttle.admit()
 
     # -- lives --------------------------------------------------------------------------------------------------------
@@ -396,7 +397,7 @@ class EngineReplica:
                 self._loaded_versions[buffer] = buffer.loaded_version = buffer.version
             self.version, self._last_progress = version, time.monotonic()
             if was_up and not self.is_running:
-                raise BackendCrashed(self.failure_cause)  # somebody has found it lost meanwhile
+                raise BackendCrashed(self.failure_cause)
             if not self.serves:
                 # An engine that answers may still hold old weights, which no sample would show. So it proves them
                 # first; nobody can publish meanwhile, so they are still current when it begins to serve.
@@ -411,8 +412,9 @@ class EngineReplica:
         held = await backend.weight_version()
         if held != version:
             raise BackendCrashed(f"it holds version {held}, and version {version} is published")
+        why = f"it does not hold the weights of version {version} as they were published: {wrong}"
         if wrong is not None:
-            raise BackendCrashed(f"it does not hold the weights of version {version} as they were published: {wrong}")
+            raise BackendCrashed(why)
 
     async def _give_up(self, why: str, tail: str | None = None, cause: Exception | None = None) -> None:
         """Ends the present life for good, and tells all who wait."""
@@ -446,8 +448,9 @@ class EngineReplica:
             self._last_progress = time.monotonic()  # a restart or an update watches by itself
         elif backend.stats_error is not None:
             async with self._control:
-                why = f"{self.name}'s counters could not be taken in: {backend.stats_error!r}"
-                await self._give_up(why, cause=backend.stats_error)
+                await self._give_up(
+                    f"{self.name}'s counters could not be taken in: {backend.stats_error!r}", cause=backend.stats_error
+                )
         elif backend.is_dead and not backend.sleep_level:
             # One that dies asleep is replaced when it is needed: a new one would take the trainer's GPU memory now.
             await self.restart(backend, backend.describe_exit())

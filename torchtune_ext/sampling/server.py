@@ -126,9 +126,10 @@ class ServerBackend(VLLMBackend):
         self.configure()
         # Every request under way has a connection, and there may be more of them than files that a process may open.
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard := resource.getrlimit(resource.RLIMIT_NOFILE)[1], hard))
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)  # a kept connection may be closed as we use it
-        timeout = aiohttp.ClientTimeout(total=None)  # since every call has its own deadline
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None),  # since every request has its own deadline
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),  # a kept connection may be closed as we use it
+        )
         give_up_at = time.monotonic() + self.config.start_deadline_s
         while True:
             try:
@@ -261,7 +262,7 @@ class ServerBackend(VLLMBackend):
         async for part in self._open("POST", "/inference/v1/generate", body):
             self.last_heartbeat = time.monotonic()
             if "error" in part:
-                raise BackendCrashed(f"{self.address} failed in a request: {part['error']}")
+                raise BackendCrashed(f"{self.address} failed in a request: {part.get('error')}")
             details = (part.get("usage") or {}).get("prompt_tokens_details") or {}
             cached = details.get("cached_tokens") or cached
             # The first token has no log-prob. Each other one has a dict with a single entry.

@@ -43,16 +43,20 @@ def server_command(
     key then travels in the clear); port: None: that of the first of `config.addresses`, or 8000.
     Raises: ValueError for a key that no header can carry, addresses of several ports, or devices of several engines.
     """
-    elsewhere = not is_local_server(config)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--host", host or ("0.0.0.0" if elsewhere else "127.0.0.1")]
-    command += ["--port", str(port or _port(config)), "--middleware", GUARD]
-    command += ["--enable-scale-out", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+    host = host or ("127.0.0.1" if is_local_server(config) else "0.0.0.0")
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--host", host, "--port", str(port or _port(config)), "--middleware", GUARD),
+        *("--enable-scale-out", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
+    ]
     for name, value in engine_args(model_dir, config, resolve_transfer(config)).items():
         command += _flag(name, value)
     key = server_key() or secrets.token_urlsafe(32)
-    environ = {KEY_VARIABLE: key, "VLLM_API_KEY": key}  # else a VLLM_API_KEY of the user's would ask for another one
-    environ |= {"VLLM_SERVER_DEV_MODE": "1"}  # the weight routes are in the "dev mode"
+    environ = {
+        KEY_VARIABLE: key,
+        "VLLM_API_KEY": key,  # else a VLLM_API_KEY of the user's would ask for another one
+        "VLLM_SERVER_DEV_MODE": "1",  # the weight routes are in the "dev mode"
+    }
     if config.lora_rank:
         environ |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}  # so that requests can name the adapter
     # `devices` names GPUs of the trainer's machine (on a CPU: cores for an engine of the run), so they count only
@@ -72,7 +76,7 @@ def server_command(
 
 def _port(config: EngineConfig) -> int:
     ports = sorted({urlsplit(address).port or DEFAULT_PORT for address in config.addresses}) or [DEFAULT_PORT]
-    if ports[1:]:
+    if len(ports) != 1:
         raise UsageError(
             f"engine.address={config.address} names the ports {', '.join(map(str, ports))}: say with --port which of them this "
             "server gets, or with engine.address which server it is"
@@ -82,8 +86,8 @@ def _port(config: EngineConfig) -> int:
 
 def redact_command(command: list[str], environ: dict[str, str]) -> str:
     """The command line for a log: it starts the same server without showing the key."""
-    secret = environ[KEY_VARIABLE]
-    pairs = {name: f'"${KEY_VARIABLE}"' if value == secret else value for name, value in environ.items()}
+    shown = {environ[KEY_VARIABLE]: f'"${KEY_VARIABLE}"'}
+    pairs = {name: shown.get(value, value) for name, value in environ.items()}
     return " ".join([f"{name}={value}" for name, value in pairs.items()] + [shlex.quote(word) for word in command])
 
 
@@ -101,15 +105,13 @@ def _flag(name: str, value: Any) -> list[str]:
 
 def server_key() -> str | None:
     """The key in the environment, or None. Raises ValueError when it cannot travel in a header."""
-    key = os.environ.get(KEY_VARIABLE)
-    if not key:
-        return None
-    if not (key.isascii() and key.isprintable() and " " not in key):
+    key = os.environ.get(KEY_VARIABLE, "")
+    if not key.isascii() or not key.isprintable() or " " in key:
         raise UsageError(
             f"{KEY_VARIABLE} holds a space, a line break or a letter outside ASCII: make another key, e.g. with "
             "`openssl rand -hex 32`, and start the server with it, too"
         )
-    return key
+    return key or None
 
 
 def authorization(key: str) -> str:

@@ -39,8 +39,8 @@ def _one_text(address: Any) -> Any:
     """Returns the addresses of a list, or of a text with commas, as one text."""
     if address is None:
         return None
-    several = address if isinstance(address, list | tuple) else [address]
-    return ",".join(word.strip().rstrip("/") for each in several for word in str(each).split(","))
+    words = ",".join(map(str, address)) if isinstance(address, list | tuple) else str(address)
+    return ",".join(word.strip().rstrip("/") for word in words.split(","))
 
 
 def _is_address(text: str) -> bool:
@@ -147,7 +147,7 @@ class EngineConfig:
             raise UsageError(
                 "engine.dtype=float32 with quantized weights: vLLM computes around them in bfloat16; set it so"
             )
-        if not all(_is_address(each) for each in self.addresses):
+        if not all(map(_is_address, self.addresses)):
             raise UsageError(
                 f"engine.address is {self.address!r}: write it as 'http://host:port', several with commas between"
             )
@@ -155,10 +155,9 @@ class EngineConfig:
             if twice := [each for each in several if several.count(each) > 1]:
                 raise UsageError(f"engine.{name} is {getattr(self, name)!r}, which names {twice[0]} twice")
         count = len(self.addresses) or len(self.device_names) // self.tensor_parallel_size
-        if self.count is not None and count and self.count != count:
-            where = f"address={self.address!r}"
-            if not self.addresses:
-                where = f"devices={self.devices!r} with tensor_parallel_size={self.tensor_parallel_size}"
+        gpus = f"devices={self.devices!r} with tensor_parallel_size={self.tensor_parallel_size}"
+        where = f"address={self.address!r}" if self.addresses else gpus
+        if count and self.count not in (None, count):
             raise UsageError(f"engine.count is {self.count}, but engine.{where} makes {count}; leave engine.count out")
 
     @property

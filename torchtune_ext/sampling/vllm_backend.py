@@ -2,13 +2,20 @@
 
 import asyncio
 import time
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torchtune_ext.sampling import prestart
-from torchtune_ext.sampling.backend import BackendCrashed, EngineRequest, EngineStepStats, call_with_deadline
+from torchtune_ext.sampling.backend import (
+    BackendCrashed,
+    EngineRequest,
+    EngineStepStats,
+    ProcessStatus,
+    call_with_deadline,
+)
 from torchtune_ext.sampling.child_process import ChildProcess, log_tail
 from torchtune_ext.sampling.engine_args import LOOPBACK_VARIABLES, engine_environment
 from torchtune_ext.sampling.prestart import child_environment
@@ -18,7 +25,7 @@ from torchtune_ext.sampling.weight_buffer import WeightBuffer
 ALREADY_ACTIVE = "weight update is already active"  # vLLM's answer when an update was begun and never finished
 
 
-class VLLMBackend:
+class VLLMBackend(ProcessStatus):
     """The half of a `Backend` that speaks of weights. `Backend` says what its methods promise."""
 
     def __init__(self, config: EngineConfig, on_step: Callable[[EngineStepStats], None], salt_prefix: str = ""):
@@ -33,16 +40,9 @@ class VLLMBackend:
         self.uses_adapter = False  # whether requests use the adapter
         self.cache_salt: str | None = None  # only requests of the same salt share a prefix
 
-    @property
-    def is_dead(self) -> bool:
-        raise NotImplementedError
-
-    def describe_exit(self) -> str:
-        raise NotImplementedError
-
+    @abstractmethod
     def rpc(self, method: str, /, **arguments: Any) -> Awaitable[Any]:
         """Calls a method of `AsyncLLM`, by its name there. Raises CoreLost, ValueError."""
-        raise NotImplementedError
 
     def report_step(self, step: EngineStepStats) -> None:
         """Hands the counters of a step on, without the preemptions by our own pauses."""
@@ -133,11 +133,9 @@ class VLLMBackend:
         """Lets the engine take the tensors from the trainer's memory, or from a broadcast of the sender."""
         if buffer.adapter is None:
             await self.slow_call("update_weights", update_info=buffer.manifest)
-        elif broadcast:
-            await self.slow_call("collective_rpc", method="receive_adapter", args=[buffer.manifest, buffer.adapter])
         else:
-            arguments = [buffer.address(), buffer.manifest, buffer.adapter]
-            await self.slow_call("collective_rpc", method="load_adapter", args=arguments)
+            method, source = ("receive_adapter", []) if broadcast else ("load_adapter", [buffer.address()])
+            await self.slow_call("collective_rpc", method=method, args=[*source, buffer.manifest, buffer.adapter])
 
     async def finish_update(self, buffer: WeightBuffer, version: int) -> None:
         """Ends an update, and labels what is sampled from then on."""

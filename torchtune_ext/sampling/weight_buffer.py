@@ -5,11 +5,13 @@ import math
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchtune_ext.run.errors import DeadlineExceeded, UsageError
@@ -58,15 +60,11 @@ def checksum(tensor: torch.Tensor) -> int:
 @lru_cache
 def _checksum_weights(device: torch.device) -> torch.Tensor:
     """[LINE] odd numbers, int64: the mixer of SplitMix64 (Steele et al. 2014) over 1, 2, 3, ..."""
-    mask = (1 << 64) - 1
-    weights = []
-    for i in range(1, LINE_WORDS + 1):
-        value = i * 0x9E3779B97F4A7C15 & mask
-        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & mask
-        value = (value ^ (value >> 27)) * 0x94D049BB133111EB & mask
-        value = (value ^ (value >> 31)) | 1
-        weights.append(value - (1 << 64) if value >> 63 else value)
-    return torch.tensor(weights, device=device)
+    values = np.arange(1, LINE_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
+    values = (values ^ (values >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(values.view(np.int64)).to(device)
 
 
 def describe_differences(
@@ -121,8 +119,7 @@ class WeightBuffer:
         Raises ValueError when there are no tensors, or two of one name.
         """
         started = time.monotonic()
-        names, dtypes, shapes, offsets, sums, end, size = [], [], [], [], {}, TOKEN_BYTES, 0
-        on_gpu = False
+        rows, sums, end, size, on_gpu = [], {}, TOKEN_BYTES, 0, False
         self._write(memoryview(self._token), 0)
         # One tensor after the other, so that a generator may gather each one when it is asked for it.
         for name, tensor in named_tensors:
@@ -131,20 +128,17 @@ class WeightBuffer:
             sums[name] = checksum(tensor)
             flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             on_gpu = tensor.is_cuda
-            names.append(name)
-            dtypes.append(str(tensor.dtype).removeprefix("torch."))
-            shapes.append(list(tensor.shape))
-            offsets.append(end)
+            rows.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end))
             if self._pinned is not None and end + flat.numel() <= self._pinned.numel():
                 self._pinned[end : end + flat.numel()].copy_(flat)
             else:
                 self._write(flat.cpu().numpy().data, end)
             size += flat.numel()
             end += -(-flat.numel() // ALIGNMENT) * ALIGNMENT
-        if not names:
+        if not rows:
             raise UsageError("publish: named_tensors is empty; pass the whole model, with Hugging Face names")
-        if len(set(names)) != len(names):
-            double = next(name for name in names if names.count(name) > 1)
+        if len(sums) < len(rows):
+            (double, _), *_ = Counter(name for name, *_ in rows).most_common(1)
             raise UsageError(
                 f"publish: named_tensors holds {double!r} twice; leave out tied copies such as lm_head.weight"
             )
@@ -154,7 +148,7 @@ class WeightBuffer:
             # Pinning needs the size, which the first publication tells only at its end. So only that one is slow.
             if on_gpu:
                 self._pinned = pin(map_memory(self.address()["path"]))
-        self.manifest = {"names": names, "dtype_names": dtypes, "shapes": shapes, "offsets": offsets}
+        self.manifest = manifest_of(rows)
         self.bytes, self.checksums, self.complete = size, sums, True
         return time.monotonic() - started
 
@@ -202,6 +196,11 @@ def unpin(memory: torch.Tensor) -> None:
 def iter_tensors(path: str, manifest: dict[str, list]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor): views of the memory of a `WeightBuffer`. Args: path: as in `memory_of`."""
     return iter_views(map_memory(path), manifest)
+
+
+def manifest_of(rows: Iterable[tuple]) -> dict[str, list]:
+    """The manifest of tensors, of each of which a row has what `MANIFEST` names."""
+    return dict(zip(MANIFEST, map(list, zip(*rows, strict=True)), strict=True))
 
 
 def iter_views(memory: torch.Tensor, manifest: Mapping[str, Sequence]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -305,10 +304,9 @@ class WeightBuffers:
         while not ((self._readers and not self._writer_waits) or self._lock.acquire(blocking=False)):
             if self._closed:
                 raise BackendCrashed("the engine is closed")
+            late = f"a publication did not finish its copy within rpc_deadline_s = {self.deadline_s:g}"
             if time.monotonic() > give_up_at:
-                raise BackendCrashed(
-                    f"a publication did not finish its copy within rpc_deadline_s = {self.deadline_s:g}"
-                )
+                raise BackendCrashed(late)
             await asyncio.sleep(LOCK_POLL_S)
         self._readers += 1
         try:

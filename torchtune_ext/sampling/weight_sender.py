@@ -87,8 +87,10 @@ class WeightSender:
                 )
         async with crash_on_timeout(limit_s, f"the sender did not bring version {version} to the server"):
             if init is not None:
-                joins = backend.slow_call("init_weight_transfer_engine", init_info=init)
-                await gather_or_cancel(sender.send_request("join", address), joins)
+                await gather_or_cancel(
+                    sender.send_request("join", address),
+                    backend.slow_call("init_weight_transfer_engine", init_info=init),
+                )
                 self._joined[address] = backend.connection_id
             await backend.begin_update(buffer)
             # A broadcast ends only when both ends take part, so they run at the same time.

@@ -6,8 +6,8 @@ vLLM imports it as its `worker_extension_cls`, and the import registers the weig
 import os
 import threading
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,16 @@ from vllm.platforms import current_platform
 
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.sampling.broadcast import GlooGroup, GlooInit, iter_chunks
-from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, UNREADABLE, checksum, iter_views, map_memory, pin, unpin
+from torchtune_ext.sampling.weight_buffer import (
+    ADAPTER_ID,
+    UNREADABLE,
+    checksum,
+    iter_tensors,
+    iter_views,
+    map_memory,
+    pin,
+    unpin,
+)
 
 KV_SCALES = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
 SCALE_SUFFIX = "weight_scale_inv"  # the block scales of a weight, multipliers in spite of the name
@@ -75,8 +84,7 @@ class ChecksumRecorder(TorchDispatchMode):
         self, lent: dict[int, tuple[str, torch.dtype, torch.Size]], target: torch.Tensor, source: torch.Tensor
     ) -> None:
         # The source may be a slice of a published tensor: that is the last one that begins at or before it.
-        begins = sorted(lent)
-        begin = begins[bisect_right(begins, source.storage_offset() * source.itemsize) - 1]
+        begin = max(each for each in lent if each <= source.storage_offset() * source.itemsize)
         name, dtype, shape = lent[begin]
         # A whole tensor is checked where it arrived, in the parameter and on its device. Of one that is cut, or changes
         # its dtype on the way, the source is checked: the parameter holds other bytes.
@@ -93,6 +101,12 @@ def _parts(name: str, packed: Mapping[str, list[str]]) -> list[str]:
     stem, _, kind = name.rpartition(".")
     head, _, layer = stem.rpartition(".")
     return [f"{head}.{part}.{kind}".lstrip(".") for part in packed.get(layer, [layer])]
+
+
+def require_all(missing: Collection[str]) -> None:
+    """Raises ValueError for parameters that publications leave out."""
+    if missing:
+        raise UsageError(f"published weights leave out {len(missing)} parameters, e.g. {sorted(missing)[:3]}")
 
 
 def check_shapes(
@@ -116,8 +130,7 @@ def check_shapes(
             [shapes[part] for part in parts], parameter.shape, workers, padded="embed" in name or "head" in name
         ):
             wrong.append((parts, [list(shapes[part]) for part in parts], list(parameter.shape)))
-    if missing:
-        raise UsageError(f"published weights leave out {len(missing)} parameters, e.g. {sorted(missing)[:3]}")
+    require_all(missing)
     if wrong:
         parts, sent, held = wrong[0]
         raise UsageError(f"published {', '.join(parts)} in the shape {sent}, and the engine holds {held} of it")
@@ -188,11 +201,8 @@ def retie_lm_head(model: torch.nn.Module) -> None:
     """Packs a tied output head again, on a CPU."""
     # There vLLM 0.32 copies linear weights into oneDNN's own layout. Its layerwise reload skips a head that shares its
     # weight with the embedding, so the head would go on with the old weights.
-    if not current_platform.is_cpu():
-        return
-    inner, head = getattr(model, "model", None), getattr(model, "lm_head", None)
-    embedding = getattr(inner, "embed_tokens", None)
-    if head is None or embedding is None or head is embedding:
+    head, embedding = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
+    if not current_platform.is_cpu() or head is None or embedding is None or head is embedding:
         return
     if getattr(head, "weight", None) is getattr(embedding, "weight", embedding):
         head.quant_method.process_weights_after_loading(head)
@@ -203,9 +213,9 @@ class CheckedTransfer(WeightTransferEngine):
 
     model: Any  # one of vLLM's, with `load_weights`
 
+    @abstractmethod
     def receive(self, update: Any, take: Callable[[Named], None]) -> None:
         """Hands over the tensors of an update, all at once or piece by piece."""
-        raise NotImplementedError
 
     def start_weight_update(self) -> None:
         # A new model takes the adapter away. Until the update is finished, no checksum matches: a model that is half
@@ -240,9 +250,7 @@ class CheckedTransfer(WeightTransferEngine):
 
             self.receive(update_info, take)
         # Some models do not say what they have loaded.
-        missing = sorted(expected - loaded) if loaded else []
-        if missing:
-            raise UsageError(f"published weights leave out {len(missing)} parameters, e.g. {missing[:3]}")
+        require_all(expected - loaded if loaded else ())
 
     def finish_weight_update(self) -> None:
         with without_lora(self.model):
@@ -252,9 +260,6 @@ class CheckedTransfer(WeightTransferEngine):
             retie_lm_head(self.model)
         LOADED_CHECKSUMS["model"] = self.recorder.checksums
         self.recorder = ChecksumRecorder()
-
-    def shutdown(self) -> None:
-        pass
 
 
 @dataclass
@@ -424,9 +429,6 @@ class NcclTransfer(CheckedTransfer, NCCLWeightTransferEngine):
         finally:
             late.cancel()
 
-    def shutdown(self) -> None:
-        NCCLWeightTransferEngine.shutdown(self)
-
 
 def _register(name: str, backend: type[CheckedTransfer]) -> None:
     # vLLM refuses a name that is taken, as its own "nccl" is.
@@ -457,8 +459,7 @@ class WeightLoader:
         """
         self._require_lora()
         check_memory(**address)
-        memory = map_memory(address["path"])
-        self._use_adapter({name: tensor.clone() for name, tensor in iter_views(memory, manifest)}, config)
+        self._use_adapter({name: t.clone() for name, t in iter_tensors(address["path"], manifest)}, config)
 
     def receive_adapter(self, manifest: dict[str, list], config: dict[str, Any]) -> None:
         """As `load_adapter`, from a broadcast of the sender, in which this call takes part."""
@@ -481,14 +482,13 @@ class WeightLoader:
         manager = self.model_runner.lora_manager._adapter_manager
         # The checksums come first: later vLLM scales the tensors in place.
         sums: dict[str, int | None] = {name: checksum(tensor) for name, tensor in weights.items()}
-        peft = PEFTHelper.from_dict(config)
-        peft.validate_legal(self.model_runner.lora_config)
-        dtype = self.model_runner.lora_config.lora_dtype
-        adapter = LoRAModel.from_lora_tensors(ADAPTER_ID, weights, peft, device="cpu", dtype=dtype)
-        layers = {
-            name for name in adapter.loras if any(_applies_adapter(module, name, manager) for module in manager.modules)
-        }
-        if unused := sorted(set(adapter.loras) - layers):
+        peft, lora = PEFTHelper.from_dict(config), self.model_runner.lora_config
+        peft.validate_legal(lora)
+        adapter = LoRAModel.from_lora_tensors(ADAPTER_ID, weights, peft, device="cpu", dtype=lora.lora_dtype)
+        unused = sorted(
+            name for name in adapter.loras if not any(_applies_adapter(each, name, manager) for each in manager.modules)
+        )
+        if unused:
             raise UsageError(
                 f"this engine applies no adapter to {unused[:3]}; targets it has: {sorted(manager.modules)[:8]}"
             )
@@ -530,5 +530,4 @@ def add_one_adapter(
 def _applies_adapter(module: str, name: str, manager: Any) -> bool:
     """Whether vLLM's (packed) module applies the adapter of the layer `name`: qkv_proj serves q_proj."""
     stem, _, last = module.rpartition(".")
-    parts = manager.packed_modules_mapping.get(last, [last])
-    return name in {f"{stem}.{part}" if stem else part for part in parts}
+    return name in {f"{stem}.{part}".lstrip(".") for part in manager.packed_modules_mapping.get(last, [last])}

@@ -86,8 +86,8 @@ def require_rendezvous(args: Namespace, argv: Sequence[str]) -> None:
     if str(args.nnodes).rpartition(":")[2] == "1":
         return
     page = "see docs/several_machines.md"
+    # Without it torchtune adds --standalone, whatever --master_addr and --rdzv_backend say.
     if not args.rdzv_endpoint:
-        # Without it torchtune adds --standalone, whatever --master_addr and --rdzv_backend say.
         raise UsageError(
             f"--nnodes {args.nnodes} without --rdzv_endpoint: torchtune would wait on each machine for itself. Add "
             f"--rdzv_endpoint HOST:29500 on all of them, where HOST is the machine that gets --node_rank 0; {page}"
@@ -95,8 +95,8 @@ def require_rendezvous(args: Namespace, argv: Sequence[str]) -> None:
     # In `args`, a missing number looks like torchrun's default of 0.
     numbered = any(word.partition("=")[0] in ("--node_rank", "--node-rank") for word in argv)
     # torchrun reads its arguments from variables PET_..., too.
+    first = args.rdzv_endpoint.rpartition(":")[0] or args.rdzv_endpoint
     if args.rdzv_backend == "static" and not numbered and "PET_NODE_RANK" not in os.environ:
-        first = args.rdzv_endpoint.rpartition(":")[0] or args.rdzv_endpoint
         raise UsageError(
             f"--nnodes {args.nnodes} without --node_rank: each machine needs its number, 0 on {first}, which gets rank 0 and "
             f"the engine, 1 on the next; {page}"

@@ -19,7 +19,7 @@ from torchtune_ext.run import errors
 from torchtune_ext.run.catalog import import_object, package_folder, recipe_files
 from torchtune_ext.run.errors import UsageError, UsageFileError, UserCodeError, closest_match
 from torchtune_ext.run.renames import outdated_imports
-from torchtune_ext.settings.yaml_types import require_type
+from torchtune_ext.settings.yaml_types import kind_of, require_type
 
 
 class Component(dict[str, Any]):
@@ -46,56 +46,60 @@ class Component(dict[str, Any]):
             raise PydanticCustomError("component", "needs a `_component_`, the dotted path of a class or function")
         return value if isinstance(value, Component) else cls(value)
 
+    def instantiate(self, **extra: Any) -> Any:
+        """Builds the component, with the other keys of the section as its arguments.
 
-def instantiate(section: Mapping[str, Any], **extra: Any) -> Any:
-    """Builds the component that `_component_` names, with the other keys of the node as its arguments.
+        The name is a dotted path, or a bare name that the recipe itself defines, for example in a user's copy.
 
-    The name is a dotted path, or a bare name that the recipe itself defines, for example in a user's copy.
+        Raises:
+            ValueError: there is no such component, it does not take the arguments, or it raised an error. The message
+                names the key, the closest_match argument and, for a component of the user, the line of the file.
+        """
+        component, path, arguments = self.checked(**extra)
+        try:
+            return component(**arguments, **extra)
+        except (Exception, SystemExit) as error:
+            # If an argument is to blame, the message is enough. Otherwise the user needs the line that failed.
+            message = _explain_refusal(component, path, self.key, arguments, error)
+            if message is not None:
+                raise (UsageFileError if isinstance(error, UsageFileError) else UsageError)(message) from error
+            raise UserCodeError(f"`{self.key}:` {path} raised {errors.describe_error(error)}") from error
 
-    Raises:
-        ValueError: there is no such component, it does not take the arguments, or it raised an error. The message names
-            the key, the nearest argument and, for a component of the user, the line of the file.
-    """
-    component, path, arguments = find_component(section, **extra)
-    name = getattr(section, "key", "")
-    try:
-        return component(**arguments, **extra)
-    except (Exception, SystemExit) as error:
-        # If an argument is to blame, the message is enough. Otherwise the user needs the line that failed.
-        message = _explain_refusal(component, path, name, arguments, error)
-        if message is not None:
-            raise (UsageFileError if isinstance(error, UsageFileError) else UsageError)(message) from error
-        raise UserCodeError(f"`{name}:` {path} raised {errors.describe_error(error)}") from error
+    def checked(self, **extra: Any) -> tuple[Callable[..., Any], str, dict[str, Any]]:
+        """Returns the call that `instantiate` would make, with its errors: component, path, and arguments in the section."""
+        name, where = self.key, f"`{self.key}:`" if self.key else repr(self)
+        if self.get("_component_") is None:
+            raise UsageError(f"{where} needs a `_component_`, the dotted path of a class or function")
+        # A copy, so that no component can change the settings.
+        arguments = deepcopy(dict(self))
+        if isinstance(given := arguments.pop("_component_"), dict):
+            words = " ".join(f"{name}.{key}={value}" for key, value in given.items())
+            raise UsageError(f"{where} a component is no mapping in a word of the command; write {words}")
+        path = str(given)
+        if not all(part.isidentifier() for part in path.split(".")):
+            raise UsageError(
+                f"{where} _component_={path} is no dotted path; write my_task.Sums for the class Sums in my_task.py"
+            )
+        component = _in_recipe(path) if "." not in path else import_object(path, f"{where} _component_={path}")
+        if component is None:
+            raise UsageError(
+                f"{where} the recipe that runs defines no {path!r}; give a dotted path, or define it there"
+            )
+        if not callable(component):
+            raise UsageError(f"{where} _component_={path} is {kind_of(component)}; name a class or a function")
+        _require_arguments(component, path, name, arguments, extra)
+        for key, parameter in _parameters(component).items():
+            if key in arguments and type(value := arguments[key]) is not type(parameter.default):
+                require_type(f"{name}.{key}", value, parameter.annotation, parameter.default)
+        return component, path, arguments
 
-
-def find_component(section: Mapping[str, Any], **extra: Any) -> tuple[Callable[..., Any], str, dict[str, Any]]:
-    """Returns the call that `instantiate` would make, with its errors: component, path, and arguments in the node."""
-    name = getattr(section, "key", "")
-    where = f"`{name}:`" if name else repr(section)
-    if not isinstance(section, Mapping) or section.get("_component_") is None:
-        raise UsageError(f"{where} needs a `_component_`, the dotted path of a class or function")
-    # A copy, so that no component can change the settings.
-    arguments = deepcopy(dict(section))
-    if isinstance(given := arguments.pop("_component_"), dict):
-        words = " ".join(f"{name}.{key}={value}" for key, value in given.items())
-        raise UsageError(f"{where} a component is no mapping in a word of the command; write {words}")
-    path = str(given)
-    if not all(part.isidentifier() for part in path.split(".")):
-        raise UsageError(
-            f"{where} _component_={path} is no dotted path; write my_task.Sums for the class Sums in my_task.py"
-        )
-    component = _in_recipe(path) if "." not in path else import_object(path, f"{where} _component_={path}")
-    if component is None:
-        raise UsageError(f"{where} the recipe that runs defines no {path!r}; give a dotted path, or define it there")
-    if not callable(component):
-        kind = type(component).__name__
-        article = "an" if kind[0] in "aeiou" else "a"
-        raise UsageError(f"{where} _component_={path} is {article} {kind}; name a class or a function")
-    _require_arguments(component, path, name, arguments, extra)
-    for key, parameter in _parameters(component).items():
-        if key in arguments and type(value := arguments[key]) is not type(parameter.default):
-            require_type(f"{name}.{key}", value, parameter.annotation, parameter.default)
-    return component, path, arguments
+    def takes(self) -> list[str]:
+        """Returns the names of the arguments of the component; none if there is no such component."""
+        path = str(self.get("_component_"))
+        try:
+            return list(_parameters(import_object(path, "") if "." in path else _in_recipe(path)))
+        except UsageError:
+            return []
 
 
 def _require_arguments(component: Any, path: str, name: str, arguments: dict[str, Any], extra: dict[str, Any]) -> None:
@@ -166,15 +170,6 @@ def _parameters(component: Any) -> dict[str, inspect.Parameter]:
         except Exception:  # noqa: BLE001 (evaluating an annotation may raise anything)
             continue
     return {}
-
-
-def argument_names(section: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the arguments of a node's component; none if there is no such component."""
-    path = str(section.get("_component_"))
-    try:
-        return list(_parameters(import_object(path, "") if "." in path else _in_recipe(path)))
-    except UsageError:
-        return []
 
 
 def _in_recipe(name: str) -> Any:

@@ -26,7 +26,7 @@ from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.folder import run_output_dir
 from torchtune_ext.run.output import format_labels, print_text
 from torchtune_ext.settings.command_line import check_arguments
-from torchtune_ext.settings.components import argument_names, import_recipe
+from torchtune_ext.settings.components import Component, import_recipe
 from torchtune_ext.settings.presets import find_preset
 from torchtune_ext.settings.records import (
     coerce_yaml_values,
@@ -69,7 +69,7 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
     """Validates the YAML and the overrides of a recipe against its `Config`, and returns the settings.
 
     `Config` is a pydantic dataclass with `config=RECORD`. A field whose type is such a dataclass, too, is a mapping of the
-    YAML; a field of type `Component` becomes a `Component` for `instantiate`. The defaults are laid under the YAML, so
+    YAML; a field of type `Component` becomes a `Component`. The defaults are laid under the YAML, so
     that `${...}` may name a key that the YAML does not set.
 
     Raises:
@@ -346,17 +346,15 @@ def _unknown_key_text(key: str, schema: type, plain: dict[str, Any]) -> str:
         return message
     # A key at the top may belong in a node, or be an argument of a component, so these are known keys, too.
     inside = [f"{name}.{below}" for name, record in nested.items() for below in option_fields(record)]
-    components = [(name, plain[name]) for name in names if name not in nested and isinstance(plain.get(name), dict)]
-    arguments = [f"{name}.{argument}" for name, component in components for argument in argument_names(component)]
+    components = [(name, node) for name in names if isinstance(node := plain.get(name), Component)]
+    arguments = [f"{name}.{argument}" for name, component in components for argument in component.takes()]
     return unknown_key_text(key, [*names, *inside, *arguments])
 
 
 def _guess_recipe(keys: Container[Any]) -> str:
     """Returns ", RECIPE" for the recipe that a config seems to be written for; "" if its keys do not tell."""
-    for key, recipe in (("samples_per_prompt", "grpo_full"), ("num_problems", "warmup_sft")):
-        if key in keys:
-            return f", {recipe}"
-    return ""
+    recipes = {"samples_per_prompt": "grpo_full", "num_problems": "warmup_sft"}
+    return next((f", {recipe}" for key, recipe in recipes.items() if key in keys), "")
 
 
 def _reference_error_text(error: OmegaConfBaseException, key: str) -> str:

@@ -168,3 +168,9 @@ def _typed(value: Any) -> str:
         parts = [f"{key}" if braces else f"{key}: {_typed(each)}".rstrip() for key, each in value.items()]
         return f"{{{', '.join(parts)}}}" if braces else ", ".join(parts)
     return f"[{', '.join(map(_typed, value))}]" if isinstance(value, list) else str("" if value is None else value)
+
+
+def kind_of(value: Any) -> str:
+    """Returns the name of a value's type with its article: "a list", "an int", "None"."""
+    kind = type(value).__name__
+    return f"a{'n' * (kind[:1].lower() in 'aeiou')} {kind}" if value is not None else "None"

@@ -18,6 +18,7 @@ from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.run.errors import UsageError, wrap_user_errors
 from torchtune_ext.sampling.engine_args import CPU_BLOCK_SIZE, engine_configs
 from torchtune_ext.sampling.types import EngineConfig, SamplingConfig
+from torchtune_ext.settings.yaml_types import kind_of
 from torchtune_ext.tasks.problem_stream import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import ConversationTask, Problem, SelfGradingTask, Task
 
@@ -86,14 +87,14 @@ def check_loss(loss: Any) -> None:
             returned = loss(_example(needs, labels, top_k))
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
             raise UsageError(
-                f"loss: {name} returned {_kind(returned)}; return (one value per label, a dict of metrics, which may be empty)"
+                f"loss: {name} returned {kind_of(returned)}; return (one value per label, a dict of metrics, which may be empty)"
             )
         if "total" in returned[1]:
             raise UsageError(f"loss: {name}: the metric 'total' is the loss itself (loss/total); give it another name")
         metrics = {f"metric {key!r}": value for key, value in returned[1].items()}
         for what, value in {"its loss": returned[0], **metrics}.items():
+            actual = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else kind_of(value)
             if not isinstance(value, torch.Tensor) or value.shape != (labels,):
-                actual = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else _kind(value)
                 raise UsageError(
                     f"loss: {name}: {what} has {actual} for {count}; return one value per label, shape ({labels},)"
                 )
@@ -145,10 +146,8 @@ def check_task(
             raise UsageError(
                 f"{key}: {name} has no `{method}`; give it one that returns {what} (docs/custom_reward.md)"
             )
-    if grades and not (
-        isinstance(task, SelfGradingTask)
-        or any(callable(getattr(task, method, None)) for method in ("grade", "grade_group", "environment"))
-    ):
+    graders = [getattr(task, method, None) for method in ("grade", "grade_group", "environment")]
+    if grades and not isinstance(task, SelfGradingTask) and not any(map(callable, graders)):
         raise UsageError(
             f"{key}: {name} has no `grade`; give it `def grade(self, problem, text)`, which returns a number or a Score "
             "(docs/custom_reward.md)"
@@ -185,7 +184,7 @@ def check_task(
 def _require_problem(problem: Any, what: str) -> None:
     if not isinstance(problem, Problem):
         raise UsageError(
-            f"{what} is {_kind(problem)}, not a Problem; return Problem(id, messages, answer) of torchtune_ext.tasks.task"
+            f"{what} is {kind_of(problem)}, not a Problem; return Problem(id, messages, answer) of torchtune_ext.tasks.task"
         )
     messages = problem.messages
     fine = isinstance(messages, tuple | list) and messages and all(isinstance(each, Mapping) for each in messages)
@@ -405,8 +404,8 @@ def check_engine(hf_model: HFModel, engine: EngineConfig, model: "TransformerDec
     Raises ValueError if the model cannot be cut for the engine's GPUs, or if it or the KV cache is too short.
     """
     size, heads = engine.tensor_parallel_size, int(hf_model.config["num_attention_heads"])
+    fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0 and n <= 16)
     if heads % size:
-        fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0 and n <= 16)
         raise UsageError(
             f"engine.tensor_parallel_size={size} does not divide the model's {heads} attention heads; use one of {fits}"
         )
@@ -456,8 +455,3 @@ def max_positions(hf_model: HFModel) -> float:
 
 def _name(part: Any) -> str:
     return getattr(part, "__name__", type(part).__name__)
-
-
-def _kind(value: Any) -> str:
-    kind = type(value).__name__
-    return f"a{'n' * (kind[:1].lower() in 'aeiou')} {kind}" if value is not None else "None"

@@ -97,6 +97,6 @@ def check_needs(settings: Mapping[str, Any], needs: LossRequirements) -> None:
     ):
         if settings.get(key) and not need:
             raise UsageError(
-                f"loss.{key}={settings[key]}, but the loss {settings.get('_component_')} does not ask for it: give the class "
+                f"loss.{key}={settings.get(key)}, but the loss {settings.get('_component_')} does not ask for it: give the class "
                 f"the attribute `{attribute}` (docs/objectives.md), or leave the setting out"
             )

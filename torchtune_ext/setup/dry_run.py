@@ -11,7 +11,6 @@ import os
 import re
 import sys
 from copy import copy
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,7 +29,7 @@ from torchtune_ext.run.folder import require_usable_folder
 from torchtune_ext.run.output import format_labels, print_text
 from torchtune_ext.run.process_env import rank_and_world_size, read_int_variable
 from torchtune_ext.sampling.engine import find_backend
-from torchtune_ext.settings.components import Component, instantiate
+from torchtune_ext.settings.components import Component
 from torchtune_ext.setup.config_records import GRPOConfig
 from torchtune_ext.setup.header import problems_text
 from torchtune_ext.setup.machine_checks import missing_device, require_disjoint_gpus, require_gpus, training_gpus
@@ -196,14 +195,13 @@ def plan_of(cfg: GRPOConfig, machine: Machine) -> tuple[RunPlan, list[str]]:
         cfg=planned,
         sizes=sizes,
         machine=machine,
-        reference=loss_requirements(instantiate(cfg.loss)).reference_logprobs,
+        reference=loss_requirements(cfg.loss.instantiate()).reference_logprobs,
         # Adapters go to the engine without the frozen weights, unless they are merged into them, or FP8 or NF4 has
         # changed the frozen weights, which the engine then gets once.
         publishes_full_weights=not sizes.has_frozen_params or merged or sampler is not None or sizes.largest_nf4 > 0,
     )
     if sampler is not None:
-        receipt = Fp8Plan(sampler, dtype, linear_layers(model, sampler, trainer is not None)[0])
-        lines.append(receipt.format_table())
+        lines.append(Fp8Plan(sampler, dtype, linear_layers(model, sampler, trainer is not None)[0]).format_table())
     return plan, lines
 
 
@@ -214,10 +212,10 @@ def model_of(builder: Component, model_dir: str) -> tuple[TransformerDecoder, li
     # Only a model that is built from this directory can be built from the published config instead.
     named = builder.get("model_dir") == model_dir
     if known is None or not named or (Path(model_dir) / "config.json").exists():
-        return build_on_meta(partial(instantiate, builder)), []
+        return build_on_meta(builder.instantiate), []
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(known))
-        model = build_on_meta(partial(instantiate, Component({**builder, "model_dir": folder}, "model")))
+        model = build_on_meta(Component({**builder, "model_dir": folder}, "model").instantiate)
     return model, [
         f"sizes: those of {Path(model_dir).name} as it was published, since model_dir has no config.json yet"
     ]

@@ -26,7 +26,6 @@ from torchtune_ext.sampling import prestart
 from torchtune_ext.sampling.engine import Engine, SamplingConfig, find_backend
 from torchtune_ext.sampling.engine_args import engine_configs, engine_threads
 from torchtune_ext.sampling.types import EngineConfig
-from torchtune_ext.settings.components import instantiate
 from torchtune_ext.settings.config import named_paths, settings_snapshot
 from torchtune_ext.setup.checks import (
     check_engine,
@@ -212,7 +211,7 @@ class RunComponents:
         """Returns the gate that compares trainer and engine, and what sends weights and has a canary pass that gate."""
         logprobs_fn = partial(
             streamed_logprobs,
-            make_model=partial(instantiate, self.cfg.model),
+            make_model=self.cfg.model.instantiate,
             device=self.ranks.device,
             temperature=learner.temperature,
         )
@@ -245,9 +244,9 @@ def build_components(cfg: GRPOConfig, ranks: Ranks) -> RunComponents:
         ValueError: settings or parts do not fit each other; the message names key, value and fix.
     """
     hf_model, meta_model, trainable, precision = build_model_components(cfg, ranks.device, ranks.shards)
-    tokenizer, task = instantiate(cfg.tokenizer), instantiate(cfg.task)
-    eval_task = instantiate(cfg.evaluation.task) if cfg.evaluation.task else None
-    loss, sampling = instantiate(cfg.loss), cfg.sampling.with_default_stops(tokenizer.stop_token_ids)
+    tokenizer, task = cfg.tokenizer.instantiate(), cfg.task.instantiate()
+    eval_task = cfg.evaluation.task.instantiate() if cfg.evaluation.task else None
+    loss, sampling = cfg.loss.instantiate(), cfg.sampling.with_default_stops(tokenizer.stop_token_ids)
     check_settings(cfg, loss)
     cfg.logging.require_login()
     check_task(task, "task")
@@ -255,7 +254,7 @@ def build_components(cfg: GRPOConfig, ranks: Ranks) -> RunComponents:
         check_task(eval_task, "evaluation.task", must_end=True)
     adapters = adapter_names(meta_model)
     trained_dims = {param.ndim for name, param in meta_model.named_parameters() if not adapters or name in adapters}
-    check_optimizer(partial(instantiate, cfg.optimizer), trained_dims, ranks.device.type)
+    check_optimizer(cfg.optimizer.instantiate, trained_dims, ranks.device.type)
     check_loss(loss)
     check_engine(hf_model, precision.engine, meta_model)
     require_rows(cfg.row_tokens, precision.engine)
@@ -338,7 +337,7 @@ def build_model_components(
     Raises:
         ValueError: the model, its adapters or its precision are not supported.
     """
-    hf_model, model = HFModel(cfg.model_dir), build_on_meta(partial(instantiate, cfg.model))
+    hf_model, model = HFModel(cfg.model_dir), build_on_meta(cfg.model.instantiate)
     # What is trained and its precision also decide how the engine is started and what it is sent.
     trainable = make_trainable(model, hf_model, section=cfg.model, adapters=cfg.adapters, shards=shards)
     dtype = chosen_dtype(cfg.dtype, device.type, cfg.precision.fp8)

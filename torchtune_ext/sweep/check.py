@@ -6,13 +6,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.catalog import package_folder, recipe_files
 from torchtune_ext.run.errors import UsageError, closest_match
-from torchtune_ext.settings.components import import_recipe, instantiate
+from torchtune_ext.settings.components import import_recipe
 from torchtune_ext.settings.config import load_config, merge_config
 from torchtune_ext.setup.checks import check_optimizer
 from torchtune_ext.setup.config_checks import check_settings
@@ -59,7 +58,8 @@ def parse_command(words: Sequence[str]) -> tuple[str, str, list[str]]:
     flat = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     programs = {Path(word).name for word in flat[: flat.index("run")]} if "run" in flat else set()
     at = flat.index("--config") if "--config" in flat[:-1] else 0
-    if not at or not programs & {"tune", "torchtune-ext", "torchtune_ext"}:
+    ours = at and programs & {"tune", "torchtune-ext", "torchtune_ext"}
+    if not ours:
         raise UsageError(f"command: {' '.join(words)}: a sweep runs recipes: {COMMAND_EXAMPLE}; {OTHER_PROGRAMS_HINT}")
     return flat[at - 1], flat[at + 1], flat[at + 2 :]
 
@@ -79,7 +79,8 @@ def check_sweep(sweep: Sweep, point: Point, extra_settings: Sequence[str], out: 
     """
     recipe, config, settings = parse_command(run_command(sweep, point, extra_settings))
     for word in settings:
-        if (key := word.partition("=")[0]) in RESERVED_KEYS:
+        key = word.partition("=")[0]
+        if key in RESERVED_KEYS:
             raise UsageError(
                 f"{key}: take it out of the sweep, which has a folder for each run, and says which of them go on"
             )
@@ -94,9 +95,9 @@ def check_sweep(sweep: Sweep, point: Point, extra_settings: Sequence[str], out: 
     if recipe in {each.name for each in recipe_files(package_folder("recipes"), package_folder("configs"))}:
         if hasattr(cfg, "optimizer"):
             # With "auto" a run may have a GPU, and then looks for itself.
-            check_optimizer(partial(instantiate, cfg.optimizer), device="cpu" if cfg.device == "cpu" else "cuda")
+            check_optimizer(cfg.optimizer.instantiate, device="cpu" if cfg.device == "cpu" else "cuda")
         if hasattr(cfg, "loss"):
-            check_settings(cfg, instantiate(cfg.loss))
+            check_settings(cfg, cfg.loss.instantiate())
         known = {name for panel in PANELS for name in (*(name for name, _ in panel.series), *(panel.band or ()))}
         if not hasattr(cfg, "logging") or not any(fnmatchcase(sweep.metric, name) for name in known):
             near = closest_match(sweep.metric, [name for name in known if "*" not in name])

@@ -245,13 +245,12 @@ class SweepRunner:
                 # A run ends with the sweep, also where the sweep is killed by SIGKILL.
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
-        number = self.folder.runs.index(run) + 1
         at = ", ".join(
             f"{each.name}={format_value(run.parameters[each.name])}" for each in self.sweep.varied_parameters
         )
         print_text(
-            f"{run.id} ({number} of {self.sweep.num_runs}) {begins}: {at or 'no parameter varies'}; its output: "
-            f"{place / OUTPUT_FILE}"
+            f"{run.id} ({self.folder.runs.index(run) + 1} of {self.sweep.num_runs}) {begins}: {at or 'no parameter varies'}; "
+            f"its output: {place / OUTPUT_FILE}"
         )
         return process
 

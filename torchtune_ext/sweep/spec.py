@@ -3,7 +3,7 @@
 import argparse
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
@@ -95,12 +95,11 @@ def find_sweep_file(given: str) -> Path:
         ValueError: there is no such file. The message gives the nearest name.
     """
     ours = {name: path for full, path in sweep_files().items() for name in (full, full.removeprefix("sweeps/"))}
-    if Path(given).is_file():
-        return Path(given)
-    if given in ours:
-        return ours[given]
-    hint = _hint(given, ours, "`torchtune-ext sweeps` lists ours")
-    raise UsageError(f"{given}: no such file, seen from {Path.cwd()}, and no sweep of ours; {hint}")
+    path = Path(given) if Path(given).is_file() else ours.get(given)
+    if path is None:
+        hint = _hint(given, ours, "`torchtune-ext sweeps` lists ours")
+        raise UsageError(f"{given}: no such file, seen from {Path.cwd()}, and no sweep of ours; {hint}")
+    return path
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -120,41 +119,38 @@ def read_sweep(path: Path) -> Sweep:
         raise UsageError(f"{path}: {error}") from None
 
 
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise UsageError(message)
-
-
 def _hint(name: Any, known: Iterable[str], otherwise: str = "") -> str:
     near = closest_match(str(name), known)
     return f"did you mean {near}?" if near else otherwise or f"there are {', '.join(known)}"
 
 
-def _check_keys(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    for key in given:
-        _require(key in known, f"{where}unknown key {key!r}; {_hint(key, known)} (`wandb sweep` may know more)")
-
-
 def _parse_sweep(path: Path, text: str, given: Any) -> Sweep:
-    _require(
-        isinstance(given, dict) and len(given) > 0,
-        "no sweep: it holds no keys; begin with a copy of one of ours (`torchtune-ext sweeps`)",
-    )
-    _check_keys("", given, [*SWEEP_KEYS, *SERVER_KEYS])
+    if not isinstance(given, dict) or not given:
+        raise UsageError("no sweep: it holds no keys; begin with a copy of one of ours (`torchtune-ext sweeps`)")
+    known = [*SWEEP_KEYS, *SERVER_KEYS]
+    for key in given:
+        if key not in known:
+            raise UsageError(f"unknown key {key!r}; {_hint(key, known)} (`wandb sweep` may know more)")
     # Where a file names no command, W&B's own ends with words that no recipe reads.
     method, command, metric = str(given.get("method")), given.get("command", ["${args}"]), given.get("metric")
-    _require(method in METHODS, f"method: {method}: {_hint(method, METHODS)}")
-    _require(
-        (method == "grid" and "early_terminate" not in given) or find_spec("optuna") is not None,
-        "method: random, bayes and early_terminate need Optuna: pip install 'torchtune-ext[sweep]'; a grid needs nothing",
-    )
-    _require(isinstance(command, list) and len(command) > 0, f"command: must be a list of words: {COMMAND_EXAMPLE}")
+    if method not in METHODS:
+        raise UsageError(f"method: {method}: {_hint(method, METHODS)}")
+    if (method != "grid" or "early_terminate" in given) and find_spec("optuna") is None:
+        raise UsageError(
+            "method: random, bayes and early_terminate need Optuna: pip install 'torchtune-ext[sweep]'; a grid needs nothing"
+        )
+    if not isinstance(command, list) or not command:
+        raise UsageError(f"command: must be a list of words: {COMMAND_EXAMPLE}")
     target = metric if isinstance(metric, dict) else {}
     goal = target.get("goal", "minimize")
-    _require(
-        goal in ("minimize", "maximize") and isinstance(target.get("name"), str) and set(target) <= {"name", "goal"},
-        f"metric: {metric}: write metric: {{name: eval/accuracy_sampled, goal: maximize}}, or goal: minimize",
-    )
+    if (
+        goal not in ("minimize", "maximize")
+        or not isinstance(target.get("name"), str)
+        or not set(target) <= {"name", "goal"}
+    ):
+        raise UsageError(
+            f"metric: {metric}: write metric: {{name: eval/accuracy_sampled, goal: maximize}}, or goal: minimize"
+        )
     parameters = parse_parameters(given.get("parameters"))
     return Sweep(
         path=path,
@@ -171,7 +167,8 @@ def _parse_sweep(path: Path, text: str, given: Any) -> Sweep:
 
 
 def _count_runs(method: str, parameters: Sequence[Parameter], cap: Any) -> int:
-    _require(cap is None or (type(cap) is int and cap >= 1), f"run_cap: {cap} must be a whole number, 1 or more")
+    if cap is not None and (type(cap) is not int or cap < 1):
+        raise UsageError(f"run_cap: {cap} must be a whole number, 1 or more")
     if method == "grid":
         count = len(grid_points(parameters))
         return min(count, cap or count)
@@ -186,14 +183,17 @@ def _parse_halving(given: Any) -> Halving:
     node: dict[str, Any] = given if isinstance(given, dict) else {}
     first: Any = node.get("min_iter")
     eta: Any = node.get("eta", 3)
-    _require(
-        node.get("type") == "hyperband"
-        and set(node) <= {"type", "min_iter", "eta"}
-        and type(first) is type(eta) is int
-        and first >= 1
-        and eta >= 2,
-        f"early_terminate: {given}: write {{type: hyperband, min_iter: 3, eta: 3}}, with whole numbers from 1 and from 2 on",
-    )
+    if (
+        node.get("type") != "hyperband"
+        or not set(node) <= {"type", "min_iter", "eta"}
+        or type(first) is not int
+        or type(eta) is not int
+        or first < 1
+        or eta < 2
+    ):
+        raise UsageError(
+            f"early_terminate: {given}: write {{type: hyperband, min_iter: 3, eta: 3}}, with whole numbers from 1 and from 2 on"
+        )
     return Halving(first, eta)
 
 
@@ -219,8 +219,7 @@ def _parse_parameter(name: str, given: Any) -> Parameter:
         return Parameter(name, _unique_values(node["values"]))
     if keys == {"min", "max"} and all(type(node[end]) in (int, float) for end in keys) and node["min"] < node["max"]:
         low, high = node["min"], node["max"]
-        whole = type(low) is type(high) is int
-        if whole and kind in (None, "int_uniform"):
+        if type(low) is type(high) is int and kind in (None, "int_uniform"):
             return Parameter(name, range(low, high + 1))
         if kind in (None, "uniform"):
             return Parameter(name, low=low, high=high)

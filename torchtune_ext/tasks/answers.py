@@ -27,7 +27,7 @@ from torchtune_ext.tasks.equality import MAX_CHARS, answers_equal
 from torchtune_ext.tasks.equality import readable as readable
 from torchtune_ext.tasks.notation import is_name, letter_tokens, normalize
 from torchtune_ext.tasks.prose_values import DENIAL, SENTENCE_END, last_values
-from torchtune_ext.tasks.task import Score, strip_thinking
+from torchtune_ext.tasks.task import Score, require_choice, strip_thinking
 
 TAIL_CHARS = 2000  # characters at the end of a text without a mark, which are searched for values
 COMPARE_TIMEOUT_S = 3.0  # seconds for one comparison, well below the deadline of a grading process
@@ -99,8 +99,8 @@ def last_boxes(text: str) -> list[str] | None:
     after = spans[-1][2]
     if _QUESTION.match(text, after) or DENIAL.match(text, after) or _DOUBT.search(clause) or _REJECTED.search(line):
         return []
-    between = [text[end:start] for (_, _, end), (_, start, _) in pairwise(spans)]
-    if any(map(_has_sentence_end, between)) and len({letter_tokens(normalize(content)) for content, _, _ in spans}) > 1:
+    is_ended = any(_has_sentence_end(text[end:start]) for (_, _, end), (_, start, _) in pairwise(spans))
+    if is_ended and len({letter_tokens(normalize(content)) for content, _, _ in spans}) > 1:
         return []  # candidates
     held = []
     for content, start, _ in spans:
@@ -117,9 +117,7 @@ def _last_box_spans(text: str) -> list[tuple[str, int, int]]:
     for box in reversed(list(_BOX.finditer(text))):
         held = _box_content(text, box, until)
         # The last box is never closed, or an earlier box contains the one after it.
-        if held is None:
-            break
-        if boxes and _separates_boxes(text, box.start(), held[1], until):
+        if held is None or (boxes and _separates_boxes(text, box.start(), held[1], until)):
             break
         boxes.append((held[0], box.start(), held[1]))
         until = box.start()
@@ -141,16 +139,12 @@ def _box_content(text: str, box: re.Match, until: int) -> tuple[str, int] | None
 def _separates_boxes(text: str, start: int, end: int, until: int) -> bool:
     """Tells whether a sentence ends between two boxes, the first from `start` to `end`, the second at `until`."""
     between = text[end:until]
-    if len(between) > TAIL_CHARS:
-        return True
     # A question, "or" at the beginning of a sentence and items of a list name candidates, which are one list.
     sentence = re.split(r"[.!?\n]", between)[-1] if re.search(r"[.!?\n]", between) else ""
     if _QUESTION.match(between) or _OTHERWISE.match(sentence):
         return False
     lines = text[max(0, start - 200) : start].rpartition("\n")[2], between.rpartition("\n")[2]
-    if "\n" in between and all(map(_ITEM.match, lines)):
-        return False
-    return _has_sentence_end(between)
+    return not ("\n" in between and all(map(_ITEM.match, lines))) and _has_sentence_end(between)
 
 
 def _has_sentence_end(between: str) -> bool:
@@ -268,8 +262,8 @@ def grade_prose(gold: str, text: str, question: str) -> tuple[bool, bool]:
 
 def grade_phrase(gold: str, text: str, question: str) -> tuple[bool, bool]:
     """Tells whether the phrase "answer is" is followed by an answer, and whether that is right."""
-    if (phrase := _last_phrase(text)) is None:
-        return False, False
+    phrase = _last_phrase(text)
+    assert phrase is not None  # `extract_answer` has found it
     clause, start, end = phrase
     if _OTHERWISE.match(text, end) or DENIAL.match(text, end):
         return True, False
@@ -371,10 +365,8 @@ class MathGrader:
         format_reward: float = 0.0,
         unmarked: str = "last_number",
     ) -> None:
-        if format not in FORMATS:
-            raise UsageError(f"format={format!r}: choose one of {', '.join(FORMATS)}")
-        if unmarked not in UNMARKED_MODES:
-            raise UsageError(f"unmarked={unmarked!r}: choose one of {', '.join(UNMARKED_MODES)}")
+        require_choice("format", format, FORMATS)
+        require_choice("unmarked", unmarked, UNMARKED_MODES)
         if not 0.0 <= format_reward < 1.0:
             raise UsageError(f"format_reward={format_reward} must lie in [0, 1): it is a share of the reward")
         if importlib.util.find_spec("math_verify") is None:
@@ -404,8 +396,7 @@ class MathGrader:
                 has_answer, right = self._grade_reply(gold, reply, boxes, question)
         except _CompareTimeout:
             has_answer, right, hung = True, False, True
-        boxed = has_answer and boxes is not None
-        well_formed = float(boxed if self.format == "box" else has_single_thought(text))
+        well_formed = float(has_answer and boxes is not None if self.format == "box" else has_single_thought(text))
         reward = 0.0 if hung else (1.0 - self.format_reward) * right + self.format_reward * well_formed
         parts = {"accuracy": float(right), "format": well_formed, "failed": float(not has_answer)}
         return Score(reward, parts | {"timed_out": float(hung)})

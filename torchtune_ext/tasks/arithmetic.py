@@ -13,7 +13,15 @@ from hashlib import sha256
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.tasks.answers import strip_thinking
 from torchtune_ext.tasks.grade_functions import GradeFunction, GroupGradeFunction, use_graders
-from torchtune_ext.tasks.task import Problem, Score, task_length
+from torchtune_ext.tasks.task import (
+    Problem,
+    Score,
+    require_choice,
+    require_index,
+    require_question,
+    require_share,
+    task_length,
+)
 
 SPLITS = ("train", "heldout", "all")
 HELD_OUT_ONE_IN = 8  # one question in 8 is held out
@@ -76,12 +84,9 @@ class Arithmetic:
         grader: str | GradeFunction | None = None,
         group_grader: str | GroupGradeFunction | None = None,
     ) -> None:
-        if split not in SPLITS:
-            raise UsageError(f"split={split!r}: choose one of {', '.join(SPLITS)}")
-        if "{question}" not in prompt:
-            raise UsageError(f"prompt={prompt!r} shows no question: write {{question}} where it belongs")
-        if not 0.0 <= guessed <= 1.0:
-            raise UsageError(f"guessed={guessed} is a share of the solutions: give a number from 0 to 1")
+        require_choice("split", split, SPLITS)
+        require_question(prompt)
+        require_share("guessed", guessed, "the solutions")
         self.seed, self.first, self.split, self.prompt, self.guessed = seed, first, split, prompt, guessed
         self.length = task_length(first, count)
         self.weights = _level_weights(level)
@@ -91,8 +96,7 @@ class Arithmetic:
         return self.length
 
     def __getitem__(self, index: int) -> Problem:
-        if not 0 <= index < self.length:
-            raise IndexError(f"question {index} of {self.length}")
+        require_index(index, self.length, "question")
         rng = random.Random(f"{self.seed}/{self.first + index}")
         (level,) = rng.choices(list(self.weights), list(self.weights.values()))
         question = draw_question(rng, LEVELS[level])

@@ -76,8 +76,6 @@ def answers_equal(gold: str, answer: str) -> bool:
     if _PLAIN.fullmatch(gold) and _PLAIN.fullmatch(answer):
         return Decimal(gold.replace(",", "")) == Decimal(answer.replace(",", ""))  # most answers of GSM8K and AIME
     gold, answer = normalize(gold), normalize(answer)
-    if not letter_tokens(gold) or not letter_tokens(answer):
-        return False
     if not answer.isascii() and any(c.isdecimal() and not c.isascii() for c in answer):
         return letter_tokens(gold) == letter_tokens(answer)
     if same_choice(plain_text(gold), plain_text(answer)) or normalized_equal(gold, answer):
@@ -136,9 +134,7 @@ def _compare(gold: str, answer: str) -> bool:
     order = compare_sets(gold, answer)
     if order is not None:
         return order
-    if len(right) == len(given) == 1:
-        return same_member(right[0], given[0])
-    return same_list(right, given)
+    return same_member(right[0], given[0]) if len(right) == len(given) == 1 else same_list(right, given)
 
 
 def solutions(text: str) -> str:
@@ -200,8 +196,6 @@ def same_plain_list(right: list[str], given: list[str]) -> bool:
     if name and other and name != other:
         return False
     right, given = ([part for item in items for part in split_union(item)] for items in (right, given))
-    if all(item.startswith("(") for item in given):
-        given = list({letter_tokens(item): item for item in given}.values())  # a point may be listed twice
     if len(right) == len(given):
         return same_in_any_order(right, given)
     held, other = (parse_brackets(items[0]) if len(items) == 1 else None for items in (right, given))
@@ -261,8 +255,7 @@ def same_member(gold: str, answer: str) -> bool:
     if right and other:
         if right[0] == other[0] == "\\{":
             return same_in_any_order(right[1], other[1])
-        closed = (right[0], right[2]) == (other[0], other[2])
-        return closed and same_in_order(right[1], other[1])
+        return (right[0], right[2]) == (other[0], other[2]) and same_in_order(right[1], other[1])
     if container := right or other:
         # A set of one member, or none: tuples have at least two.
         held, single = container[1], answer if right else gold
@@ -270,12 +263,8 @@ def same_member(gold: str, answer: str) -> bool:
     table, rows = matrix_rows(gold), matrix_rows(answer)
     if table and rows:
         return len(table) == len(rows) and all(map(same_in_order, table, rows))
-    if table or rows:
-        return False
     parts, others = split_outside(gold, CUP), split_outside(answer, CUP)
-    if len(parts) > 1 or len(others) > 1:
-        return same_in_any_order(parts, others)
-    return same_leaf(gold, answer)
+    return same_in_any_order(parts, others) if len(parts) > 1 or len(others) > 1 else same_leaf(gold, answer)
 
 
 def same_approximation(gold: str, value: str, decimal: str) -> bool:
@@ -307,8 +296,6 @@ def same_equation(sides: list[str], given: list[str]) -> bool:
         return same_in_order(sides[1:], given[1:])
     if len(sides) != 2 or len(given) != 2:
         return len(sides) == 2 and letter_tokens(sides[0]) == letter_tokens(given[0]) and same_chain(sides[1], given)
-    if is_name(sides[0]) and is_name(given[0]) and not re.search(r"[A-Za-z]", sides[1] + given[1]):
-        return False  # x = 5 is not y = 5
     return bool(differ_by_factor(parse_difference(sides), parse_difference(given)))
 
 
@@ -366,8 +353,6 @@ def same_words(right: str, given: str, styled: bool) -> bool | None:
         return None
     words, others = (_WORD.findall(text.casefold().rstrip("!")) for text in (right, given))
     words, others = (found[found[:1] in (["a"], ["an"], ["the"]) :] for found in (words, others))
-    if not words or not others:
-        return None
     if words == others or [*words[:-1], words[-1].rstrip("s")] == [*others[:-1], others[-1].rstrip("s")]:
         return True
     numeric = any(map(str.isdigit, right)) or number_word(right) is not None
@@ -379,8 +364,6 @@ def same_leaf(gold: str, answer: str) -> bool:
     right, given = INFINITY.fullmatch(gold), INFINITY.fullmatch(answer)
     if right and given:
         return (right[1] == "-") == (given[1] == "-")
-    if right or given:
-        return False
     ratio, other = _RATIO.fullmatch(plain_text(gold)), _RATIO.fullmatch(plain_text(answer))
     if ratio and other:
         return ratio[3] is None and other[3] is None and same_value(f"{ratio[1]}/{ratio[2]}", f"{other[1]}/{other[2]}")
@@ -410,8 +393,6 @@ def same_rounded(gold: str, answer: str) -> bool:
     decimals = [text for text, found in ((gold, places), (answer, other)) if found]
     if not places or any(len(text.replace(".", "").strip("-0")) < 6 for text in decimals):
         return False
-    if other and len(other[1]) >= len(places[1]):
-        return False
     exact, decimal, digits = (gold, answer, other[1]) if other else (answer, gold, places[1])
     return abs(real_value(exact) - Fraction(decimal)) * 2 * 10 ** len(digits) <= 1
 
@@ -421,8 +402,7 @@ def same_percent(gold: str, answer: str, right: tuple | None, given: tuple | Non
     if right and given:
         return same_leaf(right[0], given[0])
     percentage = right or given
-    if percentage is None:
-        return False
+    assert percentage is not None  # `same_leaf` has found one
     value, other, sign = percentage[0], answer if right else gold, right is not None or percentage[1]
     try:
         if same_value(f"({value})/100", other):

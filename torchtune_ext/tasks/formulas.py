@@ -30,6 +30,12 @@ class UnreadableFormula(Exception):
     """A formula outside the grammar of this module, without a value, or too large to be evaluated."""
 
 
+def expect(fulfilled: object, cause: str) -> None:
+    """Raises `UnreadableFormula` with its cause unless a condition is fulfilled."""
+    if not fulfilled:
+        raise UnreadableFormula(cause)
+
+
 # ---- the grammar
 
 _OF_SEVERAL = {"max", "min", "gcd", "lcm"}
@@ -76,10 +82,8 @@ class _Parser:
     """Parses a formula by recursive descent into nested tuples: ("+", a, b), ("number", 2), ("symbol", "x")."""
 
     def __init__(self, text: str) -> None:
-        if _SENTENCE.search(text):
-            raise UnreadableFormula("words")
-        power = _SCIENTIFIC.fullmatch(text)
-        if power:
+        expect(not _SENTENCE.search(text), "words")
+        if power := _SCIENTIFIC.fullmatch(text):
             text = f"{power[1]} \\times 10^{{{power[2]}}}"
         text = _DEGREE.sub(r"\\degree ", text)
         text = re.sub(r"\\dot\s*\{(\d)\}(\d*)\\dot\s*\{(\d)\}", r"\\overline{\1\2\3}", text)
@@ -89,8 +93,7 @@ class _Parser:
 
     def parse(self) -> tuple:
         result = self.sum()
-        if self.at < len(self.tokens):
-            raise UnreadableFormula(self.peek())
+        expect(self.at == len(self.tokens), self.peek())
         return result
 
     def peek(self) -> str:
@@ -98,8 +101,7 @@ class _Parser:
 
     def expect(self, token: str = "") -> str:
         found = self.peek()
-        if not found or (token and found != token):
-            raise UnreadableFormula(found)
+        expect(found and found == (token or found), found)
         self.at += 1
         return found
 
@@ -110,8 +112,7 @@ class _Parser:
 
     def sum(self) -> tuple:
         self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise UnreadableFormula("too deep")
+        expect(self.depth <= MAX_DEPTH, "too deep")
         result = self.product()
         while self.peek() in ("+", "-"):
             result = ("+", result, self.product())
@@ -140,8 +141,8 @@ class _Parser:
                 while last and last + 1 <= self.group_end and self.tokens[last] == "}":
                     last -= 1
                 first = next((other for other in self.tokens[self.at :] if other != "{"), "")
-                if first[:1].isdigit() and self.tokens[last][-1].isdigit():
-                    raise UnreadableFormula("two numbers side by side")
+                numbers = first[:1].isdigit() and self.tokens[last][-1].isdigit()
+                expect(not numbers, "two numbers side by side")
                 result = ("*", result, self.power())
             else:
                 return result
@@ -208,8 +209,7 @@ class _Parser:
             return [self.expect()]
         start = self.at
         while not self.accept("}"):
-            if not re.fullmatch(r"[A-Za-z0-9,+\-']|\d+|\\[A-Za-z]+", self.expect()):
-                raise UnreadableFormula("subscript")
+            expect(re.fullmatch(r"[A-Za-z0-9,+\-']|\d+|\\[A-Za-z]+", self.expect()), "subscript")
         return self.tokens[start : self.at - 1]
 
     def symbol(self, name: str) -> tuple:
@@ -236,8 +236,8 @@ class _Parser:
             arguments = [self.product(implicit=True)]
         if exponent == ("neg", ("number", Fraction(1))):
             name, exponent = f"a{name}", None
-        if name not in FUNCTIONS or (base and name != "log") or (len(arguments) > 1 and name not in _OF_SEVERAL):
-            raise UnreadableFormula(name)
+        expect(name in FUNCTIONS, name)
+        expect((not base or name == "log") and (len(arguments) == 1 or name in _OF_SEVERAL), name)
         result = ("log", arguments[0], base) if base else (name, *arguments)
         return result if exponent is None else ("^", result, exponent)
 
@@ -302,8 +302,7 @@ class _Evaluator:
 
     def require_bounded(self, result: Any) -> Any:
         if isinstance(result, Fraction):
-            if max(result.numerator.bit_length(), result.denominator.bit_length()) > MAX_BITS:
-                raise UnreadableFormula("too large")
+            expect(max(result.numerator.bit_length(), result.denominator.bit_length()) <= MAX_BITS, "too large")
             return result
         if not self.mp.isfinite(result):
             raise UndefinedValue("infinite")
@@ -312,8 +311,8 @@ class _Evaluator:
                 return result.real
             if not self.complex_values:
                 raise UndefinedValue("complex")
-        elif result and abs(self.mp.mag(result)) > MAX_LOG_SIZE * 1.5:
-            raise UnreadableFormula("too large")
+        elif result:
+            expect(abs(self.mp.mag(result)) <= MAX_LOG_SIZE * 1.5, "too large")
         return result
 
     def to_mp(self, value: Any) -> Any:
@@ -322,8 +321,7 @@ class _Evaluator:
     def apply(self, kind: str, *parts: Any) -> Any:
         exact = all(isinstance(part, Fraction) for part in parts)
         if kind in ("gcd", "lcm", "mod"):
-            if not exact or any(part.denominator != 1 for part in parts):
-                raise UnreadableFormula(kind)
+            expect(exact and all(part.denominator == 1 for part in parts), kind)
             return parts[0] % parts[1] if kind == "mod" else Fraction(getattr(math, kind)(*map(int, parts)))
         if kind in ("^", "root"):
             return self.power(parts[0], parts[1] if kind == "^" else 1 / parts[1])
@@ -344,12 +342,11 @@ class _Evaluator:
             return Fraction(0)
         if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
             count = int(exponent) if abs(base) != 1 else int(exponent) % 2
-            if abs(count) * max(base.numerator.bit_length(), base.denominator.bit_length()) > MAX_BITS:
-                raise UnreadableFormula("too large")
+            bits = abs(count) * max(base.numerator.bit_length(), base.denominator.bit_length())
+            expect(bits <= MAX_BITS, "too large")
             return base**count
         number, power = self.to_mp(base), self.to_mp(exponent)
-        if abs(power) * (abs(self.mp.mag(number)) + 1) > MAX_LOG_SIZE:
-            raise UnreadableFormula("too large")
+        expect(abs(power) * (abs(self.mp.mag(number)) + 1) <= MAX_LOG_SIZE, "too large")
         real = not isinstance(number, self.mp.mpc) and isinstance(exponent, Fraction)
         if real and number < 0 and exponent.denominator % 2 == 1:
             # The real root of a negative number, such as the cube root of -8.
@@ -357,8 +354,8 @@ class _Evaluator:
         return self.mp.power(number, power)
 
     def combinatorial(self, kind: str, first: Any, second: Any = Fraction(0)) -> Any:
-        if isinstance(first, self.mp.mpc) or isinstance(second, self.mp.mpc) or max(abs(first), abs(second)) > 10_000:
-            raise UnreadableFormula("too large")
+        is_real = not isinstance(first, self.mp.mpc) and not isinstance(second, self.mp.mpc)
+        expect(is_real and max(abs(first), abs(second)) <= 10_000, "too large")
         if isinstance(first, Fraction) and first.denominator == second.denominator == 1:
             if first < 0 or second < 0:
                 raise UndefinedValue(kind)
@@ -367,8 +364,7 @@ class _Evaluator:
         return self.mp.gamma(number + 1) if kind == "factorial" else self.mp.binomial(number, self.to_mp(second))
 
     def call_function(self, name: str, value: Any, base: Any = None) -> Any:
-        if name in ("exp", "sinh", "cosh", "tanh") and abs(value) > MAX_LOG_SIZE:
-            raise UnreadableFormula("too large")
+        expect(name not in ("exp", "sinh", "cosh", "tanh") or abs(value) <= MAX_LOG_SIZE, "too large")
         if name in ("ln", "log", "lg"):
             base = self.mp.mpf(10) if name == "lg" else base
             return self.mp.log(value) / (1 if base is None else self.mp.log(base))
@@ -378,14 +374,14 @@ class _Evaluator:
 def real_value(text: str) -> Fraction:
     """Returns the real value of a normalized formula without symbols, to 80 digits. Raises `Unreadable`."""
     tree = parse_formula(text)
+    expect(symbol_names(tree) <= {"\\pi", "\\e"}, text)
     try:
-        value = _Evaluator({}, DIGITS[0], False).evaluate(tree) if symbol_names(tree) <= {"\\pi", "\\e"} else None
+        value = _Evaluator({}, DIGITS[0], False).evaluate(tree)
     except UndefinedValue as error:
         raise UnreadableFormula(text) from error
     if isinstance(value, Fraction):
         return value
-    if value is None or not hasattr(value, "man_exp"):
-        raise UnreadableFormula(text)
+    expect(hasattr(value, "man_exp"), text)
     mantissa, exponent = value.man_exp
     return Fraction(mantissa if value > 0 else -mantissa) * Fraction(2) ** exponent
 

@@ -1,15 +1,17 @@
 """The common base of tasks that play the environments of other projects."""
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from torchtune_ext.run.errors import RunFailure, UsageError
 from torchtune_ext.tasks.examples import read_examples
-from torchtune_ext.tasks.task import Environment, Message, Problem, task_length
+from torchtune_ext.tasks.task import Environment, Message, Problem, require_index, task_length
 
 
-class GameTask:
+class GameTask(ABC):
     """A task of games. Subclasses write `begin`.
 
     Args:
@@ -46,19 +48,18 @@ class GameTask:
                 raise UsageError(f"{where}: too few rows ({len(every)}) for first={first}, count={count}; lower them")
             self.length = len(self.rows)
 
+    @abstractmethod
     def make_game(self, row: Mapping[str, Any], seed: int) -> tuple[Environment, Sequence[Message]]:
         """Makes a game, and returns it with what the policy reads first.
 
         The last message is the user's. `row` is empty without rows. `random` has been set to `seed`.
         """
-        raise NotImplementedError
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Problem:
-        if not 0 <= index < self.length:
-            raise IndexError(f"problem {index} of {self.length}")
+        require_index(index, self.length)
         # The game is made here for its first messages, and again in a process of its own for the conversation. The same
         # seed makes it the same game.
         row = {} if self.rows is None else self.rows[index]
@@ -95,6 +96,14 @@ class GameTask:
         finally:
             random.setstate(state)
         return game, tuple(dict(message) for message in messages)
+
+
+def imported(module: str, package: str) -> Any:
+    """Imports a module of another project. Raises ValueError, which says how to install the package."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UsageError(f"{package.partition('=')[0]} cannot be imported ({error}): pip install {package}") from None
 
 
 def prompt_messages(row: Mapping[str, Any]) -> list[Message]:

@@ -16,7 +16,7 @@ import re
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.tasks.answers import strip_thinking
 from torchtune_ext.tasks.arithmetic import SPLITS, is_held_out
-from torchtune_ext.tasks.task import Message, Problem, Turn, task_length
+from torchtune_ext.tasks.task import Message, Problem, Turn, require_choice, require_index, require_share, task_length
 
 
 class GuessNumber:
@@ -52,10 +52,8 @@ class GuessNumber:
     ) -> None:
         if below < 1 or size < 2 or max_turns < 1:
             raise UsageError(f"below={below}, size={size}, max_turns={max_turns}: at least 1, 2 and 1")
-        if split not in SPLITS:
-            raise UsageError(f"split={split!r}: choose one of {', '.join(SPLITS)}")
-        if not 0.0 <= halving <= 1.0:
-            raise UsageError(f"halving={halving} is a share of the guesses: give a number from 0 to 1")
+        require_choice("split", split, SPLITS)
+        require_share("halving", halving, "the guesses")
         if not {"{low}", "{high}"} <= set(re.findall(r"\{\w+\}", prompt)):
             raise UsageError(f"prompt={prompt!r} does not show the range: write {{low}} and {{high}} where they belong")
         self.seed, self.first, self.below, self.size, self.split = seed, first, below, size, split
@@ -66,8 +64,7 @@ class GuessNumber:
         return self.length
 
     def __getitem__(self, index: int) -> Problem:
-        if not 0 <= index < self.length:
-            raise IndexError(f"problem {index} of {self.length}")
+        require_index(index, self.length)
         rng = random.Random(f"{self.seed}/{self.first + index}")
         low, number = self._draw_range(rng)
         while self.split != "all" and is_held_out(f"{low}/{number}") != (self.split == "heldout"):

@@ -11,7 +11,7 @@ from typing import Any
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.tasks.examples import Example, field_names, field_value, fill_template, hub_examples, read_examples
 from torchtune_ext.tasks.grade_functions import GradeFunction, GroupGradeFunction, use_graders
-from torchtune_ext.tasks.task import Message, Problem, Score, task_length, to_score
+from torchtune_ext.tasks.task import Message, Problem, Score, require_index, require_question, task_length, to_score
 
 # A field in a prompt. The braces of \boxed{answer} and x^{n} are LaTeX.
 _FIELD = re.compile(r"(?<![\w\\}^])\{([A-Za-z_][\w.]*)\}")
@@ -64,6 +64,13 @@ class ExampleSource:
         return [(where, example) for where, example in examples if text in str(fill_template(field, example, where))]
 
 
+def require_one(**given: str | None) -> None:
+    """Raises ValueError if both of two arguments are given."""
+    if None not in given.values():
+        what = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        raise UsageError(f"{what}: give one of the two")
+
+
 class QuestionTask:
     """The base of `Jsonl` and `Math`: examples with a question, a hidden answer, and perhaps a worked solution."""
 
@@ -82,8 +89,7 @@ class QuestionTask:
         fields: Sequence[str] | None,
     ) -> None:
         length = task_length(first, count)
-        if "{question}" not in prompt:
-            raise UsageError(f"prompt={prompt!r} shows no question: write {{question}} where it belongs")
+        require_question(prompt)
         if isinstance(fields, str):
             raise UsageError(f"fields={fields!r} must be a list: fields=[{fields}]")
         use_graders(self, grader, group_grader)
@@ -124,8 +130,7 @@ class QuestionTask:
         return len(self.examples)
 
     def __getitem__(self, index: int) -> Problem:
-        if not 0 <= index < len(self.examples):
-            raise IndexError(f"question {index} of {len(self.examples)}")
+        require_index(index, len(self.examples), "question")
         question, answer, example = self.examples[index]
         # `replace` and not `format`, since a prompt may have other braces, as in \boxed{}.
         if isinstance(question, str):
@@ -203,8 +208,7 @@ class Jsonl(QuestionTask):
             raise UsageError(
                 "grader has no value: name a function f(problem, text), grader: my_reward.f for my_reward.py"
             )
-        if hub is not None and path is not None:
-            raise UsageError(f"hub={hub!r}, path={path!r}: give one of the two")
+        require_one(hub=hub, path=path)
         source = ExampleSource(hub, config, split, path, question, answer, solution)
         super().__init__(source, prompt, system, count, first, "", grader, group_grader, fields)
         if prompt != "{question}" and not all(isinstance(question, str) for question, _, _ in self.examples):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.tasks.answers import MathGrader, gold_answer, last_box, readable
 from torchtune_ext.tasks.grade_functions import GradeFunction, GroupGradeFunction
-from torchtune_ext.tasks.jsonl import ExampleSource, QuestionTask
+from torchtune_ext.tasks.jsonl import ExampleSource, QuestionTask, require_one
 from torchtune_ext.tasks.task import Problem, Score
 
 log = logging.getLogger(__name__)
@@ -88,12 +88,12 @@ class Math(QuestionTask):
     ) -> None:
         if dataset is not None and dataset not in DATASETS:
             raise UsageError(f"dataset={dataset!r}: choose one of {', '.join(DATASETS)}, or give path: or hub:")
-        if hub is not None and path is not None:
-            raise UsageError(f"hub={hub!r}, path={path!r}: give one of the two")
-        if hub is not None and dataset is not None:
-            raise UsageError(f"dataset={dataset!r}, hub={hub!r}: give one of the two")
-        named = {"path": path, "hub": hub, "config": config, "split": split, "question": question, "answer": answer}
-        named |= {"solution": solution}
+        require_one(hub=hub, path=path)
+        require_one(dataset=dataset, hub=hub)
+        named = {
+            "path": path, "hub": hub, "config": config, "split": split, "question": question, "answer": answer,
+            "solution": solution,
+        }  # fmt: skip
         source = DATASETS[dataset] if dataset else ExampleSource()
         source = replace(source, **{key: value for key, value in named.items() if value is not None})
         self.strip_pattern = source.strip_pattern
@@ -116,10 +116,10 @@ class Math(QuestionTask):
             except ValueError as error:
                 bad.append(f"{self[index].id} {error}")
         if bad:
-            cause = (
-                f"{self.name}: {len(bad)} of {len(self.examples)} right answers cannot be used: {'; '.join(bad[:3])}"
+            raise UsageError(
+                f"{self.name}: {len(bad)} of {len(self.examples)} right answers cannot be used: {'; '.join(bad[:3])}. "
+                "Mend or remove these examples, or name another field with answer:"
             )
-            raise UsageError(f"{cause}. Mend or remove these examples, or name another field with answer:")
         self.examples = examples
         looked_at = [self[index] for index in range(min(len(examples), MAX_ANSWERS_READ))]
         unread = [problem.id for problem in looked_at if not readable(problem.answer)]

@@ -155,9 +155,7 @@ def _normalize_style(match: re.Match) -> str:
     inner = match[1].strip()
     if match[0].startswith("\\operatorname"):
         return f"\\{inner} "
-    if re.fullmatch(r"[^A-Za-z]*|[eidxyzjk]", inner):
-        return f" {inner} "
-    return f"\\text{{{match[1]}}}"
+    return f" {inner} " if re.fullmatch(r"[^A-Za-z]*|[eidxyzjk]", inner) else f"\\text{{{match[1]}}}"
 
 
 def _strip_thousands(text: str) -> str:
@@ -206,13 +204,7 @@ def closing_index(text: str, start: int) -> int:
 def letter_tokens(text: str) -> tuple[str, ...]:
     """Returns what two answers must share to be the same letter by letter: the tokens without styles and spacing."""
     text = re.sub(r"\\text\{([^{}]*)\}|\\quad", r" \1 ", text)
-    tokens = _TOKEN.findall(re.sub(r"(?<=[A-Za-z])\s+(?=[A-Za-z])", "", text))
-    result: list[str] = []
-    for token in tokens:
-        result.append(token)
-        if token == "}" and len(result) > 2 and result[-3] == "{":
-            result[-3:] = result[-2:-1]  # {x} is x
-    return tuple(result)
+    return tuple(_TOKEN.findall(re.sub(r"(?<=[A-Za-z])\s+(?=[A-Za-z])", "", text)))
 
 
 # ---- structure
@@ -246,11 +238,9 @@ def split_outside(text: str, separator: re.Pattern) -> list[str]:
 
 def list_members(text: str) -> list[str]:
     """Returns the members of a list, or the text alone. A member with a sign ± is two."""
-    result = []
-    for piece in split_outside(text, COMMA):
-        if piece:
-            result += expand_plus_minus(piece)
-    return result[: MAX_ITEMS + 1]
+    return [member for piece in split_outside(text, COMMA) if piece for member in expand_plus_minus(piece)][
+        : MAX_ITEMS + 1
+    ]
 
 
 def expand_plus_minus(piece: str) -> list[str]:
@@ -271,7 +261,7 @@ def parse_brackets(text: str) -> tuple[str, list[str], str] | None:
             if end < 0 or (end < len(text) - len(close) + (opener == "\\{")) or not text.endswith(close):
                 return None
             held = text[len(opener) : -len(close)]
-            items = [item for item in split_outside(held, re.compile("[,;]"))]
+            items = split_outside(held, re.compile("[,;]"))
             if opener == "\\{":
                 items = [sign for item in items for sign in expand_plus_minus(item)] if held.strip() else []
             elif len(items) < 2:

@@ -7,7 +7,7 @@ A set is a sorted list of intervals, and an interval is a pair of cuts. The cut 
 import re
 from fractions import Fraction
 
-from torchtune_ext.tasks.formulas import UnreadableFormula, differ_by_factor, parse_formula, real_value
+from torchtune_ext.tasks.formulas import UnreadableFormula, differ_by_factor, expect, parse_formula, real_value
 from torchtune_ext.tasks.notation import COMMA, CUP, is_name, parse_brackets, split_assignment, split_outside
 
 ORDER = re.compile(r"(\\(?:le|ge|ne)(?![A-Za-z])|[<>])")
@@ -54,8 +54,7 @@ def same_inequality(gold: str, answer: str) -> bool | None:
 
 def parse_difference(sides: list[str]) -> tuple:
     """Parses the left side of an equation minus the right side."""
-    if any(re.search(r"\\frac\s*\{\s*d", side) or "'" in side for side in sides):
-        raise UnreadableFormula("a derivative")
+    expect(not any(re.search(r"\\frac\s*\{\s*d", side) or "'" in side for side in sides), "a derivative")
     return ("+", parse_formula(sides[0]), ("neg", parse_formula(sides[1])))
 
 
@@ -68,13 +67,11 @@ def parse_set(text: str) -> tuple[str | None, list[Interval]]:
         (name, first), (other, second) = map(parse_set, both)
         common = [(max(a[0], b[0]), min(a[1], b[1])) for a in first for b in second]
         common = [(low, high) for low, high in common if low < high]
-        if name != other or not common:
-            raise UnreadableFormula(text)
+        expect(name == other and common, text)
         return name, sorted(common)
     names, parts = zip(*map(parse_interval, split_outside(text, _UNION)), strict=True)
     known = set(names) - {None}
-    if len(known) > 1:
-        raise UnreadableFormula(text)
+    expect(len(known) < 2, text)
     return (known.pop() if known else None), merge_intervals([found for part in parts for found in part])
 
 
@@ -104,8 +101,7 @@ def parse_inequality(text: str) -> tuple[str | None, list[Interval]]:
     pieces = [piece.strip() for piece in ORDER.split(text)]
     values, order = pieces[::2], pieces[1::2]
     symbols = [index for index, value in enumerate(values) if is_name(value) and value != "e"]
-    if len(symbols) != 1 or len(order) not in (1, 2) or (len(order) == 2 and symbols != [1]):
-        raise UnreadableFormula(text)
+    expect(len(symbols) == 1 and (len(order) == 1 or (len(order) == 2 and symbols == [1])), text)
     at, name = symbols[0], re.sub(r"\s", "", values[symbols[0]])
     if order == ["\\ne"]:
         return name, remove_point([REAL_LINE], real_value(values[1 - at]))
@@ -116,8 +112,7 @@ def parse_inequality(text: str) -> tuple[str | None, list[Interval]]:
             high = parse_cut(bound, sign == "\\le")
         elif sign in (">", "\\ge"):
             low = parse_cut(bound, sign == ">")
-    if len(order) == 2 and (low == REAL_LINE[0] or high == REAL_LINE[1]):
-        raise UnreadableFormula(text)
+    expect(len(order) == 1 or (low != REAL_LINE[0] and high != REAL_LINE[1]), text)
     return name, [make_interval(low, high)]
 
 
@@ -128,8 +123,7 @@ def parse_cut(text: str, after: bool) -> Cut:
 
 
 def make_interval(low: Cut, high: Cut) -> Interval:
-    if not REAL_LINE[0] <= low < high <= REAL_LINE[1]:
-        raise UnreadableFormula("an empty interval, or an interval closed at infinity")
+    expect(REAL_LINE[0] <= low < high <= REAL_LINE[1], "an empty interval, or an interval closed at infinity")
     return low, high
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 from torchtune_ext.run.errors import UsageError, describe_error
 from torchtune_ext.tasks.task import AdaptiveTask, GradedGroup, Problem, Task
@@ -38,9 +38,7 @@ def accept_problem(problem: Problem) -> str:
 def problem_index(cursor: int, length: int, seed: int) -> int:
     """Returns the index of the `cursor`-th problem of a run. No problem repeats within an epoch."""
     epoch, position = divmod(cursor, length)
-    if length > SHUFFLE_LIMIT:
-        return position
-    return _permutation(length, seed, epoch)[position]
+    return position if length > SHUFFLE_LIMIT else _permutation(length, seed, epoch)[position]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +99,14 @@ class ProblemStream:
                 f"all {len(self._task)} problems of the task are passed over, as the checkpoint says; set task as it was, or "
                 "begin a new run in another output_dir"
             )
-        if self._prefetched is not None:
-            ahead = self._prefetched.result()
-        else:
-            ahead = (
-                {} if self._is_adaptive else self._make_candidates(range(position, position + count), frozenset(known))
-            )
+        places = range(position, position + count)
+        ahead = (
+            {}
+            if self._is_adaptive
+            else self._prefetched.result()
+            if self._prefetched
+            else self._make_candidates(places, frozenset(known))
+        )
         while len(problems) < count:
             index = self._index(position)
             if self._is_adaptive or index not in known:
@@ -122,7 +122,7 @@ class ProblemStream:
                     everything = not self._is_adaptive and len(known) >= len(self._task)
                     if everything or in_a_row >= MAX_BAD_IN_A_ROW:
                         what = f"all {len(self._task)} problems" if everything else f"{in_a_row} problems in a row"
-                        raise UsageError(_none_usable_message(what, candidate))
+                        _none_usable_message(what, candidate)
                 else:
                     problems.append((position, candidate.problem))
             position += 1
@@ -193,10 +193,8 @@ class ProblemStream:
         return problem_index(place, len(self._task), self._seed)
 
     def _make_candidates(self, places: range, skipped: frozenset[int]) -> dict[int, _Candidate]:
-        indices = {place: self._index(place) for place in places}
-        return self._check_answers(
-            {place: self._ask(index, place) for place, index in indices.items() if index not in skipped}
-        )
+        indices = [(self._index(place), place) for place in places]
+        return self._check_answers({place: self._ask(index, place) for index, place in indices if index not in skipped})
 
     def _check_answers(self, candidates: dict[int, _Candidate]) -> dict[int, _Candidate]:
         """Grades the right answers of problems that were not tried before, and gives each candidate its reason."""
@@ -247,7 +245,7 @@ class UsableProblems:
                 _bad_problems_message(f"left out of the {self._num_candidates:,} of {type(self._task).__name__}", bad),
             )
             if len(bad) == len(self.problems):
-                raise UsageError(_none_usable_message(f"all {len(bad)} problems", bad[-1]))
+                _none_usable_message(f"all {len(bad)} problems", bad[-1])
             self.problems = [each for each in self.problems if id(each) not in reasons]
 
     def load(self) -> None:
@@ -282,8 +280,9 @@ def _find_usable(task: Task, check: ProblemCheck, count: int, limit: int) -> tup
         if not problems and len(bad) >= MAX_BAD_IN_A_ROW:
             break
     if not problems and bad:
-        what = f"all {limit} problems" if len(bad) == limit else f"the first {len(bad)} problems"
-        raise UsageError(_none_usable_message(what, bad[-1]))
+        _none_usable_message(
+            f"all {limit} problems" if len(bad) == limit else f"the first {len(bad)} problems", bad[-1]
+        )
     return problems, bad
 
 
@@ -311,8 +310,8 @@ def _bad_problems_message(what: str, bad: Sequence[_Candidate]) -> str:
     return f"{count} {what}: {'; '.join(map(str, bad[:MAX_BAD_NAMED]))}{rest}"
 
 
-def _none_usable_message(what: str, last: _Candidate) -> str:
-    return f"{what} of the task cannot be used; the last one is {last}"
+def _none_usable_message(what: str, last: _Candidate) -> NoReturn:
+    raise UsageError(f"{what} of the task cannot be used; the last one is {last}")
 
 
 # Two epochs, because the problems that are made ahead may cross into the next one.

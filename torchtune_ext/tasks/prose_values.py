@@ -194,14 +194,12 @@ def is_unit(words: str, singular: bool = False) -> bool:
     if words in ("in total", "in all", "deg C", "deg F"):
         return True
     phrases = [phrase.split() for phrase in _PREPOSITION.split(words)]
-    if words.startswith("of the "):
-        phrases[0] = every[2:]
     if not phrases[0] or max(map(len, phrases)) > MAX_PHRASE_WORDS or re.search(r"\bper cents?\b", words):
         return False
     if not all(
         word in LETTER_UNITS or (index and every[index - 1] == "of")
         if len(word) == 1 and word != "a"
-        else _is_neutral(word.lower())
+        else word.isalpha() and word.lower() not in JOINT_WORDS and not changes_value(word.lower())
         for index, word in enumerate(every)
     ):
         return False
@@ -212,14 +210,8 @@ def is_unit(words: str, singular: bool = False) -> bool:
     )
 
 
-def _is_neutral(word: str) -> bool:
-    return word.isalpha() and word not in JOINT_WORDS and not changes_value(word)
-
-
 def changes_value(word: str) -> bool:
     """Tells whether a word after a number changes its value: "5 million", "5 tenths", "5 squared"."""
-    if word in KNOWN_UNITS:
-        return False
     stems = {word, word.removesuffix("s"), word.removesuffix("es"), word.removesuffix("ies") + "y"}
     return (
         bool(stems & NUMBER_WORDS)
@@ -254,8 +246,6 @@ def unit_exponents(unit: str) -> dict | None:
             return None
         for name, exponent in _COMPOUND.get(known, {known: 1}).items():
             result[name] += sign * exponent * int(power or 1)
-    if "celsius" in result or "fahrenheit" in result:
-        result.pop("degree", None)
     return dict(result) or None
 
 
@@ -266,7 +256,6 @@ def unit_exponents(unit: str) -> dict | None:
 _ALTERNATIVES = set("or if unless else otherwise alternatively versus vs".split())
 _HEDGES = set("and either maybe perhaps possibly option case choice candidate".split())
 _JOINING = _HEDGES | set("but it is are was could might may be".split())
-_JOINT = re.compile(r"\b(?:and|or)\b")
 _LABEL = re.compile(r"\b[A-Za-z]\s*=")  # x = 3 or x = 4
 _OPERATOR = re.compile(r"[-+*=^<>]")
 _NEGATION = re.compile(
@@ -438,9 +427,8 @@ def _is_rejected(line: str, start: int, end: int, earlier: list, count: int) -> 
         extreme = words[-1:] in (["is"], ["was"], ["equals"]) and "at" not in words and _BOUND & set(words) <= _EXTREMES
         if (_BOUND & set(words[-5:]) and not extreme) or near in _CHANGING_WORDS or _LATER_DENIAL.match(after):
             return True
-    if near == "of" and (set(words[-3:-1]) & _PARTS or any(map(changes_value, words[-3:-1]))):
-        return True
-    if re.match(r"\s*or\b", before, re.IGNORECASE) and count == 1:
+    is_part = near == "of" and (set(words[-3:-1]) & _PARTS or any(map(changes_value, words[-3:-1])))
+    if is_part or (re.match(r"\s*or\b", before, re.IGNORECASE) and count == 1):
         return True
     glued = re.match(r"[-’']?([A-Za-z]{2,})", after)
     if glued and not is_unit(glued[1]) and glued[1] not in ("st", "nd", "rd", "th"):
@@ -479,9 +467,6 @@ def _is_list_item(text: str, line: str) -> bool:
 
 def _joins_values(between: str) -> bool:
     """Tells whether the text between two values makes them alternatives or members of one list."""
-    # In "x = 3 or x = 4" the second label is no operation.
-    if _JOINT.search(between):
-        between = _LABEL.sub("", between)
     if SENTENCE_END.search(between) or _OPERATOR.search(between):
         return False
     words = [word.lower() for word in re.findall(r"(?<!\\)\b[A-Za-z]+", between)]

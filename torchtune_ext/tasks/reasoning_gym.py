@@ -16,16 +16,23 @@ from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
-from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torchtune_ext.run.errors import UsageError, closest_match
 from torchtune_ext.tasks.answers import strip_thinking
+from torchtune_ext.tasks.arithmetic import is_held_out
 from torchtune_ext.tasks.grade_functions import GradeFunction, use_graders
-from torchtune_ext.tasks.task import GradedGroup, Problem, Score, task_length
+from torchtune_ext.tasks.task import (
+    GradedGroup,
+    Problem,
+    Score,
+    require_choice,
+    require_index,
+    require_question,
+    task_length,
+)
 
-HELD_OUT_ONE_IN = 8  # one question in 8 is held out
 SPLITS = ("train", "heldout")
 REWARD_MODES = ("solved", "credit")
 BLOCK_SIZE = 100  # problems of one instance of a generator; some make all of them in advance
@@ -117,11 +124,9 @@ class ReasoningGym:
         reward: str = "solved",
         grader: str | GradeFunction | None = None,
     ) -> None:
-        for name, value, known in (("split", split, SPLITS), ("reward", reward, REWARD_MODES)):
-            if value not in known:
-                raise UsageError(f"{name}={value!r}: choose one of {', '.join(known)}")
-        if "{question}" not in prompt:
-            raise UsageError(f"prompt={prompt!r} shows no question: write {{question}} where it belongs")
+        require_choice("split", split, SPLITS)
+        require_choice("reward", reward, REWARD_MODES)
+        require_question(prompt)
         self.seed, self.first, self.split, self.prompt, self.system, self.reward = (
             seed, first, split, prompt, system, reward,
         )  # fmt: skip
@@ -133,8 +138,7 @@ class ReasoningGym:
         return self.length
 
     def __getitem__(self, index: int) -> Problem:
-        if not 0 <= index < self.length:
-            raise IndexError(f"question {index} of {self.length}")
+        require_index(index, self.length, "question")
         number = self.first + index
         (name,) = random.Random(f"{self.seed}/{number}").choices(list(self.weights), list(self.weights.values()))
         block, place = divmod(number, BLOCK_SIZE)
@@ -292,19 +296,18 @@ def extract_answer(text: str) -> str:
     return (closed[-1].rpartition("<answer>")[2] if closed else text).strip()
 
 
-def is_held_out(question: str) -> bool:
-    """Tells whether a question is held out. Only its hash decides, in every run."""
-    return sha256(question.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
-
-
 # Nothing is stored: a problem is made again from its index, whose neighbors use the same instance.
 @lru_cache(maxsize=64)
 def _generator(name: str, options: str, seed: str) -> Any:
     # The options are a JSON text because the cache has to hash them.
     from reasoning_gym import create_dataset
 
-    number = random.Random(seed).getrandbits(31)
-    return create_dataset(name, **json.loads(options), seed=number, size=BLOCK_SIZE)
+    return create_dataset(name, **json.loads(options), seed=random.Random(seed).getrandbits(31), size=BLOCK_SIZE)
+
+
+def _unknown(fault: str, name: object, known: Sequence[str], fix: str) -> NoReturn:
+    near = closest_match(str(name), known)
+    raise UsageError(f"{fault}; {f'did you mean {near!r}?' if near else fix}")
 
 
 def _parse_generators(generators: Any, graded: bool) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
@@ -324,9 +327,12 @@ def _parse_generators(generators: Any, graded: bool) -> tuple[dict[str, float], 
         # "composite" mixes other generators, as this class does.
         known = [each for each in DATASETS if each != "composite"]
         if name not in known:
-            near = closest_match(str(name), known)
-            hint = f"did you mean {near!r}?" if near else "the README of reasoning-gym lists them"
-            raise UsageError(f"generators: there is no {name!r} in reasoning-gym; {hint}")
+            _unknown(
+                f"generators: there is no {name!r} in reasoning-gym",
+                name,
+                known,
+                "the README of reasoning-gym lists them",
+            )
         if name in REFUSED_GENERATORS and not (graded and "grader: FILE.FUNCTION" in REFUSED_GENERATORS[name]):
             raise UsageError(f"generators.{name} {REFUSED_GENERATORS[name]}")
         if given is not None and not isinstance(given, Mapping):
@@ -338,12 +344,10 @@ def _parse_generators(generators: Any, graded: bool) -> tuple[dict[str, float], 
             )
         rest = dict(given or {})
         weights[name], options[name] = rest.pop("weight", 1.0), rest
-        config = DATASETS[name][1]
-        taken = [field for field in config.__dataclass_fields__ if field not in ("seed", "size")]
+        taken = [field for field in DATASETS[name][1].__dataclass_fields__ if field not in ("seed", "size")]
         if unknown := [key for key in rest if key not in taken]:
-            near = closest_match(unknown[0], taken)
-            hint = f"did you mean {near!r}?" if near else f"it takes {', '.join(['weight', *taken])}"
-            raise UsageError(f"generators.{name} takes no option {unknown[0]!r}; {hint}")
+            fix = f"it takes {', '.join(['weight', *taken])}"
+            _unknown(f"generators.{name} takes no option {unknown[0]!r}", unknown[0], taken, fix)
         if not isinstance(weights[name], int | float) or not weights[name] > 0:
             raise UsageError(f"generators.{name}.weight={weights[name]!r} must be a number above 0")
         # Each generator checks its options in its own way, many with an assertion.

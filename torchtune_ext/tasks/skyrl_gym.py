@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtune_ext.run.errors import UsageError, wrap_user_errors
 from torchtune_ext.tasks.answers import strip_thinking
-from torchtune_ext.tasks.games import GameTask, prompt_messages
+from torchtune_ext.tasks.games import GameTask, imported, prompt_messages
 from torchtune_ext.tasks.task import Message, Turn
 
 
@@ -41,10 +41,7 @@ class SkyRLGym(GameTask):
         first: int = 0,
         seed: int = 0,
     ) -> None:
-        try:
-            from skyrl_gym.envs.registration import registry
-        except ImportError as error:
-            raise UsageError(f"skyrl-gym cannot be imported ({error}): pip install skyrl-gym==0.4.0") from None
+        registry = imported("skyrl_gym.envs.registration", "skyrl-gym==0.4.0").registry
         if environment not in registry and ":" not in environment:
             raise UsageError(
                 f"environment={environment!r}: skyrl-gym has {', '.join(sorted(registry))}; one of your own is module:Class"

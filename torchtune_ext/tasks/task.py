@@ -75,6 +75,30 @@ def task_length(first: int, count: int | None) -> int:
     return ENDLESS_LENGTH if count is None else count
 
 
+def require_index(index: int, length: int, what: str = "problem") -> None:
+    """Raises IndexError unless a task of this length has the index."""
+    if not 0 <= index < length:
+        raise IndexError(f"{what} {index} of {length}")
+
+
+def require_choice(key: str, value: object, known: Sequence[str]) -> None:
+    """Raises ValueError unless a setting is one of those known."""
+    if value not in known:
+        raise UsageError(f"{key}={value!r}: choose one of {', '.join(known)}")
+
+
+def require_share(key: str, value: object, of: str) -> None:
+    """Raises ValueError unless a setting is a number from 0 to 1. `of` says what it is a share of."""
+    if not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
+        raise UsageError(f"{key}={value!r} is a share of {of}: give a number from 0 to 1")
+
+
+def require_question(prompt: str) -> None:
+    """Raises ValueError unless a prompt has a place for the question."""
+    if "{question}" not in prompt:
+        raise UsageError(f"prompt={prompt!r} shows no question: write {{question}} where it belongs")
+
+
 def to_score(value: object) -> Score:
     """Makes a score of what a grader returned.
 

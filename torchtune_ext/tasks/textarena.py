@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtune_ext.run.errors import UsageError, closest_match, wrap_user_errors
 from torchtune_ext.tasks.answers import strip_thinking
-from torchtune_ext.tasks.games import GameTask
+from torchtune_ext.tasks.games import GameTask, imported
 from torchtune_ext.tasks.task import Message, Turn
 
 
@@ -42,14 +42,11 @@ class TextArena(GameTask):
         seed: int = 0,
         system: str | None = None,
     ) -> None:
-        try:
-            from textarena.envs.registration import ENV_REGISTRY
-        except ImportError as error:
-            raise UsageError(f"textarena cannot be imported ({error}): pip install textarena==0.7.4") from None
-        if game not in ENV_REGISTRY:
-            near = closest_match(game, ENV_REGISTRY)
+        known = imported("textarena.envs.registration", "textarena==0.7.4").ENV_REGISTRY
+        if game not in known:
+            near = closest_match(game, known)
             raise UsageError(
-                f"game={game!r} is none of TextArena's {len(ENV_REGISTRY)}{f'; did you mean {near!r}?' if near else ''}"
+                f"game={game!r} is none of TextArena's {len(known)}{f'; did you mean {near!r}?' if near else ''}"
             )
         self.options, self.system = dict(options or {}), system
         super().__init__(game, None, count, first, seed, max_turns)

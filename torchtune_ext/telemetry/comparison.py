@@ -182,16 +182,12 @@ def build_charts(
             # make its curve look sparse.
             if (end := max((i + 1 for i, value in enumerate(values) if value is not None), default=0)) == 0:
                 continue
-            band = (
-                [values_of(place, edge) for edge in (INTERVAL_LOW, INTERVAL_HIGH)]
-                if metric == ACCURACY and len(places) <= MAX_BAND_RUNS
-                else None
-            )
+            banded = metric == ACCURACY and len(places) <= MAX_BAND_RUNS
             lines.append(
                 {
                     "run": place,
                     "raw": values,
-                    "band": band,
+                    "band": [values_of(place, edge) for edge in (INTERVAL_LOW, INTERVAL_HIGH)] if banded else None,
                     "reading": read_curve(steps[:end], values[:end], panel.uses_latest),
                 }
             )

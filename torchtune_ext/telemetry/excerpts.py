@@ -64,8 +64,7 @@ def collect_excerpts(
         groups = read_groups(paths[step])
         if not groups:
             continue
-        chosen = choose_groups(groups, limits.groups_per_step)
-        records = [_group_record(group, limits, tokenizer) for group in chosen]
+        records = [_group_record(each, limits, tokenizer) for each in choose_groups(groups, limits.groups_per_step)]
         # Each step may take an equal part of what is left, so later steps use what this one leaves.
         blob, budget = encode_json(records), bytes_left / (len(steps) - number)
         # The last groups go first: those without a signal, then those with the narrowest spread. Compression makes the
@@ -75,9 +74,13 @@ def collect_excerpts(
             blob = encode_json(records)
         bytes_left -= len(blob)
         excerpts.blobs[step] = blob
-        signals = sum(group.has_nonzero_advantage for group in groups)
         excerpts.index.append(
-            {"step": step, "groups": len(groups), "signals": signals, "ids": [r["id"] for r in records]}
+            {
+                "step": step,
+                "groups": len(groups),
+                "signals": sum(group.has_nonzero_advantage for group in groups),
+                "ids": [record["id"] for record in records],
+            }
         )
     return excerpts
 

@@ -74,8 +74,7 @@ def read_curve(steps: Sequence[int], values: Sequence[float | None], newest: boo
     """
     # Where fewer than half of the steps have a value, as with evaluations, a mean would reach too far back.
     points = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
-    sparse = 2 * len(points) < len(steps)
-    number = 1 if newest or sparse else max(1, round(len(steps) / READING_DIVISOR))
+    number = 1 if newest or 2 * len(points) < len(steps) else max(1, round(len(steps) / READING_DIVISOR))
     first, last = points[:number], points[-number:]
     return Reading(fmean(v for _, v in first), fmean(v for _, v in last), last[0][0], last[-1][0])
 

@@ -26,7 +26,8 @@ def write_page(out: Path, title: str, data: Mapping[str, str]) -> int:
     # All placeholders are replaced in one pass, so a title such as "{{data}}" stays what it is.
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _resource_text("page.html")).encode()
     with explain_os_errors(f"cannot write {out}", "Free disk space, or name another file by --out"):
-        if out.is_file() and (begin := out.read_bytes()[:4096]) and _TITLE_MARKER not in begin:
+        begin = out.read_bytes()[:4096] if out.is_file() else b""
+        if begin and _TITLE_MARKER not in begin:
             raise UsageError(
                 f"cannot write {out}: it holds something other than a report. Fix: name another file by --out"
             )

@@ -100,19 +100,17 @@ class MetricLogger:
             return
         # A step comes in parts: its numbers before its checkpoint, so that a run that resumes there has them, its
         # seconds when it is over.
+        late = f"step={step} after step {self._last_step}: steps only grow; resume with resume_step={step}"
         if step < self._last_step:
-            raise UsageError(
-                f"step={step} after step {self._last_step}: steps only grow; resume with resume_step={step}"
-            )
+            raise UsageError(late)
         for name in _RESERVED_NAMES:
             if name in values:
                 raise UsageError(f"values[{name!r}]: this name is reserved; use 'group/{name}'")
         # An int stays one in JSON. Tensors and NumPy scalars become floats.
         numbers = {name: v if type(v) is int else float(v) for name, v in values.items()}
-        record: dict[str, Any] = {"step": step}
-        record.update({name: v if math.isfinite(v) else None for name, v in numbers.items()})
-        nonfinite = [name for name, v in numbers.items() if not math.isfinite(v)]
-        if nonfinite:
+        finite = {name: v if math.isfinite(v) else None for name, v in numbers.items()}
+        record: dict[str, Any] = {"step": step, **finite}
+        if nonfinite := [name for name, v in finite.items() if v is None]:
             record["nonfinite"] = nonfinite
         # The file is the record and comes first. The sinks get copies, NaN included.
         self._append(json.dumps(record, allow_nan=False) + "\n")

@@ -73,10 +73,9 @@ class ProgressBar:
         if self.num_rewards:
             parts.append(f"reward {self.reward_sum / self.num_rewards:.3f}")
         if self.tokens:
-            speed = self.tokens / max(self._clock() - self._start, 1e-9)
             # A conversation counts when it is over, and its turns' tokens before.
             parts += [f"length {self.tokens / self.count:.0f}"] if self.count else []
-            parts.append(f"{speed:,.0f} tok/s")
+            parts.append(f"{self.tokens / max(self._clock() - self._start, 1e-9):,.0f} tok/s")
         return ", ".join(parts)
 
     def _update(self, count: int) -> None:
@@ -89,12 +88,8 @@ class ProgressBar:
         now = self._clock()
         if now - self._last_log >= self._log_every_s:
             self._last_log = now
-            read_out = self.status_text()
-            print_text(
-                f"{self.label}: {self.count} of {self.total} {self.unit}s after {now - self._start:.0f} s"
-                f"{', ' if read_out else ''}{read_out}",
-                sys.stderr,
-            )
+            done = f"{self.label}: {self.count} of {self.total} {self.unit}s after {now - self._start:.0f} s"
+            print_text(", ".join(filter(None, (done, self.status_text()))), sys.stderr)
 
     def _open_bar(self) -> None:
         # The bar vanishes at its end (`leave`), so that only the table stays on the screen.

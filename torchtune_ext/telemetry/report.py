@@ -74,9 +74,9 @@ def build_report(run_dir: str | Path, out: str | Path | None = None, limits: Exc
     paths, run = rollout_paths(run_dir), read_run_record(run_dir)
     excerpts = collect_excerpts(paths, limits, _tokenizer_folders(run_dir, config_section(run, "config")))
     overview: dict[str, Any] = _page_data(run_dir, run, records, excerpts) | {"stored": len(paths)}
-    data = {"overview": encode_json(overview)} | {f"rollouts-{step}": blob for step, blob in excerpts.blobs.items()}
-    num_bytes = write_page(out, overview["name"], data)
-    return Report(out, num_bytes, records[-1]["step"], len(excerpts.blobs), len(paths))
+    blobs = {f"rollouts-{step}": blob for step, blob in excerpts.blobs.items()}
+    num_bytes = write_page(out, overview["name"], {"overview": encode_json(overview), **blobs})
+    return Report(out, num_bytes, records[-1]["step"], len(blobs), len(paths))
 
 
 # ---------------------------------------------------------------- what the page shows
@@ -90,7 +90,8 @@ def _read_run_metrics(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / METRICS_FILE
     if records := read_metrics(path) if path.exists() else []:
         return records
-    if ((above := run_dir.absolute().parent) / METRICS_FILE).exists():
+    above = run_dir.absolute().parent
+    if (above / METRICS_FILE).exists():
         raise UsageError(f"{run_dir} is a folder of a run, not the run; name {above}")
     if not (run_dir / "run.json").exists():
         raise UsageError(f"{run_dir} is no folder of a run: it has no run.json; name one, an output_dir")

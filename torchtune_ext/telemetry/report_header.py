@@ -149,9 +149,7 @@ def format_duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)
-    if minutes < 120:
-        return f"{minutes} min"
-    return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _format_time(seconds: float) -> str:

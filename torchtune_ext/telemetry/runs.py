@@ -49,8 +49,7 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[ComparedRun], list[dict
     folders: dict[Path, None] = {}  # each once, in order
     for path in map(Path, paths):
         if (path / SWEEP_FILE).exists():
-            sweep = read_sweep_record(path)
-            sweeps.append(sweep)
+            sweeps.append(sweep := read_sweep_record(path))
             # The metrics that a run had before it failed do not tell how good its settings are.
             left_out += [f"{run['id']} failed: {run['cause']}." for run in sweep["runs"] if run["state"] == "failed"]
             run_folders = [run["path"] for run in sweep["runs"] if run["state"] != "failed" and run["path"].exists()]
@@ -88,8 +87,9 @@ def read_sweep_record(folder: Path) -> dict[str, Any]:
     path = folder / SWEEP_FILE
     try:
         sweep = json.loads(path.read_bytes())
-        if sweep["format"] != SWEEP_FORMAT:
-            raise KeyError(f"format {sweep['format']}, not {SWEEP_FORMAT}")
+        form = sweep["format"]
+        if form != SWEEP_FORMAT:
+            raise KeyError(f"format {form}, not {SWEEP_FORMAT}")
         sweep["name"] = sweep["name"] or folder.resolve().name
         # Values are only looked up here, so that a missing key is reported before the page is half made.
         _ = sweep["metric"]["name"]
@@ -138,8 +138,7 @@ def shorten_keys(keys: Sequence[str]) -> list[str]:
 
 def _comparable_settings(config: Mapping[str, Any]) -> dict[str, str]:
     """The settings as text by dotted key, without those of `BESIDE`."""
-    kept = {key: value for key, value in config.items() if key not in IGNORED_KEYS}
-    rows = dict(flatten_config(kept))
+    rows = dict(flatten_config({key: value for key, value in config.items() if key not in IGNORED_KEYS}))
     # A path in the run's own folder would differ between all runs, so the folder gets one name.
     if home := str(config.get("output_dir", "")).rstrip("/"):
         for key, text in rows.items():
@@ -172,8 +171,7 @@ def _read_run(path: Path, name: str) -> ComparedRun:
         raise UsageError(f"{METRICS_FILE} is damaged ({error})") from error
     if not records:
         raise UsageError("no metrics yet; a run writes its first line at the end of a step")
-    state = run_status(path, config or {}, records[-1]["step"])
-    return ComparedRun(path, name, config, records, state)
+    return ComparedRun(path, name, config, records, run_status(path, config or {}, records[-1]["step"]))
 
 
 def _is_run(path: Path) -> bool:

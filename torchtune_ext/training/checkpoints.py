@@ -250,22 +250,25 @@ class Checkpoints:
         shares = len(all_gather(None))
         wrong = [text for text in all_gather(manifest.find_checksum_error(path, rank(), shares)) if text is not None]
         if wrong:
-            raise DamagedCheckpoint(f"{path} is damaged: {min(wrong)}")
+            raise DamagedCheckpoint(f"{path} is damaged: {min(wrong, default='')}")
         self._verified = path
 
     def _read_matching_manifest(self, path: Path) -> Manifest:
         """Checks on rank 0 what can be checked without reading tensors, and returns the manifest."""
         manifest = Manifest.read(path)
-        if (refusal := self._own.explain_difference(manifest.identity)) is not None:
+        refusal = self._own.explain_difference(manifest.identity)
+        if refusal is not None:
             raise UsageError(f"{path} cannot be resumed: {refusal}")
         if manifest.step != checkpoint_step(path):
             raise DamagedCheckpoint(f"{path} is damaged: it holds step {manifest.step} and was renamed")
-        if (wrong := manifest.find_file_error(path)) is not None:
+        wrong = manifest.find_file_error(path)
+        if wrong is not None:
             raise DamagedCheckpoint(f"{path} is damaged: {wrong}")
         return manifest
 
     def _complete(self, final: Path, manifest: Manifest) -> None:
-        if (wrong := manifest.find_file_error(partial_path(final))) is not None:
+        wrong = manifest.find_file_error(partial_path(final))
+        if wrong is not None:
             raise UsageFileError(
                 f"{wrong}, as rank 0 sees what another rank has written: all ranks need one shared output_dir"
             )
@@ -464,13 +467,13 @@ def status_message(step: int, total: int, checkpoints: Checkpoints | None) -> st
         kind = "an adapter in PEFT's format; its folder merged/ is a whole model"
     else:
         kind = "an adapter in PEFT's format (adapters.save_merged=True saves a whole model, too)"
-    lines = [("done", f"{max(step, checkpoint_step(newest))} of {total} steps"), ("model", f"{newest}, {kind}")]
-    if checkpoints.prompt_source:
-        lines.append(
-            ("prompts", f"made with {checkpoints.prompt_source}, not with the files of model_dir; saved with the model")
-        )
-    if best is not None:
-        lines.append(("best", f"{best[0]}, the best on held-out problems: {best[1]:.3f}"))
-    lines.append(("report", report))
-    lines.append(("longer", f"the same command with max_steps above {total} and resume_from_checkpoint=True"))
-    return format_labels(lines)
+    prompt_source = f"made with {checkpoints.prompt_source}, not with the files of model_dir; saved with the model"
+    lines = {
+        "done": f"{max(step, checkpoint_step(newest))} of {total} steps",
+        "model": f"{newest}, {kind}",
+        "prompt_source": prompt_source if checkpoints.prompt_source else "",
+        "best": f"{best[0]}, the best on held-out problems: {best[1]:.3f}" if best is not None else "",
+        "report": report,
+        "longer": f"the same command with max_steps above {total} and resume_from_checkpoint=True",
+    }
+    return format_labels([line for line in lines.items() if line[1]])

@@ -150,8 +150,6 @@ def init_ranks(
 
 def local_device(device: str) -> torch.device:
     """The device of this rank: the GPU with its LOCAL_RANK, or the CPU. Raises ValueError if there is none."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"device={device!r} is unknown; use 'auto', 'cpu' or 'cuda' (torchrun numbers the devices)")
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("device='cuda', but torch sees no CUDA device; use device=cpu or run `torchtune-ext doctor`")
     if device == "cpu" or not torch.cuda.is_available():

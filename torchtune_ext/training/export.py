@@ -227,8 +227,7 @@ def _write_model(
         final = folder / f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         os.replace(path, final)
         weight_map |= dict.fromkeys(names, final.name)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=1))
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
 
 
 def _copy_files(source: Path, folder: Path, names: Sequence[str]) -> None:

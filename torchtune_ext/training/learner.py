@@ -82,9 +82,11 @@ class Learner:
         # In the first update the policy is still the proximal one, so its own forward pass computes them. With dropout
         # every forward pass is another policy, and even the first update needs this one.
         needs = [self.needs.proximal_logprobs if i else self.policy.has_dropout for i in range(len(updates))]
-        pairs = zip(updates, needs, strict=True)
         with self._timer("logprobs"):
-            return [self.logprobs(rows, top_k=self.needs.top_k) if need else None for rows, need in pairs]
+            return [
+                self.logprobs(rows, top_k=self.needs.top_k) if need else None
+                for rows, need in zip(updates, needs, strict=True)
+            ]
 
     def reference_logprobs(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelLogprobs] | None]:
         """The log-probs of the rows of each update under the reference; None for a loss that needs no reference."""
@@ -194,8 +196,7 @@ class Learner:
             optimizer.step()
             self.schedule_step += 1
             optimizer.zero_grad(set_to_none=True)
-            rate = float(self._base_lrs[0] * factor)
-            return metrics | {"optim/grad_norm": norm, "optim/lr": rate}
+            return metrics | {"optim/grad_norm": norm, "optim/lr": float(self._base_lrs[0] * factor)}
 
     def _require_label_shapes(self, row: Row, token_loss_L: Tensor, metrics: dict[str, Tensor]) -> None:
         # `check_loss` has tried the loss, but one of the user's may return something else in a later step.

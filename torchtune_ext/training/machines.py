@@ -64,8 +64,7 @@ def choose_interface() -> None:
 def hosts_of_ranks() -> tuple[str, ...]:
     """The host of every rank, with the number of its torchrun where hosts share a name. A collective."""
     pairs = all_gather((socket.gethostname(), os.environ.get("GROUP_RANK", "")))
-    names = {host for host, _ in pairs}
-    shared = len(set(pairs)) > len(names)
+    shared = len(set(pairs)) > len({host for host, _ in pairs})
     return tuple(f"{host} (torchrun {group})" if shared else host for host, group in pairs)
 
 

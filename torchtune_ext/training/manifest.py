@@ -69,8 +69,9 @@ class Manifest:
         """Writes the manifest into a folder."""
         # It vouches for every other file and has nothing but its own checksum to vouch for it.
         content = {"format": FORMAT_VERSION, **asdict(self)}
-        whole = {"content": content, "sha256": _digest_of(content)}
-        write_atomic(folder / MANIFEST_NAME, json.dumps(whole, indent=1).encode())
+        write_atomic(
+            folder / MANIFEST_NAME, json.dumps({"content": content, "sha256": _digest_of(content)}, indent=1).encode()
+        )
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":

@@ -33,8 +33,6 @@ IGNORED_KEYS = (
     "profile",
     "grader",
     "task.bench",
-)
-IGNORED_KEYS += (
     "evaluation",
     "engine",
     "staleness",
@@ -119,10 +117,8 @@ class Replay:
 
     def load_state_dict(self, state: Mapping[str, Any], step: int, version: int) -> None:
         """Resumes after `step`. Raises ValueError if the earlier run was no replay, or replayed another run."""
+        before = f"replayed run {state[REPLAYED_RUN_KEY]}" if REPLAYED_RUN_KEY in state else "sampled its own groups"
         if state.get(REPLAYED_RUN_KEY) != self._id:
-            before = (
-                f"replayed run {state[REPLAYED_RUN_KEY]}" if REPLAYED_RUN_KEY in state else "sampled its own groups"
-            )
             raise UsageError(
                 f"replay={self._run} (run {self._id}) cannot go on from this checkpoint, whose run {before}: set replay as it "
                 "was, or begin in another output_dir"
@@ -162,10 +158,11 @@ class Replay:
                     f"replay={self._run} has {key}={theirs.get(key)}, and this run {key}={settings[key]}: set it as there"
                 )
         # An objective without a correction is checked against this run's staleness, so that must cover the samples.
-        if theirs.get("staleness", 0) > settings["staleness"]:
+        stale = theirs.get("staleness", 0)
+        if stale > settings["staleness"]:
             raise UsageError(
-                f"replay={self._run} has samples up to staleness={theirs['staleness']} versions old, and this run staleness="
-                f"{settings['staleness']}: set staleness={theirs['staleness']}, so that the objective is checked for it"
+                f"replay={self._run} has samples up to staleness={stale} versions old, and this run staleness="
+                f"{settings['staleness']}: set staleness={stale}, so that the objective is checked for it"
             )
 
     def _require_model(self, theirs: Mapping[str, Any], identity: Identity) -> None:
@@ -193,10 +190,9 @@ class Replay:
         groups = {group.problem.id: group for group in read_rollouts(self._paths[1])}
         for cursor in range(MAX_SEARCHED_BATCHES * batch):
             problem = problems.problem_at(cursor)
-            group = None if problem is None else groups.get(problem.id)
             if (
                 problem is not None
-                and group is not None
+                and (group := groups.get(problem.id)) is not None
                 and group.prompt_tokens.tolist() == tokenizer.prompt_ids(problem.messages, problem.tools)
             ):
                 del groups[problem.id]
@@ -218,5 +214,8 @@ def _differing_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> l
     """Returns the settings that differ, for instance "optimizer.lr=0.001 (here 0.0001)"."""
     # With the dots, `model` stands for itself and for `model.name`, but not for another key that begins alike.
     apart = tuple(f"{key}." for key in IGNORED_KEYS)
-    counted = [change for change in diff_settings(theirs, ours) if not f"{change.key}.".startswith(apart)]
-    return [f"{change.key}={change.old} (here {change.new})" for change in counted]
+    return [
+        f"{change.key}={change.old} (here {change.new})"
+        for change in diff_settings(theirs, ours)
+        if not f"{change.key}.".startswith(apart)
+    ]

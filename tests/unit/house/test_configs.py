@@ -3,7 +3,6 @@
 import importlib
 import math
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from torchtune_ext.policy import memory
 from torchtune_ext.policy.builder import build_on_meta
 from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import config_files, package_folder, recipe_files, recipe_for_name
-from torchtune_ext.settings.components import Component, instantiate
+from torchtune_ext.settings.components import Component
 from torchtune_ext.settings.config import load_config
 from torchtune_ext.setup.dry_run import parse_machine, plan_of
 
@@ -136,7 +135,7 @@ def test_config_paths_expand_home_folder(monkeypatch, tmp_path):
 def test_every_preset_fits(preset, name):
     module = module_of(name)
     cfg = load_config(module.Config, OmegaConf.merge(OmegaConf.load(CONFIGS[name]), {"preset": preset}))
-    assert isinstance(instantiate(cfg.loss), PolicyLoss)
+    assert isinstance(cfg.loss.instantiate(), PolicyLoss)
 
 
 # What the papers say, as (loss, advantage, the rest); the docs' table has the same.
@@ -168,7 +167,7 @@ def test_presets_are_the_published_methods():
     assert sorted(PUBLISHED) == PRESETS
     for name, (loss_settings, advantage_settings, rest) in PUBLISHED.items():
         cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": name}))
-        loss = instantiate(cfg.loss)
+        loss = cfg.loss.instantiate()
         for built, settings in ((loss, loss_settings), (cfg.advantage, advantage_settings)):
             for key, value in settings.items():
                 assert getattr(built, key) == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value)
@@ -228,7 +227,7 @@ def test_bad_preset_files_are_named(tmp_path, text, message):
 )
 def test_contradictions_are_named(change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        instantiate(load_config(grpo.Config, OmegaConf.create({**NEEDED, **change})).loss)
+        load_config(grpo.Config, OmegaConf.create({**NEEDED, **change})).loss.instantiate()
 
 
 def test_presets_are_listed_and_printed(capsys):
@@ -263,7 +262,7 @@ def test_presets_are_listed_and_printed(capsys):
 )
 def test_components_that_cannot_be_built_are_named(node, message):
     with pytest.raises(ValueError, match=message):
-        instantiate(Component(node, "loss"))
+        Component(node, "loss").instantiate()
 
 
 def test_nested_config_overrides_recipe_and_keeps_types():
@@ -280,7 +279,7 @@ def test_nested_config_overrides_recipe_and_keeps_types():
 def test_fp8_configs_train_and_sample_in_fp8(size, tmp_path):
     _, cfg = sized(*size[:3], tmp_path)
     assert cfg.precision.flow == "fp8_unified" and cfg.dtype == cfg.engine.dtype == "bfloat16"
-    model = build_on_meta(partial(instantiate, cfg.model))
+    model = build_on_meta(cfg.model.instantiate)
     linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     shapes = memory.fp8_layer_shapes(model, cfg.precision, trains=True)
     layers = {"Qwen3-8B-Base": 253, "Qwen2.5-7B": 197, "Qwen2.5-32B": 449}[size[2]]

@@ -14,7 +14,6 @@ from torchtune_ext.measured.check import Checker
 from torchtune_ext.measured.kernels import Dgemm
 from torchtune_ext.measured.matmul.prompts import messages
 from torchtune_ext.measured.sandbox import SandboxError
-from torchtune_ext.settings.components import instantiate
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def test_matmul_page_custom_kernel_works(page, tmp_path, monkeypatch):
     importlib.invalidate_caches()
     node = OmegaConf.create(node)
     node.task.stages = ["none", "all"]
-    task = instantiate(component(node.task))
+    task = component(node.task).instantiate()
     (kernel,), problem = task.kernels, task[0]
     assert problem.id == "outer-1024-1024/none" and kernel.question in problem.messages[0]["content"]
     assert task.permitted(problem) == frozenset()

@@ -343,8 +343,6 @@ def test_scheduler_default_prefetch_steps():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"prompts_per_step": 0}, "prompts_per_step=0 must be a whole number, 1 or more"),
-        ({"max_steps": -1}, "max_steps=-1 must be a whole number, 0 or more"),
         ({"staleness": -1}, "staleness=-1 must be a whole number, 0 or more"),
         ({"staleness": 0.5}, "staleness=0.5 must be a whole number"),
         ({"staleness": True}, "staleness=True must be a whole number"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchtune_ext.recipes import grpo
-from torchtune_ext.settings.components import Component, find_component
+from torchtune_ext.settings.components import Component
 from torchtune_ext.settings.config import load_config, merge_config
 from torchtune_ext.settings.yaml_types import require_type
 
@@ -72,7 +72,7 @@ class Odd:
 
 def test_value_of_the_type_of_default_passes():
     node = {"_component_": f"{__name__}.Odd", "name": 4, "limit": None, "mode": "slow"}
-    assert find_component(Component(node, "task"))[0] is Odd
+    assert Component(node, "task").checked()[0] is Odd
 
 
 @pytest.mark.parametrize(

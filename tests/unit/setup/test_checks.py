@@ -19,7 +19,7 @@ from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.recipes import grpo
 from torchtune_ext.sampling.types import EngineConfig, SamplingConfig
-from torchtune_ext.settings.components import instantiate
+from torchtune_ext.settings.components import Component
 from torchtune_ext.settings.config import load_config
 from torchtune_ext.settings.presets import preset_files
 from torchtune_ext.setup import checks
@@ -43,7 +43,7 @@ def model_dir(tmp_path_factory):
 def test_the_loss_of_every_preset_passes(preset):
     loss = {} if preset else {"loss": {"_component_": "torchtune_ext.objective.loss.PolicyLoss", "kl_coef": 0.1}}
     cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": preset, **loss}))
-    checks.check_loss(instantiate(cfg.loss))
+    checks.check_loss(cfg.loss.instantiate())
 
 
 def test_a_loss_may_learn_from_the_entropy_only():
@@ -56,15 +56,15 @@ def test_optimizers_pass():
         ("SGD", {"lr": 0.1, "momentum": 0.9}),
         ("Adafactor", {}),
     ):
-        node = {"_component_": f"torch.optim.{name}", **settings}
-        checks.check_optimizer(partial(instantiate, node))
+        node = Component({"_component_": f"torch.optim.{name}", **settings}, "optimizer")
+        checks.check_optimizer(node.instantiate)
 
 
 def test_an_optimizer_of_matrices_may_train_matrices():
-    muon = {"_component_": "torch.optim.Muon", "lr": 0.1}
-    checks.check_optimizer(partial(instantiate, muon), {2})
+    muon = Component({"_component_": "torch.optim.Muon", "lr": 0.1}, "optimizer")
+    checks.check_optimizer(muon.instantiate, {2})
     with pytest.raises(ValueError, match="2D parameters"):
-        checks.check_optimizer(partial(instantiate, muon), {1, 2})
+        checks.check_optimizer(muon.instantiate, {1, 2})
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_an_optimizer_of_matrices_may_train_matrices():
     ],
 )  # fmt: skip
 def test_an_optimizer_that_cannot_step_is_refused(optimizer, says):
-    make = partial(instantiate, {"lr": 0.1, **optimizer})
+    make = Component({"lr": 0.1, **optimizer}, "optimizer").instantiate
     with pytest.raises(ValueError, match=f"optimizer: {says}"):
         checks.check_optimizer(make)
     if optimizer.get("capturable"):

@@ -15,7 +15,6 @@ from torchtune_ext.policy.memory import GIB
 from torchtune_ext.policy.scratch import ModelShape, make_tokenizer, write_model
 from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import config_files, package_folder
-from torchtune_ext.settings.components import instantiate
 from torchtune_ext.setup import dry_run as dry
 from torchtune_ext.setup.plan import Machine
 from torchtune_ext.tasks.temporal_clue.files import generate_puzzles, write_jsonl
@@ -64,7 +63,7 @@ def same(problem, text):
 
 def write_tiny(path, cfg):
     """A small model with a tokenizer that knows the words of its task, as a warm-up makes it."""
-    task = instantiate(component(cfg.task))
+    task = component(cfg.task).instantiate()
     texts = [message["content"] for i in range(min(16, len(task))) for message in task[i].messages]
     write_model(path, make_tokenizer(texts, ["x"], [], 1024), ModelShape(), seed=1)
     return path

@@ -15,7 +15,6 @@ from torchtune_ext.pipeline.staleness import StalenessScheduler
 from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import config_files, package_folder
 from torchtune_ext.sampling.types import EngineConfig
-from torchtune_ext.settings.components import instantiate
 from torchtune_ext.settings.config import load_config
 from torchtune_ext.setup.header import (
     device_text,
@@ -42,7 +41,7 @@ def settings(config="grpo/tiny_arithmetic", **own):
 
 
 def line(cfg):
-    return objective_text(instantiate(cfg.loss), cfg.advantage, cfg.aggregation, cfg.refill_rounds, cfg.preset)
+    return objective_text(cfg.loss.instantiate(), cfg.advantage, cfg.aggregation, cfg.refill_rounds, cfg.preset)
 
 
 def test_a_preset_changes_all_of_tinys_objective():
@@ -92,11 +91,11 @@ def test_header_reports_machines_and_weight_copies():
 def opened(cfg, every=40, processes=1):
     """What `say_opening` reads of a recipe with these settings and a model of two parameters' groups."""
     model = nn.Sequential(nn.Linear(1000, 999), nn.Linear(1000, 500))
-    task = instantiate(cfg.evaluation.task) if cfg.evaluation.task else None
+    task = cfg.evaluation.task.instantiate() if cfg.evaluation.task else None
     cfg.checkpoints = CheckpointConfig(every=every)
     return SimpleNamespace(
         cfg=cfg,
-        loss=instantiate(cfg.loss),
+        loss=cfg.loss.instantiate(),
         trained=FullWeights(),
         precision=Flow(EngineConfig(address=cfg.engine.address)),
         replay=None,
@@ -104,7 +103,7 @@ def opened(cfg, every=40, processes=1):
         meta_model=model,
         hf_model=SimpleNamespace(path=Path("models/q"), config={"model_type": "qwen2", "num_hidden_layers": 4}),
         ranks=Ranks(0, processes, torch.device("cpu")),
-        task=instantiate(cfg.task),
+        task=cfg.task.instantiate(),
         eval_task=task,
         trained_too=[],
         ledger=StalenessScheduler(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtune_ext.settings.components import instantiate
+from torchtune_ext.settings.components import Component
 from torchtune_ext.tasks.arithmetic import (
     LEVELS,
     MAX_GUESS_ERROR,
@@ -187,10 +187,10 @@ def test_settings_come_from_yaml():
         "level": {3: 1, 4: 2.5},
         "prompt": "{question} Think, then end with the number.",
     }
-    task = instantiate(node)
+    task = Component(node, "task").instantiate()
     assert task.weights == {3: 1.0, 4: 2.5}
     assert question_of(task[0]).endswith("= Think, then end with the number.")
-    assert instantiate({"_component_": HERE, "level": [3, 4]}).weights == {
+    assert Component({"_component_": HERE, "level": [3, 4]}, "task").instantiate().weights == {
         3: 1.0,
         4: 1.0,
     }

@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 from helpers.nodes import component
 from helpers.own_files import shown_commands, shown_files, working_in, write_files
 from torchtune_ext.grading import Grader
-from torchtune_ext.settings.components import instantiate
 from torchtune_ext.tasks.arithmetic import Arithmetic
 from torchtune_ext.tasks.task import Problem
 
@@ -50,7 +49,7 @@ def test_reward_page_begins_with_function_and_complete_run(page):
 
 def test_reward_page_function_grades_arbitrary_text(folder):
     cfg = OmegaConf.load("my_run.yaml")
-    task, held_out = instantiate(component(cfg.task)), instantiate(component(cfg.evaluation.task))
+    task, held_out = component(cfg.task).instantiate(), component(cfg.evaluation.task).instantiate()
     assert (len(task), len(held_out)) == (9700, 300)
     questions = [{t[n].messages[0]["content"] for n in range(len(t))} for t in (task, held_out)]
     assert not questions[0] & questions[1], "no sum of the evaluation is trained on"
@@ -64,7 +63,7 @@ def test_reward_page_function_grades_arbitrary_text(folder):
 
 def test_reward_page_warmup_solutions_get_expected_reward(folder):
     """Half of its solutions are right; the guesses are 0 to 3 away, on both sides."""
-    task = instantiate(component(OmegaConf.load("my_warmup.yaml").task))
+    task = component(OmegaConf.load("my_warmup.yaml").task).instantiate()
     assert len(task) >= OmegaConf.load("my_warmup.yaml").num_problems
     items = [(task[n], task.solution(task[n])) for n in range(2000)]
     values = rewards(task, items)
@@ -94,7 +93,7 @@ def test_a_judge_that_compares(folder, page):
     block = page.read_text().split("group_grader: my_judge.as_good")[0].rpartition("```yaml\n")[2]
     rest = page.read_text().split("group_grader: my_judge.as_good")[1].split("```")[0]
     cfg = OmegaConf.create(f"{block}group_grader: my_judge.as_good{rest}")
-    task, held_out = instantiate(component(cfg.task)), instantiate(component(cfg.evaluation.task))
+    task, held_out = component(cfg.task).instantiate(), component(cfg.evaluation.task).instantiate()
     problem, answer = task[0], task[0].answer
     texts = [f"(1 2) {answer}", str(answer), str(answer), str(answer + 1), ""]
     with Grader(task, **cfg.grader) as judge, Grader(held_out) as alone:

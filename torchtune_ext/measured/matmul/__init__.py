@@ -1,5 +1,6 @@
 """Learning from measured speed: what a program does, programs to begin with, stages, rewards, the fastest ones, the prompts."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,8 +15,5 @@ def __getattr__(name: str) -> Any:
     # The tasks are imported only on demand, so that the archive of a run can be read without the parser of programs.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torchtune_ext.measured.matmul.compile_and_fix import CompileAndFix
-    from torchtune_ext.measured.matmul.programs import Programs
-    from torchtune_ext.measured.matmul.task import Matmul
-
-    return {"CompileAndFix": CompileAndFix, "Matmul": Matmul, "Programs": Programs}[name]
+    file = {"CompileAndFix": "mending", "Matmul": "task", "Programs": "programs"}[name]
+    return getattr(import_module(f"{__name__}.{file}"), name)

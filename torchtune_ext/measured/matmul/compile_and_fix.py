@@ -18,8 +18,7 @@ from torchtune_ext.measured.kernel import Kernel
 from torchtune_ext.measured.matmul.prompts import messages, short_messages
 from torchtune_ext.measured.matmul.task import ALL_STAGE, PROMPT_KINDS, make_kernels, problem_id
 from torchtune_ext.measured.sandbox import SandboxError
-from torchtune_ext.run.errors import UsageError
-from torchtune_ext.tasks.task import Message, Problem, Turn
+from torchtune_ext.tasks.task import Message, Problem, Turn, require_choice
 
 MAX_FEEDBACK_CHARS = 600  # of what a turn reads about its program: the first errors, which cause the others
 
@@ -44,8 +43,7 @@ class CompileAndFix:
         prompt: str = "long",
         compiler: str | None = None,
     ) -> None:
-        if prompt not in PROMPT_KINDS:
-            raise UsageError(f"prompt={prompt!r}: choose one of {', '.join(PROMPT_KINDS)}")
+        require_choice("prompt", prompt, PROMPT_KINDS)
         self._kernels = {problem_id(each): each for each in make_kernels({"dgemm": 64} if kernels is None else kernels)}
         self.max_turns, self._prompt = max_turns, prompt
         self._compiler = Compiler.find(compiler)

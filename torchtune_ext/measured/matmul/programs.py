@@ -15,11 +15,10 @@ from torchtune_ext.measured.matmul.stages import STAGES
 from torchtune_ext.measured.matmul.task import make_kernels, problem_id
 from torchtune_ext.measured.matmul.writers import WRITERS, ZERO_OUTPUT
 from torchtune_ext.run.errors import UsageError
-from torchtune_ext.tasks.task import Problem, Score
+from torchtune_ext.tasks.task import ENDLESS_LENGTH, Problem, Score, require_index, require_share
 
 # The first stage permits the fewest programs, one in 40. So many draws miss all of them with probability e^-25.
 MAX_DRAWS = 1000
-NUM_PROGRAMS = 2**31 - 1  # the length of a family
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +85,7 @@ class ProgramFamily:
     """
 
     def __init__(self, seed: int = 0, broken: float = 0.25, weights: Mapping[str, float] | None = None) -> None:
-        if not 0.0 <= broken <= 1.0:
-            raise UsageError(f"broken={broken} is a share of the programs: give a number from 0 to 1")
+        require_share("broken", broken, "the programs")
         chosen: dict[str, float] = {writer.__name__: weight for writer, weight in WRITERS.items()}
         if unknown := set(weights or {}) - set(chosen):
             raise UsageError(f"weights: no writer is named {', '.join(sorted(unknown))}; {', '.join(chosen)} are")
@@ -160,8 +158,7 @@ class Programs:
     ) -> None:
         if not stages or not set(stages) <= set(STAGES) or list(stages) != [name for name in STAGES if name in stages]:
             raise UsageError(f"stages={list(stages)}: give some of {', '.join(STAGES)}, each once and in this order")
-        if not 0.0 <= new <= 1.0:
-            raise UsageError(f"new={new} is a share of the programs: give a number from 0 to 1")
+        require_share("new", new, "the programs")
         self.seed, self.stages, self.new = seed, tuple(stages), new
         self.family, self.kernels = ProgramFamily(seed, broken, weights), make_kernels({"dgemm": sizes})
         for stage in self.stages:
@@ -172,11 +169,10 @@ class Programs:
                 )
 
     def __len__(self) -> int:
-        return NUM_PROGRAMS
+        return ENDLESS_LENGTH
 
     def __getitem__(self, index: int) -> Problem:
-        if not 0 <= index < NUM_PROGRAMS:
-            raise IndexError(f"program {index} of {NUM_PROGRAMS}")
+        require_index(index, ENDLESS_LENGTH, "program")
         kernel, program, stage = self._draw_problem(index)
         # The answer is plain text, whose words need no tokens of their own (see make_tokenizer).
         return Problem(f"{problem_id(kernel)}/{stage}/{index}", short_messages(kernel, stage), program.answer)
@@ -211,7 +207,7 @@ class Programs:
             # New programs teach what a stage adds. The others teach that nobody has to use it.
             if stage in possible[:1] if is_new else stage in possible:
                 return program
-            index = rng.randrange(NUM_PROGRAMS)
+            index = rng.randrange(ENDLESS_LENGTH)
         return None
 
     def _permitting_stages(self, program: Program) -> list[str]:

@@ -44,11 +44,9 @@ def program_reward(outcome: str, timing: Timing | None = None, kind: str = "log_
     if outcome != "ok":
         return PUBLISHED_PENALTIES[outcome] if kind == "published" else failure_reward(outcome)
     assert timing is not None  # a program that is ok was timed
-    if kind == "published":
-        return timing.gflops
-    if kind == "peak_share":
-        return timing.roofline_fraction
-    return max(0.0, 1.0 + math.log2(timing.speedup) / -math.log2(MIN_SPEEDUP))
+    if kind == "log_speedup":
+        return max(0.0, 1.0 + math.log2(timing.speedup) / -math.log2(MIN_SPEEDUP))
+    return timing.gflops if kind == "published" else timing.roofline_fraction
 
 
 def failure_reward(outcome: str) -> float:

@@ -25,7 +25,7 @@ from torchtune_ext.measured.techniques import find_techniques
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.files import explain_os_errors, write_atomic
 from torchtune_ext.tasks.grade_functions import import_named
-from torchtune_ext.tasks.task import GradedGroup, Problem, Score
+from torchtune_ext.tasks.task import GradedGroup, Problem, Score, require_choice, require_index, require_share
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +64,9 @@ class Matmul(MeasuredTask):
         bench: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(bench)
-        for name, value, choices in (("reward", reward, REWARD_KINDS), ("prompt", prompt, PROMPT_KINDS)):
-            if value not in choices:
-                raise UsageError(f"task.{name}={value!r}: choose one of {', '.join(choices)}")
-        if not isinstance(show, int | float) or not 0.0 <= show <= 1.0:
-            raise UsageError(f"task.show={show!r} is a share of the prompts: give a number from 0 to 1")
+        require_choice("task.reward", reward, REWARD_KINDS)
+        require_choice("task.prompt", prompt, PROMPT_KINDS)
+        require_share("task.show", show, "the prompts")
         if show and prompt == "short":
             raise UsageError(f"task.show={show}: short prompts show no program; set prompt=long, or show=0")
         self._problems = {
@@ -100,8 +98,7 @@ class Matmul(MeasuredTask):
 
     def ask(self, index: int, cursor: int) -> Problem:
         """Asks for kernel `index` at the stage where it is. `cursor` decides whether, and which, program is shown."""
-        if not 0 <= index < len(self._names):
-            raise IndexError(f"problem {index} of {len(self._names)}")
+        require_index(index, len(self._names))
         name = self._names[index]
         kernel = self._problems[name]
         stage = ALL_STAGE if self.curriculum is None else self.curriculum.stage_of(name)
@@ -109,8 +106,7 @@ class Matmul(MeasuredTask):
         if self._prompt == "short":
             return Problem(f"{name}/{stage}", short_messages(kernel, stage), answer)
         elite = self._draw_elite(kernel, stage, random.Random(f"{self._seed}/{cursor}"))
-        shown = "" if elite is None else "/improve"
-        return Problem(f"{name}/{stage}{shown}", messages(kernel, stage, elite), answer)
+        return Problem(f"{name}/{stage}{'/improve' if elite else ''}", messages(kernel, stage, elite), answer)
 
     def solution(self, problem: Problem) -> str:
         """Returns the kernel's own program, which is right, permitted at every stage, and slow."""

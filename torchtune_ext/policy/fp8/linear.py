@@ -64,8 +64,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Fp8Config
     trains = weight.requires_grad and torch.is_grad_enabled()
     columns = trains and config.save_activations == "fp8"
     keep_x = trains and not columns
-    forms = _quantize_once(x, columns)
-    y = _Fp8Linear.apply(x, weight, *forms, keep_x, config.backend, config.backward == "full")
+    y = _Fp8Linear.apply(x, weight, *_quantize_once(x, columns), keep_x, config.backend, config.backward == "full")
     # vLLM, too, adds the bias after the product.
     return y if bias is None else y + bias
 
@@ -79,8 +78,7 @@ class _Fp8Linear(torch.autograd.Function):
         # No copy of W is kept: rounding it again gives the same bits, and FSDP2 can free the gathered weight meanwhile.
         ctx.save_for_backward(weight, *((x,) if keep_x else (columns, column_scales)))
         ctx.keep_x, ctx.backend, ctx.full, ctx.shape = keep_x, backend, full, x.shape
-        y = _fprop(rows, row_scales, weight, x.dtype, backend)
-        return y.view(*x.shape[:-1], weight.shape[0])
+        return _fprop(rows, row_scales, weight, x.dtype, backend).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
@@ -194,8 +192,7 @@ def _backward(
     if need_dx:
         # The tiles of W^T have the bits of those of W, and already lie as DGrad contracts them. Transposing the tiles
         # of W would copy them, which took half as long as the product on an H100.
-        tiles = quantize_weight(padded.T).T
-        dx = fp8_gemm.dgrad(quantize_rows(dy), tiles, dy.dtype, backend)
+        dx = fp8_gemm.dgrad(quantize_rows(dy), quantize_weight(padded.T).T, dy.dtype, backend)
     if need_dw:
         x = Fp8Blocks(columns.T, column_scales, COLUMN_BLOCK, (dy.shape[0], weight.shape[1]))
         dw = fp8_gemm.wgrad(quantize_columns(dy), x, weight.dtype, backend)[:features]

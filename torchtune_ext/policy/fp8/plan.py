@@ -125,8 +125,10 @@ class Fp8Plan:
         gemms: dict[tuple[BackendChoice, str], list[str]] = {}
         for (choice, gemm), sizes in shapes.items():
             gemms.setdefault((choice, ", ".join(sizes)), []).append(gemm)
-        for (choice, sizes), names in gemms.items():
-            lines.append(f"  GEMMs: {choice.backend} for {', '.join(names)} of {sizes} ({choice.reason})")
+        lines += [
+            f"  GEMMs: {choice.backend} for {', '.join(names)} of {sizes} ({choice.reason})"
+            for (choice, sizes), names in gemms.items()
+        ]
         return "\n".join(lines)
 
 
@@ -317,8 +319,7 @@ def _permutation_reason(hf_model: HFModel, ours: str, module: nn.Module) -> str 
     # weight.
     places = torch.arange(module.get_parameter("weight").shape[0], device="cpu")[:, None]
     _, order = hf_model.to_hf(f"{ours}.weight", places)
-    tiles = torch.arange(order.shape[0]) // BLOCK_SIZE
-    if torch.equal(order[:, 0] // BLOCK_SIZE, tiles):
+    if torch.equal(order[:, 0] // BLOCK_SIZE, torch.arange(order.shape[0]) // BLOCK_SIZE):
         return None
     return f"Hugging Face has its rows in another order, across tiles of {BLOCK_SIZE}: heads must divide {BLOCK_SIZE}"
 

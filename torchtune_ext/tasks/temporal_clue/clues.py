@@ -157,14 +157,14 @@ def has_motives(scenario: Scenario) -> list[HasMotive]:
 def draw_clues(rng: random.Random, scenario: Scenario, kinds: tuple[str, ...]) -> list[Statement]:
     """Returns true statements that determine everything, in the order in which a puzzle tries to drop them."""
     ranked: list[tuple[float, Statement]] = [(WEIGHTS["murder"], clue) for clue in murder_facts(scenario)]
-    for place in _all_places(scenario):
-        ranked.append((WEIGHTS["role" if place.who in (MURDERER, MURDER_WEAPON) else "place"], place))
+    ranked += [
+        (WEIGHTS["role" if place.who in (MURDERER, MURDER_WEAPON) else "place"], place)
+        for place in _all_places(scenario)
+    ]
     ranked += [(WEIGHTS["motive"], clue) for clue in has_motives(scenario)]
     count = 2 * round(len(ranked) / 6)  # clues of each indirect kind
-    if "or" in kinds:
-        ranked += _compounds(rng, scenario, "or", count)
-    if "iff" in kinds:
-        ranked += _compounds(rng, scenario, "iff", count)
+    for kind in ("or", "iff"):
+        ranked += _compounds(rng, scenario, kind, count) if kind in kinds else []
     if "same_room" in kinds or "together" in kinds:
         ranked += _shuffled(rng, _meetings(rng, scenario, kinds))[:count]
     if "beside" in kinds:

@@ -82,8 +82,7 @@ def read_puzzles(path: str | os.PathLike, first: int = 0, count: int | None = No
         examples = ((f"{path}, puzzle {number}", item) for number, item in enumerate(items, start=1))
     else:
         examples = read_examples(str(path), None)
-    puzzles = [_parse_puzzle(where, item) for where, item in examples]
-    return puzzles[first : None if count is None else first + count]
+    return [_parse_puzzle(where, item) for where, item in examples][first : None if count is None else first + count]
 
 
 def _parse_puzzle(where: str, item: object) -> Puzzle:
@@ -95,15 +94,13 @@ def _parse_puzzle(where: str, item: object) -> Puzzle:
         "solution": (_is_solution, 'an object from letters to answers, such as {"A": "Mrs. White"}'),
     }
     for field, (right, what) in fields.items():
-        if field not in item:
-            raise UsageError(f"{where}: field {field!r} is missing; add {what}")
-        if not right(item[field]):
-            raise UsageError(f"{where}: field {field!r} is {item[field]!r:.60}; write {what}")
+        if field not in item or not right(item[field]):
+            fault = f"is {item[field]!r:.60}; write" if field in item else "is missing; add"
+            raise UsageError(f"{where}: field {field!r} {fault} {what}")
     return Puzzle(item["num_clues"], item["prompt"], item["solution"])
 
 
 def _is_solution(value: object) -> bool:
     if not isinstance(value, dict) or not value:
         return False
-    letters = all(len(key) == 1 and "A" <= key <= "Z" for key in value)
-    return letters and all(isinstance(answer, str) and answer for answer in value.values())
+    return all(len(key) == 1 and "A" <= key <= "Z" and isinstance(text, str) and text for key, text in value.items())

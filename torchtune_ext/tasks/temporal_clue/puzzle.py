@@ -40,9 +40,7 @@ def make_puzzle(seed: int, index: int, size: Size) -> Puzzle:
     dims = size.draw(rng)
     # Rarely, a scenario leaves no question to ask, and is drawn again.
     while True:
-        scenario = draw_scenario(rng, dims)
-        puzzle = puzzle_of(rng, scenario, dims, size)
-        if puzzle is not None:
+        if puzzle := puzzle_of(rng, draw_scenario(rng, dims), dims, size):
             return puzzle
 
 
@@ -86,8 +84,7 @@ def _bonus_facts(
                 facts.append((Place(motive_role(motive), place.time, place.room), False))
     for fact in has_motives(scenario):
         facts.append((fact, scenario.count_holders(fact.motive) == 1 and rng.random() < 0.5))
-    chosen = rng.sample(facts, min(most, len(facts)))
-    return [(fact, ask_who) for fact, ask_who in chosen if fact not in clues]
+    return [(fact, ask_who) for fact, ask_who in rng.sample(facts, min(most, len(facts))) if fact not in clues]
 
 
 # Two ways to reduce clues until they just determine some facts, so that none can be removed. Both give the same result.

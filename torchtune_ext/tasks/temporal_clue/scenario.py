@@ -57,10 +57,7 @@ class World:
         # Only a motive, which several suspects may share, can give more than one room.
         if who >= 0:
             return 1 << self.places[who][time]
-        mask = 0
-        for piece in self.members(who):
-            mask |= 1 << self.places[piece][time]
-        return mask
+        return sum({1 << self.places[piece][time] for piece in self.members(who)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +119,11 @@ def draw_scenario(rng: random.Random, dims: Dims) -> Scenario:
     while True:
         walks = [_walk(rng, next_to, rng.randrange(dims.rooms), dims.times) for _ in suspects]
         carried = [_carry(rng, walks, dims) for _ in weapons]
-        chances = _possible_murders(walks, carried, dims)
-        if chances:
+        if chances := _possible_murders(walks, carried, dims):
             break
     murderer, weapon, room, time = rng.choice(chances)
     # Mr. Boddy walks to the room of the murder and stays there. His way is drawn backwards from that room.
-    before = _walk(rng, next_to, room, time + 1)[::-1]
-    boddy = before + [room] * (dims.times - time - 1)
+    boddy = _walk(rng, next_to, room, time + 1)[::-1] + [room] * (dims.times - time - 1)
     places = tuple(tuple(walk) for walk in [*walks, *carried, boddy])
     truth = World(places, motive_of, murderer, dims.suspects + weapon, room, time)
     return Scenario(suspects, weapons, rooms, columns, _draw_times(rng, dims.times), motives, truth)
@@ -136,12 +131,9 @@ def draw_scenario(rng: random.Random, dims: Dims) -> Scenario:
 
 def _columns(rng: random.Random, num_rooms: int) -> int:
     # As in the public puzzles, the board is almost a square.
-    if num_rooms == 2:
-        return rng.choice((1, 2))
-    if num_rooms in (5, 6):
-        return rng.choice((2, 3))
-    if num_rooms in (10, 11, 12):
-        return rng.choice((3, 4))
+    drawn = {2: (1, 2)} | dict.fromkeys((5, 6), (2, 3)) | dict.fromkeys((10, 11, 12), (3, 4))
+    if num_rooms in drawn:
+        return rng.choice(drawn[num_rooms])
     return 2 if num_rooms < 5 else 3 if num_rooms < 10 else 4
 
 

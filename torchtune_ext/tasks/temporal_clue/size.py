@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -37,12 +38,13 @@ class Size:
         for name in LIMITS:
             if name != "players" or self.players is not None:
                 _check_range(name, getattr(self, name))
-        if not isinstance(self.whole_world, bool):
-            raise UsageError(f"size: whole_world={self.whole_world!r}: write true or false")
-        if not isinstance(self.clues, tuple):
-            raise UsageError(f"size: clues={self.clues!r}: write a list such as [direct, or]")
-        unknown = [kind for kind in self.clues if kind not in KINDS]
-        if unknown or "direct" not in self.clues:
+        for name, kind, how in (
+            ("whole_world", bool, "true or false"),
+            ("clues", tuple, "a list such as [direct, or]"),
+        ):
+            if not isinstance(getattr(self, name), kind):
+                raise UsageError(f"size: {name}={getattr(self, name)!r}: write {how}")
+        if not {"direct"} <= set(self.clues) <= set(KINDS):
             raise UsageError(
                 f"size: clues={list(self.clues)}: choose from {', '.join(KINDS)}, 'direct' always among them "
                 "(it is what makes every puzzle solvable)"
@@ -90,10 +92,9 @@ def parse_size(value: Size | str | Mapping) -> Size:
     if isinstance(value, str):
         if value in NAMED_SIZES:
             return NAMED_SIZES[value]
-        try:
+        # A text that is no YAML stays one, which is refused below.
+        with suppress(yaml.YAMLError):
             value = yaml.safe_load(value)
-        except yaml.YAMLError:
-            pass  # the text stays a text, which is refused below
     if not isinstance(value, Mapping):
         raise UsageError(f"size={value!r}: {HOW_TO}")
     value = dict(value)
@@ -101,20 +102,17 @@ def parse_size(value: Size | str | Mapping) -> Size:
     if base is not None and str(base) not in NAMED_SIZES:
         raise UsageError(f"size: like={base!r}: choose from {', '.join(NAMED_SIZES)}")
     names = [field.name for field in fields(Size)]
-    unknown = [name for name in value if name not in names]
-    if unknown:
+    if unknown := [name for name in value if name not in names]:
         raise UsageError(f"size: no knob called {unknown[0]!r}; there are {', '.join(names)}, and like")
-    plain = {name: _plain(name, item) for name, item in value.items()}
-    return replace(Size() if base is None else NAMED_SIZES[str(base)], **plain)
+    like = Size() if base is None else NAMED_SIZES[str(base)]
+    return replace(like, **{name: _plain(name, item) for name, item in value.items()})
 
 
 def _plain(name: str, item: object) -> object:
     # YAML has lists and no tuples. A single kind of clue needs no list.
-    if name == "clues":
-        item = [item] if isinstance(item, str) else item
-    if isinstance(item, Sequence) and not isinstance(item, str):
-        return tuple(item)
-    return item
+    if isinstance(item, str):
+        return (item,) if name == "clues" else item
+    return tuple(item) if isinstance(item, Sequence) else item
 
 
 def _check_range(name: str, value: object) -> None:

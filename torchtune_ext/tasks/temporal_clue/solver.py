@@ -50,16 +50,19 @@ class Solver:
         # The search tries true facts first. A counterexample that breaks few clues tells more about which are needed.
         self.model.add_decision_strategy(self._truths(), cp_model.CHOOSE_FIRST, cp_model.SELECT_MAX_VALUE)
         self.cp_solver = cp_model.CpSolver()
-        parameters = self.cp_solver.parameters
-        parameters.num_workers = 1
-        # Otherwise CP-SAT takes Ctrl-C from Python and never gives it back.
-        parameters.catch_sigint_signal = False
-        parameters.search_branching = cp_model.FIXED_SEARCH
-        parameters.cp_model_presolve = False
-        parameters.cp_model_probing_level = 0
-        parameters.linearization_level = 0
-        parameters.symmetry_level = 0
-        parameters.max_time_in_seconds = SOLVE_TIMEOUT_S
+        parameters = {
+            "num_workers": 1,
+            # Otherwise CP-SAT takes Ctrl-C from Python and never gives it back.
+            "catch_sigint_signal": False,
+            "search_branching": cp_model.FIXED_SEARCH,
+            "cp_model_presolve": False,
+            "cp_model_probing_level": 0,
+            "linearization_level": 0,
+            "symmetry_level": 0,
+            "max_time_in_seconds": SOLVE_TIMEOUT_S,
+        }
+        for key, value in parameters.items():
+            setattr(self.cp_solver.parameters, key, value)
 
     def difference_literal(self, truths: Iterable[Statement]):
         """Returns a literal: at least one of these statements does not hold."""
@@ -76,9 +79,8 @@ class Solver:
         literals = [self.literal(clue) for clue in clues]
         self.model.clear_assumptions()
         self.model.add_assumptions([goal, *literals])
-        status = self.cp_solver.solve(self.model)
         # Without an objective, CP-SAT calls any solution optimal.
-        name = self.cp_solver.status_name(status)
+        name = self.cp_solver.status_name(self.cp_solver.solve(self.model))
         if name == "INFEASIBLE":
             return None
         if name not in ("OPTIMAL", "FEASIBLE"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from torchtune_ext.run.errors import UsageError, UsageFileError
 from torchtune_ext.tasks.answers import strip_thinking
 from torchtune_ext.tasks.grade_functions import GradeFunction, GroupGradeFunction, use_graders
-from torchtune_ext.tasks.task import Problem, Score, task_length
+from torchtune_ext.tasks.task import Problem, Score, require_index, task_length
 from torchtune_ext.tasks.temporal_clue.files import read_puzzles
 from torchtune_ext.tasks.temporal_clue.puzzle import make_puzzle
 from torchtune_ext.tasks.temporal_clue.size import Size, parse_size
@@ -50,9 +50,8 @@ class TemporalClue:
                 f"grader={grader!r}: choose 'exact' or 'published', or name a function, grader: my_reward.f for my_reward.py"
             )
         length = task_length(first, count)
-        is_rule = isinstance(grader, str) and grader in ANSWER_LETTERS
-        self.rule = grader if isinstance(grader, str) and is_rule else "exact"
-        use_graders(self, None if is_rule else grader, group_grader)
+        self.rule = grader if isinstance(grader, str) and grader in ANSWER_LETTERS else "exact"
+        use_graders(self, None if grader == self.rule else grader, group_grader)
         self.seed, self.first = seed, first
         self.size = parse_size(size)
         if path is not None and not Path(path).is_file():
@@ -72,12 +71,9 @@ class TemporalClue:
         return self.length
 
     def __getitem__(self, index: int) -> Problem:
-        if not 0 <= index < self.length:
-            raise IndexError(f"puzzle {index} of {self.length}")
-        if self.puzzles is not None:
-            puzzle = self.puzzles[index]
-        else:
-            puzzle = _puzzle(self.seed, self.first + index, self.size)
+        require_index(index, self.length, "puzzle")
+        read = self.puzzles
+        puzzle = _puzzle(self.seed, self.first + index, self.size) if read is None else read[index]
         message = {"role": "user", "content": puzzle.prompt}
         return Problem(f"{self.prefix}-{self.first + index:06d}", (message,), puzzle.solution)
 

@@ -44,7 +44,7 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         check_sinks(self.to)
-        if not self.project or len(self.project) > MAX_PROJECT_CHARS or _PROJECT_FORBIDDEN.search(self.project):
+        if not 1 <= len(self.project) <= MAX_PROJECT_CHARS or _PROJECT_FORBIDDEN.search(self.project):
             raise UsageError(
                 rf"logging.project={self.project!r}: W&B takes 1 to {MAX_PROJECT_CHARS} characters without any of / \ # ? % :"
             )
