@@ -1,18 +1,18 @@
-"""What does sampling while the trainer works gain over taking turns, on two cores, with answers of very different lengths?
+"""Synchronous against asynchronous training on two cores, with answers of very different lengths: seconds and accuracy.
 
     python benchmarks/async_vs_sync.py --out runs/async_vs_sync [--repeats 3] [--grpo max_steps=60 ...]
 
 `grpo/tiny_arithmetic` on few long sums among many short ones: half of the answers have up to 6 tokens, one in a hundred has
 30 or more. Four arms train on the same questions: staleness 0 (sync) and 1 (async), with one core for the engine and its client
-and the other for trainer and graders, and with both cores for all. On a CPU the engine computes in one thread, so that only the
-trainer can use both, and it does when it works alone. Repeat i has the seed i, and its arms follow one another. Runs that have
-ended are not made again.
+and the other for trainer and graders, and with both cores for all. On a CPU the engine computes in one thread, so only
+the trainer can use both cores, and it uses both while the engine is idle. Repeat i has the seed i; its arms run one after the
+other. Completed runs are read, not repeated.
 
-Seconds are those of the steps, without start-up. Accuracy is the mean reward of 5 steps, in an asynchronous run that of the
-policy before; the one to reach is the highest that every arm of the repeat reaches. The trainer is compared where each side has
-a core, by `time/train` for a packed token, without the first step and the last, which has no producer. A producer costs what is
-"serving" (the trainer's threads beside its main one: the requests', the graders'; with both cores also the second thread of
-training), the graders on the trainer's core, the interpreter's lock, caches and memory.
+Seconds are the seconds of the steps, without start-up. Accuracy is the mean reward of 5 steps; an asynchronous run measures the
+previous policy. The target accuracy is the highest accuracy that every arm of the repeat reaches. The trainer is compared where
+each side has a core, by `time/train` per packed token, without the first step and the last, which has no concurrent generation.
+Concurrent generation costs "serving" (the trainer's threads other than its main thread: requests, graders; with both cores also
+the second training thread), the graders on the trainer's core, the interpreter lock, caches and memory.
 """
 
 import argparse
@@ -51,7 +51,7 @@ SMOOTH = 5  # steps of the moving mean of the reward
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a training left behind."""
+    """Measurements of one training run."""
 
     steps: list[dict[str, float]]  # its metrics, a record for each step
     busy: dict[str, float]  # side -> its CPU seconds in a second, from the second step to the last but one
@@ -60,7 +60,7 @@ class Run:
         return fmean(step.get(name, 0.0) for step in self.steps)
 
     def train_us(self) -> float:
-        """Microseconds of training for a packed token."""
+        """Return the training time per packed token, in microseconds."""
         inner = self.steps[1:-1]
         return 1e6 * sum(step["time/train"] for step in inner) / sum(step["pack/tokens"] for step in inner)
 
@@ -68,7 +68,7 @@ class Run:
         return sum(step["time/step"] for step in self.steps[:steps])
 
     def accuracies(self) -> list[float]:
-        """The moving mean of the reward; the first one is that of the first `SMOOTH` steps."""
+        """Return the moving mean of the reward; its first value covers the first `SMOOTH` steps."""
         ends = range(SMOOTH, len(self.steps) + 1)
         return [fmean(step["reward/mean"] for step in self.steps[end - SMOOTH : end]) for end in ends]
 
@@ -95,10 +95,10 @@ COLUMNS: dict[str, tuple[str, Callable[[Run], float]]] = {  # title -> how to wr
 
 
 def cpu_seconds(pid: int, engine_core: int | None) -> dict[str, float]:
-    """CPU seconds until now of the engine, the trainer with its graders, and the trainer's threads beside its main one.
+    """Return CPU seconds of the engine, of trainer and graders, and of the trainer's threads except its main one.
 
-    Keeps the engine's threads on `engine_core`. Raises psutil.Error or ProcessLookupError where one of them has ended
-    meanwhile.
+    Pins the engine's threads to `engine_core`. Raises psutil.Error or ProcessLookupError if a process exits during the
+    reading.
     """
     trainer = psutil.Process(pid)
     children = trainer.children(recursive=True)
@@ -115,7 +115,7 @@ def cpu_seconds(pid: int, engine_core: int | None) -> dict[str, float]:
 
 
 def train(arm: str, repeat: int, folder: Path, model: Path, settings: Sequence[str]) -> None:
-    """Runs the recipe and reads its clocks meanwhile; leaves busy.json. Raises RuntimeError where that cannot be done."""
+    """Run the recipe, sample its CPU clocks and write busy.json. Raise RuntimeError if the run fails."""
     staleness, pinned = ARMS[arm]
     cores = sorted(os.sched_getaffinity(0))[:2]
     own = cores[:1] if pinned else cores
@@ -126,7 +126,7 @@ def train(arm: str, repeat: int, folder: Path, model: Path, settings: Sequence[s
     if pinned:
         env["OMP_NUM_THREADS"] = "1"
     else:
-        env.pop("OMP_NUM_THREADS", None)  # the recipe leaves a core to an engine that works beside it
+        env.pop("OMP_NUM_THREADS", None)  # the recipe leaves a core to the concurrent engine
     readings: dict[int, tuple[float, dict[str, float]]] = {}  # steps that are over -> the first reading then
     shutil.rmtree(folder, ignore_errors=True)  # what a run left that was stopped
     log, metrics, deadline = folder.with_suffix(".log"), folder / "metrics.jsonl", time.monotonic() + LIMIT_S
@@ -136,7 +136,7 @@ def train(arm: str, repeat: int, folder: Path, model: Path, settings: Sequence[s
     try:
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
-            # Where a process has just ended, the next reading is as good.
+            # If a process has just exited, the next reading replaces this one.
             with suppress(psutil.Error, ProcessLookupError):
                 spent = cpu_seconds(process.pid, cores[1] if pinned else None)
                 done = metrics.read_text().count('"time/step"') if metrics.exists() else 0
@@ -154,17 +154,17 @@ def train(arm: str, repeat: int, folder: Path, model: Path, settings: Sequence[s
 
 
 def spread(values: Sequence[float], form: str, middle: float | None = None) -> str:
-    """The median, or `middle`, with the smallest and the largest value."""
+    """Format the median, or `middle`, with the smallest and the largest value."""
     return f"{median(values) if middle is None else middle:{form}} ({min(values):{form}}..{max(values):{form}})"
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> str:
-    """The ratio of the medians, with the smallest and the largest ratio of two runs of one repeat."""
+    """Format the ratio of the medians, with the smallest and the largest ratio within one repeat."""
     return spread([a / b for a, b in zip(above, below, strict=True)], ".3f", median(above) / median(below))
 
 
 def report(runs: dict[str, list[Run]]) -> str:
-    """The tables. `runs`: those of each arm, one for each repeat."""
+    """Return the tables. `runs`: arm -> its runs, one per repeat."""
     goals = [min(max(run.accuracies()) for run in repeat) for repeat in zip(*runs.values(), strict=True)]
     took = {arm: [run.seconds() for run in arm_runs] for arm, arm_runs in runs.items()}
     reached = {arm: [run.seconds_to(goals[i]) for i, run in enumerate(arm_runs)] for arm, arm_runs in runs.items()}
@@ -177,8 +177,8 @@ def report(runs: dict[str, list[Run]]) -> str:
         rows.append([f"{fast}, over {slow}", ratio(took[slow], took[fast]), ratio(reached[slow], reached[fast])])
     lines = [f"| {' | '.join(cells)} |" if cells else "" for cells in rows]
     costs = ratio(*([run.train_us() for run in runs[arm]] for arm in (ASYNC_PINNED, SYNC_PINNED)))
-    lines += ["", f"Training on a token takes {costs} times as long with a producer as without, a core each."]
-    return "\n".join([*lines, f"The accuracy to reach: {', '.join(f'{goal:.3f}' for goal in goals)}."])
+    lines += ["", f"Concurrent generation makes training on a token take {costs} times as long, one core each."]
+    return "\n".join([*lines, f"Target accuracy by repeat: {', '.join(f'{goal:.3f}' for goal in goals)}."])
 
 
 def main() -> None:
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--grpo", nargs="*", default=[], help="key=value for every GRPO run")
     args = parser.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
-        raise ValueError("this process may use one core: allow it two (taskset), one for each side")
+        raise ValueError("cores=1: too few; expected one for each side. Fix: allow two (taskset)")
     warm = args.out / "warmup"
     if not (warm / "done").is_file():
         tune(args.out / "warmup.txt", 1, "warmup_sft", *WARM_UP, f"output_dir={warm}")

@@ -1,12 +1,12 @@
-"""How many programs are compiled and verified in a second, where does the time go, and what does the sandbox cost?
+"""Throughput of compiling and verifying programs: programs per second, time by stage, and the cost of the sandbox.
 
     python benchmarks/bench_throughput.py [--count 40] [--workers 2] [--starts 100]
 
 The naive program of each kernel, as a checker of `measured` treats what a model wrote: read, compiled with -O3, called on
-sizes and inputs that nobody knows. Each worker is a process with a checker of its own. "start" is the time from the request
-for a process to the moment it has locked itself in and loaded the library. CPU milliseconds say what a program costs on a
-machine that others use, too: "here" for drawing, references and waiting, "children" for compiler and program. (Inside of
-namespaces the CPU time of a process that is killed at its end is lost to "children".)
+random sizes and inputs. Each worker is a process with its own checker. "start" is the time from the request for a process
+until the process has entered the sandbox and loaded the library. CPU milliseconds remain meaningful on a shared machine:
+"here" covers inputs, references and waiting, "children" covers compiler and program. (Inside namespaces, "children" misses
+the CPU time of a process that is killed when it ends.)
 """
 
 import argparse
@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-# References are small, and where cores are shared, threads of numpy's BLAS wait for each other.
+# References are small, and on shared cores the threads of numpy's BLAS wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from torchtune_ext.measured import verify as verification
@@ -43,7 +43,7 @@ PARTS = {  # what verifying consists of: the functions that are timed
 
 @contextmanager
 def timed_parts(spent: Counter) -> Iterator[None]:
-    """Adds to `spent` the seconds that each part takes, inside of the block."""
+    """Inside the block, add the seconds of each part to `spent`."""
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -66,7 +66,7 @@ def timed_parts(spent: Counter) -> Iterator[None]:
 
 
 def measure_starts(count: int) -> None:
-    """Prints how long the start and the end of a child take. All kinds take turns, so that what disturbs one disturbs all."""
+    """Print the start and stop times of a child. The kinds alternate, so that a disturbance affects all of them."""
     print(f"{'start of a child':36s} {'median ms':>10s} {'90% ms':>8s} {'end ms':>8s}")
     with ExitStack() as stack:
         checkers: dict[str, tuple[Checker, Path]] = {}
@@ -95,10 +95,10 @@ def measure_starts(count: int) -> None:
 
 
 def work(name: str, namespaces: bool | None, count: int, go: Any) -> tuple[float, float, list[float], Counter]:
-    """Checks `count` programs when all others are ready.
+    """Check `count` programs once all workers are ready.
 
     Returns:
-        The time at the begin and at the end, CPU seconds here and in the children, and seconds by stage and part.
+        The begin and end times, the CPU seconds here and in the children, and the seconds by stage and part.
     """
     spent: Counter = Counter()
     with Checker(KERNELS[name](), namespaces=namespaces) as checker:
@@ -115,13 +115,13 @@ def work(name: str, namespaces: bool | None, count: int, go: Any) -> tuple[float
 
 
 def cpu_seconds() -> list[float]:
-    """Returns the CPU seconds of this process, and of its children that have ended."""
+    """Return the CPU seconds of this process and of its exited children."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return [usage.ru_utime + usage.ru_stime for usage in usages]
 
 
 def measure_checks(name: str, namespaces: bool | None, count: int, workers: int) -> None:
-    """Prints one line: programs a second, CPU milliseconds of one, and how long each stage and part takes."""
+    """Print one line: programs per second, CPU milliseconds per program, and milliseconds by stage and part."""
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, context.Pool(workers) as pool:
         go = manager.Barrier(workers)

@@ -1,13 +1,13 @@
-"""What does a teacher's log-probability of each token teach, beside a reward for each answer?
+"""On-policy distillation against GRPO: held-out accuracy, seconds and KL to the teacher.
 
     python benchmarks/distill.py --out runs/distill [--seeds 0 1 2]
     python benchmarks/distill.py --out runs/distill_smollm2 --warm runs/smollm2/warmup/model --config grpo/smollm2 --seeds 0 \
         --steps 30 --every 10 --prompts 16
 
-From one warm-up, GRPO trains a teacher, and its curve is what the reward teaches; then `preset=distill` trains the warm-up on
-what that teacher says of its samples, without a reward. Seconds are those of the steps, the teacher's scoring among them, and
-neither evaluation nor the starts of engines. They do not hold what the teacher itself has cost. Each seed has its own warm-up
-unless `--warm` names one. Runs that have ended are read, so a later call goes on.
+From one warm-up, GRPO trains a teacher, whose curve is the GRPO curve; then `preset=distill` trains the warm-up model on the
+teacher's log-probs of its samples, without a reward. Seconds cover the steps with the teacher's scoring, without evaluation
+and engine start-up. They exclude the cost of training the teacher. Each seed has its own warm-up unless `--warm` names one.
+Completed runs are read, so a later call continues the comparison.
 """
 
 import argparse
@@ -23,7 +23,7 @@ ARMS = ("grpo", "distill")
 
 
 def curve(run: Path) -> dict[int, tuple[float, float, float]]:
-    """(held-out accuracy, seconds so far, KL to the teacher) by step."""
+    """Return step -> (held-out accuracy, seconds so far, KL to the teacher)."""
     points, seconds, kl = {}, 0.0, float("nan")
     for line in read_metrics(run / "metrics.jsonl"):
         if line["step"]:
@@ -35,7 +35,7 @@ def curve(run: Path) -> dict[int, tuple[float, float, float]]:
 
 
 def learn(seed: int, args: argparse.Namespace) -> dict[str, dict[int, tuple[float, float, float]]]:
-    """The curves of one seed."""
+    """Return the curves of one seed."""
     warm = args.warm
     if warm is None:
         folder = args.out / f"warmup_{seed}"
@@ -56,11 +56,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--warm", type=Path, help="a model to begin with; without it warmup/tiny_arithmetic makes one")
+    parser.add_argument("--warm", type=Path, help="initial model (default: made by warmup/tiny_arithmetic)")
     parser.add_argument("--config", default="grpo/tiny_arithmetic")
     parser.add_argument("--steps", type=int, default=80, help="of the student")
     parser.add_argument(
-        "--teacher-steps", type=int, help="of the teacher, which GRPO makes; as many if it is not given"
+        "--teacher-steps", type=int, help="number of GRPO steps that train the teacher (default: --steps)"
     )
     parser.add_argument("--every", type=int, default=10, help="steps between two evaluations")
     parser.add_argument("--prompts", type=int, default=32, help="problems of a step")
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def spread(values: list[float]) -> str:
-    """The mean, and Student's 95% interval over seeds."""
+    """Format the mean with Student's 95% interval over seeds."""
     if len(values) == 1:
         return f"{values[0]:.3f}"
     mean, half = interval(values)

@@ -1,10 +1,10 @@
-"""In how many threads should an engine on a CPU compute, while nothing else does?
+"""Throughput of an otherwise undisturbed CPU engine, by its number of threads.
 
     python benchmarks/engine_threads.py [--models models/SmolLM2-135M-Instruct] [--threads 1 2] [--repeats 5]
 
-Each model, the random ones and those of `--models`, is in as many engines as there are numbers of threads, which take turns: 32
-prompts x 8 completions of 32 tokens, 60 tokens a prompt, bfloat16. The first turn warms up. What `engine.threads: null` chooses
-follows from this table (`PARALLEL` in sampling/engine_args.py).
+Each model, random or from `--models`, runs in one engine per number of threads, and the engines take turns: 32 prompts x 8
+completions of 32 tokens, 60 tokens a prompt, bfloat16. The first turn warms up. The default for `engine.threads: null` follows
+from this table (`PARALLEL` in sampling/engine_args.py).
 """
 
 import argparse
@@ -40,7 +40,7 @@ def tokens_s(engine: Engine, seed: int) -> float:
 
 
 def measure(model: Path, threads: list[int], repeats: int) -> None:
-    """Prints the rows of a model."""
+    """Print the rows of a model."""
     size = sum(tensor.numel() for _, tensor in HFModel(model).tensors())
     with ExitStack() as stack:
         engines = {}

@@ -3,23 +3,23 @@
     python benchmarks/fp8_gpu.py [--tokens 8192 32768] [--models qwen3_8b qwen2_5_32b] [--parts quantize gemm linear block]
     python benchmarks/fp8_gpu.py --smoke        # every part once, tiny, on a CPU: tries the script, measures nothing
 
-Prints markdown tables and ends within about eight minutes (`--minutes`). A row whose case failed says why; the exit status is
-1 then (not for want of memory or time), and if the error of a backend against the reference is too large.
+Prints Markdown tables and ends within about eight minutes (`--minutes`). The row of a failed case gives the reason. The exit
+status is 1 after a failure (other than lack of memory or time), and if the error of a backend is too large.
 
-What the machine needs:
+Requirements:
 
 * `pip install -e .`, the package without an engine: it brings torch 2.13.0, which the package index has for CUDA 13 and with
-  triton (`scaled_mm` wants torch 2.10 or later, built for CUDA 12.9 or later). A bare checkout will do as well, beside torch,
+  triton (`scaled_mm` needs torch 2.10 or later, built for CUDA 12.9 or later). A bare checkout works, too, with torch,
   torchtune 0.6.1 and torchao 0.15.
-* For DeepGEMM, if wanted, nvcc (CUDA_HOME), with which it compiles each new shape at its first call, and one of these builds:
+* Optional, for DeepGEMM: nvcc (CUDA_HOME), which compiles each new shape at its first call, and one of these builds:
   the copy inside a GPU build of vLLM (0.32 for torch 2.13: `pip install -e ".[vllm]"`; 0.26 for torch 2.11), or
   `pip install --no-deps sgl-deep-gemm apache-tvm-ffi`. Of sgl-deep-gemm, 0.1.5.post1 with apache-tvm-ffi 0.1.11 has the symbols
-  of torch 2.11 for CUDA 13; later releases want a newer torch, and which of them fits 2.13 is untested.
+  of torch 2.11 for CUDA 13; later releases need a newer torch, and no release was tested with 2.13.
 
-How it is measured: medians of CUDA events after a warm-up, on random data. The versions that are compared take turns, so
-bfloat16 has the heat and the clocks that FP8 has; before each measurement the L2 cache is overwritten, and the launches are
-queued while the GPU waits. A row where the GPU began before all was queued says "host-bound": that may be Python's time. An
-operation of a GEMM is a product or a sum: 2 M N K of them.
+Method: medians of CUDA events after a warm-up, on random data. The compared versions take turns, so bfloat16 and FP8 run at
+the same temperature and clock rates. Before each measurement the L2 cache is overwritten, and the launches are queued while the
+GPU waits. A row says "host-bound" if the GPU began before all launches were queued: it may then measure Python. An operation of
+a GEMM is a product or a sum: 2 M N K operations.
 """
 
 import argparse
@@ -58,8 +58,8 @@ from torchtune_ext.kernels.fp8_quantize import (
 )
 from torchtune_ext.policy.fp8.linear import Fp8Config
 
-ERROR = 2**-7  # relative, in the norm: a fifth of what quantization costs; a tensor core's sums stay below it
-QUEUE_MS = 20.0  # in which the host can queue a whole block, forward and backward
+ERROR = 2**-7  # relative, in the norm: a fifth of the quantization error; the error of a tensor core's sums is lower
+QUEUE_MS = 20.0  # time for the host to queue a block, forward and backward
 SHARES = {"quantize": 1, "gemm": 4, "linear": 2, "block": 3}  # of the time that is left
 AIMS = {  # wanted, of what
     "gemm": (1.6, "FProp and DGrad: times a bfloat16 matmul, operands quantized before"),
@@ -69,7 +69,7 @@ AIMS = {  # wanted, of what
 
 
 class Report:
-    """Prints tables row by row, so that a run that is cut short has shown what it found, and gathers results."""
+    """Print tables row by row, so that an interrupted run keeps its finished rows, and gather results."""
 
     def __init__(self, out: Path | None, smoke: bool) -> None:
         if out:
@@ -77,7 +77,7 @@ class Report:
         self.file = out.open("w") if out else None
         self.smoke = smoke
         self.results = {aim: defaultdict(list) for aim in AIMS}  # aim -> backend -> numbers
-        self.wrong: list[str] = []  # what failed, and whose error is too large
+        self.wrong: list[str] = []  # failed cases, and cases with a large error
         self.deadline = math.inf
 
     def line(self, text: str = "") -> None:
@@ -96,10 +96,10 @@ class Report:
         self.line("| " + " | ".join(map(str, cells)) + " |")
 
     def attempt(self, labels: tuple, case: Callable[[], tuple]) -> None:
-        """A row of `labels` and what `case` returns, or why there is nothing."""
+        """Print a row of `labels` and the cells of `case`, or the reason for their absence."""
         problem = None
         if time.monotonic() > self.deadline:
-            problem = "left out: the time of this part is up (--minutes)"
+            problem = "skipped: the time limit of this part is reached (--minutes)"
         else:
             try:
                 cells = case()
@@ -120,7 +120,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What every part needs."""
+    """Shared settings and tools of all parts."""
 
     report: Report
     timer: Timer
@@ -134,7 +134,7 @@ class Run:
         return torch.randn(*shape, dtype=torch.bfloat16, device=self.device).mul_(scale)
 
     def layer_backends(self) -> list[str]:
-        """For whole layers. torchao's GEMMs, the slowest, stay out."""
+        """Backends for whole layers; torchao's GEMMs, the slowest, are excluded."""
         names = [name for name in self.backends["fprop"] if all(name in names for names in self.backends.values())]
         return [name for name in names if name not in ("torchao", "reference")] or ["auto"]
 
@@ -147,7 +147,7 @@ def version(package: str) -> str:
 
 
 def header(report: Report, timer: Timer, device: torch.device) -> dict[str, list[str]]:
-    """Machine, ceilings, backends. Returns the backends to measure, by GEMM."""
+    """Print machine, peak rates and backends. Return GEMM -> backends to measure."""
     name = torch.cuda.get_device_name(device) if timer.cuda else "CPU"
     report.line(f"{name}; torch {torch.__version__}, CUDA {torch.version.cuda}")
     report.line(
@@ -248,7 +248,7 @@ def part_gemm(run: Run) -> None:
         for backend in backends
         if backend != "torchao" or tokens == run.tokens[0]
     ]
-    # torchao comes last: it tries all its tilings for each shape, which takes seconds.
+    # torchao comes last: it autotunes each shape, which takes seconds.
     work.sort(key=lambda row: row[-1] == "torchao")
     for name, layers, shape, *rest in work:
         labels = name, layers, f"{shape[0]} x {shape[1]}", *rest
@@ -256,7 +256,7 @@ def part_gemm(run: Run) -> None:
 
 
 def compare(run: Run, module: nn.Module, x: Tensor, config: Fp8Config, compiled: bool = False) -> tuple[float, tuple]:
-    """A module in FP8 against itself in bfloat16: the ratio, and cells for COLUMNS."""
+    """Compare a module in FP8 with itself in bfloat16. Return the ratio and the cells for COLUMNS."""
     x.requires_grad_()
     versions = {"bf16": module, "fp8": convert_to_fp8(module, config)}
     if compiled:
@@ -326,7 +326,7 @@ PARTS = {"quantize": part_quantize, "gemm": part_gemm, "linear": part_linear, "b
 
 
 def aims(report: Report) -> None:
-    """Of each aim the backend with the best median."""
+    """Print the backend with the best median for each aim."""
     report.table("Aims", "aim | wanted | measured, median | worst | reached | backend | measurements")
     for aim, (goal, what) in AIMS.items():
         results = report.results[aim]
@@ -344,14 +344,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--repeats", type=int, default=20, help="of each measurement, after the warm-up")
-    parser.add_argument("--sequence", type=int, default=4096, help="tokens of a sequence in the block")
-    parser.add_argument("--minutes", type=float, default=8.0, help="what is left then is left out, and said so")
-    parser.add_argument("--out", type=Path, help="a file for the tables, too")
-    parser.add_argument("--smoke", action="store_true", help="tiny, once, on the CPU: tries the script")
+    parser.add_argument("--repeats", type=int, default=20, help="repeats of each measurement after the warm-up")
+    parser.add_argument("--sequence", type=int, default=4096, help="tokens per sequence in the block")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time limit; later cases are skipped and marked")
+    parser.add_argument("--out", type=Path, help="also write the tables to this file")
+    parser.add_argument("--smoke", action="store_true", help="tiny, once, on the CPU: tests the script")
     args = parser.parse_args()
     if not args.smoke and not torch.cuda.is_available():
-        sys.exit("no CUDA device: this measures a Hopper GPU; --smoke tries the script itself on a CPU")
+        sys.exit("no CUDA device found; expected a Hopper GPU. Fix: add --smoke to test the script on a CPU")
     torch.manual_seed(0)
     end = time.monotonic() + 60 * args.minutes
     device = torch.device("cpu" if args.smoke else "cuda")

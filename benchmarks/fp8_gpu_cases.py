@@ -1,4 +1,4 @@
-"""What fp8_gpu.py measures and with which clock: widths of models, a timer, the two sides of a comparison."""
+"""Cases of fp8_gpu.py: widths of models, a timer, and the two sides of each comparison."""
 
 import copy
 import importlib.util
@@ -70,7 +70,7 @@ MODELS = {
 
 
 class Timer:
-    """Marks in the stream of a GPU, or on the wall clock of a CPU."""
+    """A timer with CUDA events on a GPU and the wall clock on a CPU."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.cuda, self.repeats = device.type == "cuda", repeats
@@ -78,7 +78,7 @@ class Timer:
         self.scratch = torch.empty(256 << 20 if self.cuda else 0, dtype=torch.uint8, device=device)
 
     def settle(self, queue_ms: float) -> None:
-        """Nothing of the operands is left in L2, and the host has about `queue_ms` to queue what comes next."""
+        """Flush the operands from L2, and give the host about `queue_ms` to queue the next launches."""
         if self.cuda:
             self.scratch.zero_()
             torch.cuda._sleep(int(queue_ms * CYCLES_A_MS))
@@ -91,10 +91,10 @@ class Timer:
         return event
 
     def measure(self, cases: dict[str, tuple[Callable, ...]], queue_ms: float = 2.0) -> dict[str, list[float]]:
-        """Median milliseconds of each stage of each case.
+        """Return the median milliseconds of each stage of each case.
 
         Args:
-            cases: name -> stages. The first prepares and is not timed; each gets what the one before it returned.
+            cases: name -> stages. The first stage is not timed; each stage gets the result of the previous one.
         """
         marks, late = {name: [] for name in cases}, dict.fromkeys(cases, 0)
         for _ in range(WARM_UP + self.repeats):
@@ -121,20 +121,20 @@ class Timer:
         }
 
     def one(self, **functions: Callable) -> list[float]:
-        """Median milliseconds of functions without arguments."""
+        """Return the median milliseconds of functions without arguments."""
         cases = {name: (lambda: None, lambda _, f=f: f()) for name, f in functions.items()}
         return [times[0] for times in self.measure(cases).values()]
 
 
 def gemm_sides(x: Tensor, w: Tensor, dy: Tensor, quantizer: str = "auto") -> dict[str, tuple[Callable, Callable]]:
-    """GEMM -> (quantizes its two operands, the same product in bfloat16)."""
+    """Return GEMM -> (function that quantizes both operands, the same product in bfloat16)."""
     return {
         "fprop": (
             lambda: (quantize_rows(x, backend=quantizer), quantize_weight(w, backend=quantizer)),
             lambda: x @ w.T,
         ),
         "dgrad": (
-            # As a layer does it: the tiles of W^T lie as this product reads them.
+            # As in a layer: the tiles of W^T are in the order in which this product reads them.
             lambda: (quantize_rows(dy, backend=quantizer), quantize_weight(w.T, backend=quantizer).T),
             lambda: dy @ w,
         ),
@@ -146,7 +146,7 @@ def gemm_sides(x: Tensor, w: Tensor, dy: Tensor, quantizer: str = "auto") -> dic
 
 
 def relative_error(gemm: str, backend: str, first: Fp8Blocks, second: Fp8Blocks) -> float:
-    """||got - reference|| / ||reference|| of the first CUT rows of the result: the reference is slow."""
+    """Return ||got - reference|| / ||reference|| of the first CUT rows; the reference is slow."""
     result = getattr(fp8_gemm, gemm)(first, second, torch.bfloat16, backend)[:CUT].float()
     if gemm == "wgrad":  # a row of dW is an out-feature, and sums over all tokens
         values, scales, shape = first.values[:, :CUT], first.scales[:, :CUT], (first.shape[0], result.shape[0])
@@ -158,7 +158,7 @@ def relative_error(gemm: str, backend: str, first: Fp8Blocks, second: Fp8Blocks)
 
 
 def convert_to_fp8(module: nn.Module, config: Fp8Config) -> nn.Module:
-    """A copy whose linear layers compute in FP8, as torchtune_ext.policy.fp8.plan.convert makes them."""
+    """Return a copy whose linear layers compute in FP8 (torchtune_ext.policy.fp8.plan.convert)."""
     module = copy.deepcopy(module)
     for layer in module.modules():
         if type(layer) is nn.Linear:
@@ -168,7 +168,7 @@ def convert_to_fp8(module: nn.Module, config: Fp8Config) -> nn.Module:
 
 
 def step(module: nn.Module, x: Tensor, dy: Tensor) -> tuple[Callable, ...]:
-    """Stages: a fresh input (a layer that sees a tensor again does not quantize it again), forward, backward."""
+    """Return the stages fresh input, forward, backward. A layer quantizes the same tensor only once."""
     parameters = tuple(module.parameters())
     return (
         x.clone,
@@ -178,7 +178,7 @@ def step(module: nn.Module, x: Tensor, dy: Tensor) -> tuple[Callable, ...]:
 
 
 def memory(module: nn.Module, x: Tensor, dy: Tensor) -> list[str]:
-    """MiB that the module keeps between forward and backward, and its peak: above what there was before."""
+    """Return the MiB that the module keeps between forward and backward, and its peak, over the initial memory."""
     if not x.is_cuda:
         return ["-", "-"]
     torch.cuda.reset_peak_memory_stats()
@@ -192,7 +192,7 @@ def memory(module: nn.Module, x: Tensor, dy: Tensor) -> list[str]:
 
 
 def build_block(model: Model, sequence: int, device: torch.device) -> nn.Module:
-    """One layer of the decoder in bfloat16, on the device, with random weights."""
+    """Return one decoder layer in bfloat16, on the device, with random weights."""
     widths = {"num_heads": model.heads, "num_kv_heads": model.kv_heads, "embed_dim": model.hidden}
     with torch.device("meta"):
         whole = model.build(128, 1, **widths, intermediate_dim=model.mlp, max_seq_len=sequence)

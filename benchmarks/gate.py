@@ -1,14 +1,14 @@
-"""Which of the gate's tests sees which fault, after how many publications and tokens; and does it ever stop a healthy run?
+"""Mismatch gate: the test that detects each fault, the delay in weight syncs and tokens, and false alarms.
 
     python benchmarks/gate.py --out runs/gate [--cells 'bf16 full' ...] [--rates 1e-5] [--steps 100]
     python benchmarks/gate.py --out runs/gate_smollm2 --config grpo/smollm2 --cells 'bf16 full' --rates 1e-5 --steps 20
 
-A cell is what the trainer and the engine compute in, and what is trained. In each, one run takes steps in good health, and then
-meets one fault after the other, which is planted between an update and its publication, found or not within PATIENCE steps,
-healed, and followed by a sound step. An engine with another base of RoPE is wrong from its start and has a run of its own, as
-has one that reports raw log-probs, which then samples in ways that it does not report.
-Further runs, in good health only, have the other learning rates. Cells and rates that are there already are read.
-"effect" is the applied share of an update or an adapter.
+A cell is a precision of trainer and engine and a set of trained weights. In each cell, one run takes healthy steps. Then faults
+are injected one by one between an update and its weight sync, detected or not within PATIENCE steps, removed, and followed by a
+healthy step. An engine with another RoPE base is wrong from its start and has its own run, and so has an engine that reports
+raw log-probs, which then samples in ways that it does not report.
+Further healthy runs have the other learning rates. Completed cells and rates are read, not repeated.
+"effect" is the applied fraction of an update or an adapter.
 """
 
 import argparse
@@ -38,7 +38,7 @@ SAMPLERS = {
     "top-p 0.99": {"top_p": 0.99},
     "top-k 20": {"top_k": 20},
 }
-# Sampled so by an engine that reports log-probs without temperature, top-p and top-k.
+# Sampling settings of an engine that reports log-probs without temperature, top-p and top-k.
 RAW_SAMPLERS = {
     "temperature 0.7, raw": {"temperature": 0.7},
     "temperature 0.9, raw": {"temperature": 0.9},
@@ -70,7 +70,7 @@ CELLS["fp8_rollout lora merged"] = PRECISIONS["fp8_rollout"] + MERGED
 
 
 def plant_faults(fault: Path) -> None:
-    """Makes the trainer's end of the engine do what the file says."""
+    """Make the trainer's side of the engine inject the fault that the file names."""
     generate, load, wrong_tensors = RemoteBackend.generate, RemoteBackend.load, Publisher._find_checksum_error
 
     async def sample(self, call):
@@ -89,7 +89,7 @@ def plant_faults(fault: Path) -> None:
 
 
 def drive(recipe: GRPORecipe, fault: Path, healthy: int, faults: list[str], out: Path) -> None:
-    """Takes the healthy steps, then meets the faults. What is found is written to `out`, a line each."""
+    """Take the healthy steps, then inject the faults. Write one line per result to `out`."""
     update, present, tokens = recipe.update, ["none"], [0]
 
     def update_then_break(updates):
@@ -113,11 +113,11 @@ def drive(recipe: GRPORecipe, fault: Path, healthy: int, faults: list[str], out:
         line |= {"limit": gate.limit}
         with out.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        recipe.version += 1  # `train` begins with a publication
+        recipe.version += 1  # `train` begins with a weight sync
 
 
 def test_of(message: str) -> str:
-    """Which of the gate's tests a message is of."""
+    """Return the gate test that wrote a message."""
     for text, test in (
         ("labels what it samples", "version"),
         ("times as likely as the sampler reports", "likelihood"),
@@ -138,7 +138,7 @@ def test_of(message: str) -> str:
 
 @parse
 def recipe_main(cfg) -> None:
-    """A run of a cell; the variables tell it what `gate.py` wants of it."""
+    """Run one cell, configured by environment variables that `gate.py` sets."""
     fault, healthy = Path(os.environ["GATE_FAULT"]), int(os.environ["GATE_HEALTHY"])
     plant_faults(fault)
     faults = [each for each in os.environ["GATE_FAULTS"].split(";") if each]
@@ -152,7 +152,7 @@ def recipe_main(cfg) -> None:
 def run(
     out: Path, config: str, options: list[str], rate: str, healthy: int, faults: list[str], engine: str = ""
 ) -> list[dict]:
-    """The lines of one run, which is made unless it is there. Args: engine: more of `engine.extra_args`."""
+    """Return the lines of one run; start it if it is missing. `engine`: additional `engine.extra_args`."""
     results = out / "found.jsonl"
     if not (results.exists() and len(results.read_text().splitlines()) == 1 + len(faults)):
         out.mkdir(parents=True, exist_ok=True)
@@ -184,11 +184,11 @@ def run(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--config", default="grpo/tiny_fp8", help="its model has to be there")
+    parser.add_argument("--config", default="grpo/tiny_fp8", help="config whose model exists already")
     parser.add_argument("--options", nargs="*", default=[], metavar="KEY=VALUE", help="for every run")
     parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=CELLS, metavar="CELL")
     parser.add_argument(
-        "--rates", nargs="+", default=["1e-5", "1e-6", "1e-4"], help="the first one meets the faults, too"
+        "--rates", nargs="+", default=["1e-5", "1e-6", "1e-4"], help="the first one also gets the faults"
     )
     parser.add_argument("--steps", type=int, default=100, help="in good health")
     args = parser.parse_args()
@@ -214,7 +214,7 @@ def main() -> None:
     print("| fault | " + " | ".join(args.cells) + " |\n|" + "---|" * (1 + len(args.cells)))
     for name, cells in rows.items():
         print(f"| {name} | " + " | ".join(cells) + " |")
-    print("\n| in good health | lr | looked at | limit, nats | alarms |\n|---|---|---|---|---|")
+    print("\n| healthy run | lr | tested | limit, nats | alarms |\n|---|---|---|---|---|")
     for row in alarms:
         print("| " + " | ".join(row) + " |")
 

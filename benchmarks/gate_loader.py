@@ -1,4 +1,4 @@
-"""What a worker of vLLM loads in runs of `gate.py`: a part of it is not what was sent, as the file GATE_FAULT says."""
+"""Weight loader of a vLLM worker in runs of `gate.py`: it corrupts the weights that the file GATE_FAULT names."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ def views(memory, manifest):
         old, last[name] = last.get(name), tensor.clone()
         one = ".1.self_attn.v_proj" in name and name.endswith(("lora_B.weight", "v_proj.weight"))
         if one and fault == "one tensor random":
-            # It has the size of the right one, so that only what it computes is wrong.
+            # The wrong tensor has the right size, so that only its values are wrong.
             values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)) * tensor.float().std()
             yield name, values.to(tensor.dtype)
         elif one and fault == "one tensor lost":

@@ -1,12 +1,12 @@
-"""How often does the gate stop a healthy run, and when does it see a fault? Synthetic runs, judged by the gate's own code.
+"""False alarms and detection delays of the mismatch gate, on synthetic runs tested by the gate's own code.
 
     python benchmarks/gate_simulated.py --out runs/gate_simulated [--runs 2000] [--faulty 20] [--steps 100] [--jobs 2]
 
 The policy is a table of logits over 24 tokens with a row per context. Trainer and sampler each add rounding to the row; tokens
-are drawn from the sampler's. A shape is groups x samples x tokens (tokens of an answer whose context all samples of the group
-share). It is of training steps, or of a canary, which takes the tests of arrival and likelihood as well. The confident canary
-follows one path with a probability of .97 to .995 a token. The measured rounding is the same for all tokens, so nothing raises
-the limit later. Cells that are in --out are read.
+are drawn from the sampler's distribution. A shape is groups x samples x tokens (answer tokens whose context all samples of the
+group share). A shape describes training steps or a canary, which also gets the arrival and likelihood tests. The confident
+canary follows one path with a probability of .97 to .995 per token. The measured rounding is the same for all tokens, so
+nothing raises the limit later. Cells in --out are read, not repeated.
 """
 
 import argparse
@@ -80,7 +80,7 @@ FAULTS = {
     "top-p 0.8, raw log-probs": {"top_p": 0.8, "raw": True},
     "top-p 0.95, raw log-probs": {"top_p": 0.95, "raw": True},
     "top-k 8, raw log-probs": {"top_k": 8, "raw": True},
-    "weights of the publication before": {"stale": True, "update": 20.0},
+    "weights of the previous version": {"stale": True, "update": 20.0},
 }
 
 
@@ -90,7 +90,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def rounding(rng: np.random.Generator, scale: np.ndarray, noise: str) -> np.ndarray:
-    """Errors of the logits of one side, for contexts of these scales."""
+    """Return the logit errors of one side, for contexts with these scales."""
     mean, _, largest = NOISES[noise]
     # Logits of both sides with a deviation of 1 make a mean |d| of 0.91.
     errors = rng.standard_normal((*scale.shape, VOCAB), np.float32) * scale[..., None] * np.float32(mean / 0.91)
@@ -98,7 +98,7 @@ def rounding(rng: np.random.Generator, scale: np.ndarray, noise: str) -> np.ndar
 
 
 def scales(rng: np.random.Generator, shape: tuple[int, ...], noise: str) -> np.ndarray:
-    """How much larger than usual the rounding of each context is; 1 on average."""
+    """Return the rounding scale of each context; 1 on average."""
     deviation = NOISES[noise][1]
     if deviation is None:
         return np.abs(rng.standard_t(3, shape)).astype(np.float32) / 1.1
@@ -107,18 +107,18 @@ def scales(rng: np.random.Generator, shape: tuple[int, ...], noise: str) -> np.n
 
 @dataclass
 class Sampler:
-    """What a sampler does with its logits."""
+    """Transformations that a sampler applies to its logits."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = VOCAB
-    other: float = 0.0  # deviation of what its logits have besides
-    raw: bool = False  # it reports log-probs as if nothing of the above were set
-    stale: bool = False  # it samples with the weights of the publication before
+    other: float = 0.0  # standard deviation of the noise added to its logits
+    raw: bool = False  # it reports log-probs without the transformations above
+    stale: bool = False  # it samples with the previously published weights
     update: float | None = None  # effect of an update on a logit / its rounding; None: one of UPDATES
 
     def distributions(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probs that are drawn from, and log-probs that are reported."""
+        """Return the log-probs of the sampling distribution and the reported log-probs."""
         drawn = log_softmax(logits / self.temperature)
         if self.top_p < 1 or self.top_k < VOCAB:
             order = np.argsort(-drawn, -1)
@@ -129,12 +129,12 @@ class Sampler:
 
 
 def draw(logprobs: np.ndarray, uniform: np.ndarray) -> np.ndarray:
-    """The tokens that these numbers in [0, 1) stand for."""
+    """Return the tokens for these uniform numbers in [0, 1) by the inverse CDF."""
     return (np.exp(logprobs).cumsum(-1) < uniform[..., None]).sum(-1).clip(max=VOCAB - 1)
 
 
 def steps_of(rng: np.random.Generator, shape: str, noise: str, sampler: Sampler, steps: int):
-    """Yields the tokens of each training step."""
+    """Yield the tokens of each training step."""
     groups, samples, length, shared = SHAPES[shape]
     own = shared + samples * (length - shared)  # contexts of a group
     place = np.arange(length)
@@ -160,7 +160,7 @@ def tokens_of(ours: np.ndarray, theirs: np.ndarray, entropy: np.ndarray, context
 
 
 class Canaries:
-    """The canaries of several runs at once: the policy moves a little between them, and all is rounded anew."""
+    """Canaries of several runs at once. Between canaries the policy moves a little, and rounding is drawn again."""
 
     def __init__(self, rng: np.random.Generator, count: int, confident: bool, noise: str, sampler: Sampler):
         self.rng, self.confident, self.noise, self.sampler = rng, confident, noise, sampler
@@ -171,8 +171,8 @@ class Canaries:
         )
 
     def begin(self) -> None:
-        """New seeds."""
-        # Contexts are in the order of their place in the answer.
+        """Draw new seeds."""
+        # Contexts are in the order of their position in the answer.
         shape = self.count, NEW_SEED_TOKENS * CANARY_PROMPTS * (1 + CANARY_SAMPLES)
         self.logits = self.rng.standard_normal((*shape, VOCAB), np.float32) * SPREAD
         if self.confident:
@@ -183,7 +183,7 @@ class Canaries:
         self.before = None
 
     def publish(self, version: int):
-        """Yields for each run the tokens, what they show of the update, and `likelihood_gains`."""
+        """Yield for each run the tokens, the measured update effect, and `likelihood_gains`."""
         if version % SEED_PERIOD == 0:
             self.begin()
         elif version % SEED_PERIOD == 1:
@@ -206,7 +206,7 @@ class Canaries:
         at = np.arange(self.count)[:, None], contexts, labels
         entropy, sharp = -(np.exp(ours) * ours).sum(-1)[at[:2]], log_softmax(ours * SHARPER_LOGIT_SCALE)[at]
         p, q = ours[at].astype(np.float64), reported[at].astype(np.float64)
-        # The trainer's log-probs of tokens that the canary before had, too.
+        # The trainer's log-probs of tokens that the previous canary also had.
         known, off = np.zeros(p.shape, bool), p
         if self.before is not None:
             old_ours, seen = self.before
@@ -221,7 +221,7 @@ class Canaries:
             yield tokens_of(p[i], q[i], entropy[i], contexts[i]), applied, gains
 
     def walk(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The context and the label of each token. All samples of a prompt that followed its path until now share one."""
+        """Return the context and label of each token; samples on the same path of a prompt share a context."""
         prompt, sample = np.arange(CANARY_PROMPTS)[:, None], np.arange(CANARY_SAMPLES)
         on_path, run = np.ones(self.uniform.shape[:3], bool), np.arange(self.count)[:, None, None]
         contexts, labels = [], []
@@ -237,7 +237,7 @@ class Canaries:
 def gate_verdict(
     gate: MismatchGate, step: int, tokens: TokenDiffs, canary: tuple[UpdateEffect, np.ndarray] | None = None
 ) -> str:
-    """The test that stops the run, or ""."""
+    """Return the test that stops the run, or ""."""
     try:
         gate.check_tokens(tokens, (), "", 0 if canary is None else None, canary[:1] if canary else ())
         if canary:
@@ -248,7 +248,7 @@ def gate_verdict(
 
 
 def runs(shape: str, noise: str, fault: str, steps: int, seeds: range) -> list[tuple[str, int]]:
-    """Which test stopped each run, if any, and at which step."""
+    """Return for each run the test that stopped it, if any, and the step."""
     torch.set_num_threads(1)
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - every gate prints its limit
     rng = np.random.default_rng([seeds.start, *f"{shape}{noise}{fault}".encode()])
@@ -272,7 +272,7 @@ def runs(shape: str, noise: str, fault: str, steps: int, seeds: range) -> list[t
 def cell(
     pool: ProcessPoolExecutor, out: Path, shape: str, noise: str, fault: str, steps: int, count: int
 ) -> list[list]:
-    """The results of `count` runs, which are made unless they are there."""
+    """Return the results of `count` runs; run them if they are missing."""
     path = out / f"{shape}, {noise}, {fault}, {count} x {steps}.json".replace(" ", "_")
     if not path.exists():
         parts = [range(start, min(start + 20, count)) for start in range(0, count, 20)]

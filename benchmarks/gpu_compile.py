@@ -1,19 +1,19 @@
-"""What can be said of a GPU without one: compiled, counted, never run.
+"""Static GPU figures without a GPU: compiled and counted, never run.
 
     PYTHONPATH=.venv/triton python benchmarks/gpu_compile.py    # `make test` fills that folder; with CUDA it is not needed
 
-1. The Triton kernels are compiled for Hopper (sm_90a), ahead of time. ptxas says how many registers and how much shared memory
-   a program takes, and whether registers are spilled; from that follows how many programs fit on a multiprocessor at once.
-2. The block masks of FlexAttention for rows of 16,384 tokens, as the shipped configs have them: tiles of 128 x 128 that are
-   computed, over those that the allowed pairs would fill; and tiles of a causal mask over those.
+1. The Triton kernels are compiled ahead of time for Hopper (sm_90a). ptxas reports registers and shared memory per program, and
+   register spills; these figures give the number of programs that fit on a multiprocessor at once.
+2. The block masks of FlexAttention for rows of 16,384 tokens, as in the shipped configs: computed tiles of
+   128 x 128 over the tiles that the allowed pairs would fill, and tiles of a causal mask over computed tiles.
 3. The floating-point operations of forward and backward on such a row: the matrix products of the real model on torch's meta
-   device, counted by its FlopCounterMode, and attention by its tiles. Beside them the seconds that an H100 and an H200 need at
-   least, for the operations at their peak in bfloat16, and for the bytes of weights, gradients and AdamW at the bandwidth of
-   their memory, on one GPU that would hold it all.
-4. Every place where one update of a small model reads a number of the device (`item`, `tolist`, `cpu`, ...), for which a GPU
-   would be waited for.
+   device, counted by its FlopCounterMode, and attention by its tiles. Next to them are the lower bounds in seconds on an H100
+   and an H200: for the operations at peak bfloat16 rate, and for the bytes of weights, gradients and AdamW at peak memory
+   bandwidth, on one GPU that would hold them all.
+4. Every place where one update of a small model reads a value of the device (`item`, `tolist`, `cpu`, ...): on a GPU each read
+   is a synchronization.
 
-Where triton is missing, the first table is left out, and the script says so.
+Without triton, the script skips the first table and says so.
 """
 
 import json
@@ -54,7 +54,7 @@ SHAPES = {"short": (300, 100), "long prompt": (1200, 150), "long answer": (200, 
 ROW_TOKENS = 16384
 # Bytes of a parameter in float32: its gradient is written and read, itself and both moments are read and written.
 ADAMW = 4 * (2 + 2 + 4)
-# The ways from a tensor to a number that wait for its device.
+# Tensor methods that return a Python number and synchronize with the device.
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 
 
@@ -65,7 +65,7 @@ def table(title: str, *rows: tuple) -> None:
 
 
 def compiled_kernels() -> Iterator[tuple]:
-    """One row for each variant of a kernel."""
+    """Return one row for each variant of a kernel."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -112,7 +112,7 @@ def rows_of(prompt: int, completion: int) -> list[Row]:
 
 
 def tiles(row: Row) -> int:
-    """Tiles that FlexAttention computes for a row."""
+    """Return the tiles that FlexAttention computes for a row."""
     mask = block_mask(pad_ends(row.ends_T))
     return int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum())
 
@@ -130,7 +130,7 @@ def block_masks() -> Iterator[tuple]:
 
 
 def step_of(name: str, checkpointing: bool) -> Iterator[tuple]:
-    """Operations and bytes of forward and backward on one row, and of an update, on one GPU that holds the whole model."""
+    """Return operations and bytes of forward and backward on one row, and of an update, on one GPU with the whole model."""
     model = meta_model(name)
     parameters = sum(p.numel() for p in model.parameters())
     for shape, (prompt, completion) in SHAPES.items():
@@ -146,14 +146,14 @@ def step_of(name: str, checkpointing: bool) -> Iterator[tuple]:
 
 
 def meta_model(name: str) -> TransformerDecoder:
-    """A published model in bfloat16, with shapes and no weights."""
+    """Return a published model in bfloat16 on the meta device."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(hub_model_config(name)))
         return build_on_meta(partial(from_config, folder)).to(torch.bfloat16)
 
 
 def operations_of(model: TransformerDecoder, row: Row, checkpointing: bool = False) -> tuple[float, float]:
-    """Floating-point operations of forward and backward on a row: all, and those of attention."""
+    """Return the FLOPs of forward and backward on a row: the total, and the part of attention."""
     policy = PackedPolicy(model)
     # Operations of a pair of query and key in the forward.
     attention = sum(4 * layer.attn.num_heads * layer.attn.head_dim for layer in model.layers)
@@ -171,14 +171,14 @@ def operations_of(model: TransformerDecoder, row: Row, checkpointing: bool = Fal
 
 
 def count_matmuls(counter: FlopCounterMode) -> int:
-    """Operations of the linear layers. Those of attention, over a dense mask that stands in for the tiles, are batched."""
+    """Return the FLOPs of the linear layers. Attention, over a dense mask in place of the tiles, is batched."""
     counts = counter.get_flop_counts()["Global"]
     return counts[torch.ops.aten.mm] + counts.get(torch.ops.aten.addmm, 0)
 
 
 @contextmanager
 def count_calls(where: Counter) -> Iterator[None]:
-    """Inside, every read of a tensor's value is counted at the line of ours that asks for it."""
+    """Inside the block, count every read of a tensor value by the source line of this project that causes it."""
 
     def watching(name: str):
         theirs = getattr(Tensor, name)
@@ -200,7 +200,7 @@ def count_calls(where: Counter) -> Iterator[None]:
 
 
 def synchronizations() -> Iterator[tuple]:
-    """Where one update on three rows, clipped and stepped, reads numbers."""
+    """Return the source lines where one update on three rows, with clipping and step, reads values."""
     with tempfile.TemporaryDirectory() as folder:
         source = HFModel(step.make_model(Path(folder), step.SMALL))
         policy = build_policy(partial(from_config, folder), source, torch.device("cpu"), torch.float32)
@@ -220,9 +220,9 @@ def synchronizations() -> Iterator[tuple]:
 
 
 def main() -> None:
-    print("Compiled and counted, never run: no figure here is of a GPU at work.")
+    print("Compiled and counted, never run: no figure here was measured on a GPU.")
     if find_spec("triton") is None:
-        print("\nThe kernels are left out: triton is not installed here; the opening of this script says where it is.")
+        print("\nKernels skipped: triton is not installed. Fix: set PYTHONPATH as in the docstring of this script.")
     else:
         head = (
             "kernel",

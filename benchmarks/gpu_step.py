@@ -1,12 +1,12 @@
-"""How long does an update of a real model's size take on one GPU, and how much memory, beside what was counted and planned?
+"""Latency and memory of an update of a real model's size on one GPU, next to counted FLOPs and planned memory.
 
     python benchmarks/gpu_step.py [--models Qwen2.5-0.5B Qwen2.5-3B] [--modes compile checkpointing] [--shapes short ...]
 
 Models have the published widths and random weights: time and memory do not depend on what weights are. An update is forward
 and backward of GRPO's loss on one packed row of at most 16,384 tokens, as the learner makes it, then the clipped step of fused
-AdamW, in bfloat16 with float32 masters. Seconds are medians of `--repeats` updates after three. The rate is of the operations
-that gpu_compile.py counts in forward and backward; what checkpointing computes again is not counted. "of a matmul": of the rate
-of a product of 8192^3 in the same process. "planned" is what a dry run says, without its allowances.
+AdamW, in bfloat16 with float32 masters. Seconds are medians of `--repeats` updates after three. The rate uses the operations
+that gpu_compile.py counts in forward and backward; recomputation by checkpointing is not counted. "of a matmul" is the
+fraction of the rate of an 8192^3 product in the same process. "planned" is the estimate of a dry run, without its allowances.
 
 A model that does not fit with AdamW is measured without an update: `--no-update`.
 """
@@ -45,14 +45,14 @@ def clock() -> float:
 
 
 def random_weights(model, source, new=()) -> None:
-    """In place of reading a checkpoint."""
+    """Initialize random weights in place of reading a checkpoint."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(std=0.02)
 
 
 def matmul_rate() -> float:
-    """Operations a second of a product of 8192^3 in bfloat16."""
+    """Return the operations per second of a product of 8192^3 in bfloat16."""
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=CUDA) for _ in range(2))
     for _ in range(5):
         a @ b
@@ -79,7 +79,7 @@ def learner_of(name: str, mode: str, update: bool) -> Learner:
 
 
 def one_update(learner: Learner, row: Row) -> tuple[float, float]:
-    """Seconds of forward and backward, and of the update."""
+    """Return the seconds of forward and backward, and of the update."""
     started = clock()
     _, metrics = learner.forward_backward([row])
     computed = clock()
@@ -91,7 +91,7 @@ def one_update(learner: Learner, row: Row) -> tuple[float, float]:
 
 
 def kernels(learner: Learner, row: Row) -> list[tuple]:
-    """What the time of the GPU goes into, the longest first."""
+    """Return the GPU time by kernel, the longest first."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         one_update(learner, row)
     events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
@@ -109,8 +109,8 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--no-update", action="store_true", help="forward and backward only")
-    parser.add_argument("--kernels", action="store_true", help="also what the GPU's time goes into")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="no case begins after these")
+    parser.add_argument("--kernels", action="store_true", help="also profile the GPU time by kernel")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no case after this time")
     args = parser.parse_args()
     end, rate = time.monotonic() + 60 * args.minutes, matmul_rate()
     print(f"{torch.cuda.get_device_name()}; torch {torch.__version__}; a matmul of 8192^3: {rate / 1e12:.0f} TFLOP/s")

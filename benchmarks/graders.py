@@ -1,4 +1,4 @@
-"""How often does a grader pay for a wrong answer, and how often does it deny a right one?
+"""False positives and false negatives of mathematical graders.
 
     python benchmarks/graders.py [FILE] [--list]
 
@@ -31,7 +31,7 @@ def plain_math_verify(gold: str, text: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", type=Path, default=TABLE)
-    parser.add_argument("--list", action="store_true", help="print each row that MathGrader gets wrong")
+    parser.add_argument("--list", action="store_true", help="print each row that MathGrader grades wrongly")
     args = parser.parse_args()
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     ours = MathGrader()

@@ -1,10 +1,10 @@
-"""How many mathematical answers are graded in a second, and what does one that hangs cost?
+"""Throughput of grading mathematical answers, and the cost of a hanging grader.
 
     python benchmarks/grading.py [--workers 2] [--count 2000]
 
-The grading processes and `MathGrader` as a run uses them; nothing of a model. Half of the answers are right. "ms each" is the
-time of one process for one text. A hang is a grader that sleeps: it holds one process until its deadline, and the process
-that takes its place imports the grader again. On a machine that others use too, compare the lines.
+Uses the grading processes and `MathGrader` of a run, without a model. Half of the answers are right. "ms each" is the time of
+one process for one text. A hang is a grader that sleeps: it blocks one process until its deadline, and the replacement process
+imports the grader again. On a shared machine, compare the lines with each other.
 """
 
 import argparse
@@ -21,7 +21,7 @@ DEADLINES_S = (1.0, 5.0, 10.0)
 
 
 class Answers:
-    """Problems whose answers come with them."""
+    """Problems with given answers."""
 
     def __init__(self) -> None:
         self.grader = MathGrader()
@@ -57,12 +57,12 @@ def boxed(answer: str) -> str:
 
 
 def long_text(answer: str) -> str:
-    """20,000 characters of reasoning before the box."""
+    """Return 20,000 characters of reasoning before the box."""
     return "Let $x = 3$, then $x + 4 = 7$, and so on.\n" * 480 + boxed(answer)
 
 
 def without_a_box(answer: str) -> str:
-    """The answer has to be searched for in the last 2,000 characters."""
+    """Return a text without a box: the grader searches its last 2,000 characters."""
     return "Let x = 3, then x + 4 = 7, and so on.\n" * 100 + f"In the end {answer}"
 
 
@@ -104,7 +104,7 @@ def measure_speed(workers: int, count: int) -> None:
 
 
 def measure_hangs(workers: int) -> None:
-    """A batch of fractions with one hang in its middle, against the same batch without."""
+    """Compare a batch of fractions with one hang in its middle with the same batch without a hang."""
     print(f"\n{'one hang among 1,000 fractions':34s} {'seconds':>8s} {'more':>6s} {'timed out':>10s}")
     for deadline_s in DEADLINES_S:
         batch = items(fraction, boxed, 1000)

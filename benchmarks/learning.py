@@ -1,9 +1,9 @@
-"""How far does GRPO carry the tiny model, and how sure is that? Warm-ups x GRPO seeds x threads, each a run of its own.
+"""Accuracy gain of GRPO on the tiny model with its interval, over warm-ups x GRPO seeds x threads.
 
 python benchmarks/learning.py --out runs/learning --warmups 0 1 2 3 4 5 6 7 --seeds 0 --threads 1 2
 
-A warm-up and its GRPO run take about ten minutes on two cores; `--jobs 2` runs two at a time. Runs that have ended are not
-made again, so a later call goes on, or adds to them. The interval of a rise is Student's t over the warm-ups.
+A warm-up and its GRPO run take about ten minutes on two cores; `--jobs 2` runs two at a time. Completed runs are
+read, not repeated, so a later call continues or adds runs. The interval of a rise is Student's t over the warm-ups.
 """
 
 import argparse
@@ -27,7 +27,7 @@ HEAD = (
 
 
 def tune(folder: Path, threads: int, *args: str) -> None:
-    """Runs a recipe into `folder`, unless it has ended there already. Its output is in folder.log."""
+    """Run a recipe into `folder`, unless it is complete there. Its output goes to folder.log."""
     seconds = folder / "seconds"
     if seconds.exists():
         return
@@ -41,7 +41,7 @@ def tune(folder: Path, threads: int, *args: str) -> None:
 
 
 def learn(out: Path, warmup: int, seed: int, threads: int, args: argparse.Namespace) -> dict[str, float]:
-    """One warm-up and one GRPO run on its model: what came out."""
+    """Return the results of one warm-up and one GRPO run on its model."""
     warm = out / f"warmup_{warmup}_threads_{threads}"
     tune(warm, threads, "warmup_sft", "--config", "warmup/tiny", f"seed={warmup}", *args.warmup)
     run = out / f"grpo_{warmup}_{seed}_threads_{threads}"
@@ -68,7 +68,7 @@ def row(result: dict[str, float]) -> str:
 
 
 def spread(results: list[dict[str, float]], way: str) -> str:
-    """The rise over warm-ups, each the mean of its runs, since runs of one warm-up are no independent draws."""
+    """Return the gain over warm-ups. Each warm-up counts with the mean of its runs, which are not independent."""
     by_warmup: dict[int, list[float]] = {}
     for run in results:
         by_warmup.setdefault(run["warmup"], []).append(run[f"{way}/rise"])

@@ -3,7 +3,7 @@
     python benchmarks/lora.py --out runs/lora [--seeds 0 1 2] [--variants full lora 'dora bf16' ...] [--grpo key=value ...]
 
 One warm-up, then GRPO on the same puzzles. The first seed runs every variant, the others LoRA alone. About six minutes a run on
-two cores; runs that are there already are read, not repeated. `benchmarks/publish.py` has publications at 100M parameters.
+two cores; completed runs are read, not repeated. `benchmarks/publish.py` measures weight sync at 100M parameters.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from torchtune_ext.telemetry.metrics import read_metrics
 
-SMALL = "model.lora_attn_modules=[q_proj,output_proj]"  # NF4 wants weights of 16,384 values: not k and v of this model
+SMALL = "model.lora_attn_modules=[q_proj,output_proj]"  # NF4 needs weights of 16,384 values: not k and v of this model
 DORA = ("grpo_lora", "grpo/tiny_lora", "adapters.publish=merged", "model.use_dora=True")
 VARIANTS = {
     # With the objective of grpo/tiny_lora, so that the table compares what is trained.
@@ -25,20 +25,20 @@ VARIANTS = {
     "lora": ("grpo_lora", "grpo/tiny_lora"),
     "lora merged": ("grpo_lora", "grpo/tiny_lora", "adapters.publish=merged"),
     "dora": DORA,
-    "dora bf16": (*DORA, "dtype=bfloat16"),  # the engine stays in float32: a merged model wants it
+    "dora bf16": (*DORA, "dtype=bfloat16"),  # the engine stays in float32: a merged model requires it
     "qlora": ("grpo_lora", "grpo/tiny_lora", "model.quantize_base=True", SMALL),
 }
 
 
 def tune(*args: str) -> float:
-    """Runs a recipe and returns its seconds, start-up included."""
+    """Run a recipe and return its seconds, start-up included."""
     begin = time.monotonic()
     subprocess.run([sys.executable, "-m", "torchtune_ext", "run", *args], check=True)
     return time.monotonic() - begin
 
 
 def parameters(folder: Path) -> int:
-    """Values in the safetensors files of a folder."""
+    """Return the number of values in the safetensors files of a folder."""
     total = 0
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as f:
@@ -51,7 +51,7 @@ def parameters(folder: Path) -> int:
 
 
 def row(variant: str, seed: int, run: Path, whole: int) -> list[str]:
-    """A line of the table out of what a run left."""
+    """Return the row of a run in the table."""
     lines = read_metrics(run / "metrics.jsonl")
     first, last, steps = lines[0], lines[-1], lines[1:]
     cells = [variant, str(seed)]

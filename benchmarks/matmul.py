@@ -1,18 +1,18 @@
-"""Does GRPO on measured speed make programs faster, and what do stages and rewards do to that?
+"""GRPO on measured speed: GFLOPS of the sampled programs, by curriculum and reward.
 
 python benchmarks/matmul.py --out runs/matmul --seeds 3                           # learns: a warm-up and a run for each seed
 python benchmarks/matmul.py --out runs/matmul --compare sqd none --seeds 5        # a staged curriculum against none
 python benchmarks/matmul.py --out runs/matmul --compare sqd log_speedup none --seeds 5   # and one reward against the other
 
-`none` is the config as it is: all techniques from the beginning, rewarded by the share of the measured peak. Each variant is
-compared with the one that is named last.
+`none` is the unchanged config: all techniques from the beginning, rewarded by the fraction of the measured peak. Each variant
+is compared with the last named variant.
 
-A speed that was measured while a run searched for the largest one is too good: what is largest is partly luck. So what is
-printed is measured again, when the runs of a seed have ended: the programs that the model sampled at its first step, before any
-update, and at its last one, the fastest of each archive, the fastest of 40 programs of the generator that the warm-up learned
-from, the naive one and numpy's OpenBLAS, in random order and each in `REPEATS` rounds. A program that is wrong has 0 GFLOPS.
-Nothing else should run on the machine. Runs that have ended are not made again. Intervals are Student's t over the seeds, which
-are compared in pairs: the variants of one seed begin with the same model.
+A maximum of noisy measurements is biased upwards. So the printed speeds are measured again after the runs of a seed: the
+programs that the model sampled at its first step, before any update, and at its last step, the fastest programs of each
+archive, the fastest of 40 programs of the generator of the warm-up, the naive program and numpy's OpenBLAS, in random
+order, each in `REPEATS` rounds. A wrong program has 0 GFLOPS. Nothing else should run on the machine.
+Completed runs are read, not repeated. Intervals are Student's t over the seeds, which are compared in pairs: the variants of
+one seed start from the same model.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-# Threads of numpy's BLAS would spin on the core that is timed on. It reads this once, when it is imported.
+# Threads of numpy's BLAS would spin on the timed core. numpy reads this once, at import.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from learning import tune
@@ -62,7 +62,7 @@ NAIVE, NUMPY = "naive", "OpenBLAS"
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """What one run sampled, as sources; None for an answer without a program, or whose program was not right."""
+    """Sampled sources of one run; None for an answer without a program or with a wrong program."""
 
     first: list[str | None]
     last: list[str | None]
@@ -86,7 +86,7 @@ def _correct_source(sample: Sample) -> str | None:
 
 
 class Remeasurement:
-    """Measures programs again, quietly, all in one go."""
+    """Measure programs again, together and without other load."""
 
     def __init__(self, size: int) -> None:
         self.kernel = Dgemm(size)
@@ -98,7 +98,7 @@ class Remeasurement:
         self.timer.close()
 
     def gflops(self, sources: set[str], seed: int) -> dict[str, float]:
-        """Returns GFLOPS by source: the median of the rounds, 0.0 if it turns out to be wrong."""
+        """Return source -> GFLOPS: the median of the rounds, 0.0 for a wrong program."""
         speeds: dict[str, list[float]] = {source: [] for source in (*sources, NUMPY)}
         for _ in range(REPEATS):
             order = list(speeds)
@@ -124,7 +124,7 @@ class Remeasurement:
         return timing.gflops
 
     def _numpy(self) -> float:
-        """One thread of OpenBLAS, which this process may run on the timed cores for."""
+        """Measure one thread of OpenBLAS in this process, on the timed cores."""
         size, (a, b) = self.kernel.timed, (self.timer.rng.random(2 * [self.kernel.timed["m"]]) for _ in range(2))
         with lock_cores(self.checker.cores, LOCK_TIMEOUT_S):
             os.sched_setaffinity(0, self.checker.cores)
@@ -145,7 +145,7 @@ def correct_fraction(samples: Sequence[str | None]) -> float:
 
 
 def generated(count: int) -> list[str]:
-    """Programs that the warm-up learns from, the right ones of one thread."""
+    """Return correct single-threaded programs of the generator of the warm-up."""
     family = ProgramFamily(seed=1, broken=0.0)
     programs = (family[i] for i in itertools.count())
     of_one_thread = (each.source for each in programs if "#pragma omp" not in each.source)
@@ -153,7 +153,7 @@ def generated(count: int) -> list[str]:
 
 
 def measure(runs: dict[str, Path], seed: int, size: int, out: Path) -> dict[str, dict[str, float]]:
-    """Measures what the runs of one seed have sampled, once and together, and keeps the numbers in a file."""
+    """Measure the samples of all runs of one seed once, together, and store the numbers in a file."""
     if out.is_file():
         return json.loads(out.read_text())
     held = {name: programs_of(run) for name, run in runs.items()}
@@ -192,13 +192,13 @@ def row(cells: Sequence[object]) -> str:
 
 
 def comparison_rows(results: dict[int, dict[str, dict[str, float]]], names: Sequence[str]) -> list[str]:
-    """Says for each figure what two variants came to, and whether they can be told apart."""
+    """Print for each figure both variants and whether their difference is significant."""
     lines = [row(["", *names, f"{names[1]} - {names[0]}", ""]), "| --- " * (len(names) + 3) + "|"]
     for figure in ("best", "cells", "after", "right after"):
         values = {name: [each[name][figure] for each in results.values()] for name in names}
         cells = ["{:.3g} ± {:.2g}".format(*interval(values[name])) for name in names]
         mean, half = interval([b - a for a, b in zip(values[names[0]], values[names[1]], strict=True)])
-        verdict = "more" if mean > half else "less" if -mean > half else "not told apart"
+        verdict = "more" if mean > half else "less" if -mean > half else "not significant"
         lines.append(row([figure, *cells, f"{mean:+.3g} ± {half:.2g}", verdict]))
     return lines
 
@@ -214,7 +214,7 @@ class Settings:
 
 
 def runs_of(seed: int, variants: Sequence[str], settings: Settings) -> dict[str, Path]:
-    """Makes a warm-up, and from its model a run of each variant, one at a time."""
+    """Run a warm-up, then each variant from its model, one at a time."""
     warm = settings.out / f"warmup_{seed}"
     tune(warm, settings.threads, "warmup_sft", "--config", "warmup/tiny_matmul", f"seed={seed}", *settings.warmup)
     runs = {}
@@ -252,7 +252,7 @@ def main(words: list[str] | None = None) -> dict[int, dict[str, dict[str, float]
         *others, base = variants
         for name in others:
             print("", *comparison_rows(results, (base, name)), sep="\n")
-        # That of a curriculum has begun with a stage that permits nothing fast, so its own rise says little.
+        # A curriculum starts with a stage that permits only slow programs, so its own gain says little.
         mean, half = interval([each[base]["times"] for each in results.values()])
         print(f"\n{base}: {mean:.2f} ± {half:.2f} times the GFLOPS sampled before, over {args.seeds} seeds")
     return results

@@ -1,13 +1,13 @@
-"""What is left of a reward after normalization by group: the published tiers against those of measured/matmul.
+"""Rewards after normalization by group: the published tiers against the tiers of measured/matmul.
 
     python benchmarks/matmul_rewards.py --out docs/matmul_rewards.png
 
 Nothing is trained or timed. Two groups of 16 programs are graded by each kind of reward (measured/matmul/rewards.py) and get
-their advantages as in a run of `preset: grpo` (pipeline/advantages.py: less the mean of the group, over its deviation). The
-groups are equal but for one program, which is as fast as the naive one in the first, and has 549 GFLOPS, the best that the
-paper reports, in the second. How often each outcome stands in them is a choice: that of a model which mostly fails. The speed
-of the naive program and the peak are assumptions, too, which the first line says. The second table and the lower pictures
-hold some distances for other speeds of that one program.
+advantages as in a run of `preset: grpo` (pipeline/advantages.py: reward minus group mean, over the group's standard deviation).
+The groups differ in one program: it is as fast as the naive program in the first, and has 549 GFLOPS, the best speed that the
+paper reports, in the second. The frequency of each outcome is an assumption: a model that mostly fails. The speed of the naive
+program and the peak are assumptions, too, and the first printed line states them. The second table and the lower plots show
+some distances for other speeds of that one program.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from torchtune_ext.tasks.task import Problem, Score
 NAIVE, PEAK = 2.0, 1000.0  # GFLOPS of the naive program on one core, and of all cores together
 FASTEST = 549.0  # GFLOPS, the best that was published
 SLOW, OTHER = "ok, naive speed", "ok, the one that differs"
-# Outcome -> how many of the group have it, from the worst. One more program, OTHER, makes it 16.
+# Outcome -> number of programs, from the worst. One more program, OTHER, makes 16.
 SHARES = {
     "format": 1,
     "forbidden": 1,
@@ -37,7 +37,7 @@ SHARES = {
     SLOW: 2,
 }
 SIZE = sum(SHARES.values()) + 1
-# The distances that a model needs: from the worst failure to the best, from what does not compile to what does, and from a
+# The distances that a model needs: from the worst failure to the best, from not compiling to compiling, and from a
 # wrong number to a right one.
 DISTANCES = {
     "wrong result above format": ("format", "wrong_result"),
@@ -49,7 +49,7 @@ COLORS = {"published": "#D55E00", "log_speedup": "#0072B2", "peak_share": "#009E
 
 
 def rewards(kind: str, fastest: float) -> dict[str, float]:
-    """Returns the reward of each outcome. `fastest` is the speed of the program OTHER, in GFLOPS."""
+    """Return the reward of each outcome. `fastest` is the speed of the program OTHER, in GFLOPS."""
 
     def success(gflops: float) -> float:
         speed = SimpleNamespace(gflops=gflops, ratio=gflops / NAIVE, peak_share=gflops / PEAK)
@@ -60,7 +60,7 @@ def rewards(kind: str, fastest: float) -> dict[str, float]:
 
 
 def advantages(kind: str, fastest: float) -> dict[str, float]:
-    """Returns the advantage of each outcome in the group, as training sees it."""
+    """Return the advantage of each outcome in the group."""
     of = rewards(kind, fastest)
     outcomes = [outcome for outcome, count in (SHARES | {OTHER: 1}).items() for _ in range(count)]
     answer = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
@@ -71,14 +71,14 @@ def advantages(kind: str, fastest: float) -> dict[str, float]:
 
 
 def distance(kind: str, name: str, fastest: float) -> float:
-    """Returns how far the two outcomes of a line of DISTANCES are apart in advantage."""
+    """Return the difference in advantage between the two outcomes of a line of DISTANCES."""
     worse, better = DISTANCES[name]
     values = advantages(kind, fastest)
     return values[better] - values[worse]
 
 
 def outcomes_table() -> str:
-    """The reward of each outcome, and its advantage without and with the fastest program."""
+    """Return the reward of each outcome, and its advantage without and with the fastest program."""
     heads = [
         f"{kind}: {word}" for kind in REWARD_KINDS for word in ("reward", f"{NAIVE:g} GFLOPS", f"{FASTEST:g} GFLOPS")
     ]
@@ -95,7 +95,7 @@ def outcomes_table() -> str:
 
 
 def distances_table(speeds: Sequence[float] = SPEEDS) -> str:
-    """The distances, by the speed of the fastest program."""
+    """Return the distances by the speed of the fastest program."""
     heads = [f"{speed:g} GFLOPS" for speed in speeds]
     lines = [f"| distance in advantage | reward | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
     for name in DISTANCES:
@@ -106,7 +106,7 @@ def distances_table(speeds: Sequence[float] = SPEEDS) -> str:
 
 
 def draw(path: Path) -> None:
-    """Draws both tables."""
+    """Plot both tables."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -154,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="where to draw the picture, for instance docs/matmul_rewards.png")
+    parser.add_argument("--out", type=Path, help="path of the plot, for instance docs/matmul_rewards.png")
     args = parser.parse_args()
     print(f"Naive program {NAIVE:g} GFLOPS, peak {PEAK:g}; the one that differs has {NAIVE:g} or {FASTEST:g}.\n")
     print(f"{outcomes_table()}\n\n{distances_table()}")

@@ -1,32 +1,32 @@
-"""Policy objectives side by side: what does a constraint change, on-policy and with four updates on every batch?
+"""Compare policy objectives, on-policy and with four updates on every batch.
 
     python benchmarks/objectives.py --out runs/objectives --jobs 2 [--seeds 0 1 2 3 4] [--updates 1 4] [--methods grpo ...]
-    python benchmarks/objectives.py --staleness 1 4 --jobs 2    # instead: what does correcting for old samples change?
+    python benchmarks/objectives.py --staleness 1 4 --jobs 2    # instead: corrections for stale samples
 
-Trains `grpo/tiny_arithmetic` with the presets of `METHODS` from one warm-up, and writes table.md and two plots. Runs that are
-there already are read, not repeated, so that it may be stopped at any time and started again.
+Trains `grpo/tiny_arithmetic` with the presets of `METHODS` from one warm-up, and writes table.md and two plots. Completed runs
+are read, not repeated, so the script may be interrupted and restarted.
 
-Held equal: the model that is started from, the questions of a seed and the seeds of their sampling, steps, prompts, samples,
-temperature, AdamW with its learning rate, and the clipping of the gradient's norm to 1. A preset brings its loss, advantages,
-aggregation and, for dapo, further sampling in place of groups without signal (up to three rounds): its steps draw more
-samples, so that it meets other questions from its first such round on. Its penalty on answers near max_tokens is all but idle.
+Held equal: the initial model, the questions of a seed and their sampling seeds, steps, prompts, samples, temperature, AdamW
+with its learning rate, and gradient clipping to a norm of 1. A preset sets its loss, advantages, aggregation and, for dapo,
+up to three rounds that replace zero-variance groups: its steps draw more samples, so it sees other questions from the first
+such round. Its penalty on answers near max_tokens has almost no effect here.
 
-One learning rate for all, because AdamW's step does not change with the scale of the gradients, which is what sets dr_grpo
-(no division by the deviation, and by a constant in place of the length) and dapo or cispo (mean over tokens) apart in size;
-the clipping of the norm spoils that a little. It was chosen with grpo alone, on other training questions but with the
-held-out ones in view. No constant was tuned for any method: they are those of the presets. gspo's interval is 500 times
+All methods share one learning rate, because AdamW's step does not depend on the scale of the gradients, and dr_grpo (no
+division by the standard deviation, a constant in place of the length) and dapo or cispo (mean over tokens) differ from grpo in
+that scale; norm clipping breaks this slightly. The rate was chosen with grpo alone, on other training questions but with the
+held-out questions in view. No constant was tuned for any method: all are the presets' constants. gspo's interval is 500 times
 narrower than grpo's because its ratio is a mean over a completion.
 
 One update a batch is on-policy: every ratio is 1, nothing is clipped, and grpo, clip_higher, atr_grpo and gspo are the same
-estimator (all four average over completions). There the others run with the first seed alone, to show it.
+estimator (all four average over completions). In that case the other methods run with the first seed only, as a check.
 
-`--staleness` trains on samples of an older policy instead, with the objectives of `CORRECTIONS`: one loss that is corrected for
-the age of its samples in several ways, or not at all. With `staleness=K depth=K` every group is exactly K versions older than
-the policy that it trains, but for those of the first K steps. Questions are sums of 12 to 16 digits; a worked solution has 29
-to 46 characters, each of which has to be right. A second, short warm-up makes half of the solutions guesses: to leave them is
-what can be learned in 40 steps. All else is held equal, also clipping, advantages and aggregation. The line to compare with,
-staleness 0, has one method: there the proximal policy is the sampler's, and all are the same but for rounding. The learning
-rate was chosen with seed 0, so that staleness 0 learns and 4 without a correction is worse. Tables, plot: objectives_stale.py.
+`--staleness` trains on samples of an older policy instead, with the objectives of `CORRECTIONS`: one loss with several
+corrections for stale samples, or none. With `staleness=K depth=K` every group is exactly K versions older than the policy that
+trains on it, except the groups of the first K steps. Questions are sums of 12 to 16 digits; a worked solution has 29 to 46
+characters, and each must be right. A second, short warm-up turns half of the solutions into guesses: 40 steps suffice to
+unlearn guessing. Everything else is held equal, also clipping, advantages and aggregation. The baseline, staleness 0, has
+one method: there the proximal policy is the sampler's, and all methods are equal up to rounding. The learning rate was
+chosen with seed 0, so that staleness 0 learns and 4 without a correction is worse. Tables, plot: objectives_stale.py.
 """
 
 import argparse
@@ -54,7 +54,7 @@ METHODS = {
     "dr_grpo": ("preset=dr_grpo",),
 }
 DISTINCT_ON_POLICY = ("grpo", "dapo", "cispo", "dr_grpo")
-# Folder -> key=value. Each warm-up goes on from the model of the one before.
+# Folder -> key=value. Each warm-up continues from the model of the previous one.
 WARM_UPS: dict[str, tuple[str, ...]] = {"warmup": ()}
 
 CORRECTIONS = {
@@ -62,7 +62,7 @@ CORRECTIONS = {
     "interpolated": ("loss.old=interpolated",),
     "TIS": ("loss.importance=tis",),
     "none": ("loss.importance=none",),
-    # PPO as it is, clipped around the policy that sampled: what AReaL compares its decoupled objective with.
+    # Standard PPO, clipped around the sampling policy: the baseline of AReaL's decoupled objective.
     "to the sampler": ("loss.importance=none", "loss.old=sampler"),
 }
 AT_STALENESS_0 = "decoupled"
@@ -77,7 +77,7 @@ STALE_WARM_UPS = {
 
 
 def plan(out: Path, methods: list[str], updates: list[int], seeds: list[int]) -> list[Run]:
-    """All runs, seed by seed, so that what is finished can be compared at any time."""
+    """Return all runs, seed by seed, so that completed seeds can be compared at any time."""
     return [
         Run(method, count, seed, out / f"{method.replace(' ', '_')}_u{count}_s{seed}", METHODS[method])
         for seed in seeds
@@ -88,7 +88,7 @@ def plan(out: Path, methods: list[str], updates: list[int], seeds: list[int]) ->
 
 
 def plan_stale(out: Path, methods: list[str], staleness: list[int], seeds: list[int]) -> list[Run]:
-    """All runs on samples of an older policy, seed by seed, each seed with its line of staleness 0."""
+    """Return all off-policy runs, seed by seed, each seed with its baseline of staleness 0."""
     runs = []
     for seed in seeds:
         for method, age in [(AT_STALENESS_0, 0), *((method, age) for age in staleness for method in methods)]:
@@ -99,7 +99,7 @@ def plan_stale(out: Path, methods: list[str], staleness: list[int], seeds: list[
 
 
 def tune(log: Path, threads: int, *args: str) -> None:
-    """Runs a recipe; its output goes to `log`. Raises CalledProcessError."""
+    """Run a recipe with its output in `log`. Raise CalledProcessError on failure."""
     env = dict(os.environ)
     if threads:
         env["OMP_NUM_THREADS"] = str(threads)
@@ -110,7 +110,7 @@ def tune(log: Path, threads: int, *args: str) -> None:
 
 
 def warm_up(out: Path, threads: int, stages: dict[str, tuple[str, ...]]) -> Path:
-    """Makes what is not there yet of the models, each from the one before. Returns the last one."""
+    """Make the missing warm-up models, each from the previous one. Return the last model."""
     config, model = ("--config", "warmup/tiny_arithmetic"), None
     for name, words in stages.items():
         if not (out / name / "done").is_file():
@@ -122,7 +122,7 @@ def warm_up(out: Path, threads: int, stages: dict[str, tuple[str, ...]]) -> Path
 
 
 def train(run: Run, model: Path, threads: int, settings: list[str]) -> bool:
-    """Trains unless it is done already. Returns whether it is done now."""
+    """Train unless the run is complete. Return whether the run is complete now."""
     if run.done:
         return True
     shutil.rmtree(run.folder, ignore_errors=True)
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/objectives"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--updates", type=int, nargs="+", default=[1, 4], help="optimizer updates on a batch")
-    parser.add_argument("--staleness", type=int, nargs="+", default=[], help="ages to compare CORRECTIONS at, from 1")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[], help="staleness values for CORRECTIONS, from 1")
     parser.add_argument("--methods", nargs="+", default=None, help="some of METHODS, or of CORRECTIONS")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, with one OpenMP thread each")
     parser.add_argument("--plots", type=Path, default=None, help="folder of the plots (default: --out)")
@@ -159,7 +159,7 @@ def main() -> None:
     known = list(CORRECTIONS if args.staleness else METHODS)
     methods = args.methods or known
     if not set(methods) <= set(known) or min(args.staleness, default=1) < 1:
-        parser.error(f"--methods {' '.join(methods)}: choose among {', '.join(known)}; --staleness is 1 or more")
+        parser.error(f"--methods {' '.join(methods)}: expected {', '.join(known)}; --staleness must be 1 or more")
     threads = 1 if args.jobs > 1 else 0
     if args.staleness:
         out = args.out / "stale"

@@ -1,8 +1,8 @@
-"""Entropy and KL of the last weights of a run of `objectives.py`.
+"""Entropy and KL of the final weights of a run of `objectives.py`.
 
-What a run logs while it trains (`loss/entropy`, `loss/approx_kl`) is over the groups that it trains on, which differ between
-methods. So entropy and KL are measured here on equal terms: the last weights answer the held-out questions at temperature 1
-under transformers, and at every token of these answers
+The training metrics (`loss/entropy`, `loss/approx_kl`) cover the trained groups, which differ between methods. So entropy and
+KL are measured here under equal conditions: the final weights answer the held-out questions at temperature 1 in transformers,
+and at every token of these answers
 
     entropy = -sum_v p(v) log p(v)                    mean over tokens, nats
     KL = sum_v p(v) (log p(v) - log p_0(v))           summed over the tokens of an answer, mean over answers, nats
@@ -24,7 +24,7 @@ SAMPLES = 4  # answers to every held-out question
 
 @torch.no_grad()
 def measure(folder: Path, step: int, start: Path) -> dict[str, float]:
-    """Entropy and KL of the weights after `step`, see above; `start`: the model after the warm-up."""
+    """Return entropy and KL of the weights after `step`; `start`: the model after the warm-up."""
     cfg = json.loads((folder / "run.json").read_text())["config"]
     task, tokenizer = Component(cfg["evaluation"]["task"], "task").instantiate(), ChatTokenizer(start)
     prompts = [tokenizer.prompt_ids(task[i].messages) for i in range(len(task))]
@@ -51,7 +51,7 @@ def measure(folder: Path, step: int, start: Path) -> dict[str, float]:
 
 
 def _logprobs(model: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
-    """[N, R, V] of the answers, which begin at `width`."""
+    """Return the log-probs [N, R, V] of the answers, which begin at position `width`."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     logits = model(tokens, attention_mask=mask, position_ids=positions).logits
     return logits[:, width - 1 : -1].float().log_softmax(-1)

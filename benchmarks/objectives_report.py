@@ -1,6 +1,6 @@
 """Tables and plots of `objectives.py`.
 
-They are made of what its runs left: metrics.jsonl, and the last weights measured again (objectives_measure.py).
+Their inputs are metrics.jsonl of each run and the final weights, measured again (objectives_measure.py).
 """
 
 import json
@@ -20,14 +20,14 @@ matplotlib.rcParams.update({"font.size": 8, "savefig.dpi": 144, "axes.spines.top
 
 from matplotlib import pyplot as plt  # noqa: E402  (after the backend is chosen)
 
-# 97.5% quantiles of Student's t by degrees of freedom, from one; above 15 that of 15, which is wider
+# 97.5% quantiles of Student's t by degrees of freedom, from 1; above 15 the value of 15, which is wider
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 LAST_STEPS = 10  # of which shares and lengths are the mean
 STARTED = ("eval/accuracy_sampled", "eval/accuracy_greedy", "eval/pass_at_8")
 CLIPPING = ("loss/clip_fraction", "loss/masked_fraction")
 WINDOW = 5  # steps of the moving mean
 REFERENCE = "grpo"
-COLORS = {  # Okabe and Ito's, told apart by color-blind readers too
+COLORS = {  # Okabe and Ito's color-blind safe palette
     "grpo": "#000000",
     "clip_higher": "#56B4E9",
     "dapo": "#0072B2",
@@ -58,7 +58,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run came to."""
+    """Results of one run."""
 
     run: Run
     values: dict[str, float]  # column -> value
@@ -66,7 +66,7 @@ class Result:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half of its 95% interval (Student's t); nan for one value."""
+    """Return the mean and half of its 95% interval (Student's t); nan for one value."""
     if len(values) < 2:
         return values[0], math.nan
     return mean(values), T_975[min(len(values) - 1, len(T_975)) - 1] * stdev(values) / math.sqrt(len(values))
@@ -77,7 +77,7 @@ def read(run: Run, start: Path) -> Result:
     last, steps = lines[-1], lines[1:]
     measured = run.folder / "measured.json"
     if not measured.is_file():
-        # Not before the runs are over, since torch and transformers take half a GB.
+        # Imported after the runs, since torch and transformers take half a GB.
         from objectives_measure import measure
 
         measured.write_text(json.dumps(measure(run.folder, last["step"], start)))
@@ -94,18 +94,18 @@ def read(run: Run, start: Path) -> Result:
 
 
 def mean_over_steps(steps: list[dict[str, float]], name: str) -> float:
-    """Mean over the steps that made an update, which needs a group with a signal; nan where none did."""
+    """Return the mean over steps with an update (not all groups zero-variance); nan without any."""
     values = [line[name] for line in steps if name in line]
     return mean(values) if values else math.nan
 
 
 def _learning_s(line: dict[str, float]) -> float:
-    """Seconds of a step without its evaluation and its checkpoint."""
+    """Return the seconds of a step without its evaluation and its checkpoint."""
     return line["time/step"] - line.get("time/eval", 0.0) - line.get("time/save", 0.0)
 
 
 def group_results(results: list[Result], updates: int) -> dict[str, list[Result]]:
-    """Method -> its runs by seed, in the order of the plan."""
+    """Return method -> its runs by seed, in the order of the plan."""
     methods: dict[str, list[Result]] = {}
     for result in results:
         if result.run.updates == updates:
@@ -128,7 +128,7 @@ DIFFERENCES = ("sampled", "greedy", "pass@8", "entropy", "KL")
 
 
 def table(methods: dict[str, list[Result]]) -> str:
-    """Mean over seeds ± half of the 95% interval."""
+    """Return the table: mean over seeds ± half of the 95% interval."""
     rows = [["method", "seeds", *(head for head, _ in COLUMNS.values())]]
     for method, results in methods.items():
         cells = [cell([r.values[name] for r in results], digits) for name, (_, digits) in COLUMNS.items()]
@@ -137,7 +137,7 @@ def table(methods: dict[str, list[Result]]) -> str:
 
 
 def paired_differences(methods: dict[str, list[Result]]) -> str:
-    """Differences to grpo, seed by seed."""
+    """Return paired_differences differences to grpo."""
     base = {r.run.seed: r.values for r in methods.get("grpo", [])}
     rows = [["method - grpo", "seeds", *(COLUMNS[name][0] for name in DIFFERENCES)]]
     for method, results in methods.items():
@@ -150,19 +150,19 @@ def paired_differences(methods: dict[str, list[Result]]) -> str:
 
 
 def cell(values: Sequence[float], digits: int, sign: str = "") -> str:
-    """Mean ± half of the 95% interval; the mean alone for one value."""
+    """Format the mean ± half of the 95% interval; the mean alone for one value."""
     center, half = interval(values)
     return f"{center:{sign}.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """A table; the first row has the titles."""
+    """Format a Markdown table; the first row has the titles."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
 def report(results: list[Result]) -> str:
-    """The tables, in Markdown."""
+    """Return the tables, in Markdown."""
     first = read_metrics(results[0].run.folder / "metrics.jsonl")[0]
     start = ", ".join(f"{key.removeprefix('eval/')} {first[key]:.3f}" for key in STARTED)
     parts = [f"After the warm-up: {start}."]
@@ -173,7 +173,7 @@ def report(results: list[Result]) -> str:
 
 
 def band(results: Sequence[Result]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Steps, mean over seeds of the smoothed reward, and its 95% interval."""
+    """Return steps, the mean over seeds of the smoothed reward, and its 95% interval."""
     length = min(len(r.rewards) for r in results)
     window = min(WINDOW, length)
     curves = np.array([np.convolve(r.rewards[:length], np.ones(window) / window, "valid") for r in results])
@@ -183,7 +183,7 @@ def band(results: Sequence[Result]) -> tuple[np.ndarray, np.ndarray, np.ndarray,
 
 
 def draw_curves(methods: dict[str, list[Result]], updates: int, path: Path) -> None:
-    """One panel for each method, with grpo's curve behind it."""
+    """Plot one panel for each method, with grpo's curve in the background."""
     names = [name for name in methods if name != REFERENCE] or [REFERENCE]
     columns = min(4, len(names))
     rows = -(-len(names) // columns)
@@ -210,7 +210,7 @@ def draw_curves(methods: dict[str, list[Result]], updates: int, path: Path) -> N
 
 
 def draw_finals(methods: dict[str, list[Result]], path: Path) -> None:
-    """Held-out accuracy at the end against the share that was clipped, and against the KL moved; small dots are seeds."""
+    """Plot final held-out accuracy against clip fraction and KL to the start; small dots are seeds."""
     figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.4), sharey=True, layout="constrained")
     for axis, key, label in (
         (axes[0], "loss/clip_fraction", "clipped share of the labels (loss/clip_fraction)"),
@@ -236,7 +236,7 @@ def save(figure: plt.Figure, path: Path) -> None:
 
 
 def draw(results: list[Result], folder: Path) -> None:
-    """Writes curves_u*.png and finals_u*.png."""
+    """Write curves_u*.png and finals_u*.png."""
     for updates in sorted({result.run.updates for result in results}):
         methods = group_results(results, updates)
         several = {name: runs for name, runs in methods.items() if len(runs) > 1} or methods

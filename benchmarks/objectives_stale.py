@@ -1,13 +1,13 @@
 """Tables and the plot of `objectives.py --staleness`: how an objective is corrected for samples of an older policy.
 
-A difference is between two runs of one seed, which have the same questions, seeds of sampling, start and warm-up; its interval
-is Student's t over the seeds. One that includes 0 is not told apart from 0, and the cell says so. Of 20 intervals around
-nothing, one leaves out 0 by chance.
+A difference is between two runs of one seed, which share questions, sampling seeds, start and warm-up; its interval is
+Student's t over the seeds. A cell says "not significant" if its interval includes 0. Of 20 such intervals around a true
+difference of 0, one excludes 0 by chance.
 
-What is not in objectives_report.py: the age of the tokens, measured, since one of a sample that was still running at a
-publication is younger than its group; the engine's log-probs against those of the policy that trains (`mismatch/*`), which on
-old samples is the distance that the policy has moved since; and whether a run collapsed: its reward in the last `LAST_STEPS`
-steps is below that of its first ones, or below half of its best ones.
+In addition to objectives_report.py: the measured staleness of the tokens, since a sample that was still running at a weight
+sync has fresher tokens than its group; the engine's log-probs against the log-probs of the trained policy (`mismatch/*`), which
+on stale samples is the distance that the policy has moved since; and whether a run collapsed: its reward in the last
+`LAST_STEPS` steps is below its reward in the first `LAST_STEPS` steps, or below half of its best.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ COLUMNS = {  # name -> title, digits
     "tokens": ("tokens", 1),
 }
 DIFFERENCES = ("sampled", "greedy", "reward", "entropy", "KL", "mismatch/mean_abs")
-COLORS = {  # Okabe and Ito's, told apart by color-blind readers too
+COLORS = {  # Okabe and Ito's color-blind safe palette
     "decoupled": "#000000",
     "interpolated": "#0072B2",
     "TIS": "#009E73",
@@ -48,7 +48,7 @@ COLORS = {  # Okabe and Ito's, told apart by color-blind readers too
 
 
 def read(run: Run, start: Path) -> Result:
-    """What a run came to; `start`: the model after the warm-up."""
+    """Read the results of a run; `start`: the model after the warm-up."""
     result, steps = read_common(run, start), read_metrics(run.folder / "metrics.jsonl")[1:]
     more = {name: mean_over_steps(steps, name) for name in MOVED}
     more |= {"reward": mean(result.rewards), "age": token_age(run.folder)}
@@ -56,7 +56,7 @@ def read(run: Run, start: Path) -> Result:
 
 
 def token_age(folder: Path) -> float:
-    """Mean age of the sampled tokens of a run, in versions. Step i trains version i - 1."""
+    """Return the mean staleness of the tokens of a run, in policy versions. Step i trains version i - 1."""
     ages = [
         step - 1 - sample.completion.versions
         for step, path in rollout_paths(folder).items()
@@ -67,13 +67,13 @@ def token_age(folder: Path) -> float:
 
 
 def has_collapsed(rewards: Sequence[float]) -> bool:
-    """Whether a run lost what it had learned, see above."""
+    """Whether the reward of a run collapsed, as defined above."""
     sums = [mean(rewards[i : i + LAST_STEPS]) for i in range(max(1, len(rewards) - LAST_STEPS + 1))]
     return sums[-1] < max(sums[0], max(sums) / 2)
 
 
 def table(results: list[Result]) -> str:
-    """Mean over seeds ± half of the 95% interval."""
+    """Return the table: mean over seeds ± half of the 95% interval."""
     rows = [["staleness", "method", "seeds", *(title for title, _ in COLUMNS.values()), "collapsed"]]
     for (age, method), method_results in group_results(results).items():
         cells = [cell([r.values[name] for r in method_results], digits) for name, (_, digits) in COLUMNS.items()]
@@ -83,7 +83,7 @@ def table(results: list[Result]) -> str:
 
 
 def differences(results: list[Result], to_age: int | None) -> str:
-    """Differences to the decoupled objective, seed by seed: to its runs of the same staleness, or to those of `to_age`."""
+    """Return paired differences to the decoupled objective at the same staleness, or at staleness `to_age`."""
     methods = group_results(results)
     what = "to decoupled" if to_age is None else f"to decoupled at staleness {to_age}"
     rows = [["staleness", "method", f"seeds, {what}", *(COLUMNS[name][0] for name in DIFFERENCES)]]
@@ -98,14 +98,14 @@ def differences(results: list[Result], to_age: int | None) -> str:
 
 
 def verdict(values: Sequence[float], digits: int) -> str:
-    """A difference with its interval, and whether that includes 0."""
+    """Format a difference with its interval, and mark an interval that includes 0."""
     center, half = interval(values)
-    remark = "one seed" if isnan(half) else "" if abs(center) > half else "not told apart"
+    remark = "one seed" if isnan(half) else "" if abs(center) > half else "not significant"
     return cell(values, digits, "+") + (f", {remark}" if remark else "")
 
 
 def group_results(results: list[Result]) -> dict[tuple[int, str], list[Result]]:
-    """(staleness, method) -> its runs by seed, staleness by staleness."""
+    """Return (staleness, method) -> its runs by seed, ordered by staleness."""
     methods: dict[tuple[int, str], list[Result]] = {}
     for result in sorted(results, key=lambda result: result.run.staleness):
         methods.setdefault((result.run.staleness, result.run.method), []).append(result)
@@ -113,7 +113,7 @@ def group_results(results: list[Result]) -> dict[tuple[int, str], list[Result]]:
 
 
 def report(results: list[Result]) -> str:
-    """The tables, in Markdown."""
+    """Return the tables, in Markdown."""
     first = read_metrics(results[0].run.folder / "metrics.jsonl")[0]
     start = ", ".join(f"{how} {first[f'eval/accuracy_{how}']:.3f}" for how in ("sampled", "greedy"))
     parts = [f"After the warm-up: {start}.", table(results), differences(results, None), differences(results, 0)]
@@ -121,7 +121,7 @@ def report(results: list[Result]) -> str:
 
 
 def draw(results: list[Result], folder: Path) -> None:
-    """Writes stale.png: the reward while training, one panel for each staleness."""
+    """Write stale.png: the training reward, one panel for each staleness."""
     methods = group_results(results)
     ages = sorted({age for age, _ in methods if age}) or [0]
     figure, axes = plt.subplots(

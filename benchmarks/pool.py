@@ -1,19 +1,19 @@
-"""How much faster do several engines sample than one, and how many prompt tokens do they compute twice?
+"""Throughput of several engines against one, and the fraction of prompt tokens that are computed twice.
 
     python benchmarks/pool.py [--engines 1 2 4] [--passes 3]
     python benchmarks/pool.py --devices 0,1,2,3 --model models/Qwen2.5-7B-Instruct --engines 1 2 4
 
-On a CPU n engines and a single one are given the same n cores and the same KV cache in total, so each of the n has a part of
-it. A number of engines for which this process may not use as many cores is left out, and said so. The single engine computes on
-one of its cores, with its client on another. The random model is tiny, so that the engine counts and not the arithmetic, or
-larger (`--size 60M`). Prompts are new in each pass, and both are started in turns, since others may use the machine, too.
+On a CPU, n engines and a single engine get the same n cores and the same total KV cache, so each of the n engines has a part
+of it. Numbers of engines above the cores of this process are skipped with a message. The single engine computes on one of its
+cores, with its client on another. The random model is tiny, so that the engine dominates and not the arithmetic, or larger
+(`--size 60M`). Prompts are new in each pass, and both variants alternate, since other processes may use the machine.
 
-On GPUs (`--devices`) n engines of one GPU each stand beside one engine over as many GPUs by tensor parallelism, each GPU with
-the memory that `--memory` says.
+On GPUs (`--devices`) n engines of one GPU each are compared with one tensor-parallel engine on n GPUs, each GPU with the memory
+fraction of `--memory`.
 
-"computed twice": of the prompt tokens that an engine may share among the samples of a group (whole blocks of the KV cache), the
-share that was computed once more, by the same engine or by another one. It is taken from what vLLM says of each request. The
-aim is 0: a group goes to one engine. It is not 0 where a prompt is thrown out of a full cache, or where an engine was lost.
+"computed twice": the fraction of the shareable prompt tokens of a group (full blocks of the KV cache) that was computed again,
+by the same engine or by another one, from vLLM's counts per request. The target is 0: all samples of a group go to one engine.
+It is above 0 if a prompt is evicted from a full cache, or if an engine crashed.
 """
 
 import argparse
@@ -35,7 +35,7 @@ SAMPLES, PROMPT_TOKENS, MAX_TOKENS, VOCABULARY, BLOCK = 16, 320, 128, 4096, 32
 # Width, inner width, layers, heads, heads of keys and values.
 SIZES = {"3M": (256, 688, 4, 4, 2), "60M": (768, 2048, 8, 12, 4)}
 CACHE_TOKENS = 32768  # of all engines together
-# Of the vocabulary that ends a completion, so that lengths vary: 72 tokens in the mean, of at most 128.
+# Fraction of the vocabulary that ends a completion, so that lengths vary: mean 72, at most 128 tokens.
 STOP_SHARE = 0.01
 
 
@@ -44,19 +44,19 @@ class Pass:
     """One pass over all prompts."""
 
     tokens_per_s: float
-    computed_twice: float  # share of the prompt tokens that can be shared
+    computed_twice: float  # fraction of the shareable prompt tokens
 
 
 def computed_twice(groups: Sequence[Sequence[Completion]], prompt_tokens: int, block: int) -> float:
-    """Returns the share of the prompt tokens of some groups that were computed though a sample before had computed them.
+    """Return the fraction of prompt tokens that were computed although an earlier sample had computed them.
 
-    vLLM finds whole blocks, and computes at least the last token of each prompt. So of a prompt of P tokens
-    `(P - 1) // block * block` can be shared: the first sample computes them, and all others may find them.
+    vLLM caches full blocks, and computes at least the last token of each prompt. So of a prompt of P tokens
+    `(P - 1) // block * block` can be shared: the first sample computes them, and all others may reuse them.
 
     Args:
         groups: the completions of each prompt.
-        prompt_tokens: P, of every prompt.
-        block: tokens of a block of the KV cache.
+        prompt_tokens: P, the same for every prompt.
+        block: tokens per block of the KV cache.
     """
     shared = (prompt_tokens - 1) // block * block
     computed = sum(shared - min(one.cached_prompt_tokens, shared) for group in groups for one in group)
@@ -79,7 +79,7 @@ def save_model(path: Path, size: str) -> None:
 
 
 def run_pass(engine: Engine, prompts: int, number: int, vocabulary: int, block: int) -> Pass:
-    """Samples all groups of one pass, whose prompts nobody has seen before."""
+    """Sample all groups of one pass, with new prompts."""
     rng = np.random.default_rng(number)
     drawn = rng.integers(0, vocabulary, (prompts, PROMPT_TOKENS)).tolist()
     stop = tuple(np.random.default_rng(0).choice(vocabulary, int(STOP_SHARE * vocabulary), replace=False).tolist())
@@ -92,7 +92,7 @@ def run_pass(engine: Engine, prompts: int, number: int, vocabulary: int, block: 
 
 
 def cpu_config(count: int, model: PretrainedConfig) -> EngineConfig:
-    """Returns the config of so many engines on a CPU, which have the same KV cache in total, however many they are."""
+    """Return the config of `count` CPU engines; the total KV cache does not depend on the count."""
     head = model.hidden_size // model.num_attention_heads
     token_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * head * 2  # keys and values, bfloat16
     cache = CACHE_TOKENS * token_bytes // count
@@ -100,20 +100,20 @@ def cpu_config(count: int, model: PretrainedConfig) -> EngineConfig:
 
 
 def gpu_config(devices: list[str], parallel: int, memory: float) -> EngineConfig:
-    """Returns the config of engines on some GPUs, each on so many of them."""
+    """Return the config of engines on GPUs, by the number of GPUs per engine."""
     names = ",".join(devices)
     return EngineConfig(max_model_len=1024, devices=names, tensor_parallel_size=parallel, gpu_memory_utilization=memory)
 
 
 def measure(model: str, config: EngineConfig, folder: str, args: argparse.Namespace, first: int) -> list[Pass]:
-    """Starts engines, draws some passes, and ends them. The first pass, in which the throttle still learns, is not counted."""
+    """Start engines, run some passes, and stop them. The first pass, in which the throttle adapts, is not counted."""
     vocabulary, passes = AutoConfig.from_pretrained(model).vocab_size, []
     with Engine(model, config, folder) as engine:
         engine.start()
         engine.wait_ready()
         engine.sample([[1, 2, 3]], 4, SamplingConfig(max_tokens=8))
         for number in range(first, first + args.passes + 1):
-            # vLLM's blocks on a GPU have 16 tokens where nothing else is said.
+            # vLLM's default block on a GPU has 16 tokens.
             passes.append(run_pass(engine, args.prompts, number, vocabulary, config.block_size or 16))
     return passes[1:]
 
@@ -128,7 +128,7 @@ def show(name: str, passes: list[Pass], beside: list[Pass]) -> None:
 
 
 def compare(number: int, configs: dict[str, EngineConfig], args: argparse.Namespace, model: str, folder: str) -> None:
-    """Measures configs in turns, and prints each beside the first one."""
+    """Measure configs in alternation, and print each relative to the first one."""
     results: dict[str, list[Pass]] = {name: [] for name in configs}
     for turn in range(args.turns):
         for name, config in configs.items():
@@ -143,10 +143,10 @@ def main() -> None:
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--prompts", type=int, default=24, help="of a pass")
     parser.add_argument("--passes", type=int, default=3, help="over all prompts, in each turn")
-    parser.add_argument("--turns", type=int, default=2, help="times that each is started")
+    parser.add_argument("--turns", type=int, default=2, help="number of times that each is started")
     parser.add_argument("--devices", help="GPUs, as in CUDA_VISIBLE_DEVICES; without: cores of a CPU")
     parser.add_argument("--model", help="folder of a model in Hugging Face format; without: a random one")
-    parser.add_argument("--size", choices=SIZES, default="3M", help="parameters of the random one, about")
+    parser.add_argument("--size", choices=SIZES, default="3M", help="approximate parameters of the random model")
     parser.add_argument("--memory", type=float, default=0.9, help="engine.gpu_memory_utilization")
     args = parser.parse_args()
     cores, gpus = sorted(os.sched_getaffinity(0)), args.devices.split(",") if args.devices else []
@@ -161,7 +161,7 @@ def main() -> None:
         print("|---|---|---|---|---|", flush=True)
         for number in args.engines:
             if number > len(there):
-                print(f"| {number} | left out: there are {len(there)} {what} here | | | |", flush=True)
+                print(f"| {number} | skipped: this machine has {len(there)} {what} | | | |", flush=True)
                 continue
             if gpus:
                 configs = {f"one over {number}": gpu_config(gpus[:number], number, args.memory)}

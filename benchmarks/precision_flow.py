@@ -1,24 +1,24 @@
-"""One precision flow or two: how far are trainer and engine apart, and what does it do to learning?
+"""One FP8 precision flow against two: trainer/engine mismatch and learning curves.
 
     python benchmarks/precision_flow.py --out runs/precision_flow --jobs 2 [--parts mismatch curves] [--seeds 0 1 2]
 
 Makes the model of `warmup/tiny_fp8` and measures with it on a CPU, where FP8 is emulated: exact FP8 values and scales, sums
-in float32. What this shows is rounding, not the tensor core's own sums, and half a million parameters are not eight billion.
+in float32. The result shows rounding, not the sums of a tensor core, and half a million parameters are not eight billion.
 
-**mismatch**: the engine samples answers to short (level 3) and long sums (level 9), and such that may not stop but run on to
-200 tokens, to see whether the distance grows along an answer; once in bfloat16 and once in FP8. Trainers in bfloat16 and in
-FP8 score the very same tokens. d = trainer - engine log-prob of a sampled token.
+**mismatch**: the engine samples answers to short (level 3) and long sums (level 9), and answers without a stop token of 200
+tokens, which show whether the mismatch grows along an answer; once in bfloat16 and once in FP8. Trainers in bfloat16 and in
+FP8 score identical tokens. d = trainer - engine log-prob of a sampled token.
 
     k3 = mean(exp(d) - 1 - d)         estimates KL(engine || trainer), nats a token
     ESS = (sum w)^2 / (n sum w^2)     of the answers, w = exp(sum of d over an answer)
 
-± is a standard error over questions, whose answers are not independent. Differences are of the same tokens. Below, one engine
-plays both parts: the trainer's FP8 forward without gradient against that with gradient, where every log-prob must be equal
-(else the exit status is 1), and against answers that stand alone in place of packed rows, where sums have another order.
+± is a standard error over questions, since answers of a question are not independent. Differences use the same tokens. The last
+table compares the trainer with itself: its FP8 forward without gradient against its forward with gradient, where every log-prob
+must be equal (otherwise the exit status is 1), and against answers in separate rows, where sums have another order.
 
-**curves**: `grpo/tiny_fp8` with bf16, fp8_rollout and fp8_unified, three seeds each, on short and on long answers. Equal are
-the model that is started from, the questions of a seed and the seeds of their sampling, and everything in the config. Runs
-that are there already are read, not repeated.
+**curves**: `grpo/tiny_fp8` with bf16, fp8_rollout and fp8_unified, three seeds each, on short and on long answers. Held
+equal: the initial model, the questions of a seed and their sampling seeds, and the rest of the config. Completed runs are read,
+not repeated.
 """
 
 import argparse
@@ -56,21 +56,21 @@ from torchtune_ext.training.precision import Precision, PrecisionConfig
 
 CPU = torch.device("cpu")
 LEVELS = {3: "short", 9: "long"}
-ANSWERS = {"short": (3, 48), "long": (9, 48), "run-on": (9, 200)}  # level and tokens at most
+ANSWERS = {"short": (3, 48), "long": (9, 48), "run-on": (9, 200)}  # level and maximum tokens
 TRAINERS = {"bf16": None, "fp8": Fp8Config()}
 PAIRS = [  # (engine, trainer, trainer): the first is expected to be farther away
     ("fp8", "bf16", "fp8"),
     ("bf16", "fp8", "bf16"),
 ]
-SAMPLES = 8  # answers to a question
-SMALL = 1e-5  # factor of a loss whose gradients a floor meant for activations would flush
+SAMPLES = 8  # answers per question
+SMALL = 1e-5  # loss scale; with a floor meant for activations its gradients would become 0
 PLACES = (0, 1, 8, 16, 64, 128)  # first place of each bucket of tokens
 
 
 def sample_answers(
     model_dir: Path, flow: str, policy: PackedPolicy, questions: int, out: Path
 ) -> dict[str, list[Group]]:
-    """Answers of a real engine that holds the policy's weights as `flow` has them, by their kind."""
+    """Sample answers by kind, with a real engine that holds the policy's weights in the precision of `flow`."""
     source, tokenizer = HFModel(model_dir), ChatTokenizer(str(model_dir))
     make = partial(from_config, str(model_dir))
     engine = EngineConfig(dtype="bfloat16", max_model_len=256, kv_cache_bytes=128 << 20)
@@ -97,11 +97,11 @@ def sample_answers(
 def score_groups(
     policy: PackedPolicy, groups: list[Group], alone: bool = False, gradient: bool = False
 ) -> list[np.ndarray]:
-    """Log-probs of the sampled tokens of each question, in the order of its answers.
+    """Return the log-probs of the sampled tokens of each question, in the order of its answers.
 
     Args:
-        alone: each answer in a row of its own, not packed with the others of its prompt.
-        gradient: by the forward that keeps what a backward needs.
+        alone: put each answer in its own row, without packing.
+        gradient: use the forward that saves activations for a backward.
     """
     logprobs = []
     for group in groups:
@@ -121,7 +121,7 @@ def engine_logprobs(groups: list[Group]) -> list[np.ndarray]:
 
 
 def by_question(values: list[np.ndarray]) -> tuple[float, float]:
-    """Mean over tokens, and its standard error with the questions as the independent units (linearized ratio)."""
+    """Return the mean over tokens, and its standard error over questions (linearized ratio)."""
     sums, sizes = np.array([v.sum() for v in values]), np.array([len(v) for v in values])
     mean = sums.sum() / sizes.sum()
     rest = sums - mean * sizes
@@ -133,7 +133,7 @@ def k3(d: np.ndarray) -> np.ndarray:
 
 
 def ess(d: list[np.ndarray], groups: list[Group]) -> float:
-    """Effective share of the answers."""
+    """Return the effective sample size as a fraction of the answers."""
     sums = [part.sum() for q, g in zip(d, groups, strict=True) for part in np.split(q, np.cumsum(_lengths(g))[:-1])]
     w = np.exp(np.array(sums) - max(sums))
     return w.sum() ** 2 / (len(w) * (w**2).sum())
@@ -149,7 +149,7 @@ def format_error(mean_and_error: tuple[float, float], unit: float = 1.0) -> str:
 
 
 def mismatch(model_dir: Path, questions: int, out: Path) -> tuple[str, bool]:
-    """The tables of the first part, and whether the same engine agrees with itself."""
+    """Return the mismatch tables, and whether the trainer agrees with itself."""
     make, source = partial(from_config, str(model_dir)), HFModel(model_dir)
     policies = {name: build_policy(make, source, CPU, torch.bfloat16, fp8=config) for name, config in TRAINERS.items()}
     answers = {
@@ -206,7 +206,7 @@ def _by_place(d: dict, answers: dict) -> list[str]:
 
 
 def _gradients(model_dir: Path, policies: dict[str, PackedPolicy], answers: dict[str, list[Group]]) -> list[str]:
-    """The gradient of GRPO's loss on these answers against that of a trainer in float32."""
+    """Compare the gradient of GRPO's loss on these answers with the gradient in float32."""
     source, make = HFModel(model_dir), partial(from_config, str(model_dir))
     exact = build_policy(make, source, CPU, torch.float32)
     forward_alone = build_policy(

@@ -1,4 +1,4 @@
-"""Learning curves of `precision_flow.py`: one run for each flow, length of answers and seed."""
+"""Learning curves of `precision_flow.py`: one run per precision flow, answer length and seed."""
 
 import shutil
 import subprocess
@@ -57,7 +57,7 @@ def train_all(
     jobs: int,
     settings: list[str],
 ) -> list[Run]:
-    """All runs, seed by seed; trains those that are not done."""
+    """Return all runs, seed by seed; train the missing ones."""
     runs = [
         Run(flow, level, seed, out / f"{flow}_{name}_s{seed}")
         for seed in seeds
@@ -73,7 +73,7 @@ def train(run: Run, model: Path, threads: int, settings: list[str]) -> None:
     made_with = "\n".join(settings)
     if run.done:
         if (kept := (run.folder / "done").read_text()) != made_with:
-            sys.exit(f"{run.folder} was trained with --grpo {kept.split()}, not {settings}; take another --out")
+            sys.exit(f"{run.folder} was trained with --grpo {kept.split()}, not {settings}. Fix: set another --out")
         return
     shutil.rmtree(run.folder, ignore_errors=True)
     begin = time.monotonic()
@@ -91,7 +91,7 @@ def train(run: Run, model: Path, threads: int, settings: list[str]) -> None:
 
 
 def values(run: Run) -> dict[str, float]:
-    """What a run came to: its last evaluation, and means over its last steps."""
+    """Return the results of a run: its last evaluation, and means over its last steps."""
     lines = run.lines()
     facts = {}
     for title, metric in COLUMNS.items():
@@ -103,7 +103,7 @@ def values(run: Run) -> dict[str, float]:
 
 
 def report(runs: Sequence[Run], levels: Mapping[int, str]) -> str:
-    """Means over seeds with half of the 95% interval (Student's t), and paired differences of accuracy to bf16."""
+    """Return means over seeds ± half of the 95% interval (Student's t), and paired accuracy differences to bf16."""
     runs = [run for run in runs if run.done]
     lines = ["| answers | flow | seeds | start | " + " | ".join(COLUMNS) + " | sampled - bf16's | greedy - bf16's |"]
     lines.append("|---" * (len(COLUMNS) + 6) + "|")
@@ -131,7 +131,7 @@ def _pm(numbers: Sequence[float], sign: bool = False) -> str:
 
 
 def draw(runs: Sequence[Run], levels: Mapping[int, str], path: Path) -> None:
-    """Reward and mismatch over the steps; a column of panels for each length, a thin line for each seed."""
+    """Plot reward and mismatch over the steps: a column of panels per length, a thin line per seed."""
     figure, axes = plt.subplots(2, len(levels), figsize=(8.4, 5.0), sharex=True, squeeze=False, layout="constrained")
     for column, (level, name) in enumerate(levels.items()):
         for row, (metric, label) in enumerate((("reward/mean", "reward"), ("mismatch/mean_abs", "mean |d log-prob|"))):

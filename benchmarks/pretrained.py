@@ -1,18 +1,18 @@
-"""What does GRPO teach a pretrained model, beside as many minutes of supervised training and beside rewards that mean nothing?
+"""GRPO on a pretrained model, against equal minutes of SFT, shuffled rewards and other settings.
 
     python benchmarks/pretrained.py --out runs/pretrained [--arms grpo supervised ...] [--steps 12]
 
 SmolLM2-135M-Instruct (`make pretrained`) on the puzzles of `grpo/smollm2`, from one warm-up (`warmup/smollm2`). A run takes
-about six minutes on two cores, and is then evaluated on 512 held-out problems with eight samples each. Runs that are there
-already are read, not made again, so a later call goes on.
+about six minutes on two cores, and is then evaluate_model on 512 held-out problems with eight samples each. Completed
+runs are read, not repeated, so a later call continues.
 
-    grpo         `grpo/smollm2` in bfloat16; the arms below are this one with further settings
-    supervised   as many further minutes of `warmup_sft`, on new examples
-    shuffled     the rewards of each group are dealt out again at random
+    grpo         `grpo/smollm2` in bfloat16; the arms below add settings to it
+    supervised   equally many minutes of further `warmup_sft`, on new examples
+    shuffled     the rewards of each group are permuted at random
 
-An arm and a reference are compared by problem: the mean over problems of the difference of their shares of solved samples,
-each the mean over seeds, with the 95% interval over problems. It does not hold what other seeds would add: the table has their
-range.
+An arm and its reference are compared by problem: the mean over problems of the difference in solved fraction, each averaged
+over seeds, with the 95% interval over problems. The interval does not include the variance over seeds: the table shows the
+range of the seeds.
 """
 
 import argparse
@@ -56,7 +56,7 @@ SAMPLES = 8
 
 @grpo.parse
 def recipe_main(cfg) -> None:
-    """The recipe, with rewards that say nothing of the sample."""
+    """The recipe with shuffled rewards."""
     advantages, generator = grpo.assign_advantages, np.random.default_rng(cfg.seed)
 
     def shuffled(groups, *rest):
@@ -73,7 +73,7 @@ def recipe_main(cfg) -> None:
 
 
 def tune(folder: Path, *args: str) -> float:
-    """Runs a recipe into `folder`, unless it has ended there already. Returns its minutes, start-up included."""
+    """Run a recipe into `folder`, unless it is complete there. Return its minutes, start-up included."""
     seconds = folder / "seconds"
     if not seconds.exists():
         begin = time.monotonic()
@@ -86,7 +86,7 @@ def tune(folder: Path, *args: str) -> float:
 
 
 def evaluate_model(out: Path, folder: Path, model: Path, problems: int) -> dict:
-    """What 512 held-out problems say of a model: by problem the share of solved samples, and means of the rest."""
+    """Evaluation on 512 held-out problems: the solved fraction by problem, and means of other figures."""
     trained = OmegaConf.load(CONFIGS / "grpo" / "smollm2.yaml")
     cfg = {name: trained[name] for name in ("seed", "tokenizer", "engine", "sampling")}
     cfg |= {"task": {**trained.evaluation.task, "generators": trained.task.generators, "count": problems}}
@@ -109,7 +109,7 @@ def evaluate_model(out: Path, folder: Path, model: Path, problems: int) -> dict:
 
 
 def run(out: Path, arm: str, seed: int, warm: Path, args: argparse.Namespace) -> dict:
-    """One run of an arm, made if it is not there, and its evaluation."""
+    """Return one run of an arm and its evaluation; run it if it is missing."""
     _, recipe, settings = ARMS[arm]
     folder = out / f"{arm} {seed}".replace(" ", "_")
     if recipe == "warmup_sft":
@@ -152,13 +152,13 @@ def row(name: str, runs: list[dict]) -> list[str]:
 
 
 def difference(first: list[dict], second: list[dict]) -> str:
-    """In percentage points, with the interval over problems."""
+    """Format the difference in percentage points, with the interval over problems."""
     problems = first[0]["solved"].keys() & second[0]["solved"].keys()
     d = np.array(
         [fmean(r["solved"][p] for r in first) - fmean(r["solved"][p] for r in second) for p in sorted(problems)]
     )
     half = 1.96 * d.std(ddof=1) / len(d) ** 0.5
-    remark = "" if abs(d.mean()) > half else ", cannot be told apart"
+    remark = "" if abs(d.mean()) > half else ", not significant"
     return f"{100 * d.mean():+.1f} [{100 * (d.mean() - half):.1f}, {100 * (d.mean() + half):.1f}]{remark}"
 
 

@@ -1,16 +1,16 @@
-"""How long does a publication of weights take, and how long does the engine stand still for it?
+"""Latency of weight sync, and the pause of the engine.
 
     python benchmarks/publish.py [--sizes 2.5M 100M] [--repeats 10] [--device cuda] [--transfer shm gloo]
 
 Random models in the shape of Qwen2, bfloat16, published into an engine that is idle and into one that is sampling.
-"copy" is the trainer's copy into shared memory, during which the engine samples on; "pause" is the time in which it
-does not, and holds "load". The checksums of what is sent are in "copy", the engine's of what it takes in "load". The
-first publication also pays for the pages of the shared memory. At the end the same model gets adapters of rank 8 on
-every linear layer, alternating with the whole model, in an engine with LoRA.
+"copy" is the trainer's copy into shared memory, during which the engine continues to generate; "pause" is the time without
+generation, and includes "load". The trainer's checksums are in "copy", the engine's in "load". The first weight sync also
+allocates the pages of the shared memory. At the end the same model gets adapters of rank 8 on every linear layer, and the sync
+of adapters alternates with the sync of the full model, in an engine with LoRA.
 
-With --transfer the weights go to servers instead, each started with that way of weights (`engine.transfer`): shm to one on this
-machine; gloo to one in namespaces of its own behind a virtual link (as root; else over loopback), which shares no memory; nccl
-from GPU to GPU. Beside the seconds stands the link's own speed: one TCP connection that carries as many bytes, and no more.
+With --transfer the weights go to servers instead, each started with that `engine.transfer`: shm to a server on this machine;
+gloo to a server in its own namespaces over a virtual link (as root; otherwise over loopback), without shared memory; nccl from
+GPU to GPU. The table also has the bare link: one TCP connection that carries the same number of bytes.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def show(name: str, reports: list[PublishReport]) -> None:
 
 
 def adapter_of(model: Qwen2ForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
-    """PEFT tensors of a random adapter on every linear layer, and their config."""
+    """Return the PEFT tensors of a random adapter on every linear layer, and their config."""
     tensors, targets = {}, set()
     for name, weight in model.named_parameters():
         if weight.dim() == 2 and "layers" in name:
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=["2.5M", "100M"])
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the trainer has the model")
-    parser.add_argument("--transfer", nargs="+", choices=["shm", "gloo", "nccl"], help="to servers, in these ways")
+    parser.add_argument("--transfer", nargs="+", choices=["shm", "gloo", "nccl"], help="to servers, by these transfers")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for size in args.sizes:

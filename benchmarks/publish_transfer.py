@@ -1,4 +1,4 @@
-"""The part of publish.py that sends weights to servers."""
+"""Weight sync to servers, for publish.py."""
 
 import os
 import socket
@@ -34,7 +34,7 @@ with socket.create_server((sys.argv[1], 0)) as server:
 
 
 def link_speed(address: str, inside: list[str], size: int, repeats: int) -> float:
-    """Seconds for `size` bytes over one TCP connection to a process that only reads them: the median."""
+    """Return the median seconds for `size` bytes over one TCP connection to a process that only reads."""
     command = [*inside, sys.executable, "-c", SINK, address, str(size), str(repeats)]
     sink, seconds, data = subprocess.Popen(command, stdout=subprocess.PIPE), [], bytes(1 << 20)
     try:
@@ -54,7 +54,7 @@ def link_speed(address: str, inside: list[str], size: int, repeats: int) -> floa
 
 
 def compare(model: Qwen2ForCausalLM, size: str, transfers: list[str], repeats: int, folder: Path) -> None:
-    """Publishes a model to a server in each of the ways, and prints what it took."""
+    """Publish a model to a server with each transfer, and print the latencies."""
     os.environ.setdefault(KEY_VARIABLE, "the-key-of-a-benchmark")
     model.save_pretrained(folder / size)
     number = sum(p.numel() for p in model.parameters())

@@ -1,16 +1,16 @@
-"""Is publishing sound while the engine samples: no restart, no mixed weights, no preemption that a pause invented?
+"""Correctness of weight sync under load: no restart, no mixed weights, no preemption that a pause caused.
 
-And how long does a canary take behind the queue?
+Also measures the latency of a canary with queued requests.
 
     python benchmarks/publish_under_load.py [--publications 200] [--requests 5000] [--kills 0]
 
-A tiny random model samples; the requests are queued at once, and once more whenever all are answered, and a publication
-follows whenever a share of them has been. The engine takes a checksum of every tensor as it loads it
-(`Engine.checksums`), which has to be that of the version by which it was labelled. With `--kills` the engine is
-killed so often, as awkwardly as possible: in the midst of a copy, so that the engine that is started again finds a
-half-written buffer, and with the next publication beginning just when that engine loads. Then as many restarts belong to
-it. In the end a canary of the recipes' size follows each of five publications into the idle engine, and of five with all
-requests queued once more; "as a sample" is the same without its priority. The exit status is 1 when something is wrong.
+A tiny random model generates. All requests are queued at once, and queued again after all have completed, and weights are
+published each time a fixed fraction has completed. The engine computes a checksum of every loaded tensor
+(`Engine.checksums`), which must match the version of its label. `--kills` kills the engine that many times at the worst
+moments: during a copy, so that the restarted engine finds a half-written buffer, and with the next weight sync starting
+exactly while that engine loads. The same number of restarts is then expected. At the end a canary of the recipes' size
+follows each of five weight syncs of an idle engine, and of five with all requests queued again; "as a sample" is the same
+without its priority. The exit status is 1 after a failed check.
 """
 
 import argparse
@@ -52,9 +52,9 @@ def make_model() -> Qwen2ForCausalLM:
 
 @dataclass
 class Log:
-    """What the engines have loaded, and the moments at which a test wants to strike."""
+    """Loads of the engines, and events for the moments of the kills."""
 
-    # asked for, label in the engine, checksums of the tensors
+    # (requested version and label, checksums of the tensors)
     loads: list[tuple[int, dict[str, int | None]]] = field(default_factory=list)
     launches: int = 0
     slow_restart: bool = False  # the next engine that is started again loads slowly
@@ -66,7 +66,7 @@ LOG = Log()
 
 
 class RecordedBackend(RemoteBackend):
-    """An engine that says what it has loaded."""
+    """An engine that records its loads."""
 
     fresh = True
 
@@ -96,7 +96,7 @@ def wait(condition) -> None:
 
 
 class Publisher:
-    """Publishes one version after the other; the weights of each differ from all others in every tensor."""
+    """Publishes consecutive versions; every tensor differs between versions."""
 
     def __init__(self, engine: Engine, model: Qwen2ForCausalLM):
         self.engine, self.model = engine, model
@@ -110,7 +110,7 @@ class Publisher:
             yield name, tensor.detach() + 1e-4 * version
 
     def publish(self, half_way=None) -> None:
-        """half_way: called when half of the tensors are copied."""
+        """Publish the next version. `half_way` is called after half of the tensors are copied."""
         self.version += 1
         version = self.version
         self.sent[version] = {name: checksum(tensor) for name, tensor in self.weights(version)}
@@ -125,7 +125,7 @@ class Publisher:
         self.reports.append(self.engine.publish(tensors(), version))
 
     def kill_in_the_copy(self) -> None:
-        """The engine that is started again arrives at its load while the buffer is half written."""
+        """Kill the engine so that its restart loads while the buffer is half written."""
 
         def strike() -> None:
             launches = LOG.launches
@@ -136,32 +136,32 @@ class Publisher:
         self.publish(strike)
 
     def kill_and_copy_in_the_load(self) -> None:
-        """A publication begins while the engine that is started again loads the last one."""
+        """Kill the engine and start a weight sync while its restart loads the previous one."""
         LOG.slow_restart = True
         LOG.loading.clear()
         LOG.loaded.clear()
         self.kill()
         if not LOG.loading.wait(WAIT_S):
-            self.missed.append("no engine that was started again began to load")
+            self.missed.append("no restarted engine began to load")
 
         def strike() -> None:  # the copy stands still, half written, until the engine has loaded
             if not LOG.loaded.wait(10.0):
-                self.missed.append("the engine had not loaded when the copy went on")
+                self.missed.append("the engine had not loaded when the copy continued")
 
         self.publish(strike)
         LOG.slow_restart = False
 
     def kill(self) -> None:
-        # after something was answered: a few failures in a row would be final
+        # After a completed request, since several failures in a row are final.
         before = self.engine.stats().completed
         wait(lambda: self.engine.stats().completed > before)
         os.killpg(self.engine._pool.replicas[0].backend.process_group, signal.SIGKILL)
 
 
 def time_canaries(engine: Engine, publisher: Publisher, prompts: list[list[int]]) -> dict[str, str]:
-    """Rows of the table: how long a canary takes without and with a queue.
+    """Return the table rows with the latency of a canary without and with queued requests.
 
-    It has 8 completions of 16 tokens for each of 4 prompts, as in training/publish.py.
+    The canary has 8 completions of 16 tokens for each of 4 prompts, as in training/publish.py.
     """
     few = np.random.default_rng(1).integers(0, VOCABULARY, (CANARY_REQUESTS // 8, PROMPT)).tolist()
 
@@ -184,11 +184,11 @@ def time_canaries(engine: Engine, publisher: Publisher, prompts: list[list[int]]
 
 
 def run(publications: int, requests: int, kills: int, folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Returns the table and what is wrong."""
+    """Return the table and the failed checks."""
     model = make_model()
     model.save_pretrained(folder / "model")
     BACKENDS["vllm"] = RecordedBackend
-    # room for all requests of a step: every preemption that is counted is one of a pause
+    # The cache has room for all requests of a step: every counted preemption comes from a pause.
     config = EngineConfig(dtype="float32", max_model_len=256, kv_cache_bytes=256 << 20)
     prompts = np.random.default_rng(0).integers(0, VOCABULARY, (requests // 4, PROMPT)).tolist()
     kinds: Counter[int] = Counter()
@@ -208,7 +208,7 @@ def run(publications: int, requests: int, kills: int, folder: Path) -> tuple[dic
                         queued[:] = [engine.submit(prompt, 4, SAMPLING, group=p) for p, prompt in enumerate(prompts)]
                         for group in queued:
                             answered.extend(group.result())
-            except Exception as error:  # noqa: BLE001 (it is told at the end)
+            except Exception as error:  # noqa: BLE001 (reported at the end)
                 failed.append(repr(error))
 
         began = time.monotonic()
@@ -238,7 +238,7 @@ def run(publications: int, requests: int, kills: int, folder: Path) -> tuple[dic
     unknown = {v for completion in answered for v in completion.versions.tolist()} - set(publisher.sent)
     pauses = np.array([report.pause_s for report in reports])
     table = {
-        "publications": f"{len(reports)}",
+        "weight syncs": f"{len(reports)}",
         "requests answered": f"{len(answered)} in {seconds:.0f} s",
         "engines killed": f"{kills}",
         "restarts": f"{stats.restarts}",
@@ -260,7 +260,7 @@ def run(publications: int, requests: int, kills: int, folder: Path) -> tuple[dic
         f"tokens of versions that were never published: {sorted(unknown)}": unknown,
         f"{stats.preemptions} preemptions counted, with room for all": stats.preemptions,
         f"strikes that missed their moment: {publisher.missed}": publisher.missed,
-        "no completion met a publication": sum(kinds.values()) == kinds[1],
+        "no completion spans a weight sync": sum(kinds.values()) == kinds[1],
     }
     return table, [text for text, bad in checks.items() if bad]
 

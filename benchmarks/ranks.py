@@ -1,16 +1,16 @@
-"""What do ranks cost while they wait for rank 0, and how long do its messages take?
+"""CPU cost of ranks that wait for rank 0, and latency of its broadcasts.
 
     python benchmarks/ranks.py [--ranks 4] [--seconds 20] [--megabytes 1 16 64]
     python benchmarks/ranks.py --device cuda      # as many GPUs as ranks
 
-Rank 0 samples for minutes while the others wait in a broadcast. The first table has the processor time of each rank during such
-a wait, in seconds and as a share of a core, with its threads and those of gloo. On GPUs the same wait is made a second time
-over NCCL, as it was before control messages went over gloo; there the share of the time in which the GPU was busy stands beside
-it, as the driver reports it. The second table has the seconds in which a message of a size reaches all ranks, and the speed: a
-step sends its packed rows in one such message, 64 bytes for each trained token and 24 for each other one. Each message is sent
-five times; the median counts, with the range.
+Rank 0 samples for minutes while the other ranks wait in a broadcast. The first table has the CPU time of each rank during such
+a wait, in seconds and as a fraction of a core, including the threads of gloo. On GPUs the wait is repeated over NCCL, the
+former backend of control messages (now gloo), and the table adds the fraction of time in which the GPU was busy, as the
+driver reports it. The second table has the latency until a message reaches all ranks, and the bandwidth: a step sends its
+packed rows in one such message, 64 bytes per trained token and 24 per other token. Each message is sent five times; the
+table has the median and the range.
 
-All ranks are on this machine, so the link between them is its memory: between machines, measure the link itself.
+All ranks run on this machine, so the link is its memory: between machines, measure the link itself.
 """
 
 import argparse
@@ -38,13 +38,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=20.0, help="that rank 0 sleeps")
     parser.add_argument("--megabytes", type=float, nargs="+", default=[1, 16, 64])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    # The folder in which a rank leaves what it found.
+    # Folder for the results of each rank.
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def busy_gpu(ranks: Ranks) -> float | None:
-    """The share of the last moments in which this rank's GPU was busy, or None where the driver does not say."""
+    """Return the recent utilization of this rank's GPU, or None if the driver does not report it."""
     if ranks.device.type != "cuda":
         return None
     try:
@@ -54,7 +54,7 @@ def busy_gpu(ranks: Ranks) -> float | None:
 
 
 def wait(ranks: Ranks, seconds: float, over: str) -> dict:
-    """What this rank took while rank 0 slept."""
+    """Return the CPU time and GPU utilization of this rank while rank 0 slept."""
     dist.barrier()
     time.sleep(SETTLE_S)
     ranks.broadcast(None)
@@ -62,7 +62,7 @@ def wait(ranks: Ranks, seconds: float, over: str) -> dict:
     if ranks.is_main:
         time.sleep(seconds)
     if over == "gloo":
-        ranks.broadcast("go on")
+        ranks.broadcast("continue")
     else:
         word = torch.ones(1, device=ranks.device)
         dist.broadcast(word, src=0)
@@ -74,7 +74,7 @@ def wait(ranks: Ranks, seconds: float, over: str) -> dict:
 
 
 def message(ranks: Ranks, megabytes: float) -> dict:
-    """Seconds from the start of a broadcast until all ranks have it."""
+    """Return the seconds from the start of a broadcast until all ranks have it."""
     payload = {"rows": torch.zeros(int(megabytes * 1e6), dtype=torch.uint8)} if ranks.is_main else None
     seconds = []
     for _ in range(TURNS):

@@ -1,17 +1,17 @@
-"""How long is a whole step of GRPO with a pretrained model, and what is it beside TRL's?
+"""Latency of a full GRPO step with a pretrained model, by phase, against TRL.
 
     python benchmarks/real_step.py --out runs/real_step [--against trl] [--dtypes bfloat16 float32] [--turns 2] [--steps 3]
-    PYTHONPATH=runs/trl python benchmarks/real_step.py ...      # where TRL is, see step.py
+    PYTHONPATH=runs/trl python benchmarks/real_step.py ...      # TRL's folder, see step.py
 
 A step samples, grades, makes two updates and, here, publishes. Both systems have the same model (`make pretrained`), prompts,
 reward, learning rate, numbers of prompts, samples and updates, and exactly 16 tokens a sample. Ours is `tune run grpo_full`
-with its engine, gate and canary. TRL samples by transformers, since it knows no vLLM of this version; in bfloat16 its weights
-are bfloat16, too, which is its fastest way, where ours keeps masters in float32. Each turn is a process of its own, and the
-systems take turns. The first step of a process warms up; a figure is the median of the others. TRL's "backward" is what its
-other phases leave of a step. "GiB" is the most resident memory of one process that a look each half second has found.
+with its engine, gate and canary. TRL generates with transformers, since it does not support this vLLM version; in bfloat16 its
+weights are bfloat16, too, which is its fastest mode, while ours keeps float32 masters. Each turn is a separate process, and the
+systems alternate. The first step of a process warms up; a figure is the median of the others. TRL's "backward" is the step
+minus its other phases. "GiB" is the peak resident memory of one process, sampled every half second.
 
-"of matmul" is the rate of forward and backward, 6 FLOPs for each weight of a layer and token and for each weight of the output
-layer and label, by that of a product of two 2048 x 2048 matrices in the same process, with the same threads and dtype.
+"of matmul" is the FLOP rate of forward and backward (6 FLOPs per layer weight and token, and per output-layer weight and label)
+over the rate of a product of two 2048 x 2048 matrices in the same process, with the same threads and dtype.
 """
 
 import argparse
@@ -39,18 +39,18 @@ from torchtune_ext.telemetry.metrics import read_metrics
 
 SHAPES = {"short": (16, 8, 12), "long": (4, 16, 300)}  # prompts, samples of each, words of a prompt
 TOKENS = 16  # of a sample
-UNUSED = 3  # <repo_name>, which no answer has, ends a sample: so none ends before its 16 tokens, as the table shows
+UNUSED = 3  # <repo_name>, which no answer contains, ends a sample: so every sample has 16 tokens, as the table shows
 WORDS = "river stone cloud lamp paper green seven bright table ocean music tiger window garden silver north".split()
 PHASES = ("sample", "log-probs", "backward", "optimizer", "publish")
 
 
 def prompt(number: int, words: int) -> str:
     text = " ".join(WORDS[(number * 7 + i * i + 3 * i) % len(WORDS)] for i in range(words))
-    return f"Go on with these words: {text}"
+    return f"Continue these words: {text}"
 
 
 def score(problem, text: str) -> float:
-    """How many different letters the text has, of 26."""
+    """Return the fraction of the 26 letters that the text contains."""
     return len({letter for letter in text.lower() if letter.isalpha()}) / 26
 
 
@@ -59,7 +59,7 @@ def score(problem, text: str) -> float:
 
 @grpo.parse
 def recipe_main(cfg) -> None:
-    """The recipe, and then the rate of a product of matrices in its process."""
+    """The recipe, followed by the rate of a matrix product in the same process."""
     grpo.run_recipe(grpo.partial(grpo.GRPORecipe, grpo.load_config(grpo.Config, cfg)))
     gc.collect()
     rate = matmul_rate(cfg.dtype)
@@ -67,7 +67,7 @@ def recipe_main(cfg) -> None:
 
 
 def matmul_rate(dtype: str) -> float:
-    """FLOPs a second."""
+    """Return the FLOP/s of a matrix product."""
     a, b, out = (torch.randn(2048, 2048, dtype=getattr(torch, dtype)) for _ in range(3))
     seconds = []
     for _ in range(12):
@@ -133,7 +133,7 @@ def ours(folder: Path, model: Path, shape: str, dtype: str, steps: int) -> dict[
 
 
 def trl_main(folder: Path, model: Path, shape: str, dtype: str, steps: int) -> None:
-    """TRL's run in this process; writes its seconds of each step."""
+    """Run TRL in this process and write the seconds of each step."""
     with mock.patch("trl.import_utils.is_vllm_available", return_value=False):
         from trl import GRPOConfig, GRPOTrainer
     from datasets import Dataset
@@ -233,7 +233,7 @@ def run(command: list[str], folder: Path) -> None:
 
 @contextmanager
 def peaks(beside: str) -> Iterator[tuple[list[int], list[int]]]:
-    """The most memory of a process that is started inside, and of the one whose command holds `beside`, in bytes."""
+    """Yield the peak memory, in bytes, of the process started inside and of the process with the argument as command part."""
     own, other, done = [0], [0], threading.Event()
 
     def look() -> None:

@@ -1,13 +1,13 @@
-"""How much of what the ranks compute is needed? Rows of one length, dealt by count, against balanced rows.
+"""Packing efficiency on several ranks: rows of one length, distributed by count, against balanced rows.
 
 python benchmarks/rows.py
 
-It counts; nothing is trained. Batch, samples, updates and row length are those of the shipped configs. Prompts and answers have
-lengths that fit the task, which each line names: answers are lognormal (sigma 0.5), cut at `max_tokens`.
+The script counts tokens; nothing is trained. Batch, samples, updates and row length come from the shipped configs. Prompt and
+answer lengths fit the task that each line names: answers are lognormal (sigma 0.5), truncated at `max_tokens`.
 
-"needed" are the tokens of prompts and answers where each prompt stands once; "computed" are the places that the ranks compute
-or wait for: of each round the longest row, for each rank. Where a group is cut, its prompt is stored again; "prompts too"
-counts these as needed. "cost" is that of all rounds after, over that before, with the area of the attention masks (as in
+"needed" are the tokens of prompts and answers with each prompt once; "computed" are the positions that the ranks compute or
+wait for: the longest row of each round, for each rank. A split group stores its prompt again; "prompts too" counts the repeated
+prompts as needed. "cost" is the ratio of all rounds after to before, including the area of the attention masks (as in
 `balance.Layout.cost`, for a model of this width and the usual shape).
 """
 
@@ -36,7 +36,7 @@ SHAPES = {
 
 
 def draw(config: str, rng: random.Random) -> list[GroupSize]:
-    """The groups of one step."""
+    """Return the groups of one step."""
     cfg, (prompt, answer, _) = OmegaConf.load(package_folder("configs") / f"grpo/{config}.yaml"), SHAPES[config]
 
     def one() -> int:
@@ -50,7 +50,7 @@ def draw(config: str, rng: random.Random) -> list[GroupSize]:
 
 
 def unbalanced_rows(groups: list[GroupSize], row_tokens: int, ranks: int) -> list[RowPlan]:
-    """As it was: groups cut where a row is full, best-fit decreasing, rows in that order, empty ones at the end."""
+    """The former packing: groups split at full rows, best-fit decreasing, rows in that order, empty rows last."""
     pieces: list[RowSegment] = []
     for index, group in enumerate(groups):
         taken: list[int] = []
@@ -81,7 +81,7 @@ def tokens(row: list[RowSegment] | RowPlan) -> int:
 
 
 class FullLength(RowLayout):
-    """Every row is padded to the full length, whose padding sees all padding before it."""
+    """Return the cost with every row padded to full length, where padding attends to all earlier padding."""
 
     def row_length(self, row: RowPlan) -> int:
         return self.tile

@@ -1,12 +1,12 @@
-"""What does our way of sampling cost beside bare vLLM?
+"""Overhead of rollout generation over bare vLLM.
 
     python benchmarks/sampling_stage.py [--models models/SmolLM2-135M-Instruct runs/tiny/warmup/model] [--turns 3] [--passes 3]
 
-Ours is what a step of the recipe does: requests go one by one through throttle and client to the engine, and completions come
-back with a version and a log-prob for each token. Bare is `LLM.generate`, which gets all requests at once. Both start vLLM with
-the same arguments, but for the transfer of weights, in as many threads, and have the same prompts and seeds: that their tokens
-and log-probs are the same is checked. Each turn is a process of its own, and the two take turns. A pass has prompts of its own;
-the first one of a process warms up. Processor seconds, of all processes together, are the steadier measure where others work.
+"ours" is the generation of a recipe step: requests go one by one through throttle and client to the engine, and completions
+return with a version and a log-prob per token. "bare" is `LLM.generate` with all requests at once. Both start vLLM with the
+same arguments except weight transfer, with the same number of threads, prompts and seeds; the script checks that tokens and
+log-probs are identical. Each turn is a separate process, and the variants alternate. Each pass has new prompts; the first
+pass of a process warms up. CPU seconds, over all processes, are the more stable measure on a shared machine.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def processor_s() -> float:
 
 
 def measure(way: str, model: str, passes: int) -> None:
-    """Prints a line for each pass but the first: seconds, processor seconds, tokens, and a digest of what was drawn."""
+    """Print a line per pass except the first: seconds, CPU seconds, tokens, and a digest of the samples."""
     vocabulary = AutoConfig.from_pretrained(model).vocab_size
     with ExitStack() as stack:
         draw = {"ours": ours, "bare": bare}[way](model, stack)
@@ -109,11 +109,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["models/SmolLM2-135M-Instruct", "runs/tiny/warmup/model"])
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--passes", type=int, default=3)
-    parser.add_argument("--way", choices=WAYS, help="measure this one here; a turn of ours calls it so")
+    parser.add_argument("--way", choices=WAYS, help="measure this variant in this process (internal)")
     args = parser.parse_args()
     if missing := [model for model in args.models if not Path(model).is_dir()]:
         parser.error(
-            f"{missing[0]}: no such folder; `make pretrained` and `tune run warmup_sft --config warmup/tiny` make both"
+            f"--models {missing[0]}: not found. Fix: `make pretrained`; `tune run warmup_sft --config warmup/tiny`"
         )
     if args.way:
         return measure(args.way, args.models[0], args.passes)
@@ -140,7 +140,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # vLLM's environment has to stand before anything of it is imported.
+    # vLLM's environment variables must be set before its import.
     import os
 
     os.environ |= engine_environment(CONFIG)

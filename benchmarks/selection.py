@@ -1,13 +1,13 @@
-"""Problems near the policy's level: what does asking them more often gain, in samples and in seconds?
+"""Problem selection near the policy's level: accuracy gain at equal samples and at equal seconds.
 
     python benchmarks/selection.py --out runs/selection [--problems clue] [--seeds 0 1 2 3 4] [--steps 100]
 
-A small model is warmed up on problems of several levels, and trained on all of them: with all levels as often (`none`), with
-those that bring a signal more often (`NearLevel`), and with all as often where groups without a signal are sampled anew
-(`refill`, as in DAPO). Held-out questions are of all levels in equal parts, and the same for all. The problems are worked
+A small model is warmed up on problems of several levels, and trained on all of them: with uniform levels (`none`), with more
+problems from levels with reward variance (`NearLevel`), and with uniform levels where zero-variance groups are sampled again
+(`refill`, as in DAPO). Held-out questions cover all levels equally, and are the same for all arms. The problems are worked
 arithmetic of eight levels, from 7+5= to long expressions, or the puzzles of the quickstart, whose four sizes are the levels,
-32 of them a step. Curves are read where an arm has drawn as many samples, or taken as many seconds of steps (without
-evaluation), as `none` in the end. Each seed has its own warm-up. Runs that have ended are read.
+32 of them per step. Curves are read where an arm has as many samples, or as many seconds of steps (without evaluation), as
+`none` at its end. Each seed has its own warm-up. Completed runs are read, not repeated.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 from torchtune_ext.telemetry.metrics import read_metrics
 
 CONFIGS = {"arithmetic": "tiny_arithmetic", "clue": "tiny"}
-# Eight levels need more examples than the one of the config.
+# Eight levels need more examples than the single level of the config.
 WARMUP = {"arithmetic": ["task.level=[1,2,3,4,5,6,7,8]", "num_problems=192000"], "clue": []}
 LEVELS = {
     "arithmetic": [{"level": level} for level in range(1, 9)],
@@ -37,7 +37,7 @@ TASKS = {
     "arithmetic": "torchtune_ext.tasks.arithmetic.Arithmetic",
     "clue": "torchtune_ext.tasks.temporal_clue.TemporalClue",
 }
-# Words of a run: the held-out questions, and room for the longest answers; updates of as many groups as the config's.
+# Overrides: held-out questions, room for the longest answers, as many groups per update as the config.
 WORDS = {
     "arithmetic": [
         *(
@@ -58,7 +58,7 @@ EVERY = {"arithmetic": 10, "clue": 20}  # steps between two evaluations
 
 
 def run(out: Path, problems: str, arm: str, seed: int, steps: int) -> Path:
-    """The folder of a run, which is made unless it is there."""
+    """Return the folder of a run; run it if it is missing."""
     warm, folder = out / f"warmup_{seed}", out / f"{arm}_{seed}"
     config, levels = CONFIGS[problems], json.dumps(LEVELS[problems]).replace('"', "")
     tune(warm, 1, "warmup_sft", "--config", f"warmup/{config}", f"seed={seed}", *WARMUP[problems])
@@ -71,7 +71,7 @@ def run(out: Path, problems: str, arm: str, seed: int, steps: int) -> Path:
 
 
 def curve(folder: Path) -> list[tuple[int, float, float]]:
-    """(samples drawn, seconds of the steps, held-out accuracy) at each evaluation."""
+    """Return (samples, seconds of the steps, held-out accuracy) at each evaluation."""
     points, samples, seconds = [], 0, 0.0
     for line in read_metrics(folder / "metrics.jsonl"):
         if line["step"]:
@@ -83,7 +83,7 @@ def curve(folder: Path) -> list[tuple[int, float, float]]:
 
 
 def at(points: list[tuple[int, float, float]], column: int, place: float) -> float:
-    """The accuracy at a place of a curve, between two evaluations on the line that joins them; at most that of the end."""
+    """Return the accuracy at a point of a curve, by linear interpolation, clamped at its end."""
     for before, after in itertools.pairwise(points):
         if before[column] <= place <= after[column]:
             share = (place - before[column]) / max(1e-9, after[column] - before[column])
@@ -92,7 +92,7 @@ def at(points: list[tuple[int, float, float]], column: int, place: float) -> flo
 
 
 def signals(folder: Path) -> dict[str, tuple[int, int]]:
-    """(groups with a signal, groups) by level, and of all."""
+    """Return (groups with reward variance, groups) by level, and in total."""
     counts = defaultdict(lambda: (0, 0))
     for path in rollout_paths(folder).values():
         for group in read_rollouts(path):
@@ -102,7 +102,7 @@ def signals(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def spread(values: list[float]) -> str:
-    """The mean, and Student's 95% interval over seeds."""
+    """Format the mean with Student's 95% interval over seeds."""
     mean, half = interval(values)
     return f"{mean:.3f}" if len(values) == 1 else f"{mean:.3f} ± {half:.3f}"
 

@@ -1,27 +1,27 @@
-"""How much faster is a training step on packed rows than the same step computed in other ways?
+"""Latency of a training step on packed rows against other ways to compute the same step.
 
     python benchmarks/step.py [--against repeated dense trl trl_labels] [--shapes 300/100 1200/150 60/200] [--repeats 5]
     python benchmarks/step.py --device cuda      # in bfloat16, with FlexAttention
 
-A step is forward and backward of GRPO's loss (clip 0.2, every label weighs the same) over as many groups of 16 completions as
-a row of `--row-tokens` holds. A shape is the tokens of a prompt / the mean tokens of a completion, whose lengths vary by a
-quarter. Sampling, packing, padding and the optimizer are not in it. "packed" is the project's own step. Against it stand:
+A step is forward and backward of GRPO's loss (clip 0.2, equal weight per label) over as many groups of 16 completions as a row
+of `--row-tokens` holds. A shape is the tokens of a prompt / the mean tokens of a completion, whose lengths vary by a quarter.
+Generation, packing, padding and the optimizer are not included. "packed" is the project's own step. The alternatives:
 
-* repeated: the same model and code, each completion in a sequence of its own behind a copy of its prompt, without padding. On
-  a CPU each sequence is one causal call of attention.
+* repeated: the same model and code, each completion in its own sequence after a copy of its prompt, without padding. On a CPU
+  each sequence is one causal attention call.
 * dense: the packed rows with a boolean mask [T, T] for attention, as in OpenPipe's deductive-reasoning.
 * trl: `GRPOTrainer.training_step` of TRL with its metrics, a group in a batch, without gradient checkpointing. Sequences are
   padded to the longest. On a CPU it computes the log-probs of prompts and padding, too; on a GPU only those of labels.
 * trl_labels: the same, with log-probs of labels only on a CPU, too.
 
-TRL is no dependency of the project. Where it is missing, it is left out. This brings it, beside accelerate and datasets::
+TRL is not a dependency of the project. Without TRL, its rows are skipped. To install it, next to accelerate and datasets::
 
     pip install --no-deps --target runs/trl trl==1.16.0
     PYTHONPATH=runs/trl python benchmarks/step.py
 
-Before anything is timed, every way takes the gradient of the small model on the same groups on the CPU in float64. It must be
-that of the packed rows up to 1e-6; if it is not, the script ends with an error. Then the ways take turns in one process, so
-that noise of the machine hits all of them. A ratio is one of medians; its bounds are the ratios of single turns.
+Before the timing, every way computes the gradient of the small model on the same groups on the CPU in float64. It must equal
+the gradient of the packed rows up to 1e-6; otherwise the script exits with an error. Then the ways alternate in one process, so
+that noise of the machine affects all of them. A ratio is a ratio of medians; its bounds are the ratios of single turns.
 """
 
 import argparse
@@ -72,13 +72,13 @@ BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 0.1}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What all ways of a comparison share."""
+    """Shared inputs of all ways of a comparison."""
 
     model: Path  # a directory in Hugging Face format
     groups: list[Group]
     row_tokens: int
     device: torch.device
-    dtype: torch.dtype  # of the computation; weights are in float32, or all in float64
+    dtype: torch.dtype  # dtype of the computation; weights are in float32, or all in float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +87,11 @@ class Variant:
 
     model: nn.Module
     hf_name: Callable[[str, Tensor], tuple[str, Tensor]]  # of a parameter, with the layout that Hugging Face gives it
-    tokens: int  # that go through the layers, padding included
+    tokens: int  # tokens through the layers, padding included
     step: Callable[[], object]  # adds the gradient of the loss to that of the parameters
 
     def gradient(self) -> dict[str, Tensor]:
-        """Takes the step once, clears the gradient and returns it."""
+        """Take the step once, clear the gradient and return it."""
         self.step()
         grads = dict(
             self.hf_name(clean_name(name), gather_full(p.grad).double().cpu())
@@ -101,7 +101,7 @@ class Variant:
         return grads
 
     def seconds(self) -> float:
-        """Takes the step once and clears the gradient; returns how long the step took."""
+        """Take the step once and clear the gradient. Return the seconds of the step."""
         started = clock()
         self.step()
         seconds = clock() - started
@@ -110,31 +110,31 @@ class Variant:
 
 
 def clock() -> float:
-    """Seconds, when all that was asked of a GPU is done."""
+    """Return the clock in seconds, after a synchronization of the GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def shape(text: str) -> tuple[int, int]:
-    """Reads "300/100": the tokens of a prompt and the mean tokens of a completion."""
+    """Parse "300/100": tokens of a prompt and mean tokens of a completion."""
     prompt, completion = map(int, text.split("/"))
     return prompt, completion
 
 
 def make_model(folder: Path, shape: ModelShape) -> Path:
-    """Writes a random model whose vocabulary has exactly the size that `shape` asks for."""
+    """Write a random model whose vocabulary has exactly the size of `shape`."""
     words = [*SPECIAL_TOKENS, *(f"w{i}" for i in range(shape.vocab_size - len(SPECIAL_TOKENS)))]
     write_model(folder, Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)})), shape, seed=0)
     return folder
 
 
 def make_groups(prompt: int, completion: int, row_tokens: int) -> list[Group]:
-    """Random groups, so many that a row just holds them if their completions have the mean length."""
+    """Return as many random groups as fit in a row at the mean completion length."""
     rng = np.random.default_rng(0)
 
     def draw(length: int) -> np.ndarray:
-        # Not the token that pads: in transformers its embedding gets no gradient.
+        # The padding token is excluded: in transformers its embedding gets no gradient.
         return rng.integers(len(SPECIAL_TOKENS), SMALL.vocab_size, length, dtype=np.int32)
 
     def sample() -> Sample:
@@ -150,7 +150,7 @@ def make_groups(prompt: int, completion: int, row_tokens: int) -> list[Group]:
 
 
 def own_variants(names: list[str], case: Case) -> dict[str, Variant]:
-    """The ways that are the project's own code. They share one model."""
+    """Return the ways that use the project's own code. They share one model."""
     source, in_float64 = HFModel(case.model), case.dtype == torch.float64
     compute_dtype = torch.float32 if in_float64 else case.dtype
     policy = build_policy(lambda: from_config(str(case.model)), source, case.device, compute_dtype)
@@ -180,7 +180,7 @@ def whole_mask(row: Row) -> Tensor:
 
 
 def trl_variants(names: list[str], case: Case) -> dict[str, Variant]:
-    """The ways that are TRL's trainer. They share one model, too."""
+    """Return the ways that use TRL's trainer. They share one model, too."""
     model, tokens, step = step_trl.prepare(case.model, case.groups, case.device, case.dtype)
     steps = {"trl": step, "trl_labels": lambda: step(labels_only=True)}
     return {name: Variant(model, lambda *named: named, tokens, steps[name]) for name in names}
@@ -193,10 +193,10 @@ def make_variants(names: list[str], case: Case) -> dict[str, Variant]:
 
 
 def differences(ways: dict[str, Variant], dtype: torch.dtype) -> dict[str, float]:
-    """How far each way's gradient is from that of the packed rows: the norm of the difference by the norm, of all parameters.
+    """Return the relative difference of each way's gradient to the gradient of the packed rows (norm over all parameters).
 
     Raises:
-        RuntimeError: it is farther than rounding explains.
+        RuntimeError: a difference exceeds rounding.
     """
     want, distances = ways["packed"].gradient(), {"packed": 0.0}
     size = sum(tensor.square().sum() for tensor in want.values()).sqrt().item()
@@ -206,18 +206,18 @@ def differences(ways: dict[str, Variant], dtype: torch.dtype) -> dict[str, float
         if not distances[name] <= BOUNDS[dtype]:
             raise RuntimeError(
                 f"the gradient of {name!r} differs from that of the packed rows by {distances[name]:.1e} in {dtype}, more than "
-                f"{BOUNDS[dtype]:.0e}: it computes something else, so its time says nothing"
+                f"{BOUNDS[dtype]:.0e}: it computes something else, so its time is not comparable"
             )
     return distances
 
 
 def measure(prompt: int, completion: int, names: list[str], checked: Path, timed: Path, args: argparse.Namespace):
-    """Prints the rows of a shape."""
+    """Print the rows of a shape."""
     check = Case(checked, make_groups(prompt, completion, args.row_tokens), args.row_tokens, CPU, torch.float64)
     exact = differences(make_variants(names, check), check.dtype)
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
     case = replace(check, model=timed, device=torch.device(args.device), dtype=dtype)
-    gc.collect()  # a trainer holds itself, and its model
+    gc.collect()  # a trainer has reference cycles
     ways = make_variants(names, case)
     rounded = differences(ways, dtype)  # this also warms up
     turns = [{name: way.seconds() for name, way in ways.items()} for _ in range(args.repeats)]
@@ -245,11 +245,11 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("--device cuda: there is no CUDA device; leave it out")
+        sys.exit("--device=cuda: no CUDA device found. Fix: omit --device")
     names = args.against
     if importlib.util.find_spec("trl") is None and any(name.startswith("trl") for name in names):
         names = [name for name in names if not name.startswith("trl")]
-        print("TRL is left out: it is not installed; the opening of this script says how to\n")
+        print("TRL skipped: not installed. Fix: install it as in the docstring of this script\n")
     print(f"{args.device}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
     columns = "shape", "way", "tokens", "seconds", "times packed", "gradient differs: float64, as timed"
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")

@@ -1,4 +1,4 @@
-"""TRL's side of step.py: its GRPOTrainer over samples that are there already."""
+"""TRL's side of step.py: its GRPOTrainer on given samples."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,17 +14,17 @@ from torchtune_ext.pipeline.groups import Group
 def prepare(
     folder: Path, groups: list[Group], device: torch.device, dtype: torch.dtype
 ) -> tuple[nn.Module, int, Callable[..., None]]:
-    """Makes the trainer. All groups have prompts of one length and equally many samples.
+    """Build the trainer. All groups have the same prompt length and number of samples.
 
     Args:
-        folder: of the model.
-        dtype: float32 or float64, or bfloat16 as TRL computes in it: autocast over weights in float32.
+        folder: folder of the model.
+        dtype: float32 or float64, or bfloat16 as in TRL: autocast over float32 weights.
 
     Returns:
-        The model, the number of tokens that go through it in a step, and the step, which adds the gradient of the loss to that
-        of the model. `step(labels_only=True)` computes log-probs of labels only, also on a CPU.
+        The model, its tokens per step, and the step, which accumulates the gradient of the loss in the model.
+        `step(labels_only=True)` computes log-probs of labels only, also on a CPU.
     """
-    # TRL would import a vLLM that is installed, in a version that it may not know. It takes no part in this.
+    # TRL would import the installed vLLM, whose version it may not support. vLLM is not used here.
     with mock.patch("trl.import_utils.is_vllm_available", return_value=False):
         from trl import GRPOConfig, GRPOTrainer
     from datasets import Dataset
@@ -33,7 +33,7 @@ def prepare(
 
     class Trainer(GRPOTrainer):
         def _prepare_inputs(self, inputs):
-            """Takes a batch as it is, where TRL's own would sample one."""
+            """Return the batch unchanged, where TRL would sample one."""
             return inputs
 
     disable_progress_bar()
@@ -49,7 +49,7 @@ def prepare(
         report_to="none",
     )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    # The trainer wants rewards and problems, and will use neither.
+    # The trainer requires rewards and problems, but uses neither.
     trainer = Trainer(model, lambda **_: [], config, Dataset.from_dict({"prompt": [""]}))
     trainer.current_gradient_accumulation_steps = len(groups)
     if dtype == torch.float64:
@@ -57,7 +57,7 @@ def prepare(
     batches = padded(groups, device)
 
     def step(labels_only: bool = False) -> None:
-        # By this function TRL asks whether it is on a GPU; there it leaves out what is no label.
+        # TRL uses this function to detect a GPU, where it skips tokens that are not labels.
         as_on_gpu = mock.patch("trl.trainer.utils._use_triton", return_value=True) if labels_only else nullcontext()
         with as_on_gpu:
             for batch in batches:
@@ -68,7 +68,7 @@ def prepare(
 
 
 def padded(groups: list[Group], device: torch.device) -> list[dict[str, Tensor]]:
-    """What the trainer makes of its samples: a batch for each group, all padded to the longest completion."""
+    """Return the trainer's batches: one per group, all padded to the longest completion."""
     num_samples = len(groups[0].samples)
     completions = [torch.from_numpy(s.completion.tokens).long() for group in groups for s in group.samples]
     completion_ids = nn.utils.rnn.pad_sequence(completions, batch_first=True)

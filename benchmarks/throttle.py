@@ -1,12 +1,12 @@
-"""Does the adaptive limit of requests in flight keep up with the best fixed one, without preemptions?
+"""Adaptive limit of in-flight requests against the best fixed limit: throughput and preemptions.
 
     python benchmarks/throttle.py [--passes 3] [--sizes 8 32 64 128 192]
 
-12 prompts x 16 samples on KV caches that are too small for all of them at once: a tiny random model, so that what
-counts is the engine, not the arithmetic. Every line is the mean of some passes, each over prompts of its own;
-"adaptive" is shown for its first pass, in which it still learns, and for the ones after it. Shares are of the best
-fixed size that preempts nothing. On a machine that others use too, the speed per second of the engine's CPU time is the
-steadier of the two.
+12 prompts x 16 samples on KV caches that are too small for all of them at once, with a tiny random model, so that the
+engine dominates and not the arithmetic. Every line is the mean of several passes, each over new prompts; "adaptive" is
+shown for its first pass, in which it still adapts, and for later passes. Fractions are relative to the best fixed size
+without preemptions. On a shared machine, throughput per second of the engine's CPU time is more stable than throughput
+per second.
 """
 
 import argparse
@@ -31,12 +31,12 @@ BYTES_PER_TOKEN = 2 * LAYERS * KV_HEADS * HEAD * 2  # keys and values, bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of tables."""
+    """One row of the tables."""
 
     title: str
     cache_tokens: int  # size of the KV cache
-    max_tokens: int  # of a completion
-    stop_share: float  # of the vocabulary that ends a completion; 0: all completions have max_tokens
+    max_tokens: int  # per completion
+    stop_share: float  # fraction of the vocabulary that ends a completion; 0: all have max_tokens
 
 
 CASES = (
@@ -79,14 +79,14 @@ def run_pass(engine: Engine, prompts: list[list[int]], sampling: SamplingConfig)
 
 
 def limit_concurrency(engine: Engine, fixed: int | None) -> None:
-    """Fixes how many requests may be in flight; with None the limit follows the engine, from the beginning."""
+    """Fix the limit of in-flight requests; None restarts the adaptive limit."""
     for lane in engine._pool.replicas:
         lane.throttle.controller = ConcurrencyController(lane.throttle.controller.ceiling)
         lane.throttle.fixed = fixed
 
 
 def engine_cpu_s() -> float:
-    """CPU time until now of the engine's process, the busiest of ours."""
+    """Return the CPU time of the engine process, the busiest child process, in seconds."""
     times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
     return max(one.user + one.system for one in times)
 
@@ -120,14 +120,14 @@ def run_case(case: Case, model: str, run_dir: str, sizes: list[int], num_passes:
         def passes(count: int) -> list[Pass]:
             result = []
             for number in range(count):
-                # other prompts every time, as in training; the same ones for every size
+                # New prompts in every pass, as in training; the same prompts for every size.
                 fresh = np.random.default_rng(number).integers(0, VOCABULARY, (PROMPTS, PROMPT_TOKENS)).tolist()
                 sampling = SamplingConfig(max_tokens=case.max_tokens, seed=number, stop_token_ids=stop)
                 result.append(run_pass(engine, fresh, sampling))
             return result
 
         fixed, adaptive = {size: [] for size in sizes}, []
-        for _ in range(2):  # twice around, so that a busy moment of the machine does not hit one size alone
+        for _ in range(2):  # two rounds, so that a busy moment of the machine does not affect only one size
             for size in sizes:
                 limit_concurrency(engine, size)
                 fixed[size] += passes(num_passes)

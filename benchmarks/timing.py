@@ -1,14 +1,14 @@
-"""Does a measured speed repeat: on a quiet machine, and beside a neighbor that reads memory?
+"""Repeatability of measured speeds, on a quiet machine and next to a process that reads memory.
 
     python benchmarks/timing.py [--minutes 10] [--programs 30] [--size 256] [--cores 1]
 
 Programs of different speeds (matrix products: loop orders, blocks, unrolled rows) are timed at random times, at least twice
 each. The table says how well two rounds of measurements agree on the order of the programs (Spearman's rank correlation), and
 how far measurements of one program lie apart: the standard deviation as a share of the mean, and half of the range, which
-grows with the number of rounds; of each the median over the programs. Then a third of them are timed again beside a process
-that streams through memory, on the same core and on another one. A measurement beside it should say that it was disturbed, or
-lie within 2% of the quiet one (by its ratio to the reference); and no two programs that are 10% apart may change places, as
-far as the measurements stand by their figures. Exit status 1 where that does not hold.
+grows with the number of rounds; the median over the programs for each. Then a third of the programs are timed again next to a
+process that streams through memory, on the same core and on another core. A disturbed measurement must be flagged as disturbed,
+or lie within 2% of the quiet measurement (by its ratio to the reference); and no two programs that differ by 10% may change
+order among the unflagged measurements. The exit status is 1 if a check fails.
 """
 
 import argparse
@@ -51,7 +51,7 @@ LOOPS = {
 
 
 def programs(count: int) -> dict[str, str]:
-    """Programs by name, of many speeds."""
+    """Return name -> program, with many speeds."""
     sources = {}
     for block in (4, 8, 12, 16, 24, 32, 48, 64, 96, 128):
         for order in ORDERS:
@@ -62,7 +62,7 @@ def programs(count: int) -> dict[str, str]:
 
 
 def spearman(a: list[float], b: list[float]) -> float:
-    """The correlation of the ranks."""
+    """Return Spearman's rank correlation."""
     ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
     return float(np.corrcoef(*ranks)[0, 1])
 
@@ -76,12 +76,12 @@ def half_range(values: list[float]) -> float:
 
 
 def is_flagged(timing: Timing) -> bool:
-    """Tells whether the measurement itself says that it may be wrong."""
+    """Whether the measurement itself is flagged as unreliable."""
     return timing.disturbed_fraction > 0 or timing.is_noisy or not timing.is_narrow
 
 
 def stream(core: int) -> None:
-    """Reads and writes memory for ever."""
+    """Read and write memory forever."""
     os.sched_setaffinity(0, {core})
     a, b = np.ones(1 << 23), np.ones(1 << 23)
     while True:
@@ -90,7 +90,7 @@ def stream(core: int) -> None:
 
 @contextmanager
 def neighbor(core: int | None):
-    """A process that streams through memory on a core; None: nobody."""
+    """Run a process that streams through memory on a core; None: no process."""
     if core is None:
         yield
         return
@@ -107,7 +107,7 @@ def neighbor(core: int | None):
 def measure(
     timer: ProgramTimer, libraries: dict[str, bytes], seconds: float, rng: random.Random
 ) -> dict[str, list[Timing]]:
-    """Times programs in random order for so long, each of them at least twice."""
+    """Time programs in random order for the given time, each at least twice."""
     timings: dict[str, list[Timing]] = {name: [] for name in libraries}
     end = time.monotonic() + seconds
     while time.monotonic() < end or min(map(len, timings.values())) < 2:
@@ -166,7 +166,7 @@ def main() -> int:
                 ("another core", min(set(usable) - set(cores), default=None)),
             ):
                 if core is None:
-                    print(f"| {where} | there is none | | | | |")
+                    print(f"| {where} | not available | | | | |")
                     continue
                 with neighbor(core):
                     beside = {name: timer.time_library(library) for name, library in some.items()}
@@ -189,7 +189,7 @@ def main() -> int:
 
 
 class Program(Dgemm):
-    """The kernel with another program in the place of the naive one, to compile it without checking it again."""
+    """The kernel with another program as its naive program, to compile it without another check."""
 
     def __init__(self, size: int, source: str) -> None:
         super().__init__(size)

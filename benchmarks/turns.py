@@ -1,15 +1,15 @@
-"""What does a training step on conversations cost, against one sequence for each turn?
+"""Latency of a training step on conversations against one sequence per turn.
 
     python benchmarks/turns.py [--turns 1 4 16 64 128] [--thoughts 0] [--repeats 5]
 
-A conversation of T turns is one completion here: what the environment answered is an input, and no token is computed twice.
-Where each turn is a sample of its own, with all that came before as its prompt, the tokens grow with the square of T. Both
-compute the same loss (clip 0.2, every label weighs the same) over a group of 4 conversations with turns of 24 tokens and
-answers of 16, behind a prompt of 64. With `--thoughts` each turn begins with so many tokens that no later context has
-(`tokenizer.history: template`): what is left of a turn stands in the row a second time, as the beginning of a branch.
+A conversation of T turns is one completion here: environment tokens are inputs, and no token is computed twice. With a separate
+sample per turn, whose prompt is the whole earlier conversation, the number of tokens grows with the square of T. Both variants
+compute the same loss (clip 0.2, equal weight per label) over a group of 4 conversations with turns of 24 tokens and replies of
+16, after a prompt of 64. With `--thoughts`, each turn begins with that many tokens that no later context contains
+(`tokenizer.history: template`): the rest of a turn is in the row a second time, as the beginning of a branch.
 
-Before anything is timed, both take the gradient in float64, which must be the same up to 1e-6. Then they take turns in one
-process. A ratio is one of medians; its bounds are the ratios of single turns.
+Before the timing, both variants compute the gradient in float64, which must be equal up to 1e-6. Then they alternate in one
+process. A ratio is a ratio of medians; its bounds are the ratios of single turns.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def conversations(turns: int, thoughts: int) -> Group:
 
 
 def split_turns(group: Group) -> list[Group]:
-    """The same labels, each turn behind a prompt of its own."""
+    """Return the same labels, each turn after its own prompt."""
     groups = []
     for sample in group.samples:
         whole, ids = sample.completion, np.concatenate([group.prompt_tokens, sample.completion.tokens])

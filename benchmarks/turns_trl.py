@@ -1,24 +1,24 @@
-"""What does an episode of several turns cost here and in TRL, and are the tokens that are trained on those that were sampled?
+"""Latency of multi-turn episodes here and in TRL, and a check that the trained tokens are the sampled tokens.
 
     pip install --no-deps --target runs/trl trl==1.16.0
     PYTHONPATH=runs/trl python benchmarks/turns_trl.py --out runs/turns_trl [--repeats 3] [--steps 5]
 
 Both play the same class, a number to guess, in TRL's convention (`environment_factory` there, `ToolClass` here), with the same
 tiny model, which was warmed up on such games, under TRL's template of Qwen2.5, at temperature 1, in float32 and two threads. A
-step plays 8 prompts 8 times and makes one update, too small to change how they are played. A run is a process of its own, the
-systems take turns, and the first step of a run warms up. A row is a run, and a figure the mean of its other steps.
+step plays 8 prompts 8 times and makes one update, too small to change the policy noticeably. A run is a separate process, the
+systems alternate, and the first step of a run warms up. A row is a run, and a figure the mean of its other steps.
 
-The question is what a user gets on this machine. Ours is `grpo_full`: vLLM samples in a process of its own, an episode goes on
-as soon as its game has answered, and groups whose rewards are all equal are not trained on. TRL samples by transformers, since
-it knows no vLLM of this version: a turn of all episodes is one batch, as long as its longest, and all are trained on. A rollout
-lasts until its last episode is over; the rest of a step is training and, here, publishing.
+The benchmark measures what a user gets on this machine. Ours is `grpo_full`: vLLM generates in its own process, an episode
+continues as soon as its game has answered, and zero-variance groups are not trained on. TRL generates with transformers, since
+it does not support this vLLM version: a turn of all episodes is one batch, as long as its longest turn, and all groups are
+trained on. A rollout lasts until its last episode is over; the rest of a step is training and, here, weight sync.
 
-The limits differ. Here 32 tokens are for one turn. In TRL 320 are for a whole episode, what the game says among them, and a
-turn may take all that are left. A call in the last of 6 turns is played here; in TRL nobody reads it.
+The limits differ. Here the limit is 32 tokens per turn. In TRL it is 320 tokens per episode, including the game's replies, and
+a turn may use all remaining tokens. A call in the last of 6 turns is executed here; TRL ignores it.
 
-Tokens differ, in TRL, where the ids under the mask of the loss are not those that its generation returned, in their order, or
-where an episode is not, from the prompt on, what its turns were sampled behind. Here the store holds the ids that the engine
-returned. So their context is tried: a token differs if its log-prob in the engine is more than 1e-3 from that in transformers.
+In TRL, tokens differ if the ids under the loss mask are not the ids of its generation, in order, or if an episode is not the
+context in which its turns were sampled. Here the rollout store holds the ids of the engine, so the check covers their context:
+a token differs if its log-prob in the engine is more than 1e-3 from its log-prob in transformers.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def tune(recipe: str, folder: Path, model: Path, rows: list[dict], task: str, ra
 
 
 def warm_up(folder: Path, start: Path) -> Path:
-    """Makes the model. Its tokenizer knows words, as that of a large model does."""
+    """Make the model. Its tokenizer has whole words, like the tokenizer of a large model."""
     template = (Path(importlib.util.find_spec("trl").origin).parent / "chat_templates" / "qwen2_5.jinja").read_text()
     rows, render = make_rows(1200, seed=0), ChatTemplate(template, "qwen2_5", {}).render
     task = GuessingTask("turns_trl_game.Number", rows, count=16)
@@ -118,7 +118,7 @@ def ours(folder: Path, model: Path, steps: int) -> dict[str, list[float]]:
 
 
 def gaps_to_transformers(groups: list[Group], model_dir: Path) -> np.ndarray:
-    """The distance of the engine's log-prob of each sampled token from that of transformers, in nats."""
+    """Return |engine - transformers| log-prob of each sampled token, in nats."""
     model, gaps = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32), []
     for group in groups:
         for sample in group.samples:
@@ -135,7 +135,7 @@ def gaps_to_transformers(groups: list[Group], model_dir: Path) -> np.ndarray:
 
 
 def trl_main(folder: Path, model: Path, steps: int) -> None:
-    """TRL's run in this process; writes what was found."""
+    """Run TRL in this process and write the results."""
     with mock.patch("trl.import_utils.is_vllm_available", return_value=False):
         from trl import GRPOConfig, GRPOTrainer
     from datasets import Dataset
@@ -190,7 +190,7 @@ def trl_main(folder: Path, model: Path, steps: int) -> None:
     )
     rows = Dataset.from_list(make_rows(PROMPTS * steps, seed=1))
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    # AutoTokenizer would split the text as Qwen's own tokenizer does, and find other ids.
+    # AutoTokenizer would apply Qwen's pre-tokenizer and return other ids.
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
     trainer = Trainer(
         policy, [], config, rows, processing_class=tokenizer, environment_factory=Number, callbacks=[Steps()]
@@ -200,7 +200,7 @@ def trl_main(folder: Path, model: Path, steps: int) -> None:
 
 
 def follow(episodes: list[list[Pair]], prompts: list[list[int]], turns: list[list[int]]) -> None:
-    """Adds a turn to each episode that goes on. They keep their order, and a prompt begins with all that its episode has."""
+    """Add a turn to each unfinished episode. Episodes keep their order; a prompt starts with the whole episode."""
     episodes += [[] for _ in prompts] if not episodes else []
     going = iter(episodes)
     for prompt, turn in zip(prompts, turns, strict=True):
@@ -209,7 +209,7 @@ def follow(episodes: list[list[Pair]], prompts: list[list[int]], turns: list[lis
 
 
 def differing(episodes: list[list[Pair]], batch: dict[str, torch.Tensor]) -> int:
-    """How many ids of the episodes are others in the loss, are missing or added there, or have a label and were not sampled."""
+    """Count ids that differ in the loss, are missing or added there, or have a label but were not sampled."""
     ids, is_read = (torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], 1) for name in ("ids", "mask"))
     is_label, count = torch.cat([torch.zeros_like(batch["prompt_ids"]), batch["tool_mask"]], 1), 0
     for episode, row, read, label in zip(episodes, ids, is_read.bool(), is_label, strict=True):
@@ -228,7 +228,7 @@ def trl(folder: Path, model: Path, steps: int) -> dict[str, list[float]]:
 
 
 def cells(series: dict[str, list[float]]) -> dict[str, str]:
-    """What stands in the table of a run. Its first step counts only where tokens differ."""
+    """Return the table row of a run. Its first step counts only for differing tokens."""
     later = {name: values[1:] for name, values in series.items()}
     step, rollout, sampled = (mean(later[name]) for name in ("step", "rollout", "sampled"))
     return {
@@ -256,7 +256,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "2"
     if args.out.exists() and any(args.out.iterdir()):
-        parser.error(f"--out {args.out} is not empty; name a new folder")
+        parser.error(f"--out={args.out}: not empty; expected a new folder")
 
     out = args.out.absolute()
     model = warm_up(out / "warmup", out / "start")

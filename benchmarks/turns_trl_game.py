@@ -1,4 +1,4 @@
-"""The game of turns_trl.py: a number to guess, as a class in TRL's convention, with the rows and the solutions of its games."""
+"""The number-guessing game of turns_trl.py, as a class in TRL's convention, with its rows and solutions."""
 
 import json
 import random
@@ -24,7 +24,7 @@ class Number:
 
 
 class GuessingTask(ToolClass):
-    """The game with solutions: half of the guesses halve what is left, the others are anywhere in it."""
+    """The game with solutions: half of the guesses bisect the remaining range, the others are random in it."""
 
     def solution(self, problem):
         low, high, number = (problem.example[name] for name in ("low", "high", "number"))

@@ -19,7 +19,7 @@ UNITS = {
 
 
 def updated(text: str) -> str:
-    """Returns the text of the page with current tables, one for each section of the report."""
+    """Return the text of the page with current tables, one per section of the report."""
     lines, section = [], ""
     for panel in PANELS:
         if panel.section != section:

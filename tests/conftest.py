@@ -1,4 +1,4 @@
-"""What every test shares: no network, one thread a process, the same random numbers, and the rings of setup.cfg."""
+"""Shared settings of all tests: no network, one thread per process, fixed random numbers, and the markers of setup.cfg."""
 
 import ast
 import os
@@ -17,19 +17,19 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-# Whoever was started by a shell in the background, as one part of the tests is, ignores Ctrl-C, and so would all that it starts.
+# A shell starts background processes, as one part of the tests, with SIGINT ignored, and their children would inherit it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # `python -m pytest` puts the repository root on sys.path, and there `recipes` (torchtune's wheel has one) and `kernels`
-# (Hugging Face's package) would be ours. The tests use the installed names, torchtune_ext.recipes and .kernels.
+# (Hugging Face's package) would resolve to this project. The tests use the installed names, torchtune_ext.recipes and .kernels.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
 
 import hypothesis  # noqa: E402  (after the environment is set)
 import pytest  # noqa: E402
 
-# A test that fails by chance says nothing of the change that it failed after: property tests draw the same examples in every
-# run. `make test-random` draws others. A busy machine is no fault of a test, so no example has a deadline.
+# A random failure says nothing about a change, so property tests draw the same examples in every run. `make test-random`
+# draws others. No example has a deadline, since the machine may be busy.
 patient = dict(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.register_profile("same", derandomize=True, database=None, **patient)
 hypothesis.settings.register_profile("random", print_blob=True, **patient)
@@ -37,7 +37,7 @@ hypothesis.settings.load_profile("same")  # pytest's option --hypothesis-profile
 
 
 def seed(number: int) -> None:
-    """Of the generators that belong to everybody; what is not imported yet has none."""
+    """Seed the global generators of random, numpy and torch, if imported."""
     random.seed(number)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(number)
@@ -45,7 +45,7 @@ def seed(number: int) -> None:
         sys.modules["torch"].manual_seed(number)
 
 
-# No test depends on the one before it: not its fixtures, and not what it draws after a fixture that another test may have made.
+# Each test is independent of earlier tests, also in its random numbers after a fixture that another test may have created.
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
     seed(0)
@@ -58,7 +58,7 @@ def pytest_runtest_call():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """An example that failed is printed as the line that keeps it in the test."""
+    """Print a failing Hypothesis example as the decorator that keeps it in the test."""
     report = yield
     for note in getattr(call.excinfo and call.excinfo.value, "__notes__", ()):
         try:
@@ -66,18 +66,18 @@ def pytest_runtest_makereport(item, call):
             (statement,) = ast.parse(note.partition(": ")[2]).body
             drawn = [keyword for keyword in statement.value.keywords if keyword.arg not in item.funcargs]
         except (SyntaxError, ValueError, AttributeError):
-            continue  # no call, or one of a value that has no name: hypothesis prints a line @reproduce_failure, too
+            continue  # not a call, or a value without a name: Hypothesis also prints @reproduce_failure
         report.sections.append(("to keep it", f"@example({', '.join(map(ast.unparse, drawn))})"))
     return report
 
 
 def pytest_addoption(parser):
-    parser.addoption("--without", default="", metavar="MARKER,...", help="leaves these out of what -m and -k choose")
+    parser.addoption("--without", default="", metavar="MARKER,...", help="excludes these from the tests of -m and -k")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Workers take whole files. One of them takes all that look at the same runs, and so makes each of these once."""
+    """Workers get whole files. One worker gets all files with shared runs, so each run is made once."""
     from xdist.scheduler import LoadFileScheduling
 
     runs = re.compile("full_workplace|lora_workplace|lora_served")
@@ -93,7 +93,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Folders imply rings: tests/gpu is `gpu`, tests/learns is `learns`. `gpu` is skipped without a CUDA device."""
+    """Folders imply markers: tests/gpu is `gpu`, tests/learns is `learns`. `gpu` is skipped without a CUDA device."""
     for item in items:
         for ring in ("gpu", "learns"):
             if ROOT / "tests" / ring in item.path.parents:
@@ -114,8 +114,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group_is_left():
-    """A model that FSDP2 holds on one device makes a process group, which a fork in a later file would take for its own and wait
-    for ranks that are not there."""
+    """Destroy leftover process groups. FSDP2 on one device creates a group, and a fork in a later file would inherit it and
+    wait for missing ranks."""
     yield
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
@@ -129,10 +129,10 @@ def repo_root() -> Path:
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
-    """Folder of the data sets: TORCHTUNE_EXT_DATA, or ../shared/data from here; skips where there is none."""
+    """Return the folder of the data sets, TORCHTUNE_EXT_DATA or ../shared/data; skip if it is missing."""
     path = Path(os.environ.get("TORCHTUNE_EXT_DATA", ROOT.parent / "shared" / "data"))
     if not path.is_dir():
-        pytest.skip(f"no data in {path}; set TORCHTUNE_EXT_DATA")
+        pytest.skip(f"TORCHTUNE_EXT_DATA: {path} not found")
     return path
 
 
@@ -140,7 +140,7 @@ PACKAGES = ("bubblewrap", "chromium", "gcc", "clang", "iproute2", "util-linux") 
 
 
 def pytest_unconfigure(config):
-    """The last line of a run: what was skipped for want of a package of the system."""
+    """Print as the last line the number of tests skipped for a missing system package."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     reasons = [report.longrepr[2] for report in reporter.stats.get("skipped", ())] if reporter else []
     packages = [next((name for name in PACKAGES if name in reason), None) for reason in reasons]

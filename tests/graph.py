@@ -1,9 +1,9 @@
-"""Prints what the house weighs: rooms, arrows between them, what a recipe imports and loads, `try` and `raise`, comments.
+"""Print code metrics: components, dependencies between them, imports of the recipes, `try` and `raise`, comments.
 
-    python tests/graph.py [FOLDER]    # of a checkout; this one if no folder is given
+    python tests/graph.py [FOLDER]    # FOLDER: a checkout (default: this one)
 
-A room is a file or folder of torchtune_ext, an arrow an import of one room by another; it goes up where the room that is
-imported imports back, straight or by way of others.
+A room is a file or folder of torchtune_ext. An arrow is an import of one room by another. An arrow is in a circle if the
+imported room imports the other one back, directly or indirectly.
 """
 
 import ast
@@ -21,7 +21,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 
 def imported(tree: ast.AST, whole: bool = True) -> list[str]:
-    """Modules of ours that a file imports. Args: whole: also inside functions, which only run when they are called."""
+    """Return the modules of this project that a file imports. Args: whole: also imports inside functions."""
     nodes = ast.walk(tree) if whole else [n for n in ast.walk(tree) if n in getattr(tree, "body", [])]
     modules = []
     for node in nodes:
@@ -42,7 +42,7 @@ def room(name: str) -> str:
 
 
 def loaded(name: str) -> set[str]:
-    """All modules of ours that an import of this one loads: packages above a module come with it."""
+    """Return all modules of this project that an import of this module loads, including parent packages."""
     todo, done = [name], set()
     while todo:
         if (each := todo.pop()) in done:

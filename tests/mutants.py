@@ -1,11 +1,11 @@
-"""Changes the heart in a hundred small ways, one at a time, and lists the changes that no test notices.
+"""Mutation tests: change the core modules in small ways, one at a time, and list the changes that no test detects.
 
     python tests/mutants.py --count 100 --seed 1 --out survivors.txt
 
-A mutant is an operator, a number or a condition of one function that becomes another one. Which are drawn depends on the names of
-the functions and on the seed, not on the files that the functions stand in, so two trees can be compared. Each mutant gets a fork
-of a process that has imported the libraries; no file is changed. A mutant that no test of HEART_TESTS notices is either equal to
-the original in all that matters, or shows what no test looks at.
+A mutant replaces one operator, number or condition of a function. The drawing depends on the names of the functions and on
+the seed, not on their files, so two trees can be compared. Each mutant runs in a fork of a process that has imported the
+libraries; no file is changed. A mutant that no test of HEART_TESTS detects is either equivalent to the original, or shows
+a gap in the tests.
 """
 
 import argparse
@@ -36,7 +36,7 @@ HEART_TESTS += [
     for name in ("learner", "agreement", "agreement_statistics", "breakdown", "publish")
 ]
 HEART_TESTS += [f"tests/unit/pipeline/test_{name}.py" for name in ("advantages", "balance", "buffer", "source")]
-SECONDS = 600  # A mutant whose tests take longer counts as noticed: some only turn a loop endless.
+SECONDS = 600  # A mutant whose tests take longer counts as noticed, since some mutants make a loop endless.
 
 COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
                ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}  # fmt: skip
@@ -45,7 +45,7 @@ NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 def mutants_of(tree: ast.Module) -> list[tuple[str, ast.AST, str, object]]:
-    """Returns (key, node, attribute, new value) of each change that a module can suffer."""
+    """Return (key, node, attribute, new value) of each possible change of a module."""
     changes: list[tuple[str, ast.AST, str, object]] = []
 
     def visit(node: ast.AST, function: str) -> None:
@@ -73,7 +73,7 @@ def mutants_of(tree: ast.Module) -> list[tuple[str, ast.AST, str, object]]:
         if isinstance(node, ast.Name) and node.id in NAMES and isinstance(node.ctx, ast.Load):
             change("id", NAMES[node.id], "name")
         for name, value in ast.iter_fields(node):
-            # Words of messages, types and decorators change nothing that is computed.
+            # Messages, types and decorators do not change results.
             if isinstance(node, ast.Raise) or name in ("annotation", "returns", "decorator_list"):
                 continue
             for child in value if isinstance(value, list) else [value]:
@@ -85,7 +85,7 @@ def mutants_of(tree: ast.Module) -> list[tuple[str, ast.AST, str, object]]:
 
 
 def drawn(count: int, seed: int) -> list[tuple[str, str]]:
-    """Returns (key, module) of the mutants of the heart that the seed draws."""
+    """Return (key, module) of the drawn mutants of the core modules."""
     keys = []
     for pattern in HEART:
         for path in sorted((ROOT / "torchtune_ext").glob(f"{pattern}.py")):
@@ -95,7 +95,7 @@ def drawn(count: int, seed: int) -> list[tuple[str, str]]:
 
 
 class Mutated(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module with one change."""
+    """Importer of one module with one change."""
 
     def __init__(self, module: str, key: str):
         self.module, self.key = module, key
@@ -112,7 +112,7 @@ class Mutated(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def noticed(module: str, key: str, tests: list[str], log: Path) -> str:
-    """Runs the tests on a mutant. Returns what became of it: "noticed", "endless" or "survived"."""
+    """Run the tests on a mutant. Return "noticed", "endless" or "survived"."""
     import pytest
 
     child = os.fork()
@@ -139,14 +139,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, required=True, help="table of the mutants and what became of each")
-    parser.add_argument("--log", type=Path, default=Path(os.devnull), help="what pytest printed for the last mutant")
+    parser.add_argument("--out", type=Path, required=True, help="table of the mutants and their results")
+    parser.add_argument("--log", type=Path, default=Path(os.devnull), help="pytest output of the last mutant")
     parser.add_argument("tests", nargs="*", default=HEART_TESTS)
     args = parser.parse_args()
     os.chdir(ROOT)
-    # As in tests/conftest.py, which comes too late here: threads of OpenMP do not live on in a fork.
+    # As in tests/conftest.py, which is too late here: OpenMP threads do not survive a fork.
     os.environ["OMP_NUM_THREADS"] = "1"
-    for library in ("hypothesis", "torch", "torchtune", "transformers"):  # each fork has them
+    for library in ("hypothesis", "torch", "torchtune", "transformers"):  # shared by all forks
         importlib.import_module(library)
     if noticed("", "", args.tests, args.log) != "survived":
         sys.exit("the tests fail without a mutant")

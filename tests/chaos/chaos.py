@@ -1,17 +1,17 @@
-"""Faults at random moments, on real runs of the recipe: does a run keep what it promises, whatever happens to it?
+"""Fault injection at random moments into real runs of the recipe, with checks of fault tolerance.
 
     python tests/chaos/chaos.py --rounds 100 --seed 1 --table chaos.md
     python tests/chaos/chaos.py --rounds 100 --seed 1 --list         # the drawn rounds
-    python tests/chaos/chaos.py --rounds 100 --seed 1 --only 17      # one of them again
+    python tests/chaos/chaos.py --rounds 100 --seed 1 --only 17      # repeat one round
 
-A round is a run of four small steps (a random model, a real vLLM), one fault in a drawn phase, and what then has to happen:
-either the run goes on, or it ends in time with the right status and a message that names the cause, and goes on with
-`resume_from_checkpoint=True`. In the end weights, metrics and rollouts are those of a run that nobody disturbed, bit for
-bit, and no process, temporary folder or half-written file is left. Rounds that are over are kept in OUT/rounds.jsonl, and
-a later call goes on after them; a round that failed keeps its folder. The exit status is 1 when a round failed.
+A round is a run of four small steps (a random model, a real vLLM) with one fault in a drawn phase, and the expected reaction:
+either the run continues, or it exits in time with the right status and a message that names the cause, and resumes with
+`resume_from_checkpoint=True`. At the end weights, metrics and rollouts are bit-identical to an undisturbed run, and no
+process, temporary folder or half-written file is left. Completed rounds are stored in OUT/rounds.jsonl, and a later call
+continues after them; a failed round keeps its folder. The exit status is 1 if a round failed.
 
-The phase is told from outside: task and optimizer of these runs are a user's components that note in a journal when they are
-called, and the rest follows from the files of the run. "Hit" is the phase at the fault, "drawn" the one that was aimed at.
+The phase is observed from outside: task and optimizer of these runs are user components that write a journal of their calls,
+and the rest follows from the files of the run. "Hit" is the phase at the fault, "drawn" the intended phase.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def commit() -> str:
 
 
 def reference(out: Path, ranks: int) -> Path:
-    """The folder of a run that nobody disturbs, made once per OUT and commit."""
+    """Return the folder of an undisturbed run, made once per OUT and commit."""
     folder, mark = out / f"reference_{ranks}", out / f"reference_{ranks}" / "commit.txt"
     if mark.exists() and mark.read_text() == commit():
         return folder / "run"
@@ -61,7 +61,7 @@ def reference(out: Path, ranks: int) -> Path:
 
 
 def play(drawn: Drawn, out: Path) -> dict[str, Any]:
-    """Plays a round and returns its record."""
+    """Play a round and return its record."""
     undisturbed, folder = reference(out, drawn.fault.ranks), out / f"round_{drawn.number:04d}"
     shutil.rmtree(folder, ignore_errors=True)
     started = time.monotonic()
@@ -87,9 +87,9 @@ def show(record: dict[str, Any], again: str, folder: Path) -> None:
 
 
 def kept(file: Path, drawn: list[Drawn]) -> dict[int, dict[str, Any]]:
-    """Rounds that are over, by number. A round that would be drawn otherwise today does not count."""
+    """Return number -> completed round. Rounds whose drawing has changed since are ignored."""
     lines = file.read_text().splitlines() if file.exists() else []
-    records = {record["round"]: record for record in map(json.loads, lines)}  # the last one of a number is valid
+    records = {record["round"]: record for record in map(json.loads, lines)}  # the last record of a number is valid
     return {d.number: records[d.number] for d in drawn if records.get(d.number, {}).get("drawn") == str(d)}
 
 
@@ -98,7 +98,7 @@ def machine() -> str:
 
 
 def table(seed: int, records: Sequence[dict[str, Any]]) -> str:
-    """Markdown: one row a fault, the rounds that failed, what was lost by design, and what could not be tried."""
+    """Return Markdown: one row per fault, failed rounds, losses by design, and faults that could not be tried."""
     rows = [_row(name, [r for r in records if r["fault"] == name]) for name in NAMES]
     lines = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|", *(row for row in rows if row)]
     played = [r for r in records if not r["skipped"]]
@@ -107,8 +107,8 @@ def table(seed: int, records: Sequence[dict[str, Any]]) -> str:
     minutes = sum(r["seconds"] for r in records) / 60
     intro = (
         f"Seed {seed}, commit {commits}, {machine()}. {len(played)} rounds in {minutes:.0f} minutes, "
-        f'{len(played) - len(failed)} survived. "Lost" are steps that were made again (the most in a round); recovery is the '
-        "time from the fault to the next new line of metrics, ends and starts of processes included."
+        f'{len(played) - len(failed)} survived. "Lost" is the maximum number of repeated steps in a round; recovery is the '
+        "time from the fault to the next new line of metrics, including exits and starts of processes."
     )
     notes = [f"- Round {r['round']} failed ({_where(r)}): {'; '.join(r['problems'])}" for r in failed]
     notes += [f"- By design, round {r['round']} ({_where(r)}): {r['allowed']}." for r in played if r["allowed"]]
@@ -143,15 +143,15 @@ def main() -> int:
     parser.add_argument(
         "--faults", nargs="+", choices=NAMES, default=NAMES, metavar="FAULT", help="draw from these only"
     )
-    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="play these rounds, also when they are over")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="write the table to this file, too")
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="play these rounds, even if they are complete")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="also write the table to this file")
     parser.add_argument("--list", action="store_true", help="print the drawn rounds and stop")
     args = parser.parse_args()
     drawn = [draw(args.seed, number, tuple(args.faults)) for number in range(1, args.rounds + 1)]
     if args.list:
         print("\n".join(map(str, drawn)))
         return 0
-    # A signal that is ignored here would be ignored in the runs, too.
+    # The runs would inherit an ignored signal.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     args.out = args.out.absolute()

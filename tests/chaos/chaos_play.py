@@ -1,5 +1,5 @@
-"""What `chaos.py` does in which round: the faults, how they are drawn from a seed and the number of the round, and the play of a
-round: a run, its fault, what it promises, and the run that goes on."""
+"""The rounds of `chaos.py`: the faults, their drawing from the seed and the number of the round, and the play of a round:
+a run, its fault, the expected reaction, and the resumed run."""
 
 import contextlib
 import os
@@ -29,12 +29,12 @@ from chaos_run import (
     lost_sample,
 )
 
-RUN_S = 300.0  # a whole run may take so long, a slow machine included
-DISK_MB = 24  # of the small file system, which holds a dozen checkpoints
+RUN_S = 300.0  # deadline of a full run, also on a slow machine
+DISK_MB = 24  # size of the small file system, room for a dozen checkpoints
 SET_UP = ("imports", "engine")
 STEP = ("sampling", "grading", "training", "publishing", "evaluation", "checkpoint", "between")
-PHASES = (*SET_UP, *STEP[:-1], "pruning", "between")  # in their order
-SPAN_S = {  # how long a phase lasts, about: a fault comes up to so many seconds after its beginning
+PHASES = (*SET_UP, *STEP[:-1], "pruning", "between")  # in order
+SPAN_S = {  # approximate length of a phase: the maximum delay of a fault after the beginning of the phase
     "imports": 5.0, "engine": 5.0, "sampling": 0.05, "grading": 0.4, "training": 0.05, "publishing": 0.08,
     "evaluation": 0.25, "checkpoint": 0.05, "between": 0.03, "pruning": 0.002,
 }  # fmt: skip
@@ -44,20 +44,20 @@ SAVED = ("sampling", "training", "evaluation", "checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault and what a run promises about it.
+    """A fault and the expected reaction of a run.
 
-    The run "goes on" to status 0; or it "ends" with one of `status` and a message within `within_s`, and goes on when it is
-    started again with `resume_from_checkpoint=True`. Faults of the kind "own" have their own play in `Play`.
+    kind "goes on": the run ends with status 0. kind "ends": it exits with one of `status` and a message within `within_s`, and
+    resumes with `resume_from_checkpoint=True`. Faults of the kind "own" have their own play in `Play`.
     """
 
     name: str
     kind: str  # "goes on", "ends" or "own"
     phases: tuple[str, ...]
-    status: tuple[int, ...] = (0,)  # as a shell gives it: 128 + signal
-    message: str = ""  # regular expression for the output of a run that ends; "": nothing can be said (kill -9)
+    status: tuple[int, ...] = (0,)  # as in a shell: 128 + signal
+    message: str = ""  # regular expression for the output of a run that ends; "": no message is possible (kill -9)
     within_s: float = 60.0  # from the fault to the end
     ranks: int = 1
-    weight: int = 1  # how often it comes up beside the others
+    weight: int = 1  # relative frequency
 
 
 STOP = r"Stopped by {signal}.*(resume_from_checkpoint=True|no checkpoint yet, so the next start begins anew)"
@@ -107,10 +107,10 @@ class Drawn:
     number: int
     fault: Fault
     phase: str
-    step: int  # in which the fault comes; 0 in the set-up
+    step: int  # step of the fault; 0 in the set-up
     delay_s: float  # after the beginning of the phase
     every: int  # steps between checkpoints
-    seed: str  # of whatever else is drawn
+    seed: str  # seed of all other draws
 
     def __str__(self) -> str:
         where = f"{self.phase}, step {self.step}" if self.step else self.phase
@@ -120,10 +120,10 @@ class Drawn:
 
 
 def draw(seed: int, number: int, names: tuple[str, ...] = NAMES) -> Drawn:
-    """Round `number` (from 1). Every block of rounds holds each fault as often as its weight says, and each fault goes
-    through its phases in turn, so that all come up evenly."""
+    """Draw round `number` (from 1). Every block of rounds contains each fault `weight` times, and each fault cycles
+    through its phases, so that all phases occur evenly."""
     chosen, most = [fault for fault in FAULTS if fault.name in names], max(fault.weight for fault in FAULTS)
-    # The first pass has every fault once.
+    # The first pass contains every fault once.
     passes = [[fault for fault in chosen if fault.weight > turn] for turn in range(most)]
     block, place = divmod(number - 1, sum(map(len, passes)))
     order = [f for i, bag in enumerate(passes) for f in random.Random(f"{seed}/{block}/{i}").sample(bag, len(bag))]
@@ -136,45 +136,45 @@ def draw(seed: int, number: int, names: tuple[str, ...] = NAMES) -> Drawn:
         step = rng.choice([2, 4])
     every = rng.choice([1, 2])
     if phase == "between":
-        step = rng.randint(1, STEPS - 1)  # after the last step there is only the end
+        step = rng.randint(1, STEPS - 1)  # the last step has no "between"
     if phase == "checkpoint":
         step = step if every == 1 else rng.choice([2, 4])
     if phase == "pruning":
-        step, every = 3, 1  # the first time that there is one too many
+        step, every = 3, 1  # the first step with one checkpoint too many
     if fault.name in ("fresh_run", "disk_full"):
-        step, every = max(step, 2), 1  # with a checkpoint behind it
+        step, every = max(step, 2), 1  # after a checkpoint
     return Drawn(number, fault, phase, step, rng.uniform(0, SPAN_S.get(phase, 0)), every, f"{seed}/{number}")
 
 
 class Failed(Exception):
-    """A promise was not kept."""
+    """A run did not react as expected."""
 
 
 class Skipped(Exception):
-    """This machine does not allow the fault."""
+    """This machine does not support the fault."""
 
 
 @dataclass
 class Result:
-    """What came out of a round."""
+    """Result of a round."""
 
-    hit: str = ""  # the phase that was really hit
+    hit: str = ""  # the phase at the fault
     problems: list[str] = field(default_factory=list)  # empty: survived
-    skipped: str = ""  # why it could not be played
-    allowed: str = ""  # a loss that is by design
-    lost: int = 0  # steps made again
+    skipped: str = ""  # reason for a skipped round
+    allowed: str = ""  # a loss by design
+    lost: int = 0  # repeated steps
     recovery_s: float = 0.0  # from the fault to the next new line of metrics (or to the end, after the last one)
-    message: str = ""  # what the run said
+    message: str = ""  # message of the run
 
 
 class Play:
-    """One round: `run()` plays it, `result` says what came out."""
+    """One round: `run()` plays it, and `result` has its result."""
 
     def __init__(self, drawn: Drawn, workplace: Path, reference: Path, folder: Path):
         self.drawn, self.fault, self.reference = drawn, drawn.fault, reference
         self.home, self.result, self.rng = Round(workplace, folder), Result(), random.Random(drawn.seed)
-        self.struck = 0.0  # when the fault came
-        self.newest = 0  # step of the newest checkpoint when the disturbed run had ended
+        self.struck = 0.0  # time of the fault
+        self.newest = 0  # step of the newest checkpoint at the exit of the disturbed run
 
     def run(self) -> Result:
         own = {
@@ -210,7 +210,7 @@ class Play:
             self.resume()
 
     def disk_full(self) -> None:
-        """The disk is full but for a few blocks: for good, or for a moment."""
+        """Fill the disk except a few blocks: permanently, or for a moment."""
         disk, free = self.home.output_dir, self.rng.choice([0, 0, self.rng.randint(1, 1200)])
         disk.mkdir(parents=True)
         mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(disk)]
@@ -244,7 +244,7 @@ class Play:
             disk.with_name("copy").rename(disk)
 
     def damage(self) -> None:
-        """A file of the newest checkpoint is damaged: it is refused by name, then the one before is used."""
+        """Damage a file of the newest checkpoint: the run must reject it by name, then resume from the previous checkpoint."""
         shutil.copytree(self.reference, self.home.output_dir)
         newest = last_checkpoint(self.home.output_dir)
         victim = self.rng.choice(sorted(path for path in newest.rglob("*") if path.is_file()))
@@ -267,7 +267,7 @@ class Play:
         if code is None:
             raise Failed(f"a damaged checkpoint was not refused within {self.fault.within_s:g} s")
         if code == 0:
-            raise Failed(f"a damaged checkpoint was loaded without a word ({self.result.hit})")
+            raise Failed(f"a damaged checkpoint was loaded without an error ({self.result.hit})")
         if victim.name not in run.output():
             self.result.problems.append(f"the message does not name {victim.name}")
         if digests(self.home.output_dir / "checkpoints") != before:
@@ -278,10 +278,10 @@ class Play:
         self.resume()
 
     def second_starter(self) -> None:
-        """Somebody starts another run in the folder of one that is running."""
+        """Start a second run in the folder of a running one."""
         run = self.start()
         self.aim(run)
-        os.kill(run.pid, signal.SIGSTOP)  # else it would be over before the other has begun
+        os.kill(run.pid, signal.SIGSTOP)  # otherwise it would finish before the second run starts
         self.note_hit(run)
         second = self.home.start(*self.rng.choice([(), (RESUME,)]))
         code = second.wait(self.fault.within_s)
@@ -297,7 +297,7 @@ class Play:
         self.goes_on(run)
 
     def fresh_run(self) -> None:
-        """A new run in a folder that is used; it is killed and goes on. The earlier run has to stay whole."""
+        """Start a new run in a used folder, kill it and resume it. The earlier run must stay unchanged."""
         shutil.copytree(self.reference, self.home.output_dir)
         before = digests(self.home.output_dir)
         run = self.start()
@@ -321,7 +321,7 @@ class Play:
         return run
 
     def aim(self, run: Run) -> None:
-        """Waits for the drawn phase of the drawn step, then for the drawn delay."""
+        """Wait for the drawn phase of the drawn step, then for the drawn delay."""
         phase = PHASES.index(self.drawn.phase)
         give_up_at = time.monotonic() + RUN_S
         while True:
@@ -369,17 +369,17 @@ class Play:
         except (LookupError, ProcessLookupError) as missing:
             if run.wait(10) is None:
                 raise Failed(f"nothing to disturb: {missing}; {last_line(run)}") from None
-            self.result.hit = "after the end"  # this machine was busy; the run has to be a whole one all the same
+            self.result.hit = "after the end"  # on a busy machine; the run must be complete nevertheless
         if self.fault.name in ("trainer_kill", "agent_kill"):
             run.wait(10)
-            self.note_hit(run)  # nothing changes any more: this is the moment
+            self.note_hit(run)  # the final state is the moment of the fault
 
     def find(self, run: Run, role: str) -> int:
-        """A process of that role; the grading process that has a text in hand, if any."""
+        """Return a process of that role; prefer the grading process that holds a text."""
         give_up_at = time.monotonic() + 20
         while not (pids := [p.pid for p in run.of(role)]):
             if time.monotonic() > give_up_at or run.process.poll() is not None:
-                raise LookupError(f"there is no {role}")
+                raise LookupError(f"no process with role {role!r}")
             time.sleep(0.01)
         self.note_hit(run)
         return run.watch.last_pid if run.watch.last_pid in pids else self.rng.choice(pids)
@@ -387,7 +387,7 @@ class Play:
     def pause(self, pid: int, seconds: float) -> None:
         os.kill(pid, signal.SIGSTOP)
         time.sleep(seconds)
-        with contextlib.suppress(ProcessLookupError):  # nobody needed it any more, and the run is over
+        with contextlib.suppress(ProcessLookupError):  # the run has ended
             os.kill(pid, signal.SIGCONT)
 
     def kill_janitor_and_core(self, run: Run) -> None:
@@ -396,7 +396,7 @@ class Play:
         os.kill(self.find(run, "core"), signal.SIGKILL)
 
     def goes_on(self, run: Run) -> None:
-        """Waits for the end of a run that has to survive."""
+        """Wait for the end of a run that must survive."""
         code = self.recovered(run, run.watch.logged())
         if code is None:
             raise Failed(f"still running {RUN_S:g} s after the fault; it stands at {run.watch.moment()}")
@@ -406,7 +406,7 @@ class Play:
         starting = self.result.hit in SET_UP and "the engine did not start" in run.output()
         if not (starting and self.fault.name.startswith(("core_", "client_"))):
             raise Failed(f"ended with status {code}: {last_line(run)}")
-        self.result.allowed = "an engine that fails at its very first start ends the run"
+        self.result.allowed = "an engine that fails at its first start ends the run"
         self.first_end(run, code, status=(1,))
         self.resume()
 
@@ -415,15 +415,15 @@ class Play:
         self.first_end(run, code, allow_success=True)
 
     def first_end(self, run: Run, code: int | None, status: tuple[int, ...] = (), allow_success: bool = False) -> None:
-        """Checks how the disturbed run ended, and what it left."""
+        """Check the exit of the disturbed run, and its leftovers."""
         if code is None:
             raise Failed(f"still running {self.fault.within_s:g} s after the fault; it stands at {run.watch.moment()}")
         self.newest = max(run.watch.saved(), default=0)
-        if code != 137:  # kill -9 leaves no time for words
+        if code != 137:  # kill -9 leaves no time for a message
             self.say(run, self.fault.message)
         if code == 0 and allow_success and self.newest == STEPS:
-            return  # the fault came too late to matter
-        # While modules are imported nobody listens to signals yet, and a module may make its own error of one.
+            return  # the fault came too late
+        # During imports no signal handler is installed, and a module may turn a signal into its own error.
         early = self.result.hit == "imports"
         expected = (*(status or self.fault.status), *((1,) if early and self.fault.name == "sigint" else ()))
         if code not in expected:
@@ -436,7 +436,7 @@ class Play:
             self.result.problems.append(f"the newest checkpoint is of step {self.newest}, though step {due} was over")
 
     def check_left(self, folder: Path, partial: bool) -> None:
-        """Nothing may be left: processes, temporary folders, shared memory; and no half-written files if `partial`."""
+        """Check for leftover processes, temporary folders, shared memory, and half-written files if `partial`."""
         left = self.home.left_running()
         if left:
             names = ", ".join(f"{p.pid} ({p.role or 'other'})" for p in left)
@@ -445,7 +445,7 @@ class Play:
         self.result.problems += left_in(folder) if partial else []
 
     def resume(self, *args: str) -> None:
-        """Starts the run again as the message says, and waits for its end."""
+        """Resume the run as its message says, and wait for its end."""
         run = self.start(RESUME, *args)
         run.watch.first_step = self.newest
         code = self.recovered(run, self.newest or -1)
@@ -459,29 +459,29 @@ class Play:
             self.result.problems.append(f"resumed, it made {steps:g} steps after the checkpoint of step {self.newest}")
 
     def recovered(self, run: Run, logged: int) -> int | None:
-        """Waits for the end of a run, and notes when it first logged something new. Returns the exit status."""
+        """Wait for the end of a run, and record the time of its first new log line. Return the exit status."""
         give_up_at = time.monotonic() + RUN_S
         while run.process.poll() is None and time.monotonic() < give_up_at:
             run.watch.follow()
-            if not self.result.recovery_s and run.watch.scene and run.watch.logged() > logged:  # no line of before
+            if not self.result.recovery_s and run.watch.scene and run.watch.logged() > logged:  # not an old line
                 self.result.recovery_s = time.monotonic() - self.struck
             time.sleep(0.02)
         self.result.recovery_s = self.result.recovery_s or time.monotonic() - self.struck
         return run.wait(0)
 
     def check_end(self) -> None:
-        """What has to hold when all is over."""
+        """Check the final state of the round."""
         folder = self.home.output_dir
         self.check_left(folder, partial=True)
         updates = 0
         for run in self.home.runs:
             run.watch.follow()
             updates += run.watch.updates
-        known = STEPS if self.fault.name.startswith("damage_") else 0  # by the run whose folder was copied
+        known = STEPS if self.fault.name.startswith("damage_") else 0  # made by the run whose folder was copied
         self.result.lost = max(0, -(-updates // UPDATES) + known - STEPS)
         if self.fault.name == "sigterm" and self.result.lost and self.result.hit not in SET_UP:
             self.result.problems.append(
-                f"{self.result.lost} steps made again: SIGTERM has to save at the next boundary"
+                f"{self.result.lost} steps were repeated: SIGTERM must save at the next boundary"
             )
         wrong = differences(folder, self.reference)
         if wrong and self.fault.name in ("grader_kill", "grader_stop"):
@@ -492,7 +492,7 @@ class Play:
         self.result.problems += wrong
 
     def without_grade(self, folder: Path, wrong: list[str]) -> list[str]:
-        """A grading process that is lost with a text in hand costs that text its grade, by design."""
+        """Allow one missing grade: a crashed grading process loses the grade of its current text, by design."""
         step, wrong_before = lost_sample(folder, self.reference)
         if step is not None:
             self.result.allowed = f"one sample of step {step} without a grade"
@@ -503,13 +503,13 @@ class Play:
         return wrong
 
     def say(self, run: Run, pattern: str) -> None:
-        """Keeps what the run said: the last line that the pattern finds, or else its last line."""
+        """Store the message of the run: the last line that matches the pattern, or else its last line."""
         matches = [line for line in run.output().splitlines() if pattern and re.search(pattern, line)]
         self.result.message = (matches[-1] if matches else last_line(run)).strip()[:300]
 
 
 def last_line(run: Run) -> str:
-    """The error that a run ended with, or else the last line of its output."""
+    """Return the error of a run, or else the last line of its output."""
     lines = [line.strip() for line in run.output().splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Failed|Exception|DamagedCheckpoint): ", line)]
     return (errors or lines or ["(no output)"])[-1][:300]

@@ -1,5 +1,5 @@
-"""One run of the recipe for `chaos.py`: started as a user starts it, watched from outside, found again in /proc, and in the end
-compared with a run that nobody disturbed: is it the same, and is nothing left?"""
+"""One run of the recipe for `chaos.py`: started as a user starts it, observed from outside, found in /proc, and at the end
+compared with an undisturbed run and checked for leftovers."""
 
 import hashlib
 import json
@@ -56,16 +56,16 @@ ranks: {deadline_s: 30}
 STEPS, UPDATES, GRADER_TIMEOUT_S = 4, 2, 4.0  # as above: max_steps, updates_per_step
 RESUME = "resume_from_checkpoint=True"
 ROLES = {
-    "client_process": "client",  # and the engine's process, which is a fork of it
+    "client_process": "client",  # and its fork, the engine process
     "run/worker_process.py": "grader",
     "janitor.py": "janitor",
     "grpo.py": "rank",
 }
-FAILED = ("infra_failed", "timed_out")  # outcomes of a text that got no grade
+FAILED = ("infra_failed", "timed_out")  # outcomes of a text without a grade
 
 
 def make_workplace(folder: Path) -> None:
-    """A folder to run the recipe in: a model, the config, and the task and optimizer that keep the journal."""
+    """Write the run folder: a model, the config, and the task and optimizer that keep the journal."""
     folder.mkdir(parents=True)
     tiny_runs.write_tiny_model(folder / "model")
     (folder / "run.yaml").write_text(CONFIG)
@@ -75,7 +75,7 @@ def make_workplace(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process that descends from one of our runs."""
+    """A descendant process of a run."""
 
     pid: int
     role: str  # "core", "client", "grader", "janitor", "rank", "" for others
@@ -83,7 +83,7 @@ class Process:
 
 
 def processes(mark: str) -> list[Process]:
-    """Every living process whose environment holds the mark, by number. Zombies have ended and do not count."""
+    """Return every live process whose environment contains the mark, by process id. Zombies do not count."""
     members = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -97,7 +97,7 @@ def processes(mark: str) -> list[Process]:
                 words = (entry / "cmdline").read_bytes().decode(errors="replace")
                 name = (entry / "comm").read_text().strip()
             except OSError:
-                continue  # it has ended meanwhile, or is not ours to see
+                continue  # it has exited, or is not readable
             role = next((role for text, role in ROLES.items() if text in words), "")
             role = "core" if name == "vllm-engine" else role
             rank = next((int(v[5:]) for v in environ.decode(errors="replace").split("\0") if v.startswith("RANK=")), 0)
@@ -106,14 +106,14 @@ def processes(mark: str) -> list[Process]:
 
 
 class Round:
-    """What all runs of one round share: the folder, the mark in their environment, and a temporary folder of their own."""
+    """Shared state of the runs of a round: the folder, the mark in their environment, and a temporary folder."""
 
     def __init__(self, workplace: Path, folder: Path):
         self.workplace, self.folder, self.mark = workplace, folder, uuid.uuid4().hex
         self.output_dir = folder / "run"
         self.runs: list[Run] = []
         self.temp = Path(tempfile.mkdtemp(prefix="ch", dir="/tmp"))  # a short path: the engine puts sockets there
-        self.shared: set[str] = set()  # files in /dev/shm that our processes had open
+        self.shared: set[str] = set()  # files in /dev/shm that processes of the round had open
         self._over = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
         threading.Thread(target=self._note_shared, daemon=True).start()
@@ -123,14 +123,14 @@ class Round:
         return self.runs[-1]
 
     def left_running(self, patience_s: float = 15.0) -> list[Process]:
-        """Processes of this round that are still there after `patience_s`."""
+        """Return the processes of this round that are still alive after `patience_s`."""
         give_up_at = time.monotonic() + patience_s
         while (left := processes(self.mark)) and time.monotonic() < give_up_at:
             time.sleep(0.05)
         return left
 
     def _note_shared(self) -> None:
-        """Looks again and again which files in shared memory are ours: other programs make and leave some, too."""
+        """Poll for shared memory files of this round, since other programs create and leave files, too."""
         while not self._over.wait(0.5):
             for process in processes(self.mark):
                 try:
@@ -140,7 +140,7 @@ class Round:
                 self.shared |= set(re.findall(r"/dev/shm/([^\s/]+)", maps))
 
     def end(self) -> None:
-        """Ends whatever is left, and removes the temporary folder."""
+        """Kill the remaining processes and remove the temporary folder."""
         self._over.set()
         for process in processes(self.mark):
             try:
@@ -152,17 +152,17 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Where a run stands, as seen from outside."""
+    """Progress of a run, observed from outside."""
 
     phase: str
-    step: int  # the step that it works on; 0 before the first
+    step: int  # the current step; 0 before the first
 
     def __str__(self) -> str:
         return f"{self.phase}, step {self.step}" if self.step else self.phase
 
 
 class Run:
-    """A run that was started. Its output goes to a file."""
+    """A started run, with its output in a file."""
 
     def __init__(self, home: Round, number: int, args: tuple[str, ...], ranks: int, piped: bool):
         self.home, self.ranks = home, ranks
@@ -182,7 +182,7 @@ class Run:
             threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        """Reads stdout until it ends, or until its reader leaves, which is one of the faults."""
+        """Read stdout until it ends, or until `reader_leaves` is set, which is one of the faults."""
         with self.process.stdout as pipe, open(self.log, "ab") as log:
             while not self.reader_leaves.is_set():
                 if select.select([pipe], [], [], 0.05)[0]:
@@ -192,7 +192,7 @@ class Run:
                     log.flush()
 
     def wait(self, seconds: float) -> int | None:
-        """Exit status as a shell gives it (128 + signal); None when it still runs after so many seconds."""
+        """Return the exit status as in a shell (128 + signal), or None if the run is alive after `seconds`."""
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -206,7 +206,7 @@ class Run:
         return [p for p in processes(self.home.mark) if p.role == role]
 
     def trainer(self, rank: int = 0) -> int:
-        """Process id of a rank; without torchrun, of the command itself. Raises LookupError before it has begun."""
+        """Return the process id of a rank; without torchrun, of the command. Raise LookupError before the rank starts."""
         if self.ranks == 1:
             return self.pid
         pids = [p.pid for p in self.of("rank") if p.rank == rank]
@@ -217,20 +217,20 @@ class Run:
 
 @dataclass
 class Watch:
-    """Tells the phase of a run by its journal and by the files in its folder."""
+    """Derives the phase of a run from its journal and the files in its folder."""
 
     output_dir: Path
     journal: Path
     updates: int = 0  # optimizer updates of this run
     last: str = ""  # the last event
     last_pid: int = 0
-    scene: str = ""  # "sampling", "evaluation" or "training": what the events belong to
+    scene: str = ""  # "sampling", "evaluation" or "training": the phase of the events
     first_step: int = 0  # step after which this run began (the checkpoint that it resumed)
     every: int = 1  # steps between checkpoints
     _read: int = field(default=0, repr=False)
 
     def follow(self) -> None:
-        """Reads what was appended to the journal."""
+        """Read new lines of the journal."""
         with open(self.journal, "rb") as file:
             file.seek(self._read)
             data = file.read()
@@ -245,7 +245,7 @@ class Watch:
                 self.scene = {"problem": "sampling", "held-out": "evaluation", "update": "training"}[event]
 
     def logged(self) -> int:
-        """The last step in metrics.jsonl, -1 without any."""
+        """Return the last step in metrics.jsonl, or -1."""
         try:
             lines = (self.output_dir / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
             return json.loads(lines[-1])["step"] if lines else -1
@@ -253,7 +253,7 @@ class Watch:
             return -1
 
     def saved(self) -> list[int]:
-        """Steps of the checkpoints in their final place."""
+        """Return the steps of the complete checkpoints."""
         try:
             names = os.listdir(self.output_dir / "checkpoints")
         except FileNotFoundError:
@@ -279,25 +279,25 @@ class Watch:
         saved = self.saved()
         if step not in saved and (step % self.every == 0 or step == STEPS):
             return Moment("checkpoint", step)
-        one_more = len(saved) > 3 or (len(saved) == 3 and step == 3)  # the last two are kept, and the best
+        one_more = len(saved) > 3 or (len(saved) == 3 and step == 3)  # kept are the last two and the best
         hidden = list((self.output_dir / "checkpoints").glob(".*"))
         return Moment("pruning" if one_more or hidden else "between", step)
 
     def _begun(self) -> bool:
-        """Whether the first publication is over: the canary's problems are taken before it, and solutions are graded."""
+        """Whether the first weight sync is complete: earlier, the canary takes problems and solutions are graded."""
         return self.logged() >= self.first_step
 
 
 def differences(run: Path, reference: Path) -> list[str]:
-    """What is not as in the reference: last weights, metrics, stored rollouts. Empty: bit for bit the same."""
+    """Return the differences to the reference in final weights, metrics and rollouts. Empty: bit-identical."""
     return [*_weights(run, reference), *_metrics(run, reference), *_rollouts(run, reference)]
 
 
 def lost_sample(run: Path, reference: Path) -> tuple[int | None, list[str]]:
-    """For a fault that may cost one sample of training its grade, by design.
+    """Find the training sample without a grade, which a fault may cause by design.
 
-    Returns: the step of that sample (None: none was lost) and what is wrong: before that step everything has to be as in
-    the reference, and in it everything that was sampled; later steps learnt something else.
+    Returns: the step of that sample or None, and the differences: earlier steps must equal the reference, and in that step
+    all samples must be equal; later steps were trained on other rewards.
     """
     mine, theirs = rollout_paths(run), rollout_paths(reference)
     wrong = [] if mine.keys() == theirs.keys() else [f"rollouts of the steps {sorted(mine)}, not {sorted(theirs)}"]
@@ -327,7 +327,7 @@ def last_checkpoint(run: Path) -> Path:
 
 def _weights(run: Path, reference: Path) -> list[str]:
     if not last_checkpoint(run).is_dir():
-        return [f"there is no {last_checkpoint(run)}"]
+        return [f"{last_checkpoint(run)}: not found"]
     wrong = []
     for file in sorted(last_checkpoint(reference).glob("*.safetensors")):
         if not (last_checkpoint(run) / file.name).is_file():
@@ -361,19 +361,19 @@ def _rollouts(run: Path, reference: Path) -> list[str]:
 
 
 def left_in(run: Path) -> list[str]:
-    """Half-written files and folders in the folder of a run."""
+    """Return the half-written files and folders in the folder of a run."""
     paths = [path for path in run.rglob("*") if path.name.startswith(".") or path.name.endswith(".tmp")]
-    mine = [path for path in paths if path.name != ".metadata"]  # that is torch's, in every checkpoint
+    mine = [path for path in paths if path.name != ".metadata"]  # torch writes it in every checkpoint
     return [f"left over: {path.relative_to(run)}" for path in mine]
 
 
 def left_outside(temp: Path, shared: set[str]) -> list[str]:
-    """Temporary folders of engines, and those of the named files in shared memory that are still there."""
+    """Return the temporary folders of engines, and the named shared memory files that still exist."""
     files = [Path("/dev/shm") / name for name in sorted(shared)]
     return [f"left over: {path}" for path in [*temp.glob("tte-*"), *(file for file in files if file.exists())]]
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Relative path -> SHA-256 of every file below a folder but the lock."""
+    """Return relative path -> SHA-256 of every file below a folder except the lock."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "run.lock"]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

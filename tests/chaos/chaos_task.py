@@ -1,7 +1,7 @@
-"""The task of the chaos runs: what a user may write, and besides it notes in a journal what it is asked for.
+"""The task of the chaos runs: a user task that records its calls in a journal.
 
-The journal tells `chaos.py` from outside in which phase a run is. Each line is appended in one write: seconds of the
-monotonic clock, process id, what happened.
+From the journal, `chaos.py` derives the phase of a run. Each line is appended in one write: seconds of the monotonic
+clock, process id, event.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from torchtune_ext.tasks.task import Problem, Score
 
 
 def note(event: str) -> None:
-    """Appends a line to the journal. Ranks other than 0 keep quiet: they follow the first one."""
+    """Append a line to the journal. Only rank 0 writes, since the other ranks follow it."""
     if os.environ.get("RANK", "0") != "0":
         return
     journal = os.open(os.environ["CHAOS_JOURNAL"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -23,7 +23,7 @@ def note(event: str) -> None:
 
 
 class Letters:
-    """Rewards what the text hashes to: signal in every group, whatever the model. Grading a text takes `seconds`."""
+    """The reward is a hash of the text, so every group has reward variance. Grading a text takes `seconds`."""
 
     def __init__(self, count: int = 64, name: str = "problem", seconds: float = 0.03):
         self.count, self.name, self.seconds = count, name, seconds

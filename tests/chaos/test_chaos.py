@@ -1,4 +1,4 @@
-"""chaos.py in small: three faults on real runs, and that it draws evenly and sees what is wrong."""
+"""Small tests of chaos.py: three faults on real runs, even drawing, and detection of differences."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from torchtune_ext.pipeline.rollout_store import RolloutStore
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "faults",
-    # Runs that are killed or told to stop have tests of their own (test_grpo_full.py, test_stopping.py).
+    # Killed and signaled runs have their own tests (test_grpo_full.py, test_stopping.py).
     [["damage_flip"], pytest.param(["trainer_kill", "sigterm", "damage_flip"], marks=pytest.mark.long)],
     ids=["damage", "three faults"],
 )
@@ -38,7 +38,7 @@ def test_faults_are_survived(repo_root, tmp_path, faults):
     assert done.returncode == 0, done.stdout + done.stderr
     records = [json.loads(line) for line in (tmp_path / "out" / "rounds.jsonl").read_text().splitlines()]
     assert {r["fault"]: r["problems"] for r in records} == {name: [] for name in faults}
-    # Training lasts 0.05 s here, so on a slow machine the kill may come a phase later; before its time it never comes.
+    # Training lasts 0.05 s here, so on a slow machine the kill may come a phase later, but never earlier.
     for kill in [r for r in records if r["fault"] == "trainer_kill"]:
         phase, step = kill["hit"].split(", step ")
         assert kill["phase"] == "training"
@@ -64,7 +64,7 @@ def test_all_faults_and_phases_come_up_evenly():
 
 
 def write_run(folder, metrics):
-    """What an undisturbed run leaves, as far as it is compared."""
+    """Write the compared files of an undisturbed run."""
     checkpoint = folder / "checkpoints" / f"step_{STEPS:06d}"
     checkpoint.mkdir(parents=True)
     save_file({"w": torch.arange(4.0)}, checkpoint / "model.safetensors")
@@ -88,7 +88,7 @@ def test_chaos_diverged_run_is_detected(tmp_path):
     wrong = differences(same, want)
     assert [text.split(" ")[0] for text in wrong] == ["weights", "metrics", "no", "rollouts"], wrong
     shutil.rmtree(last_checkpoint(same))
-    assert "there is no" in differences(same, want)[0]
+    assert "not found" in differences(same, want)[0]
 
 
 def test_chaos_round_leftover_processes_found_and_ended(tmp_path):

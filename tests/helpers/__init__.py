@@ -1,1 +1,1 @@
-"""What tests share: fakes, small models and runs, and readers of what a run wrote."""
+"""Shared test code: fakes, small models and runs, and readers of run outputs."""

@@ -1,4 +1,4 @@
-"""Tiny models with adapters, and the same with the adapters' weights added by hand."""
+"""Tiny models with adapters, and references with the adapters merged by hand."""
 
 import torch
 from torch.func import functional_call
@@ -25,8 +25,8 @@ DIMS = dict(
 )
 
 
-# Of log-probs in float32 from two libraries: along the 5,000 numbers that these models add up one after the other, roundings of
-# 2^-24 add in squares to 4e-6 on either side, and a relative change of all weights is ten times larger in a logit.
+# Bound on float32 log-probs of two libraries: over the 5,000 sequential additions of these models, roundings of 2^-24
+# accumulate to 4e-6 (root mean square) on each side, and a relative change of all weights is ten times larger in a logit.
 PEFT_BOUND = 1e-4
 
 
@@ -34,7 +34,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "output_proj"]
 
 
 def adapted(builder=lora_qwen2, rank=3, moved=True, attention=ATTENTION, **options):
-    """A model with adapters on every linear layer that have an effect."""
+    """Build a model with effective adapters on every linear layer."""
     torch.manual_seed(0)
     arguments = {"lora_rank": rank, "lora_alpha": 2.0 * rank, "apply_lora_to_mlp": True, **options}
     model = builder(attention, **arguments, **DIMS)
@@ -51,10 +51,10 @@ def adapted(builder=lora_qwen2, rank=3, moved=True, attention=ATTENTION, **optio
 
 
 def merged_by_hand(stored, module):
-    """The weight that is an adapter's and its base's together, in float64, and how far one that was merged in float32 may be off.
+    """Return the merged weight of adapter and base in float64, and a bound on the error of a float32 merge.
 
-    u = 2^-24 for each rounding of a sum of r products, its factor and the base: (r + 2) u of the magnitudes. The norm of a row
-    of n numbers adds what these roundings do to it and n u / 2 of its own, the division and the product u each.
+    u = 2^-24 bounds each rounding of a sum of r products, its factor and the base: (r + 2) u of the magnitudes. The norm of a
+    row of n numbers adds the error of these roundings and n u / 2 of its own; the division and the product add u each.
     """
     a, b, u, scaling = module.lora_a.weight.double(), module.lora_b.weight.double(), 2.0**-24, 4.0
     want, size = stored.double() + scaling * b @ a, stored.double().abs() + scaling * b.abs() @ a.abs()
@@ -67,7 +67,7 @@ def merged_by_hand(stored, module):
 
 
 class Plain(torch.nn.Module):
-    """What `unpacked.reference` takes for a model: the stock one, called with the weights that the adapters make, with gradients."""
+    """Model for `unpacked.reference`: the stock model, called with the merged weights, with gradients."""
 
     def __init__(self, model, stock):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Runs a function in a process of its own; as an ordinary user, when the tests run as root."""
+"""Run a function in its own process, as an unprivileged user if the tests run as root."""
 
 import os
 import pickle
@@ -12,14 +12,14 @@ from typing import Any
 
 from torchtune_ext.measured import sandbox
 
-USER = 12345  # nobody's
+USER = 12345  # an unused user id
 
 
 def as_user(function: Callable[..., Any], *arguments: Any, deadline_s: float = 60.0) -> Any:
-    """Returns what `function(*arguments)` returns, or raises AssertionError with its traceback.
+    """Return the result of `function(*arguments)` run as an unprivileged user, or raise AssertionError with its traceback.
 
-    The process is a fork: an interpreter that lies in root's home could not be started by another user. So everything that the
-    function imports must be imported before. As an ordinary user it is called without further ado.
+    The process is a fork, since another user could not start an interpreter in root's home. So all imports of the function must
+    happen before the call. If the tests run as an unprivileged user, the function is called directly.
     """
     if os.geteuid() != 0:
         return function(*arguments)
@@ -27,7 +27,7 @@ def as_user(function: Callable[..., Any], *arguments: Any, deadline_s: float = 6
 
 
 class FolderOnly:
-    """In the place of a janitor, which is an interpreter that another user may be unable to start."""
+    """Replacement of the process reaper, an interpreter that another user may be unable to start."""
 
     def __init__(self):
         self.folder = tempfile.mkdtemp()
@@ -49,7 +49,7 @@ def _as_nobody(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def in_a_fork(function: Callable[..., Any], *arguments: Any, deadline_s: float = 60.0) -> Any:
-    """Returns what `function(*arguments)` returns in a process of its own, or raises AssertionError with its traceback."""
+    """Return the result of `function(*arguments)` in a fork, or raise AssertionError with its traceback."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -68,11 +68,11 @@ def in_a_fork(function: Callable[..., Any], *arguments: Any, deadline_s: float =
         with open(reader, "rb") as file:
             if not select.select([file], [], [], deadline_s)[0]:
                 os.kill(child, signal.SIGKILL)
-                raise AssertionError(f"no answer within {deadline_s:g} s")
+                raise AssertionError(f"no result within {deadline_s:g} s")
             data = file.read()
     finally:
         os.waitpid(child, 0)
-    assert data, "the process ended without a word"
+    assert data, "the process exited without a result"
     worked, result = pickle.loads(data)
     assert worked, result
     return result

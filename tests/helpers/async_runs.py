@@ -1,4 +1,4 @@
-"""What runs with `staleness` above 0 have to keep, looked up in what they have written."""
+"""Invariants of runs with `staleness` above 0, checked on their outputs."""
 
 import json
 from collections import Counter
@@ -16,17 +16,17 @@ AHEAD = [f"staleness={STALENESS}", f"depth={STALENESS}", "evaluation.task=null"]
 
 
 def stored(run: Path) -> dict[int, list[Group]]:
-    """The groups of each step as the run has stored them."""
+    """Return the stored groups of each step of a run."""
     return {step: read_rollouts(path) for step, path in rollout_paths(run).items()}
 
 
 def problem_of(number: int) -> int:
-    """The index of the problem of a group of the run, groups and problems counted from 0."""
+    """Return the problem index of group `number` of the run, both counted from 0."""
     return problem_index(number, PROBLEMS, seed=0)
 
 
 def require_ahead(run: Path, steps: int) -> None:
-    """Raises AssertionError where a run of so many steps breaks what `staleness` promises."""
+    """Raise AssertionError if a run of this many steps violates the staleness limit."""
     lines, groups = runs.metrics(run)[1:], stored(run)
     assert [line["step"] for line in lines] == list(groups) == list(range(1, steps + 1))
     for line in lines:
@@ -39,7 +39,7 @@ def require_ahead(run: Path, steps: int) -> None:
         assert present - line["async/age_max"] <= min(versions) and max(versions) <= present
         assert line["async/dropped"] == line["async/dropped_tokens"] == 0.0
 
-    # Every problem that the run has submitted is trained once, and nothing is left behind.
+    # Every submitted problem is trained on once, and no request or group remains.
     want = [f"letters-{problem_of(number)}" for number in range(GROUPS * steps)]
     assert Counter(g.problem.id for step in groups.values() for g in step) == Counter(want)
     assert lines[-1]["async/running"] == lines[-1]["async/buffer"] == 0.0

@@ -1,7 +1,7 @@
-"""Kernels for tests of the benchmark service: small, timed on a busy machine, too, and with faults of the machine on demand.
+"""Kernels for tests of the benchmark service: small, also timed on a busy machine, and with machine faults on demand.
 
-The processes of the service unpickle them, and what that runs makes those processes patient: a machine that varies is not
-refused, no block is excused, and nobody waits for engines of others.
+The processes of the service unpickle these kernels. Unpickling makes the processes patient: they do not reject a noisy
+machine, they skip no block, and they do not wait for other engines.
 """
 
 import math
@@ -48,10 +48,10 @@ class CalmReduction(Reduction):
 
 
 class Faulty(CalmReduction):
-    """The machine fails while a result is compared, as the files in `folder` say: "check-kill" once, "check-kill-always" each time.
+    """A kernel that injects a fault during verification. Files in `folder` name the fault: "check-kill" once, "check-kill-always".
 
-    The first word is the stage. The second is what happens: "kill" (of the process that compares), "hang", "full" (an error
-    of the system), "bug" (an error of the kernel), "orphan" (the processes below it are killed).
+    The first word is the stage. The second is the fault: "kill" (of the verifying process), "hang", "full" (an OSError),
+    "bug" (an error in the kernel), "orphan" (the child processes are killed).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,7 +62,7 @@ class Faulty(CalmReduction):
         return instance, (type(self), self.folder)
 
     def reference(self, size, inputs):
-        # Not while the checker or the timer of this kernel is made.
+        # No fault while the checker or the timer of this kernel is created.
         checkers = {"check": list(bench.CHECKERS.values())}
         checkers["time"] = [timer.checker for timer in bench.TIMERS.values()]
         stage = next((each for each, kept in checkers.items() if self in [one.kernel for one in kept]), "making")

@@ -67,9 +67,9 @@ class Trained:
 
 
 def fork(action: Callable[[], None], errors: Path) -> int:
-    """Runs `action` in a child process, which shares what is imported and built, and returns the child's process id.
+    """Run `action` in a forked child, which shares imports and objects, and return the child's process id.
 
-    The child ends with status 0, or with 1 and its traceback in the file `errors`.
+    The child exits with status 0, or with 1 and its traceback in the file `errors`.
     """
     child = os.fork()
     if child:

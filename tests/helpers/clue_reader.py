@@ -1,4 +1,4 @@
-"""A reader of Temporal Clue prompts of its own: text -> pieces and clues, tried on every night that could have been."""
+"""An independent parser of Temporal Clue prompts: text -> pieces and clues, tested on every possible night."""
 
 import itertools
 import json
@@ -80,7 +80,7 @@ def read(text: str) -> Reading:
 
 
 class Namer:
-    """Finds the names in a sentence. "A suspect" may be several; "the suspect" is one."""
+    """Matches names in a sentence. "A suspect" may be several; "the suspect" is one."""
 
     def __init__(self, suspects: list[str], weapons: list[str], rooms: list[str], times: list[str], motives: list[str]):
         def any_of(names: list[str]) -> str:
@@ -216,7 +216,7 @@ def answer(night: Night, question: tuple) -> str:
 
 
 def all_nights(r: Reading):
-    """Every night that keeps the rules which the prompt states."""
+    """Yield every night that satisfies the rules of the prompt."""
     directions = ("north", "south", "east", "west")
     near = {(a, b) for a in r.rooms for b in r.rooms if a == b or any(r.beside(a, b, d) for d in directions)}
     ways = list(itertools.product(r.rooms, repeat=len(r.times)))
@@ -247,9 +247,9 @@ def all_nights(r: Reading):
 
 
 def check_by_trying(text: str, solution: dict[str, str], minimal: bool, whole: bool = False) -> int:
-    """The clues leave one set of answers, `solution` (`whole`: one night); without any one of them they leave more.
+    """Check that the clues leave one set of answers, `solution` (`whole`: one night), and that each clue is needed.
 
-    Returns the number of nights tried.
+    Returns the number of tested nights.
     """
     r = read(text)
     nights = list(all_nights(r))

@@ -1,4 +1,4 @@
-"""Several runs in a folder, and a sweep, as `torchtune-ext report` compares them."""
+"""Several runs in a folder, and a sweep, for the comparisons of `torchtune-ext report`."""
 
 import json
 import math
@@ -21,7 +21,7 @@ def settings(lr=1e-6, seed=0, **more):
 
 
 def make_one(folder, config=None, steps=60, level=0.7, every=20, name=None, rollouts=True, hostile=False, **values):
-    """A run that learns up to `level`. `values`: metrics beside its own, each a number or a function of the step."""
+    """Write a run that learns up to `level`. `values`: additional metrics, each a number or a function of the step."""
     folder.mkdir(parents=True, exist_ok=True)
     config = settings() if config is None else config
     config = {**config, "output_dir": str(folder)}
@@ -57,7 +57,7 @@ def make_one(folder, config=None, steps=60, level=0.7, every=20, name=None, roll
 
 
 def make_sweep(folder, rates=(1e-5, 3e-5, 1e-4, 3e-4, 1e-3), failed=2, clips=(0.2, 0.3)):
-    """A sweep over learning rates, which are best in the middle, and over clips, which change little."""
+    """Write a sweep over learning rates, with the best in the middle, and over clip bounds with little effect."""
     folder.mkdir(parents=True, exist_ok=True)
     runs = []
     for i, rate in enumerate(rates):

@@ -1,10 +1,10 @@
-"""A machine whose name leads to a network address, as seen by one process, and the sockets that listen there.
+"""A simulated machine whose host name resolves to a network address, and its listening sockets.
 
 `python -m helpers.elsewhere` with `PYTHONPATH=tests` has these commands:
 
-enter COMMAND ...   runs COMMAND of this program there, or exits with status 77 where that is not permitted
-group               prints the listeners of a process group of torch with its defaults, as JSON
-engine FOLDER       prints the listeners while an engine samples, as JSON
+enter COMMAND ...   runs COMMAND of this program there, or exits with status 77 if that is not permitted
+group               prints the listeners of a default torch process group, as JSON
+engine FOLDER       prints the listeners of a running engine, as JSON
 """
 
 import ctypes
@@ -31,8 +31,8 @@ ACCEPTS = "00010000"  # flag of a unix socket
 
 
 def enter(hosts: Path) -> None:
-    """Gives this process a network of its own, with loopback and ADDRESS, where the machine is called NAME. It needs no
-    rights but those of a user namespace, which the next `exec` gives up. Raises OSError."""
+    """Move this process to its own network, with loopback and ADDRESS, and with the host name NAME. It needs only the
+    rights of a user namespace, which the next `exec` drops. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     uid, gid = os.getuid(), os.getgid()
 
@@ -54,7 +54,7 @@ def enter(hosts: Path) -> None:
 
 
 def listeners() -> list[str]:
-    """Addresses on which somebody listens in this network, one for each TCP socket."""
+    """Return the addresses of all listening TCP sockets in this network."""
     addresses = []
     for file in ("tcp", "tcp6"):
         for line in Path("/proc/net", file).read_text().splitlines()[1:]:
@@ -67,7 +67,7 @@ def listeners() -> list[str]:
 
 
 def socket_folders(pids: list[int]) -> list[tuple[str, int, int]]:
-    """For each unix socket in the file system at which these processes listen: its folder, that folder's mode and owner."""
+    """Return (folder, mode, owner) for each unix socket in the file system on which these processes listen."""
     links = [str(link.readlink()) for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     paths = [row[7] for row in rows if len(row) == 8 and row[3] == ACCEPTS and f"socket:[{row[6]}]" in links]
@@ -76,7 +76,7 @@ def socket_folders(pids: list[int]) -> list[tuple[str, int, int]]:
 
 
 def group() -> dict:
-    """A process group of torch, as it comes."""
+    """Return the listeners of a default torch process group."""
     import torch.distributed as dist
 
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +87,7 @@ def group() -> dict:
 
 
 def engine(folder: str) -> dict:
-    """An engine of ours, which has sampled and taken weights."""
+    """Return the listeners of an engine after a weight sync and a request."""
     from helpers import tiny_model
     from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 
@@ -104,7 +104,7 @@ def engine(folder: str) -> dict:
 
 
 def ours(process: Path) -> bool:
-    """Whether a process lives in this network."""
+    """Whether a process is in this network namespace."""
     try:
         return (process / "ns/net").readlink() == Path("/proc/self/ns/net").readlink()
     except OSError:
@@ -113,7 +113,7 @@ def ours(process: Path) -> bool:
 
 def main(command: str, *rest: str) -> None:
     if command == "enter":
-        with tempfile.TemporaryDirectory() as folder:  # the mount outlives the name
+        with tempfile.TemporaryDirectory() as folder:  # the mount survives the removal of the file
             try:
                 enter(Path(folder, "hosts"))
             except OSError as error:

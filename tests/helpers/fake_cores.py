@@ -1,4 +1,4 @@
-"""Engines of a few lines, in the place of vLLM's: one that only notes what it is told, and one with a process to kill."""
+"""Fake engine backends: one that records its requests, and one with a process to kill."""
 
 import asyncio
 import os
@@ -14,12 +14,12 @@ from torchtune_ext.sampling.pool import Pool
 from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.sampling.weight_buffer import WeightBuffers
 
-# The lane looks after an engine ten times in `probe_interval_s`: here every 5 ms.
+# The engine replica checks its backend ten times per `probe_interval_s`: here every 5 ms.
 CONFIG = EngineConfig(probe_interval_s=0.05, probe_deadline_s=1.0, rpc_deadline_s=5.0, start_deadline_s=5.0)
 
 
 class FakeCore:
-    """An engine that notes what it was told to load, by reading the buffers slowly, in two halves."""
+    """A fake backend that records its loads. It reads each buffer in two halves, with a pause between them."""
 
     vocab_size, cache_tokens, block_size, process_group = 512, 4096, 32, 0
 
@@ -27,12 +27,12 @@ class FakeCore:
         self.on_step = on_step
         self.requests, self.last_heartbeat, self.sleep_level = {}, time.monotonic(), 0
         self.stats_error, self.killed, self.stops = None, False, 0
-        # Each load gives what was read at its begin and at its end, and the label.
+        # (bytes read at the begin, bytes read at the end, version label) of each load.
         self.loads, self.sums = [], {}
         self.reading = threading.Event()
         self.go_on = threading.Event()
         self.go_on.set()
-        # An error that is raised by whatever is asked of this engine.
+        # The error that every call of this engine raises.
         self.fail = None
 
     @property
@@ -102,8 +102,8 @@ class FakeCore:
 
 
 class SleepingCore(FakeCore):
-    """An engine whose process sleeps, and whose requests never end. Its launch blocks the thread, as vLLM's does, until
-    `come_up` or until it is killed."""
+    """A fake backend with a sleeping process and requests that never complete. Its launch blocks the thread, as in vLLM,
+    until `come_up` is set or the process is killed."""
 
     instances: list = []
     come_up = threading.Event()
@@ -139,14 +139,14 @@ class SleepingCore(FakeCore):
     async def stop(self):
         self.kill()
         self.process.wait(5)
-        # vLLM's client needs a moment to notice.
+        # vLLM's client notices the exit after a short delay.
         await asyncio.sleep(0.01)
         for call in list(self.requests.values()):
             call.lose()
 
 
 class Bench:
-    """A lane, its buffers, and the lives that it has made."""
+    """An engine replica, its weight buffers, and all backends that it has started."""
 
     def __init__(self, config=CONFIG, version=0):
         self.lives = []
@@ -169,7 +169,7 @@ class Bench:
         self.buffers.write(weights(value), value, adapter, self.lane.version)
 
     def break_off(self, version):
-        """A publication whose generator fails after its first tensor."""
+        """Start a weight sync whose generator fails after its first tensor."""
 
         def broken():
             yield weights(version)[0]
@@ -183,7 +183,7 @@ class Bench:
 
 
 def run(scenario, *args, **kwargs):
-    """Runs `scenario(bench)` with a lane whose first life is up. Args: those of `Bench`."""
+    """Run `scenario(bench)` with a started engine replica. All other arguments go to `Bench`."""
 
     async def main():
         bench = Bench(*args, **kwargs)
@@ -204,5 +204,5 @@ async def until(condition):
 
 
 def weights(value):
-    """Two tensors of four bytes, all of this value."""
+    """Return two tensors of four bytes, filled with this value."""
     return [(name, torch.full((4,), value, dtype=torch.uint8)) for name in ("a", "b")]

@@ -1,4 +1,4 @@
-"""A pool of engines that are a few lines each: they sample at a rate that falls with the number of their requests."""
+"""A pool of fake engines, whose token rate per request falls with the number of requests."""
 
 import asyncio
 import itertools
@@ -18,8 +18,8 @@ STEP_S, PER_REQUEST_S, PER_PROMPT_TOKEN_S = 0.02, 0.0005, 0.00002
 
 
 class SamplingCore(FakeCore):
-    """Samples as many tokens as `length(call)` says. A step takes longer with more requests in it, and with each prompt that
-    this engine has not computed before. Its tokens say by which seed they were drawn: the same from any engine."""
+    """Generates `length(call)` tokens per request. A step takes longer with more requests, and with each prompt that this
+    engine has not computed before. The tokens depend only on the seed, so every engine returns the same tokens."""
 
     cache_tokens = 1 << 20
 
@@ -27,7 +27,7 @@ class SamplingCore(FakeCore):
         super().__init__()
         self.length, self.version = length, None
         self.prompts, self.computed_s, self.drawn = set(), 0.0, 0
-        self.left = {}  # tokens that each running request still has to sample
+        self.left = {}  # request id -> remaining tokens
         self.ends = {}
         self.stepping = None
 
@@ -78,7 +78,7 @@ class SamplingCore(FakeCore):
 
 
 class PoolBench:
-    """A pool of `count` fake engines, its buffers, and the lives of each."""
+    """A pool of `count` fake engines, its weight buffers, and all backends of each engine."""
 
     def __init__(self, monkeypatch, count, length=lambda call: 4, config=CONFIG, limit=64, version=0):
         cores = range(max(count, 2))
@@ -111,12 +111,12 @@ class PoolBench:
 
     @property
     def now(self):
-        """The present life of each engine."""
+        """Return the current backend of each engine."""
         return [lane.backend for lane in self.pool.replicas]
 
 
 def run(scenario, monkeypatch, *args, **kwargs):
-    """Runs `scenario(bench)` with a pool whose engines are up. Args: those of `PoolBench`."""
+    """Run `scenario(bench)` with a started pool. All other arguments go to `PoolBench`."""
 
     async def main():
         bench = PoolBench(monkeypatch, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""A client of vLLM that plants a fault, once, whenever the file FAULT names one. Tests set `early.CLIENT` to this module."""
+"""A vLLM client that injects the fault that the file FAULT names, once. Tests set `early.CLIENT` to this module."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from torchtune_ext.sampling import client_process
 
 
 def planted(fault: str) -> bool:
-    """Whether it is this one; it is not planted again."""
+    """Whether FAULT names this fault. The file is cleared, so that the fault occurs once."""
     file = Path(os.environ["FAULT"])
     if file.read_text() != fault:
         return False

@@ -1,7 +1,7 @@
 """An optimizer that freezes the engine. Tests copy this file into a folder where runs start.
 
-From inside a run, a fault comes at just its moment. In a file of its own because it imports torch, which a grading process
-should not.
+A fault from inside the run occurs at the exact moment. The optimizer is in its own file because it imports torch, which a
+grading process should not import.
 """
 
 import signal
@@ -12,7 +12,7 @@ import torch
 
 
 class Freezing(torch.optim.AdamW):
-    """Freezes the engine behind some of its updates, when the publication of the new weights is what comes next.
+    """Freezes the engine after some updates, just before the weight sync.
 
     Args: after: numbers of these updates, counted from 1. The engine's process id is appended to the file `frozen`.
     """

@@ -1,6 +1,6 @@
-"""A handful of programs for dgemm: a task that warms a small model up on them in seconds, and timings of them that are recorded.
+"""Six dgemm programs: a task for a warm-up of a small model in seconds, and recorded timings.
 
-The folder of a run gets a copy of this file, so that the recipes find it.
+Tests copy this file into the folder of a run, so that the recipes find it.
 """
 
 import hashlib
@@ -22,13 +22,13 @@ from torchtune_ext.tasks.task import Problem
 
 MACHINE = "Recorded CPU, 2 cores"
 SIZES = [32, 48]
-# Right ones without threads, which need the fewest tokens; each permitted by another stage than the one before.
+# Correct single-threaded programs with the fewest tokens; consecutive programs are permitted by different stages.
 CHOSEN = {"none": 123, "loop_order": 91, "unrolling": 190, "sum": 207, "pointers": 330, "blocks": 308}
 PROGRAMS = [ProgramFamily(broken=0.0)[index] for index in CHOSEN.values()]
 
 
 class Few:
-    """Any of the programs as the answer to any long prompt, with and without a program to improve."""
+    """Problems with one of the programs as the answer, with and without a program to improve in the prompt."""
 
     def __len__(self) -> int:
         return 1 << 20
@@ -37,7 +37,7 @@ class Few:
         kernel, stage = Dgemm(SIZES[index % 2]), list(stages.STAGES)[index // 2 % len(stages.STAGES)]
         program, shown = PROGRAMS[index % len(PROGRAMS)], PROGRAMS[index * 7 // 12 % len(PROGRAMS)]
         elite = ArchiveEntry(MACHINE, kernel.name, kernel.timed, shown.techniques, shown.source, 1.9, 0.1, 1.0, 1)
-        # A program is found anew in each prompt with one, so the answer does not hang on what is shown.
+        # The answer does not depend on the shown program.
         prompt = messages(kernel, stage, elite if index // 12 % 2 else None)
         return Problem(f"{problem_id(kernel)}/{stage}/{index}", prompt, f"```c\n{program.source}```")
 
@@ -46,9 +46,9 @@ class Few:
 
 
 class Recorded:
-    """Has the interface of `Bench`. What becomes of a program is drawn from its text, its problem and what is permitted.
+    """Fake `Bench`. The outcome of a program is derived from a hash of its text, its problem and the permitted techniques.
 
-    Where everything is permitted nothing is right. One program in ten is noisy.
+    If all techniques are permitted, every program is wrong. One program in ten is noisy.
     """
 
     def submit(self, kernel, text, permitted=None) -> "Future[Result]":
@@ -77,7 +77,7 @@ class Recorded:
 
 
 class RecordedMatmul(Matmul):
-    """The task with recorded timings, and windows so short that stages change every few steps."""
+    """The task with recorded timings, and with short windows, so that stages change every few steps."""
 
     def __init__(self, **settings) -> None:
         super().__init__(**settings)
@@ -87,7 +87,7 @@ class RecordedMatmul(Matmul):
 
 
 def outcomes(groups) -> Counter:
-    """Counts what became of the samples of groups; "noisy" are those that were not graded."""
+    """Count the outcomes of the samples of groups; "noisy" samples have no grade."""
     counts: Counter[str] = Counter()
     for group in groups:
         for sample in group.samples:

@@ -1,4 +1,4 @@
-"""Completions that are sampled over publications, and how far the tokens of each version are from what that version says."""
+"""Completions that span weight syncs, and the log-prob errors of the tokens of each version."""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -8,17 +8,17 @@ import numpy as np
 from helpers.waiting import wait_until
 from torchtune_ext.sampling.engine import Completion, Engine, SamplingConfig
 
-# Steps of the engine before each publication, and so the tokens that each version samples of every completion, at least.
+# Engine steps before each weight sync: every version samples at least this many tokens of each completion.
 STEPS = 8
 
 
 def flown(
     engine: Engine, prompts: list[list[int]], n: int, sampling: SamplingConfig, publications: list[Callable[[], None]]
 ) -> list[list[Completion]]:
-    """Samples `n` completions of each prompt, calls the publications in the midst of them, and returns the completions.
+    """Sample `n` completions of each prompt, publish weights meanwhile, and return the completions.
 
     Raises:
-        AssertionError: requests had ended before the last publication was over.
+        AssertionError: a request completed before the last weight sync.
     """
     core, running = engine._pool.replicas[0].backend, []
     on_step = core.on_step
@@ -30,14 +30,14 @@ def flown(
             begin = len(running)
             wait_until(lambda begin=begin: len(running) > begin + STEPS, 60)
             publish()
-        assert not any(future.done() for future in futures), "sampled too fast for so many publications"
+        assert not any(future.done() for future in futures), "requests completed before the last weight sync"
         return [future.result(timeout=120) for future in futures]
     finally:
         core.on_step = on_step
 
 
 def spans(versions: Sequence[int]) -> dict[int, slice]:
-    """Version -> the place of its tokens. Raises AssertionError where a version comes after a newer one."""
+    """Return version -> slice of its tokens. Raise AssertionError if a version comes after a newer one."""
     slices, start = {}, 0
     for version, tokens in groupby(np.asarray(versions).tolist()):
         end = start + len(list(tokens))
@@ -49,14 +49,14 @@ def spans(versions: Sequence[int]) -> dict[int, slice]:
 def distances(
     completion: Completion, logprobs: Callable[[int], np.ndarray], other: Callable[[int], int]
 ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Compares each span of a completion with the version that labels it, and with one that does not.
+    """Compare each span of a completion with its labeled version and with another version.
 
     Args:
         logprobs: version -> log-probs [R] of all tokens of the completion under its weights.
-        other: version -> another one.
+        other: version -> another version.
 
     Returns:
-        Version -> |engine - log-prob| of the tokens of its span, by its own weights and by those of the other version.
+        Version -> |engine - log-prob| of the tokens of its span, by its own weights and by the weights of the other version.
     """
     return {
         version: tuple(

@@ -1,7 +1,7 @@
-"""Runs in forks of one process, which has imported PyTorch once for all of them.
+"""Runs in forks of one process, which imports PyTorch once for all of them.
 
-None sees what another has left. All that a fork shares with a run of its own is what `import` does, and that takes most of the
-time of a run whose engine is a server.
+Runs are isolated from each other. The forks share only the imports, which take most of the time of a run whose engine is a
+server.
 
     python -m helpers.forked_runs    # reads {"folder": ..., "words": [...], "environ": {...}, "log": ...}, answers with the exit status
 """
@@ -21,14 +21,14 @@ _process: subprocess.Popen | None = None
 
 
 def refused(folder: Path, recipe: str, *args: str, config: str = "run.yaml") -> str:
-    """Starts a recipe, which must end as a mistake does, with status 2. Returns what it printed."""
+    """Run a recipe that must exit with a usage error, status 2. Return its output."""
     status, output = forked(folder, command(recipe, *args, config=config), environment())
     assert status == 2, (status, output[-6000:])
     return output
 
 
 def forked(folder: Path, words: list[str], environ: dict[str, str], timeout: float = 300) -> tuple[int, str]:
-    """Runs `words`, a command of `tiny_runs.command`, to its end. Returns its status and what it printed."""
+    """Run `words`, a command of `tiny_runs.command`, to its end. Return its status and its output."""
     global _process
     if _process is None or _process.poll() is not None:
         path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
@@ -46,16 +46,16 @@ def forked(folder: Path, words: list[str], environ: dict[str, str], timeout: flo
         _process.stdin.flush()
         if not select.select([_process.stdout], [], [], timeout)[0]:
             _process.kill()  # and with it the fork
-            raise AssertionError(f"it has not ended within {timeout:g} s:\n{log.read()[-6000:]}")
+            raise AssertionError(f"the run did not exit within {timeout:g} s:\n{log.read()[-6000:]}")
         return int(_process.stdout.readline()), log.read()
 
 
 def main() -> None:
-    """Lives until the tests close its stdin, at their end at the latest."""
+    """Serve runs until the tests close stdin."""
     from torchtune_ext.cli import cli, plugin
 
     plugin.install()
-    # With all that they import.
+    # Including all of their imports.
     import torchtune._cli.tune  # noqa: F401
 
     import torchtune_ext.recipes.grpo  # noqa: F401

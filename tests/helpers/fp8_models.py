@@ -1,4 +1,4 @@
-"""Layers and small policies in FP8, for tests that compare them with what they should compute."""
+"""Layers and small policies in FP8, for comparisons with references."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -30,7 +30,7 @@ def layer(bias=False, dtype=F32, **options):
 
 
 def activations(*shape, seed=1):
-    """Every hundredth number is ten times larger."""
+    """Return random activations; every hundredth number is ten times larger."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=shape) * np.where(rng.random(shape) < 0.01, 10, 1)
     return torch.from_numpy(x.astype(np.float32))
@@ -45,7 +45,7 @@ def run(linear, x, dy):
 
 
 def directory(folder, **changes):
-    """A model directory: heads of 64, keys and values of 128 features."""
+    """Write a model directory: heads of 64, keys and values of 128 features."""
     text = ["Write about something. Go on. The quick brown fox jumps over the lazy dog.\n"] * 8
     sizes = dict(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=384,
                  max_position_embeddings=256, vocab_size=400)  # fmt: skip
@@ -86,7 +86,7 @@ def cosine(one, other):
 
 @contextmanager
 def saved_tensors():
-    """{address of storage: (bytes, dtype)} of all that autograd keeps inside."""
+    """Inside the block, record {storage address: (bytes, dtype)} of all tensors that autograd saves."""
     storages = {}
 
     def pack_hook(tensor):

@@ -1,4 +1,4 @@
-"""Runs programs that attack the benchmark, and looks at what they leave behind."""
+"""Run programs that attack the benchmark, and check for leftovers."""
 
 import math
 import os
@@ -19,31 +19,31 @@ from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.probe import UnstableMachine
 from torchtune_ext.measured.timing import ProgramTimer, Timing
 
-# A program that should not end is given little time, and every other one more than it needs on a machine that is shared.
+# A program that should not end gets a short deadline; every other program gets enough time for a shared machine.
 PATIENT = Deadlines(screen_s=30.0, compile_s=60.0, load_s=30.0, verify_s=120.0)
 SHORT = Deadlines(screen_s=30.0, compile_s=60.0, load_s=2.0, verify_s=3.0)
 BUDGET_S = 1.5  # seconds for one timing
-CALM_TRIES, CALM_S = 3, 1.0  # how often, and after how many seconds, a machine that varies too much is tried again
-# Share by which the same loop may be faster because other code around it has moved it in memory: 0.04 has been seen. What the
-# attacks are after is a third (single precision) or a multiple (work that is not done, or not counted).
+CALM_TRIES, CALM_S = 3, 1.0  # retries on a noisy machine, and the pause in seconds
+# Fraction by which the same loop may be faster at another address in memory: 0.04 was observed. The attacks aim at a third
+# (single precision) or a multiple (skipped or uncounted work).
 MOVED = 0.10
-SLACK_S = 30.0  # what starting, killing and cleaning up may add under load
-END_S = 10.0  # until a process that was killed is gone from the list
+SLACK_S = 30.0  # allowance for start, kill and cleanup under load
+END_S = 10.0  # until a killed process leaves the process list
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of one program."""
+    """Outcome of one program."""
 
     name: str
     outcome: str
     stage: str
     note: str
     seconds: float
-    allowed_s: float  # the deadlines together
-    left: tuple[str, ...]  # processes, files and mounts that it left behind
-    peak_bytes: int  # most bytes that its folder held
-    # If it was timed: how many times faster than the naive program it is, and at most may be.
+    allowed_s: float  # sum of the deadlines
+    left: tuple[str, ...]  # leftover processes, files and mounts
+    peak_bytes: int  # peak size of its folder
+    # For timed programs: the speedup over the naive program, and its upper bound.
     speed: tuple[float, float] | None = None
 
 
@@ -55,10 +55,10 @@ def run_all(
     optimization: str = "-O3",
     timed: bool = False,
 ) -> tuple[list[Result], int]:
-    """Checks programs one after the other. `timed`: those that attack and end well are timed as well.
+    """Check programs one after the other. `timed`: also time attacks that pass.
 
     Returns:
-        The results, and the largest memory that any child has used so far, in bytes.
+        The results, and the peak memory of any child so far, in bytes.
     """
     results = []
     for kernel in sorted({each.kernel for each in programs}):
@@ -79,21 +79,21 @@ def run_all(
                     own[name] = replace(own[name], speed=speed)
             results += own.values()
         if checker.sandbox.folder.exists():
-            raise AssertionError(f"{checker.sandbox.folder} is left")
+            raise AssertionError(f"{checker.sandbox.folder} was not removed")
     return results, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 
 
 def speeds(programs: Sequence[Exploit], make: Callable[[], Checker]) -> dict[str, tuple[float, float]]:
-    """Times programs that are right.
+    """Time correct programs.
 
-    Each does the work of the naive program and something beside it, so its ratio to the naive program can at best be that which
-    the naive program has to itself: the most is the upper end of that interval, and `MOVED` on top. What is compared with it is
-    the lower end of the program's own interval. So both must miss their true values, in opposite directions, for an honest
-    machine to be blamed.
+    Each program does the work of the naive program and more, so its true speedup is at most the naive program's speedup over
+    itself. The bound is the upper end of that interval plus `MOVED`. The lower end of the program's own interval is compared
+    with the bound.
+    So a false alarm on an honest machine requires two errors in opposite directions.
 
     Returns:
-        For each the lower end, and the most. One that a timed call finds wrong has gained nothing: 0. NaN if this machine
-        varies too much to time anything.
+        name -> (lower end, bound). A program that a timed call finds wrong has 0. NaN if this machine is too noisy
+        for timings.
     """
     for _ in range(CALM_TRIES):
         try:
@@ -125,7 +125,7 @@ def timing_of(source: str, timer: ProgramTimer) -> Timing:
 
 
 def run_one(program: Exploit, checker: Checker, screened: bool) -> Result:
-    """Checks one program and compares the machine before and after."""
+    """Check one program and compare the machine before and after."""
     outcomes = program.outcomes if screened else program.outcomes_behind
     checker.deadlines = SHORT if outcomes == ("timeout",) else PATIENT
     before = traces(checker)
@@ -147,7 +147,7 @@ def run_one(program: Exploit, checker: Checker, screened: bool) -> Result:
 
 
 def traces(checker: Checker) -> set[str]:
-    """Returns what a program could leave behind: its processes, its files, and mounts."""
+    """Return possible leftovers of a program: processes, files and mounts."""
     folder = str(checker.sandbox.folder)
     entries = {f"process {pid}" for pid in processes(folder)}
     entries |= {f"file {path}" for path in checker.sandbox.folder.rglob("*")}
@@ -159,7 +159,7 @@ def traces(checker: Checker) -> set[str]:
 
 
 def processes(folder: str) -> list[int]:
-    """Returns the processes that were started from the sandbox's folder, and their children by fork."""
+    """Return the processes that were started from the sandbox's folder, and their forks."""
     pids = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
@@ -173,7 +173,7 @@ def processes(folder: str) -> list[int]:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a file is one that an exploit writes, or belongs to a user that only a sandbox uses."""
+    """Whether an exploit wrote a file, or a sandbox user owns it."""
     try:
         return path.name.startswith("torchtune-ext-exploit") or 61184 <= path.lstat().st_uid < 65520
     except OSError:
@@ -182,7 +182,7 @@ def is_ours(path: Path) -> bool:
 
 @contextmanager
 def watched(folder: Path) -> Iterator[list[int]]:
-    """Yields a list whose only number is the largest size of the folder while the block ran."""
+    """Yield a one-element list with the peak size of the folder during the block."""
     peak, stop = [0], threading.Event()
 
     def watch() -> None:

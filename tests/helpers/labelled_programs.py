@@ -1,4 +1,4 @@
-"""Programs in C with the techniques that they use, as a person says."""
+"""C programs with hand-labeled techniques."""
 
 import subprocess
 from dataclasses import dataclass
@@ -30,11 +30,11 @@ def labelled_programs(file: str = "labelled_programs.txt") -> list[Labelled]:
 
 @cache
 def preprocessed(source: str) -> str:
-    """What the checker hands to its readers, without the sandbox: `gcc -E`. An unknown processor has AVX2, too."""
+    """Preprocess as the checker does, without the sandbox: `gcc -E`, with AVX2 on every CPU."""
     command = ["gcc", "-E", "-std=gnu17", "-O3", "-mavx2", "-mfma", "-fopenmp", "-x", "c", "-"]
     return subprocess.run(command, input=source, capture_output=True, text=True, timeout=60).stdout
 
 
 def techniques(text: str, kernel) -> frozenset[str]:
-    """The techniques that the reader finds in a program."""
+    """Return the techniques that the reader finds in a program."""
     return frozenset(use.technique for use in find_techniques(text, kernel))

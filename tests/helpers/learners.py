@@ -1,4 +1,4 @@
-"""A learner of one process, and the prompts of a canary."""
+"""A single-process learner, and the prompts of a canary."""
 
 import numpy as np
 import torch
@@ -14,5 +14,5 @@ def alone(policy, loss, device="cpu", **options):
 
 
 def unsampled(prompts):
-    """Groups of these prompts (token ids), without samples."""
+    """Return groups of these prompts (token ids) without samples."""
     return [Group(Problem(str(p), (), None), np.asarray(p, np.int32), ()) for p in prompts]

@@ -1,4 +1,4 @@
-"""Text as tokens without a model: every letter is the token of its code point."""
+"""A tokenizer without a model: the token of a letter is its code point."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from torchtune_ext.sampling.types import Completion
 
 
 class LetterTokenizer:
-    """The part of `ChatTokenizer` that sampling and grading use. The prompt is the first message."""
+    """Subset of `ChatTokenizer` for sampling and grading. The prompt is the first message."""
 
     history = "sampled"
 
@@ -21,6 +21,6 @@ class LetterTokenizer:
 
 
 def completion(text: str) -> Completion:
-    """The completion that says `text`, sampled by version 0."""
+    """Return a completion with this text, sampled by version 0."""
     ids = np.array([ord(letter) for letter in text], np.int32)
     return Completion(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop", 0)

@@ -1,4 +1,4 @@
-"""Small C programs in the sandbox, for the tests of its layers and of the process that calls a candidate."""
+"""Small C programs in the sandbox, for tests of its layers and of the process that calls a candidate."""
 
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ SIZE = {"n": 5}
 
 
 class Attempt:
-    """A function `void NAME(int n, double *out)`, or with further arrays."""
+    """A function `void NAME(int n, double *out)`, or with more arrays."""
 
     size_names = ("n",)
     forbidden = ()
@@ -30,7 +30,7 @@ class Attempt:
 
 
 def build(compiler: str, source: str | Path, library: Path, *words: str) -> Path:
-    """Compiles a program of the tests, outside of the sandbox, to a library that all users may read."""
+    """Compile a test program outside the sandbox to a world-readable library."""
     text = source.read_text() if isinstance(source, Path) else source
     command = [compiler, "-w", "-O1", "-std=gnu17", "-fPIC", "-shared", "-x", "c", "-", "-o", str(library), *words]
     subprocess.run(command, input=text, text=True, check=True, capture_output=True)
@@ -48,7 +48,7 @@ def loaded(
     threads: int = 1,
     seed: int = 0,
 ) -> Iterator[tuple[Child, tuple[ArrayPlacement, ...]]]:
-    """A child that has loaded the library, with arrays of `SIZE` in their places."""
+    """Yield a child that has loaded the library, with arrays of `SIZE` in map_arrays."""
     arena_bytes = arena_size(kernel, kernel.timed)
     with Child(sandbox, library, kernel, arena_bytes, [0], threads, limits or Limits(), 5.0) as child:
         places = lay_out(kernel, SIZE, arena_bytes, at_end, np.random.default_rng(seed))
@@ -57,7 +57,7 @@ def loaded(
 
 
 def attempt(sandbox: Sandbox, library: Path, name: str, n: int = 5, limits: Limits | None = None) -> float:
-    """Calls one function of attempts.c and returns what it wrote. `n` is what it gets; the array has room for 5 numbers."""
+    """Call one function of attempts.c with `n` and return its output. The array has room for 5 numbers."""
     kernel = Attempt(name)
     with loaded(sandbox, library, kernel, limits) as (child, _):
         return float(child.call({"n": n}, {}, 10.0).outputs["out"][0])

@@ -1,4 +1,4 @@
-"""The names of metrics as docs/telemetry.md and the panels of the report give them, and which of them a written name is."""
+"""Metric names of docs/telemetry.md and of the report's panels, and the match of a logged name."""
 
 import re
 from collections.abc import Collection
@@ -8,19 +8,19 @@ from torchtune_ext.telemetry.panels import PANELS
 
 
 def documented(page: Path) -> set[str]:
-    """The names in the first column of the tables below "The metrics", with "*" for a `<word>`."""
+    """Return the names in the first column of the tables below "The metrics", with "*" for a `<word>`."""
     tables = page.read_text(encoding="utf-8").partition("## The metrics")[2]
     cells = re.findall(r"^\| (`.*?) \|", tables, re.MULTILINE)
     return {re.sub(r"<\w+>", "*", name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
 
 def drawn() -> set[str]:
-    """The names of all series and bands of the panels."""
+    """Return the names of all series and bands of the panels."""
     series = {metric for panel in PANELS for metric, _ in panel.series}
     return series | {metric for panel in PANELS if panel.band for metric in panel.band[1:]}
 
 
 def known_as(name: str, known: Collection[str]) -> str | None:
-    """The name itself, or the longest of those with "*" that it fits."""
+    """Return the name itself, or the longest matching pattern with "*"."""
     fitting = [other for other in known if re.fullmatch(re.escape(other).replace(r"\*", "[^/]+"), name)]
     return name if name in known else max(fitting, key=len, default=None)

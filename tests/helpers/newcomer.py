@@ -1,4 +1,4 @@
-"""A newcomer's path: the files that docs/custom_reward.md shows, and the commands it gives, in a folder that has nothing else."""
+"""The path of a new user: the files and commands of docs/custom_reward.md, in an otherwise empty folder."""
 
 import subprocess
 import sys
@@ -13,15 +13,15 @@ PROGRAMS = {"python": [], "tune": ["-m", "torchtune._cli.tune"], "torchtune-ext"
 
 
 def walk(page: Path, folder: Path, shorter: Mapping[str, Sequence[str]] | None = None) -> dict[str, str]:
-    """Writes the files of the page and types its commands.
+    """Write the files of the page and run its commands.
 
     Args:
         page: docs/custom_reward.md.
-        folder: where all of it happens.
-        shorter: words that are added to a `tune run`, by the name of the recipe.
+        folder: working directory.
+        shorter: recipe -> arguments added to its `tune run`.
 
     Returns:
-        What each command printed, by its last word but for options: "my_run.yaml", "runs/mine/grpo", ...
+        Output of each command, by its last argument that is not an option: "my_run.yaml", "runs/mine/grpo", ...
     """
     write_files(shown_files(page), folder)
     printed = {}
@@ -32,7 +32,7 @@ def walk(page: Path, folder: Path, shorter: Mapping[str, Sequence[str]] | None =
 
 
 def typed(folder: Path, program: str, *words: str, timeout: float = 1500) -> str:
-    """Runs a command in a folder to its end and returns what it printed. It must succeed."""
+    """Run a command in a folder; it must succeed. Return its output."""
     command = [sys.executable, *PROGRAMS[program], *words]
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout)
     output = done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Nodes of a YAML file as recipes get them."""
+"""OmegaConf nodes of a YAML file as recipes get them."""
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -6,5 +6,5 @@ from torchtune_ext.settings.components import Component
 
 
 def component(node: DictConfig) -> Component:
-    """A node that names a component, as `load_config` gives it to a recipe."""
+    """Return the component of a node, as `load_config` passes it to a recipe."""
     return Component(OmegaConf.to_container(node, resolve=True), node._get_full_key(None))

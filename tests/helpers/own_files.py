@@ -1,4 +1,4 @@
-"""Files as a user writes them: a folder from which they are imported, and the files that a page of docs/ shows."""
+"""User files: a folder for imports, and the files that a page of docs/ shows."""
 
 import os
 import re
@@ -14,8 +14,8 @@ SHOWN = re.compile(
 
 @contextmanager
 def working_in(folder: Path) -> Iterator[Path]:
-    """Inside, `folder` is the working directory, from which modules are imported. They are forgotten afterwards, since the next
-    test may have others of the same names."""
+    """Make `folder` the working directory and import path inside the block. Its modules are unloaded afterwards, since the
+    next test may have other modules of the same names."""
     before, path = Path.cwd(), list(sys.path)
     os.chdir(folder)
     sys.path.insert(0, str(folder))
@@ -24,14 +24,14 @@ def working_in(folder: Path) -> Iterator[Path]:
     finally:
         os.chdir(before)
         sys.path[:] = path
-        # A list made of its items could be interrupted by another thread's import, or by the collector's.
+        # A copy, since another thread's import or the garbage collector may change sys.modules.
         for name, module in sys.modules.copy().items():
             if str(getattr(module, "__file__", None) or "").startswith(f"{folder}/"):
                 del sys.modules[name]
 
 
 def shown_files(page: Path) -> dict[str, str]:
-    """The files that a page shows: code blocks that begin with a comment "# NAME.py". A later block of a name goes on with it."""
+    """Return the files of a page: code blocks that begin with "# NAME.py". A later block of the same name is appended."""
     files: dict[str, str] = {}
     for block in SHOWN.finditer(page.read_text()):
         if block["name"]:
@@ -46,7 +46,7 @@ def write_files(files: dict[str, str], folder: Path) -> Path:
 
 
 def shown_commands(page: Path, first: str) -> list[list[str]]:
-    """The words of the commands of the block that begins with the command `first`."""
+    """Return the arguments of the commands of the block that begins with the command `first`."""
     blocks = [block["text"] for block in SHOWN.finditer(page.read_text()) if block["text"].startswith(first)]
     assert len(blocks) == 1, f"{len(blocks)} blocks of {page.name} begin with {first!r}"
     return [line.split("#")[0].split() for line in blocks[0].splitlines()]

@@ -1,4 +1,4 @@
-"""What the pages of docs/ show: their commands, as a shell would take them apart, and their blocks."""
+"""Commands, parsed as by a shell, and code blocks of the pages of docs/."""
 
 import re
 import shlex
@@ -13,22 +13,22 @@ _ASSIGNMENT = re.compile(r"[A-Z_]+=")
 class Command:
     """A command line of a page."""
 
-    line: str  # as it stands there
+    line: str  # as written
     words: tuple[str, ...]  # from the program on
     environ: dict[str, str]  # assignments before the program
 
     def option(self, name: str) -> str | None:
-        """The word behind an option, or None."""
+        """Return the value of an option, or None."""
         return self.words[self.words.index(name) + 1] if name in self.words else None
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """Every fenced block of a page, as (language, text)."""
+    """Return every fenced block of a page as (language, text)."""
     return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 def commands(page: Path) -> list[Command]:
-    """Every command of a page, in plain blocks and in `code` of tables, in their order."""
+    """Return every command of a page, in plain blocks and in `code` of tables, in order."""
     lines = []
     inside = ""
     for line in page.read_text(encoding="utf-8").splitlines():
@@ -54,7 +54,7 @@ def _command(line: str) -> Command | None:
 
 @dataclass(frozen=True, slots=True)
 class RunCommand:
-    """What `tune run` is asked for."""
+    """Arguments of a `tune run`."""
 
     recipe: str
     config: str
@@ -63,7 +63,7 @@ class RunCommand:
 
 
 def run_command(command: Command) -> RunCommand | None:
-    """Takes a `tune run` apart; None: it is another command."""
+    """Parse a `tune run`. Return None for another command."""
     if command.words[:2] != ("tune", "run"):
         return None
     rest = list(command.words[2:])

@@ -1,4 +1,4 @@
-"""Takes a page apart, and opens copies of it in a headless browser: narrow and wide, light and dark, in one start of it."""
+"""Parse a page, and open copies of it in one headless browser: narrow and wide, light and dark."""
 
 import base64
 import gzip
@@ -14,9 +14,9 @@ MISSING = shutil.which("chromium") is None
 
 DEADLINE_S = 240.0  # for one start of the browser, on a machine that is busy
 
-# The copy tells the page around it what `probe`, the fields of an object, sees once it is drawn. `before` runs first. The
-# browser's clock is its own and jumps while nothing is to do, though its other threads may still unpack or draw. So waiting
-# is done by looking, with some work between two looks, which takes real time.
+# Once it is drawn, each copy posts `probe`, the fields of an object, to the outer page. `before` runs first. The browser's
+# virtual clock jumps while it is idle, although its other threads may still unpack or draw. So the probe polls, with some
+# work between two polls, which takes real time.
 _PROBE = """<script>
 const faults = [];
 addEventListener("error", (event) => faults.push(event.message));
@@ -54,12 +54,12 @@ addEventListener("message", (event) => {{
 
 
 def opened(page: Path, probe: str, before: str = "", place: str = "") -> tuple[dict[tuple[int, str], dict], str]:
-    """Returns what each copy of `page` tells, by width and theme, and what the browser wrote on its console. The page is changed:
-    it holds the probe. `place` is added to its address."""
+    """Return the probe of each copy of `page`, by width and theme, and the browser's console output. The page is modified: it
+    contains the probe. `place` is appended to its address."""
     page.write_text(
         page.read_text().replace("</body>", _PROBE % {"probe": probe.strip().rstrip(","), "before": before})
     )
-    # All lie over each other: a browser does not draw what is outside of its window.
+    # All frames overlap, since a browser does not draw outside its window.
     frames = "".join(f'<iframe src="{page.name}#theme={theme}{place}" style="position:absolute;top:0;left:0;border:0;width:{width}px;height:1000px"></iframe>'
                      for width in WIDTHS for theme in ("light", "dark"))  # fmt: skip
     around = page.with_name(f"around_{page.name}")
@@ -74,7 +74,7 @@ def opened(page: Path, probe: str, before: str = "", place: str = "") -> tuple[d
 
 
 class Scripts(HTMLParser):
-    """The script elements of a page as a browser splits it, and its title."""
+    """The script elements and the title of a page, as a browser parses them."""
 
     def __init__(self, page):
         super().__init__()

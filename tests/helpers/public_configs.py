@@ -1,4 +1,4 @@
-"""What config.json says in public model directories, written down by hand."""
+"""config.json of public models, transcribed by hand."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,7 @@ PUBLIC = {
 
 
 def write_config(folder: Path, name: str) -> Path:
-    """Writes the config.json of a public model, without weights, into a folder of its name."""
+    """Write the config.json of a public model, without weights, into a folder of its name."""
     path = folder / name
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(PUBLIC[name]))

@@ -1,7 +1,7 @@
-"""A Ray cluster on this machine for tests: several raylets, each of which stands for a machine.
+"""A Ray cluster on this machine for tests: several raylets, each of which represents a machine.
 
-It lives in a process of its own, which ends all of them when the tests end, however they end. So neither Ray's signal handlers
-nor its changes of sys.path come into the process of the tests.
+The cluster runs in its own process, which ends all raylets when the tests end, even if they crash. So neither Ray's signal
+handlers nor its changes of sys.path affect the test process.
 """
 
 import os
@@ -20,12 +20,12 @@ from torchtune_ext.cluster.actor import adopt_orphans
 
 
 class RayCluster:
-    """A cluster with a head that carries no resource. Machines have addresses of their own, 127.0.0.2 and the following."""
+    """A cluster whose head has no resources. Machines have the addresses 127.0.0.2 and following."""
 
     def __init__(self):
         # Not tmp_path: the names of Ray's sockets may have 107 characters.
         self.folder = tempfile.mkdtemp(prefix="ray-")
-        # Ray notes the address of its latest cluster in RAY_TMPDIR: not in the place of a user's, which may not even be there.
+        # Ray writes the address of its latest cluster to RAY_TMPDIR, which must not overwrite a user's file.
         own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": self.folder}
         os.mkdir(os.path.join(self.folder, "ray"))
         self._log = open(os.path.join(self.folder, "cluster.log"), "w+", encoding="utf-8")
@@ -44,20 +44,20 @@ class RayCluster:
             if line.startswith("answer: "):
                 return line.removeprefix("answer: ").strip()
         self._log.seek(0)
-        raise RuntimeError(f"the process of the cluster has ended:\n{self._log.read()[-3000:]}")
+        raise RuntimeError(f"the cluster process exited:\n{self._log.read()[-3000:]}")
 
     def add(self, resource: str, number: int = 1) -> int:
-        """Adds a machine that carries so much of the resource, "CPU" for instance. Returns the process id of its raylet."""
+        """Add a machine with this amount of a resource, for instance "CPU". Return the process id of its raylet."""
         print(resource, number, file=self._process.stdin, flush=True)
         return int(self._answer())
 
     def lose(self, raylet: int) -> None:
-        """Kills a machine, if it is not dead yet, and waits until the head has noticed."""
+        """Kill a machine, if it is still alive, and wait until the head detects it."""
         print("lose", raylet, file=self._process.stdin, flush=True)
         self._answer()
 
     def processes(self) -> list[psutil.Process]:
-        """All processes that the cluster has started and that are alive, actors and what these started included."""
+        """Return all live processes of the cluster, including actors and their children."""
         alive = []
         for each in self._all():
             with suppress(psutil.NoSuchProcess):
@@ -80,7 +80,7 @@ class RayCluster:
 
 
 def keep(folder: str) -> None:
-    """Is the parent of what a run on the cluster leaves without one, as init is elsewhere, so that `processes` finds it."""
+    """Adopt the orphans of runs on the cluster, so that `processes` finds them."""
     adopt_orphans()
     cluster = subprocess.Popen([sys.executable, __file__, folder, "cluster"])
     while os.wait()[0] != cluster.pid:

@@ -1,4 +1,4 @@
-"""Runs recipes as a user does, on a random model and a task whose reward always varies."""
+"""Run recipes as a user does, on a random model and a task whose reward always varies."""
 
 import re
 import subprocess
@@ -116,7 +116,7 @@ class WildTalk(Talk):
                 time.sleep(600)
         return turn
 '''
-# A run of conversations. A random model seldom samples the end of a turn: a fifth of all tokens end one here.
+# A run of conversations. A random model rarely samples an end of turn, so here a fifth of all tokens end a turn.
 TALKS = ["task._component_=letters.Talks", "evaluation.task._component_=letters.Talks", "grader.workers=8"]
 TALKS += [f"sampling.stop_token_ids={[*range(2, 320, 5)]}"]
 CREDITED_TALKS = [*TALKS, "advantage.credit=turn"]
@@ -156,15 +156,15 @@ KL = [
 
 
 def environment() -> dict[str, str]:
-    """The variables of a run, with the key of the servers that runs share."""
+    """Return the environment of a run, with the key of the shared servers."""
     return {**tiny_runs.environment(), KEY_VARIABLE: SERVER_KEY}
 
 
 def start_server(folder: Path, **engine) -> Server:
-    """A server of the model of `make_workplace`, which gives a run the tokens that an engine of its own would.
+    """Start a server of the model of `make_workplace`, which returns the same tokens as an engine of the run.
 
-    It saves a run most of its time, the start of an engine: start one, and let all runs sample there that are not about engines.
-    Args: engine: fields of `EngineConfig` beside those of `CONFIG`.
+    A shared server saves the start of an engine, most of the time of a run. Use it in all runs that do not test engines.
+    Args: engine: fields of `EngineConfig` in addition to those of `CONFIG`.
     """
     write_tiny_model(folder / "model")
     address = f"http://127.0.0.1:{free_port()}"
@@ -175,7 +175,7 @@ def start_server(folder: Path, **engine) -> Server:
 
 
 def make_workplace(folder: Path, **larger: int) -> Path:
-    """A folder with a model, a task and a config, to run recipes in."""
+    """Write a model, a task and a config into a folder for recipe runs."""
     write_tiny_model(folder / "model", **larger)
     (folder / "letters.py").write_text(TASK)
     (folder / "run.yaml").write_text(CONFIG)
@@ -192,9 +192,9 @@ def run(
     config: str = "run.yaml",
     typed: bool = False,
 ) -> str:
-    """Runs a recipe to its end and returns what it printed.
+    """Run a recipe to its end and return its output.
 
-    Args: ok: whether it must succeed; typed: as a command of its own, also where it starts no engine.
+    Args: ok: whether it must succeed; typed: run it as a command, even if it starts no engine.
     """
     words = command(recipe, *args, ranks=ranks, config=config)
     no_engine = recipe == "warmup_sft" or any(word.startswith(("engine.address=", "replay=")) for word in args)
@@ -208,9 +208,9 @@ def run(
 
 
 def wait_for_steps(run_dir: Path, steps: int, process: subprocess.Popen, seconds: float = 240) -> None:
-    """Waits until so many steps of a run have metrics, the evaluation before the first one among them."""
+    """Wait until `steps` steps of a run have metrics, including the evaluation before the first step."""
     file, deadline = run_dir / "metrics.jsonl", time.monotonic() + seconds
     while not file.exists() or len(set(re.findall(r'^\{"step": (\d+)', file.read_text(), re.MULTILINE))) < steps:
-        assert process.poll() is None, f"the run has ended with status {process.returncode}"
+        assert process.poll() is None, f"the run exited with status {process.returncode}"
         assert time.monotonic() < deadline, f"no metrics of {steps} steps within {seconds:g} s"
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Records that tests need many of."""
+"""Factories of common records."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from torchtune_ext.tasks.task import Turn
 
 
 def sampled(tokens, logprobs=None, versions=None, finish_reason="stop", **rest) -> Sample:
-    """A sample with these tokens; log-probs and versions are 0 where they are not given."""
+    """Return a sample with these tokens; log-probs and versions default to 0."""
     tokens = np.asarray(tokens, dtype=np.int32)
     logprobs = np.zeros(len(tokens)) if logprobs is None else logprobs
     versions = np.zeros(len(tokens)) if versions is None else versions
@@ -22,10 +22,10 @@ def sampled(tokens, logprobs=None, versions=None, finish_reason="stop", **rest) 
 
 
 def guessed(ending="completed", turns=(55, 62, 58), read=(20, 21, 22), **rest) -> Sample:
-    """A conversation about a number, the last of `turns`, whose guess is worth 1, all others 0.
+    """Return a conversation about a number, the last of `turns`; its guess has reward 1, all others 0.
 
-    Each turn has three tokens with log-probs of -1, -2 and -3 nats, and the policy version of its place. Each answer, and what
-    stands around it, is the ids `read`.
+    Each turn has three tokens with log-probs of -1, -2 and -3 nats, and its index as policy version. Each reply, with its
+    template tokens, has the ids `read`.
     """
     episode = Episode()
     for version, guess in enumerate(turns):

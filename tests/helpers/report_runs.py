@@ -1,4 +1,4 @@
-"""Runs in a folder, as the report reads them, with texts that try to break its page."""
+"""Runs in a folder, as the report reads them, with texts that try to break its HTML."""
 
 import json
 
@@ -59,7 +59,7 @@ def make_run(folder, steps=12, groups=4, keep_every=3, **shape):
 
 
 def byte_tokenizer(texts, size=300):
-    """A tokenizer of bytes and of some words in `texts`."""
+    """Train a tokenizer of bytes and of some words in `texts`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,5 +1,5 @@
-"""Environments that do what a turn says: answer, pay, raise, hang, kill their process. This module imports little, since each process
-that an environment lives in imports it."""
+"""Environments whose turns script their behavior: reply, reward, raise, hang, kill the process. This module has few imports,
+since each environment process imports it."""
 
 import os
 import random
@@ -14,7 +14,7 @@ AGAIN = {"role": "user", "content": "go"}
 
 
 class Scripted:
-    """Its environments do what a turn says, one word after the other."""
+    """A task whose environments execute the verb at the start of a turn."""
 
     max_turns = 3
 
@@ -32,7 +32,7 @@ class Script:
         self.file.touch()
 
     def step(self, message):
-        # One that was killed has left its file.
+        # A killed environment leaves its file.
         alive = sum(Path(f"/proc/{file.name[6:]}").exists() for file in self.file.parent.glob("alive-*"))
         verb, _, rest = message["content"].partition(" ")
         return getattr(self, verb)(rest) or Turn([AGAIN], parts={"alive": alive, "drawn": self.drawn})
@@ -88,7 +88,7 @@ class Script:
 
 
 class Sticky(Scripted):
-    """Its environments hang when they are closed."""
+    """A task whose environments hang in `close`."""
 
     def environment(self, problem, seed):
         script = super().environment(problem, seed)

@@ -1,4 +1,4 @@
-"""A task whose texts say what its grading does: give a reward, raise, hang, kill its process."""
+"""A task whose texts script their grading: return a reward, raise, hang, kill the process."""
 
 import os
 import re
@@ -14,7 +14,7 @@ PROBLEM = Problem("p", ({"role": "user", "content": "?"},), answer=None)
 
 
 class Scripted:
-    """Does what the text says."""
+    """Executes the verb at the start of a text."""
 
     def grade(self, problem: Problem, text: str) -> Score:
         verb, _, rest = text.partition(" ")
@@ -55,13 +55,13 @@ class Scripted:
         return Score(1.0, {})
 
     def waits(self, problem, rest):
-        """Until there is a file of that name."""
+        """Wait until a file of that name exists."""
         while not Path(rest).exists():
             time.sleep(0.01)
         return Score(1.0, {})
 
     def answers(self, problem, rest):
-        """Says with files of these names: it has begun; once there is the second one, it is over."""
+        """Create the first file at the start, wait for the second, and create the third at the end."""
         begun, go_on, over = rest.split()
         Path(begun).touch()
         self.waits(problem, go_on)
@@ -69,7 +69,7 @@ class Scripted:
         return Score(1.0, {})
 
     def interrupts(self, problem, rest):
-        """Who asks for it, as Ctrl-C does, and goes on."""
+        """Send SIGINT to the caller, as Ctrl-C does, and continue."""
         os.kill(os.getppid(), signal.SIGINT)
         return self.waits(problem, rest)
 
@@ -88,7 +88,7 @@ class Scripted:
 
 
 class Sized(Scripted):
-    """With a few problems."""
+    """A scripted task with nine problems."""
 
     def __len__(self):
         return 9

@@ -1,4 +1,4 @@
-"""A second machine for tests: namespaces of its own for network, processes, mounts and shared memory, behind a virtual link."""
+"""A simulated second machine: namespaces for network, processes, mounts and shared memory, and a virtual link to them."""
 
 import os
 import shutil
@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "tc": "iproute2"}  # and their packages
-# Nothing in /dev/shm is seen by both; loopback is up, as on any machine.
+# The machines share nothing in /dev/shm; loopback is up, as on any machine.
 INIT = "mount -t tmpfs none /dev/shm && ip link set lo up && exec sleep infinity"
 
 
 def why_not() -> str | None:
-    """Why there can be no second machine here, or None."""
+    """Return the reason why namespaces are not available, or None."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"needs {TOOLS[missing[0]]}: no {missing[0]} here"
@@ -24,7 +24,7 @@ def why_not() -> str | None:
 
 
 class SecondMachine:
-    """Processes that `inside` starts share neither memory nor processes with this machine, and reach it over a link alone."""
+    """Processes started by `inside` share neither memory nor process ids with this machine, and reach it only over a link."""
 
     def __init__(self) -> None:
         self._holder = subprocess.Popen(
@@ -41,7 +41,7 @@ class SecondMachine:
             self._ip("link", "set", self.link, "up")
             self._there("ip", "addr", "add", f"{self.there}/30", "dev", self._end)
             self._there("ip", "link", "set", self._end, "up")
-            # As behind a router: where nobody answers, nobody says so either.
+            # As with a router between them: an unreachable host causes no error reply.
             words = self._there("ip", "-o", "link", "show", "dev", self._end).split()
             far = words[words.index("link/ether") + 1]
             self._ip("neigh", "replace", self.there, "lladdr", far, "dev", self.link, "nud", "permanent")
@@ -50,7 +50,7 @@ class SecondMachine:
             raise
 
     def _first_child(self) -> int:
-        """The process that is number 1 over there, once it has put itself to sleep."""
+        """Return process 1 of the namespaces, once it sleeps."""
         children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children")
         give_up_at = time.monotonic() + 10
         while time.monotonic() < give_up_at:
@@ -62,7 +62,7 @@ class SecondMachine:
 
     @property
     def inside(self) -> list[str]:
-        """Words before a command that runs there."""
+        """Return the command prefix that runs a command on the second machine."""
         return ["nsenter", "--target", str(self._init), "--net", "--pid", "--mount", "--ipc", "--"]
 
     def _ip(self, *words: str) -> None:
@@ -72,27 +72,27 @@ class SecondMachine:
         return subprocess.run([*self.inside, *words], check=True, capture_output=True, text=True).stdout
 
     def sent(self) -> int:
-        """Bytes that have left this machine over the link."""
+        """Return the bytes that this machine has sent over the link."""
         return int(Path(f"/sys/class/net/{self.link}/statistics/tx_bytes").read_text())
 
     def slow_down(self, megabits: float) -> None:
-        """Lets so much through in a second, towards the other machine."""
+        """Limit the bandwidth towards the other machine, in Mbit/s."""
         limit = ["tbf", "rate", f"{int(1000 * megabits)}kbit", "burst", "16kb", "latency", "2s"]
         subprocess.run(["tc", "qdisc", "replace", "dev", self.link, "root", *limit], check=True, capture_output=True)
 
     def speed_up(self) -> None:
-        """Takes the limit away."""
+        """Remove the bandwidth limit."""
         subprocess.run(["tc", "qdisc", "del", "dev", self.link, "root"], check=True, capture_output=True)
 
     def cut(self) -> None:
-        """Breaks the link at the far end: what is sent is lost, and nobody is told."""
+        """Cut the link at the far end: packets are dropped without an error."""
         self._there("ip", "link", "set", self._end, "down")
 
     def restore(self) -> None:
-        """Mends it."""
+        """Restore the link."""
         self._there("ip", "link", "set", self._end, "up")
 
     def close(self) -> None:
-        """Ends all that runs there; the link goes with it."""
+        """Kill all processes of the second machine, which also removes the link."""
         self._holder.send_signal(signal.SIGKILL)
         self._holder.wait(10)

@@ -1,4 +1,4 @@
-"""A vLLM server as a process of a test, on this machine or in namespaces that stand for another one."""
+"""A vLLM server as a process of a test, on this machine or in namespaces of a simulated second machine."""
 
 import json
 import os
@@ -17,24 +17,24 @@ from torchtune_ext.sampling.types import EngineConfig
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on."""
+    """Return a free loopback port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 class Server:
-    """A server process, and its group with it when it ends."""
+    """A server process with its process group."""
 
     def __init__(self, model_dir: str, config: EngineConfig, log: Path, inside: list[str] | None = None):
-        """Args: config: with the address; inside: words before the command, which lead onto another machine."""
+        """Args: config: with the address; inside: command prefix that runs the server on another machine."""
         command, self.environ = server_command(model_dir, config)
         self.command = [*(inside or []), *command]
         self.address, self.log = config.address, log
         self.start()
 
     def start(self) -> None:
-        # vLLM binds sockets there, whose paths may have 107 characters.
+        # vLLM binds sockets there, whose paths are limited to 107 characters.
         self.environ["TMPDIR"] = tempfile.mkdtemp(prefix="sv", dir="/tmp")
         with open(self.log, "ab") as out:
             self.process = subprocess.Popen(
@@ -50,10 +50,10 @@ class Server:
                 return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.3)
-        raise AssertionError("the server did not come up")
+        raise AssertionError("the server did not start in 240 s")
 
     def ask(self, path: str, method: str = "GET", key: str | None = None, body: dict | None = None) -> tuple[int, str]:
-        """Status and text of the answer to a request, with or without a key."""
+        """Return status and text of the response to a request, with or without a key."""
         request = urllib.request.Request(
             self.address + path, json.dumps(body or {}).encode() if method == "POST" else None
         )

@@ -1,4 +1,4 @@
-"""Sweeps of `swept_program.py`. As a program: small_sweeps.py FILE FOLDER JOBS runs one, or goes on with it."""
+"""Sweeps of `swept_program.py`. As a program: small_sweeps.py FILE FOLDER JOBS runs or resumes a sweep."""
 
 import sys
 from pathlib import Path
@@ -8,13 +8,13 @@ METRIC = "metric: {name: eval/accuracy_sampled, goal: maximize}\n"
 
 
 def write(path: Path, text: str, method: str = "grid") -> Path:
-    """Writes a sweep's file; `text` has its parameters and what else it says."""
+    """Write a sweep's file; `text` has its parameters and other keys."""
     path.write_text(f"method: {method}\n{METRIC}{text}")
     return path
 
 
 def runner(file: Path, folder: Path, jobs: int = 1, *further: str, seed: int = 0):
-    """A runner, and the folder that it works in, which has begun."""
+    """Return a runner and its initialized sweep folder."""
     from torchtune_ext.sweep.runner import SweepFolder, SweepRunner
     from torchtune_ext.sweep.spec import read_sweep
 

@@ -1,5 +1,5 @@
-"""Model directories that look whole and take no disk: config.json of a public model, a small tokenizer, and safetensors files with
-the right header, whose tensors are holes."""
+"""Placeholder model directories without disk usage: config.json of a public model, a small tokenizer, and sparse safetensors
+files with the right header."""
 
 import json
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ WORDS = ["It was Mrs. White in the Lounge at 11:30 PM.\n", "What is 12 + 34? It 
 
 @contextmanager
 def nf4_in_one_piece():
-    """torchao quantizes a million weights at a time, which takes long for billions that are on the meta device and take no memory."""
+    """Quantize in one chunk: torchao's chunks of a million weights are slow for billions of weights on the meta device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchao.dtypes.nf4tensor.CHUNK_SIZE", 2**40)
         yield
@@ -33,7 +33,7 @@ def _tokenizer() -> str:
 
 
 def write_stand_in(folder: Path, name: str) -> Path:
-    """Writes the stand-in of a public model into a folder of its name."""
+    """Write the placeholder of a public model into a folder of its name."""
     path = write_config(folder, name)
     (path / "tokenizer.json").write_text(_tokenizer())
     settings = {
@@ -51,7 +51,7 @@ def write_stand_in(folder: Path, name: str) -> Path:
 
 
 def write_hollow(file: Path, shapes: dict[str, list[int]]) -> None:
-    """Writes a safetensors file in bfloat16 whose tensors are holes of a sparse file: they read as zeros."""
+    """Write a sparse bfloat16 safetensors file, whose tensors read as zeros."""
     header, end = {}, 0
     for name, shape in shapes.items():
         size = 2

@@ -1,4 +1,4 @@
-"""A kernel whose results are large and whose work is small, for a program that computes while they are copied."""
+"""A kernel with large results and little work, for a program that computes during the copy of its results."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from torchtune_ext.measured.kernels import KERNELS as SHIPPED
 
 
 class Stencil:
-    """One Jacobi step of the heat equation on a grid of h x w points, whose border is copied. 6 operations a point inside."""
+    """One Jacobi step of the heat equation on a grid of h x w points, whose border is copied. 6 operations per inner point."""
 
     name = "stencil"
     question = (
@@ -44,7 +44,7 @@ void stencil(int h, int w, const double *u, double *v) {
         return {"v": _jacobi(inputs["u"])}
 
     def bound(self, size: Size, inputs: Arrays) -> dict[str, np.ndarray]:
-        # Five products and four additions: no input passes through more than 5 roundings. On the border nothing is rounded.
+        # Five products and four additions: no input passes through more than 5 roundings. The border has no rounding.
         bound = _jacobi(np.abs(inputs["u"]))
         bound *= gamma(5)
         bound += 5 * SMALLEST_DENORMAL

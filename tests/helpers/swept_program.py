@@ -1,6 +1,6 @@
-"""Stands for a recipe in tests of the runner of sweeps: it logs, saves and stops as one does, in a second.
+"""A fake recipe for tests of the sweep runner: it logs, saves and stops like a recipe, in a second.
 
-A file `starts` beside the sweep's folder gets a line for each start: the run, and the step that it begins with.
+A file `starts` next to the sweep's folder gets a line per start: the run and its first step.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A tiny random Qwen2 in a folder, and log-probs of it from transformers, against which the engine is checked."""
+"""A tiny random Qwen2 in a folder, and its log-probs from transformers, a reference for the engine."""
 
 from pathlib import Path
 
@@ -10,13 +10,13 @@ VOCABULARY = 512
 
 
 def build(seed: int) -> Qwen2ForCausalLM:
-    """2 layers, 64 wide, tied embeddings, float32; spread enough that its samples differ and its log-probs vary."""
+    """Build 2 layers of width 64, tied embeddings, float32; with weights large enough for varied samples and log-probs."""
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=2,  # vLLM on CPU wants heads of 32 or more
+        num_attention_heads=2,  # vLLM on CPU needs heads of 32 or more
         num_key_value_heads=1,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
@@ -39,7 +39,7 @@ def save(model: Qwen2ForCausalLM, path: Path) -> str:
 
 
 def logprobs(model: Qwen2ForCausalLM, prompt: list[int], tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """Log-probs [R] of `tokens` after `prompt`, float32."""
+    """Return the log-probs [R] of `tokens` after `prompt`, float32."""
     ids = torch.tensor([[*prompt, *tokens.tolist()]])
     with torch.no_grad():
         logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
@@ -48,8 +48,8 @@ def logprobs(model: Qwen2ForCausalLM, prompt: list[int], tokens: np.ndarray, tem
 
 
 def kept_logprobs(models: list[Qwen2ForCausalLM], prompt: list[int], tokens: np.ndarray, split: int) -> np.ndarray:
-    """Log-probs of `tokens[split:]` by the second model over the first one's keys and values of all that it had seen: the last
-    token that it sampled had not gone through it."""
+    """Return the log-probs of `tokens[split:]` by the second model over the first model's KV cache. The cache lacks the last
+    token that the first model sampled."""
     ids, prefix = torch.tensor([[*prompt, *tokens.tolist()]]), len(prompt) + split - 1
     with torch.no_grad():
         kept = models[0](ids[:, :prefix], use_cache=True).past_key_values
@@ -63,7 +63,7 @@ def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
 
 
 def adapter(rank: int, targets: tuple[str, ...], seed: int = 3) -> tuple[dict[str, torch.Tensor], dict]:
-    """PEFT tensors of a random adapter on the layers with these names, and their config."""
+    """Return the PEFT tensors of a random adapter on the layers with these names, and their config."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, weight in build(0).named_parameters():
         stem = name.removesuffix(".weight")
@@ -74,7 +74,7 @@ def adapter(rank: int, targets: tuple[str, ...], seed: int = 3) -> tuple[dict[st
 
 
 def merged(seed: int, tensors: dict[str, torch.Tensor], peft: dict) -> Qwen2ForCausalLM:
-    """The model of a seed with an adapter added to its weights."""
+    """Return the model of a seed with a merged adapter."""
     model = build(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Real runs in small: a random model of 0.1 million parameters and the command that a user types."""
+"""Small real runs: a random model of 0.1 million parameters and the command of a user."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from torchtune_ext.telemetry.metrics import VOLATILE_PREFIXES, read_metrics
 
 
 def write_tiny_model(folder: Path, **larger: int) -> None:
-    """A random Qwen2 with its tokenizer, in Hugging Face format. `larger`: fields of `Shape` to set otherwise."""
+    """Write a random Qwen2 with its tokenizer in Hugging Face format. `larger`: overridden fields of `ModelShape`."""
     text = ["Write about something. Go on. " * 3 + "The quick brown fox jumps over the lazy dog.\n"] * 8
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
     sizes |= {"num_key_value_heads": 1, "max_position_embeddings": 256, "vocab_size": 400, **larger}
@@ -27,7 +27,7 @@ def environment() -> dict[str, str]:
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The metrics of a run, one record a step, without what the clock decides."""
+    """Return the metrics of a run, one record per step, without the timing metrics."""
     return [
         {k: v for k, v in line.items() if not k.startswith(VOLATILE_PREFIXES)}
         for line in read_metrics(run_dir / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""An engine that answers when a test says so, problems for it, and what a source of groups tells of them."""
+"""An engine whose completions the test releases, and problems for it."""
 
 import time
 from concurrent.futures import Future
@@ -9,12 +9,12 @@ from torchtune_ext.pipeline.source import sampling_seed
 from torchtune_ext.tasks.task import Problem, Score
 
 SEED, PROBLEMS, SAMPLES = 3, 100, 2
-# What a seed is of, as a step and one of its refills.
+# Seed -> (step, refill round).
 MEANT = {sampling_seed(SEED, step, refill): (step, refill) for step in range(200) for refill in range(16)}
 
 
 class Numbered:
-    """Problem i is called i and asks for i. A text is rewarded by its length; some texts cannot be graded, or take long."""
+    """Problem i has the id i and the prompt i. The reward is the length of the text; some texts fail in grading or take long."""
 
     def __len__(self):
         return PROBLEMS
@@ -31,7 +31,7 @@ class Numbered:
 
 @dataclass
 class Call:
-    """A group that the engine was asked for. `step` and `refill` are read from its seed."""
+    """A requested group. `step` and `refill` come from its seed."""
 
     problem: str
     step: int
@@ -47,7 +47,7 @@ class Call:
 
 
 class Told:
-    """An engine that answers when the test says so, or, with `at_once`, as it is asked."""
+    """An engine that completes requests when the test says so, or, with `at_once`, immediately."""
 
     def __init__(self, at_once=False):
         self.calls, self.at_once = [], at_once

@@ -1,4 +1,4 @@
-"""The plain computation that packed rows are compared with: one sample at a time, stock forward, whole logits."""
+"""Reference computation for packed rows: one sample at a time, stock forward, full logits."""
 
 import copy
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from torchtune_ext.policy.hf_model import clean_name
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.tasks.task import Problem, Score
 
-VOCAB, PAD = 61, 2  # PAD is also the stop token: nothing may depend on its value
+VOCAB, PAD = 61, 2  # PAD is also the stop token: no result may depend on its value
 
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def tiny_model(tied=True, builder=qwen2, dtype=torch.float32):
 
 
 def make_groups(rng, shapes, untrained=0.0):
-    """shapes: list of (prompt length, [completion lengths]). Advantages are numbers of float32, which rows carry."""
+    """Return random groups. `shapes`: (prompt length, [completion lengths]). Advantages are float32 numbers, as in rows."""
     groups = []
     for g, (prompt, completions) in enumerate(shapes):
         samples = tuple(
@@ -62,8 +62,8 @@ def make_groups(rng, shapes, untrained=0.0):
 
 
 def in_turns(rng, groups):
-    """The same groups, whose completions are conversations: turns of 1 to 4 tokens, between them answers of 1 to 3. The turns
-    of some have advantages of their own."""
+    """Return the groups with completions split into conversations: turns of 1 to 4 tokens, separated by replies of 1 to 3.
+    Some conversations have per-turn advantages."""
 
     def conversation(sample):
         length, turns, start = len(sample.completion.tokens), [], 0
@@ -77,8 +77,8 @@ def in_turns(rng, groups):
 
 
 def in_branches(rng, groups):
-    """The same in turns, where a turn may be sampled behind a part of what was before it: of the turn before with its context,
-    or of the prompt."""
+    """Return conversations as in `in_turns`, where the context of a turn may be a prefix of the earlier context: of the
+    previous turn with its context, or of the prompt."""
 
     def branching(group, sample):
         path, begin, kept = len(group.prompt_tokens), 0, []
@@ -94,7 +94,7 @@ def in_branches(rng, groups):
 
 
 def paths_of(group, sample):
-    """Yields each path of a sample, as ids, with the places of its labels there. They are the sampled tokens, in order."""
+    """Yield each path of a sample as ids, with the positions of its labels, which are the sampled tokens in order."""
     completion, ids = sample.completion, group.prompt_tokens.tolist()
     if not completion.kept:
         yield [*ids, *completion.tokens.tolist()], len(ids) + completion.sampled
@@ -107,7 +107,7 @@ def paths_of(group, sample):
 
 
 def of_each_token(sample):
-    """The advantage of each sampled token."""
+    """Return the advantage of each sampled token."""
     if not sample.turn_advantages:
         return sample.advantage
     turns = zip(sample.completion.turns, sample.turn_advantages, strict=True)
@@ -120,7 +120,7 @@ def trained_samples(groups):
 
 @contextmanager
 def whole_float64():
-    """Inside, `float()` leaves a float64 tensor as it is: torchtune's norms, RoPE and logits are float32 whatever the model is."""
+    """Inside the block, `float()` keeps float64 tensors. Otherwise torchtune computes norms, RoPE and logits in float32."""
     to_float32 = torch.Tensor.float
     torch.Tensor.float = lambda x: x if x.dtype == torch.float64 else to_float32(x)
     try:
@@ -131,7 +131,7 @@ def whole_float64():
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """What the plain computation in float64 gives, and how large that is of which it is the sum."""
+    """Results of the float64 reference, and the magnitudes of their summands."""
 
     loss: float
     grads: dict[str, torch.Tensor]  # by parameter
@@ -145,9 +145,9 @@ class Plain:
 def reference(model, groups, loss, aggregation, temperature, ref_model=None):
     """One forward and backward per sample and term of the loss in float64, of a copy of the model.
 
-    Weights and advantages are rounded to float32 first, as rows carry them. Samples and terms cancel each other, but not their
-    rounding: sizes are sums of magnitudes. The largest parameter counts, since the gradient of some is zero in truth (of q and
-    k where a token sees itself alone, of the bias of k) and holds rounding of the others' size.
+    Weights and advantages are rounded to float32 first, as in rows. Samples and terms cancel each other, but their rounding
+    does not: sizes are sums of magnitudes. The largest parameter counts, since some exact gradients are zero (q and k of a
+    token that attends only to itself, the bias of k) and contain rounding of the size of the other gradients.
     """
     model, ref_model = (None if m is None else copy.deepcopy(m).double() for m in (model, ref_model))
 
@@ -194,7 +194,7 @@ def reference(model, groups, loss, aggregation, temperature, ref_model=None):
 
 
 def packed_logprobs_by_sample(rows, scored_rows, groups):
-    """Finds each sample's log-probs again by its tokens and behavior log-probs; every label exactly once."""
+    """Match each sample's log-probs by its tokens and behavior log-probs; every label exactly once."""
     by_key = {}
     for row, scores in zip(rows, scored_rows, strict=True):
         for i in range(int(row.samples_L.max()) + 1 if row.num_labels else 0):

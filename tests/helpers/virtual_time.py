@@ -1,4 +1,4 @@
-"""An asyncio loop whose clock jumps to the next event, so that hours of waiting take no time and always go the same way."""
+"""An asyncio loop whose clock jumps to the next event, so that long waits take no time and are deterministic."""
 
 import asyncio
 import selectors
@@ -6,7 +6,7 @@ import time
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Waits for nothing: where the loop would sleep, its clock jumps."""
+    """A selector that never sleeps: it advances the clock instead."""
 
     def __init__(self):
         super().__init__()
@@ -15,13 +15,13 @@ class _Jumping(selectors.DefaultSelector):
     def select(self, timeout=None):
         ready = super().select(0)
         if not ready:
-            assert timeout is not None, "nothing will ever happen: everybody waits for somebody"
+            assert timeout is not None, "deadlock: every task waits for another one"
             self.now += max(0.0, timeout)
         return ready
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Nothing that runs in it may wait in a thread."""
+    """Loop in virtual time. Its tasks must not wait in threads."""
 
     def __init__(self):
         self._jumping = _Jumping()
@@ -32,7 +32,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(work, monkeypatch):
-    """Runs a coroutine in virtual time, in which `time.monotonic` goes, too. Returns its result; what it left behind is cancelled."""
+    """Run a coroutine in virtual time, including `time.monotonic`. Return its result; cancel leftover tasks."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         monkeypatch.setattr(time, "monotonic", runner.get_loop().time)
         try:

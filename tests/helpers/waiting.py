@@ -1,4 +1,4 @@
-"""Waits of tests that have threads and processes."""
+"""Waits for tests with threads and processes."""
 
 import threading
 import time
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def wait_until(condition, seconds=60):
-    """Returns once the condition holds; it is an error when it does not within so many seconds."""
+    """Return once the condition holds; fail after `seconds`."""
     give_up_at = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up_at, "did not happen in time"
@@ -14,7 +14,7 @@ def wait_until(condition, seconds=60):
 
 
 def engine_pid(engine, lane=0):
-    """Process id of vLLM's engine in the present life; 0 while there is none."""
+    """Return the process id of vLLM's current engine process; 0 if it does not run."""
     import psutil
 
     core = engine._pool.lanes[lane].core
@@ -26,7 +26,7 @@ def engine_pid(engine, lane=0):
 
 
 def ended(pid):
-    """Whether a process has ended. A zombie has: only its parent has not asked yet."""
+    """Whether a process has exited. A zombie has exited, but its parent has not reaped it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -34,7 +34,7 @@ def ended(pid):
 
 
 def in_thread(work):
-    """Runs `work` in a thread. Returns the thread and a list, which gets the result or the error."""
+    """Run `work` in a thread. Return the thread and a list, which receives the result or the error."""
     outcome = []
 
     def run():
@@ -43,7 +43,7 @@ def in_thread(work):
         except BaseException as error:
             outcome.append(error)
 
-    # A test that fails must not wait for it when the process ends.
+    # A failed test must not wait for the thread at process exit.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, outcome

@@ -1,4 +1,4 @@
-"""Reads the file of an offline run of Weights & Biases with W&B's own reader, the command `wandb leet inspect`."""
+"""Read the file of an offline W&B run with W&B's own reader, `wandb leet inspect`."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass
 class Start:
-    """What W&B's reader says of one start of a run."""
+    """Output of W&B's reader for one start of a run."""
 
     folder: Path
     records: list[dict[str, Any]]
@@ -27,7 +27,7 @@ class Start:
 
     @property
     def history(self) -> dict[int, dict[str, Any]]:
-        """step -> its scalars, merged."""
+        """Return step -> its merged scalars."""
         scalars: dict[int, dict[str, Any]] = {}
         for line in self.of("history"):
             item = {name: value for name, value in line["item"].items() if not name.startswith(("_", "samples/"))}
@@ -36,19 +36,19 @@ class Start:
 
     @property
     def tables(self) -> dict[str, dict[str, Any]]:
-        """key -> columns and data, out of the files beside."""
+        """Return key -> columns and data, from the media files."""
         keys = {name: value for name, value in self.whole["summary"].items() if name.startswith("samples/")}
         assert all(value["_type"] == "table-file" for value in keys.values())
         return {name: json.loads((self.folder / "files" / value["path"]).read_text()) for name, value in keys.items()}
 
     @property
     def artifacts(self) -> dict[str, dict[str, Any]]:
-        """name -> artifact, without the tables."""
+        """Return name -> artifact, without the tables."""
         return {one["name"]: one for one in self.of("artifact") if one["type"] != "run_table"}
 
 
 def starts(run_dir: Path, number: int, seconds: float = 20.0, ended: bool = True) -> list[Start]:
-    """The starts of a run, once there are so many whose file is complete: on a busy machine W&B's process lags behind."""
+    """Wait for `number` starts of a run with complete files, and return them; W&B's process may lag on a busy machine."""
     deadline = time.monotonic() + seconds
     while True:
         folders = sorted((run_dir / "wandb").glob("offline-run-*"))

@@ -1,6 +1,6 @@
-"""Writes the grids of W&B's own search, for the tests of torchtune_ext/sweep to compare with: tests/unit/sweep/reference.json.
+"""Write the grids of W&B's own search, the reference of the tests of torchtune_ext/sweep: tests/unit/sweep/reference.json.
 
-The package `sweeps` needs an older numpy than vLLM, so this runs in an environment of its own:
+The package `sweeps` needs an older numpy than vLLM, so this runs in a separate environment:
 
     python -m venv ref && ref/bin/pip install sweeps==0.3.0
     ref/bin/python tests/helpers/wandb_sweeps_reference.py tests/unit/sweep/reference.json

@@ -1,9 +1,9 @@
-"""A server of weights without vLLM: its HTTP routes, and a real gloo group behind them. Run as a process of its own.
+"""A fake weight server without vLLM: its HTTP routes and a real gloo group. It runs as a separate process.
 
     python weight_server.py
 
-It prints its port. What it shall do wrong is posted to /fault: "" (nothing), "refuse" (an update is an error at once), "stall" (it
-takes no broadcast, and its engine answers nobody, until something else is posted), "die" (in the midst of an update).
+It prints its port. Faults are posted to /fault: "" (none), "refuse" (an update fails at once), "stall" (the server receives no
+broadcast, and its engine does not respond, until another fault is posted), "die" (during an update).
 """
 
 import json
@@ -18,7 +18,7 @@ from torchtune_ext.sampling.broadcast import GlooGroup, GlooInit, iter_chunks
 from torchtune_ext.sampling.server_command import KEY_VARIABLE
 from torchtune_ext.sampling.weight_buffer import checksum, iter_views
 
-LOCK = threading.Lock()  # the engine does one thing after the other
+LOCK = threading.Lock()  # the engine handles one call at a time
 STATE = {"fault": "", "inits": [], "version": None, "sums": {}, "adapter": None, "active": False, "calls": []}
 GROUP: list[GlooGroup] = []
 
@@ -102,7 +102,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.answer(200, {"results": [None]} if self.path == "/collective_rpc" else {})
 
     def do_GET(self):
-        """/is_paused: the engine answers when it has done what it does."""
+        """/is_paused: the engine responds after its current call."""
         with LOCK:
             pass
         self.answer(200, {})
@@ -116,7 +116,7 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(data)
         except OSError:
-            pass  # who asked is gone
+            pass  # the client has disconnected
 
     def log_message(self, *words):
         pass

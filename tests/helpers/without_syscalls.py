@@ -1,4 +1,4 @@
-"""Makes a process believe that its kernel is older: system calls that it has are answered as if it had them not."""
+"""Simulate an older kernel for a process: selected system calls fail with ENOSYS."""
 
 import ctypes
 import errno
@@ -13,10 +13,10 @@ _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 
 
 def forget_landlock(and_seccomp: bool = False) -> None:
-    """Takes Landlock from this process and all that it starts, as on Linux before 5.13, for ever.
+    """Disable Landlock permanently for this process and its children, as on Linux before 5.13.
 
-    and_seccomp: also seccomp(2), by whose absence sandbox.c knows a kernel without filters. (prctl, with which filters are
-    set, stays.)
+    and_seccomp: also seccomp(2), whose absence tells sandbox.c that the kernel has no filters. (prctl, which sets the filters,
+    stays.)
     """
     numbers = [*_LANDLOCK, *([_SECCOMP[platform.machine()]] if and_seccomp else [])]
     steps = [(_LOAD_NUMBER, 0, 0, 0)]

@@ -68,7 +68,7 @@ def test_the_tables_of_given_runs(tmp_path):
     same = [b - a for a, b in zip(base, tis, strict=True)]
     lines = stale.differences(rows, None).splitlines()
     assert lines[2].startswith(f"| 4 | none | 3 | {mean(lost):+.3f} ± {4.303 * stdev(lost) / 3**0.5:.3f} | ")
-    assert f"| 4 | TIS | 3 | {mean(same):+.3f} ± {4.303 * stdev(same) / 3**0.5:.3f}, not told apart | " in lines[3]
+    assert f"| 4 | TIS | 3 | {mean(same):+.3f} ± {4.303 * stdev(same) / 3**0.5:.3f}, not significant | " in lines[3]
     assert len(lines) == 4
     lines = stale.differences(rows, 0).splitlines()
     assert lines[2].startswith("| 4 | decoupled | 1 | -0.300, one seed | ") and len(lines) == 5

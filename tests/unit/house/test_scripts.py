@@ -95,7 +95,7 @@ def test_install_selects_engine_for_machine(tmp_path, run):
     status, called, printed = steps("None", missing="1")
     there = dry_run.replace("torch==", "--extra-index-url its index torch==")
     assert (status, called) == (0, [dry_run, there, "torch==2.13.0", *rest])
-    assert "built for CUDA and 4 GB larger; it runs on a CPU, too" in printed
+    assert "Installing the CUDA build of torch, 4 GB larger; it also runs on a CPU" in printed
 
     program(tmp_path / "bin" / "nvidia-smi", RECORD)
     assert steps("13.0")[:2] == (0, ["torch==2.13.0", "-e .[vllm,dev]", rest[-1]])
@@ -162,7 +162,7 @@ def test_install_adds_cpu_index_for_cuda_only_index(tmp_path, install):
 def test_install_without_network_reports_error(install):
     status, installed, rest, printed = install("http://127.0.0.1:9/simple", "http://127.0.0.1:9/cpu")
     assert (status, installed, rest) == (1, [], False)
-    assert "pip reaches no package index, so there is no network" in printed
+    assert "pip reaches no package index: no network" in printed
 
 
 def test_install_distinguishes_python_interpreters(tmp_path, run):
@@ -172,19 +172,21 @@ def test_install_distinguishes_python_interpreters(tmp_path, run):
         return printed
 
     program(tmp_path / "old", '#!/bin/sh\ncase "$*" in *version_info*) exit 1 ;; esac\n')
-    assert "old is older than Python 3.11; name another one: make install PYTHON=python3.11" in error(tmp_path / "old")
+    assert "old is older than Python 3.11; set another interpreter: make install PYTHON=python3.11" in error(
+        tmp_path / "old"
+    )
     program(tmp_path / "shim", "#!/bin/sh\nexit 127\n")  # as pyenv's, of a version that is not chosen
     for python in ("python3.99", tmp_path / "shim"):
-        assert f"no {python} that works; name an interpreter, or its path: make install PYTHON=" in error(python)
+        assert f"PYTHON={python} does not run; set another interpreter: make install PYTHON=" in error(python)
     program(tmp_path / "broken" / "bin" / "python", "#!/bin/sh\nexit 1\n")
-    assert "broken has no Python 3.11 or later that works: delete it" in error(sys.executable, tmp_path / "broken")
+    assert "broken has no working Python 3.11 or later: delete it" in error(sys.executable, tmp_path / "broken")
     program(
         tmp_path / "bare" / "bin" / "python", '#!/bin/sh\ncase "$*" in *pip*) exit 1 ;; *print*) echo 3.99 ;; esac\n'
     )
     printed = error(sys.executable, tmp_path / "bare")
     assert (
         "bare has Python 3.99 and keeps it" in printed
-        and "bare has no pip, as where its making was broken off" in printed
+        and "bare has no pip; its creation may have been interrupted" in printed
     )
 
 
