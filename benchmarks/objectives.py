@@ -21,7 +21,7 @@ One update a batch is on-policy: every ratio is 1, nothing is clipped, and grpo,
 estimator (all four average over completions). In that case the other methods run with the first seed only, as a check.
 
 `--staleness` trains on samples of an older policy instead, with the objectives of `CORRECTIONS`: one loss with several
-corrections for stale samples, or none. With `staleness=K depth=K` every group is exactly K versions older than the policy that
+corrections for stale samples, or none. With `staleness=K prefetch_steps=K` every group is exactly K versions older than the policy that
 trains on it, except the groups of the first K steps. Questions are sums of 12 to 16 digits; a worked solution has 29 to 46
 characters, and each must be right. A second, short warm-up turns half of the solutions into guesses: 40 steps suffice to
 unlearn guessing. Everything else is held equal, also clipping, advantages and aggregation. The baseline, staleness 0, has
@@ -92,7 +92,7 @@ def plan_stale(out: Path, methods: list[str], staleness: list[int], seeds: list[
     runs = []
     for seed in seeds:
         for method, age in [(AT_STALENESS_0, 0), *((method, age) for age in staleness for method in methods)]:
-            words = (*STALE, *CORRECTIONS[method], f"staleness={age}", f"depth={age}")
+            words = (*STALE, *CORRECTIONS[method], f"staleness={age}", f"prefetch_steps={age}")
             folder = out / f"{method.replace(' ', '_')}_k{age}_s{seed}"
             runs.append(Run(method, STALE_UPDATES, seed, folder, words, age))
     return runs

@@ -251,7 +251,7 @@ class GRPORecipe:
         """Starts the graders, and what hands out the groups of a step."""
         if self.engine:
             self.graders = self.components.open_graders()
-        # Groups are sampled as far ahead as `staleness` and `depth` allow, or come from a replay.
+        # Groups are sampled as far ahead as `staleness` and `prefetch_steps` allow, or come from a replay.
         self.source = self.components.make_source(self.engine, self.graders, config)
 
     def _setup_model(self, model: Component, optimizer: Component, schedule: config_records.ScheduleConfig) -> None:

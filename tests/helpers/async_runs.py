@@ -12,7 +12,7 @@ from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 from torchtune_ext.tasks.problem_stream import problem_index
 
 STALENESS, GROUPS, PROBLEMS = 2, 4, 64  # GROUPS a step and PROBLEMS of the task: as in recipe_runs
-AHEAD = [f"staleness={STALENESS}", f"depth={STALENESS}", "evaluation.task=null"]
+AHEAD = [f"staleness={STALENESS}", f"prefetch_steps={STALENESS}", "evaluation.task=null"]
 
 
 def stored(run: Path) -> dict[int, list[Group]]:

@@ -73,7 +73,7 @@ def require_replayed(run, workplace, recipe, *args):
 def test_async_prefetch_zero_equals_synchronous_run(request, workplace, server, recipe, config):
     """Another bound of the age changes nothing where nothing is sampled ahead: no token, no loss, no weight."""
     folder, word = map(request.getfixturevalue, (workplace, server))
-    runs.run(folder, recipe, "output_dir=in_turns", "staleness=1", "depth=0", word, config=config)
+    runs.run(folder, recipe, "output_dir=in_turns", "staleness=1", "prefetch_steps=0", word, config=config)
     want, result = folder / "reference", folder / "in_turns"
     assert {s: record(g) for s, g in stored(result).items()} == {s: record(g) for s, g in stored(want).items()}
     assert runs.metrics(result) == runs.metrics(want)

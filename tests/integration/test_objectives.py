@@ -29,11 +29,11 @@ def test_stale_plan_runs_differ_only_in_staleness_correction(tmp_path):
     assert len({run.folder for run in runs}) == len(runs) == 55
     assert [run.seed for run in runs] == sorted(run.seed for run in runs)
     base, *others = map(settings, runs[:11])
-    assert (base["staleness"], base["depth"]) == (0, 0)
+    assert (base["staleness"], base["prefetch_steps"]) == (0, 0)
     corrections = set()
     for other in others:
         changed = {key: other.get(key) for key in base | other if base.get(key) != other.get(key)}
-        assert changed.pop("staleness") == changed.pop("depth") in (1, 4)
+        assert changed.pop("staleness") == changed.pop("prefetch_steps") in (1, 4)
         corrections.add(tuple(sorted(changed.items())))
     assert corrections == {
         (),

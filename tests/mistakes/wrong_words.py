@@ -198,7 +198,7 @@ VALUES = {
     "FP8 of merged adapters": lora("precision=fp8_unified dtype=bfloat16 engine.dtype=bfloat16 adapters.publish=merged", r"set adapters.publish=adapter, or precision=bf16"),
     "FP8 options without FP8": full("'precision={flow: bf16, skip: [lm_head]}'", r"precision.skip=.* with precision.flow=bf16, which has no FP8"),
     "staleness=-1": full("staleness=-1", r"staleness=-1 must be a whole number, 0 or more"),
-    "depth above staleness": full("staleness=1 depth=3", r"depth=3 is above staleness=1: .*; set depth to at most 1, or staleness to at least 3"),
+    "prefetch_steps above staleness": full("staleness=1 prefetch_steps=3", r"prefetch_steps=3 is above staleness=1: .*; set prefetch_steps to at most 1, or staleness to at least 3"),
     "refills of a run that samples ahead": full("staleness=1 refill_rounds=1", r"refill_rounds=1 with staleness=1: .*; set refill_rounds=0"),
     "samples ahead, nothing corrects": full(f"staleness=1 preset=null loss._component_={TWO_SIDED}", r"staleness=1, but nothing in this objective corrects .*preset=decoupled_ppo or preset=grpo"),
     "samples ahead of a sleeping engine": full("staleness=1 engine.sleep=true", r"staleness=1 with engine.sleep=true: .*\(engine.devices\), or set staleness=0"),

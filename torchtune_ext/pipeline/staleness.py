@@ -63,8 +63,8 @@ class StalenessScheduler:
         _require_count("prefetch_steps", prefetch_steps)
         if prefetch_steps > staleness:
             raise UsageError(
-                f"depth={prefetch_steps} is above staleness={staleness}: groups sampled so far ahead would be too old to train on; "
-                f"set depth to at most {staleness}, or staleness to at least {prefetch_steps}"
+                f"prefetch_steps={prefetch_steps} is above staleness={staleness}: groups sampled so far ahead would be too old to train on; "
+                f"set prefetch_steps to at most {staleness}, or staleness to at least {prefetch_steps}"
             )
         self.batch_size, self.total = prompts_per_step, prompts_per_step * max_steps
         self.staleness, self.prefetch_steps = staleness, prefetch_steps

@@ -5,7 +5,7 @@ import os
 import re
 import warnings
 from argparse import Namespace
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict
@@ -51,6 +51,8 @@ MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3900  # bytes; Linux takes 4,096, and a ru
 _UNREAD_KEYS = ("output_dir", "logging")  # keys whose values never name a file that the run reads
 _SNAPSHOT_ATTRIBUTE = "_record"  # the attribute in which settings carry what `record` returns
 
+# Old name -> new name of config keys. The old name works until the next version.
+RENAMED_KEYS = {"depth": "prefetch_steps"}
 # Advice after the message about an invalid value.
 HINTS = {
     "resume_from_checkpoint": "; other weights: model_dir=PATH",
@@ -78,6 +80,7 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
     """
     _require_record(schema)
     known = option_fields(schema)
+    cfg = _with_current_keys(cfg, known)
     try:
         preset = cfg.get("preset", known["preset"].get_default() if "preset" in known else None)
     except OmegaConfBaseException as error:
@@ -119,6 +122,17 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
         raise UsageError("\n".join(faults))
     setattr(settings, _SNAPSHOT_ATTRIBUTE, _make_snapshot(settings, plain, unresolved, given))
     return settings
+
+
+def _with_current_keys(cfg: DictConfig, known: Mapping[str, Any]) -> DictConfig:
+    """Returns the config with the current names of renamed keys, and warns about each old name."""
+    cfg = cfg.copy()
+    for old, new in RENAMED_KEYS.items():
+        if old in cfg and old not in known and new in known and new not in cfg:
+            warnings.warn(f"{old}: deprecated config key. Fix: rename it to {new}", FutureWarning, stacklevel=2)
+            cfg[new] = cfg._get_node(old)
+            del cfg[old]
+    return cfg
 
 
 def _require_record(schema: Any) -> None:

@@ -43,7 +43,7 @@ def print_run_header(components: RunComponents) -> None:
         lines.append(("replay", str(components.replay)))
     else:
         ahead = (
-            f"; samples ahead: staleness {cfg.staleness}, depth {components.staleness_scheduler.prefetch_steps}"
+            f"; samples ahead: staleness {cfg.staleness}, prefetch_steps {components.staleness_scheduler.prefetch_steps}"
             if cfg.staleness
             else ""
         )

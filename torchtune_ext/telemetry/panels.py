@@ -203,7 +203,7 @@ PANELS = (
                "below 0.2 with an engine dtype coarser than the trainer's"),)),
     Panel("Asynchronous training", "Staleness of the groups", zero=True,
           note="Policy versions from the one that began a group to the one that it trains.", metrics=(
-        Metric("async/age_mean", "mean", "mean staleness of the step's groups, in policy versions", "well above `depth`"),
+        Metric("async/age_mean", "mean", "mean staleness of the step's groups, in policy versions", "well above `prefetch_steps`"),
         Metric("async/age_max", "max", "largest staleness of the step's groups, in policy versions"))),
     Panel("Asynchronous training", "Groups by staleness", unit="percent", style="stack", zero=True, metrics=(
         Metric("async/age_<versions>", "age ", "fraction of the step's groups with this staleness, in policy versions"),)),

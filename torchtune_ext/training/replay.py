@@ -36,7 +36,8 @@ IGNORED_KEYS = (
     "evaluation",
     "engine",
     "staleness",
-    "depth",
+    "prefetch_steps",
+    "depth",  # its name in records of earlier versions
     "rollouts",
     "ranks",
     "max_mismatch",

@@ -23,11 +23,20 @@ def make(numbered_grader):
     """Makes a source of 2 groups a step for 10 steps, and its engine."""
     sources = []
 
-    def make(staleness=0, depth=None, at_once=True, batch=2, deadline_s=30.0, cursor=0, by=numbered_grader, task=None):
+    def make(
+        staleness=0,
+        prefetch_steps=None,
+        at_once=True,
+        batch=2,
+        deadline_s=30.0,
+        cursor=0,
+        by=numbered_grader,
+        task=None,
+    ):
         engine, problems = Told(at_once), ProblemStream(task or Numbered(), SEED)
         problems.cursor = cursor
         stream = GroupStream(engine, LetterTokenizer(), by)
-        sampling, ledger = SamplingConfig(max_tokens=8), StalenessScheduler(batch, 10, staleness, depth)
+        sampling, ledger = SamplingConfig(max_tokens=8), StalenessScheduler(batch, 10, staleness, prefetch_steps)
         sources.append(RolloutSource(ledger, stream, problems, SAMPLES, sampling, SEED, deadline_s))
         return sources[-1], engine
 

@@ -41,7 +41,7 @@ def values(group):
 
 def test_judge_grades_prefetched_groups_once_complete(make, judge):
     """Of a group that lacks a text nothing is graded, while a later group is."""
-    source, engine = make(staleness=2, depth=1, at_once=False, by=judge)
+    source, engine = make(staleness=2, prefetch_steps=1, at_once=False, by=judge)
     source.open(version=0)
     engine.calls[3].answer("aaa", "b")
     wait_until(lambda: "0 of 2 texts are not graded" in source._stream.missing(3))

@@ -39,7 +39,7 @@ def wait_for(source, *numbers):
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_source_prefetch_zero_submits_groups_on_demand(make, staleness):
-    source, engine = make(staleness, depth=0)
+    source, engine = make(staleness, prefetch_steps=0)
     for step in range(3):
         source.open(version=step)
         assert len(engine.calls) == 2 * step
@@ -61,7 +61,7 @@ def test_source_prefetch_one_submits_next_step_groups(make):
 
 
 def test_source_step_groups_ordered_with_staleness_metrics(make):
-    source, engine = make(staleness=2, depth=1, at_once=False)
+    source, engine = make(staleness=2, prefetch_steps=1, at_once=False)
     source.open(version=0)
     for number in (3, 1, 0):
         engine.calls[number].answer()
@@ -155,7 +155,7 @@ def test_source_resume_counts_previously_dropped_tokens(make):
 
 
 def test_source_resume_with_other_batch_requires_no_pending(make):
-    source, _ = make(staleness=1, depth=0)
+    source, _ = make(staleness=1, prefetch_steps=0)
     source.open(version=0)
     source.take(2)
     assert source.state_dict() == {}

@@ -346,9 +346,12 @@ def test_scheduler_default_prefetch_steps():
         ({"staleness": -1}, "staleness=-1 must be a whole number, 0 or more"),
         ({"staleness": 0.5}, "staleness=0.5 must be a whole number"),
         ({"staleness": True}, "staleness=True must be a whole number"),
-        ({"staleness": 1, "depth": -1}, "depth=-1 must be a whole number, 0 or more"),
-        ({"staleness": 2, "depth": 1.0}, "depth=1.0 must be a whole number"),
-        ({"depth": 1}, "depth=1 is above staleness=0: .* set depth to at most 0, or staleness to at least 1"),
+        ({"staleness": 1, "prefetch_steps": -1}, "prefetch_steps=-1 must be a whole number, 0 or more"),
+        ({"staleness": 2, "prefetch_steps": 1.0}, "prefetch_steps=1.0 must be a whole number"),
+        (
+            {"prefetch_steps": 1},
+            "prefetch_steps=1 is above staleness=0: .* set prefetch_steps to at most 0, or staleness to at least 1",
+        ),
     ],
 )
 def test_bad_settings_are_named(options, message):

@@ -106,8 +106,18 @@ def test_given_key_leaves_other_defaults_of_its_mapping():
 
 
 def test_reference_names_key_with_default_only():
-    cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, "staleness": 2, "depth": "${updates_per_step}"}))
-    assert cfg.depth == 1
+    cfg = load_config(
+        grpo.Config, OmegaConf.create({**NEEDED, "staleness": 2, "prefetch_steps": "${updates_per_step}"})
+    )
+    assert cfg.prefetch_steps == 1
+
+
+def test_renamed_config_key_works_with_one_warning():
+    with pytest.warns(FutureWarning, match="^depth: .*prefetch_steps$") as caught:
+        cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, "staleness": 2, "depth": 2}))
+    assert cfg.prefetch_steps == 2 and len(caught) == 1
+    with pytest.raises(ValueError, match="unknown key 'depth'"):
+        load_config(grpo.Config, OmegaConf.create({**NEEDED, "staleness": 2, "depth": 2, "prefetch_steps": 2}))
 
 
 def test_message_shows_reference_instead_of_secret(monkeypatch):

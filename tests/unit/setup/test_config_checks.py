@@ -28,7 +28,7 @@ def check(loss=None, **changed):
         "updates_per_step": 1,
         "max_steps": 10,
         "staleness": 2,
-        "depth": None,
+        "prefetch_steps": None,
         "refill_rounds": 0,
         "aggregation": "token",
         "max_grad_norm": 1.0,
@@ -51,9 +51,12 @@ def check(loss=None, **changed):
     "changed, message",
     [
         ({"staleness": -1}, "staleness=-1 must be a whole number, 0 or more"),
-        ({"depth": -1}, "depth=-1 must be a whole number, 0 or more"),
-        ({"depth": 3}, "depth=3 is above staleness=2: .*; set depth to at most 2, or staleness to at least 3"),
-        ({"staleness": 0, "depth": 1}, "depth=1 is above staleness=0"),
+        ({"prefetch_steps": -1}, "prefetch_steps=-1 must be a whole number, 0 or more"),
+        (
+            {"prefetch_steps": 3},
+            "prefetch_steps=3 is above staleness=2: .*; set prefetch_steps to at most 2, or staleness to at least 3",
+        ),
+        ({"staleness": 0, "prefetch_steps": 1}, "prefetch_steps=1 is above staleness=0"),
         (
             {"engine": EngineConfig(sleep=True)},
             r"staleness=2 with engine.sleep=true: .*\(engine.devices\), or set staleness=0",
@@ -70,8 +73,8 @@ def test_inconsistent_settings_are_named(changed, message):
     "changed",
     [
         {},
-        {"depth": 0},
-        {"depth": 2},
+        {"prefetch_steps": 0},
+        {"prefetch_steps": 2},
         {"engine": EngineConfig(sleep=False)},
         {"staleness": 0, "engine": EngineConfig(sleep=True), "refill_rounds": 1},
     ],

@@ -106,7 +106,7 @@ def opened(cfg, every=40, processes=1):
         task=cfg.task.instantiate(),
         eval_task=task,
         trained_too=[],
-        ledger=StalenessScheduler(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth),
+        ledger=StalenessScheduler(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.prefetch_steps),
     )
 
 
@@ -193,9 +193,9 @@ def test_header_reports_checkpoints_without_evaluation_score():
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        ({}, "; samples ahead: staleness 1, depth 1"),
-        ({"staleness": 4}, "; samples ahead: staleness 4, depth 1"),
-        ({"staleness": 4, "depth": 2}, "; samples ahead: staleness 4, depth 2"),
+        ({}, "; samples ahead: staleness 1, prefetch_steps 1"),
+        ({"staleness": 4}, "; samples ahead: staleness 4, prefetch_steps 1"),
+        ({"staleness": 4, "prefetch_steps": 2}, "; samples ahead: staleness 4, prefetch_steps 2"),
         ({"staleness": 0}, "engine.log"),
     ],
 )

@@ -33,7 +33,7 @@ def settings(**own):
     loss = {"_component_": "PolicyLoss", "clip_low": 0.2}
     known = {"output_dir": "elsewhere", "model_dir": "model", "task": {"_component_": "Sums", "level": 1}, "loss": loss}
     counts = {"seed": 0, "prompts_per_step": BATCH, "samples_per_prompt": 2, "max_steps": STEPS}
-    return {**known, **counts, "tokenizer": {"path": "model"}, "staleness": 0, "depth": None, **own}
+    return {**known, **counts, "tokenizer": {"path": "model"}, "staleness": 0, "prefetch_steps": None, **own}
 
 
 def group(problem):
