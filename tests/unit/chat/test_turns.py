@@ -219,8 +219,8 @@ def test_an_unusual_tokenization_stays(tokenizer):
     ids, start, episode = appended(tokenizer, [user("2+2?"), policy("It is 4."), user("So?")], [turn])
     assert ids[start : start + len(turn)] == turn and episode.sampled_ids[-1] == turn
     usual = appended(tokenizer, [user("2+2?"), policy("It is 4."), user("So?")])[0]
-    assert ids != usual and tokenizer.spell(ids) == tokenizer.spell(usual)
-    assert tokenizer.encode(tokenizer.spell(ids)) == usual  # so made again from text they would be others
+    assert ids != usual and tokenizer.decode_all(ids) == tokenizer.decode_all(usual)
+    assert tokenizer.encode(tokenizer.decode_all(ids)) == usual  # so made again from text they would be others
 
 
 @families(*KEEPING, *SILENCED)
@@ -240,10 +240,10 @@ def test_the_end_of_a_turn(tokenizer, last):
     assert completion.tokens[completion.sampled_indices].tolist() == turn
     written = (
         "<|eot_id|><|start_header_id|>user"
-        if "<|eot_id|>" in tokenizer.spell([end])
+        if "<|eot_id|>" in tokenizer.decode_all([end])
         else "<|im_end|>\n<|im_start|>user"
     )
-    assert tokenizer.spell([end, *behind]).startswith(written)
+    assert tokenizer.decode_all([end, *behind]).startswith(written)
 
 
 CALL = '<tool_call>\n{"arguments":{"a":2}, "name":"add"}\n</tool_call>'
@@ -277,7 +277,7 @@ def test_template_rewritten_turn_keeps_sampled_ids(tokenizer, rewritten):
     turn, message, was, becomes = rewritten
     ids, _, _ = appended(tokenizer, [user("2+2?"), turn, user("So?")])
     whole = tokenizer.prompt_ids([user("2+2?"), message, user("So?")])
-    assert ids != whole and tokenizer.spell(ids).replace(was, becomes, 1) == tokenizer.spell(whole)
+    assert ids != whole and tokenizer.decode_all(ids).replace(was, becomes, 1) == tokenizer.decode_all(whole)
 
 
 @families(("minicpm_v_4_5", THINKS))
@@ -297,7 +297,7 @@ def test_a_later_prompt_opens_a_thought(tokenizer):
         messages[3]["content"],
     ]
     completion = episode.to_sample("completed").completion
-    turns = [tokenizer.spell(completion.tokens[slice(*turn)]) for turn in completion.turns]
+    turns = [tokenizer.decode_all(completion.tokens[slice(*turn)]) for turn in completion.turns]
     assert turns == ["I add.\n</think>\n\nadd<|im_end|>", "So it is.\n</think>\n\n4<|im_end|>"]
 
 
@@ -306,7 +306,7 @@ def test_a_later_prompt_opens_a_thought(tokenizer):
 
 def contexts_of(prompt, episode):
     """What the record of a conversation says of the context of each turn."""
-    completion = episode.over("completed").completion
+    completion = episode.to_sample("completed").completion
     ids = np.array([*prompt, *completion.tokens.tolist()])
     spans = zip(completion.paths(len(prompt)), completion.turns, strict=True)
     return [ids[path].tolist()[: start - stop] for path, (start, stop) in spans], completion
@@ -348,14 +348,14 @@ def test_thoughts_are_gone_from_the_next_context(tokenizer):
 @families(("minicpm_v_4_5", THINKS), ("minicpm_v_4_5", SILENT), ("llama3", {}))
 def test_shortened_turn_keeps_its_sampled_ids(tokenizer):
     letters = [token for letter in "It is 4." for token in tokenizer.encode(letter)]
-    trims = "<|eot_id|>" in tokenizer.spell([end_of(tokenizer)])
+    trims = "<|eot_id|>" in tokenizer.decode_all([end_of(tokenizer)])
     head = tokenizer.encode(" \n" if trims else THOUGHT.removeprefix("<think>\n"))
     turn = [*head, *letters, end_of(tokenizer)]
     text = tokenizer.opened_thought(tokenizer.prompt_ids([user("2+2?")])) + tokenizer.decode(turn)
     messages = [user("2+2?"), policy(text), user("So?")]
     ids, _, episode = appended(tokenizer, messages, [turn], history="template")
     own = tokenizer.prompt_ids(messages)
-    assert tokenizer.spell(ids) == tokenizer.spell(own) and ids != own
+    assert tokenizer.decode_all(ids) == tokenizer.decode_all(own) and ids != own
     start = next(i for i in range(len(ids)) if ids[i : i + len(letters)] == letters)
     assert (
         ids[start + len(letters)] == end_of(tokenizer)

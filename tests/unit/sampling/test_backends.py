@@ -37,7 +37,7 @@ class Countdown:
     async def generate(self, call):
         if self.is_dead:
             raise BackendCrashed(self.describe_exit())
-        with call.running(self.requests):
+        with call.track_in(self.requests):
             tokens = list(range(call.prompt[-1] - 1, 0, -1))[: call.sampling.max_tokens]
             call.add(tokens, [-0.5] * len(tokens))
         spans = [] if self.version is None else [(str(self.version), 0, len(tokens))]

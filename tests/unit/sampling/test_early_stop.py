@@ -16,8 +16,8 @@ def watched(threshold, decay=0.992, min_tokens=64):
 
 def update(call, logprobs):
     """How many tokens to keep once the rule has fired."""
-    assert call.add([1] * len(logprobs), logprobs) == (call.keep is not None)
-    return call.keep
+    assert call.add([1] * len(logprobs), logprobs) == (call.num_kept is not None)
+    return call.num_kept
 
 
 def mean(call):

@@ -43,7 +43,7 @@ def test_close_while_an_engine_comes_up(make_engine, first):
     engine.close()
     assert time.monotonic() - started < 5
     assert len(SleepingCore.instances) == count  # no further one
-    assert not Path(engine._janitor.folder).exists() and not Path(f"/proc/{engine._janitor.pid}").exists()
+    assert not Path(engine._reaper.folder).exists() and not Path(f"/proc/{engine._reaper.pid}").exists()
     sampler.join(5)
     assert isinstance(outcome[0], EngineFailed)
 
@@ -69,11 +69,11 @@ def test_engine_close_continues_after_partial_failure(make_engine, monkeypatch, 
     async def fail():
         raise ZeroDivisionError("in the lane")
 
-    monkeypatch.setattr(engine._pool.lanes[0], "close", fail)
+    monkeypatch.setattr(engine._pool.replicas[0], "close", fail)
     memory = Path(engine._buffers.model.address()["path"])
     engine.close()
     assert "the engine was not closed properly" in caplog.text and "in the lane" in caplog.text
-    assert not memory.exists() and not engine._thread.is_alive() and not Path(engine._janitor.folder).exists()
+    assert not memory.exists() and not engine._thread.is_alive() and not Path(engine._reaper.folder).exists()
 
 
 def test_engine_close_ends_in_flight_sample_and_publish(make_engine):
@@ -89,7 +89,7 @@ def test_engine_close_ends_in_flight_sample_and_publish(make_engine):
     sampler, sampled = in_thread(lambda: engine.sample([[1, 2]], 4, SamplingConfig(max_tokens=4)))
     publisher, published = in_thread(lambda: engine.publish(slowly(), 1))
     waiting, waited = in_thread(lambda: (half.wait(5), engine.publish(weights(2), 2)))
-    wait_until(lambda: half.is_set() and len(SleepingCore.instances[0].calls) > 0)
+    wait_until(lambda: half.is_set() and len(SleepingCore.instances[0].requests) > 0)
     closer, closed = in_thread(engine.close)
     sampler.join(5)
     rest.set()
@@ -195,7 +195,7 @@ def test_engine_evaluation_waits_for_running_weight_sync(make_engine):
 def test_engine_group_cancelled_during_startup_is_dropped(make_engine):
     engine = make_engine()
     cancelled = engine.submit([1, 2], 3, SamplingConfig(max_tokens=4))
-    wait_until(lambda: SleepingCore.instances[0].calls)
+    wait_until(lambda: SleepingCore.instances[0].requests)
     SleepingCore.come_up.clear()
     SleepingCore.instances[0].kill()
     wait_until(lambda: len(SleepingCore.instances) == 2 and SleepingCore.instances[1].launched.is_set())
@@ -212,7 +212,7 @@ def test_engine_stats_error_is_raised_from_sample(make_engine, monkeypatch):
     def broken(*args):
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(engine._pool.lanes[0].throttle.controller, "observe", broken)
+    monkeypatch.setattr(engine._pool.replicas[0].throttle.controller, "observe", broken)
     sampler, outcome = in_thread(lambda: engine.sample([[1, 2]], 1, SamplingConfig(max_tokens=4)))
     core = SleepingCore.instances[0]
     wait_until(lambda: core.calls)

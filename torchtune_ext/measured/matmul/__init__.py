@@ -15,5 +15,5 @@ def __getattr__(name: str) -> Any:
     # The tasks are imported only on demand, so that the archive of a run can be read without the parser of programs.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    file = {"CompileAndFix": "mending", "Matmul": "task", "Programs": "programs"}[name]
+    file = {"CompileAndFix": "compile_and_fix", "Matmul": "task", "Programs": "programs"}[name]
     return getattr(import_module(f"{__name__}.{file}"), name)
