@@ -400,7 +400,7 @@ class Play:
         code = self.recovered(run, run.watch.logged())
         if code is None:
             raise Failed(f"still running {RUN_S:g} s after the fault; it stands at {run.watch.moment()}")
-        self.say(run, r"engine lost|grad\w+ process|WARNING")
+        self.say(run, r"engine crashed|grad\w+ process|WARNING")
         if code == 0:
             return
         starting = self.result.hit in SET_UP and "the engine did not start" in run.output()

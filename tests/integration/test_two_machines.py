@@ -142,7 +142,9 @@ def test_remote_server_invalid_weights_are_refused(server, models, tmp_path):
     with Engine("", connection(server, max_failures=1), str(tmp_path)) as engine:
         engine.start()
         engine.wait_ready(120)
-        pattern = r"published \S*down_proj.weight in the shape \[\[63, 128\]\], and the engine holds \[64, 128\]"
+        pattern = (
+            r"published \S*down_proj.weight has shape \[\[63, 128\]\], but the engine's parameter has shape \[64, 128\]"
+        )
         with pytest.raises(EngineFailed, match=pattern):
             engine.publish(named, 1)
     with Engine("", connection(server), str(tmp_path)) as engine:  # and the server takes what is right

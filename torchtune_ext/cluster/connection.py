@@ -1,4 +1,4 @@
-"""Joins a Ray cluster, or says within seconds why not and which command helps."""
+"""Joins a Ray cluster, or reports within seconds why it cannot and which command fixes it."""
 
 import logging
 import os
@@ -10,8 +10,9 @@ from typing import Any
 from torchtune_ext.run.errors import RunFailure, describe_error
 
 CONNECT_TIMEOUT_S = 5.0  # seconds for the address to accept a connection
-RAY_TIMEOUT_S = 15.0  # seconds for Ray to answer behind it
-# No message to Ray's makers, no environment that `uv run` would build on each machine, and no warning about either.
+RAY_TIMEOUT_S = 15.0  # seconds for Ray to answer at that address
+# These variables turn off usage reports, the environment that `uv run` would build on each machine,
+# and a warning about CUDA_VISIBLE_DEVICES.
 RAY_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -28,10 +29,12 @@ def connect(address: str, on_timeout: Callable[[str], Any]) -> Any:
     """Connects to the cluster and returns the module `ray`.
 
     Args:
-        refuse: called in another thread with the reason if Ray does not answer. Then the process ends.
+        address: HOST:PORT of the cluster's head, or "auto".
+        on_timeout: Called in another thread with the reason if Ray does not answer. Afterwards the
+            process exits.
 
     Raises:
-        RunFailure: there is none, or this machine is no part of it.
+        RunFailure: If the cluster is not found, or this machine is not a member.
     """
     named = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
     if ":" in named:
@@ -40,7 +43,7 @@ def connect(address: str, on_timeout: Callable[[str], Any]) -> Any:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
         except (OSError, ValueError) as error:
             raise RunFailure(
-                f"nobody answers at {named} ({error}). Start Ray there: ray start --head --node-ip-address={host} "
+                f"no answer at {named} ({error}). Start Ray there: ray start --head --node-ip-address={host} "
                 f"--port={port} --num-cpus=0 --include-dashboard=false --disable-usage-stats"
             ) from error
     member = f"this machine must be a member of the cluster: {member_command(named)}"
@@ -49,7 +52,7 @@ def connect(address: str, on_timeout: Callable[[str], Any]) -> Any:
         on_timeout(f"Ray does not answer at {named} within {RAY_TIMEOUT_S:g} s. If Ray is there, {member}")
         os._exit(1)
 
-    # Where a port is open but no Ray is behind it, `ray.init` would go on trying.
+    # If another program listens on the port, `ray.init` would retry forever.
     watchdog = threading.Timer(RAY_TIMEOUT_S, give_up)
     watchdog.daemon = True
     watchdog.start()

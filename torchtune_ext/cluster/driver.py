@@ -1,9 +1,9 @@
-"""The driver of a run on a Ray cluster: it places the trainer and its servers, starts them, and ends all together.
+"""The driver of a run on a Ray cluster: places, starts and ends the trainer and its servers.
 
-Ray gives places, GPUs and an actor on each of them (actor.py). An actor runs the command that a user would type there:
-`torchtune-ext run` for the trainer, and `torchtune-ext serve` for vLLM's server. So ranks, signals and exit statuses
-are those of every other run. The run ends with its trainer, or with any of its servers; nothing is started a second
-time.
+Ray provides machines, GPUs and one actor per command (actor.py). An actor runs the command that a
+user would run by hand: `torchtune-ext run` for the trainer, and `torchtune-ext serve` for a vLLM
+server. So ranks, signals and exit statuses behave as in every other run. The run ends with its
+trainer or with any of its servers. The driver does not restart anything.
 """
 
 import signal
@@ -20,23 +20,23 @@ from torchtune_ext.run.errors import RunFailure, UsageError, describe_error
 from torchtune_ext.run.output import format_labels, print_text
 from torchtune_ext.run.stop import SIGNAL_NAMES
 
-# What ranks and servers compute on: Ray's name of it, and ours for several of them.
+# Kind of resource -> (Ray's name, name in messages).
 RESOURCE_NAMES = {"gpus": ("GPU", "GPUs"), "cpus": ("CPU", "cores")}
-PLACEMENT_TIMEOUT_S = 30.0  # seconds to wait for a place, if the user does not say
+PLACEMENT_TIMEOUT_S = 30.0  # default of --wait: seconds to wait for free resources
 ACTOR_TIMEOUT_S = 60.0  # seconds for Ray to start the actors on their machines
-POLL_S = 0.2  # seconds between two looks at what the commands print
-# Seconds without an answer after which an actor counts as lost. They are counted in looks, so that nobody falls silent
-# while this process itself is stopped (Ctrl-Z).
+POLL_S = 0.2  # seconds between two polls of the commands' output
+# Seconds without an answer after which an actor counts as dead. The driver counts polls, so that
+# the timeout does not expire while the driver itself is stopped (Ctrl-Z).
 SILENCE_TIMEOUT_S = 60.0
-SERVER_END_S = 10.0  # seconds that a server has to end by itself
-EXIT_TIMEOUT_S = 30.0  # seconds for what was killed to be gone
-LAST_LINES = 20  # lines of a command's output that are shown if it ends
-NETWORK_TRANSFER = {"gpus": "nccl", "cpus": "gloo"}  # `engine.transfer` between machines, by what they compute on
+SERVER_END_S = 10.0  # seconds between SIGTERM and SIGKILL of a server
+EXIT_TIMEOUT_S = 30.0  # seconds for killed commands to exit
+LAST_LINES = 20  # last output lines shown in an error
+NETWORK_TRANSFER = {"gpus": "nccl", "cpus": "gloo"}  # kind of resource -> `engine.transfer` between machines
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceRequest:
-    """The resources that a run asks of the cluster."""
+    """The resources that a run requests from the cluster."""
 
     kind: str  # "gpus" or "cpus"
     ranks: int  # ranks of the trainer, each with one GPU or core, all on one machine
@@ -44,28 +44,28 @@ class ResourceRequest:
     per_server: int = 1  # GPUs or cores of a server
 
     def bundles(self) -> list[int]:
-        """Returns the GPUs or cores of each bundle: the trainer's, and then each server's."""
-        # Ray puts a bundle on one machine, which is what a trainer and a server each need.
+        """Returns the GPUs or cores of each bundle: first the trainer's, then each server's."""
+        # Ray places a bundle on one machine, which trainer and servers each require.
         return [self.ranks] + [self.per_server] * self.servers
 
     def flags(self) -> str:
-        """Returns the words of the command that ask for this."""
+        """Returns the command-line flags of this request."""
         return f"--train-{self.kind} {self.ranks} --engine-{self.kind} {self.servers * self.per_server}"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run, as the command asks for it."""
+    """A run, as requested by the command."""
 
     recipe: str
-    config: str  # as the user named it
-    overrides: tuple[str, ...]  # settings, key=value
+    config: str  # as given by the user
+    overrides: tuple[str, ...]  # key=value
     request: ResourceRequest
-    folder: str  # the working folder on each machine
-    required_path: str  # what each machine has to see: the folder, or in it the config if it is the user's own
-    variables: Mapping[str, str]  # environment of trainer and servers, with the key that the servers ask for
-    patience_s: float  # seconds that the trainer has to end after a signal
-    wait_s: float  # seconds to wait for a place
+    folder: str  # working folder on each machine
+    required_path: str  # path that must exist on each machine: the folder, or the user's own config in it
+    variables: Mapping[str, str]  # environment of trainer and servers, including the servers' API key
+    patience_s: float  # seconds between a signal and SIGKILL of the trainer
+    wait_s: float  # seconds to wait for free resources
 
 
 @dataclass(eq=False, slots=True)
@@ -75,45 +75,45 @@ class Member:
     title: str
     address: str  # address of the machine
     actor: Any
-    log: str = ""  # the file on its machine with its output
-    port: int = 0  # a port that was free there
-    status: int | None = None  # its exit status; None: it runs, or is lost
-    lost_reason: str = ""  # why nothing is known about it any more
+    log: str = ""  # log file of the command, on its machine
+    port: int = 0  # a free port on its machine
+    status: int | None = None  # exit status; None while running, or if the actor died
+    lost_reason: str = ""  # why the actor counts as dead; "" if it does not
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
-    partial_line: bytes = b""  # a line of its output that has no end yet
-    pending_call: Any = None  # Ray's handle of an answer that is still to come
-    silent_s: float = 0.0  # seconds since its last answer
+    partial_line: bytes = b""  # unfinished last line of the output
+    pending_call: Any = None  # Ray's handle of a pending answer
+    silent_s: float = 0.0  # seconds since the last answer
 
     @property
     def is_running(self) -> bool:
         return self.status is None and not self.lost_reason
 
     def exit_summary(self) -> str:
-        """Returns how it ended."""
+        """Returns how the command ended, with its last output."""
         if self.lost_reason:
-            return f"{self.title} is lost: {self.lost_reason}"
-        text = "; the last that it said:\n" + "\n".join(f"    {line}" for line in self.tail) if self.tail else ""
+            return f"{self.title} crashed: {self.lost_reason}"
+        text = "; its last output:\n" + "\n".join(f"    {line}" for line in self.tail) if self.tail else ""
         return f"{self.title} ended with status {self.status}{text}"
 
 
 class Driver:
-    """A run on a cluster, from its placement to its end. It prints into `out` and `err`."""
+    """Runs a plan on a cluster, from its placement to its end. Prints to `out` and `err`."""
 
     def __init__(self, ray: Any, plan: Plan, address: str, out: TextIO, err: TextIO):
         self.ray, self.plan, self.address, self.out, self.err = ray, plan, address, out, err
-        self.members: list[Member] = []  # the trainer, and behind it the servers
+        self.members: list[Member] = []  # first the trainer, then the servers
         self.cause = ""  # why the run ends early, other than by a signal
         self._group: Any = None  # Ray's placement group
-        self._started = False  # whether commands may run
-        self._signals: list[int] = []
-        self._signals_sent = 0  # how many of them the trainer has got
+        self._started = False  # whether commands may be running
+        self._signals: list[int] = []  # received signals
+        self._signals_sent = 0  # signals already forwarded to the trainer
 
     def run(self) -> int:
         """Runs to the end and returns the exit status of the trainer.
 
         Raises:
-            ValueError: the cluster cannot hold the run, or a machine of it cannot run it.
-            RuntimeError: a server, the trainer, or its machine was lost.
+            UsageError: If the cluster has not enough resources, or a machine is unsuitable.
+            RunFailure: If a server, the trainer, or one of their machines crashed.
         """
         with self._capture_signals():
             try:
@@ -125,7 +125,7 @@ class Driver:
                     self._poll()
                     self._check_run()
             finally:
-                # Servers first end by themselves. Removing the group kills all actors.
+                # The servers get time to exit. Removing the group kills all actors.
                 if self._started:
                     self._end_all()
                 if self._group is not None:
@@ -133,16 +133,16 @@ class Driver:
         if self.cause:
             raise RunFailure(self.cause)
         status = self.members[0].status
-        # The trainer may be lost on the way only if a signal ended the run.
+        # Without a cause and without a status, a signal has ended the run.
         return 128 + self._signals[0] if status is None else status
 
     @contextmanager
     def _capture_signals(self) -> Iterator[None]:
-        """Notes signals instead of acting on them."""
-        # Ray has handlers of its own, which stand again afterwards.
+        """Records signals while the body runs, instead of acting on them."""
+        # Ray's own signal handlers are restored afterwards.
         before = {number: signal.getsignal(number) for number in SIGNAL_NAMES}
         for number, handler in before.items():
-            # A signal that was ignored (nohup) stays so.
+            # An ignored signal (nohup) stays ignored.
             if handler != signal.SIG_IGN:
                 signal.signal(number, lambda number, frame: self._signals.append(number))
         try:
@@ -151,10 +151,10 @@ class Driver:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    # -- places -------------------------------------------------------------------------------------------------------
+    # -- placement ---------------------------------------------------------------------------------
 
     def _resource_summary(self) -> str:
-        """Returns the resources of the cluster: "12 GPUs on 2 machines (10.0.0.1: 8, 10.0.0.2: 4)"."""
+        """Returns the cluster's resources: "12 GPUs on 2 machines (10.0.0.1: 8, 10.0.0.2: 4)"."""
         resource, name = RESOURCE_NAMES[self.plan.request.kind]
         nodes = [node for node in self.ray.nodes() if node["Alive"] and node["Resources"].get(resource)]
         totals = [int(node["Resources"][resource]) for node in nodes]
@@ -163,12 +163,16 @@ class Driver:
         return f"{sum(totals)} {name} on {machines}" + (f" ({each})" if each else "")
 
     def _wait_for_placement(self) -> bool:
-        """Waits for a place in the cluster. Returns False if a signal came first. Raises ValueError if none is free."""
+        """Waits for free resources in the cluster. Returns False if a signal arrived first.
+
+        Raises:
+            UsageError: If the resources are not free within `wait_s`.
+        """
         request, wait_s = self.plan.request, self.plan.wait_s
         resource, name = RESOURCE_NAMES[request.kind]
         print_text(format_labels([("ray", f"{self.address}, {self._resource_summary()}")]), self.out)
-        # Ray places a group as a whole or not at all. Otherwise two runs could each hold what the other one waits for.
-        # And a cluster that grows by itself sees from the group what is missing.
+        # Ray places all bundles of a group or none, which prevents a deadlock between two runs. An
+        # autoscaling cluster learns from the pending group which resources are missing.
         self._group = self.ray.util.placement_group(
             [{resource: amount} for amount in request.bundles()], strategy="PACK"
         )
@@ -180,16 +184,21 @@ class Driver:
                 free = int(self.ray.available_resources().get(resource, 0))
                 parts = ", ".join(map(str, request.bundles()))
                 raise UsageError(
-                    f"{request.flags()}: no place within {wait_s:g} s for {parts} {name}, each number on one machine. The Ray "
-                    f"cluster at {self.address} has {self._resource_summary()}, of which {free} are free; ask for less, wait longer "
-                    "with --wait SECONDS, also for machines that join, or see with `ray status` who has them"
+                    f"{request.flags()}: {parts} {name} (each number on one machine) were not free within {wait_s:g} s. "
+                    f"The Ray cluster at {self.address} has {self._resource_summary()}; {free} are free. Request less, wait "
+                    "longer with --wait SECONDS (also for machines that join), or run `ray status` to see who uses them"
                 )
         return True
 
     def _make_members(self) -> None:
-        """Starts an actor for each command. Raises ValueError if a machine is unfit, RuntimeError if it is gone."""
+        """Starts an actor for each command.
+
+        Raises:
+            UsageError: If a machine is unsuitable.
+            RunFailure: If a machine has left the cluster.
+        """
         plan = self.plan
-        # By value, so that a machine with another version of torchtune_ext can say so.
+        # Pickled by value, so that a machine with another version of torchtune_ext can report it.
         self.ray.cloudpickle.register_pickle_by_value(actor)
         remote = self.ray.remote(actor.Actor)
         where = self.ray.util.placement_group_table(self._group)["bundles_to_node_id"]
@@ -197,21 +206,26 @@ class Driver:
         for bundle, amount in enumerate(plan.request.bundles()):
             title, address = f"server {bundle - 1}" if bundle else "the trainer", addresses.get(where[bundle])
             if address is None:
-                raise RunFailure(f"the machine of {title} has left the cluster before the run began; start it again")
-            # The bundle of a GPU run has no CPUs, of which Ray would ask one by default.
+                raise RunFailure(f"the machine of {title} left the cluster before the run started; start the run again")
+            # By default Ray would request one CPU per actor, but the bundle of a GPU run has no
+            # CPUs.
             options = {"num_gpus": amount, "num_cpus": 0} if plan.request.kind == "gpus" else {"num_cpus": amount}
             strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=bundle
             )
             handle = remote.options(scheduling_strategy=strategy, max_restarts=0, **options).remote()
             self.members.append(Member(f"{title} on {address}", address, handle))
-        questions = [each.actor.about.remote(plan.required_path, __version__) for each in self.members]
+        questions = [each.actor.check_machine.remote(plan.required_path, __version__) for each in self.members]
         for each, (why, each.log, each.port) in zip(self.members, self._answers(questions), strict=True):
             if why:
-                raise UsageError(f"{each.title}: {why}; all machines of the cluster need the same")
+                raise UsageError(f"{each.title}: {why}; all machines of the cluster need the same files and versions")
 
     def _answers(self, questions: Sequence[Any]) -> list[Any]:
-        """Returns the members' answers to `questions`, one each, in order. Raises RuntimeError if one is missing."""
+        """Returns the members' answers to `questions`, one each, in order.
+
+        Raises:
+            RunFailure: If an actor does not answer.
+        """
         answers, give_up_at = [], time.monotonic() + ACTOR_TIMEOUT_S
         for each, question in zip(self.members, questions, strict=True):
             try:
@@ -220,10 +234,10 @@ class Driver:
                 raise RunFailure(f"{each.title} could not be started: {describe_error(error)}") from error
         return answers
 
-    # -- commands -----------------------------------------------------------------------------------------------------
+    # -- commands ----------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Starts all commands. Raises RuntimeError."""
+        """Starts all commands. Raises RunFailure."""
         plan, (trainer, *servers) = self.plan, self.members
         hosts, transfer = choose_transfer(trainer.address, [each.address for each in servers], plan.request.kind)
         addresses = [f"http://{host}:{each.port}" for host, each in zip(hosts, servers, strict=True)]
@@ -247,11 +261,11 @@ class Driver:
         self._answers(questions)
 
     def _poll(self) -> None:
-        """Asks every actor for the output of its command, and whether it has ended."""
+        """Polls every actor for the output and the exit status of its command."""
         running = [each for each in self.members if each.is_running]
         for each in running:
-            # An actor that has not answered yet is not asked again.
-            each.pending_call = each.pending_call or each.actor.look.remote()
+            # Each actor has at most one pending call.
+            each.pending_call = each.pending_call or each.actor.poll_output.remote()
         time.sleep(POLL_S)
         ready, _ = self.ray.wait([each.pending_call for each in running], num_returns=len(running), timeout=0)
         for each in running:
@@ -262,19 +276,19 @@ class Driver:
                 each.lost_reason = each.lost_reason or f"no answer in {SILENCE_TIMEOUT_S:g} s"
 
     def _handle_output(self, member: Member) -> None:
-        """Takes the answer of an actor, and prints the trainer's output."""
+        """Stores the answer of an actor, and prints the trainer's output."""
         question, member.pending_call = member.pending_call, None
         try:
             output, member.status = self.ray.get(question)
         except self.ray.exceptions.ActorUnavailableError:
-            # Ray may reach it again.
+            # The failure may be temporary.
             return
         except self.ray.exceptions.RayError as error:
             member.lost_reason = describe_error(error)
             return
         member.silent_s = 0.0
         *lines, begun = (member.partial_line + output).split(b"\n")
-        # A progress bar rewrites its line again and again. Only its newest state is kept.
+        # A progress bar rewrites its line. Only its newest state is kept.
         member.partial_line = begun[begun.rfind(b"\r") + 1 :]
         if member.status is not None and member.partial_line:
             lines.append(member.partial_line)
@@ -284,13 +298,14 @@ class Driver:
                 print_text(line, self.out)
 
     def _check_run(self) -> None:
-        """Passes signals on, and ends a run that has lost its trainer or a server."""
+        """Forwards signals, and ends the run if the trainer or a server crashed."""
         trainer, *servers = self.members
         for number in self._signals[self._signals_sent :]:
-            # After a second signal there is no more patience.
+            # The second signal kills the trainer without a grace period.
             self._tell(trainer, number, 0.0 if self._signals_sent else self.plan.patience_s)
             self._signals_sent += 1
-        # Nobody is missed once the trainer has ended, or a signal ends the run anyway.
+        # A server's exit does not matter after the trainer's exit, or if a signal ends the run
+        # anyway.
         gone = trainer if trainer.lost_reason else next((each for each in servers if not each.is_running), None)
         if gone and trainer.status is None and not self.cause and not self._signals_sent:
             self.cause = gone.exit_summary()
@@ -298,7 +313,7 @@ class Driver:
             self._tell(trainer, signal.SIGTERM, self.plan.patience_s)
 
     def _end_all(self) -> None:
-        """Ends the commands that still run, and waits for them. The actors end later, with the placement group."""
+        """Ends the running commands and waits; the placement group ends the actors later."""
         for each in self.members:
             self._tell(each, signal.SIGTERM, 0.0 if each is self.members[0] else SERVER_END_S)
         give_up_at = time.monotonic() + SERVER_END_S + EXIT_TIMEOUT_S
@@ -307,32 +322,39 @@ class Driver:
         for each in self.members:
             if each.is_running:
                 print_text(
-                    f"ray: {each.title} does not end; Ray kills its actor, and the guard beside it the rest", self.err
+                    f"ray: {each.title} does not end; Ray kills its actor, and the guard kills its processes", self.err
                 )
 
     def _tell(self, member: Member, number: int, seconds: float) -> None:
         if member.is_running:
-            member.actor.tell.remote(number, seconds)
+            member.actor.send_signal.remote(number, seconds)
 
 
 def choose_transfer(trainer: str, servers: Sequence[str], kind: str) -> tuple[list[str], str]:
-    """Returns the host at which each server listens, and `engine.transfer`, from the addresses of the machines."""
-    # On rank 0's machine servers read its memory, and listen only to that machine.
+    """Returns the host on which each server listens, and `engine.transfer`.
+
+    Args:
+        trainer: Address of the trainer's machine.
+        servers: Addresses of the servers' machines.
+        kind: "gpus" or "cpus".
+    """
+    # On rank 0's machine servers read its memory, and listen on loopback only.
     if all(server == trainer for server in servers):
         return ["127.0.0.1"] * len(servers), "shm"
-    # If one server is elsewhere, the weights of all travel over the network.
+    # If one server is on another machine, all servers get their weights over the network.
     return list(servers), NETWORK_TRANSFER[kind]
 
 
 def server_args(recipe: str, config: str, words: Sequence[str], settings: Sequence[str], host: str) -> list[str]:
-    """Returns the words behind `python` that start a server. `settings` are those of `engine_words` for it."""
+    """Returns Python's arguments that start a server; `settings` come from `engine_overrides`."""
     command = ["-m", "torchtune_ext", "serve", "--config", config, "--recipe", recipe, "--host", host]
     return [*command, *words, *settings]
 
 
 def engine_overrides(addresses: Sequence[str], transfer: str) -> list[str]:
-    """Returns the settings by which trainer and servers find each other, to stand behind those of the run."""
+    """Returns the overrides that connect trainer and servers; they come after the run's own."""
     address = addresses[0] if len(addresses) == 1 else f"[{','.join(addresses)}]"
-    # A config may place the engine on the trainer's machine. Here Ray numbers the GPUs anew, so none of that counts.
+    # A config may place the engine on the trainer's machine. Ray assigns the GPUs, so these
+    # settings of the config are reset.
     own = ("engine.devices=null", "engine.count=null", "engine.sleep=false")
     return [f"engine.address={address}", f"engine.transfer={transfer}", *own]

@@ -1,9 +1,9 @@
-"""`torchtune-ext ray` starts a run on an existing Ray cluster: the trainer under torchrun, vLLM's servers beside it.
+"""`torchtune-ext ray`: starts trainer and vLLM servers of a run on an existing Ray cluster.
 
     torchtune-ext ray --config grpo/qwen2_5_7B_full --train-gpus 4 --engine-gpus 1 max_steps=100
 
-Ray says which machines and GPUs they get. What runs there is what a user would start by hand (cluster/driver.py). It
-ends with this command, and this command ends with any part of it.
+Ray chooses machines and GPUs. The commands on them are the same that a user would run by hand
+(cluster/driver.py). The run ends with this command, and this command ends with any part of the run.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from torchtune_ext.sampling.server_command import KEY_VARIABLE, server_key
 from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.settings.config import read_config
 
-# Variables that describe a machine or a process. The run gets all others of this shell on every machine.
+# Variables that describe a machine or a process. The run gets all other variables of this shell.
 MACHINE_VARIABLES = re.compile(
     r"_|PATH|LD_LIBRARY_PATH|HOME|USER|LOGNAME|SHELL|SHLVL|TERM|PWD|OLDPWD|TMPDIR|TMP|TEMP|HOSTNAME|DISPLAY|VIRTUAL_ENV|"
     r"CUDA_VISIBLE_DEVICES|RANK|WORLD_SIZE|LOCAL_.*|GROUP_.*|ROLE_.*|MASTER_.*|TORCHELASTIC_.*|SSH_.*|SLURM.*|XDG_.*|DBUS_.*"
@@ -38,39 +38,44 @@ MACHINE_VARIABLES = re.compile(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `torchtune-ext ray`."""
-    parser.add_argument("words", nargs="*", metavar="key=value", help="settings of the run, as behind `tune run`")
-    parser.add_argument("--config", required=True, help="the config, as for `tune run`")
-    parser.add_argument("--recipe", help="the recipe, if the config does not say it: grpo_full, or your own my_grpo.py")
-    parser.add_argument("--train-gpus", type=int, metavar="N", help="ranks of the trainer, a GPU each")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="overrides of config keys, as for `tune run`")
+    parser.add_argument("--config", required=True, help="config, as for `tune run`")
     parser.add_argument(
-        "--engine-gpus", type=int, metavar="N", help="GPUs of all servers; each has tensor_parallel_size of them"
+        "--recipe", help="recipe, if the config does not determine it: grpo_full, or your own my_grpo.py"
     )
-    parser.add_argument("--train-cpus", type=int, metavar="N", help="without GPUs: ranks of the trainer, a core each")
-    parser.add_argument("--engine-cpus", type=int, metavar="N", help="without GPUs: servers, a core each")
+    parser.add_argument("--train-gpus", type=int, metavar="N", help="trainer ranks, one GPU each")
+    parser.add_argument(
+        "--engine-gpus", type=int, metavar="N", help="GPUs of all servers; each server has tensor_parallel_size GPUs"
+    )
+    parser.add_argument(
+        "--train-cpus", type=int, metavar="N", help="cluster without GPUs: trainer ranks, one core each"
+    )
+    parser.add_argument("--engine-cpus", type=int, metavar="N", help="cluster without GPUs: servers, one core each")
     parser.add_argument(
         "--address",
         default="auto",
-        help="HOST:PORT of the cluster's head; auto: RAY_ADDRESS, or the cluster of this machine",
+        help="HOST:PORT of the cluster's head; auto (default): RAY_ADDRESS, or the cluster of this machine",
     )
     parser.add_argument(
         "--wait",
         type=float,
         default=PLACEMENT_TIMEOUT_S,
         metavar="SECONDS",
-        help=f"how long to wait for a place ({PLACEMENT_TIMEOUT_S:g}), also for machines that join later",
+        help=f"timeout for free resources, also of machines that join later (default {PLACEMENT_TIMEOUT_S:g})",
     )
-    # argparse would otherwise refuse settings (key=value) that come after an option.
+    # Otherwise argparse would refuse overrides (key=value) that follow an option.
     parser.parse_args = parser.parse_intermixed_args
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs to the end and returns the exit status of the trainer. Raises ValueError, RuntimeError."""
-    # The settings and the plan are checked here, before Ray is asked for anything.
+    """Runs to the end and returns the exit status of the trainer. Raises UsageError, RunFailure."""
+    # Config and plan are checked before the first request to Ray.
     cfg = read_config(args.config, args.words, args.recipe)
     plan = build_plan(args, cfg.engine, cfg.checkpoints.stop_grace_s)
     if not find_spec("ray"):
         raise UsageError(
-            "torchtune-ext ray needs Ray: pip install 'torchtune-ext[ray]', here and on each machine of the cluster"
+            "torchtune-ext ray needs Ray, which is not installed: pip install 'torchtune-ext[ray]', here and on each machine "
+            "of the cluster"
         )
     with silence_ray() as (out, err):
         try:
@@ -79,15 +84,15 @@ def main(args: argparse.Namespace) -> int:
             )
         except RunFailure as refused:
             raise UsageError(f"--address={args.address}: {refused}") from None
-        # Not Ray Train: its `TorchTrainer` calls a function in a thread, where Python delivers no signals, so a run
-        # could not save on SIGTERM. It also makes the process group itself (ours waits longer for rank 0 than for the
-        # others), tries for ever to place a trainer, and has a placement group of its own, so trainer and servers could
-        # not be placed at once.
+        # Ray Train is not used: its `TorchTrainer` calls a function in a thread, where Python
+        # delivers no signals, so a run could not save on SIGTERM. It also creates the process group
+        # itself (ours has a longer timeout for rank 0), waits forever for a placement, and uses its
+        # own placement group, so trainer and servers could not be placed together.
         driver = Driver(ray, plan, ray.get_runtime_context().gcs_address, out, err)
         try:
             return driver.run()
         except KeyboardInterrupt:
-            # It came before or after the run. During it the driver handles signals.
+            # The signal arrived before or after the run. During the run the driver handles signals.
             return 128 + signal.SIGINT
         except RuntimeError as error:
             error.add_note(status_message(cfg.output_dir))
@@ -98,8 +103,8 @@ def main(args: argparse.Namespace) -> int:
 
 @contextmanager
 def silence_ray() -> Iterator[tuple[TextIO, TextIO]]:
-    """Gives stdout and stderr to the block, and to nobody else."""
-    # Ray prints a page for each machine that is lost.
+    """Yields stdout and stderr, and discards all other output while the body runs."""
+    # Ray prints a page of text for each machine that dies.
     out, err = sys.stdout, sys.stderr
     with open(os.devnull, "w", encoding="utf-8") as null:
         sys.stdout = sys.stderr = null
@@ -110,25 +115,26 @@ def silence_ray() -> Iterator[tuple[TextIO, TextIO]]:
 
 
 def build_plan(args: argparse.Namespace, engine: EngineConfig, stop_grace_s: float) -> Plan:
-    """Makes the plan of a run. Raises ValueError."""
+    """Returns the plan of a run. Raises UsageError."""
     if engine.address is not None:
         raise UsageError(
-            f"engine.address={engine.address}: torchtune-ext ray starts servers of its own; leave it out, or start "
+            f"engine.address={engine.address}: torchtune-ext ray starts its own servers; leave engine.address out, or start "
             "the run with tune run"
         )
     if not re.fullmatch(r"auto|[^/\s]+:\d+", args.address):
         raise UsageError(
-            f"--address={args.address}: write auto, or HOST:PORT of the cluster's head as 10.0.0.1:6379 (and no ray://: this "
+            f"--address={args.address}: expected auto, or HOST:PORT of the cluster's head, as 10.0.0.1:6379 (not ray://: this "
             "machine must be a member of the cluster)"
         )
     require_seconds("--wait", args.wait)
     request = build_request(args, engine.tensor_parallel_size)
-    # The machines have to see a config of the user's own. One of ours comes with the package, so the folder is enough.
+    # Every machine must be able to read the user's own config. A packaged config needs only the
+    # folder.
     folder = Path.cwd()
-    # Trainer and servers share a key, which is made here if the user has none. After a signal the trainer may need its
-    # time for the step, for noticing that it is over, and for closing all parts.
+    # Trainer and servers share a key, which is created here if the user has not set one. After a
+    # signal the trainer needs time to finish its step, to react, and to close all components.
     recipe = args.recipe or recipe_for_config(args.config)
-    assert recipe is not None  # else `read_config` has refused the config
+    assert recipe is not None  # otherwise `read_config` would have refused the config
     return Plan(
         recipe=recipe,
         config=args.config,
@@ -143,40 +149,51 @@ def build_plan(args: argparse.Namespace, engine: EngineConfig, stop_grace_s: flo
 
 
 def build_request(args: argparse.Namespace, each: int) -> ResourceRequest:
-    """Returns what the command asks of the cluster. `each`: the GPUs of a server. Raises ValueError."""
+    """Returns the resources that the command requests from the cluster.
+
+    Args:
+        args: Arguments of `torchtune-ext ray`.
+        each: GPUs of one server.
+
+    Raises:
+        UsageError: For missing, invalid or contradictory numbers.
+    """
     pairs = {kind: (getattr(args, f"train_{kind}"), getattr(args, f"engine_{kind}")) for kind in RESOURCE_NAMES}
     given = [kind for kind, pair in pairs.items() if pair != (None, None)]
     if len(given) != 1 or None in pairs[given[0]]:
         raise UsageError(
-            "how many GPUs? Write --train-gpus N --engine-gpus N; on a cluster without GPUs, --train-cpus N --engine-cpus N"
+            "the number of GPUs is missing: set --train-gpus N --engine-gpus N; on a cluster without GPUs, --train-cpus N "
+            "--engine-cpus N"
         )
     kind = given[0]
     train, engine = pairs[kind]
     for name, value in ((f"--train-{kind}", train), (f"--engine-{kind}", engine)):
         if value < 1:
-            raise UsageError(f"{name}={value}: it has to be 1 or more")
+            raise UsageError(f"{name}={value} must be at least 1")
     if kind == "cpus" and each > 1:
-        raise UsageError(f"engine.tensor_parallel_size={each} asks for GPUs: write --engine-gpus, or leave it out")
+        raise UsageError(
+            f"engine.tensor_parallel_size={each} needs GPUs: use --engine-gpus, or leave engine.tensor_parallel_size out"
+        )
     if engine % each:
         raise UsageError(
-            f"--engine-gpus={engine} is no multiple of engine.tensor_parallel_size={each}, the GPUs of a server"
+            f"--engine-gpus={engine} must be a multiple of engine.tensor_parallel_size={each}, the GPUs of a server"
         )
     return ResourceRequest(kind, train, engine // each, each)
 
 
 def run_variables(request: ResourceRequest) -> dict[str, str]:
-    """Returns the variables of this shell that the run gets on every machine, as under Slurm, and what else it needs."""
+    """Returns the run's environment variables on every machine: this shell's, as under Slurm."""
     variables = {name: value for name, value in copy_environment().items() if not MACHINE_VARIABLES.fullmatch(name)}
     if request.kind == "cpus":
-        # A rank asks Ray for one core, so it runs one thread unless the user says otherwise. GPUs stay hidden whatever
-        # the shell has set.
+        # A rank requests one core from Ray, so it runs one thread by default. GPUs stay hidden even
+        # if the shell sets CUDA_VISIBLE_DEVICES.
         variables = {"OMP_NUM_THREADS": "1", **variables, "CUDA_VISIBLE_DEVICES": ""}
     return {name: value for name, value in variables.items() if name not in RAY_VARIABLES}
 
 
 def status_message(output_dir: str) -> str:
-    """A line that names the newest checkpoint, seen from this machine."""
+    """Returns a line with the newest checkpoint, as seen from this machine."""
     checkpoints = checkpoint_folders(Path(output_dir, "checkpoints"))
     if not checkpoints:
-        return f"There is no checkpoint in {output_dir} yet, so the next start begins anew"
-    return f"The newest checkpoint is {checkpoints[-1]}; go on from there with resume_from_checkpoint=True"
+        return f"{output_dir} has no checkpoint yet, so the next start begins at step 0"
+    return f"The newest checkpoint is {checkpoints[-1]}; resume from it with resume_from_checkpoint=True"

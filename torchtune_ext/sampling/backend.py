@@ -1,4 +1,4 @@
-"""What all sampler backends share: the protocol `Backend`, a request and its result, a step's counters, and errors."""
+"""Shared by all sampler backends: the protocol `Backend`, requests, step counters and errors."""
 
 import asyncio
 import math
@@ -13,16 +13,16 @@ import numpy as np
 from torchtune_ext.run.errors import RunFailure, UsageError
 from torchtune_ext.sampling.types import Completion, Priority, SamplingConfig
 
-CRASH_POLL_S = 0.2  # seconds between two looks at an engine that is called
+CRASH_POLL_S = 0.2  # seconds between two checks for a crash during an engine call
 
 T = TypeVar("T")
-OnCompletion = Callable[[int, Completion], None]  # it takes the index of the sample in its group
+OnCompletion = Callable[[int, Completion], None]  # (index of the sample in its group, completion)
 
 
 def derive_seed(seed: int, *parts: int) -> int:
-    """A seed of 63 bits for a part of what `seed` stands for, for instance step 3 of a run."""
-    # SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) mixes in one part after the other, so that neighboring parts have
-    # seeds with nothing in common.
+    """Derives a 63-bit seed from `seed` and `parts`, for instance for step 3 of a run."""
+    # SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) mixes in one part after the other, so that
+    # neighboring parts have uncorrelated seeds.
     mask = (1 << 64) - 1
     value = seed & mask
     for part in parts:
@@ -34,20 +34,20 @@ def derive_seed(seed: int, *parts: int) -> int:
 
 
 def group_seeds(seed: int | None, group: int, n: int) -> list[int | None]:
-    """The seeds of a group's `n` completions; None stays None."""
-    # They follow only from the seed and the group's number, whatever else is submitted.
+    """Returns the seeds of a group's `n` completions; all None if `seed` is None."""
+    # The seeds depend only on `seed` and the group's number, not on other submitted groups.
     return [None if seed is None else derive_seed(seed, group, s) for s in range(n)]
 
 
 class BackendCrashed(RunFailure):
-    """The engine is gone, does not answer, or holds half-loaded weights: this life of it is over."""
+    """The engine process exited, does not answer, or holds half-loaded weights: restart it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStepStats:
     """The engine's counters after one of its steps."""
 
-    usage: float  # share of the KV cache in use
+    usage: float  # fraction of the KV cache in use
     running: int  # requests
     waiting: int  # requests
     preempted: int  # requests, in this step
@@ -57,31 +57,31 @@ class EngineStepStats:
 
 @dataclass(slots=True)
 class EngineRequest:
-    """One request, and in a life of the engine what it has sampled until now."""
+    """One request to one engine process, and the tokens sampled so far."""
 
     prompt: list[int]
     sampling: SamplingConfig
     seed: int | None
-    priority: Priority = Priority.SAMPLE  # where it stands in the engine's own queue
-    group: int = 0  # its number, for messages
-    n: int = 1  # requests of its group, all with this prompt
-    # Each life of the engine gets a copy of the request, with an id that is unique in the run.
+    priority: Priority = Priority.SAMPLE  # in the engine's own queue
+    group: int = 0  # number of the group, for messages
+    n: int = 1  # number of requests in the group; all share this prompt
+    # Each engine process gets a copy of the request, with an id that is unique in the run.
     id: str = ""
-    first_version: int = 0  # label of weights that were never published
-    task: asyncio.Task | None = field(default=None, init=False)  # the task that runs it
-    lost_reason: str = field(default="", init=False)  # why the engine ended before the request did
-    num_kept: int | None = field(default=None, init=False)  # tokens to keep, once the early stop has fired
+    first_version: int = 0  # version of weights that were never published
+    task: asyncio.Task | None = field(default=None, init=False)  # task that runs the request
+    lost_reason: str = field(default="", init=False)  # why the engine ended first; "" if it did not
+    num_kept: int | None = field(default=None, init=False)  # tokens to keep after an early stop
     tokens: list[int] = field(default_factory=list, init=False)
     logprobs: list[float] = field(default_factory=list, init=False)
-    _sum: float = field(default=0.0, init=False)  # of the early stop's running mean
+    _sum: float = field(default=0.0, init=False)  # running sum for the early stop
 
     @property
     def needs_streaming(self) -> bool:
-        """Whether tokens are wanted as they come, since an early stop may follow from them."""
+        """Whether the backend must stream tokens, because an early stop may depend on them."""
         return self.sampling.early_stop_logprob is not None
 
     def vllm_params(self) -> dict[str, Any]:
-        """The arguments of vLLM's `SamplingParams`, here and on a server."""
+        """Returns the arguments of vLLM's `SamplingParams`, for an engine and for a server."""
         sampling = self.sampling
         return {
             "max_tokens": sampling.max_tokens,
@@ -90,9 +90,9 @@ class EngineRequest:
             "top_k": sampling.top_k,
             "seed": self.seed,
             "stop_token_ids": list(sampling.stop_token_ids),
-            # A completion ends only with these stops. The tokenizer's end token is one of them where it should end one.
+            # Only `stop_token_ids` end a completion; they include the end token where needed.
             "ignore_eos": True,
-            # Only the log-prob of the sampled token is returned.
+            # 0 returns only the log-prob of the sampled token.
             "logprobs": 0,
             "prompt_logprobs": 0 if self.priority is Priority.SCORE else None,
             "detokenize": False,
@@ -100,14 +100,19 @@ class EngineRequest:
 
     @contextmanager
     def track_in(self, requests: dict[str, "EngineRequest"]) -> Iterator[None]:
-        """Keeps the request in `calls` while a backend runs it in the body, which `lose` ends with CoreLost."""
+        """Registers the request in `requests` while the body runs it.
+
+        Raises:
+            BackendCrashed: If `fail` ends the body.
+        """
         task = asyncio.current_task()
         assert task is not None
         self.task, requests[self.id] = task, self
         try:
             yield
         except asyncio.CancelledError:
-            # The caller may have cancelled the task, too. Only a cancellation by `lose` and nobody else is a loss.
+            # The caller may have cancelled the task, too. Only a cancellation by `fail` alone is a
+            # crash.
             if self.lost_reason and task.uncancel() == 0:
                 raise BackendCrashed(self.lost_reason) from None
             raise
@@ -115,13 +120,13 @@ class EngineRequest:
             del requests[self.id]
 
     def fail(self, why: str = "the engine was ended") -> None:
-        """Ends the request with CoreLost."""
+        """Ends the request with BackendCrashed."""
         self.lost_reason = why
         if self.task is not None:
             self.task.cancel()
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> bool:
-        """Takes what was sampled. Returns whether the early stop ends the request now."""
+        """Appends sampled tokens. Returns whether the early stop ends the request now."""
         sampling, before = self.sampling, len(self.tokens)
         self.tokens.extend(tokens)
         self.logprobs.extend(logprobs)
@@ -130,12 +135,13 @@ class EngineRequest:
             return False
         decay = sampling.early_stop_decay
         for count, logprob in enumerate(logprobs, before + 1):
-            # The sum starts at zero, which would hide the first hundred tokens. Divided by 1 - decay^t it is a true
-            # weighted mean from the first token on.
+            # The sum starts at zero, which would hide the first hundred tokens. Divided by 1 -
+            # decay^t it is a weighted mean from the first token on (bias correction, as in Adam).
             self._sum = decay * self._sum + (1.0 - decay) * logprob
             low = self._sum / (1.0 - decay**count) < lowest
             if math.isnan(logprob) or (low and count >= sampling.early_stop_min_tokens):
-                # Cut here, the completion does not depend on how many tokens arrive at a time.
+                # Truncating here makes the completion independent of how many tokens arrive at a
+                # time.
                 self.num_kept = count
                 return True
         return False
@@ -143,13 +149,17 @@ class EngineRequest:
     def completion(
         self, reason: str, spans: Iterable[tuple[str, int, int]], cached: int, prompt_logprobs: Sequence[float] = ()
     ) -> Completion:
-        """The result.
+        """Returns the finished completion.
 
-        Args: spans: (version, first token, last token + 1) of each stretch; cached: prompt tokens from the cache.
+        Args:
+            reason: vLLM's finish reason.
+            spans: (version, first token, last token + 1) of each span of one policy version.
+            cached: Prompt tokens found in the prefix cache.
+            prompt_logprobs: [P - 1], nats, for a request with `Priority.SCORE`.
         """
         versions = np.full(len(self.tokens), self.first_version, np.int32)
         for version, start, end in spans:
-            # vLLM calls the weights "default" until they get a label.
+            # vLLM labels weights "default" until they get a version.
             versions[start:end] = self.first_version if version == "default" else int(version)
         return Completion(
             tokens=np.array(self.tokens[: self.num_kept], np.int32),
@@ -164,10 +174,14 @@ class EngineRequest:
 def build_requests(
     prompt: Sequence[int], n: int, sampling: SamplingConfig, group: int, priority: Priority, max_model_len: int
 ) -> list[EngineRequest]:
-    """The `n` requests of a group. Raises ValueError for what does not fit. Args: as of `Engine.submit`."""
+    """Returns the `n` requests of a group. Arguments as in `Engine.submit`.
+
+    Raises:
+        UsageError: For an empty prompt, n < 1, or more tokens than max_model_len.
+    """
     ids: list[int] = np.asarray(prompt).tolist()
     if n < 1:
-        raise UsageError(f"sample: n is {n}; it has to be 1 or more")
+        raise UsageError(f"sample: n={n} must be at least 1")
     if not ids:
         raise UsageError(f"sample: prompt {group} is empty; it needs at least one token")
     if len(ids) + sampling.max_tokens > max_model_len:
@@ -179,107 +193,138 @@ def build_requests(
 
 
 class ProcessStatus(Protocol):
-    """What `bounded` watches while it waits: an engine that may die meanwhile."""
+    """An engine process that `call_with_deadline` watches for a crash while it waits."""
 
     @property
     def is_dead(self) -> bool:
-        """Whether this life is over, also when nobody has called `stop`."""
+        """Whether the process has ended, with or without a call of `stop`."""
         ...
 
     def describe_exit(self) -> str:
-        """Says how a dead engine ended, in words that fit into a message."""
+        """Returns how the process ended, as a phrase for a message."""
         ...
 
 
 class Backend(ProcessStatus, Protocol):
-    """One life of an engine, as its lane sees it: what a backend (`engine.BACKENDS`) makes.
+    """One process incarnation of an engine, made by a backend factory (`engine.BACKENDS`).
 
-    CoreLost ends a life: the lane calls `stop`, and the backend makes another life, which gets the weights by `load`.
-    After a ValueError the engine lives on. Coroutines run in the engine's asyncio thread and bound their own waits by
-    the deadlines of the config.
+    After BackendCrashed the replica calls `stop`, and the factory makes another incarnation, which
+    gets the weights by `load`. After a ValueError the engine stays in service. Coroutines run in
+    the engine's asyncio thread and bound their own waits by the deadlines of the config.
     """
 
-    # The requests under way, by their ids.
+    # In-flight requests by id.
     requests: dict[str, EngineRequest]
-    # When it last gave a sign of life, on time.monotonic(). The lane pings an engine that has requests and gives none.
+    # Time of the last heartbeat (time.monotonic()). The replica pings an engine with requests but
+    # without a recent heartbeat.
     last_heartbeat: float
-    # Known after `launch`: tokens that the KV cache holds, tokens of one of its blocks, and token ids of the model.
+    # Known after `launch`: capacity of the KV cache in tokens, tokens per block, and vocabulary
+    # size.
     cache_tokens: int
     block_size: int
     vocab_size: int
-    # The level of sleep; 0 when the engine is awake.
+    # Sleep level; 0 if the engine is awake.
     sleep_level: int
 
     @property
     def process_group(self) -> int:
-        """The process group that has to be killed when the trainer dies; 0 when there is none."""
+        """Process group to kill when the trainer dies; 0 if the backend has no process."""
         ...
 
     @property
     def stats_error(self) -> Exception | None:
-        """The error that our own code raised over the engine's counters; with one the lane gives up."""
+        """Error of our own code while it read the engine's counters; retires the replica."""
         ...
 
     def configure(self) -> None:
-        """Imports what is slow and checks the config, in the thread of `Engine.start`. Raises ValueError."""
+        """Does slow imports and checks the config, in the thread of `Engine.start`.
+
+        Raises:
+            ValueError: If the engine refuses the config.
+        """
 
     async def launch(self) -> None:
-        """Returns once the engine can work. Calls `configure` if nobody has. Raises CoreLost, and as `configure`."""
+        """Returns once the engine can take requests; calls `configure` if it was not called before.
+
+        Raises:
+            BackendCrashed: If the engine does not start.
+            ValueError: As `configure`.
+        """
 
     async def generate(self, request: EngineRequest) -> Completion:
-        """Runs one request inside `call.running`, gives `call.add` its tokens as they come, returns `call.completion`.
+        """Runs one request inside `request.track_in` and returns `request.completion`.
 
-        Raises CoreLost; ValueError when the engine refuses the request.
+        The backend passes tokens to `request.add` as they arrive.
+
+        Raises:
+            BackendCrashed: If the engine crashes.
+            ValueError: If the engine refuses the request.
         """
         ...
 
     async def ping(self, deadline_s: float) -> None:
-        """Returns once the engine has answered. Raises CoreLost after `deadline_s` seconds; ValueError."""
+        """Returns once the engine has answered.
+
+        Raises:
+            BackendCrashed: Without an answer after `deadline_s` seconds.
+            ValueError: If the engine refuses the request.
+        """
 
     async def load(self, buffers: Sequence[Any], version: int) -> tuple[float, float]:
-        """Replaces weights between two steps, wakes the engine if it sleeps, and labels what it samples as `version`.
+        """Replaces the weights between two steps, wakes a sleeping engine, and sets its version.
 
-        Args: buffers: `weight_buffer.WeightBuffer`s, the model's before its adapter's; with none, the weights stay.
-        Returns: seconds in which nothing was sampled, and seconds of loading among them.
-        Raises: CoreLost; ValueError when the engine refuses the weights and goes on with the old ones.
+        Args:
+            buffers: `weight_buffer.WeightBuffer`s, the model's before its adapter's. If empty, only
+                the version changes.
+            version: Policy version of the tokens sampled from now on.
+
+        Returns:
+            Seconds without sampling, and the seconds of loading that they include.
+
+        Raises:
+            BackendCrashed: If the engine crashes.
+            ValueError: If the engine refuses the weights and continues with the old ones.
         """
         ...
 
     async def checksums(self) -> list[dict[str, int | None]]:
-        """Returns for each worker what `Engine.checksums` does. Raises CoreLost."""
+        """Returns `Engine.checksums` of this engine, one dict per worker. Raises BackendCrashed."""
         ...
 
     async def weight_version(self) -> int:
-        """Returns the label of what it samples, from the engine itself. Raises CoreLost."""
+        """Returns the version of the weights, as the engine reports it. Raises BackendCrashed."""
         ...
 
     async def sleep(self, level: int) -> None:
-        """Frees GPU memory. Level 1 keeps the weights in host memory, level 2 drops them. Raises CoreLost.
+        """Frees GPU memory. Level 1 keeps the weights in host memory, level 2 drops them.
 
-        `load` wakes the engine from either. An engine with a GPU of its own may ignore the call.
+        `load` wakes the engine from both levels. An engine with its own GPU may ignore the call.
+
+        Raises:
+            BackendCrashed: If the engine crashes.
         """
 
     def kill(self) -> None:
-        """Ends the engine at once, from any thread and without a wait."""
+        """Kills the engine without waiting; may be called from any thread."""
 
     def log_tail(self) -> str:
-        """Returns the last lines of the engine's log, for the message of an error."""
+        """Returns the last lines of the engine's log, for an error message."""
         ...
 
     async def stop(self) -> None:
-        """Ends this life, which may be over already, and all requests in `calls` (`Call.lose`). May be called twice."""
+        """Ends the process and all of its requests (`EngineRequest.fail`). May be called twice."""
 
 
 def mark_retrieved(task: asyncio.Future) -> None:
-    """Marks the error of a task that is done as seen."""
-    # asyncio prints an error that nobody fetches, with its traceback. The caller of such a task may leave before it
-    # ends (Ctrl-C, a deadline), and has then said why.
+    """Marks the error of a finished task as retrieved."""
+    # asyncio prints the traceback of an error that was never retrieved. The caller of such a task
+    # may leave before the task ends (Ctrl-C, a deadline), and has then reported the reason.
     if not task.cancelled():
         task.exception()
 
 
 async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:
-    """Awaits all, and returns their results. Where one fails, the others end."""
+    """Awaits all of `work` and returns the results. If one fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return await asyncio.gather(*tasks)
@@ -291,7 +336,12 @@ async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:
 
 @asynccontextmanager
 async def crash_on_timeout(limit_s: float, what: str) -> AsyncIterator[None]:
-    """Raises CoreLost if the body takes longer. Args: what: did not happen then, for the message."""
+    """Raises BackendCrashed if the body takes longer than `limit_s` seconds.
+
+    Args:
+        limit_s: Deadline in seconds.
+        what: Event that did not happen, for the message.
+    """
     try:
         async with asyncio.timeout(limit_s):
             yield
@@ -300,8 +350,13 @@ async def crash_on_timeout(limit_s: float, what: str) -> AsyncIterator[None]:
 
 
 async def call_with_deadline(backend: ProcessStatus, awaitable: Awaitable[Any], deadline_s: float, name: str) -> Any:
-    """Awaits a call into the engine. Raises CoreLost after `deadline_s` seconds, and what the call raises."""
-    # By itself the call would never return when the engine dies meanwhile, so `core.dead` is asked again and again.
+    """Awaits a call into the engine.
+
+    Raises:
+        BackendCrashed: After `deadline_s` seconds, or if the engine crashes or the call fails.
+        ValueError: As the call.
+    """
+    # If the engine crashes, the call itself never returns. Therefore `backend.is_dead` is polled.
     give_up_at = time.monotonic() + deadline_s
     task = asyncio.ensure_future(awaitable)
     task.add_done_callback(mark_retrieved)
@@ -316,7 +371,7 @@ async def call_with_deadline(backend: ProcessStatus, awaitable: Awaitable[Any], 
                 raise BackendCrashed(f"the engine did not answer {name} within {deadline_s:g} s")
     except (BackendCrashed, ValueError):
         raise
-    except Exception as error:  # vLLM wraps what happened in its process in a bare Exception
+    except Exception as error:  # vLLM wraps errors of its process in a bare Exception
         raise BackendCrashed(f"the engine failed in {name}: {error}") from error
     finally:
         task.cancel()

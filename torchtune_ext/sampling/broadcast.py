@@ -1,11 +1,12 @@
-"""Weights over a network, from the trainer's memory to servers on other machines, by vLLM's weight-transfer protocol.
+"""Weight sync to servers on other machines, by vLLM's weight-transfer protocol.
 
     trainer                                          server, in vLLM's process
-    server.py ── HTTP ─────────────────────────────▶ worker.py (begins, takes, finishes an update)
-    courier.py ── asks ──▶ this module, the sender ▶ the bytes by gloo or NCCL, piece by piece
+    server.py ── HTTP ─────────────────────────────▶ worker.py: starts, receives, finishes an update
+    weight_sender.py ─ requests ─▶ this module ────▶ the bytes by gloo or NCCL, in chunks
 
-The sender is a process beside the trainer (python -P -m torchtune_ext.sampling.broadcast SOCKET PARENT). It opens the
-trainer's memory and broadcasts it in a group with the workers of each server. Only the sender waits for other machines.
+This module is a process next to the trainer (python -P -m torchtune_ext.sampling.broadcast SOCKET
+PARENT). It opens the trainer's memory and broadcasts it in a group with the workers of each server.
+Only this process waits for other machines.
 """
 
 import logging
@@ -30,13 +31,13 @@ from torchtune_ext.sampling.weight_buffer import MANIFEST, iter_tensors, manifes
 
 log = logging.getLogger(__name__)
 
-MIN_TIMEOUT_S = 0.001  # for gloo, a timeout of 0 is none
-CHUNK_BYTES = 64 << 20  # of one broadcast by gloo; a larger tensor is a chunk of its own
+MIN_TIMEOUT_S = 0.001  # gloo treats a timeout of 0 as infinite
+CHUNK_BYTES = 64 << 20  # bytes per gloo broadcast; a larger tensor is its own chunk
 
 
 def own_address(host: str, port: int) -> str:
-    """The address of this machine from which packets to another one leave. Raises OSError."""
-    # Connecting a UDP socket only looks the route up. Nothing is sent.
+    """Returns this machine's source address for packets to `host`. Raises OSError."""
+    # Connecting a UDP socket only looks up the route and sends nothing.
     (family, kind, protocol, _, target), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
@@ -44,39 +45,48 @@ def own_address(host: str, port: int) -> str:
 
 
 def listen(address: str) -> socket.socket:
-    """A socket that listens on one address of this machine only, at a free port. Raises OSError."""
+    """Returns a socket that listens only on `address`, on a free port. Raises OSError."""
     return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
 @dataclass(kw_only=True)
 class GlooInit:
-    """How a server's workers find the group: the fields of vLLM's `NCCLWeightTransferInitInfo`, and gloo's own."""
+    """Rendezvous of a gloo group: the fields of vLLM's `NCCLWeightTransferInitInfo` and our own."""
 
-    master_address: str  # of the sender, as the server sees it
+    master_address: str  # address of the sender, as the server sees it
     master_port: int
     rank_offset: int  # rank of the server's first worker; the sender has rank 0
     world_size: int  # the sender and the workers of the server
-    group: str  # a name that nobody guesses, used by no other group
+    group: str  # random, unique name of the group
     chunk_bytes: int = CHUNK_BYTES
-    deadline_s: float = 300.0  # seconds until a worker gives up a group or an update that does not come
+    deadline_s: float = 300.0  # timeout of the rendezvous and of an update in a worker, seconds
 
 
 class GlooGroup:
-    """A gloo group of the sender and a server's workers, apart from every other group. After any error, close it."""
+    """A separate gloo group of the sender and a server's workers. After any error, close it."""
 
     def __init__(self, init: GlooInit, rank: int, listener: socket.socket | None = None):
-        """Waits until all have joined; rank 0 is the sender. Raises RuntimeError after `init.deadline_s` seconds."""
+        """Waits until all ranks have joined.
+
+        Args:
+            init: The rendezvous.
+            rank: Rank of this process; the sender has rank 0.
+            listener: Listening socket of the sender; None for the workers.
+
+        Raises:
+            RuntimeError: After `init.deadline_s` seconds.
+        """
         address, port, world_size = init.master_address, init.master_port, init.world_size
         limit = timedelta(seconds=init.deadline_s)
-        # The store owns the descriptor from here on, and closes it with the group.
+        # From here on the store owns the descriptor and closes it with the group.
         ours: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
         self._store = dist.TCPStore(
             address, port, world_size, listener is not None, limit, wait_for_workers=False, **ours
         )
-        # torch's stub has another name for this class, and leaves out the collectives of a group.
+        # torch's stub has another name for this class, and lacks the collectives of a group.
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        # The group binds to the one address that faces the other end, whatever `GLOO_SOCKET_IFNAME` says: that variable
-        # keeps an engine's own groups on its machine.
+        # The group binds only to the address that faces the other end. It ignores
+        # `GLOO_SOCKET_IFNAME`, which restricts an engine's own groups to its machine.
         here = address if listener is not None else own_address(address, port)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]
         options._timeout = limit
@@ -85,7 +95,15 @@ class GlooGroup:
         )
 
     def broadcast(self, data: torch.Tensor, give_up_at: float) -> None:
-        """Sends `data` [bytes] from rank 0 to all, in place. Raises RuntimeError at `give_up_at` (time.monotonic())."""
+        """Broadcasts `data` [bytes] from rank 0, in place.
+
+        Args:
+            data: [bytes], uint8.
+            give_up_at: Deadline on time.monotonic().
+
+        Raises:
+            RuntimeError: At the deadline, or if the group is closed.
+        """
         if self._group is None:
             raise RunFailure("the group is closed")
         options = dist.BroadcastOptions()
@@ -99,8 +117,12 @@ class GlooGroup:
 
 
 def iter_chunks(manifest: Mapping[str, Sequence], limit: int) -> Iterator[tuple[int, int, dict[str, list]]]:
-    """Yields begin and end, in bytes, and the manifest of each piece: it ends with the tensor that reaches `limit`."""
-    # Both ends compute the pieces by themselves, so these must follow from the arguments only.
+    """Yields (begin, end, manifest) of each chunk, in bytes.
+
+    A chunk ends with the tensor at which its size reaches `limit`.
+    """
+    # Sender and workers compute the chunks independently, so the result must depend only on the
+    # arguments.
     rows: list[tuple] = []
     begin = end = 0
     for name, dtype, shape, offset in zip(*(manifest[column] for column in MANIFEST), strict=True):
@@ -115,7 +137,7 @@ def iter_chunks(manifest: Mapping[str, Sequence], limit: int) -> Iterator[tuple[
 
 
 class GlooSender:
-    """Sends by gloo."""
+    """Broadcasts weights by gloo."""
 
     def __init__(self, address: str, world_size: int, deadline_s: float):
         self._listener = listen(address)
@@ -130,11 +152,11 @@ class GlooSender:
         self.init = asdict(self._init)
 
     def join(self) -> None:
-        """Waits until all have joined. Raises RuntimeError (of torch)."""
+        """Waits until all ranks have joined. Raises RuntimeError (from torch)."""
         self._group = GlooGroup(self._init, 0, self._listener)
 
     def send(self, path: str, manifest: dict[str, list], deadline_s: float) -> None:
-        """Broadcasts what lies in the trainer's memory at `path`. Raises RuntimeError (of torch), ValueError."""
+        """Broadcasts the trainer's memory at `path`. Raises RuntimeError (of torch), ValueError."""
         give_up_at = time.monotonic() + deadline_s
         memory = map_memory(path)
         for begin, end, _ in iter_chunks(manifest, CHUNK_BYTES):
@@ -142,7 +164,7 @@ class GlooSender:
 
 
 class NcclSender:
-    """Sends by NCCL, as vLLM's own trainer side does, from the first GPU that this process sees."""
+    """Broadcasts weights by NCCL from the first visible GPU, as vLLM's own trainer side does."""
 
     def __init__(self, address: str, world_size: int, deadline_s: float):
         from vllm.distributed.weight_transfer.packed_tensor import (
@@ -172,7 +194,7 @@ class NcclSender:
     def send(self, path: str, manifest: dict[str, list], deadline_s: float) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
-        # NCCL has no deadline, so the trainer keeps it, and kills this process when it has passed.
+        # NCCL has no timeout. The trainer enforces the deadline and kills this process.
         packed_nccl_broadcast_producer(
             iterator=((name, tensor.to("cuda")) for name, tensor in iter_tensors(path, manifest)),
             group=self._group,
@@ -182,7 +204,7 @@ class NcclSender:
             num_buffers=self.init["packed_num_buffers"],
         )
         torch.cuda.synchronize()
-        # The trainer is on the same GPU, and needs the memory until the next publication.
+        # The trainer uses the same GPU and needs the memory until the next weight sync.
         torch.cuda.empty_cache()
 
 
@@ -190,8 +212,8 @@ SENDERS = {"gloo": GlooSender, "nccl": NcclSender}
 
 
 def serve(end: socket.socket) -> None:
-    """Does what the trainer asks for until it closes its end, or something fails."""
-    senders: dict[str, GlooSender | NcclSender] = {}  # one for each server, by its address
+    """Serves the trainer's requests until it closes its end, or a request fails."""
+    senders: dict[str, GlooSender | NcclSender] = {}  # server address -> sender
     while True:
         try:
             messages = receive_messages(end)
@@ -199,7 +221,7 @@ def serve(end: socket.socket) -> None:
             return
         for number, method, arguments in messages:
             if method == "cancel":
-                return  # nobody waits for this transfer any more
+                return  # the trainer has cancelled the transfer
             try:
                 server, *rest = arguments
                 if method == "listen":
@@ -212,7 +234,8 @@ def serve(end: socket.socket) -> None:
                 log.error("%s: %s", method, error)
                 answer = ("lost", f"the sender failed in {method}: {error}")
             end.sendall(pack_messages([(number, *answer)]))
-            # Nobody knows the state of a group whose collective broke off, so the sender ends.
+            # After an interrupted collective the state of the group is undefined, so the sender
+            # exits.
             if answer[0] == "lost":
                 return
 

@@ -1,4 +1,4 @@
-"""Starts a process of the sampler, says how it ended, and carries messages between it and us."""
+"""A child process of the sampler: start, messages over a socket pair, and end."""
 
 import asyncio
 import itertools
@@ -16,12 +16,12 @@ from torchtune_ext.run.process_env import describe_exit
 from torchtune_ext.sampling.backend import BackendCrashed
 from torchtune_ext.sampling.prestart import ProcessHandle, child_environment, spawn
 
-EXIT_TIMEOUT_S = 5.0  # seconds that a killed process has to end
+EXIT_TIMEOUT_S = 5.0  # deadline in seconds for a killed process to end
 _LENGTH = struct.Struct("<Q")
 
 
 def log_tail(log: Path, start: int, lines: int = 30) -> str:
-    """The last lines of a log, none of them before the byte `start`."""
+    """Returns the last `lines` lines of a log, at or after the byte `start`."""
     try:
         with open(log, "rb") as file:
             file.seek(max(start, log.stat().st_size - 16384))
@@ -30,16 +30,16 @@ def log_tail(log: Path, start: int, lines: int = 30) -> str:
         return f"(cannot be read: {error})"
 
 
-# Messages between two processes of the sampler are pickled lists behind their length, over a socket pair.
+# Sampler processes exchange frames over a socket pair: the length, then a pickled list of messages.
 def pack_messages(messages: list[Any]) -> bytes:
-    """The frame that carries some messages."""
+    """Returns one frame with `messages`."""
     data = pickle.dumps(messages, protocol=5)
     return _LENGTH.pack(len(data)) + data
 
 
 def receive_messages(end: socket.socket) -> list[Any]:
-    """Reads one frame without an asyncio loop, and returns its messages. Raises EOFError, OSError."""
-    # Not a byte more is read: what follows is for the loop that runs later.
+    """Reads one frame without asyncio and returns its messages. Raises EOFError, OSError."""
+    # It reads exactly one frame: the following bytes belong to the loop that runs later.
     (length,) = _LENGTH.unpack(_exactly(end, _LENGTH.size))
     return pickle.loads(_exactly(end, length))
 
@@ -55,24 +55,30 @@ class MessageChannel(asyncio.Protocol):
     """One end of the socket pair in an asyncio loop."""
 
     def __init__(self, on_messages: Callable[[list[Any]], None], on_end: Callable[[], None]) -> None:
-        """Args: on_messages: takes what has arrived; on_end: called once when the other end is gone."""
+        """Must be called in the asyncio loop.
+
+        Args:
+            on_messages: Called with the messages of each frame.
+            on_end: Called once when the other end is closed.
+        """
         self._on_messages, self._on_end = on_messages, on_end
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._waiting: list[Any] = []  # messages that have not left yet
+        self._waiting: list[Any] = []  # unsent messages
         self._flushing = False
         self._arrived = bytearray()
 
     def send(self, message: Any) -> None:
-        """Sends a message, unless the other end is gone."""
-        # All messages of one turn of the loop leave as one frame, which wakes the other end only once.
+        """Sends a message, unless the other end is closed."""
+        # All messages of one loop iteration are sent as one frame, which wakes the other end only
+        # once.
         self._waiting.append(message)
         if not self._flushing:
             self._flushing = True
             self._loop.call_soon(self._flush)
 
     def close(self) -> None:
-        """Ends the connection without calling `on_end`. Messages sent before still leave."""
+        """Flushes pending messages and closes the connection without calling `on_end`."""
         self._flush()
         self._on_end = lambda: None
         if self._transport is not None:
@@ -85,7 +91,7 @@ class MessageChannel(asyncio.Protocol):
             self._transport.write(pack_messages(messages))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)  # a socket's
+        assert isinstance(transport, asyncio.Transport)  # always true for a socket
         self._transport = transport
         self._flush()
 
@@ -107,7 +113,7 @@ class MessageChannel(asyncio.Protocol):
 
 
 class ChildProcess:
-    """One life of a process of the sampler, and those who wait for its answers."""
+    """One process of the sampler, and the pending requests to it."""
 
     def __init__(
         self,
@@ -119,17 +125,26 @@ class ChildProcess:
         environ: Mapping[str, str] | None = None,
         begun: ProcessHandle | None = None,
     ):
-        """Starts the process and returns at once. Raises OSError.
+        """Starts the process without waiting.
 
-        Args: module: its program (`spawn`); log: takes its output; on_news: takes kind and value; first: a frame before
-        all messages; begun: a process that runs already, whose first frame brings log and environment.
+        Args:
+            name: Name of the process in messages.
+            module: Module to run (`spawn`).
+            log: File for the output.
+            on_event: Called with kind and value of each event.
+            first: Content of a frame before all messages.
+            environ: Environment of the process; None: `child_environment({})`.
+            begun: A prestarted process, which gets log and environment with the first frame.
+
+        Raises:
+            OSError: If the process cannot be started.
         """
         self.name = name
-        self.exit_reason: str | None = None  # how this life ended, as soon as anybody knows
-        self.last_heartbeat = time.monotonic()  # when its last message came
+        self.exit_reason: str | None = None  # how the process ended, once known
+        self.last_heartbeat = time.monotonic()  # time of the last message
         self._on_event = on_event
         self._numbers = itertools.count(1)
-        self._answers: dict[int, asyncio.Future] = {}  # who waits, by the number of the message
+        self._answers: dict[int, asyncio.Future] = {}  # pending requests by message number
         self._loop = asyncio.get_running_loop()
         with open(log, "ab", buffering=0) as out:
             self._process, ours = begun or spawn(module, out.fileno(), environ or child_environment({}))
@@ -141,7 +156,7 @@ class ChildProcess:
 
     @property
     def process_group(self) -> int:
-        """The id of its process group, which is also its own."""
+        """Process group id; equal to the process id."""
         return self._process.pid
 
     @property
@@ -152,9 +167,15 @@ class ChildProcess:
         return self.exit_reason or describe_exit(self._process.poll(), self.name)
 
     async def send_request(self, method: str, *arguments: Any) -> Any:
-        """Sends a message, and returns the answer. The caller bounds the wait. Raises CoreLost, ValueError."""
-        # A message is (number, method, arguments), or (number, "cancel", ()) when nobody waits for the answer any more.
-        # An answer is (number, kind, value), where the kind is "value", "refused" or "lost". All else is news.
+        """Sends a request and returns the answer. The caller must set a deadline.
+
+        Raises:
+            BackendCrashed: If the process has ended, or answers "lost".
+            ValueError: If the process refuses the request.
+        """
+        # A message is (number, method, arguments), or (number, "cancel", ()) after the waiter was
+        # cancelled. An answer is (number, kind, value) with the kind "value", "refused" or "lost".
+        # All other kinds are events.
         if self.exit_reason is not None:
             raise BackendCrashed(f"{self.exit_reason}")
         number, answer = next(self._numbers), self._loop.create_future()
@@ -169,11 +190,11 @@ class ChildProcess:
             del self._answers[number]
 
     def kill(self) -> None:
-        """Kills it and all that it has started, from any thread, without a wait."""
+        """Kills the process group without waiting; may be called from any thread."""
         reaper.kill_group(self.process_group)
 
     async def stop(self) -> None:
-        """Ends it, and all who wait for an answer. May be called twice."""
+        """Kills the process and fails all pending requests. May be called twice."""
         self.exit_reason = self.exit_reason or f"{self.name} was ended"
         self.kill()
         self._fail_pending()
@@ -198,7 +219,7 @@ class ChildProcess:
                     answer.set_exception(ValueError(value) if kind == "refused" else BackendCrashed(value))
 
     def _end(self) -> None:
-        # The connection ends a moment before the process does.
+        # The connection closes shortly before the process exits.
         try:
             code = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
@@ -210,5 +231,5 @@ class ChildProcess:
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(BackendCrashed(self.exit_reason))
-                # Whoever waited may be gone, and asyncio prints an error that nobody fetches.
+                # asyncio prints an error that is never retrieved, and the waiter may be cancelled.
                 answer.exception()

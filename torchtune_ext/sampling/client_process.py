@@ -1,9 +1,10 @@
 """The process of vLLM's client: python -P -m torchtune_ext.sampling.client_process SOCKET PARENT
 
-In the trainer's interpreter the client would take the lock from training, which then took twice as long: a request of
-eleven tokens costs 0.7 ms of Python. The first frame holds (directory of the model, EngineConfig, path of the log,
-environment). After it come messages of `child_process.ChildProcess`. The news are (0, "step", Step) and (0, "dead",
-how the engine ended). The engine's process ends when this one ends, and this one when the trainer does.
+In the trainer's process the client would hold the GIL, and training took twice as long: a request
+of eleven tokens costs 0.7 ms of Python. The first frame holds (model folder, EngineConfig, log
+path, environment). The following frames hold messages of `child_process.ChildProcess`. The events
+are (0, "step", EngineStepStats) and (0, "dead", exit reason of the engine). The engine's process
+ends with this process, and this process ends with the trainer.
 """
 
 import asyncio
@@ -28,29 +29,29 @@ from torchtune_ext.sampling.engine_args import CORES_VARIABLE, engine_args, on_c
 from torchtune_ext.sampling.types import Completion, EngineConfig, Priority
 from torchtune_ext.sampling.weight_buffer import ADAPTER_ID
 
-# vLLM takes lower case, too.
+# vLLM also accepts lower case.
 LOG_LEVEL = logging.getLevelNamesMapping().get(os.environ.get("VLLM_LOGGING_LEVEL", "").upper(), logging.WARNING)
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-PROCESS_POLL_S = 0.1  # seconds between two looks at the engine's process
+PROCESS_POLL_S = 0.1  # seconds between two checks of the engine's process
 
 
 class Client:
-    """Does what the trainer asks, and tells it what happens."""
+    """Serves the trainer's requests and reports events."""
 
     def __init__(self, end: socket.socket, model_dir: str, config: EngineConfig):
-        """To be called in the asyncio loop in which `serve` runs."""
+        """Must be called in the asyncio loop of `serve`."""
         self.config, self.model_dir = config, model_dir
         self.requests: dict[str, EngineRequest] = {}
         self.socket = end
-        self.process: Any = None  # of the engine
-        self._tasks: dict[int, asyncio.Task] = {}  # what is under way, by its number
-        self._disconnected = asyncio.Event()  # the trainer's end is closed
+        self.process: Any = None  # the engine's process
+        self._tasks: dict[int, asyncio.Task] = {}  # running tasks by message number
+        self._disconnected = asyncio.Event()  # set once the trainer's end is closed
         self._channel = MessageChannel(self._receive, self._disconnected.set)
         self._llm: Any = None
         self._vllm_config: Any = None
 
     async def serve(self) -> None:
-        """Works until the trainer closes its end."""
+        """Serves requests until the trainer closes its end."""
         await asyncio.get_running_loop().create_connection(lambda: self._channel, sock=self.socket)
         while not self._disconnected.is_set() and not self.is_dead:
             try:
@@ -59,7 +60,7 @@ class Client:
                 pass
         if not self._disconnected.is_set():
             self._channel.send((0, "dead", self.describe_exit()))
-            await self._disconnected.wait()  # requests that fail over it are answered; the trainer ends this process
+            await self._disconnected.wait()  # failing requests still get answers; the trainer ends this process
 
     def _receive(self, messages: list[Any]) -> None:
         for number, method, arguments in messages:
@@ -78,10 +79,10 @@ class Client:
         except BackendCrashed as error:
             answer = ("lost", str(error))
         except asyncio.CancelledError:
-            return  # the trainer does not wait for it any more
+            return  # the trainer has cancelled the request
         except BaseException as error:
-            # Nobody sees this process, so the trainer gets the message and the log the traceback. The net is wide,
-            # since vLLM wraps what happened in the engine's process in a bare Exception.
+            # The trainer gets the message, and the log gets the traceback. The clause catches every
+            # error, since vLLM wraps errors of the engine's process in a bare Exception.
             method = arguments[0] if method == "engine" else method
             logging.getLogger(__name__).exception("%s failed", method)
             answer = ("lost", self.describe_exit() if self.is_dead else f"the engine failed in {method}: {error!r}")
@@ -95,25 +96,31 @@ class Client:
     def describe_exit(self) -> str:
         return describe_exit(self.process.exitcode, "the engine's process")
 
-    # -- what the trainer asks for ------------------------------------------------------------------------------------
+    # -- requests of the trainer -------------------------------------------------------------------
 
     async def configure(self) -> None:
-        """Makes vLLM's configuration. Raises ValueError when vLLM refuses it."""
+        """Creates vLLM's config. Raises ValueError if vLLM refuses it."""
         from vllm.engine.arg_utils import AsyncEngineArgs
 
-        # vLLM's default loggers are not needed; ours counts.
+        # `_stat_logger` replaces vLLM's default loggers.
         args: dict[str, Any] = engine_args(self.model_dir, self.config) | {"disable_log_stats": True}
         self._vllm_config = AsyncEngineArgs(**args).create_engine_config()
 
     async def launch(self) -> tuple[int, int, int]:
-        """Brings the engine up. Returns tokens of its KV cache, tokens of a block of it, and token ids of the model.
+        """Starts the engine.
 
-        Raises CoreLost; ValueError when vLLM refuses the configuration.
+        Returns:
+            Capacity of the KV cache in tokens, tokens per block, and vocabulary size.
+
+        Raises:
+            BackendCrashed: If the engine does not start.
+            ValueError: If vLLM refuses the config.
         """
         import vllm.v1.engine.utils as engine_utils
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        # Our context makes the engine's process a fork of this one where it can, and keeps a handle to it.
+        # EngineContext forks the engine's process from this one where possible, and keeps a handle
+        # to it.
         make_context = engine_utils.get_mp_context
         engine_utils.get_mp_context = lambda: EngineContext(self, make_context())
         try:
@@ -122,10 +129,10 @@ class Client:
             )
         except (RuntimeError, OSError) as error:
             how = f"; {self.describe_exit()}" if self.is_dead else ""
-            raise BackendCrashed(f"its process did not come up: {error}{how}") from error
+            raise BackendCrashed(f"its process did not start: {error}{how}") from error
         finally:
             engine_utils.get_mp_context = make_context
-        # vLLM has added a logger for Prometheus, which nobody reads. Only ours stays.
+        # vLLM has added a Prometheus logger, which is unused. Only `_stat_logger` stays.
         self._llm.logger_manager.stat_loggers = self._llm.logger_manager.stat_loggers[:1]
         cache = self._llm.vllm_config.cache_config
         block = cache.block_size
@@ -160,14 +167,24 @@ class Client:
         return StepLogger()
 
     async def generate(self, request: EngineRequest, cache_salt: str | None, uses_adapter: bool) -> Completion:
-        """Runs one request. Only requests of one `salt` share a prefix. Raises CoreLost; ValueError: vLLM refuses."""
+        """Runs one request.
+
+        Args:
+            request: The request.
+            cache_salt: Requests share cached prefixes only with the same salt.
+            uses_adapter: Whether the request uses the adapter.
+
+        Raises:
+            BackendCrashed: If the engine fails.
+            UsageError: If vLLM refuses the request.
+        """
         from vllm.exceptions import VLLMClientError
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         salted = {} if cache_salt is None else {"cache_salt": cache_salt}
         prompt = {"type": "token", "prompt_token_ids": request.prompt, **salted}
-        # vLLM wants a path, but reads nothing there, since the adapter is in the engine already.
+        # vLLM requires a path but does not read it, since the adapter is already loaded.
         lora = LoRARequest("policy", ADAPTER_ID, "/nowhere/the-adapter-is-in-memory") if uses_adapter else None
         output: Any = None
         part: Any = None
@@ -179,10 +196,10 @@ class Client:
                 async for output in outputs:
                     part = output.outputs[0]
                     if request.add(part.token_ids, part.logprobs.logprobs) and not output.finished:
-                        await self._llm.abort(request.id)  # one more output follows it
-            assert output is not None and part is not None  # vLLM yields one output at least
+                        await self._llm.abort(request.id)  # vLLM yields one more output afterwards
+            assert output is not None and part is not None  # vLLM yields at least one output
             if part.finish_reason == "abort" and request.num_kept is None:
-                raise BackendCrashed("the engine ended a request before it was done")
+                raise BackendCrashed("the engine aborted an unfinished request")
             spans = [(span.version, span.start, span.end) for span in part.weight_versions or ()]
             scores = output.prompt_logprobs.logprobs if request.priority is Priority.SCORE else ()
             return request.completion(part.finish_reason, spans, output.num_cached_tokens or 0, scores)
@@ -203,7 +220,7 @@ class Client:
         return params
 
     async def engine(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Calls a method of `AsyncLLM`, by its name. The trainer bounds the wait."""
+        """Calls a method of `AsyncLLM` by name. The trainer sets the deadline."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
         if method == "init_weight_transfer_engine":
@@ -214,11 +231,11 @@ class Client:
 
 
 class EngineContext:
-    """Stands in for the `multiprocessing` context in which vLLM makes its engine's process."""
+    """Replaces the `multiprocessing` context with which vLLM starts the engine's process."""
 
     def __init__(self, client: Client, context: Any):
-        # A fork imports vLLM only once for both processes. On a CPU vLLM would spawn, since OpenMP's threads do not
-        # survive a fork, but this process has none.
+        # With a fork vLLM is imported only once for both processes. On a CPU vLLM would spawn,
+        # since OpenMP threads do not survive a fork, but this process has no OpenMP threads.
         self._client, self._context = client, multiprocessing.get_context("fork") if on_cpu() else context
 
     def Process(self, target: Callable, kwargs: dict[str, Any], name: str) -> Any:  # noqa: N802 (their name)
@@ -233,45 +250,57 @@ class EngineContext:
 
 
 def run_engine(parent: int, end: int | None, target: Callable, kwargs: dict[str, Any]) -> None:
-    """The engine's process. Args: parent: process id of the client; end: descriptor of its socket after a fork."""
+    """Runs the engine's process.
+
+    Args:
+        parent: Process id of the client.
+        end: File descriptor of the client's socket after a fork.
+        target: vLLM's main function of the engine.
+        kwargs: Arguments of `target`.
+    """
     die_with_parent(parent)
     if end is not None:
-        os.close(end)  # else the trainer would not see that the client has died
+        os.close(end)  # an open copy would hide the client's death from the trainer
     if cores := os.environ.get(CORES_VARIABLE):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     if on_cpu():
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP may have read another number
-    Path("/proc/self/comm").write_text("vllm-engine")  # what `top` shows
+    Path("/proc/self/comm").write_text("vllm-engine")  # process name in `top`
     logging.basicConfig(level=LOG_LEVEL, format=f"(engine) {LOG_FORMAT}", force=True)
-    # Like a checkpoint, a publication has no RoPE buffers and no second copy of a tied output layer. vLLM logs that as
-    # a failure, ten times each. Whether every tensor has arrived is what the checksums say.
+    # Like a checkpoint, a weight sync has no RoPE buffers and no second copy of a tied output
+    # layer. vLLM logs ten failures for each. The checksums verify that every tensor has arrived.
     reload = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     reload.addFilter(lambda record: record.msg != "%s: Failed to load weights")
     target(**kwargs)
 
 
 def _adopt_environment(log: str, environ: dict[str, str]) -> None:
-    """Gives a process that was begun early (`early.py`) the log and the environment that it would have started with."""
+    """Applies log and environment to a process that may have been prestarted (`prestart.py`)."""
     with open(log, "ab", buffering=0) as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
     os.environ.update(environ)
     sys.path += [entry for entry in environ["PYTHONPATH"].split(os.pathsep) if entry not in sys.path]
-    tempfile.tempdir = None  # Python has kept the folder that TMPDIR named before
+    tempfile.tempdir = None  # Python caches the folder of the previous TMPDIR
 
 
 async def serve(end: socket.socket, model_dir: str, config: EngineConfig) -> None:
-    """Works until the trainer closes its `end`."""
+    """Serves requests until the trainer closes its end of the socket `end`."""
     await Client(end, model_dir, config).serve()
 
 
 def main(descriptor: int, parent: int) -> None:
-    """The client of one engine. Args: descriptor: of the socket; parent: process id of the trainer."""
+    """Runs the client of one engine.
+
+    Args:
+        descriptor: File descriptor of the socket.
+        parent: Process id of the trainer.
+    """
     die_with_parent(parent)
     logging.basicConfig(level=LOG_LEVEL, format=f"(client) {LOG_FORMAT}")
     end = socket.socket(fileno=descriptor)
     if on_cpu():
-        # It would warn that there is no Triton, which nobody expects.
+        # torch would warn that Triton is missing, which is expected on a CPU.
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     started = time.monotonic()
     try:
@@ -281,12 +310,13 @@ def main(descriptor: int, parent: int) -> None:
         import vllm.v1.engine.core  # noqa: F401
     finally:
         imported_s = time.monotonic() - started
-        # In `finally`, since an error of the import belongs in the log, which only the first frame names.
+        # An import error belongs in the log, and only the first frame holds its path. So it is read
+        # in `finally`.
         model_dir, config, log, environ = receive_messages(end)
         _adopt_environment(log, environ)
     print(f"engine {os.getpid()}: vLLM imported in {imported_s:.1f} s", file=sys.stderr, flush=True)
     asyncio.run(serve(end, model_dir, config))
-    # What is left of vLLM's threads and of the engine ends with this process.
+    # `os._exit` also ends the remaining threads of vLLM and the engine's process.
     os._exit(0)
 
 

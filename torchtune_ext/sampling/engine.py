@@ -1,12 +1,13 @@
-"""The sampler: one engine, or several, for the whole run, behind plain blocking calls.
+"""The sampler: one or several engines for the whole run, with a blocking API.
 
     engine = Engine(model_dir, EngineConfig(max_model_len=1024), run_dir)
     engine.start()
-    groups = engine.sample([[1, 2, 3], [4, 5]], n=16, sampling=SamplingConfig(max_tokens=256, seed=1))
+    sampling = SamplingConfig(max_tokens=256, seed=1)
+    groups = engine.sample([[1, 2, 3], [4, 5]], n=16, sampling=sampling)
     engine.publish(model.named_parameters(), version=1)
 
-One asyncio thread serves all engines (`pool.py`, `lane.py`). All methods may be called from any thread, also at the
-same time. See docs/sampling.md.
+One asyncio thread serves all engines (`pool.py`, `replica.py`). All methods are thread-safe. See
+docs/sampling.md.
 """
 
 import asyncio
@@ -57,10 +58,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 30.0  # seconds that the engine's thread has to end everything
+CLOSE_S = 30.0  # deadline in seconds of each part of `close` in the engine's thread
 
-# A backend is called with the model's directory, the config, the file that takes the engine's log, a folder for
-# temporary files, and the function that takes the counters of each step. It returns at once; `Backend.launch` then waits.
+# The arguments are the model folder, the config, the log file of the engine, a folder for temporary
+# files, and the callback for step counters. A factory does not wait; `Backend.launch` does.
 BackendFactory = Callable[[str, EngineConfig, Path, str, Callable[[EngineStepStats], None]], Backend]
 
 
@@ -72,40 +73,50 @@ async def _with_error_retrieved(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 class LoopThread(threading.Thread):
-    """An asyncio loop in a thread of its own, which runs coroutines for other threads."""
+    """A thread with an asyncio loop that runs coroutines for other threads."""
 
     def __init__(self, name: str):
         super().__init__(name=name, daemon=True)
         self._loop = asyncio.new_event_loop()
-        self._futures: set[Future] = set()  # of what has not ended
+        self._futures: set[Future] = set()  # unfinished work
 
     def assert_not_loop_thread(self) -> None:
-        """Raises RuntimeError in the loop's own thread."""
-        # There a call would wait for its own thread, for ever.
+        """Raises RunFailure in the loop's own thread."""
+        # In this thread a blocking call would deadlock.
         if threading.current_thread() is self:
             raise RunFailure("on_completion may not call the engine: it runs in the engine's own thread")
 
     def schedule(self, work: Coroutine[Any, Any, Any]) -> Future:
-        """Begins `work` and returns. It is cancelled when the thread ends. Raises EngineFailed when none runs."""
+        """Schedules `work` without waiting; the end of the thread cancels it.
+
+        Raises:
+            EngineFailed: If the thread does not run.
+        """
         attended = _with_error_retrieved(work)
         try:
             if self.is_alive():
                 future = asyncio.run_coroutine_threadsafe(attended, self._loop)
                 self._futures.add(future)
                 future.add_done_callback(self._futures.discard)
-                # The thread may have ended since the first look, without a look at the work.
+                # The thread may have ended since the first check, without having run the work.
                 if not self.is_alive():
                     future.cancel()
                 return future
         except RuntimeError:
-            pass  # the loop was closed since that look
-        # Python would warn of coroutines that were never awaited.
+            pass  # the loop was closed since the check
+        # Otherwise Python would warn of coroutines that were never awaited.
         attended.close()
         work.close()
         raise EngineFailed("the engine is not running: call start() first, and nothing after close()")
 
     def call(self, work: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
-        """Runs `work` and returns its result. Raises EngineFailed, TimeoutError; RuntimeError in the thread itself."""
+        """Runs `work` and returns its result.
+
+        Raises:
+            EngineFailed: If the thread does not run or ends.
+            DeadlineExceeded: After `timeout` seconds.
+            RunFailure: If called in the loop's own thread.
+        """
         try:
             self.assert_not_loop_thread()
         except RuntimeError:
@@ -114,12 +125,13 @@ class LoopThread(threading.Thread):
         return self.result(self.schedule(work), timeout)
 
     def result(self, future: Future, timeout: float | None = None) -> Any:
-        """Waits for submitted work, and cancels it if the wait ends first. Raises as `call` does."""
+        """Waits for scheduled work, and cancels it if the wait ends first. Raises as `call`."""
         limit = float("inf") if timeout is None else timeout
         give_up_at = time.monotonic() + limit
         try:
-            # A future whose loop has died never ends, so the thread is looked at twice a second. Canceled after that, a
-            # future is done, but not to `wait`: this would take a call from the loop.
+            # If the loop has died, its futures never finish. Therefore the thread is checked twice
+            # a second. `future.cancel()` makes `done()` true without waking
+            # `concurrent.futures.wait`, which only the loop would do.
             while not wait([future], timeout=0.5).done and not future.done():
                 if time.monotonic() > give_up_at:
                     raise DeadlineExceeded(f"the engine's thread did not answer within {limit:g} s")
@@ -129,18 +141,18 @@ class LoopThread(threading.Thread):
         except CancelledError:
             raise EngineFailed("the engine was closed") from None
         finally:
-            # On work that is done this has no effect. Otherwise the caller is leaving (Ctrl-C).
+            # This has no effect on finished work. Otherwise the caller is leaving (Ctrl-C).
             future.cancel()
 
     def stop(self) -> None:
-        """Ends the thread, and what still runs in it. Raises TimeoutError."""
+        """Ends the thread and cancels its work. Raises DeadlineExceeded."""
         if self.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self.join(5.0)
             if self.is_alive():
                 raise DeadlineExceeded(f"the thread {self.name} did not end")
-        # A loop that has stopped tells nobody what became of the work. A copy of a set is made at once, even while
-        # another thread submits.
+        # A stopped loop does not resolve its futures. Copying a set is atomic, even while another
+        # thread schedules work.
         for future in self._futures.copy():
             future.cancel()
 
@@ -148,48 +160,58 @@ class LoopThread(threading.Thread):
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
         give_up_at = time.monotonic() + 2.0
-        # A task that ends may begin others.
+        # A task that ends may create others.
         while (rest := asyncio.all_tasks(self._loop)) and time.monotonic() < give_up_at:
             for task in rest:
-                # Cancelled a turn later, a new task makes its first step before: Python warns of work that never began.
+                # The cancellation is delayed by one loop iteration, so that a new task runs its
+                # first step. Otherwise Python warns that the coroutine was never awaited.
                 self._loop.call_soon(task.cancel)
             self._loop.run_until_complete(asyncio.wait(rest, timeout=give_up_at - time.monotonic()))
         self._loop.close()
 
 
 class Engine:
-    """Owns the sampling engines and everything around them: their thread, their janitor, the published weights."""
+    """Owns the sampling engines, their thread, their process reaper and the published weights."""
 
     def __init__(self, model_dir: str, config: EngineConfig, run_dir: str, version: int = 0, name: str = "engine"):
-        """Starts nothing yet. Raises ValueError for a backend that nobody knows, and for more engines than devices.
+        """Checks the config; `start` starts the engines.
 
-        Args: model_dir: of a Hugging Face model; run_dir: takes `engine.log` (of several engines: `engine_0.log`, ...);
-        version: policy version of the weights in `model_dir`; name: in messages.
+        Args:
+            model_dir: Folder of a Hugging Face model.
+            config: The `engine:` section.
+            run_dir: Folder for `engine.log` (several engines: `engine_0.log`, ...).
+            version: Policy version of the weights in `model_dir`.
+            name: Name of the engine in messages.
+
+        Raises:
+            UsageError: For an unknown backend, or more engines than devices.
         """
         self.config = config
         self._backend_factory = find_backend(config.backend)
         self.model_dir = str(model_dir)
         self._buffers = WeightBuffers(config.rpc_deadline_s)
-        self._publish_lock = threading.Lock()  # one publication at a time, and none beside an evaluation
-        self._evaluation: set[Future] = set()  # of the groups that are drawn for one
+        self._publish_lock = threading.Lock()  # one weight sync at a time, and none during an evaluation
+        self._evaluation: set[Future] = set()  # groups of an evaluation in flight
         self._thread = LoopThread("torchtune-ext-engine")
         self._reaper: ProcessReaper | None = None
-        self._server_info: dict[str, dict[str, Any]] = {}  # what each server was when it was met
-        self._weight_sender: WeightSender | None = None  # brings weights to servers over a network
-        self._started: Future[float] | None = None  # the seconds that the first start took
+        self._server_info: dict[str, dict[str, Any]] = {}  # facts about each server at its first connection
+        self._weight_sender: WeightSender | None = None  # sends weights to servers over a network
+        self._started: Future[float] | None = None  # duration of the first start in seconds
         self._closed = False
         self._pool = Pool(config, self._make_backend, self._buffers, version, name)
         self.log_path = Path(run_dir).absolute() / log_name(config)
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- start and close ---------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to bring the engine up and returns; with `engine.sleep` it returns once the engine is up and sleeps.
+        """Starts the engine without waiting; with `engine.sleep`, waits until the engine sleeps.
 
-        Raises EngineFailed when the engine refuses its config; RuntimeError when it was started before.
+        Raises:
+            EngineFailed: If the engine refuses its config.
+            RunFailure: If the engine was started before.
         """
         if self._started is not None or self._closed:
-            raise RunFailure("Engine.start: an engine is started once; make a new one")
+            raise RunFailure("Engine.start: this engine was already started or closed; create a new one")
         if self._backend_factory is RemoteBackend and self.config.address is None:
             warn_ignored_variables()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,24 +221,29 @@ class Engine:
         atexit.register(lambda: (method := close()) and method())
         self._thread.start()
         self._thread.call(self._pool.create_backends(), timeout=30.0)
-        prestart.discard_prestarted()  # engines of another kind have not taken it
+        prestart.discard_prestarted()  # only RemoteBackend uses the prestarted client process
         try:
-            # The client imports vLLM (5 s) and takes the config, so that a config which vLLM refuses is an error of
-            # this call. The other engines have the same settings and configure themselves later.
+            # The client imports vLLM (5 s) and validates the config, so that this call raises if
+            # vLLM refuses it. The other engines have the same settings and configure themselves
+            # later.
             self._pool.backends[0].configure()
         except (ValueError, OSError) as error:
             self.close()
             raise EngineFailed(f"the engine did not start: {error}") from error
         self._started = self._thread.schedule(self._pool.start())
         if self.config.sleep:
-            # The engine measures the GPU before the trainer has taken its part, and the trainer then finds it free.
+            # The engine must measure the free GPU memory before the trainer allocates, and must
+            # release it again for the trainer.
             self.wait_ready()
             self.sleep()
 
     def wait_ready(self, timeout: float | None = None) -> float:
-        """Waits until the engine can sample. Returns the seconds that its start took.
+        """Waits until the engine can sample. Returns the duration of its start in seconds.
 
-        Raises EngineFailed; TimeoutError after `timeout` seconds (or `start_deadline_s`); RuntimeError before `start`.
+        Raises:
+            EngineFailed: If the engine did not start.
+            DeadlineExceeded: After `timeout` seconds (default `engine.start_deadline_s`).
+            RunFailure: Before `start`.
         """
         if self._started is None:
             raise RunFailure("Engine.wait_ready: call start() first")
@@ -228,19 +255,22 @@ class Engine:
                 f"the engine did not start within {timeout:g} s (engine.start_deadline_s); see {self.log_path}"
             ) from None
         except CancelledError:
-            pass  # `result` says that the engine was closed
+            pass  # `result` raises EngineFailed: the engine was closed
         return self._thread.result(self._started)
 
     def close(self) -> None:
-        """Ends the engine, also during a restart or a publication. May be called twice.
+        """Ends the engine, also during a restart or a weight sync. May be called twice.
 
-        Calls under way in other threads end with EngineFailed. Raises EngineFailed when a process is left.
+        Pending calls in other threads raise EngineFailed.
+
+        Raises:
+            EngineFailed: If a process of the engine did not end.
         """
         if self._closed:
             return
         self._thread.assert_not_loop_thread()
         self._closed = True
-        # The pool forgets its cores as they end, and they are looked at once more at the bottom.
+        # The pool drops its backends while it closes; the check at the end needs them.
         backends = self._pool.backends
         self._pool.kill_all()
         if self._thread.is_alive():
@@ -250,14 +280,14 @@ class Engine:
         self._attempt("its thread", self._thread.stop)
         self._attempt("the shared memory", self._buffers.close)
         if self._reaper is not None:
-            self._attempt("the janitor", self._reaper.close)
+            self._attempt("the process reaper", self._reaper.close)
         if groups := [backend.process_group for backend in backends if backend.process_group and not backend.is_dead]:
             raise EngineFailed(f"Engine.close: process {groups[0]} of the engine did not end")
 
     def _attempt(self, what: str, step: Callable[[], None]) -> None:
         try:
             step()
-        # One step that fails must not keep `close` from the others.
+        # After a failed step `close` must still run the others.
         except Exception:
             log.warning("Engine.close: %s was not closed properly", what, exc_info=True)
 
@@ -267,22 +297,33 @@ class Engine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- work ---------------------------------------------------------------------------------------------------------
+    # -- sampling and weight sync ------------------------------------------------------------------
 
     @property
     def version(self) -> int:
-        """The version of the weights that the engine has loaded."""
+        """Policy version of the weights that the engine has loaded."""
         return self._pool.version
 
     def sample(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingConfig, priority: Priority = Priority.SAMPLE
     ) -> list[list[Completion]]:
-        """Draws `n` completions of each prompt, and waits for them. The prompts are groups 0, 1, ... (see `submit`).
+        """Generates `n` completions of each prompt and waits for them.
 
-        Args: prompts: P lists of token ids; priority: who goes first where others wait, too.
-        Returns: P lists of n completions, in the order of the prompts.
-        Raises: ValueError for prompts that do not fit, before anything is sent; EngineFailed; WeightsIncomplete when
-        the engine sleeps and the last publication broke off (publish again).
+        The prompts are groups 0, 1, ... (see `submit`).
+
+        Args:
+            prompts: P lists of token ids.
+            n: Completions per prompt.
+            sampling: Sampling parameters.
+            priority: Priority in the queues.
+
+        Returns:
+            P lists of n completions, in the order of the prompts.
+
+        Raises:
+            UsageError: For prompts that do not fit, before any request is sent.
+            EngineFailed: If the engine cannot be restarted.
+            WeightsIncomplete: If the engine sleeps and the last weight sync was interrupted.
         """
         self._thread.assert_not_loop_thread()
         groups = self._groups(prompts, n, sampling, priority)
@@ -299,12 +340,18 @@ class Engine:
         return [build_requests(prompt, n, sampling, p, priority, limit) for p, prompt in enumerate(prompts)]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Scores texts under the current weights, at temperature 1 and over the whole vocabulary. Raises as `sample`.
+        """Returns log-probs under the current weights, at temperature 1 over the full vocabulary.
 
-        Args: texts: lists of token ids, each of at least two and fewer than `max_model_len`.
-        Returns: for each text the log-probs of its tokens from the second on, in nats, float32.
+        Args:
+            sequences: Lists of token ids, each of at least two and fewer than `max_model_len`.
+
+        Returns:
+            For each sequence the log-probs of its tokens from the second on, in nats, float32.
+
+        Raises:
+            UsageError, EngineFailed, WeightsIncomplete: As `sample`.
         """
-        one = SamplingConfig(max_tokens=1, temperature=0.0)  # vLLM samples one token at least
+        one = SamplingConfig(max_tokens=1, temperature=0.0)  # vLLM samples at least one token
         scores = []
         for row in self.sample(sequences, 1, one, priority=Priority.SCORE):
             assert row[0].prompt_logprobs is not None  # `Priority.SCORE` asks for them
@@ -321,13 +368,26 @@ class Engine:
         priority: Priority = Priority.SAMPLE,
         affinity_key: object = None,
     ) -> "Future[list[Completion]]":
-        """Begins to draw one group, `n` completions of a prompt, and returns. Groups of equal priority go in order.
+        """Submits one group, `n` completions of a prompt, without waiting.
 
-        Args: on_completion: called with (sample index, completion) in the engine's thread, may not call the engine;
-        group: number, from which the seeds follow, with `sampling.seed` and the sample index; priority: who goes first
-        where others wait, too; home: an object that conversations share whose turns go to one engine (prefix cache).
-        Returns: a future of the completions, or of what `sample` raises. Canceling it, or `close`, ends the sampling.
-        Raises: ValueError for a prompt that does not fit.
+        Groups of equal priority are served in order.
+
+        Args:
+            prompt: Token ids.
+            n: Completions of the prompt.
+            sampling: Sampling parameters.
+            on_completion: Called with (sample index, completion) in the engine's thread; may not
+                call the engine.
+            group: Number of the group; `sampling.seed`, group and sample index determine the seeds.
+            priority: Priority in the queues.
+            affinity_key: Requests with the same object go to one engine, for its prefix cache.
+
+        Returns:
+            A future of the completions; its exceptions are those of `sample`. Canceling the future,
+            or `close`, ends the sampling.
+
+        Raises:
+            UsageError: For a prompt that does not fit.
         """
         self._thread.assert_not_loop_thread()
         requests = build_requests(prompt, n, sampling, group, priority, self.config.max_model_len)
@@ -336,7 +396,8 @@ class Engine:
     def _submit(self, work: Coroutine[Any, Any, Any], priority: Priority) -> Future:
         if priority is not Priority.EVALUATION:
             return self._thread.schedule(work)
-        # An evaluation belongs to one version, so it waits for a publication under way and begins with its weights.
+        # An evaluation belongs to one version, so it waits for a running weight sync and starts
+        # with the new weights.
         with self._publish_lock:
             future = self._thread.schedule(work)
             self._evaluation.add(future)
@@ -346,43 +407,59 @@ class Engine:
     def publish(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, adapter: dict[str, Any] | None = None
     ) -> PublishReport:
-        """Gives the engine new weights. Requests in flight go on with them, from their next token.
+        """Syncs new weights to the engine; in-flight requests use them from their next token on.
 
-        Args: named_tensors: (Hugging Face name, tensor) of the whole model without tied copies, of any dtype on any
-        device, may be a generator; version: larger than the last one; adapter: PEFT's config, if the tensors are those
-        of an adapter (this needs `engine.lora_rank`), which all requests use from now on.
-        Raises: ValueError for tensors or a version that cannot be; RuntimeError while an evaluation is drawn;
-        EngineFailed when the engine takes the weights neither now nor after a restart.
+        Args:
+            named_tensors: (Hugging Face name, tensor) pairs of the whole model without tied copies,
+                any dtype, any device; may be a generator.
+            version: Policy version, larger than the last one.
+            adapter: PEFT's config if the tensors belong to an adapter (needs `engine.lora_rank`).
+                All requests use the adapter from now on.
+
+        Raises:
+            UsageError: For unsupported tensors or a version that does not grow.
+            RunFailure: While an evaluation is in flight.
+            EngineFailed: If the engine cannot load the weights, even after a restart.
         """
         if adapter is not None and self.config.lora_rank is None:
-            raise UsageError("publish: an adapter, but the engine was started without engine.lora_rank")
+            raise UsageError(
+                "publish: an adapter, but the engine was started without engine.lora_rank; start it with this key"
+            )
         with self._publish_lock:
             if not all(future.done() for future in self._evaluation.copy()):
                 raise RunFailure(
-                    f"publish: version {version}, while an evaluation of version {self.version} is drawn, which belongs to one "
-                    f"version; publish when it is over, or cancel it"
+                    f"publish: version {version} during an evaluation of version {self.version}, which must keep its version; "
+                    f"publish after the evaluation, or cancel it"
                 )
             buffer, copy_s = self._buffers.write(named_tensors, version, adapter, self.version)
             pause_s, load_s = self._thread.call(self._pool.load(version))
             return PublishReport(buffer.bytes, buffer.checksums, copy_s, pause_s, load_s)
 
     def checksums(self) -> list[dict[str, int | None]]:
-        """The `weight_buffer.checksum` of every tensor of the last publications, by name, for each worker.
+        """Returns the `weight_buffer.checksum` of each synced tensor by name, one dict per worker.
 
-        None stands for a tensor that came in two forms. Raises EngineFailed.
+        The value is None if two copies of a tensor had different checksums.
+
+        Raises:
+            EngineFailed: If the engine cannot be restarted.
         """
         return self._thread.call(self._pool.checksums())
 
     def canary(self, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingConfig) -> list[CanaryAnswer]:
-        """Asks every engine that serves for the same samples, ahead of all others, and for checksums.
+        """Samples the canary prompts on every serving engine, with the highest priority.
 
-        Raises as `sample`. Returns one answer of each engine that is not lost meanwhile.
+        Returns:
+            One answer, with checksums, per engine that does not crash meanwhile.
+
+        Raises:
+            UsageError, EngineFailed, WeightsIncomplete: As `sample`.
         """
-        # An engine that was lost serves again only with weights that it has proven, so its answer is not missed.
+        # A crashed engine serves again only after its weights were verified, so its answer is not
+        # needed.
         return self._thread.call(self._pool.canary(self._groups(prompts, n, sampling, Priority.CANARY)))
 
     def require_unmodified_server(self) -> None:
-        """Raises ValueError when a server holds weights that a run has published there."""
+        """Raises UsageError if a server holds weights that another run has published."""
         if self._weight_sender is None:
             return
         from torchtune_ext.sampling.server import ServerBackend
@@ -392,30 +469,34 @@ class Engine:
                 raise UsageError(f"engine.address: {backend.replaced_model_message()}")
 
     def sleep(self) -> None:
-        """With `engine.sleep`, frees GPU memory until `publish` or `sample` wakes the engine. Raises EngineFailed."""
+        """With `engine.sleep`, frees GPU memory until `publish` or `sample` wakes the engine.
+
+        Raises:
+            EngineFailed: If the engine cannot be restarted.
+        """
         if self.config.sleep:
             self._thread.call(self._pool.sleep())
 
     def stats(self) -> EngineStats:
-        """The counters of the run until now."""
+        """Returns the counters since the start of the run."""
         return self._pool.stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run should know: the throttle's findings."""
+        """Returns the state for a resumed run: the throttles' measured limits."""
         return self._pool.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from an earlier run's `state_dict`."""
+        """Restores the `state_dict` of an earlier run."""
         self._pool.load_state_dict(state)
 
-    # -- inside the loop's thread -------------------------------------------------------------------------------------
+    # -- in the loop's thread ----------------------------------------------------------------------
 
     def _make_backend(self, replica: EngineReplica) -> Backend:
-        """Makes a life of an engine. Raises OSError when the janitor could not clean up after it."""
+        """Creates a backend of a replica. Raises OSError if the process reaper has failed."""
         assert self._reaper is not None  # since `start`
         log_path = self.log_path.with_name(self.log_path.name.replace("*", str(replica.number)))
         if replica.config.address is not None and self._backend_factory is RemoteBackend:
-            # Imported here, since a run with an engine of its own needs none of it.
+            # Imported here, since only runs with servers need these modules.
             from torchtune_ext.sampling.server import ServerBackend
             from torchtune_ext.sampling.weight_sender import WeightSender
 
@@ -426,11 +507,11 @@ class Engine:
             backend = self._backend_factory(
                 self.model_dir, replica.config, log_path, self._reaper.folder, replica.on_step
             )
-        # The janitor kills these process groups when the trainer dies.
+        # The process reaper kills these process groups if the trainer dies.
         try:
             self._reaper.set_groups([other.process_group for other in self._pool.backends] + [backend.process_group])
         except BaseException:
-            backend.kill()  # nobody else knows of it yet
+            backend.kill()  # the pool does not have this backend yet
             raise
         return backend
 
@@ -439,11 +520,12 @@ BACKENDS: dict[str, BackendFactory] = {"vllm": RemoteBackend}
 
 
 def find_backend(name: str) -> BackendFactory:
-    """The backend of that name or dotted path. Raises ValueError where there is none."""
+    """Returns the backend factory of a name or dotted path. Raises UsageError if it is unknown."""
     if name in BACKENDS:
         return BACKENDS[name]
     if "." not in name:
         raise UsageError(
-            f"engine.backend is {name!r}: use one of {', '.join(sorted(BACKENDS))}, or a class of your own (my_module.MyCore)"
+            f"engine.backend={name!r} is unknown: use {', '.join(sorted(BACKENDS))}, or a class of your own "
+            "(my_module.MyBackend)"
         )
     return import_object(name, f"engine.backend={name}")

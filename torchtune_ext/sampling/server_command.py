@@ -1,4 +1,4 @@
-"""The command that starts a vLLM server, and the guard in the server's process that lets in only who has the key."""
+"""The command that starts a vLLM server, and the server's API-key middleware."""
 
 import hmac
 import json
@@ -28,20 +28,27 @@ log = logging.getLogger(__name__)
 DEFAULT_PORT = 8000
 KEY_VARIABLE = "TORCHTUNE_EXT_API_KEY"  # "API" keeps vLLM's bug reports, which print variables, from printing this one
 GUARD = "torchtune_ext.sampling.server_command.KeyGuard"
-OPEN_PATH = "/health"  # it says only whether the server lives
+OPEN_PATH = "/health"  # needs no key; it returns only whether the server is up
 
 
 def server_command(
     model_dir: str, config: EngineConfig, host: str | None = None, port: int | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line that starts a server which `ServerCore` can use, and the environment variables to add.
+    """Returns the command that starts a server for `ServerBackend`, and its additional environment.
 
-    The variables hold the key that the server will ask for: ours (`KEY_VARIABLE`), or a random one, which the trainer
-    then needs.
+    The environment holds the server's API key: the value of `KEY_VARIABLE`, or a random key, which
+    the trainer then needs.
 
-    Args: host: address to listen on; None: 127.0.0.1, or all addresses when `config.address` names another machine (the
-    key then travels in the clear); port: None: that of the first of `config.addresses`, or 8000.
-    Raises: ValueError for a key that no header can carry, addresses of several ports, or devices of several engines.
+    Args:
+        model_dir: Folder of a Hugging Face model.
+        config: The `engine:` section.
+        host: Address to listen on. None: 127.0.0.1, or all addresses if `config.address` names
+            another machine (the key is then sent unencrypted).
+        port: Port to listen on. None: the port of `config.addresses`, or 8000.
+
+    Raises:
+        UsageError: For a key that does not fit a header, addresses with several ports, or devices
+            for several engines.
     """
     host = host or ("127.0.0.1" if is_local_server(config) else "0.0.0.0")
     command = [
@@ -54,22 +61,22 @@ def server_command(
     key = server_key() or secrets.token_urlsafe(32)
     environ = {
         KEY_VARIABLE: key,
-        "VLLM_API_KEY": key,  # else a VLLM_API_KEY of the user's would ask for another one
-        "VLLM_SERVER_DEV_MODE": "1",  # the weight routes are in the "dev mode"
+        "VLLM_API_KEY": key,  # overrides a VLLM_API_KEY of the user
+        "VLLM_SERVER_DEV_MODE": "1",  # enables vLLM's weight routes
     }
     if config.lora_rank:
-        environ |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}  # so that requests can name the adapter
-    # `devices` names GPUs of the trainer's machine (on a CPU: cores for an engine of the run), so they count only
-    # there. CUDA_VISIBLE_DEVICES of the shell that starts the server goes before them.
+        environ |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}  # lets requests name the adapter
+    # `devices` names GPUs of the trainer's machine (on a CPU: cores of an engine of this run), so
+    # it is ignored for other machines. CUDA_VISIBLE_DEVICES of the server's shell takes precedence.
     own = is_local_server(config) and not on_cpu() and "CUDA_VISIBLE_DEVICES" not in os.environ
     if own and len(device_shares(config)) > 1:
         raise UsageError(
-            f"engine.devices={config.devices} names GPUs for {len(device_shares(config))} engines, and a server is one: start "
-            f"one for each, and name its {config.tensor_parallel_size} with CUDA_VISIBLE_DEVICES in front of the command"
+            f"engine.devices={config.devices} names GPUs for {len(device_shares(config))} engines, but a server is one engine: "
+            f"start one server per engine, and set its {config.tensor_parallel_size} GPUs with CUDA_VISIBLE_DEVICES"
         )
     environ |= engine_environment(config if own else replace(config, devices=None)) | LOOPBACK_VARIABLES
     if resolve_transfer(config) == "nccl":
-        # It would keep NCCL on loopback, but the group with the sender reaches other machines.
+        # The variable restricts NCCL to loopback, but the group with the sender spans machines.
         del environ["NCCL_SOCKET_IFNAME"]
     return command, environ
 
@@ -78,21 +85,21 @@ def _port(config: EngineConfig) -> int:
     ports = sorted({urlsplit(address).port or DEFAULT_PORT for address in config.addresses}) or [DEFAULT_PORT]
     if len(ports) != 1:
         raise UsageError(
-            f"engine.address={config.address} names the ports {', '.join(map(str, ports))}: say with --port which of them this "
-            "server gets, or with engine.address which server it is"
+            f"engine.address={config.address} names the ports {', '.join(map(str, ports))}, but a server has one port: choose "
+            "it with --port, or set engine.address to this server"
         )
     return ports[0]
 
 
 def redact_command(command: list[str], environ: dict[str, str]) -> str:
-    """The command line for a log: it starts the same server without showing the key."""
+    """Returns the command for a log: it starts the same server but does not show the key."""
     shown = {environ[KEY_VARIABLE]: f'"${KEY_VARIABLE}"'}
     pairs = {name: shown.get(value, value) for name, value in environ.items()}
     return " ".join([f"{name}={value}" for name, value in pairs.items()] + [shlex.quote(word) for word in command])
 
 
 def _flag(name: str, value: Any) -> list[str]:
-    """An argument of AsyncEngineArgs as words of vLLM's command line."""
+    """Converts an argument of AsyncEngineArgs to flags of vLLM's command line."""
     word = f"--{name.replace('_', '-')}"
     if value is None:
         return []
@@ -104,31 +111,37 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def server_key() -> str | None:
-    """The key in the environment, or None. Raises ValueError when it cannot travel in a header."""
+    """Returns the environment's API key, or None. Raises UsageError if it does not fit a header."""
     key = os.environ.get(KEY_VARIABLE, "")
     if not key.isascii() or not key.isprintable() or " " in key:
         raise UsageError(
-            f"{KEY_VARIABLE} holds a space, a line break or a letter outside ASCII: make another key, e.g. with "
-            "`openssl rand -hex 32`, and start the server with it, too"
+            f"{KEY_VARIABLE} contains a space, a line break or a non-ASCII character: make another key, e.g. with "
+            "`openssl rand -hex 32`, and start the server with the same key"
         )
     return key or None
 
 
 def authorization(key: str) -> str:
-    """The value of the header `Authorization`."""
+    """Returns the value of the header `Authorization`."""
     return f"Bearer {key}"
 
 
 class KeyGuard:
-    """An ASGI middleware: 401 without the key, on every route but `/health`. A server without a key lets nobody in."""
+    """ASGI middleware that answers 401 without the key, on every route except `/health`.
 
-    # vLLM's own `--api-key` leaves the routes open that pause the engine, replace its weights and call its methods.
+    A server that was started without a key refuses every request.
+    """
+
+    # vLLM's own `--api-key` does not protect the routes that pause the engine, replace its weights
+    # and call its methods.
     def __init__(self, app: Callable[..., Awaitable[None]]):
         key = server_key()
         self.app, self.expected = app, authorization(key).encode() if key else b""
-        self.answer = f"this server wants the key that {KEY_VARIABLE} held when it was started"
+        self.answer = f"this server requires the key that {KEY_VARIABLE} had at its start"
         if not key:
-            self.answer = f"this server was started without {KEY_VARIABLE} and lets nobody in; start it with a key"
+            self.answer = (
+                f"this server was started without {KEY_VARIABLE} and refuses every request; start it with a key"
+            )
             log.error(self.answer)
 
     async def __call__(self, scope: dict[str, Any], receive: Callable, send: Callable) -> None:
@@ -142,6 +155,6 @@ class KeyGuard:
             await send({"type": "http.response.body", "body": self.answer.encode()})
 
     def _has_key(self, scope: dict[str, Any]) -> bool:
-        # `compare_digest` takes the same time for every wrong key, so nobody can guess letter by letter.
+        # `compare_digest` takes the same time for every wrong key, which prevents timing attacks.
         keys = [value for name, value in scope["headers"] if name == b"authorization"]
         return bool(self.expected) and len(keys) == 1 and hmac.compare_digest(keys[0], self.expected)

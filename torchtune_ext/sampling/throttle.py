@@ -1,8 +1,9 @@
-"""Decides how many requests may be in flight: so many that the KV cache is full and nothing is preempted.
+"""Adapts the number of in-flight requests so that the KV cache is full but nothing is preempted.
 
-Too few leave the hardware idle. Too many fill the cache, and vLLM throws requests out and computes them again later.
-The right number changes with the lengths of prompts and completions as the policy learns. `Controller` measures it by
-the engine's counters, and `Throttle` is a semaphore of that size.
+A low limit leaves the hardware idle. A high limit fills the cache, and vLLM preempts requests and
+recomputes them later. The right limit changes with the lengths of prompts and completions as the
+policy learns. `ConcurrencyController` measures it with the engine's counters, and `Throttle` is a
+semaphore of that size.
 """
 
 import asyncio
@@ -11,74 +12,93 @@ from collections import deque
 
 from torchtune_ext.sampling.types import Priority
 
-# The limit grows at most by this factor in one round: the first rounds have seen only the first prompts.
+# Largest growth of the limit in one round: the first rounds have seen only the first prompts.
 MAX_GROWTH = 4.0
-SHRINK_FACTOR = 0.85  # the next limit, as a share of the requests that ran when one was preempted
-TARGET_KV_USAGE = 0.92  # share of the KV cache to use
-MIN_TARGET_KV_USAGE = 0.7  # the lowest target, after many preemptions
-TARGET_DECREMENT = 0.04  # what a preemption takes from the target
-TARGET_INCREMENT = 0.0005  # what a round without a preemption gives back
-MEMORY_ROUNDS = 4  # rounds whose worst decides
-# Divided by the square root of the number of requests, this is the share of the cache that stays free for their growth:
-# the use of many requests fluctuates less.
+SHRINK_FACTOR = 0.85  # new limit / running requests at a preemption
+TARGET_KV_USAGE = 0.92  # target fraction of the KV cache in use
+MIN_TARGET_KV_USAGE = 0.7  # lowest target, after many preemptions
+TARGET_DECREMENT = 0.04  # decrease of the target after a preemption
+TARGET_INCREMENT = 0.0005  # increase of the target after a round without a preemption
+MEMORY_ROUNDS = 4  # the limit follows from the worst of this many rounds
+# HEADROOM / sqrt(requests) is the fraction of the cache kept free for the growth of requests: the
+# relative usage of many requests fluctuates less.
 HEADROOM = 1.2
 HEADROOM_MIN, HEADROOM_MAX = 0.05, 0.2
-TOLERANCE = 0.05  # changes of the limit by a smaller share are not made
+TOLERANCE = 0.05  # smaller relative changes of the limit are ignored
 
 
 class ConcurrencyController:
-    """Follows the engine's counters. It has no clock and no I/O: the same observations give the same limits."""
+    """Computes the limit of in-flight requests from the engine's counters.
+
+    It uses no clock and no I/O: the same observations give the same limits.
+    """
 
     def __init__(self, ceiling: int, limit: int | None = None):
-        """Args: ceiling: most requests of an engine step (`max_num_seqs`); limit: the first; None: `expect` sets it."""
+        """Creates a controller.
+
+        Args:
+            ceiling: Most requests of an engine step (`max_num_seqs`).
+            limit: First limit; None: `set_initial_limit` sets it.
+        """
         self.ceiling = ceiling
         self.limit = min(limit or 1, ceiling)
-        self.is_measured = limit is not None  # whether the limit was measured; until then `expect` sets it
-        self.expected: int | None = None  # the lowest limit that `expect` has set
+        self.is_measured = limit is not None  # until then `set_initial_limit` sets the limit
+        self.expected: int | None = None  # lowest limit that `set_initial_limit` has set
         self.target = TARGET_KV_USAGE
-        # Each round leaves its requests and the share of the cache that one of them took.
+        # Per round: its requests, and the fraction of the cache that one request used.
         self.costs: deque[tuple[int, float]] = deque(maxlen=MEMORY_ROUNDS)
-        self.current_limit = self.limit  # the limit of this moment: lower while the brake is on
-        self.is_draining = False  # after a preemption, until no more requests are in flight than the new limit
+        self.current_limit = self.limit  # lower than `limit` while the cache is nearly full
+        self.is_draining = False  # after a preemption, until the in-flight requests fit the new limit
         self.start_round()
 
     def start_round(self) -> None:
-        """Forgets the observations of this round. To be called, too, when no request is in flight any more."""
-        # Requests that have just begun use little, so the use at one moment says nothing. A round has as many
-        # completions as the limit allows requests, so each of them was new once and finished once, and its highest use
-        # counts.
+        """Resets the observations. Call it also when no request is in flight any more."""
+        # New requests use little cache, so the usage at one moment is not informative. A round has
+        # as many completions as the limit allows requests. Each request was thus new once and
+        # finished once, and the highest usage counts.
         self.finished = 0  # completions in this round
-        self.peak = 0.0  # highest KV-cache use
+        self.peak = 0.0  # highest fraction of the KV cache in use
         self.in_flight = 0  # most requests running at one time
         self.limit_reached = False  # whether requests had to wait for the limit
-        self.cache_was_full = False  # whether requests waited inside the engine because the cache was full
+        self.cache_was_full = False  # whether requests waited in the engine because the cache was full
 
     def set_initial_limit(
         self, cache_tokens: int, prompt_tokens: int, max_tokens: int, samples: int, block: int
     ) -> None:
-        """Sets a first limit, as if every completion took its longest possible length.
+        """Sets the first limit for completions of the longest possible length.
 
-        Args: cache_tokens: size of the KV cache; samples: requests that share the prompt; block: tokens of its blocks.
+        Args:
+            cache_tokens: Capacity of the KV cache in tokens.
+            prompt_tokens: Length of the prompt.
+            max_tokens: Longest completion.
+            samples: Requests that share the prompt.
+            block: Tokens per KV-cache block.
         """
         if not self.is_measured:
-            # Whole blocks are shared; the rest of the prompt is not.
+            # Only full blocks of the prompt are shared.
             shared = prompt_tokens // block * block
             own = -(-(prompt_tokens - shared + max_tokens) // block) * block
-            # The next group's prompt is in the cache, too, when its first samples come while others still run.
+            # The next group's prompt also takes space: its first samples arrive while this group
+            # still runs.
             room = TARGET_KV_USAGE * cache_tokens - shared
             limit = max(1, min(self.ceiling, int(room / (own + shared / samples))))
-            # Until a limit is measured, the lowest one of all groups counts.
+            # Until a limit is measured, the lowest limit of all groups is used.
             if self.expected is None or limit < self.expected:
                 self.expected = self.limit = self.current_limit = limit
                 self.start_round()
 
     def observe(self, usage: float, running: int, waiting: int, preempted: int, blocked: bool) -> None:
-        """Takes one step of the engine.
+        """Updates the limit after one engine step.
 
-        Args: usage: share of the KV cache in use; running, waiting: requests in the step and in the engine's queue;
-        preempted: requests thrown out in it; blocked: whether requests wait for this throttle.
+        Args:
+            usage: Fraction of the KV cache in use.
+            running: Requests in the step.
+            waiting: Requests in the engine's queue.
+            preempted: Requests preempted in the step.
+            blocked: Whether requests wait for the throttle.
         """
-        # After a pause, or when the last requests left in this step, there is nothing to learn.
+        # A step without running requests (after a pause, or after the last request) has no
+        # information.
         if not running:
             return
         if running + waiting <= self.limit:
@@ -87,9 +107,10 @@ class ConcurrencyController:
         self.in_flight = max(self.in_flight, running)
         self.limit_reached = self.limit_reached or blocked
         self.cache_was_full = self.cache_was_full or (waiting > 0 and usage >= self.target)
-        # A preemption shows that the limit was too high: it falls at once. The target falls a little and comes back
-        # slowly, so that the same limit is not tried again soon. While requests above the new limit are still in
-        # flight, further preemptions follow from the same excess and teach nothing.
+        # A preemption shows that the limit was too high, so the limit falls at once. The target
+        # falls a little and recovers slowly, so that the same limit is not tried again soon. While
+        # more requests than the new limit are in flight, further preemptions have the same cause
+        # and are ignored.
         if preempted and not self.is_draining:
             self.target = max(MIN_TARGET_KV_USAGE, self.target - TARGET_DECREMENT)
             self.costs.append((running, 1.0 / running))
@@ -97,12 +118,12 @@ class ConcurrencyController:
             self.is_measured = self.is_draining = True
         if self.is_draining:
             self.start_round()
-        # The brake: chance may bring many long completions together, so a nearly full cache gets no new requests.
+        # Many long completions may coincide by chance, so a nearly full cache gets no new requests.
         free = min(HEADROOM_MAX, max(HEADROOM_MIN, HEADROOM / math.sqrt(max(running, 1))))
         self.current_limit = min(self.limit, max(1, running + waiting)) if usage >= 1.0 - free else self.limit
 
     def on_finished(self) -> None:
-        """Notes that one request has finished."""
+        """Records one finished request."""
         self.finished += 1
         if self.finished >= self.limit and self.in_flight:
             self._end_round()
@@ -111,8 +132,9 @@ class ConcurrencyController:
         self.is_measured = True
         self.target = min(TARGET_KV_USAGE, self.target + TARGET_INCREMENT)
         self.costs.append((self.in_flight, self.peak / self.in_flight))
-        # If n requests used at most a share u of the cache, about n * target / u use the share `target`. Rounds with
-        # far fewer requests say little about the present ones: they share fewer prompts, and chance weighs more.
+        # If n requests used at most a fraction u of the cache, about n * target / u requests use
+        # the fraction `target`. Rounds with far fewer requests are ignored: their requests share
+        # fewer prompts, and their usage fluctuates more.
         cost = max(cost for in_flight, cost in self.costs if 2 * in_flight >= self.in_flight)
         requests = math.floor(self.target / max(cost, 1e-9))
         limit = max(1, min(requests, self.ceiling, math.floor(self.limit * MAX_GROWTH)))
@@ -123,11 +145,11 @@ class ConcurrencyController:
         self.start_round()
 
     def state_dict(self) -> dict[str, float | int | bool]:
-        """What a resumed run needs to go on with this limit."""
+        """Returns the state for a resumed run."""
         return {"limit": self.limit, "known": self.is_measured, "target": self.target}
 
     def load_state_dict(self, state: dict[str, float | int | bool]) -> None:
-        """Goes on from an earlier run's `state_dict`."""
+        """Restores an earlier run's `state_dict`."""
         self.limit = max(1, min(int(state["limit"]), self.ceiling))
         self.is_measured = bool(state["known"])
         self.target = min(TARGET_KV_USAGE, max(MIN_TARGET_KV_USAGE, float(state["target"])))
@@ -136,33 +158,39 @@ class ConcurrencyController:
 
 
 class Throttle:
-    """A semaphore whose size may change while it is in use. All calls come from one asyncio loop."""
+    """A semaphore whose size may change while in use. All calls come from one asyncio loop."""
 
     def __init__(self, controller: ConcurrencyController, fixed: int | None = None):
-        """Args: controller: says how many places there are; fixed: their number, whatever the controller says."""
+        """Creates a semaphore.
+
+        Args:
+            controller: Sets the size.
+            fixed: Fixed size, which overrides the controller.
+        """
         self.controller, self.fixed = controller, fixed
         self.num_held = 0
-        # Those who wait, by priority: futures of whether a place was given. Equals are served in order, so that the
-        # samples of a group go to the engine together and share their prompt.
+        # Waiters by priority: each future resolves to whether its request was admitted. Equal
+        # priorities are served in order, so that the samples of a group reach the engine together
+        # and share their prompt.
         self._queues: dict[Priority, deque[asyncio.Future[bool]]] = {priority: deque() for priority in Priority}
 
     @property
     def has_waiters(self) -> bool:
-        """Whether somebody waits."""
+        """Whether requests wait."""
         return any(self._queues.values())
 
     @property
     def size(self) -> int:
-        """The number of places in this moment."""
+        """Current number of slots."""
         return self.fixed or self.controller.current_limit
 
     @property
     def limit(self) -> int:
-        """The same without the brake of a moment."""
+        """Number of slots, without the temporary reduction for a nearly full cache."""
         return self.fixed or self.controller.limit
 
     def admit(self) -> None:
-        """Lets those in for whom there are places. Nobody who holds one loses it."""
+        """Admits waiters while slots are free. Held slots are never revoked."""
         size = self.size
         for queue in self._queues.values():
             while queue and self.num_held < size:
@@ -172,8 +200,8 @@ class Throttle:
                     turn.set_result(True)
 
     async def acquire(self, priority: Priority) -> bool:
-        """Waits for a place, without a limit. Returns whether there was one: False after `withdraw`."""
-        # The canary does not wait: its requests are few and fit into the free part of the KV cache.
+        """Waits for a slot, without a timeout. Returns False after `withdraw`, else True."""
+        # The canary bypasses the queue: its few requests fit into the free part of the KV cache.
         if priority is Priority.CANARY or (self.num_held < self.size and not self.has_waiters):
             self.num_held += 1
             return True
@@ -183,13 +211,13 @@ class Throttle:
             return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.result():
-                self.release()  # the place was given in the same moment
+                self.release()  # the slot was granted before the cancellation
             elif turn in queue:
                 queue.remove(turn)
             raise
 
     def withdraw(self) -> None:
-        """Sends away all who wait."""
+        """Rejects all waiters."""
         for queue in self._queues.values():
             while queue:
                 turn = queue.popleft()
@@ -197,6 +225,6 @@ class Throttle:
                     turn.set_result(False)
 
     def release(self) -> None:
-        """Gives a place back."""
+        """Releases a slot."""
         self.num_held -= 1
         self.admit()

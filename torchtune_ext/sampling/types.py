@@ -1,4 +1,4 @@
-"""The records of the sampling stage: configs go in, completions, reports and counters come out, and its two errors."""
+"""Config, result and error types of the sampling stage."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,31 +12,34 @@ from pydantic import BeforeValidator, Field
 from torchtune_ext.run.errors import RunFailure, UsageError
 from torchtune_ext.settings.records import Seconds, config_record
 
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM has room for these; a rank between is padded to the next
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's `max_lora_rank`; other ranks are padded to the next one
 TRANSFERS = ("auto", "shm", "nccl", "gloo")
-CANARY_REQUESTS = 32  # at most in flight; a step of an engine has rows for them besides those of `max_num_seqs`
+CANARY_REQUESTS = 32  # maximum in flight; each engine step reserves sequences for them on top of `max_num_seqs`
 
 
 class Priority(IntEnum):
-    """Who goes first where requests wait: at the throttle, and in vLLM's own queue."""
+    """Request priority in the throttle and in vLLM's scheduler; lower values go first."""
 
-    CANARY = 0  # waits for no place of the throttle: all wait for it, and it is few and short (CANARY_REQUESTS)
-    EVALUATION = 1  # gets the next places; it belongs to one version, so nothing may be published while one is drawn
-    TURN = 2  # a later turn of a conversation, most of which is still in the prefix cache
-    SAMPLE = 3  # what is trained on
-    SCORE = 4  # asks for the log-probs of its own prompt, and so for a prefill without the prefix cache
+    CANARY = 0  # bypasses the throttle: training waits for it, and it is few short requests (CANARY_REQUESTS)
+    EVALUATION = 1  # belongs to one policy version: no weight sync may start while an evaluation is in flight
+    TURN = 2  # later turn of a conversation; most of its prompt is still in the prefix cache
+    SAMPLE = 3  # training rollouts
+    SCORE = 4  # log-probs of the prompt; needs a prefill without the prefix cache
 
 
 class EngineFailed(RunFailure):
-    """The engine could not be brought back; the message holds the cause and the end of the engine's log."""
+    """The engine could not be restarted; the message holds the cause and the engine's log tail."""
 
 
 class WeightsIncomplete(RunFailure):
-    """The last publication broke off while copying, and the engine has to load it: publish again."""
+    """The last weight sync was interrupted while copying, so the engine cannot load it.
+
+    Fix: publish again.
+    """
 
 
 def _one_text(address: Any) -> Any:
-    """Returns the addresses of a list, or of a text with commas, as one text."""
+    """Joins a list of addresses, or a comma-separated string, into one comma-separated string."""
     if address is None:
         return None
     words = ",".join(map(str, address)) if isinstance(address, list | tuple) else str(address)
@@ -53,7 +56,11 @@ def _is_address(text: str) -> bool:
 
 @config_record("engine")
 class EngineConfig:
-    """The keys of `engine:`, how vLLM engines are built. Raises ValueError for values that exclude each other."""
+    """Keys of the `engine:` section: how vLLM engines are built.
+
+    Raises:
+        UsageError: For values that exclude each other.
+    """
 
     backend: str = Field(default="vllm", description='"vllm", or the dotted path of a backend class')
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
@@ -130,50 +137,51 @@ class EngineConfig:
     extra_args: dict[str, Any] = Field(default_factory=dict, description="further arguments of vLLM's AsyncEngineArgs")
 
     def with_trainer_defaults(self, dtype: str, threads: int | None = None) -> "EngineConfig":
-        """A copy with the trainer's dtype and `threads`, where nothing else is set."""
+        """Returns a copy with the trainer's dtype and `threads` where this config has no value."""
         return replace(self, dtype=dtype if self.dtype == "auto" else self.dtype, threads=self.threads or threads)
 
     def __post_init__(self) -> None:
         if self.kv_on_publish == "keep" and self.sleep:
             raise UsageError(
-                "engine.kv_on_publish=keep with engine.sleep: what sleeps loses its KV cache; use 'recompute'"
+                "engine.kv_on_publish=keep with engine.sleep: a sleeping engine drops its KV cache; use 'recompute'"
             )
         if self.address is None and self.transfer not in ("auto", "shm"):
             raise UsageError(
                 f"engine.transfer={self.transfer} without engine.address: an engine of this run reads the trainer's memory; "
-                "leave it out, or name a server"
+                "leave it out, or set engine.address to a server"
             )
         if self.quantization and self.dtype == "float32":
             raise UsageError(
-                "engine.dtype=float32 with quantized weights: vLLM computes around them in bfloat16; set it so"
+                "engine.dtype=float32 with quantized weights: vLLM runs the other layers in bfloat16; "
+                "set engine.dtype=bfloat16"
             )
         if not all(map(_is_address, self.addresses)):
             raise UsageError(
-                f"engine.address is {self.address!r}: write it as 'http://host:port', several with commas between"
+                f"engine.address={self.address!r}: expected 'http://host:port', several separated by commas"
             )
         for name, several in (("devices", self.device_names), ("address", self.addresses)):
             if twice := [each for each in several if several.count(each) > 1]:
-                raise UsageError(f"engine.{name} is {getattr(self, name)!r}, which names {twice[0]} twice")
+                raise UsageError(f"engine.{name}={getattr(self, name)!r} names {twice[0]} twice; name each once")
         count = len(self.addresses) or len(self.device_names) // self.tensor_parallel_size
         gpus = f"devices={self.devices!r} with tensor_parallel_size={self.tensor_parallel_size}"
         where = f"address={self.address!r}" if self.addresses else gpus
         if count and self.count not in (None, count):
-            raise UsageError(f"engine.count is {self.count}, but engine.{where} makes {count}; leave engine.count out")
+            raise UsageError(f"engine.count={self.count}: engine.{where} makes {count}; leave engine.count out")
 
     @property
     def device_names(self) -> list[str]:
-        """The devices, one by one; empty where none are named."""
+        """Device names as a list; empty if `devices` is null."""
         return [each.strip() for each in str(self.devices or "").split(",") if each.strip()]
 
     @property
     def addresses(self) -> list[str]:
-        """The addresses, one by one; empty for engines of our own."""
+        """Server addresses as a list; empty if this run starts its own engines."""
         return self.address.split(",") if self.address is not None else []
 
 
 @config_record("sampling")
 class SamplingConfig:
-    """The keys of `sampling:`, the sampling parameters of completions."""
+    """Keys of the `sampling:` section: the sampling parameters of completions."""
 
     max_tokens: int = Field(ge=1, description="most tokens of a completion")
     temperature: float = Field(
@@ -201,40 +209,45 @@ class SamplingConfig:
     early_stop_min_tokens: int = Field(default=64, ge=1, description="tokens before the first early stop")
 
     def with_default_stops(self, ids: Sequence[int]) -> "SamplingConfig":
-        """A copy with these stops, where no others are set."""
+        """Returns a copy with `ids` as stop tokens if `stop_token_ids` is empty."""
         return self if self.stop_token_ids else replace(self, stop_token_ids=tuple(ids))
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled completion of R tokens."""
+    """One completion of R tokens."""
 
-    tokens: np.ndarray  # [R] int32, ids as sampled, with the stop token when it was sampled
-    logprobs: np.ndarray  # [R] float32, nats: of the sampled tokens under the sampling temperature
+    tokens: np.ndarray  # [R] int32, sampled ids, including the stop token if one was sampled
+    logprobs: np.ndarray  # [R] float32, nats, under the sampling temperature
     versions: np.ndarray  # [R] int32, policy version that produced each token
-    finish_reason: str  # "stop", "length", "early_stop" or "abort"
-    cached_prompt_tokens: int = 0  # prompt tokens that came out of the prefix cache
-    # [P - 1] float32, nats: of the prompt's tokens from the second on, where they were asked for (`Priority.SCORE`)
+    # "stop", "length", "early_stop" or "abort" from the engine; a conversation sets further
+    # reasons.
+    finish_reason: str
+    cached_prompt_tokens: int = 0  # prompt tokens found in the prefix cache
+    # [P - 1] float32, nats: log-probs of the prompt from its second token on (`Priority.SCORE`
+    # only)
     prompt_logprobs: np.ndarray | None = None
-    # [start, stop) of each turn of a conversation in `tokens`. Between two turns stands the environment's answer, which
-    # was not sampled: its log-probs are 0. Empty: all of `tokens` was sampled.
+    # [start, stop) of each turn of a conversation in `tokens`. The tokens between two turns are the
+    # environment's reply. They were not sampled, and their log-probs are 0. If `turns` is empty,
+    # every token was sampled.
     turns: tuple[tuple[int, int], ...] = ()
-    # For each turn, how many tokens its context keeps of the path before it (the prompt, or the turn before it with
-    # that turn's context). The rest of its context stands before the turn in `tokens`. Empty: every turn keeps all.
+    # For each turn, the number of tokens that its context keeps from the previous path (the prompt,
+    # or the previous turn with its context). The rest of the context precedes the turn in `tokens`.
+    # If `kept_prefix_lens` is empty, every turn keeps the whole path.
     kept_prefix_lens: tuple[int, ...] = ()
 
     @property
     def sampled_spans(self) -> tuple[tuple[int, int], ...]:
-        """The turns. A completion that is no conversation has one."""
+        """[start, stop) of each turn; a single-turn completion has one span."""
         return self.turns or ((0, len(self.tokens)),)
 
     @property
     def sampled_indices(self) -> np.ndarray:
-        """The places [S] of the sampled tokens in `tokens`."""
+        """Indices [S] of the sampled tokens in `tokens`."""
         return np.concatenate([np.arange(*span) for span in self.sampled_spans])
 
     def turn_paths(self, prompt_len: int) -> Iterator[np.ndarray]:
-        """Yields the path of each turn, its context and itself, as indices into `prompt` tokens and then `tokens`."""
+        """Yields each turn's path (context and turn) as indices into prompt + `tokens`."""
         path, begin = np.arange(prompt_len), prompt_len
         for (_, stop), keeps in zip(
             self.sampled_spans, self.kept_prefix_lens or (None,) * len(self.sampled_spans), strict=True
@@ -246,42 +259,42 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """What one publication of weights took, and what was sent."""
+    """Size, checksums and timings of one weight sync."""
 
-    bytes: int  # size of the published tensors
-    checksums: dict[str, int]  # checksum of each of them, by name
-    copy_s: float  # seconds to copy them into shared memory; the engine goes on sampling meanwhile
-    pause_s: float  # seconds in which the engine sampled nothing, with load_s in it
-    load_s: float  # seconds the engine took to load them
+    bytes: int  # total size of the published tensors
+    checksums: dict[str, int]  # tensor name -> checksum
+    copy_s: float  # seconds to copy the tensors into shared memory; sampling continues meanwhile
+    pause_s: float  # seconds without sampling; includes load_s
+    load_s: float  # seconds the engine took to load the tensors
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryAnswer:
-    """What one engine says when it is asked what it samples with."""
+    """One engine's completions of the canary prompts, and the checksums of its weights."""
 
-    engine: str  # its name in messages
-    completions: list[list[Completion]]  # of each prompt
-    checksums: list[dict[str, int | None]]  # of each worker, as `Engine.checksums` returns them
+    engine: str  # engine name in messages
+    completions: list[list[Completion]]  # one list per prompt
+    checksums: list[dict[str, int | None]]  # one dict per worker, as in `Engine.checksums`
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The counters of all engines since the start of the run. A restart of an engine does not reset them."""
+    """Counters of all engines since the start of the run; an engine restart does not reset them."""
 
     prefix_queries: int  # prompt tokens looked up in the prefix cache
-    prefix_hits: int  # prompt tokens that were found there
-    preemptions: int  # requests thrown out of a full KV cache and computed again later
-    max_kv_usage: float  # highest share of an engine's KV cache in use
-    running: int  # requests in the last steps of the engines
-    waiting: int  # requests in their queues then
-    concurrency: int  # limit of requests in flight now
-    completed: int  # requests finished, whatever the reason
+    prefix_hits: int  # prompt tokens found in the prefix cache
+    preemptions: int  # requests evicted from a full KV cache and recomputed later
+    max_kv_usage: float  # highest fraction of an engine's KV cache in use
+    running: int  # running requests, as of each engine's last step
+    waiting: int  # requests in the engines' queues, as of each engine's last step
+    concurrency: int  # current limit of in-flight requests
+    completed: int  # finished requests, whatever the reason
     tokens: int  # tokens sampled in finished requests
-    restarts: int  # times an engine was started again after a failure
-    healthy: int = 1  # engines that sample now
-    retired: int = 0  # engines that failed too often and are not started again
+    restarts: int  # engine restarts after a crash
+    healthy: int = 1  # engines that serve now
+    retired: int = 0  # engines that crashed `max_failures` times in a row and are not restarted
 
     @property
     def prefix_hit_rate(self) -> float:
-        """The share of the prompt tokens that were not computed again."""
+        """Fraction of the prompt tokens that were found in the prefix cache."""
         return self.prefix_hits / self.prefix_queries if self.prefix_queries else 0.0

@@ -1,4 +1,7 @@
-"""vLLM engines: what all share (`VLLMCore`, also of `server.ServerCore`), and the engine of our own (`RemoteCore`)."""
+"""vLLM backends: the shared `VLLMBackend`, and `RemoteBackend` for an engine of this run.
+
+`server.ServerBackend` is the backend of a vLLM server.
+"""
 
 import asyncio
 import time
@@ -22,42 +25,54 @@ from torchtune_ext.sampling.prestart import child_environment
 from torchtune_ext.sampling.types import Completion, EngineConfig
 from torchtune_ext.sampling.weight_buffer import WeightBuffer
 
-ALREADY_ACTIVE = "weight update is already active"  # vLLM's answer when an update was begun and never finished
+ALREADY_ACTIVE = "weight update is already active"  # vLLM's error if a weight update was started but not finished
 
 
 class VLLMBackend(ProcessStatus):
-    """The half of a `Backend` that speaks of weights. `Backend` says what its methods promise."""
+    """The weight-sync half of a `Backend`, which documents the methods."""
 
     def __init__(self, config: EngineConfig, on_step: Callable[[EngineStepStats], None], salt_prefix: str = ""):
-        """Args: on_step: takes the counters of each step; life: prefix of salts, where others use the engine."""
+        """Creates a backend without a process.
+
+        Args:
+            config: The `engine:` section of this replica.
+            on_step: Called with the counters of each step.
+            salt_prefix: Prefix of cache salts, for an engine with other users.
+        """
         self.config, self.on_step, self._salt_prefix = config, on_step, salt_prefix
-        self.num_self_preempted = 0  # requests that our own pauses have thrown out, and that have not come again yet
-        self._waiting = 0  # requests that wait in the engine's own queue, as of its last step
+        self.num_self_preempted = 0  # requests preempted by our own pauses and not yet resumed
+        self._waiting = 0  # requests in the engine's own queue, as of its last step
         self.requests: dict[str, EngineRequest] = {}
         self.cache_tokens = self.block_size = self.vocab_size = 0  # known after the launch
-        self.sleep_level = 0  # level of sleep
-        self.stats_error: Exception | None = None  # the error of our own code over a step's counters
+        self.sleep_level = 0
+        self.stats_error: Exception | None = None  # error of our own code while it read a step's counters
         self.uses_adapter = False  # whether requests use the adapter
-        self.cache_salt: str | None = None  # only requests of the same salt share a prefix
+        self.cache_salt: str | None = None  # requests share cached prefixes only with the same salt
 
     @abstractmethod
     def rpc(self, method: str, /, **arguments: Any) -> Awaitable[Any]:
-        """Calls a method of `AsyncLLM`, by its name there. Raises CoreLost, ValueError."""
+        """Calls a method of `AsyncLLM` by name. Raises BackendCrashed, ValueError."""
 
     def report_step(self, step: EngineStepStats) -> None:
-        """Hands the counters of a step on, without the preemptions by our own pauses."""
-        # A pause that clears the cache throws out every running request, as a full cache would. vLLM counts that with
-        # the request's next token. The throttle would take it for a limit that was too high.
+        """Passes the counters of a step to `on_step`, without preemptions by our own pauses."""
+        # A pause that clears the cache preempts every running request, like a full cache. vLLM
+        # counts the preemption with the request's next token. The throttle would wrongly lower its
+        # limit.
         forgiven = min(step.preempted, self.num_self_preempted)
         self.num_self_preempted, self._waiting = self.num_self_preempted - forgiven, step.waiting
         self.on_step(replace(step, preempted=step.preempted - forgiven))
 
     async def quick_call(self, method: str, /, **arguments: Any) -> Any:
-        """A call that the engine answers between two steps. Raises CoreLost, ValueError."""
+        """Calls a method that the engine answers between two steps (`probe_deadline_s`).
+
+        Raises:
+            BackendCrashed: If the engine crashes or does not answer in time.
+            ValueError: If the engine refuses the call.
+        """
         return await call_with_deadline(self, self.rpc(method, **arguments), self.config.probe_deadline_s, method)
 
     async def slow_call(self, method: str, /, **arguments: Any) -> Any:
-        """A call that moves weights, and may take long. Raises CoreLost, ValueError."""
+        """Calls a slow method, which moves weights (`rpc_deadline_s`). Raises as `quick_call`."""
         return await call_with_deadline(self, self.rpc(method, **arguments), self.config.rpc_deadline_s, method)
 
     async def ping(self, deadline_s: float) -> None:
@@ -78,14 +93,16 @@ class VLLMBackend(ProcessStatus):
         try:
             await self.quick_call("pause_generation", mode="keep", clear_cache=False)
             if self.config.kv_on_publish == "recompute":
-                # This throws out all requests in flight, and their keys and values are computed again.
+                # The reset preempts all in-flight requests; the engine recomputes their keys and
+                # values.
                 self.num_self_preempted = max(0, len(self.requests) - self._waiting)
                 if not await self.quick_call("reset_prefix_cache", reset_running_requests=True):
                     raise BackendCrashed(
-                        "the engine refused to clear its KV cache, and would go on with keys and values of the old weights"
+                        "the engine refused to clear its KV cache, and would keep keys and values of the old weights"
                     )
             else:
-                # Requests in flight keep their old keys and values. New ones have another salt and never find them.
+                # In-flight requests keep their old keys and values. New requests have another salt
+                # and never reuse them.
                 self.cache_salt = f"{self._salt_prefix}-{version}"
             loading = time.monotonic()
             for buffer in buffers:
@@ -96,22 +113,22 @@ class VLLMBackend(ProcessStatus):
                 self.sleep_level = 0
             await self.quick_call("resume_generation")
         except ValueError as error:
-            # The engine is paused with weights that may be half loaded, so this life is over.
-            raise BackendCrashed(f"the engine refused an update that had begun: {error}") from error
+            # The engine is paused and its weights may be half loaded, so it must be restarted.
+            raise BackendCrashed(f"the engine refused a weight update after its start: {error}") from error
         return time.monotonic() - started, loaded - loading
 
     async def init_transfer(self, buffers: Sequence[WeightBuffer]) -> None:
-        """Lets the engine open, and on a GPU pin, the trainer's memory. It samples meanwhile."""
+        """Lets the engine open (on a GPU: pin) the trainer's memory; sampling continues."""
         await self.slow_call("init_weight_transfer_engine", init_info=buffers[0].address())
 
     async def load_buffer(self, buffer: WeightBuffer, version: int) -> None:
-        """Loads a buffer while the engine is paused."""
+        """Loads a buffer into the paused engine."""
         await self.begin_update(buffer)
         await self.transfer_tensors(buffer)
         await self.finish_update(buffer, version)
 
     async def begin_update(self, buffer: WeightBuffer) -> None:
-        """Begins an update. For an adapter there is nothing to begin."""
+        """Starts a weight update; an adapter needs no start."""
         if buffer.adapter is not None:
             return
         try:
@@ -119,18 +136,18 @@ class VLLMBackend(ProcessStatus):
         except BackendCrashed as error:
             if ALREADY_ACTIVE not in str(error):
                 raise
-        # A trainer before us died in an update. Finishing it gives every layer a whole set of tensors, whatever they
-        # hold, and ours then overwrite them.
+        # A previous trainer died during an update. Finishing it gives every layer a complete set of
+        # tensors of any content, and this update then overwrites them.
         try:
             await self.slow_call("finish_weight_update")
             await self.slow_call("start_weight_update")
         except BackendCrashed as error:
             raise BackendCrashed(
-                f"it is in the midst of an update of another trainer that cannot be finished; start the server again ({error})"
+                f"a weight update of another trainer is active and cannot be finished; restart the server ({error})"
             ) from error
 
     async def transfer_tensors(self, buffer: WeightBuffer, broadcast: bool = False) -> None:
-        """Lets the engine take the tensors from the trainer's memory, or from a broadcast of the sender."""
+        """Lets the engine read the tensors, from the trainer's memory or the sender's broadcast."""
         if buffer.adapter is None:
             await self.slow_call("update_weights", update_info=buffer.manifest)
         else:
@@ -138,7 +155,7 @@ class VLLMBackend(ProcessStatus):
             await self.slow_call("collective_rpc", method=method, args=[*source, buffer.manifest, buffer.adapter])
 
     async def finish_update(self, buffer: WeightBuffer, version: int) -> None:
-        """Ends an update, and labels what is sampled from then on."""
+        """Finishes a weight update, and sets the version of the tokens sampled from then on."""
         if buffer.adapter is None:
             await self.slow_call("finish_weight_update", weight_version=str(version))
         else:
@@ -159,7 +176,7 @@ class VLLMBackend(ProcessStatus):
 
 
 class RemoteBackend(ChildProcess, VLLMBackend):
-    """The process of the client of our own vLLM engine. `Backend` says what its methods promise."""
+    """The client process of a vLLM engine of this run. `Backend` documents the methods."""
 
     def __init__(
         self,
@@ -169,7 +186,11 @@ class RemoteBackend(ChildProcess, VLLMBackend):
         temp_dir: str,
         on_step: Callable[[EngineStepStats], None],
     ):
-        """Starts the client's process; it imports vLLM in the background. `launch` waits for it. Raises OSError."""
+        """Starts the client process, which imports vLLM in the background; `launch` waits for it.
+
+        Raises:
+            OSError: If the process cannot be started.
+        """
         VLLMBackend.__init__(self, config, on_step)
         self.log = log_path
         self._configured = False
@@ -182,7 +203,12 @@ class RemoteBackend(ChildProcess, VLLMBackend):
         )
 
     def configure(self) -> None:
-        """Waits for vLLM's configuration. Raises ValueError when vLLM refuses it; OSError when the client is lost."""
+        """Waits until vLLM has validated the config.
+
+        Raises:
+            ValueError: If vLLM refuses the config.
+            OSError: If the client process crashes.
+        """
         try:
             asyncio.run_coroutine_threadsafe(self._configure(), self._loop).result()
         except BackendCrashed as error:
@@ -195,13 +221,13 @@ class RemoteBackend(ChildProcess, VLLMBackend):
     async def launch(self) -> None:
         if not self._configured:
             await self._configure()
-        self.cache_tokens, self.block, self.vocabulary = await call_with_deadline(
+        self.cache_tokens, self.block_size, self.vocab_size = await call_with_deadline(
             self, self.send_request("launch"), self.config.start_deadline_s, "launch"
         )
 
     async def generate(self, request: EngineRequest) -> Completion:
         with request.track_in(self.requests):
-            # A copy is without the task, which lives in this process and cannot be pickled.
+            # `replace` drops the task, which cannot be pickled.
             return await self.send_request("generate", replace(request), self.cache_salt, self.uses_adapter)
 
     def rpc(self, method: str, /, **arguments: Any) -> Awaitable[Any]:
@@ -216,5 +242,5 @@ class RemoteBackend(ChildProcess, VLLMBackend):
         elif kind == "step" and self.stats_error is None:
             try:
                 self.report_step(value)
-            except Exception as error:  # noqa: BLE001 (the lane ends the run over it)
-                self.stats_error = error  # the lane ends the run over it
+            except Exception as error:  # noqa: BLE001 (it retires the replica)
+                self.stats_error = error  # it retires the replica

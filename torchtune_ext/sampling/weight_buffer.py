@@ -1,4 +1,4 @@
-"""Holds the last published weights in an anonymous file in memory, which vLLM's process opens through /proc."""
+"""Holds the last published weights in an anonymous memory file that vLLM opens through /proc."""
 
 import asyncio
 import math
@@ -18,30 +18,31 @@ from torchtune_ext.run.errors import DeadlineExceeded, UsageError
 from torchtune_ext.sampling.backend import Backend, BackendCrashed
 from torchtune_ext.sampling.types import EngineFailed, WeightsIncomplete
 
-UNREADABLE = "cannot read the trainer's weights"  # in the engine's error when our memory is not there for it
-ADAPTER_ID = 1  # by which vLLM knows the one adapter of a run
+UNREADABLE = "cannot read the trainer's weights"  # start of the engine's error if it cannot open the memory file
+ADAPTER_ID = 1  # vLLM's id of the run's adapter
 ALIGNMENT = 64  # bytes; every tensor starts at a multiple
-TOKEN_BYTES = 64  # bytes at the start of the file, by which the reader knows that it is ours
-MANIFEST = ("names", "dtype_names", "shapes", "offsets")  # what the list of a buffer's tensors has of each
-MAX_WRITE_BYTES = 1 << 30  # bytes of one write: the kernel takes at most 2 GiB at a time
-LOCK_POLL_S = 0.02  # seconds between two tries of a coroutine to get the lock
-LINE_WORDS = 1 << 12  # words of 32 bits that a checksum adds up at once
-LINES_PER_BATCH = {"cpu": 16, "cuda": 1 << 12}  # lines in one go: they stay in a core's cache, or keep a GPU busy
+TOKEN_BYTES = 64  # length of the random token at the start of the file, which identifies it
+MANIFEST = ("names", "dtype_names", "shapes", "offsets")  # columns of a buffer's tensor list
+MAX_WRITE_BYTES = 1 << 30  # bytes per write: the kernel writes at most 2 GiB at a time
+LOCK_POLL_S = 0.02  # seconds between two attempts of a coroutine to get the lock
+LINE_WORDS = 1 << 12  # 32-bit words that a checksum sums at once (one line)
+LINES_PER_BATCH = {"cpu": 16, "cuda": 1 << 12}  # lines per batch: fits a core's cache, or keeps a GPU busy
 
 
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> int:
-    """A checksum of the bytes of a tensor, 64 bits, computed on its device. It is no defense against forgery."""
+    """Returns a 64-bit checksum of a tensor's bytes, computed on its device; not cryptographic."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     size, weights = data.numel(), _checksum_weights(tensor.device)
-    # Each line of 32-bit words x_i becomes the sum of w_i x_i modulo 2^64. The sums are words again, until one is left.
-    # The w_i are odd, so a change of one word always shows. They look random, so any other change, for instance two
-    # words that were swapped, is overlooked with a chance of 2^-32 in each round.
+    # Each line of 32-bit words x_i becomes the sum of w_i x_i modulo 2^64. The sums are the words
+    # of the next round, until one sum is left. The w_i are odd, so a change of one word is always
+    # detected. They are pseudo-random, so any other change, for instance two swapped words, is
+    # missed with a probability of 2^-32 per round.
     while True:
         whole = data.numel() // (4 * LINE_WORDS) * (4 * LINE_WORDS)
         rest = torch.zeros(4 * LINE_WORDS, dtype=torch.uint8, device=tensor.device)
         rest[: data.numel() - whole] = data[whole:]
-        # A view as words has to be aligned to four bytes.
+        # A view as 32-bit words requires four-byte alignment.
         body = data[:whole] if data.storage_offset() % 4 == 0 else data[:whole].clone()
         lines = [
             *body.view(torch.int32)
@@ -49,7 +50,7 @@ def checksum(tensor: torch.Tensor) -> int:
             .split(LINES_PER_BATCH.get(tensor.device.type, LINES_PER_BATCH["cuda"]))
         ]
         lines.append(rest.view(torch.int32)[None])
-        # All products use one buffer: fresh pages for each would be slow.
+        # All products share one buffer, because new pages for each would be slow.
         room = torch.empty(max(map(len, lines)), LINE_WORDS, dtype=torch.int64, device=tensor.device)
         sums = [torch.mul(part, weights, out=room[: len(part)]).sum(1) for part in lines]
         data = torch.cat(sums).view(torch.uint8)
@@ -59,7 +60,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 @lru_cache
 def _checksum_weights(device: torch.device) -> torch.Tensor:
-    """[LINE] odd numbers, int64: the mixer of SplitMix64 (Steele et al. 2014) over 1, 2, 3, ..."""
+    """Returns [LINE_WORDS] odd int64: SplitMix64's mixer (Steele et al. 2014) on 1, 2, 3, ..."""
     values = np.arange(1, LINE_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
@@ -70,21 +71,31 @@ def _checksum_weights(device: torch.device) -> torch.Tensor:
 def describe_differences(
     sent: Mapping[str, int], taken: Mapping[str, int | None], engine: str, worker: int
 ) -> str | None:
-    """Says which tensors of a worker differ from those that were sent, by their checksums; None: all are the same."""
+    """Describes which tensors of a worker differ from the published ones; None if all match.
+
+    Args:
+        sent: Name -> checksum of the published tensors.
+        taken: Name -> checksum of the worker's tensors.
+        engine: Name of the engine.
+        worker: Index of the worker.
+    """
     wrong = sorted(name for name in sent.keys() | taken.keys() if sent.get(name) != taken.get(name))
     if not wrong:
         return None
     lost = sum(name not in taken for name in wrong)
     return (
-        f"{len(wrong)} of the {len(sent)} tensors in {engine} (worker {worker}) are not those that were sent, {lost} of them "
-        f"lost, the others old or damaged, e.g. {', '.join(wrong[:3])}"
+        f"{len(wrong)} of the {len(sent)} tensors in {engine} (worker {worker}) differ from the published ones: {lost} "
+        f"missing, the others old or damaged, e.g. {', '.join(wrong[:3])}"
     )
 
 
 async def find_wrong_tensors(published: "Sequence[WeightBuffer]", backend: Backend) -> str | None:
-    """What `differences` says of the first worker that has any, or None. Raises CoreLost.
+    """Returns `describe_differences` of the first worker that has any, or None.
 
-    The caller has to keep writers out.
+    The caller must hold the read lock.
+
+    Raises:
+        BackendCrashed: If the engine crashes.
     """
     sent = {name: value for buffer in published for name, value in buffer.checksums.items()}
     messages = [
@@ -94,36 +105,40 @@ async def find_wrong_tensors(published: "Sequence[WeightBuffer]", backend: Backe
 
 
 class WeightBuffer:
-    """One set of weights, of a model or of an adapter, and the list of what lies where."""
+    """The weights of a model or an adapter, and the manifest of its tensors."""
 
     def __init__(self):
-        self.adapter: dict[str, Any] | None = None  # PEFT's config, when the tensors are those of an adapter
-        self.version = -1  # version of the policy whose weights these are; -1: never published
-        self.loaded_version = -1  # last version of these weights that an engine has taken
-        # The file has no name in a file system, so nothing is left when the trainer dies.
+        self.adapter: dict[str, Any] | None = None  # PEFT's config if this is an adapter
+        self.version = -1  # policy version of the weights; -1: never published
+        self.loaded_version = -1  # last version that an engine has loaded
+        # The file has no name in a file system, so it disappears when the trainer dies.
         self._fd = os.memfd_create("torchtune-ext-weights", os.MFD_CLOEXEC)
         self._token = os.urandom(TOKEN_BYTES)
-        self.manifest: dict[str, list] | None = None  # None before the first publication
-        self.bytes = 0  # size of the tensors in it
-        self.complete = True  # False while a copy is under way or was cut short
-        self.checksums: dict[str, int] = {}  # checksum of every tensor in it, by name
-        self._pinned: torch.Tensor | None = None  # all of it [bytes], once weights came from a GPU
+        self.manifest: dict[str, list] | None = None  # None before the first weight sync
+        self.bytes = 0  # total size of the tensors
+        self.complete = True  # False during a copy, or after an interrupted one
+        self.checksums: dict[str, int] = {}  # tensor name -> checksum
+        self._pinned: torch.Tensor | None = None  # the whole memory [bytes], once weights came from a GPU
 
     def address(self) -> dict[str, str]:
-        """Where another process of this user on this machine opens the memory, and the token with which it begins."""
+        """Returns the path at which other processes of this user open the memory, and its token."""
         return {"path": f"/proc/{os.getpid()}/fd/{self._fd}", "token": self._token.hex()}
 
     def write(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
-        """Copies tensors of any dtype from any device, with their Hugging Face names. Returns the seconds that it took.
+        """Copies tensors of any dtype from any device. Returns the duration in seconds.
 
-        Raises ValueError when there are no tensors, or two of one name.
+        Args:
+            named_tensors: (Hugging Face name, tensor) pairs.
+
+        Raises:
+            UsageError: For no tensors, or two tensors with the same name.
         """
         started = time.monotonic()
         rows, sums, end, size, on_gpu = [], {}, TOKEN_BYTES, 0, False
         self._write(memoryview(self._token), 0)
-        # One tensor after the other, so that a generator may gather each one when it is asked for it.
+        # The tensors are copied one by one, so that a generator can gather each one on demand.
         for name, tensor in named_tensors:
-            # From here on the last publication is overwritten.
+            # From here on the previous weights are overwritten.
             self.complete = False
             sums[name] = checksum(tensor)
             flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -145,7 +160,8 @@ class WeightBuffer:
         if self._pinned is None or self._pinned.numel() < end:
             self._unpin()
             os.ftruncate(self._fd, end)
-            # Pinning needs the size, which the first publication tells only at its end. So only that one is slow.
+            # Pinning needs the total size, which is known only at the end of the first weight sync.
+            # So only the first one is slow.
             if on_gpu:
                 self._pinned = pin(map_memory(self.address()["path"]))
         self.manifest = manifest_of(rows)
@@ -171,7 +187,14 @@ class WeightBuffer:
 
 
 def map_memory(path: str) -> torch.Tensor:
-    """The memory of a `WeightBuffer` [bytes], uint8, mapped and not copied. Args: path: that of its `address()`."""
+    """Maps the memory of a `WeightBuffer` without a copy.
+
+    Args:
+        path: The path in `WeightBuffer.address()`.
+
+    Returns:
+        [bytes], uint8.
+    """
     return torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
 
 
@@ -180,64 +203,70 @@ def _cudart() -> Any:
 
 
 def pin(memory: torch.Tensor) -> torch.Tensor:
-    """Lets a GPU copy directly to and from mapped memory [bytes], until `unpin`. Raises torch.cuda.CudaError."""
-    # The 15 GB of a 7B model then take 0.3 s on an H100. Through the driver's own buffers they take 11 s one way and 3
-    # s the other.
+    """Pins mapped memory [bytes] for GPU copies, until `unpin`. Raises torch.cuda.CudaError."""
+    # The 15 GB of a 7B model then take 0.3 s on an H100. Without pinning, the driver's staging
+    # buffers take 11 s in one direction and 3 s in the other.
     torch.cuda.check_error(_cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     return memory
 
 
 def unpin(memory: torch.Tensor) -> None:
-    """Ends what `pin` began."""
-    # Unchecked: an error would only repeat that the GPU has failed before, and hide the first message.
+    """Unpins memory of `pin`."""
+    # The result is not checked: an error would only follow from an earlier GPU failure and hide its
+    # message.
     _cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def iter_tensors(path: str, manifest: dict[str, list]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor): views of the memory of a `WeightBuffer`. Args: path: as in `memory_of`."""
+    """Yields (name, tensor) views of the memory of a `WeightBuffer`; `path` as in `map_memory`."""
     return iter_views(map_memory(path), manifest)
 
 
 def manifest_of(rows: Iterable[tuple]) -> dict[str, list]:
-    """The manifest of tensors, of each of which a row has what `MANIFEST` names."""
+    """Returns the manifest of tensors; each row has the columns of `MANIFEST`."""
     return dict(zip(MANIFEST, map(list, zip(*rows, strict=True)), strict=True))
 
 
 def iter_views(memory: torch.Tensor, manifest: Mapping[str, Sequence]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor): views of memory [bytes], uint8, in which tensors lie as a manifest says."""
+    """Yields (name, tensor) views of memory [bytes], uint8, at the offsets of a manifest."""
     for name, dtype_name, shape, offset in zip(*(manifest[key] for key in MANIFEST), strict=True):
         dtype = getattr(torch, dtype_name)
         yield name, memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 class WeightBuffers:
-    """The buffers of a run, the model's and the adapter's, which one thread writes and all engines read."""
+    """The model's and the adapter's buffer of a run: one thread writes, all engines read."""
 
     def __init__(self, deadline_s: float):
-        """Args: deadline_s: seconds that one call into the engine may take, and a copy that the engine waits for."""
+        """Creates empty buffers.
+
+        Args:
+            deadline_s: Deadline in seconds of one engine call, and of a copy that an engine waits
+                for.
+        """
         self.model, self.adapter = WeightBuffer(), WeightBuffer()
         self.deadline_s = deadline_s
-        # No engine may load what is half written. The publisher holds the lock while it copies, and gives it back
-        # before it waits for the engines. Their loop holds it while any of them loads. So neither waits for the other
-        # for ever.
+        # No engine may load half-written weights. The publisher holds the lock while it copies, and
+        # releases it before it waits for the engines. The engines' loop holds the lock while any
+        # engine loads. This order prevents a deadlock.
         self._lock = threading.Lock()
-        self._readers = 0  # engines that load now; they share the lock
+        self._readers = 0  # engines that load now and share the lock
         self._writer_waits = False
         self._closed = False
 
     @property
     def published(self) -> list[WeightBuffer]:
-        """The buffers with weights in them, the model's before the adapter's. Raises WeightsIncomplete."""
+        """Buffers with weights, the model's before the adapter's. Raises WeightsIncomplete."""
         buffers = [buffer for buffer in (self.model, self.adapter) if buffer.manifest is not None]
         if not all(buffer.complete for buffer in buffers):
             raise WeightsIncomplete(
-                "the last publication broke off while copying: there are no complete weights to load; publish again"
+                "the last weight sync was interrupted while copying, so its weights are incomplete; publish again"
             )
         return buffers
 
     def check_complete(self) -> None:
-        """Raises WeightsIncomplete, unless somebody is writing now and may complete them."""
-        # The lock is held by readers or by the writer. Without readers it is the writer.
+        """Raises WeightsIncomplete, unless a running write may complete the weights."""
+        # Readers or the writer hold the lock. A locked lock without readers means a running write.
         if self._readers or not self._lock.locked():
             self.published  # noqa: B018  (it raises)
 
@@ -248,10 +277,20 @@ class WeightBuffers:
         adapter: dict[str, Any] | None,
         current: int,
     ) -> tuple[WeightBuffer, float]:
-        """Copies a publication (`Engine.publish`). Returns the buffer that was written, and the seconds that it took.
+        """Copies new weights (`Engine.publish`) into a buffer.
 
-        Args: current: the version that the engine holds.
-        Raises: ValueError; EngineFailed when the engine was closed or does not stop reading.
+        Args:
+            named_tensors: As in `Engine.publish`.
+            version: As in `Engine.publish`.
+            adapter: As in `Engine.publish`.
+            current: Version that the engine holds.
+
+        Returns:
+            The written buffer, and the duration of the copy in seconds.
+
+        Raises:
+            UsageError: For unsupported tensors or a version that does not grow.
+            EngineFailed: If the engine was closed or does not release the lock.
         """
         buffer, other, kind = (
             (self.model, self.adapter, "adapter") if adapter is None else (self.adapter, self.model, "model")
@@ -260,13 +299,15 @@ class WeightBuffers:
         try:
             if self._closed:
                 raise EngineFailed("the engine was closed")
-            # A version counts once an engine has loaded it. One that no engine took may be tried again.
+            # A version that no engine has loaded may be published again.
             if version < current or version <= buffer.loaded_version:
                 raise UsageError(
-                    f"publish: version {version} after {max(current, buffer.loaded_version)}; versions grow"
+                    f"publish: version {version} after {max(current, buffer.loaded_version)}; versions must grow"
                 )
             if other.manifest is not None and not other.complete:
-                raise UsageError(f"publish: the last publication of the {kind} broke off; publish the {kind} first")
+                raise UsageError(
+                    f"publish: the last weight sync of the {kind} was interrupted; publish the {kind} first"
+                )
             copy_s = buffer.write(self._until_closed(named_tensors))
             buffer.adapter, buffer.version = adapter, version
             return buffer, copy_s
@@ -274,7 +315,7 @@ class WeightBuffers:
             self._lock.release()
 
     def _acquire(self) -> None:
-        # More than all calls of one load may take together.
+        # Longer than the deadlines of all calls of one load together.
         limit = 6 * self.deadline_s
         give_up_at = time.monotonic() + limit
         self._writer_waits = True
@@ -292,19 +333,24 @@ class WeightBuffers:
     def _until_closed(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for pair in named_tensors:
             if self._closed:
-                raise EngineFailed("the engine was closed in the midst of publish")
+                raise EngineFailed("the engine was closed during publish")
             yield pair
 
     @asynccontextmanager
     async def read_lock(self) -> AsyncIterator[None]:
-        """Keeps writers out while the body runs. One thread only. Raises CoreLost after `deadline_s` seconds."""
+        """Excludes writers while the body runs. May be called in one thread only.
+
+        Raises:
+            BackendCrashed: After `deadline_s` seconds, or if the engine is closed.
+        """
         give_up_at = time.monotonic() + self.deadline_s
-        # The first reader takes the lock, and others join it unless the writer waits, who would otherwise starve. The
-        # wait polls, since a blocked `acquire` would stop the loop of all engines.
+        # The first reader takes the lock. Other readers share it unless the writer waits, which
+        # would otherwise starve. The wait polls, since a blocking `acquire` would stop the loop of
+        # all engines.
         while not ((self._readers and not self._writer_waits) or self._lock.acquire(blocking=False)):
             if self._closed:
                 raise BackendCrashed("the engine is closed")
-            late = f"a publication did not finish its copy within rpc_deadline_s = {self.deadline_s:g}"
+            late = f"a weight sync did not finish its copy within engine.rpc_deadline_s={self.deadline_s:g} s"
             if time.monotonic() > give_up_at:
                 raise BackendCrashed(late)
             await asyncio.sleep(LOCK_POLL_S)
@@ -317,11 +363,11 @@ class WeightBuffers:
                 self._lock.release()
 
     def close(self) -> None:
-        """Ends a copy that is under way, and frees the memory. Raises TimeoutError when the copy does not end."""
+        """Frees the memory. Raises DeadlineExceeded if a running copy does not end."""
         self._closed = True
-        # A file that is still written has to keep its descriptor: a file opened later could get the same number.
+        # During a write the file must keep its descriptor: another file could get the same number.
         if not self._lock.acquire(timeout=5.0):
-            raise DeadlineExceeded("a publication is still copying; its memory is freed with this process")
+            raise DeadlineExceeded("a weight sync is still copying; its memory is freed with this process")
         try:
             self.model.close()
             self.adapter.close()

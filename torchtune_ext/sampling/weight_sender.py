@@ -1,4 +1,4 @@
-"""The trainer's end of the sender: brings weights to servers, one after the other, each within a deadline."""
+"""The trainer's side of the sender: updates servers one after the other, each with a deadline."""
 
 import asyncio
 import logging
@@ -14,11 +14,11 @@ from torchtune_ext.sampling.weight_buffer import WeightBuffer
 log = logging.getLogger(__name__)
 
 SENDER_MODULE = "torchtune_ext.sampling.broadcast"
-SENDER_START_S = 60.0  # seconds until a new sender answers: a Python that imports torch
+SENDER_START_S = 60.0  # deadline of the sender's start in seconds; it imports torch
 
 
 class Receiver(Protocol):
-    """What the courier uses of a `ServerCore`."""
+    """The part of a `ServerBackend` that the weight sender uses."""
 
     config: EngineConfig
     address: str
@@ -36,19 +36,29 @@ class Receiver(Protocol):
 
 
 class WeightSender:
-    """Owns the sender of a run. All methods run in the engine's asyncio thread."""
+    """Owns the sender process of a run. All methods run in the engine's asyncio thread."""
 
     def __init__(self, log_path: Path):
-        """Starts nothing yet. Args: log_path: takes what the sender says."""
+        """Does not start the process yet.
+
+        Args:
+            log_path: File for the sender's output.
+        """
         self._log_path = log_path
         self._sender: ChildProcess | None = None
-        # The sender is in a group of its own with each server, so that none waits for another's network.
-        self._joined: dict[str, str] = {}  # address of a server -> life of the connection whose group the sender is in
+        # The sender has a separate group with each server, so that no server waits for another's
+        # network.
+        self._joined: dict[str, str] = {}  # server address -> connection id whose group the sender has joined
         self._turn = asyncio.Lock()  # one transfer at a time
         self._closed = False
 
     def start(self) -> ChildProcess:
-        """Starts the sender, which takes seconds to come up, unless there is one. Raises OSError, CoreLost."""
+        """Starts the sender process, which takes seconds, unless it runs already.
+
+        Raises:
+            OSError: If the process cannot be started.
+            BackendCrashed: If the engine was closed.
+        """
         if self._closed:
             raise BackendCrashed("the engine was closed")
         if self._sender is None or self._sender.is_dead:
@@ -56,17 +66,22 @@ class WeightSender:
         return self._sender
 
     async def stop(self) -> None:
-        """Ends the sender, and what is on its way."""
+        """Ends the sender and its transfer."""
         self._closed = True
         await self._kill()
 
     async def update_server(self, backend: Receiver, buffer: WeightBuffer, version: int) -> None:
-        """Updates the server of `core`, and labels what it samples as `version`. Raises CoreLost."""
+        """Sends a buffer to the server of `backend`, and sets the server's policy version.
+
+        Raises:
+            BackendCrashed: If the transfer fails or exceeds its deadline.
+        """
         async with self._turn:
             try:
                 await self._send(backend, buffer, version)
             except BaseException as error:
-                # After a transfer that broke off, the sender's group may be in any state. The next gets a new one.
+                # After an interrupted transfer the state of the sender's groups is undefined. The
+                # next transfer starts a new sender.
                 await self._kill()
                 if not isinstance(error, Exception):
                     raise
@@ -77,7 +92,7 @@ class WeightSender:
     async def _send(self, backend: Receiver, buffer: WeightBuffer, version: int) -> None:
         limit_s, address = backend.config.rpc_deadline_s, backend.address
         sender, init = self.start(), None
-        # A server that was connected anew is not in the group of its last connection.
+        # A reconnected server is not in the group of its previous connection.
         if self._joined.get(address) != backend.connection_id:
             parts = urlsplit(address)
             async with crash_on_timeout(SENDER_START_S, "the sender did not start"):
@@ -85,7 +100,7 @@ class WeightSender:
                 init = await sender.send_request(
                     "listen", address, backend.transfer, *place, 1 + backend.workers, limit_s
                 )
-        async with crash_on_timeout(limit_s, f"the sender did not bring version {version} to the server"):
+        async with crash_on_timeout(limit_s, f"the sender did not transfer version {version} to the server"):
             if init is not None:
                 await gather_or_cancel(
                     sender.send_request("join", address),
@@ -93,7 +108,7 @@ class WeightSender:
                 )
                 self._joined[address] = backend.connection_id
             await backend.begin_update(buffer)
-            # A broadcast ends only when both ends take part, so they run at the same time.
+            # A broadcast is collective, so sender and server run concurrently.
             sending = sender.send_request("send", address, buffer.address()["path"], buffer.manifest, limit_s)
             await gather_or_cancel(sending, backend.transfer_tensors(buffer, broadcast=True))
             await backend.finish_update(buffer, version)

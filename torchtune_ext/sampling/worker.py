@@ -1,6 +1,7 @@
-"""Runs in vLLM's process and takes weights from the trainer: from its shared memory, or by gloo or NCCL.
+"""Loads published weights in vLLM's process: from the trainer's shared memory, by gloo or by NCCL.
 
-vLLM imports it as its `worker_extension_cls`, and the import registers the weight-transfer backends.
+vLLM imports this module for `worker_extension_cls`, and the import registers the weight-transfer
+backends.
 """
 
 import os
@@ -43,26 +44,29 @@ from torchtune_ext.sampling.weight_buffer import (
 )
 
 KV_SCALES = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
-SCALE_SUFFIX = "weight_scale_inv"  # the block scales of a weight, multipliers in spite of the name
-# Checksums of the tensors that this process has taken, by name. None stands for a tensor that came in two forms.
+SCALE_SUFFIX = "weight_scale_inv"  # block scales of a weight; multipliers, despite the name
+# Tensor name -> checksum of the tensors that this process has loaded; None if two copies differed.
 LOADED_CHECKSUMS: dict[str, dict[str, int | None]] = {"model": {}, "adapter": {}}
-UNFINISHED_MARKER = "(an update that was not finished)"  # stands there for a model that may be half loaded
+UNFINISHED_MARKER = "(an update that was not finished)"  # entry for a model that may be half loaded
 
 Named = list[tuple[str, torch.Tensor]]
 
 
 class ChecksumRecorder(TorchDispatchMode):
-    """Takes the checksum of every published tensor that is copied into a parameter. A tensor never copied has none."""
+    """Records the checksum of every published tensor that is copied into a parameter.
+
+    A tensor that was never copied has no checksum.
+    """
 
     def __init__(self):
         super().__init__()
         self.checksums: dict[str, int | None] = {}
-        # For each storage, what begins at which offset in bytes. The weak reference lets the memory be freed, but keeps
-        # another storage from getting the same number.
+        # Storage id -> (weak reference, byte offset -> tensor). The weak reference allows the
+        # memory to be freed, but prevents another storage from getting the same id.
         self._lent: dict[int, tuple[StorageWeakRef, dict[int, tuple[str, torch.dtype, torch.Size]]]] = {}
 
     def register(self, named: Iterable[tuple[str, torch.Tensor]]) -> Named:
-        """Returns the tensors, and from now on recognizes them when they are copied."""
+        """Registers tensors, so that their copies are recognized. Returns them as a list."""
         named = list(named)
         self._lent = {key: value for key, value in self._lent.items() if not value[0].expired()}
         for name, tensor in named:
@@ -73,7 +77,7 @@ class ChecksumRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        # Every weight ends in one `copy_`, whether its layer is fused, packed or cut for tensor parallelism.
+        # Every weight is loaded by one `copy_`, whether its layer is fused, packed or sharded.
         if func is torch.ops.aten.copy_.default and not args[0].is_meta and not args[1].is_meta:
             lent = self._lent.get(args[1].untyped_storage()._cdata)
             if lent is not None:
@@ -83,11 +87,13 @@ class ChecksumRecorder(TorchDispatchMode):
     def _note(
         self, lent: dict[int, tuple[str, torch.dtype, torch.Size]], target: torch.Tensor, source: torch.Tensor
     ) -> None:
-        # The source may be a slice of a published tensor: that is the last one that begins at or before it.
+        # The source may be a slice. Its published tensor is the last one that begins at or before
+        # it.
         begin = max(each for each in lent if each <= source.storage_offset() * source.itemsize)
         name, dtype, shape = lent[begin]
-        # A whole tensor is checked where it arrived, in the parameter and on its device. Of one that is cut, or changes
-        # its dtype on the way, the source is checked: the parameter holds other bytes.
+        # The checksum of an entire tensor is computed from the parameter, on its device. For a
+        # shard, or after a change of dtype, it is computed from the source, since the parameter has
+        # other bytes.
         entire = source.numel() == shape.numel() and source.is_contiguous() and target.dtype == source.dtype
         whole = torch.empty(0, dtype=dtype, device=source.device)
         # torch's stub asks for strides, too.
@@ -97,14 +103,19 @@ class ChecksumRecorder(TorchDispatchMode):
 
 
 def _parts(name: str, packed: Mapping[str, list[str]]) -> list[str]:
-    """The published names of a parameter. Args: packed: "qkv_proj" -> ["q_proj", "k_proj", "v_proj"], ..."""
+    """Returns the published names of a parameter.
+
+    Args:
+        name: vLLM's name of the parameter.
+        packed: Fused layer -> its parts: "qkv_proj" -> ["q_proj", "k_proj", "v_proj"], ...
+    """
     stem, _, kind = name.rpartition(".")
     head, _, layer = stem.rpartition(".")
     return [f"{head}.{part}.{kind}".lstrip(".") for part in packed.get(layer, [layer])]
 
 
 def require_all(missing: Collection[str]) -> None:
-    """Raises ValueError for parameters that publications leave out."""
+    """Raises UsageError if published weights leave out parameters."""
     if missing:
         raise UsageError(f"published weights leave out {len(missing)} parameters, e.g. {sorted(missing)[:3]}")
 
@@ -115,12 +126,18 @@ def check_shapes(
     packed: Mapping[str, list[str]],
     workers: int,
 ) -> None:
-    """Raises ValueError when published weights leave parameters out, or have other shapes.
+    """Checks names and shapes of published weights.
 
-    Args: shapes: of what was published; expected: the parameters; packed: as in `_parts`; workers: among which tensor
-    parallelism cuts a parameter.
+    Args:
+        shapes: Name -> shape of the published tensors.
+        expected: Name -> parameter of this worker.
+        packed: As in `_parts`.
+        workers: Tensor-parallel size.
+
+    Raises:
+        UsageError: If a parameter is missing or a shape differs.
     """
-    # vLLM would say only that something is wrong, and only after all bytes were sent.
+    # vLLM's own error has no details, and comes only after all bytes were sent.
     missing, wrong = [], []
     for name, parameter in expected.items():
         parts = [name] if name in shapes else _parts(name, packed)
@@ -133,20 +150,20 @@ def check_shapes(
     require_all(missing)
     if wrong:
         parts, sent, held = wrong[0]
-        raise UsageError(f"published {', '.join(parts)} in the shape {sent}, and the engine holds {held} of it")
+        raise UsageError(f"published {', '.join(parts)} has shape {sent}, but the engine's parameter has shape {held}")
 
 
 def _shapes_fit(parts: Sequence[Sequence[int]], shape: Sequence[int], workers: int, padded: bool) -> bool:
-    """Whether tensors of the shapes `parts`, concatenated, fill one worker's parameter.
+    """Returns whether tensors of the shapes `parts`, concatenated, fit one worker's parameter.
 
-    With `padded` it may have more rows.
+    With `padded` the parameter may have more rows.
     """
     if any(len(part) != len(shape) for part in parts):
         return False
     for axis, size in enumerate(shape):
         whole = sum(part[0] for part in parts) if axis == 0 else parts[0][axis]
         same = axis == 0 or all(part[axis] == whole for part in parts)
-        # A cut is rounded up, and heads of keys and values may be held by more than one worker.
+        # Shard sizes are rounded up, and several workers may hold the same key/value heads.
         if not same or not (size <= whole <= size * workers or (padded and axis == 0 and whole <= size * workers)):
             return False
     return True
@@ -158,9 +175,9 @@ def check_quantized(
     parameters: Mapping[str, torch.Tensor],
     packed: Mapping[str, list[str]],
 ) -> None:
-    """Raises ValueError for the first weight that does not come in the precision in which the engine holds it."""
-    # vLLM would notice neither mistake: it copies bfloat16 into an FP8 weight without an error, and scales that are
-    # left out keep their last values.
+    """Raises UsageError for the first weight whose precision differs from the engine's."""
+    # vLLM detects neither error: it copies bfloat16 into an FP8 weight without an error, and
+    # missing scales keep their old values.
     fused = {part: whole for whole, parts in packed.items() for part in parts}
     sent = dict(zip(names, dtypes, strict=True))
     for name, dtype in sent.items():
@@ -180,8 +197,9 @@ def check_quantized(
 
 @contextmanager
 def without_lora(model: torch.nn.Module) -> Iterator[None]:
-    """Takes vLLM's LoRA wrappers out of the model while the body runs."""
-    # With a wrapper in between, parameters are called `...base_layer.weight`, and published names would not match.
+    """Removes vLLM's LoRA wrappers from the model while the body runs."""
+    # With wrappers, parameters are named `...base_layer.weight`, and published names would not
+    # match.
     wrapped = [
         (parent, name, child)
         for parent in model.modules()
@@ -198,9 +216,9 @@ def without_lora(model: torch.nn.Module) -> Iterator[None]:
 
 
 def retie_lm_head(model: torch.nn.Module) -> None:
-    """Packs a tied output head again, on a CPU."""
-    # There vLLM 0.32 copies linear weights into oneDNN's own layout. Its layerwise reload skips a head that shares its
-    # weight with the embedding, so the head would go on with the old weights.
+    """Repacks a tied output head, on a CPU."""
+    # On a CPU vLLM 0.32 copies linear weights into oneDNN's own layout. Its layerwise reload skips
+    # a head that shares its weight with the embedding, so the head would keep the old weights.
     head, embedding = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
     if not current_platform.is_cpu() or head is None or embedding is None or head is embedding:
         return
@@ -209,35 +227,43 @@ def retie_lm_head(model: torch.nn.Module) -> None:
 
 
 class CheckedTransfer(WeightTransferEngine):
-    """What our weight-transfer backends share: all but how tensors arrive. vLLM calls the methods in this order."""
+    """Base class of our weight-transfer backends, which implement `receive`.
 
-    model: Any  # one of vLLM's, with `load_weights`
+    vLLM calls the methods in this order.
+    """
+
+    model: Any  # a model of vLLM, with `load_weights`
 
     @abstractmethod
     def receive(self, update: Any, take: Callable[[Named], None]) -> None:
-        """Hands over the tensors of an update, all at once or piece by piece."""
+        """Calls `take` with the tensors of an update, all at once or in chunks."""
 
     def start_weight_update(self) -> None:
-        # A new model takes the adapter away. Until the update is finished, no checksum matches: a model that is half
-        # loaded proves nothing.
+        # A new model removes the adapter. Until the update is finished, no checksum may match,
+        # since the model may be half loaded.
         LOADED_CHECKSUMS["model"], LOADED_CHECKSUMS["adapter"] = {UNFINISHED_MARKER: None}, {}
         self.recorder = ChecksumRecorder()
         with without_lora(self.model):
             if any(get_layerwise_info(layer).can_load() for layer in self.model.modules()):
-                # The last update was refused halfway, or broke off, and left layers waiting for the rest of their
-                # weights. vLLM would count the new weights to the old ones.
+                # The last update was refused halfway or interrupted, and some layers still wait for
+                # weights. vLLM would otherwise count the new weights as a part of the old update.
                 finalize_layerwise_reload(self.model, self.model_config)
             initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Any) -> None:
-        """Loads what the backend's `receive` hands over. Raises ValueError for what the model cannot take."""
-        # All checks come before the first byte, while the old weights are still whole.
+        """Loads the tensors of `receive`.
+
+        Raises:
+            UsageError: If names, shapes or precisions do not match the model.
+        """
+        # The checks run before the first byte, while the old weights are still complete.
         names, dtypes, shapes = update_info.names, update_info.dtype_names, update_info.shapes
         with without_lora(self.model), self.recorder, disable_mtp_completeness_check():
             parameters = dict(self.model.named_parameters())
             packed = getattr(self.model, "packed_modules_mapping", {})
             check_quantized(names, dtypes, parameters, packed)
-            # A quantized model has scales for an FP8 KV cache, even if its cache is not FP8. Nobody publishes those.
+            # A quantized model has scales for an FP8 KV cache, even if its cache is not FP8. The
+            # trainer does not publish these scales.
             expected = {name for name in parameters if not name.endswith(KV_SCALES)}
             if self.model_config.hf_text_config.tie_word_embeddings:
                 expected.discard("lm_head.weight")
@@ -249,12 +275,12 @@ class CheckedTransfer(WeightTransferEngine):
                 loaded.update(self.model.load_weights(self.recorder.register(named)) or ())
 
             self.receive(update_info, take)
-        # Some models do not say what they have loaded.
+        # Some models do not return the names of loaded parameters.
         require_all(expected - loaded if loaded else ())
 
     def finish_weight_update(self) -> None:
         with without_lora(self.model):
-            # vLLM buffers a layer until it is complete, so some copies happen only here.
+            # vLLM buffers a layer until it is complete, so some weights are copied only here.
             with self.recorder:
                 finalize_layerwise_reload(self.model, self.model_config)
             retie_lm_head(self.model)
@@ -264,25 +290,25 @@ class CheckedTransfer(WeightTransferEngine):
 
 @dataclass
 class SharedMemoryInit(WeightTransferInitInfo):
-    """Where the weights lie."""
+    """Location of the weights in the trainer's memory."""
 
     path: str  # a memory file of the trainer: /proc/<pid>/fd/<number>
-    token: str  # the bytes with which the file begins, in hexadecimal
+    token: str  # first bytes of the file, in hexadecimal
 
 
 @dataclass
 class Manifest(WeightTransferUpdateInfo):
-    """What lies there, tensor by tensor."""
+    """Names, dtypes, shapes and offsets of the tensors of an update."""
 
     names: list[str]  # Hugging Face names
-    dtype_names: list[str]  # torch's names of them: "bfloat16", ...
+    dtype_names: list[str]  # torch dtype names: "bfloat16", ...
     shapes: list[list[int]]
     offsets: list[int]  # bytes from the start of the file
 
 
 def check_memory(path: str, token: str) -> None:
-    """Raises ValueError when the file is not the trainer's memory."""
-    # In another PID namespace the same path may name another process, with another file. The token tells them apart.
+    """Raises UsageError if the file is not the trainer's memory."""
+    # In another PID namespace the same path may belong to another process. The token detects this.
     expected = bytes.fromhex(token)
     try:
         with open(path, "rb") as file:
@@ -291,22 +317,21 @@ def check_memory(path: str, token: str) -> None:
         ours = False
     if not ours:
         raise UsageError(
-            f"{UNREADABLE} at {path}: vLLM has to run on the trainer's machine, "
-            f"as the same user and in the same PID namespace"
+            f"{UNREADABLE} at {path}: run vLLM on the trainer's machine, as the same user and in the same PID namespace"
         )
 
 
 class SharedMemoryTransfer(CheckedTransfer):
-    """Takes publications from the trainer's memory."""
+    """Reads weights from the trainer's shared memory."""
 
     init_info_cls = SharedMemoryInit
     update_info_cls = Manifest
-    mapped: tuple[SharedMemoryInit, int] | None = None  # whose memory it is, and its bytes
+    mapped: tuple[SharedMemoryInit, int] | None = None  # location and size in bytes of `memory`
     memory: torch.Tensor | None = None
 
     def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
         check_memory(init_info.path, init_info.token)
-        # The memory stays mapped, and for a GPU pinned, between publications: pinning all of it anew is slow.
+        # The memory stays mapped (on a GPU: pinned) between weight syncs, because pinning is slow.
         now = init_info, os.stat(init_info.path).st_size
         if self.mapped != now:
             self.shutdown()
@@ -316,7 +341,7 @@ class SharedMemoryTransfer(CheckedTransfer):
             self.mapped = now
 
     def receive(self, update: Manifest, take: Callable[[Named], None]) -> None:
-        assert self.memory is not None  # since `init_transfer_engine`
+        assert self.memory is not None  # set by `init_transfer_engine`
         take(list(iter_views(self.memory, vars(update))))
 
     def shutdown(self) -> None:
@@ -326,13 +351,13 @@ class SharedMemoryTransfer(CheckedTransfer):
             self.memory = self.mapped = None
 
 
-# In the two backends below, every wait ends by itself: a sender that was killed closes its connections, and a silent
-# one is given up after `deadline_s`. The engine is then free for the next trainer, or for the next group of this one.
-NO_GROUP = "this server is in no group with the trainer's sender"
+# In the two backends below, every wait is bounded: a killed sender closes its connections, and a
+# silent sender times out after `deadline_s`. The engine is then free for the next trainer or group.
+NO_GROUP = "this server has not joined a group with the trainer's sender"
 
 
 class GlooTransfer(CheckedTransfer):
-    """Takes publications by gloo, chunk by chunk, into CPU memory."""
+    """Receives weights by gloo, in chunks, into CPU memory."""
 
     init_info_cls = GlooInit
     update_info_cls = Manifest
@@ -346,7 +371,11 @@ class GlooTransfer(CheckedTransfer):
         self.group = GlooGroup(init_info, rank)
 
     def receive(self, update: Manifest, take: Callable[[Named], None]) -> None:
-        """Takes what the sender broadcasts. Raises RuntimeError when nothing comes. Any error ends the group."""
+        """Receives the sender's broadcasts. Any error closes the group.
+
+        Raises:
+            RuntimeError: Without a group, or at the deadline.
+        """
         if self.group is None:
             raise RuntimeError(NO_GROUP)
         give_up_at = time.monotonic() + self.init.deadline_s
@@ -356,7 +385,8 @@ class GlooTransfer(CheckedTransfer):
                 self.group.broadcast(chunk, give_up_at)
                 take(list(iter_views(chunk, manifest)))
         except BaseException:
-            # This holds for a tensor that the model refuses, too: the sender goes on with an update that nobody takes.
+            # This includes a tensor that the model refuses: the sender would continue to broadcast
+            # without a receiver.
             self.shutdown()
             raise
 
@@ -368,26 +398,26 @@ class GlooTransfer(CheckedTransfer):
 
 @dataclass(kw_only=True)
 class NcclInit(NCCLWeightTransferInitInfo):
-    """vLLM's message, with the deadline that it lacks."""
+    """vLLM's init message, extended by a deadline."""
 
-    deadline_s: float = 300.0  # seconds until a worker gives up an update that does not come
+    deadline_s: float = 300.0  # timeout of an update in a worker, seconds
 
 
 class NcclTransfer(CheckedTransfer, NCCLWeightTransferEngine):
-    """vLLM's own backend with our checks, checksums and a deadline."""
+    """vLLM's own NCCL backend, with our checks, checksums and a deadline."""
 
     init_info_cls = NcclInit
     update_info_cls = Manifest
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
-        assert isinstance(init_info, NcclInit)  # vLLM makes it of `init_info_cls`
+        assert isinstance(init_info, NcclInit)  # vLLM creates it from `init_info_cls`
         self.shutdown()
         self.deadline_s = init_info.deadline_s
         NCCLWeightTransferEngine.init_transfer_engine(self, init_info)
 
     def receive(self, update: Manifest, take: Callable[[Named], None]) -> None:
-        """As `GlooTransfer.receive`."""
-        # NCCL itself would wait for ever, so a timer aborts the communicator at the deadline.
+        """Receives the sender's broadcasts, as `GlooTransfer.receive`."""
+        # NCCL has no timeout, so a timer aborts the communicator at the deadline.
         group = self.model_update_group
         if group is None:
             raise RuntimeError(NO_GROUP)
@@ -399,10 +429,11 @@ class NcclTransfer(CheckedTransfer, NCCLWeightTransferEngine):
 
         def require_in_time() -> None:
             if aborted.is_set():
-                raise RuntimeError(f"the weights did not come within {self.deadline_s:g} s")
+                raise RuntimeError(f"the weights did not arrive within {self.deadline_s:g} s")
 
         def take_received(named: Named) -> None:
-            # The bytes are still on their way. An abort ends this wait, too, and leaves garbage in the buffer.
+            # The transfer is asynchronous. An abort also ends this wait, and leaves garbage in the
+            # buffer.
             torch.cuda.current_stream(self.device).synchronize()
             require_in_time()
             take(named)
@@ -422,7 +453,7 @@ class NcclTransfer(CheckedTransfer, NCCLWeightTransferEngine):
                 device=self.device,
             )
             torch.cuda.synchronize(self.device)
-            require_in_time()  # what was received is on the device only now
+            require_in_time()  # the tensors are on the device only after the synchronization
         except BaseException:
             self.shutdown()
             raise
@@ -431,7 +462,7 @@ class NcclTransfer(CheckedTransfer, NCCLWeightTransferEngine):
 
 
 def _register(name: str, backend: type[CheckedTransfer]) -> None:
-    # vLLM refuses a name that is taken, as its own "nccl" is.
+    # vLLM refuses a registered name, and "nccl" is its own.
     WeightTransferEngineFactory._registry.pop(name, None)
     WeightTransferEngineFactory.register_engine(name, backend)
 
@@ -442,30 +473,37 @@ _register("nccl", NcclTransfer)
 
 
 class WeightLoader:
-    """Our methods of vLLM's workers, into which vLLM mixes this class."""
+    """Methods that vLLM mixes into its worker class (`worker_extension_cls`)."""
 
-    # What these methods use of the worker. They are only declared: vLLM refuses a mixin with attributes of its names.
+    # Attributes of the worker. They are only declared: vLLM refuses a mixin that defines the same
+    # names.
     model_runner: Any
     weight_transfer_engine: CheckedTransfer
 
     def checksums(self) -> dict[str, int | None]:
-        """The checksum of every tensor of the last publications, by name; None: it came in two forms."""
+        """Returns tensor name -> checksum of the last weight syncs; None if two copies differed."""
         return {name: value for part in LOADED_CHECKSUMS.values() for name, value in part.items()}
 
     def load_adapter(self, address: dict[str, str], manifest: dict[str, list], config: dict[str, Any]) -> None:
-        """Replaces the adapter by the one at `address` in the trainer's memory. Args: config: PEFT's.
+        """Loads an adapter from the trainer's memory.
 
-        Raises ValueError when this engine cannot read or apply the adapter.
+        Args:
+            address: Location of the memory (`SharedMemoryInit`).
+            manifest: Names, dtypes, shapes and offsets (`Manifest`).
+            config: PEFT's config of the adapter.
+
+        Raises:
+            UsageError: If this engine cannot read or apply the adapter.
         """
         self._require_lora()
         check_memory(**address)
         self._use_adapter({name: t.clone() for name, t in iter_tensors(address["path"], manifest)}, config)
 
     def receive_adapter(self, manifest: dict[str, list], config: dict[str, Any]) -> None:
-        """As `load_adapter`, from a broadcast of the sender, in which this call takes part."""
+        """Loads an adapter from the sender's broadcast, in which this call takes part."""
         self._require_lora()
         engine, weights = self.weight_transfer_engine, {}
-        # The tensors are views of chunks and outlive them, so they are cloned.
+        # The tensors are views of chunks that are freed, so they are cloned.
         engine.receive(
             engine.parse_update_info(manifest),
             lambda named: weights.update((name, t.cpu().clone()) for name, t in named),
@@ -474,13 +512,13 @@ class WeightLoader:
 
     def _require_lora(self) -> None:
         if self.model_runner.lora_config is None:
-            raise UsageError("this engine has no LoRA: it was started without engine.lora_rank")
+            raise UsageError("this engine was started without LoRA; start it with engine.lora_rank")
 
     def _use_adapter(self, weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
         LOADED_CHECKSUMS["adapter"] = {}
-        # vLLM's public way to load an adapter reads a directory, so this goes to its manager.
+        # vLLM's public API loads an adapter from a folder only, so this uses its manager.
         manager = self.model_runner.lora_manager._adapter_manager
-        # The checksums come first: later vLLM scales the tensors in place.
+        # The checksums are computed first, because vLLM scales the tensors in place.
         sums: dict[str, int | None] = {name: checksum(tensor) for name, tensor in weights.items()}
         peft, lora = PEFTHelper.from_dict(config), self.model_runner.lora_config
         peft.validate_legal(lora)
@@ -490,7 +528,7 @@ class WeightLoader:
         )
         if unused:
             raise UsageError(
-                f"this engine applies no adapter to {unused[:3]}; targets it has: {sorted(manager.modules)[:8]}"
+                f"this engine applies no adapter to {unused[:3]}; its targets are {sorted(manager.modules)[:8]}"
             )
         manager.remove_adapter(ADAPTER_ID)
         manager.add_adapter(adapter)
@@ -511,16 +549,23 @@ def add_one_adapter(
     output_slices: Sequence[int],
     **_: Any,
 ) -> None:
-    """Adds scale * x A' B' to y [T, out] in place, for each slice of a packed layer. x is [T, in].
+    """Adds scale * x A' B' to y in place, for each slice of a packed layer.
 
-    Args: lora_a_stacked: A of each slice, [slots, 1, rank, in]; lora_b_stacked: B, [slots, 1, out, rank];
-    output_slices: features of each slice, in their order in y.
+    Args:
+        wrapper: vLLM's punica wrapper.
+        y: [T, out], output of the layer.
+        x: [T, in], input of the layer.
+        lora_a_stacked: A of each slice, [slots, 1, rank, in].
+        lora_b_stacked: B of each slice, [slots, 1, out, rank].
+        scale: Scale of the adapter.
+        output_slices: Features of each slice, in their order in y.
     """
     if wrapper.no_lora:
         return
-    # On a CPU vLLM 0.32 copies A and B once for each token, [T, rank, in], since tokens may have different adapters.
-    # Ours all have the one in slot 0. The product is in float64: in float32 its last bits would depend on how many
-    # requests happen to share the step, and a run would not repeat itself.
+    # On a CPU vLLM 0.32 copies A and B once per token, [T, rank, in], since tokens may have
+    # different adapters. Here all tokens use the adapter in slot 0. The product is in float64: in
+    # float32 its last bits would depend on how many requests share the step, and a run would not be
+    # reproducible.
     start, y, x = 0, y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]).double()
     for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
         y[:, start : start + size] += (scale * (x @ a[0, 0].T.double() @ b[0, 0].T.double())).to(y.dtype)
@@ -528,6 +573,6 @@ def add_one_adapter(
 
 
 def _applies_adapter(module: str, name: str, manager: Any) -> bool:
-    """Whether vLLM's (packed) module applies the adapter of the layer `name`: qkv_proj serves q_proj."""
+    """Returns whether a vLLM module applies the adapter of layer `name`: qkv_proj covers q_proj."""
     stem, _, last = module.rpartition(".")
     return name in {f"{stem}.{part}".lstrip(".") for part in manager.packed_modules_mapping.get(last, [last])}

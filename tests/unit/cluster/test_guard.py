@@ -1,4 +1,4 @@
-"""The guard: signals, exit statuses, and that nothing of a command outlives it, however it or its actor ends."""
+"""The guard: signals, exit statuses, and that no process outlives the command or its actor."""
 
 import os
 import signal
@@ -21,8 +21,8 @@ for number in (signal.SIGINT, signal.SIGTERM):
 print("ready", flush=True)
 time.sleep(600)
 """
-# It starts a process in a session of its own, and that one another, which says "ready": orphans of any depth. It ends once there
-# is a file.
+# Starts a process in its own session, which starts another one that prints "ready": orphans of any
+# depth. It exits once the file exists.
 PARENT = """
 import os, subprocess, sys, time
 inner = "import time; print('ready', flush=True); time.sleep(600)"
@@ -35,7 +35,7 @@ while not os.path.exists(sys.argv[1]):
 
 @pytest.fixture
 def guard():
-    """Starts a Python program under a guard that gives it 0.5 s when its actor is gone, with signals blocked as Ray does."""
+    """Starts a Python program under a guard with a grace period of 0.5 s, with signals blocked as in Ray."""
     begun = []
 
     def start(code, *arguments):
@@ -87,7 +87,7 @@ def test_guard_kills_command_after_deadline(guard):
 
 
 def test_guard_signals_once_and_keeps_earliest_deadline(guard):
-    """torchrun ends its ranks at once where it gets a second SIGTERM."""
+    """After a second SIGTERM torchrun ends its ranks at once."""
     process = guard(TOLD, "600")
     assert process.stdout.readline() == b"ready\n"
     process.stdin.write(b"15 600\n")
@@ -100,7 +100,7 @@ def test_guard_signals_once_and_keeps_earliest_deadline(guard):
 
 @pytest.mark.parametrize("seconds", ["0", "600"])
 def test_guard_lost_actor_sends_sigterm_then_kills(guard, seconds):
-    """Where the command ends by itself it is not killed: a trainer saves its step."""
+    """The guard does not kill a command that exits in time, so that a trainer can save its step."""
     process = guard(TOLD, seconds)
     assert process.stdout.readline() == b"ready\n"
     process.stdin.close()
@@ -133,7 +133,7 @@ def test_guard_killed_ends_its_command(guard):
 
 
 def test_guard_is_detached_from_its_starter():
-    """Ray kills the children of an actor that it ends, and nothing below them."""
+    """Ray kills an actor's children, but not its grandchildren."""
     ours, theirs = os.pipe()
     others = psutil.Process().children(recursive=True)  # of other tests
     command = [*GUARD, "0.5", str(theirs), sys.executable, "-c", TOLD, "0"]

@@ -1,4 +1,4 @@
-"""`torchtune-ext ray`: its words, and what it refuses before there is a cluster."""
+"""`torchtune-ext ray`: arguments, and errors before the first request to a cluster."""
 
 import re
 import shlex
@@ -52,18 +52,21 @@ def place(tmp_path, monkeypatch):
         ("--config run.yaml", "--config run.yaml: written for which recipe? Add --recipe grpo_full"),
         ("--config gone.yaml", "--config gone.yaml: no such file"),
         ("--config warmup/tiny", "is written for warmup_sft, which samples nothing: its Config has no `engine`"),
-        ("--config grpo/tiny", "how many GPUs? Write --train-gpus N --engine-gpus N"),
-        ("--config grpo/tiny --train-gpus 4", "how many GPUs?"),
-        ("--config grpo/tiny --train-gpus 4 --engine-cpus 4", "how many GPUs?"),
-        (f"--config grpo/tiny {GPUS} --train-cpus 1", "how many GPUs?"),
-        ("--config grpo/tiny --train-gpus 4 --engine-gpus 0", "--engine-gpus=0: it has to be 1 or more"),
-        ("--config grpo/tiny --train-cpus 0 --engine-cpus 1", "--train-cpus=0: it has to be 1 or more"),
-        (f"--config grpo/tiny {GPUS} engine.tensor_parallel_size=3", "no multiple of engine.tensor_parallel_size=3"),
-        ("--config grpo/tiny --train-cpus 1 --engine-cpus 2 engine.tensor_parallel_size=2", "=2 asks for GPUs"),
-        (f"--config grpo/tiny {GPUS} engine.address=http://x:1", "torchtune-ext ray starts servers of its own"),
+        ("--config grpo/tiny", "the number of GPUs is missing: set --train-gpus N --engine-gpus N"),
+        ("--config grpo/tiny --train-gpus 4", "the number of GPUs is missing"),
+        ("--config grpo/tiny --train-gpus 4 --engine-cpus 4", "the number of GPUs is missing"),
+        (f"--config grpo/tiny {GPUS} --train-cpus 1", "the number of GPUs is missing"),
+        ("--config grpo/tiny --train-gpus 4 --engine-gpus 0", "--engine-gpus=0 must be at least 1"),
+        ("--config grpo/tiny --train-cpus 0 --engine-cpus 1", "--train-cpus=0 must be at least 1"),
+        (
+            f"--config grpo/tiny {GPUS} engine.tensor_parallel_size=3",
+            "must be a multiple of engine.tensor_parallel_size=3",
+        ),
+        ("--config grpo/tiny --train-cpus 1 --engine-cpus 2 engine.tensor_parallel_size=2", "=2 needs GPUs"),
+        (f"--config grpo/tiny {GPUS} engine.address=http://x:1", "torchtune-ext ray starts its own servers"),
         (f"--config grpo/tiny {GPUS} engine.max_model_len=0", "engine.max_model_len=0 must be"),
         (f"--config grpo/tiny {GPUS} --wait 0", "--wait=0.0 must be a number of seconds"),
-        (f"--config grpo/tiny {GPUS} --address ray://10.0.0.1:10001", "no ray://"),
+        (f"--config grpo/tiny {GPUS} --address ray://10.0.0.1:10001", "not ray://"),
         (f"--config grpo/tiny {GPUS} --address 10.0.0.1", "HOST:PORT of the cluster's head"),
         (f"--config grpo/tiny {GPUS} max_steps", "'max_steps' is no setting: write key=value"),
         (
@@ -95,7 +98,7 @@ def test_ray_command_unreachable_address_refused_at_once(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["ray", "--config", "grpo/tiny", *GPUS.split(), "--address", address])
     assert time.monotonic() < began_at + 60, "Ray itself would try for minutes"
-    assert f"error: --address={address}: nobody answers at {address}" in capsys.readouterr().err
+    assert f"error: --address={address}: no answer at {address}" in capsys.readouterr().err
 
 
 def planned(typed):
@@ -117,7 +120,7 @@ def test_ray_command_overrides_anywhere_and_config_selects_recipe(monkeypatch):
     assert plan.recipe == "grpo_full" and plan.overrides == ("max_steps=3", "seed=4", "evaluation.every=1")
     assert (plan.request.kind, plan.request.ranks, plan.request.servers) == ("cpus", 2, 1)
     assert plan.required_path == plan.folder and plan.wait_s == PLACEMENT_TIMEOUT_S
-    # As under Slurm: what this shell says, but for what a machine and Ray say of themselves.
+    # As under Slurm: the variables of this shell, except those of a machine and of Ray.
     assert plan.variables["OMP_NUM_THREADS"] == "3" and plan.variables["MY_TOKEN"] == "secret"
     assert plan.variables["CUDA_VISIBLE_DEVICES"] == "" and not {"RANK", "PATH", "HOME"} & plan.variables.keys()
     gpus = planned(f"--config run.yaml --recipe my.py {GPUS} --wait 600 engine.tensor_parallel_size=2")
@@ -138,7 +141,7 @@ def test_the_trainer_and_each_server_are_a_bundle():
 
 
 def test_the_server_has_the_settings_of_the_run(monkeypatch, tmp_path, capsys):
-    """By the words that its machine gets; a recipe of the user's has keys that ours does not know."""
+    """The server gets the run's overrides; a custom recipe may have additional keys."""
     fp8_models.directory(tmp_path / "model")
     recipe = package_folder("recipes") / "grpo.py"
     (tmp_path / "my.py").write_text(
@@ -168,7 +171,7 @@ def test_ray_command_shared_memory_only_on_one_machine():
 
 
 def test_the_newest_checkpoint_is_named(tmp_path):
-    assert "There is no checkpoint in out yet" in ray_command.status_message("out")
+    assert "out has no checkpoint yet" in ray_command.status_message("out")
     for step in (5, 20):
         (tmp_path / "out" / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
-    assert re.search(r"out/checkpoints/step_000020; go on from there with resume_", ray_command.status_message("out"))
+    assert re.search(r"out/checkpoints/step_000020; resume from it with resume_", ray_command.status_message("out"))

@@ -1,4 +1,4 @@
-"""An `Engine` whose backend is an engine of a few lines, with a janitor and a process as the real one has."""
+"""An `Engine` with a minimal backend, and with the process reaper and a process as in a real run."""
 
 import gc
 import threading
@@ -9,8 +9,8 @@ import pytest
 
 @pytest.fixture
 def complaints(caplog):
-    """A function that returns what asyncio has complained of in this test, also of what only the collector of garbage finds."""
-    gc.collect()  # what tests before this one have left
+    """Return a function that returns asyncio's error reports in this test, also those of collected objects."""
+    gc.collect()  # objects of earlier tests
 
     def messages():
         gc.collect()
@@ -21,7 +21,7 @@ def complaints(caplog):
 
 @pytest.fixture
 def make_engine(monkeypatch, tmp_path):
-    """A function that makes an engine, which is up unless `start=False`; in the end nothing of it may be left."""
+    """Return a function that creates an engine (started unless `start=False`); it must clean up completely."""
     pytest.importorskip("torch")
     from helpers.fake_cores import CONFIG, SleepingCore
     from helpers.waiting import wait_until
@@ -35,7 +35,7 @@ def make_engine(monkeypatch, tmp_path):
     monkeypatch.setattr(SleepingCore, "come_up", threading.Event())
     SleepingCore.come_up.set()
     engines = []
-    # `Engine.close` collects garbage: what torch has made stays out of it, else each test takes 0.2 s more.
+    # `Engine.close` collects garbage. Without freezing torch's objects each test takes 0.2 s more.
     gc.freeze()
 
     def make(start=True):
@@ -50,6 +50,6 @@ def make_engine(monkeypatch, tmp_path):
     gc.unfreeze()
     for engine in engines:
         engine.close()
-    # One that came up in the moment of `close` was killed, and dies a moment later.
+    # A process that started during `close` was killed and exits shortly afterwards.
     wait_until(lambda: all(core.process.poll() is not None for core in SleepingCore.instances))
     assert list((tmp_path / "tmp").iterdir()) == [], "a temporary folder is left"

@@ -1,4 +1,4 @@
-"""A sampler backend of one's own: a class, and a line in the table."""
+"""Custom sampler backends: a class, and an entry in the table."""
 
 import time
 
@@ -17,7 +17,7 @@ from torchtune_ext.sampling.engine import (  # noqa: E402
 
 
 class Countdown:
-    """A backend in the trainer's own process. After a prompt that ends in n it samples n-1, ..., 1, as long as it may."""
+    """A backend in the trainer's process. After a prompt that ends in n it samples n-1, ..., 1, up to max_tokens."""
 
     vocab_size, cache_tokens, block_size = 100, 4096, 32
     sleep_level, process_group, stats_error, is_dead = 0, 0, None, False
@@ -45,7 +45,7 @@ class Countdown:
 
     async def load(self, buffers, version):
         self.loaded += [buffer.manifest["names"] for buffer in buffers]
-        # A real engine sums up what it has taken; this one takes nothing, and says what it was offered.
+        # A real engine computes checksums of loaded tensors. This one loads nothing and returns the published ones.
         for buffer in buffers:
             self.sums |= buffer.sums
         self.version = version
@@ -99,7 +99,7 @@ def test_custom_backend_samples_loads_weights_and_restarts(engine):
     Countdown.lives[0].kill()
     groups = engine.sample([[3]], 1, sampling)
     assert set(groups[0][0].versions) == {4} and engine.stats().completed == 5
-    # One function makes every life of an engine: the second one is configured, launched and loaded like the first.
+    # One factory makes every backend of an engine: the second one is configured, launched and loaded like the first.
     first, second = Countdown.lives
     assert first.model_dir == second.model_dir == "the model" and first.configured and second.configured
     assert first.loaded == second.loaded == [["a", "b"]] and engine.stats().restarts == 1

@@ -1,4 +1,4 @@
-"""One call into an engine, which may never answer: its deadlines, and the errors of calls that were given up."""
+"""Engine calls with deadlines: timeouts, and errors of calls that were given up."""
 
 import asyncio
 
@@ -37,7 +37,7 @@ def test_call_with_deadline_ends_at_deadline_or_crash():
 
 @pytest.mark.parametrize("way", ["cancelled", "too late"])
 def test_call_with_deadline_abandoned_error_is_retrieved(way, complaints):
-    """A ping, an update: whoever gives it up has said why, and what it then dies of is nobody's any more."""
+    """A caller that gives up a call has reported why, so a later error of the call is not reported."""
 
     async def refused():
         try:

@@ -1,4 +1,4 @@
-"""The checksum of a publication: equal for equal bytes, and no tensor that was lost, swapped, old or torn goes unseen."""
+"""Tensor checksums: equal for equal bytes; missing, swapped, old or damaged tensors are detected."""
 
 import random
 
@@ -23,7 +23,7 @@ SHAPES = [
 
 
 def weights() -> list[int]:
-    """The multipliers, written out once more: odd SplitMix64 of seed 0 (its first output for seed 0 is 0xE220A8397B1DCDAF)."""
+    """An independent implementation of the multipliers: odd SplitMix64 of seed 0 (its first output for seed 0 is 0xE220A8397B1DCDAF)."""
     values, state = [], 0
     for _ in range(LINE_WORDS):
         state = (state + 0x9E3779B97F4A7C15) % WORDS
@@ -35,7 +35,7 @@ def weights() -> list[int]:
 
 
 def reference(data: bytes, multipliers: list[int]) -> int:
-    """The definition in Python's integers, word by word."""
+    """The definition with Python integers, word by word."""
     size = len(data)
     while True:
         lines = len(data) // (4 * LINE_WORDS) + 1

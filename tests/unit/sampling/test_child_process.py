@@ -1,4 +1,4 @@
-"""How a process of the sampler ended, as the trainer says it."""
+"""Messages about how a process of the sampler ended."""
 
 from torchtune_ext.run.process_env import describe_exit
 

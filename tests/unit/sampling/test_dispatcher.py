@@ -1,11 +1,11 @@
-"""Groups on their way to the engine: their seeds, and what one of them shares with the others."""
+"""Seeds of groups, and the requests of a group."""
 
 from torchtune_ext.pipeline.source import sampling_seed
 from torchtune_ext.sampling.backend import group_seeds
 
 
 def test_group_seeds_are_stable():
-    """Whoever changes one of these numbers changes what every run samples."""
+    """A change of these numbers changes the samples of every run."""
     seeds = group_seeds(5, 2, 4)
     assert (seeds[0], seeds[3]) == (3160902694392483888, 200444618565484860)
     assert group_seeds(5, 2, 1) == seeds[:1] and group_seeds(None, 2, 3) == [None] * 3
@@ -13,7 +13,7 @@ def test_group_seeds_are_stable():
 
 
 def test_all_bits_of_a_seed_count():
-    """And no step, and no refill, of two runs shares its seeds with another."""
+    """No two steps or refills of two runs share seeds."""
     seeds = [0, 5, 2**24, 5 + 2**24, 2**40, 2**63]
     steps = {sampling_seed(seed, step, refill) for seed in seeds for step in range(1, 1001) for refill in range(8)}
     assert len(steps) == len(seeds) * 1000 * 8

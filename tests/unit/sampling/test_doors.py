@@ -1,4 +1,4 @@
-"""Who may reach an engine: the key of a server, and where sockets listen."""
+"""Access to an engine: the API key of a server, and the addresses of listening sockets."""
 
 import asyncio
 import hmac
@@ -26,7 +26,7 @@ def key(monkeypatch):
 
 
 def ask(guard: KeyGuard, path: str, *authorization: str, kind: str = "http") -> list[dict]:
-    """What the guard, or the application behind it, sends."""
+    """Return the messages that the guard, or the application after it, sends."""
     sent = []
 
     async def send(message):
@@ -110,7 +110,7 @@ def test_server_command_hides_key_and_network_variables(monkeypatch):
 def test_key_guard_invalid_header_key_refused_unprinted(monkeypatch, value):
     monkeypatch.setenv(KEY_VARIABLE, value)
     for use in (lambda: server_command("model", EngineConfig()), lambda: KeyGuard(application)):
-        with pytest.raises(ValueError, match=f"{KEY_VARIABLE} holds a space.*openssl rand") as caught:
+        with pytest.raises(ValueError, match=f"{KEY_VARIABLE} contains a space.*openssl rand") as caught:
             use()
         assert value.strip() == "" or value not in str(caught.value)
 
@@ -166,7 +166,7 @@ def launch(core: ServerBackend) -> None:
 @pytest.mark.parametrize("status", [200, 404])
 def test_server_without_key_guard_is_refused_before_authentication(status):
     server = FakeServer(status)
-    with server as address, pytest.raises(ValueError, match=f"asks for no key.*--middleware {GUARD}"):
+    with server as address, pytest.raises(ValueError, match=f"requires no key.*--middleware {GUARD}"):
         launch(connection(address))
     assert server.requests == [("/is_paused", None)]
 
@@ -181,7 +181,7 @@ def test_server_not_ready_is_polled_until_deadline():
 
 
 def test_engine_process_does_not_inherit_trainer_network_variables(monkeypatch, tmp_path):
-    """Those of a run over several machines would send the engine's sockets there."""
+    """Variables of a multi-machine run would open the engine's sockets to other machines."""
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     started = []
     monkeypatch.setattr(child_process.subprocess, "Popen", lambda words, env, **options: started.append(env))
@@ -189,6 +189,6 @@ def test_engine_process_does_not_inherit_trainer_network_variables(monkeypatch, 
     async def make():
         vllm_backend.RemoteBackend("model", EngineConfig(), tmp_path / "engine.log", str(tmp_path), lambda step: None)
 
-    with pytest.raises(BrokenPipeError):  # nobody has the other end
+    with pytest.raises(BrokenPipeError):  # the other end is closed
         asyncio.run(make())
     assert LOOPBACK_VARIABLES.items() <= started[0].items() and os.environ["NCCL_SOCKET_IFNAME"] == "eth7"

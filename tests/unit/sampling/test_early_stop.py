@@ -15,7 +15,7 @@ def watched(threshold, decay=0.992, min_tokens=64):
 
 
 def update(call, logprobs):
-    """How many tokens to keep once the rule has fired."""
+    """Return the number of tokens to keep after an early stop."""
     assert call.add([1] * len(logprobs), logprobs) == (call.num_kept is not None)
     return call.num_kept
 
@@ -25,7 +25,7 @@ def mean(call):
 
 
 def weighted_mean(values, decay):
-    """The same mean, from its definition: weights decay^(t - i), normalized."""
+    """The same mean by its definition: normalized weights decay^(t - i)."""
     weights = decay ** np.arange(len(values))[::-1]
     return float((weights * values).sum() / weights.sum())
 
@@ -40,7 +40,7 @@ def test_mean_is_the_normalised_weighted_mean(decay):
 
 
 def test_early_stop_constant_logprobs_mean_is_unbiased():
-    """Without bias correction the mean would be -0.04 after one token of -5, and the rule would sleep."""
+    """Without bias correction the mean would be -0.04 after one token of -5, and would not trigger."""
     watch = watched(-100.0)
     for _ in range(50):
         update(watch, [-5.0])

@@ -1,4 +1,4 @@
-"""The engine's frame without vLLM: close at any moment, publications from two threads, cancel, errors of callbacks."""
+"""`Engine` without vLLM: close at any moment, concurrent weight syncs, cancel, callback errors."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ def test_close_while_an_engine_comes_up(make_engine, first):
 
 
 def test_closed_while_another_thread_waits_for_the_engine(make_engine, monkeypatch):
-    async def launch(self):  # as that of a server's connection, which stands nothing still
+    async def launch(self):  # as for a server's connection, which does not block the loop
         self.launched.set()
         await asyncio.sleep(60)
 
@@ -103,7 +103,7 @@ def test_engine_close_ends_in_flight_sample_and_publish(make_engine):
 
 @pytest.mark.parametrize("work", ["sample", "publish"])
 def test_engine_interrupted_caller_leaves_no_unretrieved_error(make_engine, monkeypatch, complaints, work):
-    """What it had asked for ends after it: the engine is closed meanwhile, and found dead."""
+    """The pending call ends after the engine was closed and its process is dead."""
 
     async def until_dead(self, *args):
         self.busy.set()
@@ -118,7 +118,7 @@ def test_engine_interrupted_caller_leaves_no_unretrieved_error(make_engine, monk
 
     def stop():
         SleepingCore.instances[0].busy.wait(10)
-        # The caller has to wait for it by then.
+        # By then the caller must be waiting.
         time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -153,7 +153,7 @@ def test_two_threads_publish_one_after_the_other(make_engine):
         thread.join(10)
     outcomes = [outcome[0] for _, outcome in results]
     sums = [outcome.sums for outcome in outcomes if not isinstance(outcome, ValueError)]
-    # The first came before, or is refused.
+    # The first one was earlier, or is refused.
     assert sums == [{name: checksum(t) for name, t in weights(v)} for v in (1, 2)][-len(sums) :] and engine.version == 2
 
 
@@ -161,7 +161,7 @@ def test_engine_publish_during_evaluation_is_refused(make_engine):
     engine, sampling = make_engine(), SamplingConfig(max_tokens=4)
     sample = engine.submit([1, 2], 2, sampling)
     evaluation = engine.submit([1, 2], 2, sampling, priority=Priority.EVALUATION)
-    with pytest.raises(RuntimeError, match="version 1, while an evaluation of version 0 is drawn"):
+    with pytest.raises(RuntimeError, match="version 1 during an evaluation of version 0"):
         engine.publish(weights(1), 1)
     assert engine.version == 0
     evaluation.cancel()

@@ -1,4 +1,4 @@
-"""Messages between two processes: whole, in order, in as few frames as there are turns of the loop, and the end is told once."""
+"""Messages between two processes: complete, in order, one frame per loop iteration, one end event."""
 
 import asyncio
 import socket
@@ -10,7 +10,7 @@ from torchtune_ext.sampling.child_process import MessageChannel, pack_messages, 
 
 
 def exchanged(say, chunk: int | None = None) -> tuple[list[list[object]], int]:
-    """Returns the messages that arrive, frame by frame, and how often the end was told. `chunk`: bytes that arrive at a time."""
+    """Return the received messages per frame, and the number of end events. `chunk`: bytes per read."""
     frames, ends = [], []
 
     async def run() -> None:
@@ -63,7 +63,7 @@ def test_message_channel_delivers_messages_sent_before_close():
 
 
 def test_message_channel_receive_reads_exactly_one_frame():
-    """The second frame is there already, and belongs to the loop."""
+    """The second frame has already arrived and belongs to the loop."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         sent = [("first", b"x" * 300_000)]

@@ -1,4 +1,4 @@
-"""The janitor that cleans up after a killed trainer: it is there for every engine, and it does its work."""
+"""The process reaper cleans up after a killed trainer, for every engine."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def test_reaper_killed_is_replaced_by_next_engine(make_engine, caplog):
     wait_until(lambda: len(SleepingCore.instances) == 2 and engine.stats().restarts == 1)
     assert engine._janitor.pid != first and "a janitor ended (status -9)" in caplog.text
     folder, core = Path(engine._janitor.folder), SleepingCore.instances[1]
-    engine._janitor._process.stdin.close()  # what it sees when the trainer is killed
+    engine._janitor._process.stdin.close()  # the state after the trainer was killed
     wait_until(lambda: not folder.exists() and core.process.poll() is not None)
 
 
@@ -80,7 +80,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("tracker", ["runs", "is stopped"])
 def test_reaper_removes_engine_shared_memory(tmp_path, tracker):
-    """As vLLM has it with `tensor_parallel_size` above 1. A tracker that never ends is not waited for."""
+    """As in vLLM with `tensor_parallel_size` above 1. The reaper does not wait forever for a tracker."""
     ours = SharedMemory(create=True, size=64)
     program = [sys.executable, "-c", SHARER]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:

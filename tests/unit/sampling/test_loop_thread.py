@@ -1,4 +1,4 @@
-"""Calls into the engine's thread: whose TimeoutError is whose."""
+"""Calls into the engine's thread, and the origin of their TimeoutError."""
 
 import asyncio
 import concurrent.futures
@@ -66,7 +66,7 @@ def test_loop_thread_work_submitted_during_stop_is_ended(complaints, recwarn):
 
 
 def test_loop_thread_stop_cancels_running_work():
-    """Whoever waits for a submission hears of it, also where the work does not let itself be ended."""
+    """Waiters for scheduled work get an error, even if the work ignores its cancellation."""
     thread = LoopThread("test")
     thread.start()
 
@@ -87,7 +87,7 @@ def test_loop_thread_stop_cancels_running_work():
 
 
 def test_loop_thread_stop_tolerates_concurrent_submissions():
-    """What has been submitted is counted without a slip, while another thread submits more."""
+    """All scheduled work is canceled, even while another thread schedules more."""
     thread, kept = LoopThread("test"), [concurrent.futures.Future() for _ in range(3000)]
     thread._futures.update(kept)
 

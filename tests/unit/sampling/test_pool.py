@@ -1,5 +1,7 @@
-"""Several engines made of a few lines each: who gets which group, what becomes of the work of a lost one, who may serve. The same
-with real ones: tests/integration/test_engine_pool.py."""
+"""Pools of minimal engines: routing of groups, failover after a crash, engines that may serve.
+
+The same with real engines: tests/integration/test_engine_pool.py.
+"""
 
 import asyncio
 import itertools
@@ -19,7 +21,7 @@ from torchtune_ext.sampling.types import EngineFailed, Priority  # noqa: E402
 pytestmark = pytest.mark.timeout(60)
 
 
-# -- who gets which group ------------------------------------------------------------------------------------------------
+# -- routing of groups ------------------------------------------------------------------------------------------------
 
 
 def test_a_group_of_the_pool_stays_together(monkeypatch):
@@ -34,18 +36,18 @@ def test_a_group_of_the_pool_stays_together(monkeypatch):
 
 
 class Home:
-    """What the turns of one conversation have in common."""
+    """The affinity key of one conversation."""
 
 
 def test_pool_session_turns_stay_with_prefix_replica(monkeypatch):
-    """Its load does not matter then. A lost engine's conversations go on at another one, and stay there."""
+    """Affinity outweighs the load. Conversations of a crashed engine move to another one and stay there."""
 
     async def scenario(bench):
         homes = [Home() for _ in range(6)]
         prompts = itertools.count()
 
         async def turns(homes):
-            """Draws a turn of each conversation. Returns the engines that did it."""
+            """Generate a turn of each conversation. Return the engines that ran it."""
             groups = [bench.group([next(prompts)] * 50, 3) for _ in homes]
             work = [bench.pool.draw(calls, home=home) for calls, home in zip(groups, homes, strict=True)]
             await asyncio.gather(*work)
@@ -71,7 +73,7 @@ def test_pool_session_turns_stay_with_prefix_replica(monkeypatch):
     run(scenario, monkeypatch, 3)
 
 
-# -- a lost engine -------------------------------------------------------------------------------------------------------
+# -- a crashed engine -------------------------------------------------------------------------------------------------------
 
 
 def test_pool_continues_with_remaining_replicas_until_none(monkeypatch, caplog):
@@ -87,7 +89,7 @@ def test_pool_continues_with_remaining_replicas_until_none(monkeypatch, caplog):
         stats = bench.pool.stats()
         assert (stats.healthy, stats.retired) == (1, 1)
         assert (
-            "engine 0 is retired (failed 3 times in a row, the last time: GPU 0 is gone); the run goes on with 1 of 2"
+            "engine 0 is retired (failed 3 times in a row, the last time: GPU 0 is gone); the run continues with 1 of 2"
             in caplog.text
         )
         assert "GPU 0 is gone" in bench.pool.lanes[0].cause
@@ -139,7 +141,7 @@ def test_pool_crash_of_last_replica_moves_groups(monkeypatch):
         groups = [asyncio.ensure_future(bench.pool.draw(bench.group(n=8))) for _ in range(4)]
         await until(lambda: all(core.calls for core in bench.now))
         for lane in bench.pool.lanes:
-            lane.lose(lane.core, "gone")  # both are, before any request learns of it
+            lane.lose(lane.core, "gone")  # both have crashed before any request notices
         await asyncio.wait_for(asyncio.gather(*groups), 5)
         assert bench.lives[1][1].drawn == 32
 
@@ -159,7 +161,7 @@ def test_pool_first_start_requires_all_replicas(monkeypatch):
     asyncio.run(main())
 
 
-# -- publications --------------------------------------------------------------------------------------------------------
+# -- weight syncs --------------------------------------------------------------------------------------------------------
 
 
 def test_pool_publish_loads_all_replicas_concurrently(monkeypatch):
@@ -167,7 +169,7 @@ def test_pool_publish_loads_all_replicas_concurrently(monkeypatch):
         for core in bench.now:
             core.go_on.clear()
         work = asyncio.ensure_future(bench.publish(weights(1), 1))
-        # All of them read at the same time, none waits for another.
+        # All of them load concurrently.
         await until(lambda: all(core.reading.is_set() for core in bench.now))
         for core in bench.now:
             core.go_on.set()
@@ -185,7 +187,7 @@ def test_pool_replica_crash_in_publish_restarts_with_weights(monkeypatch):
         bench.prepare_core = lambda core, number: core.go_on.clear()
         await bench.publish(weights(2), 2)  # returns with engine 0 alone
         assert states(bench)[1] is State.STARTING and bench.pool.version == 2
-        assert len(await bench.pool.draw(bench.group())) == 4  # nobody waits for it
+        assert len(await bench.pool.draw(bench.group())) == 4  # no call waits for it
         await until(lambda: len(bench.lives[1]) == 2 and bench.lives[1][1].reading.is_set())
         assert states(bench)[1] is State.STARTING
         bench.lives[1][1].go_on.set()
@@ -196,7 +198,7 @@ def test_pool_replica_crash_in_publish_restarts_with_weights(monkeypatch):
 
 
 def test_pool_restarted_replica_with_wrong_weights_never_serves(monkeypatch, caplog):
-    """It takes what it is told and says that all is well, but its tensors are not those that were sent."""
+    """The engine accepts the weights without an error, but its tensors differ from the published ones."""
 
     async def scenario(bench):
         await bench.publish(weights(1), 1)
@@ -216,7 +218,7 @@ def test_pool_restarted_replica_with_wrong_weights_never_serves(monkeypatch, cap
         bench.now[1].kill()
         await until(lambda: len(bench.lives[1]) == 3 and states(bench)[1] is State.SERVING)
         assert lies[0].loads and lies[0].drawn == 0
-        assert "it does not hold the weights of version 1 as they were published: 1 of the 2 tensors" in caplog.text
+        assert "its weights differ from the published weights of version 1: 1 of the 2 tensors" in caplog.text
 
     run(scenario, monkeypatch, 2)
 
@@ -256,7 +258,7 @@ def test_pool_canary_runs_on_every_replica(monkeypatch):
         assert {int(v) for a in answers for group in a.completions for c in group for v in c.versions} == {1}
         sums = bench.buffers.model.sums
         assert all(answer.checksums == [sums] for answer in answers)
-        # One that is lost meanwhile is left out, and nobody waits for it.
+        # An engine that crashes meanwhile is left out, and no call waits for it.
         bench.prepare_core = lambda core, number: core.go_on.clear()
         for core in bench.now:
             core.length = lambda call: 200
@@ -274,7 +276,7 @@ def test_pool_canary_runs_on_every_replica(monkeypatch):
 
 
 def test_50_restarts_leave_a_pool_as_it_was(monkeypatch):
-    """Descriptors, tasks and process groups; memory by what a life of an engine leaves in the objects that outlive it."""
+    """Descriptors, tasks, process groups, and memory that a backend leaves in longer-lived objects."""
     monkeypatch.setattr(fake_pools, "STEP_S", 0.001)
 
     async def scenario(bench):

@@ -1,4 +1,4 @@
-"""Which engines a config means, what each of them computes on, and what they keep over a resume."""
+"""Engines of a config, their devices, and their state after a resume."""
 
 import os
 
@@ -61,7 +61,7 @@ def test_engine_uses_cpu_threads_of_waiting_trainer(monkeypatch):
         EngineConfig(threads=0)
     monkeypatch.setattr(engine_args, "on_cpu", lambda: False)
     assert threads(EngineConfig(), large, concurrent=False) is None
-    with pytest.raises(ValueError, match="engine.threads=2 .*null"):
+    with pytest.raises(ValueError, match="engine.threads=2: .*null"):
         engine_args.engine_configs(EngineConfig(threads=2))
 
 
@@ -70,18 +70,18 @@ def test_engine_uses_cpu_threads_of_waiting_trainer(monkeypatch):
     [
         (
             {"count": 3, "devices": "4,5"},
-            "engine.count is 3, but engine.devices='4,5' with tensor_parallel_size=1 makes 2",
+            "engine.count=3: engine.devices='4,5' with tensor_parallel_size=1 makes 2",
         ),
         (
             {"count": 1, "address": "http://a:1,http://b:2"},
-            "engine.count is 1, but engine.address='http://a:1,http://b:2' makes 2",
+            "engine.count=1: engine.address='http://a:1,http://b:2' makes 2",
         ),
-        ({"devices": "4,5,4"}, "engine.devices is '4,5,4', which names 4 twice"),
+        ({"devices": "4,5,4"}, "engine.devices='4,5,4' names 4 twice"),
         ({"address": "http://a:1,http://a:1"}, "names http://a:1 twice"),
         ({"address": "http://a:1,http://a:1/"}, "names http://a:1 twice"),
-        ({"address": "http://"}, "write it as 'http://host:port'"),
-        ({"address": "http://a:99999"}, "write it as 'http://host:port'"),
-        ({"address": "http://a:1,b:2"}, "write it as 'http://host:port', several with commas between"),
+        ({"address": "http://"}, "expected 'http://host:port'"),
+        ({"address": "http://a:99999"}, "expected 'http://host:port'"),
+        ({"address": "http://a:1,b:2"}, "expected 'http://host:port', several separated by commas"),
         ({"count": 0}, "engine.count=0 must be"),
     ],
 )
@@ -118,9 +118,8 @@ def test_servers_of_a_pool_are_alike():
     met("http://b:2")
     with pytest.raises(ValueError) as caught:
         met("http://c:3", model="Llama", hidden_size=32, max_model_len=256)
-    assert (
-        "http://c:3 has model=Llama, hidden_size=32, max_model_len=256, but when this run met http://a:1, that had model=Qwen, "
-        in str(caught.value)
+    assert "http://c:3 has model=Llama, hidden_size=32, max_model_len=256, but http://a:1 had model=Qwen, " in str(
+        caught.value
     )
     with pytest.raises(
         ValueError,

@@ -1,4 +1,4 @@
-"""What happens to a pool at moments that no plan has: a start that is late, a cancel before the first step."""
+"""Pools at rare moments: a late start, a cancel before the first step."""
 
 import asyncio
 
@@ -92,7 +92,7 @@ def test_requests_that_are_repeated_elsewhere_are_counted_there(monkeypatch):
 
 
 def test_pool_request_outliving_its_group_is_ignored(monkeypatch):
-    """A backend may take no notice of a cancellation."""
+    """A backend may ignore a cancellation."""
 
     async def scenario(bench):
         calls, completions = [], []
@@ -134,7 +134,7 @@ def test_pool_stats_count_only_serving_replicas(monkeypatch):
 
 
 def test_pool_process_exit_during_concurrent_close_is_safe(monkeypatch):
-    """`Engine.close` asks in its own thread. A restart took the life away between two looks of it."""
+    """`Engine.close` runs in its own thread. A restart removed the backend between two reads."""
 
     async def scenario(bench):
         class Ending(type(bench.pool.lanes[0])):

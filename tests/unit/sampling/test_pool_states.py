@@ -1,5 +1,4 @@
-"""No engine of a pool goes from lost to serving but by a completed publication that it proves: lanes under failures drawn at
-random."""
+"""Random crashes: a crashed engine serves again only after it has loaded and verified the weights."""
 
 import asyncio
 import random
@@ -19,14 +18,16 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.mark.parametrize("seed", range(8))
 def test_pool_serving_replicas_always_have_published_weights(monkeypatch, seed):
-    """Engines die, fail to come up, fail in loads, lie about their tensors, and come back, while versions are published and groups
-    are drawn. At every change of a state, one that serves holds the tensors and the version of a completed publication, and a
-    token is never labelled with a version older than the last publication that was complete when its request was sent."""
+    """Engines crash, fail to start or load, report wrong tensors, and restart during weight syncs and sampling.
+
+    At every state change, a serving engine holds the tensors and the version of a completed weight sync. A token never
+    has an older version than the last weight sync that was complete when its request was sent.
+    """
     rng = random.Random(seed)
 
     async def main():
         bench = fake_pools.PoolBench(monkeypatch, 3, lambda call: rng.randint(1, 30), limit=8)
-        # Threads have no place in virtual time.
+        # Virtual time does not support threads.
         monkeypatch.setattr(weight_buffer.asyncio, "to_thread", at_once)
 
         def fault(core, number):
@@ -56,7 +57,7 @@ def test_pool_serving_replicas_always_have_published_weights(monkeypatch, seed):
                 if lane.serves and lane.backend is not None and sums:
                     core = lane.backend
                     served.append(lane.number)
-                    # It may be in the midst of the newest publication, which is not complete yet.
+                    # The newest weight sync may still be running.
                     assert core.version in (published[0], published[0] - 1, None if published[0] <= 1 else -1)
                     assert core.sums in (sums[published[0]], sums.get(published[0] - 1, {}))
 
@@ -86,7 +87,7 @@ def test_pool_serving_replicas_always_have_published_weights(monkeypatch, seed):
                     drawn += group
                     assert {int(v) for c in group for v in c.versions} <= {version}
         except EngineFailed as error:
-            failed = error  # all three were retired: that is allowed, and nothing else
+            failed = error  # the only allowed error: all three were retired
             assert not bench.pool.active_replicas
         await bench.pool.close()
         bench.buffers.close()
@@ -101,14 +102,14 @@ async def at_once(function, *args):
 
 
 def test_pool_replica_without_step_progress_is_replaced(monkeypatch):
-    """A probe alone would clear it for ever."""
+    """A health check alone would never detect the stall."""
 
     async def main():
         bench = fake_pools.PoolBench(monkeypatch, 2, lambda call: 10)
         monkeypatch.setattr(weight_buffer.asyncio, "to_thread", at_once)
         await bench.start()
         wedged = bench.now[0]
-        wedged.on_step(fake_pools.STEP)  # it has told of a step once
+        wedged.on_step(fake_pools.STEP)  # it has reported a step before
 
         async def stand_still():
             await asyncio.sleep(3600)

@@ -1,4 +1,4 @@
-"""Which preemptions of an engine are counted: those of a full cache, not those of a pause."""
+"""Counting preemptions: by a full cache, not by a pause for a weight sync."""
 
 import asyncio
 from dataclasses import replace
@@ -32,9 +32,7 @@ def test_preemptions_of_a_pause_are_not_counted(way, waiting, counted):
     core.report_step(step)
     asyncio.run(core.load([weights], 1))
     weights.close()
-    core.report_step(replace(step, preempted=3))  # three of them run again
-    core.report_step(
-        replace(step, preempted=4)
-    )  # the others, if they had run, and some that a full cache has thrown out
+    core.report_step(replace(step, preempted=3))  # three of them were resumed
+    core.report_step(replace(step, preempted=4))  # the remaining requests, and preemptions by a full cache
     core.report_step(replace(step, preempted=1))
     assert steps == [0, *counted]

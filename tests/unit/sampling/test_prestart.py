@@ -1,4 +1,4 @@
-"""An engine's process that is begun before the recipe: for which commands, and that none is left behind."""
+"""Prestarted client processes: for which commands they start, and that all of them end."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def begun(monkeypatch):
-    """Processes that live and do nothing, in place of those that would import vLLM."""
+    """Replace the processes that would import vLLM by idle processes."""
     processes = []
 
     def spawn(module, out, environ):
@@ -53,7 +53,7 @@ def test_a_recipe_with_an_engine(recipe, begun):
         ["grpo_full", "--config", "grpo/tiny", "dry_run=True"],
         ["grpo_full", "--config", "grpo/tiny", "replay=runs/tiny/grpo"],
         ["grpo_full", "--config", "grpo/tiny", "engine.address=http://127.0.0.1:8000"],
-        ["grpo_full", "--config", "grpo/tiny", "engine.backend=my_module.MyCore"],
+        ["grpo_full", "--config", "grpo/tiny", "engine.backend=my_module.MyBackend"],
     ],
 )
 def test_commands_without_an_engine_of_our_own(words, begun):

@@ -1,4 +1,4 @@
-"""A lane with an engine made of a few lines: which weights it loads under which label, and who waits for whom."""
+"""A replica with a minimal engine: loaded weights, their versions, and waiting callers."""
 
 import asyncio
 import threading
@@ -19,17 +19,17 @@ def test_replica_weight_write_waits_for_restarting_backend_load():
         bench.write(1)
         await bench.lane.load()
         bench.prepare_core = lambda core: core.go_on.clear()
-        bench.lives[0].kill()  # the watch starts another one, which stops in the midst of its load
+        bench.lives[0].kill()  # the health check starts another backend, which stops during its load
         await until(lambda: len(bench.lives) == 2 and bench.lives[1].reading.is_set())
         writer = threading.Thread(target=bench.write, args=(2,))
         writer.start()
-        # That is all the time which it needs to do harm.
+        # This is enough time for the bug to show.
         await asyncio.sleep(0.05)
         assert writer.is_alive()
         bench.lives[1].go_on.set()
         await until(lambda: not writer.is_alive())
         assert bench.lives[1].loads == [([1], [1], 1)]
-        assert bench.lane.version == 1  # 2 is published, but nobody has it yet
+        assert bench.lane.version == 1  # 2 is published, but not loaded yet
         await bench.lane.load()
         assert bench.lives[1].loads[1:] == [([2], [2], 2)] and bench.lane.version == 2
 
@@ -92,12 +92,12 @@ def test_replica_stuck_weight_write_raises_on_both_sides():
         writer.start()
         await until(half.is_set)
         bench.lives[0].kill()
-        with pytest.raises(EngineFailed, match="rpc_deadline_s = 0.02"):
+        with pytest.raises(EngineFailed, match="rpc_deadline_s=0.02"):
             while True:
                 await bench.lane.awake()
                 await asyncio.sleep(0.002)
         with pytest.raises(EngineFailed, match="loading .* 0.12 s"):
-            await asyncio.to_thread(bench.write, 3)  # as long as somebody holds the buffers
+            await asyncio.to_thread(bench.write, 3)  # as long as the buffers are locked
         rest.set()
         await asyncio.to_thread(writer.join, 5)
 
@@ -105,7 +105,7 @@ def test_replica_stuck_weight_write_raises_on_both_sides():
 
 
 def test_replica_load_labels_weights_in_buffer():
-    """A load that was asked for version 1 and comes to its turn after version 2 was written is one of version 2."""
+    """A load for version 1 that runs after version 2 was written loads version 2."""
 
     async def scenario(bench):
         bench.write(1)
@@ -148,11 +148,11 @@ def test_replica_version_updates_after_load_and_must_grow():
             await bench.lane.load()
         assert bench.lane.version == 7
         bench.lives[0].fail = None
-        bench.write(8)  # the same once more: nothing was ever sampled from it
+        bench.write(8)  # the same version again: it was never sampled from
         await bench.lane.load()
         assert bench.lane.version == 8
         for version in (8, 3):
-            with pytest.raises(ValueError, match=f"version {version} after 8; versions grow"):
+            with pytest.raises(ValueError, match=f"version {version} after 8; versions must grow"):
                 bench.write(version)
 
     run(scenario, version=7)
@@ -198,7 +198,7 @@ def test_half_an_adapter_never_reaches_the_engine():
 
 @pytest.mark.parametrize("work", ["load", "restart"])
 def test_replica_started_work_finishes_after_caller_cancels(work):
-    """Ctrl-C in `publish` or `sample`: the engine must not stay paused, half loaded, or unannounced."""
+    """Ctrl-C in `publish` or `sample`: the engine must not stay paused, half loaded or unused."""
 
     async def scenario(bench):
         bench.write(1)

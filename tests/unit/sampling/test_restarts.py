@@ -1,5 +1,7 @@
-"""A lane's restarts with an engine made of a few lines: what starts another one, what ends it all, and with which
-words. The same with real processes: tests/integration/test_engine_failures.py."""
+"""Restarts of a replica with a minimal engine: causes, limits and messages.
+
+The same with real processes: tests/integration/test_engine_failures.py.
+"""
 
 import asyncio
 from subprocess import TimeoutExpired
@@ -21,7 +23,7 @@ def dies(core):
 
 
 def hangs(core):
-    """A request is under way, there was no step for long, and the engine does not answer a ping."""
+    """A request is in flight, the engine has made no step for long and does not answer a ping."""
     core.calls = {"1": SimpleNamespace()}
     core.sign_of_life, core.fail = 0.0, BackendCrashed("did not answer")
 
@@ -36,7 +38,7 @@ def test_crashed_replica_restarts_with_current_weights(way, caplog):
         assert await bench.lane.awake() is bench.lives[1] and bench.lives[0].stops == 1
         assert bench.lives[1].loads == [([1], [1], 1)] and bench.lane.version == 1
         cause = "the fake ended" if way is dies else "did not answer"
-        assert f"engine lost ({cause}), failure 1 in a row" in caplog.text
+        assert f"engine crashed ({cause}), failure 1 in a row" in caplog.text
 
     run(scenario)
 
@@ -131,7 +133,7 @@ def test_close_during_restart_ends_starting_backend():
 
 
 def test_closed_while_the_next_engine_is_made():
-    """`Engine.close` looked for an engine to kill in the one moment when there was none."""
+    """`Engine.close` found no backend to kill, because a restart had just removed it."""
 
     async def scenario(bench):
         def close_now(core):
@@ -154,7 +156,7 @@ def test_replica_crash_at_sleep_is_replaced_and_sleeps():
 
 
 def test_replica_crash_while_sleeping_restarts_on_wake():
-    """Until then the trainer has the GPU, and a new one would find no room or take it away."""
+    """Until then the trainer uses the GPU, and a new engine would compete for its memory."""
 
     async def scenario(bench):
         bench.write(1)
@@ -174,9 +176,7 @@ def test_errors_of_our_own_come_out_as_themselves():
     async def scenario(bench):
         bench.lives[0].broken = ZeroDivisionError("division by zero")
         await until(lambda: bench.lane.failed is not None and bench.lane.core is None)
-        with pytest.raises(
-            EngineFailed, match=r"counters could not be taken in: ZeroDivisionError\('division"
-        ) as caught:
+        with pytest.raises(EngineFailed, match=r"reading its counters failed: ZeroDivisionError\('division") as caught:
             await bench.lane.awake()
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
         assert len(bench.lives) == 1  # another engine would not help
@@ -188,7 +188,7 @@ def test_replica_monitor_failure_is_raised():
     async def scenario(bench):
         bench.lives[0].__class__ = type("Strange", (FakeCore,), {"dead": property(lambda self: 1 / 0)})
         await until(lambda: bench.lane.failed is not None)
-        with pytest.raises(EngineFailed, match="no longer watched: ZeroDivisionError"):
+        with pytest.raises(EngineFailed, match="the health check failed: ZeroDivisionError"):
             await bench.lane.awake()
 
     run(scenario)
@@ -211,7 +211,7 @@ def test_sleeping_replica_survives_interrupted_weight_write():
         await bench.lane.load()
         await bench.lane.sleep()
         bench.break_off(2)
-        with pytest.raises(WeightsIncomplete, match="broke off while copying.*publish again"):
+        with pytest.raises(WeightsIncomplete, match="interrupted while copying.*publish again"):
             await bench.lane.awake()
         assert len(bench.lives) == 1 and not bench.lives[0].stops and bench.lane.failures == 0
         bench.write(3)
@@ -229,7 +229,7 @@ def test_replica_without_loadable_weights_is_not_restarted():
         bench.lives[0].kill()
         await until(lambda: bench.lane.failed is not None and bench.lane.core is None)
         with pytest.raises(
-            EngineFailed, match="lost .the fake ended. and cannot be replaced: the last publication broke"
+            EngineFailed, match="crashed .the fake ended. and cannot be restarted: the last weight sync was interrupted"
         ):
             await bench.lane.awake()
         assert len(bench.lives) == 1

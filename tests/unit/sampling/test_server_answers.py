@@ -1,4 +1,4 @@
-"""Answers that a server should not give: what the connection makes of them."""
+"""Unexpected answers of a server, and the errors that follow."""
 
 import asyncio
 import traceback
@@ -31,7 +31,7 @@ CLEAR = "/reset_prefix_cache?reset_running_requests=true"
 
 
 def answers(monkeypatch, core, replies):
-    """Lets the server answer by path: text, or an error to raise; all else is fine. Returns the paths that were asked."""
+    """Set the server's answer per path: a text, or an error to raise. Return the list of requested paths."""
     paths, replies = [], {CLEAR: {"success": True}} | replies
 
     async def request(method, path, body=None):
@@ -62,7 +62,7 @@ def test_server_aborted_request_raises_without_completion(core):
             yield {"choices": [choice | {"finish_reason": "abort"}]}
 
         core._open = parts
-        with pytest.raises(BackendCrashed, match="ended a request before it was done"):
+        with pytest.raises(BackendCrashed, match="aborted an unfinished request"):
             await core.generate(EngineRequest([1, 2], SamplingConfig(max_tokens=8), 3, id="a"))
 
     asyncio.run(scenario())
@@ -104,14 +104,14 @@ def test_server_only_memory_error_requires_same_machine(core, monkeypatch, weigh
     answers(monkeypatch, core, {"/init_weight_transfer_engine": lost})
     with pytest.raises(BackendCrashed, match="the engine is dead"):
         asyncio.run(core.load([weights], 1))
-    unread = BackendCrashed("failed (500): cannot read the trainer's weights at /proc/7/fd/8: vLLM has to run")
+    unread = BackendCrashed("failed (500): cannot read the trainer's weights at /proc/7/fd/8: run vLLM")
     answers(monkeypatch, core, {"/init_weight_transfer_engine": unread})
-    with pytest.raises(ValueError, match="has to run on this machine"):
+    with pytest.raises(ValueError, match="run the server on this machine"):
         asyncio.run(core.load([weights], 1))
 
 
 def test_server_failed_cache_clear_ends_connection(core, monkeypatch, weights):
-    """The server says so in a body, with status 200."""
+    """The server reports the error in a body, with status 200."""
     paths = answers(monkeypatch, core, {CLEAR: {"success": False}})
     with pytest.raises(BackendCrashed, match="refused to clear its KV cache"):
         asyncio.run(core.load([weights], 1))
@@ -120,7 +120,7 @@ def test_server_failed_cache_clear_ends_connection(core, monkeypatch, weights):
 
 def test_server_update_refused_midway_crashes_backend(core, monkeypatch, weights):
     paths = answers(monkeypatch, core, {"/update_weights": ValueError("no such route")})
-    with pytest.raises(BackendCrashed, match="refused an update that had begun: no such route"):
+    with pytest.raises(BackendCrashed, match="refused a weight update after its start: no such route"):
         asyncio.run(core.load([weights], 1))
     assert "/resume" not in paths
 
@@ -143,7 +143,7 @@ def test_server_update_left_active_is_finished_first(core, monkeypatch, weights)
         "/finish_weight_update": BackendCrashed("failed (500): no"),
     }
     answers(monkeypatch, core, stuck)
-    with pytest.raises(BackendCrashed, match="cannot be finished; start the server again"):
+    with pytest.raises(BackendCrashed, match="cannot be finished; restart the server"):
         asyncio.run(core.load([weights], 1))
 
 
@@ -156,7 +156,7 @@ def test_server_reports_weight_version_and_checksums(core, monkeypatch):
 def test_server_adapter_over_replaced_model_is_refused(core, monkeypatch, weights):
     paths = answers(monkeypatch, core, {})
     weights.adapter, core.replaced = {"r": 8}, True
-    with pytest.raises(ValueError, match="model of its folder .*start it again: "):
+    with pytest.raises(ValueError, match="model of its folder.*restart it: "):
         asyncio.run(core.load([weights], 1))
     assert paths == []
     weights.adapter = None
@@ -171,9 +171,9 @@ vllm:prefix_cache_queries_total{engine="0"} %d
 
 
 def test_server_without_step_progress_has_no_heartbeat(core):
-    """Its page is answered by the process beside the engine, which may stand still."""
+    """The front-end process serves the page, even while the engine hangs."""
     assert core._step(PAGE % (5, 0)).running == 3
     assert core._step(PAGE % (5, 0)) is None
     assert core._step(PAGE % (6, 40)).prefix_queries == 40
-    # One that has nothing to do makes no steps either.
+    # An idle engine makes no steps either.
     assert core._step((PAGE % (6, 40)).replace("3.0", "0.0")).running == 0

@@ -1,4 +1,4 @@
-"""Servers of the wrong kind, and the command that starts the right one."""
+"""Unsuitable servers, and the command that starts a suitable one."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ ADDRESS = "http://node2:8000"
 
 
 def report(**changes):
-    """What vLLM tells of itself, changed by "part__field"."""
+    """vLLM's `/server_info`, changed by "section__field"."""
     parts = {
         "model_config": {
             "model": "m",
@@ -63,8 +63,8 @@ FP8 = {"quantization": {"quant_method": "fp8"}}
 @pytest.mark.parametrize(
     "settings, changes, fault",
     [
-        ({}, {"weight_transfer_config": None}, "transfer=None, and this run needs transfer=.*"),
-        ({}, {"weight_transfer_config__backend": "ipc"}, "transfer=ipc, and this run needs transfer=.*"),
+        ({}, {"weight_transfer_config": None}, "transfer=None, but this run needs transfer=.*"),
+        ({}, {"weight_transfer_config__backend": "ipc"}, "transfer=ipc, but this run needs transfer=.*"),
         ({}, {"parallel_config__worker_extension_cls": ""}, f"worker_extension_cls=, .*={LOADER}"),
         ({}, {"parallel_config__data_parallel_size": 2}, "data_parallel_size=2, .*=1"),
         ({"dtype": "float32"}, {"model_config__dtype": "torch.bfloat16"}, "dtype=bfloat16, .*=float32"),
@@ -134,7 +134,7 @@ def test_remote_server_listens_there_and_uses_network_transfer(monkeypatch):
     assert resolve_transfer(EngineConfig()) == resolve_transfer(EngineConfig(address="http://localhost:1")) == "shm"
     engine_on(monkeypatch, cpu=False)
     assert resolve_transfer(config) == "nccl"
-    # It would keep NCCL, and so the group with the sender, on loopback.
+    # The variable would restrict NCCL, and so the group with the sender, to loopback.
     assert "NCCL_SOCKET_IFNAME" not in server_command("model", config)[1]
 
 
@@ -142,7 +142,7 @@ def test_server_command_uses_shell_gpus_and_one_port(monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, "the-key")
     engine_on(monkeypatch, cpu=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    # The trainer's machine has these GPUs, and the server is on another one.
+    # These GPUs are on the trainer's machine, but the server is on another one.
     assert (
         "CUDA_VISIBLE_DEVICES" not in server_command("model", EngineConfig(address="http://node2:1", devices="4,5"))[1]
     )
@@ -152,7 +152,7 @@ def test_server_command_uses_shell_gpus_and_one_port(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     assert "CUDA_VISIBLE_DEVICES" not in server_command("model", EngineConfig(devices="4,5"))[1]
     several = EngineConfig(address=["http://n1:8000", "http://n1:8001"])
-    with pytest.raises(ValueError, match="8000, 8001: .*--port"):
+    with pytest.raises(ValueError, match="8000, 8001, .*--port"):
         server_command("model", several)
     assert value(server_command("model", several, port=8001)[0], "--port") == "8001"
     alike = EngineConfig(address=["http://n1:8000", "http://n2:8000"])

@@ -1,4 +1,4 @@
-"""The controller against a small simulated KV cache, and the semaphore that it sizes."""
+"""The controller with a small simulated KV cache, and its semaphore."""
 
 import asyncio
 import math
@@ -11,7 +11,7 @@ from torchtune_ext.sampling.types import Priority
 
 
 class Cache:
-    """A paged KV cache as vLLM runs it: whole blocks, shared prompts, the newest request preempted when it is full."""
+    """A paged KV cache as in vLLM: full blocks, shared prompts, preemption of the newest request."""
 
     def __init__(self, blocks, block=32, rows=256):
         self.blocks, self.block, self.rows = blocks, block, rows
@@ -46,7 +46,7 @@ class Cache:
 
 
 def run(cache, controller, requests):
-    """Feeds the requests as the engine does; returns (steps, preemptions, limits after each finished request)."""
+    """Run the requests as the engine does. Return (steps, preemptions, limits after each finished request)."""
     queue, limits, steps, preemptions = list(requests), [], cache.steps, cache.preemptions
     while queue or cache.running or cache.waiting:
         while queue and len(cache.running) + len(cache.waiting) < controller.allowed:
@@ -91,7 +91,7 @@ def test_throttle_equal_lengths_near_best_without_preemption(blocks):
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_throttle_unknown_lengths_limit_adapts(seed):
-    """Completions may have 2000 tokens and have 120 in the mean: the safe first limit is far too low."""
+    """Completions have at most 2000 and on average 120 tokens: the safe first limit is far too low."""
     generator = np.random.default_rng(seed)
     batches = [
         groups(16, 16, 300, np.minimum(2000, 1 + generator.geometric(1 / 120, 256)), first=100 * number)
@@ -115,7 +115,7 @@ def test_throttle_unknown_lengths_limit_adapts(seed):
 
 
 def test_longer_completions_shrink_the_limit():
-    """Training makes answers four times longer: at most a few preemptions, then none."""
+    """Completions become four times longer: at most a few preemptions, then none."""
     cache, controller = Cache(512), ConcurrencyController(ceiling=256)
     generator = np.random.default_rng(0)
     for number in range(4):
@@ -130,7 +130,7 @@ def test_longer_completions_shrink_the_limit():
 
 
 def test_one_excess_shrinks_once():
-    """A burst of preemptions follows from one limit that was too high, and costs one reduction."""
+    """A burst of preemptions has one cause, a limit that was too high, and reduces it once."""
     controller = ConcurrencyController(ceiling=256, limit=100)
     for running in (100, 99, 98, 97):
         controller.observe(1.0, running, 100 - running, 1, True)
@@ -157,7 +157,7 @@ def test_throttle_initial_limit_fits_longest_expected_group():
 
 
 def test_throttle_idle_step_leaves_controller_unchanged():
-    """As after a pause, whatever the other counters say: above all it is no error."""
+    """As after a pause, whatever the other counters are; it must not raise an error."""
     controller = ConcurrencyController(ceiling=256, limit=100)
     before = controller.state_dict()
     controller.observe(0.0, 0, 100, 100, True)
@@ -175,9 +175,9 @@ def test_growth_needs_demand_room_and_is_bounded():
     assert after_round(0.5, 10, 0, True) == math.floor(10 * TARGET_KV_USAGE / 0.5)
     assert after_round(0.01, 10, 0, True) == 10 * MAX_GROWTH
     assert after_round(0.01, 10, 0, True, ceiling=25) == 25
-    assert after_round(0.5, 10, 0, False) == 10  # nobody waits
+    assert after_round(0.5, 10, 0, False) == 10  # no request waits
     assert after_round(0.5, 3, 0, True) == 10  # 3 used half of it: 10 would be too many, but nothing is wrong yet
-    assert after_round(0.99, 10, 0, True) == 9  # close to the brim
+    assert after_round(0.99, 10, 0, True) == 9  # nearly full
     assert after_round(TARGET_KV_USAGE, 10, 5, True) == 10
 
 
@@ -272,7 +272,7 @@ def test_throttle_cancelled_waiter_keeps_its_slot_available():
         await throttle.acquire(Priority.SAMPLE)
         waiting, next_one = (asyncio.create_task(throttle.acquire(Priority.SAMPLE)) for _ in range(2))
         await asyncio.sleep(0)
-        throttle.release()  # gives the place to `waiting`...
+        throttle.release()  # gives the slot to `waiting`...
         waiting.cancel()  # ...which is cancelled before it has run
         await asyncio.wait_for(next_one, 5)
         assert waiting.cancelled() and throttle.num_held == 1

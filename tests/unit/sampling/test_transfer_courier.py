@@ -1,4 +1,4 @@
-"""The courier and its sender with servers of a few lines: real processes, a real gloo group, and no vLLM."""
+"""The weight sender with minimal servers: real processes and a real gloo group, without vLLM."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ class WeightServer:
         self.process.stdout.close()
 
     def core(self, **settings) -> ServerBackend:
-        """A connection, as `ServerCore.launch` leaves it."""
+        """A connection in the state after `ServerBackend.launch`."""
         settings = {"rpc_deadline_s": DEADLINE_S, "probe_deadline_s": 5.0} | settings
         core = ServerBackend(EngineConfig(address=self.url, **settings), lambda step: None)
         core.configure()
@@ -96,7 +96,7 @@ def weights():
 
 
 def with_courier(tmp_path, monkeypatch, scenario):
-    """Runs a scenario with a courier, whose sender is gone afterwards."""
+    """Run a scenario with a weight sender, whose process has ended afterwards."""
     monkeypatch.setenv(KEY_VARIABLE, KEY)
 
     async def run():
@@ -118,7 +118,7 @@ def sender_pid(courier):
 
 
 async def both(courier, servers, weights, version, **settings):
-    """What became of weights for two servers, in the order in which they are brought."""
+    """Return the results of updates of two servers, in order."""
     work = (courier.deliver(server.core(**settings), weights, version) for server in servers)
     return await asyncio.gather(*work, return_exceptions=True)
 
@@ -135,7 +135,7 @@ def test_each_server_is_in_a_group_that_stays(pair, weights, tmp_path, monkeypat
         assert [len(each) for each in inits] == [1, 1]
         assert all(init["rank_offset"] == 1 and init["world_size"] == 2 for (init,) in inits)
         assert inits[0][0]["group"] != inits[1][0]["group"]
-        pair[0].life += 1  # the connection to one of them is a new one: so is its group
+        pair[0].life += 1  # one connection is new, so its group is new, too
         assert await both(courier, pair, weights, 5) == [None, None]
         assert [len(server.ask("/state")["inits"]) for server in pair] == [begin[0] + 2, begin[1] + 1]
 
@@ -165,7 +165,9 @@ def test_weight_sender_killed_at_deadline_others_get_weights(pair, weights, tmp_
         lost, fine = await both(courier, [stalled, good], weights, 2)
         assert time.monotonic() - began >= DEADLINE_S
         assert (
-            fine is None and isinstance(lost, BackendCrashed) and "did not bring version 2 to the server" in str(lost)
+            fine is None
+            and isinstance(lost, BackendCrashed)
+            and "did not transfer version 2 to the server" in str(lost)
         )
         assert sender_pid(courier) != sender and not Path(f"/proc/{sender}").exists()
         assert good.ask("/state")["version"] == "2" and stalled.ask("/state")["version"] == "1"

@@ -1,4 +1,4 @@
-"""How tensors lie in what is broadcast."""
+"""Layout of tensors in a broadcast."""
 
 import pytest
 
@@ -16,7 +16,7 @@ SHAPES = st.lists(st.integers(0, 9), max_size=3)
 
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), min_size=1, max_size=12), st.integers(1, 2000))
 def test_transfer_receiver_finds_all_tensors_at_their_offsets(kinds, limit):
-    """What the sender cuts out of its memory, span by span, is what the receiver takes apart, whatever lies in it."""
+    """The receiver reads the same tensors from each chunk that the sender has cut from its memory."""
     named = [
         (f"layer.{i}", torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype))
         for i, (dtype, shape) in enumerate(kinds)
@@ -27,7 +27,7 @@ def test_transfer_receiver_finds_all_tensors_at_their_offsets(kinds, limit):
         memory, tensors = map_memory(buffer.address()["path"]), {}
         for begin, end, manifest in iter_chunks(buffer.manifest, limit):
             here = dict(iter_views(memory[begin:end].clone(), manifest))
-            # Only the last tensor of a piece reaches the limit.
+            # Only the last tensor of a chunk reaches the limit.
             ends = [offset + t.nbytes for offset, t in zip(manifest["offsets"], here.values(), strict=True)]
             assert all(each < limit for each in ends[:-1]) and ends[-1] == end - begin
             tensors |= here

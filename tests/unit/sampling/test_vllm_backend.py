@@ -1,4 +1,4 @@
-"""The trainer's end of the engine's client: one that does not start is said so, and nothing is left of it."""
+"""The trainer's side of the client process: a failed start is reported and cleaned up."""
 
 import asyncio
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_a_client_that_does_not_start_is_reaped(program, message, tmp_path, monk
     (tmp_path / "no_client.py").write_text(NOTE + program)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(prestart, "CLIENT_MODULE", "no_client")
-    # Long enough for a Python to start on a busy machine and to note its number.
+    # Long enough for Python to start on a busy machine and to write its process id.
     config = EngineConfig(start_deadline_s=5.0)
 
     async def launch() -> None:
@@ -40,5 +40,5 @@ def test_a_client_that_does_not_start_is_reaped(program, message, tmp_path, monk
 
     with pytest.raises(BackendCrashed, match=message):
         asyncio.run(launch())
-    # One that has ended and is not waited for is still listed there.
+    # A zombie process is still listed there.
     assert not Path(f"/proc/{(tmp_path / 'no_client.pid').read_text()}").exists()

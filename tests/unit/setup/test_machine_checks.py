@@ -39,4 +39,4 @@ def test_missing_engine_package_reported_before_creating_files(monkeypatch):
     monkeypatch.setattr(machine_checks, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="vLLM .*`torchtune-ext install-engine`"):
         machine_checks.require_gpus(EngineConfig(max_model_len=64))
-    machine_checks.require_gpus(EngineConfig(max_model_len=64, backend="my_backend.MyCore"))
+    machine_checks.require_gpus(EngineConfig(max_model_len=64, backend="my_backend.MyBackend"))

@@ -182,7 +182,7 @@ def test_nan_in_the_weights_is_named(played):
     "fault, message",
     [
         (dict(label=2), r"after publishing version 4: weights: the engine labels .* with version \[2\]"),
-        (dict(lost=("model.norm.weight",)), r"1 of the \d+ tensors in the engine \(worker 0\) .*, 1 of them lost"),
+        (dict(lost=("model.norm.weight",)), r"1 of the \d+ tensors in the engine \(worker 0\) .*: 1 missing"),
         # The limit of the scale is far above this update, so only its effect on the tokens can tell.
         (
             dict(deaf=True),
