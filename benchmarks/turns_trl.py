@@ -88,7 +88,7 @@ def warm_up(folder: Path, start: Path) -> Path:
     write_model(start, tokenizer, SHAPE, seed=0)
     (start / "chat_template.jinja").write_text(template)
     settings = {"num_problems": len(rows), "batch_problems": 8}
-    tune("warmup_sft", folder, start, rows, "turns_trl_game.Taught", 5e-3, settings)
+    tune("warmup_sft", folder, start, rows, "turns_trl_game.GuessingTask", 5e-3, settings)
     return folder / "model"
 
 

@@ -1,4 +1,4 @@
-"""A vLLM client that injects the fault that the file FAULT names, once. Tests set `early.CLIENT` to this module."""
+"""A vLLM client that injects the fault that the file FAULT names, once. Tests set `prestart.CLIENT_MODULE` to this module."""
 
 import os
 import sys

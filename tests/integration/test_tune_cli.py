@@ -101,9 +101,9 @@ import importlib.util, sys
 from pathlib import Path
 import torchtune_ext.kernels, torchtune_ext.configs
 from torchtune_ext.run import catalog; from torchtune_ext.cli import plugin
-print(plugin.installed())
+print(plugin.is_installed())
 print(Path(importlib.util.find_spec("torchtune_ext.recipes").origin).parent)
-for recipe in catalog.recipe_files(catalog.folder("recipes"), catalog.folder("configs")):
+for recipe in catalog.recipe_files(catalog.package_folder("recipes"), catalog.package_folder("configs")):
     print(recipe.name, *recipe.configs)
 """
 
@@ -177,7 +177,7 @@ def test_tune_run_a_copied_recipe(wheel):
 def test_doors_without_the_hook(wheel):
     """`python -S` reads no start-up files: the module, and the recipe itself, work all the same."""
     paths = os.pathsep.join([str(wheel.site), sysconfig.get_path("purelib")])
-    without_hook = ("-S", "-c", "from torchtune_ext.cli import plugin; print(plugin.installed())")
+    without_hook = ("-S", "-c", "from torchtune_ext.cli import plugin; print(plugin.is_installed())")
     assert wheel.run(*without_hook, PYTHONPATH=paths).stdout == "False\n"
     for words in (
         ("-S", "-m", "torchtune_ext", "run", "probe", "--config", "probe/deep/tiny", "seed=8"),

@@ -202,7 +202,7 @@ def test_own_subcommand_is_imported_only_when_used(tmp_path):
     )
     code = """
         from torchtune_ext.cli import cli
-        cli.OWN_WORDS["clue"] = ("word", "help")
+        cli.OWN_COMMANDS["clue"] = ("word", "help")
         assert "word" not in sys.modules and "torch" not in sys.modules
         assert cli.main(["clue", "--n", "7"]) == 3
         assert "torch" not in sys.modules and "torchtune_ext.cli.doctor" not in sys.modules
@@ -222,7 +222,7 @@ def test_tune_arguments_are_passed_through(tmp_path):
         warnings.simplefilter("ignore")
         from torchtune_ext.cli import cli, plugin
         assert cli.main(["run", "--nproc_per_node", "2", "grpo_full", "--config", "grpo/tiny", "seed=1"]) == 0
-        assert plugin.installed()
+        assert plugin.is_installed()
         cli.config_path = lambda word: word.upper()
         assert cli.main(["validate", "grpo/tiny"]) == 0
     """

@@ -52,7 +52,7 @@ def test_ray_bench_unreachable_address_refused_at_once():
 
 @needs_ray
 def test_ray_bench_address_of_other_service_is_refused():
-    code = "import sys; from torchtune_ext.cluster import connection; from torchtune_ext.measured import ray_process; connection.CONNECT_S = 1.0; "
+    code = "import sys; from torchtune_ext.cluster import connection; from torchtune_ext.measured import ray_process; connection.RAY_TIMEOUT_S = 1.0; "
     code += "ray_process.main(int(sys.argv[1]), int(sys.argv[2]))"
     ours, theirs = socket.socketpair()
     with socket.create_server(("127.0.0.1", 0)) as server, ours, theirs:

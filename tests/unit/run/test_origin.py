@@ -33,10 +33,10 @@ def test_the_command_is_as_it_was_typed(monkeypatch, typed, command):
 
 
 @pytest.mark.parametrize(
-    ("environment", "end"), [({}, "(folder.started_with())']"), ({"TORCHELASTIC_RUN_ID": "1"}, "'seed=1']")]
+    ("environment", "end"), [({}, "(folder.command_words())']"), ({"TORCHELASTIC_RUN_ID": "1"}, "'seed=1']")]
 )
 def test_a_rank_names_the_command_of_torchrun(environment, end):
-    rank = "from torchtune_ext.run import folder; print(folder.started_with())"
+    rank = "from torchtune_ext.run import folder; print(folder.command_words())"
     torchrun = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
     done = subprocess.run(
         [sys.executable, "-c", torchrun, rank, "seed=1"],

@@ -52,7 +52,7 @@ def run(work):
     try:
         recipe_runner.run_recipe(make)
     except BaseException as error:
-        # `errors.shown` gives the process this status.
+        # `errors.report_errors` gives the process this status.
         assert recipes[0].status == (error.code if isinstance(error, SystemExit) else errors.exit_status_of(error) or 1)
         raise
     else:
