@@ -1,4 +1,4 @@
-"""The fast implementation of fp8_quantize.py: Triton kernels whose results have the same bits. It imports triton."""
+"""Triton kernels for fp8_quantize.py, with bit-identical results. The import needs triton."""
 
 import contextlib
 import struct
@@ -9,27 +9,29 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_SIZE = 128
-# One program holds a tile of 128x128 in registers. With 4 warps a thread has too few for its part of the tile and
-# spills.
+# One program holds a tile of 128x128 in registers. With 4 warps, a thread has too few registers for
+# its part of the tile and spills.
 NUM_WARPS = 16
-# Columns are written transposed, so values change places between threads. A tile of 128x128 leaves too few registers
-# for that beside a second program on a multiprocessor, so these tiles are 128x64: on an H100 they reached 74 to 77% of
-# the bandwidth of a copy, and tiles of 128x128 34 to 40% (benchmarks/results/one_h100.md).
+# Columns are written transposed, so values move between threads. Tiles of 128x128 leave too few
+# registers for a second program per multiprocessor, so these tiles are 128x64: on an H100 they
+# reached 74 to 77% of the bandwidth of a copy, and tiles of 128x128 34 to 40%
+# (benchmarks/results/one_h100.md).
 COLUMNS_WIDTH, COLUMNS_WARPS = 64, 8
 
 
 @triton.jit
 def _scale(amax_bits, FLOOR_BITS: tl.constexpr, MAX: tl.constexpr):
-    # Positive floats have the order of their bits as integers.
+    # Positive floats sort like their bits as integers.
     amax = tl.maximum(amax_bits, FLOOR_BITS).to(tl.float32, bitcast=True)
-    # `div_rn` rounds as torch does. A plain `/` becomes `div.full`, which is wrong by up to two ulps.
+    # `div_rn` rounds like torch. A plain `/` becomes `div.full`, which has an error of up to two
+    # ulps.
     return tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
 
 
 @triton.jit
 def _values(x, scale, MAX: tl.constexpr):
     """Returns x / scale as E4M3. Both arguments have the same shape."""
-    # A plain clamp need not keep NaN.
+    # A plain clamp may drop NaN.
     return tl.clamp(tl.div_rn(x, scale), -MAX, MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
@@ -37,32 +39,32 @@ def _values(x, scale, MAX: tl.constexpr):
 def activation_kernel(
     x_ptr,  # [M, K] with strides (stride_m, stride_k)
     values_ptr,  # E4M3: rows [M, K], or columns [K, leading]
-    scales_ptr,  # float32: of rows [K / 128, M], of columns [leading / 128, K]
+    scales_ptr,  # float32: rows [K / 128, M], or columns [leading / 128, K]
     M,
     K,
     leading,  # M rounded up to a multiple of 128
     stride_m,
     stride_k,
     COLUMNS: tl.constexpr,  # blocks of 128x1 instead of 1x128
-    WIDTH: tl.constexpr,  # features of a tile; of rows 128
+    WIDTH: tl.constexpr,  # features per tile; 128 for rows
     FLOOR_BITS: tl.constexpr,  # bits of the smallest amax, as int32
     MAX: tl.constexpr,  # 448.0
     SIZE: tl.constexpr,  # 128
 ):
-    # The offset of a tile needs 64 bits: 128k tokens of 27,648 features are more than 2^31 elements. The offset inside
-    # a tile does not.
+    # The offset of a tile needs 64 bits: 128k tokens of 27,648 features are more than 2^31
+    # elements. The offset inside a tile needs 32 bits.
     tile_m, tile_k = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     m, k = tl.arange(0, SIZE), tl.arange(0, WIDTH)
     real = m < M - tile_m * SIZE
     x_ptr += tile_m * SIZE * stride_m + tile_k * WIDTH * stride_k
     x = tl.load(x_ptr + m[:, None] * stride_m + k[None, :] * stride_k, mask=real[:, None], other=0.0).to(tl.float32)
-    # The maximum is taken over the bits of |x|. As integers they have the order of the numbers, with NaN as the
-    # largest, while a maximum of floats would lose NaN.
+    # The maximum is over the bits of |x|. As integers they sort like the floats, with NaN as the
+    # largest. A maximum of floats would drop NaN.
     bits = tl.abs(x).to(tl.int32, bitcast=True)
     if COLUMNS:
         scale = _scale(tl.max(bits, axis=0), FLOOR_BITS, MAX)
         value = _values(x, tl.broadcast_to(scale[None, :], (SIZE, WIDTH)), MAX)
-        # Transposed, the tokens that WGrad contracts are contiguous.
+        # The transpose makes the tokens contiguous, which WGrad contracts.
         values_ptr += tile_k * WIDTH * leading + tile_m * SIZE
         tl.store(values_ptr + k[:, None] * leading + m[None, :], tl.trans(value))
         tl.store(scales_ptr + tile_m * K + tile_k * WIDTH + k, scale)
@@ -91,7 +93,7 @@ def weight_kernel(
     w_ptr += tile_n * SIZE * stride_n + tile_k * SIZE * stride_k
     real = (n < N - tile_n * SIZE)[:, None]
     w = tl.load(w_ptr + n[:, None] * stride_n + k[None, :] * stride_k, mask=real, other=0.0).to(tl.float32)
-    # Rows beyond N are loaded as zeros, which change no scale.
+    # Rows beyond N are loaded as zeros, which do not change the scale.
     amax_bits = tl.max(tl.max(tl.abs(w).to(tl.int32, bitcast=True), axis=1, keep_dims=True), axis=0, keep_dims=True)
     scale = _scale(amax_bits, FLOOR_BITS, MAX)  # [1, 1]
     value = _values(w, tl.broadcast_to(scale, (SIZE, SIZE)), MAX)
@@ -104,7 +106,7 @@ QuantizedPair = tuple[Tensor, Tensor]  # values and scales, in the layouts of fp
 
 
 def quantize_rows(x: Tensor, amax_floor: float, fp8_max: float) -> QuantizedPair:
-    """Returns the rows of x [M, K], where K is a multiple of 128."""
+    """Quantizes x [M, K] in rows. K must be a multiple of 128."""
     M, K = x.shape
     values, scales = _outputs(x, (M, K), (K // BLOCK_SIZE, M))
     _quantize_activation(x, values, scales, False, BLOCK_SIZE, NUM_WARPS, amax_floor, fp8_max)
@@ -112,7 +114,7 @@ def quantize_rows(x: Tensor, amax_floor: float, fp8_max: float) -> QuantizedPair
 
 
 def quantize_columns(x: Tensor, amax_floor: float, fp8_max: float) -> QuantizedPair:
-    """Returns the columns of x [M, K], where K is a multiple of 128."""
+    """Quantizes x [M, K] in columns. K must be a multiple of 128."""
     features, num_tiles = x.shape[1], -(-x.shape[0] // BLOCK_SIZE)
     values, scales = _outputs(x, (features, num_tiles * BLOCK_SIZE), (num_tiles, features))
     _quantize_activation(x, values, scales, True, COLUMNS_WIDTH, COLUMNS_WARPS, amax_floor, fp8_max)
@@ -132,7 +134,7 @@ def _quantize_activation(
 
 
 def quantize_weight(w: Tensor, amax_floor: float, fp8_max: float) -> QuantizedPair:
-    """Returns the tiles of w [N, K], where K is a multiple of 128."""
+    """Quantizes w [N, K] in tiles. K must be a multiple of 128."""
     (N, K), num_tiles = w.shape, -(-w.shape[0] // BLOCK_SIZE)
     values, scales = _outputs(w, (N, K), (num_tiles, K // BLOCK_SIZE))
     if w.numel():
@@ -153,5 +155,5 @@ def _bits(number: float) -> int:
 
 
 def _device_guard(x: Tensor) -> contextlib.AbstractContextManager:
-    # Triton launches on the current device, which may not be that of the tensor.
+    # Triton launches on the current device, which may differ from the tensor's device.
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

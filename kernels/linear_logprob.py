@@ -1,13 +1,13 @@
-"""Computes log-prob and entropy of labels from hidden states, without ever holding all the logits [L, V].
+"""Computes log-probs and entropies of labels from hidden states without the full logits [L, V].
 
 With z = h W^T / temperature, p = softmax(z) and H the entropy of p, for one label y::
 
     log p(y) = z_y - logsumexp(z)                     d log p(y) / dz = onehot(y) - p
     H        = logsumexp(z) - sum(p * z)              dH / dz         = -p * (log p + H)
 
-Forward and backward go over the labels in chunks, so the peak of memory is one chunk [C, V] for any L. (With a
-vocabulary of 151,936, the logits of 16k labels would need 10 GB in float32.) Gradients are exact. Sums over the
-vocabulary are computed in float32 (in float64 for float64 input).
+Forward and backward process the labels in chunks of C labels, so peak memory is one chunk [C, V]
+for any L. (With a vocabulary of 151,936, the logits of 16k labels would need 10 GB in float32.)
+Gradients are exact. Sums over the vocabulary are in float32 (in float64 for float64 input).
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Logits held at a time: 512 MiB in float32.
+# Logits per chunk: 512 MiB in float32.
 CHUNK_ELEMENTS = 1 << 27
 
 
 def linear_logprob_reference(
     hidden_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Computes `linear_logprob` from whole logits, for tests."""
+    """Computes `linear_logprob` from the full logits, as a reference for tests."""
     logprobs_LV = torch.log_softmax(_upcast(hidden_LD @ weight_VD.T) / temperature, dim=-1)
     entropy_L = -(logprobs_LV.exp() * logprobs_LV).sum(-1)
     return logprobs_LV.gather(1, labels_L[:, None])[:, 0], entropy_L
@@ -36,20 +36,21 @@ def linear_logprob(
     """Returns the log-prob of each label and the entropy of its distribution, in nats.
 
     Args:
-        hidden_LD: the hidden states that predict the labels, of a floating-point dtype.
+        hidden_LD: hidden states that predict the labels, floating point.
         weight_VD: output projection.
-        labels_L: ids of the labels in [0, V), int64.
-        temperature: the logits are divided by it, as in sampling.
+        labels_L: label ids in [0, V), int64.
+        temperature: divides the logits, as in sampling.
 
     Returns:
-        (logprobs_L, entropy_L), float32 (float64 for float64 input), differentiable in `hidden_LD` and `weight_VD`.
+        (logprobs_L, entropy_L), float32 (float64 for float64 input), differentiable in `hidden_LD`
+        and `weight_VD`.
     """
     return _LinearLogProb.apply(hidden_LD, weight_VD, labels_L, 1.0 / temperature)
 
 
 @torch.no_grad()
 def linear_top_k(hidden_LD: Tensor, weight_VD: Tensor, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Returns (logprobs_LK, ids_LK): the k highest log-probs and their ids, without gradient; K = min(k, V)."""
+    """Returns the K = min(k, V) highest log-probs and their ids, both [L, K], without gradient."""
     k = min(k, weight_VD.shape[0])
     num_labels = hidden_LD.shape[0]
     logprobs_LK = _upcast(hidden_LD).new_empty(num_labels, k)
@@ -63,7 +64,7 @@ def linear_top_k(hidden_LD: Tensor, weight_VD: Tensor, k: int, temperature: floa
 
 @torch.no_grad()
 def linear_gather(hidden_LD: Tensor, weight_VD: Tensor, ids_LK: Tensor, temperature: float = 1.0) -> Tensor:
-    """Returns the log-probs [L, K] of given ids, in nats, without gradients."""
+    """Returns the log-probs [L, K] of the given ids, in nats, without gradient."""
     logprobs_LK = _upcast(hidden_LD).new_empty(ids_LK.shape)
     for c in _chunks(hidden_LD.shape[0], weight_VD.shape[0]):
         z = _upcast(hidden_LD[c] @ weight_VD.T).mul_(1.0 / temperature)
@@ -76,14 +77,19 @@ def _upcast(x: Tensor) -> Tensor:
 
 
 def _chunks(num_labels: int, vocab: int) -> list[slice]:
-    # Without labels there is one empty chunk, so that the weight still gets a gradient, of zeros.
+    # Zero labels make one empty chunk, so that the weight still gets a gradient (zeros).
     size = max(1, CHUNK_ELEMENTS // vocab)
     return [slice(start, min(start + size, num_labels)) for start in range(0, max(num_labels, 1), size)]
 
 
 def _logit_stats(z_CV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns of each row of logits: the highest, times `scale`; log-sum-exp of the rest below it; entropy."""
-    # In place, this needs only two arrays of the chunk's size. torch.logsumexp would make more.
+    """Computes statistics of each row of z = `scale` * logits.
+
+    Returns:
+        max z, log sum exp(z - max z), and the entropy in nats, each [C].
+    """
+    # The in-place operations need only two arrays of the chunk's size. torch.logsumexp would need
+    # more.
     z_CV = _upcast(z_CV).mul_(scale)
     top_C1 = z_CV.amax(dim=-1, keepdim=True)
     z_CV.sub_(top_C1)
@@ -95,9 +101,12 @@ def _logit_stats(z_CV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
 def _logit_grad(
     z_CV: Tensor, scale: float, lse_C1: Tensor, entropy_C1: Tensor, d_logprobs_C1: Tensor, d_entropy_C1: Tensor | None
 ) -> Tensor:
-    """Returns -d_logprob * p - d_entropy * p * (log p + H), the gradient of the logits without the onehot."""
+    """Returns the gradient of the logits without the onehot term.
+
+    It is -d_logprob * p - d_entropy * p * (log p + H).
+    """
     z_CV = _upcast(z_CV).mul_(scale).sub_(lse_C1)
-    # Without an entropy term, p needs no array of its own.
+    # Without an entropy term, p can overwrite z.
     if d_entropy_C1 is None:
         return z_CV.exp_().mul_(-d_logprobs_C1)
     p_CV = z_CV.exp()
@@ -118,34 +127,34 @@ def _scaled_logit_grad(
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # Compiled, the function makes one pass over the logits of a chunk on a GPU, where its operations would make seven.
-    # A CPU does without, since importing the compiler takes more than a second.
+    # On a GPU, the compiled function makes one pass over the logits of a chunk instead of seven. On
+    # a CPU, compilation is skipped, because importing the compiler takes more than a second.
     return torch.compile(function, dynamic=True)
 
 
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, scale: float):
-        # An entropy that no loss uses comes with None for a gradient, not with zeros.
+        # The gradient of an unused entropy is None instead of zeros.
         ctx.set_materialize_grads(False)
         accumulate = torch.float64 if hidden_LD.dtype == torch.float64 else torch.float32
         logprobs_L = torch.empty(labels_L.shape, dtype=accumulate, device=hidden_LD.device)
         entropy_L, lse_L = torch.empty_like(logprobs_L), torch.empty_like(logprobs_L)
         statistics = _compiled(_logit_stats) if hidden_LD.is_cuda else _logit_stats
         chunks = _chunks(labels_L.numel(), weight_VD.shape[0])
-        # A single chunk of logits in half precision is kept for the backward, which computes all others again. It takes
-        # half of what `statistics` makes of it in float32.
+        # The backward recomputes the logits, unless there is a single chunk in half precision,
+        # which is saved. It takes half of the memory of its float32 copy in `statistics`.
         keep = len(chunks) == 1 and hidden_LD.dtype.itemsize == 2 and any(ctx.needs_input_grad)
         saved_CV = None
         for c in chunks:
             z_CV = hidden_LD[c] @ weight_VD.T
-            # The labels' logits are read first: in float32 `statistics` overwrites all of them.
+            # Read the labels' logits first: for float32 input `statistics` overwrites the logits.
             z_C = _upcast(z_CV.gather(1, labels_L[c, None])[:, 0]) * scale
             top_C, rest_C, entropy_L[c] = statistics(z_CV, scale)
             logprobs_L[c] = z_C - top_C - rest_C
             lse_L[c] = top_C + rest_C
             saved_CV = z_CV if keep else None
-            # Otherwise these logits would stay while those of the next chunk are computed.
+            # Free these logits before the next chunk is computed.
             del z_CV
         ctx.save_for_backward(hidden_LD, weight_VD, labels_L, lse_L, entropy_L, saved_CV)
         ctx.scale = scale
@@ -157,8 +166,8 @@ class _LinearLogProb(torch.autograd.Function):
         hidden_LD, weight_VD, labels_L, lse_L, entropy_L, saved_CV = ctx.saved_tensors
         d_logprobs_L = torch.zeros_like(lse_L) if d_logprobs_L is None else d_logprobs_L
         d_hidden_LD = torch.empty_like(hidden_LD)
-        # With adapters the output projection is frozen and needs no gradient, which would be as large as itself and a
-        # third of the work.
+        # With LoRA adapters the output projection is frozen and needs no gradient, which saves
+        # memory of its size and a third of the work.
         d_weight_VD = None
         gradient = _compiled(_scaled_logit_grad) if hidden_LD.is_cuda else _scaled_logit_grad
         for c in _chunks(labels_L.numel(), weight_VD.shape[0]):
@@ -166,15 +175,16 @@ class _LinearLogProb(torch.autograd.Function):
             z_CV = hidden_LD[c] @ weight_VD.T if saved_CV is None else saved_CV
             d_entropy_C1 = None if d_entropy_L is None else d_entropy_L[c, None]
             factors = lse_L[c, None], entropy_L[c, None], d_logprobs_L[c, None], d_entropy_C1
-            # The label's own entry, with the onehot, is computed apart in float32 and then replaces the rounded one:
-            # near p = 1, half precision would lose most of 1 - p.
+            # The label's own entry, which includes the onehot, is computed separately in float32
+            # and replaces the rounded entry: near p = 1, half precision would lose most of 1 - p.
             label_grad_C1 = _logit_grad(z_CV.gather(1, labels_L[c, None]), ctx.scale, *factors) + d_logprobs_L[c, None]
             dz_CV = gradient(z_CV, ctx.scale, weight_VD.dtype, *factors)
             dz_CV.scatter_(1, labels_L[c, None], label_grad_C1.mul_(ctx.scale).to(dz_CV.dtype))
             d_hidden_LD[c] = dz_CV @ weight_VD
             if ctx.needs_input_grad[1]:
                 product = dz_CV.T @ hidden_LD[c]
-                # Chunks are summed in float32. A single chunk needs no sum, and no float32 copy.
+                # Chunks are summed in float32. A single chunk needs neither a sum nor a float32
+                # copy.
                 d_weight_VD = product if d_weight_VD is None else _upcast(d_weight_VD).add_(product)
             del z_CV, dz_CV
         return d_hidden_LD, None if d_weight_VD is None else d_weight_VD.to(weight_VD.dtype), None, None

@@ -1,16 +1,18 @@
-"""Computes attention over packed rows: a token sees the path that leads to it, and nothing of another branch.
+"""Computes attention over packed rows, in which a token sees only its own path in the prefix tree.
 
 For query i and key j of a row (`pipeline/packing.py`)::
 
     allowed[i, j] = j <= i < end[j]
 
-* On **CUDA** it is FlexAttention with a block mask made from the ends. Tiles of 128 x 128 in which nothing is allowed
-  are never loaded, so the cost grows with the allowed area, and there is no T x T mask.
-* On **CPU** FlexAttention has no backward pass, and a dense mask wastes three quarters of the work. There, consecutive
-  tokens with one end are a run, which sees itself, causally, and all of the runs above it. Runs are stacked and
-  computed by fused SDPA. A group takes two calls if all its completions are in one stack.
+* On **CUDA**, FlexAttention uses a block mask computed from the ends. It never loads tiles of 128 x
+  128 without an allowed pair, so the cost grows with the allowed area. The T x T mask is never
+  materialized.
+* On **CPU**, FlexAttention has no backward pass, and a dense mask would waste three quarters of the
+  work. Instead, consecutive tokens with equal ends form a run, which sees itself, causally, and all
+  of its ancestor runs. Runs are stacked and computed by fused SDPA. A group takes two calls if all
+  its completions are in one stack.
 
-Both equal the dense mask up to rounding, in value and gradient.
+Both equal attention with the dense mask up to rounding, in value and gradient.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,20 +27,20 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from torchtune_ext.pipeline.packing import BUCKETS_PER_OCTAVE, Row, RowLayout
 
-TILE_SIZE = 128  # queries, and keys, in a block of FlexAttention
-LENGTHS_PER_OCTAVE = 2  # lengths between a power of two and the next for which FlexAttention is compiled
-MASK_CHUNK_TILES = 8  # query tiles whose mask is computed at a time while a block mask is made
-MAX_PADDING_FRACTION = 0.25  # largest share of padding in a stacked completion
+TILE_SIZE = 128  # queries and keys per block of FlexAttention
+LENGTHS_PER_OCTAVE = 2  # compiled lengths of FlexAttention between two powers of two
+MASK_CHUNK_TILES = 8  # query tiles per step of the block mask computation
+MAX_PADDING_FRACTION = 0.25  # maximum fraction of padding in a stacked completion
 
 
 def dense_mask(ends_T: Tensor) -> Tensor:
-    """Returns the reference mask, bool [T, T], True where a query (first axis) may see a key."""
+    """Returns the reference mask, bool [T, T]: True where a query (first axis) may see a key."""
     places = torch.arange(ends_T.numel(), device=ends_T.device)[:, None]
     return (places < ends_T).tril()
 
 
 def block_mask(ends_T: Tensor) -> BlockMask:
-    """Returns the rule of `dense_mask` as a block mask of FlexAttention."""
+    """Returns the mask of `dense_mask` as a block mask of FlexAttention."""
 
     def allowed(b: Tensor | None, h: Tensor | None, i: Tensor, j: Tensor) -> Tensor:
         return (j <= i) & (i < ends_T[j])
@@ -47,7 +49,8 @@ def block_mask(ends_T: Tensor) -> BlockMask:
     num_tiles = -(-T // TILE_SIZE)
     columns = torch.arange(T, device=device)[None]
     counts = torch.empty(num_tiles, num_tiles, dtype=torch.int64, device=device)  # allowed pairs in each tile
-    # `create_block_mask` makes a whole T x T mask first. A few query tiles at a time need only O(T) memory.
+    # `create_block_mask` would materialize the T x T mask. A few query tiles at a time need only
+    # O(T) memory.
     for start in range(0, T, MASK_CHUNK_TILES * TILE_SIZE):
         rows = torch.arange(start, min(start + MASK_CHUNK_TILES * TILE_SIZE, T), device=device)[:, None]
         strip = F.pad(allowed(None, None, rows, columns), (0, -T % TILE_SIZE, 0, -rows.numel() % TILE_SIZE))
@@ -66,36 +69,41 @@ def block_mask(ends_T: Tensor) -> BlockMask:
 
 
 def _kv_block_indices(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns how many key tiles each query tile needs, [1, 1, n], and which, [1, 1, n, n], the needed ones first."""
+    """Returns, per query tile, the number of key tiles [1, 1, n] and their indices [1, 1, n, n].
+
+    The needed key tiles come first.
+    """
     which = tiles.int().argsort(dim=1, descending=True, stable=True)
     return tiles.sum(dim=1).int()[None, None], which.int()[None, None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """N runs with the same runs above them that are computed together, each padded to R places."""
+    """N runs with the same ancestors that are computed together, each padded to R places."""
 
-    above: tuple[int, ...]  # numbers of those runs, of K tokens in all; each is a stack of one
+    above: tuple[int, ...]  # indices of the ancestor runs, K tokens in total; each is a stack of one run
     count: int  # N
-    # bool [R, K + R]; None: there is nothing above. All N runs share it: a shorter one has its padding behind its own
-    # tokens, which never look there.
+    # bool [R, K + R]; None without ancestors. All N runs share it: the padding of a shorter run
+    # follows its tokens, which do not see it.
     mask: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentMask:
-    """The plan by which the CPU computes a row. It is made once and used by every layer."""
+    """The plan for the attention of a row on a CPU. It is made once and used by every layer.
 
-    # The row in the order of its stacks, first the runs that have others below them. The parts of a stack are views.
+    The row is reordered by stacks (S places, including padding), first the runs with descendants.
+    The tensors of a stack are views into the reordered row.
+    """
 
     order_S: Tensor  # int64, places in the row; a shorter run of a stack is padded with its last place
     sizes: tuple[int, ...]  # places of each stack
     stacks: tuple[_Stack, ...]
-    inverse_order_T: Tensor  # int64, for each place of the row, its index in S
+    inverse_order_T: Tensor  # int64, index into S of each place of the row
 
 
 def packed_mask(row: Row) -> BlockMask | SegmentMask:
-    """Returns the mask object of a row for the device that its tensors are on."""
+    """Returns the mask of a row for the device of its tensors."""
     if not row.tokens_T.is_cuda:
         return segment_mask(row.ends_T)
     _compile_flex_attention()
@@ -103,26 +111,27 @@ def packed_mask(row: Row) -> BlockMask | SegmentMask:
 
 
 def pad_ends(ends_T: Tensor) -> Tensor:
-    """Adds tokens that see only themselves, up to 1, 2, 3, 4, 6, 8, 12, 16, ... tiles."""
-    # FlexAttention is compiled for each length, so there are only a few lengths.
+    """Pads to 1, 2, 3, 4, 6, 8, 12, 16, ... tiles with tokens that see only themselves."""
+    # FlexAttention is compiled for each length, so only a few lengths are used.
     T = ends_T.numel()
     length = RowLayout(tile=TILE_SIZE).length(T, LENGTHS_PER_OCTAVE)
     return torch.cat([ends_T, torch.arange(T + 1, length + 1, dtype=ends_T.dtype, device=ends_T.device)])
 
 
 def segment_mask(ends_T: Tensor) -> SegmentMask:
-    """Makes the plan for the CPU: which runs are stacked, and how the results return to their places."""
+    """Returns the plan for a CPU: stacks of runs, and the order of the places."""
     interior_runs: list[tuple[int, int]] = []  # runs, as intervals [start, stop)
-    stack_candidates: list[tuple[tuple[int, ...], list[tuple[int, int]]]] = []  # what is above, and runs below it
-    leaf_runs: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # runs with nothing below them, by what is above
+    stack_candidates: list[tuple[tuple[int, ...], list[tuple[int, int]]]] = []  # (ancestors, their child runs)
+    leaf_runs: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # runs without descendants, by ancestors
     above: list[int] = []
     ends = ends_T.tolist()
     starts = [place for place, end in enumerate(ends) if not place or end != ends[place - 1]]
     for start, stop in pairwise([*starts, len(ends)]):
-        # `above` is the path to this run: runs that ended before it are left.
+        # `above` is the path to this run. Leave runs that end before it.
         while above and ends[interior_runs[above[-1]][0]] <= start:
             above.pop()
-        # A run that nobody sees but itself is the end of a path. All those below the same runs can be stacked.
+        # No other run sees this run, so it is a leaf. Leaves with the same ancestors can be
+        # stacked.
         if ends[start] == stop:
             leaf_runs.setdefault(tuple(above), []).append((start, stop))
             continue
@@ -146,8 +155,8 @@ def segment_mask(ends_T: Tensor) -> SegmentMask:
 
 
 def _stack_runs(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the places [N, R] of runs that are computed together, and which of them are no padding."""
-    # The longest first, so that runs of similar length are stacked and there is little padding.
+    """Yields stacks: the places [N, R] of their runs, and a bool mask, False for padding."""
+    # Longest first, so that runs of similar length are stacked, with little padding.
     spans = sorted(runs, key=lambda span: span[0] - span[1])
     while spans:
         longest = spans[0][1] - spans[0][0]
@@ -162,9 +171,11 @@ def _stack_runs(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tenso
 @torch.compiler.disable(recursive=False)
 def _segment_attention(q: Tensor, k: Tensor, v: Tensor, mask: SegmentMask) -> Tensor:
     """Computes attention on the CPU. q, k, v and the result are [1, H, T, D]."""
-    # In bfloat16, torch's backward of fused attention on a CPU takes up to three times as long as in float32.
+    # torch's backward of fused attention on a CPU is up to three times slower in bfloat16 than in
+    # float32.
     dtype, accumulate = q.dtype, torch.promote_types(q.dtype, torch.float32)
-    # The backward of a slice fills an array of the row's size with zeros. That of one `split` does not.
+    # The backward of a slice allocates zeros of the row's size. The backward of one `split` does
+    # not.
     pieces = [x[0].to(accumulate).index_select(1, mask.order_S).split(mask.sizes, dim=1) for x in (q, k, v)]
     results = []
     for i, stack in enumerate(mask.stacks):
@@ -182,11 +193,11 @@ _flex_attention = flex_attention
 
 
 def _compile_flex_attention() -> None:
-    """Compiles FlexAttention, once. A CPU does without, since importing the compiler takes more than a second."""
+    """Compiles FlexAttention once, on CUDA only: importing the compiler takes over a second."""
     global _flex_attention
     if _flex_attention is flex_attention:
-        # Each padded length is compiled, with gradient and without, in 5 to 8 s. Beyond this limit PyTorch no longer
-        # compiles, and then holds T x T scores, for which a GPU has no room.
+        # Each padded length is compiled, with and without gradient, in 5 to 8 s. Beyond this limit
+        # PyTorch falls back to eager mode, whose T x T scores do not fit into GPU memory.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * BUCKETS_PER_OCTAVE)
         _flex_attention = torch.compile(flex_attention, dynamic=False)
 
@@ -194,11 +205,14 @@ def _compile_flex_attention() -> None:
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | SegmentMask | Tensor | None, dropout_p: float, is_causal: bool
 ) -> Tensor:
-    """Replaces torchtune's `MultiHeadAttention._attention_call`. q, k, v and the result are [1, H, T, D]."""
+    """Replaces torchtune's `MultiHeadAttention._attention_call`.
+
+    q, k, v and the result are [1, H, T, D].
+    """
     if isinstance(mask, SegmentMask):
         return _segment_attention(q, k, v, mask)
     if isinstance(mask, BlockMask):
-        # The mask was made for the padded length.
+        # The mask has the padded length.
         T, length = q.shape[2], mask.seq_lengths[0]
         if length > T:
             q, k, v = (F.pad(x, (0, 0, 0, length - T)) for x in (q, k, v))
@@ -208,7 +222,10 @@ def packed_attention(
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """Makes every layer of a torchtune decoder use `packed_attention`. Its `mask` may then come from `packed_mask`."""
+    """Replaces the attention of every layer of a torchtune decoder by `packed_attention`.
+
+    The decoder then accepts the masks of `packed_mask`.
+    """
     layers: list[Any] = [*model.get_submodule("layers").children()]
     for layer in layers:
         layer.attn._attention_call = packed_attention

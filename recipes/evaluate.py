@@ -1,6 +1,8 @@
-"""Accuracy of a model on a task: sample, grade, count. Prints pass@k with intervals and writes them to `output_dir`.
+"""Evaluates a model on a task. Prints accuracy and pass@k with intervals, and writes both.
 
 tune run evaluate --config eval/tiny model_dir=...
+
+The results go to `output_dir`/evaluation.json, the samples to `output_dir`/rollouts.
 """
 
 import json
@@ -44,7 +46,8 @@ from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.training.precision import chosen_dtype
 from torchtune_ext.training.recipe_runner import close_all, run_recipe
 
-# One engine, which spreads over GPUs by engine.tensor_parallel_size. `tune` looks for the next line as it is.
+# The recipe runs one process. The engine uses several GPUs by `engine.tensor_parallel_size`. `tune`
+# searches the source for the next line, so keep its form.
 SUPPORTS_DISTRIBUTED = False
 
 
@@ -52,24 +55,24 @@ SUPPORTS_DISTRIBUTED = False
 class Config:
     """Every config key of the recipe."""
 
-    output_dir: str = Field(description="folder of the table and the samples")
+    output_dir: str = Field(description="folder of the results and the samples")
     model_dir: str = Field(description="weights and tokenizer, Hugging Face format")
     tokenizer: Component = Field(description="messages -> token ids")
     task: Component = Field(description="problems, all evaluated")
     engine: EngineConfig = Field(default=EngineConfig(), description="vLLM engines: memory, GPUs, deadlines")
     sampling: SamplingConfig = Field(description="sampling parameters of completions")
     samples_per_problem: int = Field(default=1, ge=1, description="samples per problem at sampling.temperature")
-    greedy: bool = Field(default=True, description="also one greedy sample per problem")
+    greedy: bool = Field(default=True, description="also draw one greedy sample per problem")
     pass_at: list[int] = Field(default_factory=lambda: [1], description="k of pass@k, at most samples_per_problem")
     grader: GraderConfig = Field(default=GraderConfig(), description="grader processes and their time limit")
-    rollouts: RolloutConfig = Field(default=RolloutConfig(), description="deadline of rollouts")
+    rollouts: RolloutConfig = Field(default=RolloutConfig(), description="timeout of rollouts")
     seed: Seed = Field(default=0, description="seed of sampling")
 
 
 class EvaluateRecipe:
     def __init__(self, cfg: Config):
         self.cfg = cfg
-        # A stopped evaluation has nothing to save, so it needs no grace time.
+        # A stopped evaluation has nothing to save, so it needs no grace period.
         self.stop = StopSignals(grace_s=0.0, status_message=self.status_message)
         self.folder: RunFolder | None = None
         self.engine: Engine | None = None
@@ -81,24 +84,24 @@ class EvaluateRecipe:
         cfg = self.cfg
         engine = self.engine = self.build_engine()
 
-        # The settings are right. From here on the folder is locked, and an earlier run in it is set aside.
+        # The config is valid. This locks the folder and moves an earlier run in it aside.
         require_gpus(engine.config)
         self.folder = RunFolder(cfg.output_dir)
         self.run = self.folder.start_run(settings_snapshot(cfg), resuming=False, inputs=named_paths(cfg))
         self.store = RolloutStore(cfg.output_dir)
         print_text(format_labels([("engine", f"starting, its log: {cfg.output_dir}/{engine.log_path.name}")]))
-        # The engine takes longest to start. The graders start meanwhile.
+        # The engine takes longest to start, so the graders start at the same time.
         engine.start()
         (self.grader,) = open_graders([self.task], cfg.grader, folder=cfg.output_dir)
         self.usable.check_answers(partial(answer_faults, self.grader))
         self.progress = Progress()
         seconds = engine.wait_ready()
-        # A server at `engine.address` may still hold weights that a run has published.
+        # A server at `engine.address` may still hold weights that a training run published.
         engine.require_unmodified_server()
         print_engine_ready(seconds)
 
     def build_engine(self) -> Engine:
-        """Builds and tries the parts that cost nothing, so that a mistake shows before anything is touched."""
+        """Builds the cheap components and reports config errors before any file changes."""
         cfg = self.cfg
         for k in cfg.pass_at:
             if not 1 <= k <= cfg.samples_per_problem:
@@ -107,15 +110,15 @@ class EvaluateRecipe:
                 )
         if cfg.sampling.temperature == 0 and cfg.samples_per_problem > 1:
             raise UsageError(
-                f"sampling.temperature=0 with samples_per_problem={cfg.samples_per_problem}: a greedy answer is the same each "
-                "time; set samples_per_problem=1, or a temperature"
+                f"sampling.temperature=0 with samples_per_problem={cfg.samples_per_problem}: greedy samples are "
+                "identical; set samples_per_problem=1, or a sampling.temperature above 0"
             )
         model = HFModel(cfg.model_dir)
         self.tokenizer, self.task = cfg.tokenizer.instantiate(), cfg.task.instantiate()
         self.sampling = cfg.sampling.with_default_stops(self.tokenizer.stop_token_ids)
         if self.sampling.seed is None:
             self.sampling = replace(self.sampling, seed=cfg.seed)
-        # There is no trainer whose dtype the engine could follow, so it gets the one that a trainer would choose.
+        # Without a trainer, the engine uses the dtype that a trainer on this device would choose.
         dtype = chosen_dtype("auto", "cpu" if on_cpu() else "cuda")
         parameters = sum(math.prod(shape) for _, shape, _ in model.shapes())
         engine = cfg.engine.with_trainer_defaults(dtype, engine_threads(cfg.engine, parameters, concurrent=False))
@@ -125,7 +128,8 @@ class EvaluateRecipe:
         check_prompts({"task": self.task}, self.tokenizer, self.sampling, engine, model)
         model.require_readable()
         check_grading([self.task], cfg.grader, samples=cfg.samples_per_problem)
-        # A problem whose prompt leaves no room for the completion is left out, and counted.
+        # A problem is skipped and counted if its prompt and sampling.max_tokens exceed
+        # max_model_len.
         fault = make_prompt_check(self.tokenizer, engine.max_model_len, self.sampling.max_tokens)
         self.usable = UsableProblems(self.task, fault)
         self.usable.load()
@@ -147,26 +151,27 @@ class EvaluateRecipe:
             deadline_s=cfg.rollouts.deadline_s,
             greedy=cfg.greedy,
         )
-        # Without `greedy` there is no second batch.
+        # Without `greedy`, sample_held_out returns one batch.
         names, results = [f"temperature {self.sampling.temperature:g}", "greedy"], {}
         for i, (name, groups) in enumerate(zip(names[: len(batches)], batches, strict=True)):
             self.store.write(i, groups)
-            # Without pass@1 the table could not tell whether the mean is a share of right answers.
+            # `has_partial_rewards` needs pass@1.
             results[name] = compute_accuracy(groups, sorted({1, *cfg.pass_at}))
-        # The table is printed first: a full disk must not cost the result.
+        # Print before writing, so that a full disk cannot lose the result.
         print_text(format_table(results))
         file = self.folder.path / "evaluation.json"
-        # As recorded: a value from the environment may be secret, and stays a reference.
+        # Use the recorded config, which keeps references to environment variables unresolved: their
+        # values may be secret.
         result = {"model_dir": self.run.config["model_dir"], "skipped": self.usable.num_skipped}
         result |= {name: asdict(a) for name, a in results.items()}
-        with explain_os_errors(f"cannot write {file}", "Free disk space; the table stands above"):
+        with explain_os_errors(f"cannot write {file}", "Free disk space; the table was printed above"):
             write_atomic(file, (json.dumps(result, indent=1) + "\n").encode())
         self.results_path = file
 
     def status_message(self) -> str:
         if self.results_path is not None:
             return f"written to {self.results_path}"
-        return "An evaluation keeps nothing until its end, so the next start begins anew"
+        return "An evaluation saves nothing before its end, so the next start begins from scratch"
 
     def cleanup(self) -> None:
         close_all(self.store, self.engine, self.grader, self.folder)
@@ -174,7 +179,7 @@ class EvaluateRecipe:
 
 def format_table(results: dict[str, Accuracy]) -> str:
     ks = sorted({k for a in results.values() for k in a.pass_at})
-    # With rewards between 0 and 1 the mean is not the share of right answers.
+    # With partial rewards (between 0 and 1) the mean is not an accuracy.
     partial_rewards = any(a.has_partial_rewards for a in results.values())
     head = [
         "sampling",

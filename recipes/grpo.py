@@ -1,23 +1,23 @@
-"""GRPO: generate, grade, pack, train, publish, repeat. One device, or N under torchrun.
+"""GRPO: generate, grade, pack, train, publish, repeat. Runs on one device, or on N under torchrun.
 
     tune run grpo_full --config grpo/tiny
     tune run grpo_lora --config grpo/tiny_lora
     tune run grpo_async --config grpo/tiny_async
     CUDA_VISIBLE_DEVICES=0,1,2,3 tune run --nproc_per_node 4 grpo_full --config grpo/qwen2_5_7B_full
 
-`tune` knows this one file by three names. The config says what is trained, all weights or adapters, in which precision, and
-whether the engine samples ahead while the trainer works.
+`tune` lists this one file under three names. The config selects full weights or LoRA adapters, the
+precision, and synchronous or asynchronous training.
 
-What flows through a step:
+Data flow of a step:
     list[Group]       generate_rollouts: P prompts with G graded completions each, on rank 0
     list[Group]       compute_advantages: reward - baseline -> one advantage per completion
-    list[list[Row]]   pack: rows of T tokens with L labels for each update; a prompt is stored once for its completions
-    LabelLogprobs     Learner.forward_backward: log-probs and entropies of the labels [L], then the loss, a scalar
+    list[list[Row]]   pack: for each update, rows of T tokens with L labels; completions share a prompt
+    LabelLogprobs     Learner.forward_backward: log-probs and entropies [L], then the scalar loss
     weights           Learner.step, then a weight sync to the engine
 
-The loss is a class that `loss:` names; it may stand in this file. To change the algorithm: `tune cp -n grpo_full my_grpo.py`,
-edit, `tune run my_grpo.py --config ...`.
-Rank 0 owns the engine, the graders and the files; every rank trains on its share of the packed rows.
+`loss:` names the class of the loss, which may be defined in this file. To change the algorithm, run
+`tune cp -n grpo_full my_grpo.py`, edit the copy, and run `tune run my_grpo.py --config ...`. Rank 0
+owns the engine, the graders and the files. Every rank trains on its share of the packed rows.
 """
 
 import sys
@@ -75,10 +75,10 @@ class Config:
         description="torchtune model builder that fits model_dir; a LoRA builder trains adapters only"
     )
     adapters: config_records.AdapterConfig = Field(
-        default=config_records.AdapterConfig(), description="publishing and saving of LoRA adapters"
+        default=config_records.AdapterConfig(), description="how LoRA adapters are published and saved"
     )
     tokenizer: Component = Field(description="messages -> token ids")
-    task: Component = Field(description="training problems and their grader")
+    task: Component = Field(description="training problems and their reward function")
     evaluation: config_records.EvaluationConfig = Field(
         default=config_records.EvaluationConfig(), description="held-out evaluation"
     )
@@ -86,9 +86,9 @@ class Config:
         default=config_records.GraderConfig(), description="grader processes and their time limit"
     )
     preset: str | None = Field(
-        default="grpo", description="published method: values of loss, advantage, aggregation, ... not set here"
+        default="grpo", description="published method: its loss, advantage, aggregation, ...; your keys override it"
     )
-    loss: Component = Field(description="objective per token")
+    loss: Component = Field(description="policy loss per token")
     teacher: config_records.TeacherConfig = Field(
         default=config_records.TeacherConfig(), description="model that scores completions for distillation"
     )
@@ -101,80 +101,82 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="device of the trainer")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
-        description="dtype of forward and backward; auto: bfloat16 where the device computes in it; masters are float32",
+        description="dtype of forward and backward; auto: bfloat16 if the device supports it; float32 master weights",
     )
     precision: config_records.PrecisionConfig = Field(
-        default=config_records.PrecisionConfig(), description="precision flow of linear layers"
+        default=config_records.PrecisionConfig(), description="precision of linear layers in trainer and engine"
     )
     max_steps: int = Field(ge=1, description="training steps")
     prompts_per_step: int = Field(default=32, ge=1, description="groups per step")
     samples_per_prompt: int = Field(default=16, ge=2, description="completions per group")
-    staleness: int = Field(default=0, description="policy versions that a completion may lag behind; 0: on-policy")
+    staleness: int = Field(default=0, description="maximum staleness of a group in policy versions; 0: on-policy")
     prefetch_steps: int | None = Field(
-        default=None, description="steps sampled ahead, at most staleness; null: 1, or 0 with staleness 0"
+        default=None, description="steps sampled in advance, at most staleness; null: 1, or 0 if staleness is 0"
     )
     rollouts: config_records.RolloutConfig = Field(
-        default=config_records.RolloutConfig(), description="deadline of rollouts"
+        default=config_records.RolloutConfig(), description="timeout of rollouts"
     )
     replay: str | None = Field(
-        default=None, description="run folder whose stored rollouts are trained on again, without an engine"
+        default=None, description="run folder; train on its stored rollouts instead of sampling with an engine"
     )
     refill_rounds: int = Field(
-        default=0, ge=0, description="most further sampling rounds that replace zero-variance groups"
+        default=0, ge=0, description="maximum extra sampling rounds per step to replace zero-variance groups"
     )
     updates_per_step: int = Field(default=1, ge=1, description="optimizer updates per step")
-    row_tokens: int = Field(default=16384, description="tokens of a packed row")
+    row_tokens: int = Field(default=16384, description="maximum tokens per packed row")
     advantage: config_records.AdvantageConfig = Field(
         default=config_records.AdvantageConfig(), description="rewards of a group -> advantages"
     )
     aggregation: Literal["sequence", "token", "constant"] = Field(
-        default="sequence", description="loss: mean over completions, mean over tokens, or sum over a constant"
+        default="sequence", description="loss: mean over completions, mean over tokens, or sum divided by a constant"
     )
     schedule: config_records.ScheduleConfig = Field(
         default=config_records.ScheduleConfig(), description="learning-rate schedule"
     )
-    max_grad_norm: float | None = Field(default=1.0, gt=0, description="gradient clipping; null: off")
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="maximum gradient norm; null: no clipping")
     activation_checkpointing: bool = Field(default=False, description="recompute activations in the backward")
     compile: bool = Field(default=False, description="torch.compile each layer")
     max_mismatch: PositiveFloat | Literal["auto"] = Field(
         default="auto",
-        description="mean |trainer - engine log-prob| (nats) that stops the run; auto: from measured rounding",
+        description="mean |trainer - engine log-prob| (nats) that stops the run; auto: from measured rounding error",
     )
     checkpoints: config_records.CheckpointConfig = Field(
         default=config_records.CheckpointConfig(), description="checkpoint interval and retention"
     )
     resume_from_checkpoint: bool = Field(default=False, description="resume from the newest checkpoint in output_dir")
     ranks: config_records.RanksConfig = Field(
-        default=config_records.RanksConfig(), description="sharding and deadlines of several ranks"
+        default=config_records.RanksConfig(), description="sharding and timeouts of several ranks"
     )
     logging: config_records.LoggingConfig = Field(
-        default=config_records.LoggingConfig(), description="metric sinks next to the run folder"
+        default=config_records.LoggingConfig(), description="metric sinks in addition to the run folder"
     )
     profile: list[int] = Field(default_factory=list, description="steps that torch.profiler traces, e.g. [3, 4]")
     dry_run: bool | str | None = Field(
-        default=False, description='true: check settings and memory, then exit; "4x80": for 4 GPUs of 80 GB'
+        default=False, description='true: check config and memory, then exit; "4x80": plan for 4 GPUs of 80 GB'
     )
 
 
 def group_relative_advantages(rewards_G: np.ndarray) -> np.ndarray:
-    """Reward -> baseline -> advantage inside a group of G samples, as in GRPO (arXiv 2402.03300).
+    """Computes the advantages of a group from its rewards, both [G], as in GRPO (arXiv 2402.03300).
 
-    A config with another `advantage.baseline`, `scale`, `pass_k` or `credit` takes the formulas of `AdvantageConfig`.
+    If the config changes `advantage.baseline`, `scale` or `pass_k`, the formulas of
+    `AdvantageConfig` apply instead.
     """
     baseline, scale = rewards_G.mean(), rewards_G.std()
     return (rewards_G - baseline) / scale
 
 
 class GRPORecipe:
-    # Rank 0 has an engine, except in a replay, and graders of the task and of the held-out task.
+    # Only rank 0 sets these. `graders` holds the graders of the task and of the held-out task. A
+    # replay needs no engine.
     engine: Engine | None = None
     teacher: "Teacher | None" = None
     graders: Sequence[Grader] = ()
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
-        # A signal is noted, and the step that it interrupts is finished and saved; the second argument is what the run
-        # says last.
+        # After a stop signal, the recipe finishes and saves the current step. The second argument
+        # returns the last message of the run.
         self.stop = StopSignals(
             cfg.checkpoints.stop_grace_s,
             lambda: status_message(self.step, cfg.max_steps, getattr(self, "checkpoints", None)),
@@ -183,15 +185,16 @@ class GRPORecipe:
         self.last_eval: float | None = None
 
     def setup(self) -> None:
-        """Checks what can be checked, opens the run's folder, starts the engine, and builds the learner meanwhile."""
+        """Checks the config, opens the run folder, builds the learner while the engine starts."""
         cfg = self.cfg
-        # An engine that samples while the trainer works needs a core of its own, so fewer are left to torch.
+        # In asynchronous training the engine needs CPU threads while torch computes, so torch gets
+        # fewer.
         prefetching = resolve_prefetch_steps(cfg.staleness, cfg.prefetch_steps) > 0 and not cfg.replay
         self.ranks = init_ranks(cfg.device, cfg.ranks, concurrent_engine=prefetching, output_dir=cfg.output_dir)
-        # Adapters begin at random and dropout draws. Samples have seeds of their own, whatever torch has drawn before.
+        # This seeds adapter initialization and dropout. Sampling requests have their own seeds.
         torch.manual_seed(cfg.seed)
 
-        # What is wrong with the settings is said here, before anything is touched. Then the folder is locked.
+        # Config errors are reported here, before the run folder is locked or changed.
         self.components = components = build_components(cfg, self.ranks)
         self.loss, self.sampling, self.problems = components.loss, components.sampling, components.problems
         if self.ranks.is_main:
@@ -199,36 +202,38 @@ class GRPORecipe:
         resume = self._setup_checkpointing(cfg.checkpoints)
         if self.ranks.is_main and not resume:
             self.open_logs()
-        # The engine loads in a process of its own while the policy is built here.
+        # The engine loads in its own process while this process builds the policy.
         self._setup_engine(components.precision.engine)
         self._setup_data(cfg.rollouts)
         self._setup_model(cfg.model, cfg.optimizer, cfg.schedule)
 
-        # Metrics and rollouts of a resumed run are cut to its checkpoint, once nothing can be wrong with it.
+        # A resumed run truncates its metrics and rollouts to the checkpoint, so load the checkpoint
+        # first: a damaged one must not cost the logs.
         if resume:
             self.load_checkpoint(resume)
             if self.ranks.is_main:
                 self.open_logs()
 
-        # Only rank 0 has an engine. The others sleep until it is ready: in the first publication they would wait
-        # busily.
+        # Only rank 0 has an engine. The other ranks sleep until it is ready. Without this call they
+        # would busy-wait in the collectives of the first weight sync.
         engines = [each for each in (self.engine, self.teacher) if each]
         waited = self.ranks.call_on_main(lambda: [engine.wait_ready() for engine in engines])
         if self.engine:
             print_engine_ready(max(waited))
             components.precision.write_fp8_report(cfg.output_dir, self.policy)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
-        # The gate stops a run whose engine samples from another policy than the trainer updates; a weight sync has to
-        # pass it, too.
+        # The mismatch gate stops a run if the engine samples from another policy than the trainer
+        # updates. Every weight sync must pass it, too.
         self.mismatch_gate, self.publisher = components.make_publisher(self.engine, self.learner)
 
     def _setup_checkpointing(self, config: config_records.CheckpointConfig) -> Path | None:
-        """Locks the run's folder, and returns the checkpoint to resume from."""
+        """Locks the run folder. Returns the checkpoint to resume from, or None for a new run."""
         cfg, components, run_identity = self.cfg, self.components, None
         self.profile = StepProfiler(cfg.profile, cfg.output_dir, self.ranks.rank)
         if self.ranks.is_main:
             self.folder = components.open_folder()
-            # A checkpoint knows its run, its weights and its adapter, so that one of another is refused by name.
+            # A checkpoint records its run, base weights and adapter, so that loading a checkpoint
+            # of another run fails with an error that names the difference.
             run_identity = components.checkpoint_identity(self.folder.run.id)
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", run_identity, config, components.prompt_source)
         folder = self.folder if self.ranks.is_main else None
@@ -238,7 +243,7 @@ class GRPORecipe:
         return resume
 
     def _setup_engine(self, config: config_records.EngineConfig) -> None:
-        """Rank 0: starts the vLLM engines, and the teacher's. A replay trains on stored rollouts and samples nothing."""
+        """Starts the engine and the teacher's engine on rank 0. A replay starts no engine."""
         if not self.ranks.is_main or self.components.replay:
             return
         self.engine = Engine(self.cfg.model_dir, config, self.cfg.output_dir)
@@ -248,14 +253,15 @@ class GRPORecipe:
             self.teacher.start()
 
     def _setup_data(self, config: config_records.RolloutConfig) -> None:
-        """Starts the graders, and what hands out the groups of a step."""
+        """Starts the graders and builds the rollout source."""
         if self.engine:
             self.graders = self.components.open_graders()
-        # Groups are sampled as far ahead as `staleness` and `prefetch_steps` allow, or come from a replay.
+        # The rollout source samples in advance as far as `staleness` and `prefetch_steps` allow, or
+        # replays stored rollouts.
         self.source = self.components.make_source(self.engine, self.graders, config)
 
     def _setup_model(self, model: Component, optimizer: Component, schedule: config_records.ScheduleConfig) -> None:
-        """Builds the policy with the weights of model_dir, and the learner that trains it."""
+        """Builds the policy from the weights in model_dir, its optimizer and its learner."""
         cfg = self.cfg
         self.timer = step_metrics.Timer()
         self.policy = build_policy(
@@ -270,14 +276,15 @@ class GRPORecipe:
             seed=cfg.seed,
             fp8=self.components.precision.trainer_fp8,
         )
-        # Masters are float32 in every precision: bfloat16 would lose the larger part of an update at lr 1e-5.
+        # Master weights are float32 in every precision: bfloat16 would round away the larger part
+        # of an update at lr 1e-5.
         self.optimizer = optimizer.instantiate(params=self.policy.trainable())
         self.learner = Learner(
             self.policy,
             self.loss,
             self.ranks,
-            # Log-probs are those of the distribution that is sampled from, so the temperature divides the trainer's
-            # logits, too.
+            # Trainer log-probs must match the sampling distribution, so the temperature divides the
+            # trainer's logits, too.
             temperature=self.sampling.temperature,
             optimizer=self.optimizer,
             schedule=make_schedule(schedule, cfg.max_steps * cfg.updates_per_step),
@@ -286,7 +293,7 @@ class GRPORecipe:
         )
 
     def open_logs(self) -> None:
-        """Rank 0: opens metrics and rollouts. Those of a resumed run are cut to the step that it resumes from."""
+        """Opens metrics and rollouts on rank 0. A resumed run truncates both to its checkpoint."""
         first_step = self.step + 1 if self.step else None
         self.folder.write_record()
         self.metrics = MetricLogger(
@@ -295,41 +302,43 @@ class GRPORecipe:
         self.rollouts = RolloutStore(self.cfg.output_dir, resume_step=first_step, show=self.metrics.show)
 
     def train(self) -> None:
-        """Generate, grade, pack, train, publish, repeat. To change the algorithm, change the line that does it."""
+        """Generates, grades, packs, trains and publishes in a loop. Change the algorithm here."""
         cfg, timer = self.cfg, self.timer
-        # The engine loaded the files of model_dir. After a resume, with an adapter or in FP8 the policy is something
-        # else, so it is sent before anything is sampled.
+        # The engine has loaded model_dir. After a resume, with an adapter or in FP8 the policy
+        # differs from these files, so publish it before sampling.
         self.publisher.publish(self.version)
         self.source.prefetch(self.version)
         if self.step == 0:
             with timer("eval"):
                 self.log(self.evaluate())
 
-        self.stop.defer_sigterm()  # from here on SIGTERM waits for the end of a step
-        timer.lap()  # the seconds of the first step begin here
+        self.stop.defer_sigterm()  # from here on, SIGTERM takes effect at the end of a step
+        timer.lap()  # start timing the first step
         while self.step < cfg.max_steps:
             self.step += 1
             self.profile.start_trace(self.step)
-            self.last_eval = None  # a checkpoint has the accuracy of its own weights only
+            self.last_eval = None  # a checkpoint records the accuracy of its own weights only
 
-            # Groups come finished and graded. With staleness 0 they were all sampled by the policy of this step,
-            # otherwise none of their tokens is older than `staleness` versions. Rewards become advantages inside each
-            # group.
+            # The rollout source returns complete, graded groups. With staleness 0 the policy of
+            # this step sampled all of them. Otherwise no token is older than `staleness` versions.
+            # Advantages are computed per group.
             with timer("sample"):
                 groups, values = self.generate_rollouts()
                 groups, rollout_metrics = self.record_rollouts(groups)
 
-            # A prompt stands once in a row for all its completions, and every rank gets rows that cost about the same.
+            # The completions in a row share one copy of their prompt. The rows of all ranks cost
+            # about the same.
             with timer("pack"):
                 updates, pack_metrics = self.pack(groups)
 
-            # One optimizer update or several on the rows; the policy that comes out is the next version.
+            # One or more optimizer updates on these rows produce the next policy version.
             with timer("train"):
                 values |= rollout_metrics | pack_metrics | self.update(updates)
             self.version += 1
 
-            # The engine takes the new weights in memory, and a canary proves that it samples with them. Then it samples
-            # ahead, as far as it may.
+            # The engine loads the new weights in memory, and the canary verifies that it samples
+            # with them. Then the source submits groups of later steps, as far as `staleness` and
+            # `prefetch_steps` allow.
             with timer("publish"):
                 values |= self.publisher.publish(self.version)
                 self.source.prefetch(self.version)
@@ -338,11 +347,12 @@ class GRPORecipe:
             if last or self.step % cfg.evaluation.every == 0:
                 with timer("eval"):
                     values |= self.evaluate()
-            # The numbers of a step are written before its checkpoint, so that a run that goes on from there has them.
-            # Its seconds come last: saving takes some of them.
+            # Metrics are written before the checkpoint, so that a run that resumes from it has
+            # them. The timing metrics follow, because they include the seconds of the save.
             self.log(values | step_metrics.memory_metrics())
 
-            # The ranks agree on whether to stop: SIGTERM does not reach all of them in the same step.
+            # The ranks agree on whether to stop, because SIGTERM may not reach all ranks in the
+            # same step.
             stopping = self.stop.agree_to_stop(self.ranks.any)
             if last or stopping or self.step % cfg.checkpoints.every == 0:
                 self.save_checkpoint()
@@ -352,7 +362,7 @@ class GRPORecipe:
                 self.stop.raise_stopped()
 
     def generate_rollouts(self) -> tuple[list[Group], dict[str, float]]:
-        """Rank 0: graded groups with advantages. Other ranks: nothing."""
+        """Returns graded groups with advantages, and metrics; both are empty except on rank 0."""
         cfg, groups, values, needed = self.cfg, [], {}, self.cfg.prompts_per_step
         if not self.ranks.is_main:
             return [], {}
@@ -364,16 +374,16 @@ class GRPORecipe:
                     more = self.teacher.score_groups(more)
             groups, stats = self.compute_advantages(groups + more)
             values |= metrics | stats.metrics()
-            # Zero-variance groups may be replaced by a further round.
+            # An extra round replaces zero-variance groups.
             needed = cfg.prompts_per_step - stats.groups
             if needed <= 0:
                 break
         return groups, values
 
     def compute_advantages(self, groups: list[Group]) -> tuple[list[Group], AdvantageStats]:
-        """Rewards become advantages inside each group."""
-        # A group whose rewards are all equal says nothing about what is better. It is trained on only where the loss has
-        # a term that acts without an advantage (a KL penalty, an entropy bonus).
+        """Sets the advantages of each group. Returns the groups and their counts."""
+        # A zero-variance group has no policy gradient. It is trained on only if the loss has a term
+        # that does not depend on the advantage (a KL penalty, an entropy bonus).
         return assign_advantages(
             groups,
             self.cfg.advantage,
@@ -383,24 +393,27 @@ class GRPORecipe:
         )
 
     def record_rollouts(self, groups: list[Group]) -> tuple[list[Group], dict[str, float]]:
-        """Rank 0: stores and measures all groups, and returns the groups of the step. Other ranks: nothing."""
+        """Stores all groups. Returns the groups to train on, and metrics.
+
+        Other ranks than 0 store nothing and return empty values.
+        """
         if not self.ranks.is_main:
             return [], {}
-        # What a further round has replaced is stored and measured, but not trained on.
+        # Replaced groups are stored and included in metrics, but not trained on.
         selected, all_groups = select_groups(groups, self.cfg.prompts_per_step)
         with self.timer("store"):
             self.rollouts.write(self.step, all_groups)
-        # Where the task chooses its next problems by what became of these, it does so here.
+        # An adaptive task chooses its next problems from these outcomes.
         values = self.problems.observe(
             self.step, outcomes_for_task(all_groups), self.folder.path
         ) | step_metrics.rollout_metrics(groups)
         if self.engine:
-            self.engine.sleep()  # where it shares the trainer's GPU
+            self.engine.sleep()  # frees GPU memory if engine and trainer share a GPU
             values |= step_metrics.engine_metrics(self.engine.stats())
         return selected, values
 
     def pack(self, groups: list[Group]) -> tuple[list[list[Row]], dict[str, float]]:
-        """This rank's rows for every update of the step, and how well they are used."""
+        """Returns this rank's rows for every update of the step, and packing metrics on rank 0."""
         cfg, updates, values = self.cfg, [], {}
         if self.ranks.is_main:
             updates, stats = pack_updates(
@@ -413,16 +426,19 @@ class GRPORecipe:
                 layout=self.learner.layout,
             )
             values = stats.metrics()
-        # The ranks gather the weights together, layer by layer, so each gets equally many rows; some may be empty.
+        # FSDP all-gathers the weights layer by layer on all ranks, so every rank needs the same
+        # number of rows. Some rows may be empty.
         return [self.ranks.local_slice(rows) for rows in self.ranks.broadcast(updates)], values
 
     def update(self, updates: list[list[Row]]) -> dict[str, float]:
-        """Optimizer updates on the rows of this step."""
-        # The schedule counts planned updates: an update that was left out because no group had a signal counts, and so do
-        # those of earlier steps, as if they had been planned with the present `updates_per_step`.
+        """Runs the optimizer updates of this step on this rank's rows. Returns metrics."""
+        # The learning-rate schedule counts planned updates. An update that is skipped because all
+        # groups had zero variance counts, too. Updates of earlier steps count as if
+        # `updates_per_step` had always had its present value.
         self.learner.schedule_step = (self.step - 1) * self.cfg.updates_per_step
-        # The proximal policy is the policy of this moment. The first update starts from it, so its own forward pass
-        # gives the log-probs; the later ones start from a policy that has moved, so theirs are computed beforehand.
+        # The proximal policy is the policy before the first update of this step. The first update
+        # gets its log-probs from its own forward pass. Later updates start from a changed policy,
+        # so their proximal log-probs are computed here, before any update.
         proximal_logprobs = self.learner.proximal_logprobs(updates)
         reference = self.learner.reference_logprobs(updates)
 
@@ -437,7 +453,8 @@ class GRPORecipe:
                     on_row=lambda row: bar.add(1, row.num_labels),
                 )
                 if not metrics:
-                    # Trainer and engine must agree before the step's first update, so that a wrong one is never made.
+                    # The mismatch gate checks before the first update of the step, so that no
+                    # update is made on log-probs of another policy.
                     when = f"step {self.step}, before its first update"
                     mismatch = self.mismatch_gate.check(rows, logprobs, when, self.version).metrics("mismatch")
                 metrics.append(
@@ -446,14 +463,15 @@ class GRPORecipe:
         return mismatch | mean_over_updates(metrics)
 
     def evaluate(self) -> dict[str, float]:
-        """Accuracy on all held-out problems, sampled and greedy, by rank 0."""
+        """Evaluates the held-out problems, sampled and greedy; returns {} without an engine."""
         if self.components.eval_task is None or not self.engine:
             return {}
         values = step_metrics.evaluation_metrics(
             *sample_held_out(
                 self.components.eval_problems.problems,
                 self.cfg.evaluation.samples,
-                # One seed for all evaluations: two differ by their weights, and less by the luck of the draw.
+                # All evaluations share one seed, which reduces the sampling noise between two
+                # evaluations.
                 replace(self.sampling, seed=self.cfg.seed),
                 self.engine,
                 self.components.tokenizer,
@@ -465,7 +483,7 @@ class GRPORecipe:
             skipped=self.components.eval_problems.num_skipped,
             first=self.step == 0,
         )
-        # The next checkpoint carries it: the best one is kept.
+        # The next checkpoint records this accuracy, which selects the best checkpoint.
         self.last_eval = values.get("eval/accuracy_sampled")
         return values
 
@@ -476,9 +494,9 @@ class GRPORecipe:
                 self.progress.log_step(self.step, values)
 
     def save_checkpoint(self) -> None:
-        """All ranks: weights, optimizer and random state, and what the recipe itself has to remember."""
-        # What was sampled ahead and graded comes along in `source`, and the number of requests that the engine bears in
-        # `throttle`, so that a run that goes on makes the steps that it would have made.
+        """Saves weights, optimizer, random state and recipe state. Call it on all ranks."""
+        # `source` holds the graded groups of later steps, and `throttle` the engine's concurrency
+        # limit. With both, a resumed run makes the same steps as an uninterrupted run.
         state = RunState(
             step=self.step,
             version=self.version,
@@ -500,7 +518,7 @@ class GRPORecipe:
     def load_checkpoint(self, path: Path) -> None:
         state = RunState.from_recipe_state(self.checkpoints.load(path, self.policy.model, self.optimizer))
         self.step, self.version = state.step, state.version
-        # A finite task continues after the problems that were asked.
+        # A finite task continues after the problems that were already used.
         self.problems.cursor = state.cursor
         self.problems.load_state_dict(state.task)
         self.source.load_state_dict(state.source, self.step, self.version)
@@ -508,7 +526,8 @@ class GRPORecipe:
             self.engine.load_state_dict(state.throttle)
 
     def cleanup(self) -> None:
-        # A run that is stopped early lacks some. The lock of the folder goes last.
+        # A run that stops early may not have created all of these. The folder's lock is released
+        # last.
         names = ("source", "rollouts", "metrics", "profile", "engine", "teacher")
         close_all(*(getattr(self, name, None) for name in names), *self.graders, getattr(self, "folder", None))
 
@@ -516,7 +535,7 @@ class GRPORecipe:
 @parse
 def recipe_main(cfg: DictConfig) -> None:
     settings = load_config(Config, cfg)
-    # The process ends here, with status 0 if the run would start and fit, and with 2 otherwise.
+    # A dry run exits here: status 0 if the run would start and fit in memory, else status 2.
     if settings.dry_run:
         from torchtune_ext.setup.dry_run import dry_run
 

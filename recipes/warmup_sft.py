@@ -1,9 +1,10 @@
-"""Supervised warm-up on a task's own solutions: makes a model that is right often enough for GRPO to begin.
+"""Supervised fine-tuning (SFT) warm-up on a task's solutions, which gives GRPO its first rewards.
 
-    tune run warmup_sft --config warmup/tiny          # a small Qwen2 model and its tokenizer from nothing
+    tune run warmup_sft --config warmup/tiny    # a new small Qwen2 model with its own tokenizer
 
-With `model_dir` it continues an existing model instead. Rows, log-probs and updates are those of GRPO. The loss is the
-negative log-likelihood of the solutions. Writes a Hugging Face model directory to `output_dir`/model.
+With `model_dir`, the recipe trains an existing model instead. It shares packing, log-probs and
+updates with the GRPO recipe. The loss is the negative log-likelihood of the solutions. The recipe
+writes a Hugging Face model directory to `output_dir`/model.
 """
 
 import shlex
@@ -54,7 +55,7 @@ class Config:
 
     output_dir: str = Field(description="run folder; the model is saved in output_dir/model")
     model_dir: str | None = Field(default=None, description="model to train further; null: a new model of `shape`")
-    shape: ModelShape = Field(default=ModelShape(), description="sizes of a new model")
+    shape: ModelShape = Field(default=ModelShape(), description="dimensions of a new model")
     model: Component = Field(description="torchtune model builder")
     tokenizer: Component = Field(description="messages -> token ids")
     task: Component = Field(description="problems with solutions")
@@ -63,15 +64,15 @@ class Config:
     epochs: float = Field(default=1.0, gt=0, description="passes over the problems")
     batch_problems: int = Field(default=64, ge=1, description="problems per optimizer update")
     train_on_prompt: bool = Field(default=False, description="include prompt tokens in the loss, for a new model")
-    row_tokens: int = Field(default=4096, ge=1, description="tokens of a packed row")
+    row_tokens: int = Field(default=4096, ge=1, description="maximum tokens per packed row")
     tokenizer_problems: int = Field(
         default=1000, ge=1, description="problems whose text trains the tokenizer of a new model"
     )
     schedule: ScheduleConfig = Field(
         default=ScheduleConfig(decay="cosine", warmup=20), description="learning-rate schedule"
     )
-    max_grad_norm: float | None = Field(default=1.0, gt=0, description="gradient clipping; null: off")
-    seed: Seed = Field(default=0, description="seed of weights and order")
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="maximum gradient norm; null: no clipping")
+    seed: Seed = Field(default=0, description="seed of new weights and problem order")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="device of the trainer")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto", description="dtype of forward and backward, and of the saved weights"
@@ -79,18 +80,18 @@ class Config:
     activation_checkpointing: bool = Field(default=False, description="recompute activations in the backward")
     compile: bool = Field(default=False, description="torch.compile each layer")
     log_every: int = Field(default=10, ge=1, description="optimizer updates between log lines")
-    logging: LoggingConfig = Field(default=LoggingConfig(), description="metric sinks next to the run folder")
+    logging: LoggingConfig = Field(default=LoggingConfig(), description="metric sinks in addition to the run folder")
 
 
 class WarmupRecipe:
     def __init__(self, cfg: Config):
         self.cfg = cfg
-        # A stopped warm-up saves nothing, so it needs no grace time.
+        # A stopped warm-up saves nothing, so it needs no grace period.
         self.stop = StopSignals(grace_s=0.0, status_message=self.status_message)
         self.folder: RunFolder | None = None
         self.metrics: MetricLogger | None = None
-        self.finished_updates = 0  # updates
-        self.saved_model_dir: Path | None = None  # the model, at the end
+        self.finished_updates = 0
+        self.saved_model_dir: Path | None = None  # set after the model is saved
 
     def setup(self) -> None:
         cfg = self.cfg
@@ -98,7 +99,7 @@ class WarmupRecipe:
         torch.manual_seed(cfg.seed)
         self.check_config()
 
-        # The settings are right. From here on the folder is locked, and an earlier run in it is set aside.
+        # The config is valid. This locks the folder and moves an earlier run in it aside.
         run = None
         if self.ranks.is_main:
             self.folder = RunFolder(cfg.output_dir)
@@ -106,7 +107,7 @@ class WarmupRecipe:
         self.start_dir = Path(cfg.model_dir or f"{cfg.output_dir}/start")
         if cfg.model_dir is None and self.ranks.is_main:
             self.make_model(self.start_dir, cfg.shape)
-        # The other ranks wait here for rank 0's files.
+        # The other ranks wait here until rank 0 has written the files.
         self.ranks.broadcast(None)
         self.hf_model = HFModel(self.start_dir)
         self.tokenizer: ChatTokenizer = cfg.tokenizer.instantiate(path=str(self.start_dir))
@@ -149,20 +150,24 @@ class WarmupRecipe:
         self.progress = Progress(self.num_updates, self.ranks.rank)
 
     def check_config(self) -> None:
-        """Builds and tries the parts that cost nothing, so that a mistake shows before anything is touched."""
+        """Builds the cheap components and reports config errors before any file changes."""
         cfg = self.cfg
         self.dtype = DTYPES[chosen_dtype(cfg.dtype, self.ranks.device.type)]
         self.task = cfg.task.instantiate()
         check_task(self.task, "task", needs_solutions=True, grades=False)
         if cfg.num_problems > len(self.task):
-            raise UsageError(f"num_problems={cfg.num_problems}, but the task has {len(self.task)} problems")
+            raise UsageError(
+                f"num_problems={cfg.num_problems}, but the task has {len(self.task)} problems; set num_problems to at "
+                "most that number"
+            )
         self.num_updates = max(1, round(cfg.num_problems * cfg.epochs / cfg.batch_problems))
         if self.ranks.is_main:
             require_replaceable(Path(cfg.output_dir, "model"), named_paths(cfg), setting="tokenizer_problems")
         cfg.schedule.require_fits(self.num_updates)
         cfg.logging.require_login()
         check_optimizer(cfg.optimizer.instantiate, device=self.ranks.device.type)
-        # The files of a new model do not exist yet, so only the names of components and arguments can be checked.
+        # A new model has no files yet, so only the names of components and arguments can be
+        # checked.
         if cfg.model_dir is None:
             self.model_section("start").checked()
             cfg.tokenizer.checked(path="start")
@@ -174,23 +179,24 @@ class WarmupRecipe:
             hf_model.require_fits(model)
 
     def dtype_text(self) -> str:
-        # The text of a dtype begins with "torch.".
+        # str(dtype) starts with "torch.", which has 6 characters.
         return f"{str(self.dtype)[6:]}{dtype_note(self.cfg.dtype, self.ranks.device.type)}"
 
     def model_section(self, folder: str) -> Component:
-        # Our own builder reads the sizes of a model in its config.json. Those of torchtune know them.
+        # `policy.from_config` reads the dimensions from config.json. torchtune's builders hard-code
+        # them.
         node = self.cfg.model
         reads_config = self.cfg.model_dir is None or node.get("_component_") == "torchtune_ext.policy.from_config"
         return Component({"model_dir": folder, **node} if reads_config else node, "model")
 
     def make_model(self, folder: Path, shape: ModelShape) -> None:
-        """Writes a model with random weights, and a tokenizer that is made from the task's text."""
+        """Writes a model with random weights and a tokenizer trained on the task's text."""
         cfg = self.cfg
         problems = UsableProblems(self.task, limit=min(cfg.tokenizer_problems, cfg.num_problems)).problems
         messages = [message for problem in problems for message in (*problem.messages, *self.solution(problem))]
         prompts = [message["content"] for message in messages if message["role"] != "assistant"]
         solutions = [message["content"] for message in messages if message["role"] == "assistant"]
-        # The values of an answer, such as names and rooms, become tokens of their own.
+        # Each value of an answer, such as a name or a room, becomes one token.
         answers = {str(value) for p in problems for value in (p.answer.values() if isinstance(p.answer, dict) else [])}
         tokenizer = make_tokenizer(prompts, solutions, answers, shape.vocab_size)
         write_model(folder, tokenizer, shape, cfg.seed)
@@ -202,9 +208,10 @@ class WarmupRecipe:
         with self.progress.training_bar(self.num_updates, "warm-up") as bar:
             for update in range(self.num_updates):
                 self.timer.lap()
-                # Every rank packs the same rows of the whole batch, and trains on its share of them.
+                # Every rank packs the whole batch into the same rows, and trains on its share of
+                # the rows.
                 at = range(update * cfg.batch_problems, (update + 1) * cfg.batch_problems)
-                # Each epoch has the problems in another order.
+                # Each epoch shuffles the problems differently.
                 batch = [groups[problem_index(i, len(groups), cfg.seed)] for i in at]
                 with self.timer("pack"):
                     layout = self.learner.layout
@@ -220,16 +227,16 @@ class WarmupRecipe:
         self.saved_model_dir = self.save()
 
     def build_groups(self) -> list[Group]:
-        """Returns the problems with their solutions. One that cannot be learned is named and left out."""
-        # By identity, because a problem may hold values that have no hash.
+        """Returns the problems with their solutions. Logs and skips unusable problems."""
+        # The keys are object ids, because a problem may hold unhashable values.
         groups = {}
 
         def fault(problem: Problem) -> str:
             try:
                 groups[id(problem)] = group = self.build_group(problem)
             except Exception as error:  # noqa: BLE001 (the task's code, or the template's; the error is named)
-                return f"there is no text to learn: {describe_error(error)}"
-            # The last token is only a label, so it takes no room in a row.
+                return f"its solution cannot be encoded: {describe_error(error)}"
+            # The last token is only a label, so it takes no place in a row.
             length = len(group.prompt_tokens) + len(group.samples[0].completion.tokens) - 1
             return (
                 f"its text has {length} tokens, more than row_tokens={self.cfg.row_tokens}"
@@ -245,16 +252,18 @@ class WarmupRecipe:
         return solution_messages(self.task.solution(problem))
 
     def build_group(self, problem: Problem) -> Group:
-        """Returns a problem with its solution as the only sample. The token that ends a turn is trained, too."""
+        """Returns a problem with its solution, including the end-of-turn token, as the only sample."""
         ids, mask = self.tokenizer.conversation_ids([*problem.messages, *self.solution(problem)], problem.tools)
-        # The prompt has at least one token, because nothing predicts the first token of a text.
+        # The prompt has at least one token, because no token predicts the first token of a text.
         first = 1 if self.cfg.train_on_prompt else mask.index(True)
-        # Templates may write a newline behind the last turn, which nobody samples.
+        # A template may write a newline after the last turn. The policy never samples it.
         last = len(mask) - mask[::-1].index(True)
         tokens = np.asarray(ids[first:last], dtype=np.int32)
-        # Only the assistant's turns of a conversation are learned. These are the [start, stop) of each run of True.
+        # Only assistant turns are trained on. Each row of `edges` is the [start, stop) of a run of
+        # True.
         edges = np.flatnonzero(np.diff([False, *mask[first:last], False])).reshape(-1, 2).tolist()
-        # Nothing was sampled, so log-probs and versions are placeholders, which NLLLoss does not read.
+        # No engine sampled these tokens, so log-probs and versions are placeholders. NLLLoss
+        # ignores them.
         completion = Completion(
             tokens=tokens,
             logprobs=np.zeros(len(tokens), np.float32),
@@ -278,7 +287,10 @@ class WarmupRecipe:
                     ("prompts", f"made with {prompts}, not with the files of {self.start_dir}; saved with the model")
                 )
             return format_labels(lines)
-        return f"It was at update {self.finished_updates}, and a warm-up keeps nothing until its end, so the next start begins anew"
+        return (
+            f"It was at update {self.finished_updates}, and a warm-up saves nothing before its end, so the next start "
+            "begins from scratch"
+        )
 
     def cleanup(self) -> None:
         close_all(self.metrics, self.folder)

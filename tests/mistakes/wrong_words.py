@@ -230,7 +230,7 @@ VALUES = {
     "a network without a server": full("engine.transfer=gloo", r"engine.transfer=gloo without engine.address: an engine of this run reads the trainer's memory; leave it out, or set engine.address to a server"),
     "evaluate: pass_at=4": evaluate("pass_at=4", r"pass_at=4 must be a list, each item a whole number: pass_at=\[4\]"),
     "evaluate: pass_at=[4]": evaluate("pass_at=[4]", r"pass_at holds 4; each k must lie in 1..samples_per_problem=1", real=True),
-    "evaluate: greedy four times": evaluate("sampling.temperature=0 samples_per_problem=4", r"sampling.temperature=0 with samples_per_problem=4: a greedy answer is the same each time; set samples_per_problem=1"),
+    "evaluate: greedy four times": evaluate("sampling.temperature=0 samples_per_problem=4", r"sampling.temperature=0 with samples_per_problem=4: greedy samples are identical; set samples_per_problem=1"),
     "evaluate: samples_per_problem=0": evaluate("samples_per_problem=0", r"samples_per_problem=0 must be a whole number of at least 1"),
     "evaluate: no end": evaluate(f"task._component_={PUBLIC}", r"task: Arithmetic never ends \(2,147,483,647 problems\), and all are used; set task.count=256"),
     "warmup: num_problems=100": warmup("num_problems=100", r"num_problems=100, but the task has 8 problems"),

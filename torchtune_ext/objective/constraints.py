@@ -1,8 +1,9 @@
-"""A constraint says where the gradient of the ratio r = pi / pi_old ends: one class each, and the table `CONSTRAINTS`.
+"""Defines the constraints on the ratio r = pi / pi_old. `CONSTRAINTS` lists them by name.
 
-All fit one frame, J = E[min(r A, clip_C(r) A)] (arXiv 2602.05494). A test C says for every label whether the new policy
-is still close enough to the old one. Outside, a constant replaces the ratio, so that no gradient is left, unless the
-minimum picks r A itself, which leads back.
+A constraint ends the gradient of the ratio. All constraints fit the objective J = E[min(r A,
+clip_C(r) A)] (arXiv 2602.05494). A test C decides for every label whether the new policy is close
+enough to the old policy. Outside, a constant replaces the ratio, which removes the gradient, unless
+the minimum selects r A, whose gradient moves r back.
 """
 
 from collections.abc import Mapping
@@ -19,48 +20,58 @@ from torchtune_ext.run.errors import UsageError
 
 @dataclass(frozen=True)
 class Constraint:
-    """What `PolicyLoss` needs of a constraint. Only the formula, `__call__`, has to be written.
+    """The interface between `PolicyLoss` and a constraint. A subclass must implement `__call__`.
 
-    A subclass is a frozen dataclass. Its fields are its options, numbers with defaults, and the opening line of a run
-    shows its `str()`.
+    A subclass is a frozen dataclass. Its fields are its options, numbers with defaults. The run
+    header shows its `str()`.
     """
 
-    # The levels of the ratio (ratios.py) at which the formula has a meaning.
+    # The supported levels of the ratio (ratios.py).
     levels: ClassVar[tuple[str, ...]] = ("token",)
 
     def check(self, level: str, old: str) -> None:
-        """Raises ValueError for options out of range, and for settings of the loss that do not go with the constraint.
+        """Checks the options, and other settings of the loss.
 
-        These are the level of the ratio, one of `levels`, and whose log-probs pi_old are, one of `OLDS` in ratios.py.
+        Args:
+            level: level of the ratio, one of `levels`.
+            old: source of pi_old, one of `OLD_POLICIES` in ratios.py.
+
+        Raises:
+            UsageError: an option is out of range, or the constraint does not support `level` or
+                `old`.
         """
 
     def describe(self, level: str) -> str:
-        """The constraint and its level, as in "per token", for the opening line of a run."""
+        """Returns the constraint and its level ("per token") for the run header."""
         return f"{self} {level}"
 
     def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
-        """The formula.
+        """Computes the constrained objective.
 
         Args:
             t: the L labels.
-            ratio_L: r at the level of the loss, with its gradient.
+            ratio_L: r at the level of the loss, with gradient.
             old_L: log pi_old in nats.
 
         Returns:
-            objective_L, which is to be maximized, and cut_L (bool), the labels at which it leaves no gradient.
+            objective_L, which is maximized, and cut_L (bool), which marks the labels without a
+            gradient.
         """
         raise NotImplementedError
 
 
 class IntervalConstraint(Constraint):
-    """A constraint that is an interval of the ratio: lower <= r <= upper. Subclasses have the option `dual_clip`."""
+    """Constrains the ratio to an interval: lower <= r <= upper.
 
-    # The geometric level clips log r, which only an interval allows.
+    Subclasses have the option `dual_clip`.
+    """
+
+    # The geometric level clips log r, which requires an interval.
     levels = ("token", "sequence", "geometric")
     dual_clip: float | None
 
     def ratio_bounds(self) -> tuple[float, float]:
-        """The lowest and the highest ratio inside."""
+        """Returns the lowest and the highest ratio of the interval."""
         raise NotImplementedError
 
     def check(self, level: str, old: str) -> None:
@@ -68,9 +79,9 @@ class IntervalConstraint(Constraint):
             return
         if level == "geometric":
             raise UsageError(
-                f"loss.dual_clip={self.dual_clip} needs a ratio of its own; loss.level='geometric' has none"
+                f"loss.dual_clip={self.dual_clip} does not support loss.level='geometric'; set dual_clip=null or another level"
             )
-        # A lower dual clip would also cut ratios inside the interval.
+        # A lower dual clip would also clip ratios inside the interval.
         _, upper = self.ratio_bounds()
         must = f"must lie above the upper clip bound {upper:.4g}; often 3 or 4"
         _require(self.dual_clip > upper, "dual_clip", self.dual_clip, must)
@@ -85,11 +96,14 @@ class IntervalConstraint(Constraint):
 
 @dataclass(frozen=True)
 class Clip(IntervalConstraint):
-    """1 - clip_low <= r <= 1 + clip_high (PPO, arXiv 1707.06347; with two numbers: DAPO, arXiv 2503.14476)."""
+    """1 - clip_low <= r <= 1 + clip_high.
+
+    PPO (arXiv 1707.06347); with two different numbers: DAPO (arXiv 2503.14476).
+    """
 
     clip_low: float = 0.2  # how far the ratio may fall below 1
     clip_high: float = 0.2  # how far the ratio may rise above 1
-    dual_clip: float | None = None  # bound of the ratio where the advantage is negative; null: there is none
+    dual_clip: float | None = None  # upper bound of the ratio where the advantage is negative; null: no bound
 
     def check(self, level: str, old: str) -> None:
         _check_clips(self.clip_low, self.clip_high)
@@ -104,10 +118,10 @@ class Clip(IntervalConstraint):
 
 @dataclass(frozen=True)
 class KL3(IntervalConstraint):
-    """r - 1 - log r <= delta, which is the same as an interval of r (ATR-GRPO, arXiv 2602.05494): see `kl3_bounds`."""
+    """r - 1 - log r <= delta (ATR-GRPO, arXiv 2602.05494), an interval of r (`kl3_bounds`)."""
 
-    delta: float = 0.02  # KL3 of a label at most, in nats
-    dual_clip: float | None = None  # bound of the ratio where the advantage is negative; null: there is none
+    delta: float = 0.02  # maximum KL3 of a label, in nats
+    dual_clip: float | None = None  # upper bound of the ratio where the advantage is negative; null: no bound
 
     def check(self, level: str, old: str) -> None:
         _require(self.delta > 0.0, "delta", self.delta, "must be positive; kl3 uses 0.02")
@@ -123,25 +137,25 @@ class KL3(IntervalConstraint):
 
 @dataclass(frozen=True)
 class TopKL(Constraint):
-    """KL(pi_old || pi) <= delta at every label, over the old policy's `top_k` likeliest tokens and the rest as one.
+    """KL(pi_old || pi) <= delta at every label (PPO with a trust region, arXiv 1903.07940).
 
-    The objective is PPO's with a trust region in place of the interval (arXiv 1903.07940).
+    The KL is over the old policy's `top_k` likeliest tokens and one bucket for all other tokens.
     """
 
-    delta: float = 0.02  # KL of a label at most, in nats
-    # Storing K log-probs of every label costs memory, so K is the user's choice: the default is refused.
-    top_k: int | None = None  # tokens whose log-probs are stored at every label; often 16
+    delta: float = 0.02  # maximum KL of a label, in nats
+    # Required: storing K log-probs of every label costs memory, so the user must choose K.
+    top_k: int | None = None  # number of tokens whose log-probs are stored at every label; often 16
 
     def check(self, level: str, old: str) -> None:
         if old != "trainer":
             raise UsageError(
-                f"loss.old={old!r} has no constraint='kl': only the proximal policy's likeliest tokens are stored; "
+                f"loss.old={old!r} does not support constraint='kl', which needs the proximal policy's likeliest tokens; "
                 "use old=trainer"
             )
         _require(self.delta > 0.0, "delta", self.delta, "must be positive; kl uses 0.02")
         if not (isinstance(self.top_k, int) and self.top_k >= 1):
             raise UsageError(
-                f"loss.constraint='kl' needs loss.top_k, a whole number of tokens, often 16; it is {self.top_k}"
+                f"loss.top_k={self.top_k}: constraint='kl' needs a whole number of tokens, 1 or more, often 16"
             )
 
     def __str__(self) -> str:
@@ -150,25 +164,26 @@ class TopKL(Constraint):
     def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
         log_ratio_L = t.logprobs_L - old_L
         if t.top_LK is not None:
-            assert t.old_top_LK is not None  # they come together
+            assert t.old_top_LK is not None  # the learner sets both or neither
             kl_L = top_k_kl(t.old_top_LK, t.top_LK)
         elif log_ratio_L.count_nonzero():
             raise UsageError("loss.constraint='kl' needs the proximal policy's top-k log-probs, but none were stored")
         else:
-            # The policy is still the old one, so the KL is 0 and the learner skipped both passes over the output layer.
+            # The current policy equals the old policy, so the KL is 0, and the learner skipped both
+            # passes over the output layer.
             kl_L = torch.zeros_like(log_ratio_L)
         return trust_region(ratio_L, t.advantages_L, kl_L <= self.delta)
 
 
 @dataclass(frozen=True)
 class TotalVariation(Constraint):
-    """|p - p_old| <= delta, with the probabilities of the sampled token (DPPO, arXiv 2602.04879)."""
+    """|p - p_old| <= delta for the probability of the sampled token (DPPO, arXiv 2602.04879)."""
 
-    delta: float = 0.2  # difference of the probabilities at most
+    delta: float = 0.2  # maximum difference of the probabilities
 
     def check(self, level: str, old: str) -> None:
         _require(self.delta > 0.0, "delta", self.delta, "must be positive; tv uses 0.2")
-        _require(self.delta < 1.0, "delta", self.delta, "never cuts: probabilities differ by at most 1; DPPO uses 0.2")
+        _require(self.delta < 1.0, "delta", self.delta, "never clips: probabilities differ by at most 1; DPPO uses 0.2")
 
     def __str__(self) -> str:
         return f"TV <= {self.delta:g}"
@@ -180,7 +195,10 @@ class TotalVariation(Constraint):
 
 @dataclass(frozen=True)
 class Cispo(Constraint):
-    """sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi, where sg stops the gradient (CISPO, arXiv 2506.13585)."""
+    """sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi (CISPO, arXiv 2506.13585).
+
+    sg stops the gradient.
+    """
 
     levels = ("token", "sequence")
     clip_low: float = 1.0  # the weight is at least 1 - clip_low
@@ -195,17 +213,17 @@ class Cispo(Constraint):
     def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
         lower, upper = 1.0 - self.clip_low, 1.0 + self.clip_high
         weight_L = ratio_L.detach().clamp(lower, upper)
-        # Every label keeps a gradient. `cut_L` marks those whose weight was clipped instead.
+        # Every label keeps a gradient. `cut_L` marks the labels with a clipped weight instead.
         return weight_L * t.advantages_L * t.logprobs_L, (ratio_L < lower) | (ratio_L > upper)
 
 
 @dataclass(frozen=True)
 class Sapo(Constraint):
-    """(4 / tau) sigmoid(tau (r - 1)) A, where the sign of A chooses tau (SAPO, arXiv 2511.20347)."""
+    """(4 / tau) sigmoid(tau (r - 1)) A; the sign of A selects tau (SAPO, arXiv 2511.20347)."""
 
     levels = ("token", "sequence")
-    tau_positive: float = 1.0  # how fast the slope falls where the advantage is positive
-    tau_negative: float = 1.05  # how fast the slope falls where the advantage is negative
+    tau_positive: float = 1.0  # decay rate of the slope where the advantage is positive
+    tau_negative: float = 1.05  # decay rate of the slope where the advantage is negative
 
     def check(self, level: str, old: str) -> None:
         for field in fields(self):
@@ -218,7 +236,8 @@ class Sapo(Constraint):
     def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
         positive, negative = ratio_L.new_tensor(self.tau_positive), ratio_L.new_tensor(self.tau_negative)
         tau_L = torch.where(t.advantages_L > 0, positive, negative)
-        # The factor 4 / tau makes the slope in r 1 at r = 1. On both sides it falls smoothly to 0, so nothing is cut.
+        # The factor 4 / tau makes the slope 1 at r = 1. On both sides the slope falls smoothly to
+        # 0, so no label is clipped.
         gate_L = 4.0 / tau_L * torch.sigmoid(tau_L * (ratio_L - 1.0))
         return gate_L * t.advantages_L, no_cut(ratio_L)
 
@@ -227,7 +246,7 @@ class Sapo(Constraint):
 class Spo(Constraint):
     """r A - |A| / (2 epsilon) (r - 1)^2 (Simple Policy Optimization, arXiv 2401.16025)."""
 
-    epsilon: float = 0.2  # distance of the maximum from a ratio of 1
+    epsilon: float = 0.2  # distance of the objective's maximum from r = 1
 
     def check(self, level: str, old: str) -> None:
         _require(self.epsilon > 0.0, "epsilon", self.epsilon, "must be positive; SPO uses 0.2")
@@ -236,15 +255,15 @@ class Spo(Constraint):
         return f"SPO {self.epsilon:g}"
 
     def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
-        # The maximum lies at r = 1 + sgn(A) epsilon, the bound of PPO's clip. Beyond it the gradient leads back instead
-        # of ending, so nothing is cut.
+        # The maximum lies at r = 1 + sgn(A) epsilon, the bound of PPO's clip. Beyond it, the
+        # gradient moves r back instead of vanishing, so no label is clipped.
         penalty_L = t.advantages_L.abs() / (2.0 * self.epsilon) * (ratio_L - 1.0).square()
         return ratio_L * t.advantages_L - penalty_L, no_cut(ratio_L)
 
 
 @dataclass(frozen=True)
 class Unconstrained(Constraint):
-    """r A: the importance-weighted policy gradient itself, for instance of RLOO (arXiv 2402.14740)."""
+    """r A: the importance-weighted policy gradient, for example for RLOO (arXiv 2402.14740)."""
 
     levels = ("token", "sequence")
 
@@ -255,8 +274,8 @@ class Unconstrained(Constraint):
         return ratio_L * t.advantages_L, no_cut(ratio_L)
 
 
-# To add a constraint, write its class and give it a line here: YAML uses the name as `loss.constraint`, and the fields
-# of the class as further keys of `loss`.
+# To add a constraint, write its class and add it here. The key is the value of `loss.constraint`,
+# and the fields of the class become keys of `loss`.
 CONSTRAINTS: dict[str, type[Constraint]] = {
     "clip": Clip,
     "kl3": KL3,
@@ -268,8 +287,8 @@ CONSTRAINTS: dict[str, type[Constraint]] = {
     "none": Unconstrained,
 }
 
-# `PolicyLoss` inherits a field for every option in the table, so that YAML's keys are flat and a misspelled one is
-# refused. None means that the option is not given.
+# `PolicyLoss` inherits a field for every option in the table, so that config keys are flat and a
+# misspelled key is an error. None means that the option is not set.
 _TYPES: dict[str, Any] = {field.name: field.type for kind in CONSTRAINTS.values() for field in fields(kind)}
 OPTION_TYPES = {name: kind | None for name, kind in _TYPES.items()}
 ConstraintOptions = make_dataclass(
@@ -278,13 +297,18 @@ ConstraintOptions = make_dataclass(
 
 
 def make_constraint(name: str, settings: Mapping[str, Any]) -> Constraint:
-    """The constraint `name`, with its options from flat settings; None keeps a default.
+    """Returns the constraint `name` with its options.
 
-    Raises ValueError if an option has a value, but belongs to other constraints.
+    Args:
+        name: a key of `CONSTRAINTS`.
+        settings: options of all constraints by name; None keeps a default.
+
+    Raises:
+        UsageError: an option of another constraint is set.
     """
     options = {other: [field.name for field in fields(kind)] for other, kind in CONSTRAINTS.items()}
     own = options[name]
-    # A dict, unlike a set, keeps the order of the table, which the message below follows.
+    # A dict keeps the order of the table for the message below.
     every = dict.fromkeys(option for names in options.values() for option in names)
     wrong = [option for option in every if option not in own and settings.get(option) is not None]
     if wrong:

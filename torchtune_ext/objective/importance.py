@@ -1,7 +1,7 @@
-"""Importance weights w = pi_old / pi_sampler, which multiply the objective and carry no gradient.
+"""Computes importance weights w = pi_old / pi_sampler, which multiply the objective.
 
-They correct for the difference between the policy that the updates start from and the one that sampled: another engine,
-another precision, older weights.
+They carry no gradient. They correct for the mismatch between the policy from which the updates
+start and the sampling policy: another engine, another precision, older weights.
 """
 
 from dataclasses import dataclass, replace
@@ -15,23 +15,24 @@ from torchtune_ext.run.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class ImportanceMethod:
-    """How one method makes weights."""
+    """The parameters of an importance-weight method."""
 
-    # The name of the method in the opening line of a run.
+    # The name of the method in the run header.
     display_name: str
-    # A weight belongs to one label ("token"), or is the product ("sequence") or geometric mean ("geometric") over a
-    # completion.
+    # The weight of one label ("token"), or the product ("sequence") or geometric mean ("geometric")
+    # of the weights in a completion.
     level: str
-    # A weight out of bounds is kept ("keep"), set to the upper bound ("truncate"), or set to 0 ("mask").
+    # Weights out of bounds are kept ("keep"), set to the upper bound ("truncate"), or set to 0
+    # ("mask").
     out_of_bounds: str
-    # None means that there is no such bound.
+    # None means that the method does not have this bound.
     low: float | None = None
     high: float | None = None
-    # If False, every weight within the bounds becomes 1.
+    # If False, weights within the bounds become 1.
     keeps_ratio: bool = True
 
     def with_bounds(self, low: float | None, high: float | None) -> "ImportanceMethod":
-        """The method with other bounds; None leaves its own."""
+        """Returns the method with other bounds. None keeps the default bound."""
         return replace(self, low=self.low if low is None else low, high=self.high if high is None else high)
 
     def __str__(self) -> str:
@@ -40,15 +41,15 @@ class ImportanceMethod:
         return self.display_name if self.high is None else f"{self.display_name} <= {self.high:g}"
 
 
-# method            of                       weight                         source
-# "none"                                     1
-# "full"            every label              w                              decoupled PPO, arXiv 2505.24298
-# "tis"             every label              min(w, high)                   TIS (verl)
-# "mis"             every label              w inside [low, high], else 0   MIS (TRL)
-# "icepop"          every label              the same                       IcePop, arXiv 2510.18855
-# "sequence_tis"    product over completion  min(w, high)                   sequence TIS (verl)
-# "sequence_mis"    product over completion  w inside [low, high], else 0   MIS by sequence (TRL's default)
-# "geometric_mask"  geometric mean over it   1 inside [low, high], else 0   geometric mask (SkyRL)
+# method            w of               weight                         source
+# "none"                               1
+# "full"            label              w                              decoupled PPO, arXiv 2505.24298
+# "tis"             label              min(w, high)                   TIS (verl)
+# "mis"             label              w in [low, high], else 0       MIS (TRL)
+# "icepop"          label              w in [low, high], else 0       IcePop, arXiv 2510.18855
+# "sequence_tis"    sequence, product  min(w, high)                   sequence TIS (verl)
+# "sequence_mis"    sequence, product  w in [low, high], else 0       sequence MIS (TRL's default)
+# "geometric_mask"  geometric mean     1 if w in [low, high], else 0  geometric mask (SkyRL)
 IMPORTANCE_METHODS = {
     "none": ImportanceMethod("no weight", "token", "keep", keeps_ratio=False),
     "full": ImportanceMethod("importance weight", "token", "keep"),
@@ -62,15 +63,20 @@ IMPORTANCE_METHODS = {
 
 
 def check_importance(name: str, low: float | None, high: float | None, level: str, old: str) -> None:
-    """Raises ValueError for a method that contradicts other settings of the loss, and for bounds that it cannot use.
+    """Checks the importance settings of a loss.
 
     Args:
-        low, high: bounds in place of the method's own; None: not given.
-        level: the level of the ratio, one of `LEVELS` in ratios.py.
-        old: whose log-probs pi_old are, one of `OLDS` in ratios.py.
+        name: a key of `IMPORTANCE_METHODS`.
+        low: lower bound that replaces the method's default; None if not set.
+        high: upper bound that replaces the method's default; None if not set.
+        level: level of the ratio, a key of `RATIO_LEVELS`.
+        old: source of pi_old, one of `OLD_POLICIES`.
+
+    Raises:
+        UsageError: the method contradicts `level` or `old`, or a bound is invalid for the method.
     """
     method = IMPORTANCE_METHODS[name]
-    # If pi_old is the sampler, every weight is 1.
+    # If pi_old is the sampling policy, every weight is 1.
     if name != "none" and old == "sampler":
         raise UsageError(
             f"loss.importance={name!r} contradicts loss.old='sampler': the ratio to the sampler already corrects for it; use "
@@ -78,14 +84,16 @@ def check_importance(name: str, low: float | None, high: float | None, level: st
         )
     if name != "none" and level != "token" and method.level == "token":
         raise UsageError(
-            f"loss.importance={name!r} weighs tokens, but loss.level={level!r} has one ratio for a whole completion; use "
+            f"loss.importance={name!r} weighs tokens, but loss.level={level!r} has one ratio per completion; use "
             "sequence_tis, sequence_mis, geometric_mask or none"
         )
     for bound, value, own in (("low", low, method.low), ("high", high, method.high)):
         if value is not None and own is None:
-            raise UsageError(f"loss.importance_{bound}={value}: importance={name!r} has no such bound; remove it")
+            raise UsageError(
+                f"loss.importance_{bound}={value}: importance={name!r} does not have this bound; remove it"
+            )
     if high is not None and not high > 0.0:
-        raise UsageError(f"loss.importance_high={high} must be positive, or no sample would count")
+        raise UsageError(f"loss.importance_high={high} must be positive, or all samples would be masked")
     bounded_method = method.with_bounds(low, high)
     # A method with a lower bound has an upper one.
     if (
@@ -94,12 +102,13 @@ def check_importance(name: str, low: float | None, high: float | None, level: st
         and not 0.0 <= bounded_method.low < bounded_method.high
     ):
         raise UsageError(
-            f"loss.importance_low={bounded_method.low} must lie in [0, importance_high={bounded_method.high}): weights between are kept"
+            f"loss.importance_low={bounded_method.low} must lie in [0, importance_high={bounded_method.high}): weights "
+            "between the two bounds are kept"
         )
 
 
 def importance_weights(log_weight_L: Tensor, samples_L: Tensor, method: ImportanceMethod) -> tuple[Tensor, Tensor]:
-    """(weights_L, masked_L): the weights, and where (bool) a weight is 0 because it was out of bounds.
+    """Returns (weights_L, masked_L); masked_L (bool) marks out-of-bounds weights set to 0.
 
     Args:
         log_weight_L: log pi_old - log pi_sampler of every label, in nats.
@@ -115,9 +124,9 @@ def importance_weights(log_weight_L: Tensor, samples_L: Tensor, method: Importan
     if method.out_of_bounds == "truncate":
         weight_L = weight_L.clamp(max=method.high)
     elif method.out_of_bounds == "mask":
-        assert method.low is not None and method.high is not None  # a method that masks has both
+        assert method.low is not None and method.high is not None  # masking methods have both
         masked_L = (weight_L < method.low) | (weight_L > method.high)
-    # The bounds are tested above, on the real weights: only then may they become 1.
+    # Replace weights by 1 only after the bounds have been applied to the real weights.
     if not method.keeps_ratio:
         weight_L = torch.ones_like(weight_L)
     return weight_L.masked_fill(masked_L, 0.0), masked_L

@@ -1,18 +1,22 @@
-"""Policy objectives: pure functions of flat tensors, with one value per label.
+"""Implements policy losses as pure functions of flat tensors, with one value per label.
 
-The learner sums the loss times the labels' weights, which come from packing and sum to one over an update. So an
-objective knows nothing of rows, padding, ranks or accumulation. A loss of your own is a class with `__call__`::
+The learner multiplies the loss by the labels' weights and sums. The weights come from packing and
+sum to one over an update, so a loss does not depend on rows, padding, ranks or gradient
+accumulation. A custom loss is a class with `__call__`::
 
     class MyLoss:
         def __call__(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
             ratio_L = (t.logprobs_L - t.old_logprobs_L).exp()
             return -ratio_L * t.advantages_L, {"ratio_max": ratio_L.detach()}
 
-Its attributes say what else it needs (`needs_of`): `needs_reference = True` for log-probs under a reference policy,
-`needs_teacher = True` for those under a teacher, `top_k = 16` for those of the proximal policy's 16 likeliest tokens,
-and `needs_all_groups = True` for a term that acts where the advantage is 0 (a KL penalty, an entropy bonus); otherwise
-groups whose advantages are all 0 are not trained on. `needs_proximal = False` saves the pass for `old_logprobs_L`, then
-None.
+Class attributes declare further inputs (`loss_requirements`):
+
+* `needs_reference = True`: log-probs under a reference policy.
+* `needs_teacher = True`: log-probs under a teacher.
+* `top_k = 16`: log-probs of the proximal policy's 16 likeliest tokens.
+* `needs_all_groups = True`: also train on zero-variance groups, for a term that does not depend on
+  the advantage (a KL penalty, an entropy bonus).
+* `needs_proximal = False`: skip the forward pass for `old_logprobs_L`, which is None then.
 """
 
 import math
@@ -47,7 +51,7 @@ from torchtune_ext.run.errors import UsageError, closest_match
 
 Loss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
 
-# The settings that take one of a few words.
+# Options with a fixed set of values.
 CHOICES = {
     "level": RATIO_LEVELS,
     "constraint": CONSTRAINTS,
@@ -57,29 +61,30 @@ CHOICES = {
 }
 
 
-SURPRISE_PROBABILITY = 0.01  # `teacher_surprise` counts the tokens to which the teacher gives a lower probability
+SURPRISE_PROBABILITY = 0.01  # `teacher_surprise`: fraction of tokens with a lower teacher probability
 
 
 @dataclass(frozen=True, slots=True)
 class LossRequirements:
-    """What a loss needs beside the log-probs of the policy that is trained."""
+    """The inputs that a loss needs in addition to the log-probs of the current policy."""
 
-    # Log-probs under the proximal policy, of the sampled tokens or of the likeliest ones.
+    # Log-probs of the sampled or likeliest tokens under the proximal policy.
     proximal_logprobs: bool
     # Log-probs under a reference policy.
     reference_logprobs: bool
     # Log-probs under a teacher.
     teacher_logprobs: bool
-    # Groups without signal, too.
+    # Also train on zero-variance groups.
     train_zero_advantage: bool
-    # Log-probs of this many likeliest tokens of the proximal policy at every label.
+    # The number of likeliest tokens of the proximal policy whose log-probs are needed at every
+    # label; 0 for none.
     top_k: int
 
 
 def loss_requirements(loss: Loss) -> LossRequirements:
-    """What a loss needs, by its attributes. A loss without any needs only the proximal policy's log-probs."""
+    """Reads the requirements of a loss from its attributes. Default: only proximal log-probs."""
     return LossRequirements(
-        # The likeliest tokens come from the same pass through the proximal policy.
+        # The likeliest tokens come from the forward pass that computes the proximal log-probs.
         proximal_logprobs=bool(getattr(loss, "needs_proximal", True) or getattr(loss, "top_k", None)),
         reference_logprobs=bool(getattr(loss, "needs_reference", False)),
         teacher_logprobs=bool(getattr(loss, "needs_teacher", False)),
@@ -90,46 +95,50 @@ def loss_requirements(loss: Loss) -> LossRequirements:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss(ConstraintOptions):
-    """The frame of all clipped policy objectives: ratio, constraint, importance weight, KL terms and entropy bonus.
+    """The policy loss: ratio, constraint, importance weight, KL terms and entropy bonus.
 
     loss = -w (reward_coef J_C(r, A) + teacher_coef J_C(r, log p_teacher - log pi_old))
            + kl_coef KL(pi, ref) + old_kl_coef KL(pi, old) - entropy_coef H
 
-    with r = pi / pi_old at a level (`ratios.py`), J_C the constrained objective (`constraints.py`), w = pi_old /
-    pi_sampler (`importance.py`) and KL an estimator (`kl.py`). Published methods are settings of it: configs/presets/.
+    with r = pi / pi_old at a level (`ratios.py`), J_C the constrained objective (`constraints.py`),
+    w = pi_old / pi_sampler (`importance.py`) and KL an estimator (`kl.py`). The presets in
+    configs/presets/ set its options to published methods.
 
-    Each option of each constraint is a field, too: `clip_low`, `delta`, `top_k`, ... Its default is that of the
-    constraint; an option of another constraint is an error.
+    Each option of each constraint is a field, too: `clip_low`, `delta`, `top_k`, ... The constraint
+    defines its default. An option of another constraint is an error.
 
     Raises:
-        ValueError: an unknown word, an option that does not belong to the others, or a value outside its range.
+        UsageError: an unknown name, an option that contradicts another option, or a value out of
+            range.
     """
 
     # The level of the ratio: "token", "sequence" (GSPO) or "geometric" (GMPO).
     level: str = "token"
-    # A name in the table of constraints.py: "clip", "kl3", ...
+    # A key of `CONSTRAINTS` in constraints.py: "clip", "kl3", ...
     constraint: str = "clip"
-    # Whose log-probs pi_old are (ratios.py): those of the proximal policy ("trainer"), those that the sampler reported
-    # ("sampler"), or a mean of the latter and the policy's own ("interpolated"), which saves a pass through the model.
+    # Source of pi_old (ratios.py): the proximal policy ("trainer"), the sampler's reported
+    # log-probs ("sampler"), or an interpolation between the sampler's and the current policy's
+    # log-probs ("interpolated"), which saves a forward pass.
     old: str = "trainer"
-    # The method of importance.py that corrects for the gap between pi_old and the sampler: "full", "tis", "mis", ...,
-    # "none".
+    # The importance weight for the mismatch between pi_old and the sampler (importance.py): "full",
+    # "tis", "mis", ..., "none".
     importance: str = "none"
-    # A lower bound in place of the method's own.
+    # Lower bound of the importance weight; None for the method's default.
     importance_low: float | None = None
-    # An upper bound in place of the method's own.
+    # Upper bound of the importance weight; None for the method's default.
     importance_high: float | None = None
-    # Factor of the objective with the rewards' advantages.
+    # Coefficient of the objective with the advantages of the rewards.
     reward_coef: float = 1.0
-    # Factor of the objective with log p_teacher - log pi_old as the advantage of every token. 0: no teacher is asked.
+    # Coefficient of the objective with log p_teacher - log pi_old as the advantage of every token.
+    # 0: no teacher.
     teacher_coef: float = 0.0
-    # Factor of the KL to the reference. 0: no reference is kept.
+    # Coefficient of the KL to the reference policy. 0: no reference policy is kept.
     kl_coef: float = 0.0
-    # Factor of the KL to the old policy.
+    # Coefficient of the KL to the old policy.
     old_kl_coef: float = 0.0
     # Estimator of both KL terms: "k1", "k2", "k3" or "k3_unbiased".
     kl: str = "k3"
-    # Factor of the entropy, which is in nats.
+    # Coefficient of the entropy bonus; the entropy is in nats.
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
@@ -138,7 +147,7 @@ class PolicyLoss(ConstraintOptions):
         possible = [name for name, kind in CONSTRAINTS.items() if self.level in kind.levels]
         if self.constraint not in possible:
             raise UsageError(
-                f"loss.level={self.level!r} has no constraint={self.constraint!r}; use one of {', '.join(possible)}"
+                f"loss.level={self.level!r} does not support constraint={self.constraint!r}; use one of {', '.join(possible)}"
             )
         constraint = self._constraint
         for name in (*OPTION_TYPES, "importance_low", "importance_high"):
@@ -147,7 +156,8 @@ class PolicyLoss(ConstraintOptions):
         for name in ("reward_coef", "teacher_coef", "kl_coef", "old_kl_coef", "entropy_coef"):
             _require_number(name, getattr(self, name))
         constraint.check(self.level, self.old)
-        # With the constraint's defaults filled in, losses are shown and compared by their real values.
+        # Fill in the constraint's defaults, so that losses are shown and compared by their
+        # effective values.
         for option in fields(constraint):
             object.__setattr__(self, option.name, getattr(constraint, option.name))
         check_importance(self.importance, self.importance_low, self.importance_high, self.level, self.old)
@@ -159,11 +169,11 @@ class PolicyLoss(ConstraintOptions):
     @cached_property
     def _constraint(self) -> Constraint:
         """The constraint with its options."""
-        # It is no field, so that losses are built and compared only by their settings.
+        # It is not a dataclass field, so that losses are built and compared by their options only.
         return make_constraint(self.constraint, vars(self))
 
     def __str__(self) -> str:
-        """The objective as papers write it, for instance "clip 0.2/0.28 per token, TIS <= 2, entropy 0.03"."""
+        """The loss in one line, for example "clip 0.2/0.28 per token, TIS <= 2, entropy 0.03"."""
         weight = IMPORTANCE_METHODS[self.importance].with_bounds(self.importance_low, self.importance_high)
         parts = {
             self._constraint.describe(RATIO_LEVELS[self.level]): True,
@@ -185,25 +195,28 @@ class PolicyLoss(ConstraintOptions):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether there is a KL to the reference."""
+        """Whether a KL term needs the reference policy."""
         return bool(self.kl_coef)
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether there is a term of the teacher."""
+        """Whether a term needs the teacher's log-probs."""
         return bool(self.teacher_coef)
 
     @property
     def needs_all_groups(self) -> bool:
-        """Whether a term acts on groups without signal, too."""
-        # These terms have a gradient even where all rewards of a group are equal and its advantages are 0.
+        """Whether a term has a gradient on zero-variance groups, too."""
+        # These terms do not depend on the rewards' advantages, which are 0 in a zero-variance
+        # group.
         return any((self.teacher_coef, self.kl_coef, self.old_kl_coef, self.entropy_coef))
 
     def __call__(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metrics per label, all [L]. `*_max` metrics are reduced by maximum, others by mean over labels.
+        """Returns loss and metrics per label, all [L].
+
+        `*_max` metrics are reduced over labels by maximum, all others by mean.
 
         Raises:
-            ValueError: a term needs log-probs that `t` does not hold.
+            UsageError: a term needs log-probs that `t` does not hold.
         """
         old_L = old_logprobs(self.old, t)
         token_ratio_L = bounded_exp(t.logprobs_L - old_L)
@@ -211,13 +224,14 @@ class PolicyLoss(ConstraintOptions):
         objective_L = self.reward_coef * objective_L
         gap_L = self._teacher_gap(t, old_L)
         if gap_L is not None:
-            # The constraint cuts by the sign of the advantage, and the teacher's may differ from that of the rewards.
-            # So each has its own surrogate.
+            # The constraint clips by the sign of the advantage, and the teacher's advantage may
+            # have another sign than the reward's. So each has its own surrogate.
             taught_L, taught_cut_L = self._surrogate(replace(t, advantages_L=gap_L), old_L, token_ratio_L)
             objective_L, cut_L = objective_L + self.teacher_coef * taught_L, cut_L | taught_cut_L
         method = IMPORTANCE_METHODS[self.importance].with_bounds(self.importance_low, self.importance_high)
         weight_L, masked_L = importance_weights(old_L - t.behavior_logprobs_L, t.samples_L, method)
-        # The weight multiplies only the objective. The penalties below hold for every label, masked ones too.
+        # The weight multiplies only the objective. The terms below apply to every label, including
+        # masked labels.
         loss_L = -weight_L * objective_L
         metrics = {
             "clip_fraction": cut_L.float(),
@@ -242,7 +256,7 @@ class PolicyLoss(ConstraintOptions):
         return loss_L, metrics
 
     def _teacher_gap(self, t: Tokens, old_L: Tensor) -> Tensor | None:
-        """log p_teacher - log pi_old, without gradient; None without a teacher."""
+        """Returns log p_teacher - log pi_old, [L], without gradient; None without a teacher."""
         if not self.teacher_coef:
             return None
         if t.teacher_logprobs_L is None:
@@ -252,12 +266,13 @@ class PolicyLoss(ConstraintOptions):
         return t.teacher_logprobs_L - old_L.detach()
 
     def _surrogate(self, t: Tokens, old_L: Tensor, token_ratio_L: Tensor) -> tuple[Tensor, Tensor]:
-        """(objective_L, cut_L) of the constraint at the level of the ratio."""
+        """Returns (objective_L, cut_L) of the constraint at the level of the ratio."""
         log_ratio_L = t.logprobs_L - old_L
-        # GMPO clips token by token and then takes the mean, so the constraint gives its interval, not its formula.
+        # GMPO clips per token and then takes the mean, so it needs the constraint's interval, not
+        # its formula.
         if self.level == "geometric":
             constraint = self._constraint
-            assert isinstance(constraint, IntervalConstraint)  # only these have this level
+            assert isinstance(constraint, IntervalConstraint)  # only these support this level
             return _geometric_objective(log_ratio_L, t.advantages_L, *constraint.ratio_bounds(), t.samples_L)
         if self.level == "sequence":
             return self._constraint(t, bounded_exp(sample_means(log_ratio_L, t.samples_L)), old_L)
@@ -267,11 +282,14 @@ class PolicyLoss(ConstraintOptions):
 def _geometric_objective(
     log_ratio_L: Tensor, advantages_L: Tensor, lower: float, upper: float, samples_L: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """exp(mean_t sgn(A) min(sgn(A) log r_t, sgn(A) clip(log r_t))) A (GMPO, arXiv 2507.20673, eq. 4)."""
+    """Returns (objective_L, cut_L) of GMPO (arXiv 2507.20673, eq. 4).
+
+    The objective is exp(mean_t sgn(A) min(sgn(A) log r_t, sgn(A) clip(log r_t))) A.
+    """
     low, high = -float("inf") if lower <= 0 else math.log(lower), math.log(upper)
     sign_L = advantages_L.sign()
     log_ratio_L = log_ratio_L.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    # `clip` on logarithms: log r takes the place of r, and sgn(A) that of A.
+    # Apply `clip` to logarithms, with log r for r and sgn(A) for A.
     kept_L, cut_L = clip(log_ratio_L, sign_L, low, high)
     return sample_means(sign_L * kept_L, samples_L).exp() * advantages_L, cut_L
 
@@ -290,7 +308,7 @@ def _require_number(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NLLLoss:
-    """-A log pi: the negative log-likelihood of supervised samples, which carry advantage 1."""
+    """-A log pi: the negative log-likelihood of supervised samples, whose advantage is 1."""
 
     needs_proximal: ClassVar[bool] = False
 

@@ -1,4 +1,4 @@
-"""Turns the rewards of each group into advantages, and decides which samples are trained on."""
+"""Computes advantages from the rewards of each group, and selects the samples to train on."""
 
 import logging
 import math
@@ -18,29 +18,31 @@ from torchtune_ext.settings.records import config_record
 
 log = logging.getLogger(__name__)
 
-TIE_TOLERANCE = 1e-9  # rewards of a group that lie this close, relative to their size, carry no signal
-ROUNDING_TOLERANCE = 1e-13  # the most that sums of the same numbers differ, relative to their size
+TIE_TOLERANCE = 1e-9  # rewards of a group that differ by less, relative to their magnitude, are equal
+ROUNDING_TOLERANCE = 1e-13  # largest relative difference by rounding between sums of the same numbers
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageStats:
     """Counts over the groups of one step."""
 
-    groups: int  # groups that carry a signal
-    no_signal: int  # groups whose gradable samples all have the same reward
+    groups: int  # groups with a nonzero advantage
+    no_signal: int  # zero-variance groups: all graded samples have the same reward
     infra_failed: int  # samples whose grader or environment raised or crashed; not in the baseline
-    timed_out: int  # samples on which it hung; in the baseline, with the reward 0, if the grader is one of this package
-    lone_turns: int | None = None  # turns that only one sample of its group reached; None: turns are not compared
+    # Samples whose grader or environment timed out. They are in the baseline, with reward 0, if the
+    # grader belongs to this package.
+    timed_out: int
+    lone_turns: int | None = None  # turns that only one sample of the group reached; None without `credit: turn`
 
     def metrics(self) -> dict[str, float]:
-        """Returns the counts by their names in the log."""
+        """Returns the counts by metric name."""
         names = ["no_signal", "infra_failed", "timed_out"] + ["lone_turns"] * (self.lone_turns is not None)
         return {"groups/used": float(self.groups)} | {f"groups/{name}": float(getattr(self, name)) for name in names}
 
 
 @config_record("advantage")
 class AdvantageConfig:
-    """The node `advantage:` of a recipe. It says how rewards become advantages: A = (value - baseline) / scale.
+    """The `advantage:` section of a config: advantage = (value - baseline) / scale.
 
     name            baseline            scale          value                          source
     GRPO            "mean"              "group_std"    R                              arXiv 2402.03300
@@ -50,41 +52,42 @@ class AdvantageConfig:
     pass@k          "mean"              "group_std"    mean best of k, pass_k = k     arXiv 2508.10751
 
     Raises:
-        ValueError: a word is unknown, options exclude each other, or a value is outside its range.
+        UsageError: options exclude each other, or a value is out of range.
     """
 
     baseline: Literal["mean", "leave_one_out"] = Field(
-        default="mean", description="mean of the group, or mean of the other samples of the group"
+        default="mean", description="mean reward of the group, or of the other samples of the group"
     )
     scale: Literal["group_std", "batch_std", "none"] = Field(
-        default="group_std", description="standard deviation of the group, or of all rewards of the step, or none"
+        default="group_std",
+        description="standard deviation of the group's rewards, of all rewards of the step, or none",
     )
     pass_k: int = Field(
         default=1,
         ge=1,
-        description="above 1: value = best reward of k samples, averaged over the choices of k that include the sample",
+        description="above 1: value = best reward of k samples, averaged over all subsets of k that include the sample",
     )
     credit: Literal["episode", "turn"] = Field(
         default="episode",
-        description="one advantage per episode, or per turn: its return, compared with samples that reached the turn",
+        description="one advantage per episode, or per turn (its return, compared with samples that reached it)",
     )
     truncated: Literal["keep", "mask", "penalize"] = Field(
-        default="keep", description="truncated samples: keep, mask (they count in the baseline only), or penalize"
+        default="keep", description="truncated samples: keep, mask (count in the baseline only), or penalize"
     )
     penalty: float = Field(
-        default=1.0, ge=0, description="subtracted from the reward of a truncated sample by penalize"
+        default=1.0, ge=0, description="subtracted from the reward of a truncated sample; needs truncated=penalize"
     )
     overlong: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="last share of max_tokens over which the penalty grows from 0 to `penalty` (DAPO: 0.2)",
+        description="last fraction of max_tokens over which the penalty grows from 0 to `penalty` (DAPO: 0.2)",
     )
 
     def __post_init__(self) -> None:
         if self.pass_k > 1 and (self.baseline, self.scale) not in (("mean", "group_std"), ("mean", "none")):
             raise UsageError(
-                f"advantage.pass_k={self.pass_k} has a baseline and a deviation of its own; use baseline=mean, and "
+                f"advantage.pass_k={self.pass_k} defines its own baseline and deviation; use baseline=mean, and "
                 f"scale=group_std or none, not baseline={self.baseline}, scale={self.scale}"
             )
         if self.credit == "turn" and (self.pass_k > 1 or self.scale == "batch_std"):
@@ -94,8 +97,8 @@ class AdvantageConfig:
             )
         if self.overlong and self.truncated != "penalize":
             raise UsageError(
-                f"advantage.overlong={self.overlong} belongs to truncated=penalize, not {self.truncated}; set it to 0 "
-                "(it may come from `preset`)"
+                f"advantage.overlong={self.overlong} requires truncated=penalize, not {self.truncated}; set overlong=0 (it "
+                "may come from `preset`)"
             )
 
     def __str__(self) -> str:
@@ -103,9 +106,9 @@ class AdvantageConfig:
         overlong = f" over the last {self.overlong:.0%}" if self.overlong else ""
         words = {
             f"advantage {self.baseline}/{self.scale}": True,
-            "turn by turn": self.credit == "turn",
+            "per turn": self.credit == "turn",
             f"best of {self.pass_k}": self.pass_k > 1,
-            f"cut samples: {self.truncated}{penalty}{overlong}": self.truncated != "keep",
+            f"truncated samples: {self.truncated}{penalty}{overlong}": self.truncated != "keep",
         }
         return ", ".join(word for word, shown in words.items() if shown)
 
@@ -120,27 +123,31 @@ def assign_advantages(
     """Sets the advantage of every sample, and whether it is trained on.
 
     Args:
-        groups: graded groups. Samples without a score do not count in the baseline and are not trained on.
-        config: how to compute the advantages. Standard deviations are those of the population (ddof 0).
-        max_tokens: the longest completion that the engine may sample, in tokens; needed by `config.overlong`.
-        formula: rewards [G] of a group with different rewards -> advantages [G], where `config` has its default baseline
-            and scale.
-        train_all: train on groups without signal, too, since the loss has terms (KL, entropy) that need no advantage.
+        groups: graded groups. Samples without a score are not in the baseline and not trained on.
+        config: how to compute advantages. Standard deviations are population values (ddof 0).
+        max_tokens: maximum tokens of a completion; required by `config.overlong`.
+        train_all: also train on zero-variance groups, because the loss has terms (KL, entropy) that
+            do not depend on advantages.
+        formula: rewards [G] of a group with different rewards -> advantages [G]. Used if `config`
+            has the default baseline, scale and pass_k.
 
     Returns:
-        All groups in order, and the counts. In a group without signal every advantage is 0.
+        All groups in order, and the counts. In a zero-variance group every advantage is 0.
 
     Raises:
-        ValueError: `config.overlong` is set, but `max_tokens` is not given.
+        UsageError: `config.overlong` is set without `max_tokens`.
     """
     if config.overlong and max_tokens is None:
-        raise UsageError(f"advantage.overlong={config.overlong} is a share of max_tokens, which is not given")
+        raise UsageError(
+            f"advantage.overlong={config.overlong} is a fraction of max_tokens, but max_tokens=None; pass max_tokens"
+        )
     gradable = [[s for s in group.samples if s.score is not None] for group in groups]
     rewards = [np.array([_shaped_reward(s, config, max_tokens) for s in samples]) for samples in gradable]
     batch_std = np.concatenate(rewards).std() if config.scale == "batch_std" and any(map(len, rewards)) else 1.0
     results, used, lone_turns = [], 0, 0
     for group, samples, rewards_G in zip(groups, gradable, rewards, strict=True):
-        # With equal grades the rewards differ only by the punishment of length, which must not be scaled to full size.
+        # With equal grades, rewards differ only by the length penalty. Dividing by their std would
+        # inflate it.
         if config.overlong and _all_equal(np.array([_raw_reward(sample) for sample in samples])):
             values = None
         elif config.credit == "turn":
@@ -151,7 +158,8 @@ def assign_advantages(
         used += values is not None
         if values is None and train_all:
             values = np.zeros(len(samples))
-        # Samples hold arrays, so they cannot be keys. Their ids are, while `gradable` keeps them alive.
+        # Samples hold arrays and are not hashable. Their ids are stable while `gradable` references
+        # them.
         by_sample = {} if values is None else dict(zip(map(id, samples), values, strict=True))
         results.append(
             replace(group, samples=tuple(_set_advantage(s, by_sample.get(id(s)), config) for s in group.samples))
@@ -167,17 +175,18 @@ def assign_advantages(
 
 
 def select_groups(groups: list[Group], size: int) -> tuple[list[Group], list[Group]]:
-    """Chooses the groups of a step after others were sampled in place of those without signal.
+    """Selects the groups of a step after refill rounds have replaced zero-variance groups.
 
     Args:
-        groups: groups with advantages, in the order of sampling.
-        size: how many groups the step has.
+        groups: groups with advantages, in sampling order.
+        size: number of groups per step.
 
     Returns:
-        The groups of the step, at most `size`, and all groups, where those that were not chosen have `trained=False`.
-        Both are in the order of sampling.
+        The selected groups, at most `size`, and all groups; groups that were not selected have
+        `in_loss=False`. Both lists are in sampling order.
     """
-    # Groups with a signal come first. The sort is stable, so among equals the earlier ones do.
+    # Groups with nonzero advantages come first. The sort is stable, so ties keep the sampling
+    # order.
     chosen = set(sorted(range(len(groups)), key=lambda i: not groups[i].has_nonzero_advantage)[:size])
     selected = [group for i, group in enumerate(groups) if i in chosen]
     return selected, [group if i in chosen else _exclude_from_loss(group) for i, group in enumerate(groups)]
@@ -190,8 +199,8 @@ def _exclude_from_loss(group: Group) -> Group:
 def _group_advantages(
     rewards_G: np.ndarray, config: AdvantageConfig, batch_std: float, formula: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray | None:
-    """Returns the advantages of a group, float64 [G], or None for a group without signal."""
-    # One sample has nothing to be compared with, and fewer than k have no subset of k.
+    """Returns the advantages of a group, float64 [G], or None for a zero-variance group."""
+    # A single sample has no comparison, and fewer than k samples have no subset of k.
     if len(rewards_G) < max(2, config.pass_k):
         return None
     values_G, mean, std = rewards_G, rewards_G.mean(), rewards_G.std()
@@ -202,7 +211,7 @@ def _group_advantages(
     if (config.baseline, config.scale, config.pass_k) == ("mean", "group_std", 1):
         return formula(rewards_G)
     advantages_G = values_G - mean
-    # For sample i: R_i - (mean of the others) = G / (G - 1) * (R_i - (mean of all)).
+    # For sample i: R_i - mean of the others = G / (G - 1) * (R_i - mean of all).
     if config.baseline == "leave_one_out":
         advantages_G = advantages_G * len(rewards_G) / (len(rewards_G) - 1)
     return advantages_G / {"group_std": std, "batch_std": batch_std, "none": 1.0}[config.scale]
@@ -214,11 +223,15 @@ def _turn_advantages(
     config: AdvantageConfig,
     formula: Callable[[np.ndarray], np.ndarray],
 ) -> tuple[list[np.ndarray] | None, int]:
-    """Returns the advantages of the turns [T] of each sample, or None for a group without signal, and the lone turns.
+    """Computes one advantage per turn.
 
-    A lone turn is one that only one sample reached. Its advantage is 0.
+    Returns:
+        For each sample the advantages of its turns, float64 [turns], or None for a zero-variance
+        group; and the number of lone turns. Only one sample reached a lone turn, so its advantage
+        is 0.
     """
-    # The value of a turn is the reward minus what the environment gave for the turns before it.
+    # The value of a turn is its return: the reward of the episode minus the rewards of earlier
+    # turns.
     to_go = [
         reward - np.cumsum([0.0, *s.turn_rewards])[: len(s.completion.sampled_spans)]
         for s, reward in zip(samples, rewards_G, strict=True)
@@ -234,8 +247,8 @@ def _turn_advantages(
 
 
 def _all_equal(values_G: np.ndarray) -> bool:
-    # A test for std == 0 would miss rewards that differ only in their last bits, by rounding. Dividing by such a small
-    # std would turn this difference into large advantages.
+    # A test for std == 0 would miss rewards that differ only by rounding in their last bits.
+    # Dividing by such a small std would turn the rounding into large advantages.
     if len(values_G) == 0:
         return True
     size, spread = max(1.0, np.abs(values_G).max()), np.ptp(values_G)
@@ -247,30 +260,34 @@ def _all_equal(values_G: np.ndarray) -> bool:
 @cache
 def _warn_of_ties() -> None:
     log.warning(
-        "rewards of a group differ by less than %g, or than this share of their size, and count as equal: the group "
-        "carries no signal. Scale the rewards up, or subtract what they have in common",
+        "advantage: rewards of a group differ by less than %g, absolute or relative, and count as equal: it is a "
+        "zero-variance group. Scale the rewards up, or subtract their common part",
         TIE_TOLERANCE,
     )
 
 
 def best_of_k(rewards_G: np.ndarray, k: int) -> tuple[np.ndarray, float, float]:
-    """Computes statistics of the best reward in a subset of k of the G samples (arXiv 2508.10751, for any rewards).
+    """Computes statistics of the best reward in subsets of k of the G samples (arXiv 2508.10751).
+
+    The formulas hold for any rewards.
 
     Returns:
-        The mean [G] over the subsets that include sample i, the mean over all subsets, and their standard deviation.
+        The mean [G] over the subsets that include sample i, the mean over all subsets, and the
+        standard deviation over all subsets.
     """
     order = np.argsort(rewards_G, kind="stable")
     r, n = rewards_G[order], len(rewards_G)
-    # In ascending order the best of a subset is its last one, so subsets are counted instead of listed. Sample i is the
-    # best of a subset if the other k - 1 come from the i samples below it. `best` is the probability of that.
+    # In ascending order the last sample of a subset is its best, so subsets can be counted instead
+    # of listed. Sample i is the best of a subset if the other k - 1 samples come from the i samples
+    # below it. `best` is the probability of this event.
     best = np.array([math.comb(i, k - 1) for i in range(n)]) / math.comb(n, k)
     mean = float(best @ r)
     std = math.sqrt(max(0.0, float(best @ (r - mean) ** 2)))
     total = math.comb(n - 1, k - 1)
     # The probability that i is the best of a subset that includes i.
     own = np.array([math.comb(i, k - 1) for i in range(n)]) / total
-    # The probability that j is the best of a subset that includes i, for i below j. The other k - 2 samples are chosen
-    # from the j - 1 samples that are below j and are not i.
+    # The probability that j is the best of a subset that includes i, for i below j. The other k - 2
+    # samples are chosen from the j - 1 samples that are below j and are not i.
     above = np.array([math.comb(j - 1, k - 2) if j and k > 1 else 0 for j in range(n)]) / total
     later = np.concatenate([np.cumsum((above * r)[::-1])[::-1][1:], [0.0]])
     values_G = np.empty(n)
@@ -279,18 +296,18 @@ def best_of_k(rewards_G: np.ndarray, k: int) -> tuple[np.ndarray, float, float]:
 
 
 def _raw_reward(sample: Sample) -> float:
-    assert sample.score is not None  # it is gradable
+    assert sample.score is not None  # only graded samples get here
     return sample.score.reward
 
 
 def _shaped_reward(sample: Sample, config: AdvantageConfig, max_tokens: int | None) -> float:
-    """Returns the reward of the grader minus what "penalize" subtracts."""
+    """Returns the grader's reward minus the penalty of `truncated: penalize`."""
     reward = _raw_reward(sample)
     if config.truncated != "penalize":
         return reward
     share = float(_is_truncated(sample))
-    # The soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13). The limit holds for each turn of a conversation,
-    # so the longest turn counts.
+    # Soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13). max_tokens limits each turn of a
+    # conversation, so the longest turn counts.
     if config.overlong and max_tokens is not None:
         buffer = config.overlong * max_tokens
         longest = max(stop - start for start, stop in sample.completion.sampled_spans)
@@ -299,7 +316,7 @@ def _shaped_reward(sample: Sample, config: AdvantageConfig, max_tokens: int | No
 
 
 def _is_truncated(sample: Sample) -> bool:
-    # By max_tokens or a limit of a conversation.
+    # Truncated by max_tokens or by a limit of the conversation.
     return sample.completion.finish_reason in TRUNCATED_REASONS
 
 

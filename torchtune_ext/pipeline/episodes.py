@@ -1,9 +1,10 @@
-"""A conversation in progress: turns of the policy and answers of its environment, until one of them ends it.
+"""Tracks a conversation in progress: turns of the policy and answers of its environment.
 
-The prompt of the next turn is all that was sampled, followed by what the template writes around the answer
-(`between_turns_ids`). So the policy is trained on the tokens and contexts that were sampled, and the engine finds all
-but the answer in its prefix cache. With `history: template` the prompt is what the template leaves of older turns, in
-the ids that were sampled (`context_ids`). It branches from the path before it where the two differ.
+The prompt of the next turn is the token path so far, followed by the template's tokens for the
+environment's answer (`turn_boundary_ids`). Turns are never re-tokenized, so the policy is trained
+on the sampled tokens and contexts, and the engine finds the path in its prefix cache. With
+`history: template`, the prompt contains what the chat template keeps of older turns, in the sampled
+ids (`context_ids`). Where it differs from the path so far, the path branches.
 """
 
 from collections.abc import Sequence
@@ -18,45 +19,43 @@ from torchtune_ext.tasks.task import Message, Score, Turn
 
 
 class Episode:
-    """One conversation so far.
+    """One conversation in progress.
 
     Args:
-        prompt: the ids behind which the first turn is sampled.
-        opened: how the text of the first turn begins (`ChatTokenizer.opened_thought`).
+        prompt: token ids of the prompt of the first turn.
+        thought_prefix: start of the first turn's text (`ChatTokenizer.thought_prefix`).
     """
 
     def __init__(self, prompt: Sequence[int] = (), thought_prefix: str = "") -> None:
-        self.slot: EnvironmentSlot | None = None  # the place of its environment; None before the first turn is there
-        self._context, self._thought_prefix = (
-            np.asarray(prompt, dtype=np.int32),
-            thought_prefix,
-        )  # those of the last turn
-        self._turns: list[Completion] = []  # the turns
-        self._kept_prefix_lens = [len(prompt)]  # for each turn, how many ids of the path before it are in its context
-        self._has_branches = False  # whether a turn keeps less than all
-        self._answers: list[np.ndarray] = []  # ids between turns that are in no earlier path
+        self.slot: EnvironmentSlot | None = None  # None before the first turn
+        # The context and text prefix of the last turn.
+        self._context, self._thought_prefix = np.asarray(prompt, dtype=np.int32), thought_prefix
+        self._turns: list[Completion] = []
+        self._kept_prefix_lens = [len(prompt)]  # per turn, the ids that its context keeps of the path so far
+        self._has_branches = False  # whether any turn keeps only a part of the path
+        self._answers: list[np.ndarray] = []  # new ids between two turns, which the policy did not sample
         self._messages: list[Message] = []
         self._rewards: list[float] = []
         self._score = Score(0.0)  # the sum over all answers
 
     @property
     def num_turns(self) -> int:
-        """How many turns the policy has sampled."""
+        """The number of sampled turns."""
         return len(self._turns)
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the policy has sampled."""
+        """The number of sampled tokens."""
         return sum(len(part.tokens) for part in self._turns)
 
     @property
     def path(self) -> list[int]:
-        """The ids of the last turn's context and of the turn itself."""
+        """The token ids of the last turn's context, followed by the last turn."""
         return [*self._context.tolist(), *self._turns[-1].tokens.tolist()]
 
     @property
     def sampled_ids(self) -> list[list[int]]:
-        """The ids of each turn."""
+        """The token ids of each turn."""
         return [part.tokens.tolist() for part in self._turns]
 
     @property
@@ -66,7 +65,7 @@ class Episode:
 
     @property
     def last_message(self) -> Message:
-        """The last sampled turn, until it is answered."""
+        """The last message: the last sampled turn until it is answered."""
         return self._messages[-1]
 
     def add_turn(self, completion: Completion, text: str) -> None:
@@ -84,13 +83,13 @@ class Episode:
         )
 
     def packed_size(self, context: Sequence[int]) -> int:
-        """Returns how many tokens the conversation has with this context for a next turn, in all branches."""
-        # All branches count, because a packed row has to hold them together.
+        """Returns the packed tokens of the conversation with this context for the next turn."""
+        # All branches count, because one packed row must hold them all.
         so_far = self._kept_prefix_lens[0] + self.num_tokens + sum(map(len, self._answers))
         return so_far + len(context) - self._common_prefix_len(context)
 
     def set_next_context(self, context: Sequence[int], thought_prefix: str) -> None:
-        """Sets the context of the next turn, and how its text begins."""
+        """Sets the context of the next turn and the start of its text."""
         kept = self._common_prefix_len(context)
         self._has_branches |= kept < len(self.path)
         self._context, self._thought_prefix = np.asarray(context, dtype=np.int32), thought_prefix
@@ -98,7 +97,7 @@ class Episode:
         self._answers.append(self._context[kept:])
 
     def _common_prefix_len(self, context: Sequence[int]) -> int:
-        """Returns how many ids of the last path a context begins with."""
+        """Returns the length of the common prefix of a context and the path."""
         path = self.path
         length = min(len(path), len(context))
         others = np.flatnonzero(np.not_equal(path[:length], context[:length]))
@@ -108,12 +107,13 @@ class Episode:
         """Returns the conversation as a sample.
 
         Args:
-            ending: a word of the table in `grading/environments.py`, or the reason why the engine cut the last turn.
-            failure: why there is no score, if the environment failed.
+            ending: an ending from the table in `grading/environments.py`, or the engine's finish
+                reason of a truncated last turn.
+            failure: the reason for a missing score, if the environment failed.
         """
         parts, answers = self._turns, self._answers
-        # The ids between turns were not sampled. They get the version of the turn before, so that no further version
-        # appears.
+        # The ids between turns were not sampled. They get the version of the preceding turn, so
+        # that no additional version appears.
         quiet = [np.zeros(len(ids), np.float32) for ids in answers]
         versions = [np.full(len(ids), part.versions[-1]) for part, ids in zip(parts, answers, strict=False)]
         starts = np.cumsum([0] + [len(part.tokens) + len(ids) for part, ids in zip(parts, answers, strict=False)])
@@ -137,5 +137,5 @@ class Episode:
 
     @staticmethod
     def _interleave(turns: Sequence[np.ndarray], between: Sequence[np.ndarray]) -> np.ndarray:
-        # `between` is as long as `turns`, if there are ids behind the last one, too, or shorter by one.
+        # `between` is as long as `turns` if ids follow the last turn, else shorter by one.
         return np.concatenate([turn for i, part in enumerate(turns) for turn in (part, *between[i : i + 1])])

@@ -1,4 +1,4 @@
-"""Computes the accuracy of graded groups: the mean reward with its 95% interval, and the unbiased pass@k."""
+"""Computes mean reward with its 95% interval and unbiased pass@k from graded groups."""
 
 import logging
 import math
@@ -16,14 +16,15 @@ from torchtune_ext.settings.records import config_record
 
 log = logging.getLogger(__name__)
 
-# Standard errors to an end of a 95% interval: of the normal distribution, and of Student's for 1 to 29 degrees of freedom.
+# 97.5% quantiles of the normal distribution and of Student's t with 1 to 29 degrees of freedom: the
+# half-width of a 95% interval in standard errors.
 Z_95 = 1.96
 T_95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
     2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045,
 )  # fmt: skip
-MAX_UNGRADED_FRACTION = 0.01  # share of ungraded samples above which an accuracy is given with a warning
-SOLVED_REWARD = 1.0 - 1e-9  # the smallest reward that counts as fully right in pass@k
+MAX_UNGRADED_FRACTION = 0.01  # above this fraction, a warning accompanies the accuracy
+SOLVED_REWARD = 1.0 - 1e-9  # the smallest reward that pass@k counts as correct
 
 
 @config_record("evaluation")
@@ -35,54 +36,59 @@ class EvaluationConfig:
         default=10, ge=1, description="steps between evaluations; also before the first and after the last step"
     )
     samples: int = Field(
-        default=1, ge=1, description="samples per held-out problem at the training temperature, besides a greedy one"
+        default=1,
+        ge=1,
+        description="samples per held-out problem at the training temperature, in addition to a greedy one",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """The mean reward over problems, with its uncertainty and its counts."""
+    """The mean reward over problems, with its 95% interval and its counts.
 
-    mean: float  # mean over problems of the mean reward of their graded samples
-    low: float  # lower end of the 95% interval of the mean over problems; samples of one are not counted as independent
-    high: float  # upper end of the 95% interval of the mean
-    pass_at: dict[int, float]  # for each k, the probability that at least one of k samples is fully right
+    The interval treats problems as independent, but not the samples of one problem.
+    """
+
+    mean: float  # mean over problems of the mean reward of a problem's graded samples
+    low: float  # lower end of the 95% interval of `mean`
+    high: float  # upper end of the 95% interval of `mean`
+    pass_at: dict[int, float]  # k -> probability that at least one of k samples is correct
     problems: int  # problems with at least one graded sample
-    ungraded: int  # samples that the infrastructure failed to grade
+    ungraded: int  # samples without a score because of an infrastructure failure
 
     @property
     def has_partial_rewards(self) -> bool:
-        """Whether some rewards lie between 0 and 1, so that their mean is no share of right answers."""
+        """Whether some rewards lie strictly between 0 and 1, so `mean` is not an accuracy."""
         return _differs(self.mean, self.pass_at.get(1))
 
 
 def compute_accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
-    """Computes the accuracy of groups.
+    """Computes the accuracy of graded groups.
 
     Args:
         groups: graded groups.
-        ks: the values of k for which pass@k is estimated. A k above the graded samples of some problem is left out.
+        ks: values of k for pass@k. A k that exceeds the number of graded samples of any problem is
+            omitted from the result.
 
     Raises:
-        ValueError: no sample could be graded.
+        UsageError: no sample could be graded.
     """
     rewards = [[s.score.reward for s in g.samples if s.score is not None] for g in groups]
     ungraded = sum(len(g.samples) for g in groups) - sum(map(len, rewards))
     rewards = [r for r in rewards if r]
     if not rewards:
-        # The message has the cause, because an evaluation stores no groups that would show it.
+        # The message includes the cause, because a held-out evaluation does not store its groups.
         causes = (
             f"problem {g.problem.id!r} {s.outcome.kind}: {s.outcome.cause}"
             for g in groups
             for s in g.samples
             if isinstance(s.outcome, Ungraded)
         )
-        raise UsageError(
-            f"none of {ungraded} samples could be graded. The first one: {next(causes, 'it was not graded')}"
-        )
+        raise UsageError(f"none of {ungraded} samples could be graded; the first: {next(causes, 'it was not graded')}")
     if ungraded > MAX_UNGRADED_FRACTION * (total := sum(len(g.samples) for g in groups)):
-        log.warning("this accuracy leaves out %d of %d samples, which could not be graded", ungraded, total)
-    # Samples of one problem are not independent, so the interval is that of the means of problems.
+        log.warning("evaluation: the accuracy excludes %d of %d samples, which could not be graded", ungraded, total)
+    # Samples of one problem are not independent, so the interval is computed from the problems'
+    # means.
     means = np.array([np.mean(r) for r in rewards])
     pass_at = {
         k: float(np.mean([pass_at_k(len(r), sum(x >= SOLVED_REWARD for x in r), k) for r in rewards]))
@@ -95,21 +101,23 @@ def compute_accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accur
 def confidence_interval(means: np.ndarray) -> tuple[float, float]:
     """Returns the 95% interval of the mean over independent problems, from their means [problems].
 
-    It is Wilson's (JASA 22, 1927) if all means are in [0, 1], and otherwise Student's, which says nothing of a single
-    problem: then both ends are the mean.
+    Uses Wilson's interval (JASA 22, 1927) if all means lie in [0, 1], else Student's. Student's
+    interval is undefined for a single problem; both ends are the mean then.
     """
     count, mean = len(means), float(means.mean())
     variance = float(means.var(ddof=1)) / count if count > 1 else math.inf
-    # A variance that was estimated from few problems is uncertain itself.
+    # A variance that is estimated from few problems is itself uncertain, which Student's t
+    # includes.
     t = T_95[count - 2] if 2 <= count < 2 + len(T_95) else Z_95
     if means.min() < 0 or means.max() > 1:
         half = t * math.sqrt(variance) if count > 1 else 0.0
         return mean - half, mean + half
-    # Wilson's interval stays in [0, 1], and has a width even if all problems are alike. Its count is the number of
-    # problems at which a share of right answers is as uncertain as this mean (Franco et al., J. Surv. Stat. Methodol.
-    # 7, 2019).
+    # Wilson's interval stays in [0, 1] and has a width even if all means are equal. Its sample size
+    # is the number of problems at which a binomial proportion would have the variance of this mean
+    # (Franco et al., J. Surv. Stat. Methodol. 7, 2019).
     share = mean * (1 - mean)
-    # A mean of numbers in [0, 1] is at least as certain as a share of right answers among as many problems.
+    # A mean of numbers in [0, 1] has at most the variance of a binomial proportion over as many
+    # problems.
     effective = max(count, share / variance) if 0 < variance < math.inf else count
     z = t if effective > count else Z_95
     center = (mean + z**2 / (2 * effective)) / (1 + z**2 / effective)
@@ -118,7 +126,7 @@ def confidence_interval(means: np.ndarray) -> tuple[float, float]:
 
 
 def has_partial_rewards(values: Mapping[str, float | None]) -> bool:
-    """Returns `Accuracy.partly_right` from the metrics of an evaluation."""
+    """Returns `Accuracy.has_partial_rewards` from the metrics of an evaluation."""
     return any(
         _differs(values.get(f"eval/accuracy_{kind}"), values.get(f"eval/solved_{kind}"))
         for kind in ("sampled", "greedy")
@@ -130,16 +138,19 @@ def _differs(mean: float | None, solved: float | None) -> bool:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Estimates, without bias, the probability that one of k samples is right, when c of n samples are right.
+    """Estimates pass@k without bias: 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
 
-    The estimate is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
+    Args:
+        n: number of samples.
+        c: number of correct samples among them.
+        k: number of samples per attempt.
 
     Raises:
-        ValueError: k is not between 1 and n.
+        UsageError: k is not between 1 and n.
     """
     if not 1 <= k <= n:
         raise UsageError(f"pass@k with k={k} needs 1 <= k <= n={n} samples")
-    # Fewer than k samples are wrong, so every choice of k has a right one.
+    # Fewer than k samples are wrong, so every subset of k samples contains a correct one.
     if n - c < k:
         return 1.0
     return 1.0 - math.prod((n - c - i) / (n - i) for i in range(k))

@@ -1,4 +1,4 @@
-"""The records between sampling and packing, a prompt with its completions, and their form as a line of JSON."""
+"""Defines groups and samples, the records between sampling and packing, and their JSON format."""
 
 import json
 import math
@@ -17,27 +17,27 @@ from torchtune_ext.tasks.task import GradedGroup, Message, Problem, Score
 class Sample:
     """One completion of a prompt, with its outcome and its advantage."""
 
-    completion: Completion  # what the engine sampled, or, in a supervised sample, the target
-    # The decoded tokens, for graders and people. If the prompt ends with an open "<think>", the text begins with it.
+    completion: Completion  # sampled by the engine, or the target of a supervised sample
+    # The decoded completion. If the prompt ends with an open "<think>", the text starts with it.
     text: str = ""
-    outcome: Outcome | None = None  # what came out of grading; None: the sample was not given to a grader
-    advantage: float = 0.0  # set by `with_advantages`
-    in_loss: bool = False  # False: the sample is kept for the record, but not packed
-    teacher_logprobs: np.ndarray | None = None  # [R] float32, nats: of the tokens under a teacher; None: there is none
-    messages: tuple[Message, ...] = ()  # of a conversation: what follows the prompt, for people; so does the text
-    turn_rewards: tuple[float, ...] = ()  # of a conversation: what the environment gave for each turn that it answered
-    turn_advantages: tuple[float, ...] = ()  # of each turn; `advantage` is their mean then
+    outcome: Outcome | None = None  # the result of grading; None if the sample was not graded
+    advantage: float = 0.0  # set by `assign_advantages`
+    in_loss: bool = False  # False: the sample is stored, but not packed
+    teacher_logprobs: np.ndarray | None = None  # [R] float32, nats; None without a teacher
+    messages: tuple[Message, ...] = ()  # the messages after the prompt; empty for a single turn
+    turn_rewards: tuple[float, ...] = ()  # the environment's reward for each answered turn
+    turn_advantages: tuple[float, ...] = ()  # with `credit: turn`; `advantage` is their mean
 
     @property
     def score(self) -> Score | None:
-        """Returns the score, or None if the sample was not or could not be graded."""
+        """Returns the score, or None if the sample was not graded or grading failed."""
         return self.outcome if isinstance(self.outcome, Score) else None
 
     @property
     def rated_messages(self) -> list[tuple[Message, float | None]]:
-        """Returns the messages of a conversation, each turn of the policy with its reward from the environment.
+        """Returns (message, reward from the environment) for each message after the prompt.
 
-        The reward is None for a turn that was not answered, and for a message of the environment.
+        The reward is None for an unanswered turn and for a message of the environment.
         """
         rewards = iter(self.turn_rewards)
         return [(m, next(rewards, None) if m["role"] == "assistant" else None) for m in self.messages]
@@ -53,17 +53,17 @@ class Group:
 
     @property
     def has_nonzero_advantage(self) -> bool:
-        """Tells whether any sample, or any of its turns, has an advantage other than 0."""
+        """Whether any sample or turn has an advantage other than 0."""
         return any(sample.advantage or any(sample.turn_advantages) for sample in self.samples)
 
     @property
     def num_completions(self) -> int:
-        """Returns the number of samples that have a reward, or that are trained on without one, as supervised ones."""
+        """The number of samples that have a score or are trained on (supervised samples)."""
         return sum(sample.in_loss or sample.score is not None for sample in self.samples)
 
 
 def outcomes_for_task(groups: Sequence[Group]) -> list[GradedGroup]:
-    """Returns groups in the form that a task gets (`AdaptiveTask.observe`)."""
+    """Converts groups to the argument of `AdaptiveTask.observe`."""
     return [
         (group.problem, [(s.text, s.score, s.outcome.kind if s.outcome else "") for s in group.samples])
         for group in groups
@@ -71,9 +71,12 @@ def outcomes_for_task(groups: Sequence[Group]) -> list[GradedGroup]:
 
 
 def group_to_json(group: Group) -> str:
-    """Formats a group as a line of JSON. Policy versions are run-length coded, `[[version, how many tokens], ...]`."""
-    # `cached_prompt_tokens` is left out. An engine that was restarted has an empty prefix cache, and the record of a
-    # run that lost an engine should equal that of one that lost none.
+    """Formats a group as a line of JSON.
+
+    Policy versions are run-length encoded as `[[version, number of tokens], ...]`.
+    """
+    # `cached_prompt_tokens` is omitted, so that an engine restart, which empties the prefix cache,
+    # does not change the stored rollouts.
     problem = {"id": group.problem.id, "messages": group.problem.messages, "answer": group.problem.answer}
     if group.problem.tools:
         problem["tools"] = group.problem.tools
@@ -105,7 +108,7 @@ def _sample_to_json(sample: Sample) -> str:
         head["kept"] = completion.kept_prefix_lens
     if sample.turn_advantages:
         head["turn_advantages"] = sample.turn_advantages
-    # The arrays are formatted in bulk, and put in before the closing brace of what json.dumps wrote.
+    # The arrays are formatted in bulk and inserted before the closing brace of json.dumps' output.
     arrays = f'"tokens":{_ints(completion.tokens)},"logprobs":{_floats(completion.logprobs)}'
     if sample.teacher_logprobs is not None:
         arrays += f',"teacher_logprobs":{_floats(sample.teacher_logprobs)}'
@@ -113,10 +116,10 @@ def _sample_to_json(sample: Sample) -> str:
 
 
 def group_from_record(record: dict[str, Any]) -> Group:
-    """Returns the group that `group_json` formatted, from the parsed JSON.
+    """Rebuilds a group from the parsed JSON of `group_to_json`.
 
-    In its `answer` tuples become lists, and what JSON does not have becomes its `repr`. The problem's `example` and
-    the completions' `cached_prompt_tokens` are lost.
+    In `answer`, tuples become lists, and values without a JSON form become their `repr`. The
+    problem's `example` and the completions' `cached_prompt_tokens` are not restored.
     """
     problem = record["problem"]
     return Group(
@@ -157,16 +160,16 @@ def _sample_from_record(record: dict[str, Any]) -> Sample:
 
 
 def run_length_encode(values_R: np.ndarray) -> list[list[int]]:
-    """Returns [[value, how often in a row], ...]: [[7, 3], [8, 1]] for [7, 7, 7, 8]."""
+    """Returns [[value, length of the run], ...]: [[7, 3], [8, 1]] for [7, 7, 7, 8]."""
     values_R = np.asarray(values_R)
-    # The prepended value differs from the first one, so that the first place begins a run as well.
+    # The prepended value differs from the first value, so that index 0 starts a run as well.
     starts = np.flatnonzero(np.diff(values_R, prepend=values_R[:1] - 1)) if len(values_R) else []
     ends = [*starts[1:], len(values_R)]
     return [[int(values_R[start]), int(end - start)] for start, end in zip(starts, ends, strict=False)]
 
 
 def _number(value: float | str) -> float | str:
-    # JSON has no NaN or infinity. As a string, `float()` reads them back.
+    # JSON has no NaN or infinity. They are written as strings, which `float()` parses.
     value = float(value)
     return value if math.isfinite(value) else str(value)
 
@@ -183,5 +186,6 @@ def _floats(values_R: np.ndarray) -> str:
     values_R = np.asarray(values_R, dtype=np.float32)
     if not np.isfinite(values_R).all():
         return json.dumps([_number(f"{value:.9g}") for value in values_R.tolist()])
-    # Formatting in bulk is twenty times as fast as json.dumps. Nine significant digits give back every float32 exactly.
+    # Formatting in bulk is twenty times as fast as json.dumps. Nine significant digits restore
+    # every float32 exactly.
     return "[" + (",".join(["%.9g"] * len(values_R)) % tuple(values_R.tolist())) + "]"

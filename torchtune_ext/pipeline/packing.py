@@ -1,21 +1,24 @@
-"""Packs groups into rows, in which every prompt is stored once and its completions follow it.
+"""Packs groups into rows with prefix sharing: a row stores a prompt once for its completions.
 
-A row is one flat sequence that holds several groups. Each group is a tree, whose paths are the sampled sequences::
+A row is one flat sequence that holds several groups. Each group is a prefix tree, usually of depth
+2, and each path of the tree is a sampled sequence::
 
     place        0  1  2    3  4    5  6  7    8  9   10
     tokens      p0 p1 p2 | a0 a1 | b0 b1 b2 | q0 q1 | c0 ...
     end          8  8  8    5  5    8  8  8   11 11   11
     position     0  1  2    3  4    3  4  5    0  1    2
 
-Query i sees key j when j <= i < end[j]. Places are in the order of a walk through the tree, and the end of a token is
-the place at which the walk has left everything that follows the token. So completions do not see each other.
+Query i sees key j when j <= i < end[j]. A place is an index into the row. Places are in depth-first
+order of the tree, and the end of a token is the exclusive end of its subtree. So completions do not
+see each other.
 
-A completion of R tokens takes R - 1 places: its last token is a label but never an input, and its first one is
-predicted from the last *prompt* token. No other file shifts labels. A conversation is one completion, in which the
-environment's answers are inputs but no labels. Where a later turn sees only a part of what came before it
-(`Completion.kept`), the tree branches, and one hidden state may predict several labels.
+A completion of R tokens takes R - 1 places: its last token is a label but never an input, and its
+first token is predicted from the last *prompt* token. No other file shifts labels. A conversation
+is one completion, in which the environment's answers are inputs but not labels. If a later turn
+keeps only a part of the path before it (`Completion.kept_prefix_lens`), the tree branches, and one
+hidden state may predict several labels.
 
-The loss of an update is the sum over all labels of its rows of weight * token loss.
+The loss of an update is the sum of weight * token loss over all labels of its rows.
 """
 
 import math
@@ -31,33 +34,32 @@ from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.sampling.types import Completion
 
-# Lengths of padded rows between a power of two and the next. Kernels are compiled for each length, so there should be
-# few, and with 32 at most 3% of a row is padding.
+# Number of padded row lengths between two powers of two. Kernels are compiled for each length, so
+# there should be few. With 32 lengths, at most 3% of a row is padding.
 BUCKETS_PER_OCTAVE = 32
-ROUND_OVERHEAD_TOKENS = (
-    512  # what a round costs beside its rows, in tokens: launching kernels, and gathering weights from the ranks
-)
-SIZES_PER_ROUND_COUNT = 5  # sizes of rows that are compared for each number of rounds
-PATIENCE = 8  # further rounds that are tried without a better result
-SIZE_RATIO = 1.02  # ratio of each size to the one before
+# Cost of a round in addition to its rows, in tokens: kernel launches and weight all-gathers.
+ROUND_OVERHEAD_TOKENS = 512
+SIZES_PER_ROUND_COUNT = 5  # row capacities that are compared for each number of rounds
+PATIENCE = 8  # numbers of rounds that are tried without an improvement
+SIZE_RATIO = 1.02  # ratio between successive row capacities
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One packed sequence of T tokens with L labels. Its tensors are on the CPU until `to` moves them."""
+    """One packed sequence of T tokens with L labels. `pack` makes its tensors on the CPU."""
 
     tokens_T: Tensor  # int64, input ids
-    positions_T: Tensor  # int64, position of the token in its own unpacked sequence
+    positions_T: Tensor  # int64, position of the token in its unpacked sequence
     ends_T: Tensor  # int32, one past the last place that sees the token; padding sees only itself
     max_path_len: int  # tokens of the longest path
-    labels_L: Tensor  # int64, id of the token to be predicted
+    labels_L: Tensor  # int64, id of the predicted token
     hidden_index_L: Tensor  # int64, index into T of the hidden state that predicts the label
-    logprobs_L: Tensor  # float32, log-prob of the label under the policy that sampled it, as the sampler reported
+    logprobs_L: Tensor  # float32, log-prob that the sampler reported for the label, nats
     advantages_L: Tensor  # float32
     loss_weights_L: Tensor  # float32, weight of the label in the loss of the update
     versions_L: Tensor  # int32, policy version that sampled the label
     samples_L: Tensor  # int64, index of the label's completion in the row, 0 .. number of completions - 1
-    teacher_logprobs_L: Tensor | None = None  # float32, log-prob of the label under the teacher; None: there is none
+    teacher_logprobs_L: Tensor | None = None  # float32, nats; None without a teacher
 
     @property
     def num_labels(self) -> int:
@@ -71,25 +73,25 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class PackStats:
-    """Counts of how well the rows are used. They can be added."""
+    """Token counts that measure packing efficiency. Two objects can be added."""
 
     rows: int = 0  # rows that hold labels
     tokens: int = 0  # input tokens in the rows, without padding
     labels: int = 0  # labels in the rows
-    tokens_unshared: int = 0  # the tokens if every completion had a prompt of its own
-    tokens_ideal: int = 0  # the tokens if every prompt stood once
-    tokens_computed: float = (
-        0  # places that the ranks compute or wait for: of every round, its longest row, for each rank
-    )
+    tokens_unshared: int = 0  # input tokens without prefix sharing
+    tokens_ideal: int = 0  # input tokens if every prompt were stored exactly once
+    # Places that the ranks compute or wait for: in every round, its longest row times the ranks.
+    tokens_computed: float = 0
 
     def __add__(self, other: "PackStats") -> "PackStats":
         return PackStats(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
     def metrics(self) -> dict[str, float]:
-        """Returns the counts and their ratios by their names in the log."""
+        """Returns counts and ratios by metric name."""
         counts = {f"pack/{name}": float(getattr(self, name)) for name in ("rows", "tokens", "labels")}
-        # Sharing prompts divides the tokens by rho, at most N(P + R) / (P + NR) for N completions of R tokens behind a
-        # prompt of P. Padding, repeated prompts and waiting ranks lower the used share of the computed places.
+        # rho is the token reduction from prefix sharing. It is at most N(P + R) / (P + NR) for N
+        # completions of R tokens after a prompt of P tokens. Padding, repeated prompts and idle
+        # ranks lower the packing efficiency `pack/used`.
         rho = self.tokens_unshared / self.tokens if self.tokens else 1.0
         return counts | {
             "pack/rho": rho,
@@ -103,9 +105,9 @@ class GroupSize:
 
     Args:
         prompt: tokens of the prompt that all completions share.
-        completions: places that each completion takes beside the prompt; 0 for a completion of one token.
-        pairs: for each completion, the pairs of a query in it and any key that the attention mask allows; None: no
-            completion branches.
+        completion_lens: places of each completion after the prompt; 0 if it has one token.
+        attention_pairs: for each completion, the number of allowed pairs of a query in the
+            completion and any key; None if no completion branches.
     """
 
     prompt: int
@@ -114,19 +116,19 @@ class GroupSize:
 
     @property
     def tokens(self) -> int:
-        """The places of the whole group with its prompt stored once."""
+        """The places of the group with its prompt stored once."""
         return self.prompt + sum(self.completion_lens)
 
 
 @dataclass(frozen=True, slots=True)
 class RowSegment:
-    """The completions of one group in one row, behind their prompt.
+    """Completions of one group in one row, after their prompt.
 
     Args:
         group: index of the group.
         completions: indices of the completions in the group, ascending.
         tokens: places of the prompt and of these completions.
-        pairs: pairs of a query and a key that the attention mask allows.
+        attention_pairs: number of (query, key) pairs that the attention mask allows.
     """
 
     group: int
@@ -135,18 +137,18 @@ class RowSegment:
     attention_pairs: int
 
 
-RowPlan = tuple[RowSegment, ...]  # a row; empty for a rank that has nothing to do in a round
+RowPlan = tuple[RowSegment, ...]  # the segments of a row; empty for an idle rank
 
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """The form of the rows that the ranks need, and the cost of a row.
+    """The row lengths that the ranks need, and the cost model of a row.
 
     Args:
-        ranks: number of ranks that work in lock step.
-        tile: rows are padded to one of a few lengths, all multiples of this; None: no padding.
-        pair_cost: cost of an allowed pair of query and key over all layers and heads, where all other work for a token
-            costs 1.
+        ranks: number of data-parallel ranks, which compute one row each per round.
+        tile: rows are padded to one of a few lengths, all multiples of it; None: no padding.
+        attention_pair_cost: cost of an allowed (query, key) pair over all layers and heads. The
+            unit is all other work for a token.
     """
 
     ranks: int = 1
@@ -154,29 +156,29 @@ class RowLayout:
     attention_pair_cost: float = 0.0
 
     def length(self, tokens: int, buckets_per_octave: int = BUCKETS_PER_OCTAVE) -> int:
-        """The length of a row that holds `tokens` tokens: one of at most `lengths` between two powers of two."""
-        # A model cannot run a row without tokens.
+        """Returns the padded length of a row of `tokens` tokens."""
+        # The model needs at least one token.
         tokens = max(tokens, 1)
         if self.tile is None:
             return tokens
-        # The lengths between the two powers of two around `tokens` are equally far apart.
+        # The lengths between the two powers of two around `tokens` are evenly spaced.
         unit = math.ceil(max(1, 2 ** (tokens - 1).bit_length() // (2 * buckets_per_octave)) / self.tile) * self.tile
         return math.ceil(tokens / unit) * unit
 
     def row_length(self, row: RowPlan) -> int:
-        """The length of this row, padding included."""
+        """Returns the length of a row, including padding."""
         return self.length(sum(part.tokens for part in row))
 
     def row_cost(self, row: RowPlan) -> float:
-        """The cost of this row, in tokens."""
+        """Returns the cost of a row, in tokens."""
         return self.row_length(row) + self.attention_pair_cost * sum(part.attention_pairs for part in row)
 
     def total_round_cost(self, rows: Sequence[RowPlan], cost: Callable[[RowPlan], float]) -> float:
-        """The sum over rounds of the largest cost in the round, for which all its ranks wait."""
+        """Returns the sum over rounds of the largest row cost, which all ranks wait for."""
         return sum(max(map(cost, rows[start : start + self.ranks])) for start in range(0, len(rows), self.ranks))
 
 
-SINGLE_RANK = RowLayout()  # one rank, whose rows need no padding
+SINGLE_RANK = RowLayout()  # one rank without padding
 
 
 def pack(
@@ -191,27 +193,30 @@ def pack(
     """Packs the trained samples of `groups` into rows. A group may be split over rows.
 
     Args:
-        groups: groups with advantages; samples with `trained=False` are left out.
-        row_tokens: capacity of a row in input tokens; padding may exceed it, to the next length of the layout.
-        aggregation: "token" (every label weighs the same), "sequence" (every completion weighs the same) or "constant"
-            (every label weighs 1 / (completions * `aggregation_constant`), Dr.GRPO, arXiv 2503.20783).
-        aggregation_constant: tokens, for example max_tokens; needed by "constant".
+        groups: groups with advantages; samples with `in_loss=False` are skipped.
+        row_tokens: capacity of a row in input tokens; padding may exceed it up to the next length
+            of `layout`.
+        aggregation: "token" (equal weight per label), "sequence" (equal weight per completion) or
+            "constant" (weight 1 / (completions * `aggregation_constant`) per label; Dr.GRPO, arXiv
+            2503.20783).
+        aggregation_constant: tokens, for example max_tokens; required by "constant".
         pad_id: token id of padding.
-        layout: the form of the rows that the ranks need.
-        completions: the number of completions that "constant" divides by; None: the graded ones of `groups`.
+        layout: row lengths and cost model.
+        num_completions: the number of completions that "constant" divides by; None for
+            `Group.num_completions` summed over `groups`.
 
     Returns:
-        The rows in a deterministic order, and their counts. `Ranks.share` gives every rank the same number of them, and
-        rows that are computed at the same time cost about the same. A row is empty only if there are fewer completions
-        than rows.
+        The rows in a deterministic order, and their counts. `Ranks.local_slice` gives every rank
+        the same number of rows, and the rows of a round cost about the same. A row is empty only if
+        there are fewer completions than rows.
 
     Raises:
-        ValueError: a prompt with one of its completions is longer than a row, the aggregation is unknown, or "constant"
-            has no `aggregation_constant`.
+        UsageError: a prompt with one of its completions is longer than a row, the aggregation is
+            unknown, or "constant" has no `aggregation_constant`.
     """
     trees = [tree for group in groups if (tree := Tree(group)).trained_samples]
     lengths = [tree.group_size(row_tokens) for tree in trees]
-    # "constant" also counts completions that are graded and not trained on, so that no factor depends on the rewards.
+    # "constant" also counts completions that are not trained on: weights do not depend on rewards.
     if num_completions is None:
         num_completions = sum(group.num_completions for group in groups)
     samples = [sample for tree in trees for sample in tree.trained_samples]
@@ -232,20 +237,20 @@ def pack(
 def pack_updates(
     groups: Sequence[Group], num_updates: int, row_tokens: int, **options
 ) -> tuple[list[list[Row]], PackStats]:
-    """Deals the trained groups to `num_updates` updates with about the same number of tokens, and packs each update.
+    """Partitions the trained groups into updates of about equal tokens, and packs each update.
 
     Args:
         groups: groups with advantages.
         num_updates: updates of the step.
         row_tokens: capacity of a row in input tokens.
-        options: the other arguments of `pack`.
+        **options: other arguments of `pack`.
 
     Returns:
-        The rows of every update that has labels, and the counts of all updates together.
+        The rows of every update that has labels, and the total counts.
     """
     trained = [group for group in groups if any(s.in_loss and len(s.completion.tokens) for s in group.samples)]
     sizes = [len(g.prompt_tokens) + sum(len(s.completion.tokens) for s in g.samples if s.in_loss) for g in trained]
-    # Each update stands for an equal share of all completions, however many of them it trains on.
+    # Each update counts an equal share of all completions, however many completions it trains on.
     share = sum(group.num_completions for group in groups) / num_updates
     updates, total = [], PackStats()
     for bin_items in partition(sizes, num_updates):
@@ -256,7 +261,7 @@ def pack_updates(
 
 
 class Tree:
-    """The trained completions of a group, behind the part of the prompt that all their paths share."""
+    """The trained completions of a group, after the prompt prefix that all their paths share."""
 
     def __init__(self, group: Group):
         self.group = group
@@ -273,7 +278,11 @@ class Tree:
         ]
 
     def group_size(self, row_tokens: int) -> GroupSize:
-        """Returns the places that it needs. Raises ValueError if a completion does not fit into a row."""
+        """Returns the places of the group.
+
+        Raises:
+            UsageError: the prompt with one of its completions does not fit into a row.
+        """
         places = tuple(len(branches.positions_N) for branches in self.layouts)
         longest = self.shared_prefix_len + max(places)
         if longest > row_tokens:
@@ -289,26 +298,26 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class CompletionLayout:
-    """A completion of S sampled tokens, which has N places behind the shared prompt."""
+    """The layout of a completion of S sampled tokens in N places after the shared prompt."""
 
     tokens_N: np.ndarray  # index of the token in the prompt followed by the completion
-    positions_N: np.ndarray  # position of the token in its own path
+    positions_N: np.ndarray  # position of the token in its path
     ends_N: np.ndarray  # one past the last of these places that sees the token
-    hidden_index_S: np.ndarray  # place that predicts each sampled token; -1: the last place of the shared prompt
+    hidden_index_S: np.ndarray  # place that predicts each sampled token; -1: last place of the shared prompt
 
 
 def _lay_out_completion(prompt: int, shared: int, completion: Completion) -> CompletionLayout:
-    """Lays out a completion behind the first `shared` of the `prompt` tokens of its prompt."""
+    """Lays out a completion after the first `shared` of the `prompt` tokens of its prompt."""
     # Each turn continues the path before it or branches from it.
     length = prompt + len(completion.tokens)
-    # A path is a list of places, where those of the shared prompt are below 0. If any completion of the group branches
-    # inside the prompt, every completion brings the rest of the prompt as its own.
+    # A path is a list of places. Places of the shared prompt are negative. If any completion of the
+    # group branches inside the prompt, every completion stores its own copy of the prompt's rest.
     path, tokens = np.arange(prompt) - shared, [np.arange(shared, prompt)]
     positions, ends, sources = [np.arange(shared, prompt)], np.full(length, -1), []
     at, begin = prompt - shared, 0
     spans, kept = completion.sampled_spans, completion.kept_prefix_lens or (length,) * len(completion.sampled_spans)
     for (start, stop), kept_len, kept_by_next_turn in zip(spans, kept, (*kept[1:], 0), strict=True):
-        # This turn does not see the rest of the path, which it does not keep.
+        # This turn does not see the rest of the path.
         ends[path[kept_len:]] = at
         path = path[:kept_len]
         context, size = len(path), stop - begin
@@ -324,14 +333,15 @@ def _lay_out_completion(prompt: int, shared: int, completion: Completion) -> Com
 
 
 def context_hashes(row: Row) -> tuple[Tensor, Tensor]:
-    """Returns hashes of the path before each label of a row, and of that path with the label, both int64 [L].
+    """Returns hashes of the path before each label, and of the path including the label, int64 [L].
 
-    Labels with equal paths before them, also in different rows, are predicted from the same hidden state. With equal labels
-    as well they have the same log-prob under the same policy.
+    Labels with equal paths before them, also in different rows, are predicted from equal hidden
+    states. If the labels are equal, too, they have the same log-prob under the same policy.
     """
     tokens, positions = row.tokens_T.numpy(), row.positions_T.numpy()
-    # The hash of a path is the sum of a hash of each of its (position, token), modulo 2^64. Places are in the order of a
-    # walk through the tree, so a running sum holds a token from its place until its end.
+    # The hash of a path is the sum of the hashes of its (position, token) pairs, modulo 2^64.
+    # Places are in depth-first order, so a running sum includes a token from its place until its
+    # end.
     hashes_T = _splitmix64(positions, tokens)
     leaving = np.zeros(len(tokens) + 1, np.uint64)
     np.add.at(leaving, row.ends_T.numpy(), hashes_T)
@@ -342,7 +352,7 @@ def context_hashes(row: Row) -> tuple[Tensor, Tensor]:
 
 
 def _splitmix64(positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) of positions and tokens, uint64."""
+    """Returns SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) of positions and tokens, uint64."""
     value = (positions.astype(np.uint64) << np.uint64(32) | tokens.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ value >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ value >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -352,7 +362,7 @@ def _splitmix64(positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 def _label_weight_fn(
     samples: list[Sample], aggregation: str, constant: int | None, completions: float
 ) -> Callable[[int], float]:
-    """Returns a function from the number of labels of a completion to the weight of each label."""
+    """Returns a function: number of labels of a completion -> weight of each of its labels."""
     labels = sum(len(s.completion.sampled_indices) for s in samples)
     if aggregation == "token":
         return lambda length: 1.0 / labels
@@ -381,7 +391,7 @@ def _build_row(
         at += shared
         last = at - 1  # the last place of the shared prompt
         for sample, branches in ((tree.trained_samples[i], tree.layouts[i]) for i in part.completions):
-            # Labels are what the policy sampled. In a conversation it only reads what the environment answered.
+            # Only sampled tokens are labels. Environment tokens are masked out of the loss.
             completion, sampled_S = sample.completion, sample.completion.sampled_indices
             tokens.append(np.concatenate([prompt, completion.tokens])[branches.tokens_N])
             positions.append(branches.positions_N)
@@ -397,7 +407,7 @@ def _build_row(
             versions.append(completion.versions[sampled_S])
             sample_ids.append(np.full(len(sampled_S), next_sample))
             at, next_sample = at + len(branches.tokens_N), next_sample + 1
-    # Padding sees only itself, and no place sees it.
+    # Padding sees only itself, and no other place sees padding.
     padding = row_length - at
     tokens.append(np.full(padding, pad_id))
     positions.append(np.zeros(padding))
@@ -414,7 +424,7 @@ def _build_row(
         loss_weights_L=_tensor(weights, torch.float32),
         versions_L=_tensor(versions, torch.int32),
         samples_L=_tensor(sample_ids, torch.int64),
-        # A row without labels has an empty tensor, so that only a sample without teacher log-probs means None.
+        # A row without labels gets an empty tensor. None means missing teacher log-probs.
         teacher_logprobs_L=_tensor(teacher, torch.float32) if len(teacher) == len(labels) else None,
     )
 
@@ -426,35 +436,40 @@ def _tensor(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:
 def balance_rows(groups: Sequence[GroupSize], row_tokens: int, layout: RowLayout) -> list[RowPlan]:
     """Distributes the completions of groups over rows of at most `row_tokens` tokens.
 
-    A group may be split over rows, each of which then has its prompt once.
+    A group may be split over rows. Each of these rows then stores the prompt once.
 
     Args:
-        groups: each with completions, all of which fit into a row with their prompt.
+        groups: sizes of the groups; every completion fits into a row with its prompt.
+        row_tokens: capacity of a row in input tokens.
+        layout: row lengths and cost model.
 
     Returns:
-        The rows, in a deterministic order: rows [k * ranks, (k + 1) * ranks) are round k, one for each rank. There is
-        at least one round.
+        The rows in a deterministic order: rows [k * ranks, (k + 1) * ranks) form round k, one row
+        for each rank. There is at least one round.
     """
-    # FSDP makes ranks work in lock step: in every round each rank computes one row, and the round takes as long as its
-    # most expensive row. So the rows of all ranks are chosen together. AReaL's Algorithm 1 (arXiv 2505.24298, App. B.3)
-    # balances the tokens of one rank. Here sequences also share prompts, and a row costs its tokens, its padding and
-    # the area of its mask.
+    # FSDP synchronizes the ranks in every layer. In every round each rank computes one row, and the
+    # round takes as long as its most expensive row. So the rows of all ranks are chosen together.
+    # AReaL's Algorithm 1 (arXiv 2505.24298, App. B.3) balances the tokens of one rank. Here
+    # sequences also share prompts, and the cost of a row includes its tokens, its padding and the
+    # area of its attention mask.
     #
-    # Rows are filled by best-fit decreasing up to a size. A group that fits nowhere is split: its longest completions
-    # that fit go into the emptiest row. Of several sizes and numbers of rounds, the cheapest result is taken.
+    # Rows are filled by best-fit decreasing up to a capacity. A group that fits nowhere is split:
+    # its longest completions that fit go into the emptiest row. The search tries several capacities
+    # and numbers of rounds, and returns the cheapest result.
     total, ranks = sum(group.tokens for group in groups), layout.ranks
-    # Sorting is stable, so items of equal length keep their order, and the rows are deterministic.
+    # The sort is stable, so items of equal length keep their order and the rows are deterministic.
     largest_first = sorted(range(len(groups)), key=lambda i: -groups[i].tokens)
     longest_first = [sorted(range(len(g.completion_lens)), key=lambda i: -g.completion_lens[i]) for g in groups]
-    # Fewer rounds launch fewer kernels, but more rounds can be balanced better. The search begins with the fewest.
+    # Fewer rounds launch fewer kernels, but more rounds balance better. Start with the fewest.
     fewest = rounds = max(math.ceil(total / (ranks * row_tokens)), 1)
     best, best_cost, best_rounds = None, math.inf, 0
-    # However well they are balanced, the rounds cost at least `total / ranks + rounds * ROUND`. Once this bound exceeds
-    # the best cost, more rounds cannot win. The bound knows nothing of attention, so it may be far below any result.
+    # Even perfectly balanced rounds cost at least `total / ranks + rounds * ROUND_OVERHEAD_TOKENS`.
+    # Once this bound exceeds the best cost, more rounds cannot win. The bound ignores attention, so
+    # it may be far below any result.
     while best is None or (
         rounds <= min(2 * fewest, best_rounds + PATIENCE) and total / ranks + rounds * ROUND_OVERHEAD_TOKENS < best_cost
     ):
-        # If the largest size does not do, no other does. Where rows are many, the next number is some percent larger.
+        # If the largest capacity fails, all fail. Many rounds grow by 3% at a time.
         if best is None and _fill_rows(groups, largest_first, longest_first, rounds * ranks, row_tokens) is None:
             rounds += max(1, rounds // 32)
             continue
@@ -475,22 +490,24 @@ def balance_rows(groups: Sequence[GroupSize], row_tokens: int, layout: RowLayout
 
 
 def partition(sizes: Sequence[float], num_bins: int) -> list[list[int]]:
-    """Deals items to at most `hands` hands of about equal sums: largest first, each to the smallest hand (Graham 1969).
+    """Partitions items into at most `num_bins` bins of about equal sums.
+
+    Greedy: the largest item first, each into the bin with the smallest sum (Graham 1969).
 
     Returns:
-        The indices in each hand, ascending. Hands that would be empty are left out.
+        The item indices of each non-empty bin, ascending.
     """
     sums, items = [0.0] * num_bins, [[] for _ in range(num_bins)]
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         smallest = sums.index(min(sums))
         sums[smallest] += sizes[index]
         items[smallest].append(index)
-    # Hands are in the order of their first items. Otherwise the smallest items would tend to be the last update.
+    # Sort bins by their first item. Otherwise the last update would tend to get the smallest items.
     return sorted(sorted(hand) for hand in items if hand)
 
 
 def _candidate_capacities(least: float, most: int) -> list[int]:
-    """Returns sizes up to which rows are filled, in tokens, ascending from `least` to `most`."""
+    """Returns row capacities to try, in tokens, ascending from `least` to `most`."""
     sizes = [max(math.ceil(least), 1)]
     while sizes[-1] < most:
         sizes.append(min(math.ceil(sizes[-1] * SIZE_RATIO), most))
@@ -504,13 +521,19 @@ def _fill_rows(
     num_rows: int,
     size: int,
 ) -> list[list[tuple[int, Sequence[int]]]] | None:
-    """Fills rows up to `size` tokens: for each row, [(group, its completions there), ...]; None: too little room."""
+    """Fills rows up to `size` tokens.
+
+    Returns:
+        For each row, [(group index, indices of its completions in this row), ...]; None if the
+        groups do not fit.
+    """
     rows: list[list[tuple[int, Sequence[int]]]] = [[] for _ in range(num_rows)]
     room = [(size, row) for row in range(num_rows)]  # (free places, row), ascending
     for index in largest_first:
         group, left, needed = groups[index], longest_first[index], groups[index].tokens
         while left:
-            # Best fit: the row with the least room that still holds all of it. If there is none, the one with the most.
+            # Best fit: the row with the least room that holds the rest of the group, else the row
+            # with the most room.
             place = bisect_left(room, (needed, -1))
             fits = place < len(room)
             free, row = room.pop(place if fits else -1)
@@ -526,7 +549,7 @@ def _fill_rows(
 
 
 def _fill_empty_rows(rows: list[list[tuple[int, Sequence[int]]]]) -> list[list[tuple[int, Sequence[int]]]]:
-    # A rank with an empty row would only wait through its round, so it gets half of the row with the most completions.
+    # A rank with an empty row would idle, so it gets half of the row with the most completions.
     for empty in (row for row in rows if not row):
         fullest = max(rows, key=lambda row: sum(len(taken) for _, taken in row))
         if len(fullest) > 1:
@@ -553,7 +576,7 @@ def _make_row_plan(groups: Sequence[GroupSize], row: Sequence[tuple[int, Sequenc
     for index, taken in row:
         group, prompt = groups[index], groups[index].prompt
         lengths = [group.completion_lens[i] for i in taken]
-        # Each of the n places of a completion sees the whole prompt, itself and those before it.
+        # Each of the n places of a completion sees the prompt, itself and the places before it.
         pairs = (
             [group.attention_pairs[i] for i in taken]
             if group.attention_pairs
@@ -568,9 +591,9 @@ def _causal_pairs(n: int) -> int:
 
 
 def _order_into_rounds(rows: Sequence[RowPlan], layout: RowLayout) -> list[RowPlan]:
-    """Orders rows so that the rounds cost the least that these rows can."""
-    # Sorting puts rows of similar cost into one round. Every other round is reversed, so that no rank has the most
-    # expensive row of every round.
+    """Orders rows to minimize the total cost of the rounds."""
+    # Sorting puts rows of similar cost into one round. Every other round is reversed, so that no
+    # rank gets the most expensive row of every round.
     ordered = sorted(rows, key=layout.row_cost, reverse=True)
     rounds = [ordered[start : start + layout.ranks] for start in range(0, len(ordered), layout.ranks)]
     return [row for k, turn in enumerate(rounds) for row in (turn if k % 2 == 0 else turn[::-1])]

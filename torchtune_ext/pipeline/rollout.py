@@ -1,4 +1,4 @@
-"""Problems -> graded groups: prompt ids, completions from the sampler, texts, outcomes."""
+"""Samples and grades groups: problems -> prompt ids -> completions -> texts -> outcomes."""
 
 import logging
 import math
@@ -27,16 +27,16 @@ from torchtune_ext.tasks.task import Problem, Score, Turn
 
 log = logging.getLogger(__name__)
 
-# Seconds after which a wait in the main thread wakes up. Python handles Ctrl-C only there, but the kernel may deliver
-# the signal to another thread, and then the wait goes on.
+# A wait in the main thread wakes up after this many seconds. Python handles Ctrl-C only in the main
+# thread, but the kernel may deliver the signal to another thread, which does not end the wait.
 SIGNAL_POLL_S = 1.0
-CLOSE_TIMEOUT_S = 10.0  # seconds that the thread of a stream has to end
-DEADLINE_S = 1800.0  # seconds without any completion or grade after which a wait is given up
-MAX_GROUPS_IN_MESSAGE = 5  # groups that a message names
+CLOSE_TIMEOUT_S = 10.0  # timeout for the thread of a stream to end
+DEADLINE_S = 1800.0  # a wait fails after this many seconds without a completion or grade
+MAX_GROUPS_IN_MESSAGE = 5  # an error message names at most this many groups
 
 
 class ProgressSink(Protocol):
-    """Shows samples as they come, for instance as a progress bar. The stream's thread calls it."""
+    """Receives samples as they arrive, for example a progress bar. The stream's thread calls it."""
 
     def add(self, count: int, tokens: int) -> None: ...
 
@@ -44,7 +44,7 @@ class ProgressSink(Protocol):
 
 
 class PendingGroup:
-    """A group in progress, whose completions and outcomes arrive in any order."""
+    """A group in progress. Its completions and outcomes arrive in any order."""
 
     def __init__(
         self,
@@ -58,42 +58,38 @@ class PendingGroup:
         environments: Environments | None,
     ):
         self.number, self.problem, self._decode = number, problem, tokenizer.decode
-        self.sampling, self.seed_index, self.priority = (
-            sampling,
-            seed_index,
-            priority,
-        )  # as `GroupStream.submit` has them
+        self.sampling, self.seed_index, self.priority = sampling, seed_index, priority
         self.prompt = tokenizer.prompt_ids(problem.messages, problem.tools)
-        # If the prompt ends in an open "<think>", the text for graders and people begins with it.
+        # If the prompt ends with an open "<think>", every decoded text starts with it.
         self._thought_prefix = tokenizer.thought_prefix(self.prompt)
         self.samples: list[Sample | None] = [None] * num_samples
-        # One for each sample, if the samples are conversations.
+        # One episode per sample if the grader is an `Environments`, else empty.
         self.episodes = [Episode(self.prompt, self._thought_prefix) for _ in range(num_samples)] if environments else []
         self._environments = environments
-        self.futures: list[Future] = []  # the engine's and the grader's
-        self.open_requests = 0  # the engine's futures that are not done
+        self.futures: list[Future] = []  # of engine requests, grader and environment
+        self.open_requests = 0  # engine requests in flight
         self.submitted = time.monotonic()
         self.cancelled = False
 
     def add_completion(self, sample_index: int, completion: Completion) -> str:
-        """Takes a completion and returns its text."""
+        """Stores a completion and returns its text."""
         sample = Sample(completion, text=self._thought_prefix + self._decode(completion.tokens.tolist()))
         self.samples[sample_index] = sample
         return sample.text
 
     def set_outcome(self, sample_index: int, outcome: Outcome) -> None:
         sample = self.samples[sample_index]
-        assert sample is not None  # only what has arrived is graded
+        assert sample is not None  # only arrived completions are graded
         self.samples[sample_index] = replace(sample, outcome=outcome)
 
     def release_environment(self, sample_index: int) -> None:
-        """Gives the process of a conversation back."""
+        """Releases the environment process of a conversation."""
         if (slot := self.episodes[sample_index].slot) is not None and self._environments is not None:
             self._environments.release(slot)
 
     def cancel(self) -> None:
         self.cancelled = True
-        # Canceling the future of a seat is not enough: the seat may have a process by now, which it has to give back.
+        # Canceling a slot's future is not enough: the slot may already hold a process.
         for place in range(len(self.episodes)):
             self.release_environment(place)
         for future in list(self.futures):
@@ -101,7 +97,7 @@ class PendingGroup:
 
     @property
     def engine_idle(self) -> bool:
-        """Whether the engine has nothing to do for the group now. An environment's answer may change that."""
+        """Whether no engine request is in flight. An environment's answer may start another."""
         return not self.open_requests
 
     @property
@@ -111,12 +107,12 @@ class PendingGroup:
 
     @property
     def num_ungraded(self) -> int:
-        """How many samples have no outcome yet."""
+        """The number of samples without an outcome."""
         return len(self.samples) - sum(sample.outcome is not None for sample in self.arrived)
 
     @property
     def num_tokens(self) -> int:
-        """The sampled tokens of the completions, or turns of conversations, that have arrived."""
+        """The number of sampled tokens in the completions or turns that have arrived."""
         if self.episodes:
             return sum(episode.num_tokens for episode in self.episodes)
         return sum(len(sample.completion.tokens) for sample in self.arrived)
@@ -126,12 +122,13 @@ class PendingGroup:
         since = f"submitted {time.monotonic() - self.submitted:.0f} s ago"
         if self.episodes:
             open_ = [episode for episode, sample in zip(self.episodes, self.samples, strict=True) if sample is None]
-            # A turn that has no answer yet waits for a process of its environment, or for what that says.
+            # An unanswered turn waits for a free environment process, or for its answer.
             asked = [each for each in open_ if each.messages and each.last_message["role"] == "assistant"]
             seated = sum(each.slot is not None and each.slot.process.done() for each in asked)
             return (
-                f"{since}, {len(open_)} of {len(self.samples)} conversations are not over: {len(open_) - len(asked)} wait for "
-                f"the engine, {len(asked) - seated} for a free environment process, {seated} for the environment's answer"
+                f"{since}, {len(open_)} of {len(self.samples)} conversations are not finished: {len(open_) - len(asked)} "
+                f"wait for the engine, {len(asked) - seated} for a free environment process, {seated} for the "
+                "environment's answer"
             )
         if undrawn := self.samples.count(None):
             return f"{since}, the engine has not ended {undrawn} of {len(self.samples)} completions"
@@ -142,10 +139,10 @@ class PendingGroup:
 
 
 class GroupStream:
-    """Owns groups from `submit` to `take`: the engine samples them, and their completions are graded as they come.
+    """Owns groups from `submit` to `pop`. Grades each completion as soon as the engine returns it.
 
-    With `Environments` as the grader, a completion is the first turn of a conversation (`episodes.py`), and a group is
-    finished when all its conversations are over.
+    With `Environments` as the grader, a completion is the first turn of a conversation
+    (`episodes.py`), and a group is finished when all its conversations are finished.
     """
 
     def __init__(
@@ -155,18 +152,18 @@ class GroupStream:
         grader: Grader,
         progress: ProgressSink | None = None,
     ):
-        # The watcher, and the number below which it watches groups.
+        # The progress sink, and the group number below which it receives samples.
         self._progress = None if progress is None else (progress, math.inf)
-        self.last_progress_at = time.monotonic()  # when the last completion or grade came
+        self.last_progress_at = time.monotonic()  # arrival of the last completion or grade
         self._engine, self._tokenizer, self._grader = engine, tokenizer, grader
-        self._warned_template_mismatch = False  # whether the log says that a context differs from the template's text
-        # Only the caller's thread changes these two. A group goes from the first to the second in `next`.
+        self._warned_template_mismatch = False
+        # Only the caller's thread changes these two. `wait_next` moves a group to the second.
         self._groups: dict[int, PendingGroup] = {}
-        self.finished: dict[int, Group] = {}  # without advantages, until they are taken
-        # The threads of the engine and of the graders only put events into this queue, so nothing holds them up.
+        self.finished: dict[int, Group] = {}  # without advantages, until `pop`
+        # The threads of engine and graders only put events into this queue, so they never block.
         self._events: SimpleQueue[tuple[PendingGroup, int | None, Completion | Future] | None] = SimpleQueue()
         self._finished: SimpleQueue[PendingGroup | Exception | None] = SimpleQueue()
-        # This thread handles the events, so that groups advance while the trainer computes and does not call `next`.
+        # This thread handles the events, so that groups advance also outside of `wait_next`.
         self._thread = Thread(target=self._event_loop, name="torchtune-ext-groups", daemon=True)
         self._thread.start()
 
@@ -176,7 +173,7 @@ class GroupStream:
         return self._grader
 
     def is_generating(self, numbers: Collection[int] | None = None) -> bool:
-        """Tells whether the engine still samples for any group, or for any of these."""
+        """Whether the engine still samples for any group, or for any of `numbers`."""
         return any(
             not group.engine_idle for number, group in self._groups.items() if numbers is None or number in numbers
         )
@@ -190,15 +187,16 @@ class GroupStream:
         seed_index: int,
         priority: Priority = Priority.SAMPLE,
     ) -> None:
-        """Begins to sample a group.
+        """Starts sampling a group.
 
         Args:
-            number: the name of the group for `next`, `take` and `cancel`.
-            samples: how many completions of the prompt to sample.
-            place: the number of the group among those with the same `sampling.seed` (`Engine.submit`).
+            number: identifies the group for `wait_next`, `pop` and `cancel`.
+            num_samples: number of completions.
+            seed_index: index among groups with the same `sampling.seed` (`Engine.submit`).
 
         Raises:
-            What `Engine.submit` raises, ValueError for instance.
+            ValueError: `Engine.submit` or the chat template rejects the problem.
+            EngineFailed: the engine has failed or is closed.
         """
         environments = self._grader if isinstance(self._grader, Environments) else None
         group = PendingGroup(
@@ -221,15 +219,17 @@ class GroupStream:
         """Waits until a group is finished.
 
         Args:
-            watch: returns a context for the wait: "generate" while the engine samples, "grade" while only grades lack.
-            within_s: the most seconds to wait.
-            missing: the numbers of the groups that decide which of the two it is; None: all.
+            timer: returns a context manager that times the wait, as "generate" while the engine
+                samples and as "grade" while only grades are missing.
+            timeout_s: maximum seconds to wait.
+            awaited: numbers of the groups that decide between "generate" and "grade"; None for all.
 
         Returns:
-            Its number for `take`, or None when the time is over.
+            The number of a finished group for `pop`, or None after the timeout.
 
         Raises:
-            What `Grader.submit` and the task raise; EngineFailed if the engine is lost or closed.
+            EngineFailed: the engine failed or was closed.
+            Exception: any error of `Grader.submit` or of the task's code.
         """
         end = time.monotonic() + timeout_s
         while True:
@@ -242,17 +242,17 @@ class GroupStream:
                     continue
             if isinstance(result, Exception):
                 raise result
-            # None only wakes this loop when a group is sampled. A finished group may have been canceled meanwhile.
+            # None only wakes this loop. A finished group may have been canceled.
             if result is not None and not result.cancelled:
                 self.finished[result.number] = self._groups.pop(result.number).to_group()
                 return result.number
 
     def pop(self, number: int) -> Group:
-        """Hands a finished group out."""
+        """Removes and returns a finished group."""
         return self.finished.pop(number)
 
     def cancel(self, number: int) -> int:
-        """Ends a group, finished or not. Returns how many of its tokens were sampled."""
+        """Cancels and drops a group, finished or not. Returns its number of sampled tokens."""
         if (finished := self.finished.pop(number, None)) is not None:
             return sum(len(sample.completion.sampled_indices) for sample in finished.samples)
         group = self._groups.pop(number)
@@ -261,8 +261,8 @@ class GroupStream:
 
     @contextmanager
     def report_progress(self, progress: ProgressSink | None, max_number: float = math.inf) -> Iterator[None]:
-        """Shows `watcher` the samples of groups numbered under `below`, beginning with those that have come already."""
-        # A sample that comes at this moment may count twice or not at all. A progress bar is not worth a lock.
+        """Reports the samples of groups below `max_number` to `progress`, arrived ones first."""
+        # A sample that arrives now may count twice or never. A progress bar is not worth a lock.
         if progress is not None:
             for number, finished in self.finished.items():
                 if number < max_number:
@@ -277,20 +277,23 @@ class GroupStream:
             self._progress = None
 
     def describe_pending(self, number: int) -> str:
-        """Says when a group was submitted and what it still lacks, for messages."""
+        """Describes, for messages, when a group was submitted and what is still missing."""
         return self._groups[number].pending_text
 
     def check_deadline(
         self, begun: float, deadline_s: float, awaited: Sequence[int], describe: Callable[[int], str]
     ) -> None:
-        """Raises TimeoutError if no completion or grade of any group has come for `deadline_s` seconds.
+        """Fails if no completion or grade of any group has arrived for `deadline_s` seconds.
 
         Args:
-            begun: when the wait began (`time.monotonic`).
-            missing: numbers of the groups that are waited for.
-            named: what the message calls a group.
+            begun: start of the wait (`time.monotonic`).
+            deadline_s: maximum seconds without a completion or grade.
+            describe: group number -> name of the group in the message.
+
+        Raises:
+            DeadlineExceeded: the deadline has passed. The message describes the awaited groups.
         """
-        # An evaluation may have used the engine before the wait, so the silence does not begin before the wait does.
+        # The time before the wait does not count: an evaluation may have used the engine then.
         silent = time.monotonic() - max(self.last_progress_at, begun)
         if silent <= deadline_s:
             return
@@ -305,16 +308,16 @@ class GroupStream:
         )
 
     def close(self) -> None:
-        """Ends all groups and the thread."""
+        """Cancels all groups and ends the thread."""
         for number in list(self._groups):
             self.cancel(number)
         self._events.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            log.warning("the thread that hands texts to the graders did not end within %g s", CLOSE_TIMEOUT_S)
+            log.warning("rollouts: the event thread did not end within %g s", CLOSE_TIMEOUT_S)
 
     def _progress_for(self, group: PendingGroup) -> ProgressSink | None:
-        # The main thread may take the watcher away at any moment, so it is read once.
+        # The main thread may remove the progress sink at any moment, so read it once.
         watched = self._progress
         return watched[0] if watched is not None and group.number < watched[1] else None
 
@@ -327,7 +330,7 @@ class GroupStream:
             try:
                 self._handle_event(*event)
             except Exception as error:  # noqa: BLE001 (it is raised again)
-                # `next` raises it in the caller's thread.
+                # `wait_next` raises it in the caller's thread.
                 self._finished.put(error)
                 continue
             if group.engine_idle and not group.num_ungraded:
@@ -343,14 +346,14 @@ class GroupStream:
         priority: Priority,
         first: int = 0,
     ) -> None:
-        """Lets the engine sample completions of a group, which go to its places from `first` on."""
+        """Submits an engine request for the samples of a group from index `first` on."""
 
-        # These are all first completions, or the next turn of one conversation.
+        # The request returns all first completions, or the next turn of one conversation.
         def on_completion(index: int, completion: Completion) -> None:
             self._events.put((group, first + index, completion))
 
         group.open_requests += 1
-        # The turns of a conversation go to the engine that has its earlier ones in the prefix cache.
+        # The turns of a conversation go to the replica whose prefix cache has its earlier turns.
         affinity_key = group if group.episodes else None
         request = self._engine.submit(prompt, num_samples, sampling, on_completion, seed_index, priority, affinity_key)
         group.futures.append(request)
@@ -360,8 +363,9 @@ class GroupStream:
         request.add_done_callback(lambda future: self._events.put((group, None, future)))
 
     def _handle_event(self, group: PendingGroup, sample_index: int | None, payload: Completion | Future) -> None:
-        # A completion is a whole sample or a turn. A future without a place is the end of a draw. One with a place
-        # holds outcomes, or in a conversation the process of a seat or an environment's answer.
+        # A completion is a sample or a turn of a conversation. A future without a sample index is
+        # the end of an engine request. A future with a sample index holds outcomes, or in a
+        # conversation the process of a slot or the environment's answer.
         if isinstance(payload, Completion):
             assert sample_index is not None
             if group.episodes:
@@ -376,7 +380,7 @@ class GroupStream:
                 # Another thread closed the engine.
                 raise EngineFailed("the engine was closed") from None
             group.open_requests -= 1
-            # None wakes `next`, which now may wait only for grades.
+            # None wakes `wait_next`, which may now wait for grades only.
             if group.num_ungraded:
                 self._finished.put(None)
         elif group.episodes:
@@ -400,7 +404,7 @@ class GroupStream:
 
     @property
     def _environments(self) -> Environments:
-        assert isinstance(self._grader, Environments)  # else there are no episodes
+        assert isinstance(self._grader, Environments)  # only `Environments` create episodes
         return self._grader
 
     def _handle_turn(self, group: PendingGroup, sample_index: int, completion: Completion) -> None:
@@ -409,23 +413,23 @@ class GroupStream:
         if (watcher := self._progress_for(group)) is not None:
             watcher.add(0, len(completion.tokens))
         if completion.finish_reason != "stop":
-            # The engine cut the turn, and the environment would answer half of it.
+            # The turn is truncated, so the environment does not get it.
             self._end_episode(group, sample_index, episode.to_sample(completion.finish_reason))
         elif episode.slot is None:
-            # A conversation takes a process only when it has a turn to be answered.
+            # A conversation acquires an environment process only with its first turn.
             slot = episode.slot = self._environments.acquire_slot()
             self._enqueue_when_done(group, sample_index, slot.process)
-            # Another thread may have canceled the group before the episode had its seat.
+            # Another thread may have canceled the group before the episode had its slot.
             if group.cancelled:
                 group.release_environment(sample_index)
         else:
             self._enqueue_when_done(group, sample_index, self._environments.step(episode.slot, episode.last_message))
 
     def _handle_answer(self, group: PendingGroup, sample_index: int, answer: int | Turn | Ungraded) -> None:
-        """Continues a conversation that has got a process (its number), an answer, or a failure."""
+        """Continues a conversation after it got a process (its number), an answer or a failure."""
         episode = group.episodes[sample_index]
         if isinstance(answer, int):
-            # All samples of a group get the same seed, so that they differ only by what the policy does.
+            # All samples of a group get the same environment seed, so only the policy differs.
             reset_args = group.problem, derive_seed(group.sampling.seed or 0, group.seed_index)
             assert episode.slot is not None  # it has a process
             self._enqueue_when_done(
@@ -443,28 +447,27 @@ class GroupStream:
         try:
             prompt = self._next_context(group.problem, episode, answer)
         except Exception as error:  # noqa: BLE001 (the template's and the tokenizer's code, on what an environment wrote)
-            # This answer cannot be rendered or encoded, but those of other conversations may be.
-            failure = Ungraded("infra_failed", f"its answer cannot be read: {describe_error(error)}")
+            # The template cannot render this answer. Other conversations are not affected.
+            failure = Ungraded("infra_failed", f"the environment's answer cannot be rendered: {describe_error(error)}")
             self._end_episode(group, sample_index, episode.to_sample("environment_failed", failure))
             return
-        # A row holds at least as much as the engine's context. What fits there with all its branches can be trained.
+        # A row holds at least max_model_len tokens, so all branches must fit into that.
         if episode.packed_size(prompt) + group.sampling.max_tokens > self._engine.config.max_model_len:
             self._end_episode(group, sample_index, episode.to_sample("context_overflow"))
             return
         episode.set_next_context(prompt, self._tokenizer.thought_prefix(prompt))
         seed = group.sampling.seed
-        # The seed of a later turn follows from its sample and its number, so it does not depend on which conversation
-        # is faster.
+        # The seed of a later turn depends on its sample and turn number, not on timing.
         turn_sampling = replace(
             group.sampling, seed=None if seed is None else derive_seed(seed, group.seed_index, sample_index)
         )
-        # A later turn goes before new groups, while its context is still in the prefix cache.
+        # A later turn has priority over new groups, while its context is still in the prefix cache.
         self._generate(
             group, prompt, 1, turn_sampling, episode.num_turns, min(group.priority, Priority.TURN), sample_index
         )
 
     def _next_context(self, problem: Problem, episode: Episode, answer: Turn) -> list[int]:
-        """Returns the prompt ids of the next turn. Raises Mistake: the template cannot render the answer."""
+        """Returns the next turn's prompt ids. Raises UsageError if rendering fails."""
         tokenizer, path = self._tokenizer, episode.path
         if tokenizer.history == "sampled":
             return [*path, *tokenizer.turn_boundary_ids(answer.messages, path[-1], problem.tools, problem.messages)]
@@ -474,13 +477,13 @@ class GroupStream:
         ):
             self._warned_template_mismatch = True
             log.info(
-                "problem %r: the template's own text has other ids than were sampled, which stay as they were",
+                "rollouts: problem %r: the chat template would tokenize earlier turns differently; keeping the sampled ids",
                 problem.id,
             )
         return context
 
     def _end_episode(self, group: PendingGroup, sample_index: int, sample: Sample) -> None:
-        # Another conversation can have the process before the rest of this group is over.
+        # Release the process now: other conversations can use it before the group is finished.
         group.release_environment(sample_index)
         group.samples[sample_index] = sample
         if (watcher := self._progress_for(group)) is not None:
@@ -512,11 +515,11 @@ def sample_groups(
     """Samples and grades `samples_per_prompt` completions of every problem (`GroupStream`).
 
     Yields:
-        (index of the problem, its group without advantages) as groups finish. Closing the iterator ends the rest.
+        (problem index, group without advantages) as groups finish. Closing cancels the rest.
 
     Raises:
-        What `GroupStream.submit` raises, before the first group, and what `GroupStream.next` raises.
-        TimeoutError: no completion and no grade came for `deadline_s` seconds. The message names missing problems.
+        DeadlineExceeded: no completion and no grade arrived for `deadline_s` seconds.
+        Exception: any error of `GroupStream.submit` or `GroupStream.wait_next`.
     """
     stream, outcomes = GroupStream(engine, tokenizer, grader, progress), []
     try:
@@ -531,7 +534,7 @@ def sample_groups(
             group = stream.pop(p)
             outcomes += [sample.outcome for sample in group.samples]
             yield p, group
-            # The time that the caller took with the group is no silence of the engine.
+            # The time that the caller spends on the group does not count towards the deadline.
             begun = time.monotonic()
     finally:
         stream.close()
@@ -539,7 +542,7 @@ def sample_groups(
 
 
 def report_samples(progress: ProgressSink, samples: Iterable[Sample]) -> None:
-    """Shows a watcher samples that have come already."""
+    """Reports samples that have already arrived to a progress sink."""
     for sample in samples:
         progress.add(1, len(sample.completion.sampled_indices))
         if sample.score is not None:
@@ -558,15 +561,16 @@ def sample_held_out(
     deadline_s: float = DEADLINE_S,
     greedy: bool = True,
 ) -> list[list[Group]]:
-    """Samples and grades every held-out problem `samples_per_problem` times and, if `greedy`, once greedily.
+    """Samples and grades every held-out problem, at the sampling temperature and greedily.
 
-    These requests go before all others. The arguments and errors are those of `sample_groups`.
+    These requests have the highest priority. Other arguments and errors are as in `sample_groups`.
 
     Args:
-        bars: makes a watcher from its number of samples and a title.
+        make_progress: (number of samples, title) -> context manager of a progress sink.
+        greedy: also draw one greedy sample per problem.
 
     Returns:
-        The sampled groups, and the greedy ones, each in the order of the problems.
+        The sampled groups and, if `greedy`, the greedy groups, each in the order of the problems.
     """
     batches = []
     for title, kind, n, batch_sampling in (
@@ -592,5 +596,5 @@ def sample_held_out(
 
 
 def collect_in_order(stream: Iterable[tuple[int, Group]]) -> list[Group]:
-    """Returns all groups of a stream in the order of their problems."""
+    """Returns all groups of an iterator in the order of their problems."""
     return [group for _, group in sorted(stream, key=itemgetter(0))]

@@ -1,7 +1,9 @@
-"""The rollouts of a run, one gzip file of JSON lines a step: `zcat rollouts/step_000012.jsonl.gz | jq .` reads it.
+"""Stores the rollouts of a run as one gzip file of JSON lines per step.
 
-The first line is a header, each other line a group (`group_json`): problem, prompt ids, and its samples with ids, text,
-log-probs, reward, outcome and advantage.
+To read a file: `zcat rollouts/step_000012.jsonl.gz | jq .`
+
+The first line is a header. Every other line is a group (`group_to_json`): problem, prompt ids, and
+samples with token ids, text, log-probs, reward, outcome and advantage.
 """
 
 import gzip
@@ -20,7 +22,7 @@ log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 ROLLOUT_FOLDER = "rollouts"
-_GZIP_LEVEL = 1  # a tenth of the time of level 6, for files that are a fifth larger
+_GZIP_LEVEL = 1  # a tenth of the time of level 6; files are 20% larger
 _FILE_NAME = re.compile(r"step_(\d+)\.jsonl\.gz")
 
 
@@ -28,12 +30,13 @@ class RolloutStore:
     """Writes the groups of each step to `run_dir/rollouts/`.
 
     Args:
-        run_dir: folder of the run.
-        resume_step: first step that will be written again: files at or after it are removed; None: a fresh run.
-        show: is given each step with its groups, to show some of them (`Metrics.show`).
+        run_dir: run folder.
+        resume_step: first step that the resumed run writes again; files from this step on are
+            removed. None for a new run.
+        show: called with every step and its groups (`MetricLogger.show`).
 
     Raises:
-        ValueError: an earlier run left its rollouts where a fresh one begins.
+        UsageError: a new run finds the rollouts of an earlier run.
     """
 
     def __init__(
@@ -44,37 +47,41 @@ class RolloutStore:
     ):
         self.folder = Path(run_dir) / ROLLOUT_FOLDER
         self._show = show
-        self._missing: list[int] = []  # steps that the disk refused
+        self._missing: list[int] = []  # steps whose file could not be written
         for step, path in rollout_paths(run_dir).items():
             if resume_step is None:
                 raise UsageError(
-                    f"{path} belongs to an earlier run: RunFolder.begin sets it aside, resume_step goes on"
+                    f"{path} belongs to an earlier run; RunFolder.start_run moves it aside, resume_step continues it"
                 )
             # The resumed run samples these steps again.
             if step >= resume_step:
                 path.unlink()
 
     def write(self, step: int, groups: Sequence[Group]) -> Path | None:
-        """Writes the groups of `step`, all or nothing. Returns the file, or None where the disk refuses it."""
+        """Writes the groups of `step` atomically. Returns the file, or None if writing failed."""
         if self._show is not None:
             self._show(step, groups)
         path = self.folder / f"step_{step:06d}.jsonl.gz"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # No step waits for the disk. After a power cut the file may be empty, which `read_rollouts` reports.
+            # Without fsync, no step waits for the disk. After a power cut the file may be empty,
+            # which `read_rollouts` reports.
             write_atomic(path, encode_rollouts(step, groups), sync=False)
         except OSError as error:
-            # Rollouts are a record, not worth the run. One warning is enough: `close` counts the missing steps.
+            # Rollouts are only a record, so a failed write does not stop the run. One warning is
+            # enough, because `close` reports the number of missing steps.
             if not self._missing:
                 log.warning(
-                    "cannot write %s: %s. The run goes on, and each step tries again; free disk space", path, error
+                    "rollouts: cannot write %s: %s. Training continues and the next step retries; free disk space",
+                    path,
+                    error,
                 )
             self._missing.append(step)
             return None
         return path
 
     def close(self) -> None:
-        """Says which steps are missing because the disk refused them."""
+        """Logs which steps are missing because their files could not be written."""
         if self._missing:
             first, last = self._missing[0], self._missing[-1]
             log.warning("%s lacks %d steps from %d to %d: they could not be written",
@@ -83,7 +90,7 @@ class RolloutStore:
 
 
 def rollout_paths(run_dir: str | Path) -> dict[int, Path]:
-    """The file of each step that is stored, in the order of the steps."""
+    """Returns step -> file of every stored step, in ascending order."""
     matches = (
         (_FILE_NAME.fullmatch(path.name), path) for path in (Path(run_dir) / ROLLOUT_FOLDER).glob("step_*.jsonl.gz")
     )
@@ -91,31 +98,31 @@ def rollout_paths(run_dir: str | Path) -> dict[int, Path]:
 
 
 def encode_rollouts(step: int, groups: Sequence[Group]) -> bytes:
-    """The bytes of one file. The same groups give the same bytes."""
-    # The number of groups shows a reader whether the file was cut at the end of a line.
+    """Returns the bytes of one file. Equal groups give equal bytes."""
+    # With the number of groups a reader detects a file that is truncated at the end of a line.
     header = json.dumps({"format": FORMAT_VERSION, "step": step, "groups": len(groups)})
     lines = [header, *(group_to_json(group) for group in groups), ""]
     return gzip.compress("\n".join(lines).encode(), _GZIP_LEVEL, mtime=0)
 
 
 def read_rollouts(path: str | Path) -> list[Group]:
-    """Reads the groups of a file (`group_of` says what JSON makes of them).
+    """Reads the groups of a file (`group_from_record` says what JSON does not preserve).
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, cut off, or of another format.
+        FileNotFoundError: the file is missing.
+        UsageError: the file is damaged, truncated, or has another format.
     """
     path = Path(path)
     try:
         with gzip.open(path, "rt", encoding="utf-8", newline="\n") as file:
             header, *groups = map(json.loads, file)
     except (EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
-        raise UsageError(f"{path}: damaged or cut off ({error}); delete the file") from error
+        raise UsageError(f"{path}: damaged or truncated ({error}); delete the file") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT_VERSION:
         raise UsageError(
             f"{path}: not a rollout file of format {FORMAT_VERSION}: read it with the version that wrote it"
         )
     count = header["groups"]
     if len(groups) != count:
-        raise UsageError(f"{path}: damaged or cut off ({len(groups)} groups of {count}); delete the file")
+        raise UsageError(f"{path}: damaged or truncated ({len(groups)} groups of {count}); delete the file")
     return [group_from_record(record) for record in groups]

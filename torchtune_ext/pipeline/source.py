@@ -1,7 +1,8 @@
-"""Samples groups for the trainer, as far ahead of it as the ledger allows.
+"""Provides the groups of each step, which the engine may sample in advance (asynchronous training).
 
-After every publication `GroupSource.open` submits groups of later steps, and `take` waits for those of the next step.
-With staleness 0 nothing is submitted before `take`: sampling and training take turns.
+After every weight sync, `RolloutSource.prefetch` submits groups of later steps, as far as the
+staleness scheduler allows. `take` waits for the groups of the next step. With `staleness: 0`,
+`take` submits them itself: sampling and training alternate.
 """
 
 import json
@@ -29,9 +30,7 @@ from torchtune_ext.tasks.task import Problem
 
 log = logging.getLogger(__name__)
 
-REPLAYED_RUN_KEY = (
-    "replayed"  # a key in the state of a run that replays another one instead of sampling: the id of that one
-)
+REPLAYED_RUN_KEY = "replayed"  # in the state of a run that replays stored rollouts: the id of the replayed run
 
 
 @config_record("rollouts")
@@ -39,52 +38,54 @@ class RolloutConfig:
     """The keys of `rollouts:`."""
 
     deadline_s: Seconds = Field(
-        default=1800.0, description="seconds without a completion or grade after which the run fails"
+        default=1800.0, description="timeout: the run fails after this many seconds without a completion or grade"
     )
 
 
 def make_prompt_check(tokenizer: ChatTokenizer, max_model_len: int, max_tokens: int) -> ProblemCheck:
-    """Returns a function that says why the engine cannot sample for a problem, or "" if it can.
+    """Returns a function that returns why a problem is unusable, or "" if it is usable.
 
     Args:
-        max_model_len: the most tokens of a prompt with a completion (`engine.max_model_len`).
-        max_tokens: the most tokens of a completion (`sampling.max_tokens`).
+        tokenizer: renders the messages of a problem.
+        max_model_len: maximum tokens of prompt plus completion (`engine.max_model_len`).
+        max_tokens: maximum tokens of a completion (`sampling.max_tokens`).
     """
 
     def fault(problem: Problem) -> str:
         try:
             tokens = len(tokenizer.prompt_ids(problem.messages, problem.tools))
         except Exception as error:  # noqa: BLE001 (the template's code, on messages that the user's task made)
-            return f"its messages are no prompt: {describe_error(error)}"
+            return f"its messages cannot be rendered: {describe_error(error)}"
         if not tokens:
             return "its prompt is empty"
         if tokens + max_tokens <= max_model_len:
             return ""
         left = max_model_len - max_tokens
         return (
-            f"its prompt has {tokens} tokens, and beside sampling.max_tokens={max_tokens} engine.max_model_len="
-            f"{max_model_len} leaves {left}"
+            f"its prompt has {tokens} tokens; engine.max_model_len={max_model_len} minus sampling.max_tokens={max_tokens} "
+            f"leaves {left}"
         )
 
     return fault
 
 
 def sampling_seed(seed: int, step: int, refill_round: int = 0) -> int:
-    """Returns the sampling seed of a step, counted from 1, or of one of its refills."""
+    """Returns the sampling seed of a step (from 1) and its refill round (0: the first round)."""
     return derive_seed(seed, step, refill_round)
 
 
 class RolloutSource:
-    """Submits problems and returns finished groups, in the order and at the age that a ledger allows.
+    """Submits problems and returns finished groups, in the order and age that the scheduler allows.
 
     Args:
-        ledger: decides what may be submitted, and which groups `take` returns.
-        stream: samples and grades; None on a rank that does not.
-        problems: the source of the problems.
-        samples: completions of each prompt.
-        sampling: how they are sampled; the seed of the group's step replaces its seed.
-        seed: the seed of the run.
-        deadline_s: seconds without a completion or a grade after which `take` gives up (`rollouts.deadline_s`).
+        scheduler: selects the groups to submit, and the groups that `take` returns.
+        stream: samples and grades groups; None on other ranks than 0.
+        problems: the training problems.
+        num_samples: completions per prompt.
+        sampling: sampling parameters; a seed derived from the group's step replaces their seed.
+        seed: seed of the run.
+        deadline_s: `take` fails after this many seconds without a completion or grade
+            (`rollouts.deadline_s`).
     """
 
     def __init__(
@@ -100,29 +101,30 @@ class RolloutSource:
         self.scheduler = scheduler
         self._stream, self._problems, self._num_samples = stream, problems, num_samples
         self._sampling, self._seed, self._deadline_s = sampling, seed, deadline_s
-        # Number -> position of its problem in the run, for all groups that are not taken. With it a group keeps its
-        # problem when it is submitted again, also by a resumed run.
+        # Group number -> position of its problem in the run, for all groups that are not taken. A
+        # group that is submitted again, also by a resumed run, keeps its problem.
         self._cursors: dict[int, int] = {}
         self._dropped_tokens = 0
-        self._step = 0  # the step whose groups were taken last, counted from 1
+        self._step = 0  # the step (from 1) whose groups were taken last
         self._grading_monitor = GradingMonitor()
-        self._error: Exception | None = None  # an error in groups of later steps, which the next `take` raises
+        self._error: Exception | None = None  # an error in prefetched groups; the next `take` raises it
 
     @property
     def _active_stream(self) -> GroupStream:
-        assert self._stream is not None  # whatever takes groups has one
+        assert self._stream is not None  # only rank 0 takes groups
         return self._stream
 
     def prefetch(self, version: int) -> None:
-        """Notes that the engine has the weights of this version, and submits what may be sampled ahead with them.
+        """Records that the engine has the weights of `version`, and submits groups of later steps.
 
-        Groups that are too old now are submitted again. Without a stream nothing happens.
+        Groups that are too old now are submitted again. Without a stream this method does nothing.
         """
         if self._stream is None:
             return
         self._resubmit_stale(version)
         if self.scheduler.prefetch_steps:
-            # An error in groups of later steps waits for `take`, so that the last step is still evaluated and saved.
+            # `take` raises errors of prefetched groups, so that the current step is still evaluated
+            # and saved.
             with self._defer_error():
                 self._submit()
 
@@ -136,20 +138,23 @@ class RolloutSource:
         """Waits for groups to train on.
 
         Args:
-            count: how many groups; the ledger's batch for a step.
-            watch: as in `GroupStream.next`.
-            watcher: sees the samples of the groups that the step would have without asynchrony, also earlier ones.
-            refill: 0 takes the groups of the next step. k > 0 samples further ones, beside the ledger, for the step
-                that was taken last, for the k-th time.
+            count: number of groups; without a refill it must be the scheduler's batch size.
+            timer: as in `GroupStream.wait_next`.
+            progress: receives the samples of the groups up to the end of the next batch in number
+                order, including samples that have already arrived.
+            refill_round: 0 takes the groups of the next step. k > 0 samples the k-th refill of the
+                step that was taken last, without the scheduler.
 
         Returns:
-            The groups, without advantages, in the order of their problems, and their metrics.
+            The groups without advantages, in the order of their problems, and their metrics.
 
         Raises:
-            TimeoutError: nothing came for `deadline_s` seconds. The message names missing groups.
-            RuntimeError: `open` was not called after a publication, so groups of this step may not be submitted.
+            DeadlineExceeded: no completion or grade arrived for `deadline_s` seconds. The message
+                names the missing groups.
+            RunFailure: `prefetch` was not called after a weight sync, so groups of this step may
+                not be submitted.
             GradingFailed: the grader has failed on every text of several steps.
-            What `GroupStream.submit` and `GroupStream.next` raise.
+            Exception: any error of `GroupStream.submit` or `GroupStream.wait_next`.
         """
         if self._error is not None:
             raise self._error
@@ -170,16 +175,18 @@ class RolloutSource:
             self._stream.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs, JSON-able; {} if no group is between submission and training."""
+        """Returns the state for a resumed run as JSON types; {} without submitted groups."""
         if not self._cursors:
             return {}
-        # A group that was finished since the last look need not be sampled again.
+        # Collect groups that have finished since the last `take`, so that they are not sampled
+        # again.
         with self._defer_error():
             self._collect(timeout_s=0.0)
         return {
             "ledger": self.scheduler.state_dict(),
             "cursors": sorted([number, cursor] for number, cursor in self._cursors.items()),
-            # Groups stay text: as records they would be formatted a second time, which holds up the engine's thread.
+            # Groups stay JSON text. As records they would be formatted twice, which delays the
+            # engine's thread.
             "finished": [
                 [number, group_to_json(group)] for number, group in sorted(self._active_stream.finished.items())
             ],
@@ -188,19 +195,21 @@ class RolloutSource:
         }
 
     def load_state_dict(self, state: dict[str, Any], step: int, version: int) -> None:
-        """Resumes after step `step` from what `state_dict` returned then, with weights of `version`.
+        """Resumes after step `step` from the result of `state_dict`, with weights of `version`.
 
         Raises:
-            ValueError: `prompts_per_step` has changed while groups were in progress, or the earlier run was a replay.
+            UsageError: `prompts_per_step` has changed while groups were in progress, or the
+                checkpoint is of a replay.
         """
         if REPLAYED_RUN_KEY in state:
             raise UsageError(
-                f"this checkpoint is of a replay of run {state[REPLAYED_RUN_KEY]}, which has asked no problems of its own: set replay "
-                "as it was, or begin a new run in another output_dir (model_dir may be a checkpoint that is a whole model)"
+                f"this checkpoint is of a replay of run {state[REPLAYED_RUN_KEY]} and has no position in the task; set "
+                "replay as in that run, or start a new run in another output_dir (model_dir may be a checkpoint that is "
+                "a full model)"
             )
         if self._stream is None:
             return
-        # Nothing was between submission and training, as is always so with staleness 0.
+        # No groups were in progress. This is always the case with staleness 0.
         if not state:
             self.scheduler.start_at(step)
             self.scheduler.on_publish(version)
@@ -209,43 +218,46 @@ class RolloutSource:
         self._cursors = dict(map(tuple, state["cursors"]))
         self._dropped_tokens = state["dropped_tokens"]
         changed = []
-        # A finished group stays as it is, unless the sampling settings or its problem have changed since. One that no
-        # grader could grade is sampled again: the user may have mended the grader.
+        # A finished group is kept unless the sampling settings or its problem have changed. A group
+        # whose samples all failed in grading is sampled again, because the user may have fixed the
+        # grader.
         for number, text in state["finished"]:
             group = group_from_record(json.loads(text))
             problem = self._problems.restored_problem(self._cursors[number], group.problem)
             failed = all(is_failure(sample.outcome) for sample in group.samples)
             if state["drawn"] == self._sampling_fingerprint() and problem is not None and not failed:
-                # The task's own problem replaces the stored one, whose answer JSON may have changed.
+                # The task's own problem replaces the stored problem, because JSON may have changed
+                # its answer.
                 self._stream.finished[number] = replace(group, problem=problem)
             else:
                 self.scheduler.requeue(number)
                 changed.append(number)
         if changed:
             log.warning(
-                "the settings of sampling or the problems have changed since the checkpoint, or the grader had failed: %d "
+                "resume: the sampling settings or the problems have changed since the checkpoint, or grading had failed: %d "
                 "finished groups are sampled again",
                 len(changed),
             )
         self._resubmit_stale(version)
 
     def _sampling_fingerprint(self) -> dict[str, Any]:
-        """Returns the settings that decide how a group is sampled."""
-        # These are compared with those of a checkpoint, where JSON has turned tuples into lists.
+        """Returns the settings that determine how a group is sampled."""
+        # The JSON round trip turns tuples into lists, as in the checkpoint that this is compared
+        # with.
         return json.loads(
             json.dumps({"seed": self._seed, "samples": self._num_samples, "sampling": asdict(self._sampling)})
         )
 
     @contextmanager
     def _defer_error(self) -> Iterator[None]:
-        """Keeps an error of the block until the next `take` raises it."""
+        """Stores an error of the block. The next `take` raises it."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 (it is raised again)
             self._error = error
 
     def _take_batch(self, timer: Callable[[str], AbstractContextManager]) -> tuple[list[Group], dict[str, float]]:
-        # With staleness 0 nothing was submitted before.
+        # With staleness 0, `prefetch` submits no groups, so submit them here.
         self._submit()
         self._collect(timeout_s=0.0)
         begun = time.monotonic()
@@ -253,8 +265,8 @@ class RolloutSource:
             missing = self.scheduler.awaited_groups()
             if unsent := [number for number in missing if number not in self.scheduler.running]:
                 raise RunFailure(
-                    f"version {self.scheduler.version}: {len(unsent)} groups of the next step may not be sampled before a newer "
-                    "version is published; call open(version) after each publication, and publish once a step"
+                    f"version={self.scheduler.version}: {len(unsent)} groups of the next step may not be sampled before a "
+                    "newer version is published; call prefetch(version) after each weight sync, and publish once per step"
                 )
             self._active_stream.check_deadline(begun, self._deadline_s, missing, self._describe_group)
             self._collect(SIGNAL_POLL_S, timer, frozenset(missing))
@@ -262,14 +274,16 @@ class RolloutSource:
         for number in ages:
             del self._cursors[number]
         self._step = self.scheduler.num_taken // self.scheduler.batch_size
-        # A run that is resumed with depth 0 may find groups that were sampled ahead.
+        # A run that is resumed with `prefetch_steps: 0` may have prefetched groups from before the
+        # resume.
         return groups, self._metrics(list(ages.values())) if self.scheduler.prefetch_steps or any(ages.values()) else {}
 
     def _sample_refill(
         self, count: int, timer: Callable[[str], AbstractContextManager], refill_round: int
     ) -> list[Group]:
         sampling = replace(self._sampling, seed=sampling_seed(self._seed, self._step, refill_round))
-        # Their numbers are free: a refill has staleness 0, where nothing else is on its way.
+        # A refill requires staleness 0, so no other groups are in the stream and their numbers can
+        # be reused.
         for index, problem in enumerate(self._problems.next_problems(count)):
             self._submit_one(index, problem, sampling, index, self._step)
         begun = time.monotonic()
@@ -279,13 +293,16 @@ class RolloutSource:
         return [self._active_stream.pop(place) for place in range(count)]
 
     def _resubmit_stale(self, version: int) -> None:
-        # While the version grows by one with every step, no group is ever too old. A resumed run with a smaller
-        # staleness may meet some.
+        # While the version grows by one per step, no group becomes too old. A resumed run with a
+        # smaller staleness may have groups that are too old.
         for number in self.scheduler.on_publish(version):
             tokens = self._active_stream.cancel(number)
             self._dropped_tokens += tokens
             log.warning(
-                "group %d is too old for version %d and is sampled again; %d tokens are lost", number, version, tokens
+                "group %d is too old for version %d and is sampled again; %d tokens are dropped",
+                number,
+                version,
+                tokens,
             )
 
     def _submit(self) -> None:
@@ -296,13 +313,14 @@ class RolloutSource:
             if number not in problems:
                 cursor = self._cursors[number]
                 problem = self._problems.problem_at(cursor)
-                # An adaptive task may by now ask another problem at this position. If that one is unusable, the group
-                # gets the next problem of the stream.
+                # An adaptive task may have replaced the problem at this position. If the new
+                # problem is unusable, the group gets the next problem of the stream.
                 problems[number] = self._problems.next_with_positions(1)[0] if problem is None else (cursor, problem)
         self._cursors |= {number: cursor for number, (cursor, _) in problems.items()}
         for number in numbers:
             problem = problems[number][1]
-            # The seed follows from the number, so a group that is submitted again has the same seed.
+            # The seed is derived from the group number, so a group that is submitted again has the
+            # same seed.
             step, seed_index = divmod(number, self.scheduler.batch_size)
             sampling = replace(self._sampling, seed=sampling_seed(self._seed, step + 1))
             self._submit_one(number, problem, sampling, seed_index, step + 1)
@@ -319,8 +337,8 @@ class RolloutSource:
         timer: Callable[[str], AbstractContextManager] = nullcontext,
         awaited: Collection[int] | None = None,
     ) -> None:
-        """Tells the ledger of all groups that are finished; waits up to `within_s` seconds for the first one."""
-        # All of them, because the ledger prefers the oldest.
+        """Marks all finished groups in the scheduler; waits up to `timeout_s` s for the first."""
+        # Collect all finished groups, because the scheduler prefers the oldest.
         while (number := self._active_stream.wait_next(timer, timeout_s, awaited)) is not None:
             self.scheduler.mark_finished(number)
             timeout_s = 0.0

@@ -1,14 +1,17 @@
-"""Decides which groups may be sampled ahead of the trainer, and which finished ones it trains on next.
+"""Schedules asynchronous training: which groups to submit now, and which to train on next.
 
-While the trainer works on one step, the engine can sample for later ones. The *age* of a group is the number of
-versions that the policy has gained from its submission to its training. `staleness` bounds the age, and `depth` says
-how many steps ahead groups are submitted.
+In asynchronous training the engine samples groups of later steps while the trainer works. The *age*
+of a group is the number of policy versions between its submission and its training. `staleness`
+bounds the age, and `prefetch_steps` is the number of steps for which groups are submitted in
+advance.
 
-`Ledger` knows only numbers; its caller holds the groups. Groups are numbered 0, 1, 2, ... in the order of their
-problems. A group that is submitted again keeps its number, and so its problem and its seed.
+`StalenessScheduler` handles only group numbers; its caller holds the groups. Groups are numbered 0,
+1, 2, ... in the order of their problems. A group that is submitted again keeps its number, problem
+and seed.
 
-Submission follows AReaL (arXiv 2505.24298, Eq. 3), and training the windowed FIFO of MiniMax (arXiv 2605.26494, Sec.
-6.2.4). In the end every group is trained on once, long samples like short ones.
+Submission follows AReaL (arXiv 2505.24298, Eq. 3). Batch selection follows the windowed FIFO of
+MiniMax (arXiv 2605.26494, Sec. 6.2.4). Every group is trained on exactly once, so long samples are
+not underrepresented.
 """
 
 from collections.abc import Iterable
@@ -18,20 +21,22 @@ from typing import TypedDict
 
 from torchtune_ext.run.errors import UsageError
 
-# A finished group may pass an unfinished one if its number is less than a window above, and if no group that is passed
-# becomes too old. The window is this many tenths of the most groups that are between submission and training.
+# A finished group may overtake an unfinished group if its number is less than `window` higher, and
+# if no overtaken group becomes too old. The window is this many tenths of the maximum number of
+# groups that are between submission and training.
 PASSING_WINDOW_TENTHS = 3
 
 
 def resolve_prefetch_steps(staleness: int, prefetch_steps: int | None) -> int:
-    """Returns how many steps ahead of the trainer groups are submitted. `depth` None: 1, or 0 if `staleness` is 0."""
-    # One step ahead brings most of the gain, and more steps make every group older: AReaL on 8 GPUs reaches with one
-    # step 92% of the throughput of 16. tinker-cookbook (PR 822) separates the two settings, too.
+    """Returns `prefetch_steps`, or its default if it is None: 1, or 0 if `staleness` is 0."""
+    # Prefetching one step brings most of the gain, and more steps make every group older: AReaL on
+    # 8 GPUs reaches 92% of the throughput of 16 steps with one. tinker-cookbook (PR 822) separates
+    # the two settings, too.
     return min(1, staleness) if prefetch_steps is None else prefetch_steps
 
 
 class SchedulerState(TypedDict):
-    """What a checkpoint has of a ledger, as JSON."""
+    """The state of a scheduler in a checkpoint, as JSON."""
 
     prompts_per_step: int
     version: int
@@ -43,18 +48,21 @@ class SchedulerState(TypedDict):
 
 
 class StalenessScheduler:
-    """Follows groups from submission to training. It has no clock, thread or I/O: the same calls give the same answers.
+    """Tracks groups from submission to training.
 
-    A group is to be submitted, or in `running`, or in `finished`, or taken.
+    The scheduler is deterministic: it has no clock, thread or I/O. A group is waiting for
+    submission, in `running`, in `finished`, or taken.
 
     Args:
         prompts_per_step: groups that one step trains on.
         max_steps: steps of the whole run.
-        staleness: the greatest age of a group, in versions.
-        depth: how many steps ahead groups are submitted, at most `staleness`; None: 1, or 0 if `staleness` is 0.
+        staleness: maximum age of a group, in policy versions.
+        prefetch_steps: number of steps for which groups are submitted in advance, at most
+            `staleness`; None for 1, or 0 if `staleness` is 0.
 
     Raises:
-        ValueError: `staleness` or `depth` is not a whole number from 0 on, or `depth` is above `staleness`.
+        UsageError: `staleness` or `prefetch_steps` is not a whole number from 0 on, or
+            `prefetch_steps` exceeds `staleness`.
     """
 
     def __init__(self, prompts_per_step: int, max_steps: int, staleness: int = 0, prefetch_steps: int | None = None):
@@ -63,45 +71,45 @@ class StalenessScheduler:
         _require_count("prefetch_steps", prefetch_steps)
         if prefetch_steps > staleness:
             raise UsageError(
-                f"prefetch_steps={prefetch_steps} is above staleness={staleness}: groups sampled so far ahead would be too old to train on; "
-                f"set prefetch_steps to at most {staleness}, or staleness to at least {prefetch_steps}"
+                f"prefetch_steps={prefetch_steps} is above staleness={staleness}: these groups would be too old to "
+                f"train on; set prefetch_steps to at most {staleness}, or staleness to at least {prefetch_steps}"
             )
         self.batch_size, self.total = prompts_per_step, prompts_per_step * max_steps
         self.staleness, self.prefetch_steps = staleness, prefetch_steps
         self.window = max(1, (prefetch_steps + 1) * self.batch_size * PASSING_WINDOW_TENTHS // 10)
 
-        self.version = 0  # how many times the policy has been published
-        self.published_step = 0  # how many steps had been trained then
+        self.version = 0  # the version that was published last
+        self.published_step = 0  # steps that had been trained at that time
         self.next_number = 0  # the lowest number that was never submitted
-        self.to_resubmit: set[int] = set()  # lower numbers that have to be submitted again
+        self.to_resubmit: set[int] = set()  # lower numbers that must be submitted again
         self.running: dict[int, int] = {}  # number -> version at which it was submitted
-        self.finished: dict[int, int] = {}  # the same for finished groups that are not taken yet
-        self.num_dropped = 0  # groups that became too old, in the whole run
+        self.finished: dict[int, int] = {}  # the same, for finished groups that are not taken yet
+        self.num_dropped = 0  # stale groups dropped in the whole run
 
     @property
     def num_taken(self) -> int:
-        """Returns how many groups have been taken."""
+        """The number of groups that have been taken."""
         return self.next_number - len(self.to_resubmit) - len(self.running) - len(self.finished)
 
     def start_at(self, step: int) -> None:
-        """Begins after step `step`, with no group in progress."""
+        """Starts after step `step`, without groups in progress."""
         self.version = self.published_step = step
         self.next_number = step * self.batch_size
 
     def on_publish(self, version: int) -> list[int]:
-        """Notes that the policy has been published for the `version`-th time. Call it after `load_state_dict`, too.
+        """Records that `version` of the policy was published. Call it after `load_state_dict`, too.
 
         Returns:
-            The numbers of the groups, running or finished, that are too old now, lowest first. The caller ends or
-            forgets them, and `submit` returns them again.
+            The numbers of running or finished groups that are too old now, lowest first. The caller
+            cancels or drops them, and `schedule` returns them again.
 
         Raises:
-            ValueError: the version is older than the last one.
+            UsageError: the version is older than the last one.
         """
         if version < self.version:
             raise UsageError(
-                f"version={version} is older than version={self.version}, which the ledger has seen: resume trainer and "
-                "ledger from the same checkpoint"
+                f"version={version} is older than the published version={self.version}; resume trainer and scheduler "
+                "from the same checkpoint"
             )
         if version > self.version:
             self.version, self.published_step = version, self.num_taken // self.batch_size
@@ -115,11 +123,12 @@ class StalenessScheduler:
         return late
 
     def schedule(self) -> list[int]:
-        """Returns the numbers of all groups that may be submitted now, lowest first, and counts them as running."""
-        # AReaL's rule with `depth` in place of the staleness: the N-th group may go if floor((N - 1) / B) <= i + depth,
-        # that is, if N <= (i + depth + 1) B. Here i counts the steps that were trained when the policy was last
-        # published. That is the version, unless the caller's versions have jumped. Then the version would let in more
-        # groups than can be trained in time.
+        """Marks all groups that may be submitted as running. Returns their numbers, ascending."""
+        # This is AReaL's rule with d = `prefetch_steps` in place of the staleness: the N-th group
+        # may be submitted if floor((N - 1) / B) <= i + d, that is, if N <= (i + d + 1) B. Here i is
+        # the number of steps that were trained when the policy was last published. It equals the
+        # version, unless the caller's versions have jumped. After a jump, the version would admit
+        # more groups than can be trained in time.
         end = min(self.total, (self.published_step + self.prefetch_steps + 1) * self.batch_size)
         numbers = [*sorted(number for number in self.to_resubmit if number < end), *range(self.next_number, end)]
         self.running.update(dict.fromkeys(numbers, self.version))
@@ -128,11 +137,11 @@ class StalenessScheduler:
         return numbers
 
     def mark_finished(self, number: int) -> None:
-        """Notes that a running group is finished: sampled and graded."""
+        """Records that a running group is sampled and graded."""
         self.finished[number] = self.running.pop(number)
 
     def requeue(self, number: int) -> None:
-        """Notes that a running or finished group was lost and has to be submitted again."""
+        """Drops a running or finished group, which must be submitted again."""
         if self.running.pop(number, None) is None:
             del self.finished[number]
         self.to_resubmit.add(number)
@@ -141,8 +150,8 @@ class StalenessScheduler:
         """Takes the batch of the next step.
 
         Returns:
-            Number -> age of the groups to train on, lowest number first, or None while there is no batch. There is one
-            at the latest when the groups of `waits_for` are finished.
+            Number -> age of the groups to train on, lowest number first, or None while no batch is
+            complete. A batch is complete at the latest when all of `awaited_groups` are finished.
         """
         assert self.num_taken < self.total, f"all {self.total} groups of the run have been taken"
         if len(self.finished) < self.batch_size:
@@ -151,18 +160,20 @@ class StalenessScheduler:
         batch = nsmallest(self.batch_size, (number for number in self.finished if number < oldest + self.window))
         if len(batch) < self.batch_size:
             return None
-        # A batch is chosen only when it is complete. Setting groups aside as they finish would fill no batch earlier.
-        # And when the choice is late, more of the old groups are finished, so that fewer are passed.
+        # A batch is chosen only when it is complete. Reserving groups as they finish would complete
+        # no batch earlier. A late choice finds more of the old groups finished, so fewer are
+        # overtaken.
         #
-        # The oldest groups may always go: what is too late behind them is too late behind any others.
+        # The oldest groups may always be taken: a group that is too late after them is too late
+        # after any others.
         if oldest < batch[-1] and not self._meets_deadlines(sorted(set(self._outstanding()).difference(batch))):
             return None
         ages = {number: self.version - self.finished.pop(number) for number in batch}
-        assert max(ages.values()) <= self.staleness, "advance() has to be called after load_state_dict()"
+        assert max(ages.values()) <= self.staleness, "call on_publish() after load_state_dict()"
         return ages
 
     def awaited_groups(self) -> list[int]:
-        """Returns the unfinished groups among the oldest ones that would make a batch, lowest number first."""
+        """Returns the unfinished groups among the `batch_size` oldest, lowest number first."""
         new = range(self.next_number, min(self.total, self.next_number + self.batch_size))
         oldest = nsmallest(self.batch_size, chain(self._outstanding(), new))
         return [number for number in oldest if number not in self.finished]
@@ -171,17 +182,20 @@ class StalenessScheduler:
         return chain(self.to_resubmit, self.running, self.finished)
 
     def _meets_deadlines(self, left: list[int]) -> bool:
-        """Tells whether no group is trained too late if `left`, lowest number first, stay for the next steps."""
-        # A group that was submitted at version v is due at step v + staleness, and a step trains B groups. If any order
-        # trains all of them in time, the order in which they are due does, too (earliest deadline first). Versions only
-        # grow, so that is the order of numbers, in which the group at place k is trained at step version + 1 + k // B.
-        # This must not be after v + staleness.
+        """Whether the next steps can train all groups in `left`, lowest number first, in time."""
+        # A group that was submitted at version v is due at step v + staleness, and a step trains B
+        # groups. If any order trains all of them in time, the order in which they are due does, too
+        # (earliest deadline first). Versions only grow, so that is the order of numbers, in which
+        # the group at index k is trained at step version + 1 + k // B. This must not be after step
+        # v + staleness.
         #
-        # Groups of later submissions change nothing. They stand behind, and one that is submitted at version w has a
-        # place k < (depth + 1) B if step w is still to come, and k < depth B if it has been taken. Either way its step
-        # is at most w + depth, which is not after w + staleness.
+        # Groups of later submissions change nothing. They follow in this order, and a group that is
+        # submitted at version w has an index k < (d + 1) B (d = `prefetch_steps`) if step w is
+        # still to come, and k < d B if step w has been taken. In both cases its step is at most
+        # w + d, which is not after w + staleness.
         #
-        # A group that was submitted again is due later than its number says, so for it the test is on the safe side.
+        # A group that was submitted again is due later than its number implies, so the test is
+        # conservative for it.
         submitted = self.running | self.finished
         return all(
             self.version + 1 + place // self.batch_size <= submitted.get(number, self.version) + self.staleness
@@ -189,8 +203,8 @@ class StalenessScheduler:
         )
 
     def state_dict(self) -> SchedulerState:
-        """Returns what a resumed run needs, JSON-able."""
-        # The engine of a resumed run knows nothing of the groups that are running, so they are submitted again.
+        """Returns the state that a resumed run needs, as JSON types."""
+        # The engine of a resumed run has no requests, so running groups are submitted again.
         return {
             "prompts_per_step": self.batch_size,
             "version": self.version,
@@ -202,13 +216,14 @@ class StalenessScheduler:
         }
 
     def load_state_dict(self, state: SchedulerState) -> None:
-        """Resumes from what `state_dict` of an earlier run returned. The caller still has the groups in `finished`.
+        """Restores the result of `state_dict`. The caller must hold the groups in `finished`.
 
         Raises:
-            ValueError: the earlier run had another number of groups a step.
+            UsageError: the earlier run had another number of groups per step.
         """
-        # With another number of groups a step, numbers would mean other steps and seeds. `staleness`, `depth` and
-        # `max_steps` may have changed: `advance` drops what is too old for the new bound.
+        # With another number of groups per step, a number would map to another step and seed.
+        # `staleness`, `prefetch_steps` and `max_steps` may change: `on_publish` drops groups that
+        # exceed a new bound.
         if state["prompts_per_step"] != self.batch_size:
             raise UsageError(
                 f"prompts_per_step={self.batch_size}, but the checkpoint was written with {state['prompts_per_step']}: set "

@@ -1,4 +1,4 @@
-"""The reference GEMMs against float64 with derived bounds; the arguments of the GPU backends; which one is taken."""
+"""Reference GEMMs against float64 with derived bounds; arguments and choice of GPU backends."""
 
 import importlib.machinery
 import inspect
@@ -23,7 +23,7 @@ from torchtune_ext.kernels.fp8_quantize import (
 )
 
 FUNCTIONS = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}
-# width, MLP width, heads, heads of keys and values, width of a head: the models' config.json
+# hidden size, MLP size, heads, key/value heads, head dim, from the models' config.json
 MODELS = {
     "qwen2.5-0.5b": (896, 4864, 14, 2, 64),
     "qwen2.5-7b": (3584, 18944, 28, 4, 128),
@@ -33,7 +33,7 @@ MODELS = {
 
 
 def linears(width, mlp, heads, kv_heads, head):
-    """(out, in) of every linear layer but the head of the vocabulary, which stays in bfloat16."""
+    """(out, in) of every linear layer except the output projection, which stays in bfloat16."""
     return {(heads * head, width), (kv_heads * head, width), (width, heads * head), (mlp, width), (width, mlp)}
 
 
@@ -41,10 +41,10 @@ SHAPES = sorted(set.union(*(linears(*sizes) for sizes in MODELS.values())))
 
 
 def operands(gemm, tokens, out, features, seed=0):
-    """The two matrices of a GEMM in bfloat16, quantized, and the exact product in float64 as a function of both."""
+    """Returns the bfloat16 matrices of a GEMM, their quantization, and the float64 product as a function."""
     rng = np.random.default_rng(seed)
 
-    def random(*shape, scale):  # every hundredth number is ten times larger: what activations look like
+    def random(*shape, scale):  # every hundredth value is ten times larger, like activations
         x = rng.normal(size=shape) * np.where(rng.random(shape) < 0.01, 10, 1) * scale
         return torch.from_numpy(x.astype(np.float32)).bfloat16()
 
@@ -59,7 +59,7 @@ def operands(gemm, tokens, out, features, seed=0):
 
 
 def cut(gemm, out, features):
-    """A product of a linear layer, whole along the contracted axis, which decides the error; the others are cut."""
+    """A product of a linear layer with the full contracted axis, which determines the error; other axes are cut."""
     if gemm == "fprop":
         return gemm, 24, min(out, 128), features
     return (gemm, 24, out, min(features, 128)) if gemm == "dgrad" else (gemm, 300, min(out, 256), min(features, 128))
@@ -74,8 +74,8 @@ def test_every_linear_of_qwen(gemm, tokens, out, features):
     first, second = first.double(), second.double()
     first_q, second_q = (dequantize(q, torch.float64) for q in quantized)
 
-    # 1. Against the dequantized operands: each product of K carries the roundings of two dequantizations, its own and
-    #    at most K of the sum, whatever the order: |got - exact| <= (K + 3) u / (1 - (K + 3) u) sum |a| |b|, u = 2^-24.
+    # 1. Against the dequantized operands: each product of K has the roundings of two dequantizations, its own and
+    #    at most K of the sum in any order: |got - exact| <= (K + 3) u / (1 - (K + 3) u) sum |a| |b|, u = 2^-24.
     K = {"fprop": features, "dgrad": out, "wgrad": tokens}[gemm]
     n = (K + 3) * 2**-24
     rounding = n / (1 - n) * product(first_q.abs(), second_q.abs())
@@ -88,13 +88,13 @@ def test_every_linear_of_qwen(gemm, tokens, out, features):
     error = result - product(first, second)
     assert (error.abs() <= product(a + e_a, b + e_b) - product(a, b) + rounding).all()
 
-    # 3. On average far less: an error spread evenly over its interval has 1/sqrt(3) of the bound as root mean square, and
-    #    those of independent factors without a common sign add in squares, like the products: sqrt(2/3) 2^-4 = 5.1 %.
+    # 3. On average far smaller: the RMS of an error uniform in its interval is 1/sqrt(3) of the bound, and
+    #    independent errors without a common sign add in squares, like the products: sqrt(2/3) 2^-4 = 5.1%.
     assert error.norm() / product(first, second).norm() < (2 / 3) ** 0.5 * 2**-4
 
 
 def test_the_bounds_are_not_loose():
-    """Scales that are off by one part in a thousand, or one swapped block, break the first bound."""
+    """A relative error of 1e-3 in the scales, or one swapped block, exceeds the first bound."""
     (_, _), (x, w), product = operands("fprop", 16, 256, 512)
     exact = product(dequantize(x, torch.float64), dequantize(w, torch.float64))
     bound = 515 * 2**-23 * product(dequantize(x, torch.float64).abs(), dequantize(w, torch.float64).abs())
@@ -149,7 +149,7 @@ def fake_operands(gemm, tokens, out, features):
 @pytest.mark.parametrize("tokens", [1, 3, 200, 256])
 @pytest.mark.parametrize("out, features", [(128, 896), (896, 128), (256, 640), (512, 384), (128, 128)])
 def test_scaled_mm_accepts_our_layouts(tokens, out, features):
-    """Among them K / 128 = 7, 5, 3 and 1, which are not multiples of 4."""
+    """Includes K / 128 = 7, 5, 3 and 1, which are not multiples of 4."""
     shapes = {"fprop": (tokens, out), "dgrad": (tokens, features), "wgrad": (out, features)}
     with FakeTensorMode():
         for gemm, shape in shapes.items():
@@ -159,7 +159,7 @@ def test_scaled_mm_accepts_our_layouts(tokens, out, features):
 
 
 def test_scaled_mm_rejects_other_layouts():
-    """So that the test above means something: each of our layouts, changed in one place, is refused."""
+    """Validates the test above: each layout with one change is rejected."""
     rows, tiles = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
     with FakeTensorMode():
         a, b = fake_operands("fprop", 200, 256, 640)
@@ -180,7 +180,7 @@ def test_scaled_mm_rejects_other_layouts():
 
 
 def product_of_blocks(a, scale_a, b, scale_b):
-    """A B^T of K-major E4M3 operands and their scales, spread here and not by our own dequantization."""
+    """A B^T of K-major E4M3 operands and scales, expanded here and not by the tested dequantization."""
 
     def spread(values, scales):
         rows = scales.repeat_interleave(values.shape[0] // scales.shape[0], 0)
@@ -191,7 +191,7 @@ def product_of_blocks(a, scale_a, b, scale_b):
 
 @pytest.fixture
 def deep_gemm(monkeypatch):
-    """A module with DeepGEMM's function for Hopper: its assertions on the arguments, then the product it promises."""
+    """A fake of DeepGEMM's Hopper function: its assertions on the arguments, then the documented product."""
     calls = []
 
     def fp8_gemm_nt(a, b, d, c=None, recipe=None, compiled_dims="nk", disable_ue8m0_cast=False):
@@ -200,7 +200,7 @@ def deep_gemm(monkeypatch):
         assert a.dtype == b.dtype == torch.float8_e4m3fn and scale_a.dtype == scale_b.dtype == torch.float32
         assert a.shape == (M, K) and a.stride() == (K, 1) and b.shape == (N, K) and b.stride() == (K, 1)
         assert K % 128 == 0 and scale_a.shape == (M, K // 128) and d.shape == (M, N) and d.is_contiguous()
-        assert scale_a.stride() == (1, M)  # MN-major: taken without a transposing kernel when M is a multiple of 4
+        assert scale_a.stride() == (1, M)  # MN-major: used without a transposing kernel if M is a multiple of 4
         if recipe is None:
             assert d.dtype == torch.bfloat16 and c is None
             assert scale_b.shape == (N // 128, K // 128) and scale_b.is_contiguous()
@@ -228,7 +228,7 @@ def test_deep_gemm_receives_operands_it_asserts(deep_gemm, tokens):
         want = FUNCTIONS[gemm](first, second, backend="reference")
         result = module._deep_gemm(*module._operands(gemm, first, second), want.dtype)
         assert deep_gemm.pop() == call and result.dtype == want.dtype
-        # two orders of one float32 sum; bfloat16 may round them to neighbors
+        # two orders of a float32 sum may round to neighboring bfloat16 values
         assert (result - want).norm() < (2**-8 if want.dtype == torch.bfloat16 else 2**-18) * want.norm()
 
 
@@ -241,7 +241,7 @@ def test_real_deep_gemm_has_that_signature():
 
 
 def test_torchao_receives_operands_it_asserts(monkeypatch):
-    """Its wrappers' assertions, then the product; and that its unmasked loads of scales stay inside our memory."""
+    """Checks its wrappers' assertions, the product, and that unmasked loads of scales stay inside the buffer."""
 
     def check(a, b, scale_a, scale_b, past_b):
         assert a.stride(1) == 1 and b.stride(0) == 1 and scale_a.stride(0) == 1
@@ -297,14 +297,14 @@ def test_fp8_gemm_auto_choice_reports_reason(capability, cuda, installed, gemm, 
 
 
 def test_deep_gemm_failed_import_attempted_once(tmp_path, monkeypatch):
-    """It asserts that there is an nvcc; asked for before every GEMM, a failed import must not be tried again."""
+    """DeepGEMM asserts that nvcc exists. Every GEMM looks it up, so a failed import must not be retried."""
     (tmp_path / "deep_gemm").mkdir()
     body = (
         "import pathlib\npathlib.Path(__file__).with_name('tries').open('a').write('x')\nassert False, 'no CUDA_HOME'"
     )
     (tmp_path / "deep_gemm" / "__init__.py").write_text(body)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)  # a real one, where it is installed
+    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)  # the real module, if installed
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     module._deep_gemm_module.cache_clear()
     try:
@@ -337,7 +337,7 @@ def test_refusals():
 
 
 class Linear(torch.autograd.Function):
-    """The smallest layer on these kernels: FP8 activations are kept for the backward, the weight's bits are reused."""
+    """A minimal layer on these kernels: FP8 activations are saved for the backward, the weight bits are reused."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -355,7 +355,7 @@ class Linear(torch.autograd.Function):
 
 
 def test_a_layer_of_the_three_gemms_compiles_whole():
-    """Ragged tokens, a non-contiguous gradient; one graph, the same bits."""
+    """A ragged number of tokens and a non-contiguous gradient: one graph, identical bits."""
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(200, 256, generator=rng).bfloat16().requires_grad_()
     w = torch.randn(384, 256, generator=rng).requires_grad_()

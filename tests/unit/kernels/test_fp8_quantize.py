@@ -1,4 +1,4 @@
-"""The quantizers against float64 and a table of E4M3 made here; their layouts. The Triton kernels: test_fp8_triton.py."""
+"""Quantizers against float64 and an independent E4M3 table, and their layouts (Triton: test_fp8_triton.py)."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from torchtune_ext.kernels.fp8_quantize import (
     quantize_weight,
 )
 
-# E4M3: sign, 4 bits of exponent with bias 7, 3 of mantissa; exponent 0 is subnormal, and S.1111.111 alone is NaN.
+# E4M3: sign, 4 exponent bits with bias 7, 3 mantissa bits; exponent 0 is subnormal; only S.1111.111 is NaN.
 MAGNITUDES = np.array(
     [m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][:-1]
 )
@@ -27,13 +27,13 @@ QUANTIZERS = {ROW_BLOCK: quantize_rows, COLUMN_BLOCK: quantize_columns, TILE_BLO
 
 def e4m3(x):
     """float64 -> codes; nearest, ties to the even code, saturating."""
-    below = np.searchsorted(MIDDLES, np.abs(x), side="left")  # middles strictly below |x|
+    below = np.searchsorted(MIDDLES, np.abs(x), side="left")  # midpoints strictly below |x|
     tie = (below < len(MIDDLES)) & (np.abs(x) == MIDDLES[np.minimum(below, len(MIDDLES) - 1)])
     return (below + (tie & (below % 2 == 1)) + 128 * np.signbit(x)).astype(np.uint8)
 
 
 def expected(x, block):
-    """Codes and scales of a float32 array of whole blocks: each step in float64, rounded once to float32."""
+    """Codes and scales of a float32 array without partial blocks: float64 steps, each rounded once to float32."""
     (M, K), (m, k) = x.shape, block
     tiles = x.astype(np.float64).reshape(M // m, m, K // k, k)
     amax = np.maximum(np.abs(tiles).max((1, 3), keepdims=True), np.float32(1e-12))
@@ -62,9 +62,9 @@ def test_the_table():
 
 
 def all_bfloat16_up_to(largest: float) -> torch.Tensor:
-    """[n, 128] bfloat16: every finite number of both signs up to `largest`, 127 to a row, and `largest` at its end.
+    """[n, 128] bfloat16: every finite number of both signs up to `largest`, 127 per row, with `largest` at the end.
 
-    n is a multiple of 128; what is missing are zeros.
+    n is a multiple of 128; the rest is zeros.
     """
     x = torch.from_numpy(np.arange(1 << 16, dtype=np.uint16).view(np.int16)).view(torch.bfloat16)
     x = x[x.isfinite() & (x.abs() <= largest)]
@@ -72,7 +72,7 @@ def all_bfloat16_up_to(largest: float) -> torch.Tensor:
     return torch.cat([x, x.new_full((x.shape[0], 1), largest)], dim=1)
 
 
-# Maxima that put the numbers at other places of the grid; 448 * 2^k and the floor's neighbors among them.
+# Maxima that shift the values on the grid, including 448 * 2^k and the neighbors of the floor.
 LARGEST = [
     2.0**-126,
     7.5e-13,
@@ -104,13 +104,13 @@ def test_every_bfloat16(block):
 
 @st.composite
 def matrices(draw):
-    """Random matrices whose blocks differ in size by many powers of two, with zeros, ties and odd strides."""
+    """Random matrices whose blocks differ in magnitude by many powers of two, with zeros, ties and odd strides."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     M, K = draw(st.sampled_from([1, 3, 127, 128, 129, 256])), draw(st.sampled_from([128, 256]))
     low = draw(st.integers(-40, 0))
     x = rng.normal(size=(M, K)) * 2.0 ** rng.integers(low, draw(st.integers(low, 30)) + 1, size=(M, K))
     x[rng.random((M, K)) < 0.1] = 0
-    if draw(st.booleans()):  # few bits of mantissa: many quotients lie in the middle between two codes
+    if draw(st.booleans()):  # few mantissa bits: many quotients lie midway between two codes
         x = np.sign(x) * 2.0 ** np.floor(np.log2(np.abs(x) + 1e-30)) * (1 + rng.integers(0, 32, size=(M, K)) / 32)
     x = torch.from_numpy(x.astype(np.float32)).to(draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])))
     x = x.where(x.isfinite(), 0)
@@ -159,7 +159,7 @@ def test_zero_blocks(quantize):
 
 
 def test_a_quotient_above_448_saturates():
-    """The largest number over its own scale may round to the float32 after 448."""
+    """The largest value divided by its scale may round to the next float32 above 448."""
     x = torch.rand(4096, 128, generator=torch.Generator().manual_seed(0))
     q = quantize_rows(x)
     largest = x.amax(1, keepdim=True)
@@ -179,7 +179,7 @@ def test_quantize_non_finite_values_stay_visible(quantize, bad):
 
 
 def test_small_gradients_survive():
-    """Relative error 2^-4 whatever the size, down to 2^-6 of the smallest scale; a floor of 1e-4 would give zeros."""
+    """Relative error 2^-4 at any magnitude, down to 2^-6 of the smallest scale; a floor of 1e-4 would give zeros."""
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
     x = x.sign() * x.abs().clamp_min(0.05) * 1e-13
     for q in (quantize_rows(x), quantize_columns(x)):
@@ -191,7 +191,7 @@ def test_a_transposed_weight_has_the_same_bits():
     q, t = quantize_weight(w), quantize_weight(w.T).T
     assert torch.equal(q.scales, t.scales) and t.block == TILE_BLOCK and t.shape == q.shape
     np.testing.assert_array_equal(codes_of(q), codes_of(t))
-    rows, other = quantize_rows(w), quantize_rows(w.T)  # not so the rows: WGrad needs a quantization of its own
+    rows, other = quantize_rows(w), quantize_rows(w.T)  # rows differ: WGrad needs its own quantization
     assert (codes_of(rows) != codes_of(other).T).mean() > 0.1
 
 
@@ -217,7 +217,7 @@ def test_vllm_reads_our_weights():
 
 
 def test_rows_have_the_bits_of_vllms_own_path():
-    """The torch path of vLLM's activation quantizer; its CUDA kernel takes the same steps (tests/gpu)."""
+    """Against the torch path of vLLM's activation quantizer; its CUDA kernel does the same steps (tests/gpu)."""
     quantizer = pytest.importorskip("vllm.model_executor.layers.quantization.input_quant_fp8")
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape

@@ -1,6 +1,6 @@
-"""What a CPU can say of Triton kernels: they compile for Hopper, and their wiring is right under the interpreter.
+"""Triton kernels on a CPU: they compile for Hopper, and the interpreter checks their indexing.
 
-No CPU environment has triton; `make test` keeps one beside it and runs this file once more with that.
+A CPU installation lacks triton. `make test` runs this file again in a separate environment with triton.
 """
 
 import os
@@ -23,7 +23,7 @@ WEIGHT = {"w_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "N"
 
 @pytest.mark.parametrize("form", ["rows", "columns", "weight"])
 def test_triton_kernels_compile_for_hopper(form, tmp_path, monkeypatch):
-    """Ahead of time, for a GPU that need not be here; the steps that decide the bits are looked up in the PTX."""
+    """Compiles ahead of time, without a GPU, and checks in the PTX the instructions that determine the bits."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -46,8 +46,8 @@ def test_triton_kernels_compile_for_hopper(form, tmp_path, monkeypatch):
     assert len(compiled.asm["cubin"]) > 0
     assert "div.rn.f32" in ptx and not re.search(r"div\.(full|approx)|rcp\.approx|\.ftz", ptx)
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
-    assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx  # 16 bytes a thread, in the transposed form too
-    assert compiled.metadata.shared <= 100 * 1024  # so that two programs fit on one multiprocessor
+    assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx  # 16 bytes per thread, also transposed
+    assert compiled.metadata.shared <= 100 * 1024  # two programs fit on one multiprocessor
 
 
 INTERPRETED = """
@@ -84,9 +84,9 @@ compare(kernels.quantize_weight(w[:200], 1e-12, 448.0), quantize_weight(w[:200])
 def test_triton_kernels_in_the_interpreter():
     """Addresses, masks, padding, strides and scales, on the CPU.
 
-    Scales must be equal. Values need not: the interpreter's own cast to E4M3 does not break ties to even (one code off)
-    and loses the carry when a mantissa rounds up to a power of two (a whole exponent too low). The GPU has neither
-    fault; there tests/gpu/test_fp8_cuda.py asks for equal bits.
+    Scales must be equal. Values may differ: the interpreter's cast to E4M3 does not break ties to even (one code off)
+    and drops the carry when a mantissa rounds up to a power of two (one exponent too low). The GPU has neither bug;
+    tests/gpu/test_fp8_cuda.py requires equal bits there.
     """
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""linear_logprob against whole logits and finite differences."""
+"""linear_logprob against full logits and finite differences."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torchtune_ext.kernels.linear_logprob import linear_gather, linear_logprob, 
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-@pytest.mark.parametrize("chunk_elements", [1, 60, 1 << 27])  # one label a chunk, a ragged last chunk, all at once
+@pytest.mark.parametrize("chunk_elements", [1, 60, 1 << 27])  # one label per chunk, a ragged last chunk, one chunk
 def test_equals_whole_logits(monkeypatch, temperature, chunk_elements):
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def test_bfloat16_states_get_float32_sums():
 
 
 class Products(TorchDispatchMode):
-    """Counts products of matrices."""
+    """Counts matrix products."""
 
     count = 0
 
@@ -73,7 +73,7 @@ def test_linear_logprob_half_precision_chunk_logits_computed_once(monkeypatch, d
     assert counter.count == products
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     want = torch.autograd.grad(torch.stack(linear_logprob_reference(*exact, labels, 0.8)), exact, upstream.double())
-    # A logit is rounded to 8 bits, so its share of the gradient is off by as many, and the sums over 500 and 64 average that.
+    # A logit is rounded to 8 bits, and so is its share of the gradient. The sums over 500 and 64 average the errors.
     for a, b in zip(grads, want, strict=True):
         assert (a - b).norm() < (2**-5 if dtype == torch.bfloat16 else 1e-5) * b.norm()
 
@@ -94,7 +94,7 @@ def test_no_labels():
     assert logprobs.shape == (0,) and weight.grad.abs().max() == 0
 
 
-@pytest.mark.parametrize("k", [1, 5, 23, 40])  # 40: more than there are
+@pytest.mark.parametrize("k", [1, 5, 23, 40])  # 40 exceeds the vocabulary
 def test_top_k_and_gather(monkeypatch, k):
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 60)
     torch.manual_seed(0)

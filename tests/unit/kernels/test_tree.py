@@ -1,4 +1,4 @@
-"""Packed trees against every path alone: one forward for each turn, in the context in which it was sampled, stock torchtune."""
+"""Packed trees against separate paths: one forward of stock torchtune per turn, in its sampled context."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ LOSS = PolicyLoss(importance="tis", entropy_coef=0.01)
 
 
 def trees(seed, number=2, length=34):
-    """Groups of conversations of up to eight turns, and the places that the widest of them needs."""
+    """Groups of conversations of up to eight turns, and the places of the largest group."""
     rng = np.random.default_rng(seed)
     shapes = [
         (int(rng.integers(1, 8)), rng.integers(1, length, int(rng.integers(1, 3))).tolist()) for _ in range(number)
@@ -41,17 +41,17 @@ def trees(seed, number=2, length=34):
 
 
 def depth_of(row):
-    """How many runs of tokens the longest way from a root to a leaf goes through."""
+    """The number of runs on the deepest path from a root to a leaf."""
     return 1 + max(len(stack.above) for stack in segment_mask(row.ends_T).stacks)
 
 
-# Two trees for each seed.
+# Two trees per seed.
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "seeds", [range(100), pytest.param(range(100, 1100), marks=pytest.mark.rest)], ids=["few", "many"]
 )
 def test_a_packed_tree_equals_every_path_alone(seeds, monkeypatch):
-    """Loss, log-probs and gradients, in float64 to 1e-10 of what was summed up; and the plain mask says the same."""
+    """Loss, log-probs and gradients in float64, to 1e-10 of the summed magnitudes; the dense mask agrees."""
     depths, kinds = set(), set()
     for seed in seeds:
         groups, longest = trees(seed)
@@ -86,7 +86,7 @@ def test_a_packed_tree_equals_every_path_alone(seeds, monkeypatch):
 def test_tree_packing_equals_plain_with_model_options(way, monkeypatch):
     model, plain = tiny_model(dtype=torch.float64), None
     if way == "chunks":
-        monkeypatch.setattr(linear_logprob, "CHUNK_ELEMENTS", 5 * 61)  # five labels at a time
+        monkeypatch.setattr(linear_logprob, "CHUNK_ELEMENTS", 5 * 61)  # five labels per chunk
     if "lora" in way:
         model = adapters.adapted(tie_word_embeddings=False).double()
         plain = adapters.Plain(model, qwen2(**adapters.DIMS, tie_word_embeddings=False))
@@ -99,7 +99,7 @@ def test_tree_packing_equals_plain_with_model_options(way, monkeypatch):
 
 
 def test_trees_in_fp8(tmp_path):
-    """Apart from rounding in front of a layer, which moves a few values to the neighboring code, packed trees score like paths."""
+    """Packed trees score like paths, apart from input rounding, which moves a few values to neighboring codes."""
     source = fp8_models.directory(tmp_path)
     policy, in_full = fp8_models.policy_of(source), PackedPolicy(fp8_models.policy_of(source, None).model)
     groups, _ = trees(3, length=90)
@@ -123,7 +123,7 @@ def test_trees_in_fp8(tmp_path):
 
 
 def test_tree_labels_with_equal_context_share_hash():
-    """Labels behind the same tokens have one hash, wherever they stand, and labels behind others have another."""
+    """Labels after equal paths have equal hashes, wherever they are; labels after other paths differ."""
     groups, longest = trees(11, number=3)
     hashes = {}
     for row_tokens in (longest, 500):

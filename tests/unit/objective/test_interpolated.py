@@ -1,4 +1,4 @@
-"""The old policy between the sampler's log-probs and the policy's own, by age (AReaL), against the real one and by hand."""
+"""`old: interpolated` (AReaL) against the real proximal policy, and by hand."""
 
 import math
 from dataclasses import replace
@@ -28,7 +28,7 @@ def make_tokens(versions_L, logprobs_L, behavior_logprobs_L, old_logprobs_L=None
 
 
 def gradient(options, t):
-    """(loss, its gradient, metrics) of every label."""
+    """Returns (loss, its gradient, metrics) of every label."""
     t = replace(t, logprobs_L=t.logprobs_L.detach().clone().requires_grad_())
     values_L, metrics = PolicyLoss(**options)(t)
     values_L.sum().backward()
@@ -62,8 +62,10 @@ def test_interpolated_current_version_token_equals_sampler_old_policy():
 
 
 def test_interpolated_loss_matches_hand_computed_example():
-    """One token of age 3: alpha is 3/4. log pi is -1.0, the sampler said -1.4; so the old policy is at -1.1, r = e^0.1 and
-    w = e^0.3."""
+    """One token of age 3, so alpha = 3/4. log pi = -1.0 and log pi_sampler = -1.4.
+
+    Hence log pi_old = -1.1, r = e^0.1 and w = e^0.3.
+    """
     one = torch.ones(1, dtype=torch.float64)
     t = make_tokens(torch.tensor([4]), -one, -1.4 * one)
     values, slope, metrics = gradient({"old": "interpolated", "importance": "full"}, t)

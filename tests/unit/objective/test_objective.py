@@ -1,4 +1,4 @@
-"""PolicyLoss against each paper's formula worked out token by token in Python floats: values, gradients, and what is refused."""
+"""PolicyLoss against each paper's formula in Python floats: values, gradients and errors."""
 
 import math
 import re
@@ -11,7 +11,7 @@ from torchtune_ext.objective.clipping import clip
 from torchtune_ext.objective.constraints import CONSTRAINTS, Constraint
 from torchtune_ext.objective.loss import NLLLoss, PolicyLoss, Tokens
 
-# Two completions, of three labels and of two, with an advantage each; ratios on both sides of every bound.
+# Two completions, of three and two labels, with one advantage each; ratios on both sides of every bound.
 RATIOS = [1.5, 0.7, 1.05, 0.5, 1.35]
 ADVANTAGES = [2.0, 2.0, 2.0, -1.5, -1.5]
 SAMPLES = [0, 0, 0, 1, 1]
@@ -47,7 +47,7 @@ def value_and_gradient(loss, t):
 
 
 def by_token(objective):
-    """(values, gradients in log pi) of the loss -objective(r, A), where objective returns its value and its slope in r."""
+    """Returns (values, gradients in log pi) of -objective(r, A); objective returns (value, slope in r)."""
     pairs = [objective(r, a) for r, a in zip(RATIOS, ADVANTAGES, strict=True)]
     return [-v for v, _ in pairs], [-slope * r for (_, slope), r in zip(pairs, RATIOS, strict=True)]
 
@@ -127,7 +127,7 @@ def test_cispo_clips_the_weight_and_keeps_every_gradient():
 
 
 def test_spo_gradient_zero_at_bound_reverses_beyond():
-    """The maximum lies at r = 1 + sgn(A) epsilon. With epsilon = 1/4 all of it is exact in binary."""
+    """The maximum lies at r = 1 + sgn(A) epsilon. epsilon = 1/4 makes all values exact in binary."""
     ratio = torch.tensor([1.25, 1.0, 1.5, 0.75, 1.0, 0.5], dtype=torch.float64, requires_grad=True)
     t = tokens([-1.0] * 6, [-1.0] * 6, [-1.0] * 6, None, [2.0, 2.0, 2.0, -3.0, -3.0, -3.0], [0] * 6)
     objective, _ = CONSTRAINTS["spo"](epsilon=0.25)(t, ratio, t.old_logprobs_L)
@@ -142,7 +142,7 @@ def test_total_variation_drops_tokens_past_bound_by_advantage():
     for delta, dropped in ((0.15, [1, 0, 0, 1, 0]), (0.19, [0, 0, 0, 1, 0]), (0.21, [0] * 5), (0.02, [1, 0, 1, 1, 0])):
         _, gradients, metrics = value_and_gradient(PolicyLoss(constraint="tv", delta=delta), tokens())
         want = [0.0 if d else -r * a for d, r, a in zip(dropped, RATIOS, ADVANTAGES, strict=True)]
-        # With delta 0.02 the second and the last are outside, on the way back.
+        # With delta 0.02 the second and the last label are outside, and the gradient moves them back.
         assert gradients == pytest.approx(want, abs=1e-12)
         assert metrics["clip_fraction"] == dropped
 
@@ -159,11 +159,11 @@ def test_exact_kl_over_the_stored_top_k():
     assert outside == [True, False, False, True, False]
     t = tokens(old_top_LK=old.log(), top_LK=new.log())
     values, gradients, metrics = value_and_gradient(PolicyLoss(constraint="kl", delta=delta, top_k=2), t)
-    # labels 0 and 3 moved with their advantages (1.5 and 2, 0.5 and -1.5): the constant A, no gradient
+    # labels 0 and 3 moved in the direction of their advantages (1.5 and 2, 0.5 and -1.5): constant A, no gradient
     assert values == pytest.approx([-2.0, -1.4, -2.1, 1.5, 1.35 * 1.5], abs=1e-12)
     assert gradients == pytest.approx([0.0, -1.4, -2.1, 0.0, 1.35 * 1.5], abs=1e-12)
     assert metrics["clip_fraction"] == [1.0, 0.0, 0.0, 1.0, 0.0]
-    # the bound just above and below what was measured decides
+    # bounds just above and just below the measured KL
     for factor, cut in ((1.0 + 1e-9, 0.0), (1.0 - 1e-9, 1.0)):
         tight = PolicyLoss(constraint="kl", delta=kl[0] * factor, top_k=2)
         assert tight(t)[1]["clip_fraction"].tolist()[0] == cut
@@ -173,12 +173,12 @@ def test_exact_kl_without_stored_log_probs():
     loss = PolicyLoss(constraint="kl", top_k=2)
     with pytest.raises(ValueError, match="needs the proximal policy's top-k"):
         loss(tokens())
-    assert loss(tokens(new=OLD))[1]["clip_fraction"].tolist() == [0.0] * 5  # the policy is the old one
+    assert loss(tokens(new=OLD))[1]["clip_fraction"].tolist() == [0.0] * 5  # the current policy equals the old policy
 
 
 @dataclass(frozen=True)
 class Push(Constraint):
-    """A constraint of the user's own, as in docs/objectives.md. `factor` is the name of no key of `PolicyLoss`."""
+    """A custom constraint, as in docs/objectives.md. `factor` is not an option of other constraints."""
 
     delta: float = 0.1
     factor: float = 2.0
@@ -200,7 +200,7 @@ def test_custom_constraint_can_be_registered(monkeypatch):
         assert str(loss) == f"Push(delta={loss.delta}, factor=2.0) per token"
     for settings, message in (
         ({"clip_low": 0.2}, "loss.clip_low=0.2 contradicts loss.constraint='push', whose options are delta, factor;"),
-        ({"level": "sequence"}, "loss.level='sequence' has no constraint='push'; use one of clip, kl3, "),
+        ({"level": "sequence"}, "loss.level='sequence' does not support constraint='push'; use one of clip, kl3, "),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             PolicyLoss(constraint="push", **settings)
@@ -226,14 +226,14 @@ def test_sequence_level_gspo(low, high, cut):
     objective = interval(1 - low, 1 + high)
     pairs = [objective(s, a) for s, a in zip(sequence_ratios(), ADVANTAGES, strict=True)]
     assert values == pytest.approx([-v for v, _ in pairs], abs=1e-12)
-    # d s / d log r_t = s / |y|, and each of the |y| labels carries s once
+    # d s / d log r_t = s / |y|, and each of the |y| labels has s once
     want = [-slope * s for (_, slope), s in zip(pairs, sequence_ratios(), strict=True)]
     assert gradients == pytest.approx(want, abs=1e-12)
     assert metrics["clip_fraction"] == [cut[0]] * 3 + [cut[1]] * 2
 
 
 def test_geometric_level_gmpo():
-    """GMPO, eq. 4: tokens clipped in log space by the sign of the advantage, then their geometric mean."""
+    """GMPO, eq. 4: clip tokens in log space by the sign of the advantage, then take the geometric mean."""
     loss = PolicyLoss(level="geometric", clip_low=1 - math.exp(-0.2), clip_high=math.exp(0.2) - 1)
     values, gradients, metrics = value_and_gradient(loss, tokens())
     kept = []
@@ -286,7 +286,7 @@ def test_the_sampler_as_the_old_policy():
 
 
 @pytest.mark.parametrize(
-    ("kl", "value", "slope"),  # of d = log ref - log pi, and r = pi / pi_old; the slope in log pi
+    ("kl", "value", "slope"),  # value and slope in log pi, for d = log ref - log pi and r = pi / pi_old
     [
         ("k1", lambda d, r: -r * d, lambda d, r: -r * d),
         ("k2", lambda d, r: d * d / 2, lambda d, r: -d),
@@ -312,7 +312,7 @@ def test_kl_to_reference_and_old_policy_match_formulas(kl, value, slope):
 
 
 def test_teacher_surrogate_is_clipped_by_own_advantage():
-    """The clip cuts it by the sign of its own advantage, here on other labels than that of the rewards."""
+    """The teacher's surrogate clips by the sign of its own advantage, here on other labels than the reward's."""
     teacher = [-0.5, -3.0, -0.4, -0.2, -4.0]
     gaps = [logprob - old for logprob, old in zip(teacher, OLD, strict=True)]
     loss = PolicyLoss(teacher_coef=0.5, reward_coef=2.0)
@@ -331,8 +331,11 @@ def test_teacher_surrogate_is_clipped_by_own_advantage():
 
 
 def test_teacher_expected_gradient_equals_reverse_kl_gradient():
-    """A tabular policy of three tokens and two steps, whose every answer is weighed by its probability, against the gradient of
-    KL(policy || teacher) summed over the states with their distribution held fixed."""
+    """A tabular policy of three tokens and two steps, with every answer weighted by its probability.
+
+    The expected gradient equals the gradient of KL(policy || teacher), summed over the states with a fixed state
+    distribution.
+    """
     generator = torch.Generator().manual_seed(0)
     logits, teacher = (torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(2))  # [state, token]
     logits.requires_grad_()
@@ -340,7 +343,7 @@ def test_teacher_expected_gradient_equals_reverse_kl_gradient():
     loss, expected = PolicyLoss(constraint="none", teacher_coef=1.0, reward_coef=0.0), 0.0
     for first in range(3):
         for second in range(3):
-            # The first token leads from state 0 to state 1 + itself.
+            # Token k leads from state 0 to state 1 + k.
             places = torch.tensor([0, 1 + first]), torch.tensor([first, second])
             logprobs = policy[places]
             values_L, _ = loss(
@@ -398,8 +401,8 @@ def test_nll():
         ({"constraint": "kl3", "delta": -0.02}, "loss.delta=-0.02 must be positive"),
         ({"constraint": "kl3", "delta": float("nan")}, "loss.delta=nan must be a number"),
         ({"delta": 0.02}, "loss.delta=0.02 contradicts loss.constraint='clip'"),
-        ({"constraint": "tv", "delta": 1.0}, "loss.delta=1.0 never cuts"),
-        ({"constraint": "kl", "delta": 0.1}, "needs loss.top_k"),
+        ({"constraint": "tv", "delta": 1.0}, "loss.delta=1.0 never clips"),
+        ({"constraint": "kl", "delta": 0.1}, "loss.top_k=None: constraint='kl' needs"),
         ({"constraint": "sapo", "tau_positive": 0.0}, "loss.tau_positive=0.0 must be positive"),
         ({"constraint": "spo", "epsilon": 0.0}, "loss.epsilon=0.0 must be positive"),
         (
@@ -410,14 +413,17 @@ def test_nll():
         ({"level": "tokens"}, "loss.level='tokens' is unknown; did you mean 'token'?"),
         ({"level": "sequence", "importance": "tis"}, "loss.importance='tis' weighs tokens, but loss.level='sequence'"),
         ({"level": "geometric", "importance": "full"}, "loss.importance='full' weighs tokens"),
-        ({"level": "sequence", "constraint": "tv"}, "loss.level='sequence' has no constraint='tv'"),
-        ({"level": "geometric", "constraint": "cispo"}, "loss.level='geometric' has no constraint='cispo'"),
-        ({"level": "geometric", "dual_clip": 3.0}, "loss.dual_clip=3.0 needs a ratio of its own"),
+        ({"level": "sequence", "constraint": "tv"}, "loss.level='sequence' does not support constraint='tv'"),
+        ({"level": "geometric", "constraint": "cispo"}, "loss.level='geometric' does not support constraint='cispo'"),
+        ({"level": "geometric", "dual_clip": 3.0}, "loss.dual_clip=3.0 does not support loss.level='geometric'"),
         ({"dual_clip": 1.2}, "loss.dual_clip=1.2 must lie above the upper clip bound 1.2"),
         ({"old": "sampler", "importance": "tis"}, "loss.importance='tis' contradicts loss.old='sampler'"),
         ({"importance": "is"}, "loss.importance='is' is unknown; did you mean"),
-        ({"importance_high": 2.0}, "loss.importance_high=2.0: importance='none' has no such bound"),
-        ({"importance": "tis", "importance_low": 0.1}, "loss.importance_low=0.1: importance='tis' has no such bound"),
+        ({"importance_high": 2.0}, "loss.importance_high=2.0: importance='none' does not have this bound"),
+        (
+            {"importance": "tis", "importance_low": 0.1},
+            "loss.importance_low=0.1: importance='tis' does not have this bound",
+        ),
         ({"importance": "tis", "importance_high": 0.0}, "loss.importance_high=0.0 must be positive"),
         (
             {"importance": "icepop", "importance_low": 6.0},
@@ -427,8 +433,8 @@ def test_nll():
         ({"kl_coef": None}, "loss.kl_coef=None must be a number"),
         ({"entropy_coef": float("nan")}, "loss.entropy_coef=nan must be a number"),
         ({"importance": ["tis"]}, "loss.importance=['tis'] is unknown"),
-        ({"constraint": "kl", "top_k": 16.5}, "needs loss.top_k, a whole number"),
-        ({"constraint": "kl", "top_k": 16, "old": "sampler"}, "loss.old='sampler' has no constraint='kl'"),
+        ({"constraint": "kl", "top_k": 16.5}, "loss.top_k=16.5: constraint='kl' needs a whole number"),
+        ({"constraint": "kl", "top_k": 16, "old": "sampler"}, "loss.old='sampler' does not support constraint='kl'"),
         ({"kl_coef": -1.0}, "loss.kl_coef=-1.0 must not be negative"),
         ({"old_kl_coef": -1.0}, "loss.old_kl_coef=-1.0 must not be negative"),
     ],

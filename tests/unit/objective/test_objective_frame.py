@@ -1,4 +1,4 @@
-"""What must hold for every objective of the frame: equivalences, finite differences, safety far out, and blindness to packing."""
+"""Properties of every policy loss: equivalences, finite differences, extreme values, independence of packing."""
 
 import math
 from dataclasses import replace
@@ -46,7 +46,7 @@ LOSSES = PRESETS | {
     "sequence cispo": {"level": "sequence", "constraint": "cispo"},
     "interpolated": {"old": "interpolated", "importance": "full"},
 }
-# Every other constraint of the table has to hold the same.
+# The same properties must hold for every other constraint.
 NAMED = {options.get("constraint", "clip") for options in LOSSES.values()}
 LOSSES |= {name: {"constraint": name} for name in CONSTRAINTS if name not in NAMED}
 
@@ -82,7 +82,7 @@ def random_tokens(seed, num=40, spread=0.4, dtype=torch.float64, top_k=4, length
 
 
 def run(loss, t):
-    """Loss values and gradient; `t` gets a leaf of its own."""
+    """Returns loss values, gradient and metrics; `t` gets a new leaf tensor."""
     t = replace(t, logprobs_L=t.logprobs_L.detach().clone().requires_grad_())
     values_L, metrics = loss(t)
     values_L.sum().backward()
@@ -115,12 +115,14 @@ def test_published_bounds_of_kl3(delta, low, high):
 @settings(max_examples=300)
 @given(exponent=st.floats(-10, 300))
 def test_kl3_bounds_reach_delta(exponent):
-    """In float64. exp in the bounds and log here leave d within eps (1 + |d|). That changes expm1(d) - d, relatively, by at most
-    1 + 2 / |d| times as much, and its own roundings are 2 eps / |d|."""
+    """In float64. exp in the bounds and log here keep d within eps (1 + |d|).
+
+    The relative change of expm1(d) - d is at most 1 + 2 / |d| times as large, and its own rounding is 2 eps / |d|.
+    """
     delta, eps = 10.0**exponent, np.finfo(float).eps
     lower, upper = kl3_bounds(delta)
     assert 0 <= lower < 1 < upper
-    for w in (lower, upper) if delta < 700 else (upper,):  # e^-700 is the smallest that float64 holds
+    for w in (lower, upper) if delta < 700 else (upper,):  # e^-700 is close to the smallest normal float64
         d = math.log(w)
         rel = eps * ((1 + 2 / abs(d)) * (2 + abs(d)) + 2 / abs(d))
         assert math.expm1(d) - d == pytest.approx(delta, rel=rel)
@@ -133,7 +135,7 @@ def test_atr_is_an_asymmetric_clip(delta):
         t = random_tokens(seed)
         atr, asymmetric = PolicyLoss(constraint="kl3", delta=delta), PolicyLoss(clip_low=1 - lower, clip_high=upper - 1)
         assert_same(atr, asymmetric, t)
-        # and the test KL3 <= delta itself says the same of every label, where an advantage pushes outwards
+        # the direct test KL3 <= delta gives the same result for every label whose advantage pushes outward
         kl3 = kl_k3(t.old_logprobs_L, t.logprobs_L.detach())
         outward = t.advantages_L * (t.logprobs_L.detach() - t.old_logprobs_L) > 0
         assert atr(t)[1]["clip_fraction"].bool().tolist() == (outward & (kl3 > delta)).tolist()
@@ -172,7 +174,7 @@ def test_policy_loss_wide_bounds_never_clip():
 
 
 def test_policy_loss_is_independent_of_other_completions():
-    """Every label's loss is a function of its own completion."""
+    """The loss of a label depends only on its own completion."""
     t = random_tokens(5)
     for options in LOSSES.values():
         loss, kept = PolicyLoss(**options), {name: [] for name in ("values", "gradients")}
@@ -198,7 +200,7 @@ def test_sample_sums_and_means():
 # --- gradients and numbers ---------------------------------------------------------------------------------------------
 
 
-# Their value is not the integral of their gradient; they are worked by hand in test_objective.py.
+# Their value is not the integral of their gradient. test_objective.py tests them by hand.
 STOPPED = {"cispo", "sequence cispo", "k1", "interpolated"}
 
 
@@ -215,7 +217,7 @@ def test_gradcheck(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LOSSES)
 def test_extreme_log_ratios_give_finite_losses(name, dtype):
-    """Log-ratios to +-80 against the old policy, the sampler and the reference, both signs of the advantage."""
+    """Log-ratios up to +-80 to the old, sampling and reference policies, for both signs of the advantage."""
     cases = torch.cartesian_prod(*[torch.tensor([-80.0, -20.0, 0.0, -1e-3])] * 4)
     new, old, sampler, ref = (column.repeat(2).to(dtype) for column in cases.T)
     sign = torch.tensor([1.0, -1.0]).repeat_interleave(len(cases)).to(dtype)
@@ -229,27 +231,27 @@ def test_extreme_log_ratios_give_finite_losses(name, dtype):
 
 @pytest.mark.parametrize("d", [1e-7, 1e-5, 1e-4, 1e-3, 0.0099, 0.0101, 0.1, 1.0, -1e-5, -1e-3, -0.5])
 def test_k3_keeps_its_relative_precision(d):
-    """Against the series in exact fractions of d; e^d - 1 - d in float32 would be all rounding below 1e-3."""
+    """Against the series in exact fractions of d; below 1e-3, e^d - 1 - d in float32 is only rounding error."""
     exact = sum(d**n / math.factorial(n) for n in range(2, 30))
     single = torch.tensor(d, dtype=torch.float32)
-    # three roundings of the series; above its end expm1(d) - d loses what cancels: eps |d| of d^2 / 2, at most 2 eps / 0.01
+    # three roundings of the series; above it, cancellation in expm1(d) - d costs eps |d| of d^2 / 2, at most 2 eps / 0.01
     bound = 4 * 2**-24 if abs(d) < 1e-2 else 2 * 2**-24 / min(abs(d), 1.0) + 4 * 2**-24
-    rounded = sum(single.item() ** n / math.factorial(n) for n in range(2, 30))  # of the d that float32 holds
+    rounded = sum(single.item() ** n / math.factorial(n) for n in range(2, 30))  # exact value of the float32 d
     assert kl_k3(torch.zeros(()), single).item() == pytest.approx(rounded, rel=bound)
     double = torch.tensor(d, dtype=torch.float64)
     assert kl_k3(torch.zeros_like(double), double).item() == pytest.approx(exact, rel=1e-13)
 
 
-# --- blind to rows -----------------------------------------------------------------------------------------------------
+# --- independent of rows -----------------------------------------------------------------------------------------------------
 
-BOUND = 1e-10  # in float64, of the loss of a label, which is about one, and of the largest gradient
+BOUND = 1e-10  # in float64, relative to the loss of a label (about 1) and to the largest gradient
 
 
 def tiny_model():
     torch.manual_seed(0)
     model = qwen2(60, 2, 4, 2, 32, 48, 64, tie_word_embeddings=True)
     with torch.no_grad():
-        model.tok_embeddings.weight.mul_(0.1)  # log-probs around -4, as those that the groups carry
+        model.tok_embeddings.weight.mul_(0.1)  # log-probs around -4, as in the groups
     return model.double()
 
 
@@ -268,9 +270,9 @@ def make_groups(seed=0):
 
 @whole_float64()
 def loss_and_gradients(groups, options, aggregation, row_tokens, tile=None, turned=False):
-    """One update after the policy has moved away from its old scores, so that ratios are not one."""
+    """One update after the policy has changed, so that ratios differ from one."""
     rows, _ = pack(groups, row_tokens, aggregation, 16, layout=RowLayout(tile=tile))
-    # They carry float32 for a model in float32; the old policy between sampler and trainer wants one dtype.
+    # Rows hold float32; the interpolated old policy needs one dtype for sampler and trainer.
     rows = [
         replace(row, logprobs_L=row.logprobs_L.double(), teacher_logprobs_L=row.teacher_logprobs_L.double())
         for row in (rows[::-1] if turned else rows)
@@ -289,7 +291,7 @@ def loss_and_gradients(groups, options, aggregation, row_tokens, tile=None, turn
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_loss_is_invariant_to_rows_padding_order(name, aggregation):
-    """The whole as one row, in many rows (micro-batches), padded, in another order, groups in another order."""
+    """One row, many rows (micro-batches), padding, another order of rows, another order of groups."""
     options, groups = LOSSES[name], make_groups()
     want_loss, want, want_metrics = loss_and_gradients(groups, options, aggregation, 200)
     assert want.abs().max() > 1e-4, "the case must have a gradient to compare"
@@ -307,7 +309,7 @@ def test_loss_is_invariant_to_rows_padding_order(name, aggregation):
     assert abs(turned_loss - want_loss) < BOUND
 
 
-# --- groups without signal ---------------------------------------------------------------------------------------------
+# --- zero-variance groups ---------------------------------------------------------------------------------------------
 
 
 @whole_float64()
@@ -339,7 +341,7 @@ SIGNAL, SILENT = [1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]
 
 @pytest.mark.parametrize("term", ["kl_coef", "old_kl_coef", "entropy_coef"])
 def test_kl_and_entropy_train_zero_variance_groups(term):
-    """Alone they have no policy gradient, but the whole of these terms; the labels are those of all groups."""
+    """Zero-variance groups have no policy gradient, but the gradient of these terms over all their labels."""
     loss = PolicyLoss(**{term: 0.1}, kl="k2")
     ((labels, total, gradient),) = step_of([SILENT, SILENT], loss, "token")
     assert labels == 2 * (1 + 3 + 5 + 7)
@@ -347,11 +349,11 @@ def test_kl_and_entropy_train_zero_variance_groups(term):
         assert total == 0.0
     else:
         assert abs(total) > 1e-3 and gradient.norm() > 1e-3
-    assert step_of([SILENT, SILENT], PolicyLoss(), "token") == []  # nothing else acts on them
+    assert step_of([SILENT, SILENT], PolicyLoss(), "token") == []  # no other term acts on them
 
 
 def test_a_constant_divides_by_all_completions():
-    """Dr.GRPO: the gradient of a group is the same beside others, over the number of groups, whatever these were worth."""
+    """Dr.GRPO: other groups only divide the gradient of a group by the number of groups, whatever their rewards."""
     ((_, alone, want),) = step_of([SIGNAL], PolicyLoss(), "constant")
     ((_, among, result),) = step_of([SIGNAL] + [SILENT] * 31, PolicyLoss(), "constant")
     assert abs(among - alone / 32) < BOUND
@@ -368,8 +370,7 @@ def test_a_constant_is_a_positive_number_of_tokens():
 
 
 def test_constant_aggregation_step_updates_sum_to_whole_step():
-    """Three groups with a signal among eight, in four updates (one of which has nothing to train on): the mean over all four
-    is the step in one update."""
+    """Three of eight groups have nonzero advantages. Four updates, one of them empty, average to one update."""
     rewards = [SILENT, SIGNAL, SILENT, SIGNAL, SILENT, SILENT, SIGNAL, SILENT]
     ((_, _, want),) = step_of(rewards, PolicyLoss(), "constant")
     parts = step_of(rewards, PolicyLoss(), "constant", num_updates=4)
@@ -382,13 +383,13 @@ def test_mean_aggregation_counts_only_kept_completions(aggregation):
     ((_, _, want),) = step_of([SIGNAL], PolicyLoss(), aggregation)
     ((_, _, dropped),) = step_of([SIGNAL] + [SILENT] * 3, PolicyLoss(), aggregation)
     assert torch.equal(dropped, want)
-    tiny = PolicyLoss(entropy_coef=1e-14)  # all groups are kept, for a term that adds nothing to speak of
+    tiny = PolicyLoss(entropy_coef=1e-14)  # a negligible term keeps all groups
     ((_, _, kept),) = step_of([SIGNAL] + [SILENT] * 3, tiny, aggregation)
     assert (kept - want / 4).abs().max() < BOUND * want.abs().max()
 
 
 class Constant:
-    """A loss whose metrics are known."""
+    """A loss with known metrics."""
 
     def __call__(self, t):
         first_L = t.samples_L == 0

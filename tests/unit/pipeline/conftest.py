@@ -1,4 +1,4 @@
-"""Sources of groups with their real ledger, stream and graders; the engine alone answers when the test says so."""
+"""Rollout sources with real scheduler, stream and graders, and a scripted engine."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def numbered_grader():
 
 @pytest.fixture
 def make(numbered_grader):
-    """Makes a source of 2 groups a step for 10 steps, and its engine."""
+    """Makes a rollout source of 2 groups per step for 10 steps, and its engine."""
     sources = []
 
     def make(

@@ -1,4 +1,4 @@
-"""Problems of a task that adapts: made when they are asked for, from what was observed until then."""
+"""Adaptive tasks: problems are made on request, from the outcomes observed so far."""
 
 import json
 
@@ -14,7 +14,7 @@ SEED, LENGTH = 3, 5
 
 
 class Adapting:
-    """Counts the groups that it was told of, and asks for so many."""
+    """Makes problems from the number of observed groups."""
 
     def __init__(self):
         self.level, self.calls, self.visits = 0, [], []
@@ -53,7 +53,7 @@ def test_adaptive_stream_asks_lazily_with_problem_positions(tmp_path):
     assert [problem.id for problem in first] == [f"{index}/0" for index, _ in places[:4]]
     assert stream.observe(1, [(first[0], ())], tmp_path) == {"level": 1.0}
     assert task.visits == [(1, [(first[0], ())], tmp_path)]
-    # The next epoch asks the same indices at other places.
+    # The next epoch visits the same indices in another order.
     second = stream.next_problems(8)
     assert task.calls[4:] == places[4:] and {problem.id for problem in second} == {f"{i}/1" for i in range(LENGTH)}
 
@@ -100,7 +100,7 @@ def test_adaptive_checkpoint_of_other_task_kind_is_refused():
 
 
 def test_adaptive_prefetched_groups_keep_questions_across_checkpoint(make, tmp_path):
-    """The engine has answered them, so they are trained as they were asked, though the task would ask otherwise now."""
+    """The engine has answered them, so they keep their problems, although the task would now make others."""
     task = Adapting()
     source, engine = make(staleness=1, task=task)
     source.open(version=0)
@@ -114,5 +114,5 @@ def test_adaptive_prefetched_groups_keep_questions_across_checkpoint(make, tmp_p
     resumed.load_state_dict(state[0], step=1, version=1)
     second, _ = resumed.take(2)
     assert [group.problem.answer for group in second] == [{"level": 0}] * 2
-    # Those that come after them are asked anew.
+    # Later groups get new problems.
     assert [call.problem.split()[2] for call in engine.calls] == ["2"] * len(engine.calls) and engine.calls

@@ -1,4 +1,4 @@
-"""advantages.py against Python's statistics module, and what is left out of a group."""
+"""Advantages against Python's statistics module, and samples that are excluded from a group."""
 
 import itertools
 import math
@@ -45,7 +45,7 @@ def test_advantages_match_hand_computed_examples():
 
 
 def conversation(*rewards: float, answered: bool = True) -> Sample:
-    """One turn of two tokens for each reward; the last one may be cut, so that its environment never sees it."""
+    """One turn of two tokens per reward; a truncated last turn gets no answer from the environment."""
     turns = tuple((3 * t, 3 * t + 2) for t in range(len(rewards)))
     talk = sampled(range(3 * len(rewards)), finish_reason="completed" if answered else "length")
     return replace(
@@ -59,7 +59,7 @@ def conversation(*rewards: float, answered: bool = True) -> Sample:
 def test_turns_are_compared_with_turns():
     talks = [conversation(1.0, 0.0), conversation(0.0, 1.0), conversation(0.0, 0.0, 2.0), conversation(0.0)]
     (done,), stats = assign_advantages([group(*talks)], AdvantageConfig(credit="turn", scale="none"))
-    # What is left to earn: 1 1 2 0 from the first turn on, 0 1 2 from the second one, 2 from the third.
+    # Returns: 1 1 2 0 from the first turn, 0 1 2 from the second, 2 from the third.
     assert [s.turn_advantages for s in done.samples] == [(0.0, -1.0), (0.0, 0.0), (1.0, 1.0, 0.0), (-1.0,)]
     assert [s.advantage for s in done.samples] == [-0.5, 0.0, 2 / 3, -1.0]
     assert all(s.in_loss for s in done.samples)
@@ -108,7 +108,7 @@ def test_against_the_definition(rewards):
     for scaling in ("group_std", "none"):
         (done,), stats = assign_advantages([group(*map(sample, rewards))], AdvantageConfig(scale=scaling))
         values = [s.advantage for s in done.samples]
-        if len(set(rewards)) == 1:  # a group of one, too
+        if len(set(rewards)) == 1:  # also a group of one sample
             assert values == [0.0] * len(rewards)
             assert not any(s.in_loss for s in done.samples)
             assert (stats.groups, stats.no_signal) == (0, 1)
@@ -120,7 +120,7 @@ def test_against_the_definition(rewards):
 
 
 def test_equal_fractional_rewards_have_zero_advantage():
-    """The mean of ten times 0.1 is not 0.1: the deviations must not be blown up by their own size."""
+    """The mean of ten times 0.1 is not 0.1: rounding must not be divided by its own std."""
     assert advantages(*[0.1] * 10) == [0.0] * 10
     assert advantages(*[0.1] * 10, scale="none") == [0.0] * 10
 
@@ -155,7 +155,7 @@ def test_advantages_each_kind_of_failure_is_counted():
 @settings(max_examples=100)
 @given(rewards=st.lists(REWARDS, min_size=2, max_size=8), places=st.lists(st.integers(0, 8), min_size=1, max_size=4))
 def test_ungraded_samples_leave_other_advantages_unchanged(rewards, places):
-    """Inserted anywhere, they are not trained, and the others get what they get without them."""
+    """At any position they are not trained on and do not change the advantages of other samples."""
     mixed: list[float | Outcome] = list(rewards)
     for number, place in enumerate(places):
         mixed.insert(place, (FAILED, TIMED_OUT)[number % 2])
@@ -181,7 +181,7 @@ def test_policy_failed_is_trained_with_its_score():
     ("truncated", "expected", "trained"),
     [
         ("keep", [1.0, 0.0, -1.0], [True, True, True]),
-        ("mask", [1.0, 0.0, -1.0], [True, True, False]),  # still in the mean
+        ("mask", [1.0, 0.0, -1.0], [True, True, False]),  # still in the baseline
         ("penalize", [1.5, 0.5, -2.0], [True, True, True]),  # rewards 2, 1, -1.5
     ],
 )
@@ -207,7 +207,7 @@ def test_groups_stay_in_order_and_whole():
         assert all(a.completion is b.completion for a, b in zip(after.samples, before.samples, strict=True))
     assert [[s.in_loss for s in g.samples] for g in done] == [[True, True], [False, False], [False, False]]
     assert (stats.groups, stats.no_signal, stats.infra_failed, stats.timed_out) == (1, 2, 1, 0)
-    assert groups[0].samples[0].in_loss is False  # the records given are not touched
+    assert groups[0].samples[0].in_loss is False  # the input records are not changed
     assert assign_advantages([], AdvantageConfig())[0] == []
 
 
@@ -221,13 +221,13 @@ def test_extra_loss_terms_train_zero_variance_groups():
     assert [[s.in_loss for s in g.samples] for g in done] == [[True, True], [True, True, False, False], [False, False]]
     assert [[s.advantage for s in g.samples] for g in done] == [[1.0, -1.0], [0.0] * 4, [0.0] * 2]
     assert [g.has_nonzero_advantage for g in done] == [True, False, False]
-    assert (stats.groups, stats.no_signal) == (1, 2)  # what carries a signal is counted as before
+    assert (stats.groups, stats.no_signal) == (1, 2)  # the count of groups with nonzero advantages is unchanged
 
 
 @settings(max_examples=200)
 @given(signal=st.lists(st.booleans(), max_size=12), size=st.integers(1, 12), train_all=st.booleans())
 def test_select_groups_replaces_last_zero_variance_groups_first(signal, size, train_all):
-    signal = [flag and sum(signal[:i]) < size for i, flag in enumerate(signal)]  # sampling ends when there are enough
+    signal = [flag and sum(signal[:i]) < size for i, flag in enumerate(signal)]  # refills end with enough groups
     groups, _ = assign_advantages(
         [group(sample(1.0), sample(0.0 if flag else 1.0)) for flag in signal], AdvantageConfig(), train_all=train_all
     )
@@ -242,7 +242,7 @@ def test_select_groups_replaces_last_zero_variance_groups_first(signal, size, tr
 
 
 def test_select_groups_excess_groups_drop_the_last():
-    """So it may be where stored groups, with those that were replaced, get other advantages than they had."""
+    """Stored groups, including replaced ones, may get other advantages in a replay."""
     groups, _ = assign_advantages([group(sample(1.0), sample(0.0)) for _ in range(4)], AdvantageConfig())
     kept, drawn = select_groups(groups, 2)
     assert [any(g is k for k in kept) for g in drawn] == [True, True, False, False] and len(kept) == 2
@@ -301,8 +301,8 @@ def test_pass_k_binary_rewards_match_published_formula():
 
 
 def test_pass_k_without_wrong_subset_has_zero_advantage():
-    assert advantages(1.0, 1.0, 1.0, 0.0, pass_k=2) == [0.0] * 4  # any two hold a right one
-    assert advantages(1.0, 0.0, pass_k=4) == [0.0, 0.0]  # fewer gradable samples than k
+    assert advantages(1.0, 1.0, 1.0, 0.0, pass_k=2) == [0.0] * 4  # every pair contains a correct sample
+    assert advantages(1.0, 0.0, pass_k=4) == [0.0, 0.0]  # fewer graded samples than k
 
 
 @pytest.mark.parametrize(("length", "expected"), [(3, 0.0), (16, 0.0), (18, 0.5), (20, 1.0)])
@@ -315,12 +315,12 @@ def test_overlong_penalty_grows_over_the_last_share(length, expected):
 
 
 def test_overlong_penalty_alone_leaves_zero_variance_group():
-    """DAPO samples again when all answers are right or all are wrong; one token too many would get the largest advantage."""
+    """DAPO resamples groups that are all right or all wrong; an overlong token must not create an advantage."""
     long = sample(1.0, length=17)
     config = AdvantageConfig(truncated="penalize", penalty=0.5, overlong=0.2)
     (done,), stats = assign_advantages([group(long, *[sample(1.0)] * 15)], config, max_tokens=20)
     assert stats.no_signal == 1 and not any(s.in_loss for s in done.samples)
-    with pytest.raises(ValueError, match="advantage.overlong=0.2 is a share of max_tokens"):
+    with pytest.raises(ValueError, match="advantage.overlong=0.2 is a fraction of max_tokens"):
         assign_advantages([], config)
 
 
@@ -331,7 +331,7 @@ def test_overlong_penalty_alone_leaves_zero_variance_group():
         ({"scale": "std"}, "advantage.scale='std' is unknown: use 'group_std'"),
         ({"truncated": "drop"}, "advantage.truncated='drop' is unknown"),
         ({"pass_k": 0}, "advantage.pass_k=0 must be"),
-        ({"pass_k": 2, "baseline": "leave_one_out"}, "advantage.pass_k=2 has a baseline and a deviation of its own"),
+        ({"pass_k": 2, "baseline": "leave_one_out"}, "advantage.pass_k=2 defines its own baseline"),
         ({"credit": "token"}, "advantage.credit='token' is unknown"),
         (
             {"credit": "turn", "scale": "batch_std"},
@@ -341,10 +341,10 @@ def test_overlong_penalty_alone_leaves_zero_variance_group():
             {"credit": "turn", "pass_k": 2},
             "advantage.credit=turn compares turns of one group; use pass_k=1, and scale=",
         ),
-        ({"pass_k": 2, "scale": "batch_std"}, "advantage.pass_k=2 has a baseline"),
+        ({"pass_k": 2, "scale": "batch_std"}, "advantage.pass_k=2 defines its own baseline"),
         ({"penalty": -1.0}, "advantage.penalty=-1.0 must be"),
         ({"overlong": 1.5, "truncated": "penalize"}, "advantage.overlong=1.5 must be"),
-        ({"overlong": 0.2}, "advantage.overlong=0.2 belongs to truncated=penalize, not keep"),
+        ({"overlong": 0.2}, "advantage.overlong=0.2 requires truncated=penalize, not keep"),
     ],
 )
 def test_bad_options_are_named(options, message):
@@ -357,11 +357,11 @@ def test_bad_options_are_named(options, message):
     [
         ({}, "advantage mean/group_std"),
         ({"pass_k": 2, "scale": "none"}, "advantage mean/none, best of 2"),
-        ({"truncated": "mask", "overlong": 0.0}, "advantage mean/group_std, cut samples: mask"),
-        ({"truncated": "penalize"}, "advantage mean/group_std, cut samples: penalize by 1"),
+        ({"truncated": "mask", "overlong": 0.0}, "advantage mean/group_std, truncated samples: mask"),
+        ({"truncated": "penalize"}, "advantage mean/group_std, truncated samples: penalize by 1"),
         (
             {"truncated": "penalize", "penalty": 0.5, "overlong": 0.2},
-            "advantage mean/group_std, cut samples: penalize by 0.5 over the last 20%",
+            "advantage mean/group_std, truncated samples: penalize by 0.5 over the last 20%",
         ),
     ],
 )

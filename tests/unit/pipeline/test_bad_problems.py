@@ -1,4 +1,4 @@
-"""A problem that cannot be used is named and passed over, and the same ones are whenever a run goes on."""
+"""Unusable problems are logged and skipped, and a resumed run skips the same problems."""
 
 import json
 import time
@@ -23,7 +23,7 @@ SEED, LENGTH = 3, 10
 
 
 class Broken:
-    """Problem 2 raises, problem 5 is no Problem, problem 7 is refused by `long`. Counts what it was asked for."""
+    """Problem 2 raises, 5 is not a Problem, `long` rejects 7. Counts the requests."""
 
     def __init__(self, length=LENGTH, bad=(2, 5)):
         self.length, self.bad, self.indices = length, bad, []
@@ -39,7 +39,7 @@ class Broken:
 
 
 class Adapting(Broken):
-    """Problem 2 cannot be asked before something was observed."""
+    """Problem 2 raises until outcomes have been observed."""
 
     learned = 0
 
@@ -68,7 +68,7 @@ def answers(problems):
 
 
 def usable(count):
-    """What the order gives, without what is bad."""
+    """The problems in order, without unusable problems."""
     places = [problem_index(place, LENGTH, SEED) for place in range(4 * count)]
     return [index for index in places if index not in (2, 5, 7)][:count]
 
@@ -84,7 +84,7 @@ def test_bad_problem_is_replaced_by_the_next(caplog):
     assert log.count("index 5: the task gave dict, not a Problem") == 1
     assert log.count("'p-7' (index 7): its prompt is long") == 1
     stream._prefetched.result()
-    # These are three epochs, and problems that are made in advance.
+    # Three epochs, and problems that are made in advance.
     assert [task.indices.count(index) for index in (2, 5, 7)] == [1, 1, 1] and task.indices.count(0) >= 3
 
 
@@ -117,7 +117,7 @@ def test_no_two_problems_are_made_at_once():
 
 @pytest.mark.parametrize("stopped_after", [1, 3, 8])
 def test_resumed_stream_skips_same_bad_problems(stopped_after):
-    """Also those that are no longer bad, since the run that never stopped would not ask for them either."""
+    """Also problems that are usable by now, because an uninterrupted run would not request them either."""
     whole = ProblemStream(Broken(), SEED, long)
     expected = answers(whole.next_problems(stopped_after) + whole.next_problems(20))
     first = ProblemStream(Broken(), SEED, long)
@@ -209,7 +209,7 @@ def test_problem_stream_useless_answers_are_skipped(caplog):
     )
     stream._prefetched.result()
     assert sorted(stream.skipped_indices) == [2, 4, 5, 6, 7] and sorted(tried) == [0, 1, 3, 4, 6, 7, 8, 9]
-    # A resumed run tries again what a busy machine may have caused.
+    # A resumed run retries problems that failed for transient reasons.
     assert sorted(stream.state_dict()["skipped"]) == [2, 4, 5, 7]
     assert caplog.text.count("'p-4' (index 4): its answer cannot be graded") == 1
     adapting = ProblemStream(Adapting(bad=()), SEED)
@@ -230,11 +230,11 @@ def test_a_prompt_that_leaves_no_room_is_bad():
     problems = [Problem("p", ({"role": "user", "content": text},), None) for text in ("abcd", "abcde", "")]
     assert fault(problems[0]) == ""
     assert fault(problems[1]) == (
-        "its prompt has 5 tokens, and beside sampling.max_tokens=8 engine.max_model_len=12 leaves 4"
+        "its prompt has 5 tokens; engine.max_model_len=12 minus sampling.max_tokens=8 leaves 4"
     )
     assert fault(problems[2]) == "its prompt is empty"
     assert fault(Problem("p", ({"role": "user"},), None)).startswith(
-        "its messages are no prompt: KeyError: 'content' ("
+        "its messages cannot be rendered: KeyError: 'content' ("
     )
 
 
@@ -273,7 +273,7 @@ def test_bad_problems_same_steps_for_any_staleness(make, staleness):
 
 
 def test_resampled_group_may_receive_another_problem(make):
-    """The task asks otherwise by now, and what it asks is bad."""
+    """The task makes another problem by now, and it is unusable."""
 
     class Later(Numbered):
         closed = False

@@ -1,4 +1,4 @@
-"""Which completions share a row: nothing lost, no row too long, prompts rarely repeated, ranks busy alike."""
+"""Balancing: every completion is in one row, no row is too long, prompts rarely repeat, ranks are balanced."""
 
 import random
 
@@ -52,33 +52,33 @@ def test_balance_places_each_completion_in_one_row(groups, layout, slack):
 
 @given(st.integers(1, 8), st.integers(1, 8))
 def test_balance_ranks_idle_only_with_too_few_completions(completions, ranks):
-    """Answers that are long beside their prompt: each rank has one, as long as there are some."""
+    """Completions that are long compared with their prompt: a rank is idle only if there are not enough."""
     for groups in ([GroupSize(1, (100,) * completions)], [GroupSize(1, (100,))] * completions):
         rows = balance_rows(groups, 1000, RowLayout(ranks))
         assert sum(not row for row in rows) == max(ranks - completions, 0)
 
 
 def test_the_rows_of_equal_groups_are_equal():
-    """32 groups on 8 ranks: 4 for each, and not a prompt is repeated."""
+    """32 groups on 8 ranks: 4 per rank, without a repeated prompt."""
     rows = balance_rows([GroupSize(100, (50,) * 16)] * 32, 16_384, RowLayout(8, 128))
     assert [tokens(row) for row in rows] == [3600] * 8
     assert all(len(row) == 4 for row in rows)
 
 
 def test_balance_long_group_splits_into_equal_rows():
-    """16 answers of 1,000 tokens on 4 ranks, in rows of 8,192: four answers for each."""
+    """16 completions of 1,000 tokens on 4 ranks, in rows of 8,192: four completions per rank."""
     rows = balance_rows([GroupSize(200, (1000,) * 16)], 8192, RowLayout(4))
     assert [len(row[0].completions) for row in rows] == [4] * 4
 
 
 def test_balance_unpaired_long_completions_keep_rows_short():
-    """Four answers of 9,000 tokens cannot stand two in a row of 16,384, so rows of 9,010 are enough."""
+    """Two completions of 9,000 tokens do not fit into a row of 16,384, so rows of 9,010 are enough."""
     rows = balance_rows([GroupSize(10, (9000,) * 4)], 16_384, SINGLE_RANK)
     assert [tokens(row) for row in rows] == [9010] * 4
 
 
 def test_attention_counts():
-    """One rank gets one answer of 8,000 tokens, another eight of 1,000: alike in tokens, not in what a round costs."""
+    """One completion of 8,000 tokens costs more attention than eight of 1,000: equal tokens, unequal cost."""
     groups = [GroupSize(1, (8000,)), GroupSize(1, (8000,)), GroupSize(1, (1000,) * 8), GroupSize(1, (1000,) * 8)]
     rows = balance_rows(groups, 8192, RowLayout(2, attention_pair_cost=1e-3))
     rounds = [{len(row[0].completions) for row in rows[start : start + 2]} for start in (0, 2)]
@@ -91,10 +91,10 @@ def rank_sums(rows, layout):
 
 @pytest.mark.parametrize("ranks", [1, 4, 6, 8])
 def test_close_to_the_best_that_there_is(ranks):
-    """Answers of a lognormal length behind short prompts: a round costs at most 3% more than the mean of its rows.
+    """Lognormal completion lengths after short prompts: a round costs at most 3% more than the mean of its rows.
 
-    Answers are small beside a row (a row holds about 30), so a sum can come within half an answer, 2%, of any size; another
-    1% is the grid of sizes.
+    A row holds about 30 completions, so a sum can reach any size within half a completion, 2%; the grid of row
+    capacities adds 1%.
     """
     rng = random.Random(ranks)
     groups = [GroupSize(50, tuple(int(rng.lognormvariate(6, 0.5)) for _ in range(16))) for _ in range(48)]
@@ -116,8 +116,10 @@ def test_few_lengths():
 
 
 def test_many_rows_are_found_soon(monkeypatch):
-    """Rows that hold hardly more than a longest answer: far more are needed than the tokens would fill. A search through all
-    numbers of rounds takes 8,782 fills, 42 s, and finds 563 rows."""
+    """Rows hold little more than the longest completion, so far more rows are needed than the tokens would fill.
+
+    A search through all numbers of rounds takes 8,782 fills, 42 s, and finds 563 rows.
+    """
     rng, fills, fill = random.Random(64), [], packing._fill_rows
     groups = [GroupSize(rng.randint(400, 800), tuple(rng.randint(300, 3000) for _ in range(16))) for _ in range(64)]
     monkeypatch.setattr(packing, "_fill_rows", lambda *args: fills.append(args[3]) or fill(*args))
@@ -126,7 +128,7 @@ def test_many_rows_are_found_soon(monkeypatch):
 
 
 def test_a_round_less_is_worth_a_repeated_prompt(monkeypatch):
-    """Three groups of 100 tokens in rows of 175: two rows with one group cut, 350 tokens, or three rows, 300 tokens."""
+    """Three groups of 100 tokens in rows of 175: two rows with a split group (350 tokens), or three rows (300)."""
     groups = [GroupSize(50, (25, 25))] * 3
     assert [tokens(row) for row in balance_rows(groups, 175, SINGLE_RANK)] == [175, 175]
     monkeypatch.setattr(packing, "ROUND_OVERHEAD_TOKENS", 0)
@@ -139,7 +141,7 @@ def test_dealing_is_fair(sizes, hands):
     assert sorted(i for hand in deal for i in hand) == list(range(len(sizes)))
     assert len(deal) == min(hands, len(sizes)) and deal == sorted(deal)
     sums = [sum(sizes[i] for i in hand) for hand in deal]
-    # Graham's rule: when an item came to the largest hand, every other one was at least as large without it.
+    # Graham's bound: when the largest bin got its last item, every other bin was at least as large without it.
     assert not sizes or max(sums) - min([*sums, *[0] * (hands - len(deal))]) <= max(sizes)
 
 

@@ -1,4 +1,4 @@
-"""Conversations: an engine that says what the test's policy says, real environments in processes of their own.
+"""Conversations: a scripted engine with real environments in their own processes.
 
 With a real engine: tests/integration/test_conversations.py.
 """
@@ -29,7 +29,7 @@ SAMPLING = SamplingConfig(max_tokens=20, seed=7)
 
 
 class TurnLetters(LetterTokenizer):
-    """The next turn comes behind the answers in brackets."""
+    """The next turn follows the answers in brackets."""
 
     def between_turns_ids(self, messages, end, tools=(), problem=()):
         assert problem == PROBLEM.messages  # a template may read its system prompt again
@@ -39,7 +39,7 @@ class TurnLetters(LetterTokenizer):
 
 
 class Policy:
-    """An engine: `says` makes the text of a completion from its prompt and its index, or the reason why it was cut."""
+    """A fake engine: `says` maps prompt and index to the text of a completion, or to a finish reason."""
 
     config = SimpleNamespace(max_model_len=60)
 
@@ -62,7 +62,7 @@ class Policy:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where a file stands for each environment that is alive."""
+    """A folder with one file per running environment."""
     return tmp_path_factory.mktemp("environments")
 
 
@@ -73,7 +73,7 @@ def environments(folder):
 
 
 class Forgetful(TurnLetters):
-    """The next turn comes behind the prompt and the last answer only."""
+    """The next turn follows only the prompt and the last answer."""
 
     history = "template"
 
@@ -82,7 +82,7 @@ class Forgetful(TurnLetters):
 
 
 def play(environments, says, samples=1, groups=1, tokenizer=None):
-    """Plays groups of conversations to their end. Returns them and the engine."""
+    """Runs groups of conversations to their end. Returns the groups and the engine."""
     engine = Policy(says)
     stream = GroupStream(engine, tokenizer or TurnLetters(), environments)
     for number in range(groups):
@@ -111,7 +111,7 @@ def test_episode_environment_tokens_are_appended_but_masked(environments):
 
 
 def test_branches_fit_into_a_row_together(environments):
-    """Each context is short, and the conversation ends before its branches need more places than an engine's context has."""
+    """Each context is short; the conversation ends before all its branches exceed max_model_len."""
     groups, engine = play(environments, lambda prompt, _: "more 0.0000000000000", samples=2, tokenizer=Forgetful())
     assert max(len(prompt) for prompt, *_ in engine.calls) < 20
     for sample in groups[0].samples:
@@ -120,7 +120,7 @@ def test_branches_fit_into_a_row_together(environments):
             completion.finish_reason == "context_overflow"
             and len(completion.kept_prefix_lens) == len(completion.turns) > 1
         )
-        # The prompt, two turns of 20 tokens and the answer between; with another answer and turn there would be 69.
+        # The prompt, two turns of 20 tokens and one answer; with another answer and turn it would be 69 tokens.
         assert 1 + len(completion.tokens) == 1 + 20 + 4 + 20
     trained = replace(groups[0], samples=tuple(replace(s, in_loss=True, advantage=1.0) for s in groups[0].samples))
     rows, stats = pack([trained], 60)
@@ -132,11 +132,11 @@ def test_pending_group_describes_what_it_awaits(environments):
     turn = Completion(np.ones(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
     for episode in group.episodes[1:]:
         episode.add_turn(turn, "x")
-    # The second has no seat yet, the third waits for a process, the fourth for an answer, and the last is over.
+    # The second has no slot yet, the third waits for a process, the fourth for an answer, and the last is finished.
     group.episodes[2].slot, group.episodes[3].slot = EnvironmentSlot(), EnvironmentSlot()
     group.episodes[3].slot.process.set_result(0)
     group.samples[4] = group.episodes[4].to_sample("max_turns")
-    says = "4 of 5 conversations are not over: 1 wait for the engine, 2 for a free environment process, 1 for the environment's"
+    says = "4 of 5 conversations are not finished: 1 wait for the engine, 2 for a free environment process, 1 for the environment's"
     assert says in group.pending_text
 
 
@@ -180,7 +180,7 @@ def test_episode_group_shares_environment_and_random_seed(environments):
             "environment_failed",
             "infra_failed",
             None,
-            "its answer cannot be read: the template has no tools",
+            "answer cannot be rendered: the template has no tools",
         ),
         ("says_a_number", "environment_failed", "infra_failed", None, "step returned the message"),
         ("breaks_a_letter", "environment_failed", "infra_failed", None, "surrogates not allowed"),
@@ -188,10 +188,10 @@ def test_episode_group_shares_environment_and_random_seed(environments):
     ],
 )
 def test_how_conversations_end(environments, says, ending, kind, reward, cause):
-    """Beside each one is another that wins, in the same group: a failure is its own conversation's only."""
+    """Each group also contains a winning conversation: a failure affects only its own conversation."""
     (group,), _ = play(environments, lambda prompt, i: says if i == 0 else "win", samples=2)
     sample, other = group.samples
-    assert ending in ENDINGS  # so the shares of all endings add up to 1
+    assert ending in ENDINGS  # so the fractions of all endings add up to 1
     assert (sample.completion.finish_reason, sample.outcome.kind) == (ending, kind)
     assert (sample.score and sample.score.reward) == reward and (reward is not None or cause in sample.outcome.cause)
     assert (other.completion.finish_reason, other.score.reward) == ("completed", 1.0)
@@ -226,7 +226,7 @@ def test_open_environments_never_exceed_worker_processes(environments, folder):
 
 
 def test_cancelled_group_releases_its_environment_processes(tmp_path):
-    """Two hang, two wait for a process; the group behind them needs both."""
+    """Two hang, two wait for a process; the next group needs both processes."""
     with Environments(Scripted(tmp_path), workers=2, timeout_s=2.0) as environments:
         stream = GroupStream(Policy(lambda prompt, _: "hangs"), TurnLetters(), environments)
         stream.submit(0, PROBLEM, 4, SAMPLING, seed_index=0)
@@ -258,7 +258,7 @@ def test_environment_hung_close_delays_no_other_episode(tmp_path):
 
 
 def test_released_slot_cannot_step_the_next_episode(tmp_path):
-    """Another thread cancels a group as its turn is handed on, and the process goes to a conversation of another stream."""
+    """Another thread cancels a group during its turn, and another stream's conversation acquires the process."""
     with Environments(Scripted(tmp_path), workers=1, timeout_s=20.0) as environments:
         first, second = environments.acquire_slot(), environments.acquire_slot()
         environments.release(first)

@@ -58,13 +58,13 @@ def test_accuracy_interval_covers_mean_95_percent():
     "right, ends", [(0, (0.0, 0.2775)), (1, (0.0179, 0.4042)), (5, (0.2366, 0.7634)), (10, (0.7225, 1.0))]
 )
 def test_interval_of_few_problems_is_wilsons(right, ends):
-    """The ends are those of any table of Wilson's interval for so many of ten."""
+    """The expected ends come from a table of Wilson's interval for n = 10."""
     result = compute_accuracy([group([1.0])] * right + [group([0.0])] * (10 - right))
     assert (result.low, result.high) == pytest.approx(ends, abs=1e-4)
 
 
 def test_accuracy_interval_uses_variance_between_problems():
-    """Rewards between 0 and 1 say more of their mean than right and wrong answers do; others than these have no bounds."""
+    """Partial rewards give a narrower interval than right or wrong answers; other rewards are unbounded."""
     narrow, wide = (
         compute_accuracy([group([0.4]), group([0.6])] * 20),
         compute_accuracy([group([0.0]), group([1.0])] * 20),
@@ -87,7 +87,7 @@ DRAWS = {
 
 @pytest.mark.parametrize("kind", DRAWS)
 def test_interval_of_few_problems_covers_the_mean(kind):
-    """Also where the variance is estimated from a handful; with 1.96 it is 0.70 of 2, and 0.88 to 0.90 of 5."""
+    """Also for few problems; with 1.96 the coverage is 0.70 for 2 problems, and 0.88 to 0.90 for 5."""
     draw, mean = DRAWS[kind]
     for count in (2, 3, 5, 12, 30):
         rng = np.random.default_rng(count)
@@ -104,13 +104,13 @@ def test_student_quantiles_match_the_tables():
 
 
 def test_accuracy_with_ungraded_samples_warns(caplog):
-    """Left out, they would raise the accuracy: here to 1."""
+    """Ungraded samples are excluded, which raises the accuracy, here to 1."""
     hung = replace(group([0.0]).samples[0], outcome=Score(0.0, {"timed_out": 1.0}, "no answer within 10 s"))
     assert compute_accuracy([group([1.0])] + [replace(group([0.0]), samples=(hung,))] * 9).mean == pytest.approx(0.1)
     compute_accuracy([group([1.0])] * 99 + [group([None])])
     assert caplog.text == ""
     assert compute_accuracy([group([1.0])] + [group([None])] * 9).ungraded == 9
-    assert "this accuracy leaves out 9 of 10 samples, which could not be graded" in caplog.text
+    assert "the accuracy excludes 9 of 10 samples" in caplog.text
 
 
 def test_accuracy_without_graded_samples_raises():

@@ -1,4 +1,4 @@
-"""Graders that compare, from the engine's answers to advantages: a real source, stream and processes, an engine that is told."""
+"""Graders that compare samples, end to end: real source, stream and processes, and a scripted engine."""
 
 from concurrent.futures import Future
 
@@ -15,7 +15,7 @@ from torchtune_ext.tasks.task import Score
 
 
 class Longer(Numbered):
-    """The number of other texts of the problem that are shorter. The note says which texts were seen together."""
+    """Scores the number of shorter texts. The note lists the texts that were graded together."""
 
     def grade_group(self, problem, texts):
         if "broken" in texts:
@@ -30,7 +30,7 @@ def judge():
 
 
 def notes(group):
-    """The texts of a group that were graded together, by what the notes say."""
+    """The texts of a group that were graded together, from the notes."""
     (note,) = {sample.score.note for sample in group.samples}
     return note.split("|")
 
@@ -40,7 +40,7 @@ def values(group):
 
 
 def test_judge_grades_prefetched_groups_once_complete(make, judge):
-    """Of a group that lacks a text nothing is graded, while a later group is."""
+    """A group with a missing text is not graded, while a later complete group is."""
     source, engine = make(staleness=2, prefetch_steps=1, at_once=False, by=judge)
     source.open(version=0)
     engine.calls[3].answer("aaa", "b")
@@ -90,7 +90,7 @@ def test_judge_failure_excludes_group_from_training(make, judge, caplog):
 
 
 class Once:
-    """An engine that answers each prompt with its own text, as often as it is asked to."""
+    """An engine that answers at once; sample s has s + 1 characters."""
 
     def submit(self, prompt, n, sampling, on_completion, group, priority, home=None):
         for sample in range(n):

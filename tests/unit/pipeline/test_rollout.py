@@ -1,4 +1,4 @@
-"""Groups as they are finished: an engine that answers when the test says so, real graders in processes of their own."""
+"""GroupStream with a scripted engine and real graders in their own processes."""
 
 import time
 from concurrent.futures import Future
@@ -22,7 +22,7 @@ SAMPLING = SamplingConfig(max_tokens=8)
 
 
 class Told:
-    """An engine that says what the test tells it to: `script` once all problems are submitted, then what `draw` is told."""
+    """A scripted engine: `script` runs once all problems are submitted, then the test completes requests."""
 
     def __init__(self):
         self.prompts, self.say, self.futures, self.script, self.drawn = [], [], [], [], set()
@@ -50,7 +50,7 @@ class Told:
 
 
 class Slow:
-    """Rewards the length of a text, one that is a path as soon as there is such a file."""
+    """Rewards the length of a text. A text that is a path waits until the file exists."""
 
     def grade(self, problem, text):
         while text.startswith("/") and not Path(text).exists():
@@ -71,7 +71,7 @@ def engine():
 
 
 class Seen(list):
-    """A watcher that remembers the rewards."""
+    """A progress sink that records the rewards."""
 
     def add(self, count, tokens):
         pass
@@ -111,7 +111,7 @@ def test_batch_follows_problem_order(engine, grader):
 
 
 def test_stream_slow_grade_delays_only_its_group(engine, grader, tmp_path):
-    """Had the others waited for it, the time of its grade would have been over."""
+    """If the other groups waited for it, its grading would time out."""
     slow = str(tmp_path / "go on")
     engine.script = [(0, 0, slow), *((p, s, "quick") for p in (1, 2) for s in (0, 1))]
     stream = stream_of(engine, grader)
@@ -166,7 +166,7 @@ def test_stream_ends_when_grader_closes(engine):
 
 
 def test_work_on_completions_counts_while_the_engine_samples(engine, grader):
-    """So that tokens per second of "generate" are not those of the waits alone."""
+    """Otherwise the tokens/s of "generate" would count only the waits."""
     engine.script = [(p, s, "x") for p in range(3) for s in (0, 1)]
     watch, slow = Timer(), LetterTokenizer()
     slow.decode = lambda ids: time.sleep(0.02) or "x"
@@ -176,11 +176,11 @@ def test_work_on_completions_counts_while_the_engine_samples(engine, grader):
 
 
 def test_an_evaluation_is_given_up_after_silence(engine, grader, monkeypatch):
-    """The time begins anew with each completion, and while nobody waits it stands still."""
+    """Each completion restarts the deadline. Time outside of a wait does not count."""
     engine.script = [(p, s, "x") for p in (0, 1) for s in (0, 1)]
     stream = sample_groups(PROBLEMS, 2, SAMPLING, engine, LetterTokenizer(), grader, deadline_s=0.5)
     now = time.monotonic()
-    monkeypatch.setattr(rollout, "time", SimpleNamespace(monotonic=lambda: now))  # grading takes the time that it takes
+    monkeypatch.setattr(rollout, "time", SimpleNamespace(monotonic=lambda: now))  # the duration of grading varies
     assert {next(stream)[0], next(stream)[0]} == {0, 1}
     monkeypatch.undo()
     time.sleep(0.6)
@@ -205,7 +205,7 @@ def arrivals():
 
 @pytest.fixture
 def stream(engine, grader, arrivals):
-    """A stream with groups 0 and 1 on their way, of two completions each."""
+    """A stream with groups 0 and 1 in flight, of two completions each."""
     stream = GroupStream(engine, LetterTokenizer(), grader, arrivals)
     for number in (0, 1):
         stream.submit(number, PROBLEMS[number], 2, SAMPLING, seed_index=number)
@@ -244,7 +244,7 @@ def test_stream_finished_group_can_be_cancelled_until_taken(engine, stream, arri
 
 
 class SeenWhole(Seen):
-    """A watcher that remembers how long the completions are that it was told of, too."""
+    """A progress sink that also records the lengths of the completions."""
 
     def __init__(self):
         super().__init__()

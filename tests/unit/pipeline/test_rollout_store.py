@@ -1,4 +1,4 @@
-"""Stored rollouts: exact round trips, whole files only, and resume."""
+"""Stored rollouts: exact round trips, atomic writes, and resume."""
 
 import gzip
 import json
@@ -120,7 +120,7 @@ def test_a_resumed_run_stores_its_steps_again(tmp_path):
     RolloutStore(tmp_path, resume_step=3)
     assert list(rollout_paths(tmp_path)) == [1, 2]
     with pytest.raises(ValueError, match="step_000001.jsonl.gz belongs to an earlier run"):
-        RolloutStore(tmp_path)  # a fresh run mixes with no other
+        RolloutStore(tmp_path)  # a new run does not mix with an earlier run
     assert list(rollout_paths(tmp_path)) == [1, 2]
 
 
@@ -161,7 +161,7 @@ def test_a_disk_that_refuses_for_a_moment(tmp_path, caplog):
             written = store.write(step, groups)
         assert (written is None) == (step in full)
     assert list(rollout_paths(tmp_path)) == [1, 2, 3, 7, 9, 10]
-    assert len(list(store.folder.iterdir())) == 6  # nothing half
+    assert len(list(store.folder.iterdir())) == 6  # no partial file
     assert ["step_000004" in m for m in caplog.messages] == [True], "once is enough"
     caplog.clear()
     store.close()
@@ -172,7 +172,7 @@ def test_a_disk_that_refuses_for_a_moment(tmp_path, caplog):
 
 
 def test_overhead(tmp_path):
-    """1,024 samples of 12 to 100 tokens take well under 0.2 s of one core."""
+    """1,024 samples of 12 to 100 tokens take well under 0.2 s on one core."""
     rng = np.random.default_rng(0)
     text = "The killer was Professor Plum, in the library, at nine. " * 6
     lengths = rng.integers(12, 101, 1024)

@@ -1,4 +1,4 @@
-"""source.py with its real ledger, stream and graders; the engine alone answers when the test says so."""
+"""RolloutSource with real scheduler, stream and graders, and a scripted engine."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from torchtune_ext.tasks.problem_stream import ProblemStream, problem_index
 
 
 def call(number, batch=2):
-    """What the engine is asked for group `number` of a run."""
+    """The expected engine request for group `number` of a run."""
     problem = str(problem_index(number, PROBLEMS, SEED))
     return Call(problem, step=number // batch + 1, refill=0, place=number % batch, say=None)
 
@@ -33,7 +33,7 @@ def names(groups):
 
 
 def wait_for(source, *numbers):
-    """Waits until these groups are finished, and nobody has asked for them."""
+    """Waits until these groups are finished but not yet collected."""
     wait_until(lambda: all("0 of 2 texts are not graded" in source._stream.missing(number) for number in numbers))
 
 
@@ -45,7 +45,7 @@ def test_source_prefetch_zero_submits_groups_on_demand(make, staleness):
         assert len(engine.calls) == 2 * step
         groups, values = source.take(2)
         assert names(groups) == [call(n).problem for n in (2 * step, 2 * step + 1)]
-        assert not values  # nothing was sampled ahead
+        assert not values  # no groups were prefetched
     assert engine.calls == calls(*range(6))
 
 
@@ -72,7 +72,7 @@ def test_source_step_groups_ordered_with_staleness_metrics(make):
     want |= {"age_0": 1, "age_1": 0, "age_2": 0}
     assert values == {f"async/{name}": value for name, value in want.items()}
 
-    # Group 4 may pass group 2, but does not pass group 3.
+    # Group 4 may overtake group 2, but does not overtake group 3.
     source.open(version=1)
     engine.calls[4].answer()
     wait_for(source, 4)
@@ -94,17 +94,18 @@ def test_source_version_jump_resamples_too_stale_groups(make, caplog):
     wait_for(source, 3)
     engine.calls[0].answer()
     engine.calls[1].answer()
-    assert names(source.take(2)[0]) == [call(n).problem for n in (0, 1)]  # it has got group 3, too
+    assert names(source.take(2)[0]) == [call(n).problem for n in (0, 1)]  # it has group 3, too
     source.open(version=1)
-    engine.calls[4].answer("xxx", "xxx")  # finished, and not asked for
+    engine.calls[4].answer("xxx", "xxx")  # finished, not yet collected
     engine.calls[2].say(1, completion("xxxxx"))
     wait_for(source, 4)
 
-    source.open(version=3)  # groups 2 and 3 are of version 0, 4 and 5 of version 1
+    source.open(version=3)  # groups 2 and 3 have version 0, groups 4 and 5 version 1
     assert engine.calls[6:] == calls(2, 3, 4, 5), "they keep their problems and their seeds"
     assert engine.calls[2].future.cancelled() and engine.calls[5].future.cancelled()
     lost = {
-        int(n): int(tokens) for n, tokens in re.findall(r"group (\d) is too old .* (\d+) tokens are lost", caplog.text)
+        int(n): int(tokens)
+        for n, tokens in re.findall(r"group (\d) is too old .* (\d+) tokens are dropped", caplog.text)
     }
     assert lost == {2: 5, 3: 4, 4: 6, 5: 0}
 
@@ -194,12 +195,12 @@ def test_source_timeout_names_unanswered_groups(make):
 def test_source_idle_wait_does_not_consume_stall_timeout(make):
     source, engine = make(staleness=1, at_once=False)
     source.open(version=0)
-    source._stream.last_sign -= 1000.0  # a long step of the trainer
+    source._stream.last_sign -= 1000.0  # a long training step
     waits = []
 
     def watch(name):
         waits.append(name)
-        if len(waits) == 2:  # the first wait was in vain
+        if len(waits) == 2:  # the first wait timed out
             for number in (0, 1):
                 engine.calls[number].answer()
         return nullcontext()
@@ -266,7 +267,7 @@ def test_source_resume_resamples_finished_groups_after_changes(make, change, cap
     elif change == "problem":
         state["cursors"][2] = [2, 99]
     else:
-        # The grader was down when group 2 was graded, and has been mended.
+        # The grader failed when group 2 was graded, and has been fixed since.
         group = group_from_record(json.loads(state["finished"][2][1]))
         failed = tuple(replace(sample, outcome=Ungraded("infra_failed", "down")) for sample in group.samples)
         state["finished"][2][1] = group_to_json(replace(group, samples=failed))
@@ -280,7 +281,7 @@ def test_source_resume_resamples_finished_groups_after_changes(make, change, cap
 
 
 def test_source_later_group_error_is_deferred_until_take(make):
-    """So the step that was just trained is still evaluated and saved."""
+    """The step that was just trained is still evaluated and saved."""
     source, engine = make(staleness=1)
     source.open(version=0)
     source.take(2)
@@ -312,7 +313,7 @@ def test_source_take_without_prefetch_call_raises(make):
     source, _ = make()
     source.open(version=0)
     source.take(2)
-    with pytest.raises(RuntimeError, match=r"call open\(version\) after each publication"):
+    with pytest.raises(RuntimeError, match=r"call prefetch\(version\) after each weight sync"):
         source.take(2)
 
 

@@ -1,4 +1,4 @@
-"""buffer.py: thousands of schedules in simulated time, and the rules one by one, by hand."""
+"""StalenessScheduler: thousands of schedules in simulated time, and each rule by hand."""
 
 import heapq
 import itertools
@@ -12,7 +12,7 @@ import pytest
 from torchtune_ext.pipeline.staleness import StalenessScheduler
 
 SCHEDULES = 2500  # of each kind
-# Seconds that a group takes, from always the same to tails without a mean.
+# Seconds per group, from constant to heavy tails without a mean.
 LENGTHS: list[Callable[[random.Random], float]] = [
     lambda rng: 1.0,
     lambda rng: rng.uniform(0.0, 2.0),
@@ -22,7 +22,7 @@ LENGTHS: list[Callable[[random.Random], float]] = [
 
 
 class Both:
-    """Asks two ledgers the same and demands the same answers."""
+    """Calls two schedulers and asserts equal results."""
 
     def __init__(self, *ledgers: StalenessScheduler):
         self.ledgers = ledgers
@@ -37,8 +37,10 @@ class Both:
 
 
 class Schedule:
-    """One run in simulated time: groups of random lengths, a trainer that is now fast and now slow. It counts for itself what
-    was submitted when and trained, and holds that against every answer of the ledger."""
+    """One run in simulated time: groups of random lengths, and a trainer of varying speed.
+
+    It tracks submissions and training itself, and compares them with every result of the scheduler.
+    """
 
     def __init__(self, seed: int, losses: bool = False, resumes: bool = False):
         self.rng = rng = random.Random(seed)
@@ -47,10 +49,10 @@ class Schedule:
         self.depth = rng.randint(0, self.staleness)
         self.ledger = self.new_ledger()
         self.length, self.pause = rng.choice(LENGTHS), rng.choice((0.0, 0.5, 5.0))
-        self.patience = rng.choice((0.0, 0.5))  # how often the caller leaves out to submit
+        self.patience = rng.choice((0.0, 0.5))  # how often the caller skips a submission
 
         self.now, self.version, self.training = 0.0, 0, False
-        # Time, and the number of the group that finishes then, or -1 where the trainer ends a step.
+        # (time, number of the group that finishes, or -1 if the trainer ends a step)
         self.events: list[tuple[float, int]] = []
         self.at: dict[int, int] = {}  # number -> version at which it was submitted last
         self.running: set[int] = set()
@@ -81,7 +83,7 @@ class Schedule:
         for number in self.ledger.schedule():
             assert 0 <= number < self.batch * self.steps
             assert number not in self.trained and number not in self.finished and number not in self.running
-            # AReaL, Eq. 3, with the depth. Numbers are given out without gaps, so this one is the (number + 1)-th.
+            # AReaL, Eq. 3, with prefetch_steps. Numbers have no gaps, so this group is the (number + 1)-th.
             assert number in self.at or number == len(self.at)
             assert number // self.batch <= self.version + self.depth
             self.at[number] = self.version
@@ -103,20 +105,20 @@ class Schedule:
         if self.depth == 0:
             step = len(self.trained) // self.batch - 1
             assert list(batch) == list(range(step * self.batch, (step + 1) * self.batch))
-        # What was trained is what had the lowest numbers, but for less than a window.
+        # The trained groups have the lowest numbers, except within a window.
         oldest = next(number for number in itertools.count() if number not in self.trained)
         assert max(batch) - oldest < max(1, int(0.3 * (self.depth + 1) * self.batch + 1e-9))
         self.training = True
         heapq.heappush(self.events, (self.now + self.rng.expovariate(1.0) * self.pause, -1))
 
     def next_event(self) -> None:
-        if not self.events:  # it was lost, or the caller did not submit
+        if not self.events:  # it was requeued, or the caller did not submit
             self.submit()
         assert self.events, "nothing runs and nothing may be submitted"
         self.now, number = heapq.heappop(self.events)
         if number < 0:
             self.training, self.version = False, self.version + 1
-            assert self.ledger.on_publish(self.version) == []  # nothing ever gets too old
+            assert self.ledger.on_publish(self.version) == []  # no group becomes too old
         else:
             self.running.remove(number)
             self.finished.add(number)
@@ -130,7 +132,7 @@ class Schedule:
         heapq.heapify(self.events)
 
     def resume(self) -> None:
-        """Goes on in a new ledger, and in the old one without its running groups: the two must stay the same."""
+        """Resumes in a new scheduler, and in the old one without its running groups: both must stay equal."""
         old = self.ledger.ledgers[0] if isinstance(self.ledger, Both) else self.ledger
         state = json.dumps(old.state_dict())
         self.lose(old, *self.running)
@@ -153,7 +155,7 @@ def test_random_schedules(losses, resumes):
 
 @pytest.mark.parametrize("staleness", [1, 2, 4, 16])
 def test_fewer_steps_than_the_bound(staleness):
-    """Nothing is submitted beyond the run, however far the ledger might look ahead."""
+    """No group beyond max_steps is submitted, whatever prefetch_steps is."""
     for steps in range(staleness + 1):
         ledger = StalenessScheduler(3, steps, staleness, staleness)
         assert ledger.schedule() == list(range(3 * steps))
@@ -171,11 +173,11 @@ def finished(ledger: StalenessScheduler, *numbers: int) -> StalenessScheduler:
 
 
 def at_risk() -> StalenessScheduler:
-    """A ledger at step 1 of batches of 10, bound 1: group 15, submitted at version 0, still runs, and all others are there."""
+    """A scheduler at step 1, batch size 10, bound 1: only group 15, submitted at version 0, is unfinished."""
     ledger = StalenessScheduler(10, 5, staleness=1)
     assert ledger.schedule() == list(range(20))
     finished(ledger, *range(5), *range(6, 11))
-    # Group 5 may be passed, since it can be trained at step 1 as well. The window of 6 reaches to group 10.
+    # Group 5 may be overtaken, because it can be trained at step 1 as well. The window of 6 reaches to group 10.
     assert list(ledger.next_batch()) == [*range(5), *range(6, 11)]
     assert ledger.on_publish(1) == [] and ledger.schedule() == list(range(20, 30))
     return finished(ledger, 5, *range(11, 15), *range(16, 30))
@@ -190,7 +192,7 @@ def test_scheduler_overtaking_stops_at_staleness_bound():
 
 @cache
 def servable(due: tuple[int, ...], step: int, batch: int) -> bool:
-    """Whether any way to choose `batch` groups a step, from `step` on, trains all in time; by trying all of them."""
+    """Whether any choice of `batch` groups per step from `step` on trains all in time, by brute force."""
     if not due or due[0] < step:
         return not due
     choices = set(itertools.combinations(due, min(batch, len(due))))
@@ -205,7 +207,7 @@ def _without(due: tuple[int, ...], choice: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def test_scheduler_refuses_overtaking_only_beyond_staleness_bound():
-    """The other direction, that what is allowed keeps the bound, is in the random schedules."""
+    """The random schedules test the other direction: allowed batches keep the bound."""
     refused, rng = 0, random.Random(0)
     while refused < 200:
         size, staleness = rng.randint(3, 5), rng.randint(1, 2)
@@ -227,7 +229,7 @@ def test_scheduler_refuses_overtaking_only_beyond_staleness_bound():
 
 
 def test_scheduler_failed_group_due_at_resubmission_version():
-    """It will be submitted at the present version at the earliest, so the bound lets others pass it."""
+    """Its earliest submission is at the present version, so the bound lets other groups overtake it."""
     ledger = at_risk()
     ledger.requeue(15)
     assert list(ledger.next_batch()) == [5, *range(11, 15), *range(16, 21)]
@@ -262,7 +264,7 @@ def test_scheduler_without_staleness_idles_during_training():
 
 @pytest.mark.parametrize("jump", ["of the version", "of the bound"])
 def test_scheduler_too_stale_groups_are_dropped_and_replaced(jump):
-    """A version that jumps, or a resumed run with a smaller bound: each group is trained once, and never above the bound."""
+    """A version that jumps, or a smaller bound after a resume: each group is trained once, within the bound."""
     dropped = 0
     for seed in range(500):
         rng = random.Random(seed)
@@ -273,7 +275,7 @@ def test_scheduler_too_stale_groups_are_dropped_and_replaced(jump):
         drops = 0
         while len(trained) < batch * steps:
             at.update(dict.fromkeys(ledger.schedule(), version))
-            # However far the version jumps, no more is in flight than the trainer works off.
+            # However far the version jumps, the trainer can consume all groups in flight in time.
             assert len(ledger.running) + len(ledger.finished) <= (staleness + 1) * batch
             while not (numbers := ledger.next_batch()):
                 ledger.mark_finished(rng.choice(sorted(ledger.running)))
@@ -305,7 +307,7 @@ def test_scheduler_smaller_staleness_prefetches_fewer_groups():
     ledger = StalenessScheduler(2, 9, staleness=1)
     ledger.load_state_dict(state)
     assert ledger.on_publish(0) == []
-    assert ledger.schedule() == [0, 2, 3]  # of what was running, no more than the new depth allows
+    assert ledger.schedule() == [0, 2, 3]  # of the running groups, as many as the new prefetch_steps allows
     finished(ledger, 0)
     assert ledger.next_batch() == {0: 0, 1: 0}
     assert ledger.on_publish(1) == [] and ledger.schedule() == [4]
@@ -377,9 +379,9 @@ def test_scheduler_invalid_calls_raise():
     ledger.schedule()
     finished(ledger, 0)
     with pytest.raises(KeyError):
-        ledger.mark_finished(0)  # it has finished already
+        ledger.mark_finished(0)  # it is already finished
     ledger.next_batch()
     with pytest.raises(KeyError):
-        ledger.requeue(0)  # it is trained on
+        ledger.requeue(0)  # it is already taken
     with pytest.raises(AssertionError, match="all 1 groups of the run have been taken"):
         ledger.next_batch()

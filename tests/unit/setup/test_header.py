@@ -65,7 +65,7 @@ def test_a_preset_changes_all_of_tinys_objective():
         ({"preset": "sapo"}, "soft gate 1/1.05 per token"),
         ({"preset": "cispo"}, "CISPO weight in [0, 5] per token"),
         ({"preset": "rloo"}, "no constraint per token, TIS <= 2, advantage leave_one_out/none, sum over a constant"),
-        ({"preset": "dapo"}, "cut samples: penalize by 0.5 over the last 20%, token mean, up to 3 refills"),
+        ({"preset": "dapo"}, "truncated samples: penalize by 0.5 over the last 20%, token mean, up to 3 refills"),
         ({"preset": "dapo", "refill_rounds": 0}, "token mean; preset dapo"),
         ({"preset": "pass_at_k", "advantage": {"pass_k": 2}}, "best of 2, sequence mean; preset pass_at_k"),
         ({"advantage": {"scale": "none"}}, "advantage mean/none, sequence mean; preset grpo"),
