@@ -119,13 +119,13 @@ def drive(recipe: GRPORecipe, fault: Path, healthy: int, faults: list[str], out:
 def test_of(message: str) -> str:
     """Return the gate test that wrote a message."""
     for text, test in (
-        ("labels what it samples", "version"),
+        ("labels its tokens", "version"),
         ("times as likely as the sampler reports", "likelihood"),
-        ("samples as before|samples without", "effect"),
+        ("samples as before|samples with the old|samples without", "effect"),
         (": weights: ", "checksum"),
         ("truncated or renormalized \\(", "identity"),
-        ("distribution has them and rounding does not. Likely cause: temperature", "sharpness, says temperature"),
-        ("distribution has them and rounding does not. Likely cause: top-p", "sharpness, says top-p"),
+        ("distribution has this effect, and rounding does not. Likely cause: temperature", "sharpness, says temperature"),
+        ("distribution has this effect, and rounding does not. Likely cause: top-p", "sharpness, says top-p"),
         ("Likely cause: temperature", "scale, says temperature"),
         ("Likely cause: top-p", "scale, says top-p"),
         ("Likely cause: precision", "scale, says precision"),

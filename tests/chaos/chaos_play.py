@@ -60,7 +60,7 @@ class Fault:
     weight: int = 1  # relative frequency
 
 
-STOP = r"Stopped by {signal}.*(resume_from_checkpoint=True|no checkpoint yet, so the next start begins anew)"
+STOP = r"Stopped by {signal}.*(resume_from_checkpoint=True|no checkpoint yet, so the next start begins at step 1)"
 FAULTS = (
     Fault("trainer_kill", "ends", PHASES, (137,), weight=3),
     Fault("trainer_pause", "goes on", ("engine", "sampling", "training", "checkpoint")),

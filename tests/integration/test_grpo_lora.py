@@ -191,9 +191,9 @@ def test_canary_detects_engine_without_published_adapter(workplace, tmp_path, mo
         with monkeypatch.context() as patch:
             patch.setattr(EngineReplica, "checksums", lie)
             with pytest.raises(
-                MismatchError, match="weights: the engine has the weights that were sent and samples as before"
+                MismatchError, match="weights: the engine has the new weights but samples with the old ones"
             ):
                 publisher.publish(2)
         fault.write_text("the adapter is forgotten")
-        with pytest.raises(MismatchError, match="the engine has the adapter that was sent and samples without it"):
+        with pytest.raises(MismatchError, match="the engine has the adapter but samples without it"):
             publisher.publish(3)

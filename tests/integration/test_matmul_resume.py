@@ -181,7 +181,7 @@ def test_killed_and_resumed_equals_uninterrupted(workplace, kills):
 
 def test_a_replay_learns_the_same(workplace):
     output = runs.run(workplace, "grpo_full", "output_dir=replayed", "replay=reference", "task.bench.budget_s=1.0")
-    assert "Set otherwise there" not in output
+    assert "Other settings in that run" not in output
     run, reference = workplace / "replayed", workplace / "reference"
     assert (run / ARCHIVE_FILE).read_bytes() == (reference / ARCHIVE_FILE).read_bytes()
     assert states(run)[STEPS].task == states(reference)[STEPS].task

@@ -139,7 +139,7 @@ def test_stopped_rank_ends_the_run(start):
     run.find("rank 0 computes")
     os.kill(stopped, signal.SIGSTOP)
     run.find("Timed out waiting 3000ms")
-    run.find("Another rank did not come here within ranks.deadline_s: it was stopped")
+    run.find("Another rank did not reach this collective within ranks.deadline_s: it was stopped")
     wait_until(lambda: not alive(other), 60)
     os.kill(stopped, signal.SIGKILL)  # torchrun does it, too, but only after 30 s
     assert run.processes[0].wait(30) == 1
@@ -180,7 +180,7 @@ def test_ranks_waiting_for_failed_rank_zero_end(start):
     """torchrun's store answers them still, and its SIGTERM waits for the end of a step that never comes."""
     run = start("rank 0 raises", 60)
     run.find("a mistake on one rank")
-    run.find("rank 0 failed, for which this rank waited", 15)
+    run.find("rank 0 failed while this rank waited for it", 15)
     assert run.processes[0].wait(15) == 1
 
 

@@ -76,7 +76,7 @@ def test_ctrl_c_reports_step_and_resume_command(workplace, served):
     status, output = stopped(workplace, signal.SIGINT, 3, *words)
     assert status == 130 and "Traceback" not in output, output
     assert re.search(
-        r"Stopped by Ctrl-C\. It was at step \d+ of 400\. The newest checkpoint is .*step_\d+; go on from there with resume_from_checkpoint=True",
+        r"Stopped by Ctrl-C\. It was at step \d+ of 400\. The newest checkpoint is .*step_\d+; resume from there with resume_from_checkpoint=True",
         output,
     ), output
     assert "wandb sync" in output.split("Run summary")[-1], "the run was not closed for W&B"  # its last words
@@ -103,7 +103,7 @@ def test_ctrl_c_while_it_sets_up(workplace):
     assert children and not alive, f"left running: {alive}"
     output = log.read_text()
     assert (
-        "Stopped by Ctrl-C. It had not begun its first step, and there is no checkpoint yet, so the next start begins anew"
+        "Stopped by Ctrl-C. It had not begun its first step, and it has no checkpoint yet, so the next start begins at step 1"
         in output
     )
     assert "Traceback" not in output, output

@@ -58,7 +58,7 @@ FOLDERS = {
     "warmup: a folder of another program": warmup("output_dir=proj", rf"output_dir=proj holds start, which {OTHERS}", prepare=holding("proj/start/now.sh")),
     "warmup: a model of another program": warmup("output_dir=proj", r"output_dir=proj: the new model would replace proj/model, and no run of this recipe has written it. Fix: choose another output_dir, or move proj/model away", prepare=holding("proj/model/config.json"), real=True),
     "warmup: a model in a folder of GRPO": warmup("output_dir=proj", r"replace proj/model, and no run of this recipe has written it", prepare=warmed(setting="prompts_per_step")),
-    "warmup: a model with notes": warmup("output_dir=proj", r"replace proj/model, and no run has written what it holds: NOTES.txt, pytorch_model.bin", prepare=warmed("proj/model/NOTES.txt", "proj/model/pytorch_model.bin")),
+    "warmup: a model with notes": warmup("output_dir=proj", r"replace proj/model, and it holds files that no run has written: NOTES.txt, pytorch_model.bin", prepare=warmed("proj/model/NOTES.txt", "proj/model/pytorch_model.bin")),
     "warmup: the model that it starts from": warmup("output_dir=proj model_dir=proj/model ~shape", r"replace proj/model, and this run reads proj/model\. Fix", prepare=warmed()),
     "warmup: that model by a link": warmup("output_dir=proj model_dir=elsewhere ~shape", r"replace proj/model, and this run reads elsewhere\. Fix", prepare=warmed(model="elsewhere")),
     "a link that leads nowhere": full("output_dir=link/x dry_run=True", r"output_dir=link/x: link is a link that leads nowhere", prepare=link),

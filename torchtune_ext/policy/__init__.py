@@ -1,10 +1,10 @@
-"""The model that is trained. `torchtune_ext.policy.from_config` builds one of any family that families.py knows."""
+"""The policy model. `torchtune_ext.policy.from_config` builds any family of families.py."""
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    # Imported at its first use, because this file also runs in every engine process, which needs no torchtune.
+    # The import is lazy, because every engine process also runs this file and needs no torchtune.
     if name == "from_config":
         from torchtune_ext.policy.families import from_config
 

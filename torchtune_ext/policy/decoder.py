@@ -1,10 +1,11 @@
-"""Builds the dense decoders that torchtune 0.6.1 lacks, from its modules and with the arguments of its builders.
+"""Builds dense decoders that torchtune 0.6.1 lacks, with torchtune's modules and builder arguments.
 
-They are Qwen2 without biases and with heads of any width, with some of these differences:
+They are Qwen2 without biases and with heads of any width, and optionally with:
 
-* q and k pass through an RMSNorm before RoPE: each head by itself (Qwen3, arXiv:2505.09388, section 2) or all together
-  (OLMo 2, arXiv:2501.00656, section 3.2, which also norms the outputs of attention and MLP, not their inputs);
-* some layers have no RoPE (SmolLM3: every fourth).
+* an RMSNorm on q and k before RoPE: over each head (Qwen3, arXiv:2505.09388, section 2) or over all
+  heads together (OLMo 2, arXiv:2501.00656, section 3.2, which also norms the outputs of attention
+  and MLP, not their inputs);
+* layers without RoPE (SmolLM3: every fourth).
 """
 
 from collections.abc import Callable, Collection
@@ -25,7 +26,7 @@ from torchtune.modules.peft import LORA_ATTN_MODULES, DoRALinear, LoRALinear
 
 
 class Attention(MultiHeadAttention):
-    """torchtune's attention, except that q and k are normed before they are rotated, and not after."""
+    """torchtune's attention, but q and k are normed before RoPE instead of after it."""
 
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
@@ -33,9 +34,9 @@ class Attention(MultiHeadAttention):
     def forward(
         self, x: Tensor, y: Tensor | None = None, *, mask: Any = None, input_pos: Tensor | None = None
     ) -> Tensor:
-        """Returns [B, T, D], from queries of x [B, T, D] and keys and values of y [B, T, D]."""
+        """Attends from queries of x [B, T, D] to keys and values of y [B, T, D] -> [B, T, D]."""
         q = self._norm_and_rotate(self.q_proj(x), self.q_norm, input_pos)
-        # As in torchtune, no y means that all keys and values are in the cache.
+        # As in torchtune, y=None means that all keys and values are in the cache.
         if y is None:
             assert self.kv_cache is not None
             k, v = self.kv_cache.get_buffer("k_cache"), self.kv_cache.get_buffer("v_cache")
@@ -56,8 +57,8 @@ class Attention(MultiHeadAttention):
         return self.output_proj(attended.transpose(1, 2).flatten(2))
 
     def _norm_and_rotate(self, projected: Tensor, norm: RMSNorm | None, input_pos: Tensor | None) -> Tensor:
-        """Norms [B, T, H * head_dim], rotates it by position and returns [B, H, T, head_dim]."""
-        # A norm as wide as the projection takes all heads together.
+        """Norms [B, T, H * head_dim], applies RoPE and returns [B, H, T, head_dim]."""
+        # A norm as wide as the projection norms all heads together.
         if norm is not None and norm.scale.numel() == projected.shape[-1]:
             projected, norm = norm(projected), None
         heads = projected.unflatten(-1, (-1, self.head_dim))
@@ -89,18 +90,20 @@ def decoder(
     nope_layers: Collection[int] = (),
     linear: Callable[[str, int, int], nn.Module] = _plain_linear,
 ) -> TransformerDecoder:
-    """Builds a decoder. The arguments are those of torchtune's `qwen2`, and these.
+    """Builds a decoder. Arguments that are not listed are arguments of torchtune's `qwen2`.
 
     Args:
-        head_dim: the size of queries, keys and values, whatever `embed_dim` is.
-        qk_norm: q and k are normed "head" by head, or all heads together as a "whole"; None: they are not.
-        norm_behind: the outputs of attention and MLP are normed, not their inputs.
-        unrotated: numbers of the layers without RoPE, from 0.
-        linear: makes a layer from name ("q_proj", "k_proj", "v_proj", "output_proj", "mlp", "output"), inputs, outputs.
+        head_dim: width of queries, keys and values, independent of `embed_dim`.
+        qk_norm: norm of q and k: "head": over each head; "whole": over all heads together; None:
+            no norm.
+        post_norm: norm the outputs of attention and MLP, not their inputs.
+        nope_layers: indices of the layers without RoPE, from 0.
+        linear: makes a layer from its name ("q_proj", "k_proj", "v_proj", "output_proj", "mlp",
+            "output"), in-features and out-features.
     """
     rope = Qwen2RotaryPositionalEmbeddings(dim=head_dim, max_seq_len=max_seq_len, base=rope_base)
     norm = partial(RMSNorm, eps=norm_eps)
-    # torchtune's layer applies a module called a scale behind attention or MLP. It may be a norm.
+    # torchtune's layer applies a module named "scale" after attention or MLP, which may be a norm.
     norm_names = ("sa_scale", "mlp_scale") if post_norm else ("sa_norm", "mlp_norm")
     layers = nn.ModuleList()
     for number in range(num_layers):
@@ -149,13 +152,19 @@ def lora_decoder(
     quantize_base: bool = False,
     **arguments: Any,
 ) -> TransformerDecoder:
-    """Builds a decoder with adapters, with the `arguments` of `decoder`.
+    """Builds a decoder with adapters.
 
     Args:
-        lora_attn_modules: adapted layers of attention, out of "q_proj", "k_proj", "v_proj", "output_proj".
+        lora_attn_modules: adapted attention layers: some of "q_proj", "k_proj", "v_proj",
+            "output_proj".
         apply_lora_to_mlp: adapts the gate, up and down projections.
         apply_lora_to_output: adapts the output head, if it is not tied to the embeddings.
-        quantize_base: holds the weights below the adapters in NF4, but not that of the output head.
+        lora_rank: rank of the adapters.
+        lora_alpha: an adapter's output is scaled by lora_alpha / lora_rank.
+        lora_dropout: fraction of an adapter's inputs that is dropped in training.
+        use_dora: adapters are DoRA adapters.
+        quantize_base: stores base weights of adapted layers in NF4, except the output head.
+        arguments: arguments of `decoder`.
     """
     adapted = {*lora_attn_modules, "mlp" if apply_lora_to_mlp else "", "output" if apply_lora_to_output else ""}
 

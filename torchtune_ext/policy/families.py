@@ -25,8 +25,10 @@ from torchtune_ext.run.json_files import read_json_object
 HFConfig = Mapping[str, Any]  # the content of a config.json
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# NF4 has a scale for each block of 64 values and a scale for each 256 of these scales, and both must come out whole.
+# NF4 has a scale for each block of 64 values, and a second scale for each 256 scales. Both
+# divisions must have no remainder.
 NF4_MULTIPLE = 64 * 256
+# A path that begins with one of these names is a local folder, not a model id on the hub.
 _LOCAL_FOLDER_NAMES = (
     "models",
     "model",
@@ -36,11 +38,11 @@ _LOCAL_FOLDER_NAMES = (
     "data",
     "weights",
     "tmp",
-)  # nobody on the hub is called so
+)
 
-# Qwen3 has the names of Qwen2 and two more, for the norms of q and k; Llama's names are a part of them. OLMo 2 gives
-# its norm behind attention the name that others have for the norm before the MLP. So only the map to Hugging Face
-# serves all families.
+# Qwen3 has the names of Qwen2 and two more, for the norms of q and k. Llama's names are a subset.
+# OLMo 2 gives its norm after attention the name that other families use for the norm before the
+# MLP. So only the map to Hugging Face works for all families.
 _TO_TUNE = _FROM_HF | {
     f"model.layers.{{}}.self_attn.{x}_norm.weight": f"layers.{{}}.attn.{x}_norm.scale" for x in ("q", "k")
 }
@@ -49,8 +51,9 @@ _OLMO2_TO_TUNE = _TO_TUNE | {
     "model.layers.{}.post_feedforward_layernorm.weight": "layers.{}.mlp_scale.scale",
 }
 _TO_HF = {ours: hf for names in (_TO_TUNE, _OLMO2_TO_TUNE) for hf, ours in names.items()}
-# Layers, width, heads, heads of keys and values, width of the MLP, and whether the embeddings are tied. The sizes of
-# Qwen2.5 and Llama are those of torchtune's builders; Qwen3's come from config.json on the hub.
+# Layers, width, heads, key/value heads, width of the MLP, and whether the embeddings are tied.
+# Sizes of Qwen2.5 and Llama come from torchtune's builders, sizes of Qwen3 from config.json on the
+# hub.
 _HUB_MODEL_SIZES = {
     "Qwen2.5-0.5B": (24, 896, 14, 2, 4864, True),
     "Qwen2.5-1.5B": (28, 1536, 12, 2, 8960, True),
@@ -69,7 +72,7 @@ _HUB_MODEL_SIZES = {
     "SmolLM2-135M": (30, 576, 9, 3, 1536, True),
 }
 _VOCAB_SIZES = {"Qwen2.5": 152064, "Qwen3": 151936, "Llama": 128256, "SmolLM2": 49152}
-_SMALL_VOCAB_SIZE = 151936  # of Qwen2.5 up to 3B
+_SMALL_VOCAB_SIZE = 151936  # vocabulary of Qwen2.5 up to 3B
 _MODEL_TYPES = {"Qwen2.5": "qwen2", "Qwen3": "qwen3", "Llama": "llama", "SmolLM2": "llama"}
 
 
@@ -102,14 +105,14 @@ def _decoder_sizes(config: HFConfig) -> dict[str, Any]:
 
 
 def _smollm3_sizes(config: HFConfig) -> dict[str, Any]:
-    # Against its name, `no_rope_layers` has a 1 for each layer with RoPE.
+    # Despite its name, `no_rope_layers` has a 1 for each layer with RoPE.
     every, layers = config["no_rope_layer_interval"], range(config["num_hidden_layers"])
     rotates = config.get("no_rope_layers") or [(i + 1) % every for i in layers]
-    return _decoder_sizes(config) | {"unrotated": [i for i in layers if not rotates[i]]}
+    return _decoder_sizes(config) | {"nope_layers": [i for i in layers if not rotates[i]]}
 
 
 def _llama_sizes(config: HFConfig) -> dict[str, Any]:
-    # A factor of 1 leaves every frequency as it is, which is Llama 3.0.
+    # A factor of 1 does not change any frequency, as in Llama 3.0.
     scaled = config["rope_type"] == "llama3"
     factors = [config[key] for key in ("factor", "low_freq_factor", "high_freq_factor")] if scaled else [1]
     return _sizes(config) | {"scale_factor": factors[0]}
@@ -118,7 +121,7 @@ def _llama_sizes(config: HFConfig) -> dict[str, Any]:
 def _build_llama(
     tied: Callable, untied: Callable, *adapted: Any, tie_word_embeddings: bool, **rest: Any
 ) -> TransformerDecoder:
-    # Apart from defaults, torchtune's builders of the versions differ only in whether the output head is tied.
+    # Except for defaults, torchtune's builders of the versions differ only in a tied output head.
     return tied(*adapted, tie_word_embeddings=True, **rest) if tie_word_embeddings else untied(*adapted, **rest)
 
 
@@ -126,23 +129,24 @@ def _build_llama(
 class Family:
     """How to build a model of a family and convert its weights."""
 
-    # torchtune's builder, or one with its arguments.
+    # torchtune's builder, or a builder with the same arguments.
     build: Callable[..., TransformerDecoder]
-    # Builds the same model with adapters, with torchtune's LoRA arguments.
+    # Builds the same model with adapters; takes torchtune's LoRA arguments.
     build_lora: Callable[..., TransformerDecoder]
     # Converts weights from Hugging Face's names and layout to torchtune's, and back.
     to_tune: Callable[..., dict[str, Tensor]]
     to_hf: Callable[..., dict[str, Tensor]]
-    # Turns a complete config (`completed`) into arguments of the builders.
+    # Converts a complete config (`complete_config`) into arguments of the builders.
     arguments: Callable[[HFConfig], dict[str, Any]]
-    # The values that the builders support of keys of config.json; a missing key without a default is supported.
+    # Key of config.json -> values that the builders support. A missing key without a default is
+    # supported.
     supported_values: Mapping[str, tuple]
-    # The values of keys that config.json lacks, where they differ from `_DEFAULTS`.
+    # Defaults of missing keys, if they differ from `_DEFAULTS`.
     defaults: Mapping[str, Any]
 
 
-# The defaults of transformers' classes for keys that config.json lacks, which vLLM takes, too. Writers leave out keys that
-# have their default, and files are older than some keys.
+# Defaults of transformers' classes for missing keys of config.json; vLLM uses them, too. Writers
+# omit keys that have their default, and some files are older than some keys.
 _DEFAULTS = {
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -181,7 +185,15 @@ def _decoder_family(
     defaults: Mapping[str, Any] = types.MappingProxyType({}),
     **options: Any,
 ) -> Family:
-    """A family that decoder.py builds with these options. Its weights only change their names."""
+    """Makes a family that decoder.py builds. Converting its weights only renames them.
+
+    Args:
+        arguments: complete config -> arguments of the builder.
+        to_tune: Hugging Face name -> torchtune's name.
+        supported_values: supported values, in addition to Qwen's.
+        defaults: defaults of missing keys.
+        options: further arguments of the builder.
+    """
     return Family(
         build=partial(decoder, **options),
         build_lora=partial(lora_decoder, **options),
@@ -193,9 +205,9 @@ def _decoder_family(
     )
 
 
-# By model_type of config.json; Qwen2.5 calls itself qwen2. Llama's weights are permuted on the way, because torchtune's
-# Llama rotates neighboring values of q and k. To add a family, add a line; if torchtune has no builder for it, write
-# one first, as decoder.py does for four families.
+# By model_type of config.json, which is qwen2 for Qwen2.5. Converting Llama's weights permutes
+# them, because torchtune's Llama rotates neighboring values of q and k. To add a family, add a
+# line. If torchtune has no builder for it, write one first, as decoder.py does for four families.
 _QWEN_DEFAULTS = {
     "vocab_size": 151936,
     "intermediate_size": 22016,
@@ -243,7 +255,7 @@ FAMILIES = {
         _OLMO2_TO_TUNE,
         defaults={"vocab_size": 50304, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
         qk_norm="whole",
-        norm_behind=True,
+        post_norm=True,
     ),
     "llama": Family(
         build=partial(_build_llama, llama3_2, llama3_1),
@@ -257,15 +269,15 @@ FAMILIES = {
 }
 
 
-# Why other families are refused, by a part of their model_type.
+# Part of a model_type -> why such families are unsupported.
 _UNSUPPORTED_REASONS = {
     "moe": "it is a mixture of experts",
     "mixtral": "it is a mixture of experts",
-    "gemma2": "its layers take turns with a sliding window",
-    "gemma3": "its layers take turns with a sliding window",
-    "qwen3_5": "its recurrent layers would go on from one packed sequence into the next",
-    "qwen3_next": "its recurrent layers would go on from one packed sequence into the next",
-    "mamba": "its recurrent layers would go on from one packed sequence into the next",
+    "gemma2": "some of its layers use a sliding window",
+    "gemma3": "some of its layers use a sliding window",
+    "qwen3_5": "its recurrent layers would carry state from one packed sequence into the next",
+    "qwen3_next": "its recurrent layers would carry state from one packed sequence into the next",
+    "mamba": "its recurrent layers would carry state from one packed sequence into the next",
 }
 
 
@@ -281,7 +293,7 @@ def _is_list_of(kind: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(isinstance(each, kind) for each in value)
 
 
-# The kinds of the values that are used.
+# Key -> check of its value, and a description of valid values.
 _SIZE, _NUMBER = (_is_size, "a whole number above 0"), (_is_number, "a number above 0")
 _OBJECT = (lambda value: isinstance(value, dict), "a JSON object")
 _VALUE_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -293,7 +305,7 @@ _VALUE_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config"), _OBJECT),
     "tie_word_embeddings": (lambda value: isinstance(value, bool), "true or false"),
     "no_rope_layers": (_is_list_of(int), "a list of 0 and 1, one for each layer"),
-    "layer_types": (_is_list_of(str), "a list of texts"),
+    "layer_types": (_is_list_of(str), "a list of strings"),
 }
 
 
@@ -301,7 +313,8 @@ def read_hf_config(model_dir: str | Path) -> dict[str, Any]:
     """Reads a model directory's `config.json`.
 
     Raises:
-        Mistake: the file is missing or damaged, its family is unknown, or a value that is used has a wrong kind.
+        UsageFileError: the file is missing or damaged.
+        UsageError: the family is unsupported, or a value has a wrong type.
     """
     path = Path(model_dir)
     file = path / "config.json"
@@ -312,34 +325,34 @@ def read_hf_config(model_dir: str | Path) -> dict[str, Any]:
     why = next((f": {reason}" for part, reason in _UNSUPPORTED_REASONS.items() if part in str(kind)), "")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UsageError(
-            f"{file} says model_type={kind!r}, which is not supported{why}; take a model of one of these: "
+            f"{file} says model_type={kind!r}, which is not supported{why}; use a model of one of these types: "
             f"{', '.join(sorted(FAMILIES))}"
         )
-    # Those of the nodes of RoPE first, which are opened for the others.
+    # RoPE sections are checked first, because `complete_config` flattens them.
     _require_value_types(config, file)
     _require_value_types(full := complete_config(config), file)
     if len(full.get("no_rope_layers") or range(full["num_hidden_layers"])) < full["num_hidden_layers"]:
         raise UsageError(
             f"{file} has {len(full['no_rope_layers'])} no_rope_layers; expected one for each of the "
-            f"{full['num_hidden_layers']} layers. Copy the file from where the weights come from"
+            f"{full['num_hidden_layers']} layers. Copy the file from the source of the weights"
         )
     return config
 
 
 def _require_value_types(config: HFConfig, file: Path) -> None:
-    """Raises Mistake where a key that is used has a value of another kind. null counts as missing."""
+    """Raises UsageError if a used key has a value of another type. null counts as missing."""
     for key, (fits, expected) in _VALUE_TYPES.items():
         value = config.get(key)
         if value is not None and not fits(value):
             raise UsageError(
-                f"{file} says {key}={value!r}; expected {expected}. Copy the file from where the weights come from"
+                f"{file} says {key}={value!r}; expected {expected}. Copy the file from the source of the weights"
             )
 
 
 def complete_config(config: HFConfig) -> dict[str, Any]:
-    """Returns a config with the defaults of its family for missing keys, and the settings of RoPE at the top."""
+    """Adds the family's defaults to a config, and moves RoPE settings to the top level."""
     family = FAMILIES[config["model_type"]]
-    # Of these keys null is a value, with transformers as well. Elsewhere it counts as missing.
+    # For these keys null is a value, as in transformers. For other keys null counts as missing.
     null = {"tie_word_embeddings", *(key for key, values in family.supported_values.items() if None in values)}
     given = {key: value for key, value in _flatten_rope(config).items() if value is not None or key in null}
     full = {**_DEFAULTS, **family.defaults, **given}
@@ -351,12 +364,12 @@ def complete_config(config: HFConfig) -> dict[str, Any]:
 
 
 def _flatten_rope(config: HFConfig) -> dict[str, Any]:
-    """Brings the settings of RoPE to the top of a config."""
+    """Moves RoPE settings to the top level of a config."""
     flat = dict(config)
-    # The node is "rope_parameters" in transformers 5 and "rope_scaling" in transformers 4.
+    # The section is "rope_parameters" in transformers 5 and "rope_scaling" in transformers 4.
     for node in ("rope_parameters", "rope_scaling"):
         rope = dict(config.get(node) or {})
-        # transformers once called the key "type".
+        # Earlier versions of transformers called the key "type".
         if "type" in rope:
             rope.setdefault("rope_type", rope.pop("type"))
         flat |= rope
@@ -364,31 +377,32 @@ def _flatten_rope(config: HFConfig) -> dict[str, Any]:
 
 
 def _missing_config_hint(path: Path) -> str:
-    """What is wrong with a model directory without a config.json, and the command that makes one."""
-    # The likely mistakes come first: a file, a run's folder, an adapter, a GGUF file, a warm-up that was never run.
+    """Explains why a model directory has no config.json, and how to get a valid directory."""
+    # Likely errors come first: a file, a run's folder, an adapter, a GGUF file, a warm-up that was
+    # never run.
     if path.is_file():
-        return "it is a file; name the directory of a model in Hugging Face format, which holds config.json and the weights"
+        return "it is a file; name a model directory in Hugging Face format, which holds config.json and the weights"
     for pattern in ("config.json", "merged/config.json"):
         if models := sorted(path.glob(f"checkpoints/step_*/{pattern}")):
             return f"it is the folder of a run, whose models are its checkpoints: {models[-1].parent} is the newest"
     if (path / "adapter_config.json").is_file():
         merged = path / "merged"
         whole = (
-            f"the model with it is {merged}"
+            f"the merged model is {merged}"
             if merged.is_dir()
-            else "adapters.save_merged=True saves the model with it, too"
+            else "adapters.save_merged=True also saves the merged model"
         )
         return f"it holds an adapter and no model; {whole}"
     if files := sorted(path.glob("*.gguf")):
-        return f"has no config.json; `torchtune-ext gguf {files[0]} OUT` makes {files[0].name} a model directory"
-    wrong = "has no config.json" if path.is_dir() else f"no such folder, seen from {Path.cwd()}"
+        return f"has no config.json; `torchtune-ext gguf {files[0]} OUT` converts {files[0].name} to a model directory"
+    wrong = "has no config.json" if path.is_dir() else f"folder not found, seen from {Path.cwd()}"
     if path.parts[-2:] == ("warmup", "model"):
         name = path.parts[-3] if len(path.parts) > 2 else "tiny"
-        return f"{wrong}: `tune run warmup_sft --config warmup/{name}` makes it"
+        return f"{wrong}: `tune run warmup_sft --config warmup/{name}` creates it"
     steps = [each.name for each in sorted(path.parent.glob("step_*/"))]
     if path.name.startswith("step_") and not path.is_dir() and steps:
         return f"{wrong}; the checkpoints in {path.parent} are {', '.join(steps)}"
-    # "Qwen/Qwen3-8B" may be a name on the hub, but "models/Qwen3-8B" is most likely a folder.
+    # "Qwen/Qwen3-8B" may be a model id on the hub, but "models/Qwen3-8B" is most likely a folder.
     hub = _HUB_ID.fullmatch(str(path)) and path.parts[0] not in _LOCAL_FOLDER_NAMES and not path.is_dir()
     name = path.name or "MODEL"
     owner, place = (path.parts[0], f"models/{name}") if hub else (hub_owner(name), str(path))
@@ -397,12 +411,12 @@ def _missing_config_hint(path: Path) -> str:
         f"config.json --local-dir {place}` the one file that dry_run=True needs"
     )
     if hub:
-        return f"{wrong}. If it is a name of the Hugging Face hub: {whole}; then set model_dir={place}"
+        return f"{wrong}. If it is a model id on the Hugging Face hub: {whole}; then set model_dir={place}"
     return f"{wrong}; name a directory in Hugging Face format: {whole}"
 
 
 def hub_owner(name: str) -> str:
-    """Returns the hub's owner of a model, judged by its name; "OWNER" if the name does not say."""
+    """Guesses the owner of a model on the hub from its name; "OWNER" if unknown."""
     owners = {"Qwen": "Qwen", "Llama-": "meta-llama", "DeepSeek-": "deepseek-ai", "SmolLM": "HuggingFaceTB"}
     owners |= {"Mistral-": "mistralai", "OLMo-2-": "allenai"}
     return next((owner for begin, owner in owners.items() if name.startswith(begin)), "OWNER")
@@ -420,39 +434,45 @@ def from_config(
     use_dora: bool = False,
     quantize_base: bool = False,
 ) -> TransformerDecoder:
-    """Builds the torchtune model that `config.json` describes. `lora_attn_modules` gives it adapters.
+    """Builds the torchtune model that `config.json` describes, with adapters if requested.
 
     Args:
         model_dir: the model directory.
-        max_seq_len: tokens of the longest sequence, and rows of the RoPE table; None: as config.json says.
-        lora_attn_modules: layers of attention with an adapter: some of q_proj, k_proj, v_proj, output_proj.
-        apply_lora_to_mlp: the three layers of the MLP have adapters, too.
-        apply_lora_to_output: the output layer has one, if it is not tied to the embeddings.
+        max_seq_len: maximum sequence length in tokens, and rows of the RoPE table; None: the value
+            of config.json.
+        lora_attn_modules: attention layers with an adapter: some of q_proj, k_proj, v_proj,
+            output_proj.
+        apply_lora_to_mlp: adapters on the three layers of the MLP.
+        apply_lora_to_output: an adapter on the output layer, if it is not tied to the embeddings.
         lora_rank: rank of the adapters.
         lora_alpha: an adapter's output is scaled by lora_alpha / lora_rank.
-        lora_dropout: share of an adapter's inputs that is dropped while training.
-        use_dora: the adapters are DoRA's, with a magnitude for each row of a weight.
-        quantize_base: frozen weights of the adapted layers are held in NF4 (QLoRA); with Llama's builders, all are.
+        lora_dropout: fraction of an adapter's inputs that is dropped in training.
+        use_dora: adapters are DoRA adapters, with a magnitude for each row of a weight.
+        quantize_base: frozen weights of adapted layers are stored in NF4 (QLoRA). Llama's builders
+            also store frozen layers without adapters in NF4.
 
-    Raises ValueError for no config.json, a key that the family's builder does not support, or impossible adapters.
+    Raises:
+        UsageFileError: config.json is missing or damaged.
+        UsageError: the family's builder does not support a value of config.json, or the adapters
+            are invalid.
     """
     given, file = _flatten_rope(read_hf_config(model_dir)), Path(model_dir) / "config.json"
     config = complete_config(given)
     family = FAMILIES[config["model_type"]]
     for key, values in family.supported_values.items():
         value = config.get(key)
-        # There is a layer type for each layer, of which only the kinds count.
+        # `layer_types` has a type for each layer; only the set of types matters.
         if (sorted(set(value)) if key == "layer_types" and value else value) not in values and key in config:
             possible = " or ".join(str(value) for value in values if value is not None) or "null"
-            says = f"says {key}={value!r}" if key in given else f"lacks {key}, which means {value!r}"
+            says = f"says {key}={value!r}" if key in given else f"lacks {key}, which defaults to {value!r}"
             raise UsageError(
-                f"{file} {says}, but the builder of {config['model_type']} can only do {possible}; take a model without it, or "
-                "name a builder of your own as model._component_"
+                f"{file} {says}, but the builder of {config['model_type']} supports only {possible}; use another model, or "
+                "set model._component_ to your own builder"
             )
     try:
         arguments = family.arguments(config)
     except KeyError as error:
-        raise UsageError(f"{file} lacks {error.args[0]}. Copy the file from where the weights come from") from None
+        raise UsageError(f"{file} lacks {error.args[0]}. Copy the file from the source of the weights") from None
     _require_heads(config, "head_dim" in arguments, file)
     if max_seq_len is not None:
         arguments["max_seq_len"] = max_seq_len
@@ -468,7 +488,7 @@ def from_config(
             raise UsageError(f"model.lora_rank={lora_rank} must be at least 1")
         if apply_lora_to_output and arguments.get("tie_word_embeddings"):
             raise UsageError(
-                "apply_lora_to_output=True, but this model has no output head of its own (tie_word_embeddings=True); set "
+                "apply_lora_to_output=True, but this model has no separate output head (tie_word_embeddings=True); set "
                 "apply_lora_to_output=False"
             )
         build = partial(family.build_lora, **numbers, **arguments)
@@ -477,41 +497,51 @@ def from_config(
         return build(list(lora_attn_modules), **switches)
     if names := [name for name, value in switches.items() if value]:
         raise UsageError(
-            f"model.{names[0]}=True without model.lora_attn_modules: there is no adapter that it could concern; set "
-            "lora_attn_modules=[q_proj, v_proj], for instance, or leave it out"
+            f"model.{names[0]}=True without model.lora_attn_modules: the model has no adapters; set "
+            f"model.lora_attn_modules=[q_proj, v_proj], for instance, or leave out model.{names[0]}"
         )
     return family.build(**arguments)
 
 
 def _require_heads(config: HFConfig, any_width: bool, file: Path) -> None:
-    """Raises Mistake if the builder cannot divide the model into the heads of a config. `any_width`: it takes head_dim."""
+    """Checks that the builder supports the heads of a config.
+
+    Args:
+        config: a complete config.
+        any_width: the builder takes head_dim.
+        file: the config.json, for messages.
+
+    Raises:
+        UsageError: it does not.
+    """
     heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["hidden_size"]
-    # torchtune's attention wants this also where a head has a width of its own.
+    # torchtune's attention requires this even if head_dim is independent of hidden_size.
     for what, whole, name, parts in (
         ("hidden_size", size, "num_attention_heads", heads),
         ("num_attention_heads", heads, "num_key_value_heads", kv_heads),
     ):
         if whole % parts:
             raise UsageError(
-                f"{file} says {what}={whole}, which is not a multiple of {name}={parts}, as torchtune's attention needs; take "
-                "another model, or name a builder of your own as model._component_"
+                f"{file} says {what}={whole}, which is not a multiple of {name}={parts}, as torchtune's attention needs; "
+                "use another model, or set model._component_ to your own builder"
             )
-    # Only the builders of decoder.py take head_dim. torchtune's compute it.
+    # Only the builders of decoder.py take head_dim. torchtune's builders compute it.
     if not any_width and config["head_dim"] != size // heads:
         raise UsageError(
-            f"{file} says head_dim={config['head_dim']}, but in the builder of {config['model_type']} a head has hidden_size / "
-            f"num_attention_heads = {size // heads}; take another model, or name a builder of your own as model._component_"
+            f"{file} says head_dim={config['head_dim']}, but the builder of {config['model_type']} supports only "
+            f"hidden_size / num_attention_heads = {size // heads}; use another model, or set model._component_ to your own "
+            "builder"
         )
 
 
 def _require_nf4(build: Callable[..., TransformerDecoder], modules: list[str], switches: dict[str, bool]) -> None:
-    """Raises ValueError if `build(modules, **switches)` has weights that NF4 cannot hold."""
+    """Raises UsageError if NF4 cannot hold a weight of `build(modules, **switches)`."""
 
     def fits_nf4(modules: list[str], switches: dict[str, bool]) -> bool:
         try:
             with torch.device("meta"):
                 build(modules, **switches)
-        except AssertionError:  # of torchao
+        except AssertionError:  # raised by torchao
             return False
         return True
 
@@ -526,25 +556,26 @@ def _require_nf4(build: Callable[..., TransformerDecoder], modules: list[str], s
         and ".lora_" not in name
         and weight.numel() % NF4_MULTIPLE
     }
-    # Some builders hold layers without adapters in NF4, too, so only a try shows whether a choice fits.
+    # Some builders also store layers without adapters in NF4, so a choice is verified by building.
     fitting = [name for name in modules if name not in not_nf4_divisible]
     fewer = (
         {"apply_lora_to_mlp": False}
         if {"w1", "w2", "w3"} & set(not_nf4_divisible) and switches["apply_lora_to_mlp"]
         else {}
     )
-    advice = "so this model is no model for QLoRA: set model.quantize_base=False"
+    advice = "so this model does not support QLoRA: set model.quantize_base=False"
     if fitting and fits_nf4(fitting, switches | fewer):
         advice = f"set model.lora_attn_modules=[{', '.join(fitting)}]" + " model.apply_lora_to_mlp=False" * len(fewer)
     raise UsageError(
-        f"model.quantize_base=True: NF4 holds weights of a multiple of {NF4_MULTIPLE} values, and not those of "
+        f"model.quantize_base=True: NF4 needs a multiple of {NF4_MULTIPLE} values per weight, which does not hold for "
         f"{', '.join(f'{name} ({rows} x {columns})' for name, (rows, columns) in not_nf4_divisible.items())}; {advice}"
     )
 
 
 def hub_model_config(name: str) -> dict[str, Any] | None:
-    """Returns the sizes in the config.json of a public model, by its name on the hub; None for an unknown name."""
-    # With these a run can be planned before anything is downloaded. What a model was tuned for does not change them.
+    """Returns the config.json sizes of a public model by its name on the hub; None if unknown."""
+    # A run can thus be planned before any download. Fine-tuned variants have the sizes of their
+    # base.
     base = re.sub(r"-(Instruct|Base)$", "", name).replace("-Coder-", "-").replace("-Math-", "-").removeprefix("Meta-")
     if base not in _HUB_MODEL_SIZES:
         return None

@@ -1,4 +1,4 @@
-"""Carries weights between Hugging Face directories, torchtune models and the sampler, by the family's map of names."""
+"""Converts weights between Hugging Face directories, torchtune models and the engines."""
 
 import hashlib
 import json
@@ -17,21 +17,26 @@ from torchtune_ext.policy.sharding import fill_param, gather_full
 from torchtune_ext.run.errors import UsageError, UsageFileError
 from torchtune_ext.run.json_files import read_json_object, require_no_lfs_pointer
 
-# The dtypes of weights, as safetensors spells them. Others belong to a quantized checkpoint.
+# Dtypes of weights, as safetensors spells them. Other dtypes belong to a quantized checkpoint.
 _FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
-_UNQUANTIZED_HINT = "take the model in bfloat16 or float32; with precision=fp8_unified it is quantized here"
-# A fingerprint reads this many samples of a tensor, of this many bytes each.
+_UNQUANTIZED_HINT = "use the model in bfloat16 or float32; precision=fp8_unified quantizes it in this run"
+# A fingerprint reads this many samples per tensor, of this many bytes each.
 _SAMPLES, _SAMPLE_BYTES = 8, 1024
 # Activation checkpointing and compile add these parts to the names of parameters.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 class HFModel:
-    """A model directory in Hugging Face format. Raises ValueError if it is missing or its architecture unsupported."""
+    """A model directory in Hugging Face format.
+
+    Raises:
+        UsageFileError: config.json is missing or damaged.
+        UsageError: the architecture is unsupported.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.raw_config: dict[str, Any] = read_hf_config(path)  # what config.json says
+        self.raw_config: dict[str, Any] = read_hf_config(path)  # config.json without defaults
         self.config = complete_config(self.raw_config)
         self._family = FAMILIES[self.config["model_type"]]
         self._shape = {
@@ -43,51 +48,57 @@ class HFModel:
         self.tied_embeddings: bool = self.config["tie_word_embeddings"]
 
     def files(self) -> list[Path]:
-        """Returns the safetensors files, in order."""
+        """Returns the safetensors files, in order.
+
+        Raises:
+            UsageFileError: a file is missing, or a file does not belong to the model.
+            UsageError: the index is invalid.
+        """
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
             others = sorted(path.name for ending in ("*.bin", "*.pth", "*.gguf") for path in self.path.glob(ending))
             there = f" (there is {others[0]}, which is not read)" if others else ""
             raise UsageFileError(
-                f"model_dir={str(self.path)!r} has no *.safetensors file{there}; other weight formats are not read: "
+                f"model_dir={str(self.path)!r} has no *.safetensors file{there}; other weight formats are unsupported: "
                 f"`hf download {hub_owner(self.path.name)}/{self.path.name} --local-dir {self.path}` fetches the weights"
             )
         return self._select_indexed(files)
 
     def _select_indexed(self, files: list[Path]) -> list[Path]:
-        # Some folders hold the same weights twice, in shards and in a single file.
+        # Some folders hold the same weights twice: in shards and in a single file.
         index = self.path / "model.safetensors.index.json"
         if not index.is_file():
-            # vLLM reads all files of such a folder, so a stray one cannot be passed over.
+            # vLLM reads all files of such a folder, so a stray file cannot be skipped.
             stray = [file.name for file in files if not file.name.startswith("model")]
             if 0 < len(stray) < len(files):
                 raise UsageFileError(
-                    f"model_dir={str(self.path)!r} holds {stray[0]} in addition to the model's weights, and no {index.name} "
-                    f"says which files belong to the model; move {', '.join(stray)} to another folder"
+                    f"model_dir={str(self.path)!r} holds {stray[0]} in addition to the model's weights, and no "
+                    f"{index.name} says which files belong to the model; move {', '.join(stray)} to another folder"
                 )
             return files
         names = read_json_object(index).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-            raise UsageError(f"{index} has no weight_map of file names. Copy the file from where the weights come from")
+            raise UsageError(f"{index} has no weight_map of file names. Copy the file from the source of the weights")
         named = set(names.values())
         missing = sorted(named - {file.name for file in files})
         if missing:
             raise UsageFileError(
-                f"model_dir={str(self.path)!r} lacks {missing[0]} ({len(missing)} of {len(named)} files are missing), which "
-                f"{index.name} names: the download broke off. `hf download OWNER/{self.path.name} --local-dir {self.path}` "
-                "goes on with it"
+                f"model_dir={str(self.path)!r} lacks {missing[0]} ({len(missing)} of {len(named)} files are missing), "
+                f"which {index.name} names: the download is incomplete. `hf download OWNER/{self.path.name} --local-dir "
+                f"{self.path}` resumes it"
             )
         return [file for file in files if file.name in named]
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...], Path]]:
-        """Yields (torchtune name, shape, file) of every weight. It reads only the headers of the files.
+        """Yields (torchtune name, shape, file) of every weight. It reads only the files' headers.
 
-        Raises ValueError if a file is damaged, or holds weights that are quantized or of no model of this family.
+        Raises:
+            UsageError: a file is damaged, or holds quantized weights or weights of another family.
         """
         self.require_unquantized()
         for file in self.files():
             for name, entry in _read_header(file)[1].items():
-                # Some files of tied models repeat the embedding as lm_head.
+                # Some files of tied models repeat the embedding as lm_head.weight.
                 if name == "__metadata__" or (self.tied_embeddings and name == "lm_head.weight"):
                     continue
                 _require_float_dtype(name, entry["dtype"], file)
@@ -95,21 +106,29 @@ class HFModel:
                 try:
                     converted = self._family.to_tune({name: empty}, **self._shape)
                 except Exception as error:
-                    # The family's map may be torchtune's, which raises errors of several kinds.
+                    # The family's converter may be torchtune's, which raises errors of several
+                    # classes.
                     raise UsageError(
-                        f"{file} holds {name} of shape {tuple(entry['shape'])}, which a model of the family "
-                        f"{self.config['model_type']} has not. Copy config.json from where the weights come from"
+                        f"{file} holds {name} of shape {tuple(entry['shape'])}, which does not exist in the family "
+                        f"{self.config['model_type']}. Copy config.json from the source of the weights"
                     ) from error
                 yield from ((ours, tuple(tensor.shape), file) for ours, tensor in converted.items())
 
     def require_readable(self) -> None:
-        """Raises ValueError if there are no weights, or a file of them is cut or damaged."""
+        """Raises UsageFileError if weights are missing, UsageError if a file is damaged."""
         for file in self.files():
             _read_header(file)
 
     def require_fits(self, model: nn.Module, new_params: Collection[str] = ()) -> None:
-        """Raises ValueError if the files do not have the names and shapes of a model, without its `new` parameters."""
-        # Only headers are read, and the model may lie on the meta device.
+        """Checks that the files have the names and shapes of a model, by their headers.
+
+        Args:
+            model: the model; it may be on the meta device.
+            new_params: parameters that are not in the files, such as adapters.
+
+        Raises:
+            UsageError: they do not.
+        """
         self.require_tied(model)
         expected = {clean_name(name): tuple(p.shape) for name, p in model.named_parameters() if name not in new_params}
         missing = set(expected)
@@ -120,7 +139,7 @@ class HFModel:
         self._require_none_missing(missing)
 
     def require_tied(self, model: nn.Module) -> None:
-        """Raises ValueError if only one of model and config.json ties the output layer to the embedding."""
+        """Raises UsageError if model and config.json disagree about tied embeddings."""
         if self.tied_embeddings != isinstance(model.output, TiedLinear):
             raise UsageError(
                 f"tie_word_embeddings={self.tied_embeddings} in {self.path / 'config.json'}, but the model of the YAML has "
@@ -128,18 +147,18 @@ class HFModel:
             )
 
     def _shape_error(self, name: str, shape: tuple, expected: tuple | None, file: Path) -> str:
-        text = "no such weight" if expected is None else f"shape {expected}"
+        text = "no weight of this name" if expected is None else f"shape {expected}"
         return (
-            f"model does not fit model_dir={str(self.path)!r}: {name} has shape {shape} in {file.name}, the built model has "
-            f"{text}; compare `model:` in the YAML with {self.path / 'config.json'}"
+            f"model does not fit model_dir={str(self.path)!r}: {name} has shape {shape} in {file.name}, the built model "
+            f"has {text}; compare `model:` in the YAML with {self.path / 'config.json'}"
         )
 
     def _require_none_missing(self, missing: Collection[str]) -> None:
         if missing:
             first = ", ".join(sorted(missing)[:4]) + (", ..." if len(missing) > 4 else "")
-            fix = "`model:` is larger than what the files hold, or a file is missing; copy the files again, or change `model:`"
+            fix = "`model:` is larger than the files, or a file is missing; copy the files again, or change `model:`"
             if set(missing) == {"output.weight"}:
-                fix = f"if the output layer is the embedding, write tie_word_embeddings: true in {self.path / 'config.json'}"
+                fix = f"if the output layer is the embedding, set tie_word_embeddings: true in {self.path / 'config.json'}"
             raise UsageError(f"model_dir={str(self.path)!r} lacks {len(missing)} weights of the model ({first}): {fix}")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -154,12 +173,15 @@ class HFModel:
                     yield from self._family.to_tune({name: f.get_tensor(name)}, **self._shape).items()
 
     def fingerprint(self) -> str:
-        """A short text that tells these weights from others, whatever files they are in.
+        """Computes a short text that identifies the weights, independent of their files.
 
-        Raises ValueError if there is no safetensors file, or one is damaged.
+        Raises:
+            UsageFileError: the directory has no safetensors file.
+            UsageError: a file is damaged.
         """
-        # Eight samples of a tensor, from its first bytes to its last, take seconds for tens of gigabytes. They tell
-        # apart weights that were trained, rounded or converted differently, and miss only bytes between the samples.
+        # Eight samples per tensor, from its first bytes to its last, take seconds for tens of
+        # gigabytes. They distinguish weights that were trained, rounded or converted differently,
+        # and miss only bytes between the samples.
         tensors, total = {}, 0
         for file in self.files():
             with open(file, "rb") as f:
@@ -178,7 +200,10 @@ class HFModel:
         return f"{len(tensors)} tensors of {total:,} bytes, {digest[:12]}"
 
     def require_unquantized(self) -> None:
-        """Raises ValueError if `config.json` says that the weights are quantized; nobody reads their scales."""
+        """Raises UsageError if `config.json` says that the weights are quantized.
+
+        No code of this package reads their scales.
+        """
         if (quantization := self.config.get("quantization_config")) is not None:
             raise UsageError(
                 f"model_dir={str(self.path)!r} holds quantized weights (quantization_config in config.json, quant_method="
@@ -186,25 +211,32 @@ class HFModel:
             )
 
     def to_hf(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
-        """Returns a torchtune weight under its Hugging Face name and in its layout."""
-        # An adapter's B is permuted like the weight above it, but has fewer columns.
+        """Returns the Hugging Face name of a torchtune weight, and the weight in that layout."""
+        # An adapter's B is permuted like its base weight, but has fewer columns.
         shape = self._shape | {"dim": tensor.shape[-1]}
         return next(iter(self._family.to_hf({name: tensor}, **shape).items()))
 
 
 def _require_float_dtype(name: str, dtype: str, file: Path) -> None:
-    """Raises ValueError if a tensor is, or belongs to, a quantized weight."""
+    """Raises UsageError if a tensor is, or belongs to, a quantized weight."""
     if "_scale" in name.rpartition(".")[2] or dtype not in _FLOAT_DTYPES:
         raise UsageError(f"{name} in {file} is, or belongs to, a quantized weight: {_UNQUANTIZED_HINT}")
 
 
 def _read_header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Where the data of a safetensors file begin, and its header: dtype, shape and place of each tensor."""
+    """Reads the header of a safetensors file.
+
+    Returns:
+        Offset of the data in bytes; and the header: dtype, shape and data offsets of each tensor.
+
+    Raises:
+        UsageError: the file is damaged or not a safetensors file.
+    """
     require_no_lfs_pointer(file)
     with open(file, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
         try:
-            # In a file of another kind, the first 8 bytes are no length.
+            # In a file of another format, the first 8 bytes do not hold a length.
             header = json.loads(f.read(length) if 0 < length < file.stat().st_size else b"")
             entries = [entry for name, entry in header.items() if name != "__metadata__"]
             end = max(
@@ -213,18 +245,18 @@ def _read_header(file: Path) -> tuple[int, dict[str, Any]]:
             )
         except (AttributeError, KeyError, TypeError, ValueError):
             raise UsageError(
-                f"{file} is not a safetensors file, or its header is damaged. Copy the file from where the weights come from"
+                f"{file} is not a safetensors file, or its header is damaged. Copy the file from the source of the weights"
             ) from None
     if 8 + length + end != file.stat().st_size:
         raise UsageError(
-            f"{file} has {file.stat().st_size:,} bytes, its header says {8 + length + end:,}. Copy the file from where the "
-            "weights come from"
+            f"{file} has {file.stat().st_size:,} bytes, its header says {8 + length + end:,}. Copy the file from the "
+            "source of the weights"
         )
     return 8 + length, header
 
 
 def clean_name(name: str) -> str:
-    """Returns the name of a parameter without the parts that wrappers add."""
+    """Returns the name of a parameter without the components that wrappers add."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -232,9 +264,15 @@ def clean_name(name: str) -> str:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, hf_model: HFModel, new_params: Collection[str] = ()) -> None:
-    """Copies the weights of `source` into a model. If it is sharded, each rank keeps its part.
+    """Copies weights into a model. If the model is sharded, each rank keeps its shard.
 
-    The parameters `new`, those of adapters, are in no file. Raises ValueError if names or shapes do not fit.
+    Args:
+        model: the model.
+        hf_model: the model directory.
+        new_params: parameters that are not in the files, such as adapters.
+
+    Raises:
+        UsageError: names or shapes do not match.
     """
     params = {clean_name(name): p for name, p in model.named_parameters()}
     missing = set(params) - set(new_params)
@@ -250,7 +288,7 @@ def load_weights(model: nn.Module, hf_model: HFModel, new_params: Collection[str
 
 @torch.no_grad()
 def named_hf_tensors(model: nn.Module, hf_model: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yields (Hugging Face name, whole tensor) of every parameter in `dtype`: a collective, the same on every rank."""
+    """Yields (Hugging Face name, unsharded tensor) of every parameter in `dtype`. A collective."""
     # It gathers one sharded parameter at a time, so all ranks must exhaust it together.
     for name, param in model.named_parameters():
         yield hf_model.to_hf(clean_name(name), gather_full(param).to(dtype))

@@ -1,4 +1,4 @@
-"""Makes a torchtune decoder map packed rows to log-probs of their labels."""
+"""Adapts a torchtune decoder to map packed rows to log-probs of their labels."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,54 +21,67 @@ if TYPE_CHECKING:
 class LabelLogprobs:
     """The policy's log-probs and entropies at the labels of one row."""
 
-    # The log-prob of each label under the temperature, float32.
+    # Log-prob of each label at the sampling temperature, float32, nats.
     logprobs_L: Tensor
-    # The entropy of the distribution that the label was drawn from, float32, in nats.
+    # Entropy of the distribution at each label, float32, nats.
     entropy_L: Tensor
-    # The log-probs of the K tokens that `top` of the call requests, float32, without gradient, and their ids, int64.
+    # Log-probs of the K tokens that `top` requests, float32, without gradient, and their ids,
+    # int64.
     top_LK: Tensor | None = None
     top_ids_LK: Tensor | None = None
 
     def detach(self) -> "LabelLogprobs":
-        """Returns the same values without gradient."""
+        """Returns the values without gradient."""
         return replace(self, logprobs_L=self.logprobs_L.detach(), entropy_L=self.entropy_L.detach())
 
 
 class PackedPolicy:
-    """Wraps a torchtune decoder, which then has packed attention and returns log-probs in place of logits."""
+    """Wraps a torchtune decoder with packed attention. It returns log-probs instead of logits.
+
+    Args:
+        model: the decoder, which is modified.
+        fp8: the layers that compute in FP8, if any.
+    """
 
     def __init__(self, model: TransformerDecoder, fp8: "Fp8Plan | None" = None):
         self.model = model
-        # Which layers compute in FP8, if any.
         self.fp8_plan = fp8
-        # With dropout, two forwards in training mode differ.
+        # With dropout, two forward passes in training mode differ.
         self.has_dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
-        # Multiplications of attention for a pair of query and key, divided by those of the weights for a token.
-        layers: list[Any] = [*model.layers]  # to torch a layer's attributes are any tensors or modules
+        # Attention's multiplications per query-key pair, relative to the weights' multiplications
+        # per token.
+        layers: list[Any] = [*model.layers]  # torch types a layer's attributes as any tensor or module
         pairs = sum(2 * layer.attn.num_heads * layer.attn.head_dim for layer in layers)
         weights = sum(p.numel() for p in model.layers.parameters()) + model.tok_embeddings.weight.numel()
         self.attention_pair_cost = pairs / weights
-        # The rows of the RoPE cache bound a position, not the length of a packed row.
+        # The size of the RoPE cache limits positions, not the length of a packed row.
         self.max_positions = model.max_seq_len
-        # A call leaves its arguments here for `_unembed`, since the decoder's forward does not pass them on.
+        # `__call__` stores its arguments here for `_unembed`, because the decoder's forward does
+        # not pass them through.
         self._row: Row | None = None
         self._temperature = 1.0
         self._top_request: int | Tensor = 0
         self._top_logprobs: tuple[Tensor | None, Tensor | None] = (None, None)
-        # Both set attributes on the instances, so parameters and their names stay torchtune's, and FSDP2, activation
-        # checkpointing and compile can wrap the model later.
+        # Both lines set attributes on instances, so parameters keep torchtune's names, and FSDP2,
+        # activation checkpointing and compile can wrap the model later.
         use_packed_attention(model)
-        model.unembed = self._unembed  # pyright: ignore[reportAttributeAccessIssue]  # the result is another one
+        model.unembed = self._unembed  # pyright: ignore[reportAttributeAccessIssue]  # the return type differs
 
     def trainable(self) -> list[nn.Parameter]:
-        """Returns the parameters for the optimizer: all, or those of the adapters."""
+        """Returns the parameters for the optimizer: all parameters, or only adapters."""
         return [param for param in self.model.parameters() if param.requires_grad]
 
     def __call__(self, row: Row, temperature: float = 1.0, top: int | Tensor = 0) -> LabelLogprobs:
-        """Log-probs of the labels of a row that lies on the model's device.
+        """Computes log-probs of a row's labels.
 
-        `top` asks for more at every label: those of the K likeliest tokens, or of the tokens with ids [L, K]. Raises
-        ValueError if a sequence is longer than the model's `max_seq_len`.
+        Args:
+            row: a packed row on the model's device.
+            temperature: sampling temperature.
+            top: further tokens to score at every label: the K most likely tokens, or the tokens
+                with ids [L, K].
+
+        Raises:
+            UsageError: a sequence is longer than the model's `max_seq_len`.
         """
         if row.max_path_len > self.max_positions:
             raise UsageError(
@@ -87,8 +100,8 @@ class PackedPolicy:
             self._row, self._top_request, self._top_logprobs = None, 0, (None, None)
 
     def _unembed(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Maps [1, T, D] to log-probs and entropies, both [L], in place of `TransformerDecoder.unembed`."""
-        # This runs inside the forward, where FSDP2 has gathered the weights.
+        """Replaces `TransformerDecoder.unembed`: [1, T, D] -> log-probs and entropies, [L] each."""
+        # This runs inside the forward, when FSDP2 has gathered the weights.
         assert self._row is not None
         output = self.model.output
         weight_VD = effective_weight(output.tied_module if isinstance(output, TiedLinear) else output)

@@ -1,8 +1,8 @@
-"""Low-rank adapters: their first values, export, merging, and the model without them. The modules are torchtune's.
+"""Low-rank adapters: initialization, export, merging and disabling. The modules are torchtune's.
 
-    LoRA    y = W x + s B A x,                s = alpha / r          Hu et al. 2021, arXiv:2106.09685
-    DoRA    y = m / |V| * (V x),  V = W + s B A                      Liu et al. 2024, arXiv:2402.09353, eq. 5 and 11
-    QLoRA   one of these over a W stored in NF4                      Dettmers et al. 2023, arXiv:2305.14314
+    LoRA    y = W x + s B A x,  s = alpha / r       Hu et al. 2021, arXiv:2106.09685
+    DoRA    y = m / |V| * (V x),  V = W + s B A     Liu et al. 2024, arXiv:2402.09353, eq. 5 and 11
+    QLoRA   LoRA or DoRA over a W stored in NF4     Dettmers et al. 2023, arXiv:2305.14314
 
 |V| is the norm of each row, and a constant in the backward.
 """
@@ -28,20 +28,20 @@ from torchtune_ext.run.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """The adapters of a model, which all have the same rank, alpha and dropout."""
+    """The settings of a model's adapters, which all have the same rank, alpha and dropout."""
 
     rank: int
     alpha: float
     dropout: float
-    # The adapted linear layers by Hugging Face's names: "q_proj", "down_proj", ...
+    # Hugging Face's names of the adapted linear layers: "q_proj", "down_proj", ...
     targets: tuple[str, ...]
-    # Whether they are DoRA's, with a magnitude for each row.
+    # Whether they are DoRA adapters, with a magnitude for each row.
     dora: bool
-    # Whether the weights below the adapters are in NF4.
+    # Whether the base weights are in NF4.
     quantized: bool
 
     def peft_config(self, base: str) -> dict[str, Any]:
-        """Returns the content of PEFT's `adapter_config.json` for an adapter over the model `base`."""
+        """Returns PEFT's `adapter_config.json` for an adapter of the model `base`."""
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -59,14 +59,26 @@ class AdapterSpec:
 def adapter_spec(
     model: TransformerDecoder, hf_model: HFModel, section: Mapping[str, Any], shards: int = 1
 ) -> AdapterSpec | None:
-    """The adapters of a model, which may lie on the meta device, or None if it has none. `node` is the YAML's `model:`.
+    """Reads and checks the adapters of a model.
 
-    Raises ValueError for a rank of 0, targets that name nothing or are missing, or NF4 weights that ranks cannot share.
+    Args:
+        model: the model; it may be on the meta device.
+        hf_model: maps weights to Hugging Face's names.
+        section: the config section `model:`.
+        shards: number of shards of each copy of the weights.
+
+    Returns:
+        The settings of the adapters, or None if the model has no adapters.
+
+    Raises:
+        UsageError: rank, alpha or dropout is invalid; a target is unknown or missing; or NF4
+            weights cannot be sharded.
     """
     if section.get("lora_rank", 1) < 1:
         raise UsageError(f"model.lora_rank={section.get('lora_rank')} must be at least 1")
     modules = adapted_modules(model)
-    # torchtune's builders skip targets that they do not know, and the run would train fewer layers than it says.
+    # torchtune's builders ignore unknown targets, so the run would train fewer layers than the
+    # config lists.
     parts = model.layers[0].get_submodule("attn").named_children()
     attention = {name for name, module in parts if hasattr(module, "weight")}
     unknown = sorted(set(section.get("lora_attn_modules") or ()) - attention)
@@ -77,17 +89,19 @@ def adapter_spec(
         re.search(r"(^|_)q?lora(_|$)", builder) or any(str(key).startswith("lora_") for key in section)
     ):
         raise UsageError(
-            "`model:` speaks of LoRA, but the model has no adapters; name torchtune_ext.policy.from_config, or a LoRA builder "
-            f"of torchtune, and give it lora_attn_modules out of {sorted(attention)}"
+            "`model:` configures LoRA, but the model has no adapters; set model._component_ to "
+            "torchtune_ext.policy.from_config or a LoRA builder of torchtune, and set model.lora_attn_modules to some of "
+            f"{sorted(attention)}"
         )
     if not modules:
         return None
     for name, module in modules.items():
-        # FSDP2 cuts an NF4 weight between its scales of scales, of which there is one for 256 blocks.
+        # FSDP2 shards an NF4 weight between groups of 256 blocks, which share a second-level scale.
         if isinstance(module.weight, NF4Tensor) and module.weight.quantization_factor.numel() % shards:
             raise UsageError(
-                f"model.quantize_base: {name} has {module.weight.quantization_factor.numel()} groups of 256 NF4 blocks, which "
-                f"{shards} ranks cannot share; leave it out of the targets, or take another number of ranks or shard_within"
+                f"model.quantize_base=True: {name} has {module.weight.quantization_factor.numel()} groups of 256 NF4 "
+                f"blocks, which {shards} ranks cannot share; remove it from the targets, or use another number of ranks "
+                "or another ranks.shard_within"
             )
     first = next(iter(modules.values()))
     rank = first.lora_a.weight.shape[0]
@@ -97,10 +111,11 @@ def adapter_spec(
             f"model.lora_alpha={alpha}: expected a finite number above 0. An adapter's output is scaled by lora_alpha / "
             "lora_rank, so with this value it learns nothing; set model.lora_alpha=16, for instance"
         )
-    # torchtune takes NaN for 0.
+    # torchtune treats NaN as 0.
     if not 0 <= (share := section.get("lora_dropout", dropout)) < 1:
         raise UsageError(
-            f"model.lora_dropout={share}: expected the share of an adapter's inputs that is dropped, at least 0 and below 1"
+            f"model.lora_dropout={share}: expected the fraction of an adapter's inputs that is dropped, at least 0 and "
+            "below 1"
         )
     names = [hf_model.to_hf(f"{name}.weight", module.lora_b.weight)[0] for name, module in modules.items()]
     return AdapterSpec(
@@ -124,7 +139,10 @@ def adapter_names(model: nn.Module) -> set[str]:
 
 
 def freeze_base(model: nn.Module, base_dtype: torch.dtype) -> None:
-    """Freezes all parameters but the adapters, and holds them in `base_dtype`, or in NF4. No weights may exist yet."""
+    """Freezes all parameters except the adapters, and stores them in `base_dtype` or NF4.
+
+    The model must still be on the meta device.
+    """
     adapters = adapter_names(model)
     for prefix, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
@@ -135,22 +153,24 @@ def freeze_base(model: nn.Module, base_dtype: torch.dtype) -> None:
                 setattr(module, name, nn.Parameter(param.to(base_dtype), requires_grad=False))
     for module in adapted_modules(model).values():
         for linear in (module.lora_a, module.lora_b):
-            # Changing the class, not the forward of each instance, lets torch.compile share one graph between layers.
+            # Changing the class, not the forward of each instance, lets torch.compile share one
+            # graph between layers.
             linear.__class__ = _MasterLinear
         if isinstance(module, DoRALinear):
             module.__class__ = _DoRALinear
-    # torchtune's hook dequantizes the whole model for every state dict, even if a checkpoint takes only the adapters.
+    # torchtune's hook dequantizes the whole model for every state dict, even if a checkpoint takes
+    # only the adapters.
     model._state_dict_hooks.clear()
 
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int) -> None:
-    """Gives adapters their first values, with which they change nothing: B is zero, and m is the norm of W's rows."""
-    # Every rank draws the whole of A on the CPU, so its bits are the same on any number of ranks.
+    """Initializes adapters that do not change the model: B = 0, and m is the norm of W's rows."""
+    # Every rank draws the unsharded A on the CPU, so its bits do not depend on the number of ranks.
     generator = torch.Generator().manual_seed(seed)
     for module in adapted_modules(model).values():
         rank, width = module.lora_a.weight.shape
-        # Kaiming, as in the paper's code: uniform in +-1/sqrt(width).
+        # Kaiming initialization as in the paper's code: uniform in +-1/sqrt(width).
         fill_param(module.lora_a.weight, (2 * torch.rand(rank, width, generator=generator) - 1) * width**-0.5)
         fill_param(module.lora_b.weight, torch.zeros(module.lora_b.weight.shape))
         if isinstance(module, DoRALinear):
@@ -158,13 +178,13 @@ def init_adapters(model: nn.Module, seed: int) -> None:
 
 
 def merge_weight(weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None = None) -> Tensor:
-    """Returns the matrix [out, in] that does what a weight and its adapter do together."""
+    """Merges a weight [out, in] with its adapter."""
     v = weight + scaling * (b @ a)
     return v if magnitude is None else (magnitude / torch.linalg.norm(v, dim=1).detach())[:, None] * v
 
 
 def effective_weight(module: Any) -> Tensor:
-    """Returns the weight of a layer inside a forward: merged with its adapter, if any, and with its gradient."""
+    """Returns a layer's differentiable weight in a forward, merged with its adapter, if any."""
     if not isinstance(module, (LoRALinear, DoRALinear)):
         return module.weight
     # torchtune registers the parameter without a declaration.
@@ -178,14 +198,14 @@ def effective_weight(module: Any) -> Tensor:
 
 @torch.no_grad()
 def base_hf_tensors(model: nn.Module, hf_model: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yields (Hugging Face name, whole tensor) of the model below the adapters, dequantized. It is a collective."""
+    """Yields (Hugging Face name, unsharded tensor) of the dequantized base model. A collective."""
     for name, full in base_tensors(model):
         yield hf_model.to_hf(name, full.to(dtype))
 
 
 @torch.no_grad()
 def base_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields (torchtune's name, whole tensor) of the model below the adapters, dequantized. It is a collective."""
+    """Yields (torchtune's name, unsharded tensor) of the dequantized base model. A collective."""
     adapters = adapter_names(model)
     for name, param in model.named_parameters():
         if clean_name(name) not in adapters:
@@ -193,8 +213,8 @@ def base_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def merged_hf_tensors(model: nn.Module, hf_model: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yields (Hugging Face name, whole tensor) of the model with its adapters, merged. It is a collective."""
-    # Merging is in float32. The result is rounded only once, to `dtype`.
+    """Yields (Hugging Face name, unsharded tensor) of the merged model. A collective."""
+    # Merging uses float32, and the result is rounded only once, to `dtype`.
     for name, full in merged_tensors(model):
         yield hf_model.to_hf(name, full.to(dtype))
 
@@ -205,9 +225,12 @@ def merged_tensors(
     base: Callable[[str, Tensor], Tensor] = lambda name, weight: weight,
     factor: Callable[[Tensor], Tensor] = lambda weight: weight,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (torchtune's name, whole tensor) of the model with its adapters, merged in float32. A collective.
+    """Yields (torchtune's name, unsharded tensor) of the model, merged in float32. A collective.
 
-    `base` rounds a weight before an adapter is merged into it, `factor` an adapter's A and B (not DoRA's magnitude).
+    Args:
+        model: the model with adapters.
+        base: rounds a weight before merging; takes torchtune's name and the weight.
+        factor: rounds an adapter's A and B before merging, but not DoRA's magnitude.
     """
     adapters, modules = adapter_names(model), adapted_modules(model)
     for name, param in model.named_parameters():
@@ -225,8 +248,9 @@ def merged_tensors(
 
 @torch.no_grad()
 def adapter_hf_tensors(model: nn.Module, hf_model: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yields (PEFT name, whole tensor) of only the adapters. It is a collective."""
-    # torchtune's own export permutes q and k of Qwen2, too, whose layout is that of Hugging Face already.
+    """Yields (PEFT name, unsharded tensor) of the adapters only. A collective."""
+    # torchtune's own export also permutes q and k of Qwen2, which already have Hugging Face's
+    # layout.
     for name, module in adapted_modules(model).items():
         hf_name, b = hf_model.to_hf(f"{name}.weight", gather_full(module.lora_b.weight).to(dtype))
         stem = "base_model.model." + hf_name.removesuffix(".weight")
@@ -238,13 +262,13 @@ def adapter_hf_tensors(model: nn.Module, hf_model: HFModel, dtype: torch.dtype) 
 
 
 class AdapterDisabledReference:
-    """The reference policy of an adapted model: the model with its adapters switched off, which costs no memory."""
+    """The reference policy of an adapted model: the model with disabled adapters."""
 
     def __init__(self, model: nn.Module):
         self._model = model
 
     def activate(self) -> AbstractContextManager[None]:
-        """Returns a context in which the model is the one that the adapters were put on."""
+        """Returns a context in which the model computes without its adapters."""
         return disable_adapter(self._model)
 
 
@@ -254,14 +278,14 @@ def _scaling(module: LoRALinear | DoRALinear) -> float:
 
 
 class _MasterLinear(nn.Linear):
-    """A linear layer that rounds its float32 master when it uses it."""
+    """A linear layer that rounds its float32 master weight in each forward."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight.to(input.dtype))
 
 
 class _DoRALinear(DoRALinear):
-    """torchtune's DoRA, but with a bias that is not scaled and an output that is rounded only once."""
+    """torchtune's DoRA, but the bias is not scaled and the output is rounded only once."""
 
     weight: Tensor
     bias: Tensor | None
@@ -271,25 +295,35 @@ class _DoRALinear(DoRALinear):
             return F.linear(x, dequantize_nf4(self.weight).to(x.dtype), self.bias)
         a, b = self.lora_a.weight, self.lora_b.weight
         with torch.no_grad():
-            # torchtune pushes an identity matrix through A and B for this product.
+            # torchtune instead passes an identity matrix through A and B for this product.
             v = torch.addmm(dequantize_nf4(self.weight).to(a.dtype), b, a, alpha=self.scaling)
             norm = torch.linalg.norm(v, dim=1)
         lora = self.scaling * self.lora_b(self.lora_a(self.dropout(x)))
-        # torchtune 0.6.1 scales the bias, too. Qwen2 has biases, and neither PEFT nor a merged weight scales them.
+        # torchtune 0.6.1 also scales the bias. Qwen2 has biases, and neither PEFT nor a merged
+        # model scales them.
         return _ScaledLinear.apply(x, self.weight, self.bias, lora, self.magnitude / norm)
 
 
 class _ScaledLinear(torch.autograd.Function):
-    """Computes scale * (W x + lora) + bias over a frozen W in float32, and rounds it once."""
+    """Computes scale * (W x + lora) + bias with a frozen W in float32, and rounds it once."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, lora: Tensor, scale: Tensor) -> Tensor:
-        """x [..., in], weight [out, in] and lora [..., out] in one dtype, scale [out] in float32 -> [..., out] as x."""
+        """Returns [..., out] in the dtype of x.
+
+        Args:
+            x: [..., in].
+            weight: [out, in], as x or NF4.
+            bias: [out], or None.
+            lora: the adapter's output [..., out], in the dtype of x.
+            scale: [out], float32.
+        """
         rows, columns = x.flatten(0, -2), dequantize_nf4(weight).to(x.dtype).T
-        # Both factors are float32. The scale m / |V| stays near 1, where bfloat16 has steps of 2^-7 and would miss most
-        # updates of m. And if W x were rounded first, a change below half a step of W x would be rounded away.
+        # Both factors are float32. The scale m / |V| stays near 1, where bfloat16 has steps of 2^-7
+        # and would round off most updates of m. If W x were rounded first, a change below half a
+        # step of W x would be rounded off.
         if x.is_cuda and x.dtype != torch.float32:
-            # Only CUDA has `out_dtype`. It is as fast as an output in the dtype of x.
+            # Only CUDA supports `out_dtype`. It is as fast as an output in the dtype of x.
             v = torch.mm(rows, columns, out_dtype=torch.float32)
         else:
             v = rows.float() @ columns.float()
@@ -302,7 +336,7 @@ class _ScaledLinear(torch.autograd.Function):
     def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grad_outputs
         weight, scale, v = ctx.saved_tensors
-        # The norm in `scale` is a constant (eq. 11), so the gradient does not pass through it.
+        # The norm in `scale` is a constant (eq. 11), so it has no gradient.
         dv = (scale * dy).to(dy.dtype)
         dx = dv @ dequantize_nf4(weight).to(dy.dtype) if ctx.needs_input_grad[0] else None
         return dx, None, None, dv, (dy * v).flatten(0, -2).sum(0, dtype=scale.dtype)

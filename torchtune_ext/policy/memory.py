@@ -1,4 +1,4 @@
-"""Estimates the policy's memory on a training device from shapes, so that a model on the meta device is enough."""
+"""Estimates the policy's memory on a training device from the shapes of a model on meta."""
 
 from typing import Any
 
@@ -13,18 +13,18 @@ from torchtune_ext.policy.fp8 import Fp8Config
 from torchtune_ext.policy.fp8.plan import linear_layers
 
 GIB = 1 << 30
-# 4 bits for a value, 8 bits for a block of 64 values, and a float32 for 256 blocks.
+# 4 bits per value, 8 bits per block of 64 values, and a float32 per 256 blocks.
 NF4_BYTES_PER_VALUE = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 class ModelSizes:
-    """The sizes of a model that decide its memory: numbers of values, unless their names say bytes.
+    """Sizes of a model that determine its memory: numbers of values, unless the name says bytes.
 
     Args:
-        model: may lie on the meta device, and stays as it is.
-        compute_dtype: the dtype of forward and backward.
-        fp8: how the trainer's layers and the engine's compute, as in `PrecisionConfig.sides`.
-        engine_dtype: the dtype of the engine; None: that of forward and backward.
+        model: the model; it may be on the meta device and is not changed.
+        compute_dtype: dtype of forward and backward.
+        fp8: FP8 settings of trainer and engine, as in `PrecisionConfig.side_configs`.
+        engine_dtype: dtype of the engine; None: `compute_dtype`.
     """
 
     def __init__(
@@ -38,44 +38,46 @@ class ModelSizes:
         params, adapters = dict(model.named_parameters()), lora.adapter_names(model)
         trained = adapters or params.keys()
         frozen = [param for name, param in params.items() if name not in trained]
-        layers: list[Any] = [*model.layers]  # to torch a layer's attributes are any tensors or modules
+        layers: list[Any] = [*model.layers]  # torch types a layer's attributes as any tensor or module
         layer, size = layers[0], compute_dtype.itemsize
         attn = layer.attn
 
         self.dtype = compute_dtype
         self.total_params = sum(p.numel() for p in params.values())
         self.trained_params = sum(params[name].numel() for name in trained)
-        # The frozen ones as the trainer holds them: in NF4 (Dettmers et al. 2023, section 3), or in the compute dtype.
+        # Frozen weights in the trainer: NF4 (Dettmers et al. 2023, section 3), or the compute
+        # dtype.
         self.frozen_bytes = sum(
             int(p.numel() * NF4_BYTES_PER_VALUE) if isinstance(p, NF4Tensor) else p.numel() * size for p in frozen
         )
         self.layers = len(model.layers)
         self.layer_params = sum(p.numel() for p in layer.parameters())
-        self.non_layer_params = (
-            self.total_params - self.layer_params * self.layers
-        )  # embedding, output projection, last norm
+        # Embedding, output projection, last norm.
+        self.non_layer_params = self.total_params - self.layer_params * self.layers
         in_layer = dict(layer.named_parameters(prefix="layers.0"))
         self.trained_layer_params = sum(p.numel() for name, p in in_layer.items() if name in trained)
-        self.largest_param = max(p.numel() for p in params.values())  # the largest tensor, and the largest one in NF4
+        self.largest_param = max(p.numel() for p in params.values())  # the largest tensor; below, the largest in NF4
         self.largest_nf4 = max((p.numel() for p in params.values() if isinstance(p, NF4Tensor)), default=0)
         self.width, self.vocab = model.tok_embeddings.embedding_dim, model.tok_embeddings.num_embeddings
         self.mlp = layer.mlp.w1.weight.shape[0]  # width inside the MLP
-        # The output projection, if it gets a gradient. With adapters it does only if it has an adapter itself.
+        # The output projection, if it gets a gradient. In a model with adapters, it gets a gradient
+        # only if it has an adapter.
         own_head = not isinstance(model.output, TiedLinear) and any(name.startswith("output.") for name in adapters)
         self.trained_head_params = self.vocab * self.width if own_head or not adapters else 0
-        self.rope_bytes = sum(buffer.nbytes for buffer in model.buffers())  # no device shares these tables
-        # Keys and values of a token in all layers, and the heads of one layer.
+        self.rope_bytes = sum(buffer.nbytes for buffer in model.buffers())  # not sharded
+        # Keys and values per token in all layers, and the heads of one layer.
         self.kv_values_per_token = 2 * sum(block.attn.num_kv_heads * block.attn.head_dim for block in layers)
         self.heads, self.kv_heads = attn.num_heads, attn.num_kv_heads
 
-        # For the backward, an uncompiled layer keeps of each token the float32 inputs of its norms, also of those of q
-        # and k; the inputs of attention's and the MLP's linear layers; q, k and v as attention sees them (heads
-        # expanded), its output and log-sum-exp; the angles of RoPE in float32; gate, up, SiLU and their product.
+        # For the backward, an uncompiled layer saves per token: the float32 inputs of its norms,
+        # including the norms of q and k; the inputs of the linear layers of attention and MLP;
+        # attention's inputs q, k and v (with expanded heads), its output and log-sum-exp; the
+        # angles of RoPE in float32; gate, up, SiLU and their product.
         normed = (attn.num_heads + attn.num_kv_heads) * attn.head_dim if attn.q_norm else 0
         floats = 2 * self.width + normed + attn.num_heads + 2 * attn.head_dim
         inside = size * (2 * self.width + 4 * attn.num_heads * attn.head_dim + 4 * self.mlp) + 4 * floats
-        self.layer_bytes_per_token = inside + _fp8_saved_bytes(model, trainer_fp8, size)  # bytes a token
-        # Bytes of all weights, without adapters, as the engine holds them. Layers in FP8 are tiles.
+        self.layer_bytes_per_token = inside + _fp8_saved_bytes(model, trainer_fp8, size)  # bytes per token
+        # Bytes of all weights in the engine, without adapters. Layers in FP8 are stored as tiles.
         sent = (engine_dtype or compute_dtype).itemsize
         converted = sum(
             out * width for out, width in fp8_layer_shapes(model, engine_fp8, trainer_fp8 is not None).values()
@@ -85,7 +87,7 @@ class ModelSizes:
 
     @property
     def has_frozen_params(self) -> bool:
-        """Whether a part of the model is frozen, as it is below adapters."""
+        """Whether a part of the model is frozen, as the base of adapters is."""
         return self.trained_params < self.total_params
 
 
@@ -97,30 +99,36 @@ def trainer_memory(
     optimizer_bytes: float = 8.0,
     shard_within: int | None = None,
 ) -> dict[str, int]:
-    """The bytes that each training device holds, by name, without the allowances of a GPU.
+    """Estimates the memory of each training device, without the allowances of a GPU.
 
-    The entries do not all peak in the same moment, so their sum is an upper bound of the peak.
+    The entries do not all peak at the same time, so their sum is an upper bound of the peak.
 
     Args:
+        sizes: sizes of the model.
         row_tokens: tokens of a packed row.
-        world_size: training devices, over which FSDP2 shards.
-        activation_checkpointing: whether layers are computed again in the backward.
-        optimizer_bytes: what the optimizer keeps for one trained value; AdamW has two moments in float32.
-        shard_within: devices that share one copy of the states (HSDP). None: all devices do.
+        world_size: number of training devices over which FSDP2 shards.
+        activation_checkpointing: whether the backward recomputes layers.
+        optimizer_bytes: bytes of optimizer state per trained value; AdamW has two moments in
+            float32.
+        shard_within: number of devices that share one copy of the states (HSDP); None: all.
+
+    Returns:
+        Name of an entry -> bytes.
     """
     shards = min(shard_within or world_size, world_size)
     size, inside = sizes.dtype.itemsize, sizes.layer_bytes_per_token * row_tokens
-    # The backward of an MLP holds three gradients of its width beside what the layer has kept. The last norm and the
-    # log-probs keep their inputs and a gradient.
+    # In addition to saved activations, the backward of an MLP holds three gradients of its width.
+    # The last norm and the log-probs save their inputs and hold a gradient.
     around = row_tokens * (3 * size * sizes.mlp + sizes.width * (4 + 2 * size))
-    # With checkpointing, each layer keeps its input, and one layer at a time its inside.
+    # With checkpointing, each layer saves its input, and one layer at a time saves its activations.
     inputs = sizes.layers * row_tokens * sizes.width * size
     kept = (inputs + inside if activation_checkpointing else sizes.layers * inside) + around
-    # Logits and probabilities of a chunk exist at the same time, in float32: 8 bytes a logit.
+    # Logits and probabilities of a chunk exist at the same time, in float32: 8 bytes per logit.
     chunk = min(CHUNK_ELEMENTS, row_tokens * sizes.vocab)
     # On one device only a model without adapters goes through FSDP2 (`build_policy`).
     sharded = world_size > 1 or (size < 4 and not sizes.has_frozen_params)
-    # FSDP2 gathers the next layer while one computes. Frozen weights are gathered as they are held, which may be NF4.
+    # FSDP2 gathers the next layer while one computes. Frozen weights are gathered in their stored
+    # dtype, which may be NF4.
     gathered = sizes.non_layer_params + 2 * sizes.layer_params
     width = sizes.frozen_bytes / (sizes.total_params - sizes.trained_params) if sizes.has_frozen_params else size
     return {
@@ -138,32 +146,35 @@ def trainer_memory(
 
 
 def _gradients_in_flight(sizes: ModelSizes, sharded: bool, shards: int, activations: int) -> int:
-    """The most bytes that whole gradients take in any moment of the backward."""
+    """The peak bytes of unsharded gradients in the backward."""
     size = sizes.dtype.itemsize
-    # At the beginning, the output projection's gradient is summed in float32 and then rounded.
+    # First, the output projection's gradient is summed in float32 and then rounded.
     begin = (4 + size) * sizes.trained_head_params
     if not sharded:
         return begin
-    # In the middle, it waits for the end, beside the gradient of a layer and two float32 copies that FSDP2 reduces.
+    # Then this gradient stays in memory until the end, in addition to the gradient of one layer and
+    # two float32 copies that FSDP2 reduces.
     middle = size * sizes.trained_head_params + (size + 8) * sizes.trained_layer_params
-    # At the end, the gradients of embedding and output projection are reduced together, when the activations are gone.
+    # Finally, FSDP2 reduces the gradients of embedding and output projection together, after the
+    # activations have been freed.
     outer = sizes.trained_params - sizes.trained_layer_params * sizes.layers
     end = (size + 4) * outer + 4 * outer // shards - activations
     return max(begin, middle, end)
 
 
 def fp8_layer_shapes(model: TransformerDecoder, config: Fp8Config | None, trains: bool) -> dict[str, tuple[int, int]]:
-    """Returns Hugging Face name -> (out, in) of the layers that compute in FP8."""
+    """Returns Hugging Face name -> (out-features, in-features) of the layers in FP8."""
     layers = linear_layers(model, config, trains)[0] if config else ()
     return {layer.name: layer.shape for layer in layers if layer.reason is None}
 
 
 def _fp8_saved_bytes(model: TransformerDecoder, config: Fp8Config | None, size: int) -> float:
-    """The bytes a token that the first layer keeps more than without FP8; they may be negative."""
+    """The additional saved bytes per token of the first layer with FP8; they may be negative."""
     if config is None or config.save_activations != "fp8" or lora.adapter_names(model):
         return 0.0
-    # A layer in FP8 keeps the columns of its input in place of it, and layers with one input keep them once. The input
-    # of o_proj is attention's output, which attention keeps in any case, so there the columns come on top.
+    # A layer in FP8 saves the columns of its input instead of the input, and layers with the same
+    # input save them once. The input of o_proj is attention's output, which attention saves anyway,
+    # so its columns are additional.
     less = LINE_BYTES_PER_VALUE - size
     more = {"q_proj": less, "o_proj": LINE_BYTES_PER_VALUE, "gate_proj": less, "down_proj": less}
     widths = {

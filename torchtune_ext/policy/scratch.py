@@ -1,4 +1,4 @@
-"""Makes a small model directory from nothing: a tokenizer trained on a task's own text, and random Qwen weights."""
+"""Makes a small model from scratch: a tokenizer trained on a task's text, random Qwen weights."""
 
 import json
 import re
@@ -17,17 +17,17 @@ from torchtune_ext.run.errors import UsageError
 from torchtune_ext.settings.records import config_record
 
 SPECIAL_TOKENS = ("<|im_end|>", "<|im_start|>", "<|pad|>")
-# The roles as the template writes them.
+# The roles as the chat template writes them.
 ROLE_PREFIXES = ("user\n", "assistant\n", "system\n")
 # model_type -> its class in transformers.
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# A line that stands in this share of the prompts becomes one token.
+# A line in at least this fraction of the prompts becomes one token.
 COMMON_LINE_FRACTION = 0.5
 
 
 @config_record("shape")
 class ModelShape:
-    """The sizes of a Qwen2 or Qwen3 model with tied embeddings, by the names of config.json."""
+    """The sizes of a Qwen2 or Qwen3 model with tied embeddings, named as in config.json."""
 
     model_type: Literal["qwen2", "qwen3"] = Field(default="qwen2", description="architecture")
     hidden_size: int = Field(default=128, ge=1, description="width of the residual stream")
@@ -38,15 +38,16 @@ class ModelShape:
         default=None, ge=1, description="width of a head; null: hidden_size / num_attention_heads"
     )
     intermediate_size: int = Field(default=384, ge=1, description="width of the MLP")
-    max_position_embeddings: int = Field(default=1024, ge=1, description="tokens of the longest sequence")
+    max_position_embeddings: int = Field(default=1024, ge=1, description="maximum sequence length in tokens")
     rope_theta: float = Field(default=10000.0, gt=0, description="RoPE base")
-    vocab_size: int = Field(default=1024, ge=1, description="most tokens; the tokenizer may need fewer")
+    vocab_size: int = Field(default=1024, ge=1, description="maximum vocabulary; the tokenizer may need fewer tokens")
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
             raise UsageError(
                 f"shape: hidden_size={self.hidden_size} must be a multiple of num_attention_heads="
-                f"{self.num_attention_heads}, and that of num_key_value_heads={self.num_key_value_heads}"
+                f"{self.num_attention_heads}, and num_attention_heads a multiple of num_key_value_heads="
+                f"{self.num_key_value_heads}"
             )
         if self.model_type == "qwen2" and self.head_size * self.num_attention_heads != self.hidden_size:
             raise UsageError(
@@ -61,25 +62,33 @@ class ModelShape:
 
     @property
     def head_size(self) -> int:
-        """Returns the size of queries, keys and values."""
+        """The width of queries, keys and values."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
 def make_tokenizer(
     prompts: Sequence[str], solutions: Sequence[str], answers: Iterable[str], vocab_size: int
 ) -> Tokenizer:
-    """Trains a byte-level BPE with a token for each answer and each common line. Any text decodes to itself."""
+    """Trains a byte-level BPE tokenizer. Any text decodes to itself.
+
+    Args:
+        prompts: prompts of the task. Each line that many prompts share becomes a token.
+        solutions: further texts to train on.
+        answers: each answer becomes a token.
+        vocab_size: maximum number of tokens.
+    """
     lines = Counter(line for prompt in prompts for line in set(re.findall(r"[^\n]+\n*", prompt)))
     common = sorted(
         line for line, count in lines.items() if count >= COMMON_LINE_FRACTION * len(prompts) and len(line) > 3
     )
     words = sorted({*answers, *ROLE_PREFIXES})
     tokenizer = Tokenizer(models.BPE())
-    # Without the usual split at words, a phrase like " was in the room just west of the " can become one token.
+    # Without the usual split into words, a phrase like " was in the room just west of the " can
+    # become one token.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    # BPE learns from the text between the words and lines that have their own tokens. An alternation takes its first
-    # match, so the longest come first; `(?!)` matches nothing.
+    # BPE is trained on the text between the words and lines with their own tokens. An alternation
+    # takes its first match, so the longest come first; `(?!)` matches nothing.
     cut = re.compile("|".join(re.escape(s) for s in sorted([*common, *words], key=len, reverse=True)) or r"(?!)")
     pieces = [piece for text in [*prompts, *solutions] for piece in cut.split(text) if piece]
     trainer = trainers.BpeTrainer(
@@ -141,9 +150,9 @@ def _random_weights(shape: ModelShape, vocab: int, seed: int) -> dict[str, torch
     def normal(*size: int, std: float) -> torch.Tensor:
         return torch.randn(*size, generator=generator) * std
 
-    # Scaled by fan-in, inputs of variance 1 keep it. The usual 0.02 is made for widths of thousands and leaves a narrow
-    # model's attention flat. Outputs into the residual stream are also scaled by depth, since each layer adds two of
-    # them.
+    # Scaling by fan-in preserves a variance of 1. The usual 0.02 suits widths of thousands and
+    # leaves a narrow model's attention flat. Outputs into the residual stream are also scaled by
+    # depth, because each layer adds two outputs.
     std, residual = width**-0.5, (2 * shape.num_hidden_layers) ** -0.5
     weights = {"model.embed_tokens.weight": normal(vocab, width, std=std), "model.norm.weight": torch.ones(width)}
     for i in range(shape.num_hidden_layers):

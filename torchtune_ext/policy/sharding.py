@@ -1,4 +1,4 @@
-"""Brings whole tensors into and out of parameters that may be sharded (FSDP2), quantized (NF4), or both."""
+"""Writes and gathers parameters that may be sharded (FSDP2), quantized (NF4), or both."""
 
 import torch
 import torch.distributed as dist
@@ -9,18 +9,24 @@ from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 
 @torch.no_grad()
 def fill_param(param: Tensor, full: Tensor) -> None:
-    """Writes `full`, which is the same on every rank, into a parameter; each rank keeps its part."""
-    # to_local() would make a new object of an NF4 tensor, and writing into that would be lost.
+    """Writes an unsharded tensor into a parameter; each rank keeps its shard.
+
+    Args:
+        param: the parameter.
+        full: the unsharded tensor, equal on every rank.
+    """
+    # to_local() would copy an NF4 tensor, and a write into the copy would not reach the parameter.
     local = param._local_tensor if isinstance(param, DTensor) else param
     full = full.to(local.device, local.dtype)
     if isinstance(local, NF4Tensor):
-        # The whole tensor is quantized before it is cut, so that the bits do not depend on the number of ranks.
+        # The unsharded tensor is quantized before sharding, so that the bits do not depend on the
+        # number of ranks.
         part = to_nf4(full, local.block_size, local.scaler_block_size)
         if isinstance(param, DTensor):
             dim = _sharded_dim(param)
             part = torch.chunk(part, param.device_mesh.size(dim), dim=0)[param.device_mesh.get_local_rank(dim)]
         assert isinstance(part, NF4Tensor)
-        # copy_ would leave the inner tensors that are not sharded on "meta".
+        # copy_ would leave the unsharded inner tensors on the meta device.
         for name in part.__tensor_flatten__()[0]:
             setattr(local, name, getattr(part, name))
     elif isinstance(param, DTensor):
@@ -31,13 +37,13 @@ def fill_param(param: Tensor, full: Tensor) -> None:
 
 @torch.no_grad()
 def gather_full(param: Tensor) -> Tensor:
-    """Returns the whole, dequantized tensor on every rank. It is a collective if the parameter is sharded."""
+    """Returns the unsharded, dequantized tensor. It is a collective if the parameter is sharded."""
     if not isinstance(param, DTensor):
         return dequantize_nf4(param.detach())
     local = param._local_tensor
     if not isinstance(local, NF4Tensor):
         return param.full_tensor().detach()
-    # Each rank dequantizes its part, and the parts are gathered.
+    # Each rank dequantizes its shard, then the values are gathered.
     local_values = dequantize_nf4(local)
     dim = _sharded_dim(param)
     parts = [torch.empty_like(local_values) for _ in range(param.device_mesh.size(dim))]
@@ -46,10 +52,10 @@ def gather_full(param: Tensor) -> Tensor:
 
 
 def _sharded_dim(param: DTensor) -> int:
-    """The dimension of the mesh along which a parameter is cut. Along another (HSDP) there are copies."""
+    """The mesh dimension along which a parameter is sharded. Others (HSDP) have replicas."""
     return next(dim for dim, placement in enumerate(param.placements) if placement.is_shard())
 
 
 def dequantize_nf4(tensor: Tensor) -> Tensor:
-    """Returns the values of an NF4 tensor in its own dtype, and another tensor as it is."""
+    """Dequantizes an NF4 tensor to its dtype. Returns other tensors unchanged."""
     return tensor.get_original_weight().to(tensor.dtype) if isinstance(tensor, NF4Tensor) else tensor

@@ -1,4 +1,7 @@
-"""Scores packed rows in any precision, layer by layer: a policy has one dtype, and a second model may not fit."""
+"""Scores packed rows in any precision, layer by layer.
+
+The policy has only one dtype, and a second model may not fit into memory.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
@@ -32,16 +35,23 @@ def streamed_logprobs(
     temperature: float = 1.0,
     fp8_plan: "Fp8Plan | None" = None,
 ) -> list[Tensor]:
-    """The log-probs of the labels of each row, float32 [L] on the CPU.
+    """Computes the log-probs of the labels of each row.
 
     Args:
-        weights: (torchtune's name, whole tensor) without adapters, in the order of the model's modules, of any dtype.
-        make_model: the builder of the policy; its adapters are left out.
-        dtype: the dtype to compute in.
-        fp8: names the linear layers that compute in FP8 blocks, here with the reference GEMM.
+        rows: packed rows of this rank.
+        weights: pairs (torchtune's name, unsharded merged tensor), in the order of the model's
+            modules, of any dtype.
+        make_model: the builder of the policy; its adapters are ignored.
+        dtype: the compute dtype.
+        device: the compute device.
+        temperature: sampling temperature.
+        fp8_plan: names the linear layers that compute in FP8 blocks, here with the reference GEMM.
+
+    Returns:
+        For each row, float32 [L] on the CPU.
     """
     model = build_on_meta(make_model)
-    # The weights come merged, so plain layers take the place of adapted ones.
+    # The weights are merged, so plain layers replace adapted layers.
     for name, module in adapted_modules(model).items():
         model.set_submodule(name, nn.Linear(module.in_dim, module.out_dim, module.use_bias, device="meta"))
     if fp8_plan is not None:
@@ -74,9 +84,9 @@ def streamed_logprobs(
             for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
                 more = {} if owner == "norm" else {"mask": mask, "input_pos": row.positions_T[None]}
                 hidden[i] = functional_call(module, own, (hidden[i],), more)
-        # Otherwise these weights would stay in memory while those of the next layer arrive.
+        # This frees the weights before the next layer's weights arrive.
         del own
-    assert table_VD is not None  # every model has one of the two
+    assert table_VD is not None  # every model has an output layer or tied embeddings
     return [
         linear_logprob(h[0].index_select(0, row.hidden_index_L), table_VD, row.labels_L, temperature)[0].cpu()
         for h, row in zip(hidden, rows, strict=True)
@@ -84,6 +94,6 @@ def streamed_logprobs(
 
 
 def _owner_module(name: str) -> str:
-    """The module that runs as a whole and owns a weight: "layers.3", "norm"."""
+    """The top-level module that owns a weight: "layers.3", "norm"."""
     parts = name.split(".")
     return ".".join(parts[: 2 if parts[0] == "layers" else 1])

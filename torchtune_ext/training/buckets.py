@@ -1,4 +1,7 @@
-"""Means over labels by their place in the completion and by the age of the policy that sampled them."""
+"""Means over labels, by position in the completion and by age.
+
+The age of a label is the number of policy versions since it was sampled.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -8,31 +11,42 @@ from torch import Tensor
 
 from torchtune_ext.pipeline.packing import Row
 
-POSITION_EDGES = (0, 1, 16, 256, 1024, 4096)  # first place of each bucket; 0 is the first token of a completion
+POSITION_EDGES = (0, 1, 16, 256, 1024, 4096)  # first position of each bucket; 0: first token of a completion
 AGE_EDGES = (0, 1, 2, 4, 8)  # first age of each bucket, in versions
 
 
 def bucket_names(word: str, edges: Sequence[int]) -> list[str]:
-    """The names of buckets from their first values: "at_0", "at_1_15", ..., "at_4096_up"."""
+    """Makes bucket names from the buckets' first values: "at_0", "at_1_15", ..., "at_4096_up"."""
     last = [f"_{stop - 1}" if stop - start > 1 else "" for start, stop in itertools.pairwise(edges)]
     return [f"{word}_{start}{end}" for start, end in zip(edges, [*last, "_up"], strict=True)]
 
 
 BUCKET_NAMES = [*bucket_names("at", POSITION_EDGES), *bucket_names("age", AGE_EDGES)]
-AGE_0_BUCKET = len(POSITION_EDGES)  # index into NAMES of the tokens that the present version sampled
+AGE_0_BUCKET = len(POSITION_EDGES)  # index into BUCKET_NAMES of tokens that the current version sampled
 
 
 def completion_positions(samples_L: Tensor) -> Tensor:
-    """The place of every label in its completion, from 0. The labels of a completion must follow each other."""
+    """The position of every label in its completion, from 0; int64 [L].
+
+    The labels of a completion must be contiguous.
+    """
     index_L = torch.arange(samples_L.numel(), device=samples_L.device)
     first_L = torch.ones_like(samples_L, dtype=torch.bool)
     first_L[1:] = samples_L[1:] != samples_L[:-1]
-    # The running maximum of the first labels' indices is the index where the present completion begins.
+    # The running maximum of the first labels' indices is the start of the completion of each label.
     return index_L - torch.where(first_L, index_L, 0).cummax(0).values if samples_L.numel() else index_L
 
 
 def bucket_ids(row: Row, version: int | None) -> Tensor:
-    """Place and age (`version` minus the label's; 0 without `version`), as indices into NAMES, int64 [2, L]."""
+    """The position bucket and the age bucket of every label.
+
+    Args:
+        row: a packed row.
+        version: the current policy version, from which ages are counted; None: every age is 0.
+
+    Returns:
+        Indices into BUCKET_NAMES, int64 [2, L].
+    """
     age_L = torch.zeros_like(row.versions_L) if version is None else (version - row.versions_L).clamp(min=0)
     place_L = torch.bucketize(
         completion_positions(row.samples_L), torch.tensor(POSITION_EDGES[1:], device=age_L.device), right=True
@@ -42,19 +56,19 @@ def bucket_ids(row: Row, version: int | None) -> Tensor:
 
 
 def bucket_means(values_L: Tensor, buckets_2L: Tensor) -> dict[str, float]:
-    """The mean of each bucket that has a label. Ages are left out if all labels are in one bucket of age."""
+    """The mean of each bucket that has a label. Age buckets are omitted if only one has labels."""
     sums, counts = _sums(values_L, buckets_2L), _sums(torch.ones_like(values_L), buckets_2L)
     return _means("", sums.tolist(), counts.tolist())
 
 
 def _sums(values_L: Tensor, buckets_2L: Tensor) -> Tensor:
-    # Each label counts in two buckets: that of its place and that of its age.
+    # Each label counts in two buckets: its position bucket and its age bucket.
     size = torch.zeros(len(BUCKET_NAMES), dtype=torch.float64, device=values_L.device)
     return size.index_add(0, buckets_2L.flatten(), values_L.double().repeat(2))
 
 
 def _means(prefix: str, sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
-    # If all labels are of one age, its bucket would only repeat the mean of all.
+    # If all labels are in one age bucket, that bucket would only repeat the mean of all labels.
     several_ages = sum(count > 0 for count in counts[len(POSITION_EDGES) :]) > 1
     return {
         f"{prefix}{name}": sums[i] / counts[i]
@@ -64,21 +78,24 @@ def _means(prefix: str, sums: Sequence[float], counts: Sequence[float]) -> dict[
 
 
 class Breakdown:
-    """Collects metrics of a loss over the rows of an update, to show where in completions it clips or masks."""
+    """Accumulates loss metrics over the rows of an update, by position and age.
+
+    The means show where in completions the loss clips or masks.
+    """
 
     def __init__(self, names: Sequence[str]):
         self._names = names
-        self._sums: dict[str, Tensor] = {}  # of each metric that the loss has, and under "" the counts
+        self._sums: dict[str, Tensor] = {}  # metric of the loss -> sum per bucket; "" -> counts
 
     def add(self, row: Row, metrics: Mapping[str, Tensor], version: int | None) -> None:
-        """Adds the metrics of the loss on a row, one value per label, without gradient."""
+        """Adds the loss metrics of a row: detached tensors of one value per label, [L]."""
         where = bucket_ids(row, version)
         columns = {name: metrics[name] for name in self._names if name in metrics}
         for name, values_L in (columns | {"": torch.ones_like(row.loss_weights_L)}).items():
             self._sums[name] = self._sums.get(name, 0.0) + _sums(values_L, where)
 
     def sums(self) -> dict[str, Tensor]:
-        """The sums and counts of this rank, to be summed over all ranks, as scalars on the device of the rows."""
+        """The sums and counts of this rank, to be summed over all ranks; scalars on the device."""
         return {f"{name}/{i}": value for name, column in self._sums.items() for i, value in enumerate(column)}
 
     def means(self, totals: Mapping[str, float]) -> dict[str, float]:

@@ -1,14 +1,15 @@
-"""Writes and reads checkpoints: a model directory in Hugging Face's format, and what the recipe needs to go on.
+"""Writes and reads checkpoints: a Hugging Face model directory, and the state for resuming.
 
 checkpoints/step_000040/
-    config.json  model-00001-of-00001.safetensors  tokenizer files    a model directory that any tool can read
-    (or adapter_config.json  adapter_model.safetensors  [merged/]     an adapter, and if wanted the merged model; tokenizer)
-    recipe.json                                                       step, version, cursor, task, throttle, accuracy
-    state/                                                            float32 weights, optimizer (if saved), RNG: by DCP
-    manifest.json                                                     what it belongs to; size and SHA-256 of every file
+    config.json  model-00001-of-00001.safetensors  tokenizer files  model directory for any tool
+    (or adapter_config.json  adapter_model.safetensors  [merged/]   adapter, maybe merged model)
+    recipe.json     step, version, cursor, task, throttle, accuracy
+    state/          float32 weights, optimizer (if saved), RNG; written by DCP
+    manifest.json   run, model and base weights; size and SHA-256 of every file
 
-A checkpoint is whole or absent. DCP (torch.distributed.checkpoint) can load `state/` on another number of ranks. Beside
-the checkpoints, `.partial_*` is being written, `.pruned_*` is being deleted, and `.replaced_*` was replaced.
+Checkpoints are written atomically. DCP (torch.distributed.checkpoint) can load `state/` on a
+different number of ranks. Next to the checkpoints, `.partial_*` is being written, `.pruned_*` is
+being deleted, and `.replaced_*` was replaced.
 """
 
 import json
@@ -53,9 +54,9 @@ from torchtune_ext.training.collectives import (
 from torchtune_ext.training.export import discard_on_failure
 from torchtune_ext.training.manifest import DamagedCheckpoint, Identity, Manifest, flush_and_hash
 
-# Frozen weights are not saved, because they can be read from model_dir.
+# Frozen weights are not saved, because model_dir has them.
 TRAINABLE_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
-# In torch's errors for a saved state with names or shapes that this run does not have.
+# Phrases of torch's errors if the saved state has other names or shapes than this run.
 STATE_MISMATCH_ERRORS = (
     "Missing key",
     "Size mismatch",
@@ -71,10 +72,10 @@ ALWAYS_DIFFERENT_KEYS = ("output_dir", "resume_from_checkpoint", "dry_run")
 class CheckpointConfig:
     """The keys of `checkpoints:`."""
 
-    every: int = Field(default=50, ge=1, description="steps between checkpoints; there is also one after the last step")
+    every: int = Field(default=50, ge=1, description="steps between checkpoints; the last step also writes one")
     keep_last: int = Field(default=2, ge=1, description="newest checkpoints kept, in addition to the best one")
     save_optimizer: bool = Field(
-        default=True, description="false: less than half the disk; a resumed optimizer starts anew"
+        default=True, description="false: less than half the disk; a resumed optimizer starts from zero"
     )
     stop_grace_s: float = Field(
         default=25.0,
@@ -87,7 +88,8 @@ class CheckpointConfig:
 class Checkpoints:
     """The checkpoints of one run.
 
-    `choose`, `save` and `load` are collectives: a failure on one rank raises on all. Other methods are not.
+    `verify_latest`, `save` and `load` are collectives: a failure on one rank raises on all ranks.
+    The other methods are not collectives.
     """
 
     def __init__(
@@ -100,9 +102,12 @@ class Checkpoints:
         """Prepares the checkpoints of a run.
 
         Args:
-            folder: need not exist yet.
-            identity: may be None on other ranks than 0, which writes and checks it.
-            prompts: what `export.own_prompts` says of the saved models.
+            folder: the folder of all checkpoints; it need not exist yet.
+            identity: identity of this run. Only rank 0 writes and checks it; other ranks may pass
+                None.
+            config: the section `checkpoints:`; None: the defaults.
+            prompt_source: describes tokenizer and chat template of the saved models if they are not
+                the files of model_dir (`export.describe_prompt_source`).
         """
         self.prompt_source = prompt_source
         self.folder, self._identity, self._config = Path(folder), identity, config or CheckpointConfig()
@@ -111,41 +116,45 @@ class Checkpoints:
         assert identity is not None or not self._main, "rank 0 has to know what the checkpoints belong to"
 
     def all(self) -> list[Path]:
-        """Every checkpoint, whole or damaged, the oldest first."""
+        """Every checkpoint, oldest first, including damaged ones."""
         return checkpoint_folders(self.folder)
 
     def latest(self) -> Path | None:
-        """The newest checkpoint that looks whole by the names and sizes of its files, or None."""
+        """The newest checkpoint whose files have the right names and sizes, or None."""
         return next((path for path in reversed(self.all()) if _read_if_complete(path) is not None), None)
 
     def best(self) -> tuple[Path, float] | None:
-        """The checkpoint with the highest accuracy on held-out problems, and that accuracy, or None."""
+        """The checkpoint with the highest held-out accuracy, and the accuracy, or None."""
         return _best((path, manifest) for path in self.all() if (manifest := _read_if_complete(path)) is not None)
 
     def verify_latest(self) -> Path | None:
-        """The newest checkpoint, verified, or None where there is none. A collective.
+        """Verifies the newest checkpoint and returns it; None if the run has no checkpoint.
+
+        A collective.
 
         Raises:
-            DamagedCheckpoint: it is damaged.
-            ValueError: it belongs to another run, model or base.
+            DamagedCheckpoint: the checkpoint is damaged.
+            UsageError: it belongs to another run, model or base weights.
         """
-        # An older checkpoint never silently takes the place of a damaged one: the user may have a copy of the bad file.
+        # An older checkpoint never silently replaces a damaged one: the user may have a copy of the
+        # damaged file.
         newest = call_on_main(lambda: next(reversed(self.all()), None))
         if newest is not None:
             try:
                 self._verify(newest)
             except DamagedCheckpoint as error:
                 raise DamagedCheckpoint(
-                    f"{error}. Put the file back from a copy, or move the whole folder away: the run then goes on from the "
-                    "checkpoint before it, or begins anew where there is none"
+                    f"{error}. Restore the file from a copy, or move the whole folder away: the run then resumes from "
+                    "the checkpoint before it, or starts over without one"
                 ) from None
         return newest
 
     def failed_update_advice(self, step: int) -> str:
-        """What the user can do after a step whose update cannot be made."""
+        """Advises the user after a step whose update failed."""
         return (
-            f"step {step} stopped before this update. Look at its samples and rewards in {self.folder.parent / 'rollouts'}; "
-            "lower the learning rate or the loss coefficients, and start again with resume_from_checkpoint=True"
+            f"step {step} stopped before this update. Look at its samples and rewards in "
+            f"{self.folder.parent / 'rollouts'}; lower the learning rate or the loss coefficients, and resume with "
+            "resume_from_checkpoint=True"
         )
 
     def save(
@@ -157,18 +166,25 @@ class Checkpoints:
         recipe_state: dict[str, Any],
         accuracy: float | None = None,
     ) -> float:
-        """Writes a checkpoint, and returns the seconds of checksums and flush on the slowest rank. A collective.
+        """Writes a checkpoint. A collective.
 
         Args:
             step: the step that has ended.
             model: may be sharded.
-            export: writes what other tools read (`export_model`, `export_adapter`) into a folder on rank 0. Other ranks
-                pass None and only take part in gathering. Even when it fails it must finish gathering on every rank.
-            recipe: JSON-able state of the recipe.
-            accuracy: of these weights on held-out problems. The checkpoint with the highest one is kept.
+            optimizer: its state is saved if `checkpoints.save_optimizer`.
+            export: writes the files for other tools (`export_model`, `export_adapter`) into the
+                folder that rank 0 passes. Other ranks pass None and only take part in gathering.
+                Even if it fails, it must finish gathering on every rank.
+            recipe_state: JSON-serializable state of the recipe.
+            accuracy: held-out accuracy of these weights. The checkpoint with the highest accuracy
+                is never pruned.
+
+        Returns:
+            The seconds of checksums and flush on the slowest rank.
 
         Raises:
-            OSError: nothing was saved, for example because the disk is full. Earlier checkpoints are untouched.
+            OSError: nothing was saved, for example because the disk is full. Earlier checkpoints
+                are unchanged.
         """
         final = self.folder / f"step_{step:06d}"
         partial = partial_path(final)
@@ -179,23 +195,25 @@ class Checkpoints:
             (partial / "recipe.json").write_text(content)
 
         if self._main:
-            # If the disk was full and the user lowered `keep_last`, this makes the room.
+            # If the disk was full and the user lowered `keep_last`, this frees the space.
             self._prune()
-        disk_advice = "Free space there, then resume with resume_from_checkpoint=True; the last whole checkpoint: {}"
+        disk_advice = "Free space there, then resume with resume_from_checkpoint=True; the last complete checkpoint: {}"
         with discard_on_failure(final, lambda: disk_advice.format(self.latest())):
-            # Each part ends on all ranks before the next begins, so that no rank waits in a collective for one that
-            # has failed.
+            # Each stage ends on all ranks before the next stage begins, so that no rank waits in a
+            # collective for a failed rank.
             call_on_main(begin)
             run_on_all_ranks(lambda: export(partial if self._main else None))
             had_state = bool(optimizer.state)
             state = run_on_all_ranks(lambda: _build_state_dict(model, optimizer, self._config.save_optimizer))
             if optimizer.state and not had_state:
-                # To have something to save, torch has made an update without gradient, which must not count as the first.
+                # To create the optimizer's state, torch made an update without gradients. That
+                # update must not count as the first one.
                 optimizer.state.clear()
                 del state["optimizer"]
             run_on_all_ranks(lambda: _save_state(partial / "state", state))
             began = time.perf_counter()
-            # Each rank reads only the files that it wrote: a network file system may show those of others late.
+            # Each rank reads only the files that it wrote: a network file system may show files of
+            # other ranks late.
             mine = run_on_all_ranks(lambda: flush_and_hash(partial, rank()))
             seconds = max(all_gather(time.perf_counter() - began))
             files = {name: entry for entries in all_gather(mine) for name, entry in entries.items()}
@@ -205,47 +223,57 @@ class Checkpoints:
         return seconds
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Restores weights, optimizer and random states in place, and returns the state of the recipe. A collective.
+        """Restores weights, optimizer and RNG states in place. A collective.
 
-        The optimizer keeps its settings (learning rate, betas, ...). Without a saved state it begins anew.
+        The optimizer keeps this run's settings (learning rate, betas, ...). Without a saved
+        optimizer state, its moments start from zero.
+
+        Returns:
+            The recipe's state (`recipe.json`).
 
         Raises:
             DamagedCheckpoint: `path` is damaged.
-            ValueError: `path` belongs to another run, model or base.
-            FileMistake: it was saved with another kind of optimizer, or the disk failed.
-            Failure: it cannot be loaded, for example because memory does not suffice or a rank has exited.
+            UsageError: `path` belongs to another run, model or base weights.
+            UsageFileError: it was saved with another kind of optimizer, or the disk failed.
+            RunFailure: it cannot be loaded, for example because memory does not suffice or a rank
+                has exited.
         """
-        # `choose` has already read every byte of what it returned, which takes long.
+        # `verify_latest` has already read every byte of the checkpoint that it returned, which
+        # takes long.
         if path != self._verified:
             self._verify(path)
         try:
             recipe_state, has_optimizer = run_on_all_ranks(lambda: _load(path, model, optimizer))
         except EXCEPTION_TYPES as error:
             cause = root_cause(error)
-            # KeyboardInterrupt and the like are no fault of the files.
+            # The files do not cause a KeyboardInterrupt or SystemExit.
             if not isinstance(cause, Exception):
                 raise cause from None
             text = f"{path} could not be loaded: {describe(cause).rstrip('.')}"
             if any(words in str(cause) for words in STATE_MISMATCH_ERRORS):
                 raise UsageFileError(
-                    f"{text}. Its files are whole: set `model:` and `optimizer:` back to what it was saved with, or begin a "
-                    "new run in another output_dir"
+                    f"{text}. Its files are undamaged: set `model:` and `optimizer:` back to the values of the "
+                    "checkpoint, or start a new run in another output_dir"
                 ) from error
             if isinstance(cause, OSError):
-                raise UsageFileError(f"{text}. Its checksums were right: look at the disk, then resume") from error
-            # Memory that does not suffice and ranks that exited raise these. Any other error is a bug.
+                raise UsageFileError(f"{text}. Its checksums were right: check the disk, then resume") from error
+            # Out-of-memory errors and exited ranks raise these classes. Any other error is a bug.
             if isinstance(cause, RuntimeError | MemoryError):
                 raise RunFailure(text) from error
             raise cause from None
         if self._main and not has_optimizer:
             print_text(
-                f"{path} was saved without the state of the optimizer (checkpoints.save_optimizer=false, or no update was "
-                "made): its moments begin at zero, and the first updates may be larger than they would have been"
+                f"{path} was saved without the state of the optimizer (checkpoints.save_optimizer=false, or no update "
+                "was made): its moments start from zero, and the first updates may be larger than with that state"
             )
         return recipe_state
 
     def _verify(self, path: Path) -> None:
-        """Reads every file of a checkpoint, each rank a share of them. A collective; raises as `choose`."""
+        """Verifies every file of a checkpoint; each rank reads a share. A collective.
+
+        Raises:
+            DamagedCheckpoint, UsageError: as `verify_latest`.
+        """
         manifest = call_on_main(lambda: self._read_matching_manifest(path))
         shares = len(all_gather(None))
         wrong = [text for text in all_gather(manifest.find_checksum_error(path, rank(), shares)) if text is not None]
@@ -254,7 +282,7 @@ class Checkpoints:
         self._verified = path
 
     def _read_matching_manifest(self, path: Path) -> Manifest:
-        """Checks on rank 0 what can be checked without reading tensors, and returns the manifest."""
+        """Reads the manifest on rank 0, and checks identity, step, file names and sizes."""
         manifest = Manifest.read(path)
         refusal = self._own.explain_difference(manifest.identity)
         if refusal is not None:
@@ -272,12 +300,13 @@ class Checkpoints:
             raise UsageFileError(
                 f"{wrong}, as rank 0 sees what another rank has written: all ranks need one shared output_dir"
             )
-        # The manifest comes last: it vouches for every other file.
+        # The manifest is written last, because it holds the checksums of all other files.
         manifest.write(partial_path(final))
         finalize_folder(final)
 
     def _prune(self) -> None:
-        # Damaged ones do not count: if they did, one of them could be kept in the place of a whole one.
+        # Damaged checkpoints do not count. Otherwise a damaged one could be kept instead of a
+        # complete one.
         looks = [(path, manifest) for path in self.all() if (manifest := _read_if_complete(path)) is not None]
         mine = [(path, manifest) for path, manifest in looks if manifest.identity.run == self._own.run]
         keep = {path for path, _ in mine[-self._config.keep_last :]}
@@ -289,7 +318,7 @@ class Checkpoints:
 
     @property
     def _own(self) -> Identity:
-        assert self._identity is not None  # of a run that saves or resumes
+        assert self._identity is not None  # a run that saves or resumes has one
         return self._identity
 
 
@@ -299,12 +328,12 @@ def _best(checkpoints: Iterable[tuple[Path, Manifest]]) -> tuple[Path, float] | 
 
 
 def _read_if_complete(path: Path) -> Manifest | None:
-    """The manifest of a checkpoint that looks whole, or None."""
+    """The manifest of a checkpoint whose files have the right names and sizes, or None."""
     try:
         manifest = Manifest.read(path)
         return manifest if manifest.find_file_error(path) is None else None
     except (ValueError, OSError):
-        # It is damaged or of another format, or it is just being deleted.
+        # The checkpoint is damaged, has another format, or is being deleted.
         return None
 
 
@@ -316,7 +345,8 @@ def _build_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, with_o
 
 
 class _RaisingFileSystem(FileSystem):
-    # DCP pickles an error to send it to the other ranks, which loses its cause. So the disk's own error is raised here.
+    # DCP pickles an error to send it to the other ranks and drops its cause. So the disk's own
+    # error is raised here.
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
@@ -327,8 +357,8 @@ class _RaisingFileSystem(FileSystem):
 
 
 def _save_state(folder: Path, state: dict[str, Any]) -> None:
-    # The default of one thread stays, since an error in a second one would be lost (torch 2.13). DCP need not sync the
-    # files, because `entries_of` does.
+    # The writer keeps the default of one thread, because DCP swallows an error of a second thread
+    # (torch 2.13). DCP need not sync the files, because `flush_and_hash` does.
     writer = FileSystemWriter(folder, sync_files=False)
     writer.fs = _RaisingFileSystem()
     with _ignore_no_dist_warning():
@@ -336,12 +366,13 @@ def _save_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], bool]:
-    """Returns the state of the recipe, and whether there was one of the optimizer."""
-    # The saved state of the optimizer holds its settings, too. Those of this run are put back below.
+    """Returns the recipe's state, and whether the checkpoint has an optimizer state."""
+    # The saved optimizer state includes settings. The settings of this run are restored below.
     settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
     saved = dcp.FileSystemReader(path / "state").read_metadata().state_dict_metadata
     mine = f"rng_{rank()}"
-    # DCP fails on a key that was not saved, such as the random state of a rank or a GPU that the earlier run lacked.
+    # DCP fails on a key that was not saved, such as the RNG state of a rank or GPU that the earlier
+    # run lacked.
     rng = {name: value for name, value in _rng_state_dict()[mine].items() if f"{mine}.{name}" in saved}
     has_optimizer = any(name.startswith("optimizer.") for name in saved)
     state: dict[str, Any] = _build_state_dict(model, optimizer, has_optimizer) | ({mine: rng} if rng else {})
@@ -357,7 +388,7 @@ def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tup
         )
     else:
         set_model_state_dict(model, state["model"], options=TRAINABLE_ONLY)
-        # Moments of another run, which this optimizer may have by now, do not belong to these weights.
+        # The optimizer may already have moments, which do not belong to the loaded weights.
         optimizer.state.clear()
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
@@ -370,7 +401,7 @@ def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tup
 
 @contextmanager
 def _ignore_no_dist_warning() -> Iterator[None]:
-    # DCP warns where no other process takes part, but a run of one process intends that.
+    # DCP warns if no other process takes part, which is intended in a run of one process.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
         yield
@@ -384,37 +415,43 @@ def _rng_state_dict() -> dict[str, dict[str, Tensor]]:
 
 
 class RunAlreadyComplete(Exception):
-    """The run had done all its steps before this process began. It is no error."""
+    """The run had all its steps before this process started. This is not an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """How far a run has come."""
+    """The progress of a run, as a checkpoint stores it."""
 
     step: int  # the last step that has ended
     version: int  # version of the policy
-    cursor: int  # places of the order of problems that were passed
+    cursor: int  # position in the shuffled problem order
     throttle: dict[str, Any]  # state of the engine's throttle
     source: dict[str, Any]  # groups between submission and training
-    # What the task has learned from outcomes, and which of its problems are passed over.
+    # State of the task: what it learned from outcomes, and which problems it skips.
     task: dict[str, Any] = field(default_factory=dict)
-    updates: int = 0  # only copies of earlier recipes write and read it
+    updates: int = 0  # used only by copies of earlier recipes
 
     @classmethod
     def from_recipe_state(cls, recipe_state: Mapping[str, Any]) -> Self:
-        """The state in a checkpoint's recipe.json. Other keys there are ignored."""
+        """Reads the state from a checkpoint's recipe.json, and ignores other keys."""
         return cls(**{each.name: recipe_state[each.name] for each in fields(cls) if each.name in recipe_state})
 
 
 def find_resume_checkpoint(checkpoints: Checkpoints, folder: RunFolder | None, resume: bool, total: int) -> Path | None:
-    """Chooses the checkpoint from which a run goes on, or None, and prints it on rank 0. A collective.
+    """Finds the checkpoint to resume from and prints it on rank 0. A collective.
 
     Args:
-        folder: of the run, on rank 0.
-        resumes: `resume_from_checkpoint`.
-        total: the steps that the run shall have.
+        checkpoints: checkpoints of the run.
+        folder: folder of the run on rank 0; None on other ranks.
+        resume: `resume_from_checkpoint`.
+        total: `max_steps`.
 
-    Raises NothingToDo if the run has all its steps, and what `Checkpoints.choose` raises.
+    Returns:
+        The checkpoint, or None if the run starts at step 1.
+
+    Raises:
+        RunAlreadyComplete: the run has all its steps.
+        DamagedCheckpoint, UsageError: as `Checkpoints.verify_latest`.
     """
     path = checkpoints.verify_latest() if resume else None
     if path is None:
@@ -430,15 +467,22 @@ def find_resume_checkpoint(checkpoints: Checkpoints, folder: RunFolder | None, r
 
 
 def resume_text(path: Path, step: int, run: Run, earlier_config: Mapping[str, Any]) -> str:
-    """What a run prints when it goes on: from where, and how its settings differ from `earlier` (empty: not known)."""
+    """Formats the lines that a resumed run prints: its checkpoint, and its changed settings.
+
+    Args:
+        path: the checkpoint.
+        step: the checkpoint's step.
+        run: the run.
+        earlier_config: settings before this start; empty: unknown.
+    """
     begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
     lines = [("resume", f"from step {step} of run {run.id}, begun {begun}: {path}")]
-    # The earlier settings come from run.json. The present ones take the same way through JSON, so that a tuple and a
-    # list do not count as a change.
+    # The earlier settings come from run.json. The current settings are also converted to JSON and
+    # back, so that a tuple and a list do not count as a change.
     now = json.loads(json.dumps(run.config, default=str))
     changed = [change for change in diff_settings(earlier_config, now) if change.key not in ALWAYS_DIFFERENT_KEYS]
     if not earlier_config:
-        lines.append(("changed", "not known: run.json does not say what was set until now"))
+        lines.append(("changed", "unknown: run.json does not hold the earlier settings"))
     elif changed:
         lines.append(("changed", ", ".join(map(str, changed))))
         decay = (now.get("schedule") or {}).get("decay", "constant")
@@ -450,28 +494,34 @@ def resume_text(path: Path, step: int, run: Run, earlier_config: Mapping[str, An
 
 
 def status_message(step: int, total: int, checkpoints: Checkpoints | None) -> str:
-    """Where a run is, which model it has, and how to go on with it. `step` is the one that it is in or ended with."""
+    """Formats a run's progress, its model, and how to resume it.
+
+    Args:
+        step: the current step, or the last step of a run that has ended; 0: before the first step.
+        total: `max_steps`.
+        checkpoints: checkpoints of the run, if set-up came that far.
+    """
     newest = checkpoints.latest() if checkpoints is not None else None
     progress = f"It was at step {step} of {total}" if step else "It had not begun its first step"
     if checkpoints is None or newest is None:
-        return f"{progress}, and there is no checkpoint yet, so the next start begins anew"
+        return f"{progress}, and it has no checkpoint yet, so the next start begins at step 1"
     best, report = checkpoints.best(), shlex.join(["torchtune-ext", "report", str(checkpoints.folder.parent)])
     if checkpoint_step(newest) < total:
-        text = f"{progress}. The newest checkpoint is {newest}; go on from there with resume_from_checkpoint=True"
+        text = f"{progress}. The newest checkpoint is {newest}; resume from there with resume_from_checkpoint=True"
         if best is not None and best[0] != newest:
             text += f". The best on held-out problems: {best[0]} ({best[1]:.3f})"
         return f"{text}. Curves and samples: {report}"
     if (newest / "config.json").exists():
         kind = "a model in Hugging Face's format"
     elif (newest / "merged").exists():
-        kind = "an adapter in PEFT's format; its folder merged/ is a whole model"
+        kind = "an adapter in PEFT's format; its folder merged/ holds a complete model"
     else:
-        kind = "an adapter in PEFT's format (adapters.save_merged=True saves a whole model, too)"
+        kind = "an adapter in PEFT's format (adapters.save_merged=True also saves a complete model)"
     prompt_source = f"made with {checkpoints.prompt_source}, not with the files of model_dir; saved with the model"
     lines = {
         "done": f"{max(step, checkpoint_step(newest))} of {total} steps",
         "model": f"{newest}, {kind}",
-        "prompt_source": prompt_source if checkpoints.prompt_source else "",
+        "prompts": prompt_source if checkpoints.prompt_source else "",
         "best": f"{best[0]}, the best on held-out problems: {best[1]:.3f}" if best is not None else "",
         "report": report,
         "longer": f"the same command with max_steps above {total} and resume_from_checkpoint=True",

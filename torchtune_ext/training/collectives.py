@@ -1,4 +1,7 @@
-"""Joins the ranks, and runs actions on all of them. A failure on one rank is one on all, so that none waits in vain."""
+"""Joins the ranks and runs actions on all of them. If one rank fails, every rank raises.
+
+Otherwise the other ranks would wait in a collective for the failed rank.
+"""
 
 import time
 from collections.abc import Callable
@@ -17,21 +20,27 @@ T = TypeVar("T")
 # DCP's exception derives from BaseException, so `except Exception` would miss it.
 EXCEPTION_TYPES = (Exception, CheckpointException)
 FAILURE_KEY = "failed"  # key of the store
-POLL_S = 0.05  # most seconds between two looks of a rank that waits for rank 0
-# The store of the rendezvous is global, as the process group is.
+POLL_S = 0.05  # longest polling interval of a rank that waits for rank 0, in seconds
+# The rendezvous store is global, as the process group is.
 _store: dist.Store | None = None
-# All ranks count how often they waited for rank 0, so each wait has a key of its own in the store.
+# All ranks count their waits for rank 0, so that each wait has its own key in the store.
 _wait_count = 0
 
 
 class MainRankFailure(RunFailure):
-    """Rank 0, for which this rank waited, has failed."""
+    """Rank 0 failed while this rank waited for it."""
 
 
 def join(backend: str, deadline_s: float) -> None:
-    """Joins the process group that torchrun set up, whose collectives wait `deadline_s` seconds at most.
+    """Joins the process group that torchrun set up.
 
-    Raises torch's ValueError if a variable of torchrun is missing, and its RuntimeError if ranks are.
+    Args:
+        backend: torch.distributed backend, such as "gloo".
+        deadline_s: timeout of every collective, in seconds.
+
+    Raises:
+        ValueError: an environment variable of torchrun is missing (raised by torch).
+        RuntimeError: a rank did not join in time (raised by torch).
     """
     global _store
     limit = timedelta(seconds=deadline_s)
@@ -41,7 +50,7 @@ def join(backend: str, deadline_s: float) -> None:
 
 
 def rank() -> int:
-    """The number of this rank, which is 0 in a run of one process."""
+    """The rank of this process; 0 in a run of one process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -51,35 +60,40 @@ def is_distributed() -> bool:
 
 
 def wait_for_main() -> None:
-    """Sleeps until rank 0 calls it, too; rank 0 waits for nobody. Raises RuntimeError if it fails (`main_failed`)."""
-    # Rank 0 samples and evaluates for longer than the deadline of a collective, so it is waited for without a limit.
+    """Blocks until rank 0 calls this function, too. Rank 0 itself does not wait.
+
+    Raises:
+        MainRankFailure: rank 0 failed (`announce_main_failure`).
+    """
+    # Rank 0 samples and evaluates for longer than the deadline of a collective, so this wait has
+    # no time limit.
     global _wait_count
     _wait_count += 1
     assert _store is not None  # since `join`
     if rank() == 0:
         _store.set(str(_wait_count), "")
         return
-    # A blocking wait of the store would hold back signals until its end.
+    # A blocking wait of the store would delay signal handlers until it returns.
     pause_s = 0.001
     while not _store.check([str(_wait_count)]):
         if _store.check([FAILURE_KEY]):
-            raise MainRankFailure("rank 0 failed, for which this rank waited")
+            raise MainRankFailure("rank 0 failed while this rank waited for it")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, POLL_S)
 
 
 def announce_main_failure() -> None:
-    """Ends the waiting of the other ranks, where rank 0 calls it."""
-    # The others would not notice that rank 0 is gone: torchrun's store outlives it, and torchrun's SIGTERM takes effect
-    # only at the end of a step.
+    """Ends `wait_for_main` on the other ranks if rank 0 calls it. Other ranks do nothing."""
+    # The other ranks would not notice the exit of rank 0: torchrun's store outlives rank 0, and
+    # torchrun's SIGTERM takes effect only at the end of a step.
     if _store is not None and rank() == 0:
-        # If torchrun is gone, too, the others see that by themselves, and the run's own error is what counts.
+        # If torchrun exited, too, the other ranks notice. The run's own error matters more.
         with suppress(RuntimeError):
             _store.set(FAILURE_KEY, "")
 
 
 def all_gather(value: T) -> list[T]:
-    """The values of all ranks, in their order. They are pickled and should be small. A collective."""
+    """The values of all ranks, in rank order, pickled; values should be small. A collective."""
     if not is_distributed():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -90,12 +104,15 @@ def all_gather(value: T) -> list[T]:
 def run_on_all_ranks(action: Callable[[], T]) -> T:
     """Runs `action` on every rank and returns its result. A collective.
 
-    Raises the error of this rank; if there is none, FileMistake or Failure with the text of the first rank that failed.
+    Raises:
+        Exception: the error of `action` on this rank.
+        UsageFileError, RunFailure: `action` failed on another rank only. The message is that of the
+            first rank that failed.
     """
     try:
         result = action()
     except EXCEPTION_TYPES as error:
-        # The text travels, not the error: pickling would lose the cause behind it.
+        # Ranks exchange the text, not the error, because pickling would drop the error's cause.
         cause = root_cause(error)
         kind = UsageFileError if isinstance(cause, OSError | ValueError | SafetensorError) else RunFailure
         all_gather((kind, describe(cause)))
@@ -111,7 +128,8 @@ def run_on_all_ranks(action: Callable[[], T]) -> T:
 def call_on_main(make: Callable[[], T]) -> T:
     """Runs `make` on rank 0 only, and returns its result on every rank, pickled. A collective.
 
-    Raises, on every rank, an OSError or ValueError of `make`.
+    Raises:
+        OSError, ValueError: raised by `make`, on every rank.
     """
     box: list[Any] = [None, None]
     if rank() == 0:
@@ -120,7 +138,7 @@ def call_on_main(make: Callable[[], T]) -> T:
         except (OSError, ValueError) as error:
             box[1] = error
     if is_distributed():
-        # The others sleep until rank 0 is done, which may take longer than a collective waits.
+        # Rank 0 may take longer than the deadline of a collective, so the other ranks wait first.
         wait_for_main()
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     value, error = box
@@ -130,7 +148,7 @@ def call_on_main(make: Callable[[], T]) -> T:
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether the flag is true on any rank. The others sleep until rank 0 is here, too. A collective."""
+    """Whether the flag is true on any rank. Other ranks first wait for rank 0. A collective."""
     if not is_distributed():
         return bool(flag)
     wait_for_main()
@@ -140,16 +158,17 @@ def any_rank(flag: bool) -> bool:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error that began a chain of errors."""
+    """The first error of a chain of errors."""
     while True:
-        # DCP collects the errors of all ranks in one of its own.
+        # DCP collects the errors of all ranks in one CheckpointException.
         if isinstance(error, CheckpointException) and error.failures:
             failures = [failure for failure, _ in error.failures.values()]
-            # A Ctrl-C counts more than any other error.
+            # KeyboardInterrupt takes precedence over other errors.
             error = next((e for e in failures if not isinstance(e, Exception)), failures[0])
         elif error.__cause__ is not None:
             error = error.__cause__
-        # When a write fails, torch's zip writer raises a RuntimeError about its position, which hides the first error.
+        # When a write fails, torch's zip writer raises a RuntimeError about its position, which
+        # hides the first error.
         elif type(error) is RuntimeError and error.__context__ is not None and "unexpected pos" in str(error):
             error = error.__context__
         else:
@@ -157,5 +176,5 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def describe(cause: BaseException) -> str:
-    """The text of an error, with its type where the text may not be clear without it."""
+    """The text of an error, with the name of its class unless it is an OSError or ValueError."""
     return str(cause) if isinstance(cause, (OSError, ValueError)) else f"{type(cause).__name__}: {cause}"

@@ -1,4 +1,7 @@
-"""The ranks of a run. A process without torchrun is rank 0 of 1, and every function here works there, too."""
+"""The ranks of a run.
+
+A process without torchrun is rank 0 of 1. Every function here also works in such a process.
+"""
 
 import ctypes
 import gc
@@ -36,11 +39,11 @@ class RanksConfig:
 
     deadline_s: Seconds = Field(default=600.0, description="seconds that ranks wait for one another in a collective")
     shard_within: int | None = Field(
-        default=None, ge=1, description="ranks that share one copy of the weights, e.g. those of one machine; null: all"
+        default=None, ge=1, description="ranks that share one copy of the weights, e.g. ranks of one machine; null: all"
     )
 
     def require_divisible(self, world_size: int) -> None:
-        """Raises ValueError if `world_size` ranks do not divide into groups of `shard_within`."""
+        """Raises UsageError if `shard_within` does not divide `world_size`."""
         if self.shard_within is not None and world_size % self.shard_within:
             fitting = [str(n) for n in range(2, world_size + 1) if world_size % n == 0]
             use = f"set it to {' or '.join(fitting)}" if fitting else "leave it out"
@@ -53,12 +56,12 @@ class RanksConfig:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The rank of this process among those that train."""
+    """The rank of this process among the training processes."""
 
     rank: int
     world_size: int  # number of ranks
     device: torch.device
-    hosts: tuple[str, ...] = ()  # the machine of every rank, where there are several ranks
+    hosts: tuple[str, ...] = ()  # machine of every rank; empty in a run of one rank
     shard_within: int | None = None  # ranks that share one copy of the weights; None: all
 
     @property
@@ -67,7 +70,7 @@ class Ranks:
 
     @property
     def shards(self) -> int:
-        """The number of parts of each copy of the weights."""
+        """The number of shards of each copy of the weights."""
         return self.shard_within or self.world_size
 
     def broadcast(self, value: Any) -> Any:
@@ -75,7 +78,7 @@ class Ranks:
         return call_on_main(lambda: value)
 
     def call_on_main(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, on every rank (`collectives.from_main`). A collective."""
+        """Returns rank 0's result of `make` on every rank. A collective."""
         return call_on_main(make)
 
     def any(self, flag: bool) -> bool:
@@ -83,7 +86,7 @@ class Ranks:
         return any_rank(flag)
 
     def local_slice(self, items: list) -> list:
-        """This rank's share of a list, whose length must be a multiple of the number of ranks."""
+        """This rank's share of a list. The length must be a multiple of the number of ranks."""
         return items[self.rank :: self.world_size]
 
 
@@ -93,15 +96,19 @@ def init_ranks(
     concurrent_engine: bool = False,
     output_dir: str | None = None,
 ) -> Ranks:
-    """Joins the process group that torchrun set up, if there is one.
+    """Joins the process group of torchrun, if torchrun started this process.
 
     Args:
-        device: "cpu", "cuda" or "auto" (cuda where there is one).
-        config: the node `ranks:`; None for the defaults.
-        engine_beside: an engine samples while this process trains; on a CPU a core is left to it.
-        output_dir: the folder that the run writes, which all machines must see; None: it is not checked.
+        device: "cpu", "cuda" or "auto" (cuda if available).
+        config: the section `ranks:`; None: the defaults.
+        concurrent_engine: an engine samples while this process trains. On a CPU, PyTorch then
+            leaves one core to the engine.
+        output_dir: the run's folder, which all machines must see; None: not checked.
 
-    Raises ValueError if device, `shard_within` or torchrun's variables do not fit, or a machine misses the folder.
+    Raises:
+        UsageError: the device, `shard_within` or torchrun's environment variables are invalid, or a
+            machine does not see `output_dir`.
+        RunFailure: the ranks did not find each other within `ranks.deadline_s`.
     """
     config = config or RanksConfig()
     if wrong := invalid_variables():
@@ -111,8 +118,9 @@ def init_ranks(
         )
     rank, world_size = rank_and_world_size()
     config.require_divisible(world_size)
-    # A torchrun that gets SIGKILL cannot stop its ranks, so they ask the kernel to be killed with it. That works
-    # because torchrun starts them from its main thread: the kernel watches the thread, not the process.
+    # torchrun cannot stop its ranks after a SIGKILL, so each rank asks the kernel for a signal when
+    # torchrun dies. The kernel watches the parent thread, not the process. This works because
+    # torchrun starts the ranks from its main thread.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
     here = local_device(device)
@@ -120,16 +128,16 @@ def init_ranks(
         disable_malloc_trim()
     if here.type == "cpu" and concurrent_engine and (cores := reserve_engine_core()) and rank == 0:
         print_text(
-            f"cores: PyTorch computes on {cores - 1} of {cores}, since an engine that samples ahead needs one; "
-            "OMP_NUM_THREADS sets another number"
+            f"cores: PyTorch uses {cores - 1} of {cores}, because the asynchronous engine needs one; "
+            "set OMP_NUM_THREADS to use another number"
         )
     if world_size == 1 or dist.is_initialized():
         return Ranks(rank, world_size, here, shard_within=config.shard_within)
     # Only a run of several ranks needs these imports.
     from torchtune_ext.training.machines import choose_interface, hosts_of_ranks, rendezvous, require_shared_folder
 
-    # NCCL carries what the model needs on GPUs. What rank 0 tells the others travels over gloo: a rank that waits in
-    # NCCL keeps its GPU and a core busy, and rank 0 may let the others wait for hours.
+    # On GPUs, NCCL carries the tensors of the model. Messages from rank 0 use gloo: a rank that
+    # waits in NCCL keeps its GPU and a core busy, and ranks may wait for rank 0 for hours.
     backend = training.get_distributed_backend(here.type, offload_ops_to_cpu=here.type != "cpu")
     try:
         with rendezvous(rank, world_size, config.deadline_s):
@@ -138,9 +146,9 @@ def init_ranks(
     except RuntimeError as error:
         raise RunFailure(
             f"The ranks did not find each other within ranks.deadline_s={config.deadline_s:g} s "
-            f"({' '.join(str(error).split())[:300]}). gloo listens on {os.environ.get('GLOO_SOCKET_IFNAME', 'the host name')}: "
-            "set GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME on GPUs, to the network interface that connects the machines "
-            "(docs/several_machines.md)"
+            f"({' '.join(str(error).split())[:300]}). gloo listens on "
+            f"{os.environ.get('GLOO_SOCKET_IFNAME', 'the host name')}: set GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME "
+            "on GPUs, to the network interface that connects the machines (docs/several_machines.md)"
         ) from error
     hosts = hosts_of_ranks()
     if output_dir is not None:
@@ -149,7 +157,11 @@ def init_ranks(
 
 
 def local_device(device: str) -> torch.device:
-    """The device of this rank: the GPU with its LOCAL_RANK, or the CPU. Raises ValueError if there is none."""
+    """Selects the device of this rank: the GPU with its LOCAL_RANK, or the CPU.
+
+    Raises:
+        UsageError: the machine has no GPU for this rank.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("device='cuda', but torch sees no CUDA device; use device=cpu or run `torchtune-ext doctor`")
     if device == "cpu" or not torch.cuda.is_available():
@@ -157,8 +169,8 @@ def local_device(device: str) -> torch.device:
     mine, count = local_rank(), torch.cuda.device_count()
     if mine >= count:
         raise UsageError(
-            f"rank {read_int_variable('RANK', 0)} is number {mine} on {socket.gethostname()}, which shows it {count} "
-            f"{'GPU' if count == 1 else 'GPUs'}: start at most {count} ranks there (--nproc_per_node), or set "
+            f"rank {read_int_variable('RANK', 0)} has LOCAL_RANK={mine} on {socket.gethostname()}, where torch sees "
+            f"{count} {'GPU' if count == 1 else 'GPUs'}: start at most {count} ranks there (--nproc_per_node), or set "
             "CUDA_VISIBLE_DEVICES"
         )
     here = torch.device("cuda", mine)
@@ -167,18 +179,23 @@ def local_device(device: str) -> torch.device:
 
 
 def disable_malloc_trim() -> None:
-    """Keeps freed memory in this process."""
-    # By default the C library gives large tensors back to the system, which clears their pages when they are made
-    # again: a third of the time of forward and backward (benchmarks/results/whole_step.md).
+    """Makes malloc keep freed memory in this process."""
+    # By default the C library returns freed large tensors to the kernel, which zeroes the pages of
+    # the next allocation. That took a third of the time of forward and backward
+    # (benchmarks/results/whole_step.md).
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_MAX, 0)
     libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def reserve_engine_core() -> int | None:
-    """Lets PyTorch compute on all cores but one. Returns the number of cores, or None if nothing changed."""
-    # An engine on a CPU computes in one thread. If it takes a core from one of the trainer's threads, all others wait
-    # for that thread at the end of every operation.
+    """Limits PyTorch to all cores but one.
+
+    Returns:
+        The number of cores, or None if the limit was not changed.
+    """
+    # An engine on a CPU computes in one thread. If that thread takes a core from a trainer thread,
+    # all other trainer threads wait for the delayed thread at the end of every operation.
     cores = len(os.sched_getaffinity(0))
     if not os.environ.get("OMP_NUM_THREADS") and 1 < cores <= torch.get_num_threads():
         torch.set_num_threads(cores - 1)
@@ -187,7 +204,7 @@ def reserve_engine_core() -> int | None:
 
 
 def reduce_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
-    """The sum of each value over the ranks that have it, and the maximum for `*_max`. A collective."""
+    """Sums each value over the ranks that have it; takes the maximum of `*_max`. A collective."""
     totals: dict[str, float] = {}
     for each in all_gather(values):
         for name, value in each.items():
@@ -197,17 +214,21 @@ def reduce_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def max_or_nan(values: Sequence[float]) -> float:
-    """The maximum, or NaN if any value is NaN. `max` would hide one that does not come first."""
+    """The maximum, or NaN if any value is NaN. `max` ignores a NaN that does not come first."""
     return max(values, key=lambda value: (math.isnan(value), value))
 
 
 def close_ranks() -> None:
-    """Ends the process group after a run that went well, when nothing holds the model any more. A collective."""
+    """Destroys the process group after a successful run. A collective.
+
+    The caller must have dropped all references to the model.
+    """
     if dist.is_initialized():
-        # No rank leaves while another one is still in a collective.
+        # No rank may exit while another one is still in a collective.
         dist.barrier()
-        # Sharded weights keep the group alive, and so a gloo thread. One that is alive when the interpreter ends
-        # sometimes aborts the process ("terminate called without an active exception").
+        # Sharded weights keep the group and its gloo thread alive. If a gloo thread is alive when
+        # the interpreter exits, the process sometimes aborts ("terminate called without an active
+        # exception").
         gc.collect()
         dist.destroy_process_group()
         gc.collect()

@@ -1,4 +1,4 @@
-"""Writes what other tools read: Hugging Face model directories and adapters, from a model that may be sharded."""
+"""Writes Hugging Face model directories and adapters from a model that may be sharded."""
 
 import filecmp
 import json
@@ -33,7 +33,8 @@ from torchtune_ext.training.collectives import (
 
 TEMPLATE, INDEX = "chat_template.jinja", "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30  # largest size of one safetensors file
-# What is copied of a model directory. It may hold anything else: data, logs, weights, the state of a checkpoint.
+# Files to copy from a model directory. Other files there may be data, logs, weights or the state of
+# a checkpoint.
 _CONFIG_PATTERNS = (
     "config.json",
     "generation_config.json",
@@ -49,13 +50,15 @@ _WEIGHT_PATTERNS = ("model-*-of-*.safetensors", INDEX)
 
 @contextmanager
 def discard_on_failure(folder: Path, disk_advice: Callable[[], str]) -> Iterator[None]:
-    """Surrounds the code by which all ranks write `partial_of(folder)`. If it fails, the folder is removed.
+    """Removes `partial_path(folder)` if the enclosed code, which writes it on all ranks, fails.
 
     Args:
-        folder: the final place of the folder.
-        advice: returns what the user can do about a disk, the end of the message.
+        folder: the final path of the folder.
+        disk_advice: returns the end of the message after a disk error: advice to the user.
 
-    Raises OSError if the disk failed, and RuntimeError if something else did, such as another rank.
+    Raises:
+        UsageFileError: the disk failed.
+        RunFailure: something else failed, such as another rank.
     """
     try:
         yield
@@ -65,7 +68,7 @@ def discard_on_failure(folder: Path, disk_advice: Callable[[], str]) -> Iterator
         if not isinstance(error, EXCEPTION_TYPES):
             raise
         cause = root_cause(error)
-        # DCP wraps a Ctrl-C as well, which must stop the run and not become an OSError.
+        # DCP also wraps a KeyboardInterrupt, which must stop the run and not become an OSError.
         if not isinstance(cause, Exception):
             raise cause from None
         text = f"{folder} was not saved: {describe(cause)}"
@@ -77,7 +80,12 @@ def discard_on_failure(folder: Path, disk_advice: Callable[[], str]) -> Iterator
 def save_model(
     folder: Path, model: nn.Module, hf_model: HFModel, dtype: torch.dtype, tokenizer: ChatTokenizer | None = None
 ) -> Path:
-    """Writes a model directory and returns its path. A collective. On an OSError an earlier directory is untouched."""
+    """Writes a model directory and returns its path. A collective.
+
+    Raises:
+        UsageFileError: the disk failed. An earlier directory is unchanged.
+        RunFailure: something else failed, such as another rank.
+    """
     with discard_on_failure(folder, lambda: "Free space there, or choose another output_dir"):
         partial = partial_path(folder)
         call_on_main(lambda: make_empty_folder(partial))
@@ -87,12 +95,15 @@ def save_model(
 
 
 def require_replaceable(folder: Path, reads: Iterable[Path], setting: str) -> None:
-    """Raises ValueError if `save_model` would replace something other than its own model in the folder of a run.
+    """Checks that `save_model` would replace nothing but an earlier model of the same recipe.
 
     Args:
-        folder: of the model, below that of the run.
+        folder: folder of the model, inside the run's folder.
         reads: the paths that the run reads.
-        setting: a key of the recipe, by which the runs in the folder are known.
+        setting: a key that identifies runs of this recipe in the folder's records.
+
+    Raises:
+        UsageError: the folder holds something else, or the run reads it.
     """
     require_usable_folder(folder.parent)
     if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
@@ -113,12 +124,12 @@ def require_replaceable(folder: Path, reads: Iterable[Path], setting: str) -> No
         for file in folder.iterdir()
         if not any(fnmatch(file.name, name) for name in known) and not any(_equal(file, start) for start in starts)
     ):
-        why = f"no run has written what it holds: {', '.join(others[:3])}"
+        why = f"it holds files that no run has written: {', '.join(others[:3])}"
     else:
         return
     raise UsageError(
-        f"output_dir={folder.parent}: the new model would replace {folder}, and {why}. Fix: choose another output_dir, or move "
-        f"{folder} away"
+        f"output_dir={folder.parent}: the new model would replace {folder}, and {why}. Fix: choose another output_dir, "
+        f"or move {folder} away"
     )
 
 
@@ -134,13 +145,15 @@ def export_model(
     dtype: torch.dtype,
     tokenizer: ChatTokenizer | None = None,
 ) -> None:
-    """Writes a model directory that any tool can read, with adapters merged into the weights. A collective.
+    """Writes a model directory for any tool, with adapters merged into the weights. A collective.
 
     Args:
         folder: an existing folder on rank 0, None on the other ranks.
-        source: the model directory whose config files are copied.
-        dtype: of the written weights.
-        tokenizer: with which the model was trained, whose files and template are saved; None: the tokenizer of `source`.
+        model: the model; it may be sharded.
+        hf_model: the model directory whose config files are copied.
+        dtype: dtype of the written weights.
+        tokenizer: the tokenizer of the training, whose files and template are saved; None: the
+            tokenizer of `hf_model`.
     """
     tensors = merged_hf_tensors(model, hf_model, dtype)
     with _drain_on_error(tensors):
@@ -159,8 +172,11 @@ def export_adapter(
 
     Args:
         folder: an existing folder on rank 0, None on the other ranks.
-        source: the model directory that the adapter belongs to.
-        merged: dtype of the merged model, which is then written into the subfolder `merged`; None: it is not.
+        model: the model with adapters; it may be sharded.
+        hf_model: the model directory of the base model.
+        adapter: settings of the adapter.
+        merged_dtype: also writes the merged model in this dtype into the subfolder `merged`; None:
+            does not.
         tokenizer: as for `export_model`.
     """
     small = {name: tensor.cpu().contiguous() for name, tensor in adapter_hf_tensors(model, hf_model, torch.float32)}
@@ -169,7 +185,7 @@ def export_adapter(
     with _drain_on_error(large):
         if folder is not None:
             save_file(small, folder / "adapter_model.safetensors")
-            # An absolute path, because PEFT takes a relative one for the name of a model on the hub.
+            # The path is absolute, because PEFT takes a relative path for a model id on the hub.
             config = adapter.peft_config(os.path.abspath(hf_model.path))
             (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
             _save_tokenizer(folder, hf_model, tokenizer)
@@ -185,7 +201,8 @@ def _drain_on_error(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
     try:
         yield
     except Exception:
-        # If this rank stopped gathering, because its disk is full for example, the others would wait for it.
+        # If this rank stopped gathering, for example because its disk is full, the other ranks
+        # would wait for it.
         for _ in tensors:
             pass
         raise
@@ -194,7 +211,7 @@ def _drain_on_error(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
 def _write_model(
     folder: Path | None, tensors: Iterator[tuple[str, Tensor]], hf_model: HFModel, tokenizer: ChatTokenizer | None
 ) -> None:
-    """Writes tensors one by one into safetensors files of at most SHARD_BYTES. Without a folder, only gathers them."""
+    """Writes safetensors files of at most SHARD_BYTES. With folder None it only gathers."""
     if folder is None:
         for _ in tensors:
             pass
@@ -208,7 +225,7 @@ def _write_model(
     def flush() -> None:
         nonlocal size
         if pending:
-            # The final name contains the number of files, which is known only after the last one.
+            # The final name contains the number of files, which is known only after the last file.
             path = folder / f"shard-{len(shards)}"
             save_file(pending, path)
             shards.append((path, list(pending)))
@@ -237,16 +254,16 @@ def _copy_files(source: Path, folder: Path, names: Sequence[str]) -> None:
 
 
 def _save_tokenizer(folder: Path, hf_model: HFModel, tokenizer: ChatTokenizer | None) -> None:
-    """Writes tokenizer files that give the prompts and the end tokens of the training."""
+    """Writes tokenizer files that reproduce the prompts and end tokens of the training."""
     _copy_files(Path(getattr(tokenizer, "path", hf_model.path)), folder, _TOKENIZER_PATTERNS)
     if tokenizer is None or not describe_prompt_source(hf_model, tokenizer):
         return
     text, settings = inline_template_options(tokenizer.template), folder / "tokenizer_config.json"
     (folder / TEMPLATE).write_text(text, encoding="utf-8")
-    # Some tools read the template in this file.
+    # Some tools read the template from this file.
     if "chat_template" in (values := read_json_or_empty(settings)):
         settings.write_text(json.dumps(values | {"chat_template": text}, indent=2))
-    # An adapter has no config: its base has it.
+    # An adapter has no config.json; its base model has it.
     if (folder / "config.json").is_file():
         generation = folder / "generation_config.json"
         ends = list(tokenizer.stop_token_ids)
@@ -255,7 +272,7 @@ def _save_tokenizer(folder: Path, hf_model: HFModel, tokenizer: ChatTokenizer | 
 
 
 def describe_prompt_source(hf_model: HFModel, tokenizer: ChatTokenizer | None) -> str:
-    """Returns what makes the prompts of a run where it is not the tokenizer and the template of its model, or ""."""
+    """Describes tokenizer and template of the run's prompts if not the model's, or ""."""
     template, parts = getattr(tokenizer, "template", None), []
     if tokenizer is None or not isinstance(template, ChatTemplate):
         return ""
@@ -268,9 +285,10 @@ def describe_prompt_source(hf_model: HFModel, tokenizer: ChatTokenizer | None) -
 
 
 def inline_template_options(template: ChatTemplate) -> str:
-    """Returns a template with its options written into it, which renders the same without them."""
-    # A renderer may still set an option, but always sets the names of special tokens. The environment of chat templates
-    # drops the newline after a block, so what follows keeps its white space.
+    """Writes a template's options into its source, so that it renders the same without options."""
+    # A renderer may still override an option, but always sets special tokens. The environment of
+    # chat templates drops the newline after a block, so the white space of the template is
+    # unchanged.
     lines = [
         f"{{% set {name} = {value!r} %}}\n"
         if name.endswith(("_token", "_tokens"))
@@ -282,8 +300,8 @@ def inline_template_options(template: ChatTemplate) -> str:
 
 
 def save_file(tensors: dict[str, Tensor], path: Path) -> None:
-    """Writes a safetensors file with the mode that the umask gives."""
-    # safetensors writes files that only the user can read. An empty file shows the mode of the umask.
+    """Writes a safetensors file with the file mode of the umask."""
+    # safetensors makes files that only the user can read. An empty file has the umask's mode.
     path.touch()
     mode = path.stat().st_mode & 0o7777
     safetensors_torch.save_file(tensors, path, metadata={"format": "pt"})

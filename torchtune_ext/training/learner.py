@@ -1,4 +1,7 @@
-"""Rows -> gradient -> updated weights, for any algorithm: objective and weights of labels come from outside."""
+"""Computes gradients of packed rows and updates the weights.
+
+The caller supplies the objective and the loss weights of labels, so it serves any algorithm.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -23,18 +26,24 @@ from torchtune_ext.training.distributed import Ranks, max_or_nan, reduce_over_ra
 
 
 class Learner:
-    """A policy that learns: it says how likely tokens are, takes gradients of a loss, and makes updates.
+    """Trains a policy: computes log-probs and gradients of a loss, and updates the weights.
 
-    Every method is a collective: each rank gives its own share of the rows, and as many rows as the others.
+    Every method is a collective. Each rank passes its own share of the rows, and all ranks pass
+    equally many rows.
 
     Args:
-        loss: objective per label. If it needs a reference (`needs_of`), that is the policy as it is now.
-        temperature: of sampling. The distribution that was sampled from is the one that is trained.
+        policy: the policy to train.
+        loss: objective per label. If it needs a reference (`loss_requirements`), the reference is
+            the policy at construction.
+        ranks: the ranks of the run.
+        temperature: sampling temperature. Log-probs are trained at this temperature, because the
+            samples come from that distribution.
         optimizer: over `policy.trainable()`; None if `step` is never called.
-        schedule: updates that were planned before one -> the factor of its learning rate (`make_schedule`).
-        max_grad_norm: longer gradients are shortened to it; None: they are not.
-        watch: a context for each part of the work: "logprobs" (of the proximal policy and of the reference), "backward"
-            (with the forward), "wait" (for the other ranks at the end of the rows) and "optimizer".
+        schedule: index of an update -> learning-rate multiplier (`make_schedule`).
+        max_grad_norm: limit of gradient clipping; None: no clipping.
+        timer: returns a context for each stage: "logprobs" (proximal policy and reference),
+            "backward" (with the forward), "wait" (for other ranks after the last row, with the
+            reductions) and "optimizer".
     """
 
     def __init__(
@@ -51,22 +60,26 @@ class Learner:
         self.policy, self.loss, self.ranks, self.temperature = policy, loss, ranks, temperature
         self.optimizer, self._schedule, self._max_grad_norm, self._timer = optimizer, schedule, max_grad_norm, timer
         self._base_lrs = [group["lr"] for group in optimizer.param_groups] if optimizer is not None else []
-        self.schedule_step = 0  # place in the schedule: updates that were planned before the next one
+        self.schedule_step = 0  # index of the next update in the schedule
         self.needs = loss_requirements(loss)
         self._reference = make_reference(policy.model) if self.needs.reference_logprobs else None
 
     @property
     def layout(self) -> RowLayout:
         """How rows are packed for these ranks."""
-        # Compiled kernels, on CUDA, need rows of few different lengths: multiples of a tile.
+        # On CUDA, compiled kernels need few different row lengths, so lengths are multiples of a
+        # tile.
         tile = TILE_SIZE if self.ranks.device.type == "cuda" else None
         return RowLayout(self.ranks.world_size, tile, self.policy.attention_pair_cost)
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None, top_k: int = 0) -> list[LabelLogprobs]:
-        """Log-probs of each row's labels, and of the `top_k` likeliest tokens, without gradient and without dropout.
+        """Computes log-probs of each row's labels, without gradient and dropout.
 
-        `temperature` None is that of sampling.
+        Args:
+            rows: packed rows of this rank.
+            temperature: None: the sampling temperature.
+            top_k: also return log-probs of the `top_k` most likely tokens of each label.
         """
         temperature = self.temperature if temperature is None else temperature
         training = self.policy.model.training
@@ -78,9 +91,16 @@ class Learner:
             _reshard(self.policy.model)
 
     def proximal_logprobs(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelLogprobs] | None]:
-        """The log-probs of the rows of each update under the policy before the first one; None where not needed."""
-        # In the first update the policy is still the proximal one, so its own forward pass computes them. With dropout
-        # every forward pass is another policy, and even the first update needs this one.
+        """Computes the proximal policy's log-probs of the rows of each update.
+
+        The proximal policy is the policy before the first update.
+
+        Returns:
+            The log-probs of each row, for each update; None for an update that does not need them.
+        """
+        # In the first update the policy still equals the proximal policy, so the forward pass of
+        # the update computes these log-probs. With dropout every forward pass is a different
+        # policy, so the first update needs this pass, too.
         needs = [self.needs.proximal_logprobs if i else self.policy.has_dropout for i in range(len(updates))]
         with self._timer("logprobs"):
             return [
@@ -89,7 +109,11 @@ class Learner:
             ]
 
     def reference_logprobs(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelLogprobs] | None]:
-        """The log-probs of the rows of each update under the reference; None for a loss that needs no reference."""
+        """Computes the reference's log-probs of the rows of each update.
+
+        Returns:
+            The log-probs of each row, for each update; None if the loss needs no reference.
+        """
         if self._reference is None:
             return [None] * len(updates)
         with self._timer("logprobs"), self._reference.activate():
@@ -103,20 +127,20 @@ class Learner:
         version: int | None = None,
         on_row: Callable[[Row], None] | None = None,
     ) -> tuple[list[LabelLogprobs], dict[str, float]]:
-        """Adds the gradient of sum(weight * loss) over the rows of all ranks to that of the parameters.
+        """Accumulates the gradient of sum(loss weight * loss) over the rows of all ranks.
 
         Args:
-            proximal: log-probs under the proximal policy; None: it is the present one (ratio 1), or not needed.
-            reference: the same of the reference, if the loss needs one.
-            version: of the proximal policy, from which the age of samples is counted.
+            proximal: log-probs under the proximal policy; None: the current policy, or not needed.
+            reference: log-probs under the reference, if the loss needs one.
+            version: version of the proximal policy, from which the age of samples is counted.
             on_row: called after each row, for progress.
 
         Returns:
-            For each row of this rank the log-probs under the proximal policy, which in a first update is the policy itself,
-            without gradient. And the metrics for `step`, over all ranks: "loss/total" is that sum, all others of "loss/..."
-            are means over labels, or the maximum for names in `_max`.
+            The rows' detached log-probs under the proximal policy. The metrics for `step` over all
+            ranks: "loss/total" is the weighted sum, others are means over labels (`_max`: maxima).
 
-        Raises ValueError if the loss does not return one value per label.
+        Raises:
+            UsageError: the loss does not return one value per label.
         """
         device, logprobs = self.ranks.device, []
         values = {"total": torch.zeros((), dtype=torch.float64, device=device)}
@@ -124,7 +148,7 @@ class Learner:
         with self._timer("backward"):
             for i, cpu_row in enumerate(rows):
                 row = cpu_row.to(device)
-                # The log-probs of the same top-k tokens are compared, those that were likeliest under the old policy.
+                # Both policies are compared on the old policy's top-k tokens.
                 stored_ids = None if proximal is None else proximal[i].top_ids_LK
                 new = self.policy(row, self.temperature, 0 if stored_ids is None else stored_ids)
                 old = new.detach() if proximal is None else proximal[i]
@@ -146,11 +170,11 @@ class Learner:
                 self._require_label_shapes(row, token_loss_L, metrics)
                 row_loss = (row.loss_weights_L * token_loss_L).sum()
                 if self.ranks.shards < self.ranks.world_size:
-                    # Copies of the weights, often on other machines, sum their gradients once: FSDP2, at the last row.
+                    # FSDP2 sums gradients over replicas (HSDP) only once, at the last row.
                     self.policy.model.set_requires_all_reduce(i == len(rows) - 1)  # pyright: ignore[reportCallIssue]
-                # FSDP averages gradients over ranks, but the weights of labels sum to one over all of them.
+                # FSDP averages gradients over ranks, but loss weights sum to one over all ranks.
                 (row_loss * self.ranks.world_size).backward()
-                # All numbers stay on the device until the last row is on its way, so the CPU waits for the GPU once.
+                # All numbers stay on the device until the last row, so the CPU waits only once.
                 metrics = {name: values_L.detach() for name, values_L in metrics.items()}
                 sums = {f"loss/{name}": v.sum() for name, v in metrics.items() if not name.endswith("_max")}
                 for name, value in (sums | {"total": row_loss.detach()}).items():
@@ -165,7 +189,7 @@ class Learner:
                     on_row(cpu_row)
         with self._timer("wait"):
             values |= breakdown.sums()
-            # One transfer brings all numbers from the device, and one reduction brings them over the ranks.
+            # One transfer copies all numbers to the CPU, and one reduction sums them over ranks.
             numbers = dict(zip(values, torch.stack([*values.values()]).tolist(), strict=True))
             totals = reduce_over_ranks(numbers | {"labels": sum(row.num_labels for row in rows)})
             labels = totals["labels"] or 1.0
@@ -177,14 +201,22 @@ class Learner:
         return logprobs, metrics | {"loss/total": totals["total"]} | breakdown.means(totals)
 
     def step(self, metrics: dict[str, float], advice: Callable[[], str]) -> dict[str, float]:
-        """Makes one update of the weights, clears the gradient, and returns its metrics with those of the gradient.
+        """Makes one update of the weights and clears the gradient.
 
-        Raises Failure, with `advice()` for the user, if loss or gradient is not finite. The weights are then as before.
+        Args:
+            metrics: metrics of `forward_backward`.
+            advice: returns advice to the user for the error message.
+
+        Returns:
+            `metrics` with gradient norm and learning rate.
+
+        Raises:
+            RunFailure: loss or gradient norm is not finite. The weights are unchanged.
         """
         optimizer = self.optimizer
-        assert optimizer is not None  # only a learner without one is never stepped
+        assert optimizer is not None  # `step` needs an optimizer
         with self._timer("optimizer"):
-            # Without a limit the norm is still wanted, as a metric and for the check below.
+            # The norm is also needed without clipping: as a metric and for the check below.
             norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self._max_grad_norm or torch.inf)
             norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
             if not (math.isfinite(norm) and math.isfinite(metrics["loss/total"])):
@@ -199,23 +231,24 @@ class Learner:
             return metrics | {"optim/grad_norm": norm, "optim/lr": float(self._base_lrs[0] * factor)}
 
     def _require_label_shapes(self, row: Row, token_loss_L: Tensor, metrics: dict[str, Tensor]) -> None:
-        # `check_loss` has tried the loss, but one of the user's may return something else in a later step.
+        # `check_loss` has tried the loss, but a user's loss may return another shape in a later
+        # step.
         name, labels = type(self.loss).__name__, tuple(row.labels_L.shape)
         if token_loss_L.shape != labels:
             raise UsageError(
-                f"loss {name} returned shape {tuple(token_loss_L.shape)}; it must return one value per label, shape {labels} "
-                "(the learner does the weighted sum)"
+                f"loss {name} returned shape {tuple(token_loss_L.shape)}; it must return one value per label, shape "
+                f"{labels} (the learner computes the weighted sum)"
             )
         for metric, values_L in metrics.items():
             if values_L.shape != labels:
                 raise UsageError(
-                    f"metric {metric!r} of loss {name} has shape {tuple(values_L.shape)}; it must hold one value per label, "
-                    f"shape {labels}"
+                    f"metric {metric!r} of loss {name} has shape {tuple(values_L.shape)}; it must hold one value per "
+                    f"label, shape {labels}"
                 )
 
 
 def mean_over_updates(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of the updates of one step as one: the mean, and for `*_max` the maximum."""
+    """Combines metrics of the updates of one step: the mean, and for `*_max` the maximum."""
     values: dict[str, list[float]] = {}
     for update in metrics:
         # An update may lack a bucket of the breakdown, so each name has its own count.
@@ -225,13 +258,13 @@ def mean_over_updates(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def make_reference(model: nn.Module) -> "WeightCopy | AdapterDisabledReference":
-    """The frozen reference policy: what the model is now."""
-    # With the adapters switched off a model is what it was before training, which costs no memory.
+    """Makes the frozen reference policy from the current model."""
+    # With its adapters disabled, a model equals the model before training. This costs no memory.
     return AdapterDisabledReference(model) if adapter_names(model) else WeightCopy(model)
 
 
 class WeightCopy:
-    """A copy of a model's weights in main memory that takes their place while the reference computes."""
+    """A copy of a model's weights in main memory, swapped in while the reference computes."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -239,9 +272,9 @@ class WeightCopy:
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Inside, the model has the weights of the copy; afterwards its own, bit for bit."""
+        """Swaps in the weights of the copy; on exit the model has its own weights, bit for bit."""
         _reshard(self._model)
-        # The values change in place, because FSDP gathers from these very tensors.
+        # The values change in place, because FSDP gathers from the existing tensors.
         params = [_local(p).detach() for p in self._model.parameters()]
         own = [p.to("cpu", copy=True) for p in params]
         self._copy(params, self._weights)
@@ -259,8 +292,8 @@ class WeightCopy:
 
 
 def _reshard(model: nn.Module) -> None:
-    # After a forward FSDP2 leaves the root's weights gathered until the backward. Where none follows, the next forward
-    # would not see a change of the shards.
+    # After a forward, FSDP2 leaves the root's weights gathered until the backward. Without a
+    # backward, the next forward would not see a change of the shards.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -280,7 +313,7 @@ class ScheduleConfig:
     warmup: int = Field(default=0, ge=0, description="optimizer updates of linear warm-up")
 
     def require_fits(self, total: int) -> None:
-        """Raises ValueError if the warm-up is longer than the run of `total` updates."""
+        """Raises UsageError if the warm-up is longer than `total` updates."""
         if not 0 <= self.warmup <= total:
             raise UsageError(
                 f"schedule.warmup={self.warmup} must lie between 0 and the number of updates, {total}; set a shorter "
@@ -289,14 +322,19 @@ class ScheduleConfig:
 
 
 def make_schedule(config: ScheduleConfig, total: int) -> Callable[[int], float]:
-    """Makes a schedule over `total` updates: a linear warm-up, then the decay, which ends at its lowest rate.
+    """Makes a learning-rate schedule: a linear warm-up, then the decay.
 
-    `config` has passed `require_fits`. Factors lie in [0, 1], also after `total` updates.
+    Args:
+        config: has passed `require_fits`.
+        total: number of updates; the decay ends with the last one.
+
+    Returns:
+        Index of an update -> multiplier in [0, 1], also after `total` updates.
     """
     warmup = config.warmup
 
     def factor(update: int) -> float:
-        # Update 0 already has a rate above 0; otherwise it would change no weight.
+        # The rate of update 0 is above 0; otherwise the update would not change any weight.
         if update < warmup:
             return (update + 1) / warmup
         progress = min(1.0, (update - warmup) / max(1, total - warmup))

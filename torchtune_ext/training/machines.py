@@ -1,4 +1,4 @@
-"""Finds out which ranks are on which machine, how they reach each other, and whether all see the folder of the run."""
+"""Maps ranks to machines, selects a network interface and checks that all see the run's folder."""
 
 import os
 import secrets
@@ -13,35 +13,37 @@ from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.output import print_text
 from torchtune_ext.training.collectives import all_gather, call_on_main, rank
 
-# Seconds within which a network file system must show a new file on other machines. NFS keeps what it knows of a folder
-# for 30 s and more (acdirmin), but asks anew when the folder is opened, as it is here.
+# Seconds within which a network file system must show a new file on other machines. NFS caches a
+# folder's attributes for 30 s and more (acdirmin), but revalidates them when the folder is opened,
+# as it is here.
 VISIBILITY_TIMEOUT_S = 10.0
-# Seconds of waiting after which rank 0, and each other rank, prints for whom it waits.
+# Seconds after which rank 0, and each other rank, prints that it waits for the other ranks.
 MAIN_NOTICE_S, OTHER_RANKS_NOTICE_S = 5.0, 60.0
 
 
 @contextmanager
 def rendezvous(rank: int, world_size: int, deadline_s: float) -> Iterator[None]:
-    """Surrounds the code in which this process waits for the other ranks, and prints that it waits if this takes long.
+    """Prints a notice if the enclosed code waits for the other ranks for long.
 
-    Raises ValueError if the variables of the environment do not say where the ranks meet.
+    Raises:
+        UsageError: the environment variables of the rendezvous are missing or contradictory.
     """
     alone = "`env -u WORLD_SIZE tune run ...` starts a single process"
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
         raise UsageError(
-            f"WORLD_SIZE={world_size} in the environment without {missing[0]}: start {world_size} ranks by tune run --nproc_per_node "
-            f"{world_size}; {alone}"
+            f"WORLD_SIZE={world_size} in the environment without {missing[0]}: start {world_size} ranks with "
+            f"tune run --nproc_per_node {world_size}; {alone}"
         )
     if rank >= world_size:
         raise UsageError(f"RANK={rank} in the environment must be less than WORLD_SIZE={world_size}; {alone}")
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     text = (
-        f"ranks: this is rank {rank} of WORLD_SIZE={world_size} in the environment; it waits for the others at {where}, up to "
-        f"{deadline_s:g} s; {alone}"
+        f"ranks: this is rank {rank} of WORLD_SIZE={world_size} in the environment; it waits for the others at {where}, "
+        f"up to {deadline_s:g} s; {alone}"
     )
     note = threading.Timer(MAIN_NOTICE_S if rank == 0 else OTHER_RANKS_NOTICE_S, print_text, [text])
     note.daemon = True
-    # A job launcher may leave such variables to a single process. torchrun does not.
+    # A job launcher may set these variables for a single process. torchrun does not.
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         note.start()
     try:
@@ -51,8 +53,11 @@ def rendezvous(rank: int, world_size: int, deadline_s: float) -> Iterator[None]:
 
 
 def choose_interface() -> None:
-    """Makes gloo listen on the loopback interface if all ranks are on one machine, unless GLOO_SOCKET_IFNAME is set."""
-    # By default gloo listens on the address of the host's name, which other machines may reach.
+    """Makes gloo listen on the loopback interface if all ranks are on one machine.
+
+    It changes nothing if GLOO_SOCKET_IFNAME is set.
+    """
+    # By default gloo listens on the address of the host name, which other machines may reach.
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     first = os.environ.get("MASTER_ADDR", "localhost")
@@ -62,14 +67,17 @@ def choose_interface() -> None:
 
 
 def hosts_of_ranks() -> tuple[str, ...]:
-    """The host of every rank, with the number of its torchrun where hosts share a name. A collective."""
+    """The host name of every rank. A collective.
+
+    If several torchruns have one host name, the name includes the number of the torchrun.
+    """
     pairs = all_gather((socket.gethostname(), os.environ.get("GROUP_RANK", "")))
     shared = len(set(pairs)) > len({host for host, _ in pairs})
     return tuple(f"{host} (torchrun {group})" if shared else host for host, group in pairs)
 
 
 def ranks_text(hosts: Sequence[str], ranks: Sequence[int]) -> str:
-    """Ranks with their machines, for messages: "ranks 8 to 15 on b; rank 16 on c"."""
+    """Formats ranks with their machines, for messages: "ranks 8 to 15 on b; rank 16 on c"."""
     texts = []
     for host in dict.fromkeys(hosts[each] for each in ranks):
         mine = [each for each in ranks if hosts[each] == host]
@@ -80,8 +88,12 @@ def ranks_text(hosts: Sequence[str], ranks: Sequence[int]) -> str:
 
 
 def require_shared_folder(hosts: Sequence[str], output_dir: str | Path) -> None:
-    """Raises ValueError on all ranks if one does not see the folder that rank 0 will write. A collective."""
-    # Ranks of one machine see the same.
+    """Checks that every rank sees the folder that rank 0 will write. A collective.
+
+    Raises:
+        UsageError: a rank does not see the folder, or rank 0 cannot write it. Raised on all ranks.
+    """
+    # Ranks of one machine see the same folders.
     if len(set(hosts)) == 1:
         return
     place, resolved = call_on_main(lambda: _create_probe(Path(output_dir)))
@@ -90,33 +102,40 @@ def require_shared_folder(hosts: Sequence[str], output_dir: str | Path) -> None:
         Path(place).unlink(missing_ok=True)
     if lacking:
         raise UsageError(
-            f"output_dir={output_dir}: {ranks_text(hosts, lacking)} cannot see what {ranks_text(hosts, [0])} writes there ({resolved}). "
-            "Every rank writes its part of a checkpoint: name a folder that all machines share, by the same path "
-            "(docs/several_machines.md)"
+            f"output_dir={output_dir}: {ranks_text(hosts, lacking)} cannot see what {ranks_text(hosts, [0])} writes "
+            f"there ({resolved}). Every rank writes its part of a checkpoint: name a folder that all machines share, "
+            "under the same path (docs/several_machines.md)"
         )
 
 
 def _create_probe(output_dir: Path) -> tuple[str, str]:
-    """Puts a file into `output_dir`, or where that would be made. Returns the file, and its folder on this machine."""
+    """Creates a file in `output_dir`, or in its nearest existing parent.
+
+    Returns:
+        The file, and the resolved path of its folder on this machine.
+
+    Raises:
+        UsageError: the file cannot be created.
+    """
     place = output_dir
     while not place.exists() and place != place.parent:
         place = place.parent
-    # If this process is killed here, the next start in the folder deletes files with such names.
+    # If this process is killed here, the next start in the folder deletes the file by its name.
     mark = place / f".ranks_{secrets.token_hex(4)}.0.tmp"
     try:
         mark.touch()
     except OSError as error:
         raise UsageError(
-            f"output_dir={output_dir} cannot be made or written: {error.strerror} ({place}). Set its rights, or choose another "
-            "output_dir"
+            f"output_dir={output_dir} cannot be created or written: {error.strerror} ({place}). Set its permissions, or "
+            "choose another output_dir"
         ) from error
     return str(mark), str(place.resolve())
 
 
 def _probe_is_visible(mark: Path) -> bool:
-    """Whether this rank sees a file of rank 0 within `SEEN_S` seconds."""
+    """Whether this rank sees a file of rank 0 within `VISIBILITY_TIMEOUT_S` seconds."""
     until = time.monotonic() + VISIBILITY_TIMEOUT_S
-    # To list the folder is to open it, which makes NFS ask anew. To ask for the file may give an old answer.
+    # Listing the folder opens it, so NFS revalidates its cache. A stat of the file may be stale.
     while not (mark.parent.is_dir() and mark.name in os.listdir(mark.parent)):
         if time.monotonic() > until:
             return False

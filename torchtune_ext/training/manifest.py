@@ -1,6 +1,7 @@
-"""Writes and reads manifest.json, which says what a checkpoint belongs to, and the size and SHA-256 of every file.
+"""Writes and reads manifest.json: the identity of a checkpoint, and size and SHA-256 of every file.
 
-It is written last and read first, so damage is found before anything is unpickled. It does not stop an attacker.
+The manifest is written last and read first, so damage is found before anything is unpickled. It
+does not protect against an attacker.
 """
 
 import hashlib
@@ -23,31 +24,38 @@ from torchtune_ext.run.files import fsync_path, write_atomic
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
 Entry = tuple[int, str]  # size in bytes, SHA-256 in hex
-# DCP names the file of a rank so.
+# DCP names the files of a rank by this pattern.
 _PART = re.compile(r"state/__(\d+)_\d+\.distcp")
-# These keys of config.json say who wrote the file and how, not what the model is.
+# These keys of config.json describe the writer of the file, not the model.
 _WRITERS_NOTES = ("transformers_version", "torch_dtype", "dtype")
 _FIXES = {
-    "run": "move it away, or give this run an output_dir of its own",
-    "model": "set `model:` and model_dir back, or begin a new run in another output_dir",
-    "base": "set model_dir to the weights that the run began with, or begin a new run in another output_dir",
+    "run": "move it away, or give this run its own output_dir",
+    "model": "set `model:` and model_dir back, or start a new run in another output_dir",
+    "base": "set model_dir to the weights that the run started with, or start a new run in another output_dir",
 }
 
 
 class DamagedCheckpoint(UsageError):
-    """A checkpoint differs from what was written. The message names the folder, the file and what is wrong with it."""
+    """A checkpoint differs from the files that were written.
+
+    The message names the folder, the file and the difference.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a checkpoint belongs to, in three short texts that a person can read. They are compared for equality."""
+    """Identifies run, model and base weights of a checkpoint by texts, compared for equality."""
 
     run: str  # id of the run
-    model: str  # architecture, and names and shapes of what is saved
-    base: str  # fingerprint of the weights in model_dir, on which adapters and the reference of a KL term depend
+    model: str  # architecture, and names and shapes of the saved tensors
+    base: str  # fingerprint of the weights in model_dir; adapters and the KL reference depend on them
 
     def explain_difference(self, saved: "Identity") -> str | None:
-        """Why a checkpoint with the identity `saved` does not belong to this run, with the fix, or None."""
+        """Explains why a checkpoint with the identity `saved` does not belong to this run.
+
+        Returns:
+            The differences with their fixes, or None if the identities are equal.
+        """
         differences = [
             f"it belongs to another {name} ({theirs}; this run has {ours}): {_FIXES[name]}"
             for name, ours in asdict(self).items()
@@ -58,16 +66,16 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The facts about a checkpoint that are known without reading its tensors."""
+    """The metadata of a checkpoint, readable without its tensors."""
 
     step: int
-    accuracy: float | None  # accuracy on held-out problems; None if there was no evaluation
+    accuracy: float | None  # accuracy on held-out problems; None without an evaluation
     identity: Identity
-    files: dict[str, Entry]  # every file but the manifest itself, by its path below the checkpoint
+    files: dict[str, Entry]  # path relative to the checkpoint -> entry, of every file except the manifest
 
     def write(self, folder: Path) -> None:
         """Writes the manifest into a folder."""
-        # It vouches for every other file and has nothing but its own checksum to vouch for it.
+        # The manifest holds the checksums of all other files, so it also needs its own checksum.
         content = {"format": FORMAT_VERSION, **asdict(self)}
         write_atomic(
             folder / MANIFEST_NAME, json.dumps({"content": content, "sha256": _digest_of(content)}, indent=1).encode()
@@ -77,14 +85,16 @@ class Manifest:
     def read(cls, folder: Path) -> "Manifest":
         """Reads the manifest of a checkpoint.
 
-        Raises DamagedCheckpoint if there is none or it is damaged, and ValueError if its format is another version's.
+        Raises:
+            DamagedCheckpoint: the manifest is missing or damaged.
+            UsageError: another version of torchtune-ext wrote its format.
         """
         try:
             whole = json.loads((folder / MANIFEST_NAME).read_bytes())
             content, digest = whole["content"], whole["sha256"]
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{folder} is damaged: {MANIFEST_NAME} is missing") from None
-        # Damaged JSON may have any shape: a list in place of a dict, or a nesting too deep to parse.
+        # Damaged JSON may have any shape: a list instead of a dict, or a nesting too deep to parse.
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedCheckpoint(f"{folder} is damaged: {MANIFEST_NAME} cannot be read ({error})") from None
         if _digest_of(content) != digest:
@@ -93,16 +103,21 @@ class Manifest:
             )
         if content["format"] != FORMAT_VERSION:
             raise UsageError(
-                f"{folder} cannot be resumed: {MANIFEST_NAME} has format {content['format']}, this version reads {FORMAT_VERSION}; another "
-                "version of torchtune-ext wrote it. Go on with that one, or begin a new run in another output_dir "
-                "(model_dir may be a checkpoint that is a whole model)"
+                f"{folder} cannot be resumed: {MANIFEST_NAME} has format {content['format']}, this version reads "
+                f"{FORMAT_VERSION}; another version of torchtune-ext wrote it. Resume with that version, or start a new run "
+                "in another output_dir (model_dir may be a checkpoint that holds a complete model)"
             )
         files = {name: (size, checksum) for name, (size, checksum) in content["files"].items()}
         return cls(content["step"], content["accuracy"], Identity(**content["identity"]), files)
 
     def find_file_error(self, folder: Path) -> str | None:
-        """Compares names and sizes only. Returns what is wrong with the first file that differs, or None."""
-        # Nothing reads other files that are in the folder (a file manager's `.DS_Store`, notes), so they do no harm.
+        """Compares file names and sizes only.
+
+        Returns:
+            The error of the first file that differs, or None.
+        """
+        # Other files in the folder (a file manager's `.DS_Store`, notes) are never read, so they
+        # are allowed.
         for name in sorted(self.files):
             path, size = folder / name, self.files[name][0]
             if not path.is_file():
@@ -112,8 +127,18 @@ class Manifest:
         return None
 
     def find_checksum_error(self, folder: Path, index: int = 0, num_shares: int = 1) -> str | None:
-        """Reads share number `share` of `shares` of the files, and returns what is wrong with the first bad one."""
-        # Dealt out by size, the shares are about equally large.
+        """Verifies the checksums of one share of the files.
+
+        Args:
+            folder: the checkpoint.
+            index: which share, from 0.
+            num_shares: number of shares, one per rank.
+
+        Returns:
+            The error of the first damaged file, or None.
+        """
+        # Files are assigned round-robin in the order of size, so the shares are about equally
+        # large.
         by_size = sorted(self.files, key=lambda name: (-self.files[name][0], name))
         for name in sorted(by_size[index::num_shares]):
             try:
@@ -126,15 +151,23 @@ class Manifest:
 
 
 def flush_and_hash(folder: Path, rank: int) -> dict[str, Entry]:
-    """Flushes the files that a rank wrote (its part of `state/`, on rank 0 all else), and returns their entries."""
-    # Another rank's files are left out, because a network file system may show them late.
+    """Flushes and hashes the files that a rank wrote.
+
+    Args:
+        folder: the checkpoint.
+        rank: a rank writes its part of `state/`; rank 0 also writes all other files.
+
+    Returns:
+        Path relative to `folder` -> entry.
+    """
+    # Files of other ranks are skipped, because a network file system may show them late.
     paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
     mine = [name for name in paths if int(part[1] if (part := _PART.fullmatch(name)) else 0) == rank]
-    # Checksums need the processor and pages in memory, so they are made while the disk writes.
+    # Checksums need the CPU and cached pages, so they are computed while the disk writes.
     with ThreadPoolExecutor() as threads:
         written = threads.map(fsync_path, [paths[name] for name in mine])
         entries = dict(zip(mine, threads.map(lambda name: _entry(paths[name]), mine), strict=True))
-        # Errors of the disk come out only here.
+        # Disk errors are raised only here.
         list(written)
     return entries
 
@@ -149,14 +182,21 @@ def _digest_of(content: Any) -> str:
 
 
 def identify(run: str, hf_model: HFModel, model: nn.Module, adapter: AdapterSpec | None = None) -> Identity:
-    """Makes the identity of a run from the weights in model_dir and from `model`, which may lie on the meta device."""
+    """Makes the identity of a run.
+
+    Args:
+        run: id of the run.
+        hf_model: the weights in model_dir.
+        model: the trained model; it may be on the meta device.
+        adapter: settings of its adapters; None: it has no adapters.
+    """
     return Identity(run, model_signature(hf_model, model, adapter), hf_model.fingerprint())
 
 
 def model_signature(hf_model: HFModel, model: nn.Module, adapter: AdapterSpec | None = None) -> str:
-    """A text with the size, the adapter, and a digest of config.json and of every name and shape that is saved."""
+    """Describes a model by size, adapter, and a digest of config.json and all names and shapes."""
     adapters = adapter_names(model)
-    # The saved weights are float32, whatever the precision of the forward pass is.
+    # The saved weights are float32, independent of the precision of the forward pass.
     saved = {
         name: ["float32", *param.shape] for name, param in model.named_parameters() if not adapters or name in adapters
     }

@@ -1,4 +1,4 @@
-"""Weights to the sampler, in memory, and the proof that it samples with them."""
+"""Publishes the weights to the engines in memory, and verifies that they sample with them."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,39 +34,45 @@ from torchtune_ext.training.trainable import FullWeights, LoRAWeights
 
 log = logging.getLogger(__name__)
 
-# The first tokens of an answer prove most, since under the same seeds they come again after an update. The faults of
-# benchmarks/results/gate.md were found on 70 to 200 tokens in all; 32 requests of 8 tokens are 256.
+# The first tokens of a completion are most informative, because with the same seeds they recur
+# after an update. The faults of benchmarks/results/gate.md were found on 70 to 200 tokens in total;
+# 32 requests of 8 tokens are 256.
 CANARY_SAMPLES, CANARY_TOKENS = 16, 8
 CANARY_PROMPTS = CANARY_REQUESTS // CANARY_SAMPLES
-# Values of a tensor, evenly spaced, that are compared with those of the publication before.
+# Evenly spaced values per tensor that are compared with the previous weight sync.
 SAMPLED_VALUES = 4096
-# The share of changed values below which a user in mixed precision is warned.
+# Fraction of changed values below which the publisher warns in mixed precision.
 FEW_CHANGED = 0.2
-# With the seed of the publication before most tokens come again, and two policies can be compared on them. With another
-# one they are a new sample, which adds evidence to the likelihood test. Then answers are longer.
+# With the seed of the previous weight sync most tokens recur, and two policies can be compared on
+# them. With a new seed the tokens are a new sample, which adds evidence to the likelihood test, so
+# completions are longer.
 SEED_PERIOD, NEW_SEED_TOKENS = 10, 32
 
 
 class Publisher:
-    """Sends the policy's weights to the engine and lets a canary prove that they arrived.
+    """Publishes the policy's weights to the engines, and verifies their arrival with a canary.
 
-    The canary samples a few tokens from fixed prompts, with new seeds at every `SAME_SEED`-th version. Besides log-probs like
-    the trainer's it asks:
+    The canary samples a few tokens from fixed prompts, with new seeds every `SEED_PERIOD` versions.
+    It requires that log-probs match the trainer's, and that:
 
-    1. every token is labelled with the version that was just published;
-    2. every tensor that the engine took has the checksum of the one that was sent, on each of its workers;
-    3. where a change (the update, an adapter) moves log-probs by more than the noise, the engine's moved with it;
+    1. every token is labeled with the version that was just published;
+    2. every tensor on each worker of the engine has the checksum of the published tensor;
+    3. if a change (the update, an adapter) moves the trainer's log-probs by more than the noise,
+       the engine's log-probs move with them;
     4. the tokens are as likely as the engine reports.
 
     Args:
-        engine: on rank 0; None on the others, which take part in the gathers and in the canary.
-        trained: what is sent of the policy.
-        precision: in which weights are sent.
-        source: names of the weights in the engine.
-        agreement: the gate that the canary has to pass.
-        scored: log-probs with other weights and in another precision than the policy's (`streamed_logprobs`).
+        engine: the engine on rank 0; None on other ranks, which take part in gathering and in the
+            canary.
+        learner: the learner, whose policy is published.
+        trainable: the published part of the policy.
+        precision: precision of the published weights.
+        hf_model: maps weights to their names in the engine.
+        gate: the mismatch gate that the canary must pass.
+        logprobs_fn: computes log-probs with other weights or another precision than the policy's
+            (`streamed_logprobs`).
         canary: prompts of the canary, as groups without samples.
-        sampling: of the run; the canary's is the same but for its length and its seed.
+        sampling: sampling settings of the run. The canary changes only length and seed.
     """
 
     def __init__(
@@ -85,19 +91,23 @@ class Publisher:
         self._trainable, self._precision, self._hf_model = trainable, precision, hf_model
         self._gate, self._logprobs_fn, self._groups = gate, logprobs_fn, list(canary)
         self._sampling = replace(sampling, early_stop_logprob=None)
-        self._sent_checksums: dict[str, dict[str, int]] = {"model": {}, "adapter": {}}  # checksums by name, on rank 0
-        # Of what was sent last: the number of values and some of them, by name, on rank 0.
+        self._sent_checksums: dict[str, dict[str, int]] = {"model": {}, "adapter": {}}  # name -> checksum, on rank 0
+        # Name -> number of values, and sampled values of the last weight sync, on rank 0.
         self._values: dict[str, tuple[int, Tensor]] = {}
         self._weights_differ, self._warned = trainable.weights_differ(precision), False
-        self._previous_logprobs: dict[
-            int, float
-        ] = {}  # context -> log-prob under the policy of the last publication, all ranks
+        # Context -> log-prob under the policy of the last weight sync, of all ranks.
+        self._previous_logprobs: dict[int, float] = {}
 
     def publish(self, version: int) -> dict[str, float]:
-        """Makes the engine sample with the current weights under `version`. A collective.
+        """Publishes the current weights as `version` and runs the canary. A collective.
 
-        Returns, on rank 0, the size of the publication, the seconds of its parts, and what the canary found.
-        Raises Disagreement, with the likely cause, if the engine does not run these weights.
+        Returns:
+            On rank 0 the size of the weight sync, the seconds of its stages, and the canary's
+            metrics; elsewhere an empty dict.
+
+        Raises:
+            MismatchError: an engine does not sample with these weights. The message names the
+                likely cause.
         """
         # An engine that shares the trainer's GPU wakes up now and needs the memory.
         torch.cuda.empty_cache()
@@ -107,7 +117,7 @@ class Publisher:
         return publication | seconds | canary if self._engine is not None else {}
 
     def _send(self, version: int) -> dict[str, float]:
-        """Gathers the weights and gives them to the engine. Returns sizes and seconds, on rank 0."""
+        """Gathers the weights and sends them to the engine. Returns metrics on rank 0."""
         size = gather_s = copy_s = pause_s = 0.0
         values: dict[str, tuple[int, Tensor]] = {}
 
@@ -116,10 +126,10 @@ class Publisher:
             began = perf_counter()
             for name, tensor in tensors:
                 flat = tensor.detach().reshape(-1)
-                # A CPU cannot compare numbers in FP8, but it can compare their bytes.
+                # A CPU cannot compare FP8 numbers, but it can compare their bytes.
                 some = flat[:: max(1, len(flat) // SAMPLED_VALUES)].clone()
                 values[name] = len(flat), (some.view(torch.uint8) if some.element_size() == 1 else some).cpu()
-                # The clock stands still while the engine has the tensor: that is the time of copying.
+                # The timer stops while the engine copies the tensor, because that time is `copy_s`.
                 gather_s += perf_counter() - began
                 yield name, tensor
                 began = perf_counter()
@@ -129,32 +139,38 @@ class Publisher:
             self._learner.policy.model, self._hf_model, self._precision
         ):
             if self._engine is None:
-                # Rank 0 gathers each weight, and the others have to take part.
+                # Rank 0 gathers each weight, so the other ranks must take part.
                 for _ in tensors:
                     pass
                 continue
             report = self._engine.publish(timed_gather(tensors), version, adapter)
             self._sent_checksums["model" if adapter is None else "adapter"] = report.checksums
             size, copy_s, pause_s = size + report.bytes, copy_s + report.copy_s, pause_s + report.pause_s
-        # The engine pulls the tensors while it copies, so its seconds contain those of gathering.
+        # The engine pulls the tensors while it copies, so its seconds include gathering.
         seconds = {"gather": gather_s, "copy": copy_s - gather_s, "pause": pause_s}
         changed, self._values = self._changed_share(self._values, values), values
         return {"publish/bytes": size} | changed | {f"time/publish/{part}": value for part, value in seconds.items()}
 
     def _check_canary(self, version: int) -> dict[str, float]:
-        """Judges the canary of every engine, and returns the worst metrics. Raises Disagreement."""
-        # Weights that did not arrive can hide below the limit of the gate: with a small learning rate an update moves
-        # log-probs by less than rounding does. Versions and checksums show them all the same.
+        """Checks the canary of every engine and returns the worst metrics.
+
+        Raises:
+            MismatchError: a check failed.
+        """
+        # The limit of the gate does not detect every failed weight sync: with a small learning rate
+        # an update moves log-probs by less than rounding does. Versions and checksums detect it.
         when = f"after publishing version {version}"
         answers, arrival_error = self._sample_canary(version)
         if arrival_error:
             raise MismatchError(f"{when}: weights: {arrival_error}")
-        # Each engine is judged by itself, because a mean over all would hide one that was forgotten.
+        # Each engine is checked separately, because a mean over all engines would hide a stale
+        # engine.
         worst, shares, pairs = 0.0, {}, []
         for name, rows in answers:
             whose = when if len(answers) == 1 else f"{when}, {name}"
             logprobs = self._learner.logprobs(rows)
-            # The effect of a change is that of the values which the engine holds, which may be coarser than ours.
+            # The effect of a change is measured with the engine's values, which may be coarser than
+            # the trainer's.
             if self._weights_differ:
                 logprobs_fn = partial(self._logprobs_fn, dtype=torch.float32)
                 sent_logprobs = logprobs_fn(
@@ -182,7 +198,12 @@ class Publisher:
         return {"canary/mean_abs": worst, "canary/limit": self._gate.limit} | shares
 
     def _sample_canary(self, version: int) -> tuple[list[tuple[str, list[Row]]], str | None]:
-        """This rank's share of the rows that each engine sampled, and a message if one has other weights."""
+        """Samples the canary on every engine.
+
+        Returns:
+            Engine name and this rank's share of the packed rows, for each engine; and an error if
+            an engine has other weights.
+        """
         engines, wrong = [], None
         if self._engine is not None:
             prompts = [group.prompt_tokens.tolist() for group in self._groups]
@@ -204,7 +225,7 @@ class Publisher:
         labels = {int(label) for group in answer.completions for c in group for label in c.versions}
         if labels <= {version}:
             return None
-        return f"{answer.engine} labels what it samples with version {sorted(labels)}: the publication did not reach it"
+        return f"{answer.engine} labels its tokens with version {sorted(labels)}: the weight sync did not reach it"
 
     def _find_checksum_error(self, answer: CanaryAnswer) -> str | None:
         sent = {name: value for part in self._sent_checksums.values() for name, value in part.items()}
@@ -214,26 +235,27 @@ class Publisher:
         return next(filter(None, messages), None)
 
     def _measure_update(self, rows: list[Row], new_logprobs: list[Tensor]) -> UpdateEffect:
-        """Whether the engine shows the newest update, on tokens that the canary before it sampled, too."""
+        """Measures whether the engine has the newest update, on tokens of the last two canaries."""
         old_logprobs = [
             torch.tensor([self._previous_logprobs.get(c, torch.nan) for c in context_hashes(row)[1].tolist()])
             for row in rows
         ]
         return measure_update_effect(
-            rows, new_logprobs, old_logprobs, "the engine has the weights that were sent and samples as before them"
+            rows, new_logprobs, old_logprobs, "the engine has the new weights but samples with the old ones"
         )
 
     def _store_logprobs(self, pairs: Iterable[tuple[Row, Tensor]]) -> None:
-        """Keeps the log-probs of the present policy for the next publication."""
-        # All ranks keep all of them, since a context may go to another rank next time.
+        """Stores the log-probs of the current policy for the next weight sync."""
+        # Every rank stores all log-probs, because the next canary may assign a context to another
+        # rank.
         here = {
             c: p for row, ours in pairs for c, p in zip(context_hashes(row)[1].tolist(), ours.tolist(), strict=True)
         }
         self._previous_logprobs = {c: p for part in all_gather(here) for c, p in part.items()}
 
     def _describe_nonfinite(self) -> str:
-        """The policy's weights that are NaN or infinite, for a message. A collective."""
-        # A sharded parameter is looked at where its shards are, so that no rank waits for another.
+        """Lists the policy's weights that are NaN or infinite, for a message. A collective."""
+        # Each rank checks only its own shards, so that no rank waits for another.
         local = {
             name: p.to_local() if isinstance(p, DTensor) else p
             for name, p in self._learner.policy.model.named_parameters()
@@ -244,11 +266,11 @@ class Publisher:
     def _changed_share(
         self, old_values: dict[str, tuple[int, Tensor]], new_values: dict[str, tuple[int, Tensor]]
     ) -> dict[str, float]:
-        """Which share of the values differs from the publication before; empty at the first one."""
+        """The fraction of values that differ from the previous weight sync; {} at the first one."""
         if not old_values:
             return {}
-        # In a dtype coarser than the trainer's the engine cannot hold the smaller part of an update. Tensors in which
-        # nothing changed are frozen, or as good as frozen, and do not count.
+        # In a dtype coarser than the trainer's, the engine rounds off small changes. Tensors
+        # without any change are frozen, or nearly so, and do not count.
         shares = {
             n: (old_values[n][1] != some).float().mean().item()
             for n, (_, some) in new_values.items()
@@ -260,9 +282,9 @@ class Publisher:
             self._warned = True
             fp8 = self._precision.engine_fp8 is not None
             log.warning(
-                "publish/changed_share %.2g: in %s, which the engine holds, so few of the values differ from those of the "
-                "publication before. The trainer computes with the whole update, so it moves away from the policy that samples "
-                "until half a step of that dtype is gathered. Set %s; this is not said again",
+                "publish/changed_share %.2g: only this fraction of the engine's values, in %s, differs from the previous "
+                "weight sync. The trainer computes with the complete update, so it diverges from the sampling policy "
+                "until changes add up to half a step of that dtype. Set %s; later steps do not repeat this warning",
                 share,
                 "FP8" if fp8 else str(self._precision.engine_dtype)[6:],
                 "precision=fp8_unified"
@@ -273,7 +295,7 @@ class Publisher:
 
 
 def make_canary_groups(problems: ProblemStream, tokenizer: ChatTokenizer) -> list[Group]:
-    """The same few prompts for every publication of a run, as groups without samples."""
+    """Returns the canary prompts, the same for all weight syncs, as groups without samples."""
     chosen = problems.first_problems(CANARY_PROMPTS)
     prompts = [tokenizer.prompt_ids(problem.messages, problem.tools) for problem in chosen]
     return [Group(p, np.asarray(ids, dtype=np.int32), ()) for p, ids in zip(chosen, prompts, strict=True)]

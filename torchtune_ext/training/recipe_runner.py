@@ -1,4 +1,4 @@
-"""Runs a recipe from its first line to its exit status: signals, cleanup, ranks."""
+"""Runs a recipe from set-up to exit status: signals, cleanup, ranks."""
 
 import logging
 import os
@@ -20,28 +20,28 @@ from torchtune_ext.training.collectives import MainRankFailure, announce_main_fa
 from torchtune_ext.training.distributed import close_ranks
 
 log = logging.getLogger(__name__)
-# Seconds that the interpreter has to end after all parts are closed.
+# Seconds that the interpreter has to exit after all components are closed.
 EXIT_S = 5.0
 
 
 class Recipe(Protocol):
-    """The methods that `run_recipe` calls. Their names are those of torchtune."""
+    """The methods that `run_recipe` calls. They have torchtune's names."""
 
-    stop: StopSignals  # its `standing` also says at the end what there is now
+    stop: StopSignals  # `stop.status_message` makes the last line of the run's output
 
     def setup(self) -> None: ...
 
-    def cleanup(self) -> None: ...  # must work however far `setup` came
+    def cleanup(self) -> None: ...  # must also work if `setup` failed halfway
 
 
 def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda recipe: recipe.train()) -> None:
     """Makes a recipe, sets it up, runs `work` and cleans up.
 
-    However the run ends, its last words are those of `recipe.stop.standing`: where it stands, and how to go on.
+    The output ends with `recipe.stop.status_message()`: the run's progress and how to resume it.
 
     Raises:
         SystemExit: a signal stopped the run (status 130, 143 or 129, see `run/stop.py`).
-        Exception: what set-up and work raise, after the cleanup.
+        Exception: an error of set-up or work, after the cleanup.
     """
     if not callable(work):
         raise UsageError(
@@ -50,7 +50,7 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
     recipe, stopped_by, ranks_in_step, setup_done, already_complete = make(), None, True, False, ""
     is_distributed = rank_and_world_size()[1] > 1
     with recipe.stop as stop:
-        # Until something else is known, the run has failed. The cleanup reports the status to the sinks of the metrics.
+        # A run has failed until it succeeds. The cleanup reports the status to the metric sinks.
         stop.exit_status = FAILURE_STATUS
         try:
             try:
@@ -59,7 +59,8 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
                 work(recipe)
                 stop.exit_status = 0
             finally:
-                # Up to here a signal raises `Stopped`, even between two statements; what follows is not interrupted.
+                # Before this line a signal raises `RunStopped`, even between two statements. The
+                # cleanup below is not interrupted.
                 stop.begin_cleanup()
         except RunAlreadyComplete as notice:
             already_complete, stop.exit_status = str(notice), 0
@@ -67,22 +68,23 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
             stopped_by, ranks_in_step = stopped.signal, stopped.at_step_end
             stop.exit_status = 128 + stopped_by
         except Exception as error:
-            # The other ranks may wait for rank 0 without a deadline, so they hear of its failure first.
+            # Other ranks may wait for rank 0 without a deadline, so rank 0 announces its failure.
             announce_main_failure()
-            # Some libraries turn an interruption into an error of their own. And if another rank was stopped a moment
-            # earlier, this rank sees a broken connection. Any other error has nothing to do with the signal.
+            # Some libraries convert an interruption into another error. If another rank was stopped
+            # a moment earlier, this rank sees a broken connection. Any other error is unrelated to
+            # the signal.
             is_peer_shutdown = stop.stop_requested and is_distributed and _is_peer_failure(error)
             if not (stop.raised_by_handler or is_peer_shutdown):
                 stop.exit_status = exit_status_of(error) or FAILURE_STATUS
-                # These are gloo's words for the wait that ran out, and for those after it. On GPUs NCCL's watchdog ends the
-                # process and names the collective.
+                # gloo reports the first timeout and the following ones with these phrases. On GPUs,
+                # NCCL's watchdog ends the process and names the collective.
                 if is_distributed and any(
                     words in str(error) for words in ("Timed out waiting", "Application timeout")
                 ):
                     error.add_note(
-                        "Another rank did not come here within ranks.deadline_s: it was stopped or swapped out, it hangs, or "
-                        "its machine is gone (`py-spy dump --pid PID` shows where it stands). Mend that, or raise "
-                        "ranks.deadline_s if it needs so long"
+                        "Another rank did not reach this collective within ranks.deadline_s: it was stopped or swapped "
+                        "out, it hangs, or its machine is down. Fix: find the cause (`py-spy dump --pid PID` shows the "
+                        "rank's stack), or raise ranks.deadline_s if the rank needs more time"
                     )
                 if setup_done and stop.prints_messages:
                     error.add_note(stop.status_message())
@@ -94,9 +96,10 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
         finally:
             recipe.cleanup()
     message = already_complete or stop.status_message()
-    # The recipe holds the model, whose sharded weights keep the process group alive.
+    # The recipe holds the model, and sharded weights keep the process group alive.
     del recipe
-    # If the ranks did not stop together, this would wait for ranks that are stuck. torchrun ends those.
+    # If the ranks did not stop together, `close_ranks` would wait for stuck ranks. torchrun ends
+    # stuck ranks.
     if ranks_in_step:
         close_ranks()
     if stopped_by is None:
@@ -104,31 +107,31 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
             print_text(message)
     else:
         if stop.prints_messages:
-            saves = ". `kill` in place of Ctrl-C ends a run with its step, and saves it" * (stopped_by == signal.SIGINT)
+            saves = ". `kill` instead of Ctrl-C ends a run after its step and saves it" * (stopped_by == signal.SIGINT)
             print_text(f"Stopped by {SIGNAL_NAMES[stopped_by]}. {message}{saves}", sys.stderr)
-        # The interpreter waits for all threads at its end. If the signal interrupted the start of a thread, no part
-        # knows that thread and can end it.
+        # The interpreter waits for all threads at exit. If the signal interrupted the start of a
+        # thread, no component knows that thread, so no component can end it.
         threading.Thread(target=_exit_after_main_thread, args=[128 + stopped_by], daemon=True).start()
         sys.exit(128 + stopped_by)
 
 
 def _is_peer_failure(error: Exception) -> bool:
-    """Tells whether an error says only that another rank has ended."""
-    # gloo raises plain RuntimeErrors, which name its source files.
+    """Whether an error means only that another rank has exited."""
+    # gloo raises plain RuntimeErrors that name its source files.
     if type(error) is RuntimeError:
         return any(word in str(error) for word in ("Connection", "gloo", "NCCL"))
     return isinstance(error, ConnectionError | dist.DistError | MainRankFailure)
 
 
 def _exit_after_main_thread(status: int) -> None:
-    """Ends the process if it is still alive `EXIT_S` seconds after the main thread has ended."""
+    """Exits the process if it still runs `EXIT_S` seconds after the main thread has ended."""
     threading.main_thread().join()
     time.sleep(EXIT_S)
     os._exit(status)
 
 
 def close_all(*components: Any) -> None:
-    """Closes every part that is not None, even if another one fails. A failure is logged."""
+    """Closes every component that is not None. A failure is logged and does not stop the rest."""
     for part in components:
         if part is not None:
             try:

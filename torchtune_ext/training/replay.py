@@ -1,8 +1,9 @@
-"""Trains again on the stored rollouts of a run, which replace the engine, the graders and the problems.
+"""Trains on the stored rollouts of a run instead of sampling and grading.
 
-With `staleness` above 0, timing decides which version of the policy samples which token, so two runs of one seed
-differ. But the same rollouts give the same updates: on a CPU a replay ends with the weights of the run, bit for bit.
-With other settings of the objective or the optimizer it shows what they do to the same data.
+With `staleness` above 0, timing decides which policy version samples which token, so two runs of
+one seed differ. But the same rollouts give the same updates: on a CPU a replay ends with the
+weights of the run, bit for bit. With another objective or optimizer, a replay shows the effect of
+that setting on the same data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,9 @@ from torchtune_ext.run.folder import checkpoint_folders, diff_settings, read_rec
 from torchtune_ext.tasks.problem_stream import ProblemStream
 from torchtune_ext.training.manifest import Identity, Manifest
 
-# With another value of these, the stored groups would belong to other steps or problems.
+# If the value of one of these keys differs, the stored groups belong to other steps or problems.
 MATCHING_KEYS = ("seed", "prompts_per_step", "samples_per_prompt")
-# Settings that do not change what a run learns from given rollouts, so they may differ.
+# These settings do not affect what a run learns from given rollouts, so they may differ.
 IGNORED_KEYS = (
     "output_dir",
     "model_dir",
@@ -43,23 +44,25 @@ IGNORED_KEYS = (
     "max_mismatch",
     "teacher",
 )
-MAX_NAMED_SETTINGS = 8  # the most differing settings that one line names
-# Batches of problems among which those of the first step must be. Steps ahead and refills may have taken the others.
+MAX_NAMED_SETTINGS = 8  # the maximum number of differing settings in one line
+# The problems of the first step must be in this many first batches. Prefetched steps and refills
+# may have taken the others.
 MAX_SEARCHED_BATCHES = 32
 
 
 class Replay:
-    """Replaces the source of groups, with the stored groups of each step, and the publisher, without sending weights.
+    """Replaces the rollout source by the stored groups of each step, and the publisher by a no-op.
 
     Args:
         run: folder of the replayed run.
         settings: the settings of this run, as `settings.config.record` returns them.
-        identity: the model and the weights that this run begins with.
-        problems, tokenizer: those of this run.
+        identity: the model and the weights that this run starts with.
+        problems: the problems of this run.
+        tokenizer: the tokenizer of this run.
 
     Raises:
-        ValueError: there is no such run, it is this one, it lacks the rollouts of a step, or it had other problems,
-            another model or another seed. The message names the setting.
+        UsageError: the replayed run is missing, is this run, lacks the rollouts of a step, or had
+            other problems, another model or another seed. The message names the setting.
     """
 
     def __init__(
@@ -82,33 +85,34 @@ class Replay:
         self._require_problems(settings["prompts_per_step"], problems, tokenizer)
 
     def __str__(self) -> str:
-        """Says in one line what is replayed, and which settings differ."""
+        """Describes the replayed run and the differing settings in one line."""
         text = f"replays {self._run}: {self._steps} of its {len(self._paths)} steps; no engine, no evaluation"
         if self._changed:
-            text += f". Set otherwise there, so the weights may differ: {_join_settings(self._changed)}"
+            text += f". Other settings in that run, so the weights may differ: {_join_settings(self._changed)}"
         return text
 
     def publish(self, version: int) -> dict[str, float]:
-        """Does nothing: no engine takes the weights."""
+        """Does nothing: a replay has no engine."""
         return {}
 
     def prefetch(self, version: int) -> None:
-        """Does nothing: nothing is sampled ahead."""
+        """Does nothing: a replay does not sample."""
 
     def take(
         self, count: int, timer: Any = None, progress: Any = None, refill_round: int = 0
     ) -> tuple[list[Group], dict[str, float]]:
-        """Returns all groups that were stored for the next step, in the order of sampling, and no metrics.
+        """Returns all stored groups of the next step, in the order of sampling, and no metrics.
 
         Raises:
-            ValueError: the file of the step is damaged, or another run has begun in the folder.
+            UsageError: the file of the step is damaged, or another run has started in the folder.
         """
-        # The groups of refills are stored with their step, and were returned with it.
+        # The groups of refills are stored with their step, and were already returned.
         if refill_round:
             return [], {}
         if (now := self._record()["id"]) != self._id:
             raise UsageError(
-                f"replay={self._run}: run {self._id} is not there any more, but {now}; name its folder of now"
+                f"replay={self._run}: the folder no longer holds run {self._id}, but {now}; name the current folder of "
+                f"{self._id}"
             )
         self._step += 1
         return read_rollouts(self._paths[self._step]), {}
@@ -117,25 +121,29 @@ class Replay:
         return {REPLAYED_RUN_KEY: self._id}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int, version: int) -> None:
-        """Resumes after `step`. Raises ValueError if the earlier run was no replay, or replayed another run."""
+        """Resumes after `step`.
+
+        Raises:
+            UsageError: the checkpoint's run was not a replay, or replayed another run.
+        """
         before = f"replayed run {state[REPLAYED_RUN_KEY]}" if REPLAYED_RUN_KEY in state else "sampled its own groups"
         if state.get(REPLAYED_RUN_KEY) != self._id:
             raise UsageError(
-                f"replay={self._run} (run {self._id}) cannot go on from this checkpoint, whose run {before}: set replay as it "
-                "was, or begin in another output_dir"
+                f"replay={self._run} (run {self._id}) cannot resume from this checkpoint, whose run {before}: set "
+                "replay to its earlier value, or start in another output_dir"
             )
         self._step = step
 
     def close(self) -> None:
-        """Does nothing: nothing is open."""
+        """Does nothing: a replay holds no open resources."""
 
     def _record(self) -> dict[str, Any]:
         try:
             record = read_record(self._run)
         except (OSError, ValueError) as error:
-            raise UsageError(f"replay={self._run}: {error}; name the folder of a whole run") from None
+            raise UsageError(f"replay={self._run}: {error}; name the folder of a complete run") from None
         if record is None:
-            raise UsageError(f"replay={self._run}: there is no run.json; name the folder of a run of a GRPO recipe")
+            raise UsageError(f"replay={self._run}: run.json not found; name the folder of a run of a GRPO recipe")
         return record
 
     def _require_rollouts(self) -> None:
@@ -146,7 +154,7 @@ class Replay:
             raise UsageError(
                 f"replay={self._run} holds no rollouts of step 1: name the folder of a run that has trained"
             )
-        more = ", or let that run go on first" if missing[0] > max(self._paths) else ""
+        more = ", or resume that run first" if missing[0] > max(self._paths) else ""
         raise UsageError(
             f"replay={self._run} lacks the rollouts of step {missing[0]}, and max_steps={self._steps}: set "
             f"max_steps={missing[0] - 1}{more}"
@@ -156,9 +164,11 @@ class Replay:
         for key in MATCHING_KEYS:
             if theirs.get(key) != settings[key]:
                 raise UsageError(
-                    f"replay={self._run} has {key}={theirs.get(key)}, and this run {key}={settings[key]}: set it as there"
+                    f"replay={self._run} has {key}={theirs.get(key)}, and this run {key}={settings[key]}: set "
+                    f"{key}={theirs.get(key)}"
                 )
-        # An objective without a correction is checked against this run's staleness, so that must cover the samples.
+        # An objective without an off-policy correction is checked against this run's staleness, so
+        # this staleness must cover the samples.
         stale = theirs.get("staleness", 0)
         if stale > settings["staleness"]:
             raise UsageError(
@@ -167,8 +177,8 @@ class Replay:
             )
 
     def _require_model(self, theirs: Mapping[str, Any], identity: Identity) -> None:
-        # Checkpoints name the model and the weights that a run began with. One that cannot be read is passed over, and
-        # a run without checkpoints is not checked.
+        # Checkpoints name the model and the weights that a run started with. Unreadable checkpoints
+        # are skipped, and a run without checkpoints is not checked.
         for checkpoint in reversed(checkpoint_folders(self._run / "checkpoints")):
             try:
                 other = Manifest.read(checkpoint).identity
@@ -181,13 +191,13 @@ class Replay:
                 if there != here:
                     raise UsageError(
                         f"replay={self._run} began with {what} ({there}; this run has {here}): set model_dir="
-                        f"{theirs.get('model_dir')} and model as there"
+                        f"{theirs.get('model_dir')} and `model:` as in that run"
                     )
             return
 
     def _require_problems(self, batch: int, problems: ProblemStream, tokenizer: ChatTokenizer) -> None:
-        """Requires that the prompts of the first step are among the first ones of this run."""
-        # A problem may have kept its name while the task's data has changed, so the ids of the prompts are compared.
+        """Requires that this run's first prompts include the prompts of the stored first step."""
+        # A problem may keep its id while the task's data changes, so prompt tokens are compared.
         groups = {group.problem.id: group for group in read_rollouts(self._paths[1])}
         for cursor in range(MAX_SEARCHED_BATCHES * batch):
             problem = problems.problem_at(cursor)
@@ -201,7 +211,9 @@ class Replay:
                 return
         named = [text for text in self._changed if text.startswith(("task.", "tokenizer."))]
         cause = (
-            f"set otherwise there: {_join_settings(named)}" if named else "the task's data or code has changed since"
+            f"other settings in that run: {_join_settings(named)}"
+            if named
+            else "the task's data or code has changed since"
         )
         raise UsageError(f"replay={self._run} answers other problems, {next(iter(groups))!r} for instance: {cause}")
 
@@ -213,7 +225,7 @@ def _join_settings(settings: Sequence[str]) -> str:
 
 def _differing_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """Returns the settings that differ, for instance "optimizer.lr=0.001 (here 0.0001)"."""
-    # With the dots, `model` stands for itself and for `model.name`, but not for another key that begins alike.
+    # With the dot, `model` matches `model` and `model.name`, but not another key with this prefix.
     apart = tuple(f"{key}." for key in IGNORED_KEYS)
     return [
         f"{change.key}={change.old} (here {change.new})"

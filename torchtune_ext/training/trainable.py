@@ -1,12 +1,13 @@
-"""What of a model is trained: all its weights, or adapters over frozen ones.
+"""The trained part of a model: all weights, or adapters over frozen weights.
 
-Each class knows both sides: what the trainer keeps and saves, and what the engine is started with and sent.
+Each class handles both sides: the weights that the trainer keeps and saves, and the settings and
+weights of the engine.
 
-part         reference                 sent to the engine                              checkpoint
-AllWeights   a copy of the weights     all weights                                     a model
-Adapters     the adapters switched     "adapter": the adapters, and once what they     the adapters, with
-             off                       stand on if that was rounded; "merged": all     `save_merged` the model, too
-                                       weights with the adapters merged
+class        reference            sent to the engine                     checkpoint
+FullWeights  copy of the weights  all weights                            model
+LoRAWeights  disabled adapters    "adapter": the adapters, and once the  adapters; `save_merged`:
+                                  base if it was rounded; "merged": all  also the model
+                                  weights, with adapters merged
 """
 
 import math
@@ -45,19 +46,19 @@ from torchtune_ext.training.mismatch import UpdateEffect, measure_update_effect
 from torchtune_ext.training.precision import Precision
 
 UNUSED_ADAPTER_FIXES = {
-    "adapter": "look for a request that does not name the adapter; with adapters.publish=merged none has to",
-    "merged": "look for keys and values of an earlier publication",
+    "adapter": "look for a request that does not name the adapter; adapters.publish=merged needs no adapter name",
+    "merged": "look for cached keys and values of an earlier weight sync",
 }
 
 # Rows, weights -> log-probs of each row (`streamed_logprobs`).
 LogprobsFn = Callable[..., list[Tensor]]
-# (name, whole tensor)s, and PEFT's config where they are an adapter.
+# Pairs (name, unsharded tensor), and PEFT's config if the tensors are an adapter.
 WeightStream = tuple[Iterable[tuple[str, Tensor]], dict[str, Any] | None]
 
 
 @config_record("adapters")
 class AdapterConfig:
-    """The keys of `adapters:`, for a model with LoRA adapters; the model's builder says which (`model:`)."""
+    """The keys of `adapters:`. The model's builder (`model:`) configures the adapters."""
 
     publish: Literal["auto", "adapter", "merged"] = Field(
         default="auto", description="weights sent to the engine: adapter (applied by vLLM) or merged (whole weights)"
@@ -65,15 +66,15 @@ class AdapterConfig:
     save_merged: bool = Field(default=False, description="checkpoints also hold the merged model")
 
     def resolve_publish_mode(self, dora: bool, dtype: str) -> str:
-        """What goes to an engine in `dtype`: "adapter" or "merged"."""
-        # vLLM applies no DoRA, and on a GPU no adapter in float32.
+        """Resolves the publish mode for an engine in `dtype`: "adapter" or "merged"."""
+        # vLLM does not support DoRA, and on a GPU no adapter in float32.
         if self.publish == "auto":
             return "merged" if dora or (dtype == "float32" and _lora_needs_half()) else "adapter"
         return self.publish
 
 
 def _lora_needs_half() -> bool:
-    """Whether vLLM applies adapters in half precision only, as it does on a GPU."""
+    """Whether vLLM applies adapters only in half precision, as on a GPU."""
     # A CUDA build of vLLM may run on a machine without a GPU.
     return not on_cpu() and torch.cuda.is_available()
 
@@ -85,18 +86,26 @@ def make_trainable(
     adapters: AdapterConfig,
     shards: int = 1,
 ) -> "FullWeights | LoRAWeights":
-    """The part of a model that is trained: its adapters if it has any, else all weights. It may lie on the meta device.
+    """Selects the trained part of a model: its adapters if it has any, else all weights.
 
-    Raises ValueError for impossible adapters, or settings of adapters for a model without any.
+    Args:
+        model: the model; it may be on the meta device.
+        hf_model: the weights in model_dir.
+        section: the config section `model:`, which may have keys that the builder ignored.
+        adapters: the config section `adapters:`.
+        shards: number of shards of each copy of the weights.
+
+    Raises:
+        UsageError: the adapters are unsupported, or `adapters:` is set for a model without
+            adapters.
     """
-    # `node` is `model:` of the YAML, where a key may stand that the builder of the model has ignored.
     spec = adapter_spec(model, hf_model, section, shards)
     if spec is not None:
         return LoRAWeights(spec, adapters)
     if adapters != AdapterConfig():
         raise UsageError(
-            f"adapters.publish={adapters.publish}, adapters.save_merged={adapters.save_merged}, but `model:` has no adapters: "
-            "give it lora_attn_modules, or leave them out"
+            f"adapters.publish={adapters.publish}, adapters.save_merged={adapters.save_merged}, but `model:` has no "
+            "adapters: set model.lora_attn_modules, or leave out `adapters:`"
         )
     return FullWeights()
 
@@ -108,22 +117,30 @@ def measure_rounding(
     logprobs_fn: LogprobsFn,
     rows: Sequence[Row],
 ) -> float:
-    """How far a right engine may be from a right trainer: mean |d| of log-probs in nats, over all ranks. A collective.
+    """Measures the mismatch of a correct engine that is due to rounding. A collective.
 
-    `scored` is `streamed_logprobs` with the model's builder, device and temperature.
+    Args:
+        trainable: the trained part of the model.
+        precision: precision of trainer and engine.
+        model: the policy's model.
+        logprobs_fn: `streamed_logprobs` with the model's builder, device and temperature.
+        rows: packed rows of this rank.
+
+    Returns:
+        Mean |d| of log-probs in nats, over all ranks.
     """
     coarse = precision.coarsest_dtype
     if coarse == torch.float32:
         return 0.0
 
     def rounded_weights() -> Iterator[tuple[str, Tensor]]:
-        # Both computations get the weights that the coarser dtype can hold. What it hides of the updates is no rounding
-        # of the arithmetic: where both sides lack it, it does not set them apart.
+        # Both computations use weights rounded to the coarser dtype, so that only the arithmetic
+        # differs. Rounding of the weights is equal on both sides and causes no mismatch.
         return ((name, weight.to(coarse)) for name, weight in merged_tensors(model))
 
     exact = logprobs_fn(rows, rounded_weights(), dtype=torch.float32)
     arithmetic = _mean_abs_diff(exact, logprobs_fn(rows, rounded_weights(), dtype=coarse, fp8=precision.engine_fp8))
-    # The arithmetic above already contains all that FP8 rounds.
+    # The arithmetic above already includes all FP8 rounding.
     without_fp8 = copy(precision)
     without_fp8.engine_fp8 = None
     if not trainable.weights_differ(without_fp8):
@@ -132,8 +149,8 @@ def measure_rounding(
     def round_to_compute_dtype(weight: Tensor) -> Tensor:
         return weight.to(precision.dtype).float()
 
-    # The engine holds other values than the trainer computes with. This error is independent of that of the arithmetic,
-    # so the two add in quadrature.
+    # The engine's weights differ from the trainer's. This error is independent of the arithmetic
+    # error, so the two add in quadrature.
     ours = logprobs_fn(
         rows,
         merged_tensors(model, lambda name, weight: round_to_compute_dtype(weight), round_to_compute_dtype),
@@ -154,26 +171,26 @@ class FullWeights:
     """Every weight is trained."""
 
     spec: AdapterSpec | None = None
-    # As `Adapters` send a whole model, too.
+    # FullWeights publishes complete weights, as LoRAWeights does in the mode "merged".
     publish_mode = "merged"
 
     def __str__(self) -> str:
         return "all weights"
 
     def configure_engine(self, config: EngineConfig) -> EngineConfig:
-        """The engine's settings, with what it must know of the adapters."""
+        """Adds the adapter settings to the engine's settings."""
         return config
 
     def weight_streams(self, model: nn.Module, hf_model: HFModel, precision: Precision) -> Iterator[WeightStream]:
-        """What one publication sends, part by part. Tensors are gathered as they are taken: a collective."""
+        """Yields the streams of one weight sync. Iterating a stream is a collective."""
         yield precision.convert_for_engine(partial(named_hf_tensors, model, hf_model)), None
 
     def weights_differ(self, precision: Precision) -> bool:
-        """Whether the engine has other values than the trainer computes with."""
+        """Whether the engine's weights differ from the trainer's compute weights."""
         return precision.is_mixed
 
     def engine_weights(self, model: nn.Module, precision: Precision) -> Iterator[tuple[str, Tensor]]:
-        """The values that the engine has, merged, in float32, by torchtune's names: a collective."""
+        """Yields (torchtune's name, the engine's merged weight in float32). A collective."""
         return merged_tensors(model, base=precision.round_for_engine)
 
     def measure_effects(
@@ -184,16 +201,24 @@ class FullWeights:
         logprobs_fn: LogprobsFn | None,
         precision: Precision,
     ) -> dict[str, UpdateEffect]:
-        """What sampled tokens say of changes that the engine must show beside the newest update, by name. A collective.
+        """Measures changes that the engine must have, other than the last update. A collective.
 
-        `on` are the log-probs with the weights as they were sent, by `scored`, or by the policy where that is None.
+        Args:
+            learner: the learner of the policy.
+            rows: packed rows of this rank, sampled by the engine.
+            sent_logprobs: log-probs of each row under the published weights, [L].
+            logprobs_fn: the function that computed `sent_logprobs`; None: the policy did.
+            precision: precision of the published weights.
+
+        Returns:
+            Name of a change -> its effect.
         """
         return {}
 
     def make_exporter(
         self, model: nn.Module, hf_model: HFModel, dtype: torch.dtype, tokenizer: ChatTokenizer | None = None
     ) -> Callable[..., None]:
-        """Returns what writes the files for other tools into a folder of a checkpoint (`Checkpoints.save`)."""
+        """Returns the function that exports files for other tools (`Checkpoints.save`)."""
         return partial(export_model, model=model, hf_model=hf_model, dtype=dtype, tokenizer=tokenizer)
 
 
@@ -201,17 +226,21 @@ class LoRAWeights:
     """Adapters are trained: LoRA, DoRA, or either over weights in NF4 (QLoRA)."""
 
     def __init__(self, spec: AdapterSpec, config: AdapterConfig):
-        """Raises ValueError for what would fail at the first publication."""
+        """Checks settings that would fail at the first weight sync.
+
+        Raises:
+            UsageError: a setting is unsupported.
+        """
         if spec.dropout and "lm_head" in spec.targets:
             raise UsageError(
-                f"lora_dropout={spec.dropout} with apply_lora_to_output: the output layer has none; set it to 0"
+                f"lora_dropout={spec.dropout} with apply_lora_to_output: the output layer has no dropout; set it to 0"
             )
         if config.publish == "adapter" and spec.dora:
             raise UsageError(
-                "adapters.publish='adapter' with use_dora: vLLM applies no DoRA adapters; use adapters.publish=merged"
+                "adapters.publish='adapter' with use_dora: vLLM does not support DoRA; use adapters.publish=merged"
             )
         self.spec, self._config = spec, config
-        # The default dtype stands in until `engine` gets the settings.
+        # The default dtype applies until `configure_engine` receives the engine's settings.
         self.publish_mode = config.resolve_publish_mode(spec.dora, EngineConfig().dtype)
         self._base_sent = False
 
@@ -238,8 +267,8 @@ class LoRAWeights:
             yield precision.convert_for_engine(partial(merged_hf_tensors, model, hf_model)), None
             return
         if (self.spec.quantized or precision.engine_fp8) and not self._base_sent:
-            # The engine read the base from model_dir. It must sample with what NF4 or FP8 left of these weights, which
-            # are frozen, so they are sent only once.
+            # The engine read the base from model_dir. It must sample with the base as rounded to
+            # NF4 or FP8. The base is frozen, so it is sent only once.
             yield precision.convert_for_engine(partial(base_hf_tensors, model, hf_model)), None
             self._base_sent = True
         yield adapter_hf_tensors(model, hf_model, precision.engine_dtype), self.spec.peft_config(str(hf_model.path))
@@ -262,8 +291,8 @@ class LoRAWeights:
         logprobs_fn: LogprobsFn | None,
         precision: Precision,
     ) -> dict[str, UpdateEffect]:
-        # An engine that samples from the base model would pass for a small mismatch while the adapter is young. So the
-        # log-probs without the adapter are compared, too.
+        # After few updates, an engine that samples from the base model causes only a small
+        # mismatch. So log-probs without the adapter are compared, too.
         model = learner.policy.model
         if logprobs_fn is not None:
             base_logprobs = logprobs_fn(
@@ -272,7 +301,7 @@ class LoRAWeights:
         else:
             with AdapterDisabledReference(model).activate():
                 base_logprobs = [without.logprobs_L for without in learner.logprobs(rows)]
-        missing_cause = f"the engine has the adapter that was sent and samples without it ({UNUSED_ADAPTER_FIXES[self.publish_mode]})"
+        missing_cause = f"the engine has the adapter but samples without it ({UNUSED_ADAPTER_FIXES[self.publish_mode]})"
         return {"adapter": measure_update_effect(rows, sent_logprobs, base_logprobs, missing_cause)}
 
     def make_exporter(

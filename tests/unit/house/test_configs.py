@@ -118,7 +118,7 @@ def test_public_model_configs_are_all_in_sizes():
 def test_dry_run_without_config_json_reports_missing_folder():
     _, cfg = loaded("grpo/qwen2_5_7B_full")
     cfg.model_dir = cfg.model["model_dir"] = "models/Nobodys-7B"
-    with pytest.raises(ValueError, match="model_dir='models/Nobodys-7B': no such folder, .*`hf download "):
+    with pytest.raises(ValueError, match="model_dir='models/Nobodys-7B': folder not found, .*`hf download "):
         plan_of(cfg, parse_machine("1x80"))
 
 

@@ -1,4 +1,4 @@
-"""Packed rows of all that `decoder` builds against one sample at a time; and a cache of keys and values."""
+"""All variants of `decoder`: packed rows equal single samples; and the KV cache works."""
 
 from functools import partial
 
@@ -18,14 +18,14 @@ CPU = torch.device("cpu")
 DIMS = {**adapters.DIMS, "head_dim": 16}  # 4 heads in a width of 32: twice as wide as the model
 KINDS = {
     "qwen3": {"qk_norm": "head"},
-    "olmo2": {"qk_norm": "whole", "norm_behind": True},
-    "smollm3": {"unrotated": [1]},
+    "olmo2": {"qk_norm": "whole", "post_norm": True},
+    "smollm3": {"nope_layers": [1]},
 }
 
 
 @torch.no_grad()
 def randomize(model, std=0.2):
-    """Every weight, those of the norms most of all: left at one, a norm in the wrong place would hardly show."""
+    """Randomizes all weights. With norm weights of one, a misplaced norm would hardly be visible."""
     generator = torch.Generator().manual_seed(0)
     for _, param in sorted(model.named_parameters()):
         noise = torch.randn(param.shape, generator=generator)

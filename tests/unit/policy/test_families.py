@@ -33,7 +33,8 @@ from torchtune_ext.policy.scratch import ModelShape, make_tokenizer, write_model
 from torchtune_ext.training.export import export_model
 
 VOCAB, LENGTH = 80, 512
-# Position times frequency is rounded to 24 bits, and so is off by up to 512 / 2^24 = 3e-5 radians, in each of two layers.
+# Position times frequency is rounded to 24 bits: an error of up to 512 / 2^24 = 3e-5 radians, in each
+# of two layers.
 LIMIT = 3e-4
 SIZES = dict(
     vocab_size=VOCAB,
@@ -54,12 +55,12 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # theirs are beyond the small vocabulary
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # the default ids exceed the small vocabulary
 CASES = {
     "qwen2": (Qwen2Config, {"rope_parameters": PLAIN}),
     "qwen2, untied": (Qwen2Config, {"rope_parameters": PLAIN, "tie_word_embeddings": False}),
     "qwen3": (Qwen3Config, {"rope_parameters": PLAIN, "head_dim": 32}),
-    "qwen3, untied": (  # heads of half the width, all with the same keys
+    "qwen3, untied": (  # heads of half the width, all with shared keys
         Qwen3Config,
         {"rope_parameters": PLAIN, "head_dim": 8, "num_key_value_heads": 1, "tie_word_embeddings": False},
     ),
@@ -80,7 +81,7 @@ KINDS = [case for case in CASES if "tied" not in case]
 
 @torch.no_grad()
 def save(folder, kind, **changes):
-    """Saves a random model of transformers, in which no weight is at its usual first value."""
+    """Saves a random model of transformers, in which no weight has its default initial value."""
     config = kind(**{**SIZES, "tie_word_embeddings": True, **changes})
     model = AutoModelForCausalLM.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(0)
@@ -137,7 +138,7 @@ def test_family_tied_checkpoint_may_store_output_head(tmp_path):
 
 
 def test_family_duplicate_weight_files_are_read_once(tmp_path):
-    """As some of Mistral's do: in shards of Hugging Face's names, and in one file of other names."""
+    """Some Mistral folders have shards with Hugging Face's names and one file with other names."""
     theirs = save(tmp_path, *CASES["mistral, untied"][:1], **CASES["mistral, untied"][1])
     theirs.save_pretrained(tmp_path, max_shard_size="30KB")
     (tmp_path / "model.safetensors").unlink()
@@ -166,7 +167,7 @@ def test_damaged_index_of_weights_is_named(content, tmp_path):
 
 
 def test_stray_weights_next_to_model_are_refused(tmp_path):
-    """vLLM reads all of them. Where no file has the model's usual name, all files are taken."""
+    """vLLM reads all of them. If no file has the usual name, all files are read."""
     save(tmp_path, *CASES["qwen2"][:1], **CASES["qwen2"][1])
     save_file({"a": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ValueError, match="holds adapter_model.safetensors in addition"):
@@ -202,7 +203,7 @@ def test_family_transformers_4_and_5_configs_load_identically(case, tmp_path):
 
 
 def sizes_of_transformers(folder):
-    """The sizes of the model that transformers builds, in our words; None where we must refuse it."""
+    """The sizes of the model that transformers builds, in our names; None if it must be refused."""
     config = AutoConfig.from_pretrained(folder)
     heads, rope = config.num_attention_heads, config.rope_parameters
     if getattr(config, "sliding_window", None) or rope.get("original_max_position_embeddings", 8192) != 8192:
@@ -222,7 +223,7 @@ def sizes_of_transformers(folder):
     if config.model_type == "llama":
         return sizes | {"scale_factor": rope["factor"] if rope["rope_type"] == "llama3" else 1}
     if config.model_type == "smollm3":
-        sizes["unrotated"] = [i for i in range(config.num_hidden_layers) if not config.no_rope_layers[i]]
+        sizes["nope_layers"] = [i for i in range(config.num_hidden_layers) if not config.no_rope_layers[i]]
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return sizes if config.model_type == "qwen2" else sizes | {"head_dim": width}
 
@@ -232,7 +233,7 @@ def test_missing_key_of_config_means_transformers_default(case, tmp_path, monkey
     kind, changes = CASES[case]
     unusual = {"hidden_size": 512, "num_attention_heads": 32, "max_position_embeddings": 9000, "rms_norm_eps": 1e-4}
     whole = kind(**{**SIZES, **changes, **unusual, "tie_word_embeddings": False}).to_dict()
-    # transformers makes these of others, and compares them with these.
+    # transformers derives these keys from others and checks them.
     made = {"layer_types", "model_type", "head_dim"} - set(changes)
     whole = {key: value for key, value in whole.items() if key not in made}
     whole["no_rope_layers"] = [0, 1] * 20
@@ -309,7 +310,7 @@ BUILDERS = {  # builders of torchtune for the same model without and with adapte
 
 
 def described(model):
-    """All by which two models may differ before they have weights."""
+    """All properties by which two models without weights may differ."""
     ropes = [layer.attn.pos_embeddings for layer in model.layers]
     return {
         "parameters": {name: (param.shape, type(param)) for name, param in model.named_parameters()},
@@ -365,54 +366,54 @@ QWEN, LLAMA = "Qwen3-1.7B", "Llama-3.1-8B-Instruct"
         (
             QWEN,
             {"model_type": "mamba"},
-            f"says model_type='mamba', .* recurrent layers .* a model of one of these: {', '.join(sorted(FAMILIES))}",
+            f"says model_type='mamba', .* recurrent layers .* a model of one of these types: {', '.join(sorted(FAMILIES))}",
         ),
         (
             QWEN,
             {"model_type": "gemma3_text"},
-            "which is not supported: its layers take turns with a sliding window; take",
+            "which is not supported: some of its layers use a sliding window; use",
         ),
-        (QWEN, {"model_type": "qwen3_moe"}, "which is not supported: it is a mixture of experts; take"),
+        (QWEN, {"model_type": "qwen3_moe"}, "which is not supported: it is a mixture of experts; use"),
         (
             QWEN,
             {"model_type": "mistral", "sliding_window": 4096},
-            "says sliding_window=4096, .* mistral can only do null; take",
+            "says sliding_window=4096, .* mistral supports only null; use",
         ),
-        (QWEN, {"rope_parameters": YARN}, "says rope_type='yarn', but the builder of qwen3 can only do default"),
+        (QWEN, {"rope_parameters": YARN}, "says rope_type='yarn', but the builder of qwen3 supports only default"),
         (QWEN, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "says rope_type='yarn'"),
         (
             QWEN,
             {"use_sliding_window": True},
-            "says use_sliding_window=True, but the builder of qwen3 can only do False",
+            "says use_sliding_window=True, but the builder of qwen3 supports only False",
         ),
         (QWEN, {"layer_types": ["full_attention", "sliding_attention"]}, "says layer_types="),
         (QWEN, {"attention_bias": True}, "says attention_bias=True"),
         (
             LLAMA,
             {"rope_scaling": YARN},
-            "says rope_type='yarn', but the builder of llama can only do default or llama3",
+            "says rope_type='yarn', but the builder of llama supports only default or llama3",
         ),
         (
             LLAMA,
             {"rope_scaling": {**SCALED, "factor": 8.0, "high_freq_factor": 8.0}},
-            "says high_freq_factor=8.0, .* do 4",
+            "says high_freq_factor=8.0, .* only 4",
         ),
         (
             LLAMA,
             {"rope_scaling": {"rope_type": "llama3", "original_max_position_embeddings": 8192}},
-            "config.json lacks factor. Copy the file from where",
+            "config.json lacks factor. Copy the file from the source",
         ),
-        (LLAMA, {"head_dim": 64}, "says head_dim=64, but in the builder of llama a head has .* = 128"),
-        (LLAMA, {"hidden_act": "gelu"}, "says hidden_act='gelu', but the builder of llama can only do silu"),
+        (LLAMA, {"head_dim": 64}, "says head_dim=64, but the builder of llama supports only .* = 128"),
+        (LLAMA, {"hidden_act": "gelu"}, "says hidden_act='gelu', but the builder of llama supports only silu"),
         (
             QWEN,
             {"model_type": "mistral", "sliding_window": ...},
-            "lacks sliding_window, which means 4096, but the builder of mistral can only do null",
+            "lacks sliding_window, which defaults to 4096, but the builder of mistral supports only null",
         ),
         (
             LLAMA,
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}},
-            "lacks original_max_position_embeddings, which means 131072, but the builder of llama can only do 8192",
+            "lacks original_max_position_embeddings, which defaults to 131072, but the builder of llama supports only 8192",
         ),
         (
             LLAMA,
@@ -429,7 +430,7 @@ QWEN, LLAMA = "Qwen3-1.7B", "Llama-3.1-8B-Instruct"
         (QWEN, {"rms_norm_eps": float("nan")}, "says rms_norm_eps=nan; expected"),
         (QWEN, {"quantization_config": "awq"}, "says quantization_config='awq'; expected a JSON object"),
         (QWEN, {"tie_word_embeddings": "yes"}, "says tie_word_embeddings='yes'; expected true or false"),
-        (QWEN, {"layer_types": "full_attention"}, "says layer_types='full_attention'; expected a list of texts"),
+        (QWEN, {"layer_types": "full_attention"}, "says layer_types='full_attention'; expected a list of strings"),
         (QWEN, {"model_type": ["qwen3"]}, r"says model_type=\['qwen3'\], which is not supported"),
         (
             QWEN,
@@ -477,10 +478,10 @@ def test_layers_that_nf4_cannot_hold_are_named(tmp_path):
         make(1000, "q_proj", "v_proj")
     with pytest.raises(ValueError, match="QLoRA: set model.quantize_base=False"):
         make(1536, "v_proj")
-    # torchtune's builder for Llama holds the layers without adapters in NF4, too.
+    # torchtune's builder for Llama also stores layers without adapters in NF4.
     folder = write_config(tmp_path, LLAMA)
     (folder / "config.json").write_text(json.dumps(PUBLIC[LLAMA] | sizes))
-    with pytest.raises(ValueError, match="no model for QLoRA"):
+    with pytest.raises(ValueError, match="does not support QLoRA"):
         build_on_meta(partial(from_config, str(folder), quantize_base=True, lora_attn_modules=["q_proj"]))
 
 
@@ -491,7 +492,7 @@ def test_policy_package_reexports_families_and_rejects_unknown_names():
 
 
 def test_policy_package_import_loads_no_torch():
-    """An engine process imports it for its plugin, and must not pay for torchtune."""
+    """An engine process imports the package for its plugin, and must not import torchtune."""
     check = "import sys, torchtune_ext.policy; assert not {'torch', 'torchtune'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=120)
 
@@ -503,10 +504,13 @@ def test_policy_package_import_loads_no_torch():
         (["checkpoints/step_000004/merged/config.json"], "its checkpoints: .*/step_000004/merged is the newest"),
         (
             ["adapter_config.json", "merged/config.json"],
-            "holds an adapter and no model; the model with it is .*/merged",
+            "holds an adapter and no model; the merged model is .*/merged",
         ),
-        (["adapter_config.json"], "adapters.save_merged=True saves the model with it, too"),
-        (["small.Q4_1.gguf"], "`torchtune-ext gguf .*/small.Q4_1.gguf OUT` makes small.Q4_1.gguf a model directory"),
+        (["adapter_config.json"], "adapters.save_merged=True also saves the merged model"),
+        (
+            ["small.Q4_1.gguf"],
+            "`torchtune-ext gguf .*/small.Q4_1.gguf OUT` converts small.Q4_1.gguf to a model directory",
+        ),
     ],
 )
 def test_hf_model_invalid_folder_suggests_model_location(files, message, tmp_path):

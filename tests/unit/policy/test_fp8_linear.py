@@ -1,4 +1,4 @@
-"""One linear layer in FP8 against explicitly dequantized operands in float64, and what its operators promise."""
+"""An FP8 linear layer equals dequantized operands in float64; its operators satisfy torch's checks."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ from torchtune_ext.policy.fp8 import linear as fp8_linear
 
 
 def summation(terms):
-    """Of a float32 sum of so many products, each with two dequantized factors, relative to the sum of their magnitudes."""
+    """Error bound of a float32 sum of products of two dequantized factors, relative to the magnitudes."""
     n = (terms + 3) * 2**-24
     return n / (1 - n)
 
@@ -88,7 +88,7 @@ def test_either_gradient_alone(options):
 
 
 def test_a_token_is_rounded_alone():
-    """Blocks of 1x128 lie within a token: its codes do not depend on the row that it is packed in, nor does its output."""
+    """A 1x128 block is within one token, so codes and output of a token do not depend on its row."""
     linear, x = layer(), activations(200, IN)
     together = linear(x).detach()
     for part in (slice(0, 1), slice(3, 130)):
@@ -101,7 +101,7 @@ def test_a_token_is_rounded_alone():
 
 @pytest.mark.parametrize("tokens", [0, 1, 130])
 def test_fp8_operators_pass_opcheck(tokens):
-    """Shapes, strides and dtypes of fake tensors; where inputs are not FP8, which torch cannot compare, aliases, too."""
+    """Shapes, strides and dtypes of fake tensors; also aliases if no input is FP8, which torch cannot compare."""
     x, dy, w = activations(tokens, IN).to(BF16), activations(tokens, OUT).to(BF16), activations(OUT, IN)
     check = partial(library.opcheck, test_utils="test_faketensor")
     for which in ((True, True), (True, False), (False, True)):
@@ -112,10 +112,10 @@ def test_fp8_operators_pass_opcheck(tokens):
         check(fp8_linear._backward, (dy, w, columns, column_scales, *which, "auto"))
 
 
-@pytest.mark.rest  # inductor; test_fp8_policy.py compiles the layers of a model by another backend
+@pytest.mark.rest  # inductor; test_fp8_policy.py compiles the layers of a model with another backend
 def test_fp8_compiled_layers_equal_eager_bits():
     torch._dynamo.reset()
     linear, x, dy = layer(bias=True), activations(200, IN), activations(200, OUT, seed=2)
     eager = run(linear, x, dy)
-    linear.compile(fullgraph=True)  # inductor: our operators stay what they are
+    linear.compile(fullgraph=True)  # inductor keeps our operators opaque
     assert all(torch.equal(a, b) for a, b in zip(eager, run(linear, x, dy), strict=True))

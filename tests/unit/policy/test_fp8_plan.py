@@ -1,4 +1,4 @@
-"""Which layers compute in FP8: those that vLLM quantizes, too. What the receipt says of them; settings and models that cannot be."""
+"""The FP8 plan selects the layers that vLLM quantizes; its table; unsupported settings and models."""
 
 import json
 from functools import partial
@@ -31,7 +31,7 @@ def source(tmp_path_factory):
 
 
 def hugging_face_linears(source):
-    """What the model of transformers has."""
+    """Names and shapes of transformers' model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -105,7 +105,7 @@ def test_receipt(source):
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"use_dora": True}, "DoRA: no sampler"), ({"quantize_base": True}, "its weight is NF4")],
+    [({"use_dora": True}, "DoRA: engines need"), ({"quantize_base": True}, "its weight is NF4")],
     ids=str,
 )
 def test_adapters_that_keep_their_layers_out(source, options, reason):
@@ -129,9 +129,9 @@ def test_adapters_that_keep_their_layers_out(source, options, reason):
         ({"skip": "o_proj"}, r"precision.skip=.* must be a list, .*\[o_proj\]"),
         (
             {"skip": ("w1",)},
-            "precision.skip names 'w1', which no layer is; give a kind, down_proj, .* like 'model.layers.0.self_attn.q_proj'",
+            "precision.skip names 'w1', which matches no layer; give a kind, down_proj, .* like 'model.layers.0.self_attn.q_proj'",
         ),
-        ({"skip": ("down_prj",)}, "precision.skip names 'down_prj', which no layer is; did you mean 'down_proj'?"),
+        ({"skip": ("down_prj",)}, "precision.skip names 'down_prj', which matches no layer; did you mean 'down_proj'?"),
         ({"skip": ("model.layers.7.mlp.up_proj",)}, "did you mean 'model.layers.1.mlp.up_proj'?"),
         (
             {"backend": "scaled_mm"},
@@ -162,5 +162,5 @@ def test_a_quantized_checkpoint_is_refused(tmp_path, source):
     for quantization in (policy.fp8_plan.quantization_config(), None):
         (folder / "config.json").write_text(json.dumps(source.config | {"quantization_config": quantization}))
         for config in (Fp8Config(), None):
-            with pytest.raises(ValueError, match="take the model in bfloat16"):
+            with pytest.raises(ValueError, match="use the model in bfloat16"):
                 policy_of(HFModel(folder), config)

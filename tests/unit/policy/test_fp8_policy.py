@@ -1,4 +1,4 @@
-"""A policy in FP8: its gradients, its log-probs, what it keeps for the backward; compiled, with adapters, with torchao's recipes."""
+"""A policy in FP8: gradients, log-probs, saved activations; compiled, with adapters, with torchao."""
 
 from functools import partial
 
@@ -48,10 +48,10 @@ def test_fp8_policy_gradient_is_scale_independent(source):
     assert len(converted) == 14 and all(
         cosine({n: full[n]}, {n: grads[n]}) > 0.97 for n in (f"{m}.weight" for m in converted)
     )
-    # by a power of two every product and every scale is smaller by just that: a floor of amax that bites would show
+    # a power of two scales every product and every scale exactly, so an active floor of amax would show
     small, _ = gradients(policy, rows, 2.0**-5)
     assert all(torch.equal(small[name], 2.0**-5 * grad) for name, grad in grads.items())
-    # with a floor of 1e-4 (DeepGEMM's) nothing would be left of a gradient that is smaller by 1e-5
+    # a floor of 1e-4 (DeepGEMM's) would erase a gradient that is smaller by 1e-5
     tiny = {name: grad.clone() for name, grad in gradients(policy, rows, 1e-5)[0].items()}
     assert cosine(full, tiny) > 0.99 and cosine(grads, tiny) > 0.999
 
@@ -65,8 +65,10 @@ def test_checkpointing_changes_no_bit(source):
 
 
 def test_fp8_policy_saves_expected_activation_bytes(source):
-    """Per token the inputs of qkv, the output projection, gate and up, down: 3 D + F numbers, each once. Attention keeps its
-    output, the second of these, for itself, too."""
+    """Per token, the inputs of qkv, output projection, gate and up, and down: 3 D + F numbers, each once.
+
+    Attention also saves its output, the second of them.
+    """
     tokens, numbers = 200, 3 * 256 + 384
     x, kept = torch.randn(1, tokens, 256), {}
     for name, config in {
@@ -96,7 +98,7 @@ def test_fp8_policy_shared_activation_is_quantized_once(source, monkeypatch):
     scores = policy(some_rows()[0])
     assert len(calls) == 2 * 4
     scores.logprobs_L.sum().backward()
-    assert len(calls) == 2 * (4 + 7)  # each layer has an output gradient of its own
+    assert len(calls) == 2 * (4 + 7)  # each layer has a separate output gradient
     assert fp8_linear._last_quantized[2] is None, "forms outlive their activation"
     for block in policy.model.layers:
         block.compile(backend="aot_eager")
@@ -116,7 +118,7 @@ def test_compiled_layers_share_their_code(tmp_path):
     plain, scored = gradients(policy, rows)
     plain = {name: grad.clone() for name, grad in plain.items()}
     for block in policy.model.layers:
-        # A backend that takes gradients of norms apart rounds them otherwise in the last bit; that moves a few FP8 codes by a
+        # A backend that decomposes gradients of norms rounds them differently in the last bit; this moves a few FP8 codes by a
         # whole step, which moves more of them in the next layer: nine layers of that are the noise of FP8 itself, no bound.
         block.compile(backend="eager")
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
@@ -141,7 +143,7 @@ def test_adapters_over_a_base_in_fp8(source):
             assert torch.equal(policy(rows[0]).logprobs_L, before)
     with saved_tensors() as storages:
         scores = policy(rows[0])
-    assert not any(dtype == FP8_DTYPE for _, dtype, _ in storages.values())  # no WGrad below an adapter
+    assert not any(dtype == FP8_DTYPE for _, dtype, _ in storages.values())  # no WGrad of an adapter's base weight
     scores.logprobs_L.sum().backward()
     exact = build_policy(make, source, CPU, F32)
     exact.model.load_state_dict(policy.model.state_dict())

@@ -1,4 +1,4 @@
-"""The bytes that the sampler gets of a policy in FP8 are those that its forward used."""
+"""The engine receives the FP8 bytes that the trainer's forward used."""
 
 import json
 from collections import Counter
@@ -37,10 +37,10 @@ def source(tmp_path_factory):
 
 
 def test_fp8_published_bytes_equal_forward_weights(source, monkeypatch):
-    """In bfloat16 FSDP2 hands out rounded copies of float32 masters."""
+    """In bfloat16, FSDP2 casts the float32 master weights."""
     policy = policy_of(source, Fp8Config(), BF16)
     with torch.no_grad():
-        for param in policy.trainable():  # masters that bfloat16 does not hold
+        for param in policy.trainable():  # master weights that bfloat16 rounds
             param.mul_(1 + 2**-10 / 3)
     used = []
 
@@ -54,7 +54,7 @@ def test_fp8_published_bytes_equal_forward_weights(source, monkeypatch):
     order = ["q", "k", "v", "o", "gate", "up", "down"]
     names = [f"model.layers.{i}.{'self_attn' if n in 'qkvo' else 'mlp'}.{n}_proj" for i in range(2) for n in order]
     assert len(used) == 2 * len(names)
-    # DGrad again, from the last layer to the first, and turned
+    # DGrad, from the last layer to the first, transposed
     used[len(names) :] = [q.T for q in used[len(names) :]]
     sent = dict(fp8_hf_tensors(named_hf_tensors(policy.model, source, BF16), policy.fp8_plan, F32))
     calls = Counter(
@@ -73,10 +73,10 @@ def test_fp8_published_bytes_equal_forward_weights(source, monkeypatch):
 
 def test_fp8_published_wrong_dtype_or_missing_weights_raise(source):
     policy = policy_of(source)
-    with pytest.raises(ValueError, match="comes as torch.bfloat16, the forward quantizes torch.float32"):
+    with pytest.raises(ValueError, match="has dtype torch.bfloat16; expected torch.float32"):
         dict(fp8_hf_tensors(named_hf_tensors(policy.model, source, BF16), policy.fp8_plan, BF16))
     some = ((n, t) for n, t in named_hf_tensors(policy.model, source, F32) if "layers.1" not in n)
-    with pytest.raises(ValueError, match="7 layers in FP8 were not among the tensors"):
+    with pytest.raises(ValueError, match="7 layers in FP8 are missing from the tensors"):
         dict(fp8_hf_tensors(some, policy.fp8_plan, BF16))
 
 
@@ -92,8 +92,11 @@ def llama(folder, head_dim, heads=4, kv_heads=2):
 
 
 def test_fp8_llama_row_order_is_harmless_within_tile(tmp_path):
-    """Hugging Face has the rows of a head in another order. Heads of 64: a tile holds two whole heads, so rounding and
-    reordering commute. Heads of 96 lie across tiles: they do not, and q, k, v stay out."""
+    """Hugging Face has the rows of a head in another order.
+
+    A tile holds two complete heads of 64, so rounding and reordering commute. Heads of 96 cross tiles,
+    so q, k and v are not in FP8.
+    """
     model, names = llama(tmp_path / "whole", 64)
     receipt = convert_to_fp8(model, names, Fp8Config(), F32, CPU)
     assert {"q_proj", "k_proj"} <= {name.rpartition(".")[2] for name in receipt.fp8_layer_names}

@@ -1,4 +1,4 @@
-"""Adapters against the plain computation with one merged weight per layer, per sample, in stock torchtune modules."""
+"""Adapters equal stock torchtune modules with merged weights, one sample at a time."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -54,7 +54,7 @@ def test_packed_adapters_equal_merged_weights_sample_by_sample(dora, where):
 
 
 def test_lora_full_rank_adapter_equals_full_training():
-    """A of full rank held at the identity: y = W x + B x, so B learns what W would, and SGD gives the same model."""
+    """A is a fixed identity: y = W x + B x, so B learns what W would, and SGD gives the same model."""
     rank = DIMS["intermediate_dim"]
     model = adapted(rank=rank, moved=False, tie_word_embeddings=True, lora_alpha=float(rank))
     for module in lora.adapted_modules(model).values():
@@ -83,7 +83,7 @@ def test_lora_full_rank_adapter_equals_full_training():
 
 
 def write(folder, **more):
-    """A model whose layers NF4 can hold: whole groups of 256 blocks of 64 values."""
+    """A model with layer sizes for NF4: multiples of 256 blocks of 64 values."""
     text = ["Write about something. Go on. The quick brown fox jumps over the lazy dog.\n"] * 8
     shape = ModelShape(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=256,
                   max_position_embeddings=128, vocab_size=400, **more)  # fmt: skip
@@ -122,7 +122,7 @@ def test_lora_fresh_or_disabled_adapter_changes_nothing(source, options):
     row = pack(unpacked.make_groups(np.random.default_rng(0), SHAPES), 64)[0][0]
     with torch.no_grad(), unpacked.whole_float64():
         if spec.dora:
-            lora.init_adapters(model.double(), seed=1)  # its magnitudes are the norms in float64
+            lora.init_adapters(model.double(), seed=1)  # the magnitudes are the norms in float64
         before = policy(row).logprobs_L
         move(model)
         moved = policy(row).logprobs_L
@@ -136,7 +136,7 @@ def test_lora_fresh_or_disabled_adapter_changes_nothing(source, options):
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"quantize_base": True}], ids=["lora", "dora", "qlora"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_lora_adapters_equal_peft(source, tmp_path, family, options):
-    """PEFT over the base, the merged model, and W + s B A all give our log-probs; what has no adapter is as it was."""
+    """PEFT, the merged model, and W + s B A give our log-probs; other weights are unchanged."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
@@ -145,7 +145,7 @@ def test_lora_adapters_equal_peft(source, tmp_path, family, options):
     policy, spec = policy_of(source, **options)
     move(policy.model)
     base = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
-    if spec.quantized:  # the adapter belongs to the model that NF4 left
+    if spec.quantized:  # the adapter belongs to the base as rounded to NF4
         base.load_state_dict(dict(lora.base_hf_tensors(policy.model, source, torch.float32)), strict=False)
     stored = load_file(source.path / "model.safetensors")
     merged = dict(lora.merged_hf_tensors(policy.model, source, torch.float32))
@@ -201,24 +201,24 @@ def test_in_bfloat16_only_adapters_have_float32_masters(source, options):
 @pytest.mark.parametrize("change", [0.001, -0.001, 0.002, 0.003, 0.005, -0.01])
 @pytest.mark.parametrize("options", [{}, {"use_bias": True}, {"quantize_base": True}], ids=["plain", "bias", "nf4"])
 def test_dora_bfloat16_follows_small_magnitude_changes(options, change, device):
-    """m = |V| (1 + e) changes the output by e on average, although each value can only move by whole steps."""
+    """m = |V| (1 + e) changes the output by e on average, although each value moves by discrete steps."""
     torch.manual_seed(0)
     layer = DoRALinear(256, 512, rank=4, alpha=8.0, **options)
     model = torch.nn.ModuleDict({"layer": layer})
     lora.freeze_base(model, torch.bfloat16)
     model.to(device)
     lora.init_adapters(model, seed=1)
-    torch.nn.init.normal_(layer.lora_b.weight, std=1e-4)  # a young adapter: far less than a step of the output
+    torch.nn.init.normal_(layer.lora_b.weight, std=1e-4)  # an adapter after few updates: far below a step of the output
     product = 2.0 * layer.lora_b.weight.detach().double() @ layer.lora_a.weight.detach().double()
     with torch.no_grad():
         layer.magnitude.copy_((gather_full(layer.weight).double() + product).norm(dim=1) * (1 + change))
         x = torch.randn(512, 256).to(device, torch.bfloat16)
         output = layer(x).double()
-    # Values of NF4 are rounded where they are used.
+    # NF4 values are rounded at use.
     base = x.double() @ (gather_full(layer.weight).bfloat16().double() + product).T
     bias = 0.0 if layer.bias is None else layer.bias.detach().double()
     answer = ((output - bias - base) * base).sum() / base.pow(2).sum()
-    # Of one rounding: evenly within a step, 2^-7 of the power of two below, and so with a variance of step^2 / 12.
+    # One rounding error is uniform within a step of 2^-7 of the power of two below: variance step^2 / 12.
     step = 2.0**-7 * 2.0 ** (base * (1 + change) + bias).abs().log2().floor()
     sigma = (base * step).pow(2).sum().div(12).sqrt() / base.pow(2).sum()
     assert sigma < 2e-5
@@ -252,17 +252,17 @@ def test_applied_share_distinguishes_adapter_from_base():
     effect = 0.01 * torch.randn(64)
     noise = 0.001 * torch.randn(64)
     share, spread = share_of(off + effect + noise, off + effect, off)
-    # Of 64 tokens the slope is 8 times steadier than of one.
+    # The standard error of the slope over 64 tokens is 8 times smaller than of one token.
     assert abs(share - 1) < 4 * spread / 8 and spread < MAX_NOISE_RATIO
     share, spread = share_of(off + noise, off + effect, off)
     assert abs(share) < 4 * spread / 8 and spread < MAX_NOISE_RATIO
     assert share_of(off, off, off)[1] == float("inf")
 
 
-@pytest.mark.parametrize("engine", [0.3, 1.0])  # noise of the engine, in that of the trainer
+@pytest.mark.parametrize("engine", [0.3, 1.0])  # noise of the engine, relative to the trainer's noise
 @pytest.mark.parametrize("strength", [0.0, 0.5, 1.0, 2.0, 20.0])  # effect of the adapter over the trainer's noise
 def test_applied_share_sound_engine_passes_at_any_noise(strength, engine):
-    """Noise of rounding is in on, off and sampler alike, and differs from token to token."""
+    """All three log-probs have independent rounding noise, which differs between tokens."""
     generator, stopped, resolved = torch.Generator().manual_seed(0), 0, 0
     for _ in range(300):
         scale = torch.exp(0.7 * torch.randn(64, generator=generator))
@@ -283,7 +283,7 @@ def test_applied_share_sound_engine_passes_at_any_noise(strength, engine):
         ),
         ({"lora_rank": 0}, "lora_rank=0"),
         ({"lora_rank": 0, "use_dora": True}, "lora_rank=0"),
-        ({"lora_attn_modules": []}, "speaks of LoRA, but the model has no adapters"),
+        ({"lora_attn_modules": []}, "configures LoRA, but the model has no adapters"),
         ({"lora_attn_modules": [], "use_dora": True}, "model.use_dora=True without model.lora_attn_modules"),
         *(({"lora_alpha": value}, f"model.lora_alpha={float(value)}: expected") for value in (0, -16, float("nan"))),
         *(({"lora_dropout": value}, f"model.lora_dropout={value}: expected") for value in (1.0, float("nan"))),
@@ -300,7 +300,7 @@ def test_adapters_that_cannot_be_are_named(source, options, message):
 
 
 def test_attention_dropout_of_a_builder_is_refused():
-    """Attention over packed rows would leave it out in silence."""
+    """Packed attention would silently ignore attention dropout."""
     for builder in (partial(qwen2, **DIMS), partial(lora_llama3_1, ["q_proj"], lora_rank=2, lora_alpha=2, **DIMS)):
         build_on_meta(builder)
         with pytest.raises(ValueError, match="model.attn_dropout=0.1"):
@@ -312,7 +312,7 @@ def test_model_without_adapters_trains_all_unless_adapters_requested(source):
     assert isinstance(make_trainable(model, source, {"model_dir": "m"}, AdapterConfig()), FullWeights)
     assert isinstance(make_trainable(model, source, {"_component_": "exploration.qwen2"}, AdapterConfig()), FullWeights)
     for node in ({"lora_rank": 8}, {"_component_": "torchtune.models.qwen2.lora_qwen2"}, {"_component_": "my.qlora"}):
-        with pytest.raises(ValueError, match="speaks of LoRA, but the model has no adapters"):
+        with pytest.raises(ValueError, match="configures LoRA, but the model has no adapters"):
             make_trainable(model, source, node, AdapterConfig())
     with pytest.raises(ValueError, match="adapters.publish=merged, .*`model:`"):
         make_trainable(model, source, {}, AdapterConfig(publish="merged"))
@@ -325,7 +325,7 @@ SPEC = lora.AdapterSpec(4, 8.0, 0.0, ("q_proj",), dora=False, quantized=False)
     ("changes", "way", "engine", "message"),
     [
         ({}, "disk", {}, "publish='disk' is unknown"),
-        ({"dora": True}, "adapter", {}, "vLLM applies no DoRA adapters; use adapters.publish=merged"),
+        ({"dora": True}, "adapter", {}, "vLLM does not support DoRA; use adapters.publish=merged"),
         ({"rank": 1024}, "adapter", {}, "engine.lora_rank=1024 must be"),
         ({}, "adapter", {"lora_rank": 8}, "follow from `model:`"),
         ({"dropout": 0.1, "targets": ("lm_head",)}, "merged", {}, "apply_lora_to_output"),
@@ -339,7 +339,7 @@ def test_lora_unsupported_publish_modes_are_refused_early(changes, way, engine, 
 
 @pytest.mark.parametrize(("gpus", "way"), [(False, "adapter"), (True, "merged")])
 def test_lora_publish_mode_follows_gpus_not_torch_build(monkeypatch, gpus, way):
-    """The CUDA builds run on machines without a GPU, too. On one, vLLM applies adapters in half precision only."""
+    """CUDA builds also run on machines without a GPU. On a GPU, vLLM applies adapters only in half precision."""
     monkeypatch.setattr("torchtune_ext.training.trainable.on_cpu", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     part, exact = LoRAWeights(SPEC, AdapterConfig()), EngineConfig(dtype="float32")
@@ -353,7 +353,7 @@ def test_lora_publish_mode_follows_gpus_not_torch_build(monkeypatch, gpus, way):
 
 @pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.rest)], ids=["lora", "dora"])
 def test_compiled_layers_share_their_code(dora, monkeypatch):
-    """Ten layers, trained, scored and switched off: more than dynamo's limit of recompilations, were each one's its own."""
+    """Ten layers, trained, scored and disabled, would exceed dynamo's recompile limit without shared code."""
     torch._dynamo.reset()
     monkeypatch.setitem(DIMS, "num_layers", 10)
     model = adapted(use_dora=dora, tie_word_embeddings=True)

@@ -1,4 +1,4 @@
-"""What the plan says of the policy's memory is what torch counts."""
+"""The estimated memory of the policy equals torch's count."""
 
 import importlib
 import json
@@ -28,7 +28,7 @@ def policy_of(folder, dtype, checkpointing=False, kind="qwen2", **adapters):
     make = partial(from_config, str(source.path), **adapters)
     policy = build_policy(make, source, CPU, dtype, activation_checkpointing=checkpointing)
     for layer in policy.model.layers:
-        # On a GPU attention is one fused call, which keeps its inputs, its output and a number for each query.
+        # On a GPU attention is one fused call, which saves its inputs, its output and a number per query.
         layer.attn._attention_call = lambda q, k, v, **_: F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return policy, build_on_meta(make)
 
@@ -64,9 +64,12 @@ def test_weights_gradients_and_moments_are_those_of_torch(tmp_path, adapters):
     [(torch.float32, False, "qwen2"), (torch.bfloat16, True, "qwen3"), (torch.bfloat16, False, "qwen2")],
 )
 def test_the_rows_bound_the_peak_that_torch_tracks(tmp_path, dtype, checkpointing, kind):
-    """A forward and backward, when gradients and moments are there. The sum of the rows is a bound, since they are not
-    all at their highest at once: of the moments of the backward each has some of them. A quarter of the peak is what those that
-    are not there can make here: logits or whole gradients, and one layer of three."""
+    """A forward and backward with existing gradients and moments.
+
+    The sum of the entries is an upper bound, because they do not all peak at the same time. The
+    difference is at most a quarter of the peak here: logits or unsharded gradients, and one layer of
+    three.
+    """
     policy, meta = policy_of(tmp_path / "m", dtype, checkpointing, kind)
     optimizer, row = torch.optim.AdamW(policy.trainable()), one_row()
     for param in policy.trainable():
@@ -106,7 +109,7 @@ def test_memory_plan_divides_only_sharded_tensors_among_ranks(tmp_path):
     ],
 )
 def test_published_sizes_are_those_of_torchtune(tmp_path, name, builder):
-    """Of names whose config.json is not in `PUBLIC`, which test_families.py compares."""
+    """Models whose config.json is not in `PUBLIC`, which test_families.py compares."""
     module, _, function = builder.partition(".")
     theirs = build_on_meta(getattr(importlib.import_module(f"torchtune.models.{module}"), function))
     (tmp_path / "config.json").write_text(json.dumps(hub_model_config(name)))

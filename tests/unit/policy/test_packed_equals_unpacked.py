@@ -1,4 +1,4 @@
-"""Packed rows against the plain computation: one sample at a time, stock torchtune forward, whole logits, no mask tricks."""
+"""Packed rows equal a plain computation: one sample at a time, stock torchtune forward, full logits."""
 
 from functools import partial
 
@@ -37,7 +37,7 @@ shapes_strategy = st.lists(
 @settings(max_examples=25)
 # Samples that cancel each other.
 @example(shapes=[(5, [5, 1])], seed=5, slack=0, aggregation="sequence", pad=False, kl=True, ranks=2)
-# The gradient of k's bias in the last layer, zero but for the positions, is 10,000 times smaller than that of the embeddings: in
+# The gradient of k's bias in the last layer, zero except for RoPE, is 10,000 times smaller than the embeddings' gradient: in
 # float32 it is off by 5e-5 of itself, which is 5e-9 of these.
 @example(shapes=[(1, [10, 2])], seed=1, slack=0, aggregation="token", pad=True, kl=True, ranks=1)
 @given(shapes=shapes_strategy, seed=st.integers(0, 2**31), slack=st.integers(0, 30), aggregation=st.sampled_from(["token", "sequence"]),
@@ -57,7 +57,7 @@ def test_logprobs_and_gradients(dtype, shapes, seed, slack, aggregation, pad, kl
     want = reference(model, groups, loss, aggregation, 0.9, ref_model)
     rows, stats = pack(groups, row_tokens, aggregation, pad_id=PAD, layout=RowLayout(ranks, 8 if pad else None))
     assert stats.labels == sum(len(s.completion.tokens) for _, s in trained_samples(groups))
-    # The weights sum to one, but for the rounding of each to float32.
+    # The weights sum to one, except for float32 rounding.
     assert abs(sum(row.loss_weights_L.double().sum().item() for row in rows) - 1.0) < 2**-24 + 1e-12
     assert_equal_to_plain(PackedPolicy(model), rows, groups, loss, want, 0.9, ref_model)
 
@@ -82,7 +82,7 @@ def test_variants(variant, monkeypatch):
     [(200, "token", "segments"), (200, "sequence", "dense"), (40, "sequence", "segments"), (40, "token", "dense")],
 )
 def test_conversations(row_tokens, aggregation, mask, monkeypatch):
-    """What an environment answers is read, and neither trained nor counted. "dense" is the plain mask, in the stock SDPA call."""
+    """Environment tokens are masked out of the loss. "dense" is the plain mask in the stock SDPA call."""
     rng = np.random.default_rng(5)
     groups = in_turns(rng, make_groups(rng, [(7, [26, 1, 19, 8]), (4, [12, 23, 1]), (1, [9, 30])]))
     assert len({bool(sample.turn_advantages) for _, sample in trained_samples(groups)}) == 2
@@ -112,7 +112,7 @@ def test_segment_attention_equals_dense_mask_in_float64(shapes, seed, pad):
     dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(row.ends_T)[None, None])
     fast = packed_attention(q, k, v, segment_mask(row.ends_T), 0.0, True)
     want, result = (torch.autograd.grad(out, (q, k, v), upstream) for out in (dense, fast))
-    # Of v, which is averaged, and of the largest gradient: that of q and k is zero where a token sees itself alone.
+    # Relative to v, which is averaged, and to the largest gradient: gradients of q and k are zero if a token sees only itself.
     assert (dense - fast).abs().max() < 1e-12 * v.abs().max()
     size = max(grad.abs().max() for grad in want)
     assert max((a - b).abs().max() for a, b in zip(want, result, strict=True)) < 1e-12 * size
@@ -161,7 +161,7 @@ def test_block_mask_equals_mask_from_dense(num_tokens):
 
 @pytest.mark.parametrize("tiles, computed", [(1, 1), (3, 3), (5, 6), (9, 12), (13, 16)])
 def test_packed_attention_padded_to_compiled_length_equals_reference(tiles, computed, monkeypatch):
-    """FlexAttention without its compilation, which is the same on a CPU and has no backward there."""
+    """FlexAttention without compilation; on a CPU compilation gives the same result, without a backward."""
     monkeypatch.setattr("torchtune_ext.kernels.packed_attention._flex_attention", flex_attention)
     T, draw = tiles * TILE_SIZE, torch.Generator().manual_seed(tiles)
     ends = torch.arange(T) + torch.randint(1, T + 1, (T,), generator=draw)

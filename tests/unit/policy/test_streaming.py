@@ -1,4 +1,4 @@
-"""What a model says when its layers run one by one is what the policy says that was built of it, in every precision."""
+"""Layer-by-layer log-probs equal the policy's log-probs, in every precision."""
 
 import json
 from functools import partial
@@ -31,7 +31,7 @@ def policy_said(policy, rows, temperature):
 
 @pytest.mark.parametrize(("dtype", "fp8"), [(F32, None), (BF16, None), (BF16, Fp8Config())], ids=["f32", "bf16", "fp8"])
 def test_equal_to_the_policy(source, dtype, fp8):
-    """The same operations on the same numbers in the same order, so to the last bit."""
+    """The operations are the same in the same order, so the results are bit-identical."""
     rows, policy = some_rows(), policy_of(source, fp8, dtype)
     weights = lora.merged_tensors(policy.model)
     logprobs = torch.cat(
@@ -66,7 +66,7 @@ def test_streamed_teacher_supports_separate_output_layer(tmp_path):
 
 
 def test_no_rows(source):
-    """A rank may have none, and takes part in gathering the weights."""
+    """A rank without rows still takes part in gathering the weights."""
     taken = []
     weights = ((taken.append(name), (name, weight))[1] for name, weight in source.tensors())
     assert streamed_logprobs([], weights, builder(source), F32, CPU) == [] and len(taken) == len(list(source.tensors()))

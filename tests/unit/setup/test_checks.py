@@ -93,7 +93,7 @@ def test_weights_fit_their_model_and_no_other(model_dir):
     assert shapes == {name: tuple(param.shape) for name, param in model.named_parameters()}
     fewer = build_on_meta(partial(from_config, str(model_dir)))
     del fewer.layers[1]
-    with pytest.raises(ValueError, match=r"model .*layers.1.* no such weight"):
+    with pytest.raises(ValueError, match=r"model .*layers.1.* no weight of this name"):
         source.require_fits(fewer)
 
 

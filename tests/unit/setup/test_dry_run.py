@@ -266,7 +266,7 @@ def test_dry_run_public_model_needs_no_download(name, place, tmp_path, capsys):
     with_files = ran(capsys, cfg)[1]
     cfg.model_dir = str(tmp_path / Path(cfg.model_dir).name)
     status, out = ran(capsys, cfg)
-    assert status == 2 and "sizes: those of Qwen" in out and "problem: " in out and ": no such folder" in out
+    assert status == 2 and "sizes: those of Qwen" in out and "problem: " in out and ": folder not found" in out
 
     def table(text):
         # The published sizes do not say how long a table of RoPE is.
@@ -285,7 +285,7 @@ def test_dry_run_torchtune_builder_needs_no_files(place, tmp_path, capsys):
         status == 2
         and "7.616 B parameters" in out
         and "\nfits on 5 x 80 GB" in out
-        and "/nothing': no such folder" in out
+        and "/nothing': folder not found" in out
     )
 
 

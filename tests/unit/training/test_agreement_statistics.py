@@ -1,4 +1,4 @@
-"""The statistics of the gate: standard errors over contexts, and the likelihood of a canary's tokens."""
+"""Statistics of the mismatch gate: standard errors over contexts, likelihood of a canary's tokens."""
 
 import math
 from contextlib import nullcontext
@@ -29,7 +29,7 @@ VOCAB = 50
 
 
 def test_fit_repeated_contexts_equals_one_token_per_context():
-    """Twenty samples behind the same states are no more evidence than one, and a fit of one context is none."""
+    """Twenty samples of the same contexts are as much evidence as one; one context is not evidence."""
     generator = np.random.default_rng(0)
     x, y, contexts_N = generator.standard_normal(12), generator.standard_normal(12), np.arange(12)
     one, many = fit_slope(y, x, contexts_N), fit_slope(np.tile(y, 20), np.tile(x, 20), np.tile(contexts_N, 20))
@@ -42,7 +42,7 @@ def test_fit_repeated_contexts_equals_one_token_per_context():
 
 
 def test_students_t_quantiles_match_table():
-    """Quantiles at the tail probability of five deviations of a normal variable, 2.87e-7 (from the incomplete beta function)."""
+    """Quantiles at the tail probability of five normal deviations, 2.87e-7 (incomplete beta function)."""
     table = {2: 1320.71, 5: 31.847, 10: 11.166, 15: 8.267, 31: 6.268, 100: 5.344, 1e6: 5.0}
     for freedom, quantile in table.items():
         assert 0.9999 * quantile < students_t_quantile(freedom) < (2.7 if freedom == 2 else 1.1) * quantile
@@ -50,8 +50,11 @@ def test_students_t_quantiles_match_table():
 
 @pytest.mark.parametrize("contexts_seen, stops", [(6, False), (600, True)])
 def test_mismatch_samples_from_one_state_count_once(contexts_seen, stops):
-    """Sixteen samples behind each state all drew its likely token, which the sampler rounds up by some 4%. The rare token that would
-    bring the mean of exp(d) to 1 was drawn by none, as may happen for a few states and not for hundreds."""
+    """All sixteen samples of each context have its likely token, which the sampler rounds up by 4%.
+
+    No sample has the rare token that would bring the mean of exp(d) to 1. This may happen for a few
+    contexts, but not for hundreds.
+    """
     d = np.random.default_rng(0).normal(-0.036, 0.012, contexts_seen).repeat(16)
     ours, where = np.full(len(d), math.log(0.95)), np.full((2, len(d)), AGE_0_BUCKET)
     tokens = TokenDiffs(ours, ours - d, np.full(len(d), 0.2), np.arange(contexts_seen).repeat(16), where)
@@ -60,7 +63,7 @@ def test_mismatch_samples_from_one_state_count_once(contexts_seen, stops):
 
 
 def canaries(sampler, rounding=0.06, seed=0):
-    """Canaries with another seed each, whose tokens are drawn by what `sampler` makes of log-probs and reported without it."""
+    """Canaries with different seeds. `sampler` changes the sampled log-probs but not the reported ones."""
     generator, gate = torch.Generator().manual_seed(seed), MismatchGate(10.0)
     for number in range(60):
         logits = torch.randn(256, VOCAB, generator=generator, dtype=torch.float64) * 2
@@ -96,7 +99,7 @@ def test_likelihood_check_passes_tokens_sampled_as_reported(rounding):
 
 
 def test_canary_with_repeated_seed_adds_no_evidence():
-    """What counts of a seed is its first canary, whose answers are the longest."""
+    """Only the first canary of a seed counts; its completions are the longest."""
     once, often, zero = MismatchGate(10.0), MismatchGate(10.0), np.zeros(4)
     for gate, canaries_of_a_seed in ((once, 1), (often, 9)):
         for seed in range(8):
@@ -120,7 +123,7 @@ def test_contexts_are_equal_where_the_log_prob_is():
         and context_hashes(rows([5, 6, 8])[0])[1].tolist()[2] != c
     )
     assert set(context_hashes(rows([5, 6, 7], prompt=(1, 2))[0])[1].tolist()).isdisjoint({a, b, c, d, e, f})
-    cut = rows([5, 6, 7], [5, 9], [6], size=5)  # the same in other rows
+    cut = rows([5, 6, 7], [5, 9], [6], size=5)  # the same tokens in other rows
     assert len(cut) == 2 and sorted(c for row in cut for c in context_hashes(row)[1].tolist()) == sorted(
         [a, b, c, d, e, f]
     )
@@ -128,14 +131,14 @@ def test_contexts_are_equal_where_the_log_prob_is():
 
 
 def test_contexts_of_conversations_include_environment_tokens():
-    """The same tokens are the same context, whichever row they are in and whoever wrote them."""
+    """The same tokens are the same context, whichever row holds them and whoever wrote them."""
 
     def rows(*texts, turns=((0, 1), (3, 5)), size=10_000):
         samples = [sampled(text, trained=True) for text in texts]
         samples = [replace(sample, completion=replace(sample.completion, turns=turns)) for sample in samples]
         return pack([Group(Problem("p", (), None), np.array([1, 2], np.int32), tuple(samples))], size)[0]
 
-    ours, again, other = [5, 6, 7, 8, 9], [5, 6, 7, 8, 4], [5, 6, 3, 8, 9]  # another last token; another answer
+    ours, again, other = [5, 6, 7, 8, 9], [5, 6, 7, 8, 4], [5, 6, 3, 8, 9]  # another last token; another completion
     (one,) = rows(ours, again, other)
     first, second, third = (context_hashes(one)[1].tolist()[at : at + 3] for at in (0, 3, 6))
     assert first[:2] == second[:2] and first[2] != second[2]

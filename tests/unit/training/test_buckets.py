@@ -1,4 +1,4 @@
-"""Buckets by place and age against counting by hand."""
+"""Buckets by position and age equal a count by hand."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What is not the checkpoint that was written, or not one of this run, is refused by name before anything is loaded."""
+"""Damaged checkpoints and checkpoints of other runs are refused by name before loading."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_saved(source, tmp_path_factory):
-    """Checkpoints of steps 1 and 2, to be copied."""
+    """Checkpoints of steps 1 and 2, which tests copy."""
     folder, trained = tmp_path_factory.mktemp("two") / "c", Trained(source)
     for step in (1, 2):
         trained.train(1, seed=step)
@@ -51,7 +51,7 @@ def flipped(rng: random.Random):
 
 
 def test_checkpoint_damage_to_any_file_refused_by_name(folder):
-    """Emptied, halved, last byte off, single bits anywhere, removed."""
+    """Damage: emptied, halved, last byte removed, single bits flipped anywhere, deleted."""
     newest = folder / "step_000002"
     ways = {"empty": lambda data: b"", "half": lambda data: data[: len(data) // 2], "cut": lambda data: data[:-1]}
     ways |= {f"flip {seed}": flipped(random.Random(seed)) for seed in range(6)}
@@ -69,8 +69,8 @@ def test_checkpoint_damage_to_any_file_refused_by_name(folder):
                 checkpoints_in(folder).verify_latest()
             except DamagedCheckpoint as error:
                 assert f"{newest} is damaged: {name} " in str(error), (name, way, error)
-                assert "move the whole folder away: the run then goes on from the checkpoint before it" in str(error)
-            else:  # white space in the manifest: what is read of it is the same
+                assert "move the whole folder away: the run then resumes from the checkpoint before it" in str(error)
+            else:  # white space in the manifest does not change its content
                 assert name == "manifest.json" and way.startswith("flip"), (name, way)
                 assert json.loads(path.read_bytes()) == json.loads(before), way
                 harmless += 1
@@ -79,7 +79,7 @@ def test_checkpoint_damage_to_any_file_refused_by_name(folder):
 
 
 def test_checkpoint_foreign_files_are_ignored(folder, source):
-    """A file manager's, a link that leads nowhere, tensors of a rank that there was not. One that is listed is still missed."""
+    """A file manager's file, a dangling link, tensors of an unknown rank. Listed files are still required."""
     trained, path = Trained(source), folder / "step_000002"
     for name in (".DS_Store", "notes/of mine.txt", "state/__1_0.distcp", "state/._.metadata"):
         (path / name).parent.mkdir(exist_ok=True)
@@ -95,7 +95,7 @@ def test_checkpoint_foreign_files_are_ignored(folder, source):
 
 
 def test_checkpoint_load_verifies_before_unpickling(folder, source):
-    """Before anything is unpickled: this metadata file would make another file."""
+    """Unpickling this metadata file would create another file."""
     trained, path = Trained(source), folder / "step_000002"
     before = trained.tensors()
     (path / "state" / ".metadata").write_bytes(f"cos\nmkdir\n(V{folder}/unpickled\ntR.".encode())
@@ -152,7 +152,7 @@ def test_checkpoint_names_sort_numerically_and_ignore_copies(folder):
 
 
 @pytest.mark.parametrize(
-    ("field", "fix"), [("run", "an output_dir of its own"), ("model", "set `model:` and"), ("base", "set model_dir to")]
+    ("field", "fix"), [("run", "its own output_dir"), ("model", "set `model:` and"), ("base", "set model_dir to")]
 )
 def test_checkpoint_of_other_run_model_base_is_refused(folder, source, field, fix):
     ours = replace(MINE, **{field: "something else"})
@@ -167,13 +167,13 @@ def test_checkpoint_of_other_run_model_base_is_refused(folder, source, field, fi
         with pytest.raises(ValueError, match=message) as error:
             choose()
         assert not isinstance(error.value, DamagedCheckpoint) and str(error.value).count(" to another ") == 1
-    (folder / "step_000002" / "state" / ".metadata").write_bytes(b"")  # refused before its files are looked at
+    (folder / "step_000002" / "state" / ".metadata").write_bytes(b"")  # refused before its files are read
     with pytest.raises(ValueError, match=message):
         checkpoints_in(folder, ours).verify_latest()
 
 
 def test_the_fingerprint_of_weights(source, tmp_path):
-    """The same wherever the files lie and however they are cut; another for other weights, names, shapes or dtypes."""
+    """Independent of folder and sharding of files; differs for other weights, names, shapes or dtypes."""
     fingerprint = source.fingerprint()
     tensors = load_file(source.path / "model.safetensors")
     shutil.copyfile(source.path / "config.json", tmp_path / "config.json")
@@ -188,7 +188,7 @@ def test_the_fingerprint_of_weights(source, tmp_path):
     names = sorted(tensors)
     assert of(tensors) == fingerprint
     assert of(*({name: tensors[name]} for name in reversed(names))) == fingerprint
-    head = {"lm_head.weight": tensors["model.embed_tokens.weight"]}  # tied: some writers save it twice
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"]}  # tied weights: some writers save them twice
     assert of(tensors, head) == fingerprint
     assert make_source(tmp_path / "other", seed=2).fingerprint() != fingerprint
     bf16 = {name: tensor.bfloat16() for name, tensor in tensors.items()}
@@ -205,7 +205,7 @@ def test_the_fingerprint_of_weights(source, tmp_path):
 
 
 def test_the_fingerprint_reads_little(source, tmp_path, monkeypatch):
-    """Eight gigabytes, most of them a hole in the file."""
+    """Eight gigabytes in a sparse file."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [2 << 30], "data_offsets": [0, 8 << 30]}}).encode()
     shutil.copyfile(source.path / "config.json", tmp_path / "config.json")
     with open(tmp_path / "model.safetensors", "wb") as file:
@@ -257,7 +257,7 @@ def test_manifest_write_read_round_trips(tmp_path):
 
 
 def test_adapters_with_their_merged_model(source, tmp_path):
-    """What is saved of an adapted model are its adapters: the merged model in a folder below is verified, too."""
+    """The checkpoint holds the adapters. The merged model in its subfolder is verified, too."""
     adapter = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4, "lora_alpha": 8.0}
     make = partial(from_config, str(source.path), **adapter)
     spec = adapter_spec(build_on_meta(make), source, adapter)

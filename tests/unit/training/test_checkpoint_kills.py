@@ -1,4 +1,4 @@
-"""A process that saves and prunes is killed: every checkpoint that is listed afterwards is whole."""
+"""A process that saves and prunes is killed: every listed checkpoint is complete afterwards."""
 
 import os
 import random
@@ -17,7 +17,7 @@ from torchtune_ext.run.files import remove_leftovers
 from torchtune_ext.run.folder import checkpoint_step
 from torchtune_ext.training.manifest import Manifest
 
-CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")  # what Python tells of before it touches a file
+CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")  # audit events before a change of a file
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def errors_of(folder: Path) -> str:
 
 
 def require_whole(checkpoints, at_least):
-    """Every file of every listed checkpoint, read whole."""
+    """Reads every file of every listed checkpoint completely."""
     remove_leftovers(checkpoints.folder)
     listed = checkpoints.all()
     assert len(listed) >= at_least, os.listdir(checkpoints.folder)
@@ -43,7 +43,7 @@ def require_whole(checkpoints, at_least):
 
 
 def test_killed_before_any_change_of_a_file(tmp_path, trained):
-    """A save that also prunes, killed before its n-th change: each of the last thirty, and every third before."""
+    """A save with pruning, killed before its n-th change: each of the last thirty, every third before."""
     trained.save(checkpoints_in(tmp_path / "old"), 1)
     old = tmp_path / "old" / "step_000001"
 
@@ -80,7 +80,7 @@ def test_killed_before_any_change_of_a_file(tmp_path, trained):
 
 
 def test_killed_at_random_moments(tmp_path, trained):
-    """A loop of saves that is killed and begun again, twenty times."""
+    """A loop of saves that is killed and restarted twenty times."""
     rng, folder, step = random.Random(0), tmp_path / "c", 0
     checkpoints = checkpoints_in(folder, keep_last=2)
     took = min(timeit.repeat(partial(trained.save, checkpoints, step), repeat=3, number=1))

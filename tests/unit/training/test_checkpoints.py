@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent, and a resumed optimizer takes the very steps of one that went on."""
+"""Checkpoints are atomic, and a resumed optimizer takes the same steps as an uninterrupted one."""
 
 import errno
 import json
@@ -84,24 +84,24 @@ def test_checkpoint_before_first_update_changes_nothing(tmp_path, source):
 
 
 def test_checkpoint_without_optimizer_state_restarts_optimizer(tmp_path, source, trained, capsys):
-    """The weights are those of the checkpoint, and the updates after it those of a new optimizer, bit for bit."""
+    """Weights equal the checkpoint, and later updates equal a new optimizer's, bit for bit."""
     trained.train(3, seed=1)
     checkpoints = checkpoints_in(tmp_path / "c", save_optimizer=False)
     trained.save(checkpoints, 3)
     other, fresh = Trained(source), Trained(source)
-    # What an optimizer has gathered before does not belong to the weights of the checkpoint.
+    # Moments of an earlier optimizer do not belong to the weights of the checkpoint.
     other.train(1, seed=9)
     recipe = other.load(checkpoints_in(tmp_path / "c"), checkpoints.verify_latest())
     assert recipe["step"] == 3 and not other.optimizer.state
     output = capsys.readouterr().out
-    assert "step_000003 was saved without the state of the optimizer" in output and "moments begin at zero" in output
+    assert "step_000003 was saved without the state of the optimizer" in output and "moments start from zero" in output
     fresh.model.load_state_dict(trained.model.state_dict())
     for run in (other, fresh):
         run.train(2, seed=2)
     assert all(torch.equal(a, b) for a, b in zip(other.tensors(), fresh.tensors(), strict=True))
     trained.save(checkpoints_in(tmp_path / "whole"), 3)
     states = [sum(f.stat().st_size for f in path.rglob("*.distcp")) for path in tmp_path.glob("*/step_000003/state")]
-    # A third of it are the weights, two thirds the moments.
+    # One third of the bytes is weights, two thirds are moments.
     assert min(states) < 0.5 * max(states)
 
 
@@ -149,7 +149,7 @@ def test_last_and_best_are_kept(tmp_path, trained):
 
 
 def test_checkpoint_lower_keep_last_prunes_before_writing(tmp_path, trained):
-    """On a disk that was full the next one could not be written otherwise."""
+    """On a full disk the next checkpoint could otherwise not be written."""
     checkpoints = checkpoints_in(tmp_path / "c", keep_last=5)
     for step in (1, 2, 3):
         trained.save(checkpoints, step)
@@ -171,7 +171,7 @@ def test_checkpoint_best_returns_folder_and_accuracy(tmp_path, trained):
 
 
 def test_checkpoint_pruning_ignores_other_runs_and_damaged(tmp_path, trained):
-    """An older run's later steps neither push out this run's checkpoints nor are deleted by it."""
+    """Later steps of an older run do not prune this run's checkpoints and are not pruned."""
     theirs = checkpoints_in(tmp_path / "c", replace(MINE, run="run-b"), keep_last=1)
     trained.save(theirs, 100, accuracy=0.9)
     mine = checkpoints_in(tmp_path / "c", keep_last=1)
@@ -232,7 +232,7 @@ def raise_interrupt(*args, **kwargs):
     raise KeyboardInterrupt
 
 
-PHASES = [  # a first function inside each part of a save, DCP's own included
+PHASES = [  # the first function of each stage of a save, including DCP's
     (export, "_copy_files"),
     (export, "save_file"),
     (checkpointing, "get_state_dict"),
@@ -282,7 +282,7 @@ def test_checkpoint_disk_error_ignores_exception_being_handled(tmp_path, trained
 
 @pytest.mark.parametrize("room", [30_000, 150_000, 300_000, 500_000, 800_000, 1_000_000])
 def test_checkpoint_full_disk_keeps_previous_checkpoint(tmp_path, trained, room):
-    """On a small file system: with so many bytes left, another part of the save fails each time."""
+    """On a small file system another stage of the save fails, depending on the free bytes."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(disk)]
@@ -304,21 +304,21 @@ def test_checkpoint_full_disk_keeps_previous_checkpoint(tmp_path, trained, room)
 
 
 def test_files_that_may_not_grow(tmp_path, trained):
-    """With a limit on the size of files, which needs no rights: once for every size that a file of a checkpoint has."""
+    """With a limit on file sizes, which needs no privileges: once for each size of a checkpoint's files."""
     checkpoints = checkpoints_in(tmp_path / "c")
     trained.save(checkpoints, 1)
     sizes = sorted({path.stat().st_size for path in checkpoints.latest().rglob("*") if path.is_file()})
     assert len(sizes) >= 6
 
     def save_with_limits():
-        for size in sizes:  # the first file of the save that is as large fails
+        for size in sizes:  # the first file of this size fails
             resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, resource.RLIM_INFINITY))
             with pytest.raises(OSError, match="step_000002 was not saved: .*File too large.*Free space"):
                 trained.save(checkpoints, 2)
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             assert names(tmp_path / "c") == ["step_000001"], size
 
-    # In a process of its own, for the limit holds for all that it writes.
+    # In a separate process, because the limit applies to all its files.
     child = fork(save_with_limits, tmp_path / "errors")
     _, status = os.waitpid(child, 0)
     assert status == 0, (tmp_path / "errors").read_text()
@@ -380,7 +380,7 @@ def test_saved_model_is_replaced_only_by_complete_one(tmp_path, source, trained,
         (
             OSError(5, "Input/output error"),
             UsageFileError,
-            "could not be loaded: .*Input/output error.* look at the disk",
+            "could not be loaded: .*Input/output error.* check the disk",
         ),
         (TypeError("a bug"), TypeError, "^a bug$"),
         (KeyboardInterrupt(), KeyboardInterrupt, ""),

@@ -1,4 +1,4 @@
-"""A core is left to the engine that samples beside the trainer, and the run says so; freed memory is kept."""
+"""A core is reserved for an asynchronous engine, and the run prints it; freed memory is kept."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from torchtune_ext.training.distributed import init_ranks  # noqa: E402
 
 @pytest.fixture
 def cores(monkeypatch):
-    """A machine of so many cores, on which PyTorch computes with so many threads; the threads of before are set again."""
+    """Simulates a machine with this many cores and PyTorch threads; restores the threads afterwards."""
     before = torch.get_num_threads()
 
     def of(cores: int, threads: int, variable: str | None = None) -> None:
@@ -32,7 +32,7 @@ def test_init_ranks_leaves_one_cpu_core_and_reports(cores, capsys):
     init_ranks("cpu", concurrent_engine=True)
     assert torch.get_num_threads() == 3
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("cores: PyTorch computes on 3 of 4, since ") and "OMP_NUM_THREADS" in line
+    assert line.startswith("cores: PyTorch uses 3 of 4, because ") and "OMP_NUM_THREADS" in line
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A saved model has the tokenizer and the template with which it was trained, and nothing else of its model directory."""
+"""A saved model has the tokenizer and template of the training, and no other files of model_dir."""
 
 import json
 import shutil
@@ -12,7 +12,8 @@ from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.policy.lora import AdapterSpec
 from torchtune_ext.training.export import describe_prompt_source, export_adapter, require_replaceable, save_model
 
-# Each reads its options in another way: at the top, in a loop, in a macro, as a list, after white space that counts.
+# Each template reads its options differently: at the top, in a loop, in a macro, as a list, after
+# significant white space.
 PLAIN = """
   {%- for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content | trim }}<|im_end|>{% endfor %}
@@ -64,7 +65,7 @@ def test_saved_model_makes_trained_prompts(tmp_path, source, model, name):
     assert bool(describe_prompt_source(source, tokenizer)) == (name != "its own")
     if name != "its own":
         assert json.loads((folder / "tokenizer_config.json").read_text())["chat_template"] != "old"
-    # The same settings as before do not add their options again.
+    # Saving again with the same settings does not add the options twice.
     again = ChatTokenizer(folder, (folder / "chat_template.jinja").read_text(), options)
     second = save_model(tmp_path / "second", model, source, torch.float32, again)
     assert (second / "chat_template.jinja").read_text() == (folder / "chat_template.jinja").read_text()
@@ -91,7 +92,7 @@ def test_saved_model_has_tokenizer_of_another_folder(tmp_path, source, model):
     folder = save_model(tmp_path / "model", model, source, torch.float32, tokenizer)
     (source.path / "generation_config.json").unlink()
     assert ChatTokenizer(folder).prompt_ids(MESSAGES) == tokenizer.prompt_ids(MESSAGES)
-    # Servers stop where the training stopped.
+    # Servers stop at the same tokens as the training.
     generation = json.loads((folder / "generation_config.json").read_text())
     assert generation == {"eos_token_id": tokenizer.eos_id, "top_k": 3} and tokenizer.stop_token_ids == (
         tokenizer.eos_id,
@@ -115,7 +116,7 @@ def test_copies_from_recorded_model_dir_are_replaceable(tmp_path, source):
     shutil.copy(source.path / "train.py", folder)
     require_replaceable(folder, [source.path], "tokenizer_problems")
     (folder / "train.py").write_text("edited")
-    with pytest.raises(ValueError, match="no run has written what it holds: train.py"):
+    with pytest.raises(ValueError, match="it holds files that no run has written: train.py"):
         require_replaceable(folder, [source.path], "tokenizer_problems")
 
 

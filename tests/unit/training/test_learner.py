@@ -1,4 +1,4 @@
-"""The verbs of a learner, and what a loss gets that says what it needs."""
+"""The methods of the learner, and the inputs that a loss requests."""
 
 import json
 import math
@@ -27,7 +27,7 @@ GROUPS = [(7, [5, 1, 9]), (4, [12, 11])]
 
 
 class TowardsTheReference:
-    """A loss of the user's own, of which the library knows nothing but what it says."""
+    """A user's loss, which only declares its requirements."""
 
     needs_reference = True
     needs_all_groups = True
@@ -71,7 +71,7 @@ def test_learner_custom_loss_reference_stays_fixed():
 
 
 def test_a_teacher_is_heard_token_by_token():
-    """Whatever the order of completions in rows, each label comes with the log-prob that the teacher gave this token."""
+    """Each label has the teacher's log-prob of its token, whatever the order of completions in rows."""
     groups = [
         replace(g, samples=tuple(replace(s, teacher_logprobs=-s.completion.tokens / np.float32(8)) for s in g.samples))
         for g in unpacked.make_groups(np.random.default_rng(0), GROUPS)
@@ -120,7 +120,7 @@ def test_only_later_updates_ask_the_proximal_policy_beforehand():
     its = learner(PolicyLoss(constraint="kl", top_k=4))
     first, second = its.proximal_logprobs([rows(), rows()])
     assert first is None and [scores.top_LK.shape[-1] for scores in second] == [4] * len(second)
-    its.policy.has_dropout = True  # dropout makes every forward pass another policy
+    its.policy.has_dropout = True  # with dropout every forward pass is a different policy
     assert None not in its.proximal_logprobs([rows(), rows()])
 
 
@@ -129,19 +129,19 @@ def test_learner_computes_proximal_logprobs_only_if_loss_needs(options):
     its = learner(PolicyLoss(**options))
     assert its.proximal_logprobs([rows(), rows()]) == [None, None]
     its.step(its.forward_backward(rows(), version=0)[1], advice=str)
-    # The later update gets no log-probs of it, and these of the policy as it is now would be wrong.
+    # The second update gets no proximal log-probs, and log-probs of the current policy would be wrong.
     moved = its.forward_backward(rows(), version=0)[1]["loss/ratio_max"]
     assert moved != pytest.approx(1.0, abs=1e-6)
-    its.policy.has_dropout = True  # then the gate before the first update has to ask it
+    its.policy.has_dropout = True  # then the gate before the first update must compute them
     first, later = its.proximal_logprobs([rows(), rows()])
     assert first is not None and later is None
 
 
 @pytest.mark.parametrize("loss", [PolicyLoss(), PolicyLoss(importance="tis"), NLLLoss()])
 def test_learner_update_synchronizes_device_twice(loss, monkeypatch):
-    """For the numbers of all rows at once, and for the norm of the gradient; however many rows and metrics there are."""
+    """Once for the numbers of all rows and once for the gradient norm, for any number of rows and metrics."""
     its, packed, reads = learner(loss, max_grad_norm=1.0), rows() * 3, []
-    # A device has a block mask; only a CPU makes a plan of the row, from numbers that it reads.
+    # A GPU uses a block mask; only a CPU plans the row from numbers that it reads.
     plans = {id(row.ends_T): packed_mask(row) for row in packed}
     monkeypatch.setattr(logprobs, "packed_mask", lambda row: plans[id(row.ends_T)])
     for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
@@ -206,7 +206,7 @@ def steps_of(updates_per_step, decay, warmup, state, steps):
     recipe.load_checkpoint(Path())
     for _ in range(steps):
         recipe.step, recipe.version = recipe.step + 1, recipe.version + 1
-        # In the first step a group has no signal, so that an update is left out.
+        # The first step has a zero-variance group, so an update is skipped.
         recipe.update([[]] * max(1, updates_per_step - (recipe.step == 1)))
     return asdict(RunState(recipe.step, recipe.version, 0, {}, {}, {})), rates
 
@@ -215,7 +215,7 @@ def steps_of(updates_per_step, decay, warmup, state, steps):
 @pytest.mark.parametrize("warmup", [0, 5])
 @pytest.mark.parametrize("before, after", [(4, 1), (1, 4), (4, 4)])
 def test_resume_with_other_updates_keeps_the_schedule(decay, warmup, before, after):
-    """Each step has the learning rates of a run that had the present `updates_per_step` from its beginning."""
+    """Each step has the learning rates of a run with the current `updates_per_step` from its start."""
     start = asdict(RunState(0, 0, 0, {}, {}, {}))
     state, first = steps_of(before, decay, warmup, start, 2)
     whole = make_schedule(ScheduleConfig(decay, warmup), 6 * after)
@@ -227,8 +227,11 @@ def test_resume_with_other_updates_keeps_the_schedule(decay, warmup, before, aft
 
 @pytest.mark.parametrize("loss", [PolicyLoss(entropy_coef=0.01), PolicyLoss(level="sequence"), NLLLoss()])
 def test_a_gradient_has_the_same_bits_each_time(loss):
-    """With several threads, and rows so large that operations share them out: the first labels of a group have one source, the
-    sums over a completion one target each, and nobody may add to these in any order. A replay is equal only then."""
+    """Sums are deterministic with several threads and rows that operations split among them.
+
+    The first labels of a group have one source, and sums over a completion one target each. Only a
+    fixed order of additions makes a replay equal.
+    """
     packed = pack(unpacked.make_groups(np.random.default_rng(0), [(9, [12] * 256)]), 40_000)[0]
     its, threads = learner(loss), torch.get_num_threads()
     torch.set_num_threads(4)

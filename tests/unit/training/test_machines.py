@@ -1,5 +1,8 @@
-"""Ranks on several machines, which are processes here that take themselves for such: folders that not all see, weights that
-differ, control messages that do not need the GPU's backend, and settings that no ranks fit."""
+"""Ranks on several machines, simulated by processes.
+
+Folders that not all ranks see, different weights, control messages without the GPU's backend, and
+invalid settings of ranks.
+"""
 
 import ast
 import json
@@ -33,9 +36,9 @@ FIRST, SECOND = f"rank 0 on {HOST} (torchrun 0)", f"ranks 1, 2 on {HOST} (torchr
 
 @pytest.fixture
 def across(tmp_path, monkeypatch):
-    """Runs an action on three ranks, one on the first machine and two on the second, each machine in a folder of its own.
+    """Runs an action on three ranks: one on the first machine, two on the second.
 
-    Returns what the action returned on each rank.
+    Each machine has its own working directory. Returns the action's result on each rank.
     """
     monkeypatch.setattr(machines, "VISIBILITY_TIMEOUT_S", 0.5)
     for machine in (0, 1):
@@ -77,7 +80,7 @@ def test_init_ranks_unshared_folder_named_on_every_rank(across, tmp_path):
 
     def action():
         hosts, messages = init_ranks("cpu").hosts, []
-        # The first is relative, and each machine is in a folder of its own.
+        # The first path is relative, and each machine has its own working directory.
         for output_dir in ("runs/a", str(tmp_path / "file" / "a"), str(tmp_path / "run")):
             try:
                 machines.require_shared_folder(hosts, output_dir)
@@ -95,14 +98,14 @@ def test_init_ranks_unshared_folder_named_on_every_rank(across, tmp_path):
 
 
 def test_ranks_control_messages_work_without_gpu_backend(across, monkeypatch, tmp_path):
-    """In place of NCCL stands torch's backend that delivers nothing: what arrives has come over gloo."""
+    """torch's fake backend replaces NCCL and delivers nothing: all received data came over gloo."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 
     monkeypatch.setattr(training, "get_distributed_backend", lambda kind, offload_ops_to_cpu: "cuda:fake,cpu:gloo")
 
     def action():
         ranks = init_ranks("cpu", output_dir=str(tmp_path / "run"))
-        # It computes on a GPU, as far as it knows.
+        # The rank assumes that it computes on a GPU.
         ranks = Ranks(ranks.rank, 3, torch.device("cuda", 0), ranks.hosts)
         results = [
             ranks.broadcast({"rank": ranks.rank}),
@@ -110,7 +113,7 @@ def test_ranks_control_messages_work_without_gpu_backend(across, monkeypatch, tm
             ranks.any(False),
             all_gather(ranks.rank),
         ]
-        # A metric of a user's loss may come up on one rank only.
+        # A metric of a user's loss may occur on one rank only.
         own = {"c": 5.0} if ranks.rank == 1 else {}
         results.append(reduce_over_ranks({"a": 1.0, "b": float(ranks.rank), "b_max": float(ranks.rank), **own}))
         dist.barrier()
@@ -157,7 +160,7 @@ def test_ranks_sleep_while_rank_0_works(across, tmp_path):
 
 
 def test_ranks_wait_for_engine_together():
-    """In the first publication the others would wait, too, but over NCCL, with GPU and core busy."""
+    """At the first weight sync the other ranks would wait in NCCL, which keeps GPU and core busy."""
     tree = ast.parse((Path(__file__).parents[3] / "recipes/grpo.py").read_text())
 
     def calls(root, name):
@@ -179,7 +182,7 @@ def test_ranks_wait_for_engine_together():
 def test_init_ranks_indivisible_groups_refused_before_joining(within, ranks, fix, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("RANK", "0")
-    # MASTER_ADDR is not set: nothing is tried before the numbers fit.
+    # MASTER_ADDR is not set: the numbers are checked before any connection.
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(ValueError, match="does not divide") as error:
         init_ranks("cpu", RanksConfig(shard_within=within))
@@ -259,7 +262,7 @@ def test_local_device_too_many_ranks_reported_with_machine(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert local_device("auto") == torch.device("cuda", 3) == taken[0]
     monkeypatch.setenv("LOCAL_RANK", "4")
-    # A job launcher may leave the variable to a single process.
+    # A job launcher may set the variable for a single process.
     monkeypatch.delenv("WORLD_SIZE")
     assert local_device("auto") == torch.device("cuda", 0)
     monkeypatch.setenv("WORLD_SIZE", "12")
@@ -276,7 +279,7 @@ def test_ranks_are_named_by_machine():
 def environ(monkeypatch):
     def of(**values):
         for name in ("GLOO_SOCKET_IFNAME", "LOCAL_WORLD_SIZE"):
-            monkeypatch.setenv(name, "")  # so that what is set below is forgotten at the end
+            monkeypatch.setenv(name, "")  # restores the variables at the end
             monkeypatch.delenv(name)
         for name, value in {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", **values}.items():
             monkeypatch.setenv(name, value)

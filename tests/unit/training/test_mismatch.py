@@ -1,4 +1,4 @@
-"""The gate finds what it is told to find, and names the cause. The sampler is played by a table of logits."""
+"""The gate detects each fault and names its cause. A table of logits simulates the sampler."""
 
 import math
 import re
@@ -28,7 +28,7 @@ VOCAB, TOKENS, SAMPLES = 50, 40, 20
 
 
 class Table:
-    """Logits per label; the trainer scores them at a temperature, the sampler reports something that may differ."""
+    """Logits per label. The trainer scores labels at a temperature; the sampler may report others."""
 
     def __init__(self, seed=0):
         generator = torch.Generator().manual_seed(seed)
@@ -48,12 +48,12 @@ class Table:
 
 
 def mismatch(rows, scores, version=None):
-    """What a gate measures that lets everything pass."""
+    """Measures the mismatch with a gate that never fails."""
     return MismatchGate(math.inf, test_mean_weight=False).check(rows, scores, "now", version)
 
 
 def check(reported, table, temperature=1.0, limit=1e-3, before=None):
-    """before: the trainer's log-probs under the weights before the last update."""
+    """Checks `reported`. `before`: the trainer's log-probs under the weights before the last update."""
 
     scores = [LabelLogprobs(table.score(temperature), Categorical(logits=table.logits / temperature).entropy())]
     rows, applied = table.rows(reported), []
@@ -97,16 +97,16 @@ def test_mismatch_is_reported_by_position_and_staleness():
     scores = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
     buckets = mismatch([row], scores, version=4).by_bucket
     by_place = {"at_0": 1e-2, "at_1_15": 2e-3, "at_16_255": 3e-4}
-    mean = errors.mean().item() / 3.25  # of a sample whose errors are not enlarged; every fourth is, tenfold
+    mean = errors.mean().item() / 3.25  # of a sample without the tenfold errors of every fourth sample
     by_age = {"age_1": mean, "age_2_3": mean, "age_4_7": 10 * mean}
     # float32 log-probs around -4 are stored to 2.4e-7
     assert buckets == pytest.approx({name: 3.25 * v for name, v in by_place.items()} | by_age, abs=3e-7)
-    assert mismatch([row], scores).by_bucket.keys() == by_place.keys()  # one age only: nothing to compare
+    assert mismatch([row], scores).by_bucket.keys() == by_place.keys()  # a single age bucket is omitted
 
 
 @pytest.mark.parametrize("stale", [True, False])
 def test_mismatch_limit_applies_to_current_version_tokens(stale):
-    """Half of the samples differ by 0.3. Where an earlier version sampled these, that is no fault of the engine."""
+    """Half of the samples differ by 0.3. If an earlier version sampled them, this is not a fault."""
     table = Table()
     errors = torch.zeros(SAMPLES, TOKENS, dtype=torch.float64)
     errors[::2] = 0.3
@@ -138,7 +138,7 @@ def test_mismatch_batch_without_current_version_warns_once(caplog):
 
 
 def test_mismatch_warning_without_canary_omits_it(caplog):
-    """In a replay, which goes on."""
+    """A replay continues."""
     table = Table()
     (row,) = table.rows(table.score(1.0).double() + 0.3)
     scores = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
@@ -151,7 +151,7 @@ def test_mismatch_warning_without_canary_omits_it(caplog):
 
 @pytest.mark.parametrize("tokens", [MIN_TOKENS - 1, MIN_TOKENS])
 def test_mismatch_few_current_version_tokens_pass_gate(tokens, caplog):
-    """The tail of a completion that was sampled over a publication: in bfloat16 one of its tokens may well be 0.06 away."""
+    """The tail of a completion across a weight sync: in bfloat16 one of its tokens may differ by 0.06."""
     table = Table()
     (row,) = table.rows(table.score(1.0).double() + 0.3)
     versions = torch.full_like(row.versions_L, 3)
@@ -175,21 +175,24 @@ def test_temperature(sampled, scored):
 
 
 def temperature_in(error):
-    """It comes of a first derivative, so that a temperature far away is said to be nearer."""
+    """The estimate is a first-order one, so it is closer to 1 than a distant temperature."""
     return float(re.search(r"is about ([\d.]+)", str(error.value))[1])
 
 
 def test_top_p():
     table = Table()
-    kept = torch.full((SAMPLES * TOKENS,), 0.9, dtype=torch.float64)  # what is left of the mass, renormalized to one
+    kept = torch.full((SAMPLES * TOKENS,), 0.9, dtype=torch.float64)  # the remaining mass, renormalized to one
     with pytest.raises(MismatchError, match="top-p / top-k"):
         check(table.score(1.0) - kept.log(), table)
 
 
 @pytest.mark.parametrize("carried_by", [8, SAMPLES * TOKENS])
 def test_mismatch_within_standard_error_passes_gate(carried_by):
-    """The mean of both is 0.06 nats, three times the rounding. Eight tokens that were rounded far more may be chance, as in a
-    healthy run of SmolLM2 in bfloat16 whose canary had 72 tokens; the same on every token is none."""
+    """The mean of both is 0.06 nats, three times the rounding.
+
+    Eight tokens with large rounding errors may be chance, as in a healthy run of SmolLM2 in bfloat16
+    whose canary had 72 tokens. The same error on every token is a fault.
+    """
     table, d = Table(), torch.zeros(SAMPLES * TOKENS, dtype=torch.float64)
     d[:carried_by] = 0.06 * len(d) / carried_by
     (row,), scores = table.rows(table.score(1.0) + d), [LabelLogprobs(table.score(1.0), torch.zeros(len(d)))]
@@ -203,8 +206,10 @@ def test_mismatch_within_standard_error_passes_gate(carried_by):
 
 
 def test_small_steps_are_judged_together():
-    """One token in ten is off by 0.6 nats: of 800 tokens that may be chance, of 2,400 it is none. The same prompt three times
-    proves no more than once."""
+    """One token in ten is off by 0.6 nats: among 800 tokens this may be chance, among 2,400 it is not.
+
+    Three samples of the same prompt are as much evidence as one.
+    """
     table, d = Table(), torch.zeros(SAMPLES * TOKENS, dtype=torch.float64)
     d[5::10] = 0.6
     scores = [LabelLogprobs(table.score(1.0), torch.zeros(len(d)))]
@@ -222,7 +227,7 @@ def test_small_steps_are_judged_together():
 
 @pytest.mark.parametrize(("distance", "noise"), [(0.04, None), (0.09, 0.05), (0.11, 0.05)])
 def test_mismatch_replay_measures_rounding_on_demand(distance, noise):
-    """A model of which bfloat16 keeps little is as far from what was sampled as any sampling run of it."""
+    """A model with large bfloat16 rounding differs from its rollouts as much as in the sampling run."""
     table = Table()
     (row,) = table.rows(table.score(1.0) + distance)
     scores = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
@@ -237,7 +242,7 @@ def test_mismatch_replay_measures_rounding_on_demand(distance, noise):
 
 
 def gate_of(noise, **options):
-    """A gate with "auto" whose rounding is `noise`, and what it makes of d: each call is a step, or a canary without version."""
+    """A gate with "auto" whose rounding is `noise`. Each call is a step, or a canary without version."""
     table = Table()
     gate = MismatchGate("auto", lambda rows: noise, test_mean_weight=False, **options)
 
@@ -262,7 +267,7 @@ def gate_of(noise, **options):
     ("noise", "tokens", "wrong", "nats"), [(0.0, 512, 16, 5.0), (0.0, 72, 18, 10.0), (0.03, 512, 20, 5.0)]
 )
 def test_mismatch_concentrated_in_few_tokens_fails_gate(noise, tokens, wrong, nats):
-    """They make the standard error large as well, so that the room for chance has a bound."""
+    """Outliers also enlarge the standard error, so the margin of chance has an upper bound."""
     d = torch.zeros(tokens, dtype=torch.float64)
     d[:wrong] = nats
     with pytest.raises(MismatchError):
@@ -270,7 +275,7 @@ def test_mismatch_concentrated_in_few_tokens_fails_gate(noise, tokens, wrong, na
 
 
 def test_a_large_step_is_judged_as_a_whole():
-    """Its last samples may be rounded more than the others: they are of one prompt, and no sample of the step."""
+    """The last samples may have larger rounding errors: all are of one prompt."""
     d = torch.full((800,), 0.02, dtype=torch.float64)
     assert gate_of(0.02)(*[d] * 7, *[2.5 * d] * 5).tokens == 9600
 
@@ -322,14 +327,14 @@ def test_mismatch_step_without_current_version_tokens_passes_gate():
     (row,), scores = table.rows(table.score(1.0) + d), [LabelLogprobs(table.score(1.0), torch.zeros(len(d)))]
     noises = iter([0.02, 0.04])
     gate = MismatchGate("auto", lambda rows: next(noises), test_mean_weight=False)
-    for step in (1, 2, 3):  # the third is beyond the limit of all, and within its own
+    for step in (1, 2, 3):  # the third is above the limit of all steps, and within its own limit
         gate.check([row], scores, f"step {step}", version=0)
     gate._limit = 0.0
     assert gate.check([row], scores, "step 4", version=1).tokens == len(d)
 
 
 def test_an_engine_of_nonsense_is_not_called_truncated():
-    """As an H100 showed it: sure of tokens that the trainer holds for less likely than if they were drawn blindly."""
+    """As seen on an H100: confident in tokens that the trainer rates below uniform probability."""
     table = Table()
     with pytest.raises(MismatchError, match="model: .*computes another function of its weights"):
         check(table.score(1.0) + 11.93, table)
@@ -368,11 +373,11 @@ def draws(seed, *scales):
 
 @pytest.mark.parametrize("limit", [1e-3, 1.0])
 def test_update_effect_distinguishes_old_weights_from_rounding(limit):
-    """Small errors of both signs either way: what the update did to the log-probs decides. Also below the limit."""
+    """Errors are small and of both signs in both cases: the update's effect decides, also below the limit."""
     table = Table()
     update, noise = draws(1, 0.1, 0.01)
     before = table.score(1.0) - update
-    with pytest.raises(MismatchError, match="weights: .*old weights; .* 800 .* -?0.0"):
+    with pytest.raises(MismatchError, match="weights: .*old weights; .* fraction -?0.0.* 800 sampled"):
         check(before + noise, table, limit=limit, before=before)
     if limit < 0.01:
         with pytest.raises(MismatchError, match="precision: small errors of both signs"):
@@ -406,10 +411,12 @@ def test_update_effect_excludes_tokens_without_logprobs():
 
 
 @pytest.mark.parametrize("has_it", [True, False])
-@pytest.mark.parametrize("engine", [0.0, 1.0, 3.0])  # noise of the engine, in that of the trainer
+@pytest.mark.parametrize("engine", [0.0, 1.0, 3.0])  # noise of the engine, relative to the trainer's noise
 def test_update_effect_heavy_tails_cause_no_wrong_verdict(engine, has_it):
-    """Some tokens are a hundred times more uncertain than others, in noise and effect alike, and the engine may be more or less
-    exact than the trainer. Whatever is concluded is right, and a large effect leads to a conclusion."""
+    """Noise and effect of some tokens are a hundred times larger, and the engine may be more or less exact.
+
+    Every conclusion is right, and a large effect leads to a conclusion.
+    """
     generator, draws = torch.Generator().manual_seed(0), 200
     table = Table()
     row = table.rows(table.score(1.0))[0]
@@ -438,8 +445,11 @@ def test_update_effect_ignores_one_float32_grid_step():
 
 
 def test_the_limit_is_twice_the_rounding(capsys):
-    """Measured on the first tokens, and again on those that are beyond it, which are judged by their own where that is more: some
-    are rounded more than others. They do not open the gate for all that come later."""
+    """The limit is measured on the first tokens, and again on tokens above it.
+
+    The latter get their own limit if it is higher, because some tokens have larger rounding errors.
+    They do not raise the limit of later tokens to theirs.
+    """
     table, calls = Table(), []
 
     def rounding(rows):
@@ -462,29 +472,32 @@ def test_the_limit_is_twice_the_rounding(capsys):
         off_by(0.115)
     first, second = capsys.readouterr().out.splitlines()[:2]
     assert first == "rounding:  0.04 nats in bfloat16; max_mismatch 0.08"
-    assert second == "rounding:  0.06 nats in bfloat16 on tokens beyond the limit, so 0.12 for these; max_mismatch 0.1"
+    assert (
+        second
+        == "rounding:  0.06 nats in bfloat16 on tokens above the limit, so 0.12 for these tokens; max_mismatch 0.1"
+    )
 
 
 def test_without_rounding_the_limit_is_that_of_float32(capsys):
     table = Table()
     gate = MismatchGate("auto")
     gate.check(table.rows(table.score(1.0)), [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))], "step 1")
-    assert gate.limit == 0.001 and "none to speak of in float32; max_mismatch 0.001" in capsys.readouterr().out
+    assert gate.limit == 0.001 and "negligible in float32; max_mismatch 0.001" in capsys.readouterr().out
 
 
 class Steps:
-    """Steps of a run: labels are drawn from what the sampler reports, and the trainer is some rounding away from it."""
+    """Steps of a run: labels follow the sampler's distribution, and the trainer differs by rounding."""
 
     def __init__(self, reported_of, rounding=0.06, seed=0):
         self._generator = torch.Generator().manual_seed(seed)
         self._reported_of, self._rounding = reported_of, rounding
-        self.gate = MismatchGate(10.0)  # a scale that sees nothing
+        self.gate = MismatchGate(10.0)  # disables the scale test
 
     def step(self, number):
         logits = torch.randn(SAMPLES * TOKENS, VOCAB, generator=self._generator, dtype=torch.float64) * 2
         reported = self._reported_of(logits.softmax(-1)).log()
         labels = torch.multinomial(reported.exp(), 1, generator=self._generator)
-        # Rounding moves logits, so what comes of it is a distribution again.
+        # Rounding changes logits, so the result is a distribution.
         trainers = (logits + self._rounding * torch.randn(logits.shape, generator=self._generator)).log_softmax(-1)
         table = Table()
         table.labels = labels[:, 0]
@@ -504,7 +517,7 @@ def top_p(share):
 
 @pytest.mark.parametrize("share, steps", [(0.9, 1), (0.95, 2), (0.98, 60)])
 def test_a_truncated_distribution_is_seen_through_the_rounding(share, steps):
-    """The nearer it is to the whole one, the more tokens it takes: 800 of them in a step."""
+    """The closer top-p is to 1, the more tokens are needed: a step has 800."""
     run = Steps(top_p(share))
     with pytest.raises(MismatchError, match="mean of exp.*truncated or renormalized"):
         for number in range(steps):
@@ -513,7 +526,7 @@ def test_a_truncated_distribution_is_seen_through_the_rounding(share, steps):
 
 @pytest.mark.parametrize("rounding", [0.0, 0.06, 0.3, 1.0])
 def test_mismatch_healthy_run_passes_at_any_rounding(rounding):
-    """Also at a mean |d| of 0.8 nats, over many steps, at each of which all is asked for."""
+    """Also at a mean |d| of 0.8 nats, over many steps with all tests."""
     run = Steps(lambda p: p, rounding)
     for number in range(60):
         run.step(number)
@@ -521,7 +534,7 @@ def test_mismatch_healthy_run_passes_at_any_rounding(rounding):
 
 @pytest.mark.parametrize("temperature, steps", [(0.7, 1), (0.9, 1), (0.95, 3), (1.05, 3), (1.1, 1)])
 def test_a_temperature_is_seen_through_the_rounding(temperature, steps):
-    """A mean |d| of 0.06 nats hides what it does to the scale, and the identity is blind to it."""
+    """A mean |d| of 0.06 nats hides its effect on the scale, and the mean weight does not detect it."""
     run = Steps(lambda p: (p.log() / temperature).softmax(-1), rounding=0.1)
     with pytest.raises(MismatchError, match="temperature: .*trainer .* at 1") as error:
         for number in range(steps):

@@ -1,4 +1,4 @@
-"""The setting `precision:` -> what trainer and engine are told, and what is published."""
+"""The section `precision:` -> settings of trainer and engine, and the published weights."""
 
 import json
 from functools import partial
@@ -91,13 +91,13 @@ def test_receipt_of_a_run(flow, tmp_path, capsys):
     assert lines == capsys.readouterr().out and "14 of 15 linear layers" in lines
     assert "engine: 14 weights in FP8, sent after each step" in lines
     if flow == "fp8_rollout":
-        assert "trainer: none of them, bfloat16" in lines and "reference for" not in lines
+        assert "trainer: no weight in FP8, all in bfloat16" in lines and "reference for" not in lines
     else:
         assert "reference for fprop, dgrad, wgrad of 256x256, 128x256" in lines
 
 
 def test_dry_run_counts_fp8_memory(source):
-    """Without a model directory, by the same rule as with one."""
+    """Without a model directory the plan follows the same rule."""
 
     def need(trainer=None, engine=None, make=make_model):
         return ModelSizes(build_on_meta(make), torch.bfloat16, (trainer, engine))
@@ -117,7 +117,8 @@ def test_dry_run_counts_fp8_memory(source):
     numbers = sum(out * width for out, width in converted)
     total = sum(p.numel() for p in make_model().parameters())
     assert fp8.engine_bytes == pytest.approx(2 * (total - numbers) + numbers * (1 + 4 / 128**2), abs=1)
-    # q, k and v read one tensor of 256 features, gate and up another, down_proj one of 384: 33/32 bytes in place of 2
+    # q, k and v share an input of 256 features, gate and up another, down_proj has 384 features: 33/32
+    # bytes instead of 2
     assert kept(plain) - kept(fp8) == pytest.approx(2 * 1000 * (256 + 256 + 384) * (2 - 33 / 32), abs=1)
     assert trainer_memory(need(None, config), 1000, 1, False) == trainer_memory(plain, 1000, 1, False)
 
@@ -132,11 +133,11 @@ def test_dry_run_counts_fp8_memory(source):
         ),
         (
             {"flow": "fp8_rollout", "engine": EngineConfig(tensor_parallel_size=2)},
-            "engine.tensor_parallel_size=2 cuts model.layers.0.self_attn.k_proj, 128 x 256, into pieces of 64 out-features",
+            "engine.tensor_parallel_size=2 splits model.layers.0.self_attn.k_proj, 128 x 256, into shards of 64 out-features",
         ),
         (
             {"flow": "fp8_unified", "engine": EngineConfig(tensor_parallel_size=2), "skip": ("q_proj", "gate_proj")},
-            r"down_proj, 256 x 384, into pieces of 192 in-features.*or leave the layers out by precision.skip=\[down_proj\]",
+            r"down_proj, 256 x 384, into shards of 192 in-features.*or exclude the layers with precision.skip=\[down_proj\]",
         ),
         ({"skip": ("down_proj",)}, r"precision.skip=\('down_proj',\) with precision.flow=bf16, which has no FP8"),
         (
@@ -145,7 +146,7 @@ def test_dry_run_counts_fp8_memory(source):
         ),
         (
             {"flow": "fp8_unified", "engine": EngineConfig(dtype="float16")},
-            "engine.dtype=float16: FP8 stands beside bfloat16; set engine.dtype=bfloat16",
+            "engine.dtype=float16: FP8 requires bfloat16; set engine.dtype=bfloat16",
         ),
         (
             {"flow": "fp8_unified", "backend": "scaled_mm"},
@@ -170,12 +171,12 @@ def test_another_gpu_than_hopper_is_refused(source, monkeypatch, flow, capabilit
 
 
 def test_a_hopper_without_a_fast_backend_is_refused(source, monkeypatch):
-    """Emulation on a GPU is taken only when asked for."""
+    """Emulation on a GPU is used only on request."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for name in ("_deep_gemm_module", "_torchao_module"):
         monkeypatch.setattr(fp8_gemm, name, lambda: ImportError("there is none"))
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(fp8, "_permutation_reason", lambda *_: None)  # compares values, which fake tensors have none of
+    monkeypatch.setattr(fp8, "_permutation_reason", lambda *_: None)  # compares values, which fake tensors do not have
     with FakeTensorMode(allow_non_fake_inputs=True):
         with pytest.raises(ValueError, match="precision.backend=auto: cuda:0 .*fprop .*CUDA 12.9"):
             planned(source, flow="fp8_unified", device=GPU)
@@ -186,7 +187,7 @@ def test_a_hopper_without_a_fast_backend_is_refused(source, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["dora", "nf4"])
 def test_precision_untrainable_fp8_layer_is_quantized_in_engine(source, kind):
-    """The weight that is published is a whole one, whatever the trainer makes it of."""
+    """The published weight is unsharded and merged, whatever the trainer stores."""
 
     def make():
         widths = dict(vocab_size=100, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=256, intermediate_dim=384)
@@ -209,7 +210,7 @@ def test_precision_untrainable_fp8_layer_is_quantized_in_engine(source, kind):
 
 @pytest.mark.parametrize("flow", ["bf16", "fp8_rollout", "fp8_unified"])
 def test_a_quantized_checkpoint_is_refused_in_every_flow(source, flow):
-    """Before the engine starts, which would sample with other weights than those that are trained."""
+    """Before the engine starts, which would sample with other weights than the trained ones."""
     source.config["quantization_config"] = {"quant_method": "gptq"}
     with pytest.raises(ValueError, match="quant_method='gptq'"):
         planned(source, flow=flow)
@@ -227,7 +228,7 @@ def test_a_quantized_checkpoint_is_refused_in_every_flow(source, flow):
     ids=["tiny", "other"],
 )
 def test_hf_model_missing_folder_reports_download_command(tmp_path, folder, command):
-    with pytest.raises(ValueError, match=f"no such folder, seen from .*`{command}"):
+    with pytest.raises(ValueError, match=f"folder not found, seen from .*`{command}"):
         HFModel(tmp_path / folder)
 
 
@@ -239,7 +240,7 @@ def test_the_dtype_follows_the_device(monkeypatch):
     monkeypatch.setattr(precision_module, "computes_in_bfloat16", lambda device: device == "cuda")
     assert chosen_dtype("auto", "cpu") == "float32" and chosen_dtype("auto", "cpu", fp8=True) == "bfloat16"
     assert "does not compute in bfloat16)" in dtype_note("auto", "cpu")
-    assert "it is slow" in dtype_note("bfloat16", "cpu") and dtype_note("float32", "cpu") == ""
+    assert "slow" in dtype_note("bfloat16", "cpu") and dtype_note("float32", "cpu") == ""
     assert chosen_dtype("bfloat16", "cpu") == "bfloat16"
 
 

@@ -1,5 +1,7 @@
-"""What a publication proves, by an engine that is played by transformers' model: it takes what it is sent, and errs where the test
-says so. The real engine: tests/integration/test_engine_pool.py, test_lost_weights.py."""
+"""The checks of a weight sync, with a fake engine: a model of transformers with faults on demand.
+
+The real engine: tests/integration/test_engine_pool.py, test_lost_weights.py.
+"""
 
 import dataclasses
 import logging
@@ -31,13 +33,13 @@ SAMPLING = SamplingConfig(max_tokens=40, seed=7, early_stop_logprob=-3.0)
 
 
 class PlayedEngine:
-    """One engine whose name, labels, checksums and weights are fields, to be changed by a test."""
+    """A fake engine whose name, labels, checksums and weights tests can change."""
 
     name, label, lost = "the engine", None, ()
 
     def __init__(self):
         self.model, self.sums, self.requests, self.deaf = tiny_model.build(0), {}, [], False
-        self.temperature, self.raw = 1.0, False  # raw: it reports log-probs without the temperature
+        self.temperature, self.raw = 1.0, False  # raw: the engine reports log-probs without the temperature
 
     def publish(self, tensors, version, adapter):
         taken = {name: tensor.clone() for name, tensor in tensors}
@@ -55,7 +57,7 @@ class PlayedEngine:
 
     @torch.no_grad()
     def _drawn(self, prompt, samples, sampling, generator):
-        """Completions of a prompt, all of them token by token together."""
+        """Samples all completions of a prompt in parallel, token by token."""
         ids, logprobs = torch.tensor([prompt] * samples), []
         for _ in range(sampling.max_tokens):
             logits = self.model(ids).logits[:, -1]
@@ -77,7 +79,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture
 def played(source):
-    """A function: settings of the engine -> (engine, policy's model, publisher), after a first publication."""
+    """A function: settings of the engine -> (engine, policy's model, publisher) after a first weight sync."""
 
     def make(limit=0.001, prompts=PROMPTS, **settings):
         config, device = EngineConfig(**{"dtype": "float32"} | settings), torch.device("cpu")
@@ -111,11 +113,11 @@ def test_publish_reports_canary_metrics_and_sampling(played):
     first = publisher.publish(3)
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
     assert first["publish/bytes"] == size
-    # The reports are the engine's; what gathering took is within the copy and is told apart.
+    # The engine reports the seconds. Its copy time includes gathering, which the publisher subtracts.
     assert first["time/publish/pause"] == 0.25
     assert first["time/publish/copy"] + first["time/publish/gather"] == pytest.approx(0.5)
     assert first["canary/mean_abs"] < 1e-5 and first["canary/limit"] == 0.001
-    assert not {"canary/update_applied", "publish/changed_share"} & set(first)  # there was nothing before
+    assert not {"canary/update_applied", "publish/changed_share"} & set(first)  # there is no previous weight sync
     assert first["time/publish/canary"] > 0
 
     update(model, 1e-2)
@@ -140,12 +142,12 @@ def test_publish_canary_length_follows_max_tokens(source, played):
 
 @pytest.mark.parametrize("temperature", [0.8, 0.9, 1.1])
 def test_canary_two_prompts_detect_temperature_in_bfloat16(played, temperature):
-    """The trainer computes in float32, and what it sends is rounded to bfloat16: compared is what was sent."""
+    """The trainer computes in float32 and publishes bfloat16: the canary compares published weights."""
     engine, model, publisher = played(limit=5.0, dtype="bfloat16", prompts=PROMPTS[:CANARY_PROMPTS])
     update(model, 0.2)
     publisher.publish(4)
     engine.temperature = temperature
-    match = f"after publishing version 5: on 256 .* temperature: the sampler's is about {temperature}"
+    match = f"after publishing version 5: on 256 .* temperature: the sampler's temperature is about {temperature}"
     with pytest.raises(MismatchError, match=match):
         publisher.publish(5)
 
@@ -163,7 +165,7 @@ def test_canary_detects_unreported_sampling_temperature(played, temperature, oth
         MismatchError, match=f"a {other} distribution makes the canary's tokens 1e\\+07 times as likely"
     ):
         publisher.publish(SEED_PERIOD)
-    # New seeds come with longer answers.
+    # New seeds have longer completions.
     assert [(sampling.seed, sampling.max_tokens) for *_, sampling in engine.requests] == [(0, 32), (0, 8), (1, 32)]
 
 
@@ -183,10 +185,10 @@ def test_nan_in_the_weights_is_named(played):
     [
         (dict(label=2), r"after publishing version 4: weights: the engine labels .* with version \[2\]"),
         (dict(lost=("model.norm.weight",)), r"1 of the \d+ tensors in the engine \(worker 0\) .*: 1 missing"),
-        # The limit of the scale is far above this update, so only its effect on the tokens can tell.
+        # The scale limit is far above this update, so only its effect on the tokens shows the fault.
         (
             dict(deaf=True),
-            r"4: .*weights: the engine has the weights that were sent and samples as before .* shows -?0\.0",
+            r"4: .*weights: the engine has the new weights but samples with the old ones.* fraction -?0\.0",
         ),
     ],
 )
@@ -219,7 +221,7 @@ def test_each_of_several_engines_is_judged_by_itself(played, monkeypatch):
 
     monkeypatch.setattr(engine, "canary", both)
     update(other.model, 1e-4)
-    assert 1e-5 < publisher.publish(1)["canary/mean_abs"] < 0.1  # the worse one's
+    assert 1e-5 < publisher.publish(1)["canary/mean_abs"] < 0.1  # the worse engine's value
     update(other.model, 3e-2)
     with pytest.raises(MismatchError, match="after publishing version 2, the other: trainer and sampler disagree"):
         publisher.publish(2)
@@ -242,7 +244,7 @@ def test_publish_logs_lowest_update_applied_of_engines(played, monkeypatch):
 
 
 def rounded_share(before, after):
-    """Of the values of all tensors that changed, the share that bfloat16 shows."""
+    """The fraction of values, over all changed tensors, whose change bfloat16 represents."""
     pairs = [(a.bfloat16() != b.bfloat16()).flatten() for a, b in zip(before, after, strict=True)]
     shown = torch.cat([changed for changed in pairs if changed.any()])
     return shown.double().mean().item()
@@ -255,16 +257,19 @@ def test_publish_logs_update_share_kept_by_engine_dtype(played, caplog):
     update(model, 2e-5, names=("layers",))
     with caplog.at_level(logging.WARNING):
         share = publisher.publish(2)["publish/changed_share"]
-        # Of a tensor of 8,192 values or more only some are looked at; those of the layers have 64 to 8,192.
+        # Tensors of 8,192 values or more are subsampled; tensors of the layers have 64 to 8,192.
         assert share == pytest.approx(rounded_share(before, list(model.parameters())), rel=0.1) and share < 0.2
         update(model, 2e-5, seed=1, names=("layers",))
         publisher.publish(3)
     (message,) = [record.getMessage() for record in caplog.records if "changed_share" in record.getMessage()]
-    assert "in bfloat16, which the engine holds" in message and "Set engine.dtype=float32, or dtype=bfloat16" in message
+    assert (
+        "of the engine's values, in bfloat16, differs" in message
+        and "Set engine.dtype=float32, or dtype=bfloat16" in message
+    )
 
 
 def test_changed_share_counts_all_values_of_a_tensor(played):
-    """Of a large tensor only some values are looked at."""
+    """A large tensor is subsampled evenly."""
     _, _, publisher = played(dtype="bfloat16")
     large, small = torch.zeros(SAMPLED_VALUES), torch.zeros(10)
     before = {"large": (50 * SAMPLED_VALUES, large), "small": (10, small)}
@@ -282,5 +287,5 @@ def test_publish_representable_update_does_not_warn(played, caplog):
     update(model, 1e-2)
     with caplog.at_level(logging.WARNING):
         assert publisher.publish(2)["publish/changed_share"] > 0.5
-        assert publisher.publish(3)["publish/changed_share"] == 0.0  # nothing changed: an update of no step
+        assert publisher.publish(3)["publish/changed_share"] == 0.0  # an update of size 0 changes nothing
     assert not [record for record in caplog.records if "changed_share" in record.getMessage()]

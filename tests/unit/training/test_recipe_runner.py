@@ -1,4 +1,4 @@
-"""A run's life: what it ends with, and that every part is closed."""
+"""How a run ends: exit status and messages, and that every component is closed."""
 
 import os
 import re
@@ -21,7 +21,7 @@ from torchtune_ext.training.mismatch import MismatchError
 
 
 class Recipe:
-    """Does what it is told to do, and notes what is called."""
+    """A fake recipe that runs given actions and records its calls."""
 
     def __init__(self, work):
         self.work, self.calls = work, []
@@ -52,7 +52,7 @@ def run(work):
     try:
         recipe_runner.run_recipe(make)
     except BaseException as error:
-        # `errors.report_errors` gives the process this status.
+        # `errors.report_errors` sets this exit status.
         assert recipes[0].status == (error.code if isinstance(error, SystemExit) else errors.exit_status_of(error) or 1)
         raise
     else:
@@ -85,7 +85,7 @@ def raising(error):
 
 
 def test_recipe_runner_cleanup_receives_exit_status():
-    """Sinks tell it to W&B, for which every run succeeds that says nothing else."""
+    """Sinks report the status to W&B, which marks a run without a status as successful."""
     run(lambda recipe: None)
     run(raising(recipe_runner.RunAlreadyComplete("nothing to do")))
     for error in (RuntimeError("x"), ValueError("not on purpose of ours"), KeyboardInterrupt()):
@@ -113,7 +113,7 @@ def test_recipe_runner_interrupt_wrapped_by_library_is_stop(capsys):
         except BaseException as interrupt:
             raise ValueError("error building a serializer") from interrupt
 
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell has started with "&"
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored after a shell's "&"
     try:
         with pytest.raises(SystemExit) as end:
             run(work)
@@ -165,7 +165,7 @@ def test_recipe_runner_missing_rank_is_named(monkeypatch, words):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(errors.RunFailure) as caught:
         run(raising(errors.RunFailure(f"step_000002 was not saved: RuntimeError: {words}")))
-    assert "did not come here within ranks.deadline_s" in caught.value.__notes__[0]
+    assert "did not reach this collective within ranks.deadline_s" in caught.value.__notes__[0]
 
 
 def test_recipe_runner_stop_agreed_by_ranks_exits_cleanly(capsys):
@@ -181,7 +181,7 @@ def test_recipe_runner_stop_agreed_by_ranks_exits_cleanly(capsys):
 
 
 def test_recipe_runner_unjoinable_thread_does_not_block_exit():
-    """Ctrl-C in the midst of Thread.start leaves one that no executor knows of."""
+    """Ctrl-C during Thread.start leaves a thread that its executor does not know."""
     script = """
 import os, signal, threading
 from torchtune_ext.run.stop import StopSignals
@@ -233,7 +233,7 @@ def test_recipe_runner_error_is_followed_by_status_message():
 
 
 def test_an_error_of_the_setup_is_not():
-    """Nothing has happened yet, and the message says what is wrong."""
+    """If set-up fails, the progress is not printed, because no step has run."""
 
     class Refused(Recipe):
         def setup(self):
@@ -268,7 +268,7 @@ def test_recipe_runner_signal_before_cleanup_still_cleans_up():
         begin()
 
     recipe.stop.begin_cleanup = interrupted
-    with pytest.raises(BaseException) as caught:  # `Stopped` would end all tests
+    with pytest.raises(BaseException) as caught:  # `RunStopped` would end all tests
         recipe_runner.run_recipe(lambda: recipe)
     assert isinstance(caught.value, SystemExit) and caught.value.code == 130
     assert recipe.calls == ["setup", "train", "cleanup"]

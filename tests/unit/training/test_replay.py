@@ -1,4 +1,7 @@
-"""What a replay hands out, and that it refuses a run whose rollouts do not fit. Real replays: tests/integration/test_async.py."""
+"""A replay returns the stored groups, and refuses runs that do not match.
+
+Real replays: tests/integration/test_async.py.
+"""
 
 import json
 
@@ -44,7 +47,7 @@ def group(problem):
 
 @pytest.fixture
 def run(tmp_path):
-    """What a run of three steps leaves, as far as it is read."""
+    """The files of a run of three steps that a replay reads."""
     folder, problems = tmp_path / "run", ProblemStream(Sums("what is"), seed=0)
     store = RolloutStore(folder)
     for step in range(1, STEPS + 1):
@@ -79,14 +82,14 @@ def test_replay_yields_each_step_once_without_refills(run):
     ("state", "before"), [({}, "sampled its own groups"), ({"replayed": "xyz"}, "replayed run xyz")]
 )
 def test_replay_refuses_checkpoint_of_other_run_kind(run, state, before):
-    with pytest.raises(ValueError, match=f"cannot go on from this checkpoint, whose run {before}"):
+    with pytest.raises(ValueError, match=f"cannot resume from this checkpoint, whose run {before}"):
         replay(run).load_state_dict(state, step=1, version=1)
 
 
 def test_replay_detects_new_run_in_its_folder(run):
     its = replay(run)
     (run / "run.json").write_text(json.dumps({"id": "new", "config": settings()}))
-    with pytest.raises(ValueError, match="run abc is not there any more, but new"):
+    with pytest.raises(ValueError, match="no longer holds run abc, but new"):
         its.take(BATCH)
 
 
@@ -94,7 +97,7 @@ def test_replay_ignores_data_path_and_earlier_refills(run):
     assert "task.path=default (here /data)" in str(
         replay(run, task={"_component_": "Sums", "level": 1, "path": "/data"})
     )
-    # Step 1 may hold problems of refills that the last life of the run has not had.
+    # Step 1 may hold problems of refills that the latest start of the run did not have.
     store = RolloutStore(run, resume_step=1)
     for step in range(1, STEPS + 1):
         store.write(step, [group(problem) for problem in ProblemStream(Sums("what is"), seed=0).next_problems(6)[4:]])
@@ -112,7 +115,7 @@ def test_replay_uses_older_checkpoint_if_newest_is_damaged(run):
 def test_settings_of_learning_that_differ_are_named(run):
     message = str(replay(run, loss={"_component_": "PolicyLoss", "clip_low": 0.1}, staleness=2, lr=0.5))
     assert message.endswith(
-        "Set otherwise there, so the weights may differ: loss.clip_low=0.2 (here 0.1), lr=default (here 0.5)"
+        "Other settings in that run, so the weights may differ: loss.clip_low=0.2 (here 0.1), lr=default (here 0.5)"
     )
     many = str(replay(run, **{f"k{i}": i for i in range(10)}))
     assert many.endswith("k7=default (here 7), and 2 more")
@@ -121,11 +124,11 @@ def test_settings_of_learning_that_differ_are_named(run):
 @pytest.mark.parametrize(
     "own, text",
     [
-        ({"seed": 1}, "has seed=0, and this run seed=1: set it as there"),
+        ({"seed": 1}, "has seed=0, and this run seed=1: set seed=0"),
         ({"samples_per_prompt": 4}, "has samples_per_prompt=2, and this run samples_per_prompt=4"),
         (
             {"task": {"_component_": "Sums", "level": 2}, "words": "is it"},
-            r"answers other problems, 'sum-\d' for instance: set otherwise there: task\.level=1",
+            r"answers other problems, 'sum-\d' for instance: other settings in that run: task\.level=1",
         ),
         ({"staleness": -1}, "has samples up to staleness=0 versions old, and this run staleness=-1: set staleness=0"),
         ({"max_steps": 5}, "lacks the rollouts of step 4, and max_steps=5: set max_steps=3"),
@@ -145,7 +148,7 @@ def test_replay_of_other_problems_model_seed_is_refused(run, own, text):
 def test_replay_invalid_run_folder_is_refused(run, tmp_path):
     with pytest.raises(ValueError, match="is the output_dir of this run"):
         replay(run, output_dir=str(run))
-    with pytest.raises(ValueError, match="there is no run.json"):
+    with pytest.raises(ValueError, match="run.json not found"):
         replay(tmp_path / "nowhere")
     (run / "rollouts" / "step_000002.jsonl.gz").unlink()
     with pytest.raises(ValueError, match="step 2, .*max_steps=3: set max_steps=1$"):

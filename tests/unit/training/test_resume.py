@@ -1,4 +1,4 @@
-"""What a recipe remembers comes back, and what an old checkpoint lacks is said."""
+"""The recipe's state is restored, and the messages of resumed and ended runs."""
 
 import copy
 import json
@@ -56,7 +56,7 @@ def test_resume_reports_checkpoint_and_changed_config(monkeypatch):
     assert resume_text(path, 40, run, earlier).splitlines()[-1] == (
         "rate:      schedule.decay=linear now ends with the new max_steps, so the learning rate jumps here"
     )
-    assert resume_text(path, 40, run, {}).endswith("changed:   not known: run.json does not say what was set until now")
+    assert resume_text(path, 40, run, {}).endswith("changed:   unknown: run.json does not hold the earlier settings")
 
 
 class Kept:
@@ -102,10 +102,10 @@ def test_find_resume_checkpoint_returns_newest_unless_run_finished(tmp_path, cap
 def test_where_a_run_stands(tmp_path):
     kept = Kept(tmp_path / "checkpoints")
     assert status_message(0, 60, None) == (
-        "It had not begun its first step, and there is no checkpoint yet, so the next start begins anew"
+        "It had not begun its first step, and it has no checkpoint yet, so the next start begins at step 1"
     )
     assert status_message(47, 60, kept) == (
-        f"It was at step 47 of 60. The newest checkpoint is {kept.of(40)}; go on from there with "
+        f"It was at step 47 of 60. The newest checkpoint is {kept.of(40)}; resume from there with "
         f"resume_from_checkpoint=True. The best on held-out problems: {kept.of(20)} (0.742). Curves and samples: "
         f"torchtune-ext report {tmp_path}"
     )
@@ -129,4 +129,4 @@ def test_status_message_of_finished_run_lists_outputs(tmp_path):
     (kept.of(40) / "config.json").unlink()
     assert "step_000040, an adapter in PEFT's format (adapters.save_merged=True" in status_message(40, 40, kept)
     (kept.of(40) / "merged").mkdir()
-    assert "step_000040, an adapter in PEFT's format; its folder merged/ is" in status_message(40, 40, kept)
+    assert "step_000040, an adapter in PEFT's format; its folder merged/ holds" in status_message(40, 40, kept)

@@ -1,4 +1,7 @@
-"""How far a right engine may be from a right trainer: what both lack of an update does not count, what one of them lacks does."""
+"""The rounding mismatch of a correct engine.
+
+Rounding of an update on both sides does not count; rounding on one side does.
+"""
 
 from functools import partial
 
@@ -23,7 +26,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture
 def measured(source):
-    """A function: dtypes of trainer and engine, settings -> (the policy's model, a function that measures the rounding)."""
+    """A function: dtypes of trainer and engine, settings -> (policy's model, rounding measurement)."""
 
     def make(trainer, engine, flow="bf16", publish="auto", **adapters):
         build = partial(from_config, str(source.path), **adapters)
@@ -47,7 +50,7 @@ def round_weights(model):
 
 @torch.no_grad()
 def update_below_half_a_step(model):
-    """Moves every weight by a fifth of a step of bfloat16, those of a row in one direction."""
+    """Moves every weight by a fifth of a bfloat16 step, all weights of a row in one direction."""
     generator = torch.Generator().manual_seed(0)
     for param in model.parameters():
         step = torch.finfo(BF16).eps * 2.0 ** param.abs().clamp_min(1e-30).log2().floor()
@@ -65,7 +68,7 @@ def test_rounding_update_missing_on_both_sides_not_counted(measured, source):
     before = measure()
     update_below_half_a_step(model)
     assert measure() == before > 0
-    # An independent measurement: the policy itself, in bfloat16 and with the same values in float32.
+    # An independent measurement: the policy in bfloat16, and the same values in float32.
     exact, coarse = policy_of(source, None, F32), policy_of(source, None, BF16)
     round_weights(exact.model)
     with torch.no_grad():
@@ -85,7 +88,7 @@ def test_rounding_update_missing_on_one_side_is_counted(measured, dtypes):
 
 @pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float32", "bfloat16")])
 def test_rounding_separately_published_adapter_is_not_counted(measured, dtypes):
-    """Merged into weights in bfloat16 it would be, and a limit that leaves room for all of it would see nothing more."""
+    """Merged bfloat16 weights would round the adapter, and the limit would be too loose for any test."""
     model, measure = measured(*dtypes, publish="adapter", **LORA)
     round_weights(model)
     without = measure()
@@ -97,7 +100,7 @@ def test_rounding_separately_published_adapter_is_not_counted(measured, dtypes):
 
 
 def test_rounding_excludes_dora_magnitude(measured, source):
-    """Fresh adapters change nothing, so with them trainer and engine are as far apart as without."""
+    """New adapters change nothing, so the rounding mismatch is the same as without adapters."""
     _, without = measured("bfloat16", "bfloat16")
     model, measure = measured("bfloat16", "bfloat16", publish="merged", use_dora=True, **LORA)
     lora.init_adapters(model, seed=0)

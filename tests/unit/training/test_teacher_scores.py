@@ -1,4 +1,4 @@
-"""A teacher's log-probs of conversations with branches. With a real engine: tests/integration/test_teacher.py."""
+"""A teacher's log-probs of conversations with branches. Real engine: tests/integration/test_teacher.py."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from torchtune_ext.training.teacher import Teacher
 
 
 def of_path(ids):
-    """Any number that another token or another context changes."""
+    """A fake log-prob that depends on token and context."""
     return np.float32(hash(tuple(map(int, ids))) % 9973)
 
 

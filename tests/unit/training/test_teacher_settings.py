@@ -1,4 +1,4 @@
-"""What a teacher's engine has of the policy's."""
+"""Which settings the teacher's engine inherits from the policy's engine."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ def test_a_key_that_no_engine_has_is_named():
         ({"devices": "1"}, {"devices": "1"}, "0, 1"),
         ({"devices": "1"}, {}, "0, 1"),
         ({"devices": None}, {"devices": "1"}, None),
-        ({"devices": None}, {}, None),  # all three share one, and the caches of both engines are bounded
+        ({"devices": None}, {}, None),  # all three share one device, and the caches of both engines are bounded
         ({"devices": None}, {"kv_cache_bytes": None}, "0"),
     ],
 )

@@ -1,4 +1,7 @@
-"""FP8 in 128-blocks: the settings. plan.py chooses the layers, linear.py is the layer, vllm_plugin.py is for CPUs."""
+"""Settings of FP8 in blocks of 128.
+
+plan.py selects the layers, linear.py implements the layer, and vllm_plugin.py serves vLLM on CPUs.
+"""
 
 from typing import Literal
 
@@ -29,9 +32,10 @@ class Fp8Config:
     def __post_init__(self) -> None:
         if self.backward == "full" and self.save_activations == "fp8":
             raise UsageError(
-                "precision.backward=full needs the activations themselves: set precision.save_activations=full"
+                "precision.backward=full with precision.save_activations=fp8: the backward needs unquantized activations; "
+                "set precision.save_activations=full"
             )
 
     def gemms(self, frozen: bool) -> tuple[str, ...]:
-        """Returns the GEMMs of a layer that are in FP8. A frozen weight has no WGrad."""
+        """Returns the GEMMs of a layer that run in FP8. A frozen weight has no WGrad."""
         return ("fprop", "dgrad", "wgrad")[: 1 if self.backward == "full" else 2 if frozen else 3]

@@ -1,13 +1,15 @@
-"""A linear layer whose three GEMMs run in FP8 blocks, in nn.Linear's place: one precision for training and sampling.
+"""A replacement of nn.Linear with three FP8 GEMMs: one precision for training and sampling.
 
     FProp   y  = rows(x) tiles(W)^T            in the dtype of x
-    DGrad   dx = rows(dy) tiles(W)             the very tiles of FProp
+    DGrad   dx = rows(dy) tiles(W)             the same tiles as FProp
     WGrad   dW = columns(dy)^T columns(x)      summed in float32
 
-After Jet-RL (arXiv:2601.14243). The parameter stays the master weight that FSDP2 shards. It is quantized when it is
-used, and rounding has the gradient of the identity ("straight through"). Layers exchange the compute dtype.
+After Jet-RL (arXiv:2601.14243). The parameter remains the master weight that FSDP2 shards. Each
+forward quantizes it, and rounding has the gradient of the identity (straight-through estimator).
+Inputs and outputs of layers are in the compute dtype.
 
-With width D and MLP width F, a decoder layer keeps 1.03 (3D + F) bytes a token for the backward in place of 2 (2D + F).
+With width D and MLP width F, a decoder layer saves 1.03 (3D + F) bytes per token for the backward,
+instead of 2 (2D + F).
 """
 
 import weakref
@@ -32,7 +34,7 @@ from torchtune_ext.policy.fp8 import Fp8Config
 
 
 class Fp8BlockLinear(nn.Linear):
-    """nn.Linear in FP8 blocks. Its in-features must be a multiple of 128."""
+    """nn.Linear in FP8 blocks. The in-features must be a multiple of 128."""
 
     fp8 = Fp8Config()
 
@@ -42,7 +44,7 @@ class Fp8BlockLinear(nn.Linear):
 
 
 class Fp8LoRALinear(LoRALinear):
-    """torchtune's layer with the frozen weight in FP8 (no WGrad) and the adapter in the compute dtype."""
+    """torchtune's LoRALinear with the frozen weight in FP8 (no WGrad); adapters are not in FP8."""
 
     weight: Tensor
     bias: Tensor | None
@@ -57,25 +59,39 @@ class Fp8LoRALinear(LoRALinear):
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Fp8Config) -> Tensor:
-    """Multiplies x [..., K] with weight [N, K] and returns [..., N] in the dtype of x.
+    """Computes x [..., K] times weight^T [K, N] in FP8, plus bias.
 
-    Raises ValueError if 128 does not divide K, x is not bfloat16, float16 or float32, or the backend cannot run.
+    Args:
+        x: activations [..., K], bfloat16, float16 or float32; K is a multiple of 128.
+        weight: master weight [N, K].
+        bias: [N], or None.
+        config: FP8 settings.
+
+    Returns:
+        [..., N] in the dtype of x.
+
+    Raises:
+        ValueError: K or the dtype is unsupported, or the backend cannot run.
     """
     trains = weight.requires_grad and torch.is_grad_enabled()
     columns = trains and config.save_activations == "fp8"
     keep_x = trains and not columns
     y = _Fp8Linear.apply(x, weight, *_quantize_once(x, columns), keep_x, config.backend, config.backward == "full")
-    # vLLM, too, adds the bias after the product.
+    # vLLM also adds the bias after the product.
     return y if bias is None else y + bias
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """The product and its gradients. The forms of x come from outside, so that layers with one input share them."""
+    """The product and its gradients.
+
+    The caller passes the quantized forms of x, so that layers with the same input share them.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, rows, row_scales, columns, column_scales, keep_x, backend, full):
-        # The columns of x, 1 + 4/128 bytes an element, take the place of x, unless the backward computes with x itself.
-        # No copy of W is kept: rounding it again gives the same bits, and FSDP2 can free the gathered weight meanwhile.
+        # The columns of x, 1 + 4/128 bytes per element, are saved instead of x, unless the backward
+        # needs x. W is not copied: rounding it again gives the same bits, and FSDP2 can free the
+        # gathered weight until then.
         ctx.save_for_backward(weight, *((x,) if keep_x else (columns, column_scales)))
         ctx.keep_x, ctx.backend, ctx.full, ctx.shape = keep_x, backend, full, x.shape
         return _fprop(rows, row_scales, weight, x.dtype, backend).view(*x.shape[:-1], weight.shape[0])
@@ -90,7 +106,7 @@ class _Fp8Linear(torch.autograd.Function):
             dx = dy @ weight.to(dy.dtype) if need_dx else None
             dw = (dy.T @ inputs[0].reshape(-1, weight.shape[1])).to(weight.dtype) if need_dw else None
         else:
-            # Columns that were not kept are made now, or are empty if only dx is needed.
+            # Columns that were not saved are quantized now, or are empty if only dx is needed.
             if ctx.keep_x and need_dw:
                 _, _, *inputs = _quantize(inputs[0].reshape(-1, weight.shape[1]), False, True)
             elif ctx.keep_x:
@@ -99,18 +115,19 @@ class _Fp8Linear(torch.autograd.Function):
         return (dx.view(ctx.shape) if need_dx and dx is not None else None, dw if need_dw else None, *(None,) * 7)
 
 
-# The activation that was quantized last, as a weak reference; whether with columns, and its version; and its forms.
+# The last quantized activation: a weak reference; whether with columns, and its version; its forms.
 _last_quantized: tuple = (lambda: None, None, None)
 
 
 def _quantize_once(x: Tensor, columns: bool) -> tuple[Tensor, ...]:
-    """The forms of an activation: rows, their scales, columns, their scales."""
+    """Returns an activation's rows, row scales, columns, column scales; caches one tensor."""
     global _last_quantized
-    # A compiled graph makes equal calls only once by itself. An inference tensor has no version, so nobody could tell
-    # whether its forms are still right.
+    # A compiled graph already deduplicates equal calls. An inference tensor has no version, so the
+    # validity of its forms cannot be checked.
     if torch.compiler.is_compiling() or x.is_inference():
         return _quantize(x.detach().reshape(-1, x.shape[-1]), True, columns)
-    # q, k and v read the same tensor one after the other, as gate and up do. It is quantized, and kept, only once.
+    # q, k and v read the same tensor one after the other, as gate and up do. The tensor is
+    # quantized and saved only once.
     how = columns, x._version
     last, last_how, forms = _last_quantized
     if last() is not x or last_how != how:
@@ -120,24 +137,26 @@ def _quantize_once(x: Tensor, columns: bool) -> tuple[Tensor, ...]:
 
 
 def _clear_last(dead: weakref.ref) -> None:
-    # Otherwise the forms would stay in memory until the next activation comes.
+    # Without this, the forms would stay in memory until the next activation is quantized.
     global _last_quantized
     if _last_quantized[0] is dead:
         _last_quantized = (lambda: None, None, None)
 
 
-# torch.compile does not look into the three operators below, because their kernels choose by device and installed
-# packages, and a compiled model must have the bits of an eager one. Matrices travel contiguous: those that Fp8Blocks
-# holds transposed are transposed.
+# torch.compile treats the three operators below as opaque, because their kernels depend on device
+# and installed packages, and a compiled model must give the bits of an eager model. Operators pass
+# only contiguous matrices: matrices that Fp8Blocks holds transposed are transposed for the call.
 
 
 @library.custom_op("torchtune_ext::fp8_quantize", mutates_args=())
 def _quantize(x: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows [M, K], scales^T [K/128, M], columns^T [K, M'] and scales [M'/128, K]; a form not requested is empty.
+    """Quantizes x [M, K] by rows, by columns or both.
 
-    M' is M rounded up to a multiple of 128.
+    Returns:
+        Rows [M, K], their scales^T [K/128, M], columns^T [K, M'] and their scales [M'/128, K]. M'
+        is M rounded up to a multiple of 128. A form that was not requested is empty.
     """
-    # A custom operator must not return one tensor twice, hence the clones.
+    # A custom operator must not return one tensor twice, so the tensors are cloned.
     values, scales = x.new_empty(0, dtype=FP8_DTYPE), x.new_empty(0, dtype=torch.float32)
     row_form, column_form = (values, scales), (values.clone(), scales.clone())
     if rows:
@@ -182,16 +201,17 @@ def _backward(
     need_dw: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Returns dx [M, K] in the dtype of dy and dW [N, K] in that of the weight; either is empty if not needed."""
+    """Returns dx [M, K] as dy and dW [N, K] as weight; each is empty if not needed."""
     dx = dw = None
     features, padded = weight.shape[0], weight
     if missing := -features % BLOCK_SIZE:
-        # DGrad contracts the out-features in whole groups of 128, so zeros fill the last one. `pad` copies even if
-        # there is nothing to add, hence the test.
+        # DGrad contracts the out-features in groups of 128, so zeros fill the last group. `pad`
+        # copies even if there is nothing to add, so the condition avoids a copy.
         dy, padded = F.pad(dy, (0, missing)), F.pad(weight, (0, 0, 0, missing))
     if need_dx:
-        # The tiles of W^T have the bits of those of W, and already lie as DGrad contracts them. Transposing the tiles
-        # of W would copy them, which took half as long as the product on an H100.
+        # The tiles of W^T have the same bits as the tiles of W, in the memory layout that DGrad
+        # needs. Transposing the tiles of W would copy them, which took half as long as the product
+        # on an H100.
         dx = fp8_gemm.dgrad(quantize_rows(dy), quantize_weight(padded.T).T, dy.dtype, backend)
     if need_dw:
         x = Fp8Blocks(columns.T, column_scales, COLUMN_BLOCK, (dy.shape[0], weight.shape[1]))

@@ -1,7 +1,8 @@
-"""Decides which linear layers compute in FP8, in trainer and sampler, and makes the bytes that pass between them.
+"""Selects the linear layers in FP8, in trainer and engine, and quantizes their weights.
 
-The list is made once (`skip_reasons`). `convert` applies it to the trainer, the receipt states it as vLLM's
-`quantization_config`, and `fp8_hf_tensors` sends the weights, so both sides compute alike (Jet-RL, arXiv:2601.14243).
+`skip_reasons` selects the layers once. `convert_to_fp8` applies the plan to the trainer,
+`Fp8Plan.quantization_config` passes it to vLLM, and `fp8_hf_tensors` converts the published
+weights, so both sides compute with the same values (Jet-RL, arXiv:2601.14243).
 """
 
 from collections import Counter
@@ -34,7 +35,7 @@ from torchtune_ext.policy.hf_model import HFModel, clean_name
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.run.errors import UsageError, closest_match
 
-# vLLM holds each of these groups as one layer, which is in FP8 as a whole or not at all.
+# vLLM fuses each of these groups into one layer, which is either completely in FP8 or not.
 FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 LM_HEAD = "lm_head"
 
@@ -47,20 +48,20 @@ class Fp8Layer:
     name: str
     # (out-features, in-features).
     shape: tuple[int, int]
-    # Why the layer stays in the compute dtype. None: it computes in FP8.
+    # Why the layer stays in the compute dtype; None: it computes in FP8.
     reason: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Plan:
-    """What a conversion did, for the trainer and the sampler."""
+    """The FP8 layers of a model, for trainer and engine."""
 
     config: Fp8Config
-    # The dtype in which a forward sees the weights and quantizes them.
+    # Dtype of the weights in a forward, from which they are quantized.
     dtype: torch.dtype
-    # In the order of the model. The output head is the last, tied or not.
+    # All linear layers in the order of the model. The output head is the last, tied or not.
     layers: tuple[Fp8Layer, ...]
-    # GEMM, (out, in) and backend. Empty if only the sampler is in FP8.
+    # GEMM, (out, in) and backend. Empty if only the engine is in FP8.
     choices: tuple[tuple[str, tuple[int, int], BackendChoice], ...] = ()
 
     @property
@@ -70,17 +71,17 @@ class Fp8Plan:
 
     @property
     def num_fp8_params(self) -> int:
-        """The number of values in FP8."""
+        """The number of weights in FP8."""
         return sum(out * features for out, features in (layer.shape for layer in self.layers if layer.reason is None))
 
     @property
     def fp8_fraction(self) -> float:
-        """The share of FP8 in the parameters of all linear layers, the output head among them."""
-        # A token costs two FLOPs for each of these parameters, so it is the share of their FLOPs, too.
+        """The fraction of FP8 in the parameters of all linear layers, including the output head."""
+        # A token costs two FLOPs per parameter, so this is also the fraction of FLOPs.
         return self.num_fp8_params / sum(layer.shape[0] * layer.shape[1] for layer in self.layers)
 
     def quantization_config(self) -> dict[str, Any]:
-        """Returns the `quantization_config` with which vLLM computes the same layers in the same blocks."""
+        """Returns the `quantization_config` that makes vLLM quantize the same layers and blocks."""
         return {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
@@ -90,30 +91,38 @@ class Fp8Plan:
         }
 
     def round_weight(self, weight: Tensor) -> Tensor:
-        """Returns the values of a weight in FP8 that both sides compute with, in float32."""
+        """Rounds a weight to its FP8 values, returned in float32."""
         return dequantize(quantize_weight(weight.to(self.dtype)))
 
     def require_whole_shards(self, gpus: int, kv_heads: int) -> None:
-        """Raises ValueError where tensor parallelism over `gpus` would cut a tile. vLLM quantizes by whole ones."""
+        """Checks that tensor parallelism does not split FP8 tiles, which vLLM does not support.
+
+        Args:
+            gpus: `engine.tensor_parallel_size`.
+            kv_heads: number of key/value heads.
+
+        Raises:
+            UsageError: a tile would be split.
+        """
         for layer in self.layers:
             out, features = layer.shape
             kind = layer.name.rpartition(".")[2]
-            # vLLM cuts o_proj and down_proj along their in-features, the others along their out-features, and keys
-            # and values by heads.
+            # vLLM shards o_proj and down_proj along in-features, the other layers along
+            # out-features, and keys and values by heads.
             axis, width = ("in", features) if kind in ("o_proj", "down_proj") else ("out", out)
             parts = min(gpus, kv_heads) if kind in ("k_proj", "v_proj") else gpus
             if layer.reason is None and width % (parts * BLOCK_SIZE):
                 raise UsageError(
-                    f"engine.tensor_parallel_size={gpus} cuts {layer.name}, {out} x {features}, into pieces of "
-                    f"{width / parts:g} {axis}-features, which are no whole FP8 tiles of {BLOCK_SIZE}: set it lower, or leave the "
-                    f"layers out by precision.skip=[{kind}]"
+                    f"engine.tensor_parallel_size={gpus} splits {layer.name}, {out} x {features}, into shards of "
+                    f"{width / parts:g} {axis}-features; expected a multiple of {BLOCK_SIZE}, the size of an FP8 tile. Set it "
+                    f"lower, or exclude the layers with precision.skip=[{kind}]"
                 )
 
     def format_table(self) -> str:
-        """Returns a few lines: the layers by kind and dtype, then the backends."""
+        """Formats the layers by kind and dtype, then the backends, in a few lines."""
         lines = [
             f"FP8: {len(self.fp8_layer_names)} of {len(self.layers)} linear layers, {self.fp8_fraction:.1%} of "
-            "their parameters and of their FLOPs for a token"
+            "their parameters and FLOPs per token"
         ]
         kinds = Counter((layer.name.rpartition(".")[2], layer.shape, layer.reason) for layer in self.layers)
         for (kind, (out, features), reason), count in kinds.items():
@@ -135,55 +144,66 @@ class Fp8Plan:
 def skip_reasons(
     shapes: Mapping[str, tuple[int, int]], skip: Collection[str] = (), unfit: Mapping[str, str] | None = None
 ) -> dict[str, str | None]:
-    """For each linear layer, why it stays in the compute dtype, or None if it computes in FP8.
+    """Decides for each linear layer whether it computes in FP8.
 
     Args:
         shapes: Hugging Face name -> (out, in) of all linear layers.
-        skip: layers to leave alone, by whole names or by their last parts. ValueError if one names no layer.
+        skip: layers to exclude, by full names or last name components.
         unfit: further reasons, by name.
+
+    Returns:
+        Name -> why the layer stays in the compute dtype, or None if it computes in FP8.
+
+    Raises:
+        UsageError: an entry of `skip` matches no layer.
     """
     kinds = sorted({_kind(name) for name in shapes} - {LM_HEAD})
     for entry in skip:
         if not any(entry in (name, _kind(name)) for name in shapes):
             near = closest_match(entry, [*kinds, *shapes])
             raise UsageError(
-                f"precision.skip names {entry!r}, which no layer is; {f'did you mean {near!r}? ' if near else ''}"
-                f"give a kind, {', '.join(kinds)}, or a whole name, like {next(iter(shapes))!r}"
+                f"precision.skip names {entry!r}, which matches no layer; {f'did you mean {near!r}? ' if near else ''}"
+                f"give a kind, {', '.join(kinds)}, or a full name, like {next(iter(shapes))!r}"
             )
 
     def own(name: str) -> str | None:
         out, features = shapes[name]
         if _kind(name) == LM_HEAD:
-            return "output head, whose errors go straight into the log-probs"
+            return "output head, whose errors directly change the log-probs"
         if name in skip or _kind(name) in skip:
             return "named in precision.skip"
         if features % BLOCK_SIZE:
-            return f"{features} features in: vLLM quantizes activations in whole groups of {BLOCK_SIZE}"
+            return f"{features} in-features: vLLM quantizes activations in groups of {BLOCK_SIZE}"
         if out % BLOCK_SIZE and any(_kind(name) in parts for parts in FUSED_GROUPS):
-            return f"{out} features out: vLLM fuses it with others in whole tiles of {BLOCK_SIZE}"
+            return f"{out} out-features: vLLM fuses it with other layers in tiles of {BLOCK_SIZE}"
         return (unfit or {}).get(name)
 
     reasons = {name: own(name) for name in shapes}
-    # A layer that vLLM fuses with one that stays has to stay, too.
+    # If a layer of a fused group is not in FP8, the other layers of the group cannot be in FP8.
     for name in shapes:
         stem = name.removesuffix(_kind(name))
         for part in next((parts for parts in FUSED_GROUPS if _kind(name) in parts), ()):
             if reasons[name] is None and f"{stem}{part}" in shapes and own(f"{stem}{part}") is not None:
-                reasons[name] = f"vLLM fuses it with {part}, which stays"
+                reasons[name] = f"vLLM fuses it with {part}, which is not in FP8"
     return reasons
 
 
 def linear_layers(
     model: TransformerDecoder, config: Fp8Config, trains: bool, hf_model: HFModel | None = None
 ) -> tuple[tuple[Fp8Layer, ...], dict[str, nn.Module]]:
-    """All linear layers in the order of the model, the output head last, and the modules by Hugging Face name.
+    """Lists all linear layers of a model.
 
     Args:
-        model: may lie on the meta device.
-        trains: whether the trainer computes in FP8, too.
-        names: the model directory. Without it, permuted rows are not noticed (`_moved`).
+        model: the model; it may be on the meta device.
+        config: FP8 settings.
+        trains: whether the trainer also computes in FP8.
+        hf_model: the model directory; None: permuted rows are not checked (`_permutation_reason`).
 
-    Raises ValueError if `config.skip` names no layer.
+    Returns:
+        The layers in the order of the model, the output head last; and Hugging Face name -> module.
+
+    Raises:
+        UsageError: an entry of `config.skip` matches no layer.
     """
     adapters = adapter_names(model)
     modules, unfit = {}, {}
@@ -199,7 +219,7 @@ def linear_layers(
             )
             if reason:
                 unfit[name] = reason
-    # A tied head is no module of its own, but has the shape of the embedding.
+    # A tied head is not a separate module; it has the shape of the embedding.
     head = modules.pop(LM_HEAD, None)
     shapes = {name: tuple(module.weight.shape) for name, module in modules.items()}
     if head is not None:
@@ -216,14 +236,19 @@ def make_fp8_plan(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> Fp8Plan:
-    """Makes the list for a model, which may lie on the meta device and stays as it is.
+    """Makes the FP8 plan of a model without changing the model.
 
     Args:
-        dtype: the dtype in which the forward sees the weights.
-        device: the trainer's device, which decides the backends. None: only the sampler is in FP8.
+        model: the model; it may be on the meta device.
+        hf_model: the model directory.
+        config: FP8 settings.
+        dtype: dtype of the weights in a forward.
+        device: the trainer's device, which determines the backends; None: only the engine is in
+            FP8.
 
-    Raises ValueError if no layer can be converted, `config.skip` names no layer, the checkpoint is quantized already,
-    or the backend of `config` cannot run on `device`.
+    Raises:
+        UsageError: no layer can be converted, an entry of `config.skip` matches no layer, the
+            weights are already quantized, or the backend cannot run on `device`.
     """
     return _make_plan(model, hf_model, config, dtype, device)[0]
 
@@ -231,12 +256,15 @@ def make_fp8_plan(
 def convert_to_fp8(
     model: TransformerDecoder, hf_model: HFModel, config: Fp8Config, dtype: torch.dtype, device: torch.device
 ) -> Fp8Plan:
-    """Lets the layers of `plan` compute in FP8, with its arguments and errors. Comes after `lora.prepare`."""
+    """Makes a plan as `make_fp8_plan` and converts the model's layers to FP8.
+
+    Call it after `lora.freeze_base`. It raises the errors of `make_fp8_plan`.
+    """
     fp8_plan, modules = _make_plan(model, hf_model, config, dtype, device)
     for name in fp8_plan.fp8_layer_names:
         module = modules[name]
-        # Another class leaves parameters, their names and checkpoints as they are. FSDP2, checkpointing and compile
-        # wrap the layers, so they must come later.
+        # Changing the class keeps parameters, their names and checkpoints. FSDP2, activation
+        # checkpointing and compile wrap the layers, so they must come later.
         if isinstance(module, LoRALinear):
             module.__class__ = Fp8LoRALinear
         else:
@@ -250,13 +278,22 @@ def convert_to_fp8(
 def fp8_hf_tensors(
     tensors: Iterable[tuple[str, Tensor]], fp8_plan: Fp8Plan, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (Hugging Face name, tensor) for a sampler that was made with `receipt.quantization_config()`.
+    """Quantizes weights for an engine that was started with `fp8_plan.quantization_config()`.
 
-    A converted layer becomes `X.weight`, float8_e4m3fn [N, K], and `X.weight_scale_inv`, float32 [N/128 rounded up,
-    K/128], by which it is multiplied. All other tensors come in `dtype`. `tensors` come in `receipt.dtype` from
-    `named_hf_tensors` or `lora.base_hf_tensors`, which may gather: a collective.
+    It is a collective if `tensors` gathers.
 
-    Raises ValueError if a tensor has another dtype, or a converted layer is not among them.
+    Args:
+        tensors: pairs (Hugging Face name, unsharded tensor in `fp8_plan.dtype`), from
+            `named_hf_tensors` or `lora.base_hf_tensors`.
+        fp8_plan: the FP8 plan.
+        dtype: dtype of all other tensors.
+
+    Yields:
+        (Hugging Face name, tensor). A layer in FP8 becomes `X.weight`, float8_e4m3fn [N, K], and
+        its factor `X.weight_scale_inv`, float32 [N/128 rounded up, K/128].
+
+    Raises:
+        UsageError: a tensor has another dtype, or a layer in FP8 is missing.
     """
     missing = set(fp8_plan.fp8_layer_names)
     for name, tensor in tensors:
@@ -264,17 +301,19 @@ def fp8_hf_tensors(
         if layer == name or layer not in fp8_plan.fp8_layer_names:
             yield name, tensor.to(dtype)
             continue
-        # The forward quantizes weights that are already rounded to its dtype. From float32, other bits would come out.
+        # The forward quantizes weights that are already rounded to its dtype. Quantizing float32
+        # weights would give other bits.
         if tensor.dtype != fp8_plan.dtype:
             raise UsageError(
-                f"{name} comes as {tensor.dtype}, the forward quantizes {fp8_plan.dtype}: gather it in that"
+                f"{name} has dtype {tensor.dtype}; expected {fp8_plan.dtype}, which the forward quantizes: gather it in "
+                f"{fp8_plan.dtype}"
             )
         missing.discard(layer)
         q = quantize_weight(tensor)
         yield name, q.values
         yield f"{name}_scale_inv", q.scales
     if missing:
-        raise UsageError(f"{len(missing)} layers in FP8 were not among the tensors: {sorted(missing)[:4]} ...")
+        raise UsageError(f"{len(missing)} layers in FP8 are missing from the tensors: {sorted(missing)[:4]} ...")
 
 
 def _kind(name: str) -> str:
@@ -289,8 +328,8 @@ def _make_plan(
     fp8_plan = Fp8Plan(config, dtype, layers)
     if not fp8_plan.fp8_layer_names:
         raise UsageError(
-            f"{fp8_plan.format_table()}\nprecision: no layer of model_dir={str(hf_model.path)!r} can compute in FP8, for the reasons "
-            "above; take another model, or set precision=bf16"
+            f"{fp8_plan.format_table()}\nprecision: no layer of model_dir={str(hf_model.path)!r} can compute in FP8, for "
+            "the reasons above; use another model, or set precision=bf16"
         )
     if device is None:
         return fp8_plan, modules
@@ -305,18 +344,18 @@ def _make_plan(
 
 def _unsupported_reason(module: nn.Module) -> str | None:
     if isinstance(module.weight, NF4Tensor):
-        return "its weight is NF4 (model.quantize_base=False or precision=fp8_rollout would do)"
+        return "its weight is NF4 (supported with model.quantize_base=False or precision=fp8_rollout)"
     if isinstance(module, DoRALinear):
-        return "DoRA: no sampler has it but merged, and then rounded as a whole (precision=fp8_rollout would do)"
+        return "DoRA: engines need it merged, so its sum is rounded (supported with precision=fp8_rollout)"
     if type(module) not in (nn.Linear, LoRALinear):
         return f"it is a {type(module).__name__}"
     return None
 
 
 def _permutation_reason(hf_model: HFModel, ours: str, module: nn.Module) -> str | None:
-    """Why a layer whose rows are permuted on the way to Hugging Face cannot be in FP8, or None."""
-    # Inside a tile rows may change places, since its scale and its values stay the same. Row numbers stand in for the
-    # weight.
+    """Why a layer whose rows are permuted in Hugging Face's layout cannot be in FP8, or None."""
+    # A permutation within a tile keeps the tile's scale and values, so it is allowed. Row numbers
+    # represent the weight.
     places = torch.arange(module.get_parameter("weight").shape[0], device="cpu")[:, None]
     _, order = hf_model.to_hf(f"{ours}.weight", places)
     if torch.equal(order[:, 0] // BLOCK_SIZE, torch.arange(order.shape[0]) // BLOCK_SIZE):
@@ -328,7 +367,8 @@ def _choose_gemm_backend(gemm: str, layer: Fp8Layer, fp8_plan: Fp8Plan, device: 
     out, features = layer.shape
 
     def blocks(rows: int, columns: int, block: tuple[int, int]) -> Fp8Blocks:
-        # The backends look only at shapes, dtypes and the device. One expanded number has these, without the memory.
+        # The backends check only shapes, dtypes and the device. An expanded scalar has these
+        # without the memory.
         values, scales = torch.empty((), dtype=FP8_DTYPE, device=device), torch.empty((), device=device)
         grid = rows // block[0], columns // block[1]
         return Fp8Blocks(values.expand(rows, columns), scales.expand(grid), block, (rows, columns))
@@ -344,12 +384,12 @@ def _choose_gemm_backend(gemm: str, layer: Fp8Layer, fp8_plan: Fp8Plan, device: 
         choice = fp8_gemm.choose_backend(gemm, *operands, dtype)
         if device.type == "cuda" and choice.backend == "reference":
             raise UsageError(
-                f"precision.backend=auto: {device} has nothing fast for {gemm} of {layer.name}, {choice.reason}; mend one of "
-                "these, set precision=bf16, or emulate FP8 with precision.backend=reference"
+                f"precision.backend=auto: {device} has no fast backend for {gemm} of {layer.name}, {choice.reason}; fix one "
+                "of these reasons, set precision=bf16, or emulate FP8 with precision.backend=reference"
             )
         return choice
     if objection := fp8_gemm.unsupported_reason(backend, gemm, *operands, dtype):
         raise UsageError(
             f"precision.backend={backend} cannot run {gemm} of {layer.name}: {objection}; or set precision.backend=auto"
         )
-    return BackendChoice(backend, "asked for")
+    return BackendChoice(backend, "set by precision.backend")
