@@ -87,7 +87,7 @@ def _group(step, number, level, rng, hostile):
         text = f"{HOSTILE} {i}" if hostile else f"Miss Scarlet, the library, the rope: guess {i} of step {step}"
         samples.append(
             sampled(rng.integers(0, 9, 12), -rng.gamma(0.4, 1.0, 12), text=text, advantage=reward - level,
-                    outcome=Score(reward, {"accuracy": reward}, ""), trained=True)
+                    outcome=Score(reward, {"accuracy": reward}, ""), in_loss=True)
         )  # fmt: skip
     question = HOSTILE if hostile else f"Who did it, where and with what? Puzzle {number} of step {step}."
     problem = Problem(f"clue-{step}-{number}", ({"role": "user", "content": question},), {"A": "rope"})

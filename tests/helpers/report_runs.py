@@ -32,7 +32,7 @@ def make_group(step, number, num_samples=6, length=20, spread=1.0):
                 text=f"sample {i} {HOSTILE}",
                 outcome=outcome,
                 advantage=reward - 0.5,
-                trained=spread > 0 and isinstance(outcome, Score),
+                in_loss=spread > 0 and isinstance(outcome, Score),
             )
         )
     problem = Problem(f"problem-{number} {HOSTILE}", ({"role": "user", "content": HOSTILE},), {"A": HOSTILE})

@@ -52,7 +52,7 @@ def make_groups(rng, shapes, untrained=0.0):
                 rng.normal(-3, 1, n),
                 outcome=Score(0.0, {}),
                 advantage=float(np.float32(rng.normal())),
-                trained=bool(rng.random() >= untrained),
+                in_loss=bool(rng.random() >= untrained),
             )
             for n in completions
         )

@@ -27,7 +27,7 @@ def groups_of(shapes):
         samples = tuple(
             Sample(
                 Completion(rng.integers(0, 300, n).astype(np.int32), rng.normal(-4, 1, n).astype(np.float32), np.zeros(n, np.int32), "stop"),
-                advantage=float(rng.normal()), trained=True,
+                advantage=float(rng.normal()), in_loss=True,
             )
             for n in lengths
         )
@@ -47,14 +47,14 @@ from rollouts import groups_of
 from torch.distributed.tensor import DTensor
 
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.pipeline.packing import Layout, pack
+from torchtune_ext.pipeline.packing import RowLayout, pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.fp8.plan import Fp8Config, fp8_hf_tensors
 from torchtune_ext.policy.lora import base_hf_tensors, merged_hf_tensors
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel, clean_name
 from torchtune_ext.training.distributed import close_ranks, init_ranks
-from torchtune_ext.training.learner import Learner, reference_of
+from torchtune_ext.training.learner import Learner, make_reference
 
 groups = groups_of([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2, 2, 2]), (6, [9])])
 loss = PolicyLoss(constraint="kl", delta=1e-4, top_k=8, importance="tis", kl_coef=0.2, entropy_coef=0.01)
@@ -65,13 +65,13 @@ def gradients(ranks, folder, checkpointing, row_tokens, lora, fp8):
     torch.manual_seed(0)  # of the adapters, whatever the cases before have drawn
     source = HFModel(folder)
     policy = build_policy(lambda: from_config(folder, **lora), source, ranks.device, torch.float32, world_size, checkpointing, fp8=fp8)
-    reference = reference_of(policy.model)
+    reference = make_reference(policy.model)
     learner = Learner(policy, loss, ranks)
     with torch.no_grad():
         for i, p in enumerate(policy.trainable()):  # move away from the reference, the same on one and on two ranks
             p.add_(1e-3) if lora else p.mul_(1.0 + 0.01 * (i % 7))
     before = {n: t.clone() for n, t in merged_hf_tensors(policy.model, source, torch.float32)}
-    rows, _ = pack(groups, row_tokens, layout=Layout(2))  # the same rows on one rank: FP8 scales tokens that share a row
+    rows, _ = pack(groups, row_tokens, layout=RowLayout(2))  # the same rows on one rank: FP8 scales tokens that share a row
     share = rows[ranks.rank :: world_size] if world_size > 1 else rows
     with reference.swapped_in():
         ref = learner.logprobs(share, top_k=8)
@@ -171,12 +171,12 @@ from rollouts import groups_of
 from torch.distributed.tensor import DTensor
 
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.pipeline.packing import Layout, pack
+from torchtune_ext.pipeline.packing import RowLayout, pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel, clean_name
 from torchtune_ext.policy.lora import adapter_hf_tensors, merged_hf_tensors
-from torchtune_ext.policy.sharding import whole
+from torchtune_ext.policy.sharding import gather_full
 from torchtune_ext.training.distributed import RanksConfig, close_ranks, init_ranks
 from torchtune_ext.training.manifest import Identity
 from torchtune_ext.training.learner import Learner
@@ -185,7 +185,7 @@ from torchtune_ext.training.checkpoints import Checkpoints
 folder, lora = sys.argv[1], json.loads(sys.argv[2])
 source, saved = HFModel(folder), Path("c")
 groups = groups_of([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2, 2, 2]), (6, [9]), (8, [11, 7])] * 3)
-rows, _ = pack(groups, 40, layout=Layout(4))
+rows, _ = pack(groups, 40, layout=RowLayout(4))
 assert len(rows) > 4, "several rows for a rank: the copies sum their gradients with the last one"
 
 
@@ -217,7 +217,7 @@ class Run:
         sent = dict(merged_hf_tensors(self.policy.model, source, torch.float32))
         if lora:
             sent |= dict(adapter_hf_tensors(self.policy.model, source, torch.float32))
-        mine = {clean_name(n): whole(p).clone() for n, p in self.policy.model.named_parameters() if p.requires_grad}
+        mine = {clean_name(n): gather_full(p).clone() for n, p in self.policy.model.named_parameters() if p.requires_grad}
         return {"sent": {n: t.clone() for n, t in sent.items()}, "mine": mine}
 
     def save(self):
@@ -251,7 +251,7 @@ def four(ranks):
     after.append(run.weights())
     # The copies are copies: what the ranks of the other one hold is the same, bit for bit.
     for p in cut:
-        local = p._local_tensor if p.requires_grad else whole(p)
+        local = p._local_tensor if p.requires_grad else gather_full(p)
         there = [torch.empty_like(local) for _ in range(2)]
         torch.distributed.all_gather(there, local.detach(), group=p.device_mesh.get_group(0))
         assert torch.equal(*there)

@@ -16,12 +16,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 DRIVE = """
 from pathlib import Path
 
-from torchtune_ext.sampling.vllm_backend import RemoteCore
-from torchtune_ext.training.mismatch import Disagreement
+from torchtune_ext.sampling.vllm_backend import RemoteBackend
+from torchtune_ext.training.mismatch import MismatchError
 
 FAULT = Path("fault")
 FAULT.write_text("none")
-load = RemoteCore.load
+load = RemoteBackend.load
 
 
 async def lose(self, buffers, version):
@@ -30,7 +30,7 @@ async def lose(self, buffers, version):
     return await load(self, [] if FAULT.read_text() == "lost under its label" else buffers, version)
 
 
-RemoteCore.load = lose
+RemoteBackend.load = lose
 
 
 def drive(recipe):
@@ -48,7 +48,7 @@ def drive(recipe):
         try:
             recipe.train()
             outcome = "ended well"
-        except Disagreement as error:
+        except MismatchError as error:
             outcome = str(error).replace("\\n", " ")
         print(f"FAULT {kind} | {recipe.version - begun} | {outcome}", flush=True)
         recipe.version += 1

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 from torchtune_ext.run.stop import StopSignals
-from torchtune_ext.training.collectives import gathered
+from torchtune_ext.training.collectives import all_gather
 from torchtune_ext.training.distributed import RanksConfig, init_ranks
 from torchtune_ext.training.recipe_runner import run_recipe
 
@@ -52,7 +52,7 @@ class Recipe:
         if what == "rank 0 raises":
             self.ranks.any(False)
         print(f"rank {self.ranks.rank} computes", flush=True)
-        while not any(gathered(done.exists())):
+        while not any(all_gather(done.exists())):
             time.sleep(0.01)
 
     def cleanup(self):

@@ -156,7 +156,7 @@ def test_a_damaged_plugin_leaves_torchtune_usable(tmp_path):
     """
     done = python(code, tmp_path)
     assert done.stdout.strip() == "imported"
-    assert "register failed" in done.stderr and "torchtune-ext doctor" in done.stderr
+    assert "register_recipes failed" in done.stderr and "torchtune-ext doctor" in done.stderr
 
 
 def test_hook_does_nothing_without_torchtune():

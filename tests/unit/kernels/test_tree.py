@@ -111,7 +111,7 @@ def test_trees_in_fp8(tmp_path):
         for ids, places in paths_of(group, sample):
             prompt, turn = np.array(ids[: places[0]], np.int32), sample.completion
             turn = type(turn)(np.array(ids)[places], np.zeros(len(places)), np.zeros(len(places)), "stop")
-            one = Group(group.problem, prompt, (type(sample)(turn, trained=True),))
+            one = Group(group.problem, prompt, (type(sample)(turn, in_loss=True),))
             (row,) = pack([one], 1000)[0]
             with torch.no_grad():
                 alone.append(policy(row).logprobs_L)

@@ -263,7 +263,7 @@ def make_groups(seed=0):
         for n in lengths:
             ids, noise, advantage = rng.integers(0, 60, n), 0.3 * rng.normal(size=n), float(rng.normal())
             heard = {"advantage": advantage, "teacher_logprobs": (2 * noise - 4).astype(np.float32)}
-            samples.append(sampled(ids, noise - 4, 3 + np.arange(n) % 5, trained=True, **heard))
+            samples.append(sampled(ids, noise - 4, 3 + np.arange(n) % 5, in_loss=True, **heard))
         groups.append(Group(Problem(f"g{g}", (), None), rng.integers(0, 60, prompt).astype(np.int32), tuple(samples)))
     return groups
 

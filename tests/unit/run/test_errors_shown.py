@@ -33,7 +33,7 @@ def code_of(text: str, name: str, file: str = "<made>") -> dict:
 
 OURS = """
 import json
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import UsageError
 def on_purpose(kind): raise kind("x")
 def by_accident(): return int("x")
 def looks_up(): return {}["x"]
@@ -41,7 +41,7 @@ def not_there(): return open("/nothing/x")
 def by_library(): return json.loads("{")
 def again():
     try:
-        on_purpose(Mistake)
+        on_purpose(UsageError)
     except ValueError as error:
         kept = error
     raise kept
@@ -49,7 +49,7 @@ def other():
     try:
         by_library()
     except ValueError as error:
-        raise Mistake("a file is no JSON") from error
+        raise UsageError("a file is no JSON") from error
 """
 
 

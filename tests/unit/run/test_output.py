@@ -62,8 +62,8 @@ def test_buffered_output_without_reader_keeps_exit_status(tmp_path):
 import sys
 from torchtune_ext.cli import cli, plugin
 from torchtune_ext.run import terminal
-from torchtune_ext.run.output import say
-say("first")
+from torchtune_ext.run.output import print_text
+print_text("first")
 sys.stdin.readline()
 print("of others")
 open(sys.argv[1], "w").write("end")

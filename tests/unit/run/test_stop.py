@@ -15,7 +15,7 @@ from torchtune_ext.run.stop import RunStopped, StopSignals
 SCRIPT = """
 import contextlib, ctypes, os, sys, time
 import torchtune_ext.run.output  # as every run does: what nobody reads is no error at the end
-from torchtune_ext.run.stop import Stopped, StopSignals
+from torchtune_ext.run.stop import RunStopped, StopSignals
 
 def stuck():
     mutex = ctypes.create_string_buffer(64)  # a pthread mutex: locking it twice waits for ever, in C, whatever signals come
@@ -48,7 +48,7 @@ with StopSignals(GRACE, lambda: "It stood there.", reaction_s=REACTION) as stop:
     try:
         print("ready", flush=True)
         WORK
-    except Stopped as stopped:
+    except RunStopped as stopped:
         closing(CLOSING)
         with contextlib.suppress(OSError):
             os.write(2, f"{stopped.signal.name} orderly={stopped.orderly}\\n".encode())

@@ -12,14 +12,14 @@ import pytest
 
 SCREEN = """
 import sys
-from torchtune_ext.run.errors import Mistake, shown
-from torchtune_ext.run.output import labelled, say
+from torchtune_ext.run.errors import UsageError, report_errors
+from torchtune_ext.run.output import format_labels, print_text
 from torchtune_ext.telemetry.progress import Progress
 progress = Progress(total_steps=3)
 progress.summary(1, {"reward/mean": 0.5, "mismatch/mean_abs": 1e-3, "time/step": 1.0})
-say(labelled([("objective", "a text of some twenty words " * 4), ("files", "runs/tiny")]))
-with shown():
-    raise Mistake("a mistake")
+print_text(format_labels([("objective", "a text of some twenty words " * 4), ("files", "runs/tiny")]))
+with report_errors():
+    raise UsageError("a mistake")
 """
 
 

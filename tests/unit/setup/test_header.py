@@ -96,7 +96,7 @@ def opened(cfg, every=40, processes=1):
     return SimpleNamespace(
         cfg=cfg,
         loss=cfg.loss.instantiate(),
-        trained=FullWeights(),
+        trainable=FullWeights(),
         precision=Flow(EngineConfig(address=cfg.engine.address)),
         replay=None,
         teacher_model=None,

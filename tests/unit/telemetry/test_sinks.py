@@ -152,12 +152,12 @@ LOGS = """
 import os, signal, sys
 from pathlib import Path
 from torchtune_ext.run.folder import RunFolder
-from torchtune_ext.telemetry.metrics import Metrics
+from torchtune_ext.telemetry.metrics import MetricLogger
 from torchtune_ext.telemetry.sinks import LoggingConfig
 
 folder = RunFolder(sys.argv[1])
 run = folder.begin({"seed": 1}, resuming=False)
-metrics = Metrics(folder.path, LoggingConfig(to=("wandb",)), run, status=lambda: 143)
+metrics = MetricLogger(folder.path, LoggingConfig(to=("wandb",)), run, status=lambda: 143)
 for step in (1, 2, 3):
     metrics.log(step, {"reward/mean": step / 4, "loss/total": float("nan"), "eval/accuracy_sampled": 0.1 * step})
 print("logged", flush=True)
