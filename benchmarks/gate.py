@@ -109,7 +109,7 @@ def drive(recipe: GRPORecipe, fault: Path, healthy: int, faults: list[str], out:
             message = ""
         except MismatchError as error:
             message = str(error)
-        line = {"fault": present[0], "publications": recipe.version - begun, "tokens": tokens[0], "message": message}
+        line = {"fault": present[0], "weight_syncs": recipe.version - begun, "tokens": tokens[0], "message": message}
         line |= {"limit": gate.limit}
         with out.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -207,7 +207,7 @@ def main() -> None:
             steps = f"{args.steps} steps, {health['tokens']} tokens"
             alarms.append((cell, rate, steps, f"{health['limit']:.2g}", test_of(health["message"]) or "none"))
             for line in lines:
-                how = f"{line['publications']} ({line['tokens']})"
+                how = f"{line['weight_syncs']} ({line['tokens']})"
                 rows[line["fault"]].append(
                     f"{test_of(line['message'])}: {how}" if line["message"] else f"not found: {how}"
                 )

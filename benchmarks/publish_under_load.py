@@ -2,7 +2,7 @@
 
 Also measures the latency of a canary with queued requests.
 
-    python benchmarks/publish_under_load.py [--publications 200] [--requests 5000] [--kills 0]
+    python benchmarks/publish_under_load.py [--weight-syncs 200] [--requests 5000] [--kills 0]
 
 A tiny random model generates. All requests are queued at once, and queued again after all have completed, and weights are
 published each time a fixed fraction has completed. The engine computes a checksum of every loaded tensor
@@ -183,7 +183,7 @@ def time_canaries(engine: Engine, publisher: Publisher, prompts: list[list[int]]
     }
 
 
-def run(publications: int, requests: int, kills: int, folder: Path) -> tuple[dict[str, str], list[str]]:
+def run(weight_syncs: int, requests: int, kills: int, folder: Path) -> tuple[dict[str, str], list[str]]:
     """Return the table and the failed checks."""
     model = make_model()
     model.save_pretrained(folder / "model")
@@ -214,9 +214,9 @@ def run(publications: int, requests: int, kills: int, folder: Path) -> tuple[dic
         began = time.monotonic()
         sampler = threading.Thread(target=sample)
         sampler.start()
-        strikes = {round((k + 1) * publications / (kills + 1)): k for k in range(kills)}
-        for number in range(1, publications):
-            wait(lambda number=number: failed or engine.stats().completed >= number * requests // publications)
+        strikes = {round((k + 1) * weight_syncs / (kills + 1)): k for k in range(kills)}
+        for number in range(1, weight_syncs):
+            wait(lambda number=number: failed or engine.stats().completed >= number * requests // weight_syncs)
             if number not in strikes:
                 publisher.publish()
             elif strikes[number] % 2 == 0:
@@ -256,7 +256,7 @@ def run(publications: int, requests: int, kills: int, folder: Path) -> tuple[dic
         f"{len(answered)} of {len(prompts) * 4} requests answered": len(answered) < len(prompts) * 4,
         f"{stats.restarts} restarts, {kills} kills": stats.restarts != kills,
         f"loads that are not what their label says: {wrong[:3]}": wrong,
-        f"only {len(LOG.loads)} loads recorded": len(LOG.loads) < publications,
+        f"only {len(LOG.loads)} loads recorded": len(LOG.loads) < weight_syncs,
         f"tokens of versions that were never published: {sorted(unknown)}": unknown,
         f"{stats.preemptions} preemptions counted, with room for all": stats.preemptions,
         f"strikes that missed their moment: {publisher.missed}": publisher.missed,
@@ -267,12 +267,12 @@ def run(publications: int, requests: int, kills: int, folder: Path) -> tuple[dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--publications", type=int, default=200)
+    parser.add_argument("--weight-syncs", type=int, default=200)
     parser.add_argument("--requests", type=int, default=5000, help="in groups of 4")
     parser.add_argument("--kills", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        table, wrong = run(args.publications, args.requests, args.kills, Path(folder))
+        table, wrong = run(args.weight_syncs, args.requests, args.kills, Path(folder))
     print("| | |\n|---|---|")
     for name, value in table.items():
         print(f"| {name} | {value} |")

@@ -105,8 +105,8 @@ def opened(cfg, every=40, processes=1):
         ranks=Ranks(0, processes, torch.device("cpu")),
         task=cfg.task.instantiate(),
         eval_task=task,
-        trained_too=[],
-        ledger=StalenessScheduler(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.prefetch_steps),
+        train_eval_overlap=[],
+        staleness_scheduler=StalenessScheduler(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.prefetch_steps),
     )
 
 
