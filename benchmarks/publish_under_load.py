@@ -173,12 +173,12 @@ def time_canaries(engine: Engine, publisher: Publisher, prompts: list[list[int]]
 
     idle = [milliseconds(Priority.CANARY) for _ in range(CANARIES)]
     queued = [engine.submit(prompt, 4, SamplingConfig(max_tokens=TOKENS)) for prompt in prompts]
-    behind = [milliseconds(Priority.CANARY) for _ in range(CANARIES)]
+    lags = [milliseconds(Priority.CANARY) for _ in range(CANARIES)]
     left = sum(not group.done() for group in queued) * 4
     as_sample = milliseconds(Priority.SAMPLE)
     return {
         "canary in an idle engine, ms, median and max": f"{np.median(idle):.0f}, {max(idle):.0f}",
-        f"canary with {left} to {len(queued) * 4} requests queued": f"{np.median(behind):.0f}, {max(behind):.0f}",
+        f"canary with {left} to {len(queued) * 4} requests queued": f"{np.median(lags):.0f}, {max(lags):.0f}",
         f"the same as a sample, with {left} queued": f"{as_sample:.0f}",
     }
 

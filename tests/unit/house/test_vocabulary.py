@@ -14,7 +14,7 @@ def test_banned_phrase_is_not_used(phrase, uses):
     assert uses[phrase] == [], f"write: {vocabulary.BANNED[phrase]}"
 
 
-def test_banned_phrase_is_found_in_pages_strings_and_comments(tmp_path):
+def test_vocabulary_searches_pages_strings_and_comments(tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "page.md").write_text("The run goes on after a crash.\n")
     (tmp_path / "recipes").mkdir()
