@@ -124,7 +124,10 @@ def test_of(message: str) -> str:
         ("samples as before|samples with the old|samples without", "effect"),
         (": weights: ", "checksum"),
         ("truncated or renormalized \\(", "identity"),
-        ("distribution has this effect, and rounding does not. Likely cause: temperature", "sharpness, says temperature"),
+        (
+            "distribution has this effect, and rounding does not. Likely cause: temperature",
+            "sharpness, says temperature",
+        ),
         ("distribution has this effect, and rounding does not. Likely cause: top-p", "sharpness, says top-p"),
         ("Likely cause: temperature", "scale, says temperature"),
         ("Likely cause: top-p", "scale, says top-p"),

@@ -129,7 +129,9 @@ def test_failing_grader_ends_run_and_keeps_checkpoint(workplace, failed):
     )
     assert "infra_failed: AttributeError: 'Problem' object has no attribute 'solution' (rows.py:" in failed
     assert "no signal: no text was graded" in failed
-    assert "It was at step 2 of 6. The newest checkpoint is failing/checkpoints/step_000001; resume from there" in failed
+    assert (
+        "It was at step 2 of 6. The newest checkpoint is failing/checkpoints/step_000001; resume from there" in failed
+    )
     kept = [path.name for path in (workplace / "failing" / "checkpoints").glob("step_*")]
     assert "step_000001" in kept and "step_000002" not in kept
     assert (workplace / "failing" / "grader.log").read_text() == "DEBUG from grade\n" * 32

@@ -76,6 +76,6 @@ FOLDERS = {
     "a task that exits": full("task._component_=mine.Mine", r"`task:` mine.Mine raised SystemExit: no data \(mine.py:6\)", files={"mine.py": "import sys\nfrom sums import Base\n\nclass Mine(Base):\n    def __init__(self):\n        sys.exit('no data')\n"}),
     "a page over a file": Mistake("report runs/x --out run.yaml", r"cannot write run.yaml: it holds something other than a report. Fix: name another file by --out", prepare=lambda folder: holding("runs/x/run.json")(folder) or (folder / "runs/x/metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')),
     "puzzles over a file": Mistake("clue --count 1 --out run.yaml", r"--out run.yaml holds something other than puzzles. Fix: name another file"),
-    "a sweep over a file": Mistake("sweep tiny_lr --out proj", r"proj is not empty, and holds no sweep; choose another folder", prepare=holding("proj/sweep.yaml")),
+    "a sweep over a file": Mistake("sweep tiny_lr --out proj", r"proj is not empty, and holds no sweep\. Fix: choose another folder", prepare=holding("proj/sweep.yaml")),
 }
 # fmt: on

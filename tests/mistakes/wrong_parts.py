@@ -103,7 +103,7 @@ CLASSES = {
     "a split that is not there": full(f"task._component_={ARITHMETIC} task.split=test", r"task.split='test': choose one of train, heldout, all", real=True),
     "warmup: no solution": warmup("task._component_=mine.Mine", r"task: Mine has no `solution`; give it one that returns a text with reward 1.0", files={"mine.py": f"from sums import Problem, Score\n\n\nclass Mine:\n    {LENGTH}\n    {GET}\n    {GRADE}\n"}),
     "evaluate: grade raises": evaluate("task._component_=mine.Mine", r"task: Mine cannot grade its own solution of problem 'sum-0': AttributeError: ", files={"mine.py": "from sums import Base\n\n\nclass Mine(Base):\n    def grade(self, problem, text): return text.foo\n"}),
-    "a kernel that is not there": full(f"task._component_={MATMUL} 'task.kernels={{dgem: 256}}'", r"task.kernels: there is no kernel 'dgem'; use dgemm"),
+    "a kernel that is not there": full(f"task._component_={MATMUL} 'task.kernels={{dgem: 256}}'", r"task.kernels: unknown kernel 'dgem'; use dgemm"),
     "a reward that is not there": full(f"task._component_={MATMUL} task.reward=speed", r"task.reward='speed': choose one of .*peak_share"),
     "a loss that cannot be called": full("loss._component_=sums.Base", r"loss: Base cannot be called; give it `def __call__\(self, t\)` \(docs/objectives.md\)"),
     "a loss with a wrong name": loss("def __call__(self, t): return -t.advantage, {}", r"loss: Mine, called with three labels, raised AttributeError: .*\(mine.py:2\)"),

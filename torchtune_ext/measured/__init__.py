@@ -1,1 +1,1 @@
-"""Programs that a model wrote: taken from its text, screened, compiled, verified and timed on this machine, in a sandbox."""
+"""Extract, screen, compile, verify and time programs that a model wrote, in a sandbox."""

@@ -1,11 +1,12 @@
-"""The service that measures programs: texts come in, and each result comes out as soon as it is there.
+"""The service that measures programs. `submit` returns a future for each text.
 
-Each text is a task of an asyncio loop in a thread. Checks run in parallel, in processes that can be killed, and timings one
-after the other, in a process of their own. A program that was measured before, or is under way, is not measured again.
+Each text is an asyncio task in a thread. Checks run in parallel in killable processes. Timings run
+one at a time in a separate process. A program that was measured before, or is in flight, is not
+measured again.
 
-What a program does wrong is its result. What the machine does wrong (a process was killed, a sandbox failed, a deadline of ours
-passed) is tried again `RETRIES` times, and then the future raises BenchError. A timing that was disturbed is made once more,
-while no check runs beside it.
+A fault of the program is its result. A fault of the machine (a killed process, a failed sandbox, an
+exceeded internal deadline) is retried `MAX_RETRIES` times; then the future raises BenchError. A
+disturbed timing is repeated once, while no check runs.
 """
 
 import asyncio
@@ -50,59 +51,68 @@ __all__ = ["Bench", "BenchConfig", "BenchError", "Result"]
 
 log = logging.getLogger(__name__)
 
-MAX_RETRIES = 2  # further attempts after the machine has failed
-OVERHEAD_S = 30.0  # seconds of our own work on a program at most: inputs, references, comparisons, starts of processes
+MAX_RETRIES = 2  # further attempts after a machine failure
+OVERHEAD_S = 30.0  # seconds per program at most for inputs, references, comparisons, process starts
 CLOSE_TIMEOUT_S = 3.0  # seconds for processes to end by themselves
-SHUTDOWN_TIMEOUT_S = 40.0  # seconds for a service to end in good order
+SHUTDOWN_TIMEOUT_S = 40.0  # seconds for a graceful shutdown of the service
 CHECK_STAGE, TIME_STAGE = "check", "time"
-MAX_RESULTS = 16_384  # results that are kept for equal programs
-TIMING_GAP_S = 0.03  # seconds between two timings, since others who wait for the cores look at them every 0.02 s
-# numpy's own threads in the processes would run on the cores that are timed on.
+MAX_RESULTS = 16_384  # cached results
+TIMING_GAP_S = 0.03  # seconds between two timings; other processes poll the core locks every 0.02 s
+# numpy's own threads in the worker processes would run on the timed cores.
 SINGLE_THREAD_ENV: dict[str, str] = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 class BenchService(Closing):
-    """A thread with an asyncio loop, in which each text is a task. Any thread may use it.
+    """A thread with an asyncio loop that runs one task per text. The methods are thread-safe.
 
-    A subclass opens and closes in `_serve`, which sets `_started`, and measures in `_measure`. It calls this constructor last.
+    A subclass opens and closes its resources in `_serve`, which sets `_started`, and measures in
+    `_measure`. It calls this constructor last.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards `_ended`, so that no text is accepted after the end
-        self._close_reason: BenchError | None = None  # the reason why no text is accepted any more
+        self._lock = threading.Lock()  # guards `_close_reason`, so that no text is accepted after the end
+        self._close_reason: BenchError | None = None  # set once the service stops accepting texts
         self._pid = os.getpid()
         self._started: Future[None] = Future()
-        # Made here, where an error of it (too many open files) has somebody who hears of it.
+        # Created here, so that its error (too many open files) reaches the caller.
         self._loop = asyncio.new_event_loop()
-        # The kernel kills a process when the thread that has started it ends. So this thread lives as long as the object.
+        # The kernel kills a child process when the thread that started it ends. So this thread runs
+        # until `close`.
         self._thread = threading.Thread(target=self._run, name="bench", daemon=True)
         self._thread.start()
         with closed_on_error(self):
             self._started.result()
 
     def submit(self, kernel: Kernel, text: str, permitted: Collection[str] | None = None) -> "Future[Result]":
-        """Hands in a model's answer and returns at once. A program whose future is canceled is measured all the same.
+        """Submits a model's answer and returns at once.
 
-        The future raises BenchError if the service fails, and says how.
+        Canceling the future does not stop the measurement. The future raises BenchError if the
+        service fails.
 
         Args:
-            permitted: the techniques (`techniques.TECHNIQUES`) that the program may use. A program with others is forbidden,
-                and the result of a right one names those that it has. None: nobody looks for them.
+            kernel: the kernel to compute.
+            text: the model's answer.
+            permitted: techniques (`techniques.TECHNIQUES`) that the program may use. Other
+                techniques are forbidden, and the result lists the techniques of a correct program.
+                None disables the check.
 
         Raises:
-            BenchError: this object is closed, has failed, or belongs to the process that this one was forked from.
-            ValueError: the kernel cannot be pickled.
+            BenchError: this object is closed, has failed, or belongs to the parent of this forked
+                process.
+            UsageError: the kernel cannot be pickled.
         """
         if os.getpid() != self._pid:
-            # A fork has no thread that would answer, and its copy of the lock may be held for ever.
-            raise BenchError(f"this Bench was made by process {self._pid}, before a fork: make one in each process")
+            # A fork lacks the serving thread, and its copy of the lock may stay locked forever.
+            raise BenchError(
+                f"this Bench was created by process {self._pid}, before a fork. Fix: create one in each process"
+            )
         try:
             kernel_bytes = cloudpickle.dumps(kernel)
         except Exception as error:
             # Pickling runs the user's code, which may raise any error.
             raise UsageError(
                 f"kernel {type(kernel).__name__} cannot be sent to another process: {type(error).__name__}: {error}. "
-                "Keep open files, locks and functions out of its attributes"
+                "Fix: keep open files, locks and functions out of its attributes"
             ) from error
         allowed = None if permitted is None else tuple(sorted(permitted))
         with self._lock:
@@ -113,18 +123,18 @@ class BenchService(Closing):
             )
 
     def close(self) -> None:
-        """Ends all processes and removes all folders. Futures that are not done raise BenchError.
+        """Ends all processes and removes all folders. Pending futures raise BenchError.
 
-        A second call does nothing, nor does one in a process that was forked.
+        A second call, or a call in a forked process, does nothing.
         """
         if os.getpid() != self._pid:
             return
         self._stop_accepting(BenchError(f"the {type(self).__name__} is closed"))
         with suppress(RuntimeError):
-            # The loop is closed if the service has failed before.
+            # The loop is already closed if the service has failed.
             if self._serve_task is not None:
                 self._loop.call_soon_threadsafe(self._serve_task.cancel)
-        # A callback of a future, which runs in the thread, may call this. A thread cannot join itself.
+        # A future's callback, which runs in the thread, may call this. A thread cannot join itself.
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=SHUTDOWN_TIMEOUT_S)
 
@@ -134,16 +144,16 @@ class BenchService(Closing):
     async def _measure(
         self, kernel: Kernel, kernel_bytes: bytes, text: str, permitted: tuple[str, ...] | None
     ) -> Result:
-        """Measures one text; `sent` is the kernel, pickled."""
+        """Measures one text. `kernel_bytes` is the pickled kernel."""
         raise NotImplementedError
 
     def _stop_accepting(self, reason: BenchError) -> None:
-        """Records why no text is accepted any more. Only the first reason counts."""
+        """Stops accepting texts. Only the first reason is kept."""
         with self._lock:
             self._close_reason = self._close_reason or reason
 
     def _run(self) -> None:
-        # `close` cancels it.
+        # `close` cancels the serving task.
         with suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._serve_until_closed())
 
@@ -154,11 +164,11 @@ class BenchService(Closing):
         except BenchError as error:
             self._stop_accepting(error)
         except Exception as error:
-            # Everybody who waits for a result has to get the error, whatever it is.
+            # Every pending future must receive the error, whatever it is.
             log.exception("bench: the thread failed")
-            self._stop_accepting(BenchError(f"the thread that serves the bench has failed: {error!r}"))
+            self._stop_accepting(BenchError(f"the thread of the Bench failed: {error!r}"))
         finally:
-            # In `_answer`, the canceled tasks raise `_ended`.
+            # In `_measure_or_fail`, the canceled tasks raise `_close_reason`.
             tasks = asyncio.all_tasks() - {self._serve_task}
             for task in tasks:
                 task.cancel()
@@ -176,27 +186,28 @@ class BenchService(Closing):
 
 
 class StageScheduler:
-    """Says when a check or a timing begins: checks run in parallel, timings one after the other, each kind in order.
+    """Schedules checks in parallel and timings one at a time, each kind in FIFO order.
 
-    A timing that is *alone* waits until the earlier checks have ended, and later checks wait for it.
+    An exclusive timing (`is_alone`) waits for the earlier checks, and later checks wait for it.
 
     Args:
-        workers: how many checks run at a time.
+        workers: number of concurrent checks.
     """
 
     def __init__(self, workers: int) -> None:
-        self.running: Counter[str] = Counter()  # turns that last, by their stage
+        self.running: Counter[str] = Counter()  # active turns by stage
         self._workers, self._worker_slots, self._fifo_lock = workers, asyncio.Semaphore(workers), asyncio.Lock()
         self._timing_lock = asyncio.Lock()
 
     @asynccontextmanager
     async def acquire(self, stage: str, is_alone: bool = False) -> AsyncIterator[None]:
-        """Waits for a turn, which lasts as long as the block."""
+        """Waits for a turn and holds it during the block."""
         async with AsyncExitStack() as stack:
             if stage == TIME_STAGE:
                 await stack.enter_async_context(self._timing_lock)
-            # A timing that is alone takes the place of every check, also of those on other cores. These share caches and
-            # memory with the timed core, and two cores of a virtual machine are often one.
+            # An exclusive timing takes the slots of all checks, even on other cores: they share
+            # caches and memory with the timed core, and two cores of a virtual machine are often
+            # one physical core.
             async with self._fifo_lock:
                 for _ in range(1 if stage == CHECK_STAGE else self._workers if is_alone else 0):
                     await stack.enter_async_context(self._worker_slots)
@@ -208,15 +219,17 @@ class StageScheduler:
 class Bench(BenchService):
     """Measures programs on this machine.
 
-    Make it when the engine of a run has started, so that it can choose cores that the engine does not use.
+    Create it after the engine of a run has started, so that it can choose cores that the engine
+    does not use.
 
     Args:
-        deadlines: seconds that each stage of a check may take.
-        settings: those of `BenchConfig`, of which `address` is for `RayBench` only.
+        deadlines: seconds per stage of a check.
+        settings: fields of `BenchConfig`. `address` is for `RayBench` only.
 
     Raises:
-        ValueError: a setting is unknown or out of range, there is no compiler, or a core does not exist.
-        SandboxError: this machine cannot lock programs in.
+        UsageError: a setting is unknown or out of range, the compiler is missing, or a core does
+            not exist.
+        SandboxError: this machine lacks a required sandbox layer.
     """
 
     def __init__(self, deadlines: Deadlines | None = None, **settings: Any) -> None:
@@ -225,14 +238,14 @@ class Bench(BenchService):
         timed = tuple(choose_cores(config.cores, config.threads))
         checked = tuple(sorted(usable - set(timed)) or sorted(usable))
         toolchain = Compiler.find(config.compiler)
-        # A machine that cannot lock programs in fails here, and not at each program.
+        # A machine without a working sandbox fails here and not at each program.
         Sandbox(toolchain.path, config.namespaces).close()
-        self.timed_cores = timed  # a trainer keeps off them with `machine.kept_off`
+        self.timed_cores = timed  # a trainer avoids them with `machine.avoid_cores`
         d = deadlines or Deadlines()
         self._fingerprint = f"{machine_fingerprint()}, {config.optimization}"
-        # The programs that are under way, and those whose result another attempt would repeat.
+        # Programs in flight, and programs with a deterministic result.
         self._cache: dict[Hashable, asyncio.Task[Result]] = {}
-        self._shares_cores = bool(set(checked) & set(timed))  # checks and timings run on the same cores
+        self._shares_cores = bool(set(checked) & set(timed))  # whether checks and timings use the same cores
         workers = config.workers or len(checked)
         self._scheduler = StageScheduler(workers)
         settings = {name: getattr(config, name) for name in ("optimization", "threads", "namespaces")}
@@ -242,10 +255,12 @@ class Bench(BenchService):
             TIME_STAGE: (partial(time_program, make, checked, timed, config.budget_s), 1, "timing"),
         }
         check_s = d.screen_s + d.compile_s + START_TIMEOUT_S + d.load_s + 2 * d.verify_s + OVERHEAD_S
-        # The first program of a kernel waits for its checker, which probes the machine and checks the kernel's own program.
+        # The first program of a kernel waits for its checker, which probes the machine and checks
+        # the kernel's naive program.
         self._timeouts = {CHECK_STAGE: 4 * PROBE_TIMEOUT_S + 2 * check_s}
-        # The timing waits for its cores, for engines, and for engines once more after the timer was made. When the budget
-        # ends, a last block may begin, which has calls of the reference as well.
+        # A timing waits for its cores, for engines, and for engines again after the timer was
+        # created. Just before the budget ends, a last block may begin, which also has calls of the
+        # reference.
         calls = MAX_OVERRUN_CALLS + MIN_BLOCK_CALLS
         timed_s = 3 * LOCK_TIMEOUT_S + START_TIMEOUT_S + d.load_s + config.budget_s + calls * d.verify_s + OVERHEAD_S
         self._timeouts[TIME_STAGE] = self._timeouts[CHECK_STAGE] + timed_s
@@ -259,7 +274,7 @@ class Bench(BenchService):
                     cloudpickle.dumps(target), number, name, "setting", variables=SINGLE_THREAD_ENV
                 )
             self._started.set_result(None)
-            await self._loop.create_future()  # until it is closed
+            await self._loop.create_future()  # until `close`
         finally:
             for pool in self._pools.values():
                 pool.close(self._close_reason or BenchError("the Bench could not start"), CLOSE_TIMEOUT_S)
@@ -267,7 +282,7 @@ class Bench(BenchService):
     async def _measure(
         self, kernel: Kernel, kernel_bytes: bytes, text: str, permitted: tuple[str, ...] | None
     ) -> Result:
-        # Everything that a result depends on.
+        # The key holds everything that a result depends on.
         key = (
             kernel_key(kernel),
             prototype(kernel),
@@ -276,7 +291,8 @@ class Bench(BenchService):
             extract_code(text),
             permitted,
         )
-        # Others may wait for the same program, so one who gives up must not cancel its task. Hence the shields.
+        # Several callers may wait for the same program. The shields keep one canceled caller from
+        # canceling the shared task.
         if (task := self._cache.get(key)) is not None:
             return replace(await asyncio.shield(task), is_cached=True)
         task = self._cache[key] = asyncio.create_task(self._check_and_time(kernel, kernel_bytes, text, permitted))
@@ -284,21 +300,21 @@ class Bench(BenchService):
         return await asyncio.shield(task)
 
     def _evict(self, key: Hashable, task: "asyncio.Task[Result]") -> None:
-        """Forgets a program of which another attempt may end otherwise, and the oldest one if there are too many."""
+        """Evicts a program with a nondeterministic result, or the oldest one of a full cache."""
         if task.cancelled() or task.exception() is not None or not is_deterministic(task.result()):
             self._cache.pop(key, None)
         elif len(self._cache) > MAX_RESULTS:
             del self._cache[next(iter(self._cache))]
 
     async def _check_and_time(self, kernel: Kernel, kernel_bytes: bytes, text: str, permitted: Any) -> Result:
-        """Has a program checked, and timed if it is right."""
+        """Checks a program, and times it if it is correct."""
         seconds: Counter[str] = Counter()
         kernel_args = kernel_key(kernel), kernel_bytes
         async with self._scheduler.acquire(CHECK_STAGE):
             checked, library = await self._call_with_retries(CHECK_STAGE, kernel.name, *kernel_args, text, permitted)
         result = checked
         seconds.update(checked.seconds)
-        # A timing that was disturbed is made once more.
+        # A disturbed timing is repeated once, exclusively.
         for is_alone in (self._shares_cores, True) if checked.outcome == "ok" else ():
             async with self._scheduler.acquire(TIME_STAGE, is_alone):
                 result = await self._call_with_retries(TIME_STAGE, kernel.name, *kernel_args, kernel.name, library)
@@ -309,14 +325,15 @@ class Bench(BenchService):
         return replace(result, seconds=dict(seconds), **found)
 
     async def _call_with_retries(self, stage: str, kernel: str, *what: Any) -> Any:
-        """Calls one of the processes, and again if the machine fails.
+        """Calls a worker process, and retries after a machine failure.
 
         Raises:
-            BenchError: it has failed too often.
+            BenchError: the machine failed `MAX_RETRIES + 1` times, or the failure is final.
         """
 
         def as_failure(kind: str, cause: str) -> MachineFailure:
-            # An error that a kernel or our own code raises would come again. If a process dies or hangs, it is the machine.
+            # An error raised by the kernel's or our own code would recur. A crash or a hang is the
+            # machine's fault.
             return MachineFailure(
                 f"the {stage} process died: {cause}" if kind in CRASH_KINDS else cause, is_final=kind == "raised"
             )
@@ -325,7 +342,7 @@ class Bench(BenchService):
             try:
                 answer = await asyncio.wrap_future(self._pools[stage].submit(what, self._timeouts[stage], as_failure))
             except Exception as error:
-                raise BenchError(f"the processes of the Bench have ended: {error}") from error
+                raise BenchError(f"the worker processes of the Bench have exited: {error}") from error
             if not isinstance(answer, MachineFailure):
                 return answer
             attempts = f" (attempt {attempt})" if attempt > 1 else ""
@@ -335,31 +352,31 @@ class Bench(BenchService):
 
 
 def is_deterministic(result: Result) -> bool:
-    """Tells whether another attempt would end in the same way."""
-    # The other results say something about the machine at that moment.
+    """Returns whether another attempt would give the same result."""
+    # The other results depend on the state of the machine at that moment.
     is_passing = result.outcome in ("timeout", NOISY) or result.note.startswith(KILLED_PREFIX)
     return not is_passing and not (result.timing is not None and result.timing.disturbed_fraction)
 
 
 def kernel_key(kernel: Kernel) -> str:
-    """Returns a name that tells kernels and their timed sizes apart."""
+    """Returns a name that is unique per kernel and timed size."""
     kind = type(kernel)
     return f"{kind.__module__}.{kind.__qualname__} {kernel.name} {dict(kernel.timed)}"
 
 
-# What the processes do ------------------------------------------------------------------------------------------------
+# Worker processes -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFailure:
-    """The machine failed, and nothing is known about the program."""
+    """The machine failed; the result of the program is unknown."""
 
     cause: str
-    is_final: bool  # another attempt would not help
+    is_final: bool  # a retry would not help
 
 
 class ResourceCache(dict[str, Any]):
-    """What a process keeps for each kernel from one call to the next. It is closed when it is dropped, and at the end."""
+    """Per-kernel resources of a process, kept between calls and closed on `drop` and at exit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -385,12 +402,18 @@ def check_program(
     text: str,
     permitted: tuple[str, ...] | None = None,
 ) -> tuple[Result, bytes] | MachineFailure:
-    """Checks the program in a text on these cores. Returns its library, too, compressed.
+    """Checks the program in a text.
 
     Args:
-        key: tells kernels apart.
-        kernel: pickled.
+        make_checker: creates the checker of a kernel.
+        cores: cores to run on.
+        key: unique name of the kernel.
+        kernel: the pickled kernel.
+        text: the model's answer.
         permitted: as in `Bench.submit`.
+
+    Returns:
+        The result, and the compressed library; or the failure of the machine.
     """
     try:
         os.sched_setaffinity(0, cores)
@@ -413,22 +436,24 @@ def time_program(
     name: str,
     library: bytes,
 ) -> Result | MachineFailure:
-    """Times a library that `check_program` has found right, of the kernel with this name, on `cores`.
+    """Times a library that `check_program` accepted, on `cores`.
 
-    The seconds of the result are "wait", until the cores were idle, free, and their peak known, and "time".
+    The seconds of the result are "wait" (until the cores are free and idle, and their peak is
+    known) and "time".
     """
     start, begun_at, outcome, note, timing = time.monotonic(), None, "ok", "", None
     if not TIMERS:
-        # The process that started this one may keep off the timed cores (`kept_off`), and this one has inherited that.
+        # The parent process may avoid the timed cores (`avoid_cores`), and this process inherits
+        # that affinity.
         os.sched_setaffinity(0, {*check_cores, *cores})
-    # Between two timings, others who wait for these cores get a turn.
+    # Between two timings, other processes that wait for these cores get a turn.
     time.sleep(TIMING_GAP_S)
     try:
         with lock_cores(cores, LOCK_TIMEOUT_S):
             wait_until_idle(cores, LOCK_TIMEOUT_S)
             if key not in TIMERS:
                 TIMERS[key] = ProgramTimer(make_checker(pickle.loads(kernel), cores=cores), budget_s)
-                # An engine may have begun to compute while the timer was made.
+                # An engine may have become busy while the timer was created.
                 wait_until_idle(cores, LOCK_TIMEOUT_S)
             begun_at = time.monotonic()
             timing = TIMERS[key].time(zlib.decompress(library))
@@ -441,16 +466,16 @@ def time_program(
         return _machine_failure(error)
     if timing is not None and timing.is_noisy:
         note = (
-            f"others disturb the machine: after {budget_s:g} s nothing is known of its speed "
-            f"(what was timed has an interval of ±{timing.spread:.1%})"
+            f"the machine is disturbed by other processes: the speed is unknown after {budget_s:g} s "
+            f"(95% interval ±{timing.spread:.1%})"
         )
         outcome, timing = NOISY, None
     now = time.monotonic()
-    # On a machine that varies too much, the timing never begins.
+    # On an unstable machine, the timing never begins.
     begun_at = begun_at or now
     return Result(name, outcome, "time", note, timing, {"wait": begun_at - start, "time": now - begun_at})
 
 
 def _machine_failure(error: Exception) -> MachineFailure:
-    # Whoever has waited in vain for another timing, or for an engine, does not wait that long once more.
+    # A timeout of a core lock or of a busy engine is final: a retry would wait as long again.
     return MachineFailure(f"{type(error).__name__}: {error}", isinstance(error, TimeoutError))

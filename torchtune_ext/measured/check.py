@@ -1,4 +1,4 @@
-"""One candidate from its text to its verdict: extract -> screen -> compile -> verify."""
+"""Check one candidate: extract -> screen -> compile -> verify."""
 
 import math
 import re
@@ -29,28 +29,29 @@ from torchtune_ext.tasks.answers import strip_thinking
 
 OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok")
 STAGES = ("extract", "screen", "compile", "verify")
-MAX_SOURCE_CHARS = 200_000  # characters of a program
-MAX_NOTE_CHARS = 1500  # characters of a note
-KILLED_PREFIX = "SIGKILL"  # how a note begins where something was killed, perhaps because the machine's memory was full
-DISK_FULL_TEXT = "No space left on device"  # in the language of LC_ALL=C, which compilers run with here
-# How gcc and clang say that a part of them was killed.
+MAX_SOURCE_CHARS = 200_000  # of a program
+MAX_NOTE_CHARS = 1500
+KILLED_PREFIX = "SIGKILL"  # prefix of a note if a process was killed, perhaps out of memory
+DISK_FULL_TEXT = "No space left on device"  # English, since compilers run with LC_ALL=C
+# The messages of gcc and clang when one of their subprocesses was killed.
 _KILLED_PATTERN = re.compile(
     r"^\S+: (fatal )?error: (Killed signal terminated program|ld terminated with signal 9|unable to execute command: Killed)",
     re.MULTILINE,
 )
-C_LANGUAGE_TAGS = ("", "c", "c99", "c11", "c17", "cpp", "c++")  # what stands behind the fence of a C program
-# The quantifiers are possessive (`*+`), because backtracking would try all ways to divide a long line.
+C_LANGUAGE_TAGS = ("", "c", "c99", "c11", "c17", "cpp", "c++")  # accepted language tags of a C code fence
+# The quantifiers are possessive (`*+`), because backtracking would try all ways to divide a long
+# line.
 _FENCE_PATTERN = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([^`\s]*+)(?:\s[^`]*+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Seconds that each stage may take."""
+    """Timeouts of the stages, in seconds."""
 
     screen_s: float = 10.0
     compile_s: float = 20.0
-    load_s: float = 5.0  # of verifying: until the library is loaded
-    verify_s: float = 20.0  # of verifying: all calls together
+    load_s: float = 5.0  # loading the library
+    verify_s: float = 20.0  # all calls of the verification together
 
 
 class _CandidateRejected(Exception):
@@ -62,21 +63,24 @@ class _CandidateRejected(Exception):
 class Checker(Closing):
     """Checks programs for one kernel, in one sandbox and with one compiler.
 
-    Several threads may call `check` at a time, though they share one interpreter lock. Each process needs its own
+    `check` is thread-safe, but the threads share the interpreter lock. Each process needs its own
     checker.
 
     Args:
-        kernel: what the programs should compute.
-        compiler: the C compiler; None: gcc or clang, as found.
+        kernel: the kernel to compute.
+        compiler: the C compiler. None selects the first of gcc and clang on PATH.
         optimization: the compiler flag of candidates and of the kernel's naive program.
-        threads: how many threads a program may use; OpenMP is compiled in from 2 on.
-        cores: the cores that programs run on; None: all that this process may use.
-        namespaces: whether bubblewrap is used; None: wherever it works.
-        screened: whether the source is screened.
+        threads: threads that a program may use. OpenMP is enabled from 2 threads.
+        cores: the cores that programs run on. None selects all usable cores.
+        namespaces: whether to use bubblewrap. None uses it if it works.
+        deadlines: timeouts of the stages.
+        with_screen: whether to screen the source.
 
     Raises:
-        ValueError: no compiler, a core that does not exist, or a kernel that is incomplete or whose own program fails.
-        SandboxError: the machine cannot lock programs in, kills the kernel's own program, or is too busy for it.
+        UsageError: the compiler is missing, a core does not exist, the kernel is invalid, or its
+            naive program fails.
+        SandboxError: the sandbox fails, or the machine kills the naive program or is too busy for
+            it.
     """
 
     def __init__(
@@ -91,12 +95,12 @@ class Checker(Closing):
         with_screen: bool = True,
     ) -> None:
         validate_kernel(kernel)
-        # Made only for its checks, which refuse values that cannot be.
+        # Constructed only to validate the values.
         BenchConfig(threads=threads, namespaces=namespaces, optimization=optimization)
         usable = usable_cores()
         self.cores = sorted(usable if cores is None else cores)
         if not self.cores or not set(self.cores) <= usable:
-            raise UsageError(f"cores: {self.cores} must be some of {sorted(usable)}, which this process may use")
+            raise UsageError(f"cores: {self.cores} must be some of {sorted(usable)}, the usable cores of this process")
         self.kernel, self.threads = kernel, threads
         self.optimization: Optimization = optimization
         self.deadlines = deadlines or Deadlines()
@@ -105,7 +109,8 @@ class Checker(Closing):
         self.with_screen = with_screen
         self.sandbox = Sandbox(self.compiler.path, namespaces)
         with closed_on_error(self):
-            # If the kernel's own program fails, every candidate would: the kernel or the machine is at fault.
+            # If the kernel's naive program fails, every candidate would: the kernel or the machine
+            # is at fault.
             try:
                 naive_result = self.check_source(kernel.naive)
             except MemoryError as error:
@@ -114,12 +119,13 @@ class Checker(Closing):
                 raise SandboxError(f"the program of {kernel.name} was killed while it was checked: {naive_result.note}")
             if naive_result.outcome == "timeout":
                 raise SandboxError(
-                    f"this machine is too busy to check the kernel's own program of {kernel.name}, or that takes too long: "
-                    f"{naive_result.note}; take a smaller size than {size_text(kernel.timed)}"
+                    f"this machine is too busy to check the kernel's own program of {kernel.name}, or the size is too "
+                    f"large: {naive_result.note}. Fix: choose a smaller size than {size_text(kernel.timed)}"
                 )
             if naive_result.outcome != "ok":
                 raise UsageError(
-                    f"{type(kernel).__name__}.naive: the kernel's own program ends with {naive_result.outcome}: {naive_result.note}"
+                    f"{type(kernel).__name__}.naive: the kernel's own program ends with {naive_result.outcome}: "
+                    f"{naive_result.note}"
                 )
 
     def close(self) -> None:
@@ -127,21 +133,33 @@ class Checker(Closing):
         self.sandbox.close()
 
     def check(self, text: str) -> Result:
-        """Checks the program in a model's answer. Raises SandboxError if the machine failed, which is no verdict."""
+        """Checks the program in a model's answer.
+
+        Raises:
+            SandboxError: the machine failed; the result of the program is unknown.
+        """
         return self.check_with_library(text)[0]
 
     def check_source(self, source: str) -> Result:
-        """Checks a program that is not part of an answer."""
+        """Checks a bare program, outside of an answer."""
         return self.check_with_library(source, is_source=True)[0]
 
     def check_with_library(
         self, text: str, is_source: bool = False, permitted: Collection[str] | None = None
     ) -> tuple[Result, bytes]:
-        """Checks a program. Returns its library, too, which is empty if the program is not ok.
+        """Checks a program.
 
         Args:
-            extracted: the text is the program itself, not an answer that holds one.
-            permitted: the techniques (`techniques.TECHNIQUES`) that it may use; None: any.
+            text: a model's answer, or a program.
+            is_source: whether `text` is the program itself.
+            permitted: techniques (`techniques.TECHNIQUES`) that the program may use. None permits
+                all.
+
+        Returns:
+            The result, and the content of the library, which is empty if the program is not ok.
+
+        Raises:
+            SandboxError: the machine failed; the result of the program is unknown.
         """
         seconds: dict[str, float] = {}
         preprocessed, techniques, outcome, note, library = None, (), "ok", "", b""
@@ -162,41 +180,51 @@ class Checker(Closing):
             with _record_seconds(seconds, "compile"):
                 self._compile(folder)
             if permitted is not None and preprocessed is not None:
-                # Nobody could say what a program does that does not compile, so it is not read before.
+                # The techniques of a program that does not compile are undefined, so they are read
+                # after it.
                 with _record_seconds(seconds, "screen"):
                     techniques = self._check_techniques(preprocessed, permitted)
             with _record_seconds(seconds, "verify"):
-                # The seed comes from the operating system only now, so nobody knows the numbers at compile time.
+                # The seed comes from the operating system only now, so the inputs are unknown at
+                # compile time.
                 self._verify(folder / compilers.LIBRARY_FILE, np.random.default_rng())
             library = (folder / compilers.LIBRARY_FILE).read_bytes()
         except _CandidateRejected as failed:
-            # A SandboxError passes through: what the machine does wrong is no verdict.
+            # A SandboxError propagates: a fault of the machine is not a verdict on the program.
             outcome, note = failed.outcome, _printable(str(failed))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        # The last stage is the one that decided.
+        # The last recorded stage decided the outcome.
         return Result(self.kernel.name, outcome, [*seconds][-1], note, None, seconds, techniques=techniques), library
 
     def compile_naive(self, kernel: Kernel, optimization: Optimization = "-O3") -> Path:
-        """Compiles the kernel's naive program. `close` removes the library. Raises SandboxError."""
+        """Compiles the kernel's naive program. `close` removes the library.
+
+        Raises:
+            SandboxError: the compilation fails.
+        """
         folder = self.sandbox.new_folder()
         compilers.write_source(kernel, kernel.naive, folder)
         flags = compilers.compiler_flags(kernel, optimization, self.threads)
         done = compilers.compile_library(self.sandbox, self.compiler, flags, folder, self.deadlines.compile_s)
         if done.status != 0:
             raise SandboxError(
-                f"the program of {kernel.name} does not compile: {done.cause or done.errors.strip() or exit_cause(done.status)}"
+                f"the program of {kernel.name} does not compile: "
+                f"{done.cause or done.errors.strip() or exit_cause(done.status)}"
             )
         return folder / compilers.LIBRARY_FILE
 
     def start_child(self, kernel: Kernel, library: Path, cpu_s: float = 0.0) -> Child:
-        """Starts a locked-in process that has loaded the library, with room for arrays of the timed size.
+        """Starts a sandboxed process, loads the library, and reserves arrays of the timed size.
 
-        It may use `cpu_s` CPU seconds, or the default limit if that is more.
+        Args:
+            kernel: the kernel to compute.
+            library: the compiled program.
+            cpu_s: CPU limit in seconds, if it exceeds the default limit.
 
         Raises:
-            SandboxError: the process could not be locked in.
-            ChildFailed: loading fails, or takes too long.
+            SandboxError: the process could not be sandboxed.
+            ChildFailed: loading fails or times out.
         """
         arena_bytes = arena_size(kernel, kernel.timed)
         limits = Limits(cpu_s=max(Limits().cpu_s, math.ceil(cpu_s)))
@@ -205,7 +233,7 @@ class Checker(Closing):
         )
 
     def _screen(self, source: str, folder: Path) -> str:
-        """Returns the preprocessed text. Refuses what is forbidden."""
+        """Returns the preprocessed text. Rejects a forbidden program."""
         deadline_s = self.deadlines.screen_s
         done = compilers.preprocess(self.sandbox, self.compiler, self.flags, folder, deadline_s)
         _require_not_killed(done)
@@ -215,13 +243,14 @@ class Checker(Closing):
             raise _CandidateRejected("timeout", f"the screen: {error}") from None
         if reason:
             raise _CandidateRejected("forbidden", reason)
-        # The screen comes first: an #include of a file that nobody may read is forbidden, not only missing.
+        # The screen comes first: an #include of a disallowed file is "forbidden", even if the file
+        # is missing.
         if done.status != 0:
             raise _CandidateRejected("compile_error", done.errors.strip())
         return done.output
 
     def _check_techniques(self, preprocessed: str, permitted: Collection[str]) -> tuple[str, ...]:
-        """Returns the techniques that the program uses. Refuses others than `permitted`."""
+        """Returns the techniques of the program. Rejects techniques outside `permitted`."""
         try:
             techniques = find_techniques(preprocessed, self.kernel, openmp=self.threads > 1)
         except UnreadableProgram as error:
@@ -234,7 +263,7 @@ class Checker(Closing):
         done = compilers.compile_library(self.sandbox, self.compiler, self.flags, folder, self.deadlines.compile_s)
         _require_not_killed(done)
         if done.status != 0:
-            # The candidate may print these words (#error), so the disk decides.
+            # A candidate may print this text (#error), so the free disk space decides.
             if DISK_FULL_TEXT in done.errors and shutil.disk_usage(folder).free < compilers.COMPILER_LIMITS.file_bytes:
                 raise SandboxError(f"the disk of {folder} is full: {done.errors.strip()[-300:]}")
             raise _CandidateRejected("compile_error", done.errors.strip() or exit_cause(done.status))
@@ -249,13 +278,13 @@ class Checker(Closing):
 
 
 def _printable(text: str) -> str:
-    # Much of a note is the candidate's words, which may hold control characters for a terminal.
+    # A note quotes the candidate, which may contain terminal control characters.
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text[:MAX_NOTE_CHARS])
 
 
 def _require_not_killed(done: CommandResult) -> None:
-    """Refuses a program whose compiler was killed, by us or by somebody else."""
-    # bubblewrap exits with 128 and the number of the signal that killed its child.
+    """Rejects a program whose compiler was killed, by this process or by the system."""
+    # bubblewrap exits with 128 + the number of the signal that killed its child.
     if done.status in (-signal.SIGKILL, 128 + signal.SIGKILL) or (done.status and _KILLED_PATTERN.search(done.errors)):
         raise _CandidateRejected(
             "compile_error", f"{KILLED_PREFIX}: the compiler was killed, perhaps for memory\n{done.errors.strip()}"
@@ -270,21 +299,23 @@ def _record_seconds(seconds: dict[str, float], stage: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # The screen has two parts, whose times add up. Whatever ran last becomes the last key.
+        # The screen has two parts, so the times add up. The stage that ran last becomes the last
+        # key.
         seconds[stage] = seconds.pop(stage, 0.0) + time.monotonic() - start
 
 
 def extract_code(text: str) -> str | None:
-    """Returns the content of the last closed block of an answer that is fenced as C or without a language, or None.
+    """Returns the last closed code block that is fenced as C or without a language, or None.
 
-    Empty blocks and the model's thoughts do not count.
+    Empty blocks and blocks in the model's reasoning are ignored.
     """
     source, fence, language, lines = None, "", "", []
     for line in (line.removesuffix("\r") for line in strip_thinking(text).split("\n")):
         match = _FENCE_PATTERN.fullmatch(line)
         if match is None:
             lines.append(line)
-        # A fence with a language always begins a block: a model that changed its mind may leave the last one open.
+        # A fence with a language always opens a block: a model may abandon a block without closing
+        # it.
         elif not fence or match[2]:
             fence, language, lines = match[1], match[2].lower(), []
         elif match[1].startswith(fence):

@@ -1,9 +1,10 @@
-"""The process that runs a candidate's function, seen from outside: its arrays, its calls, and its clock.
+"""The parent's view of the process that runs a candidate's function: arrays, calls and clock.
 
-The child shares only the arrays with this process, and only this process can write the inputs. What the child says may be a
-lie, so the clock is read here. It starts when all threads of the child sleep, and stops when all sleep again. The results are
-copied while they sleep, and CPU seconds that were used between two calls are added to the second. So neither an early answer
-nor a thread that works between the calls gains anything.
+The child shares only the arrays with this process, and only this process can write the inputs. The
+child is untrusted, so this process measures the time. The clock starts when all threads of the
+child sleep, and stops when all sleep again. The outputs are copied while they sleep, and CPU
+seconds between two calls are added to the second call. So neither an early answer nor a thread that
+works between calls gains anything.
 """
 
 import fcntl
@@ -28,31 +29,32 @@ from torchtune_ext.measured.kernel import Kernel, Size
 from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError, clean_environment, exit_cause
 from torchtune_ext.run.processes import Closing, closed_on_error
 
-START_TIMEOUT_S = 20.0  # seconds until the sandbox is locked in; under load a process may start late
-KILL_TIMEOUT_S = 5.0  # seconds until a killed process is gone
-BUSY_POLLS = 20  # looks at a child without a pause between them; the later ones are `GLANCE_S` seconds apart
+START_TIMEOUT_S = 20.0  # seconds until the sandbox is set up; under load a process may start late
+KILL_TIMEOUT_S = 5.0  # seconds until a killed process has exited
+BUSY_POLLS = 20  # polls of a child without a pause; later polls are `POLL_S` seconds apart
 POLL_S = 50e-6
-_MESSAGE_WORDS = 24  # of a message (sandbox.c)
-_MESSAGE = struct.Struct(f"<IIQ{_MESSAGE_WORDS}Q")  # kind, count of arrays, number, words
-_MAP_MESSAGE, _CALL_MESSAGE = 1, 2  # the kinds
+_MESSAGE_WORDS = 24  # words per message (sandbox.c)
+_MESSAGE = struct.Struct(f"<IIQ{_MESSAGE_WORDS}Q")  # kind, number of arrays, message number, words
+_MAP_MESSAGE, _CALL_MESSAGE = 1, 2  # message kinds
 PAGE_BYTES = mmap.PAGESIZE
-ALIGNMENT_BYTES = 64  # bytes; every array starts at an address that this divides
-# NaNs with a payload that no computation produces. One fills the outputs before a call, one the rest of their pages.
+ALIGNMENT_BYTES = 64  # alignment of every array
+# NaNs with payloads that no computation produces. POISON fills the outputs before a call, GUARD the
+# rest of their pages.
 POISON = np.frombuffer(struct.pack("<Q", 0x7FF8_0BAD_0BAD_0BAD))
 GUARD = np.frombuffer(struct.pack("<Q", 0x7FF8_CA4A_4CA4_A4CA))
-_F_SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>, which the module fcntl lacks
+_F_SEAL_FUTURE_WRITE = 0x10  # from <linux/fcntl.h>; missing in the module fcntl
 
 
 class SharedBuffer(Closing):
-    """Memory that a child can map, and write if it is `writable`."""
+    """Memory that a child can map, and can write if `writable` is set."""
 
     def __init__(self, name: str, nbytes: int, writable: bool) -> None:
         self.file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with closed_on_error(self):
             os.ftruncate(self.file, nbytes)
             self.memory = mmap.mmap(self.file, nbytes)
-            # If the child could shrink the file, this process would be killed when it reads what is gone. Nobody can undo
-            # a seal.
+            # If the child could shrink the file, reading the missing part would kill this process.
+            # A seal is irreversible.
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, seals | (0 if writable else _F_SEAL_FUTURE_WRITE))
         self.bytes = np.frombuffer(self.memory, np.uint8)
@@ -63,14 +65,14 @@ class SharedBuffer(Closing):
 
 @dataclass(frozen=True, slots=True)
 class ArrayPlacement:
-    """Where an array lies in the arena. The pages before and after its own cannot be touched."""
+    """The position of an array in the arena. The neighboring pages are inaccessible."""
 
     name: str
     shape: tuple[int, ...]
     is_output: bool
-    first_page: int  # offset of its pages in bytes
+    first_page: int  # byte offset of its pages in the arena
     pages_bytes: int
-    start: int  # offset of the array
+    start: int  # byte offset of the array in the arena
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +85,7 @@ def round_to_pages(nbytes: int) -> int:
 
 
 def arena_size(kernel: Kernel, largest: Size) -> int:
-    """Returns the bytes of address space for arrays of the largest size, with room to lie in other places."""
+    """Returns the address space for arrays of the largest size and random placement, in bytes."""
     need = sum(round_to_pages(8 * math.prod(shape)) + PAGE_BYTES for shape in kernel.shapes(largest).values())
     return 2 * need + 64 * PAGE_BYTES
 
@@ -91,16 +93,21 @@ def arena_size(kernel: Kernel, largest: Size) -> int:
 def lay_out(
     kernel: Kernel, size: Size, arena_bytes: int, at_end: bool, rng: np.random.Generator
 ) -> tuple[ArrayPlacement, ...]:
-    """Puts the arrays at random pages, in random order, with pages between them that cannot be touched.
+    """Places the arrays at random pages, in random order, separated by inaccessible pages.
 
     Args:
-        at_end: an array ends where its last page ends, as far as its alignment allows, so that a step behind it is seen.
-            Otherwise it starts where its first page starts, so that a step before it is seen.
+        kernel: the kernel of the arrays.
+        size: the size of the arrays.
+        arena_bytes: bytes of the arena.
+        at_end: whether arrays end at the end of their last page, up to alignment, so that an access
+            after the array faults. Otherwise they start at their first page, so that an access
+            before the array faults.
+        rng: source of the random placement.
     """
     shapes = kernel.shapes(size)
     nbytes = {p.name: 8 * math.prod(shapes[p.name]) for p in kernel.parameters}
     free = arena_bytes // PAGE_BYTES - sum(round_to_pages(n) // PAGE_BYTES + 1 for n in nbytes.values()) - 1
-    # The free pages are divided at random among the gaps before, between and behind the arrays.
+    # The free pages are divided at random among the gaps before, between and after the arrays.
     cuts = np.sort(rng.integers(0, free + 1, len(nbytes)))
     places, used = {}, 1
     for skipped, index in zip(cuts, rng.permutation(len(nbytes)), strict=True):
@@ -120,7 +127,7 @@ class ChildFailed(Exception):
 
     Attributes:
         outcome: "timeout", "runtime_error" or "wrong_result".
-        cpu_s: in a timeout, the CPU seconds of all threads of the process.
+        cpu_s: after a timeout, the CPU seconds of all threads of the process.
     """
 
     def __init__(self, outcome: str, note: str, cpu_s: float = 0.0) -> None:
@@ -132,34 +139,34 @@ class ChildFailed(Exception):
 class CallResult:
     """One call of the function."""
 
-    seconds: float  # until all threads slept, and the CPU seconds that they used between the call before and this one
-    cpu_s: float  # CPU seconds of all threads since the call before
-    waited_s: float  # seconds for which the first thread wanted to run, but another process had the core
-    outputs: Mapping[str, np.ndarray]  # copies of the results, made while the process slept
+    seconds: float  # wall time until all threads slept, plus their CPU seconds since the previous call
+    cpu_s: float  # CPU seconds of all threads since the previous call
+    waited_s: float  # seconds during which the first thread was runnable, but another process had the core
+    outputs: Mapping[str, np.ndarray]  # copies of the outputs, made while the process slept
 
 
 def _thread_state(file: int) -> tuple[bytes, int]:
-    """Reads the state of a thread and the number of threads from its file `stat` (proc_pid_stat(5), fields 3 and 20)."""
+    """Reads a thread's state and its number of threads (proc_pid_stat(5), fields 3 and 20)."""
     fields = os.pread(file, 1024, 0).rpartition(b") ")[2].split()
     return fields[0], int(fields[17])
 
 
 class Child(Closing):
-    """A locked-in process that has loaded the library of a candidate.
+    """A sandboxed process that has loaded the library of a candidate.
 
     Args:
-        sandbox: how to lock it in.
+        sandbox: the sandbox of the process.
         library: the shared object, whose code may run as soon as it is loaded.
-        kernel: what it should compute.
-        arena_bytes: address space for the arrays.
-        cores: the cores that it runs on.
-        threads: the threads that OpenMP may use.
-        limits: what it may use.
-        load_s: seconds for loading.
+        kernel: the kernel to compute.
+        arena_bytes: bytes of address space for the arrays.
+        cores: the cores that the process runs on.
+        threads: number of OpenMP threads.
+        limits: resource limits of the process.
+        load_s: timeout for loading, in seconds.
 
     Raises:
-        SandboxError: the process could not be locked in.
-        ChildFailed: loading fails, or takes too long.
+        SandboxError: the process could not be sandboxed.
+        ChildFailed: loading fails or times out.
     """
 
     def __init__(
@@ -186,13 +193,13 @@ class Child(Closing):
                 raise SandboxError(f"no room for {2 * arena_bytes / 1e9:.3g} GB of arrays: {error}") from error
             self._files = files.pop_all()
         self._placements: tuple[ArrayPlacement, ...] = ()
-        self._message_number = 0  # of the last message, which the answer repeats
+        self._message_number = 0  # number of the last message, which the answer repeats
         self._closed = False
-        self.pid = 0  # of the process that runs the candidate, as soon as that is locked in
-        # A handle of that process, and the kernel's files about its first thread.
+        self.pid = 0  # process id of the candidate, set once it is sandboxed
+        # The pidfd of that process, and the /proc files of its first thread.
         self._pidfd = self._stat_fd = self._schedstat_fd = -1
-        self._idle_ns = 0  # its CPU clock when it was last seen asleep
-        self._pending_cpu_ns = 0  # what it has used since the last call, and what the next call has to pay for
+        self._idle_ns = 0  # CPU clock of the child when it was last seen asleep
+        self._pending_cpu_ns = 0  # CPU time since the last call, added to the next call
         self._process: subprocess.Popen | None = None
         with closed_on_error(self):
             try:
@@ -209,7 +216,7 @@ class Child(Closing):
                         start_new_session=True,
                         cwd="/",
                     )
-                # It says twice, unasked, that it has come so far: locked in, and with the library loaded.
+                # The child sends two unsolicited messages: sandboxed, and library loaded.
                 self._arena_address = self._receive(START_TIMEOUT_S)
                 self._receive(load_s)
                 self._idle_ns = self._wait_until_asleep(load_s)
@@ -217,24 +224,24 @@ class Child(Closing):
                 raise SandboxError(f"a process could not be started: {error}") from error
 
     def has_ended(self) -> bool:
-        """Tells whether the process has ended, or was given up."""
+        """Returns whether the process has ended, or was closed."""
         return self._closed or self._process is None or self._process.poll() is not None
 
     def cpu_ns(self) -> int:
         """Returns the CPU nanoseconds that all threads of the child have used so far."""
-        # Linux counts them at ticks, every 4 ms or so, while a thread runs. The clock is exact once all threads sleep.
-        # Python lacks clock_getcpuclockid(3): see `_cpu_ns` of machine.py.
+        # While a thread runs, Linux updates the clock at ticks, about every 4 ms. It is exact once
+        # all threads sleep. Python lacks clock_getcpuclockid(3): see `_cpu_ns` in machine.py.
         try:
             return time.clock_gettime_ns(~self.pid << 3 | 2)
         except OSError:
             self._raise_exit()
 
     def unrequested_cpu_s(self) -> float:
-        """Returns the CPU seconds that its threads have used since the last call, for nothing that was asked."""
+        """Returns the CPU seconds that the child's threads used since the last call."""
         return (self._pending_cpu_ns + self._wait_until_asleep(START_TIMEOUT_S) - self._idle_ns) * 1e-9
 
     def map_arrays(self, places: Sequence[ArrayPlacement]) -> None:
-        """Maps the arrays of the next calls, and fills the rest of their pages with `CANARY`."""
+        """Maps the arrays of the next calls, and fills the rest of their pages with `GUARD`."""
         words = [word for place in places for word in (place.first_page, place.pages_bytes, int(place.is_output))]
         self._pending_cpu_ns += self._wait_until_asleep(START_TIMEOUT_S) - self._idle_ns
         self._send(_MAP_MESSAGE, len(places), words)
@@ -246,11 +253,11 @@ class Child(Closing):
         self._idle_ns = self._wait_until_asleep(START_TIMEOUT_S)
 
     def call(self, size: Size, inputs: Mapping[str, np.ndarray], deadline_s: float) -> CallResult:
-        """Writes the inputs, poisons the outputs, calls the function once, and copies its results.
+        """Writes the inputs, poisons the outputs, calls the function once, and copies its outputs.
 
         Raises:
-            ChildFailed: it does not end within `deadline_s`, crashes, answers what nobody has asked, writes beside its
-                outputs, or changes an input.
+            ChildFailed: the call exceeds `deadline_s` seconds, crashes, sends an unsolicited
+                answer, writes outside of its outputs, or changes an input.
         """
         views = {place.name: self._array(place) for place in self._placements}
         for place in self._placements:
@@ -268,8 +275,8 @@ class Child(Closing):
             asleep_ns = self._wait_until_asleep(deadline_s - (time.perf_counter_ns() - start) * 1e-9)
             end = time.perf_counter_ns()
             outputs = {place.name: views[place.name].copy() for place in self._placements if place.is_output}
-            # A thread may have woken up while the results were copied, or the clock may have lagged behind one that was
-            # about to sleep. If the clock has moved since, the results are copied again.
+            # A thread may have woken up during the copy, or its CPU time may have been counted
+            # late. If the clock has advanced since, the outputs are copied again.
             if self._is_asleep() and self.cpu_ns() == asleep_ns:
                 break
             if end - start > deadline_s * 1e9:
@@ -279,12 +286,13 @@ class Child(Closing):
         ran_ns, waited_ns = (
             now - earlier for now, earlier in zip(self._scheduled_ns(), (ran_ns, waited_ns), strict=True)
         )
-        # While other threads of its own ran, those may have been in the way of the first one. So their time is taken off.
+        # The first thread may have waited for other threads of the same process. So their CPU time
+        # is subtracted.
         waited_ns = max(0, waited_ns - max(0, asleep_ns - before_ns - ran_ns))
         return CallResult((end - start + owed_ns) * 1e-9, cpu_ns * 1e-9, waited_ns * 1e-9, outputs)
 
     def close(self) -> None:
-        """Kills the process, and everything that it started, and waits for its end. A second call does nothing."""
+        """Kills the process and its children, and waits for its end. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -294,7 +302,7 @@ class Child(Closing):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         if self._pidfd >= 0:
-            # Inside namespaces it is a child of bubblewrap and not of this process, and it ends a little later.
+            # Inside namespaces, the process is a child of bubblewrap and ends a little later.
             end = select.poll()
             end.register(self._pidfd, select.POLLIN)
             end.poll(KILL_TIMEOUT_S * 1e3)
@@ -305,17 +313,17 @@ class Child(Closing):
         self._files.close()
 
     def _is_asleep(self) -> bool:
-        """Tells whether all threads of the child sleep."""
+        """Returns whether all threads of the child sleep."""
         try:
             state, threads = _thread_state(self._stat_fd)
-            # It has ended, but nobody has waited for it yet.
+            # A zombie: the process has ended, but was not waited for.
             if state in (b"Z", b"X") and threads <= 1:
                 self._raise_exit()
-            # Most programs have one thread, and the kernel's list of the others need not be read.
+            # Most programs have one thread, so the thread list is not needed.
             if state != b"S" or threads == 1:
                 return state == b"S"
             for thread in os.listdir(f"/proc/{self.pid}/task"):
-                # A thread that has ended meanwhile has no such file, or one that cannot be read any more.
+                # The file of a thread that has just ended is missing or unreadable.
                 with (
                     suppress(FileNotFoundError, ProcessLookupError),
                     open(f"/proc/{self.pid}/task/{thread}/stat", "rb", buffering=0) as file,
@@ -327,7 +335,7 @@ class Child(Closing):
             self._raise_exit()
 
     def _scheduled_ns(self) -> tuple[int, int]:
-        """Returns for how long the first thread has run, and has waited for a core. Both are 0 if the kernel does not count."""
+        """Returns the run time and the core wait time of the first thread; 0 without schedstat."""
         if self._schedstat_fd < 0:
             return 0, 0
         try:
@@ -337,7 +345,7 @@ class Child(Closing):
             self._raise_exit()
 
     def _wait_until_asleep(self, deadline_s: float) -> int:
-        """Waits until all threads of the child sleep, and returns its CPU clock."""
+        """Waits until all threads of the child sleep, and returns its CPU clock in ns."""
         end = time.monotonic() + deadline_s
         glances = 0
         while not self._is_asleep():
@@ -351,7 +359,7 @@ class Child(Closing):
     def _send(self, kind: int, count: int, words: Sequence[int]) -> None:
         self._message_number += 1
         padded = [*words, *[0] * (_MESSAGE_WORDS - len(words))]
-        # If it has ended, who waits for the answer finds out how.
+        # If the child has ended, `_receive` raises the cause.
         with suppress(OSError):
             self._socket.settimeout(START_TIMEOUT_S)
             self._socket.send(_MESSAGE.pack(kind, count, self._message_number, *padded))
@@ -363,7 +371,7 @@ class Child(Closing):
             data, extra, _, _ = self._socket.recvmsg(_MESSAGE.size + 1, socket.CMSG_SPACE(12))
         except TimeoutError:
             if not self.pid:
-                self._give_up(SandboxError(f"a locked-in process did not start within {deadline_s:g} s"))
+                self._give_up(SandboxError(f"a sandboxed process did not start within {deadline_s:g} s"))
             what = "a call" if self._message_number else "loading the library"
             self._raise_timeout(f"{what} did not end within {deadline_s:g} s")
         except OSError:
@@ -373,11 +381,11 @@ class Child(Closing):
         _, _, number, word, *_ = _MESSAGE.unpack(data) if len(data) == _MESSAGE.size else (0, 0, -1, 0)
         if number != self._message_number:
             self._give_up(
-                ChildFailed("runtime_error", "it answered what nobody had asked: it meddles with the measurement")
+                ChildFailed("runtime_error", "it sent an unsolicited answer: it tampers with the measurement")
             )
         if not self.pid:
-            # Inside namespaces, the process that runs the candidate is not the one that was started. The kernel says who
-            # has sent the message, in the numbers of our namespace.
+            # Inside namespaces, the candidate's process is a descendant of the started one. The
+            # kernel reports the sender's process id in the namespace of this process.
             self.pid = struct.unpack("iii", extra[0][2])[0]
             try:
                 self._pidfd = os.pidfd_open(self.pid)
@@ -390,25 +398,25 @@ class Child(Closing):
         return word
 
     def _raise_exit(self) -> NoReturn:
-        """Raises how the child has ended."""
+        """Raises the cause of the child's exit."""
         assert self._process is not None
         try:
             status = self._process.wait(timeout=KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._give_up(ChildFailed("runtime_error", "it closed its connection: it meddles with the measurement"))
+            self._give_up(ChildFailed("runtime_error", "it closed its connection: it tampers with the measurement"))
         output = os.pread(self._stderr_fd, 2000, 0).decode(errors="replace").strip()
-        # Nothing of the candidate has run before the first message.
+        # No code of the candidate runs before the first message.
         if not self.pid:
             self._give_up(SandboxError(f"a process could not be locked in: {output or exit_cause(status)}"))
-        # bubblewrap exits with 128 and the number of the signal that ended its child.
+        # bubblewrap exits with 128 + the number of the signal that ended its child.
         if status > 128:
             status = 128 - status
         by_itself = "it ended the process by itself" + (f" with exit status {status}" if status else "")
         cause = exit_cause(status) if status < 0 else by_itself
-        self._give_up(ChildFailed("runtime_error", f"{cause}; it said: {output}" if output else cause))
+        self._give_up(ChildFailed("runtime_error", f"{cause}; its output: {output}" if output else cause))
 
     def _raise_still_running(self) -> NoReturn:
-        self._raise_timeout("its threads still work after the call, until its deadline")
+        self._raise_timeout("its threads still work after the call, until the deadline")
 
     def _raise_timeout(self, note: str) -> NoReturn:
         self._give_up(ChildFailed("timeout", note, self.cpu_ns() * 1e-9))
@@ -425,7 +433,7 @@ class Child(Closing):
         return self._outputs.bytes if place.is_output else self._inputs.bytes
 
     def _guard_regions(self, place: ArrayPlacement) -> tuple[np.ndarray, np.ndarray]:
-        """Returns what lies before and behind the array in its pages."""
+        """Returns the bytes before and after the array in its pages."""
         memory, end = self._memory(place), place.first_page + place.pages_bytes
         return memory[place.first_page : place.start], memory[place.start + place.nbytes : end]
 

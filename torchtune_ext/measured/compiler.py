@@ -1,4 +1,4 @@
-"""Compiles a candidate to a shared library, locked in."""
+"""Compile a candidate to a shared library inside the sandbox."""
 
 import os
 import select
@@ -19,8 +19,8 @@ COMPILER_NAMES = ("gcc", "clang", "cc")
 INSTALL_HINT = (
     "install one: apt-get install gcc (Debian, Ubuntu), dnf install gcc (Fedora), apk add gcc musl-dev (Alpine)"
 )
-MAX_OUTPUT_BYTES = 8 << 20  # of preprocessed text, or of messages
-# What the compiler prints is a file, too.
+MAX_OUTPUT_BYTES = 8 << 20  # limit of the preprocessed text, and of the messages
+# The output of the compiler is a file, so `file_bytes` limits it too.
 COMPILER_LIMITS = Limits(memory_bytes=2 << 30, processes=32, cpu_s=30, file_bytes=64 << 20)
 SOURCE_FILE, HEADER_FILE, LIBRARY_FILE = "candidate.c", "kernel.h", "candidate.so"
 
@@ -34,7 +34,11 @@ class Compiler:
 
     @classmethod
     def find(cls, name: str | None = None) -> "Compiler":
-        """Finds gcc or clang. Raises ValueError if there is none, or it does not tell its version."""
+        """Finds a compiler by name, or the first of gcc and clang on PATH.
+
+        Raises:
+            UsageError: the compiler is not found, or its --version fails.
+        """
         tried = [name] if name else list(COMPILER_NAMES)
         if path := next(filter(None, map(shutil.which, tried)), None):
             real = os.path.realpath(path)
@@ -47,39 +51,41 @@ def _version_of(path: str) -> str:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True)
         return done.stdout.splitlines()[0]
     except (OSError, subprocess.SubprocessError, IndexError, UnicodeDecodeError) as error:
-        raise UsageError(f"compiler: {path} is none, since {path} --version fails; name gcc or clang") from error
+        raise UsageError(
+            f"compiler: {path} is not a compiler: {path} --version fails. Fix: name gcc or clang"
+        ) from error
 
 
 def compiler_flags(kernel: Kernel, optimization: str, threads: int) -> list[str]:
-    """Returns the flags that a candidate is compiled with."""
+    """Returns the compiler flags of a candidate."""
     flags = ["-std=gnu17", optimization, "-march=native", "-fPIC", "-shared", "-pipe", *["-fopenmp"] * (threads > 1)]
-    # A library that lacks the function, or uses one that nobody defines, is then an error of the linker.
+    # These make a missing function, or an undefined reference, an error of the linker.
     return [*flags, f"-Wl,--require-defined={kernel.name}", "-Wl,-z,defs"]
 
 
 def write_source(kernel: Kernel, source: str, folder: Path) -> None:
-    """Writes the candidate and a header with the declaration of its function."""
-    # Every compilation includes the header, so a function with other parameters is an error of the compiler.
+    """Writes the candidate and a header that declares its function."""
+    # Every compilation includes the header, so a wrong signature is a compile error.
     (folder / SOURCE_FILE).write_text(source, encoding="utf-8", errors="replace")
     (folder / HEADER_FILE).write_text(prototype(kernel) + ";\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """How a command ended."""
+    """The result of a command."""
 
-    status: int | None  # exit status, negative for a signal; None: it was killed at its deadline, or for its output
+    status: int | None  # exit status, negative for a signal; None: killed for its deadline or its output
     output: str
     errors: str
-    cause: str  # why it was killed, "" if it was not
-    timed_out: bool  # it was killed at its deadline
+    cause: str  # why the command was killed; "" if it was not
+    timed_out: bool  # whether the deadline killed the command
     seconds: float
 
 
 def preprocess(
     sandbox: Sandbox, compiler: Compiler, flags: Sequence[str], folder: Path, deadline_s: float
 ) -> CommandResult:
-    """Expands macros and headers. The output marks the file and line of each piece of text."""
+    """Runs the preprocessor. Line markers in the output give the file and line of the text."""
     words = [flag for flag in flags if flag != "-shared" and not flag.startswith("-Wl")]
     return run_locked_in(
         sandbox, [compiler.path, *words, "-E", "-include", HEADER_FILE, SOURCE_FILE], folder, deadline_s
@@ -89,8 +95,8 @@ def preprocess(
 def compile_library(
     sandbox: Sandbox, compiler: Compiler, flags: Sequence[str], folder: Path, deadline_s: float
 ) -> CommandResult:
-    """Compiles the candidate in `folder` to `LIBRARY`."""
-    # A note has little room, and warnings would fill it before the error. So -w leaves them out.
+    """Compiles the candidate in `folder` to `LIBRARY_FILE`."""
+    # A note is short, and warnings would displace the error. So -w disables them.
     words = [*flags, "-include", HEADER_FILE, "-w", "-fmax-errors=5", "-fdiagnostics-color=never"]
     if "clang" in compiler.version:
         words = [word.replace("-fmax-errors", "-ferror-limit") for word in words]
@@ -98,9 +104,13 @@ def compile_library(
 
 
 def run_locked_in(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: float) -> CommandResult:
-    """Runs a command, locked in, for `deadline_s` at most. Raises SandboxError if it cannot be started or locked in."""
-    # A hostile source may make the compiler hang, print without end or leave processes behind. The output goes to
-    # files, whose size is limited, so nobody has to read it while the compiler runs.
+    """Runs a command in the sandbox for at most `deadline_s` seconds.
+
+    Raises:
+        SandboxError: the command cannot be started or sandboxed.
+    """
+    # A hostile source may make the compiler hang, print endlessly or leave processes running. The
+    # output goes to size-limited files, so no reader has to drain it while the compiler runs.
     start = time.monotonic()
     timed_out, cause = False, ""
     files: list[int] = []
@@ -119,20 +129,23 @@ def run_locked_in(sandbox: Sandbox, command: Sequence[str], folder: Path, deadli
             start_new_session=True,
         )
         try:
-            # When this process is killed, the kernel ends the compiler, but not what the compiler has started.
+            # When this process is killed, the kernel kills the compiler, but not the compiler's
+            # children.
             with sandbox.kill_with_parent(process.pid):
                 process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             timed_out, cause = True, f"it did not end within {deadline_s:g} s"
         finally:
-            # What the compiler left behind shares its process group, so this is done after a good end too.
+            # Remaining children share the compiler's process group, so the kill also follows a
+            # normal exit.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if any(os.fstat(file).st_size > MAX_OUTPUT_BYTES for file in printed):
             cause = cause or f"it wrote more than {MAX_OUTPUT_BYTES} bytes"
         output, errors = (os.pread(file, MAX_OUTPUT_BYTES, 0).decode(errors="replace") for file in printed)
-        # Only this byte tells that the compiler was locked in: all that it prints may be the candidate's words.
+        # Only this byte proves that the compiler was sandboxed: its output may come from the
+        # candidate.
         os.set_blocking(ready, False)
         if not select.select([ready], [], [], 0)[0] or not os.read(ready, 1):
             raise SandboxError(f"a compiler could not be locked in: {cause or errors.strip()[-1000:]}")

@@ -1,10 +1,10 @@
-"""What is known of the numbers of a program while it is read: their origin, and the loops that they change with."""
+"""Abstract values of the program reader: the inputs and the loops that each value depends on."""
 
 import operator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-MAX_ITEMS = 1024  # pieces of work in one expression
+MAX_ITEMS = 1024  # work items in one expression
 MAX_CONSTANT = 1 << 40
 _OPERATORS = {
     "+": operator.add,
@@ -24,37 +24,37 @@ _OPERATORS = {
     "||": lambda a, b: a != 0 or b != 0,
 }
 EMPTY: frozenset = frozenset()
-# A piece of the work is a product of numbers of all inputs, or a number if there is only one input. It is known by its inputs,
-# each with a loop that chooses the number.
+# A work item is a product of elements of all inputs, or an element if the kernel has one input. Its
+# identity is the set of (input, loop that selects the element).
 WorkItem = frozenset[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class TechniqueUse:
-    """A technique that a program uses."""
+    """A technique in a program."""
 
     technique: str  # one of TECHNIQUES
-    line: int  # the line of the source where it is seen
-    words: str  # what is seen there, for the model and for people
+    line: int  # source line of the evidence
+    words: str  # the evidence, for the model and for people
 
 
 class Loop(NamedTuple):
-    """A loop of the program. A loop that is reached on several ways is several loops."""
+    """A loop of the program. A loop that is reached by several paths counts as several loops."""
 
-    name: str  # the name of its variable
-    trip_count: int | None  # the number of its steps, None if that is not a constant
+    name: str  # name of the loop variable
+    trip_count: int | None  # number of iterations; None if it is not constant
     line: int
 
 
 class Value(NamedTuple):
-    """What an expression can be: a number, an index, a pointer."""
+    """The abstract value of an expression: a number, an index, or a pointer."""
 
-    pointees: frozenset["Location"] = EMPTY  # the places that it points to
-    loops: frozenset[int] = EMPTY  # the loops that it changes with
-    origins: frozenset[str] = EMPTY  # the inputs whose numbers are in it
-    items: tuple[WorkItem, ...] = ()  # the work that is in it and is not added up yet
-    is_computed: bool = False  # it is more than a copy of a number
-    reads: frozenset["Location"] = EMPTY  # the variables that it was read from
+    pointees: frozenset["Location"] = EMPTY  # locations that it points to
+    loops: frozenset[int] = EMPTY  # loops that it varies with
+    origins: frozenset[str] = EMPTY  # inputs that it depends on
+    items: tuple[WorkItem, ...] = ()  # work items that are not yet added to a sum
+    is_computed: bool = False  # whether it is more than a copied number
+    reads: frozenset["Location"] = EMPTY  # variables that it was read from
     constant: int | None = None
 
 
@@ -64,29 +64,29 @@ class Location:
 
     name: str
     kind: str = "local"  # or "input", "output", "function"
-    is_array: bool = False  # its name is its address
-    depth: int = 0  # the number of subscripts that lead to a number
-    num_elements: int | None = 1  # the count of its numbers, None if that is not a constant
-    branch: tuple[int, ...] = ()  # the way of each `if` around its declaration
+    is_array: bool = False  # whether its name evaluates to its address
+    depth: int = 0  # number of subscripts down to a number
+    num_elements: int | None = 1  # None if it is not constant
+    branch: tuple[int, ...] = ()  # the branch of each `if` around its declaration
     content: Value = field(default_factory=Value)
-    reset_loops: frozenset[int] = EMPTY  # the loops around the statement that has set it last
-    vector_use: TechniqueUse | None = None  # the technique of whoever reads it, if it holds vectors
+    reset_loops: frozenset[int] = EMPTY  # loops around its last assignment
+    vector_use: TechniqueUse | None = None  # recorded at each read if it holds vectors
 
 
 class WorkSite(NamedTuple):
-    """A line of the program that adds a piece of the work to a sum, or stores it."""
+    """A line of the program that adds a work item to a sum, or stores it."""
 
-    loop_nest: tuple[int, ...]  # the loops around it, from the outermost
-    branch: tuple[int, ...]  # the way of each `if` around it
+    loop_nest: tuple[int, ...]  # enclosing loops, outermost first
+    branch: tuple[int, ...]  # the branch of each enclosing `if`
     place: Location  # the sum
-    index_loops: frozenset[int]  # the loops that choose a number of it
-    reset_loops: frozenset[int]  # the loops that set it anew, if it is local
+    index_loops: frozenset[int]  # loops that select the element of the sum
+    reset_loops: frozenset[int]  # loops that reset the sum, if it is local
     item: WorkItem
     line: int
 
 
 def join_values(*values: Value) -> Value:
-    """Returns a value that is any of these."""
+    """Returns the join (least upper bound) of the values."""
     if len(values) < 2:
         return values[0] if values else Value()
     constants = {value.constant for value in values}
@@ -102,7 +102,7 @@ def join_values(*values: Value) -> Value:
 
 
 def fold_constants(sign: str, left: int | None, right: int | None) -> int | None:
-    """Returns the result of an operator on two constants, or None if it is not known."""
+    """Returns the result of an operator on two constants, or None if it is unknown."""
     if left is None or right is None or sign not in _OPERATORS:
         return None
     try:

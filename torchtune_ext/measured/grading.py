@@ -1,6 +1,6 @@
-"""A task whose texts are programs, graded by what the benchmark service measures.
+"""Tasks whose completions are programs, graded by the benchmark service.
 
-The service has processes, deadlines and a queue of its own, so it needs no process of `Grader`.
+The service has its own processes, deadlines and queue, so it does not use the process of `Grader`.
 """
 
 from collections import Counter
@@ -25,21 +25,22 @@ from torchtune_ext.tasks.task import Problem, Score
 
 
 def open_bench(config: BenchConfig) -> Bench | RayBench:
-    """Starts the service on this machine, or, if `config.address` is given, on the machines of a Ray cluster.
+    """Starts the service on this machine, or on a Ray cluster if `config.address` is set.
 
     Raises:
-        ValueError, SandboxError, BenchError: as `Bench` and `RayBench` say.
+        UsageError, SandboxError, BenchError: as in `Bench` and `RayBench`.
     """
     return (Bench if config.address is None else RayBench)(**asdict(config))
 
 
 def check_bench(config: BenchConfig, kernels: Sequence[Kernel]) -> None:
-    """Finds in a second what else would fail once the engine has started, or at the first sample.
+    """Checks in a second what would otherwise fail after the engine start or at the first sample.
 
-    It checks the compiler, the cores, the lock-in of programs, and that each kernel's own program compiles and runs.
+    It checks the compiler, the cores and the sandbox, and that each kernel's naive program compiles
+    and runs.
 
     Raises:
-        ValueError: what `choose_cores` and `Checker` say.
+        UsageError: a check of `choose_cores`, `Compiler.find` or `Checker` fails.
     """
     # The machines of a Ray cluster check themselves.
     if config.address is None:
@@ -54,16 +55,17 @@ def check_bench(config: BenchConfig, kernels: Sequence[Kernel]) -> None:
 
 
 def measured_score(result: Result, reward: float) -> Score:
-    """Returns the score of a program: its note says to people what the machine said, its parts are numbers.
+    """Returns the score of a program, with numeric parts and a note for people.
 
     Args:
-        result: what became of the program. It is not NOISY: that is no grade.
-        reward: what that is worth.
+        result: the result of the program. A NOISY result has no score.
+        reward: the reward of the program.
 
     Returns:
-        A score with the parts `outcome_*`, 1 for its outcome and 0 for the others, and, if its speed is known, `gflops`,
-        `speedup` (times the naive program), `peak_share`, `spread` and `speedup_spread` (half of the 95% intervals of the time
-        and of the speed-up, as shares). Its facts are the machine and the techniques.
+        A score with the parts `outcome_*` (1 for the outcome, else 0). If the speed is known, it
+        also has `gflops`, `speedup` (relative to the naive program), `peak_share`, `spread` and
+        `speedup_spread` (half-widths of the 95% intervals of the time and the speed-up, relative).
+        The facts are the machine and the techniques.
     """
     parts = {f"outcome_{name}": float(result.outcome == name) for name in OUTCOMES}
     if (timing := result.timing) is not None:
@@ -73,15 +75,18 @@ def measured_score(result: Result, reward: float) -> Score:
 
 
 class MeasuredTask:
-    """A task whose texts are programs in C.
+    """A task whose completions are C programs.
 
-    A subclass has no `grade`. It has `kernel`, `permitted` and `score`.
+    A subclass implements `kernel`, `permitted` and `score` in place of `grade`.
 
     Args:
-        bench: settings of the service, fields of `BenchConfig`. Raises ValueError for one that there is not.
+        bench: settings of the service, fields of `BenchConfig`.
+
+    Raises:
+        UsageError: `bench` is not a mapping, or has an unknown key or an invalid value.
     """
 
-    kernels: Sequence[Kernel]  # all that its problems ask for
+    kernels: Sequence[Kernel]  # all kernels of the problems
 
     def __init__(self, bench: Mapping[str, Any] | None = None) -> None:
         if not isinstance(bench or {}, Mapping):
@@ -91,64 +96,69 @@ class MeasuredTask:
 
     @property
     def name(self) -> str:
-        """The words that follow the class in the header of a run."""
+        """The text after the class name in the run header."""
         return f"compiled with {self.bench.optimization}"
 
     def kernel(self, problem: Problem) -> Kernel:
-        """Returns what the programs of a problem should compute, one of `kernels`."""
+        """Returns the kernel of a problem, one of `kernels`."""
         raise NotImplementedError
 
     def permitted(self, problem: Problem) -> Collection[str] | None:
-        """Returns the techniques that a program may use, as in `Bench.submit`."""
+        """Returns the permitted techniques of a problem, as in `Bench.submit`."""
         raise NotImplementedError
 
     def score(self, problem: Problem, result: Result) -> Score:
-        """Returns what a program is worth whose outcome is not NOISY."""
+        """Returns the score of a program. The outcome is not NOISY."""
         raise NotImplementedError
 
     def check_grading(self, key: str, earlier_tasks: Sequence[Any]) -> None:
-        """Finds out whether programs can be measured here.
+        """Checks that programs can be measured on this machine.
 
-        The settings are those of the first measured task of the run, whose service all others share.
+        All measured tasks of a run share the service and the settings of the first one.
+
+        Args:
+            key: config key of this task.
+            earlier_tasks: the tasks of the run before this one.
 
         Raises:
-            ValueError: other settings than that task's; what `rehearse_bench` says, also of what cannot be locked in.
+            UsageError: the settings differ from the first task's, or `check_bench` fails.
         """
         first = next((task for task in earlier_tasks if isinstance(task, MeasuredTask)), self)
         if self.bench not in (first.bench, BenchConfig()):
             raise UsageError(
-                f"{key}.bench is not that of the first task, whose service measures for both; leave it out"
+                f"{key}.bench is not that of the first task, whose service measures both tasks. Fix: remove this key"
             )
         self.bench = first.bench
         try:
             check_bench(self.bench, self.kernels)
         except UsageError as error:
-            # `rehearse_bench` does not know under which key its settings stand.
+            # `check_bench` does not know the config key of its settings.
             raise UsageError(f"{key}.bench: {str(error).removeprefix('bench.')}") from error
 
     def open_grader(self, open_graders: Sequence[Any], during_training: bool) -> "BenchGrader":
-        """Starts the service, or shares that of another task of the run.
+        """Starts the service, or shares the service of an earlier task.
 
         Args:
-            opened: the graders of the tasks before.
-            beside_training: programs are measured while this process trains, which keeps off the cores that are timed on.
+            open_graders: the graders of the earlier tasks.
+            during_training: whether programs are measured while this process trains. If so, this
+                process avoids the timed cores.
 
         Raises:
-            What `open_bench` raises.
+            UsageError, SandboxError, BenchError: as in `open_bench`.
         """
-        # Only the first grader keeps this process off the cores.
+        # Only the first grader pins this process to the other cores.
         if shared := next((grader for grader in open_graders if isinstance(grader, BenchGrader)), None):
             return BenchGrader(self, shared.bench)
         return BenchGrader(self, open_bench(self.bench), during_training)
 
 
 class BenchGrader:
-    """Has the interface of `Grader`, for a task whose texts are programs.
+    """Implements the interface of `Grader` for a task whose completions are programs.
 
     Args:
-        task: says what to measure and what it is worth.
-        bench: the service, which is closed with this object. Several graders may share it.
-        beside_training: as in `MeasuredTask.open_grader`.
+        task: provides the kernel, the permitted techniques and the score of each program.
+        bench: the service, which `close` closes. Several graders may share it.
+        during_training: as in `MeasuredTask.open_grader`.
     """
 
     grades_groups = False
@@ -156,24 +166,25 @@ class BenchGrader:
     def __init__(self, task: MeasuredTask, bench: Bench | RayBench, during_training: bool = False) -> None:
         self._task, self.bench = task, bench
         self._lock = Lock()
-        self._counts: Counter[str] = Counter()  # of what came since the last call of `metrics`
-        self._last_counts = self._counts  # what that call returned
+        self._counts: Counter[str] = Counter()  # since the last call of `metrics`
+        self._last_counts = self._counts  # the counts that `metrics` returned last
         self._core_exclusion = ExitStack()
-        cores = getattr(bench, "timed_cores", ())  # those of a Ray cluster are not this process's
+        cores = getattr(bench, "timed_cores", ())  # a RayBench times on other machines
         if during_training and cores:
             self._core_exclusion.enter_context(avoid_cores(cores))
 
     def submit(self, problem: Problem, text: str) -> "Future[list[Outcome]]":
-        """Hands in a text and returns at once."""
+        """Submits a text and returns at once."""
         outcome: Future[list[Outcome]] = Future()
         result_future = self.bench.submit(self._task.kernel(problem), text, permitted=self._task.permitted(problem))
         result_future.add_done_callback(lambda done: self._finish(problem, done, outcome))
         return outcome
 
     def metrics(self, refill: bool = False) -> dict[str, float]:
-        """Returns the seconds of work on programs, and the shares of them that were noisy and that were cached.
+        """Returns the seconds spent on programs, and the shares of noisy and of cached results.
 
-        They cover the time since the last call and, in a refill, also what that call covered.
+        The values cover the time since the last call and, in a refill, also the interval of that
+        call.
         """
         with self._lock:
             counts = self._last_counts = self._last_counts + self._counts if refill else self._counts
@@ -186,28 +197,29 @@ class BenchGrader:
         }
 
     def close(self) -> None:
-        """Ends the service. A second call does nothing."""
+        """Closes the service. A second call does nothing."""
         self._core_exclusion.close()
         self.bench.close()
 
     def _finish(self, problem: Problem, result_future: "Future[Result]", outcome: "Future[list[Outcome]]") -> None:
-        # This runs in a thread of the service. The caller may have cancelled meanwhile.
+        # This runs in a thread of the service. The caller may have canceled the future.
         if not outcome.set_running_or_notify_cancel():
             return
         try:
             outcome.set_result([self._to_outcome(problem, result_future.result())])
         except (BenchError, CancelledError) as error:
             outcome.set_result([Ungraded("infra_failed", str(error) or "cancelled")])
-        except Exception as error:  # noqa: BLE001 (the task's own code; who waits gets it)
+        except Exception as error:  # noqa: BLE001 (user code of the task; the future propagates it)
             outcome.set_exception(error)
 
     def _to_outcome(self, problem: Problem, result: Result) -> Outcome:
         with self._lock:
             self._counts.update(programs=1, noisy=result.outcome == NOISY, cached=result.is_cached)
             if not result.is_cached:
-                # A Counter adds any numbers, though its annotation knows only whole ones.
+                # A Counter adds any numbers, but its annotation accepts only integers.
                 self._counts["seconds"] += sum(value for name, value in result.seconds.items() if name != "wait")  # pyright: ignore[reportArgumentType]
-        # The machine is at fault and not the program, so there is no score and the sample stays out of the baseline.
+        # The machine is at fault and not the program, so the sample gets no score and stays out of
+        # the baseline.
         if result.outcome == NOISY:
             return Ungraded(NOISY, result.note)
         return check_outcome(self._task.score(problem, result), self._task.score)

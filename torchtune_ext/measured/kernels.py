@@ -1,7 +1,7 @@
-"""The kernels that are shipped: matrix times matrix, matrix times vector, and a sum.
+"""The shipped kernels: matrix-matrix product, matrix-vector product, and sum.
 
-The bounds hold for every order of the additions, with and without fused multiply-add (Higham, Accuracy and Stability of
-Numerical Algorithms, 2002, sections 3.1 and 3.5).
+The bounds hold for every order of the additions, with and without fused multiply-add (Higham,
+Accuracy and Stability of Numerical Algorithms, 2002, sections 3.1 and 3.5).
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ BLAS_NAMES = ("cblas_*", "*gemm_", "*gemv_", "*gemm", "*gemv", "openblas_*", "mk
 
 
 class Dgemm:
-    """C = A B for an m x k matrix A and a k x n matrix B. 2 m n k operations, as BLAS counts them."""
+    """C = A B for an m x k matrix A and a k x n matrix B, with 2 m n k operations as in BLAS."""
 
     name = "dgemm"
     question = (
@@ -50,13 +50,14 @@ void dgemm(int m, int n, int k, const double *A, const double *B, double *C) {
 
     def bound(self, size: Size, inputs: Arrays) -> dict[str, np.ndarray]:
         k = size["k"]
-        # Each path from an input to the result has at most k roundings, so the error is at most γ_k times the sum over
-        # absolute values. A product that underflows adds half of the smallest denormal number.
+        # Each path from an input to the result has at most k roundings, so the error is at most γ_k
+        # times the sum over absolute values. A product that underflows adds half of the smallest
+        # denormal number.
         return {"C": gamma(k) * (np.abs(inputs["A"]) @ np.abs(inputs["B"])) + k * SMALLEST_DENORMAL}
 
 
 class Gemv:
-    """y = A x for an m x n matrix A. 2 m n operations. It moves 8 m n bytes, so memory sets its speed."""
+    """y = A x for an m x n matrix A. 2 m n operations on 8 m n bytes make it memory-bound."""
 
     name = "gemv"
     question = "the product y = A x of a matrix A, which has m rows and n columns, and a vector x of n numbers"
@@ -92,7 +93,7 @@ void gemv(int m, int n, const double *A, const double *x, double *y) {
 
 
 class Reduction:
-    """The sum of n numbers. n - 1 operations. It moves 8 n bytes, so memory sets its speed."""
+    """The sum of n numbers. n - 1 operations on 8 n bytes make it memory-bound."""
 
     name = "reduction"
     question = "the sum of the n numbers of x, which it writes to total[0]"
@@ -126,16 +127,17 @@ void reduction(int n, const double *x, double *total) {
 
 
 def _is_exact_sum(x: np.ndarray, total: float) -> bool:
-    """Tells whether no order of the additions rounds: all numbers are multiples of q, and their absolute sum is below 2^53 q.
+    """Returns whether the sum is exact in every order of additions.
 
-    Then every sum of some of them is such a multiple, which a double holds. γ_n of a long sum is wide; this leaves no room for
-    single precision.
+    It is exact if all numbers are multiples of q and their absolute sum is below 2^53 q: then a
+    double holds every partial sum. γ_n of a long sum is wide; this case leaves no room for single
+    precision.
     """
-    exponent = int(np.frexp(total * (1 + 1e-6))[1])  # total < 2^exponent, also if it is a little too small itself
+    exponent = int(np.frexp(total * (1 + 1e-6))[1])  # total < 2^exponent, even if `total` was rounded down
     if not -900 < exponent < 900:
-        return False  # 1/q, or x/q, might be no number of double precision
+        return False  # 1/q or x/q might overflow a double
     per_unit = 2.0 ** (53 - exponent)
-    for part in (x[:1000], x):  # most inputs are no multiples, and their first numbers show it
+    for part in (x[:1000], x):  # the first numbers of most inputs already fail
         units = part * per_unit
         if (units != np.rint(units)).any():
             return False

@@ -1,6 +1,7 @@
-"""The lines of a candidate, taken from the preprocessor's output, and their syntax tree.
+"""Extract a candidate's lines from the preprocessor's output, and parse them.
 
-Macros are expanded, and the text of headers is left out. Text without the preprocessor's marks is all the candidate's.
+Macros are expanded, and the text of headers is left out. Without line markers, all text is the
+candidate's.
 """
 
 import re
@@ -14,37 +15,39 @@ try:
     import tree_sitter_c
     from tree_sitter import Language, Node, Parser, Query, QueryCursor, Tree, TreeCursor
 except ImportError as error:
-    raise UsageError("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'") from error
+    raise UsageError(
+        "tree-sitter not found, which parses the programs. Fix: pip install 'torchtune-ext[bench]'"
+    ) from error
 
 C_LANGUAGE = Language(tree_sitter_c.language())
-MAX_TEXT_CHARS = 400_000  # characters of a candidate after preprocessing; the parser needs up to 400 bytes for each
+MAX_TEXT_CHARS = 400_000  # characters of a preprocessed candidate; the parser needs up to 400 bytes per character
 _DIGRAPHS = {"<:": "[", ":>": "]", "<%": "{", "%>": "}", "%:": "#"}
 _LINE_MARKER = re.compile(r'# (\d+) "((?:[^"\\]|\\.)*)"((?: \d)*)')
-_CHUNK_BYTES = 1 << 14  # bytes that the parser gets at once
+_CHUNK_BYTES = 1 << 14  # bytes per read of the parser
 _DERIVED_DECLARATORS = ("function_declarator", "pointer_declarator", "array_declarator")
 
 
 @dataclass(frozen=True, slots=True)
 class Pragma:
-    """A line of the candidate that speaks to the compiler."""
+    """A pragma line of the candidate."""
 
-    line: int  # of the source
+    line: int  # line number in the source
     text: str
-    next_row: int  # the row of `Text.lines` that follows it
+    next_row: int  # the following row of `CandidateText.lines`
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateText:
     """The lines of the candidate itself."""
 
-    lines: Sequence[bytes]  # directives and marks are left out
-    line_numbers: Sequence[int]  # of the lines in the source
-    includes: Sequence[tuple[int, str, bool]]  # line, path of the file, whether it is one of the system
+    lines: Sequence[bytes]  # without directives and line markers
+    line_numbers: Sequence[int]  # source line of each of `lines`
+    includes: Sequence[tuple[int, str, bool]]  # (line, path of the file, whether it is a system header)
     pragmas: Sequence[Pragma]
 
 
 def candidate_text(preprocessed: str) -> CandidateText:
-    """Returns the candidate's own lines in the output of `gcc -E`, whose marks (# 7 "candidate.c") say whose each line is."""
+    """Returns the candidate's lines of `gcc -E` output, by its line markers (# 7 "candidate.c")."""
     lines, numbers, includes, entered, pragmas = [], [], [], [], []
     candidate = current = None
     number = 0 if _LINE_MARKER.match(preprocessed) else 1
@@ -56,7 +59,7 @@ def candidate_text(preprocessed: str) -> CandidateText:
             if current == candidate and "1" in flags and not match[2].startswith("<"):
                 entered.append((match[2], "3" in flags))
             elif match[2] == candidate and "2" in flags:
-                # Only the way back tells the line of an #include: it is the one before.
+                # Only the return marker gives the line of an #include: the preceding line.
                 includes += [(number - 1, *each) for each in entered]
                 entered = []
             current = match[2]
@@ -77,8 +80,12 @@ def candidate_text(preprocessed: str) -> CandidateText:
 def parse(content: bytes, is_timed_out: Callable[[], bool]) -> Tree:
     """Parses C.
 
+    Args:
+        content: the source.
+        is_timed_out: the parser polls it and stops once it returns True.
+
     Raises:
-        ValueError: `is_late` said so.
+        ValueError: `is_timed_out` returned True.
     """
     return Parser(C_LANGUAGE).parse(
         lambda offset, _: content[offset : offset + _CHUNK_BYTES], progress_callback=lambda *_: is_timed_out()
@@ -86,7 +93,7 @@ def parse(content: bytes, is_timed_out: Callable[[], bool]) -> Tree:
 
 
 def query_matches(pattern: str, node: Node) -> Iterator[dict[str, list[Node]]]:
-    """Yields what the names of a query (@name) stand for at each place below a node where it matches."""
+    """Yields {capture name (@name): nodes} for each match of a query below a node."""
     for _, nodes in QueryCursor(_query(pattern)).matches(node):
         yield nodes
 
@@ -97,7 +104,7 @@ def _query(pattern: str) -> Query:
 
 
 def walk(cursor: TreeCursor) -> Iterator[tuple[Node, bool]]:
-    """Yields each node twice: before its children with False, and after them with True."""
+    """Yields (node, leaving): each node once before its children and once after them."""
     while True:
         yield _current_node(cursor), False
         if cursor.goto_first_child():
@@ -115,19 +122,20 @@ def _current_node(cursor: TreeCursor) -> Node:
 
 
 def declared_names(node: Node) -> dict[str, bool]:
-    """Returns the names that a declaration declares, and whether each is a function (not a pointer to one)."""
+    """Returns {declared name: whether it is a function (not a function pointer)}."""
     names = {}
     for outermost in node.children_by_field_name("declarator"):
         chain = list(declarators(outermost))
         if chain[-1].type == "identifier":
-            # What stands nearest to the name decides: int *f(void) is a function, int (*f)(void) a pointer.
+            # The declarator nearest to the name decides: int *f(void) is a function, int (*f)(void)
+            # a pointer.
             kinds = [each.type for each in chain if each.type in _DERIVED_DECLARATORS]
             names[node_text(chain[-1])] = kinds[-1:] == ["function_declarator"]
     return names
 
 
 def declarators(node: Node | None) -> Iterator[Node]:
-    """Yields a declarator and those inside it, down to the name: (*p)[4], (*p), *p, p."""
+    """Yields a declarator and its nested declarators, down to the name: (*p)[4], (*p), *p, p."""
     while node is not None:
         yield node
         named = (each for each in node.named_children if each.type.endswith(("declarator", "identifier")))
@@ -135,5 +143,5 @@ def declarators(node: Node | None) -> Iterator[Node]:
 
 
 def node_text(node: Node | None) -> str:
-    """Returns the text of a node, "" for none."""
+    """Returns the text of a node, or "" for None."""
     return "" if node is None else (node.text or b"").decode("utf-8", "replace")

@@ -1,6 +1,7 @@
-"""Tells whether somebody else is at work on the machine, and what the machine can do at best.
+"""Detect disturbances by other processes, and measure the roofline of the machine.
 
-A fixed kernel runs in a process of its own while every candidate sleeps, so no candidate can influence it.
+A fixed kernel runs in a separate process while every candidate sleeps, so a candidate cannot
+influence it.
 """
 
 import math
@@ -18,23 +19,20 @@ from torchtune_ext.measured.sandbox import SandboxError
 from torchtune_ext.run.errors import RunFailure
 from torchtune_ext.run.processes import Closing, closed_on_error
 
-# Shares above the quiet level from which on a neighbor is at work. Without one, 90% of the looks at a small virtual machine
-# were within 4% and 20%; beside a process that streams through memory, 90% of those at memory were above 50%.
+# A sample above the quiet level by more than these shares means a disturbance. On an idle small
+# virtual machine, 90% of the samples were within 4% (registers) and 20% (memory). With a
+# memory-streaming neighbor, 90% of the memory samples were above 50%.
 REGISTERS_TOLERANCE, MEMORY_TOLERANCE = 0.1, 0.25
-MAX_VARIATION = 0.2  # share by which the fixed kernel may vary at the start
-CALM_TRIES = 10  # series of 20 looks, one of which has to be calm
-SAMPLE_CALLS = 5  # calls of each part at a look
-# Calls before those: other processes have filled the caches, and units of the processor for vectors have to wake up.
+MAX_VARIATION = 0.2  # allowed relative variation of the fixed kernel at the start
+CALM_TRIES = 10  # series of 20 samples; one of them must be calm
+SAMPLE_CALLS = 5  # calls of each part per sample
+# Warm-up calls refill the caches and wake up the vector units of the CPU.
 REGISTERS_WARMUP_CALLS, MEMORY_WARMUP_CALLS = 1, 4
-CHUNK_SAMPLES, HISTORY_S = (
-    20,
-    3600.0,
-)  # times that are looked at together, and seconds for which a quiet chunk is remembered
-TRUSTED_CPU_S = 1e9  # CPU seconds of programs of ours, which serve for days
-INDEPENDENT_SUMS = (
-    10  # sums that do not wait for each other, enough for two units with a latency of four or five cycles
-)
-# Numbers of its own memory: 8 MB, so that a neighbor shows who uses the cache that cores share, or the memory.
+CHUNK_SAMPLES, HISTORY_S = 20, 3600.0  # samples per chunk, and seconds until a chunk expires
+TRUSTED_CPU_S = 1e9  # CPU limit of the package's own programs, which run for days
+INDEPENDENT_SUMS = 10  # independent FMA chains, enough for two units with a latency of four or five cycles
+# The kernel's memory holds 8 MB, so that it detects neighbors that use the shared cache or the
+# memory.
 MEMORY_NUMBERS = 1 << 20
 REGISTERS_SIZE: Size = {"rounds": 400_000, "n": 0}  # about half a millisecond
 MEMORY_SIZE: Size = {"rounds": 0, "n": MEMORY_NUMBERS}  # about a fifth of a millisecond
@@ -42,17 +40,18 @@ EMPTY_SIZE: Size = {"rounds": 0, "n": 0}
 
 
 class UnstableMachine(RunFailure):
-    """The machine varies too much to time anything."""
+    """The timings of the machine vary too much."""
 
 
 @dataclass(slots=True)
 class QuietBaseline:
-    """The time of a fixed piece of work while nobody disturbs: the lower quartile of the last hour's quietest chunk."""
+    """The undisturbed time of fixed work: the lower quartile of the last hour's quietest chunk."""
 
-    # The quietest chunk of an hour counts, so a neighbor who stays for half an hour does not become the norm.
+    # The quietest chunk of an hour counts, so a neighbor that stays for half an hour does not
+    # become the baseline.
 
     chunk: list[float] = field(default_factory=list)
-    history: list[tuple[float, float]] = field(default_factory=list)  # when a chunk ended, and its lower quartile
+    history: list[tuple[float, float]] = field(default_factory=list)  # (end of a chunk, its lower quartile)
 
     def add(self, seconds: float, now: float | None = None) -> None:
         self.chunk.append(seconds)
@@ -60,7 +59,7 @@ class QuietBaseline:
             self.end_chunk(now)
 
     def end_chunk(self, now: float | None = None) -> None:
-        """Ends the chunk, even a short one, so that a neighbor who comes later cannot spoil it."""
+        """Ends the chunk, even a short one, so that a later neighbor cannot affect it."""
         now = time.monotonic() if now is None else now
         if self.chunk:
             self.history = [each for each in self.history if each[0] > now - HISTORY_S] + [
@@ -82,17 +81,18 @@ def _lower_quartile(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ProbeSample:
-    """Seconds of some calls of each part of the fixed kernel."""
+    """Seconds per call of each part of the fixed kernel."""
 
     registers: tuple[float, ...]
     memory: tuple[float, ...]
 
 
 class Probe(Closing):
-    """Looks at the cores of a checker.
+    """Samples the speed of a checker's cores.
 
     Raises:
-        Wild: the fixed kernel varies by more than `WILD`.
+        UnstableMachine: the fixed kernel varies by more than `MAX_VARIATION`.
+        SandboxError: the process of the fixed kernel failed.
     """
 
     def __init__(self, checker: Checker) -> None:
@@ -101,7 +101,8 @@ class Probe(Closing):
         self.registers, self.memory = QuietBaseline(), QuietBaseline()
         self._best_memory_s = math.inf
         arena_bytes = arena_size(self.kernel, REGISTERS_SIZE)
-        # The roofline belongs to the machine, so the fixed kernel is compiled with -O3 for every checker.
+        # The roofline is a property of the machine, so every checker compiles the fixed kernel with
+        # -O3.
         self.child: Child = checker.start_child(self.kernel, checker.compile_naive(self.kernel), TRUSTED_CPU_S)
         with closed_on_error(self):
             self.child.map_arrays(lay_out(self.kernel, REGISTERS_SIZE, arena_bytes, False, self.rng))
@@ -115,11 +116,11 @@ class Probe(Closing):
 
     def measure_peak(self) -> None:
         """Measures `peak_gflops` again."""
-        # A neighbor can only slow a measurement down, so the highest counts.
+        # A neighbor can only slow a measurement down, so the maximum counts.
         self.peak_gflops = max(self.peak_gflops, self._measure_peak_gflops())
 
     def take_sample(self) -> ProbeSample:
-        """Times the fixed kernel, and remembers what it saw."""
+        """Times the fixed kernel, and adds the sample to the baselines."""
         sample = ProbeSample(
             self._sample_seconds(REGISTERS_SIZE, REGISTERS_WARMUP_CALLS),
             self._sample_seconds(MEMORY_SIZE, MEMORY_WARMUP_CALLS),
@@ -131,9 +132,9 @@ class Probe(Closing):
 
     @property
     def peak_gbytes_s(self) -> float:
-        """The fastest that the timed cores read the fixed kernel's 8 MB, in 10^9 bytes/s."""
-        # The time of an empty call is taken off here but not from a program's time, so the roofline errs on the safe
-        # side: a program cannot seem too fast.
+        """The peak bandwidth at which the timed cores read the fixed kernel's 8 MB, in GB/s."""
+        # The time of an empty call is subtracted here but not from a program's time. So the
+        # roofline is optimistic, and a program cannot seem too fast.
         return (
             8e-9
             * MEMORY_NUMBERS
@@ -142,14 +143,15 @@ class Probe(Closing):
         )
 
     def roofline_s(self, kernel: Kernel) -> float:
-        """Returns the least seconds of a call of any program (Williams, Waterman and Patterson 2009, "Roofline")."""
-        # Every program has the kernel's operations to do, and each number of its arrays to read or write once.
+        """Returns a lower bound of the seconds per call (Williams et al. 2009, "Roofline")."""
+        # Every program must do the kernel's operations, and read or write each array element at
+        # least once.
         size = kernel.timed
         nbytes = 8 * sum(math.prod(shape) for shape in kernel.shapes(size).values())
         return 1e-9 * max(kernel.operations(size) / self.peak_gflops, nbytes / self.peak_gbytes_s)
 
     def is_disturbed(self, *samples: ProbeSample) -> bool:
-        """Tells whether somebody else was at work at these looks."""
+        """Returns whether other processes disturbed these samples."""
         registers = median(seconds for sample in samples for seconds in sample.registers)
         memory = median(seconds for look in samples for seconds in look.memory)
         return self.registers.is_above(registers, REGISTERS_TOLERANCE) or self.memory.is_above(memory, MEMORY_TOLERANCE)
@@ -161,10 +163,11 @@ class Probe(Closing):
         try:
             return self.child.call(size, {}, self.checker.deadlines.verify_s)
         except ChildFailed as failed:
-            raise SandboxError(f"the fixed kernel has failed: {failed}") from failed
+            raise SandboxError(f"the fixed kernel failed: {failed}") from failed
 
     def _require_calm(self) -> None:
-        # A burst of other work may end soon, so one calm series is enough. Without one, nothing can be timed here.
+        # A burst of other work may end soon, so one calm series is enough. Without a calm series,
+        # timing is impossible on this machine.
         self.take_sample()
         low = high = 0.0
         for _ in range(CALM_TRIES):
@@ -176,23 +179,24 @@ class Probe(Closing):
                 return
         raise UnstableMachine(
             f"the same work took from {1e3 * low:.3g} to {1e3 * high:.3g} ms here: this machine varies by "
-            f"{high / low - 1:.0%}, at most {MAX_VARIATION:.0%} can be timed on. Stop what else runs on cores "
-            f"{self.checker.cores}, or choose others"
+            f"{high / low - 1:.0%}, expected at most {MAX_VARIATION:.0%}. Fix: stop other processes on cores "
+            f"{self.checker.cores}, or choose other cores"
         )
 
     def _measure_peak_gflops(self) -> float:
         size = {**REGISTERS_SIZE, "rounds": 4 * REGISTERS_SIZE["rounds"]}
         calls = [self._call(size) for _ in range(10)]
         best, width = min(call.seconds for call in calls), float(calls[0].outputs["y"][1])
-        # One thread was measured. Every further thread does as much at best.
+        # One thread was measured. Every further thread is at most as fast.
         return self.kernel.operations(size) * width / best / 1e9 * self.checker.threads
 
 
 class ProbeKernel:
-    """The fixed kernel: `rounds` times multiply and add in registers, then the sum of n numbers of its own memory."""
+    """The fixed kernel: `rounds` FMAs in registers, then the sum of n numbers in memory."""
 
-    # The part in registers slows down when somebody shares the core or its other half (SMT), or when the host gives
-    # less. The part in memory slows down when somebody fills the shared cache or the memory bus.
+    # The register part slows down when another process shares the core or its SMT sibling, or when
+    # the host throttles the core. The memory part slows down when another process fills the shared
+    # cache or the memory bus.
     name = "fixed"
     question = ""
     size_names = ("rounds", "n")
@@ -222,7 +226,7 @@ void fixed(int rounds, int n, double *y) {
     for (int r = 0; r < rounds; r++)
         for (int i = 0; i < CHAINS; i++)
             sums[i] = sums[i] * factor + term;
-    for (; filled < NUMBERS; filled++)  /* a page that nobody has written would be read from one that all share */
+    for (; filled < NUMBERS; filled++)  /* an unwritten page would map to the shared zero page */
         memory[filled] = 1;
     lanes read[4] = {{0}};
     for (int j = 0; j + 4 * WIDTH <= n; j += 4 * WIDTH)
@@ -241,13 +245,13 @@ void fixed(int rounds, int n, double *y) {
 """.replace("@CHAINS@", str(INDEPENDENT_SUMS)).replace("@NUMBERS@", str(MEMORY_NUMBERS))
 
     def operations(self, size: Size) -> int:
-        """Counts a vector as one number; multiply by y[1], the lanes. The part in memory is not counted."""
+        """Counts a vector as one number: multiply by y[1]. The memory part is not counted."""
         return 2 * INDEPENDENT_SUMS * size["rounds"]
 
     def shapes(self, size: Size) -> Mapping[str, tuple[int, ...]]:
         return {"y": (2,)}
 
     def reference(self, size: Size, inputs: Arrays) -> dict[str, np.ndarray]:
-        raise NotImplementedError("the fixed kernel is ours, and is not verified")
+        raise NotImplementedError("the fixed kernel is part of this package and is not verified")
 
     bound = reference

@@ -1,6 +1,7 @@
-"""The same service as `Bench`, on the machines of a Ray cluster: one queue of timings on each of them.
+"""The service of `Bench` on the machines of a Ray cluster, with one timing queue per machine.
 
-The machines run `ray start --resources='{"bench_host": 1}'`. Each has one actor with a `Bench` of its own.
+The machines run `ray start --resources='{"bench_host": 1}'`. Each has one actor with its own
+`Bench`.
 """
 
 import logging
@@ -23,21 +24,23 @@ from torchtune_ext.sampling.child_process import ChildProcess, log_tail
 
 log = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 20.0  # seconds for everything to end in good order
-MAX_OUTPUT_CHARS = 2000  # characters of what Ray's process has printed, if it ends badly
+CLOSE_TIMEOUT_S = 20.0  # seconds for a graceful shutdown
+MAX_OUTPUT_CHARS = 2000  # characters of the Ray process's output in the error message of a crash
 
 
 class RayBench(BenchService):
-    """Measures programs on all machines of a Ray cluster that carry the resource.
+    """Measures programs on all machines of a Ray cluster that have the resource `bench_host`.
 
     Args:
-        address: "HOST:PORT" of the cluster's head, of which this machine is a member, or "auto": the cluster of this machine.
-        deadlines, settings: those of each machine's `Bench`. `workers` and `cores` are chosen by each machine if they
-            are not given.
+        address: "HOST:PORT" of the cluster's head, or "auto" for the cluster of this machine. This
+            machine must be a member of the cluster.
+        deadlines: timeouts of each machine's `Bench`.
+        settings: settings of each machine's `Bench`. Each machine selects missing `workers` and
+            `cores`.
 
     Raises:
-        ValueError: a setting is unknown or out of range, or Ray is not installed.
-        BenchError: nobody answers at the address, no machine carries the resource, or none of them can measure.
+        UsageError: a setting is unknown or out of range, or Ray is not installed.
+        BenchError: the address does not respond, or no machine has the resource and can measure.
     """
 
     def __init__(
@@ -49,19 +52,20 @@ class RayBench(BenchService):
         BenchConfig(**settings, address=address)
         if not re.fullmatch(r"auto|[^/\s]+:\d+", address):
             raise UsageError(
-                f"bench.address={address!r}: use auto, or HOST:PORT of the cluster's head as 10.0.0.1:6379 (and no ray://: "
-                "this machine must be a member of the cluster)"
+                f"bench.address={address!r}: expected auto, or HOST:PORT of the cluster's head, e.g. 10.0.0.1:6379 "
+                "(no ray://: this machine must be a member of the cluster)"
             )
         if find_spec("ray") is None:
-            raise UsageError("bench.address needs Ray: pip install 'torchtune-ext[ray]', here and on each machine")
+            raise UsageError("bench.address needs Ray. Fix: pip install 'torchtune-ext[ray]', here and on each machine")
         self._start_args = address, code_version(), pickle.dumps({**settings, "deadlines": deadlines}), list(sys.path)
         self._process: ChildProcess | None = None  # Ray's driver
         super().__init__()
 
     async def _serve(self) -> None:
-        # Ray takes over the signals of its driver, and ends the whole process when the cluster is lost. A trainer must
-        # not suffer that, so the driver is a process of its own (ray_process.py).
-        # Ray prints a page for each machine that is lost. It is read only if the process itself ends badly.
+        # Ray takes over the signals of its driver, and ends the whole process when the cluster
+        # crashes. The trainer must survive that, so the driver is a separate process
+        # (ray_process.py). Ray prints a page of output per crashed machine, which is shown only if
+        # the driver itself crashes.
         with tempfile.NamedTemporaryFile(prefix="ray-") as printed:
             path = Path(printed.name)
             self._process = ChildProcess(
@@ -74,10 +78,10 @@ class RayBench(BenchService):
                 for line in await self._process.send_request("start", *self._start_args):
                     log.info("bench on Ray: %s", line)
                 self._started.set_result(None)
-                await self._loop.create_future()  # until it is closed
+                await self._loop.create_future()  # until `close`
             except BackendCrashed as lost:
                 tail = log_tail(path, 0)[-MAX_OUTPUT_CHARS:] if self._process.is_dead else ""
-                raise BenchError(f"{lost}; it had printed:\n{tail}" if tail else str(lost)) from None
+                raise BenchError(f"{lost}; its last output:\n{tail}" if tail else str(lost)) from None
             finally:
                 with suppress(BackendCrashed):
                     async with crash_on_timeout(CLOSE_TIMEOUT_S, "no end"):
@@ -87,7 +91,7 @@ class RayBench(BenchService):
     async def _measure(
         self, kernel: Kernel, kernel_bytes: bytes, text: str, permitted: tuple[str, ...] | None
     ) -> Result:
-        assert self._process is not None  # since `_serve`
+        assert self._process is not None  # set by `_serve`
         try:
             state, value = await self._process.send_request("measure", pickle.dumps((kernel_bytes, text, permitted)))
         except BackendCrashed as lost:

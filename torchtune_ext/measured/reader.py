@@ -1,8 +1,8 @@
-"""Reads a program as it would run: from the function that is called, through every loop and helper that it reaches.
+"""Interpret a program abstractly, from its entry function through every reachable loop and helper.
 
-What cannot run is not read: functions that nobody calls, dead branches, statements behind a `return`. A loop made of
-`goto` is not seen as a loop. The `Value` of an expression says which numbers of the inputs are in it, and which loops
-choose them. Each place where such a number is added to a sum or stored is a `Site`.
+Unreachable code is skipped: uncalled functions, dead branches, statements after a `return`. A loop
+made of `goto` is not detected. The `Value` of an expression holds the inputs and the loops that it
+depends on. Each place where work is added to a sum, or stored, is a `WorkSite`.
 """
 
 import math
@@ -33,11 +33,12 @@ from torchtune_ext.measured.parsing import (
     query_matches,
 )
 
-PARSE_TIMEOUT_S = 10.0  # seconds that the parser may take
-MAX_STEPS = 100_000  # expressions, statements and sites of one program; those that the tests read take at most 400
-# Expressions and statements inside each other. Each is some 4 calls of Python's 1,000, and tree-sitter crashes at those.
+PARSE_TIMEOUT_S = 10.0  # timeout of the parser, in seconds
+MAX_STEPS = 100_000  # expressions, statements and sites of one program; the test programs need at most 400
+# Nesting of expressions and statements. Each level takes about 4 of Python's 1,000 stack frames,
+# and tree-sitter crashes at that limit.
 MAX_DEPTH = 120
-# A copy of more numbers than this is a panel, of fewer numbers one in registers: half of what AVX-512 has, in columns.
+# A larger copy is a panel. A smaller copy fits in registers: half of AVX-512's 32, as columns.
 MAX_COPIED_TO_REGISTERS = 16
 
 _VECTOR_TYPES = re.compile(
@@ -45,7 +46,7 @@ _VECTOR_TYPES = re.compile(
     r"|__vector_size__|vector_size|ext_vector_type)\b"
 )
 _INTRINSICS = re.compile(
-    # These functions of the vector headers compute no vectors.
+    # These functions of the vector headers do not compute with vectors.
     r"(?!_mm_(malloc|free|prefetch|pause|[slm]fence|getcsr|setcsr|clflush\w*)$|__builtin_ia32_pause$)"
     r"(_mm\d*_\w+|__builtin_ia32_\w+|v[a-z]+q?_\w*[fsu](16|32|64)|sv\w+_[a-z]*(16|32|64)\w*)"
 )
@@ -74,33 +75,36 @@ class UnreadableProgram(ValueError):
 
 
 class ProgramReader:
-    """What a program does. A loop is known by its index in `loops`.
+    """The work sites, loops and directly visible techniques of a program.
+
+    The index in `loops` identifies a loop.
 
     Args:
-        preprocessed: the program after `gcc -E`, or as it was written, if it has no macros.
-        kernel: what it computes.
-        openmp: whether it is compiled with OpenMP; without, its pragmas say nothing.
+        preprocessed: the output of `gcc -E`, or the source if it has no macros.
+        kernel: the kernel to compute.
+        openmp: whether OpenMP is enabled. Otherwise its pragmas have no effect.
 
     Raises:
-        Unreadable: it is too long, nested too deeply, or calls too much.
+        UnreadableProgram: the program is too long, nested too deeply, or takes too many steps to
+            read.
     """
 
     def __init__(self, preprocessed: str, kernel: Kernel, openmp: bool = True) -> None:
         self.inputs = frozenset(each.name for each in input_parameters(kernel))
         self.loops: list[Loop] = []
         self.sites: list[WorkSite] = []
-        self.uses: list[TechniqueUse] = []  # that are visible in one spot, without the nest of loops
+        self.uses: list[TechniqueUse] = []  # techniques that are visible without the loop nest
         self.recursions: list[TechniqueUse] = []
-        self.output_loops: set[int] = set()  # loops that choose where an output is stored
+        self.output_loops: set[int] = set()  # loops that select the element of an output
         self._openmp = openmp
-        self._functions: dict[str, tuple[Node, Node]] = {}  # definitions with their parameters
-        self._vector_types: set[str] = set()  # the program's own names of types of vectors
+        self._functions: dict[str, tuple[Node, Node]] = {}  # name -> (definition, parameters)
+        self._vector_types: set[str] = set()  # vector types that the program defines
         self._scope: ChainMap[str, Location] = ChainMap()
-        self._open_loops: tuple[int, ...] = ()  # the loops around, from the outermost
+        self._open_loops: tuple[int, ...] = ()  # enclosing loops, outermost first
         self._branch: tuple[int, ...] = ()
         self._call_stack: list[str] = []
         self._return_values: list[Value] = []
-        self._assigned: dict[int, set[str]] = {}  # by the node of a loop
+        self._assigned: dict[int, set[str]] = {}  # node id of a loop -> names that it assigns
         self._steps = self._depth = 0
         root = self._parse_program(preprocessed)
         self._read_globals(root)
@@ -118,7 +122,7 @@ class ProgramReader:
         except ValueError:
             raise UnreadableProgram(f"parsing it takes more than {PARSE_TIMEOUT_S:g} s") from None
         self._numbers = text.line_numbers
-        self._pragmas = defaultdict(list)  # by the row of what they speak of
+        self._pragmas = defaultdict(list)  # row of the next statement -> pragmas
         for pragma in text.pragmas:
             row = pragma.next_row
             while row < len(text.lines) and not text.lines[row].strip():
@@ -150,7 +154,7 @@ class ProgramReader:
         return value or Value()
 
     def _read_pragmas(self, node: Node) -> None:
-        """Reads the pragmas before a node, which is the first one of its row that can run."""
+        """Records the pragmas before a node, the first executable node of its row."""
         for words, line in self._pragmas.pop(node.start_point.row, ()):
             for technique, pattern in _PRAGMA_PATTERNS.items():
                 if re.match(pattern, words) and (self._openmp or not words.startswith("omp")):
@@ -171,26 +175,28 @@ class ProgramReader:
                 self._read(node)
 
     def _read_call(self, name: str, arguments: list[Value], node: Node) -> Value:
-        # A function that calls itself would be read without end. It divides its work, so it counts as blocking.
+        # Reading a recursive function would not terminate. Recursion divides the work, so it counts
+        # as blocking.
         if name in self._call_stack:
             self.recursions.append(
                 TechniqueUse("blocking", self._line(node), f"{name}() calls itself for a part of its work")
             )
             return Value()
-        # A helper is read again at each call, so that its loops stand in the nest of its caller.
+        # A helper is read again at each call, so that its loops extend the caller's loop nest.
         function, parameters = self._functions[name]
         self._read_pragmas(function)
         for each in function.children:
-            # __attribute__((optimize("unroll-loops"))) asks the compiler for what counts as blocking.
+            # __attribute__((optimize("unroll-loops"))) requests unrolling, which counts as
+            # blocking.
             if each.type == "attribute_specifier" and _UNROLL_OPTIONS.search(node_text(each)):
                 self._record_use("blocking", each, node_text(each))
         scope, returned = self._scope, self._return_values
-        # A function sees its own names and the global ones, not those of its caller.
+        # A function sees its local names and the global names, not its caller's names.
         self._scope, self._return_values = ChainMap({}, scope.maps[-1]), []
         self._call_stack.append(name)
         declared = [each for each in parameters.named_children if each.type == "parameter_declaration"]
         for each, argument in zip(declared, arguments, strict=False):
-            # A parameter that is written as an array, double p[4], is a pointer.
+            # A parameter declared as an array, double p[4], is a pointer.
             place = self._declare(each.child_by_field_name("declarator"), self._holds_vectors(each))
             place.is_array, place.num_elements, place.content = False, 1, argument
         self._read(function.child_by_field_name("body"))
@@ -221,10 +227,11 @@ class ProgramReader:
         return self._join_computed([self._load(value) for value in values])
 
     def _join_computed(self, values: list[Value]) -> Value:
-        # The program does not define the function, so fma(a, b, c) and its like count as a product.
+        # The program does not define the function, so calls such as fma(a, b, c) count as a
+        # product.
         numbers = [value for value in values if value.origins]
         value = join_values(Value(), *values)
-        # With one number, such as _mm256_loadu_pd(p), it is a copy.
+        # A call with one number, such as _mm256_loadu_pd(p), is a copy.
         value = value._replace(is_computed=value.is_computed or len(numbers) > 1)
         factors = [value for value in numbers if not value.origins >= self.inputs]
         if factors:
@@ -238,7 +245,7 @@ class ProgramReader:
         self._scope = self._scope.new_child()
         value, is_dead = Value(), False
         for child in node.named_children:
-            # Behind a return or a jump, nothing runs up to the next label.
+            # After a return or a jump, code is unreachable up to the next label.
             is_dead = is_dead and child.type not in ("labeled_statement", "case_statement")
             if not is_dead:
                 value = self._read(child)
@@ -275,7 +282,7 @@ class ProgramReader:
         is_vector = self._holds_vectors(node)
         for each in node.children_by_field_name("declarator"):
             initial = each.child_by_field_name("value")
-            # The declaration of a function of the program must not hide its definition.
+            # A forward declaration of a function must not shadow its definition.
             if initial is None and node_text([*declarators(each)][-1]) in self._functions:
                 continue
             value = self._read(initial)
@@ -290,10 +297,10 @@ class ProgramReader:
         name = node_text(chain[-1]) if chain else ""
         derived = [each for each in chain if each.type in ("array_declarator", "pointer_declarator")]
         place = Location(name, depth=len(derived), branch=self._branch, reset_loops=frozenset(self._open_loops))
-        # A pointer to an array, double (*p)[4], is none.
+        # A pointer to an array, double (*p)[4], is not an array.
         if derived and derived[-1].type == "array_declarator":
             place.is_array = True
-            # The number of bytes in a vector is not asked: one of four numbers counts as one place in a register.
+            # The vector width is ignored: a vector of four numbers counts as one element.
             sides = [self._read(each.child_by_field_name("size")).constant for each in derived if "array" in each.type]
             known = [side for side in sides if side is not None]
             place.num_elements = math.prod(known) if len(known) == len(sides) else None
@@ -333,7 +340,7 @@ class ProgramReader:
         before, can_repeat = self._open_loops, self._read(condition).constant != 0
         if can_repeat or node.type == "do_statement":
             assigned, trip = self._assignments(node), self._trip_count(condition, update)
-            # What runs only once is no loop, such as do { ... } while (0).
+            # A body that runs only once, such as do { ... } while (0), is not a loop.
             if can_repeat and trip != 1:
                 self._open_loops = (*before, len(self.loops))
                 self.loops.append(Loop(_loop_variable(update, condition, assigned), trip, self._line(node)))
@@ -346,7 +353,7 @@ class ProgramReader:
     _while_statement = _do_statement = _for_statement
 
     def _assignments(self, loop: Node) -> set[str]:
-        # A helper's loops are read at each call, and what they assign stays the same.
+        # A helper's loops are read at each call, but their assignments stay the same.
         if loop.id not in self._assigned:
             initial = loop.child_by_field_name("initializer")
             start = loop.start_byte if initial is None else initial.end_byte
@@ -363,7 +370,7 @@ class ProgramReader:
                 place.content = content._replace(loops=content.loops | loop, constant=None)
 
     def _trip_count(self, condition: Node | None, update: Node | None) -> int | None:
-        """How often `for (r = 0; r < 4; r++)` runs, None if that is not written in constants."""
+        """Returns the trip count of a loop such as `for (r = 0; r < 4; r++)`, or None."""
         sign, added = _field_text(condition, "operator"), _field_text(update, "operator")
         if condition is None or update is None or sign not in ("<", "<=", "!=") or added not in ("++", "+="):
             return None
@@ -378,7 +385,7 @@ class ProgramReader:
     # Memory ----------------------------------------------------------------------------------------------------------
 
     def _address(self, node: Node | None) -> Value:
-        """Returns where the left side of an assignment is."""
+        """Returns the address of an lvalue."""
         while node is not None and (node.type in _WRAPPERS or _field_text(node, "operator") == "."):
             node = node.child_by_field_name("argument") or node.child_by_field_name("value") or node.named_child(0)
         if node is None:
@@ -394,13 +401,14 @@ class ProgramReader:
             return base._replace(loops=base.loops | index.loops, constant=None)
         if node.type == "pointer_expression" and _field_text(node, "operator") == "*":
             return self._pointee(argument)
-        # That is x->y, where x is the address; or what has an address as its value, such as a call.
+        # The node is x->y, where x is the address, or an expression with an address as its value,
+        # such as a call.
         return self._read(argument if node.type == "field_expression" else node)
 
     def _pointee(self, node: Node | None) -> Value:
-        """What a pointer, an array or a vector points to."""
+        """Returns the target of a pointer, an array or a vector."""
         value = self._read(node)
-        # A vector has elements, though it is no array.
+        # A vector can be subscripted, although it is not an array.
         return value if value.pointees else self._address(node)
 
     def _identifier(self, node: Node) -> Value:
@@ -411,7 +419,7 @@ class ProgramReader:
         place = self._scope.get(node_text(node), Location(""))
         if not subscripts:
             return address if place.is_array else self._load(address)
-        # All subscripts but the last lead to rows, or to pointers to them.
+        # All subscripts except the last yield rows, or pointers to rows.
         is_row = subscripts < place.depth and not any(each.content.pointees for each in address.pointees)
         return address if is_row else self._load(address)
 
@@ -422,7 +430,7 @@ class ProgramReader:
         return self._address(node.child_by_field_name("argument")) if is_address else self._load(self._address(node))
 
     def _load(self, address: Value) -> Value:
-        """Returns what stands at an address, or the value itself if it is none."""
+        """Returns the content of an address, or the value itself if it is not an address."""
         parts = []
         for place in address.pointees:
             if place.kind == "function":
@@ -430,7 +438,8 @@ class ProgramReader:
                 continue
             content, items = place.content, place.content.items
             loops = content.loops | address.loops
-            # With a single input, no product is needed: a number that is read is itself the work.
+            # With a single input, each element that is read is a work item. A product is not
+            # needed.
             if place.is_array and len(self.inputs) == 1 and content.origins and not content.is_computed:
                 items = (frozenset((name, loop) for name in content.origins for loop in loops),)
             parts.append(content._replace(loops=loops, items=items, reads=frozenset((place,))))
@@ -442,7 +451,7 @@ class ProgramReader:
         return value._replace(items=())
 
     def _store(self, address: Value, value: Value, node: Node, adds: bool = False) -> None:
-        """Notes that a value is written, or with `adds` added to what is there."""
+        """Records that a value is stored at an address, or added to it if `adds` is set."""
         for place in address.pointees:
             if place.kind in ("input", "function"):
                 continue
@@ -473,7 +482,8 @@ class ProgramReader:
         if place.is_array:
             place.content = join_values(place.content, value)._replace(constant=None)
         else:
-            # In another branch than the declaration, the assignment may not happen, and the old content may remain.
+            # In another branch than the declaration, the assignment may not run, so the old content
+            # may remain.
             place.content = value if self._branch == place.branch else join_values(place.content, value)
 
     # Numbers ---------------------------------------------------------------------------------------------------------
@@ -487,7 +497,7 @@ class ProgramReader:
     def _cast_expression(self, node: Node) -> Value:
         words = node_text(node.child_by_field_name("type"))
         if self._is_vector(words):
-            self._record_use("vectorization", node, f"the type {words} is one of vectors")
+            self._record_use("vectorization", node, f"{words} is a vector type")
         return self._read(node.child_by_field_name("value"))
 
     _compound_literal_expression = _cast_expression
@@ -498,7 +508,7 @@ class ProgramReader:
         return value._replace(constant=fold_constants("==" if sign == "!" else sign, 0, value.constant))
 
     def _binary_expression(self, node: Node) -> Value:
-        # A sum of a thousand terms is a thousand expressions inside each other, always on the left.
+        # A sum of a thousand terms is a thousand nested expressions, always on the left.
         chain, left = [], node
         while left is not None and left.type == "binary_expression":
             self._steps += 1
@@ -515,7 +525,8 @@ class ProgramReader:
         )
         if sign != "*":
             return value
-        # The work in a product is that of its sides, or itself, if only both together have numbers of all inputs.
+        # If only both sides together depend on all inputs, the product is a new work item.
+        # Otherwise, it has the work items of its sides.
         if value.origins >= self.inputs and not any(side.origins >= self.inputs for side in (left, right)):
             chosen = frozenset((name, loop) for side in (left, right) for name in side.origins for loop in side.loops)
             return value._replace(items=(chosen,))
@@ -527,12 +538,12 @@ class ProgramReader:
         if condition is not None:
             return self._read(sides[0 if condition else 1])
         values = [self._read(side) for side in sides]
-        # Only one of them is computed: (i < 4 ? a : b) * c is one product.
+        # Only one side is computed: (i < 4 ? a : b) * c is one product.
         return join_values(*values)._replace(items=max((value.items for value in values), key=len))
 
 
 def _argument_value(parameter: Parameter) -> Value:
-    """The address of an input or output."""
+    """Returns the address of an input or output."""
     kind, origins = ("output", EMPTY) if parameter.is_output else ("input", frozenset((parameter.name,)))
     return Value(frozenset((Location(parameter.name, kind, is_array=True, content=Value(origins=origins)),)))
 
@@ -542,6 +553,6 @@ def _field_text(node: Node | None, name: str) -> str:
 
 
 def _loop_variable(update: Node | None, condition: Node | None, assigned: set[str]) -> str:
-    """The name of the variable that a loop counts with, as a guess."""
+    """Returns the presumed name of the loop variable."""
     names = re.findall(r"[A-Za-z_]\w*", f"{node_text(update)} {node_text(condition)}")
     return next((name for name in names if name in assigned), names[0] if names else "no variable")

@@ -1,31 +1,31 @@
-/* Locks itself in, and then runs a compiler or calls a function of a library, whose code nobody trusts.
+/* Sandboxes itself, then runs a compiler or calls a function of an untrusted library.
 
      sandbox probe                                         prints one line for each layer: "landlock 7", "seccomp 1"
-     sandbox enter OPTIONS -- COMMAND ARGUMENT...          runs a command as another user, and locks nothing
-                                                           (bubblewrap)
+     sandbox enter OPTIONS -- COMMAND ARGUMENT...          runs a command (bubblewrap) as another user,
+                                                           without a sandbox
      sandbox exec OPTIONS -- COMMAND ARGUMENT...           runs a command (a compiler)
      sandbox call OPTIONS -- LIBRARY FUNCTION ARENA_BYTES TALK INPUTS OUTPUTS
-                                                           calls a function, as the messages on the socket TALK ask
+                                                           calls a function at each request on the socket TALK
 
    Options: --read PATH, --write PATH (a file, or a folder and all below it), --memory BYTES, --seconds CPU_SECONDS,
-   --file BYTES, --processes COUNT, --started FD (exec writes a byte there when it is locked in), --cores FIRST,SECOND,...,
-   --user UID (only as root), --without LAYER (for the tests).
+   --file BYTES, --processes COUNT, --started FD (exec writes a byte there once all layers are active),
+   --cores FIRST,SECOND,..., --user UID (only as root), --without LAYER (for the tests).
 
-   It is C and no Python, since it starts in a millisecond, holds nothing that is worth reading, and knows the numbers of
-   the system calls of the machine that it is compiled on. The layers:
+   The program is written in C and not in Python, since it starts in a millisecond, holds no secrets in memory, and is
+   compiled with the system call numbers of the machine. The layers:
 
-     limits     memory, CPU seconds, size of a file, number of processes and open files; no core dump
-     user       root becomes a user who owns nothing
-     landlock   no file and no folder but the named ones; no TCP; no signal to a process outside
-     seccomp    exec: no sockets, no debugging, no mounts.  call: the system calls of a computation that may have threads,
-                and no other; the dangerous ones end the process
+     limits     memory, CPU seconds, file size, number of processes and open files; no core dump
+     user       root switches to a user without files
+     landlock   only the named files and folders; no TCP; no signal to a process outside
+     seccomp    exec: no sockets, no debugging, no mounts.  call: only the system calls of a computation with threads;
+                a dangerous call kills the process
 
-   Whatever it says after the library is loaded may be a lie of the library. It exits with 125 if it could not lock itself
-   in; nothing that is not trusted has run then.
+   After the library is loaded, all output may be forged by the library. The exit status is 125 if a layer failed; no
+   untrusted code has run in that case.
 
-   Messages of `call` (see child.py): it sends the number 0 with the address of the arena, where the caller wants arrays,
-   loads the library, sends the number 0 once more, and then answers each message with its number. The file descriptor
-   INPUTS holds the arrays that the function may only read, OUTPUTS those that it may write. */
+   Messages of `call` (see child.py): it sends the number 0 with the address of the arena, loads the library, sends the
+   number 0 again, and then answers each message with the message's number. The file descriptor INPUTS holds the
+   read-only arrays, OUTPUTS the writable arrays. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -49,12 +49,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define REFUSED 125  /* exit status: it could not lock itself in */
+#define REFUSED 125  /* exit status: a layer of the sandbox failed */
 #define UNLOADED 126 /* exit status: the library could not be loaded, or lacks the function */
 #define MAX_PATHS 64
-#define STACK_BYTES (8u << 20) /* of the main thread, for arrays of a variable size */
+#define STACK_BYTES (8u << 20) /* stack of the main thread, for variable-length arrays */
 
-/* ---------------------------------------------------------------- the options */
+/* ---------------------------------------------------------------- options */
 
 struct options {
     const char *readable[MAX_PATHS], *writable[MAX_PATHS];
@@ -110,7 +110,7 @@ static int read_options(int count, char **words, struct options *options) {
 }
 
 /* ---------------------------------------------------------------- Landlock
-   The headers of the machine may be older than its kernel, so the few numbers of <linux/landlock.h> stand here. */
+   The headers of the machine may be older than its kernel, so the constants of <linux/landlock.h> are repeated here. */
 
 #ifndef __NR_landlock_create_ruleset
 #define __NR_landlock_create_ruleset 444
@@ -134,7 +134,7 @@ struct below_path {
 
 static int landlock_version(void) { return (int)syscall(__NR_landlock_create_ruleset, NULL, 0, 1); }
 
-/* Every right on files that this version of Landlock can take away. */
+/* Returns all file rights that this version of Landlock can restrict. */
 static uint64_t all_rights(int version) {
     int rights = version >= 5 ? 16 : version >= 3 ? 15 : version == 2 ? 14 : 13;
     return (1ull << rights) - 1;
@@ -143,14 +143,14 @@ static uint64_t all_rights(int version) {
 static void grant(int rules, const char *path, uint64_t rights) {
     int folder = open(path, O_PATH | O_CLOEXEC);
     if (folder < 0) {
-        if (errno == ENOENT) /* what is not there needs no right */
+        if (errno == ENOENT) /* a missing path needs no rule */
             return;
         refuse(path);
     }
     struct stat found;
     if (fstat(folder, &found) != 0)
         refuse(path);
-    if (!S_ISDIR(found.st_mode)) /* a rule for a file may name only the rights that files have */
+    if (!S_ISDIR(found.st_mode)) /* a rule for a file may contain only file rights */
         rights &= FS_EXECUTE | FS_WRITE_FILE | FS_READ_FILE | FS_TRUNCATE | FS_IOCTL_DEV;
     struct below_path rule = {rights, folder};
     if (syscall(__NR_landlock_add_rule, rules, 1, &rule, 0) != 0)
@@ -181,7 +181,7 @@ static int landlock_rules(const struct options *options) {
 #elif defined(__aarch64__)
 #define ARCHITECTURE AUDIT_ARCH_AARCH64
 #else
-#error "the sandbox knows the system calls of x86-64 and aarch64 only"
+#error "unsupported architecture: the sandbox supports only x86-64 and aarch64"
 #endif
 #ifndef SECCOMP_RET_KILL_PROCESS
 #define SECCOMP_RET_KILL_PROCESS 0x80000000u
@@ -192,7 +192,7 @@ static int landlock_rules(const struct options *options) {
 #define CLONE_THREAD 0x00010000
 #endif
 
-/* No program that computes, and no compiler, has a use for these. */
+/* System calls that neither a computation nor a compiler needs. */
 static const int dangerous[] = {
     __NR_ptrace, __NR_process_vm_readv, __NR_process_vm_writev, __NR_socket, __NR_socketpair, __NR_connect, __NR_bind,
     __NR_listen, __NR_accept, __NR_accept4, __NR_unshare, __NR_setns, __NR_mount, __NR_umount2, __NR_pivot_root,
@@ -203,7 +203,7 @@ static const int dangerous[] = {
     429 /* move_mount */, 430 /* fsopen */, 442 /* mount_setattr */,
 };
 
-/* A function that only computes has no use for these either, but a compiler starts other programs. */
+/* System calls that a computation does not need, but a compiler does to start other programs. */
 static const int of_programs[] = {
 #ifdef __NR_fork
     __NR_fork, __NR_vfork,
@@ -213,7 +213,7 @@ static const int of_programs[] = {
     __NR_setreuid, __NR_setregid, __NR_setresuid, __NR_setresgid, __NR_capset,
 };
 
-/* What a computation with threads needs, and the loading of its library. Which files it may open is Landlock's business. */
+/* System calls of a computation with threads, and of loading its library. Landlock restricts the files. */
 static const int needed[] = {
 #ifdef __NR_open
     __NR_open, __NR_stat, __NR_access, __NR_readlink, __NR_arch_prctl, __NR_time,
@@ -235,7 +235,7 @@ static void statement(uint16_t code, uint32_t value) {
     filter[filter_length++] = (struct sock_filter)BPF_STMT(code, value);
 }
 
-/* Goes on if the accumulator has this value, and otherwise leaves out the next `skipped` statements. */
+/* Continues if the accumulator has this value; otherwise skips the next `skipped` statements. */
 static void unless_equal_skip(uint32_t value, uint8_t skipped) {
     filter[filter_length++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, value, 0, skipped);
 }
@@ -254,11 +254,11 @@ static void decide_for(const int *numbers, size_t count, uint32_t action) {
 static void build_filter(int of_function) {
     load(offsetof(struct seccomp_data, arch));
     filter[filter_length++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, ARCHITECTURE, 1, 0);
-    decide(SECCOMP_RET_KILL_PROCESS); /* the calls of 32-bit programs have other numbers */
+    decide(SECCOMP_RET_KILL_PROCESS); /* 32-bit programs have other system call numbers */
     load(offsetof(struct seccomp_data, nr));
 #ifdef __x86_64__
     filter[filter_length++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JGE | BPF_K, 0x40000000, 0, 1);
-    decide(SECCOMP_RET_KILL_PROCESS); /* and so have those of the x32 ABI */
+    decide(SECCOMP_RET_KILL_PROCESS); /* the x32 ABI has other numbers, too */
 #endif
     decide_for(dangerous, LENGTH(dangerous), SECCOMP_RET_KILL_PROCESS);
     if (!of_function) {
@@ -267,7 +267,8 @@ static void build_filter(int of_function) {
     }
     decide_for(of_programs, LENGTH(of_programs), SECCOMP_RET_KILL_PROCESS);
     decide_for(needed, LENGTH(needed), SECCOMP_RET_ALLOW);
-    /* clone may start a thread and no process. clone3 hides its flags from this filter, so glibc is told to use clone. */
+    /* clone may start a thread, but not a process. This filter cannot read the flags of clone3, so ENOSYS makes glibc
+       fall back to clone. */
     unless_equal_skip(435 /* clone3 */, 1);
     decide(SECCOMP_RET_ERRNO | ENOSYS);
     unless_equal_skip(__NR_clone, 4);
@@ -275,13 +276,13 @@ static void build_filter(int of_function) {
     filter[filter_length++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JSET | BPF_K, CLONE_THREAD, 0, 1);
     decide(SECCOMP_RET_ALLOW);
     decide(SECCOMP_RET_KILL_PROCESS);
-    /* abort() sends a signal to its own process; a signal to any other ends this one. */
+    /* abort() sends a signal to its own process. A signal to another process kills this one. */
     unless_equal_skip(__NR_tgkill, 4);
     load(LOW_HALF(0));
     unless_equal_skip((uint32_t)getpid(), 1);
     decide(SECCOMP_RET_ALLOW);
     decide(SECCOMP_RET_KILL_PROCESS);
-    /* Limits may be read, not set. */
+    /* Limits may be read, but not set. */
     unless_equal_skip(__NR_prlimit64, 6);
     load(LOW_HALF(2));
     unless_equal_skip(0, 3);
@@ -294,7 +295,7 @@ static void build_filter(int of_function) {
 
 /* ---------------------------------------------------------------- all layers */
 
-/* Where the machine's own limit is lower, that one stays. `above` is what lies between the warning and the end. */
+/* Keeps a lower limit of the machine. `above` is the distance from the soft to the hard limit. */
 static void limit(int resource, uint64_t value, uint64_t above) {
     struct rlimit both;
     if (getrlimit(resource, &both) != 0)
@@ -326,11 +327,11 @@ static void stay_on(const char *cores) {
 
 static void lock_in(const struct options *options, int of_function) {
     pid_t parent = getppid();
-    int rules = options->without_landlock ? -1 : landlock_rules(options); /* opens paths, so before the user changes */
+    int rules = options->without_landlock ? -1 : landlock_rules(options); /* opens paths before the user switch */
     if (options->memory)
         limit(RLIMIT_AS, options->memory, 0);
     if (options->seconds)
-        limit(RLIMIT_CPU, options->seconds, 1); /* SIGXCPU says why; a second later SIGKILL cannot be caught */
+        limit(RLIMIT_CPU, options->seconds, 1); /* SIGXCPU names the cause; a second later, SIGKILL cannot be caught */
     limit(RLIMIT_FSIZE, options->file, 0);
     limit(RLIMIT_STACK, STACK_BYTES, 0);
     limit(RLIMIT_CORE, 0, 0);
@@ -340,7 +341,7 @@ static void lock_in(const struct options *options, int of_function) {
         become(options->user);
     if (options->processes)
         limit(RLIMIT_NPROC, options->processes, 0);
-    /* The caller's end is this process's end, whatever the caller dies of. A change of the user would forget this. */
+    /* The kernel kills this process when the caller ends. A user switch resets this setting, so it comes after. */
     if (prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) != 0 || getppid() != parent)
         refuse("PR_SET_PDEATHSIG");
     if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0)
@@ -357,11 +358,11 @@ static void lock_in(const struct options *options, int of_function) {
     }
 }
 
-/* ---------------------------------------------------------------- what it does then */
+/* ---------------------------------------------------------------- commands */
 
 static int probe(void) {
     printf("landlock %d\n", landlock_version());
-    /* An action that the kernel does not know is EOPNOTSUPP; a kernel without filters says ENOSYS or EINVAL. */
+    /* An unknown action returns EOPNOTSUPP; a kernel without filters returns ENOSYS or EINVAL. */
     uint32_t action = SECCOMP_RET_KILL_PROCESS;
     printf("seccomp %d\n", syscall(__NR_seccomp, SECCOMP_GET_ACTION_AVAIL, 0, &action) == 0);
     return 0;
@@ -384,7 +385,7 @@ static int enter(char **words, const struct options *options) {
     return REFUSED;
 }
 
-enum { PLACE = 1, CALL = 2 }; /* the kinds of messages */
+enum { PLACE = 1, CALL = 2 }; /* message kinds */
 enum { MAX_ARRAYS = 8 };
 
 struct message {
@@ -401,8 +402,8 @@ static void answer(uint64_t number, uint64_t word) {
         _exit(REFUSED);
 }
 
-/* Puts each array where the caller wants it: (offset in the arena and in its file, bytes, 1 if it may be written). All
-   else in the arena can neither be read nor written. */
+/* Maps each array at the caller's position: (offset in the arena and in its file, bytes, 1 if writable). The rest of
+   the arena is inaccessible. */
 static void place(char *arena, size_t arena_bytes, const int files[2], const struct message *message) {
     mmap(arena, arena_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     for (uint32_t i = 0; i < message->count && i < MAX_ARRAYS; i++) {
@@ -417,14 +418,14 @@ static void place(char *arena, size_t arena_bytes, const int files[2], const str
 
 typedef void function_of_words(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t);
 
-/* int and pointer arguments travel alike on both architectures, so one type of function stands for every signature. */
+/* Both architectures pass int and pointer arguments alike, so one function type serves all signatures. */
 static int call(char **words, const struct options *options) {
     size_t arena_bytes = strtoull(words[2], NULL, 10);
     const int files[2] = {atoi(words[4]), atoi(words[5])};
     talk = atoi(words[3]);
     if (options->cores)
         stay_on(options->cores); /* before libgomp counts the cores */
-    /* The library may need these. They are loaded while files can still be opened, and they are no BLAS. */
+    /* The library may need these. They are loaded while files can still be opened, and none of them has a BLAS. */
     static const char *const known[] = {"libm.so.6", "libmvec.so.1", "libgcc_s.so.1", "libgomp.so.1", "libomp.so.5"};
     for (size_t i = 0; i < LENGTH(known); i++)
         dlopen(known[i], RTLD_NOW | RTLD_GLOBAL);

@@ -1,7 +1,8 @@
-"""The layers that keep a compiler and a candidate's code away from the rest of the machine.
+"""The sandbox layers that isolate a compiler and a candidate's code from the machine.
 
-The floor is `sandbox.c` (limits, Landlock, seccomp) and a clean environment, which need no namespaces or privileges.
-Where namespaces are allowed, bubblewrap goes around them. docs/measured.md says what this protects from, and what not.
+The required base is `sandbox.c` (limits, Landlock, seccomp) with a clean environment, which needs
+neither namespaces nor privileges. bubblewrap adds namespaces where they are allowed.
+docs/measured.md describes the protection and its limits.
 """
 
 import os
@@ -20,61 +21,63 @@ from torchtune_ext.run.errors import RunFailure
 from torchtune_ext.run.processes import Closing, closed_on_error
 from torchtune_ext.run.reaper import ProcessReaper
 
-MIN_LANDLOCK_ABI = 1  # the first version keeps files away; 3 adds truncation, 4 TCP, 6 signals and abstract sockets
-# Ids that systemd keeps for users who exist for a moment. The children of root become one of them.
+MIN_LANDLOCK_ABI = 1  # version 1 restricts files; 3 adds truncation, 4 TCP, 6 signals and abstract sockets
+# systemd's range of dynamic user ids. The children of root switch to one of them.
 TRANSIENT_UIDS = range(61184, 65520)
-PROBE_TIMEOUT_S = 20.0  # seconds that a probe may take
-SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  # where compilers, their headers and libraries are
+PROBE_TIMEOUT_S = 20.0  # timeout of a probe, in seconds
+SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  # compilers, headers and libraries
 SYSTEM_FILES = ("/etc/ld.so.cache",)
-# RLIMIT_NPROC counts all threads of a user. For an ordinary user it is set this far above those that run.
+# RLIMIT_NPROC counts all threads of a user. For a non-root user, the limit is the current count
+# plus this.
 EXTRA_THREADS = 256
 
 
 class SandboxError(RunFailure):
-    """The sandbox itself failed. It says nothing about the candidate."""
+    """The sandbox itself failed; the result of the candidate is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One thing that stands between a candidate and the machine."""
+    """One layer of isolation between a candidate and the machine."""
 
     name: str
-    support: str  # what the machine has, "" if it has none
-    cost_if_missing: str  # what it costs if the layer is missing
-    fix: str  # how a machine gets it
-    is_required: bool = False  # it belongs to the floor: without it no program is run
+    support: str  # the support of this machine; "" if the layer is missing
+    cost_if_missing: str  # the risk without the layer
+    fix: str  # how to enable the layer
+    is_required: bool = False  # without a required layer, programs are not run
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a child may use."""
+    """Resource limits of a child."""
 
-    memory_bytes: int = 2 << 30  # address space, beside the arrays
-    processes: int = 16  # threads and processes at a time; for an ordinary user: see MORE_THREADS
+    memory_bytes: int = 2 << 30  # address space, in addition to the arrays
+    processes: int = 16  # concurrent threads and processes; for a non-root user see EXTRA_THREADS
     cpu_s: int = 30  # CPU seconds of all threads of a process
-    file_bytes: int = 1 << 20  # size of one file, and of what it says
+    file_bytes: int = 1 << 20  # size of one file, and of the output
 
 
 class Sandbox(Closing):
-    """Makes the command lines of locked-in children.
+    """Builds the command lines of sandboxed children.
 
-    Its folder is removed by `close`, or when this process is killed.
+    `close`, or the end of this process, removes its folder.
 
     Args:
         compiler: path of a C compiler.
-        namespaces: whether bubblewrap is used; None: wherever it works.
+        namespaces: whether to use bubblewrap. None uses it if it works.
 
     Raises:
-        SandboxError: a layer of the floor is missing, or bubblewrap was asked for and does not work.
+        SandboxError: a required layer is missing, or `namespaces` is set and bubblewrap does not
+            work.
     """
 
     def __init__(self, compiler: str, namespaces: bool | None = None) -> None:
         self._reaper = ProcessReaper()
         self._lock = threading.Lock()  # several threads may compile
-        self._groups: set[int] = set()  # that the janitor kills when this process is killed
+        self._groups: set[int] = set()  # process groups that the reaper kills after this process
         self.folder = Path(self._reaper.folder)
         with closed_on_error(self):
-            # Root's children are other users. They may pass through the folder, but not list it.
+            # Root's children run as other users. They may traverse the folder, but not list it.
             self.folder.chmod(0o711)
             self.program = compile_sandbox(compiler, self.folder)
             self.layers = probe(self.program)
@@ -82,20 +85,23 @@ class Sandbox(Closing):
             if bad := [layer for layer in self.layers if layer.is_required and not layer.support]:
                 lost = "; ".join(f"no {layer.name}: {layer.cost_if_missing}" for layer in bad)
                 fixes = "; ".join(layer.fix for layer in bad)
-                raise SandboxError(f"this machine cannot lock programs in ({lost}): {fixes}")
-            self.disabled_layers: list[str] = []  # layers that a test takes away, to see that they are needed
+                raise SandboxError(f"this machine cannot sandbox programs ({lost}). Fix: {fixes}")
+            self.disabled_layers: list[str] = []  # layers that a test disables
             if namespaces and not layers["namespaces"]:
-                raise SandboxError("namespaces: true, but bubblewrap is missing or cannot make them here")
+                raise SandboxError(
+                    "namespaces: true, but bubblewrap is missing or cannot create them here. Fix: install bubblewrap, "
+                    "or set namespaces: null"
+                )
             self.namespaces = bool(layers["namespaces"]) if namespaces is None else namespaces
             self.uses_transient_users = bool(layers["another user"])
 
     def close(self) -> None:
-        """Removes the folder and all that is in it."""
+        """Removes the folder and its content."""
         self._reaper.close()
 
     @contextmanager
     def kill_with_parent(self, group: int) -> Iterator[None]:
-        """Within the block, the process group is killed if this process is."""
+        """During the block, the process group is killed if this process is killed."""
         with self._lock:
             self._groups.add(group)
             self._reaper.set_groups([*self._groups])
@@ -104,11 +110,11 @@ class Sandbox(Closing):
         finally:
             with self._lock:
                 self._groups.discard(group)
-                # 0 tells the janitor that there is none.
+                # [0] stands for an empty list of groups.
                 self._reaper.set_groups([*self._groups] or [0])
 
     def new_folder(self) -> Path:
-        """Makes a folder for one candidate, which only the user who works on the candidate can read."""
+        """Creates a folder for one candidate, readable only by the user of its processes."""
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         if self.uses_transient_users:
             user = secrets.choice(TRANSIENT_UIDS)
@@ -116,9 +122,14 @@ class Sandbox(Closing):
         return folder
 
     def compiler_command(self, command: Sequence[str], folder: Path, limits: Limits, started: int) -> list[str]:
-        """Returns the command line of a compiler that may read the system's folders and write only below `folder`.
+        """Returns the command of a compiler that can read system folders and write to `folder`.
 
-        The sandbox writes a byte to the file descriptor `started` when it is locked in, before the compiler runs.
+        Args:
+            command: the compiler and its arguments.
+            folder: the folder of the candidate.
+            limits: resource limits.
+            started: file descriptor. The sandbox writes a byte to it once all layers are active,
+                before the compiler runs.
         """
         read = [*SYSTEM_FOLDERS, *SYSTEM_FILES, *_compiler_prefix(command[0])]
         words = [
@@ -139,8 +150,21 @@ class Sandbox(Closing):
         cores: Sequence[int],
         limits: Limits,
     ) -> list[str]:
-        """Returns the command line that calls `function`. `files`: descriptors of socket, inputs and outputs."""
-        # The process may open no file but the library: the system's libraries that it may need are loaded before.
+        """Returns the command line of a process that calls `function` of `library`.
+
+        Args:
+            library: the shared object.
+            function: name of the function.
+            arena_bytes: bytes of address space for the arrays.
+            files: descriptors of the socket, the inputs and the outputs.
+            cores: cores to run on.
+            limits: resource limits.
+
+        Raises:
+            SandboxError: as root, `new_folder` did not create the folder of the library.
+        """
+        # The process may open only the library: the system libraries that it may need are loaded
+        # before.
         words = ["--cores", ",".join(map(str, cores)), "--read", str(library)]
         visible = _repeat_option("--ro-bind", [str(library)], 2)
         locked_in = self._sandbox_command("call", words, library.parent, limits, arena_bytes, SYSTEM_FOLDERS, visible)
@@ -156,7 +180,7 @@ class Sandbox(Closing):
         read: Sequence[str],
         visible: Sequence[str],
     ) -> list[str]:
-        """The command line up to `--`. `read` and `visible` are the paths that exist inside namespaces."""
+        """Returns the command line up to `--`. `read` and `visible` exist inside namespaces."""
         words = ["--memory", str(limits.memory_bytes + more_bytes), "--seconds", str(limits.cpu_s), *words]
         words += ["--file", str(limits.file_bytes), *self.disabled_layers]
         words += [
@@ -164,36 +188,41 @@ class Sandbox(Closing):
             str(limits.processes if self.uses_transient_users else _count_user_threads() + EXTRA_THREADS),
         ]
         owner = folder.stat().st_uid
-        # The child becomes the owner of its folder, who must not be root or a real user.
+        # The child switches to the owner of its folder, who must not be root or a real user.
         if self.uses_transient_users and owner not in TRANSIENT_UIDS:
-            raise SandboxError(f"{folder} does not belong to a passing user: make it with new_folder")
+            raise SandboxError(f"{folder} does not belong to a transient user. Fix: create it with new_folder")
         enter = ["--user", str(owner)] if self.uses_transient_users else []
         if not self.namespaces:
             return [str(self.program), mode, *enter, *words]
-        # In a user namespace, root cannot become another user, so the change comes before bubblewrap.
+        # In a user namespace, root cannot switch users, so the switch comes before bubblewrap.
         before = [str(self.program), "enter", *enter, "--"] if enter else []
         return [*before, *_bubblewrap_command(read, self.program), *visible, "--", str(self.program), mode, *words]
 
 
 def clean_environment(threads: int = 1) -> dict[str, str]:
-    """Returns the environment of a child, in which no key, path or name of ours is left."""
+    """Returns the environment of a child, without keys, paths or names of this process."""
     return {
         "PATH": "/usr/bin:/bin",
         "LC_ALL": "C",
         "OMP_NUM_THREADS": str(threads),
         "OMP_DYNAMIC": "false",
-        # libgomp's threads spin after a parallel region. A call lasts until they sleep, so it would take longer.
+        # libgomp's threads spin after a parallel region. A call lasts until they sleep, so spinning
+        # would lengthen it.
         "GOMP_SPINCOUNT": "1000",
         "KMP_BLOCKTIME": "0",
     }
 
 
 def compile_sandbox(compiler: str, folder: Path) -> Path:
-    """Compiles sandbox.c into `folder`. Raises SandboxError if the compiler fails."""
+    """Compiles sandbox.c into `folder`.
+
+    Raises:
+        SandboxError: the compiler fails.
+    """
     program = folder / "sandbox"
     command = [compiler, "-O1", "-std=gnu11", str(Path(__file__).with_name("sandbox.c")), "-o", str(program), "-ldl"]
     done = _run_command(command)
-    # A program that is no compiler may exit with 0 and make nothing.
+    # A program that is not a compiler may exit with 0 and write nothing.
     if done.returncode != 0 or not program.exists():
         raise SandboxError(
             f"{compiler} cannot compile the sandbox: {done.stderr.strip()[-1000:] or exit_cause(done.returncode)}"
@@ -203,11 +232,15 @@ def compile_sandbox(compiler: str, folder: Path) -> Path:
 
 
 def probe(program: Path) -> list[Layer]:
-    """Finds out which layers this machine has. Raises SandboxError at a timeout."""
+    """Returns all layers with their support on this machine.
+
+    Raises:
+        SandboxError: the probe times out.
+    """
     answers = dict(line.split() for line in _run_command([str(program), "probe"]).stdout.splitlines())
     version = int(answers.get("landlock", -1))
     change = [str(program), "enter", "--user", str(TRANSIENT_UIDS[0]), "--"]
-    # A container may forbid root to change the user, or bubblewrap to make namespaces, so both are tried.
+    # A container may forbid user switching or namespaces, so both are tried.
     other_users = os.geteuid() == 0 and _succeeds([*change, "/bin/true"])
     bwrap = [*(change if other_users else []), *_bubblewrap_command(SYSTEM_FOLDERS, program), "--"]
     namespaces = shutil.which("bwrap") is not None and _succeeds([*bwrap, str(program), "probe"])
@@ -229,23 +262,27 @@ def probe(program: Path) -> list[Layer]:
         ),
         Layer(
             "another user",
-            "a passing one for each program" if other_users else "",
-            "a program's threads are counted with those of the user, so that one which starts many can starve others",
+            "a transient user for each program" if other_users else "",
+            "a program's threads count toward the user's limit, so a program with many threads can starve others",
             "start as root",
         ),
         Layer(
             "namespaces",
             "bubblewrap" if namespaces else "",
-            "files and processes of the machine are kept away by rules, and not invisible",
+            "files and processes of the machine are blocked by rules, but visible",
             "install bubblewrap where user namespaces are allowed",
         ),
     ]
 
 
 def probe_layers(compiler: str) -> list[Layer]:
-    """As `probe`, but leaves nothing behind. Raises SandboxError if the sandbox cannot be compiled."""
+    """Returns the layers of `probe`, with a temporary build of the sandbox.
+
+    Raises:
+        SandboxError: the sandbox cannot be compiled, or the probe times out.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        # As in `Sandbox`: another user must be able to pass.
+        # As in `Sandbox`, another user must be able to traverse the folder.
         os.chmod(folder, 0o711)
         return probe(compile_sandbox(compiler, Path(folder)))
 
@@ -265,7 +302,7 @@ def _succeeds(command: Sequence[str]) -> bool:
 
 
 def _bubblewrap_command(read: Sequence[str], program: Path) -> list[str]:
-    """The command line that makes namespaces in which only these paths exist. Further paths may follow."""
+    """Returns a bubblewrap command for namespaces with only these paths. More may be appended."""
     words = [
         shutil.which("bwrap") or "bwrap",
         "--unshare-all",
@@ -275,7 +312,7 @@ def _bubblewrap_command(read: Sequence[str], program: Path) -> list[str]:
         "ALL",
     ]
     for path in [*read, str(program)]:
-        # Where /lib is a link to usr/lib, it can be a link inside too, which costs less than another mount.
+        # A link such as /lib -> usr/lib stays a link inside, which costs less than another mount.
         if os.path.islink(path) and any(Path(path).resolve().is_relative_to(other) for other in read if other != path):
             words += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
@@ -284,13 +321,13 @@ def _bubblewrap_command(read: Sequence[str], program: Path) -> list[str]:
 
 
 def _repeat_option(option: str, values: Sequence[str], times: int = 1) -> list[str]:
-    """Puts the option before each value, repeated `times` times (a path outside and inside)."""
+    """Returns the option with each value, repeated `times` times (path outside and inside)."""
     return [word for value in values for word in (option, *[value] * times)]
 
 
 def _compiler_prefix(compiler: str) -> list[str]:
-    """The folder above the compiler's own, unless it is one of the system's."""
-    # A compiler keeps its other programs, headers and libraries there.
+    """Returns the installation prefix of the compiler, unless it is a system folder."""
+    # The prefix holds the compiler's other programs, headers and libraries.
     prefix = Path(compiler).resolve().parent.parent
     return [] if str(prefix) in ("/", *SYSTEM_FOLDERS) or str(prefix).startswith("/usr/") else [str(prefix)]
 
@@ -307,19 +344,19 @@ def _count_user_threads() -> int:
 
 
 def exit_cause(status: int | None) -> str:
-    """Says in words how a child ended, from the exit status of `subprocess`."""
+    """Returns a description of an exit status of `subprocess`."""
     assert status is not None
     if status >= 0:
         return f"it ended with exit status {status}"
     name = signal.Signals(-status).name if -status in signal.valid_signals() else f"signal {-status}"
     known: Mapping[str, str] = {
         "SIGSEGV": "it used memory outside of its arrays, or wrote to an input",
-        "SIGSYS": "it made a system call that a computation has no use for",
+        "SIGSYS": "it made a forbidden system call",
         "SIGXCPU": "it used up its CPU seconds",
         "SIGXFSZ": "it wrote too large a file",
         "SIGFPE": "it divided an integer by zero",
         "SIGILL": "it used an instruction that this machine lacks",
-        "SIGBUS": "it used an address that is not aligned, or memory that is not there",
+        "SIGBUS": "it used an unaligned address or unmapped memory",
         "SIGABRT": "it aborted",
         "SIGKILL": "it was killed, perhaps for memory",
     }

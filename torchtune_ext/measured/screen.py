@@ -1,8 +1,9 @@
-"""Reads a candidate before it is compiled, and refuses what no program that computes has a use for.
+"""Screen a candidate before compilation, and reject what a computation does not need.
 
-It is a filter and not the defense, since an address found by arithmetic needs no name. An answer that cheats openly is
-told the line, and costs no compiler and no core. The sandbox holds the rest: tests/integration/test_bench_hostile.py
-runs every exploit with the screen off too.
+The screen is a filter and not the defense, since an address found by arithmetic needs no name. An
+answer that cheats openly is rejected with the line, before it uses a compiler or a core. The
+sandbox is the defense: tests/integration/test_bench_hostile.py also runs every exploit with the
+screen off.
 """
 
 import re
@@ -77,11 +78,11 @@ _SYSTEM_NAMES = {
         "backtrace_symbols* _Unwind_*"
     ),
 }
-"""What names of the system are for, and the names, with wildcards."""
+"""Purpose -> system names with wildcards."""
 
 _EXACT_NAMES = {name: use for use, names in _SYSTEM_NAMES.items() for name in names.split() if "*" not in name}
 _NAME_PATTERNS = [(name, use) for use, names in _SYSTEM_NAMES.items() for name in names.split() if "*" in name]
-# A program may call these, but must not put its own in their place.
+# A program may call these functions, but must not redefine them.
 LIBRARY_NAMES = tuple(
     (
         "malloc calloc realloc reallocarray free aligned_alloc posix_memalign memalign valloc malloc_usable_size "
@@ -92,16 +93,17 @@ LIBRARY_NAMES = tuple(
         "kmp_* __kmpc_* _init _fini _start __*_chk"
     ).split()
 )
-# Most of these run code that nobody called, or give a name another meaning.
+# Most of these attributes run code without a call, or change the meaning of a name.
 FORBIDDEN_ATTRIBUTES = frozenset(
     "constructor destructor init_priority ifunc alias weak weakref section cleanup naked".split()
 )
 _FORBIDDEN_PRAGMAS = re.compile(r"\b(redefine_extname|weak|init|fini|section|attribute|pch_preprocess)\b")
 _ASM_KEYWORDS = frozenset(("asm", "__asm", "__asm__"))
 _RAW_STRING_PREFIXES = frozenset(("R", "LR", "uR", "UR", "u8R"))
-# A directive that says where the next lines come from. A comment may precede it, so all of the text is searched, also
-# comments and strings. `a##1` is something else. A comment before the name of the directive is refused outright: nobody
-# honest writes one, and a pattern that followed comments could be made to run for hours.
+# A line directive changes the file of the next lines. A comment may precede it, so the whole text
+# is searched, including comments and strings. `a##1` is not a directive. A comment before the name
+# of the directive is always rejected: honest programs do not have one, and a hostile text could
+# make a pattern for comments run for hours.
 _SPACE = r"[ \t\v\f\r\0]*"
 _LINE_DIRECTIVE = re.compile(rf'(?<![#%:])(?:#|%:){_SPACE}(?:line\b|\d+{_SPACE}(?:"|/\*)|/\*)')
 _PATH_INCLUDE = re.compile(rf'(?:#|%:){_SPACE}include{_SPACE}["<](?:/|[^">\n]{{0,200}}?\.\./)')
@@ -110,41 +112,41 @@ _SCOPE_NODES = ("compound_statement", "for_statement", "function_definition", "p
 
 
 def screen(preprocessed: str, source: str, kernel: Kernel, deadline_s: float = 5.0) -> str:
-    """Returns what is forbidden in a candidate, with its line, or "" if nothing is.
+    """Returns the first forbidden construct of a candidate, with its line, or "".
 
     Args:
-        preprocessed: the candidate after `gcc -E`, with its marks of lines (# 7 "candidate.c").
-        source: the candidate as it was written.
-        kernel: what it should compute. `kernel.forbidden` holds fnmatch patterns of names.
-        deadline_s: seconds that reading may take.
+        preprocessed: the output of `gcc -E`, with line markers (# 7 "candidate.c").
+        source: the source of the candidate.
+        kernel: the kernel to compute. `kernel.forbidden` holds fnmatch patterns of names.
+        deadline_s: timeout in seconds.
 
     Raises:
-        TimeoutError: reading takes longer, as it does for a text that was made for that.
+        TimeoutError: the screen exceeds `deadline_s`, for example on a hostile text.
     """
     end = time.monotonic() + deadline_s
-    # The preprocessor's marks tell the candidate's lines from those of headers. A directive could forge these marks, so
-    # the source is searched first.
+    # Line markers separate the candidate's lines from the lines of headers. A directive could forge
+    # markers, so the source is searched first.
     for pattern, what in (
-        (_LINE_DIRECTIVE, "may say that its lines are those of another file"),
+        (_LINE_DIRECTIVE, "a directive may claim that its lines are those of another file"),
         (_PATH_INCLUDE, "includes a file by its path"),
     ):
         if match := pattern.search(_LINE_CONTINUATION.sub("", source)):
             line = source.count("\n", 0, source.find(match[0])) + 1 if match[0] in source else 1
             return f"line {line}: {what}"
-    # Macros are expanded here. What the system's headers expand to is nobody's fault, so only the candidate's own lines
-    # are read.
+    # The text has expanded macros. Only the candidate's lines are read, not the content of system
+    # headers.
     text = candidate_text(preprocessed)
     if (length := sum(map(len, text.lines))) > MAX_TEXT_CHARS:
-        return f"its macros expand to {length} characters, at most {MAX_TEXT_CHARS} are read"
+        return f"its macros expand to {length} characters; at most {MAX_TEXT_CHARS} are read"
     for line, path, is_system in text.includes:
         if not is_system or PurePath(path).name.removesuffix(".h") not in ALLOWED_HEADERS:
             allowed = ", ".join(f"{name}.h" for name in sorted(ALLOWED_HEADERS))
             return f"line {line}: includes {PurePath(path).name}; allowed are {allowed}"
     for pragma in text.pragmas:
         if match := _FORBIDDEN_PRAGMAS.search(pragma.text):
-            return f"line {pragma.line}: #pragma {match[1]} is forbidden, since it changes what a name means"
-    # tree-sitter reads every text, and what is no C is left to the compiler. pycparser would be stricter, but it cannot
-    # read what <stdlib.h> and <immintrin.h> contain.
+            return f"line {pragma.line}: #pragma {match[1]} is forbidden, since it changes the meaning of a name"
+    # tree-sitter accepts every text, so invalid C is left to the compiler. pycparser would be
+    # stricter, but it cannot parse the content of <stdlib.h> and <immintrin.h>.
     return _Screener(text, kernel, end).read()
 
 
@@ -152,23 +154,23 @@ class _Screener:
     def __init__(self, text: CandidateText, kernel: Kernel, end: float) -> None:
         self.text, self.kernel, self.deadline = text, kernel, end
         self.bytes = b"\n".join(text.lines)
-        self.scopes: list[set[str]] = []  # the names that each open block declares
-        self.local_counts: Counter[str] = Counter()  # the number of open blocks that declare a name
+        self.scopes: list[set[str]] = []  # declared names of each open block
+        self.local_counts: Counter[str] = Counter()  # name -> number of open blocks that declare it
         self.own_functions: set[str] = set()  # functions that the candidate defines
-        self.parentheses: int | None = None  # how many are open after __attribute__, None outside of one
+        self.parentheses: int | None = None  # open parentheses after __attribute__; None outside of an attribute
 
     def read(self) -> str:
-        """Returns the first thing that is forbidden, or ""."""
+        """Returns the first forbidden construct, or ""."""
         try:
             tree = parse(self.bytes, lambda: time.monotonic() >= self.deadline)
         except ValueError:
-            # The parser raises it when the callback ends it, which is a timeout.
+            # The parser raises ValueError if the callback stopped it at the timeout.
             self._check_deadline()
             raise
         for node in tree.root_node.children:
             if node.type == "function_definition":
                 self.own_functions.update(declared_names(node))
-        # The author of a text chooses how deep it is nested, so there is no recursion.
+        # A hostile text may be nested arbitrarily deep, so the traversal is iterative.
         for count, (node, leaving) in enumerate(walk(tree.walk())):
             if count % 1000 == 0:
                 self._check_deadline()
@@ -192,14 +194,14 @@ class _Screener:
             self.scopes.append(set())
         if kind == "function_definition":
             self._declare_names(self._parameter_names(node))
-        # In a block, the declaration of a function or of something extern still means the name of the system, so
-        # neither hides it.
+        # In a block, the declaration of a function or of an extern variable still refers to the
+        # system name, so neither shadows it.
         elif self.scopes and kind in ("declaration", "parameter_declaration") and not self._is_extern(node):
             self._declare_names({name for name, is_function in declared_names(node).items() if not is_function})
         return fault if fault or node.child_count else self._check_leaf(node)
 
     def _declare_names(self, names: set[str]) -> None:
-        # Until the block ends, these names mean something of its own.
+        # Until the block ends, these names are local variables.
         self.local_counts.update(names - self.scopes[-1])
         self.scopes[-1] |= names
 
@@ -207,17 +209,17 @@ class _Screener:
         if node.type == "declaration" and self._is_extern(node):
             return ""
         for name, is_function in declared_names(node).items():
-            # A declaration of a function, without a body, replaces nothing.
+            # A function declaration without a body does not redefine the name.
             if node.type == "declaration" and is_function:
                 continue
             if name != self.kernel.name and (_matches(name, LIBRARY_NAMES) or _system_use(name)):
-                return f"defines {name}, which is a name of the system"
+                return f"defines {name}, which is a system name"
         return ""
 
     def _check_leaf(self, node: Node) -> str:
         word = self._node_text(node)
         if word in _ASM_KEYWORDS:
-            return "holds assembly, which no program may"
+            return "holds assembly, which is forbidden"
         if self.parentheses is None and word in ("__attribute__", "__attribute", "[["):
             self.parentheses = 2 if word == "[[" else 0
             return ""
@@ -226,19 +228,19 @@ class _Screener:
             if self.parentheses <= 0:
                 self.parentheses = None
             bare = word.strip("_")
-            return f"has the attribute {bare}, which no program may" if bare in FORBIDDEN_ATTRIBUTES else ""
+            return f"has the attribute {bare}, which is forbidden" if bare in FORBIDDEN_ATTRIBUTES else ""
         if node.type not in ("identifier", "type_identifier", "ERROR"):
             return ""
-        # GNU C has raw strings but the parser does not, so code could hide in what the parser takes for a string.
+        # GNU C has raw strings but the parser does not, so code could hide in an apparent string.
         if word in _RAW_STRING_PREFIXES and self.bytes[node.end_byte : node.end_byte + 1] == b'"':
             return "holds a raw string, which C does not have"
-        # A local variable may have the name of a function of the system, such as `time` or `read`.
+        # A local variable may have the name of a system function, such as `time` or `read`.
         if self.local_counts[word] > 0:
             return ""
         called = self.bytes[node.end_byte : node.end_byte + 80].lstrip().startswith(b"(")
         verb = f"calls {word}()" if called else f"uses {word}"
         if use := _system_use(word):
-            return f"{verb}, which {use}: no program may"
+            return f"{verb}, which {use}: forbidden"
         if word not in self.own_functions and _matches(word, tuple(self.kernel.forbidden)):
             return f"{verb}, which the problem does not allow"
         return ""
@@ -261,7 +263,7 @@ class _Screener:
 
 @lru_cache(maxsize=4096)
 def _system_use(name: str) -> str:
-    """Returns what a name of the system is for, or "" if it is harmless or unknown."""
+    """Returns the purpose of a system name, or "" if the name is harmless or unknown."""
     for each in (name, name.removeprefix("__builtin_")):
         if use := _EXACT_NAMES.get(each) or next(
             (use for pattern, use in _NAME_PATTERNS if fnmatchcase(each, pattern)), ""

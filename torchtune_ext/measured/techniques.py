@@ -1,8 +1,9 @@
-"""Finds the optimization techniques that a program uses, by what it does and not by its names.
+"""Find the optimization techniques of a program from its behavior, not from its names.
 
-The program is read as it would run (reader.py), which gives the places where work is added to a sum, each with the
-loops around it and the numbers that each loop chooses. The kernel's own naive program is read in the same way, for
-comparison. What the compiler does by itself, such as vectors at -O3, does not count.
+An abstract interpretation (reader.py) yields the work sites: places where work is added to a sum,
+each with its loop nest and the elements that each loop selects. The kernel's naive program is read
+in the same way, for comparison. Optimizations by the compiler, such as vectorization at -O3, do not
+count.
 """
 
 from collections import defaultdict
@@ -20,25 +21,25 @@ TECHNIQUES = {
     "threads": "threads: #pragma omp parallel",
     "packing": "copies of panels of an input",
 }
-"""The techniques, and how a model is told of them."""
+"""Technique -> its description in prompts."""
 
-# Sums in registers, of which no processor has more numbers: 32 registers of 8 doubles (AVX-512). A larger array of sums is
-# a block in a cache.
+# The largest register file has 32 registers of 8 doubles (AVX-512). A larger array of sums is a
+# cache block.
 MAX_REGISTER_NUMBERS = 256
-MAX_UNROLLED_STEPS = 16  # an inner loop of so many steps at most, a constant, is written out by every compiler
+MAX_UNROLLED_STEPS = 16  # every compiler unrolls an inner loop of at most this many constant steps
 
 
 def find_techniques(preprocessed: str, kernel: Kernel, openmp: bool = True) -> list[TechniqueUse]:
     """Finds the techniques of a program, each once, in the order of TECHNIQUES.
 
     Args:
-        preprocessed: the program after `gcc -E`, whose marks give the lines; or as it was written, if it has no macros.
-        kernel: what it computes.
-        openmp: whether it is compiled with OpenMP. Otherwise its pragmas do nothing.
+        preprocessed: the output of `gcc -E` with line markers, or the source if it has no macros.
+        kernel: the kernel to compute.
+        openmp: whether OpenMP is enabled. Otherwise its pragmas have no effect.
 
     Raises:
-        Unreadable: the program is nested too deeply, or takes too many steps to read.
-        ValueError: the naive program of the kernel cannot serve for comparison.
+        UnreadableProgram: the program is nested too deeply, or takes too many steps to read.
+        UsageError: the naive program of the kernel is unsuitable for comparison.
     """
     program = ProgramReader(preprocessed, kernel, openmp)
     dimensions, items = _naive_dimensions(kernel)
@@ -46,7 +47,7 @@ def find_techniques(preprocessed: str, kernel: Kernel, openmp: bool = True) -> l
     if program.sites:
         used += program.recursions
     for sites in _group_sites(program.sites):
-        # The naive program does one step in a body. Twice its work there are several steps written out.
+        # The naive program does one step per loop body. Twice that work means an unrolled loop.
         if len(sites) >= 2 * items:
             used.append(TechniqueUse("blocking", _first_line(sites), f"{len(sites) // items} steps in one body"))
         used += _nest_uses(dimensions, program, sites)
@@ -55,7 +56,7 @@ def find_techniques(preprocessed: str, kernel: Kernel, openmp: bool = True) -> l
 
 
 def violations(used: Iterable[TechniqueUse], permitted: Collection[str]) -> list[str]:
-    """Says in a line each what a program uses that it may not, by line of the source; [] if nothing."""
+    """Returns one message per technique that is not permitted, ordered by source line."""
     return [
         f"line {use.line}: not permitted here: {TECHNIQUES[use.technique]} ({use.words})"
         for use in sorted(used, key=lambda use: use.line)
@@ -67,20 +68,20 @@ def violations(used: Iterable[TechniqueUse], permitted: Collection[str]) -> list
 
 
 def _naive_dimensions(kernel: Kernel) -> tuple[list[frozenset[str]], int]:
-    """The dimensions of the naive program from its outermost loop, and how much work its largest statement does."""
+    """Returns the dimensions of the naive program, outermost first, and its sites per loop body."""
     program = ProgramReader(kernel.naive, kernel)
     groups = _group_sites(program.sites)
     if not groups:
-        raise UsageError(f"the naive program of {kernel.name} adds up no work that can be recognized")
+        raise UsageError(f"{kernel.name}.naive: no sum over products of the inputs found")
     sites = max(groups, key=len)
     dimensions = [_dimension_of(program, sites[0], loop) for loop in sites[0].loop_nest]
     if len(set(dimensions)) < len(dimensions):
-        raise UsageError(f"the naive program of {kernel.name} has loops that cannot be told apart by what they choose")
+        raise UsageError(f"{kernel.name}.naive: two loops select the same elements; expected one loop per dimension")
     return dimensions, len(sites)
 
 
 def _group_sites(sites: Iterable[WorkSite]) -> list[list[WorkSite]]:
-    """The sites of each run of one loop body: the same loops, and the same way at each `if`."""
+    """Groups the sites by loop body: the same loop nest, and the same branch at each `if`."""
     groups = defaultdict(list)
     for site in sites:
         groups[site.loop_nest, site.branch].append(site)
@@ -92,7 +93,7 @@ def _first_line(sites: list[WorkSite]) -> int:
 
 
 def _dimension_of(program: ProgramReader, site: WorkSite, loop: int) -> frozenset[str]:
-    """What a loop chooses: numbers of which inputs, and where the result goes ("=")."""
+    """Returns what a loop selects: elements of inputs (by name), and of the output ("=")."""
     inputs = frozenset(name for name, each in site.item if each == loop)
     is_output = loop in site.index_loops or (loop in site.reset_loops and loop in program.output_loops)
     return inputs | {"="} if is_output else inputs
@@ -102,22 +103,23 @@ def _dimension_of(program: ProgramReader, site: WorkSite, loop: int) -> frozense
 
 
 def _nest_uses(known: list[frozenset[str]], program: ProgramReader, sites: list[WorkSite]) -> Iterator[TechniqueUse]:
-    # A loop of C = A B that chooses rows of A and of C is the loop over i, however it is written.
+    # A loop of C = A B that selects rows of A and of C is the loop over i, however it is written.
     nest = sites[0].loop_nest
     for site in {(each.place, each.item): each for each in sites}.values():
-        order: list[int] = []  # the dimensions that the loops walk
+        order: list[int] = []  # the dimensions of the loops
         for loop in nest:
             chosen = _dimension_of(program, site, loop)
             if chosen not in known:
                 continue
             dimension = known.index(chosen)
             if dimension in order:
-                words = f"the loop over {program.loops[loop].name} walks inside a step of another"
+                words = f"the loop over {program.loops[loop].name} runs inside a step of another loop"
                 yield TechniqueUse("blocking", program.loops[loop].line, words)
                 if _is_unrolled(program, site, loop):
                     continue
             order.append(dimension)
-        # A block has its inner loops where the work is: they, the last of each dimension, make the order.
+        # The inner loops of a block do the work, so the last loop of each dimension determines the
+        # order.
         last = [dimension for at, dimension in enumerate(order) if dimension not in order[at + 1 :]]
         if last != sorted(last):
             names = ", ".join(program.loops[loop].name for loop in nest)
@@ -125,7 +127,10 @@ def _nest_uses(known: list[frozenset[str]], program: ProgramReader, sites: list[
 
 
 def _is_unrolled(program: ProgramReader, site: WorkSite, loop: int) -> bool:
-    """Tells whether a loop inside a step of another has no order: a few constant steps, or steps over sums in registers."""
+    """Returns whether the order of a blocked loop is irrelevant.
+
+    It is irrelevant for a few constant steps, or for steps over sums in registers.
+    """
     trip, place = program.loops[loop].trip_count, site.place
     is_in_registers = (
         place.kind == "local" and place.num_elements is not None and place.num_elements <= MAX_REGISTER_NUMBERS

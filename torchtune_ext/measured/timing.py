@@ -1,8 +1,9 @@
-"""Times a verified program so that the figure repeats.
+"""Time a verified program reproducibly.
 
-A block is some calls of the candidate, then some of the reference (the kernel's own naive program) on the same cores.
-The probe (probe.py) looks at the machine before and after. Blocks go on until the 95% intervals of the median time and
-of the median ratio to the reference are narrow, or the budget is used.
+A block consists of calls of the candidate, then calls of the reference (the kernel's naive program)
+on the same cores. The probe (probe.py) samples the machine before and after. Blocks repeat until
+the 95% intervals of the median time and of the median ratio to the reference are narrow, or the
+budget is used up.
 """
 
 import shutil
@@ -24,30 +25,37 @@ from torchtune_ext.measured.sandbox import SandboxError
 from torchtune_ext.measured.verify import compute_expected, draw_inputs, find_wrong_output, size_text
 from torchtune_ext.run.processes import Closing
 
-MAX_RELATIVE_CI = 0.02  # the 95% intervals of the medians end this far from them, as a share, or nearer
-# A time of the reference above its quiet level by more than this share speaks of a neighbor, too.
+MAX_RELATIVE_CI = 0.02  # relative half-width of the 95% intervals for a narrow timing
+# A reference time above its quiet level by more than this share also means a disturbance.
 REFERENCE_TOLERANCE = 0.05
-MAX_WAIT_FRACTION = 0.02  # share of a block for which its processes wanted to run and could not
-# CPU seconds that a program may use while the reference and the probe run. One whose threads sleep uses none.
+MAX_WAIT_FRACTION = 0.02  # share of a block during which a runnable process waited for a core
+# CPU seconds that a program may use while the reference and the probe run. Sleeping threads use
+# none.
 MAX_UNREQUESTED_CPU_S = 1e-4
-MAX_BLOCK_CALLS, BLOCK_S = 12, 0.06  # calls of a block at most, and seconds after which it ends (but for LEAST_CALLS)
-WARMUP_CALLS, MIN_BLOCK_CALLS = 2, 3  # calls that are not counted, and the least calls of a block
-MAX_OVERRUN_CALLS = WARMUP_CALLS + MIN_BLOCK_CALLS  # of a program whose every call takes as long as it may
-MIN_BLOCKS = 6  # of a timing; from fewer ratios no interval of their median reaches 95%
-ROOFLINE_MARGIN = 1.05  # times as fast as the roofline allows; above, a figure is no speed
+MAX_BLOCK_CALLS, BLOCK_S = 12, 0.06  # maximum calls and seconds of a block, after MIN_BLOCK_CALLS
+WARMUP_CALLS, MIN_BLOCK_CALLS = 2, 3  # uncounted calls, and minimum calls of a block
+MAX_OVERRUN_CALLS = WARMUP_CALLS + MIN_BLOCK_CALLS  # calls past the budget of the slowest allowed program
+MIN_BLOCKS = 6  # per timing; with fewer ratios, no interval of their median reaches 95%
+ROOFLINE_MARGIN = 1.05  # a time below the roofline time / ROOFLINE_MARGIN is rejected
 
 
 def median_interval(samples: Sequence[float], level: float = 0.95) -> tuple[float, float]:
-    """Returns an interval that holds the median with at least this probability, whatever the distribution.
+    """Returns a distribution-free confidence interval of the median.
 
-    It lies between two order statistics (David and Nagaraja 2003, section 7.1). With fewer than 6 samples no interval
-    reaches 95%, and it spans all of them. The samples must be independent, which the calls of one block are not.
+    It lies between two order statistics (David and Nagaraja 2003, section 7.1). With fewer than 6
+    samples, no interval reaches 95%, so it spans all samples. The samples must be independent;
+    calls of one block are not.
+
+    Args:
+        samples: at least one sample.
+        level: minimum coverage probability.
     """
-    # Each sample lies below the median with probability 1/2, so the number of those below is binomial.
+    # Each sample lies below the median with probability 1/2, so the number of samples below is
+    # binomial.
     ordered, n = sorted(samples), len(samples)
-    ways = outside = 1  # of n coins: that k show heads, and that at most k do
+    ways = outside = 1  # binomial coefficient C(n, k), and the sum of C(n, 0) to C(n, k)
     for k in range(n // 2):
-        # Both are whole numbers: from 1030 samples on they no longer fit a float.
+        # Both are integers: from 1030 samples on, they overflow a float.
         if 2 * outside / 2**n > 1 - level:
             return ordered[max(0, k - 1)], ordered[n - max(1, k)]
         ways = ways * (n - k) // (k + 1)
@@ -57,11 +65,11 @@ def median_interval(samples: Sequence[float], level: float = 0.95) -> tuple[floa
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some calls of the candidate, and of the reference beside it."""
+    """Calls of the candidate, followed by calls of the reference."""
 
-    calls: Sequence[float]  # seconds
-    reference_s: float  # the median
-    is_disturbed: bool  # somebody else was at work, as the probe or the host says
+    calls: Sequence[float]  # seconds per call of the candidate
+    reference_s: float  # median seconds per call of the reference
+    is_disturbed: bool  # by other processes, according to the probe, the scheduler or the steal time
     is_reference_disturbed: bool
 
     @property
@@ -70,12 +78,12 @@ class _Block:
 
     @property
     def ratio(self) -> float:
-        """How many times faster than the reference the candidate was."""
+        """Speedup of the candidate over the reference."""
         return self.reference_s / self.seconds
 
 
 def _relative_ci(samples: Sequence[float]) -> float:
-    """Half the width of the median's 95% interval, as a share of the median."""
+    """Returns half the width of the median's 95% interval, relative to the median."""
     low, high = median_interval(samples)
     return (high - low) / 2 / median(samples)
 
@@ -90,25 +98,26 @@ def _is_narrow(blocks: Sequence[_Block]) -> bool:
 
 
 class ProgramTimer(Closing):
-    """Times programs of one kernel, one at a time, and keeps this process's threads off the timed cores if it can.
+    """Times programs of one kernel, one at a time, and avoids the timed cores if possible.
 
-    Whoever makes a timer, or times with it, holds its cores by `machine.alone_on`.
-
-    Set OPENBLAS_NUM_THREADS=1 before numpy is imported: idle threads of OpenBLAS would spin on a timed core.
+    The caller must hold `machine.lock_cores` of its cores during the constructor and during a
+    timing. Set OPENBLAS_NUM_THREADS=1 before numpy is imported: idle threads of OpenBLAS would spin
+    on a timed core.
 
     Args:
-        checker: compiles and locks in programs. Its `cores` are the timed ones. It is closed with the timer.
-        budget_s: seconds for one program, reference and checks included.
+        checker: compiles and sandboxes programs. Its `cores` are the timed cores. `close` closes
+            it.
+        budget_s: seconds per program, including the reference and the checks.
 
     Raises:
-        Wild: the fixed kernel varies by more than 20%.
-        SandboxError: a process of ours failed.
+        UnstableMachine: the fixed kernel varies by more than 20%.
+        SandboxError: the reference or the fixed kernel failed.
     """
 
     def __init__(self, checker: Checker, budget_s: float = 10.0) -> None:
         self.checker, self.kernel, self.budget_s = checker, checker.kernel, budget_s
         self.rng = np.random.default_rng()
-        self._reference_baseline = QuietBaseline()  # the reference's
+        self._reference_baseline = QuietBaseline()  # times of the reference
         with ExitStack() as stack:
             stack.enter_context(checker)
             stack.enter_context(avoid_cores(checker.cores))
@@ -120,8 +129,8 @@ class ProgramTimer(Closing):
                     self._reference_baseline.add(median(call.seconds for call in self._run_calls(self._reference)))
                 self._reference_baseline.end_chunk()
             except ChildFailed as failed:
-                # So far only our own programs have run.
-                raise SandboxError(f"a process of ours ended: {failed}") from failed
+                # So far, only the reference and the fixed kernel have run.
+                raise SandboxError(f"the reference or the fixed kernel ended: {failed}") from failed
             self._stack = stack.pop_all()
 
     def close(self) -> None:
@@ -129,14 +138,15 @@ class ProgramTimer(Closing):
         self._stack.close()
 
     def time_library(self, library: bytes) -> Timing:
-        """Times the library of a program that `Checker.checked` has found right.
+        """Times the library of a program that `Checker.check_with_library` accepted.
 
         Raises:
-            ChildFailed: a call fails, its result is wrong, or it is faster than the machine can be.
-            SandboxError: a process of ours failed. Nothing is known about the program, and this timer cannot go on.
+            ChildFailed: a call fails, its result is wrong, or it is faster than the roofline.
+            SandboxError: the reference or the fixed kernel failed. The speed of the program is
+                unknown, and this timer is unusable.
         """
-        # The CPU limit leaves room for the calls that the budget does not stop, so a slow program fails by the deadline
-        # of one call and not by this limit.
+        # The CPU limit leaves room for calls past the budget, so a slow program fails by the
+        # deadline of one call and not by this limit.
         cpu_s = (self.budget_s + MAX_OVERRUN_CALLS * self.checker.deadlines.verify_s) * self.checker.threads
         folder = self.checker.sandbox.new_folder()
         try:
@@ -146,23 +156,27 @@ class ProgramTimer(Closing):
                 return self._time_blocks(child)
         except ChildFailed as failed:
             if self._reference.has_ended() or self.probe.child.has_ended():
-                # Whatever also ended a process of ours is not the program's fault.
-                raise SandboxError(f"processes of ours ended while a program was timed: {failed}") from failed
+                # A cause that also ended the reference or the fixed kernel is not the program's
+                # fault.
+                raise SandboxError(
+                    f"the reference or the fixed kernel ended while a program was timed: {failed}"
+                ) from failed
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _time_blocks(self, child: Child) -> Timing:
         give_up_at = time.monotonic() + self.budget_s
-        self._run_calls(child, WARMUP_CALLS)  # they map memory and start threads
+        self._run_calls(child, WARMUP_CALLS)  # the first calls map memory and start threads
         blocks: list[_Block] = []
         look = self.probe.take_sample()
         while True:
             block, look = self._run_block(child, look)
             blocks.append(block)
             is_late = time.monotonic() > give_up_at
-            # While there is time, more blocks replace the disturbed ones. If few blocks were calm at the end, that is
-            # chance or the program's choice, so all count and the figure is marked as disturbed.
+            # Within the budget, further blocks replace disturbed ones. If only few blocks are calm
+            # at the end, that is chance or caused by the program, so all blocks count and the
+            # timing is marked as disturbed.
             calm = [block for block in blocks if not block.is_disturbed]
             if is_late or _is_narrow(calm):
                 is_enough = len(calm) >= MIN_BLOCKS or 2 * len(calm) >= len(blocks)
@@ -176,7 +190,8 @@ class ProgramTimer(Closing):
         except ChildFailed as failed:
             raise SandboxError(f"the naive program of {self.kernel.name} has failed: {failed}") from failed
         after = self.probe.take_sample()
-        # A program whose threads work now could slow down the reference, or make every block look disturbed.
+        # Active threads of the program could slow down the reference, or make every block look
+        # disturbed.
         if (restless_s := child.unrequested_cpu_s()) > MAX_UNREQUESTED_CPU_S:
             raise ChildFailed(
                 "runtime_error", f"its threads worked for {1e3 * restless_s:.3g} ms while others were timed"
@@ -192,7 +207,7 @@ class ProgramTimer(Closing):
             or self.probe.is_disturbed(before, after)
             or stolen_ticks(self.checker.cores) > stolen
         )
-        # The candidate has no hand in the reference, so only a neighbor can disturb that.
+        # The candidate cannot influence the reference, so only another process can disturb it.
         is_reference_disturbed = waited[1] > MAX_WAIT_FRACTION or self._reference_baseline.is_above(
             reference_s, REFERENCE_TOLERANCE
         )
@@ -205,18 +220,20 @@ class ProgramTimer(Closing):
         seconds = median(block_seconds)
         gflops = self.kernel.operations(self.kernel.timed) / seconds / 1e9
         if seconds * ROOFLINE_MARGIN < self.probe.roofline_s(self.kernel):
-            # A neighbor may have slowed the measurement of the peak, so measure again before refusing.
+            # Another process may have slowed the measurement of the peak, so measure again before
+            # rejecting.
             self.probe.measure_peak()
         roofline_s = self.probe.roofline_s(self.kernel)
         if seconds * ROOFLINE_MARGIN < roofline_s:
             raise ChildFailed(
                 "runtime_error",
-                f"{1e3 * seconds:.3g} ms, and at {self.probe.peak_gflops:.4g} GFLOPS and {self.probe.peak_gbytes_s:.3g} GB/s "
-                f"these cores need {1e3 * roofline_s:.3g} ms at least: not believed",
+                f"{1e3 * seconds:.3g} ms per call; at {self.probe.peak_gflops:.4g} GFLOPS and "
+                f"{self.probe.peak_gbytes_s:.3g} GB/s these cores need {1e3 * roofline_s:.3g} ms at least: rejected as "
+                "faster than the roofline",
             )
         return Timing(
             seconds,
-            # The interval of one block is that of its calls.
+            # With one block, the interval comes from its calls.
             _relative_ci(block_seconds if len(block_seconds) > 1 else blocks[0].calls),
             sum(len(block.calls) for block in blocks),
             gflops,
@@ -225,7 +242,8 @@ class ProgramTimer(Closing):
             roofline_s / seconds,
             disturbed_fraction=sum(block.is_disturbed for block in blocks) / len(blocks),
             is_narrow=_is_narrow(blocks),
-            # A disturbed figure stands with its remark. It is unknown only if the reference was disturbed as well.
+            # A disturbed timing is reported with its mark. It is unknown only if the reference was
+            # disturbed too.
             is_noisy=2 * sum(block.is_disturbed and block.is_reference_disturbed for block in blocks) > len(blocks),
         )
 
@@ -233,8 +251,8 @@ class ProgramTimer(Closing):
         kernel, size, seconds = self.kernel, self.kernel.timed, 0.0
         calls: list[CallResult] = []
         child.map_arrays(lay_out(kernel, size, child.arena_bytes, bool(self.rng.integers(2)), self.rng))
-        # Every timed call has new inputs and is checked, so a cached answer, or a program that is right only while it
-        # is verified, gains nothing.
+        # Every timed call has new inputs and is checked. So a cached answer, or a program that is
+        # correct only during verification, gains nothing.
         while len(calls) < max_calls and (seconds < BLOCK_S or len(calls) < min(MIN_BLOCK_CALLS, max_calls)):
             inputs = draw_inputs(kernel, size, "biased", self.rng)
             call = child.call(size, inputs, self.checker.deadlines.verify_s)

@@ -1,1 +1,1 @@
-"""Sweeps over hyperparameters: files in the format of Weights & Biases, run here without an account (`torchtune-ext sweep`)."""
+"""Hyperparameter sweeps in W&B's file format, run without an account (`torchtune-ext sweep`)."""

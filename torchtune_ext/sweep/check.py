@@ -1,4 +1,7 @@
-"""The commands of a sweep's runs, and what is tried of the first one before anything starts: no engine, no weights."""
+"""Build the commands of a sweep's runs, and check the first one before any run starts.
+
+The check loads neither an engine nor weights.
+"""
 
 import re
 import shutil
@@ -19,41 +22,42 @@ from torchtune_ext.sweep.spec import COMMAND_EXAMPLE, Point, Sweep
 from torchtune_ext.telemetry.panels import PANELS
 
 OTHER_PROGRAMS_HINT = "other programs run under `wandb agent`"
-ARGUMENTS_MACRO = "${args_no_hyphens}"  # W&B's word for key=value of each parameter, as the recipes take them
-RESERVED_KEYS = ("output_dir", "resume_from_checkpoint")  # settings that the sweep itself gives each of its runs
+ARGUMENTS_MACRO = "${args_no_hyphens}"  # W&B's macro for "key=value" of each parameter, the form that recipes read
+RESERVED_KEYS = ("output_dir", "resume_from_checkpoint")  # settings that the sweep sets for each run
 
 
 def run_command(sweep: Sweep, point: Point, extra_settings: Sequence[str]) -> list[str]:
     """Returns the command of one run.
 
     Args:
-        further: the user's settings for all runs, which end the command.
+        extra_settings: settings of all runs, key=value. They are appended to the command.
 
     Raises:
-        ValueError: the command has a macro of W&B's that no recipe can read.
+        UsageError: the command has an unsupported W&B macro, or its program is not found.
     """
     words = []
     for word in map(str, sweep.command):
         if word.startswith("${") and word != ARGUMENTS_MACRO:
             raise UsageError(
-                f"command: recipes read no {word}; there is {ARGUMENTS_MACRO}: {COMMAND_EXAMPLE}; {OTHER_PROGRAMS_HINT}"
+                f"command: unsupported macro {word}; recipes read {ARGUMENTS_MACRO}: {COMMAND_EXAMPLE}; "
+                f"{OTHER_PROGRAMS_HINT}"
             )
         words += [f"{name}={value}" for name, value in point.items()] if word == ARGUMENTS_MACRO else [word]
-    # Run the `tune` of this environment, even if another one comes first on PATH.
+    # Run the `tune` of this environment, even if another `tune` comes first on PATH.
     ours = [sys.executable, "-m", "torchtune_ext"] if words[:1] in (["tune"], ["torchtune-ext"]) else words[:1]
     if ours and shutil.which(ours[0]) is None:
-        raise UsageError(f"command: {ours[0]} is no program here: {COMMAND_EXAMPLE}")
+        raise UsageError(f"command: program {ours[0]} not found; expected {COMMAND_EXAMPLE}")
     return [*ours, *words[1:], *extra_settings]
 
 
 def parse_command(words: Sequence[str]) -> tuple[str, str, list[str]]:
-    """Reads the command of a run.
+    """Splits the command of a run.
 
     Returns:
-        The recipe (its name, its file or its module), the config as the command names it, and the settings, key=value.
+        The recipe (name, file or module), the config as written, and the settings, key=value.
 
     Raises:
-        ValueError: the command is none that starts a recipe.
+        UsageError: the command does not start a recipe.
     """
     flat = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     programs = {Path(word).name for word in flat[: flat.index("run")]} if "run" in flat else set()
@@ -65,36 +69,36 @@ def parse_command(words: Sequence[str]) -> tuple[str, str, list[str]]:
 
 
 def check_sweep(sweep: Sweep, point: Point, extra_settings: Sequence[str], out: Path) -> Any:
-    """Reads the settings of a point as `tune run` does, and checks that its runs will log the metric.
+    """Reads the settings of a point as `tune run` does, and checks that the run logs the metric.
 
     Args:
-        further: settings for all runs.
+        extra_settings: settings of all runs, key=value.
         out: the folder of the sweep.
 
     Returns:
-        The settings, a `Config` of the recipe.
+        The recipe's `Config`.
 
     Raises:
-        ValueError: the recipe would refuse the point, or knows no such metric. The message names the key and the fix.
+        UsageError: the recipe rejects the point, or does not log the metric.
     """
     recipe, config, settings = parse_command(run_command(sweep, point, extra_settings))
     for word in settings:
         key = word.partition("=")[0]
         if key in RESERVED_KEYS:
             raise UsageError(
-                f"{key}: take it out of the sweep, which has a folder for each run, and says which of them go on"
+                f"{key}: the sweep sets the folder of each run and resumes interrupted runs. Fix: remove the key"
             )
     if re.search(r"[=#:{\[]", str(out)):
-        raise UsageError(f"--out {out}: runs cannot be given such a folder in a word; choose a name without = # : {{ [")
+        raise UsageError(f"--out {out}: invalid in output_dir=PATH of a run. Fix: choose a name without = # : {{ [")
     module = import_recipe(recipe, "command: ")
     schema = getattr(module, "Config", None)
     if schema is None or "output_dir" not in {field.name for field in fields(schema)}:
-        raise UsageError(f"command: {recipe} is no recipe of this project: it has no class Config with an output_dir")
+        raise UsageError(f"command: {recipe} is not a recipe of this project: it lacks a class Config with output_dir")
     cfg = load_config(schema, merge_config(config, [*settings, f"output_dir={out / 'run'}"], module.__file__))
-    # Only for our own recipes are the checks and the metrics known. A copy may have others.
+    # The checks and metrics are known only for the shipped recipes. A copy may have others.
     if recipe in {each.name for each in recipe_files(package_folder("recipes"), package_folder("configs"))}:
         if hasattr(cfg, "optimizer"):
-            # With "auto" a run may have a GPU, and then looks for itself.
+            # "auto" may resolve to a GPU, so the check assumes one.
             check_optimizer(cfg.optimizer.instantiate, device="cpu" if cfg.device == "cpu" else "cuda")
         if hasattr(cfg, "loss"):
             check_settings(cfg, cfg.loss.instantiate())
@@ -102,5 +106,5 @@ def check_sweep(sweep: Sweep, point: Point, extra_settings: Sequence[str], out: 
         if not hasattr(cfg, "logging") or not any(fnmatchcase(sweep.metric, name) for name in known):
             near = closest_match(sweep.metric, [name for name in known if "*" not in name])
             hint = f"did you mean {near}?" if near else "docs/telemetry.md lists the metrics"
-            raise UsageError(f"metric: {sweep.metric} is no metric of {recipe}; {hint}")
+            raise UsageError(f"metric: {sweep.metric} is not a metric of {recipe}; {hint}")
     return cfg

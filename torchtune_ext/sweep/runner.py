@@ -1,8 +1,8 @@
-"""The folder of a sweep, and its runs, each a process of its own.
+"""The folder of a sweep and the processes of its runs.
 
-sweep.yaml     the file as it was given
-sweep.json     how far the sweep is
-run_01, ...    the usual folder of a run, with its output in `output.log`
+sweep.yaml     a copy of the sweep file
+sweep.json     the state of every run
+run_01, ...    a run folder, with the run's output in `output.log`
 """
 
 import asyncio
@@ -35,30 +35,29 @@ from torchtune_ext.telemetry.runs import METRICS_FILE, SWEEP_FILE, SWEEP_FORMAT,
 
 SPEC_FILE, LOCK_FILE, OUTPUT_FILE = "sweep.yaml", "sweep.lock", "output.log"
 UNFINISHED_STATES = ("running", "waiting")
-POLL_S = 0.5  # seconds between two looks at a run
-TERMINATE_TIMEOUT_S = (
-    600.0  # seconds that a run has to end after SIGTERM: the end of its step, its checkpoint, its cleanup
-)
-MAX_CAUSE_CHARS = 300  # characters
+POLL_S = 0.5  # seconds between two polls of a run
+# Seconds from SIGTERM to SIGKILL: the run finishes its step, saves a checkpoint and cleans up.
+TERMINATE_TIMEOUT_S = 600.0
+MAX_CAUSE_CHARS = 300
 
 
 @dataclass(slots=True)
 class SweepRun:
     """One run of a sweep."""
 
-    id: str  # also the name of its folder
+    id: str  # also the name of the run's folder
     parameters: Point
     state: str = "waiting"  # or "running", "finished", "stopped_early", "failed"
-    value: float | None = None  # the last that it logged of the metric
-    cause: str = ""  # why it failed, or has no value: one line
-    seconds: float = 0.0  # how long it ran, all its starts together that were not killed
+    value: float | None = None  # the last logged value of the metric
+    cause: str = ""  # one line: why the run failed, or has no value
+    seconds: float = 0.0  # run time, summed over all starts except killed ones
 
 
 class SweepFolder:
-    """The folder of a sweep, which one process owns from `begin` on. A sweep that began in it goes on.
+    """The folder of a sweep. `acquire` locks it for one process; an interrupted sweep resumes.
 
     Raises:
-        ValueError: the folder holds another sweep, or something else.
+        UsageError: the folder holds another sweep, or other files.
     """
 
     def __init__(self, path: Path, sweep: Sweep, extra_settings: Sequence[str], seed: int):
@@ -66,24 +65,25 @@ class SweepFolder:
         self.extra_settings, self.seed = list(extra_settings), seed
         self.runs: list[SweepRun] = []
         self._lock: TextIO | None = None
-        # A sweep that was killed at its very beginning has left these two.
+        # A sweep that was killed before its first save has left at most these two files.
         begun = [
             LOCK_FILE,
             *([SPEC_FILE] if (path / SPEC_FILE).is_file() and (path / SPEC_FILE).read_text() == sweep.text else []),
         ]
         if not (path / SWEEP_FILE).exists() and any(each.name not in begun for each in path.glob("*")):
-            raise UsageError(f"{path} is not empty, and holds no sweep; choose another folder (--out)")
+            raise UsageError(f"{path} is not empty, and holds no sweep. Fix: choose another folder (--out)")
         self._read()
 
     def acquire(self) -> None:
-        """Takes the folder, and writes the file of the sweep and the record.
+        """Locks the folder, and writes the sweep file and the record.
 
         Raises:
-            ValueError: another process runs the sweep.
-            OSError: the folder cannot be made or written.
+            UsageError: another process runs the sweep.
+            OSError: the folder cannot be created or written.
         """
         with explain_os_errors(
-            f"{self.path} cannot be made or written", "Choose another folder (--out), or make room and set its rights"
+            f"{self.path} cannot be created or written",
+            "Choose another folder (--out), or free disk space and set its permissions",
         ):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / LOCK_FILE, "a")  # noqa: SIM115 (until `close`)
@@ -91,24 +91,24 @@ class SweepFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(
-                f"{self.path}: another process runs this sweep; wait, or choose another folder (--out)"
+                f"{self.path}: another process runs this sweep. Fix: wait, or choose another folder (--out)"
             ) from None
         except OSError:
-            # Some file systems have no locks. The sweep still runs there, without this guard.
+            # Some file systems lack locks. The sweep still runs there, without this guard.
             pass
-        # Another process may have gone on with the sweep before this one held the lock.
+        # Another process may have continued the sweep before this process held the lock.
         self._read()
         write_atomic(self.path / SPEC_FILE, self.sweep.text.encode())
         self.save()
 
     def add(self, point: Point) -> SweepRun:
-        """Adds a run of a point; it waits."""
+        """Adds a run of a point in state "waiting"."""
         name = f"run_{len(self.runs) + 1:0{max(2, len(str(self.sweep.num_runs)))}d}"
         self.runs.append(SweepRun(name, point))
         return self.runs[-1]
 
     def save(self) -> None:
-        """Writes `sweep.json`, whole."""
+        """Writes `sweep.json` atomically."""
         sweep = self.sweep
         record = {
             "format": SWEEP_FORMAT,
@@ -119,27 +119,34 @@ class SweepFolder:
             "seed": self.seed,
             "runs": [asdict(run) for run in self.runs],
         }
-        with explain_os_errors(f"{self.path / SWEEP_FILE} cannot be written", "Make room; the same command goes on"):
+        with explain_os_errors(
+            f"{self.path / SWEEP_FILE} cannot be written", "Free disk space, then resume with the same command"
+        ):
             write_atomic(self.path / SWEEP_FILE, (json.dumps(record, indent=1) + "\n").encode())
 
     def close(self) -> None:
-        """Gives up the folder, as the end of the process does."""
+        """Releases the lock on the folder, as the end of the process does."""
         if self._lock is not None:
             self._lock.close()
 
     def _read(self) -> None:
-        """Reads the record, where there is one. Raises ValueError if the sweep began with another file, or other settings."""
+        """Reads the record, if it exists.
+
+        Raises:
+            UsageError: the sweep began with another file, other settings, or another seed.
+        """
         if not (self.path / SWEEP_FILE).exists():
             return
         record, file = read_sweep_record(self.path), self.path / SPEC_FILE
         names = [each.name for each in fields(SweepRun)]
         self.runs = [SweepRun(**{name: run[name] for name in names if name in run}) for run in record["runs"]]
-        with explain_os_errors(f"{file} cannot be read", "Begin again in another folder (--out)"):
+        with explain_os_errors(f"{file} cannot be read", "Start over in another folder (--out)"):
             same = file.read_text(encoding="utf-8") == self.sweep.text
         if not same or (self.extra_settings, self.seed) != (record["words"], record["seed"]):
             words = shlex.join(["torchtune-ext", "sweep", str(file), "--seed", str(record["seed"]), *record["words"]])
             raise UsageError(
-                f"{self.path} holds a sweep that began as {words}; go on with that, or choose another folder (--out)"
+                f"{self.path} holds a sweep that began as {words}. Fix: resume it with that command, or choose another "
+                "folder (--out)"
             )
 
 
@@ -147,10 +154,11 @@ class SweepRunner:
     """Runs a sweep in its folder.
 
     Args:
-        folder: of the sweep, which has begun.
-        jobs: runs at a time.
-        command: returns the words of a run from its point.
-        variables: of the environment of the runs, where this process has not set them.
+        folder: the acquired folder of the sweep.
+        jobs: number of concurrent runs.
+        command: returns the command of a run from its point.
+        variables: environment variables of the runs. The environment of this process overrides
+            them.
     """
 
     def __init__(
@@ -161,28 +169,28 @@ class SweepRunner:
         variables: Mapping[str, str] | None = None,
     ):
         self.folder, self.jobs, self.sweep = folder, jobs, folder.sweep
-        self.stop_signal: int | None = None  # the signal
+        self.stop_signal: int | None = None  # the first SIGINT or SIGTERM
         self._command, self._variables = command, variables or {}
         self._processes: dict[str, subprocess.Popen] = {}
         self._waiting = [run for run in folder.runs if run.state in UNFINISHED_STATES]
         self._pruner = Pruner(self.sweep) if self.sweep.halving else None
-        # The pruner keeps nothing on disk, so it first hears what all runs have logged until now.
+        # The pruner keeps nothing on disk, so it first reads what all runs have logged.
         for run in folder.runs:
             self._should_prune(run)
 
     @property
     def num_unfinished(self) -> int:
-        """Returns how many runs are still to do."""
+        """The number of runs that have not ended."""
         return self.sweep.num_runs - sum(run.state not in UNFINISHED_STATES for run in self.folder.runs)
 
     def run(self) -> bool:
-        """Runs until all runs have ended, or a signal came. Returns whether the sweep has ended."""
+        """Runs until all runs end or a signal arrives. Returns whether the sweep has ended."""
         asyncio.run(self._run_all())
         return self.stop_signal is None or not self.num_unfinished
 
     async def _run_all(self) -> None:
         for number in SIGNAL_NAMES:
-            # Under nohup, or in the background of a shell, a signal that was ignored stays ignored.
+            # Under nohup, or in the background of a shell, an ignored signal stays ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
                 asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         await asyncio.gather(*(self._run_worker() for _ in range(self.jobs)))
@@ -194,12 +202,12 @@ class SweepRunner:
             try:
                 early = await self._wait_for_run(run, process)
             finally:
-                # Where the sweep itself fails, the run ends with all that it has started.
+                # If the sweep itself fails, it kills the run and the run's child processes.
                 if process.poll() is None:
                     _kill_group(process)
                 del self._processes[run.id]
             run.seconds = round(run.seconds + time.monotonic() - began, 1)
-            # What it logged last counts for the others.
+            # The pruner compares other runs with the last values of this run.
             self._should_prune(run)
             self._record_result(run, process.returncode, early)
 
@@ -212,7 +220,7 @@ class SweepRunner:
         return self.folder.add(next_point(self.sweep, self.folder.seed, number, self._point_results()))
 
     def _point_results(self) -> list[tuple[Point, float | None]]:
-        # A run that failed counts as the worst, as in W&B. None means that the value is not known yet.
+        # A failed run gets the worst value, as in W&B. None means that the value is not known yet.
         runs = self.folder.runs
         known = [run.value for run in runs if run.value is not None and run.state != "failed"]
         worst = (min if self.sweep.maximize else max)(known, default=None)
@@ -223,46 +231,47 @@ class SweepRunner:
         place = self.folder.path / run.id
         place.mkdir(exist_ok=True)
         words, begins = [*self._command(run.parameters), f"output_dir={place}"], "starts"
-        # A run that was interrupted goes on from its checkpoint. Without one it begins again in its folder.
+        # An interrupted run resumes from its checkpoint. Without one it restarts in its folder.
         if checkpoint_folders(place / "checkpoints"):
-            words, begins = [*words, "resume_from_checkpoint=True"], "goes on"
+            words, begins = [*words, "resume_from_checkpoint=True"], "resumes"
         inherited = {
             name: value for name, value in copy_environment().items() if name not in (SWEEP_VARIABLE, RUN_VARIABLE)
         }
-        # The record comes first: a disk that refuses it would leave a run that nobody watches.
+        # The record comes first: if saving fails, no run is left unsupervised.
         run.state = "running"
         self.folder.save()
         with open(place / OUTPUT_FILE, "ab") as output:
             process = subprocess.Popen(
                 words,
-                # Runs that log to W&B are one group there.
+                # All runs of the sweep form one group in W&B.
                 env={"WANDB_RUN_GROUP": self.sweep.name, **self._variables, **inherited},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C reaches only the sweep, which tells its runs to end well.
+                # Ctrl-C reaches only the sweep, which stops its runs gracefully.
                 process_group=0,
-                # A run ends with the sweep, also where the sweep is killed by SIGKILL.
+                # A run ends with the sweep, even if SIGKILL ends the sweep.
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
         at = ", ".join(
             f"{each.name}={format_value(run.parameters[each.name])}" for each in self.sweep.varied_parameters
         )
         print_text(
-            f"{run.id} ({self.folder.runs.index(run) + 1} of {self.sweep.num_runs}) {begins}: {at or 'no parameter varies'}; "
-            f"its output: {place / OUTPUT_FILE}"
+            f"{run.id} ({self.folder.runs.index(run) + 1} of {self.sweep.num_runs}) {begins}: "
+            f"{at or 'no parameter varies'}; output: {place / OUTPUT_FILE}"
         )
         return process
 
     async def _wait_for_run(self, run: SweepRun, process: subprocess.Popen) -> bool:
-        """Waits until a run has ended. Returns whether it was stopped because others are better."""
-        early, told_at = False, None  # when it was told to end
+        """Waits until a run has ended. Returns whether early termination stopped it."""
+        early, told_at = False, None  # time of SIGTERM
         while process.poll() is None:
             if told_at is None and self.stop_signal is not None:
                 told_at = time.monotonic()
             elif told_at is None and self._should_prune(run):
                 print_text(
-                    f"{run.id} is stopped early: others are better where it is ({self.sweep.metric}, early_terminate)"
+                    f"{run.id} is stopped early: other runs are better at this point "
+                    f"({self.sweep.metric}, early_terminate)"
                 )
                 process.terminate()
                 told_at, early = time.monotonic(), True
@@ -286,7 +295,7 @@ class SweepRunner:
             run.state, run.cause = "failed", failure_cause(place / OUTPUT_FILE, status)
         self.folder.save()
         if run.state == "waiting":
-            print_text(f"{run.id} ended where it was; the same command goes on with it")
+            print_text(f"{run.id} was interrupted; the same command resumes it")
         else:
             reads = "" if run.value is None else f", {metric} {run.value:.4g}"
             why = f": {run.cause}" if run.cause else ""
@@ -301,25 +310,29 @@ class SweepRunner:
         )
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """Ends all runs: after the first signal each ends its step and saves, after a second one it ends at once."""
+        """Ends all runs: after their step and a save on the first signal, at once on the second."""
         again = self.stop_signal is not None
         self.stop_signal = self.stop_signal or number
-        text = "the runs end at once" if again else "the runs end their steps and save; once more, and they end at once"
+        text = (
+            "the runs end at once"
+            if again
+            else "the runs end their steps and save; signal once more to end them at once"
+        )
         print_text(f"{SIGNAL_NAMES[number]}: {text}")
         for process in self._processes.values():
             process.send_signal(signal.SIGINT if again else signal.SIGTERM)
 
 
 def _kill_group(process: subprocess.Popen) -> None:
-    # A run leads its own process group, which holds all that it has started.
+    # A run leads its own process group, which holds all of its child processes.
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def metric_records(folder: Path, metric: str) -> list[dict[str, Any]]:
-    """Returns the records of a run that have a metric, in order."""
-    # A run that has just begun has no file yet. A run that resumes may be cutting the file, which the next look finds
-    # whole.
+    """Returns the records of a run that hold a finite value of a metric, in order."""
+    # A run that has just started has no file yet. A resuming run may be truncating the file. The
+    # next poll reads it again.
     with suppress(FileNotFoundError, ValueError):
         records = _read_records(folder / METRICS_FILE, (folder / METRICS_FILE).stat().st_size)
         return [each for each in records if isinstance(each.get(metric), int | float) and math.isfinite(each[metric])]
@@ -328,19 +341,19 @@ def metric_records(folder: Path, metric: str) -> list[dict[str, Any]]:
 
 @lru_cache(1024)
 def _read_records(path: Path, size: int) -> list[dict[str, Any]]:
-    # The size is part of the key of the cache, so a file is read again only when its size has changed.
+    # The size is part of the cache key, so a file is read again only when its size has changed.
     return read_metrics(path)
 
 
 def format_value(value: object) -> str:
-    """Returns a value of a parameter in few characters."""
+    """Returns a parameter value as short text."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def failure_cause(output: Path, status: int) -> str:
-    """Returns why a run failed, in one line: the last error that it printed, or its last line."""
+    """Returns why a run failed, in one line: the last printed error, or else the last line."""
     with open(output, "rb") as file:
-        # The output may be large, and the error stands at its end.
+        # The output may be large, and the error is at its end.
         file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
         text = file.read().decode(errors="replace")
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]

@@ -1,30 +1,31 @@
-"""Which points a sweep tries, and which of its runs stop early: a grid, or Optuna's samplers and pruners."""
+"""Select the points of a sweep and the runs to stop early, by a grid or by Optuna."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from torchtune_ext.sweep.spec import Parameter, Point, Sweep, grid_points
 
-MAX_STARTUP_TRIALS = 5  # random points, at most, at the beginning of a search that learns
+MAX_STARTUP_TRIALS = 5  # random points at most before TPE starts
 
 
 def next_point(sweep: Sweep, seed: int, number: int, results: Sequence[tuple[Point, float | None]] = ()) -> Point:
-    """Returns point `number`, from 0: of the grid, drawn at random, or suggested by TPE after some random ones.
+    """Returns point `number`, from 0: a grid point, a random point, or a suggestion of TPE.
 
     Args:
-        results: the points until then with their metric, None for a run that still goes on.
+        results: all earlier points, each with its metric; None for an unfinished run.
     """
     if sweep.method == "grid":
         return grid_points(sweep.parameters)[number]
     import optuna
 
-    # A point depends only on the seed, its number and the results until then. So a sweep that was killed goes on with
-    # the points that it would have tried.
+    # A point depends only on the seed, its number and the earlier results. So a killed sweep
+    # resumes with the points that it would have tried.
     own_seed = (seed * 1_000_003 + number) % 2**32
     if sweep.method == "bayes":
         first = max(1, min(MAX_STARTUP_TRIALS, sweep.num_runs // 2))
-        # With a few tens of runs, modeling each parameter on its own finds more good points than a joint model.
-        # `constant_liar` counts a run that still goes on as a bad one, so that runs side by side differ.
+        # With a few tens of runs, independent models of the parameters find more good points than a
+        # joint model. `constant_liar` gives an unfinished run a bad value, so that concurrent runs
+        # differ.
         sampler = optuna.samplers.TPESampler(
             seed=own_seed, n_startup_trials=first, multivariate=False, constant_liar=True
         )
@@ -48,23 +49,24 @@ def next_point(sweep: Sweep, seed: int, number: int, results: Sequence[tuple[Poi
 
 
 class Pruner:
-    """Stops the runs that are not among the best 1/eta when Optuna's successive halving compares them."""
+    """Stops runs that are not among the best 1/eta in Optuna's successive halving."""
 
     def __init__(self, sweep: Sweep):
         import optuna
 
-        assert sweep.halving is not None  # else nothing is pruned
+        assert sweep.halving is not None  # only a sweep with early_terminate has a pruner
         halving = optuna.pruners.SuccessiveHalvingPruner(sweep.halving.min_iter, sweep.halving.eta)
         self._study = _create_study(sweep, pruner=halving)
         self._trials: dict[str, optuna.Trial] = {}
-        self._num_reported: dict[str, int] = {}  # how many values of each run
+        self._num_reported: dict[str, int] = {}  # number of reported values per run
 
     def should_stop(self, run: str, values: Sequence[float]) -> bool:
-        """Takes all values of the metric that a run has logged until now, in order. Tells whether it stops."""
+        """Reports all logged values of a run, in order. Returns whether the run should stop."""
         if run not in self._trials:
             self._trials[run] = self._study.ask()
         trial, reported, stops = self._trials[run], self._num_reported.get(run, 0), False
-        # Several values may be new, and the pruner decides only at certain steps, so it is asked after each.
+        # Several values may be new, and the pruner decides only at certain steps, so it is queried
+        # after each.
         for step, value in enumerate(values[reported:], reported + 1):
             trial.report(value, step)
             stops = stops or trial.should_prune()
@@ -86,8 +88,8 @@ def _distribution(parameter: Parameter) -> Any:
     if not values:
         return optuna.distributions.FloatDistribution(parameter.low, parameter.high, log=parameter.log)
     ordered = isinstance(values, range) or all(type(value) in (int, float) for value in values)
-    # Optuna searches the index of a value. Where values are numbers, a value tells something about its neighbors, so
-    # the index is an integer to Optuna and not a category.
+    # Optuna searches the index of a value. Numeric values are ordered, so their index is an integer
+    # distribution. Other values are categories.
     if ordered:
         return optuna.distributions.IntDistribution(0, len(values) - 1)
     return optuna.distributions.CategoricalDistribution(range(len(values)))

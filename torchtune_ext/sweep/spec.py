@@ -1,4 +1,4 @@
-"""A sweep as its file says it, in W&B's format: which command, which parameters, how many runs, which of them stop early."""
+"""Parse a sweep file in W&B's format: command, parameters, number of runs, early termination."""
 
 import argparse
 import math
@@ -27,14 +27,14 @@ SWEEP_KEYS = (
     "run_cap",
     "early_terminate",
 )
-# Only W&B's server reads these: they say who owns the sweep.
+# Only W&B's server reads these keys: they name the owner of the sweep.
 SERVER_KEYS = ("project", "entity")
-MAX_GRID_POINTS = 10_000  # points of a grid
+MAX_GRID_POINTS = 10_000
 
 COMMAND_EXAMPLE = "command: [tune, run, grpo_full, --config, grpo/tiny, '${args_no_hyphens}']"
 PARAMETER_HINT = (
-    "write {value: 1}, {values: [1, 2]}, or {min: 0.001, max: 0.1} with numbers of which the first is the smaller one, with "
-    "distribution: log_uniform_values where their magnitude is not known; what else W&B draws from only its own server knows"
+    "write {value: 1}, {values: [1, 2]}, or {min: 0.001, max: 0.1} with numbers and min < max; add distribution: "
+    "log_uniform_values if the magnitude is unknown; other distributions of W&B are unsupported here"
 )
 _FLOAT_WITHOUT_DOT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
@@ -43,70 +43,68 @@ Point = dict[str, Any]  # the value of every parameter of one run, by its dotted
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a sweep: some values, or any number between two limits."""
+    """One parameter of a sweep: a list of values, or a range of numbers."""
 
-    name: str  # the dotted name of the setting: "optimizer.lr"
-    values: Sequence[Any] = ()  # each once; () of a number
+    name: str  # the dotted config key: "optimizer.lr"
+    values: Sequence[Any] = ()  # distinct values; () if the parameter is a range
     low: float = 0.0
     high: float = 0.0
-    log: bool = False  # whether the logarithm of the number is uniform
+    log: bool = False  # whether the logarithm is uniform
 
 
 @dataclass(frozen=True, slots=True)
 class Halving:
-    """When runs are compared, and how many of them go on (`early_terminate: {type: hyperband}`)."""
+    """Successive halving of runs (`early_terminate: {type: hyperband}`)."""
 
-    min_iter: (
-        int  # how often a run has logged the metric when it is compared first; then `eta` times as often, and so on
-    )
-    eta: int  # of those that are compared, 1/eta go on
+    min_iter: int  # logged values before the first comparison; each later comparison needs `eta` times as many
+    eta: int  # each comparison keeps 1/eta of the runs
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What a file says."""
+    """A parsed sweep file."""
 
     path: Path
-    text: str  # the file as it is
+    text: str  # content of the file
     name: str
     command: Sequence[Any]
     method: str  # one of METHODS
-    metric: str  # what runs are compared by
-    maximize: bool  # W&B minimizes where a file says nothing
+    metric: str  # the metric that ranks runs
+    maximize: bool  # W&B's default is to minimize
     parameters: Sequence[Parameter]
-    num_runs: int  # how many there will be
+    num_runs: int  # planned number of runs
     halving: Halving | None
 
     @property
     def varied_parameters(self) -> list[Parameter]:
-        """Returns the parameters that are not the same for all runs."""
+        """The parameters with more than one value."""
         return [each for each in self.parameters if len(each.values) != 1]
 
 
 def sweep_files() -> dict[str, Path]:
-    """Returns the files of our sweeps by their names ("sweeps/tiny_lr"), sorted by name."""
+    """Returns the shipped sweep files by name ("sweeps/tiny_lr"), sorted by name."""
     return {name: path for name, path in config_files(package_folder("configs")).items() if name.startswith("sweeps/")}
 
 
 def find_sweep_file(given: str) -> Path:
-    """Returns the file of a sweep, which is given by its path, or by its name if it is ours.
+    """Returns the path of a sweep file, given by its path or by the name of a shipped sweep.
 
     Raises:
-        ValueError: there is no such file. The message gives the nearest name.
+        UsageError: the file is not found. The message suggests the nearest name.
     """
     ours = {name: path for full, path in sweep_files().items() for name in (full, full.removeprefix("sweeps/"))}
     path = Path(given) if Path(given).is_file() else ours.get(given)
     if path is None:
-        hint = _hint(given, ours, "`torchtune-ext sweeps` lists ours")
-        raise UsageError(f"{given}: no such file, seen from {Path.cwd()}, and no sweep of ours; {hint}")
+        hint = _hint(given, ours, "`torchtune-ext sweeps` lists the shipped sweeps")
+        raise UsageError(f"{given}: file not found from {Path.cwd()}, and not a shipped sweep; {hint}")
     return path
 
 
 def read_sweep(path: Path) -> Sweep:
-    """Reads a file.
+    """Reads a sweep file.
 
     Raises:
-        ValueError: it is no sweep, or none that runs here. The message names the file, the key and the fix.
+        UsageError: the file is not a sweep, or uses an unsupported feature.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -114,33 +112,34 @@ def read_sweep(path: Path) -> Sweep:
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
     except yaml.YAMLError as error:
-        raise UsageError(f"{path}: no YAML: {' '.join(str(error).split())[:300]}") from None
+        raise UsageError(f"{path}: invalid YAML: {' '.join(str(error).split())[:300]}") from None
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
 
 
 def _hint(name: Any, known: Iterable[str], otherwise: str = "") -> str:
     near = closest_match(str(name), known)
-    return f"did you mean {near}?" if near else otherwise or f"there are {', '.join(known)}"
+    return f"did you mean {near}?" if near else otherwise or f"expected one of {', '.join(known)}"
 
 
 def _parse_sweep(path: Path, text: str, given: Any) -> Sweep:
     if not isinstance(given, dict) or not given:
-        raise UsageError("no sweep: it holds no keys; begin with a copy of one of ours (`torchtune-ext sweeps`)")
+        raise UsageError("not a sweep: expected a mapping of keys. Fix: copy a shipped sweep (`torchtune-ext sweeps`)")
     known = [*SWEEP_KEYS, *SERVER_KEYS]
     for key in given:
         if key not in known:
             raise UsageError(f"unknown key {key!r}; {_hint(key, known)} (`wandb sweep` may know more)")
-    # Where a file names no command, W&B's own ends with words that no recipe reads.
+    # W&B's default command ends with ${args}, which recipes do not read.
     method, command, metric = str(given.get("method")), given.get("command", ["${args}"]), given.get("metric")
     if method not in METHODS:
         raise UsageError(f"method: {method}: {_hint(method, METHODS)}")
     if (method != "grid" or "early_terminate" in given) and find_spec("optuna") is None:
         raise UsageError(
-            "method: random, bayes and early_terminate need Optuna: pip install 'torchtune-ext[sweep]'; a grid needs nothing"
+            "method: random, bayes and early_terminate need Optuna. Fix: pip install 'torchtune-ext[sweep]', or set "
+            "method: grid"
         )
     if not isinstance(command, list) or not command:
-        raise UsageError(f"command: must be a list of words: {COMMAND_EXAMPLE}")
+        raise UsageError(f"command: must be a list of arguments: {COMMAND_EXAMPLE}")
     target = metric if isinstance(metric, dict) else {}
     goal = target.get("goal", "minimize")
     if (
@@ -173,9 +172,11 @@ def _count_runs(method: str, parameters: Sequence[Parameter], cap: Any) -> int:
         count = len(grid_points(parameters))
         return min(count, cap or count)
     if all(len(each.values) == 1 for each in parameters):
-        raise UsageError(f"parameters: all of them are fixed, so method: {method} has nothing to choose")
+        raise UsageError(f"parameters: all of them are fixed, but method: {method} needs one with several values")
     if cap is None:
-        raise UsageError(f"run_cap is missing: method: {method} draws without end; say how many, as in run_cap: 20")
+        raise UsageError(
+            f"run_cap is missing: method: {method} has no last point. Fix: set the number of runs, e.g. run_cap: 20"
+        )
     return cap
 
 
@@ -192,16 +193,20 @@ def _parse_halving(given: Any) -> Halving:
         or eta < 2
     ):
         raise UsageError(
-            f"early_terminate: {given}: write {{type: hyperband, min_iter: 3, eta: 3}}, with whole numbers from 1 and from 2 on"
+            f"early_terminate: {given}: write {{type: hyperband, min_iter: 3, eta: 3}}, with integers "
+            "min_iter >= 1 and eta >= 2"
         )
     return Halving(first, eta)
 
 
 def parse_parameters(node: Any) -> list[Parameter]:
-    """Reads the node `parameters` of a sweep's file. Returns them sorted by name, the order in which W&B passes them on.
+    """Reads the section `parameters` of a sweep file.
+
+    Returns:
+        The parameters sorted by name, the order in which W&B passes them.
 
     Raises:
-        ValueError: a parameter is none of W&B's, or is one that is not drawn here. The message names it and the fix.
+        UsageError: a parameter is invalid, or has an unsupported distribution.
     """
     if not isinstance(node, dict) or not node:
         raise UsageError("parameters: needs at least one, for instance optimizer.lr: {values: [1.0e-3, 2.0e-3]}")
@@ -209,7 +214,7 @@ def parse_parameters(node: Any) -> list[Parameter]:
 
 
 def _parse_parameter(name: str, given: Any) -> Parameter:
-    # Without a `distribution`, W&B chooses it by the keys.
+    # Without `distribution`, W&B infers it from the keys.
     node = given if isinstance(given, dict) else {}
     node = {key: _parse_number(each) if key in ("min", "max") else each for key, each in node.items()}
     keys, kind = node.keys() - {"distribution"}, node.get("distribution")
@@ -234,36 +239,40 @@ def _unique_values(given: Sequence[Any]) -> list[Any]:
 
 
 def _parse_number(value: Any) -> Any:
-    # YAML 1.1 reads 1e-5 as a text, because it has no dot. A run reads it as a number.
+    # YAML 1.1 reads 1e-5 as a string, because it has no dot. A run reads it as a number.
     return float(value) if isinstance(value, str) and _FLOAT_WITHOUT_DOT.fullmatch(value) else value
 
 
 def grid_points(parameters: Sequence[Parameter]) -> list[Point]:
-    """Returns every combination, in W&B's order: the last parameter changes first.
+    """Returns every combination, in W&B's order: the last parameter changes fastest.
 
     Raises:
-        ValueError: a parameter has endlessly many values, or there are more than MOST points.
+        UsageError: a parameter is a range of floats, or the grid exceeds MAX_GRID_POINTS.
     """
     for each in parameters:
         if not each.values:
             raise UsageError(
-                f"parameters: {each.name}: method: grid takes value, values, and whole numbers from min to max, not every "
-                "number between two; list its values, or write method: random"
+                f"parameters: {each.name}: method: grid takes value, values, or integers min and max, not a range of "
+                "floats. Fix: list its values, or set method: random"
             )
     if math.prod(len(each.values) for each in parameters) > MAX_GRID_POINTS:
         raise UsageError(
-            f"parameters: the grid has more than {MAX_GRID_POINTS:,} points; list fewer values, or draw: method: random"
+            f"parameters: the grid has more than {MAX_GRID_POINTS:,} points; list fewer values, or set method: random"
         )
     names = [each.name for each in parameters]
     return [dict(zip(names, point, strict=True)) for point in product(*(each.values for each in parameters))]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", help="print this one; `> my_sweep.yaml` copies it")
+    parser.add_argument("name", nargs="?", help="sweep to print; `> my_sweep.yaml` copies it")
 
 
 def main(args: argparse.Namespace) -> int:
-    """`torchtune-ext sweeps`: lists our sweeps, or prints one of them. Raises ValueError for an unknown name."""
+    """`torchtune-ext sweeps`: lists the shipped sweeps, or prints one.
+
+    Raises:
+        UsageError: the name is unknown.
+    """
     if args.name:
         print(find_sweep_file(args.name).read_text(encoding="utf-8"), end="")
         return 0

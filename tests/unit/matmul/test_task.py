@@ -92,10 +92,10 @@ def visit(task, *results, index=0, cursor=0):
         ({"kernels": {"dgemm": "64"}}, "task.kernels.dgemm='64': a size is a whole number"),
         ({"kernels": {"dgemm": None}}, "task.kernels.dgemm=None: a size is a whole number"),
         ({"kernels": {"dgemm": 2**31}}, "task.kernels.dgemm=2147483648: Dgemm.timed: .* must be an int from 1 to"),
-        ({"kernels": {"dgemm": [64, 64]}}, "task.kernels: dgemm-64-64-64 is asked for twice"),
+        ({"kernels": {"dgemm": [64, 64]}}, "task.kernels: dgemm-64-64-64 is listed twice"),
         (
             {"kernels": {"sort": 64}},
-            "task.kernels: there is no kernel 'sort'; use dgemm, gemv, reduction, or the",
+            "task.kernels: unknown kernel 'sort'; use dgemm, gemv, reduction, or the",
         ),
         ({"kernels": {"no.such": 64}}, "task.kernels='no.such': there is no module 'no'"),
         (
@@ -268,7 +268,9 @@ def test_matmul_archive_keeps_timed_programs_in_folder(tmp_path, caplog):
     # A folder that cannot be written to costs a warning, not the run.
     with caplog.at_level(logging.WARNING):
         task.observe(6, [visit(task, result(ratio=16.0))], tmp_path / ARCHIVE_FILE)
-    assert f"cannot write {tmp_path / ARCHIVE_FILE / ARCHIVE_FILE}" in caplog.text and "The run goes on" in caplog.text
+    assert (
+        f"cannot write {tmp_path / ARCHIVE_FILE / ARCHIVE_FILE}" in caplog.text and "The run continues" in caplog.text
+    )
     assert len(task.archive) == 3
 
 

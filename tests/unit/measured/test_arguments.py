@@ -41,26 +41,26 @@ def test_kernels_that_are_shipped_are_sound(name):
 def test_a_kernel_that_lacks_something(nothing_starts, attribute):
     Lacking = type("Lacking", (Dgemm,), {attribute: None})
     is_text = attribute in ("name", "question", "naive")
-    words = f"Lacking.{attribute}: is missing" if is_text else "Lacking is no kernel: TypeError: 'NoneType' object"
+    words = f"Lacking.{attribute}: is missing" if is_text else "Lacking is not a kernel: TypeError: 'NoneType' object"
     refused(words, kernel=Lacking(64))
 
 
-NAMES = ": name, size_names and parameters must be names of C, at most 8 arguments and each once"
+NAMES = ": name, size_names and parameters must be C names, at most 8 arguments and each once"
 KERNEL_FAULTS = {
     "no name of C": ({"name": "d gemm"}, NAMES),
     "no output": ({"parameters": (Parameter("A"), Parameter("B"))}, ".parameters: needs an input and an output"),
     "another parameter": ({"parameters": (Parameter("X"), Parameter("C", True))}, ".shapes: is {'A': (1, 1), "),
     "much": ({"parameters": (*Dgemm.parameters, *map(Parameter, "DEF"))}, NAMES),
     "no work": ({"operations": lambda self, size: -1}, ".operations: is -1"),
-    "no result": ({"reference": lambda self, size, inputs: {}}, " is no kernel: KeyError: 'C'"),
+    "no result": ({"reference": lambda self, size, inputs: {}}, " is not a kernel: KeyError: 'C'"),
     "a result of another shape": ({"reference": lambda self, size, inputs: {"C": np.ones(3)}}, ".reference: has no array C of shape (1, 1)"),
     "no bound": ({"bound": lambda self, size, inputs: {"C": 0.0}}, ".bound: has no array C of shape (1, 1)"),
     "a bound of infinity": ({"bound": lambda self, size, inputs: {"C": np.full((1, 1), np.inf)}}, ".bound: C must be finite"),
     "a bound below 0": ({"bound": lambda self, size, inputs: {"C": np.full((1, 1), -1.0)}}, ".bound: C must be finite"),
-    "a reference that fails": ({"reference": lambda self, size, inputs: inputs["q"]}, " is no kernel: KeyError: 'q'"),
-    "work of nothing": ({"operations": lambda self, size: None}, " is no kernel: TypeError: '>=' not supported"),
-    "shapes of numbers": ({"shapes": lambda self, size: {"A": 1, "B": 1, "C": 1}}, " is no kernel: TypeError: 'int' object"),
-    "words for parameters": ({"parameters": ("A", "B", "C")}, " is no kernel: AttributeError: 'str' object"),
+    "a reference that fails": ({"reference": lambda self, size, inputs: inputs["q"]}, " is not a kernel: KeyError: 'q'"),
+    "work of nothing": ({"operations": lambda self, size: None}, " is not a kernel: TypeError: '>=' not supported"),
+    "shapes of numbers": ({"shapes": lambda self, size: {"A": 1, "B": 1, "C": 1}}, " is not a kernel: TypeError: 'int' object"),
+    "words for parameters": ({"parameters": ("A", "B", "C")}, " is not a kernel: AttributeError: 'str' object"),
     "one name twice": ({"size_names": ("m", "m", "k")}, NAMES),
     "no size": ({"size_names": ()}, ".parameters: needs an input and an output, and size_names at least one name"),
     "numbers forbidden": ({"forbidden": (1,)}, ".forbidden: must be names"),
@@ -79,7 +79,7 @@ def test_a_kernel_that_contradicts_itself(nothing_starts, case):
 def test_kernel_zero_size_is_refused(nothing_starts, name, size):
     kernel = KERNELS[name](size)
     refused(
-        f"{type(kernel).__name__}.timed: {kernel.size_names[0]} is {size}, and must be an int from 1 to 2147483647",
+        f"{type(kernel).__name__}.timed: {kernel.size_names[0]} is {size}; expected an int from 1 to 2147483647",
         kernel=kernel,
     )
 
@@ -106,7 +106,7 @@ def test_bench_invalid_compiler_is_rejected(tmp_path, text):
     program = tmp_path / "gcc"
     program.write_text(text)
     program.chmod(0o755)
-    with pytest.raises(ValueError, match="compiler: .*/gcc is none, since .*/gcc --version fails"):
+    with pytest.raises(ValueError, match="compiler: .*/gcc is not a compiler: .*/gcc --version fails"):
         Compiler.find(str(program))
 
 

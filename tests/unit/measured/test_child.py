@@ -176,7 +176,7 @@ def test_outputs_are_poisoned_before_each_call(run):
         ("quit", True, "runtime_error", "ended the process by itself"),
         ("crash", True, "runtime_error", "SIGSEGV"),
         ("give_up", True, "runtime_error", "SIGABRT"),
-        ("chat", True, "runtime_error", "nobody had asked"),
+        ("chat", True, "runtime_error", "unsolicited answer"),
     ],
 )
 def test_failures(run, name, at_end, outcome, words):

@@ -156,7 +156,7 @@ HOLD = """
 import sys
 from torchtune_ext.run.folder import RunFolder
 folder = RunFolder(sys.argv[1])
-folder.begin({"who": "holder"}, resuming=False)
+folder.start_run({"who": "holder"}, resuming=False)
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -386,7 +386,7 @@ if os.getuid() == 0:
     os.setuid(65534)
 for path in sys.argv[1:]:
     try:
-        RunFolder(path).begin({}, resuming=False)
+        RunFolder(path).start_run({}, resuming=False)
         print("taken")
     except OSError as error:
         print(error)

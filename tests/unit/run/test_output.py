@@ -17,13 +17,13 @@ logging.basicConfig(filename=sys.argv[1])
 from torchtune_ext.telemetry.progress import Progress
 os.write(2, b"begins")
 progress = Progress(total_steps=3, bars=len(sys.argv) > 2)
-progress.summary(1, {"reward/mean": 0.5, "time/step": 1.0})
+progress.log_step(1, {"reward/mean": 0.5, "time/step": 1.0})
 sys.stdin.readline()  # the reader is gone now
 for step in (2, 3):
-    with progress.sampling(4) as bar:
+    with progress.sampling_bar(4) as bar:
         for _ in range(4):
             bar.add(1, 10)
-    progress.summary(step, {"reward/mean": 0.5, "time/step": 1.0})
+    progress.log_step(step, {"reward/mean": 0.5, "time/step": 1.0})
 assert bar.count == 4
 print("of others")  # into a buffer, which is written at the end of the interpreter
 open(sys.argv[1], "a").write("came to its end\\n")
@@ -73,7 +73,7 @@ open(sys.argv[1], "w").write("end")
 
 
 def test_a_process_without_standard_output(tmp_path):
-    code = 'from torchtune_ext.telemetry.progress import Progress; p = Progress(); p.summary(1, {"time/step": 1.0}); p.sampling(1).add()'
+    code = 'from torchtune_ext.telemetry.progress import Progress; p = Progress(); p.log_step(1, {"time/step": 1.0}); p.sampling_bar(1).add()'
     done = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" >&- 2>&-', sys.executable, code], timeout=60)
     assert done.returncode == 0
 

@@ -143,7 +143,7 @@ def test_a_quiet_end_lets_processes_clean_up(tmp_path):
 def test_process_close_does_not_wait_for_hung_call(processes):
     child = answer(processes, "starts_a_child")
     hanging = processes.submit(("sleeps", 600), 600.0, print)
-    wait_until(lambda: processes._workers[0].item is not None)  # else the process would end by itself
+    wait_until(lambda: processes._workers[0].call is not None)  # else the process would end by itself
     begin = time.monotonic()
     processes.close(RuntimeError("closed"), grace_s=0.5)
     assert 0.4 < time.monotonic() - begin < 10 and not processes.folder.exists()
@@ -155,8 +155,8 @@ def test_process_close_does_not_wait_for_hung_call(processes):
 KILLED = f"""
 import sys, time, cloudpickle
 sys.path[:0] = {[str(Path(__file__).parent), str(Path(waiting.__file__).parents[1])]!r}
-from test_processes import Processes, Target, answer
-processes = Processes(cloudpickle.dumps(Target()), 1, "testing", "target")
+from test_processes import ProcessPool, Target, answer
+processes = ProcessPool(cloudpickle.dumps(Target()), 1, "testing", "target")
 print(processes.pids()[0], answer(processes, "starts_a_child"), answer(processes, "folder"), flush=True)
 time.sleep(600)
 """

@@ -24,19 +24,19 @@ def stuck():
     ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
 def steps(seconds, count=100):
-    stop.begin_steps()
+    stop.defer_sigterm()
     print("begun", flush=True)
     for step in range(count):
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(0.01)
         print(f"step {step}", flush=True)
-        if stop.agreed(lambda mine: mine):
-            with stop.saving():
+        if stop.agree_to_stop(lambda mine: mine):
+            with stop.protect_save():
                 time.sleep(SAVING)
                 print("saved", flush=True)
             time.sleep(0.3)  # other work after it, such as a line of metrics
-            stop.leave()
+            stop.raise_stopped()
 
 def closing(seconds):
     stop.begin_cleanup()
@@ -51,7 +51,7 @@ with StopSignals(GRACE, lambda: "It stood there.", reaction_s=REACTION) as stop:
     except RunStopped as stopped:
         closing(CLOSING)
         with contextlib.suppress(OSError):
-            os.write(2, f"{stopped.signal.name} orderly={stopped.orderly}\\n".encode())
+            os.write(2, f"{stopped.signal.name} orderly={stopped.at_step_end}\\n".encode())
         sys.exit(128 + stopped.signal)
 print("well")
 """
@@ -128,8 +128,8 @@ def test_stop_checkpoint_write_may_exceed_grace_time():
 
 def test_stop_periodic_checkpoint_write_is_finished():
     work = """
-        stop.begin_steps()
-        with stop.saving():
+        stop.defer_sigterm()
+        with stop.protect_save():
             print("saving", flush=True)
             time.sleep(1.5)
             print("saved", flush=True)
@@ -167,12 +167,12 @@ def test_stop_signal_of_forked_child_is_ignored(number, code):
 
 def test_the_error_travels_between_ranks():
     stopped = pickle.loads(pickle.dumps(RunStopped(signal.SIGTERM, at_step_end=True)))
-    assert (stopped.signal, stopped.orderly, str(stopped)) == (signal.SIGTERM, True, "stopped by SIGTERM")
+    assert (stopped.signal, stopped.at_step_end, str(stopped)) == (signal.SIGTERM, True, "stopped by SIGTERM")
 
 
 @pytest.mark.parametrize("standing", ["lambda: 1 / 0", "stuck"])
 def test_stop_failing_status_message_still_ends_run(standing):
-    process = begun(f"stop.standing = {standing}; stop.begin_steps(); stuck()", grace=0.3, reaction=0.3)
+    process = begun(f"stop.status_message = {standing}; stop.defer_sigterm(); stuck()", grace=0.3, reaction=0.3)
     process.send_signal(signal.SIGTERM)
     assert end(process)[0] == 143
 
@@ -188,7 +188,7 @@ def test_ctrl_c_after_sigterm_no_longer_waits():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stop_main_thread_stuck_in_c_is_ended(number):
-    process = begun("stop.begin_steps(); stuck()", grace=0.5, reaction=0.3)
+    process = begun("stop.defer_sigterm(); stuck()", grace=0.5, reaction=0.3)
     time.sleep(0.2)  # until it waits for the mutex, in C
     process.send_signal(number)
     status, _, err = end(process)

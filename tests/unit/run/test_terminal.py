@@ -16,7 +16,7 @@ from torchtune_ext.run.errors import UsageError, report_errors
 from torchtune_ext.run.output import format_labels, print_text
 from torchtune_ext.telemetry.progress import Progress
 progress = Progress(total_steps=3)
-progress.summary(1, {"reward/mean": 0.5, "mismatch/mean_abs": 1e-3, "time/step": 1.0})
+progress.log_step(1, {"reward/mean": 0.5, "mismatch/mean_abs": 1e-3, "time/step": 1.0})
 print_text(format_labels([("objective", "a text of some twenty words " * 4), ("files", "runs/tiny")]))
 with report_errors():
     raise UsageError("a mistake")

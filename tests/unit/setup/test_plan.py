@@ -161,7 +161,7 @@ def test_servers_of_several_machines_are_counted(seven):
     assert both.fits and "GPUs: 12 train, 4 serve (2 servers of 2)" in plan_table(both, "x")
     assert "each server takes 70.9 GiB" in text
     names = ("processes of ranks and engine (allowance)", "largest tensor on each rank, while weights are read")
-    assert [both.host_rows[name] for name in names] == [(12 * 2 + 2 * (1 + 2 * 2)) * GIB, 12 * 2 * seven.largest]
+    assert [both.host_rows[name] for name in names] == [(12 * 2 + 2 * (1 + 2 * 2)) * GIB, 12 * 2 * seven.largest_param]
 
 
 def test_plan_too_few_gpus_does_not_fit(seven):
@@ -172,7 +172,7 @@ def test_plan_too_few_gpus_does_not_fit(seven):
 
 
 def test_plan_nccl_server_reserves_sender_memory_on_rank0(seven):
-    name, largest = "sender of weights, only on rank 0's GPU (allowance)", 2 * seven.largest
+    name, largest = "sender of weights, only on rank 0's GPU (allowance)", 2 * seven.largest_param
     server = replace(OWN, devices=None, address="http://a:1")
     # A context and NCCL's buffers; a pack of more than 1 GiB that is made of its tensors while another is on its way.
     need = 2 * CUDA_CONTEXT_BYTES + 3 * (GIB + largest)
@@ -201,7 +201,7 @@ def test_states_are_sharded_within_so_many_devices(seven):
     assert rows(world_size=16, shard_within=16) == rows(world_size=16) == rows(world_size=16, shard_within=None)
     # 16 bytes for each parameter: float32 master, gradient and two moments.
     states = ("weights, float32 master", "gradients, float32", "state of the optimizer")
-    assert sum(rows(world_size=16, shard_within=4)[name] for name in states) == 16 * seven.total // 4
+    assert sum(rows(world_size=16, shard_within=4)[name] for name in states) == 16 * seven.total_params // 4
     # Fewer devices than that hold all states together.
     assert rows(world_size=2, shard_within=8) == rows(world_size=2)
 
@@ -223,7 +223,7 @@ def test_plan_sharding_within_machine_uses_more_memory(seven):
 def test_plan_main_memory_includes_swapped_weights(seven, machine, trainers, within, copies):
     plan = planned(seven, machine, trainers=trainers, shard_within=within, reference=True)
     # Master weights and reference, 4 bytes each.
-    assert plan.host_rows["reference and weights swapped out, float32"] == 8 * seven.total * copies
+    assert plan.host_rows["reference and weights swapped out, float32"] == 8 * seven.total_params * copies
 
 
 def test_plan_cpu_engine_uses_requested_cache_size(seven):
@@ -240,7 +240,7 @@ def test_plan_sleeping_engine_shares_gpu_with_trainer(seven):
     # The trainer's peak beside what sleeps is higher than the engine beside the trainer's weights and moments.
     assert turns.device_bytes == alone + CUDA_CONTEXT_BYTES + CUDA_GRAPH_BYTES < beside.device_bytes
     awake = planned(seven, "1x192", replace(engine, sleep=True, gpu_memory_utilization=0.9))
-    resting = 1.05 * (4 + 8) * seven.total + CUDA_CONTEXT_BYTES
+    resting = 1.05 * (4 + 8) * seven.total_params + CUDA_CONTEXT_BYTES
     assert awake.device_bytes == pytest.approx(awake.engine_bytes + resting, abs=1e6)
 
 
@@ -252,7 +252,7 @@ def needed(sizes, folder, steps, evaluated, **config):
     settings = dict(
         output_dir=str(folder), max_steps=steps, evaluation=evaluation, checkpoints=CheckpointConfig(**config)
     )
-    return disk_need(replace(CONFIG, **settings), sizes.total, sizes.trained, sizes.dtype)
+    return disk_need(replace(CONFIG, **settings), sizes.total_params, sizes.trained, sizes.dtype)
 
 
 @pytest.mark.parametrize("save_optimizer", [True, False])

@@ -156,7 +156,7 @@ from torchtune_ext.telemetry.metrics import MetricLogger
 from torchtune_ext.telemetry.sinks import LoggingConfig
 
 folder = RunFolder(sys.argv[1])
-run = folder.begin({"seed": 1}, resuming=False)
+run = folder.start_run({"seed": 1}, resuming=False)
 metrics = MetricLogger(folder.path, LoggingConfig(to=("wandb",)), run, status=lambda: 143)
 for step in (1, 2, 3):
     metrics.log(step, {"reward/mean": step / 4, "loss/total": float("nan"), "eval/accuracy_sampled": 0.1 * step})

@@ -1,4 +1,4 @@
-"""Learning from measured speed: what a program does, programs to begin with, stages, rewards, the fastest ones, the prompts."""
+"""Training on measured speed: tasks, warm-up programs, curriculum, rewards, archive and prompts."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,8 @@ __all__ = ["CompileAndFix", "Matmul", "Programs"]
 
 
 def __getattr__(name: str) -> Any:
-    # The tasks are imported only on demand, so that the archive of a run can be read without the parser of programs.
+    # The tasks are imported on demand, so that the archive of a run can be read without the C
+    # parser.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     file = {"CompileAndFix": "compile_and_fix", "Matmul": "task", "Programs": "programs"}[name]

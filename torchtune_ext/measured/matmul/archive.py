@@ -1,7 +1,8 @@
-"""The fastest program of each cell: of one problem on one machine, one set of techniques, and one band of speed.
+"""The archive of the fastest program per cell: machine, problem, set of techniques, speed band.
 
-Quality-diversity search keeps many kinds of good solutions, since the way to the best one may lead through another
-kind. The paper (arXiv 2602.12049) names the idea but describes no archive, so cells and rules are our own design.
+Quality-diversity search keeps many kinds of good solutions, since the path to the best one may lead
+through another kind. The paper (arXiv 2602.12049) names the idea but does not describe an archive,
+so cells and rules are our own design.
 """
 
 import json
@@ -15,31 +16,32 @@ ARCHIVE_FILE = "archive.jsonl"  # in the folder of a run
 
 @dataclass(frozen=True, slots=True)
 class ArchiveEntry:
-    """A program that is right, with its measured speed."""
+    """A correct program with its measured speed."""
 
-    machine: str  # its fingerprint: speeds of two machines are not compared
+    machine: str  # fingerprint; speeds of different machines are not comparable
     kernel: str
-    size: tuple[tuple[str, int], ...]  # the timed one, ("m", 256) and so on
+    size: tuple[tuple[str, int], ...]  # timed size, e.g. (("m", 256), ...)
     techniques: tuple[str, ...]  # sorted
     source: str
-    ratio: float  # how many times faster than the naive program beside it
-    spread: float  # half of the 95% interval of that, as a share
+    ratio: float  # speedup over the naive program, timed in the same blocks
+    spread: float  # relative half-width of the ratio's 95% interval
     gflops: float
-    found: int  # when: the step of the run, or any number that grows
+    found: int  # step of the run, or any increasing number
 
     def __post_init__(self) -> None:
-        # JSON gives lists, and callers give techniques in any order. One form makes equal entries equal.
+        # JSON yields lists, and callers pass techniques in any order. The canonical form makes
+        # equal entries equal.
         object.__setattr__(self, "size", tuple((name, int(number)) for name, number in dict(self.size).items()))
         object.__setattr__(self, "techniques", tuple(sorted(set(self.techniques))))
 
     @property
     def cell(self) -> tuple[Any, ...]:
-        """The key of its cell. The last part, the band, is 0 from the naive speed to twice that."""
+        """The key of the cell. Its last item, the speed band, is 0 for ratios in [1, 2)."""
         return self.machine, self.kernel, self.size, self.techniques, math.floor(math.log2(self.ratio))
 
     @property
     def speedup_low(self) -> float:
-        """The lower end of the interval of the ratio."""
+        """The lower end of the ratio's 95% interval."""
         return self.ratio * (1 - self.spread)
 
     @property
@@ -64,8 +66,13 @@ class Archive:
         return (entry for _, entry in sorted(self._elites.items()))
 
     def add(self, entry: ArchiveEntry) -> bool:
-        """Adds a program if its cell is empty or the elite there is surely slower. Returns whether it was added."""
-        # Only a program whose interval lies above the elite's replaces it, so noise replaces nothing.
+        """Adds a program if its cell is empty or has a significantly slower elite.
+
+        Returns:
+            Whether the program was added.
+        """
+        # The program's interval must lie above the elite's interval, so noise never replaces an
+        # elite.
         elite = self._elites.get(entry.cell)
         if elite is not None and entry.speedup_low <= elite.speedup_high:
             return False
@@ -73,10 +80,10 @@ class Archive:
         return True
 
     def dumps(self) -> str:
-        """Makes the text of the file, an entry a line. The same archive gives the same text."""
+        """Returns the text of the file, one entry per line. Equal archives yield equal texts."""
         return "".join(json.dumps(asdict(entry)) + "\n" for entry in self)
 
     @classmethod
     def loads(cls, text: str) -> "Archive":
-        """Reads what `dumps` made."""
+        """Parses the output of `dumps`."""
         return cls(ArchiveEntry(**json.loads(line)) for line in text.splitlines())

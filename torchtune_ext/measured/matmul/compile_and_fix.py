@@ -1,12 +1,12 @@
-"""Compile and fix: a conversation in which a program is written, checked, and mended by what the compiler and the test said.
+"""Compile and fix: a multi-turn task in which the model repairs its program from error messages.
 
     user       Write a function in C ...
     assistant  ```c ... ```
-    user       compile_error: program.c:4:27: error: expected ';' before '}' token ... Write the whole program again.
-    assistant  ```c ... ```
+    user       compile_error: program.c:4:27: error: expected ';' before '}' token ... Write the
+    whole program again. assistant  ```c ... ```
 
-Programs are checked as for `Matmul` (measured/check.py), in the process of the environment, and are not timed. A right
-program is rewarded, however many turns it took.
+Programs are checked as for `Matmul` (measured/check.py), in the process of the environment, and are
+not timed. The reward of a correct program does not depend on the number of turns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,20 +20,21 @@ from torchtune_ext.measured.matmul.task import ALL_STAGE, PROMPT_KINDS, make_ker
 from torchtune_ext.measured.sandbox import SandboxError
 from torchtune_ext.tasks.task import Message, Problem, Turn, require_choice
 
-MAX_FEEDBACK_CHARS = 600  # of what a turn reads about its program: the first errors, which cause the others
+MAX_FEEDBACK_CHARS = 600  # per turn; the first errors usually cause the others
 
 
 class CompileAndFix:
     """The task.
 
     Args:
-        kernels: what to ask for, and at which sizes, as in `Matmul`.
-        max_turns: programs that a conversation may have.
-        prompt: "long", in words; "short" for a model that was warmed up on it (programs.py).
-        compiler: "gcc" or "clang", or a path; None: as found.
+        kernels: kernel name -> size or sizes, as in `Matmul`.
+        max_turns: maximum number of programs per episode.
+        prompt: "long" describes the problem; "short" is for a model after the warm-up
+            (programs.py).
+        compiler: "gcc", "clang" or a path. None selects the first one on PATH.
 
     Raises:
-        ValueError: an argument is out of its range, or there is no compiler.
+        UsageError: an argument is invalid, or the compiler is not found.
     """
 
     def __init__(
@@ -59,25 +60,29 @@ class CompileAndFix:
         return CompileAndFixEnv(self._kernels[problem.answer], self._compiler)
 
     def solution(self, problem: Problem) -> list[Message]:
-        """Returns a conversation in which the first program, the kernel's own, is right."""
+        """Returns an episode whose first program, the kernel's naive program, is correct."""
         return [{"role": "assistant", "content": f"```c\n{self._kernels[problem.answer].naive}```"}]
 
 
 class CompileAndFixEnv:
-    """The environment. The reward is 1 for a program that is right, else 0."""
+    """The environment. The reward is 1 for a correct program, else 0."""
 
     def __init__(self, kernel: Kernel, compiler: Compiler) -> None:
         self._kernel, self._compiler = kernel, compiler
 
     def step(self, message: Message) -> Turn:
-        """Raises SandboxError, OSError: the machine failed, and nothing is known about the program."""
+        """Checks the program of a turn.
+
+        Raises:
+            SandboxError, OSError: the machine failed; the result of the program is unknown.
+        """
         key = problem_id(self._kernel)
         try:
             if key not in CHECKERS:
                 CHECKERS[key] = Checker(self._kernel, self._compiler)
             verdict = CHECKERS[key].check(message["content"])
         except (SandboxError, OSError):
-            # The checker may be broken, so the next turn makes another one.
+            # The checker may be broken, so the next turn creates a new one.
             CHECKERS.drop(key)
             raise
         parts = {"accuracy": float(verdict.outcome == "ok"), "compiled": float(verdict.stage == "verify")}

@@ -1,7 +1,8 @@
-"""The task of the warm-up: programs for C = A B, good and broken ones, each asked for by a stage that permits it.
+"""The SFT warm-up task: correct and broken programs for C = A B, each with a matching prompt.
 
-Program i of a family is a pure function of (seed, i). Its outcome and its techniques are known by construction. The
-median program has 320 characters, which is 73 tokens of a tokenizer with 512 words (`policy.scratch.make_tokenizer`).
+Program i of a family is a pure function of (seed, i). Its outcome and its techniques are known by
+construction. The median program has 320 characters, or 73 tokens with a vocabulary of 512
+(`policy.scratch.make_tokenizer`).
 """
 
 import random
@@ -17,25 +18,27 @@ from torchtune_ext.measured.matmul.writers import WRITERS, ZERO_OUTPUT
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.tasks.task import ENDLESS_LENGTH, Problem, Score, require_index, require_share
 
-# The first stage permits the fewest programs, one in 40. So many draws miss all of them with probability e^-25.
+# The first stage permits the fewest programs, 1 in 40. All of MAX_DRAWS draws miss with probability
+# e^-25.
 MAX_DRAWS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A way to break a program, and what the checker then says."""
+    """A way to break a program, and the resulting outcome."""
 
     description: str
     outcome: str  # one of check.OUTCOMES
-    pattern: str  # a regular expression; the fault fits where the source has it
+    pattern: str  # regular expression of the text to replace
     replacement: str
-    is_last: bool = False  # the last such place, else the first
-    excluded_by: str = "\0"  # a source that has this is not sure to be wrong
+    is_last: bool = False  # whether to replace the last match and not the first
+    excluded_by: str = "\0"  # the fault is unreliable in a source with this text
 
 
 _HEAD = r"(void dgemm\([^)]*\)\{\n)"
-# Wrong bounds compute too little, since a program that goes beyond an array may crash or only be wrong. Where vectors
-# do most of the work, some faults would only touch the edge, which not every size has.
+# Wrong bounds compute too little, since the outcome of an out-of-bounds access is undefined (a
+# crash or a wrong result). In vectorized programs, some faults would affect only the remainder
+# loop, which not every size runs.
 FAULTS = (
     Fault("a semicolon is missing", "compile_error", r";\n", r"\n"),
     Fault("the last brace is missing", "compile_error", r"\}\n$", r"\n", is_last=True),
@@ -63,32 +66,32 @@ class Program:
     """One program of a family."""
 
     source: str
-    outcome: str  # what the checker says of `text`
-    techniques: frozenset[str]  # that it uses, or did before it was broken
+    outcome: str  # the checker's outcome of `answer`
+    techniques: frozenset[str]  # of the program before the fault
 
     @property
     def answer(self) -> str:
-        """The answer of a model that writes it."""
+        """A model's answer with this program."""
         return f"```\n{self.source}" + ("```" if self.outcome != "format" else "")
 
 
 class ProgramFamily:
-    """The programs that are drawn with one seed.
+    """The random programs of one seed.
 
     Args:
-        seed: programs of two seeds are drawn independently.
-        broken: the share that is wrong in some way.
-        weights: {name of a writer: how often it is chosen beside the others}; those not named are chosen as WRITERS says.
+        seed: programs of different seeds are independent.
+        broken: share of broken programs, in [0, 1].
+        weights: {writer name: relative frequency}. Other writers keep their weight in WRITERS.
 
     Raises:
-        ValueError: an argument is out of its range.
+        UsageError: an argument is out of range.
     """
 
     def __init__(self, seed: int = 0, broken: float = 0.25, weights: Mapping[str, float] | None = None) -> None:
         require_share("broken", broken, "the programs")
         chosen: dict[str, float] = {writer.__name__: weight for writer, weight in WRITERS.items()}
         if unknown := set(weights or {}) - set(chosen):
-            raise UsageError(f"weights: no writer is named {', '.join(sorted(unknown))}; {', '.join(chosen)} are")
+            raise UsageError(f"weights: unknown writer {', '.join(sorted(unknown))}; expected {', '.join(chosen)}")
         chosen |= weights or {}
         if min(chosen.values()) < 0 or not sum(chosen.values()) > 0:
             raise UsageError(f"weights={chosen} must not be negative, nor all 0")
@@ -106,20 +109,20 @@ class ProgramFamily:
 
 
 def is_applicable(fault: Fault, source: str) -> bool:
-    """Tells whether a program can be broken in this way."""
+    """Returns whether the fault applies to a program."""
     return fault.excluded_by not in source and re.search(fault.pattern, source) is not None
 
 
 def apply_fault(fault: Fault, source: str) -> str:
-    """Returns the program with the fault in it."""
+    """Returns the program with the fault."""
     places = list(re.finditer(fault.pattern, source))
     place = places[-1 if fault.is_last else 0]
     return source[: place.start()] + place.expand(fault.replacement) + source[place.end() :]
 
 
 def _draw_fault(rng: random.Random, source: str) -> Fault:
-    # A model stumbles most over the compiler and over wrong numbers, so these outcomes are four times as likely. Within
-    # an outcome, each fault is equally likely.
+    # Compile errors and wrong results are a model's most frequent failures, so these outcomes are
+    # four times as likely. Within an outcome, each fault is equally likely.
     by_outcome: dict[str, list[Fault]] = {}
     for fault in (*FAULTS, UNCLOSED_FENCE):
         if is_applicable(fault, source):
@@ -131,20 +134,22 @@ def _draw_fault(rng: random.Random, source: str) -> Fault:
 
 
 class Programs:
-    """Programs to learn from, asked for in the short words of `short_messages`.
+    """SFT warm-up programs with the prompts of `short_messages`.
 
-    Problem i depends only on the arguments and i. Each stage is equally frequent, however few programs it permits.
+    Problem i depends only on the arguments and i. All stages are equally frequent.
 
     Args:
-        sizes: of the matrices that are asked for; equally frequent.
-        seed: problems of two seeds are drawn independently.
-        broken: the share of the programs that is wrong in some way.
-        stages: names of `stages.STAGES`, in their order. Without "threads" no program has pragmas of OpenMP.
-        new: the share of a stage's programs that no earlier stage permits. The others are any that it permits.
-        weights: as in `Family`.
+        sizes: matrix sizes, equally frequent.
+        seed: problems of different seeds are independent.
+        broken: share of broken programs, in [0, 1].
+        stages: names of `stages.STAGES`, in their order. Without "threads", programs have no OpenMP
+            pragmas.
+        new: share of a stage's programs that no earlier stage permits. The others are any permitted
+            programs.
+        weights: as in `ProgramFamily`.
 
     Raises:
-        ValueError: an argument is out of its range, or no program fits the stages.
+        UsageError: an argument is out of range, or no program fits a stage.
     """
 
     def __init__(
@@ -164,8 +169,8 @@ class Programs:
         for stage in self.stages:
             if any(self._draw(stage, is_new, 0, random.Random(seed)) is None for is_new in (False, new > 0)):
                 raise UsageError(
-                    f"stages={list(stages)}: of {MAX_DRAWS} programs {stage} permits none, or none that is new; leave it out, "
-                    "or change the weights"
+                    f"stages={list(stages)}: of {MAX_DRAWS} programs {stage} permits none, or no new one. Fix: remove "
+                    "the stage, or change the weights"
                 )
 
     def __len__(self) -> int:
@@ -174,44 +179,49 @@ class Programs:
     def __getitem__(self, index: int) -> Problem:
         require_index(index, ENDLESS_LENGTH, "program")
         kernel, program, stage = self._draw_problem(index)
-        # The answer is plain text, whose words need no tokens of their own (see make_tokenizer).
+        # The answer is plain text without special tokens (see make_tokenizer).
         return Problem(f"{problem_id(kernel)}/{stage}/{index}", short_messages(kernel, stage), program.answer)
 
     def grade(self, problem: Problem, text: str) -> Score:
-        """Refuses: what a program is worth is measured on a machine, by the task `Matmul`.
+        """Not supported: the reward of a program must be measured, by the task `Matmul`.
 
         Raises:
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            "Programs are there for warmup_sft and give no reward: the speed of a program has to be measured. Train with "
-            "torchtune_ext.measured.matmul.Matmul"
+            "Programs is a task for warmup_sft and has no reward: the speed of a program must be measured. Fix: Train "
+            "with torchtune_ext.measured.matmul.Matmul"
         )
 
     def solution(self, problem: Problem) -> str:
-        """Returns the program as a model would answer it; the share `broken` is wrong."""
+        """Returns the program as a model's answer; the share `broken` of the programs is broken."""
         return problem.answer
 
     def _draw_problem(self, index: int) -> tuple[Kernel, Program, str]:
         rng = random.Random(f"programs/{self.seed}/{index}")
         stage, kernel = rng.choice(self.stages), rng.choice(self.kernels)
         program = self._draw(stage, rng.random() < self.new, index, rng)
-        assert program is not None  # each stage has been tried
+        assert program is not None  # the constructor has drawn from each stage
         return kernel, program, stage
 
     def _draw(self, stage: str, is_new: bool, index: int, rng: random.Random) -> Program | None:
-        """Draws a program that the stage permits, and no earlier one if it has to be new. Returns None if it finds none."""
+        """Draws a program that the stage permits and, if `is_new`, no earlier stage permits.
+
+        Returns:
+            The program, or None after MAX_DRAWS draws.
+        """
         for _ in range(MAX_DRAWS):
             program = self.family[index]
             possible = self._permitting_stages(program)
-            # New programs teach what a stage adds. The others teach that nobody has to use it.
+            # New programs teach the technique that the stage adds. The others teach that it is
+            # optional.
             if stage in possible[:1] if is_new else stage in possible:
                 return program
             index = rng.randrange(ENDLESS_LENGTH)
         return None
 
     def _permitting_stages(self, program: Program) -> list[str]:
-        # A machine that gives a program one thread compiles without OpenMP, so its pragmas would do nothing.
+        # With one thread per program, OpenMP is disabled, so its pragmas would have no effect.
         if "threads" not in self.stages and "#pragma omp" in program.source:
             return []
         return [stage for stage in self.stages if program.techniques <= STAGES[stage]]

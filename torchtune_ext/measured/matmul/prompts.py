@@ -1,6 +1,6 @@
-"""The messages that ask for a program: what to compute, at which size, with which signature, by which techniques.
+"""The prompts: what to compute, the size, the signature and the permitted techniques.
 
-Optionally they show a program that is right, to be improved.
+Optionally, a prompt shows a correct program to improve.
 """
 
 from collections.abc import Iterable
@@ -17,9 +17,9 @@ def messages(kernel: Kernel, stage: str, elite: ArchiveEntry | None = None) -> M
     """Returns the messages for one problem.
 
     Args:
-        kernel: what is asked for; `kernel.timed` is the size.
+        kernel: the kernel to compute, at the size `kernel.timed`.
         stage: a name of `stages.STAGES`.
-        elite: a program for this kernel to improve, and its speed.
+        elite: a program to improve, with its speed. None shows no program.
     """
     parts = [
         f"Write a function in C, as fast as you can make it. It computes {kernel.question}.",
@@ -37,7 +37,7 @@ def messages(kernel: Kernel, stage: str, elite: ArchiveEntry | None = None) -> M
 
 
 def short_messages(kernel: Kernel, stage: str) -> Messages:
-    """Returns the same question in few tokens, for a model that was warmed up on its form: "dgemm 256 256 256 blocking"."""
+    """Returns the short prompt, for a model after the warm-up: "dgemm 256 256 256 blocking"."""
     size = " ".join(str(kernel.timed[name]) for name in kernel.size_names)
     return ({"role": "user", "content": f"{kernel.name} {size} {stage}"},)
 

@@ -1,7 +1,8 @@
-"""Programs in C for matrix multiplication and other kernels, rewarded by their measured speed.
+"""The task of C programs for matrix multiplication and other kernels, rewarded by measured speed.
 
-A staged curriculum (stages.py) says which techniques a prompt permits, and an archive (archive.py) keeps the fastest
-programs. Both depend only on the graded groups, so a run that resumes or replays rollouts asks the same questions.
+A staged curriculum (stages.py) selects the permitted techniques of a prompt, and an archive
+(archive.py) keeps the fastest programs. Both depend only on the graded groups, so a run that
+resumes or replays rollouts has the same prompts.
 """
 
 import logging
@@ -35,22 +36,24 @@ PROMPT_KINDS = ("long", "short")
 
 
 class Matmul(MeasuredTask):
-    """Asks for fast programs, by measured speed.
+    """Asks for fast programs, rewarded by measured speed.
 
     Args:
-        kernels: what to ask for, and at which sizes: {"dgemm": [256, 512], "gemv": 1536}. Besides "dgemm", "gemv" and
-            "reduction", a key may be the dotted path of a class of your own, which has what `Kernel` asks for and takes
-            a size.
-        stages: names of STAGES, from the first: each problem begins there and goes on as the curriculum says. None: all
-            techniques are permitted from the beginning.
-        reward: how an outcome becomes a number: "log_speedup", "peak_share" or "published" (rewards.py).
-        prompt: "long", in words; "short" for a model that was warmed up on it (programs.py): "dgemm 256 256 256 blocking".
-        show: the share of long prompts that show a program of the archive, to be improved.
-        seed: of the choice of programs that prompts show.
-        bench: settings of the service that measures, fields of `BenchConfig`: cores, threads, budget_s, address, ...
+        kernels: kernel -> size or sizes: {"dgemm": [256, 512], "gemv": 1536}. A key is "dgemm",
+            "gemv", "reduction", or the dotted path of a class that implements `Kernel` and takes a
+            size.
+        stages: names of STAGES in order. Each problem starts at the first stage and advances with
+            the curriculum. None permits all techniques from the start.
+        reward: "log_speedup", "peak_share" or "published" (rewards.py).
+        prompt: "long" describes the problem; "short" ("dgemm 256 256 256 blocking") is for a model
+            after the warm-up (programs.py).
+        show: share of long prompts that show a program of the archive to improve, in [0, 1].
+        seed: seed for the choice of shown programs.
+        bench: settings of the benchmark service, fields of `BenchConfig`: cores, threads, budget_s,
+            address, ...
 
     Raises:
-        ValueError: an argument is out of its range.
+        UsageError: an argument is invalid.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class Matmul(MeasuredTask):
         require_choice("task.prompt", prompt, PROMPT_KINDS)
         require_share("task.show", show, "the prompts")
         if show and prompt == "short":
-            raise UsageError(f"task.show={show}: short prompts show no program; set prompt=long, or show=0")
+            raise UsageError(f"task.show={show}: short prompts cannot show a program. Fix: set prompt=long, or show=0")
         self._problems = {
             problem_id(kernel): kernel for kernel in make_kernels({"dgemm": 256} if kernels is None else kernels)
         }
@@ -76,18 +79,18 @@ class Matmul(MeasuredTask):
         self._names = list(self._problems)
         self._reward, self._prompt, self._show_probability, self._seed = reward, prompt, show, seed
         if stages is not None:
-            # A single name would be read as a list of letters.
+            # A single string would be read as a list of letters.
             stage_list = stages if isinstance(stages, Sequence) and not isinstance(stages, str) else ()
             if not set(stage_list) <= set(STAGES) or not 0 < len(set(stage_list)) == len(stage_list):
                 raise UsageError(
                     f"task.stages={stages!r}: list some of {', '.join(STAGES)}, each once, or null for none"
                 )
             for kernel in self.kernels:
-                # This raises if the kernel's own program cannot serve for comparison.
+                # This raises UsageError if the kernel's naive program is unsuitable for comparison.
                 find_techniques(kernel.naive, kernel)
         self._readable_kernels = {kernel.name for kernel in self.kernels if _is_readable(kernel)}
         self.curriculum = Curriculum(tuple(stages)) if stages is not None else None
-        self.machine: str | None = None  # on which programs were measured last
+        self.machine: str | None = None  # fingerprint of the machine that measured last
         self.archive = Archive()
 
     def __len__(self) -> int:
@@ -97,7 +100,7 @@ class Matmul(MeasuredTask):
         return self.ask(index, index)
 
     def ask(self, index: int, cursor: int) -> Problem:
-        """Asks for kernel `index` at the stage where it is. `cursor` decides whether, and which, program is shown."""
+        """Returns problem `index` at its current stage. `cursor` seeds the shown program."""
         require_index(index, len(self._names))
         name = self._names[index]
         kernel = self._problems[name]
@@ -109,34 +112,34 @@ class Matmul(MeasuredTask):
         return Problem(f"{name}/{stage}{'/improve' if elite else ''}", messages(kernel, stage, elite), answer)
 
     def solution(self, problem: Problem) -> str:
-        """Returns the kernel's own program, which is right, permitted at every stage, and slow."""
+        """Returns the kernel's naive program: correct, slow, and permitted at every stage."""
         return f"```c\n{self.kernel(problem).naive}```"
 
-    # What is measured ------------------------------------------------------------------------------------------------
+    # Measurement -----------------------------------------------------------------------------------------------------
 
     def kernel(self, problem: Problem) -> Kernel:
-        """Returns what the programs of a problem should compute."""
+        """Returns the kernel of a problem."""
         return self._problems[problem.answer["problem"]]
 
     def permitted(self, problem: Problem) -> Collection[str] | None:
-        """Returns the techniques of the problem's stage; None for a kernel of which they cannot be told."""
+        """Returns the techniques of the problem's stage, or None for an unsupported kernel."""
         return STAGES[problem.answer["stage"]] if self.kernel(problem).name in self._readable_kernels else None
 
     def score(self, problem: Problem, result: Result) -> Score:
-        """Returns what a program is worth, and what was measured of it."""
+        """Returns the reward of a program with its measurements."""
         value = program_reward(result.outcome, result.timing, self._reward)
-        assert value is not None  # only what is noisy has no reward
+        assert value is not None  # only a noisy result has no reward
         return measured_score(result, value)
 
-    # What was observed -----------------------------------------------------------------------------------------------
+    # Curriculum and archive ------------------------------------------------------------------------------------------
 
     def observe(self, step: int, groups: Sequence[GradedGroup], folder: Path) -> dict[str, float]:
-        """Moves problems to other stages, keeps fast programs, and writes the archive to `folder`."""
+        """Updates the curriculum, writes the archive to `folder`, and returns metrics."""
         moves = 0
         for problem, samples in groups:
             name, stage = problem.answer["problem"], problem.answer["stage"]
             if name not in self._problems:
-                continue  # a replay of a run that asked for more
+                continue  # replayed rollouts of a run with more problems
             if (
                 self.curriculum is not None
                 and stage == self.curriculum.stage_of(name)
@@ -144,7 +147,13 @@ class Matmul(MeasuredTask):
                 and (reason := self.curriculum.observe(name, visit))
             ):
                 moves += 1
-                log.info("%s goes from stage %s to %s: %s", name, stage, self.curriculum.stage_of(name), reason)
+                log.info(
+                    "matmul: problem %s advances from stage %s to %s: %s",
+                    name,
+                    stage,
+                    self.curriculum.stage_of(name),
+                    reason,
+                )
             for text, score, _ in samples:
                 if score is not None and score.parts.get("speedup"):
                     self._archive_program(self._problems[name], extract_code(text) or "", score, step)
@@ -152,7 +161,7 @@ class Matmul(MeasuredTask):
         return dict(self._metrics(moves))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the curriculum and the archive, JSON-able."""
+        """Returns the curriculum and the archive, JSON-serializable."""
         return {
             "curriculum": None if self.curriculum is None else self.curriculum.state_dict(),
             "archive": self.archive.dumps(),
@@ -160,15 +169,17 @@ class Matmul(MeasuredTask):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` returned.
+        """Restores the return value of `state_dict`.
 
         Raises:
-            ValueError: it is that of a task with other stages.
+            UsageError: the state has other stages.
         """
         if (state["curriculum"] is None) != (self.curriculum is None):
             had = "none" if state["curriculum"] is None else state["curriculum"]["stages"]
             now = "none" if self.curriculum is None else list(self.curriculum.stages)
-            raise UsageError(f"task.stages: {now}, but the checkpoint was written with {had}; use these, or begin anew")
+            raise UsageError(
+                f"task.stages: {now}, but the checkpoint was written with {had}. Fix: use these, or begin anew"
+            )
         if self.curriculum is not None:
             self.curriculum.load_state_dict(state["curriculum"])
         self.archive = Archive.loads(state["archive"])
@@ -177,7 +188,8 @@ class Matmul(MeasuredTask):
     def _archive_program(self, kernel: Kernel, source: str, score: Score, step: int) -> None:
         parts, self.machine = score.parts, score.facts["machine"]
         spread = parts["speedup_spread"]
-        # A program that was timed in one block only, or hardly, could never be replaced by one that is surely faster.
+        # A program with an undefined or very wide interval could never be replaced by a
+        # significantly faster one.
         if 0 < spread < 1:
             used = tuple(word for word in score.facts["techniques"].split(",") if word)
             speed = parts["speedup"], spread, parts["gflops"]
@@ -189,12 +201,12 @@ class Matmul(MeasuredTask):
             with explain_os_errors(f"cannot write {folder / ARCHIVE_FILE}", "free disk space"):
                 write_atomic(folder / ARCHIVE_FILE, self.archive.dumps().encode())
         except OSError as error:
-            # It is in the checkpoints as well, so it is not worth the run.
-            log.warning("%s. The run goes on, and each step tries again", error)
+            # The checkpoints also contain the archive, so a write error does not stop the run.
+            log.warning("matmul: %s. The run continues and retries at each step", error)
 
     def _metrics(self, moves: int) -> Iterator[tuple[str, float]]:
         yield "archive/cells", float(len(self.archive))
-        # Speeds of two machines are not compared.
+        # Speeds of different machines are not comparable.
         if here := [entry for entry in self.archive if entry.machine == self.machine]:
             yield "archive/best_speedup", max(here, key=lambda entry: entry.speedup_low).ratio
         if self.curriculum is not None:
@@ -203,7 +215,7 @@ class Matmul(MeasuredTask):
             yield "stage/moves", float(moves)
 
     def _draw_elite(self, kernel: Kernel, stage: str, rng: random.Random) -> ArchiveEntry | None:
-        """Draws whether a program is shown, and which: an elite of the machine that measured last, which the stage permits."""
+        """Draws the program to show, if any: a permitted elite of the last measuring machine."""
         if rng.random() >= self._show_probability:
             return None
         problem = self.machine, kernel.name, tuple(kernel.timed.items())
@@ -221,10 +233,10 @@ def problem_id(kernel: Kernel) -> str:
 
 
 def make_kernels(mapping: Mapping[str, int | Sequence[int]]) -> list[Kernel]:
-    """Makes the kernels that a mapping of names to sizes asks for.
+    """Creates the kernels of a mapping of names to sizes.
 
     Raises:
-        ValueError: a name or a size is wrong. The message names it.
+        UsageError: a name or a size is invalid.
     """
     if not isinstance(mapping, Mapping) or not mapping:
         raise UsageError(f"task.kernels={mapping!r}: map each kernel to its sizes, as {{dgemm: [256, 512]}}")
@@ -232,19 +244,19 @@ def make_kernels(mapping: Mapping[str, int | Sequence[int]]) -> list[Kernel]:
     for name, sizes in mapping.items():
         if name not in KERNELS and "." not in str(name):
             raise UsageError(
-                f"task.kernels: there is no kernel {name!r}; use {', '.join(KERNELS)}, or the dotted path of a class"
+                f"task.kernels: unknown kernel {name!r}; use {', '.join(KERNELS)}, or the dotted path of a class"
             )
         kind = KERNELS.get(name) or import_named(name, "task.kernels", "class", "my_kernel.Outer")
         several = list(sizes) if isinstance(sizes, Sequence) and not isinstance(sizes, str) else [sizes]
         if not several:
-            raise UsageError(f"task.kernels.{name}=[]: give a size, or several ([256, 512])")
+            raise UsageError(f"task.kernels.{name}=[]: expected a size, or several ([256, 512])")
         for size in several:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise UsageError(f"task.kernels.{name}={size!r}: a size is a whole number, 1 or more")
             kernels.append(_make_kernel(kind, str(name), size))
     names = [problem_id(kernel) for kernel in kernels]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise UsageError(f"task.kernels: {', '.join(sorted(twice))} is asked for twice")
+        raise UsageError(f"task.kernels: {', '.join(sorted(twice))} is listed twice. Fix: remove one")
     return kernels
 
 
@@ -253,9 +265,9 @@ def _make_kernel(kind: Callable[[int], Kernel], name: str, size: int) -> Kernel:
         kernel = kind(size)
         validate_kernel(kernel)
     except Exception as error:
-        # The class is somebody's own, and may raise anything.
+        # A user's class may raise any error.
         raise UsageError(
-            f"task.kernels.{name}={size}: {error or type(error).__name__}; a kernel is made by a class that takes a size"
+            f"task.kernels.{name}={size}: {error or type(error).__name__}; expected a class that takes a size"
         ) from error
     return kernel
 
@@ -269,11 +281,11 @@ def _is_readable(kernel: Kernel) -> bool:
 
 
 def _summarize_visit(samples: Sequence[tuple[str, Score | None, str]]) -> Visit | None:
-    """Returns what a group says of its stage, None if the machine failed for every sample."""
+    """Returns the visit of a group, or None if the machine failed for every sample."""
     scores = [score for _, score, _ in samples if score is not None]
     speeds = [math.log2(score.parts["speedup"]) for score in scores if score.parts.get("speedup")]
     correct = [score.parts["outcome_ok"] for score in scores]
-    # A right program counts as right even if its speed could not be measured. Otherwise a busy machine would look like
-    # a model that forgot what it had learned.
+    # A correct program counts as correct even if its speed could not be measured. Otherwise a busy
+    # machine would look like a regression of the model.
     correct += [1.0 for *_, kind in samples if kind == NOISY]
     return Visit(fmean(correct), fmean(speeds) if speeds else None) if correct else None

@@ -1,8 +1,8 @@
-"""Writes programs for C = A B: short ones, in the manner of people who optimize by hand.
+"""Generate short programs for C = A B in the style of hand-optimized code.
 
-Each writer draws from a random generator and knows which techniques its program uses. The style is terse, since a model
-of a million parameters has to write it. Loops run over i (rows of C), j (columns) and l (the sum), over blocks in
-capitals.
+Each writer draws from a random generator and returns the techniques of its program. The style is
+terse, since a model of a million parameters has to write it. Loops run over i (rows of C), j
+(columns) and l (the sum); block loops have capital names.
 """
 
 import random
@@ -21,7 +21,7 @@ UNROLL_STEPS = (2, 4, 8)
 
 
 class Draft(NamedTuple):
-    """A program that is right."""
+    """A correct program and its techniques."""
 
     source: str
     techniques: set[str]
@@ -36,12 +36,12 @@ def loop_header(name: str, end: str, start: str = "0", step: int = 1) -> str:
 
 
 def vector_type(lanes: int) -> str:
-    """Returns the definition of v, a vector of `lanes` doubles that needs no aligned address."""
+    """Returns the definition of v, a vector type of doubles without alignment requirement."""
     return f"typedef double v __attribute__((vector_size({8 * lanes}),aligned(8)));\n"
 
 
 def draw_parallel(rng: random.Random, is_allowed: bool, techniques: set[str]) -> str:
-    """Draws whether the next loop is divided among threads, and returns its pragma."""
+    """Draws whether the next loop is parallel, and returns its pragma."""
     if not is_allowed or rng.random() > 0.25:
         return ""
     techniques.add("threads")
@@ -49,7 +49,7 @@ def draw_parallel(rng: random.Random, is_allowed: bool, techniques: set[str]) ->
 
 
 def draw_hint(rng: random.Random, techniques: set[str], simd: str = SIMD) -> str:
-    """Draws what is asked of the compiler for an inner loop, and returns its pragma."""
+    """Draws a compiler hint for an inner loop, and returns its pragma."""
     kind = rng.choices(["", "simd", "unroll"], [6, 3 if simd else 0, 2])[0]
     if kind == "simd":
         techniques.add("vectorization")
@@ -64,14 +64,15 @@ def plain(rng: random.Random) -> Draft:
     """Three loops in any order."""
     order = rng.choice(LOOP_ORDERS)
     techniques = {"loop_order"} if order != "ijl" else set()
-    # Threads that share the loop over l would add to the same numbers of C at once.
+    # Threads that share the loop over l would race on the elements of C.
     outer = draw_parallel(rng, order[0] != "l", techniques)
     loops = [loop_header(name, LOOP_BOUNDS[name]) + "\n" for name in order]
     if order[2] == "l":
         return _innermost_sum(rng, order, loops, outer, techniques)
     hint = draw_hint(rng, techniques)
     body = f"{loops[0]}{loops[1]}{hint}{loops[2]}C[i*n+j]+=A[i*k+l]*B[l*n+j];\n"
-    # With l in the middle, one factor does not change in the inner loop, so it may be read before.
+    # With l in the middle, one factor is invariant in the inner loop, so it may be read before the
+    # loop.
     if order[1] == "l" and rng.random() < 0.4:
         body = f"{loops[0]}{loops[1][:-1]}{{double a=A[i*k+l];\n{hint}{loops[2][:-1]}C[i*n+j]+=a*B[l*n+j];}}\n"
         body = body if order[2] == "j" else body.replace("A[i*k+l]", "B[l*n+j]").replace("a*B[l*n+j]", "A[i*k+l]*a")
@@ -79,7 +80,7 @@ def plain(rng: random.Random) -> Draft:
 
 
 def _innermost_sum(rng: random.Random, order: str, loops: list[str], outer: str, techniques: set[str]) -> Draft:
-    """Each number of C is finished before the next is begun: as a sum, by pointers, or in C itself."""
+    """A program that completes each element of C in turn: as a sum, by pointers, or in C itself."""
     form = rng.choice(["sum", "sum", "pointers", "memory"])
     hint = draw_hint(rng, techniques, SIMD_SUM if form != "memory" else "")
     begin, step, end = {
@@ -114,7 +115,7 @@ def tiled(rng: random.Random) -> Draft:
 
 
 def unrolled(rng: random.Random) -> Draft:
-    """Several steps written out, and a loop for what remains."""
+    """An unrolled loop, and a remainder loop."""
     steps, techniques = rng.choice(UNROLL_STEPS), {"blocking"}
     parallel = draw_parallel(rng, True, techniques)
     if rng.random() < 0.5:
@@ -138,7 +139,7 @@ def unrolled(rng: random.Random) -> Draft:
 
 
 def registers(rng: random.Random) -> Draft:
-    """A tile of sums that stays in registers, as a helper that the compiler copies for the full size."""
+    """A tile of sums in registers, as a helper that the compiler specializes for the full size."""
     rows, columns = rng.choice([(2, 4), (2, 8), (4, 4), (4, 8), (6, 8), (8, 4), (8, 8), (4, 16)])
     techniques, order = {"blocking"}, rng.choice(["ij", "ji"])
     if order == "ji":
@@ -160,7 +161,7 @@ def registers(rng: random.Random) -> Draft:
 
 
 def vectors(rng: random.Random) -> Draft:
-    """Vectors of the compiler: along a row of C, or a column of them as sums."""
+    """GNU C vectors: along a row of C, or a column of vector sums."""
     lanes, techniques = rng.choice([2, 4, 8]), {"vectorization"}
     parallel = draw_parallel(rng, True, techniques)
     if rng.random() < 0.4:
@@ -195,7 +196,7 @@ def vectors(rng: random.Random) -> Draft:
 
 
 def packed(rng: random.Random) -> Draft:
-    """A part of B is copied, so that it is read in the order of its use."""
+    """A packed copy of a part of B, in the order of its use."""
     techniques, kind = {"packing"}, rng.choice(["column", "transposed", "panel", "panel"])
     if kind == "column":
         techniques.add("loop_order")
@@ -226,4 +227,4 @@ def packed(rng: random.Random) -> Draft:
 
 
 WRITERS: Mapping[Writer, int] = {plain: 4, tiled: 4, unrolled: 3, registers: 3, vectors: 3, packed: 2}
-"""The writers, and how often each is chosen beside the others."""
+"""Writer -> relative frequency."""
