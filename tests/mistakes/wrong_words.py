@@ -33,7 +33,7 @@ COMMANDS = {
     "a key to remove that is not there": full("~nothing", r"Could not find key nothing in yaml config to remove"),
     "a preset for the command": Mistake("presets gsop", r"preset='gsop' is unknown.*did you mean 'gspo'\?"),
     "a size of puzzles": Mistake("clue --size tinny --out x.jsonl", r"size='tinny'"),
-    "a count of puzzles": Mistake("clue --count 0 --out x.jsonl", r"--count 0: give a number from 1 on"),
+    "a count of puzzles": Mistake("clue --count 0 --out x.jsonl", r"--count 0: expected a number of at least 1"),
     "ray without a number": Mistake("ray --config run.yaml --recipe grpo_full", r"the number of GPUs is missing: set --train-gpus N --engine-gpus N"),
     "ray without a recipe": Mistake("ray --config run.yaml --train-cpus 1 --engine-cpus 1", r"--config run.yaml: written for which recipe\? Add --recipe grpo_full"),
     "ray without an engine": Mistake("ray --config warm.yaml --recipe warmup_sft --train-cpus 1 --engine-cpus 1", r"--config warm.yaml is written for warmup_sft, which samples nothing: its Config has no `engine`"),

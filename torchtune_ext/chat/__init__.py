@@ -1,4 +1,4 @@
-"""Converts between messages, text and token ids, and marks the tokens that the model writes itself."""
+"""Converts between messages, text and token ids, and masks the tokens that the policy generates."""
 
 from torchtune_ext.chat.templates import CHATML
 from torchtune_ext.chat.tokenizer import ChatTokenizer

@@ -1,9 +1,10 @@
-"""Renders messages with a chat template, and finds the characters of the text that the assistant wrote.
+"""Renders messages with a chat template, and finds the characters that the assistant wrote.
 
-A template may mark them itself, by `{% generation %}...{% endgeneration %}`. Most published ones do not, and some
-rewrite earlier turns (Qwen3 drops the thinking of every turn but the newest), so that a model trained on their text
-would see turns that it never sampled. For these templates every assistant turn is rendered as the newest message, which
-is the form in which it was sampled, and the pieces are joined.
+A template may mark these characters by `{% generation %}...{% endgeneration %}`. Most published
+templates do not, and some rewrite earlier turns: Qwen3 drops the thinking of every turn but the
+newest. A model trained on such text would see turns that it never sampled. For templates without
+marks, every assistant turn is rendered as the newest message, the form in which it was sampled, and
+the pieces are joined.
 """
 
 import inspect
@@ -23,8 +24,9 @@ from torchtune_ext.run.errors import UsageError
 Message = dict[str, Any]
 Tool = Mapping[str, Any]  # the JSON schema of a function
 
-# ChatML with as few tokens as possible, for the models that the supervised warm-up makes from scratch: four tokens
-# around a message (<|im_start|>, role, newline, <|im_end|>), no default system message, no newline after a turn.
+# ChatML with as few tokens as possible, for the models that the SFT warm-up creates from scratch:
+# four tokens around a message (<|im_start|>, role, newline, <|im_end|>), no default system message,
+# no newline after a turn.
 CHATML = """\
 {%- for message in messages -%}
     {{- '<|im_start|>' + message.role + '\\n' -}}
@@ -38,28 +40,28 @@ CHATML = """\
 """
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Private-use characters, which are in no vocabulary and in no real message.
+# Private-use characters, which do not occur in vocabularies or in real messages.
 _PLACEHOLDER = "\ue0f1\ue0f2"
 _TAG_HINT = (
-    "Put {% generation %} and {% endgeneration %} around what the assistant writes (its text and the token that ends "
-    "its turn) in a copy of the template, and name the copy in `template`; docs/tasks.md has an example."
+    "Fix: put {% generation %} and {% endgeneration %} around what the assistant writes (its text and the token that "
+    "ends its turn) in a copy of the template, and set `template` to the copy; docs/tasks.md has an example."
 )
 
 
-# Arguments of `render_jinja_template`, and those that it gives to every template.
+# The arguments of `render_jinja_template`, and the variables that it passes to every template.
 _RENDERER_ARGUMENTS = {
     *inspect.signature(render_jinja_template).parameters,
     "messages",
     "self",
     "compiled_template",
 } - {"kwargs"}
-# Some templates (Mistral's) refuse a tool message without an id of nine letters or digits.
+# Some templates (Mistral's) reject a tool message without an id of nine letters or digits.
 _CALL_ID = "000000000"
 SAMPLE_QUESTION = ({"role": "user", "content": "x"},)
 
 
 class _EmptyToolCalls(tuple):
-    """An empty list of tool calls that is true, so that a template renders its shortest assistant turn."""
+    """An empty sequence of tool calls that is truthy, so a template renders its shortest turn."""
 
     def __bool__(self) -> bool:
         return True
@@ -67,19 +69,22 @@ class _EmptyToolCalls(tuple):
 
 @dataclass(frozen=True, slots=True)
 class TurnSpan:
-    """The place of one assistant turn in a rendered conversation, in characters: start <= sampled <= end."""
+    """The span of one assistant turn in a rendered conversation, in characters.
 
-    start: int  # first character after the header of the turn (where `{% generation %}` is)
-    sampled_start: int  # first character that is not in the generation prompt
-    end: int  # one past the last character of the turn (where `{% endgeneration %}` is)
+    start <= sampled_start <= end.
+    """
+
+    start: int  # first character after the header of the turn (position of `{% generation %}`)
+    sampled_start: int  # first character after the generation prompt
+    end: int  # one past the last character of the turn (position of `{% endgeneration %}`)
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """A conversation rendered for training."""
 
-    text: str  # the whole text, to be tokenized
-    turns: tuple[TurnSpan, ...]  # one turn for each assistant message, in order
+    text: str  # the whole text, before tokenization
+    turns: tuple[TurnSpan, ...]  # one span per assistant message, in order
 
 
 class ChatTemplate:
@@ -87,9 +92,12 @@ class ChatTemplate:
 
     Args:
         source: the text of the template.
-        name: the name that error messages use.
+        name: the name of the template in error messages.
         special_tokens: variables of the template, {"bos_token": ..., "eos_token": ...}.
         options: more variables of the template, for example {"enable_thinking": False}.
+
+    Raises:
+        UsageError: an option has the name of a renderer argument, or is not JSON.
     """
 
     def __init__(self, source: str, name: str, special_tokens: dict[str, str], options: dict[str, Any] | None = None):
@@ -102,33 +110,38 @@ class ChatTemplate:
         if own := sorted(_RENDERER_ARGUMENTS & set(self.options)):
             raise UsageError(
                 f"tokenizer.template_options.{own[0]}: `{own[0]}` is an argument of the renderer, not a variable of the "
-                "template; leave it out"
+                "template. Fix: remove it"
             )
         try:
-            # A saved model has them in its template.
+            # A saved model stores the options in its template.
             json.dumps(self.options, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise UsageError(
-                f"tokenizer.template_options={self.options!r}: not JSON ({error}). Fix: use texts, finite numbers, true, "
+                f"tokenizer.template_options={self.options!r}: not JSON ({error}). Fix: use strings, finite numbers, true, "
                 "false, null, lists and mappings"
             ) from None
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), generation_prompt: bool = False) -> str:
-        """Returns the text that the template gives for `messages`. Raises ValueError if it refuses them."""
+        """Renders `messages` to text.
+
+        Raises:
+            UsageError: the template rejects the messages.
+        """
         return self._render(messages, tools, generation_prompt, tags=False)[0]
 
     def render_conversation(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), generation_prompt: bool = False
     ) -> Conversation:
-        """Returns the text to train on, with the place of each assistant turn.
+        """Renders a conversation for training, with the span of each assistant turn.
 
         Raises:
-            ValueError: the place of a turn cannot be found, or the template drops a part of a turn.
+            UsageError: a turn cannot be located, or the template drops a part of it.
         """
         messages = list(messages)
         if self.has_tags:
             text, spans = self._render(messages, tools, generation_prompt, tags=True)
-            # A template with tags may still skip a turn or leave it empty. Training would miss it without a word.
+            # A template with tags may still skip a turn or leave it empty. Training would silently
+            # miss it.
             num_assistant = sum(message["role"] == "assistant" for message in messages)
             self._require(
                 len(spans) == num_assistant and all(start != end for start, end in spans),
@@ -137,23 +150,28 @@ class ChatTemplate:
             )
         else:
             text, spans = self._render_by_turn(messages, tools, generation_prompt)
-        # A turn's block may begin inside the generation prompt, whose rest the policy does not sample.
+        # A turn's block may begin inside the generation prompt, which the policy does not sample.
         prompt = self._frame_texts(messages)[0]
         return Conversation(text, tuple(TurnSpan(a, min(_prompt_end(text, a, prompt), b), b) for a, b in spans))
 
     def turn_boundary(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), problem: Sequence[Message] = SAMPLE_QUESTION
     ) -> str:
-        """Returns the text between a turn's own and the next turn's: its end, `messages`, and the generation prompt.
+        """Returns the text between two assistant turns.
+
+        It holds the end of the first turn, `messages`, and the next generation prompt.
 
         Args:
-            problem: the messages before the first turn. A template may read them again for every turn.
+            messages: the messages between the two turns.
+            tools: the tools that the template shows.
+            problem: the messages before the first turn. A template may read them again for every
+                turn.
 
         Raises:
-            ValueError: the template refuses the messages, or does not write the turn before them.
+            UsageError: the template rejects the messages, or omits the turn before them.
         """
-        # The turn before them is only a mark. So nothing that was sampled is rendered again, and the text is free of
-        # what the template does with older turns.
+        # A placeholder stands for the earlier turn. So sampled text is never rendered again, and
+        # the template's changes to older turns do not affect the result.
         mark = _unused_placeholder(problem)
         base = [*problem, {"role": "assistant", "content": mark}]
         _, found, after = self.render([*base, *messages], tools, generation_prompt=True).partition(mark)
@@ -163,10 +181,15 @@ class ChatTemplate:
     def split_at_turns(
         self, problem: Sequence[Message], messages: Sequence[Message], tools: Sequence[Tool] = ()
     ) -> list[str]:
-        """Returns the text of a conversation with the generation prompt, cut behind each of the assistant's `messages`.
+        """Renders a conversation with the generation prompt, split after each assistant turn.
+
+        Args:
+            problem: the messages before the first turn.
+            messages: the assistant's turns and the replies.
+            tools: the tools that the template shows.
 
         Raises:
-            ValueError: the template refuses the messages, or leaves nothing of a turn.
+            UsageError: the template rejects the messages, or drops a whole turn.
         """
         mark = _unused_placeholder([*problem, *messages])
         turns = [message["role"] == "assistant" for message in messages]
@@ -188,7 +211,7 @@ class ChatTemplate:
             spans: Any  # [begin, end) of the generated text of each conversation
             texts, spans = render_jinja_template(
                 conversations=[messages],
-                # Some templates write their part about tools for an empty list, too.
+                # Some templates write their section about tools even for an empty list.
                 tools=list(tools) if tools else None,
                 chat_template=self.source,
                 return_assistant_tokens_mask=tags,
@@ -199,12 +222,12 @@ class ChatTemplate:
             roles = [message.get("role") for message in messages]
             raise UsageError(
                 f"chat template {self.name!r} cannot render messages with roles {roles}: {type(error).__name__}: "
-                f"{error}. Change the messages, or give a template of your own in `template`."
+                f"{error}. Fix: change the messages, or set `template` to your own template."
             ) from error
         return texts[0], [(begin, end) for begin, end in spans[0]] if tags else []
 
     def _render_by_turn(self, messages, tools, generation_prompt) -> tuple[str, list[tuple[int, int]]]:
-        """Joins the turns, each rendered as the newest message, and the texts between them."""
+        """Joins the assistant turns, each rendered as the newest message, and the text between."""
         header = self._frame_texts(messages)[1]
         pieces: list[str] = []
         spans: list[tuple[int, int]] = []
@@ -214,7 +237,7 @@ class ChatTemplate:
                 continue
             between = self._render_between(messages, previous, index, tools, False)
             before, after = self.render(messages[:index], tools), self.render(messages[: index + 1], tools)
-            # The turn can be cut out only if the template leaves all before it as it was.
+            # The turn can be extracted only if the template leaves the text before it unchanged.
             turn = after[len(before) :]
             self._require(
                 after.startswith(before) and turn.startswith(header),
@@ -230,7 +253,7 @@ class ChatTemplate:
         ), spans
 
     def _render_between(self, messages, previous: int, index: int, tools, generation_prompt: bool) -> str:
-        """Returns the text after assistant message `previous` (-1: none) and before message `index`."""
+        """Returns the text between assistant message `previous` (-1: start) and message `index`."""
         if index == previous + 1 and not generation_prompt:
             return ""
         later = self.render(messages[:index], tools, generation_prompt)
@@ -239,8 +262,8 @@ class ChatTemplate:
         earlier = self.render(messages[: previous + 1], tools)
         if later.startswith(earlier):
             return later[len(earlier) :]
-        # The template rewrites earlier turns, so the two texts differ before the end of the turn. A mark in place of
-        # the turn's text shows where that is in each of them.
+        # The template rewrites earlier turns, so the two texts differ before the end of the turn. A
+        # placeholder for the turn's content locates that end in both texts.
         marked = {key: value for key, value in messages[previous].items() if key != "reasoning_content"}
         marked["content"] = _PLACEHOLDER
         past = [*messages[:previous], marked]
@@ -253,18 +276,19 @@ class ChatTemplate:
         return later[2][len(earlier[2]) :]
 
     def _frame_texts(self, conversation: Sequence[Message]) -> tuple[str, str]:
-        """Returns the generation prompt, and the header: the part of it that begins *every* form of a turn."""
-        # They may depend on the system prompt: SmolLM3 reads /no_think in it.
+        """Returns the generation prompt, and the header: its prefix that starts *every* turn."""
+        # Both may depend on the system prompt: SmolLM3 reads /no_think in it.
         system = list(takewhile(lambda message: message["role"] == "system", conversation))
         if (frame := self._frame_cache.get(str(system))) is not None:
             return frame
-        # Qwen2.5 writes the newline after "assistant" together with what follows, so its shortest turn has no newline,
-        # and the header is shorter than the prompt. Hence three forms: plain, with a thought, and with tool calls only.
+        # Qwen2.5 writes the newline after "assistant" together with the content. So its shortest
+        # turn has no newline, and the header is shorter than the prompt. Hence three forms: plain,
+        # with a thought, and with tool calls only.
         messages = [*system, *SAMPLE_QUESTION]
         before, prompt = self.render(messages), self.render(messages, generation_prompt=True)
         self._require(
             prompt.startswith(before),
-            "a generation prompt behind the user's message (variable `add_generation_prompt`)",
+            "a generation prompt after the user's message (variable `add_generation_prompt`)",
         )
         prompt = prompt[len(before) :]
         forms = [self.render([*messages, {"role": "assistant", "content": "x"}])]
@@ -272,21 +296,21 @@ class ChatTemplate:
             try:
                 forms.append(self.render([*messages, {"role": "assistant", **extra}]))
             except ValueError:
-                # This template has no such form.
+                # This template does not have this form.
                 continue
         self._require(
-            all(form.startswith(before) for form in forms), "the assistant's turn behind an unchanged user message"
+            all(form.startswith(before) for form in forms), "the assistant's turn after an unchanged user message"
         )
         frame = prompt, commonprefix([prompt, *(form[len(before) :] for form in forms)])
         return self._frame_cache.setdefault(str(system), frame)
 
     def _require(self, found: object, looked_for: str) -> None:
         if not found:
-            raise UsageError(f"chat template {self.name!r}: looked for {looked_for}, and it is not there. {_TAG_HINT}")
+            raise UsageError(f"chat template {self.name!r} does not write {looked_for}. {_TAG_HINT}")
 
 
 def _unused_placeholder(messages: Sequence[Message]) -> str:
-    """Returns a mark that no message contains: a policy may sample anything, also the mark."""
+    """Returns a placeholder that no message contains: a policy may sample any text."""
     mark = _PLACEHOLDER
     while any(mark in str(message.get("content")) for message in messages):
         mark += _PLACEHOLDER
@@ -294,15 +318,15 @@ def _unused_placeholder(messages: Sequence[Message]) -> str:
 
 
 def _prompt_end(text: str, start: int, prompt: str) -> int:
-    """Returns the end of the generation prompt that covers or touches `start` in `text`, or `start` without one."""
+    """Returns the end of the generation prompt that covers or touches `start`, else `start`."""
     begins = range(start - min(len(prompt), start), start + 1)
     return next((begin + len(prompt) for begin in begins if text.startswith(prompt, begin)), start)
 
 
 def _require_content_kept(name: str, index: int, message: Message, turn: str) -> None:
-    """Raises ValueError if text of the message is missing in the turn: the model could not learn it."""
+    """Raises UsageError if the turn lacks text of the message, which could not be trained on."""
     content = message.get("content")
-    # Templates strip white space, which is no loss.
+    # Templates may strip white space.
     if isinstance(content, str) and "".join(content.split()) not in "".join(turn.split()):
         raise UsageError(
             f"chat template {name!r} drops part of the content of message {index} (assistant), even where it is the "

@@ -1,4 +1,4 @@
-"""Grades texts in processes that can be killed."""
+"""Grades texts in worker processes that can be killed."""
 
 from torchtune_ext.grading.grader import Grader, GraderConfig, gather_results, log_failures
 from torchtune_ext.grading.outcomes import Outcome, Ungraded

@@ -1,7 +1,8 @@
-"""Keeps the environments of conversations, each alive in a process of its own that can be killed.
+"""Runs the environments of conversations, each in its own process that can be killed.
 
-A conversation has a *seat*, a process, from its first turn to its end. Then the process takes the next conversation, so
-as many environments are alive as there are processes (`grader.workers`), and further conversations wait.
+A conversation holds a slot, one process, from its first turn to its last. The process then takes
+the next conversation. At most `grader.workers` environments run at a time; other conversations
+wait.
 """
 
 import random
@@ -19,48 +20,62 @@ from torchtune_ext.run.processes import CRASH_KINDS
 from torchtune_ext.tasks.task import ConversationTask, Environment, Message, Problem, Score, Task, Turn, to_score
 
 # ending                what happened
-# "completed"           the environment said that it is done
-# "max_turns"           it was not done after the last turn that the task allows
-# "length"              a turn was cut by sampling.max_tokens; the environment has not seen it
-# "context_overflow"    the environment's answer and another turn do not fit in engine.max_model_len
-# "early_stop"          a turn was stopped by sampling.early_stop_logprob; the environment has not seen it
-# "step_timeout"        the environment did not answer in time: not the policy's fault, so not trained on
-# "environment_failed"  it raised an error, died, or answered something other than a `Turn`: the same
+# "completed"           the environment returned done=True
+# "max_turns"           the environment was not done after the last turn that the task allows
+# "length"              sampling.max_tokens truncated a turn; the environment did not receive it
+# "context_overflow"    the environment's reply and another turn exceed engine.max_model_len
+# "early_stop"          sampling.early_stop_logprob stopped a turn; not passed to the environment
+# "step_timeout"        the environment exceeded its deadline; the conversation is not trained on
+# "environment_failed"  the environment raised, crashed, or returned something other than a `Turn`;
+#                       the conversation is not trained on
 ENDINGS = ("completed", "max_turns", "length", "context_overflow", "early_stop", "step_timeout", "environment_failed")
-# Endings, and finish reasons of engines, that come from a limit of the run.
+# Endings, and engine finish reasons, that a limit of the run causes.
 TRUNCATED_REASONS = ("length", "max_turns", "context_overflow")
 
 
 class Conversations(Task, ConversationTask, Protocol):
-    """A task of conversations, with its problems and their solutions."""
+    """A conversation task with its problems and their solutions."""
 
 
 class EnvironmentWorker:
-    """Holds the environment of one conversation after another, in a process."""
+    """Runs the environment of one conversation after another, in a worker process."""
 
     def __init__(self, task: Conversations) -> None:
         self.task = task
         self.environment: Environment | None = None
 
     def __call__(self, begin: tuple[Problem, int] | None, message: Message | None) -> Turn | None:
-        """Lets the environment answer a message, or closes it if there is none. `begin`: as in `Environments.step`."""
+        """Passes a message to the environment.
+
+        Args:
+            begin: problem and seed of a new conversation, with its first message.
+            message: the policy's turn; None closes the environment.
+
+        Raises:
+            RunFailure: the process restarted between two turns.
+            UsageError: `step` returned an invalid turn.
+        """
         if message is None:
-            # Forgotten before `close`, which may raise.
+            # The reference is dropped before `close`, which may raise.
             environment, self.environment = self.environment, None
             getattr(environment, "close", lambda: None)()
             return None
         if begin is not None:
-            # Games draw from Python's own generator.
+            # Games draw from Python's global random generator.
             random.seed(begin[1])
             self.environment = self.task.environment(*begin)
-        # A process that died is replaced by one that knows nothing of the conversation.
+        # A restarted process does not have the conversation's environment.
         if self.environment is None:
-            raise RunFailure("its process ended between two turns")
+            raise RunFailure("its process exited between two turns")
         return check_turn(self.environment.step(message))
 
 
 def check_turn(turn: Any) -> Turn:
-    """Returns the turn that an environment answered, in plain types. Raises ValueError if it is no valid `Turn`."""
+    """Returns an environment's turn in plain types.
+
+    Raises:
+        UsageError: the value is not a valid `Turn`.
+    """
     if not isinstance(turn, Turn):
         raise UsageError(f"step returned {type(turn).__name__}; return a Turn of torchtune_ext.tasks.task")
     score = to_score(Score(turn.reward, turn.parts, turn.note))
@@ -73,34 +88,43 @@ def check_turn(turn: Any) -> Turn:
         ):
             raise UsageError(f'step returned the message {message!r:.80}; write {{"role": "user", "content": "..."}}')
         if message["role"] == "assistant":
-            raise UsageError("step returned a message of the assistant, whose turns only the policy writes")
+            raise UsageError(
+                "step returned a message of the assistant, whose turns only the policy writes; return the role user or tool"
+            )
     if not messages and not turn.done:
-        raise UsageError("step returned no message, and done=False: the policy has nothing to answer")
+        raise UsageError(
+            "step returned no message, and done=False: the policy has nothing to answer; return a message or done=True"
+        )
     return Turn([dict(message) for message in messages], score.reward, bool(turn.done), score.parts, score.note)
 
 
 @dataclass(eq=False, slots=True)
 class EnvironmentSlot:
-    """The place of one conversation."""
+    """A conversation's claim on a worker process."""
 
-    process: Future[int] = field(default_factory=Future)  # the number of its process, once one is free
+    # Index of the process, set when one is free.
+    process: Future[int] = field(default_factory=Future)
     is_released: bool = False
 
 
 class Environments(Grader):
-    """Starts the processes of a task's environments, as a `Grader` starts its own."""
+    """Starts the worker processes of a task's environments and assigns them to conversations."""
 
     _worker_class = EnvironmentWorker
 
     def __init__(self, task: Conversations, workers: int = 1, *args: Any, **options: Any):
         super().__init__(task, workers, *args, **options)
         self.max_turns = task.max_turns
-        self._lock = Lock()  # guards what follows
+        self._lock = Lock()  # guards the two queues
         self._free = deque(range(workers))
         self._waiting: deque[EnvironmentSlot] = deque()
 
     def acquire_slot(self) -> EnvironmentSlot:
-        """Returns a place for a conversation. It gets a process once one is free, and has to be left."""
+        """Returns a slot for a conversation.
+
+        The slot's `process` resolves when a process is free. Call `release` when the conversation
+        ends.
+        """
         slot = EnvironmentSlot()
         with self._lock:
             if not self._free:
@@ -113,19 +137,24 @@ class Environments(Grader):
     def step(
         self, slot: EnvironmentSlot, message: Message, begin: tuple[Problem, int] | None = None
     ) -> "Future[Turn | Ungraded]":
-        """Lets the environment answer a turn. The result says why, if it fails.
+        """Passes a turn to the environment.
 
         Args:
-            seat: one that has a process.
-            begin: problem and seed, with the first turn.
+            slot: a slot whose `process` has resolved.
+            message: the policy's turn.
+            begin: problem and seed; required with the first turn.
+
+        Returns:
+            A future of the environment's turn, or of an `Ungraded` with the cause if it fails.
         """
 
         def otherwise(kind: str, cause: str) -> Ungraded:
-            cause = f"the environment's process died: {cause}" if kind in CRASH_KINDS else cause
+            cause = f"the environment's process crashed: {cause}" if kind in CRASH_KINDS else cause
             return Ungraded("timed_out" if kind in ("late", "stalled") else "infra_failed", cause)
 
         with self._lock:
-            # The conversation may be left in this moment. Its process then has, or will have, another one.
+            # Another thread may have released the slot. Its process then belongs to another
+            # conversation.
             if slot.is_released:
                 answer: Future[Turn | Ungraded] = Future()
                 answer.cancel()
@@ -133,15 +162,16 @@ class Environments(Grader):
             return self.processes.submit((begin, message), self._timeout_s, otherwise, process=slot.process.result())
 
     def release(self, slot: EnvironmentSlot) -> None:
-        """Ends the environment of a conversation. A second call does nothing."""
+        """Closes a conversation's environment and frees its process. A second call does nothing."""
         with self._lock:
             if slot.is_released:
                 return
             slot.is_released = True
-        # A seat that still waits for a process is only canceled: it has no environment.
+        # A slot that still waits for a process has no environment, so it is only canceled.
         if not slot.process.cancel():
             process = slot.process.result()
-            # An error of `close` changes nothing any more. The process goes on to the next conversation either way.
+            # An error in `close` is ignored: the process takes the next conversation in either
+            # case.
             try:
                 closed = self.processes.submit((None, None), self._timeout_s, lambda *_: None, process=process)
             except Exception:  # noqa: BLE001 (the reason why all processes have ended)
@@ -152,11 +182,11 @@ class Environments(Grader):
         with self._lock:
             while self._waiting:
                 slot = self._waiting.popleft()
-                # False: it was left while it waited. From here on it can no longer be canceled.
+                # False means that the waiting slot was released. After True it cannot be canceled.
                 if slot.process.set_running_or_notify_cancel():
                     break
             else:
                 self._free.append(process)
                 return
-        # This runs the callbacks of the one who waits, so it comes after the lock.
+        # This call runs the callbacks of the waiting conversation, so it must not hold the lock.
         slot.process.set_result(process)

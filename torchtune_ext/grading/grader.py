@@ -1,4 +1,7 @@
-"""Grades texts in processes. If a grader fails, an `Ungraded` says so; no reward is invented for the text."""
+"""Grades texts in worker processes.
+
+A text whose grader fails gets an `Ungraded` with the cause, never a substitute reward.
+"""
 
 import concurrent.futures
 import logging
@@ -19,11 +22,11 @@ from torchtune_ext.tasks.task import Problem, Score, Task
 
 log = logging.getLogger(__name__)
 
-# The kernel may deliver a Ctrl-C to any thread, but Python acts on it only in the main thread. So a wait of the main
-# thread wakes up after this many seconds.
+# The kernel may deliver Ctrl-C to any thread, but Python handles it only in the main thread. So a
+# wait of the main thread wakes up after this many seconds.
 INTERRUPT_POLL_S = 1.0
-DIED_PREFIX = "the grading process died"  # the first words of a cause
-MAX_FAILED_STEPS = 2  # steps in a row in which every text failed, after which the run ends
+DIED_PREFIX = "the grading process died"  # start of the cause of a crash
+MAX_FAILED_STEPS = 2  # consecutive steps in which every text failed, after which the run ends
 
 
 @config_record("grader")
@@ -32,49 +35,63 @@ class GraderConfig:
 
     workers: int = Field(default=1, ge=1, description="grader processes")
     timeout_s: Seconds = Field(
-        default=10.0, description="time limit of one text, or of a group that is graded together, seconds"
+        default=10.0, description="time limit in seconds for one text, or for a group that is graded together"
     )
 
 
 class Grader(Closing):
-    """Grades texts with `task.grade` in `workers` processes, each text within `timeout_s` seconds.
+    """Grades texts with `task.grade` in worker processes.
 
-    A task that compares texts has `grade_group(problem, texts)` instead. One call grades a group, within the same time,
-    and if it fails, no text of the group has a score.
+    A task that compares texts defines `grade_group(problem, texts)` instead. One call grades a
+    group within the same time limit. If the call fails, no text of the group has a score.
 
-    A text that hangs or crashes a grader of this package has the reward 0 and the part "timed_out". It is not blamed
-    for a process that the kernel kills to free memory, nor for a machine too busy to compute.
+    A text that hangs or crashes a grader of this package gets the reward 0 and the part
+    "timed_out". This does not apply if the kernel kills the process to free memory, or if the
+    machine stalls.
 
-    The processes start at once and end with this process or with `close`. They print where this process does, or into
-    the file `output`, which `close` removes if it is empty.
+    The processes start in the constructor and end with this process or with `close`.
+
+    Args:
+        task: the task whose texts are graded. It must be picklable.
+        workers: number of processes.
+        timeout_s: time limit in seconds for one call of the task's grader.
+        output: file for everything that graders print; `close` removes it if it is empty. None:
+            they print to the output of this process.
 
     Raises:
-        ValueError: a setting is out of range, or the task cannot be pickled.
-        RuntimeError: the workers cannot start.
+        UsageError: an argument is out of range, or the task cannot be pickled.
+        RunFailure: the workers cannot start.
     """
 
-    _worker_class = GradingWorker  # what lives in the processes
+    _worker_class = GradingWorker  # the callable that runs in each process
 
     def __init__(self, task: Task, workers: int = 1, timeout_s: float = 10.0, output: Path | None = None):
         config = GraderConfig(workers, timeout_s)
-        self.grades_groups = hasattr(task, "grade_group")  # whether the texts of a problem are graded together
+        # True: one call grades all texts of a problem.
+        self.grades_groups = hasattr(task, "grade_group")
         self.task, self.is_shipped = task, has_shipped_grader(task)
         try:
-            # Plain pickle sends a class only by its name. A user's copied recipe may define the task in `__main__`.
+            # Plain pickle stores only the name of a class, and a user's copy of a recipe may define
+            # the task in `__main__`, which the worker does not have.
             target = cloudpickle.dumps(self._worker_class(task))
         except Exception as error:
             # Pickling runs code of the task, which may raise any error.
             raise UsageError(
                 f"task {type(task).__name__} cannot be sent to a grading process: {type(error).__name__}: {error}. "
-                "Keep open files, locks and models out of its attributes"
+                "Fix: keep open files, locks and models out of its attributes"
             ) from error
         self._timeout_s, self._output = config.timeout_s, output
-        # A process can be killed at any moment, also inside C code that holds the interpreter lock (a regular expression
-        # that backtracks for ever). It has one text, or one group, at a time, so one that dies loses no other.
+        # A process can be killed at any moment, even inside C code that holds the interpreter lock
+        # (such as a regular expression that backtracks exponentially). A process has one text or
+        # one group at a time, so a crash affects no other text.
         self.processes = ProcessPool(target, config.workers, "grading", "task", output=output)
 
     def submit(self, problem: Problem, *texts: str) -> "Future[list[Outcome]]":
-        """Hands in a text, or all texts of a problem if the task compares. The result is an outcome for each."""
+        """Queues a text, or all texts of a problem if the task compares them.
+
+        Returns:
+            A future of one outcome for each text.
+        """
 
         def otherwise(kind: str, cause: str) -> list[Outcome]:
             cause = f"{DIED_PREFIX}: {cause}" if kind in CRASH_KINDS else cause
@@ -82,7 +99,8 @@ class Grader(Closing):
                 return [timeout_score(cause)] * len(texts)
             return [Ungraded("timed_out" if kind in ("late", "stalled") else "infra_failed", cause)] * len(texts)
 
-        # A process may end by chance. So before a shipped grader gives a text the reward 0 for it, it tries a second time.
+        # A process may exit for another reason than the text. So a shipped grader gives the reward
+        # 0 only after a second attempt.
         return self.processes.submit((problem, texts), self._timeout_s, otherwise, retries=int(self.is_shipped))
 
     def grade(self, items: Sequence[tuple[Problem, str]]) -> list[Outcome]:
@@ -93,7 +111,7 @@ class Grader(Closing):
         return outcomes
 
     def metrics(self, refill: bool = False) -> dict[str, float]:
-        """Returns the metrics of the grading itself in a step. A task's own grader may have some."""
+        """Returns metrics of grading in a step: none here; graders of tasks may override this."""
         return {}
 
     def close(self) -> None:
@@ -105,22 +123,22 @@ class Grader(Closing):
 
 
 def gather_results(futures: Sequence[Future]) -> list:
-    """Returns the results of the futures, in their order. An interrupt cancels those that are left."""
+    """Returns the results of the futures, in order. An interrupt cancels the unfinished ones."""
     left = set(futures)
     try:
-        # This waits for all futures at once. Waking up for each of thousands would take the interpreter lock from the
-        # thread that serves the workers.
+        # This waits for all futures at once. Waking up for each of thousands of futures would
+        # contend for the interpreter lock with the thread that serves the workers.
         while left:
             left = concurrent.futures.wait(left, timeout=INTERRUPT_POLL_S).not_done
         return [future.result() for future in futures]
     finally:
-        # A worker still finishes the text that it has, but nobody gets the outcome.
+        # A worker still finishes its current text; the outcome is discarded.
         for future in futures:
             future.cancel()
 
 
 def log_failures(outcomes: Sequence[Outcome], during: str = "grading") -> None:
-    """Logs a line for each kind of failure, with its most common causes."""
+    """Logs one line for each kind of failure, with its three most common causes."""
     for kind in ("infra_failed", "timed_out", "noisy"):
         causes = Counter(failure_cause(outcome) for outcome in outcomes if outcome.kind == kind)
         if causes:
@@ -129,33 +147,39 @@ def log_failures(outcomes: Sequence[Outcome], during: str = "grading") -> None:
 
 
 def failure_cause(outcome: Outcome) -> str:
-    """Returns why a text was not graded to the end."""
+    """Returns the cause of an outcome without a regular score."""
     return outcome.note or outcome.kind if isinstance(outcome, Score) else outcome.cause
 
 
 class GradingFailed(RunFailure):
-    """The grader has failed on every text of several steps."""
+    """The grader failed on every text of several consecutive steps."""
 
 
 class GradingMonitor:
-    """Looks at the outcomes of each step, logs failures, and notices a grader that never succeeds."""
+    """Logs the grading failures of each step; ends the run if the grader fails on every text."""
 
     def __init__(self) -> None:
-        self._graded_step: int | None = None  # the last step of which a text was graded
-        self._failed_steps: list[int] = []  # the steps since then
-        self._first = ""  # the first failure in these
+        self._graded_step: int | None = None  # the last step with a graded text
+        self._failed_steps: list[int] = []  # the steps since `_graded_step`
+        self._first = ""  # the first failure in `_failed_steps`
 
     def check_step(self, step: int, outcomes: Sequence[tuple[str, Outcome]]) -> None:
-        """Takes outcomes of a step, each with the id of its problem.
+        """Records outcomes of a step.
+
+        Args:
+            step: the step of the run.
+            outcomes: (problem id, outcome) for each text. A step may be reported in several calls.
 
         Raises:
-            GradingFailed: this is the second step in a row in which every text failed. The message has the first cause.
+            GradingFailed: every text failed in `MAX_FAILED_STEPS` consecutive steps. The message
+                holds the first cause.
         """
         log_failures([outcome for _, outcome in outcomes])
         failed = [(problem, outcome) for problem, outcome in outcomes if is_failure(outcome)]
         if len(failed) < len(outcomes):
             self._graded_step, self._failed_steps = step, []
-        # The outcomes of a step may come in several calls. One graded text clears the step, and it counts once.
+        # One graded text clears the step. A failed step counts once, even if it comes in several
+        # calls.
         if not failed or self._graded_step == step or step in self._failed_steps:
             return
         if not self._failed_steps:
@@ -165,10 +189,13 @@ class GradingMonitor:
         if len(self._failed_steps) >= MAX_FAILED_STEPS:
             raise GradingFailed(
                 f"the grader has failed on every text of steps {self._failed_steps[0]} to {step}, so nothing is learned. The "
-                f"first failure: {self._first}. Repair it, try it on a text (docs/custom_reward.md), then resume"
+                f"first failure: {self._first}. Fix: repair the grader, try it on a text (docs/custom_reward.md), then resume"
             )
 
 
 def is_failure(outcome: Outcome | None) -> TypeGuard[Ungraded]:
-    """Tells whether a text has no score by the fault of its grader. A disturbed machine is not its fault."""
+    """Tells whether the grader failed on a text.
+
+    A noisy measurement is not a failure of the grader.
+    """
     return isinstance(outcome, Ungraded) and outcome.kind != "noisy"

@@ -1,4 +1,4 @@
-"""The work of a grading process: it calls the task's grader on a text and checks the answer."""
+"""Runs in a grading process: calls the task's grader on a text and checks the returned value."""
 
 import os
 import traceback
@@ -14,22 +14,24 @@ MAX_NOTE_CHARS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Ungraded:
-    """Why a text has no `Score`. It is not trained on, and kept out of the baseline."""
+    """The reason why a text has no `Score`. The text is not trained on and not in the baseline."""
 
     # kind            what happened
-    # "infra_failed"  the grader raised, crashed, or returned anything else than a number or a Score
-    # "timed_out"     the grader did not answer by the deadline, and was killed: the user's, or any on a stalled machine
-    # "noisy"         the text is a right program, but others disturbed the machine while its speed was measured (measured/)
+    # "infra_failed"  the grader raised, crashed, or returned neither a number nor a Score
+    # "timed_out"     a user's grader (on a stalled machine, any grader) was killed at its deadline
+    # "noisy"         the text is a correct program, but other load disturbed the measurement of its
+    #                 speed (measured/)
     kind: str
     cause: str  # the error, for the log
 
 
-Outcome = Score | Ungraded  # of grading one text
+Outcome = Score | Ungraded  # the outcome of grading one text
 
 
 def timeout_score(cause: str) -> Score:
-    """Returns the score of a text that a shipped grader could not finish."""
-    # Ungraded, such texts would not be trained on, and a policy that has found one would keep writing it.
+    """Returns the score of a text on which a grader of this package hung or crashed."""
+    # If such texts were ungraded, they would not be trained on, and the policy would keep writing
+    # them.
     return Score(0.0, {"timed_out": 1.0}, cause)
 
 
@@ -38,25 +40,26 @@ class GradingWorker:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.grades_groups = hasattr(task, "grade_group")  # whether the texts of a problem are graded together
-        self.failed = False  # whether the last call has graded no text
+        # True: one call grades all texts of a problem.
+        self.grades_groups = hasattr(task, "grade_group")
+        self.failed = False  # True: the last call graded no text
 
     def __call__(self, problem: Problem, texts: Sequence[str]) -> list[Outcome]:
-        """Returns one outcome for each text. A task that compares gets all at once, another one after the other."""
+        """Returns one outcome for each text. A task that compares texts gets them in one call."""
         outcomes = self._outcomes(problem, texts)
         self.failed = all(isinstance(outcome, Ungraded) for outcome in outcomes)
         return outcomes
 
     def _outcomes(self, problem: Problem, texts: Sequence[str]) -> list[Outcome]:
-        # A grader is the user's code: whatever it raises, `sys.exit` and `CancelledError` included, costs only these
-        # texts.
+        # A grader is the user's code. Anything that it raises, `SystemExit` and `CancelledError`
+        # included, affects only these texts.
         try:
             grade_group: Callable | None = getattr(self.task, "grade_group", None)
             if grade_group is not None:
                 return check_outcomes(grade_group(problem, list(texts)), len(texts), grade_group)
             return [check_outcome(self.task.grade(problem, text), self.task.grade) for text in texts]
         except BaseException as error:  # noqa: BLE001 (reported with its cause)
-            # Only a text of the policy exhausts the stack or the memory of a shipped grader.
+            # Only a text of the policy can exhaust the stack or the memory of a shipped grader.
             if isinstance(error, MemoryError | RecursionError) and has_shipped_grader(self.task):
                 return [timeout_score(_cause(error))] * len(texts)
             return [Ungraded("infra_failed", _cause(error))] * len(texts)
@@ -77,7 +80,7 @@ def check_outcomes(values: object, count: int, grade: Callable) -> list[Outcome]
 
 
 def check_outcome(value: object, grade: Callable) -> Outcome:
-    """Returns the outcome of a value that `grade` returned, which should be a Score or a number."""
+    """Converts the value that `grade` returned: a Score, a number, or else `Ungraded`."""
     try:
         score = to_score(value)
     except ValueError as error:
@@ -86,8 +89,7 @@ def check_outcome(value: object, grade: Callable) -> Outcome:
 
 
 def _cause(error: BaseException) -> str:
-    """Returns the error and where it was raised."""
-    # An error inside a library says little by itself, so the line of the grader's own file that led there comes along.
+    """Returns the error, and the line of the grader's file that called the failing library."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     if not own or own[-1] is frames[-1]:

@@ -1,4 +1,4 @@
-"""Opens the graders of a run's tasks, and tries them and the right answers before anything expensive starts."""
+"""Opens the graders of a run's tasks, and tries them on reference answers before the run starts."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -19,10 +19,10 @@ from torchtune_ext.tasks.problem_stream import TransientReason
 from torchtune_ext.tasks.task import ConversationTask, Message, Problem, Score, SelfGradingTask, Task, solution_messages
 
 LOG_FILE_NAME = "grader.log"
-NUM_TRIED_PROBLEMS = 4  # problems whose solutions are graded before a run begins
-MAX_SEARCHED_PROBLEMS = 32  # first problems of a task among which these are
-WRONG_ANSWER = "<think>\n</think>\n\n\\boxed{271828183}"  # a text that answers no problem right
-PLACEHOLDER_ANSWER = "1"  # the text that is graded if there is no solution
+NUM_TRIED_PROBLEMS = 4  # problems whose solutions are graded before a run starts
+MAX_SEARCHED_PROBLEMS = 32  # first problems of a task that are searched for `NUM_TRIED_PROBLEMS`
+WRONG_ANSWER = "<think>\n</think>\n\n\\boxed{271828183}"  # a text that is wrong for every problem
+PLACEHOLDER_ANSWER = "1"  # the text to grade for a problem without a solution
 
 
 def open_graders(
@@ -31,16 +31,18 @@ def open_graders(
     beside_training: bool = False,
     folder: str | Path | None = None,
 ) -> list[Grader]:
-    """Starts the graders of these tasks, in their order, without those that are None. Raises what the graders raise.
+    """Starts the graders of these tasks, in order. Errors of the graders are raised unchanged.
 
     Args:
-        config: settings of the grading processes. A task with a grader of its own has its own settings.
-        beside_training: texts are graded while this process trains.
-        folder: the folder of the run; graders print into the file `OUTPUT` there. None: they print where we do.
+        tasks: the tasks of the run; None is skipped.
+        config: settings of the grading processes. A `SelfGradingTask` has its own settings.
+        beside_training: True if texts are graded while this process trains.
+        folder: run directory, in which graders print to `LOG_FILE_NAME`. None: they print to the
+            output of this process.
     """
     graders: list[Grader] = []
     output = None if folder is None else Path(folder) / LOG_FILE_NAME
-    # Processes that were started for the tasks before an error would outlive the run.
+    # If a later task raises, the graders of the earlier tasks are closed.
     with ExitStack() as opened:
         for task in filter(None, tasks):
             if isinstance(task, SelfGradingTask):
@@ -61,11 +63,17 @@ def check_grading(
     keys: Sequence[str] = ("task", "evaluation.task"),
     samples: int = 2,
 ) -> None:
-    """Raises ValueError if one of these tasks cannot be graded.
+    """Checks that the tasks of a run can be graded.
 
     Args:
-        keys: the nodes of the tasks, for messages.
-        samples: texts of a problem of the first task, if it compares them. The others get one, as a greedy sample is.
+        tasks: the training task, then held-out tasks; None is skipped.
+        config: settings of the grading processes.
+        keys: the config key of each task, for messages.
+        samples: texts per problem of the first task, if it compares texts. Other tasks get one
+            text, as in a greedy evaluation.
+
+    Raises:
+        UsageError: a task cannot be graded.
     """
     tried: list[Any] = []
     for i, (task, key) in enumerate(zip(tasks, keys, strict=False)):
@@ -76,8 +84,8 @@ def check_grading(
                 tried.append(type(task))
                 _check_environment(task, config, key)
         elif task is not None:
-            # Held-out problems mostly have the grader of the training problems: the same class, and the same function
-            # if one is named. A grader is tried once.
+            # Held-out problems mostly have the grader of the training problems: the same class, and
+            # the same function if one is named. Each grader is tried once.
             own, texts = getattr(task, "__dict__", {}), samples if hasattr(task, "grade_group") and i == 0 else 1
             grader = (type(task), own.get("grade"), own.get("grade_group"), texts)
             if grader not in tried:
@@ -86,17 +94,21 @@ def check_grading(
 
 
 def answer_faults(grader: Grader, problems: Sequence[Problem]) -> list[str]:
-    """Says for each problem why it cannot be graded, or "".
+    """Checks that problems can be graded.
 
-    The problem has to be picklable. With a grader of this package, if the task has `tries_answers`, the right answer
-    also has to get a higher reward than a wrong text.
+    A problem must be picklable. With a grader of this package and a task with `tries_answers`, the
+    reference answer must also get a higher reward than a wrong text.
+
+    Returns:
+        For each problem, the reason why it cannot be graded, or "".
     """
-    # A task that grades by itself sends what it likes.
+    # A `SelfGradingTask` sends problems in its own way.
     if not isinstance(grader, Grader):
         return [""] * len(problems)
     if not grader.is_shipped or not getattr(grader.task, "tries_answers", False):
         return [_pickling_fault(problem) for problem in problems]
-    # A busy machine makes graders late, so a problem that may have suffered from it is tried again, alone.
+    # On a busy machine, graders may time out. So a problem with a transient fault is tried again,
+    # alone.
     first = _answer_faults(grader, problems)
     return [
         _answer_faults(grader, [problem])[0] if isinstance(fault, TransientReason) else fault
@@ -122,7 +134,10 @@ def _pickling_fault(problem: Problem) -> str:
 
 
 def _answer_fault(outcomes: Sequence[Outcome]) -> str:
-    """Says what is wrong with the outcomes of a wrong text and of the right one, which may be missing."""
+    """Returns the fault in the outcomes of a wrong text and of the reference answer, or "".
+
+    The reference answer may be missing.
+    """
     for outcome in outcomes:
         if outcome.kind in ("infra_failed", "timed_out"):
             cause = failure_cause(outcome)
@@ -130,12 +145,16 @@ def _answer_fault(outcomes: Sequence[Outcome]) -> str:
             return kind(f"its answer cannot be graded: {cause}")
     wrong, *right = [outcome.reward for outcome in outcomes if isinstance(outcome, Score)]
     if not right:
-        return "its grader pays for a wrong text" if wrong >= 1.0 else ""
+        return "its grader gives a wrong text the reward 1 or more" if wrong >= 1.0 else ""
     return "" if right[0] > wrong else f"its right answer gets the reward {right[0]:g}, and a wrong one {wrong:g}"
 
 
 def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1) -> None:
-    """Grades the first problems' solutions. Raises ValueError if that fails, is too slow, or gives no reward."""
+    """Grades the solutions of the first problems.
+
+    Raises:
+        UsageError: grading fails, times out, or gives the reward 0 to every solution.
+    """
     problems = _first_problems(task, key)
     if not problems:
         return
@@ -143,11 +162,11 @@ def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1) ->
     name, worked = type(task).__name__, all(text is not None for text in solutions)
     what = "its own solution" if worked else f"the text {PLACEHOLDER_ANSWER!r}"
     try:
-        # In the run the grader will print the same again, into a file that is kept.
+        # The output is discarded: in the run, the grader prints the same into a file that is kept.
         with TemporaryDirectory() as folder, Grader(task, 1, config.timeout_s, Path(folder) / LOG_FILE_NAME) as grader:
             outcomes = []
             for problem, text in zip(problems, solutions, strict=True):
-                # A task that compares gets a group of its usual size.
+                # A task that compares texts gets a group of the run's size.
                 group = [text if worked and isinstance(text, str) else PLACEHOLDER_ANSWER] + [PLACEHOLDER_ANSWER] * (
                     texts - 1
                 )
@@ -155,23 +174,25 @@ def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1) ->
                 if outcomes[-1].kind == "timed_out":
                     raise UsageError(
                         f"{key}: {name} took more than grader.timeout_s={config.timeout_s:g} to grade {what} of problem "
-                        f"{problem.id!r}; raise grader.timeout_s, or look for what hangs in `grade`"
+                        f"{problem.id!r}. Fix: raise grader.timeout_s, or find the call in `grade` that hangs"
                     )
             rewards = [outcome.reward for outcome in outcomes if isinstance(outcome, Score)]
             if not rewards:
                 raise UsageError(
                     f"{key}: {name} cannot grade {what} of problem {problems[0].id!r}: {outcomes[0].cause}; none of the first "
-                    f"{len(problems)} problems can be graded"
+                    f"{len(problems)} problems can be graded. Fix: repair its `grade`"
                 )
-            # An untrained model will soon sample an empty text.
+            # An untrained model soon samples an empty text.
             silent = grader.submit(problems[0], *[""] * texts).result()[0]
             if isinstance(silent, Ungraded):
                 text = f"{name} fails on an empty text, which would count as ungraded: {silent.cause}"
                 print_text(format_labels([("grader", text)]))
-            # A user's own function may want more than a bare answer, so then the reward 0 is only worth a line.
+            # A user's function may require more than the answer alone, so its reward 0 is only a
+            # warning.
             is_plain_function = "grade" in getattr(task, "__dict__", {}) and getattr(task, "worked", None) is None
-            # A task may pay less than 0 for everything, but something is wrong if a solution gets just 0, and another
-            # text no less. A grader that compares says nothing about a single text.
+            # A task may give only negative rewards. But if every solution gets 0 and another text
+            # no less, the grader is wrong. A grader that compares texts cannot be checked with a
+            # single text.
             if worked and not any(rewards) and not grader.grades_groups:
                 others = [grader.submit(problem, PLACEHOLDER_ANSWER).result()[0] for problem in problems]
                 best = max((other.reward for other in others if isinstance(other, Score)), default=0.0)
@@ -183,7 +204,7 @@ def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1) ->
                                 [
                                     (
                                         "grader",
-                                        f"{text}, and {PLACEHOLDER_ANSWER!r} {best:g}: does it pay for a right one?",
+                                        f"{text}, and {PLACEHOLDER_ANSWER!r} {best:g}: does it reward a right answer?",
                                     )
                                 ]
                             )
@@ -191,14 +212,19 @@ def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1) ->
                         return
                     raise UsageError(
                         f"{key}: {name} gives its own solution of problem {problems[0].id!r} the reward {rewards[0]:g}, and "
-                        f"{PLACEHOLDER_ANSWER!r} no less: `grade` and `solution` do not fit each other (docs/custom_reward.md)"
+                        f"{PLACEHOLDER_ANSWER!r} at least as much: `grade` and `solution` disagree. Fix: repair one "
+                        "(docs/custom_reward.md)"
                     )
     except RuntimeError as error:
         raise UsageError(f"{key}: {name} cannot be graded: {error}") from error
 
 
 def _check_environment(task: Conversations, config: GraderConfig, key: str) -> None:
-    """Plays the first problem's solution, or one turn if it has none. Raises ValueError as `_rehearse`."""
+    """Plays the solution of the first problem, or one turn if it has no solution.
+
+    Raises:
+        UsageError: the environment fails, or gives the reward 0 to its own solution.
+    """
     problem, name = next(iter(_first_problems(task, key)), None), type(task).__name__
     if problem is None:
         return
@@ -215,7 +241,7 @@ def _check_environment(task: Conversations, config: GraderConfig, key: str) -> N
             if isinstance(turn, Ungraded):
                 raise UsageError(
                     f"{key}: the environment of {name} fails at turn {i + 1} of problem {problem.id!r}, "
-                    f"{message['content']!r:.60}: {turn.cause}; repair its `step`, or raise grader.timeout_s="
+                    f"{message['content']!r:.60}: {turn.cause}. Fix: repair its `step`, or raise grader.timeout_s="
                     f"{config.timeout_s:g} (docs/environments.md)"
                 )
             rewards.append(turn.reward)
@@ -224,15 +250,20 @@ def _check_environment(task: Conversations, config: GraderConfig, key: str) -> N
         if turns and not any(rewards):
             raise UsageError(
                 f"{key}: the environment of {name} gives its own solution of problem {problem.id!r} the reward 0: "
-                "`environment` and `solution` do not fit each other (docs/environments.md)"
+                "`environment` and `solution` disagree. Fix: repair one (docs/environments.md)"
             )
 
 
 def _first_problems(task: Task, key: str) -> list[Problem]:
-    """Returns the first problems that can be made and sent. Raises ValueError if those that can be made cannot be sent."""
+    """Returns the first problems that can be created and pickled.
+
+    Raises:
+        UsageError: problems can be created, but none can be pickled.
+    """
     problems, unsent = [], ""
     for index in range(min(MAX_SEARCHED_PROBLEMS, len(task))):
-        # A problem that cannot be made or sent is left to the run, which deals with it when it comes to it.
+        # A problem that cannot be created or pickled is skipped here; the run reports and skips it,
+        # too.
         with suppress(Exception):
             problem = task[index]
             if fault := _pickling_fault(problem):
@@ -247,10 +278,10 @@ def _first_problems(task: Task, key: str) -> list[Problem]:
 
 
 def _solution(task: Task, problem: Problem) -> str | Sequence[Message] | None:
-    """Returns the solution of a problem, or None."""
+    """Returns the solution of a problem, or None if it has no usable one."""
     try:
         text = task.solution(problem)
     except Exception:  # noqa: BLE001 (the code of the task)
-        # GRPO needs no solutions, so one that fails is as good as none.
+        # GRPO does not need solutions, so an error is treated as a missing solution.
         return None
     return text if isinstance(text, str) or isinstance(task, ConversationTask) else None

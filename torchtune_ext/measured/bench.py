@@ -419,7 +419,7 @@ def check_program(
         os.sched_setaffinity(0, cores)
         if key not in CHECKERS:
             CHECKERS[key] = make_checker(pickle.loads(kernel), cores=cores)
-        result, library = CHECKERS[key].checked(text, permitted=permitted)
+        result, library = CHECKERS[key].check_with_library(text, permitted=permitted)
         return result, zlib.compress(library, 1)
     except (SandboxError, OSError) as error:
         CHECKERS.drop(key)
@@ -456,7 +456,7 @@ def time_program(
                 # An engine may have become busy while the timer was created.
                 wait_until_idle(cores, LOCK_TIMEOUT_S)
             begun_at = time.monotonic()
-            timing = TIMERS[key].time(zlib.decompress(library))
+            timing = TIMERS[key].time_library(zlib.decompress(library))
     except UnstableMachine as error:
         outcome, note = NOISY, str(error)
     except ChildFailed as failed:
@@ -467,7 +467,7 @@ def time_program(
     if timing is not None and timing.is_noisy:
         note = (
             f"the machine is disturbed by other processes: the speed is unknown after {budget_s:g} s "
-            f"(95% interval ±{timing.spread:.1%})"
+            f"(95% interval ±{timing.relative_ci:.1%})"
         )
         outcome, timing = NOISY, None
     now = time.monotonic()

@@ -31,7 +31,7 @@ class Pool:
     def __init__(
         self,
         config: EngineConfig,
-        make_core: Callable[[EngineReplica], Backend],
+        make_backend: Callable[[EngineReplica], Backend],
         buffers: WeightBuffers,
         version: int,
         name: str = "engine",
@@ -40,7 +40,7 @@ class Pool:
 
         Args:
             config: The `engine:` section.
-            make_core: Creates a backend (one process incarnation) of a replica.
+            make_backend: Creates a backend (one process incarnation) of a replica.
             buffers: The published weights.
             version: Version of weights that were never published.
             name: Name of an engine in messages.
@@ -48,7 +48,7 @@ class Pool:
         Raises:
             UsageError: For more engines than devices.
         """
-        self.make_backend, self.buffers, self.first_version = make_core, buffers, version
+        self.make_backend, self.buffers, self.first_version = make_backend, buffers, version
         self.ids = itertools.count()  # request ids
         self.replicas: list[EngineReplica] = []
         for number, each in enumerate(configs := engine_configs(config)):
@@ -129,7 +129,7 @@ class Pool:
             EngineFailed: If a replica does not start.
         """
         # At the start every replica must come up: a failure here usually means a wrong config.
-        await asyncio.gather(*(lane.start() for lane in self.replicas))
+        await asyncio.gather(*(replica.start() for replica in self.replicas))
         for replica in self.replicas:
             await replica.wait_ready()
         self.has_started = True
@@ -270,7 +270,7 @@ class Pool:
             ValueError: If a replica refuses the weights.
         """
         try:
-            times = await self._each(lambda lane: lane.load(), self.running_replicas)
+            times = await self._each(lambda replica: replica.load(), self.running_replicas)
         finally:
             for replica in self.serving_replicas:
                 if replica.version < self.version:
@@ -283,8 +283,8 @@ class Pool:
 
     async def checksums(self) -> list[dict[str, int | None]]:
         """Implements `Engine.checksums`."""
-        of_lanes = await self._each(lambda replica: replica.checksums(), self.serving_replicas)
-        return [worker for sums in of_lanes.values() for worker in sums]
+        by_replica = await self._each(lambda replica: replica.checksums(), self.serving_replicas)
+        return [worker for sums in by_replica.values() for worker in sums]
 
     async def sleep(self) -> None:
         """Frees the GPU memory of all replicas, even of starting ones.
@@ -312,8 +312,8 @@ class Pool:
 
         # Without an answer, each replica crashed while another one served. Ask the restarted ones.
         while True:
-            of_lanes = await self._each(ask, self.running_replicas)
-            if answers := [answer for answer in of_lanes.values() if answer is not None]:
+            by_replica = await self._each(ask, self.running_replicas)
+            if answers := [answer for answer in by_replica.values() if answer is not None]:
                 return answers
 
     # -- counters and state ------------------------------------------------------------------------
@@ -322,12 +322,12 @@ class Pool:
         """Returns the counters of all replicas since the start of the run."""
         replicas, serving = self.replicas, self.serving_replicas
         return EngineStats(
-            **{name: sum(lane.counts[name] for lane in replicas) for name in COUNTS},
+            **{name: sum(replica.counts[name] for replica in replicas) for name in COUNTS},
             max_kv_usage=max(replica.max_usage for replica in replicas),
-            running=sum(lane.last_step.running for lane in serving),
-            waiting=sum(lane.last_step.waiting for lane in serving),
-            concurrency=sum(lane.throttle.limit for lane in serving),
-            restarts=sum(lane.restarts for lane in replicas),
+            running=sum(replica.last_step.running for replica in serving),
+            waiting=sum(replica.last_step.waiting for replica in serving),
+            concurrency=sum(replica.throttle.limit for replica in serving),
+            restarts=sum(replica.restarts for replica in replicas),
             healthy=len(serving),
             retired=len(replicas) - len(self.active_replicas),
         )

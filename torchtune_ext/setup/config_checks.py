@@ -28,7 +28,7 @@ def check_settings(cfg: GRPOConfig, loss: Any) -> None:
         raise UsageError(
             f"profile={cfg.profile} names step {wrong[0]}, but the steps are 1 to max_steps={cfg.max_steps}"
         )
-    # The ledger itself refuses a staleness and a depth that do not fit.
+    # The scheduler refuses a staleness and prefetch_steps that do not fit together.
     StalenessScheduler(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.prefetch_steps)
     if cfg.staleness and cfg.engine.sleep:
         raise UsageError(

@@ -1,15 +1,16 @@
-r"""Finds the answer in a text, and grades it against the right one.
+r"""Extracts the answer from a text, and grades it against the reference answer.
 
-Only the text after the last `</think>` is read. The first of these rules that finds an answer counts:
+Only the text after the last `</think>` is read. The first rule that finds an answer applies:
 
 1. The last \boxed{...} or \fbox{...}, with the other boxes of its sentence as one list.
 2. With `brackets`, the last [...].
-3. `#### 72` in the last line, as GSM8K writes it.
+3. `#### 72` in the last line, as in GSM8K.
 4. The last "answer is ..." or "Answer: ...".
-5. With `unmarked: last_number`, the value at the end of the last `TAIL_CHARS` characters: "2, 3 or 5" is one list.
+5. With `unmarked: last_number`, the value at the end of the last `TAIL_CHARS` characters: "2, 3 or
+   5" is one list.
 
-`equality.py` says when an answer is right. Where a text is ambiguous, it gets no reward. An answer that takes longer
-than `LIMIT_S` to compare is wrong, and counted in the part `timed_out`.
+`equality.py` compares answers. An ambiguous text gets no reward. An answer that takes longer than
+`COMPARE_TIMEOUT_S` to compare is wrong and sets the part `timed_out`.
 """
 
 import contextlib
@@ -29,15 +30,16 @@ from torchtune_ext.tasks.notation import is_name, letter_tokens, normalize
 from torchtune_ext.tasks.prose_values import DENIAL, SENTENCE_END, last_values
 from torchtune_ext.tasks.task import Score, require_choice, strip_thinking
 
-TAIL_CHARS = 2000  # characters at the end of a text without a mark, which are searched for values
-COMPARE_TIMEOUT_S = 3.0  # seconds for one comparison, well below the deadline of a grading process
+TAIL_CHARS = 2000  # characters at the end of an unmarked text that are searched for values
+COMPARE_TIMEOUT_S = 3.0  # time limit of one comparison, well below `grader.timeout_s`
 FORMATS = ("box", "think")
 UNMARKED_MODES = ("last_number", "none")
 
-# A box with braces, or one without, around what follows a space: \boxed 7.
+# A box with braces, or without braces around the word after a space: \boxed 7.
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(?:(?P<brace>\{)|(?<=\s)(?P<token>[^\s${}\\]+))")
 _BOX_MARK = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # the braces of \{ and \} are printed, and open or close no group
+# \{ and \} are printed braces, which do not delimit a group.
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BRACKETS = re.compile(r"(?<!\\)\[([^\[\]]*[^\[\]\\])\]")
 _HASHES = re.compile(r"(?:(?!####).)*####\s*:?\s*(\S.*)")
 _PHRASE = re.compile(
@@ -46,8 +48,8 @@ _PHRASE = re.compile(
     re.IGNORECASE,
 )
 _NEXT_PHRASE = re.compile(r"[.!?]\s|\n|^(?:the )?(?:final |correct )?$", re.IGNORECASE)
-_TOKENS = re.compile(r"<\|\w+\|>|</?(?:s|answer)>")  # special tokens, and the tags of an answer
-# A semicolon ends a clause only if no number follows soon after it.
+_TOKENS = re.compile(r"<\|\w+\|>|</?(?:s|answer)>")  # special tokens, and answer tags
+# A semicolon ends a clause only if the next 80 characters of the line have no digit.
 _CLAUSE_END = re.compile(
     r"(?<!\\)[.!?](?=\s|$)|;\s(?![^\n]{0,80}\d)|, and (?:we|this|that)\b"
     r"|,?\s(?:because|since|so|which|as (?:required|desired))\b|,\sas\b|\s\((?:because|since|as|i\.e)\b"
@@ -74,20 +76,24 @@ _OTHERWISE = re.compile(r"[\s$.,)*]{0,20}(?:or|alternatively|maybe)\b", re.IGNOR
 
 
 def restore_box_commands(text: str) -> str:
-    r"""Returns a text with \\boxed{ in place of boxed{, if no box of it has a backslash."""
+    r"""Restores the backslash of `boxed{` if no box of the text has one."""
     return re.sub(r"(?<![\w\\])boxed\{", r"\\boxed{", text) if "boxed{" in text and "\\boxed" not in text else text
 
 
 def last_box(text: str) -> str | None:
-    r"""Returns what the last \boxed{...} or \fbox{...} holds ("\boxed 7": 7), or None without one that is closed."""
+    r"""Returns the content of the last \boxed{...} or \fbox{...} ("\boxed 7": 7), or None."""
     spans = _last_box_spans(text)
     return spans[-1][0] if spans else None
 
 
 def last_boxes(text: str) -> list[str] | None:
-    """Returns what the boxes of the last sentence with a box hold, in order, or None as `last_box` does.
+    """Returns the contents of the boxes in the last sentence with a box, in order.
 
-    Of several boxes, those after a name have it: "x = 3". The list is empty if the words around the last box deny it.
+    With several boxes, a name before a box is included: "x = 3".
+
+    Returns:
+        None if the text has no closed box; an empty list if the words around the last box negate
+        it.
     """
     spans = _last_box_spans(text)
     if not spans:
@@ -101,7 +107,7 @@ def last_boxes(text: str) -> list[str] | None:
         return []
     is_ended = any(_has_sentence_end(text[end:start]) for (_, _, end), (_, start, _) in pairwise(spans))
     if is_ended and len({letter_tokens(normalize(content)) for content, _, _ in spans}) > 1:
-        return []  # candidates
+        return []  # different candidates in several sentences
     held = []
     for content, start, _ in spans:
         label = _LABEL.search(text, max(0, start - 60), start) if len(spans) > 1 else None
@@ -111,12 +117,12 @@ def last_boxes(text: str) -> list[str] | None:
 
 
 def _last_box_spans(text: str) -> list[tuple[str, int, int]]:
-    """Returns what the boxes of the last sentence with a box hold, where they begin and end."""
-    # Boxes of earlier sentences do not count. Otherwise a text could answer twice.
+    """Returns (content, start, end) of each box in the last sentence with a box."""
+    # Boxes of earlier sentences are ignored. Otherwise a text could give two answers.
     boxes, until = [], len(text)
     for box in reversed(list(_BOX.finditer(text))):
         held = _box_content(text, box, until)
-        # The last box is never closed, or an earlier box contains the one after it.
+        # The last box is never closed, or an earlier box contains the next box.
         if held is None or (boxes and _separates_boxes(text, box.start(), held[1], until)):
             break
         boxes.append((held[0], box.start(), held[1]))
@@ -125,7 +131,7 @@ def _last_box_spans(text: str) -> list[tuple[str, int, int]]:
 
 
 def _box_content(text: str, box: re.Match, until: int) -> tuple[str, int] | None:
-    """Returns what a box holds and where it ends, or None when it is not closed before `until`."""
+    """Returns the content and the end of a box, or None if it is not closed before `until`."""
     if box["token"]:
         return box["token"].rstrip(".,;"), box.end()
     depth = 1
@@ -137,9 +143,10 @@ def _box_content(text: str, box: re.Match, until: int) -> tuple[str, int] | None
 
 
 def _separates_boxes(text: str, start: int, end: int, until: int) -> bool:
-    """Tells whether a sentence ends between two boxes, the first from `start` to `end`, the second at `until`."""
+    """Tells whether a sentence ends between a box [start, end) and the next box at `until`."""
     between = text[end:until]
-    # A question, "or" at the beginning of a sentence and items of a list name candidates, which are one list.
+    # A question, "or" at the start of a sentence, and list items name candidates, which form one
+    # list.
     sentence = re.split(r"[.!?\n]", between)[-1] if re.search(r"[.!?\n]", between) else ""
     if _QUESTION.match(between) or _OTHERWISE.match(sentence):
         return False
@@ -148,16 +155,19 @@ def _separates_boxes(text: str, start: int, end: int, until: int) -> bool:
 
 
 def _has_sentence_end(between: str) -> bool:
-    """Tells whether a text between two boxes has the end of a sentence."""
-    # Boxes of one list may stand on lines of their own with "and" or "or" between them. Other words on a new line begin
-    # a new sentence.
+    """Tells whether a sentence ends in a text between two boxes."""
+    # The boxes of one list may be on separate lines with "and" or "or" between them. Other words on
+    # a new line start a new sentence.
     words = set(re.findall(r"(?<!\\)\b[A-Za-z]{2,}", between))
     return bool(SENTENCE_END.search(between)) or ("\n" in between and not words <= {"and", "or"})
 
 
 def after_hashes(text: str) -> str | None:
-    """Returns what follows `####` in the last line with a digit or `####`, without thousands separators, or None."""
-    # In earlier lines `####` may begin a heading.
+    """Returns the text after `####` in the last line with a digit or `####`, or None.
+
+    Thousands separators are removed.
+    """
+    # In earlier lines, `####` may start a heading.
     for line in reversed(text[-TAIL_CHARS:].rstrip().split("\n")):
         match = _HASHES.match(line)
         if match or re.search(r"\d", line):
@@ -166,17 +176,18 @@ def after_hashes(text: str) -> str | None:
 
 
 def after_phrase(text: str) -> str | None:
-    """Returns the clause after the last "answer is" or "answer:", or None without one."""
+    """Returns the clause after the last "answer is" or "answer:", or None."""
     found = _last_phrase(text)
     return None if found is None else found[0]
 
 
 def _last_phrase(text: str) -> tuple[str, int, int] | None:
-    """Returns the clause after the last phrase, where it begins and ends, or None."""
+    """Returns (clause, start, end) of the clause after the last phrase, or None."""
     phrases = list(_PHRASE.finditer(text))
     if not phrases:
         return None
-    # Of several phrases in the last sentence, the first counts. In "Final answer: The final answer is 5", it is a heading.
+    # With several phrases in the last sentence, the first counts, unless it is a heading, as in
+    # "Final answer: The final answer is 5".
     first = len(phrases) - 1
     while first and not _NEXT_PHRASE.search(text[phrases[first - 1].end() : phrases[first].start()]):
         first -= 1
@@ -187,8 +198,8 @@ def _last_phrase(text: str) -> tuple[str, int, int] | None:
 
 
 def extract_answer(text: str, brackets: bool = False) -> str | None:
-    """Returns the answer in a text by rules 1 to 4 of this module, or None if these rules find no answer."""
-    # A box that is empty or never closed is no answer, and no other rule is tried then.
+    """Returns the answer in a text by rules 1 to 4 of this module, or None."""
+    # An empty or unclosed box is not an answer, and the other rules do not apply.
     if _BOX_MARK.search(text):
         boxes = last_boxes(text)
         return None if boxes is None else ", ".join(dict.fromkeys(boxes))
@@ -199,19 +210,23 @@ def extract_answer(text: str, brackets: bool = False) -> str | None:
 
 
 def gold_answer(value: Any) -> str:
-    r"""Returns the right answer from a field with it, or with a solution that ends with it (\boxed, ####, a phrase).
+    r"""Returns the reference answer from a data field.
 
-    Raises ValueError if the field is neither text nor a number, is empty, or has unmatched braces.
+    Args:
+        value: the answer, or a solution that ends with it (\boxed, ####, a phrase).
+
+    Raises:
+        UsageError: the value is neither a string nor a number, is empty, or has unmatched braces.
     """
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
         raise UsageError(f"is {value!r:.60}, neither text nor a number")
     if isinstance(value, float) and value.is_integer():
-        value = int(value)  # a table may hold 145.0 where 145 is meant
+        value = int(value)  # a table may store 145 as 145.0
     final = extract_answer(str(value))
     answer = str(value).strip() if final is None else final
     if not has_content(answer):
         raise UsageError(f"is {value!r:.60}, which holds no answer")
-    # Unmatched braces could not stand in a box.
+    # An answer with unmatched braces cannot be written in a box.
     if last_box(f"\\boxed{{{answer}}}") != answer:
         raise UsageError(f"is {value!r:.60}: its braces do not match")
     return answer
@@ -222,20 +237,21 @@ def has_single_thought(text: str) -> bool:
     return text.lstrip().startswith("<think>") and text.count("<think>") == text.count("</think>") == 1
 
 
-# ---- verdicts
+# ---- comparison
 
 
 def has_content(answer: str) -> bool:
-    """Tells whether an answer has more than marks and spacing."""
+    """Tells whether an answer has more than markup and spacing."""
     return any(map(str.isdigit, answer)) or bool(letter_tokens(normalize(answer[: 2 * MAX_CHARS])))
 
 
 def answers_match(gold: str, answers: list[str], question: str = "") -> bool:
-    """Tells whether several answers are right: each of them equals `gold`, or only the whole list does.
+    """Tells whether a list of answers is right.
 
-    None of them may be a formula copied from the `question`.
+    Either each answer equals `gold`, or only the whole list does. A formula copied from the
+    `question` is not accepted.
     """
-    # If some are right and others wrong, the text has only listed candidates.
+    # If some answers are right and others wrong, the text only lists candidates.
     answers = list(dict.fromkeys(answers))
     if not answers:
         return False
@@ -247,7 +263,11 @@ def answers_match(gold: str, answers: list[str], question: str = "") -> bool:
 
 
 def grade_prose(gold: str, text: str, question: str) -> tuple[bool, bool]:
-    """Tells whether the end of a text without a mark has an answer, and whether that is right."""
+    """Grades the value at the end of an unmarked text.
+
+    Returns:
+        (has an answer, the answer is right).
+    """
     tail = text[-TAIL_CHARS:]
     # A text without prose is the answer itself.
     words = re.findall(r"(?<![A-Za-z\\])[A-Za-z]{2,}", tail)
@@ -261,15 +281,20 @@ def grade_prose(gold: str, text: str, question: str) -> tuple[bool, bool]:
 
 
 def grade_phrase(gold: str, text: str, question: str) -> tuple[bool, bool]:
-    """Tells whether the phrase "answer is" is followed by an answer, and whether that is right."""
+    """Grades the answer after the phrase "answer is".
+
+    Returns:
+        (has an answer, the answer is right).
+    """
     phrase = _last_phrase(text)
-    assert phrase is not None  # `extract_answer` has found it
+    assert phrase is not None  # the caller has found a phrase
     clause, start, end = phrase
     if _OTHERWISE.match(text, end) or DENIAL.match(text, end):
         return True, False
     if answers_match(gold, [clause], question):
         return True, True
-    # In "the answer is the number of apples, which is 3" and "To find the answer: add 3 and 4", the value comes later.
+    # In "the answer is the number of apples, which is 3" and "To find the answer: add 3 and 4", the
+    # value comes later.
     words = re.sub(r"\\[A-Za-z]+|\$[^$]*\$", " ", clause)
     if not re.search(r"[A-Za-z]{3,}", words) or re.match(r"[$*(\s]*-?\d", clause) or _QUESTION.match(text, end):
         return has_content(clause), False
@@ -277,8 +302,8 @@ def grade_phrase(gold: str, text: str, question: str) -> tuple[bool, bool]:
 
 
 def copies_question(gold: str, answers: list[str], question: str) -> bool:
-    """Tells whether an answer is a formula of the question that still has to be worked out."""
-    # A number in its final form may stand in the question as well.
+    """Tells whether an answer is an unevaluated formula copied from the question."""
+    # A number in its final form may also occur in the question.
     pieces = re.split(r"(?<!\\)\$+|\\[()\[\]]", question)
     words = r"(?<!\S)[A-Za-z]{2,}(?=[\s.,;:?!]|$)(?!\s*[-+*/=^<>])"
     asked = "\0".join(_strip_markup(piece if n % 2 else re.sub(words, "\0", piece)) for n, piece in enumerate(pieces))
@@ -292,7 +317,7 @@ def copies_question(gold: str, answers: list[str], question: str) -> bool:
 
 
 def is_final_form(answer: str) -> bool:
-    r"""Tells whether an answer is a number in its final form, such as 3/4, -2\sqrt{3} or \pi/2, or a word."""
+    r"""Tells whether an answer is a word or a number in final form: 3/4, -2\sqrt{3}, \pi/2."""
     text = _strip_markup(answer.rpartition("=")[2] if is_name(answer.partition("=")[0].strip()) else answer)
     if not re.fullmatch(r"-?(?:[\d.,/%()]|\\(?:frac|sqrt|pi|%|circ)|\^(?=\\circ)|)*|[A-Za-z]+|\(?[A-Za-z]\)?", text):
         return False
@@ -312,12 +337,15 @@ _NUMBER = re.compile(r"-?\d{1,30}(?:\.\d{1,30})?")
 
 
 class _CompareTimeout(BaseException):
-    """A comparison took longer than `LIMIT_S`. Libraries must not catch it, so it is no `Exception`."""
+    """A comparison took longer than `COMPARE_TIMEOUT_S`.
+
+    It derives from `BaseException`, so that libraries do not catch it.
+    """
 
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises `_Hung` inside of the block after some seconds. Outside of the main thread there is no limit."""
+    """Raises `_CompareTimeout` in the block after `seconds`. In other threads, does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -338,22 +366,28 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 class MathGrader:
-    r"""Grades a text against a right answer: reward 1.0 if the answer in the text is right, else 0.0.
+    r"""Grades a text against a reference answer: reward 1.0 for a right answer, else 0.0.
 
-    Parts of the score: "accuracy", 1.0 for a right answer; "format", 1.0 for an answer in a box (or, with
-    format="think", one closed thought before the rest); "failed", 1.0 when the text holds no answer; "timed_out", 1.0
-    when the comparison took longer than `LIMIT_S`, and then the reward is 0.
+    Parts of the score:
+        accuracy: 1.0 for a right answer.
+        format: 1.0 for an answer in a box; with format="think", for one closed thought before the
+            rest.
+        failed: 1.0 if the text holds no answer.
+        timed_out: 1.0 if the comparison took longer than `COMPARE_TIMEOUT_S`; the reward is then 0.
 
     Args:
-        require_box: only an answer in \boxed{} counts.
-        require_thinking: only an answer after `</think>` counts.
-        brackets: [45] counts as an answer, too; the prompts of Geometry3K ask for this form.
-        format: what the part "format" looks for: "box" or "think".
-        format_reward: share of the reward for the format: (1 - format_reward) * accuracy + format_reward * format.
-        unmarked: what counts in a text without a box, `####` or "answer is": the "last_number", or "none".
+        require_box: True: only an answer in \boxed{} counts.
+        require_thinking: True: only an answer after `</think>` counts.
+        brackets: True: [45] is also an answer, the form that the prompts of Geometry3K request.
+        format: the form that the part "format" checks: "box" or "think".
+        format_reward: fraction of the reward for the format:
+            (1 - format_reward) * accuracy + format_reward * format.
+        unmarked: the answer of a text without a box, `####` or "answer is": "last_number" or
+            "none".
 
     Raises:
-        ValueError: `format` or `unmarked` is unknown, `format_reward` is not in [0, 1), or math-verify is not installed.
+        UsageError: `format` or `unmarked` is unknown, `format_reward` is not in [0, 1), or
+            math-verify is not installed.
     """
 
     def __init__(
@@ -368,20 +402,25 @@ class MathGrader:
         require_choice("format", format, FORMATS)
         require_choice("unmarked", unmarked, UNMARKED_MODES)
         if not 0.0 <= format_reward < 1.0:
-            raise UsageError(f"format_reward={format_reward} must lie in [0, 1): it is a share of the reward")
+            raise UsageError(f"format_reward={format_reward}: expected a share of the reward in [0, 1)")
         if importlib.util.find_spec("math_verify") is None:
-            raise UsageError("grading mathematics needs math-verify: pip install 'torchtune-ext[math]'")
+            raise UsageError(
+                "math-verify is not installed, which grades mathematics. Fix: pip install 'torchtune-ext[math]'"
+            )
         self.require_box, self.require_thinking, self.brackets = require_box, require_thinking, brackets
         self.format, self.format_reward, self.unmarked = format, format_reward, unmarked
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        # This loads the arithmetic in the grading process, so that the first text does not wait for it.
+        # This imports the arithmetic in the grading process before its first text.
         answers_equal("x", "x+0")
 
     def __call__(self, gold: str, text: str, question: str = "") -> Score:
-        """Grades a text. A formula copied from the `question` is right only if it is `gold` letter by letter."""
-        # Where thinking is required, a text without a closed thought has no reply.
+        """Grades a text.
+
+        A formula copied from the `question` is right only if it equals `gold` exactly.
+        """
+        # If thinking is required, a text without a closed thought has no reply.
         reply = (
             _TOKENS.sub(" ", restore_box_commands(strip_thinking(text)))
             if not self.require_thinking or "</think>" in text
@@ -390,7 +429,7 @@ class MathGrader:
         boxes = last_boxes(reply)
         hung = False
         try:
-            # Two numbers cannot hang, and a timer would take a third of their time.
+            # Comparing two numbers cannot hang, and a timer would take a third of the time.
             short = boxes is not None and all(map(_NUMBER.fullmatch, (gold, *boxes)))
             with contextlib.nullcontext() if short else _time_limit(COMPARE_TIMEOUT_S):
                 has_answer, right = self._grade_reply(gold, reply, boxes, question)
@@ -402,9 +441,13 @@ class MathGrader:
         return Score(reward, parts | {"timed_out": float(hung)})
 
     def _grade_reply(self, gold: str, reply: str, boxes: list[str] | None, question: str) -> tuple[bool, bool]:
-        """Tells whether a reply has an answer, and whether that is right."""
+        """Grades a reply.
+
+        Returns:
+            (has an answer, the answer is right).
+        """
         if self.require_box or _BOX_MARK.search(reply):
-            # A box was required, or one is never closed. Nothing else counts then.
+            # A box is required, or a box is never closed. Other answers do not count.
             if not boxes:
                 return boxes is not None, False
             return any(map(has_content, boxes)), answers_match(gold, boxes, question)
@@ -417,5 +460,5 @@ class MathGrader:
 
 
 def grade(answer: Any, text: str) -> Score:
-    """Grades a text by `MathGrader` with its defaults. `gold_answer` reads the answer."""
+    """Grades a text by `MathGrader` with its defaults. `gold_answer` parses the answer."""
     return MathGrader()(gold_answer(answer), text)

@@ -1,7 +1,8 @@
-"""Endless arithmetic that is cheap to sample and to grade, so that a run takes a minute and can be repeated.
+"""Endless arithmetic that is cheap to sample and to grade, so a reproducible run takes a minute.
 
-A question is short, "7+5-9=". Its solution has the intermediate values in brackets, then the answer: "(12) 3". With a
-token for each character, a completion has 2 to about 12 tokens, about 20 at level 9 and about 40 at level 10.
+A question is short: "7+5-9=". Its solution has the intermediate values in brackets, then the
+answer: "(12) 3". With one token per character, a completion has 2 to about 12 tokens, about 20 at
+level 9 and about 40 at level 10.
 """
 
 import random
@@ -32,10 +33,10 @@ MAX_GUESS_ERROR = 3  # the largest distance of a guess from the answer
 class Form:
     """The form of the questions of a level."""
 
-    numbers: tuple[int, int]  # the smallest and the largest count of numbers
+    numbers: tuple[int, int]  # smallest and largest count of numbers
     below: int  # every number is in [0, below)
-    operators: str  # each operator is drawn from these with equal probability
-    brackets: bool = False  # True: one pair of brackets is around two neighboring numbers
+    operators: str  # operators, drawn with equal probability
+    brackets: bool = False  # True: one pair of brackets around two neighboring numbers
 
 
 LEVELS = {
@@ -47,29 +48,31 @@ LEVELS = {
     6: Form((2, 3), 10, "+-*"),  # 7-5*3=
     7: Form((3, 4), 10, "+-*", brackets=True),  # 7*(5-9)+2=
     8: Form((5, 7), 100, "+-*", brackets=True),  # 17-25*(3+61)+88-4=
-    9: Form((6, 8), 10, "+"),  # 7+5+9+3+1+0+8=, which is long but not hard
+    9: Form((6, 8), 10, "+"),  # 7+5+9+3+1+0+8=, long but easy
     10: Form((12, 16), 10, "+"),  # twice as long as level 9
 }
 
 
 class Arithmetic:
-    """The task. The reward is 1 if the last number is the answer, else 0.
+    """Arithmetic task. The reward is 1 if the last number is the answer, else 0.
 
     Args:
         seed: seed of the questions. Question i depends only on (seed, first + i, level, split).
-        count: number of questions; None: endless. Low levels repeat their few questions (level 1 has 100).
+        count: number of questions; None: endless. Low levels repeat questions (level 1 has 100).
         first: index of the first question.
-        level: one level from 1 to 10 (see `LEVELS`), several with equal probability ([3, 4]), or {level: weight}.
-        split: "train", "heldout" (one question in eight) or "all". The hash of a question decides, so the two never
-            overlap.
+        level: one level from 1 to 10 (see `LEVELS`), several levels ([3, 4]) with equal
+            probability, or {level: weight}.
+        split: "train", "heldout" (one question in eight) or "all". The hash of a question selects
+            its split, so train and heldout never overlap.
         prompt: the user's message, in which {question} stands for "17+25=".
-        guessed: share of the solutions that are a guess, at most `NEAR` from the answer.
-        grader: dotted path of a function (problem, text) that replaces `grade`. The last number of `problem.answer` is
-            the right one.
-        group_grader: the same for a function (problem, texts), which grades all samples of a question together.
+        guessed: fraction of the solutions that are guesses, at most `MAX_GUESS_ERROR` off.
+        grader: dotted path of a function (problem, text) that replaces `grade`. The last number of
+            `problem.answer` is the reference answer.
+        group_grader: dotted path of a function (problem, texts), which grades all samples of a
+            question in one call.
 
     Raises:
-        ValueError: an argument is out of its range, or there is no such function.
+        UsageError: an argument is out of range, or a function is not found.
     """
 
     def __init__(
@@ -100,7 +103,8 @@ class Arithmetic:
         rng = random.Random(f"{self.seed}/{self.first + index}")
         (level,) = rng.choices(list(self.weights), list(self.weights.values()))
         question = draw_question(rng, LEVELS[level])
-        # Only the question is drawn again, so both splits have the same mixture of levels.
+        # Only the question is drawn again, not the level, so both splits have the same mixture of
+        # levels.
         while self.split != "all" and is_held_out(question) != (self.split == "heldout"):
             question = draw_question(rng, LEVELS[level])
         message = {"role": "user", "content": self.prompt.replace("{question}", question)}
@@ -108,15 +112,18 @@ class Arithmetic:
         return Problem(name, (message,), intermediate_values(question))
 
     def grade(self, problem: Problem, text: str) -> Score:
-        """Grades a text. Parts: "accuracy", and "failed" (1.0 if the text does not end with an integer)."""
+        """Grades a text.
+
+        Parts: "accuracy", and "failed" (1.0 if the text does not end with an integer).
+        """
         guess = last_integer(strip_thinking(text))
         right = float(guess == problem.answer[-1])
         return Score(right, {"accuracy": right, "failed": float(guess is None)})
 
     def solution(self, problem: Problem) -> str:
-        """Returns the intermediate values and the answer, with reward 1.0, or for the share `guessed` a guess."""
+        """Returns the intermediate values and the answer, or a guess with probability `guessed`."""
         rng, (*way, answer) = random.Random(problem.id), problem.answer
-        # A policy that was warmed up on both forms can find out by itself that intermediate values help.
+        # After a warm-up on both forms, the policy can discover that intermediate values help.
         if rng.random() < self.guessed:
             return str(answer + rng.randint(-MAX_GUESS_ERROR, MAX_GUESS_ERROR))
         return f"({' '.join(map(str, way))}) {answer}" if way else str(answer)
@@ -134,12 +141,12 @@ def draw_question(rng: random.Random, form: Form) -> str:
 
 def is_held_out(question: str) -> bool:
     """Tells whether a question is held out."""
-    # Python's own hash of a text differs between processes, so a run could not tell what another one held out.
+    # Python's `hash` of a string differs between processes, so the split would not be reproducible.
     return sha256(question.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
 
 
 def intermediate_values(question: str) -> list[int]:
-    """Returns the value of each operation of a question in order: the bracket first, then * before + and -."""
+    """Returns the operations' values in order of evaluation: brackets, then *, then + and -."""
     words, values = re.findall(r"[0-9]+|[-+*()]", question), []
     if "(" in words:
         left, right = words.index("("), words.index(")")
@@ -149,9 +156,9 @@ def intermediate_values(question: str) -> list[int]:
 
 
 def _reduce(words: list[str], values: list[int]) -> int:
-    """Computes an expression without brackets, and appends the value of each operation to `values`."""
+    """Evaluates an expression without brackets; appends the value of each operation to `values`."""
     words = list(words)
-    # The first pass leaves sums of products.
+    # The first pass computes the products.
     for signs in ("*", "+-"):
         at = 1
         while at < len(words):
@@ -165,9 +172,9 @@ def _reduce(words: list[str], values: list[int]) -> int:
 
 
 def last_integer(text: str) -> int | None:
-    """Returns the last word of a text as an integer, or None if it is none."""
+    """Returns the last word of a text as an integer, or None if it is not an integer."""
     words = re.split(r"[\s=]+", text.strip().removesuffix("."))
-    # No answer has more than 18 digits, and int() would raise beyond 4300.
+    # Answers have at most 18 digits, and int() raises an error beyond 4300 digits.
     return int(words[-1]) if re.fullmatch(r"-?[0-9]{1,18}", words[-1]) else None
 
 
@@ -176,7 +183,7 @@ def _level_weights(level: int | Sequence[int] | Mapping[int, float]) -> dict[int
         level = dict.fromkeys([level] if isinstance(level, int) else level, 1.0)
     if not level or not set(level) <= LEVELS.keys() or min(level.values()) < 0 or not sum(level.values()) > 0:
         raise UsageError(
-            f"level={dict(level)}: give a level from 1 to {max(LEVELS)}, several ([3, 4]), or {{level: weight}} with weights "
-            "that are not negative and not all 0"
+            f"level={dict(level)}: give a level from 1 to {max(LEVELS)}, several ([3, 4]), or {{level: weight}} with "
+            "non-negative weights, not all 0"
         )
     return {int(key): float(weight) for key, weight in level.items()}

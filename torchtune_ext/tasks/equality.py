@@ -1,8 +1,9 @@
-r"""Tells whether an answer equals the right answer. Both are written in one normal form (`notation.normalize`).
+r"""Compares an answer with the reference answer, both in normal form (`notation.normalize`).
 
-They are compared from the outside in: lists in any order, tuples, intervals and matrices member by member, equations,
-inequalities as sets of numbers, then single values: words, times, units, percentages and numbers (`formulas.same_value`).
-What is ambiguous is not equal. math-verify compares sums, integrals and limits, which `formulas` does not read.
+The comparison goes from the outside in: lists in any order, tuples, intervals and matrices by
+member, equations, inequalities as sets of numbers, then single values: words, times, units,
+percentages and numbers (`formulas.same_value`). An ambiguous answer is not equal. math-verify
+compares sums, integrals and limits, which `formulas` does not parse.
 """
 
 import logging
@@ -34,8 +35,10 @@ from torchtune_ext.tasks.notation import (
 from torchtune_ext.tasks.number_sets import INFINITY, REALS, compare_sets, parse_difference
 from torchtune_ext.tasks.prose_values import number_word, split_percent, split_unit, units_conflict
 
-MAX_CHARS = 1000  # characters of an answer; a longer answer is wrong, unless the right one is more than half as long
-MAX_SIDES = 12  # of an equation such as a = b = c
+# Longest answer in characters. A longer answer is wrong, unless the reference is more than half as
+# long.
+MAX_CHARS = 1000
+MAX_SIDES = 12  # largest number of sides of an equation such as a = b = c
 
 _VERB = re.compile(r"\s(?:is|are|was|were|has|have|had|equals|gets|got|makes|costs|needs|pays|earns)\s|:\s")
 _TIME = re.compile(r"(\d{1,2})(?::(\d\d)(?::\d\d)?)?\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)
@@ -57,31 +60,33 @@ _WORD = re.compile(r"[a-z]+|[-+]?\d*\.?\d+|[^\s\w.'\"-]|(?<![a-z])-|-(?![a-z])")
 _APPROXIMATE = re.compile(r"\\approx(?![A-Za-z])")
 _CALCULUS = re.compile(r"\\(?:sum|prod|int|iint|oint|lim)(?![A-Za-z])")
 _DECIMALS = re.compile(r"-?[0-9]*\.([0-9]+)")
-# What math-verify might not finish: powers of powers, large exponents and limits, factorials of factorials.
+# Expressions that may hang math-verify: powers of powers, large exponents and limits, nested
+# factorials.
 _LARGE = re.compile(r"\^\s*\{?[^{}]*\^|\^\s*\{?\s*-?\d{3}|\d{5}|!\W*!|\{\W*\{\W*\{\W*\{|(?:\\\w+\W*){12}")
 _PLAIN = re.compile(r"-?(?:[1-9][0-9]{0,14}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,4}|0)(?:\.[0-9]{1,5})?")
 _OR = re.compile(r";|\\text\{\s*,?\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])")
 _INTEGER = re.compile(r"-?\d{1,18}")
-# A decimal with a comma, which separates no thousands.
+# A number with a decimal comma, not a thousands separator.
 _COMMA = re.compile(r"-?(?:0,\d+|\d+,(?:\d{1,2}|\d{4,})(?:\s*[€$])?)")
 
 
 def answers_equal(gold: str, answer: str) -> bool:
-    """Tells whether an answer equals the right answer, both as they are written."""
+    """Tells whether an answer equals the reference answer. Neither is normalized yet."""
     if len(answer) > max(MAX_CHARS, 2 * len(gold)):
         return False
     comma, other = (gold, answer) if "," in gold else (answer, gold)
     if _COMMA.fullmatch(comma) and re.sub(r"\s*[€$]$", "", comma).replace(",", ".") == other:
         return comma is gold or not comma.startswith("0,") or len(comma) > 4
     if _PLAIN.fullmatch(gold) and _PLAIN.fullmatch(answer):
-        return Decimal(gold.replace(",", "")) == Decimal(answer.replace(",", ""))  # most answers of GSM8K and AIME
+        # Most answers of GSM8K and AIME have this form.
+        return Decimal(gold.replace(",", "")) == Decimal(answer.replace(",", ""))
     gold, answer = normalize(gold), normalize(answer)
     if not answer.isascii() and any(c.isdecimal() and not c.isascii() for c in answer):
         return letter_tokens(gold) == letter_tokens(answer)
     if same_choice(plain_text(gold), plain_text(answer)) or normalized_equal(gold, answer):
         return True
-    # Words around the value: "Jane has 5 apples", "(B) 5", "x + 1 for all x".
-    # A label before a choice, as in "D) C", is another choice.
+    # Words may surround the value: "Jane has 5 apples", "(B) 5", "x + 1 for all x".
+    # If the reference answer is a choice, a label before it, as in "D) C", is another choice.
     label = None if _CHOICE.fullmatch(plain_text(gold)) else _LABEL_BEFORE.match(answer)
     general = _GENERAL.search(answer)
     value = stated_value(answer) or (label and answer[label.end() :]) or (general and answer[: general.start()])
@@ -92,7 +97,7 @@ def answers_equal(gold: str, answer: str) -> bool:
 
 
 def stated_value(answer: str) -> str | None:
-    """Returns the value of an answer in words, such as "Jane has 5 apples" or "Jane: 5", or None."""
+    """Returns the value in a statement such as "Jane has 5 apples" or "Jane: 5", or None."""
     subject, _, value = re.sub(_VERB, "\x00", plain_text(answer)).rpartition("\x00")
     if (
         not re.search(r"[A-Za-z]", subject)
@@ -105,19 +110,19 @@ def stated_value(answer: str) -> str | None:
 
 
 def readable(gold: str) -> bool:
-    """Tells whether a right answer can be compared by its value or in words. Otherwise only the same text equals it."""
+    """Tells whether a reference answer can be parsed. If not, only the identical text equals it."""
     gold = normalize(gold)
     try:
         return not isinstance(_expressions(gold)[0], str) if _CALCULUS.search(gold) else _compare(gold, gold)
-    except Exception:  # noqa: BLE001 (as in `same`)
+    except Exception:  # noqa: BLE001 (as in `normalized_equal`)
         return False
 
 
 def normalized_equal(gold: str, answer: str) -> bool:
-    """Tells whether two normalized answers are equal. What cannot be read is not."""
+    """Tells whether two normalized answers are equal. An unreadable answer is not equal."""
     try:
         return letter_tokens(gold) == letter_tokens(answer) or _compare(gold, answer)
-    except Exception:  # noqa: BLE001 (sympy and mpmath raise many; no text of the policy may stop a run)
+    except Exception:  # noqa: BLE001 (sympy, mpmath raise many types; no text of the policy may stop a run)
         return False
 
 
@@ -138,7 +143,7 @@ def _compare(gold: str, answer: str) -> bool:
 
 
 def solutions(text: str) -> str:
-    """Writes x = 3, y = 4 or x = 4, y = 3 as (3, 4), (4, 3)."""
+    """Rewrites "x = 3, y = 4 or x = 4, y = 3" as "(3, 4), (4, 3)"."""
     parts = [[split_assignment(item) for item in split_outside(part, COMMA)] for part in split_outside(text, _OR)]
     names = [name for name, _ in parts[0]]
     if (
@@ -152,7 +157,7 @@ def solutions(text: str) -> str:
 
 
 def same_list(right: list[str], given: list[str]) -> bool:
-    """Compares two lists, of which at least one has several members."""
+    """Compares two lists. At least one has several members."""
     pairs, others = ([pair for item in items for pair in assignments(item, len(items))] for items in (right, given))
     names, given_names = [name for name, _ in pairs], [name for name, _ in others]
     if len(pairs) > 1 and has_distinct_names(names) and has_distinct_names(given_names):
@@ -161,12 +166,12 @@ def same_list(right: list[str], given: list[str]) -> bool:
             normalized_equal(value, table.get(bare_name(name), "")) for name, value in pairs
         )
     if len(pairs) > 1 and has_distinct_names(names):
-        # The right answer is x = 3, y = 4, and the answer is (3, 4) or 3, 4.
+        # The reference answer is x = 3, y = 4, and the answer is (3, 4) or 3, 4.
         listed = parse_brackets(others[0][1]) if len(given) == 1 else None
         values = listed[1] if listed and listed[0] == "(" else [value for name, value in others if name is None]
         return same_in_order([value for _, value in pairs], values)
     if len(given) > 1 and has_distinct_names(given_names):
-        # The answer is x = 3, y = 4, and the right answer is (3, 4).
+        # The answer is x = 3, y = 4, and the reference answer is (3, 4).
         listed = parse_brackets(pairs[0][1]) if len(right) == 1 else None
         if not listed or listed[0] not in "([" or len(listed[1]) != len(given):
             return len({name_stem(name) for name in given_names}) == 1 and same_plain_list(right, given)
@@ -177,7 +182,10 @@ def same_list(right: list[str], given: list[str]) -> bool:
 
 
 def assignments(item: str, count: int) -> list[tuple]:
-    """Returns the name and the value of an assignment; of (x, y) = (3, 4), if it stands alone, two of them."""
+    """Returns the (name, value) pairs of an item.
+
+    Only a single (x, y) = (3, 4) has several pairs.
+    """
     name, value = split_assignment(item)
     names, values = parse_brackets(name or ""), parse_brackets(value)
     if count == 1 and names and values and len(names[1]) == len(values[1]):
@@ -186,7 +194,7 @@ def assignments(item: str, count: int) -> list[tuple]:
 
 
 def has_distinct_names(names: list) -> bool:
-    """Tells whether all members of a list have names, no two of them the same."""
+    """Tells whether all members of a list have names, and all names differ."""
     return None not in names and len(set(map(bare_name, names))) == len(names)
 
 
@@ -210,7 +218,10 @@ def same_plain_list(right: list[str], given: list[str]) -> bool:
 
 
 def common_name(items: list[str]) -> tuple[str | None, list[str]]:
-    """Returns the name of all members and their values: x = 2 or x = 3, x_1 = 2 and x_2 = 3, or x = 2, 3."""
+    """Returns the common name of all members, or None, and their values.
+
+    Examples: x = 2 or x = 3; x_1 = 2 and x_2 = 3; x = 2, 3.
+    """
     pairs = [split_assignment(item) for item in items]
     stems = {name_stem(name) for name, _ in pairs}
     if pairs[0][0] and (len(stems) == 1 or {name for name, _ in pairs[1:]} == {None}):
@@ -228,7 +239,7 @@ def same_in_order(right: list[str], given: list[str]) -> bool:
 
 
 def same_in_any_order(right: list[str], given: list[str]) -> bool:
-    """Tells whether each member of one list has its own equal in the other."""
+    """Tells whether two lists have equal members in any order, each matched once."""
     if len(right) != len(given):
         return False
     if all(map(_INTEGER.fullmatch, (*right, *given))):
@@ -257,7 +268,7 @@ def same_member(gold: str, answer: str) -> bool:
             return same_in_any_order(right[1], other[1])
         return (right[0], right[2]) == (other[0], other[2]) and same_in_order(right[1], other[1])
     if container := right or other:
-        # A set of one member, or none: tuples have at least two.
+        # The container is a set with at most one member: tuples have at least two.
         held, single = container[1], answer if right else gold
         return normalized_equal(held[0], single) if len(held) == 1 else not held and single == "\\emptyset"
     table, rows = matrix_rows(gold), matrix_rows(answer)
@@ -280,13 +291,13 @@ def same_approximation(gold: str, value: str, decimal: str) -> bool:
 
 
 def same_equation(sides: list[str], given: list[str]) -> bool:
-    """Compares two answers of which at least one is an equation."""
+    """Compares two answers. At least one is an equation."""
     if max(len(sides), len(given)) > MAX_SIDES:
         return False
     if len(sides) == 1:
         return same_chain(sides[0], given)
     if len(given) == 1:
-        # The value alone is enough where the right answer only names it.
+        # The value alone is enough if the other sides of the reference answer only name it.
         named = [side for side in sides[1:] if not is_name(side)]
         return bool(named) and (len(sides) > 2 or is_name(sides[0])) and normalized_equal(named[-1], given[0])
     heads = [
@@ -300,7 +311,7 @@ def same_equation(sides: list[str], given: list[str]) -> bool:
 
 
 def same_chain(gold: str, sides: list[str]) -> bool:
-    """Compares a value with x = y = 5 or 2 + 3 = 5: each side is a name or equal to the value."""
+    """Compares a value with x = y = 5 or 2 + 3 = 5: each side must be a name or equal the value."""
     verdicts = [normalized_equal(gold, side) for side in sides]
     return any(verdicts) and all(ok or is_name(side) for ok, side in zip(verdicts, sides, strict=True))
 
@@ -309,7 +320,10 @@ def same_chain(gold: str, sides: list[str]) -> bool:
 
 
 def same_text(gold: str, answer: str) -> bool | None:
-    """Compares words, choices such as (B), times and numbers in a base; else returns None."""
+    """Compares words, choices such as (B), times and numbers in a base.
+
+    None: neither is one of these.
+    """
     right, given = plain_text(split_assignment(gold)[1]), plain_text(split_assignment(answer)[1])
     time, other = parse_time(right), parse_time(given)
     if time and other:
@@ -325,7 +339,7 @@ def same_text(gold: str, answer: str) -> bool | None:
 
 
 def parse_time(text: str) -> tuple[int, str, str] | None:
-    """Returns the hour, the minute and "a", "p" or "" of a time such as 7:30, 7 pm or 7:30 a.m., else None."""
+    """Returns (hour, minute, "a", "p" or "") of a time such as 7:30 or 7 p.m., else None."""
     found = _TIME.fullmatch(text)
     if not found or not (found[2] or found[3]):
         return None
@@ -333,7 +347,7 @@ def parse_time(text: str) -> tuple[int, str, str] | None:
 
 
 def parse_numeral(text: str) -> tuple[str, str] | None:
-    """Returns the digits and the base of a number such as 1101_2 or 1101_{two}, else None."""
+    """Returns (digits, base) of a number such as 1101_2 or 1101_{two}, else None."""
     found = _BASE.fullmatch(text)
     return (found[1].lstrip("0"), number_word(found[2]) or found[2]) if found else None
 
@@ -348,7 +362,10 @@ def same_choice(right: str, given: str) -> bool:
 
 
 def same_words(right: str, given: str, styled: bool) -> bool | None:
-    """Compares two answers in words, without regard to case, a full stop or a plural; else returns None."""
+    """Compares two answers in words, ignoring case, periods and plurals.
+
+    None: not an answer in words.
+    """
     if not re.search(r"(?<![A-Za-z\\])[A-Za-z]{3,}|^no$", right, re.IGNORECASE) or re.search(r"[=^_<>\\]", right):
         return None
     words, others = (_WORD.findall(text.casefold().rstrip("!")) for text in (right, given))
@@ -360,7 +377,7 @@ def same_words(right: str, given: str, styled: bool) -> bool | None:
 
 
 def same_leaf(gold: str, answer: str) -> bool:
-    """Compares two single values: the rest of percentages, units and ratios, then the formulas."""
+    """Compares two single values: infinities, ratios, percentages and units, then formulas."""
     right, given = INFINITY.fullmatch(gold), INFINITY.fullmatch(answer)
     if right and given:
         return (right[1] == "-") == (given[1] == "-")
@@ -386,7 +403,7 @@ def same_leaf(gold: str, answer: str) -> bool:
 
 
 def same_rounded(gold: str, answer: str) -> bool:
-    """Tells whether a right answer of at least six significant decimals is the answer rounded, or the other way round."""
+    """Tells whether one answer is the other rounded to at least six significant decimals."""
     if re.fullmatch(r"-?0?\.\d{14,}", answer):
         return abs(real_value(gold) - Fraction(answer)) < Fraction(1, 10 ** (len(answer.partition(".")[2]) - 1))
     places, other = _DECIMALS.fullmatch(gold), _DECIMALS.fullmatch(answer)
@@ -398,11 +415,11 @@ def same_rounded(gold: str, answer: str) -> bool:
 
 
 def same_percent(gold: str, answer: str, right: tuple | None, given: tuple | None) -> bool:
-    """Compares percentages: 50% is 0.5 everywhere, and 18% is 18 where the question asks for a percentage."""
+    """Compares percentages: 50% equals 0.5; 18% equals 18 if the question asks for a percentage."""
     if right and given:
         return same_leaf(right[0], given[0])
     percentage = right or given
-    assert percentage is not None  # `same_leaf` has found one
+    assert percentage is not None  # `same_leaf` has found a percentage
     value, other, sign = percentage[0], answer if right else gold, right is not None or percentage[1]
     try:
         if same_value(f"({value})/100", other):
@@ -416,7 +433,7 @@ def same_percent(gold: str, answer: str, right: tuple | None, given: tuple | Non
 
 
 def same_by_math_verify(gold: str, answer: str) -> bool:
-    """Tells whether math-verify finds two normalized answers equal. This may take long: see `answers.MathGrader`."""
+    """Compares two normalized answers by math-verify. `answers.MathGrader` limits the time."""
     if any(len(text) > MAX_CHARS // 2 or _LARGE.search(text) or text.count("(") > 20 for text in (gold, answer)):
         return False
     right, given = _expressions(gold), _expressions(answer)
@@ -427,9 +444,12 @@ def same_by_math_verify(gold: str, answer: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _expressions(text: str) -> list:
-    """Parses a normalized answer with math-verify. The result begins with a text if it cannot be read."""
-    # With "first_match", no part of an unreadable answer is searched for an expression. The time-outs of math-verify
-    # work by signals, which `answers.MathGrader` uses itself.
+    """Parses a normalized answer with math-verify.
+
+    The result starts with a string if parsing fails.
+    """
+    # With "first_match", math-verify does not search parts of an unreadable answer for an
+    # expression. Its timeouts use signals, which `answers.MathGrader` uses itself.
     library, config = _math_verify()
     boxed = f"\\boxed{{{text}}}"
     return library.parse(boxed, [config], extraction_mode="first_match", parsing_timeout=None) or [text]
@@ -437,10 +457,11 @@ def _expressions(text: str) -> list:
 
 @lru_cache(maxsize=1)
 def _math_verify() -> tuple:
-    """Returns math-verify, whose import takes half a second, and how it reads LaTeX."""
+    """Imports math-verify, which takes 0.5 s. Returns the module and its LaTeX config."""
     import math_verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time-outs are off
-    # With units=True, math-verify drops any \text at the end, also "million".
+    # Silences the warning about disabled timeouts.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    # With units=True, math-verify drops any \text at the end, even "million".
     latex = math_verify.LatexExtractionConfig()
     return math_verify, replace(latex, normalization_config=replace(latex.normalization_config, units=False))

@@ -1,8 +1,9 @@
-r"""Tells whether two formulas in LaTeX or plain text have the same value.
+r"""Compares the values of two formulas in LaTeX or plain text.
 
-`same_value` parses two normalized formulas and evaluates them at a few fixed points, exactly where they are rational,
-else to 80 and to 120 digits. Their difference is zero if more digits make it smaller. Nothing is evaluated whose size
-could not be bounded before, so no formula takes long. `Unreadable` is raised for a formula outside this grammar.
+`same_value` parses two normalized formulas and evaluates them at a few fixed points: exactly if
+they are rational, else to 80 and to 120 digits. The difference counts as zero if more digits make
+it smaller. Sizes are bounded before each evaluation, so a formula cannot take long. A formula
+outside the grammar raises `UnreadableFormula`.
 """
 
 import math
@@ -16,22 +17,22 @@ from typing import Any
 
 from torchtune_ext.tasks.notation import GREEK
 
-MAX_BITS = 100_000  # of an exact number
-MAX_LOG_SIZE = 1e5  # of the natural logarithm of a number that is not exact
-MAX_DEPTH = 40  # of nested brackets
+MAX_BITS = 100_000  # largest size of an exact number
+MAX_LOG_SIZE = 1e5  # largest natural logarithm of an inexact number
+MAX_DEPTH = 40  # deepest nesting of brackets
 DIGITS = (80, 120)
-MANY_DIGITS = (80, 1200)  # for numbers without symbols, which may differ by 1e-400
+MANY_DIGITS = (80, 1200)  # for formulas without symbols, whose values may differ by 1e-400
 NUM_POINTS = 6
-NUM_INTEGER_POINTS = 5  # further points, whose coordinates are integers
+NUM_INTEGER_POINTS = 5  # additional points with integer coordinates
 POINT_SIGNS = (1, 1, 1, 1, -1, -1)
 
 
 class UnreadableFormula(Exception):
-    """A formula outside the grammar of this module, without a value, or too large to be evaluated."""
+    """A formula is outside this module's grammar, has no value, or is too large to evaluate."""
 
 
 def expect(fulfilled: object, cause: str) -> None:
-    """Raises `UnreadableFormula` with its cause unless a condition is fulfilled."""
+    """Raises UnreadableFormula with `cause` unless a condition holds."""
     if not fulfilled:
         raise UnreadableFormula(cause)
 
@@ -61,7 +62,7 @@ _SCIENTIFIC = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+))\s?[eE]\s?([-+]?\d{1,4})")
 
 
 def _expand_repeating(match: re.Match) -> str:
-    """Writes a decimal that repeats as a fraction."""
+    """Rewrites a repeating decimal as a fraction."""
     whole, fixed, block = match[1] or "0", match[2], match[3] or match[4]
     top = int(whole + fixed + block) - int(whole + fixed)
     return f"(\\frac{{{top}}}{{{'9' * len(block)}{'0' * len(fixed)}}})"
@@ -79,7 +80,7 @@ def _function_name(token: str) -> str | None:
 
 
 class _Parser:
-    """Parses a formula by recursive descent into nested tuples: ("+", a, b), ("number", 2), ("symbol", "x")."""
+    """Recursive-descent parser to nested tuples: ("+", a, b), ("number", 2), ("symbol", "x")."""
 
     def __init__(self, text: str) -> None:
         expect(not _SENTENCE.search(text), "words")
@@ -89,7 +90,7 @@ class _Parser:
         text = re.sub(r"\\dot\s*\{(\d)\}(\d*)\\dot\s*\{(\d)\}", r"\\overline{\1\2\3}", text)
         text = _MIXED.sub(_expand_mixed, _DOTTED.sub(_expand_repeating, _REPEATING.sub(_expand_repeating, text)))
         self.tokens, self.at, self.depth, self.open_bars = _LITERAL.findall(text), 0, 0, 0
-        self.group_end = -1  # where the last group in braces ended that is no argument
+        self.group_end = -1  # end of the last group in braces that is not an argument
 
     def parse(self) -> tuple:
         result = self.sum()
@@ -165,7 +166,7 @@ class _Parser:
                 return result
 
     def argument(self) -> tuple:
-        r"""Parses what follows ^, \sqrt or \frac: a group in braces, a bracket or one digit or symbol."""
+        r"""Parses the argument of ^, \sqrt or \frac: a braced group, bracket, digit or symbol."""
         if self.accept("{"):
             result = self.sum()
             self.expect("}")
@@ -244,7 +245,7 @@ class _Parser:
 
 @lru_cache(maxsize=4096)
 def parse_formula(text: str) -> tuple:
-    """Parses a normalized formula. Raises `Unreadable`."""
+    """Parses a normalized formula. Raises UnreadableFormula."""
     try:
         return _Parser(text).parse()
     except (ValueError, IndexError, RecursionError, ZeroDivisionError) as error:
@@ -267,7 +268,7 @@ _SIMPLE = {
 
 
 class UndefinedValue(Exception):
-    """A formula has no real value at a point."""
+    """A formula is undefined at a point."""
 
 
 @lru_cache(maxsize=3)
@@ -280,7 +281,7 @@ def _mp_context(digits: int) -> Any:
 
 
 class _Evaluator:
-    """Evaluates formulas at one point: exactly in fractions, else with mpmath."""
+    """Evaluates formulas at one point, in exact fractions where possible, else with mpmath."""
 
     def __init__(self, point: dict[str, Fraction], digits: int, complex_values: bool) -> None:
         self.point, self.complex_values, self.mp = point, complex_values, _mp_context(digits)
@@ -349,7 +350,7 @@ class _Evaluator:
         expect(abs(power) * (abs(self.mp.mag(number)) + 1) <= MAX_LOG_SIZE, "too large")
         real = not isinstance(number, self.mp.mpc) and isinstance(exponent, Fraction)
         if real and number < 0 and exponent.denominator % 2 == 1:
-            # The real root of a negative number, such as the cube root of -8.
+            # A negative number has a real odd root, such as the cube root of -8.
             return abs(number) ** power * (-1 if exponent.numerator % 2 else 1)
         return self.mp.power(number, power)
 
@@ -372,7 +373,11 @@ class _Evaluator:
 
 
 def real_value(text: str) -> Fraction:
-    """Returns the real value of a normalized formula without symbols, to 80 digits. Raises `Unreadable`."""
+    """Returns the real value of a normalized formula without symbols, to 80 digits.
+
+    Raises:
+        UnreadableFormula: the formula is outside the grammar, has symbols, or is not real.
+    """
     tree = parse_formula(text)
     expect(symbol_names(tree) <= {"\\pi", "\\e"}, text)
     try:
@@ -387,19 +392,29 @@ def real_value(text: str) -> Fraction:
 
 
 def same_value(first: str, second: str) -> bool:
-    """Tells whether two normalized formulas have the same value wherever they have one. Raises `Unreadable`."""
+    """Tells whether two normalized formulas have the same value wherever they are defined.
+
+    Raises:
+        UnreadableFormula: a formula is outside the grammar.
+    """
     return differ_by_factor(parse_formula(first), parse_formula(second), factor=False) is True
 
 
 def differ_by_factor(first: tuple, second: tuple, factor: bool = True) -> bool | int:
-    """Tells whether two parsed formulas are equal; with `factor`, whether their ratio is one number at all points.
+    """Tells whether two parsed formulas are equal, or proportional.
 
-    Then it returns the sign of this number.
+    Args:
+        first: a parsed formula.
+        second: a parsed formula.
+        factor: True compares up to a constant factor.
+
+    Returns:
+        With `factor`, the sign of the constant ratio, or False; else whether the values are equal.
     """
     known = symbol_names(first) | symbol_names(second)
     symbols = sorted(name for name in known if name not in ("\\pi", "\\e", "\\i"))
     complex_values = "\\i" in known or not symbols
-    # Steps and powers of negative numbers have to be compared at integers as well, or only there.
+    # Step functions and powers of negative numbers are also, or only, compared at integers.
     stepped = re.search("floor|ceil", f"{first}{second}") is not None
     begin = NUM_POINTS if stepped and set(symbols) <= set("nmkij") else 0
     ratio: list[Any] = []
@@ -434,11 +449,11 @@ def _real_sign(ratio: Any) -> int:
 
 
 def _is_zero_difference(evaluations: list, right: list, other: list) -> bool:
-    """Tells whether the difference of two values is zero: exactly, or the smaller, the more digits are used."""
+    """Tells whether the difference of two values is exactly zero, or shrinks with more digits."""
     if all(isinstance(value, Fraction) for value in (*right, *other)):
         return right[0] == other[0]
     rough, fine = (
-        abs(evaluation.number(a) - evaluation.number(b))
+        abs(evaluation.to_mp(a) - evaluation.to_mp(b))
         for evaluation, a, b in zip(evaluations, right, other, strict=True)
     )
     mp = evaluations[1].mp
@@ -446,8 +461,9 @@ def _is_zero_difference(evaluations: list, right: list, other: list) -> bool:
 
 
 def _coordinate(name: str, index: int) -> Fraction:
-    """Returns the value of a symbol at a point: the same for every formula."""
-    # Odd numerators over powers of two: a negative one has no real power with such an exponent.
+    """Returns the value of a symbol at a point, identical for every formula."""
+    # Coordinates are odd numerators over powers of two: a negative number has no real power with
+    # such an exponent.
     number = zlib.crc32(f"{name} {index}".encode())
     if index >= NUM_POINTS:
         return Fraction(index - NUM_POINTS + 1 + 6 * (number % 4))

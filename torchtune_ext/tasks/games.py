@@ -1,4 +1,4 @@
-"""The common base of tasks that play the environments of other projects."""
+"""Base class of tasks that run the environments of other projects."""
 
 import random
 from abc import ABC, abstractmethod
@@ -12,19 +12,20 @@ from torchtune_ext.tasks.task import Environment, Message, Problem, require_inde
 
 
 class GameTask(ABC):
-    """A task of games. Subclasses write `begin`.
+    """A task of games. Subclasses define `make_game`.
 
     Args:
-        name: name of the game; the ids of the problems begin with it.
-        rows: a JSONL, CSV or parquet file, or the rows themselves; None: the games need none.
-        count: number of problems; None: all rows from `first` on, or endless without rows.
+        name: name of the game; the ids of the problems start with it.
+        rows: a JSONL, CSV or parquet file, or the rows themselves; None: the game does not use
+            rows.
+        count: number of problems; None: all rows starting with `first`, or endless without rows.
         first: index of the first problem.
         seed: seed of the games.
-        max_turns: largest number of turns of the assistant.
-        tools: what the policy may call (`Problem.tools`).
+        max_turns: largest number of assistant turns.
+        tools: JSON schemas of the functions that the policy may call (`Problem.tools`).
 
     Raises:
-        ValueError: an argument is out of its range, or there are too few rows.
+        UsageError: an argument is out of range, or there are too few rows.
     """
 
     def __init__(
@@ -45,14 +46,21 @@ class GameTask(ABC):
             self.rows = every[first:][: self.length]
             if not self.rows or (count or 0) > len(self.rows):
                 where = f"rows={rows}" if isinstance(rows, str) else "rows"
-                raise UsageError(f"{where}: too few rows ({len(every)}) for first={first}, count={count}; lower them")
+                raise UsageError(
+                    f"{where}: too few rows ({len(every)}) for first={first}, count={count}. Fix: lower them"
+                )
             self.length = len(self.rows)
 
     @abstractmethod
     def make_game(self, row: Mapping[str, Any], seed: int) -> tuple[Environment, Sequence[Message]]:
-        """Makes a game, and returns it with what the policy reads first.
+        """Creates a game.
 
-        The last message is the user's. `row` is empty without rows. `random` has been set to `seed`.
+        Args:
+            row: a row of the data; empty without rows.
+            seed: seed of the game. The caller has seeded `random` with it.
+
+        Returns:
+            The game, and its first messages, which end with a user message.
         """
 
     def __len__(self) -> int:
@@ -60,8 +68,8 @@ class GameTask(ABC):
 
     def __getitem__(self, index: int) -> Problem:
         require_index(index, self.length)
-        # The game is made here for its first messages, and again in a process of its own for the conversation. The same
-        # seed makes it the same game.
+        # The game is created here for its first messages, and again in a worker process for the
+        # conversation. The same seed gives the same game.
         row = {} if self.rows is None else self.rows[index]
         seed = random.Random(f"{self.seed}/{self.first + index}").getrandbits(31)
         _, messages = self._make_seeded_game(row, seed)
@@ -69,26 +77,30 @@ class GameTask(ABC):
         return Problem(f"{self.name}-{self.seed}-{self.first + index:06d}", messages, answer, row, self.tools)
 
     def environment(self, problem: Problem, seed: int) -> Environment:
-        """Makes the game of a problem again. Raises RuntimeError if it is not the one in the prompt."""
-        # `_begin` restores the state of `random`, which the process has set by `seed`, for later draws of the game.
+        """Recreates the game of a problem. Raises RunFailure if it differs from the prompt."""
+        # `_make_seeded_game` restores the state of `random`, which the worker has seeded with
+        # `seed`, for later draws of the game.
         game, messages = self._make_seeded_game(problem.example, problem.answer["seed"])
-        # A game that draws from elsewhere, such as numpy's generator, begins differently each time.
+        # A game with another random source, such as numpy's generator, starts differently each
+        # time.
         if messages != problem.messages:
             raise RunFailure(
-                f"it began otherwise than in the prompt, with {messages[-1]['content']!r:.200}; draw from `random`"
+                f"the game differs from its prompt and starts with {messages[-1]['content']!r:.200}. Fix: draw from `random`"
             )
         return game
 
     def solution(self, problem: Problem) -> list[Message]:
-        """Raises ValueError: games have no known solutions."""
-        raise UsageError(f"{problem.id} has no conversation to learn: {type(self).__name__} knows no solutions")
+        """Raises UsageError: games have no known solutions."""
+        raise UsageError(
+            f"{problem.id}: {type(self).__name__} has no solutions to train on. Fix: use another task for the SFT warm-up"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        # The process of an environment does not need the rows: a problem holds its own.
+        # A worker process does not need the rows: a problem holds its own row.
         return self.__dict__ | {"rows": None}
 
     def _make_seeded_game(self, row: Mapping[str, Any], seed: int) -> tuple[Environment, tuple[Message, ...]]:
-        # Games of other projects draw from Python's global generator, whose state belongs to the caller.
+        # Games of other projects use Python's global random generator, whose state the caller owns.
         state = random.getstate()
         random.seed(seed)
         try:
@@ -99,14 +111,20 @@ class GameTask(ABC):
 
 
 def imported(module: str, package: str) -> Any:
-    """Imports a module of another project. Raises ValueError, which says how to install the package."""
+    """Imports a module of another project.
+
+    Raises:
+        UsageError: the module is missing. The message holds the install command.
+    """
     try:
         return import_module(module)
     except ImportError as error:
-        raise UsageError(f"{package.partition('=')[0]} cannot be imported ({error}): pip install {package}") from None
+        raise UsageError(
+            f"{package.partition('=')[0]} cannot be imported ({error}). Fix: pip install {package}"
+        ) from None
 
 
 def prompt_messages(row: Mapping[str, Any]) -> list[Message]:
-    """Returns the messages of a row's `prompt`. A text is a message of the user's."""
+    """Returns the messages of a row's `prompt`. A string is one user message."""
     prompt = row.get("prompt", "")
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]

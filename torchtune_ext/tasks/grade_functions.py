@@ -1,4 +1,4 @@
-"""Functions that grade in place of a task's own `grade`. The arguments `grader` and `group_grader` name them."""
+"""Imports the functions that replace a task's `grade` (arguments `grader` and `group_grader`)."""
 
 import inspect
 import os
@@ -10,25 +10,30 @@ from torchtune_ext.run.errors import UsageError
 from torchtune_ext.tasks.task import Problem, Score
 
 GradeFunction = Callable[[Problem, str], float | Score]  # grades one text
-GroupGradeFunction = Callable[
-    [Problem, list[str]], list[float | Score]
-]  # grades all texts of a problem, in their order
+# Grades all texts of a problem, in order.
+GroupGradeFunction = Callable[[Problem, list[str]], list[float | Score]]
 
 
 def use_graders(task: Any, grader: str | GradeFunction | None, group_grader: str | GroupGradeFunction | None) -> None:
-    """Sets a function (problem, text) or (problem, texts), or its dotted path, as `task.grade` or `task.grade_group`.
+    """Sets the user's functions as `task.grade` and `task.grade_group`.
+
+    Args:
+        task: the task to change.
+        grader: a function (problem, text), or its dotted path.
+        group_grader: a function (problem, texts), or its dotted path.
 
     Raises:
-        ValueError: both are given, the task has a `grade_group` of its own, or `by_path` finds no function.
+        UsageError: both are given, the task defines `grade_group` itself, or a function is not
+            found.
     """
-    # The grader calls `grade_group` where a task has one, so a `grader` beside it would never be called.
+    # A task with `grade_group` never calls `grade`, so a `grader` would have no effect.
     if grader is not None and (group_grader is not None or hasattr(task, "grade_group")):
         other = (
             "grade_group of its own" if group_grader is None else f"group_grader={describe_function(group_grader)!r}"
         )
         raise UsageError(
-            f"grader={describe_function(grader)!r}, but {type(task).__name__} is given {other}, which grades all texts of a problem "
-            "together: keep one of the two"
+            f"grader={describe_function(grader)!r}, but {type(task).__name__} also has {other}, which grades all "
+            "texts of a problem in one call. Fix: keep one of the two"
         )
     if grader is not None:
         task.grade = import_grader(grader, "grader", "text") if isinstance(grader, str) else grader
@@ -38,15 +43,20 @@ def use_graders(task: Any, grader: str | GradeFunction | None, group_grader: str
 
 
 def import_grader(path: str, key: str, what: str) -> Callable:
-    """Returns the function that "MODULE.FUNCTION" names.
+    """Imports the function "MODULE.FUNCTION".
 
-    For messages, `key` is the argument of the task, and `what` the function's second one. Raises ValueError as `named`,
-    or if the function does not take two arguments.
+    Args:
+        path: dotted path of the function.
+        key: argument of the task, for messages.
+        what: name of the function's second argument, for messages.
+
+    Raises:
+        UsageError: the function is not found (`import_named`), or does not take two arguments.
     """
     setting = f"{key}={path!r}"
     function = import_named(path, key, "function", "my_reward.f")
     if not callable(function):
-        raise UsageError(f"{setting} is a {type(function).__name__}; name a function f(problem, {what})")
+        raise UsageError(f"{setting} is a {type(function).__name__}; expected a function f(problem, {what})")
     try:
         signature = inspect.signature(function)
     except ValueError:
@@ -55,41 +65,48 @@ def import_grader(path: str, key: str, what: str) -> Callable:
     try:
         signature.bind(None, None)
     except TypeError as error:
-        raise UsageError(f"{setting} takes {signature}; it must take two arguments, f(problem, {what})") from error
+        raise UsageError(f"{setting} takes {signature}; expected two arguments, f(problem, {what})") from error
     if next(iter(signature.parameters)) == "answer":
-        # A function (answer, text) would compare the text with a `Problem`, and find every answer wrong.
+        # A function (answer, text) would compare the text with a `Problem`, and reward no answer.
         raise UsageError(
-            f"{setting} takes an answer first, but it is given the problem: f(problem, {what}), and problem.answer"
+            f"{setting} takes an answer first, but gets the problem. Fix: write f(problem, {what}), and use problem.answer"
         )
     return function
 
 
 def import_named(path: str, key: str, kind: str, example: str) -> Any:
-    """Returns what "MODULE.NAME" names.
+    """Imports the object "MODULE.NAME". The working directory is searched, too.
 
-    The working directory is searched, too. For messages, `key` is the argument, `kind` is "function" or "class", and
-    `example` a path. Raises ValueError if there is none, or its file fails.
+    Args:
+        path: dotted path of the object.
+        key: argument of the task, for messages.
+        kind: "function" or "class", for messages.
+        example: a dotted path, for messages.
+
+    Raises:
+        UsageError: the object is not found, or its module raises an error.
     """
-    # Some users write a call, f(), or the path of a file.
+    # Some users write a call, "f()", or the path of a file.
     setting, path = f"{key}={path!r}", path.removesuffix("()")
     if "." not in path or path.endswith(".py") or "/" in path or ":" in path:
         file, _, its_name = example.partition(".")
         raise UsageError(
-            f"{setting}: write FILE.{kind.upper()}, {key}={example} for the {kind} {its_name} of {file}.py"
+            f"{setting}: not a dotted path. Fix: write FILE.{kind.upper()}, {key}={example} for the {kind} {its_name} of "
+            f"{file}.py"
         )
     return catalog.import_object(path, setting)
 
 
 def is_shipped(function: Callable | None) -> bool:
-    """Tells whether a function or method belongs to this package, and not to the user."""
+    """Tells whether a function or method is defined in this package."""
     return (getattr(function, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]
 
 
 def describe_function(function: str | Callable) -> str:
-    """Returns the name of a function, with its file and line if it has them: "my_reward.short (my_reward.py:3)"."""
+    """Returns the name of a function, with file and line: "my_reward.short (my_reward.py:3)"."""
     if isinstance(function, str):
         return function
-    # A method and a decorator hide the function that has a file and a line.
+    # Methods and decorators wrap the function that has a file and a line.
     plain = inspect.unwrap(getattr(function, "__func__", function))
     if not inspect.isfunction(plain):
         return getattr(function, "__qualname__", type(function).__qualname__)

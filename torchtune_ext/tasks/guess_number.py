@@ -1,4 +1,4 @@
-"""A game of several turns without data: guess a number that is said to be higher or lower.
+"""Multi-turn game without data: guess a number from the replies "higher" and "lower".
 
     user       40-70
     assistant  55
@@ -6,8 +6,8 @@
     assistant  62
     user       lower
 
-A policy that halves what is left finds the number in time; one that guesses anywhere in the range runs out of turns. So
-it has to learn across turns: to remember the answers, and to halve.
+A policy that bisects the remaining range finds the number in time. A policy that guesses uniformly
+runs out of turns. So the policy must learn across turns: remember the replies, and bisect.
 """
 
 import random
@@ -20,21 +20,22 @@ from torchtune_ext.tasks.task import Message, Problem, Turn, require_choice, req
 
 
 class GuessNumber:
-    """The task.
+    """Task of guessing a number in a range.
 
     Args:
         seed: seed of the problems. Problem i depends only on (seed, first + i, below, size, split).
         count: number of problems; None: endless.
         first: index of the first problem.
         below: the lowest number of a range is in [1, below].
-        size: how many numbers a range has.
+        size: number of integers in a range.
         max_turns: number of guesses.
         split: "train", "heldout" (one problem in eight, by the hash of range and number) or "all".
-        halving: share of the solutions' guesses that halve what is left; the others are anywhere in the range.
+        halving: fraction of the solutions' guesses that bisect the remaining range; the other
+            guesses are uniform in the whole range.
         prompt: the first message, in which {low} and {high} stand for the ends of the range.
 
     Raises:
-        ValueError: an argument is out of its range.
+        UsageError: an argument is out of range.
     """
 
     def __init__(
@@ -42,7 +43,8 @@ class GuessNumber:
         seed: int = 0,
         count: int | None = None,
         first: int = 0,
-        # No number is above 99, so each has at most two digits. Halving finds one of 31 = 2^5 - 1 in five guesses.
+        # All numbers are at most 99, so they have at most two digits. Bisection finds one of
+        # 31 = 2^5 - 1 numbers in at most five guesses.
         below: int = 69,
         size: int = 31,
         max_turns: int = 5,
@@ -51,11 +53,13 @@ class GuessNumber:
         prompt: str = "{low}-{high}",
     ) -> None:
         if below < 1 or size < 2 or max_turns < 1:
-            raise UsageError(f"below={below}, size={size}, max_turns={max_turns}: at least 1, 2 and 1")
+            raise UsageError(f"below={below}, size={size}, max_turns={max_turns}: expected at least 1, 2 and 1")
         require_choice("split", split, SPLITS)
         require_share("halving", halving, "the guesses")
         if not {"{low}", "{high}"} <= set(re.findall(r"\{\w+\}", prompt)):
-            raise UsageError(f"prompt={prompt!r} does not show the range: write {{low}} and {{high}} where they belong")
+            raise UsageError(
+                f"prompt={prompt!r} does not show the range. Fix: write {{low}} and {{high}} where they belong"
+            )
         self.seed, self.first, self.below, self.size, self.split = seed, first, below, size, split
         self.max_turns, self.halving, self.prompt = max_turns, halving, prompt
         self.length = task_length(first, count)
@@ -78,7 +82,7 @@ class GuessNumber:
         return GuessNumberEnvironment(problem.answer["number"])
 
     def solution(self, problem: Problem) -> list[Message]:
-        """Returns a game that is won, even if it takes more than `max_turns`."""
+        """Returns the turns of a won game. It may take more than `max_turns` turns."""
         first, last, number = (problem.answer[name] for name in ("low", "high", "number"))
         rng, game, messages, low, high = random.Random(problem.id), GuessNumberEnvironment(number), [], first, last
         while True:
@@ -96,7 +100,10 @@ class GuessNumber:
 
 
 class GuessNumberEnvironment:
-    """The environment. The reward is 1 for the number, else 0. A turn that is no number ends the game."""
+    """Environment of one game.
+
+    Reward 1 for the right number, else 0. Invalid input ends the game.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number

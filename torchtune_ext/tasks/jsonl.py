@@ -1,4 +1,4 @@
-"""A task of questions and answers from a file or the Hugging Face hub, graded by any function."""
+"""Task of questions and answers from a file or the Hugging Face hub, graded by any function."""
 
 import json
 import re
@@ -13,40 +13,47 @@ from torchtune_ext.tasks.examples import Example, field_names, field_value, fill
 from torchtune_ext.tasks.grade_functions import GradeFunction, GroupGradeFunction, use_graders
 from torchtune_ext.tasks.task import Message, Problem, Score, require_index, require_question, task_length, to_score
 
-# A field in a prompt. The braces of \boxed{answer} and x^{n} are LaTeX.
+# A field in a prompt. The braces of \boxed{answer} and x^{n} are LaTeX, not fields.
 _FIELD = re.compile(r"(?<![\w\\}^])\{([A-Za-z_][\w.]*)\}")
-# Chat messages that a CSV or parquet file holds as text.
+# Chat messages that a CSV or parquet file stores as text.
 _CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:.*\]\s*""", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class ExampleSource:
-    """Where examples come from, and the names of their fields."""
+    """The source of examples, and the names of their fields."""
 
-    hub: str | None = None  # id of a data set of the hub, when there is no path
-    config: str | None = None  # config of the data set of the hub
-    split: str = "train"  # split of the data set of the hub
-    path: str | None = None  # a .parquet, .csv or .tsv file, or any other file, which is read as JSONL
-    question: str = "question"  # a field, "a.b.0" for a nested one, or a template "{Body} {Question}"
-    answer: str | None = "answer"  # a field or a template, as in `question`; None: there are no answers
+    hub: str | None = None  # id of a dataset of the hub, if `path` is None
+    config: str | None = None  # config of the hub's dataset
+    split: str = "train"  # split of the hub's dataset
+    path: str | None = None  # a .parquet, .csv or .tsv file; any other file is read as JSONL
+    question: str = "question"  # a field, "a.b.0" if nested, or a template "{Body} {Question}"
+    answer: str | None = "answer"  # a field or a template, as in `question`; None: without answers
     solution: str | None = None  # a field with a worked solution
-    keep_if: tuple[str, str] | None = None  # (field, text): keeps only examples whose field contains the text
-    remove_texts: tuple[str, ...] = ()  # texts to remove from questions, such as the prompt of another project
-    strip_pattern: str | None = None  # a pattern to remove from worked solutions, such as marks for a calculator
+    # (field, text): keeps examples whose field contains the text.
+    keep_if: tuple[str, str] | None = None
+    # Texts to remove from questions, such as another project's prompt.
+    remove_texts: tuple[str, ...] = ()
+    # Regex to remove from worked solutions, such as calculator marks.
+    strip_pattern: str | None = None
 
     def examples(
         self, extra_fields: Sequence[str] | None = (), optional: Sequence[str] = ()
     ) -> list[tuple[str, Example]]:
-        """Returns the place and the content of every kept example.
+        """Returns (location, example) for every kept example.
 
-        `also` names further fields to read (None: all), `optional` fields that may be missing. Raises ValueError
-        without a path or a hub, or if the examples cannot be read.
+        Args:
+            extra_fields: further fields to read; None: all.
+            optional: fields to read if they exist.
+
+        Raises:
+            UsageError: path and hub are both missing, or the examples cannot be read.
         """
         if self.path is None and self.hub is None:
             raise UsageError(
-                "name where the questions come from: path: FILE (JSONL, CSV or parquet), or hub: OWNER/NAME"
+                "path and hub are both missing. Fix: set path: FILE (JSONL, CSV or parquet), or hub: OWNER/NAME"
             )
-        # Columns are read whole, so of a nested field the name of its column counts.
+        # Columns are read as a whole, so a nested field is represented by the name of its column.
         fields = None
         if extra_fields is not None:
             templates = [self.question, self.answer, self.solution, self.keep_if and self.keep_if[0]]
@@ -65,14 +72,14 @@ class ExampleSource:
 
 
 def require_one(**given: str | None) -> None:
-    """Raises ValueError if both of two arguments are given."""
+    """Raises UsageError if both of two arguments are set."""
     if None not in given.values():
         what = ", ".join(f"{key}={value!r}" for key, value in given.items())
-        raise UsageError(f"{what}: give one of the two")
+        raise UsageError(f"{what}: mutually exclusive. Fix: give one of the two")
 
 
 class QuestionTask:
-    """The base of `Jsonl` and `Math`: examples with a question, a hidden answer, and perhaps a worked solution."""
+    """The base of `Jsonl` and `Math`: questions with hidden answers and optional solutions."""
 
     tries_answers = True
 
@@ -91,28 +98,28 @@ class QuestionTask:
         length = task_length(first, count)
         require_question(prompt)
         if isinstance(fields, str):
-            raise UsageError(f"fields={fields!r} must be a list: fields=[{fields}]")
+            raise UsageError(f"fields={fields!r}: a string; expected a list. Fix: fields=[{fields}]")
         use_graders(self, grader, group_grader)
         self.first, self.prompt, self.system = first, prompt, system
         where = source.path or f"{source.hub} {source.split}"
         hub_name = "" if prefix else f"{source.hub}-".rpartition("/")[2].lower()
-        # The ids of the problems begin with it.
+        # The ids of the problems start with this name.
         self.name = prefix + (Path(where).stem if source.path else hub_name + source.split)
         named = [name for name in _FIELD.findall(prompt) if name != "question"]
         examples = source.examples(fields, named)
         if examples and (known := [name for name in named if name.split(".")[0] in examples[0][1]]):
             fix = f"write it in the question, as in question='{{{source.question.strip('{}')}}} {{{known[0]}}}'"
             raise UsageError(
-                f"prompt={prompt!r:.80}: {{{known[0]}}} is a field of the examples, and a prompt fills {{question}} alone; "
-                + (fix if known[0] != source.answer else "leave out the answer")
+                f"prompt={prompt!r:.80}: {{{known[0]}}} is a field of the examples, but a prompt fills only {{question}}. Fix: "
+                + (fix if known[0] != source.answer else "remove the answer")
             )
         chosen = list(islice(examples, first, first + length))
         if not examples:
             kept = f" whose {source.keep_if[0]} contains {source.keep_if[1]!r}" if source.keep_if else ""
-            raise UsageError(f"{where} holds no example{kept}")
+            raise UsageError(f"{where} has no example{kept}")
         if not chosen or len(chosen) < (count or 0):
             raise UsageError(
-                f"{where}: too few examples ({len(examples)}) for first={first}, count={count}; lower them"
+                f"{where}: too few examples ({len(examples)}) for first={first}, count={count}. Fix: lower them"
             )
         self.examples = [
             (
@@ -132,19 +139,23 @@ class QuestionTask:
     def __getitem__(self, index: int) -> Problem:
         require_index(index, len(self.examples), "question")
         question, answer, example = self.examples[index]
-        # `replace` and not `format`, since a prompt may have other braces, as in \boxed{}.
+        # `str.format` would fail on other braces of a prompt, as in \boxed{}.
         if isinstance(question, str):
             question = ({"role": "user", "content": self.prompt.replace("{question}", question)},)
         before = () if self.system is None else ({"role": "system", "content": self.system},)
         return Problem(f"{self.name}-{self.first + index:06d}", (*before, *question), answer, example)
 
     def solution(self, problem: Problem) -> str:
-        """Returns the worked solution, or else the answer. Raises ValueError if there is neither."""
+        """Returns the worked solution if the source has one, else the answer.
+
+        Raises:
+            UsageError: the problem has neither.
+        """
         if self.worked is not None:
             return str(self.worked[self.index_of(problem)])
         if problem.answer is None:
             raise UsageError(
-                f"{problem.id} has no answer to learn: name the field of a text that is right, solution: FIELD"
+                f"{problem.id}: no reference answer or solution to train on. Fix: set solution: to a field with a right text"
             )
         return str(problem.answer)
 
@@ -153,7 +164,8 @@ class QuestionTask:
         return int(problem.id.rpartition("-")[2]) - self.first
 
     def __getstate__(self) -> dict:
-        # A grading process gets the task without its examples. A problem holds all that a grader needs.
+        # A grading process gets the task without its examples: a problem holds everything that it
+        # needs.
         return self.__dict__ | {"examples": [], "worked": None}
 
 
@@ -161,31 +173,34 @@ class Jsonl(QuestionTask):
     """A task of questions with hidden answers, graded by the user's function.
 
     Args:
-        grader: dotted path of a function (problem, text) -> float or Score; in Python, the function itself.
-        path: a JSONL file (one object a line), a .csv or .tsv file (names in its first line) or a .parquet file.
-        hub: id of a data set of the Hugging Face hub, in place of a path.
-        config: config of the hub's data set.
-        split: split of the hub's data set.
-        question: field of the question, "a.b.0" for a nested one, or a template: "{Body} {Question}". It may hold chat
-            messages, a list of {"role": ..., "content": ...} or its JSON text that ends with the user's: they are then
-            the prompt.
-        answer: field of the answer, of any JSON type. The function gets it unchanged, as `problem.answer`. None: there
-            are no answers.
-        solution: field of a text with reward 1.0, for the supervised warm-up. Without it the answer is used.
+        grader: dotted path of a function (problem, text) -> float or Score; in Python, the
+            function.
+        path: a JSONL file (one object per line), a .csv or .tsv file (names in its first line) or a
+            .parquet file.
+        hub: id of a dataset of the Hugging Face hub, instead of `path`.
+        config: config of the hub's dataset.
+        split: split of the hub's dataset.
+        question: field of the question, "a.b.0" if nested, or a template: "{Body} {Question}". The
+            field may hold chat messages: a list of {"role": ..., "content": ...}, or its JSON text,
+            that ends with the user's message. They are then the prompt.
+        answer: field of the answer, of any JSON type. The function gets it unchanged as
+            `problem.answer`. None: the examples have no answers.
+        solution: field of a text with reward 1.0, for the SFT warm-up. Default: the answer.
         prompt: the user's message, in which {question} stands for the question.
-        system: a system message before it.
-        count: number of questions; None: all from `first` on.
-        first: index of the first example. It keeps training and held-out questions apart.
-        group_grader: in place of `grader`, a function (problem, texts) -> list of floats or Scores, one for each text.
-            It sees all samples of a question together.
+        system: a system message before the prompt.
+        count: number of questions; None: all, starting with `first`.
+        first: index of the first example. It separates training and held-out questions.
+        group_grader: instead of `grader`, a function (problem, texts) -> list of floats or Scores,
+            one for each text. It gets all samples of a question in one call.
         fields: fields of the example that the function also gets, as `problem.example`; None: all.
 
     Raises:
-        ValueError: there is nothing to read, an example lacks a field or has an empty question, there are fewer than
-            `count` examples, or there is no such function (see `functions.py`).
+        UsageError: the source is missing or unreadable, an example lacks a field or has an empty
+            question, there are fewer than `count` examples, or a function is not found
+            (`grade_functions.py`).
     """
 
-    grade_group: GroupGradeFunction  # set by `use_graders` where there is a `group_grader`
+    grade_group: GroupGradeFunction  # set by `use_graders` if `group_grader` is given
 
     def __init__(
         self,
@@ -206,19 +221,20 @@ class Jsonl(QuestionTask):
     ) -> None:
         if grader is None and group_grader is None and type(self).grade is Jsonl.grade:
             raise UsageError(
-                "grader has no value: name a function f(problem, text), grader: my_reward.f for my_reward.py"
+                "grader is missing. Fix: name a function f(problem, text), such as grader: my_reward.f for my_reward.py"
             )
         require_one(hub=hub, path=path)
         source = ExampleSource(hub, config, split, path, question, answer, solution)
         super().__init__(source, prompt, system, count, first, "", grader, group_grader, fields)
         if prompt != "{question}" and not all(isinstance(question, str) for question, _, _ in self.examples):
             raise UsageError(
-                f"prompt={prompt!r:.80}: the questions are chat messages, which are the whole prompt; leave it out"
+                f"prompt={prompt!r:.80}: the questions are chat messages, which are the whole prompt. Fix: remove prompt"
             )
 
     def grade(self, problem: Problem, text: str) -> Score:
         """Grades one text with the `group_grader`."""
-        # A `grader` replaces this method (`use_graders`). So only a task with a `group_grader` comes here.
+        # A `grader` replaces this method (`use_graders`), so only tasks with a `group_grader` call
+        # it.
         return to_score(self.grade_group(problem, [text])[0])
 
 
@@ -237,22 +253,22 @@ def _read_question(source: ExampleSource, example: Example, where: str) -> str |
             question = json.loads(question)
         except ValueError as error:
             raise UsageError(
-                f"{where}: {source.question!r} looks like chat messages, but is not JSON ({error}); write it with json.dumps"
+                f"{where}: {source.question!r} looks like chat messages, but is not JSON ({error}). Fix: use json.dumps"
             ) from error
     if isinstance(question, list) and question and all(isinstance(each, Mapping) for each in question):
         last = question[-1].get("role")
         if last != "user":
             raise UsageError(
-                f"{where}: the last message of {source.question!r} is of role {last!r}; end a question with the user's "
-                "message, and keep what should be answered in a field of its own (answer)"
+                f"{where}: the last message of {source.question!r} has role {last!r}; expected 'user'. Fix: end a question "
+                "with the user's message, and store the reference answer in a separate field (answer)"
             )
         if not all(isinstance(each.get("content"), str) for each in question):
             raise UsageError(
-                f"{where}: a message of {source.question!r} has no text as its content; write a text for each"
+                f"{where}: a message of {source.question!r} has no string as its content. Fix: write a string for each"
             )
         return tuple(question)
     if not isinstance(question, str) or not question.strip():
-        raise UsageError(f"{where}: {source.question!r} is {question!r:.60}; write the text of the question")
+        raise UsageError(f"{where}: {source.question!r} is {question!r:.60}. Fix: write the text of the question")
     for text in source.remove_texts:
         question = question.replace(text, "")
     return question.strip()

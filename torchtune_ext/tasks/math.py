@@ -1,4 +1,4 @@
-"""Mathematics with verifiable answers, from public data sets or the user's own file, graded by `MathGrader`."""
+"""Mathematics with verifiable answers, from public datasets or a user's file. See `MathGrader`."""
 
 import logging
 import re
@@ -14,19 +14,21 @@ from torchtune_ext.tasks.task import Problem, Score
 log = logging.getLogger(__name__)
 
 PROMPT = "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
-ANSWER_MARK = re.compile(
-    r"\\boxed|\\fbox|####|\banswer\b[*_\s]*(?:is|:)", re.IGNORECASE
-)  # a prompt asks for such an answer
-MAX_ANSWERS_READ = 1000  # right answers that are read at the start, which takes some milliseconds for each
+# The answer format that a prompt asks for.
+ANSWER_MARK = re.compile(r"\\boxed|\\fbox|####|\banswer\b[*_\s]*(?:is|:)", re.IGNORECASE)
+# Reference answers that are parsed at the start; each takes some milliseconds.
+MAX_ANSWERS_READ = 1000
 
-# The pages of the hub state these licenses: MIT for gsm8k, deepmath and svamp; Apache-2.0 for aime2023 and the original
-# of dapo_math_17k. The pages of math500 (taken from MATH, which is MIT), aime2024 and aime2025 state none.
+# Licenses stated on the pages of the hub: MIT for gsm8k, deepmath and svamp; Apache-2.0 for
+# aime2023 and the original of dapo_math_17k. The pages of math500 (taken from MATH, which is MIT),
+# aime2024 and aime2025 do not state a license.
 DATASETS = {
-    # Cobbe et al., arXiv 2110.14168. A solution has "48/2 = <<48/2=24>>24" for a calculator, and ends with `#### 72`.
+    # Cobbe et al., arXiv 2110.14168. A solution contains calculator marks, "48/2 = <<48/2=24>>24",
+    # and ends with `#### 72`.
     "gsm8k": ExampleSource("openai/gsm8k", "main", "train", solution="answer", strip_pattern=r"<<[^<>\n]*>>|\s*####[^\n]*\s*$"),
     "math500": ExampleSource("HuggingFaceH4/MATH-500", None, "test", question="problem", solution="solution"),
     "deepmath": ExampleSource("zwhe99/DeepMath-103K", answer="final_answer"),
-    # This copy leaves out the 1.79 million repeated examples of BytedTsinghua-SIA/DAPO-Math-17k.
+    # This copy omits the 1.79 million duplicates of BytedTsinghua-SIA/DAPO-Math-17k.
     "dapo_math_17k": ExampleSource(
         "open-r1/DAPO-Math-17k-Processed", "en", question="prompt", answer="solution",
         remove_texts=(
@@ -48,18 +50,21 @@ class Math(QuestionTask):
     This is the accuracy reward of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2).
 
     Args:
-        dataset: a public data set: gsm8k, math500, deepmath, dapo_math_17k, aime2023, aime2024, aime2025, svamp. It
-            sets the id, the split and the fields. The other arguments replace these, so `path` reads a local copy.
-        path, hub, config, split, question, answer, solution, prompt, system, count, first: see `Jsonl`. The field of
-            the answer may hold a number, an answer, or a solution that ends with the answer.
+        dataset: a public dataset: gsm8k, math500, deepmath, dapo_math_17k, aime2023, aime2024,
+            aime2025 or svamp. It sets the id, the split and the fields. The other arguments
+            override these, so `path` reads a local copy.
+        path, hub, config, split, question, answer, solution, prompt, system, count, first: see
+            `Jsonl`. The answer field may hold a number, an answer, or a solution that ends with the
+            answer.
         require_box, require_thinking, brackets, format, format_reward: see `MathGrader`.
-        unmarked: see `MathGrader`. The default is "none" if `prompt` or `system` asks for a mark (\boxed, ####, "answer
-            is"), else "last_number".
-        grader, group_grader, fields: see `Jsonl`. A function replaces `MathGrader`; without one, no fields are kept.
+        unmarked: see `MathGrader`. The default is "none" if `prompt` or `system` asks for a mark
+            (\boxed, ####, "answer is"), else "last_number".
+        grader, group_grader, fields: see `Jsonl`. A function replaces `MathGrader`. Without a
+            function, `problem.example` is empty.
 
     Raises:
-        ValueError: as `Jsonl` and `MathGrader`; arguments exclude each other; or examples have no usable right answer
-            (the message says how many, and names the first).
+        UsageError: as `Jsonl` and `MathGrader`; arguments are mutually exclusive; or examples have
+            no usable reference answer (the message counts them and lists the first).
     """
 
     def __init__(
@@ -87,7 +92,7 @@ class Math(QuestionTask):
         fields: Sequence[str] | None = None,
     ) -> None:
         if dataset is not None and dataset not in DATASETS:
-            raise UsageError(f"dataset={dataset!r}: choose one of {', '.join(DATASETS)}, or give path: or hub:")
+            raise UsageError(f"dataset={dataset!r}: choose one of {', '.join(DATASETS)}, or set path: or hub:")
         require_one(hub=hub, path=path)
         require_one(dataset=dataset, hub=hub)
         named = {
@@ -102,13 +107,15 @@ class Math(QuestionTask):
         self.math_grader = MathGrader(require_box, require_thinking, brackets, format, format_reward, unmarked)
         prefix = f"{dataset}-" if dataset else ""
         if grader is None and group_grader is None:
-            # The answer is all that `MathGrader` reads. Some of these data sets have examples of many kilobytes.
+            # `MathGrader` reads only the answer. Some of these datasets have examples of many
+            # kilobytes.
             fields = ()
         super().__init__(source, prompt, system, count, first, prefix, grader, group_grader, fields)
         self._read_answers()
 
     def _read_answers(self) -> None:
-        # An example without a usable answer ends the run. Left out silently, it would change the data set.
+        # An example without a usable answer ends the run: dropping it silently would change the
+        # dataset.
         bad, examples = [], []
         for index, (question, value, example) in enumerate(self.examples):
             try:
@@ -118,29 +125,29 @@ class Math(QuestionTask):
         if bad:
             raise UsageError(
                 f"{self.name}: {len(bad)} of {len(self.examples)} right answers cannot be used: {'; '.join(bad[:3])}. "
-                "Mend or remove these examples, or name another field with answer:"
+                "Fix: repair or remove these examples, or set answer: to another field"
             )
         self.examples = examples
         looked_at = [self[index] for index in range(min(len(examples), MAX_ANSWERS_READ))]
         unread = [problem.id for problem in looked_at if not readable(problem.answer)]
         if unread:
             log.warning(
-                "%s: %d of the first %d right answers cannot be read as mathematics and are compared as text: %s",
+                "%s: %d of the first %d right answers cannot be parsed as mathematics and are compared as text: %s",
                 self.name, len(unread), len(looked_at), ", ".join(unread[:5]),
             )  # fmt: skip
 
     def grade(self, problem: Problem, text: str) -> Score:
-        """Grades a text by `MathGrader`. A formula copied from the question is no answer."""
+        """Grades a text by `MathGrader`. A formula copied from the question is not an answer."""
         asked = [message["content"] for message in problem.messages if message["role"] == "user"]
         return self.math_grader(problem.answer, text, asked[-1] if asked else "")
 
     def solution(self, problem: Problem) -> str:
-        """Returns the worked solution, if there is one, and the answer in a box."""
-        # Marks such as <<48/2=24>> are for a calculator, which the policy does not have.
+        """Returns the worked solution, if the dataset has one, and the answer in a box."""
+        # Marks such as <<48/2=24>> are calculator calls, which the policy cannot make.
         worked = "" if self.worked is None else str(self.worked[self.index_of(problem)])
         worked = re.sub(self.strip_pattern, "", worked).strip() if self.strip_pattern else worked.strip()
         box = f"The answer is $\\boxed{{{problem.answer}}}$."
-        # If the grader looks for a thought, the worked solution is one.
+        # If the grader expects a thought, the worked solution is written as a thought.
         if self.math_grader.require_thinking or self.math_grader.format == "think":
             return f"<think>\n{worked}\n</think>\n\n{box}"
         return worked if last_box(worked) == problem.answer else f"{worked}\n\n{box}".lstrip()

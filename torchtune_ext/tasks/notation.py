@@ -1,12 +1,13 @@
-r"""Brings formulas and answers into one normal form, and takes them apart: lists, brackets, matrices, assignments.
+r"""Normalizes formulas and answers, and parses lists, brackets, matrices and assignments.
 
-`normalize` removes what never changes a value: math signs, spacing, sizes, colors. All other functions take its result.
+`normalize` removes notation that never changes a value: math delimiters, spacing, sizes, colors.
+All other functions take its result.
 """
 
 import re
 from functools import lru_cache
 
-MAX_ITEMS = 400  # of a list
+MAX_ITEMS = 400  # longest list
 
 GREEK = (
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho varsigma sigma tau upsilon "
@@ -79,7 +80,7 @@ _OTHER_NAME = re.compile(
     rf"(?:{_SYMBOL}|[A-Z]{{2,3}})\s*:\s*(?:{_SYMBOL}|[A-Z]{{2,3}})|\\frac\s*\{{[A-Z]{{2}}\}}\s*\{{[A-Z]{{2}}\}}|"
     r"\\begin\{vmatrix\}.*\\end\{vmatrix\}|m?\s*\\angle\s*[A-Z]{1,3}|\\overline\s*\{[A-Z]{2}\}|\|?\s*[A-Z]{2,4}\s*\|?|\[\s*[A-Z]{3,6}\s*\]|\\frac\s*\{\s*d\s*\^?2?\s*[a-zA-Z]\s*\}\s*\{\s*d\s*[a-zA-Z]\s*(?:\^\s*\{?2\}?)?\s*\}"
 )
-# Words that leave a statement open, or turn it into another one.
+# Words that make a statement ambiguous, or change its value.
 OPEN_WORDS = re.compile(
     r"\b(?:or|if|unless|either|not|but|never|no|none|wrong|incorrect|false|rejected|when|let|assume|suppose|half|twice|double|triple|plus|minus|"
     r"negative|square (?:root|of)|squared|cube|(?:less|more) than|opposite|reciprocal|inverse)\b|n't",
@@ -106,12 +107,12 @@ CUP = re.compile(r"\\cup(?![A-Za-z])")
 
 @lru_cache(maxsize=1024)
 def normalize(text: str) -> str:
-    """Returns a formula or an answer without what never changes its value."""
+    """Returns the normal form of a formula or an answer."""
     text = _SUPERSCRIPT_RUN.sub(lambda run: f"^{{{run[0].translate(_SUPERSCRIPTS)}}}", text + " ").translate(
         _CHARACTERS
     )
     if text.count("$") - text.count("\\$") == 1:
-        text = re.sub(r"(?<!\\)\$(?=\s*\d)", r"\\$", text)  # one dollar sign is a currency, and opens no formula
+        text = re.sub(r"(?<!\\)\$(?=\s*\d)", r"\\$", text)  # a single dollar sign is a currency
     text = re.sub(r"(?<!\\)\$", " ", text)
     text = re.sub(r"\{,\s?\}", ",", re.sub(r"(?<=\d) (?=\{, ?\})", "", text))
     if "\\begin" not in text:
@@ -141,7 +142,7 @@ def _replace_noise(match: re.Match) -> str:
 
 
 def _strip_bold(text: str) -> str:
-    """Takes bold type from formulas, and other styles from what has groups in braces."""
+    """Removes bold type, and other styles if their content has groups in braces."""
     for match in reversed(list(_STYLE_COMMAND.finditer(text))):
         end = closing_index(text, match.end())
         held = text[match.end() + 1 : end]
@@ -151,7 +152,7 @@ def _strip_bold(text: str) -> str:
 
 
 def _normalize_style(match: re.Match) -> str:
-    r"""Writes each style as \text{...}, and takes it from numbers, single symbols and names of functions."""
+    r"""Writes each style as \text{...}; removes it from numbers, symbols and function names."""
     inner = match[1].strip()
     if match[0].startswith("\\operatorname"):
         return f"\\{inner} "
@@ -159,7 +160,7 @@ def _normalize_style(match: re.Match) -> str:
 
 
 def _strip_thousands(text: str) -> str:
-    """Takes the separators out of 1,234 and 1 234, but not inside brackets, where they may separate members."""
+    """Removes the separators of 1,234 and 1 234, but not in brackets: they may separate members."""
     pieces, at = [], 0
     for bracket in re.finditer(r"[(\[]|\\\{", text):
         start = bracket.start()
@@ -176,7 +177,7 @@ def _strip_separators(text: str) -> str:
 
 
 def _strip_ends(text: str) -> str:
-    """Takes marks at both ends, outer braces, a style around the whole and a sign such as = before it."""
+    """Removes outer punctuation, outer braces, an outer style and leading signs such as =."""
     before = None
     while text != before:
         before = text
@@ -191,7 +192,10 @@ def _strip_ends(text: str) -> str:
 
 
 def closing_index(text: str, start: int) -> int:
-    """Returns where the bracket that opens at `start` is closed, or -1. Brackets may be of two kinds, as in [0, 1)."""
+    """Returns the index at which the bracket at `start` closes, or -1.
+
+    The closing bracket may be of another kind, as in [0, 1).
+    """
     depth = 0
     for bracket in _BRACKET.finditer(text, start):
         depth += _DEPTH.get(bracket[0], 0)
@@ -202,7 +206,7 @@ def closing_index(text: str, start: int) -> int:
 
 @lru_cache(maxsize=1024)
 def letter_tokens(text: str) -> tuple[str, ...]:
-    """Returns what two answers must share to be the same letter by letter: the tokens without styles and spacing."""
+    """Returns the tokens of a normalized text without styles and spacing, to compare literally."""
     text = re.sub(r"\\text\{([^{}]*)\}|\\quad", r" \1 ", text)
     return tuple(_TOKEN.findall(re.sub(r"(?<=[A-Za-z])\s+(?=[A-Za-z])", "", text)))
 
@@ -237,7 +241,7 @@ def split_outside(text: str, separator: re.Pattern) -> list[str]:
 
 
 def list_members(text: str) -> list[str]:
-    """Returns the members of a list, or the text alone. A member with a sign ± is two."""
+    """Returns the members of a list, or the text alone. A member with ± counts as two."""
     return [member for piece in split_outside(text, COMMA) if piece for member in expand_plus_minus(piece)][
         : MAX_ITEMS + 1
     ]
@@ -253,7 +257,7 @@ def expand_plus_minus(piece: str) -> list[str]:
 
 
 def parse_brackets(text: str) -> tuple[str, list[str], str] | None:
-    """Returns the bracket, the members and the closing bracket of a tuple, an interval or a set; else None."""
+    """Returns (opening, members, closing bracket) of a tuple, interval or set, else None."""
     for opener in ("(", "[", "\\{", "\\langle"):
         if text.startswith(opener):
             end = closing_index(text, 0)
@@ -271,7 +275,7 @@ def parse_brackets(text: str) -> tuple[str, list[str], str] | None:
 
 
 def matrix_rows(text: str) -> list[list[str]] | None:
-    """Returns the rows of a matrix or of a vector, or None."""
+    """Returns the rows of a matrix or a vector, or None."""
     found = _MATRIX.fullmatch(text)
     if not found or "\\begin" in found[1]:
         return None
@@ -280,7 +284,7 @@ def matrix_rows(text: str) -> list[list[str]] | None:
 
 
 def split_assignment(text: str) -> tuple[str | None, str]:
-    """Returns the name and the value of an assignment such as x = 3 or f(x) = 3, or None and the text."""
+    """Returns (name, value) of an assignment such as x = 3 or f(x) = 3, else (None, text)."""
     sides = split_outside(text, EQUALS)
     if len(sides) == 2 and sides[1] and is_name(sides[0]):
         return sides[0], sides[1]
@@ -291,7 +295,7 @@ def split_assignment(text: str) -> tuple[str | None, str]:
 
 
 def is_name(side: str) -> bool:
-    """Tells whether the left side of an equation only names a value: x, f(x), AB or words, but not x^2 or 2x."""
+    """Tells whether a side of an equation only names a value: x, f(x), AB, words; not x^2 or 2x."""
     if any(pattern.fullmatch(side) for pattern in (NAME, _TUPLE_OF_NAMES, _CALL, _OTHER_NAME)):
         return True
     words = plain_text(side)

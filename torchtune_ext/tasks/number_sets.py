@@ -1,7 +1,7 @@
-"""Compares sets of numbers: inequalities, intervals, their unions, and the real numbers without some points.
+"""Compares sets of numbers: inequalities, intervals, unions, and the real numbers without points.
 
-A set is a sorted list of intervals, and an interval is a pair of cuts. The cut (3, 0) lies just before the number 3 and
-(3, 1) just after it: [3, 5) is ((3, 0), (5, 0)).
+A set is a sorted list of intervals, and an interval is a pair of cuts. The cut (3, 0) lies just
+before the number 3, and (3, 1) just after it: [3, 5) is ((3, 0), (5, 0)).
 """
 
 import re
@@ -14,7 +14,7 @@ ORDER = re.compile(r"(\\(?:le|ge|ne)(?![A-Za-z])|[<>])")
 REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|R|all\s*real\s*numbers?|all\s*reals")
 INFINITY = re.compile(r"([-+]?)\s*\\infty")
 REAL_LINE = ((float("-inf"), 1), (float("inf"), 0))
-PRECISION = Fraction(1, 10**60)  # relative; `real` returns 80 digits
+PRECISION = Fraction(1, 10**60)  # relative; `real_value` returns 80 digits
 
 _BUILDER = re.compile(r"\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?[|:]\s*([^|]*)\\\}")
 _AND = re.compile(r"\\text\{\s*and\s*\}|(?<![A-Za-z\\])and(?![A-Za-z])|\\wedge(?![A-Za-z])")
@@ -26,7 +26,7 @@ Interval = tuple[Cut, Cut]
 
 
 def compare_sets(gold: str, answer: str) -> bool | None:
-    """Compares two sets of numbers, at least one of which is an inequality or lacks points; else returns None."""
+    """Compares two sets of numbers. None: neither is an inequality, R, or a set without points."""
     if not any(ORDER.search(text) or "\\setminus" in text or REALS.fullmatch(text) for text in (gold, answer)):
         return None
     try:
@@ -53,13 +53,13 @@ def same_inequality(gold: str, answer: str) -> bool | None:
 
 
 def parse_difference(sides: list[str]) -> tuple:
-    """Parses the left side of an equation minus the right side."""
+    """Parses an equation to the difference of its left and right side."""
     expect(not any(re.search(r"\\frac\s*\{\s*d", side) or "'" in side for side in sides), "a derivative")
     return ("+", parse_formula(sides[0]), ("neg", parse_formula(sides[1])))
 
 
 def parse_set(text: str) -> tuple[str | None, list[Interval]]:
-    """Returns the name of the symbol and the intervals of a set of numbers. Raises `Unreadable`."""
+    """Returns (symbol or None, intervals) of a set of numbers. Raises UnreadableFormula."""
     if builder := _BUILDER.fullmatch(text):
         text = builder[1]
     both = split_outside(text, _AND)
@@ -76,7 +76,7 @@ def parse_set(text: str) -> tuple[str | None, list[Interval]]:
 
 
 def parse_interval(text: str) -> tuple[str | None, list[Interval]]:
-    """Returns the intervals of a set that is not a union."""
+    """Returns (symbol or None, intervals) of a set that is not a union."""
     name, text = split_assignment(text)
     whole, _, points = re.sub(r"-\s*(?=\\\{)", r"\\setminus ", text).partition("\\setminus")
     if points:
@@ -97,7 +97,7 @@ def parse_interval(text: str) -> tuple[str | None, list[Interval]]:
 
 
 def parse_inequality(text: str) -> tuple[str | None, list[Interval]]:
-    """Returns the symbol and the intervals of x > 3, 3 < x, 1 <= x < 5 or x != 3."""
+    """Returns (symbol, intervals) of x > 3, 3 < x, 1 <= x < 5 or x != 3."""
     pieces = [piece.strip() for piece in ORDER.split(text)]
     values, order = pieces[::2], pieces[1::2]
     symbols = [index for index, value in enumerate(values) if is_name(value) and value != "e"]

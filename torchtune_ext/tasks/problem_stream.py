@@ -1,4 +1,4 @@
-"""The order of a run's problems, a pure function of the seed and a cursor."""
+"""Orders the problems of a run. The order is a pure function of the seed and a cursor."""
 
 import logging
 import random
@@ -14,21 +14,22 @@ from torchtune_ext.tasks.task import AdaptiveTask, GradedGroup, Problem, Task
 
 log = logging.getLogger(__name__)
 
-SHUFFLE_LIMIT = 1 << 20  # longer tasks are generated, so their problems are independent and need no shuffling
-MAX_BAD_IN_A_ROW = 1000  # bad problems in a row that end the run
-MAX_ANSWERS_CHECKED = 1000  # held-out problems whose answers are tried
-MAX_BAD_NAMED = 5  # bad problems that one message names with their reasons
+# Longer tasks are generated: their problems are independent, so not shuffled.
+SHUFFLE_LIMIT = 1 << 20
+MAX_BAD_IN_A_ROW = 1000  # consecutive unusable problems that end the run
+MAX_ANSWERS_CHECKED = 1000  # held-out problems whose reference answers are graded
+MAX_BAD_NAMED = 5  # unusable problems that one message lists with their reasons
 
 ProblemCheck = Callable[[Problem], str]
-"""Says why a problem cannot be used, or "" where it can."""
+"""Returns why a problem cannot be used, or ""."""
 
 
 AnswerCheck = Callable[[Sequence[Problem]], list[str]]
-"""Grades the right answers of problems, and says for each why it cannot be used, or ""."""
+"""Grades the reference answers of problems. Returns for each why it cannot be used, or ""."""
 
 
 class TransientReason(str):
-    """A reason that another try may not find, such as a deadline missed on a busy machine."""
+    """A reason that may not recur at another attempt, such as a timeout on a busy machine."""
 
 
 def accept_problem(problem: Problem) -> str:
@@ -43,11 +44,11 @@ def problem_index(cursor: int, length: int, seed: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """What a task gave for an index."""
+    """The problem that a task returned for an index, or the reason why it cannot be used."""
 
     index: int | None  # None: unknown
-    problem: Problem | None  # None: the task raised, or gave something else
-    reason: str = ""  # why it cannot be used; "": it can
+    problem: Problem | None  # None: the task raised, or returned another type
+    reason: str = ""  # why it cannot be used; "": usable
 
     def __str__(self) -> str:
         place = "" if self.index is None else f"index {self.index}"
@@ -56,48 +57,64 @@ class _Candidate:
 
 
 def is_adaptive(task: Task) -> TypeGuard[AdaptiveTask]:
-    """Tells whether a task chooses its next problems by the results of earlier ones."""
+    """Tells whether a task selects its next problems by the results of earlier problems."""
     return hasattr(task, "observe")
 
 
 class ProblemStream:
-    """Hands out the problems of a task, which may adapt (`AdaptiveTask`), in the order of `seed`."""
+    """Yields the problems of a task in the order of `seed`. The task may be an `AdaptiveTask`.
 
-    # A bad problem is a broken row of the data, or one with a fault, such as a prompt that is too long. It is named,
-    # counted and passed over, so that one row does not end a run.
+    Args:
+        task: the task.
+        seed: seed of the order.
+        check: returns why a problem cannot be used, or "".
+    """
+
+    # A problem is unusable if its row is broken, or if a check fails, such as for a prompt that is
+    # too long. It is logged, counted and skipped, so that one row does not end a run.
     def __init__(self, task: Task, seed: int, check: ProblemCheck = accept_problem):
-        self.cursor = 0  # the next place of the order; a resumed run sets it
-        # Indices of bad problems, in the order in which the run met them. The run does not ask for them again, unless
-        # the task adapts: then an index may hold another problem by now, and may stand here several times.
+        self.cursor = 0  # the next position of the order; a resumed run sets it
+        # Indices of unusable problems, in the order in which the run found them. The run skips them
+        # from then on. With an adaptive task, an index may later hold another problem, and may be
+        # listed twice.
         self.skipped_indices: list[int] = []
         self._task, self._seed = task, seed
         self._adaptive = task if is_adaptive(task) else None
         self._is_adaptive = self._adaptive is not None
         self._check = check
         self._answer_check: AnswerCheck | None = None
-        self._answer_reasons: dict[str, str] = {}  # what the trial said, by the id of a problem
-        self._transient: set[int] = set()  # indices in `skipped` that a resumed run tries again
-        # A generated puzzle takes milliseconds, so a thread makes the next problems while the run trains.
+        # Result of the answer check, by the id of a problem.
+        self._answer_reasons: dict[str, str] = {}
+        # Indices in `skipped_indices` that a resumed run tries again.
+        self._transient: set[int] = set()
+        # Generating a puzzle takes milliseconds, so a thread prefetches problems while the run
+        # trains.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="problems")
-        self._prefetched: Future[dict[int, _Candidate]] | None = None  # candidates for the next places
+        # Candidates for the next positions.
+        self._prefetched: Future[dict[int, _Candidate]] | None = None
 
     def check_answers(self, check: AnswerCheck) -> None:
-        """Has each problem tried before it is handed out for the first time."""
+        """Sets the check that runs on each problem before its first use."""
         self._answer_check = check
 
     def next_problems(self, count: int) -> list[Problem]:
-        """Returns the next `count` problems. Raises what `draw` raises."""
+        """Returns the next `count` problems. Raises the errors of `next_with_positions`."""
         return [problem for _, problem in self.next_with_positions(count)]
 
     def next_with_positions(self, count: int) -> list[tuple[int, Problem]]:
-        """Returns the next `count` usable problems with their places. Raises ValueError if there are none."""
+        """Returns the next `count` usable problems as (position, problem).
+
+        Raises:
+            UsageError: every problem of the task, or `MAX_BAD_IN_A_ROW` consecutive problems, are
+                unusable.
+        """
         problems, bad = [], []
         position, in_a_row, known = self.cursor, 0, set(self.skipped_indices)
         # The loop below would never end.
         if not self._is_adaptive and len(known) >= len(self._task):
             raise UsageError(
-                f"all {len(self._task)} problems of the task are passed over, as the checkpoint says; set task as it was, or "
-                "begin a new run in another output_dir"
+                f"task: the checkpoint marks all {len(self._task)} problems of the task as unusable. Fix: set task as it was, "
+                "or start a new run in another output_dir"
             )
         places = range(position, position + count)
         ahead = (
@@ -110,15 +127,17 @@ class ProblemStream:
         while len(problems) < count:
             index = self._index(position)
             if self._is_adaptive or index not in known:
-                # Places may be missing in `ahead`, for instance after bad problems. `fault` measures the prompt with
-                # the tokenizer. The run uses that too, so this is not done ahead in the other thread.
+                # Positions may be missing in `ahead`, such as after unusable problems. The check
+                # measures the prompt with the tokenizer, which the run also uses, so the prefetch
+                # thread does not run it.
                 candidate = ahead.get(position) or self._check_answers({position: self._ask(index, position)})[position]
                 candidate = _apply_check(candidate, self._check)
                 in_a_row = in_a_row + 1 if candidate.reason else 0
                 if candidate.reason:
                     bad.append(candidate)
                     known.add(index)
-                    # A task that adapts may yet ask something else, so only a long row of bad problems ends it.
+                    # An adaptive task may still return usable problems, so only a long series of
+                    # unusable problems ends the run.
                     everything = not self._is_adaptive and len(known) >= len(self._task)
                     if everything or in_a_row >= MAX_BAD_IN_A_ROW:
                         what = f"all {len(self._task)} problems" if everything else f"{in_a_row} problems in a row"
@@ -126,12 +145,13 @@ class ProblemStream:
                 else:
                     problems.append((position, candidate.problem))
             position += 1
-        # Set at the end, so that a call that raises has passed over nothing.
+        # The state changes only here, so a call that raises skips no problem.
         self.cursor, self.skipped_indices = position, self.skipped_indices + [candidate.index for candidate in bad]
         self._transient |= {candidate.index for candidate in bad if isinstance(candidate.reason, TransientReason)}
         if bad:
             log.warning("%s", _bad_problems_message("skipped", bad))
-        # The problems of a task that adapts depend on what becomes of these, so they cannot be made ahead.
+        # The next problems of an adaptive task depend on the results of these, so they are not
+        # prefetched.
         if not self._is_adaptive:
             self._prefetched = self._thread.submit(
                 self._make_candidates, range(position, position + count), frozenset(self.skipped_indices)
@@ -139,52 +159,62 @@ class ProblemStream:
         return problems
 
     def first_problems(self, count: int) -> list[Problem]:
-        """Returns the first `count` usable problems by index, or fewer, without moving the cursor.
+        """Returns up to `count` usable problems by index, without moving the cursor.
 
-        Raises ValueError if there are none.
+        Raises:
+            UsageError: no problem is usable.
         """
         return _find_usable(self._task, self._check, count, len(self._task))[0]
 
     def problem_at(self, position: int) -> Problem | None:
-        """Returns the problem at a place of the order, or None if it cannot be used."""
+        """Returns the problem at a position of the order, or None if it cannot be used."""
         index = self._index(position)
         if index in self.skipped_indices and not self._is_adaptive:
             return None
-        # The other thread ends first, since a task may draw from Python's own generator.
+        # The prefetch thread must finish first, since a task may use Python's global random
+        # generator.
         if self._prefetched is not None:
             self._prefetched.exception()
         candidate = _apply_check(self._ask(index, position), self._check)
         return None if candidate.reason else candidate.problem
 
     def restored_problem(self, position: int, stored: Problem) -> Problem | None:
-        """Returns the problem at a place of the order, or None if it is no longer the `stored` one."""
-        # A task that adapts may ask something else there by now, so it cannot be compared.
+        """Returns the problem at a position of the order, or None if it differs from `stored`."""
+        # An adaptive task may return another problem there by now, so it cannot be compared.
         if self._is_adaptive:
             return stored
         problem = self.problem_at(position)
         return problem if problem is not None and problem.id == stored.id else None
 
     def observe(self, step: int, groups: Sequence[GradedGroup], folder: Path) -> dict[str, float]:
-        """Shows a task that adapts the groups of a step. Returns its metrics, and the number of skipped problems."""
+        """Passes the groups of a step to an adaptive task.
+
+        Returns:
+            The metrics of the task, and the number of skipped problems.
+        """
         values = {"problems/skipped": float(len(self.skipped_indices))} if self.skipped_indices else {}
         return values | (self._adaptive.observe(step, groups, folder) if self._adaptive is not None else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs besides the cursor, JSON-able."""
-        # The key "learned" tells a task that has learned nothing yet from one that does not adapt.
+        """Returns the state of a resumed run except the cursor, JSON-serializable."""
+        # The key "learned" distinguishes an adaptive task without observations from a fixed task.
         state: dict[str, Any] = {"learned": self._adaptive.state_dict()} if self._adaptive is not None else {}
         skipped = [index for index in self.skipped_indices if index not in self._transient]
         return state | ({"skipped": skipped} if skipped else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over a `state_dict`. Raises ValueError if the task is another one, or has other settings."""
+        """Restores a `state_dict`.
+
+        Raises:
+            UsageError: the task is another one, or has different settings.
+        """
         if ("learned" in state) != self._is_adaptive:
             had, now = ("adapts", "does not") if "learned" in state else ("does not adapt", "does")
             raise UsageError(
-                f"task: the one of the checkpoint {had} to what became of its problems, and that of this run {now}; set task "
-                "as it was, or begin a new run in another output_dir"
+                f"task: the checkpoint's task {had} to the results of its problems, and the task of this run {now}. Fix: set "
+                "task as it was, or start a new run in another output_dir"
             )
-        # The task may have other problems now, and fewer.
+        # The task may now have other or fewer problems.
         self.skipped_indices = [index for index in state.get("skipped", []) if index < len(self._task)]
         if self._adaptive is not None:
             self._adaptive.load_state_dict(state["learned"])
@@ -197,8 +227,9 @@ class ProblemStream:
         return self._check_answers({place: self._ask(index, place) for index, place in indices if index not in skipped})
 
     def _check_answers(self, candidates: dict[int, _Candidate]) -> dict[int, _Candidate]:
-        """Grades the right answers of problems that were not tried before, and gives each candidate its reason."""
-        # By id, because a task that adapts may hold another problem at an index by now.
+        """Grades the reference answers of new problems, and sets the reason of each candidate."""
+        # Results are kept by id, because an adaptive task may hold another problem at an index by
+        # now.
         good = [each.problem for each in candidates.values() if each.problem is not None and not each.reason]
         if self._answer_check is not None and (
             new := [problem for problem in good if problem.id not in self._answer_reasons]
@@ -217,9 +248,12 @@ class ProblemStream:
 
 
 class UsableProblems:
-    """The usable ones of the first `among` problems of a task (None: of all), made when they are first needed.
+    """The usable problems among the first `limit` problems of a task, created on first use.
 
-    Without a task only `require` may be called.
+    Args:
+        task: the task; None: only `load` may be called.
+        check: returns why a problem cannot be used, or "".
+        limit: number of problems to examine; None: all.
     """
 
     def __init__(self, task: Task | None, check: ProblemCheck = accept_problem, limit: int | None = None):
@@ -227,7 +261,7 @@ class UsableProblems:
 
     @cached_property
     def problems(self) -> list[Problem]:
-        """The problems that can be used. Raises ValueError if there are none."""
+        """The usable problems. Raises UsageError if no problem is usable."""
         assert self._task is not None
         among = self._num_candidates
         problems, bad = _find_usable(self._task, self._check, among, among)
@@ -236,7 +270,7 @@ class UsableProblems:
         return problems
 
     def check_answers(self, check: AnswerCheck) -> None:
-        """Leaves out the problems among the first `MOST_TRIED` whose answers cannot be graded."""
+        """Removes ungradable problems among the first `MAX_ANSWERS_CHECKED` problems."""
         problems = self.problems[:MAX_ANSWERS_CHECKED]
         reasons = {id(each): reason for each, reason in zip(problems, check(problems), strict=True) if reason}
         if bad := [_Candidate(None, each, reasons[id(each)]) for each in problems if id(each) in reasons]:
@@ -249,13 +283,17 @@ class UsableProblems:
             self.problems = [each for each in self.problems if id(each) not in reasons]
 
     def load(self) -> None:
-        """Makes the problems now. Raises ValueError if there are none. Without a task it does nothing."""
+        """Creates the problems now; without a task, does nothing.
+
+        Raises:
+            UsageError: no problem is usable.
+        """
         if self._task is not None:
             _ = self.problems
 
     @property
     def num_skipped(self) -> int:
-        """The number of problems that cannot be used."""
+        """The number of unusable problems."""
         return self._num_candidates - len(self.problems)
 
     @property
@@ -267,7 +305,7 @@ class UsableProblems:
 
 
 def _find_usable(task: Task, check: ProblemCheck, count: int, limit: int) -> tuple[list[Problem], list[_Candidate]]:
-    """Returns the first `count` usable problems among the first `among`, and the bad ones before them."""
+    """Returns up to `count` usable problems of the first `limit`, and the unusable ones found."""
     problems, bad = [], []
     for index in range(limit):
         if len(problems) == count:
@@ -287,13 +325,13 @@ def _find_usable(task: Task, check: ProblemCheck, count: int, limit: int) -> tup
 
 
 def _make_candidate(index: int, ask: Callable[[], Any]) -> _Candidate:
-    # Any error of the task's code makes the problem a bad one.
+    # Any error of the task's code makes the problem unusable.
     try:
         problem = ask()
     except Exception as error:  # noqa: BLE001 (the user's code; the error is named)
         return _Candidate(index, None, describe_error(error))
     if not isinstance(problem, Problem):
-        return _Candidate(index, None, f"the task gave {type(problem).__name__}, not a Problem")
+        return _Candidate(index, None, f"the task returned {type(problem).__name__}, not a Problem")
     return _Candidate(index, problem)
 
 
@@ -314,10 +352,11 @@ def _none_usable_message(what: str, last: _Candidate) -> NoReturn:
     raise UsageError(f"{what} of the task cannot be used; the last one is {last}")
 
 
-# Two epochs, because the problems that are made ahead may cross into the next one.
+# The cache holds two epochs, because prefetched problems may belong to the next epoch.
 @lru_cache(maxsize=2)
 def _permutation(length: int, seed: int, epoch: int) -> list[int]:
-    # A text as the seed keeps neighboring seeds and epochs unrelated, and is the same in every process.
+    # A string seed makes neighboring seeds and epochs independent, and is the same in every
+    # process.
     indices = list(range(length))
     random.Random(f"{seed}/{epoch}").shuffle(indices)
     return indices

@@ -1,16 +1,17 @@
-r"""Reads values in prose: the unit of a number, numbers in words, and the value that a text without a mark ends with.
+r"""Parses values in prose: units, numbers in words, and the final value of an unmarked text.
 
-Units: "18 dollars" is 18 and "5 \text{ cm}^2" is 5, but "5 squared", "5 tenths" and "5 or six" are not 5.
-Lists: "3 or 4", "2, 3 and 5" and "A: 3 B: 4" name several values, "12 eggs, so 4 are left" only one.
+Units: "18 dollars" is 18 and "5 \text{ cm}^2" is 5; "5 squared", "5 tenths", "5 or six" are not 5.
+Lists: "3 or 4", "2, 3 and 5", "A: 3 B: 4" name several values; "12 eggs, so 4 are left" names one.
 """
 
 import re
 from collections import Counter
 
-MAX_PHRASE_WORDS = 3  # words of one phrase of a unit
-MAX_JOINT = 8  # words between two alternatives
-MAX_LINE_CHARS = 2000  # characters of the line that is searched for a value
-# What denies the value before it: "is wrong", "which does not work", "Wait, that is not right".
+MAX_PHRASE_WORDS = 3  # most words in one phrase of a unit
+MAX_JOINT = 8  # most words between two alternatives
+MAX_LINE_CHARS = 2000  # characters at the end of a text that are searched for a value
+# Words that negate the value before them: "is wrong", "which does not work", "Wait, that is not
+# right".
 DENIAL = re.compile(
     r"[\s$]{0,9}(?:(?:is|was)(?:\snot|n't)\b|\\ne)|[\s$\\)\].,*]{0,12}"
     r"(?:(?:which|but|and|though|however|wait|no|hmm|actually|oops|sorry)\b[,.\s]*){0,3}(?:(?:this|that|it)(?:'s)?\b\s*)?"
@@ -35,7 +36,7 @@ _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _PRODUCT = re.compile(r"[A-Za-z^{}\d\s]+")
 _VALUE_END = re.compile(r"[\w})\]%!]$")
 _PREPOSITION = re.compile(r"(?<=\w)\s+(?:per|of|in|an?|each|for|on)\b")
-_PLURAL = re.compile(r"[a-z]+[^siu\W\d_]s")  # does not match less, is, plus
+_PLURAL = re.compile(r"[a-z]+[^siu\W\d_]s")  # does not match "less", "is" or "plus"
 _ORDINAL = re.compile(
     r"(?:thir|four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred|thousand|\w+illion)(?:d|th)s?"
 )
@@ -58,8 +59,8 @@ _ONES = (
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 _NUMERALS = {word: number for number, word in enumerate(_ONES)} | {word: 10 * n for n, word in enumerate(_TENS, 2)}
 _LARGE_NUMBERS = {"dozen": 12, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-# A word of the next three sets is never part of a unit: it is a number itself, changes the value before it, or joins
-# something to it.
+# Words of the next three sets are never part of a unit: they are numbers, change the value before
+# them, or join another value to it.
 NUMBER_WORDS = set(_NUMERALS) - {"ten"} | set("half halves quarter quarters twice thrice double triple".split())
 OPERATION_WORDS = set(
     """
@@ -75,7 +76,7 @@ JOINT_WORDS = set(
     are was fails vs versus than to from by with
     """.split()
 )
-# Names of the same unit, the first of which stands for all of them.
+# Names of the same unit. The first name represents the unit.
 _SAME_UNITS = """
     meter metre m|kilometer kilometre km|centimeter centimetre cm|millimeter mm|inch inche in|foot feet ft|yard yd|mile mi
     |second sec s|minute min|hour hr h|day|week|month|year yr|gram g|kilogram kg|milligram mg|pound lb|ounce oz|ton tonne
@@ -85,7 +86,8 @@ _SAME_UNITS = """
 """
 _UNIT = {word: group.split()[0] for group in _SAME_UNITS.split("|") for word in group.split()}
 _COMPOUND = {"mph": {"mile": 1, "hour": -1}, "kph": {"kilometer": 1, "hour": -1}}
-# Units without a plural in -s, and singulars. "100 square" is 100, because answers to MATH are often written so.
+# Units without a plural in -s, and singulars. "100 square" is 100, a frequent form in answers to
+# MATH.
 KNOWN_UNITS = {word for word in _UNIT if len(word) > 1} | set(
     """
     sq square cubic cu qt pt dl cl cc ms hrs rpm khz mhz ghz mw kwh mv ma pa kpa atm mol cal kcal ev db ohm gbp cad
@@ -93,8 +95,8 @@ KNOWN_UNITS = {word for word in _UNIT if len(word) > 1} | set(
     st nd rd ampere mole unitless remaining total altogether overall left gev mev erg
     """.split()
 )
-# The only single letters that are units: meters, grams, seconds, hours, liters. Others are variables, unless a style
-# sets them upright.
+# The only single letters that are units: meters, grams, seconds, hours, liters. Other letters are
+# variables, unless a style sets them upright.
 LETTER_UNITS = set("mgshlL")
 STYLED_LETTERS = LETTER_UNITS | set("NJWVCFA")
 
@@ -103,7 +105,10 @@ STYLED_LETTERS = LETTER_UNITS | set("NJWVCFA")
 
 
 def number_word(text: str) -> str | None:
-    """Returns the number that a text of up to four words names ("twenty-one", "negative three", "two hundred"), or None."""
+    """Returns the number named by up to four words, or None.
+
+    Examples: "twenty-one", "negative three", "two hundred".
+    """
     words = text.lower().replace("-", " ").split()
     sign = "-" if words[:1] in (["minus"], ["negative"]) else ""
     words = words[1:] if sign else words
@@ -130,26 +135,31 @@ def number_word(text: str) -> str | None:
 
 
 def split_percent(text: str) -> tuple[str, bool] | None:
-    """Returns the value of a percentage, and whether it has the sign % and not the word; None if it is none."""
+    """Returns (value, True for the sign % and False for the word) of a percentage, or None."""
     match = _PERCENT.fullmatch(text) if text.endswith(("%", "cent", "centage", "pct", "}")) else None
     return (match[1], match[2] is not None) if match and match[1] else None
 
 
 def split_unit(answer: str, variables: bool = True) -> tuple[str, str]:
-    """Returns a normalized answer without its unit, and the unit. If letters may be `variables`, "2m" has no unit."""
+    """Returns (answer without its unit, unit) of a normalized answer.
+
+    Args:
+        answer: the normalized answer.
+        variables: True: single letters may be variables, so "2m" has no unit.
+    """
     answer = re.sub(r"\\frac\s*\{\s*(\\text\{[^{}]*\})\s*\}\s*\{\s*(\\text\{[^{}]*\})\s*\}$", r"\1/\2", answer)
     money = _MONEY.fullmatch(_MONEY_TEXT.sub(r"\1", answer))
     if money:
         rest, unit = money[1] + (money[3] or money[4]), _CURRENCY[money[2] or money[5]]
         return split_unit(rest, variables)[0], unit
     tail = _TAIL.search(answer)
-    # Without a value before them, the words are the answer itself.
+    # If no value precedes the words, they are the answer itself.
     if tail is None or not _VALUE_END.search(value := answer[: tail.start()].rstrip()):
         return answer, ""
     if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", value) and "circ" in tail[0]:
         return answer, ""
     written = tail[0].strip()
-    # In 10-h and 1/s the letter is a symbol.
+    # In 10-h and 1/s, the letter is a symbol.
     if not written.strip("() ") or re.match(r"[-/(\s]*[-/][-/(\s]*[A-Za-z](?![A-Za-z])", written):
         return answer, ""
     words = unit_words(written)
@@ -169,12 +179,12 @@ def split_unit(answer: str, variables: bool = True) -> tuple[str, str]:
         return answer, ""
     if not variables and re.fullmatch(r"[NJWV]|°?[CF]", written) and answer[tail.start()] == " ":
         upright = True
-    # After 1, a unit is in the singular.
+    # After 1, a unit is singular.
     return (value, words) if upright or is_unit(words, singular=value in ("1", "-1")) else (answer, "")
 
 
 def unit_words(unit: str) -> str:
-    """Returns a unit in words and exponents, such as "m per s^2"."""
+    """Rewrites a unit to words and exponents, such as "m per s^2"."""
     unit = _TEXT.sub(r" \1 ", unit)
     unit = re.sub(r"\^\s*\{?\s*(?:\\circ|th|st|nd|rd)\s*\}?|\\circ", " deg ", unit)
     unit = re.sub(r"\\mu\s*|\\Omega", lambda sign: "u" if "mu" in sign[0] else " ohm ", unit).replace(
@@ -187,8 +197,9 @@ def unit_words(unit: str) -> str:
 
 def is_unit(words: str, singular: bool = False) -> bool:
     """Tells whether words name a unit, such as "miles per hour"; with `singular`, also "apple"."""
-    # No list of units can be complete, but the words that change a value are few and known. So a unit is recognized by
-    # its form: phrases of a few words, none of which is a number ("million"), an operation ("times") or a joint ("or").
+    # A list of units cannot be complete, but few words change a value. So a unit is recognized by
+    # its form: phrases of a few words without a number ("million"), an operation ("times") or a
+    # joint ("or").
     words = re.sub(r"\^-?\d", "", words.replace(".", "")).strip()
     every = words.split()
     if words in ("in total", "in all", "deg C", "deg F"):
@@ -203,7 +214,7 @@ def is_unit(words: str, singular: bool = False) -> bool:
         for index, word in enumerate(every)
     ):
         return False
-    # A plural or a known measure shows that the first phrase has a noun, unlike "over".
+    # A plural or a known measure shows that the first phrase has a noun; "over" does not.
     return singular or any(
         word in LETTER_UNITS or word.lower() in KNOWN_UNITS or word in ("um", "uum") or _PLURAL.fullmatch(word.lower())
         for word in phrases[0]
@@ -211,7 +222,7 @@ def is_unit(words: str, singular: bool = False) -> bool:
 
 
 def changes_value(word: str) -> bool:
-    """Tells whether a word after a number changes its value: "5 million", "5 tenths", "5 squared"."""
+    """Tells whether a word changes the value of a number before it: "5 million", "5 squared"."""
     stems = {word, word.removesuffix("s"), word.removesuffix("es"), word.removesuffix("ies") + "y"}
     return (
         bool(stems & NUMBER_WORDS)
@@ -221,7 +232,7 @@ def changes_value(word: str) -> bool:
 
 
 def units_conflict(unit: str, other: str) -> bool:
-    """Tells whether two units are known and different, such as m and km, minutes and hours, cm and cm^2."""
+    """Tells whether two units are known and different, such as m and km, or cm and cm^2."""
     first, second = unit_exponents(unit), unit_exponents(other)
     if first is None or second is None or ("unit" in first) != ("unit" in second):
         return False
@@ -229,7 +240,7 @@ def units_conflict(unit: str, other: str) -> bool:
 
 
 def unit_exponents(unit: str) -> dict | None:
-    """Returns the exponent of each known unit in words such as "m per s^2", or None if a word is unknown."""
+    """Returns {unit: exponent} of words such as "m per s^2", or None if a word is unknown."""
     for words, exponent in (("sq(?:uare)?", 2), ("cu(?:bic)?", 3)):
         unit = re.sub(rf"\b{words} (\w+)", rf"\1^{exponent}", unit, flags=re.IGNORECASE)
     result: Counter = Counter()
@@ -251,8 +262,9 @@ def unit_exponents(unit: str) -> dict | None:
 
 # ---- values in prose
 
-# Words that join the values on both sides to a list. Single letters do, too ("A: 3 B: 4"). `_ALTERNATIVES` join if
-# there are few words between the values. The other words of `_JOINING` need a hedge or a comma beside them.
+# Words that join the values on both sides to a list. Single letters also join values ("A: 3 B: 4").
+# `_ALTERNATIVES` join values if there are few words between them. The other words of `_JOINING`
+# join values only together with a hedge or a comma.
 _ALTERNATIVES = set("or if unless else otherwise alternatively versus vs".split())
 _HEDGES = set("and either maybe perhaps possibly option case choice candidate".split())
 _JOINING = _HEDGES | set("but it is are was could might may be".split())
@@ -270,9 +282,9 @@ _BOUND = set(
     coprime factor divisor digits
     """.split()
 )
-# In "the least value is 4" these words are no bound.
+# In "the least value is 4", these words are not a bound.
 _EXTREMES = set("least most maximum minimum divisor factor digits".split())
-# Words that change the value after them ("half 6"), or that number something with it ("step 6").
+# Words that change the value after them ("half 6"), or use it as an index ("step 6").
 _CHANGING_WORDS = set(
     """
     minus negative root roots half twice double triple thrice over times power mod modulo plus log sqrt square cube
@@ -305,15 +317,17 @@ _HYPOTHESIS = re.compile(
     r"^\W*(?:(?:now|we|i)\s)*(?:let|suppose|assum(?:e|ing)|try|test|check|plug|e\.g\.)\b|^\s*(?:if|when|given)\b[^\d\x01]*$",
     re.IGNORECASE,
 )
-# The end of a text cut at its limit.
+# The end of a truncated text.
 _CUT = re.compile(r"(?:\b(?:and|then|the|into|of|to|an?|with|but|by)|[,:])\s*$")
 _WORDS_FOR_SIGNS = (("divided by", "/"), ("multiplied by", "*"), ("plus", "+"), ("minus", "-"))
 
 
 def last_values(text: str) -> list[str] | None:
-    """Returns the value that a text ends with, or several values that are joined to a list; None without any value.
+    """Returns the final value of a text, or the members of its final list.
 
-    The list is empty if words around the value change or deny it.
+    Returns:
+        None if the text has no value; an empty list if the words around the value change or negate
+        it.
     """
     line, formulas = _last_line(text)
     runs = _runs(line)
@@ -340,7 +354,7 @@ def last_values(text: str) -> list[str] | None:
 
 
 def _last_line(text: str) -> tuple[str, list[str]]:
-    """Returns the last line that has a value, with its formulas replaced by marks, and the formulas."""
+    """Returns the last line with a value, with placeholders for its formulas, and the formulas."""
     formulas: list[str] = []
 
     def mark(match: re.Match) -> str:
@@ -361,7 +375,7 @@ def _last_line(text: str) -> tuple[str, list[str]]:
 
 
 def _runs(line: str) -> list[tuple[int, int, str]]:
-    """Returns the words, formulas and runs of numbers, signs and single letters in a line, where they begin and end."""
+    """Returns (start, end, text) of words, formulas and runs of numbers, signs and letters."""
     result: list[tuple[int, int, str]] = []
     start = end = -1
     for piece in _PIECE.finditer(line):
@@ -394,7 +408,7 @@ def _value_text(run: str, after: str, formulas: list[str]) -> str:
     ):
         run = result.strip()
     if not re.match(r"\s+[a-z]|\.", after):
-        run = run.removesuffix("!")  # the end of a sentence, and no factorial
+        run = run.removesuffix("!")  # the end of a sentence, not a factorial
     for words, sign in _WORDS_FOR_SIGNS:
         run = run.replace(words, sign)
     run = run.removesuffix(")") if run.count(")") > run.count("(") else run
@@ -402,7 +416,7 @@ def _value_text(run: str, after: str, formulas: list[str]) -> str:
 
 
 def _is_rejected(line: str, start: int, end: int, earlier: list, count: int) -> bool:
-    """Tells whether the words around a value change it, deny it, or only number something with it."""
+    """Tells whether the words around a value change it, negate it, or use it as an index."""
     before, after = line[:start], line[end:]
     clause = _CLAUSE.split(before)[-1]
     words = [word.lower() for word in re.findall(r"[A-Za-z]+(?:'[a-z]+)?", clause)]
@@ -457,7 +471,7 @@ def _is_rejected(line: str, start: int, end: int, earlier: list, count: int) -> 
 
 
 def _is_list_item(text: str, line: str) -> bool:
-    """Tells whether the value stands alone in its line, as in the line before, so that both are members of a list."""
+    """Tells whether the last two lines each hold only a value: both are then members of a list."""
     bare = re.compile(r"\s*(?:.*:\s*)?[-*•]?\s*\(?[A-Za-z\d]?[\d.,/]*[.):]?\s*(?:-?[\d./]+)?\s*")
     lines = [part for part in text.rstrip().split("\n")[-3:] if part.strip()]
     return len(lines) > 1 and all(
@@ -466,13 +480,13 @@ def _is_list_item(text: str, line: str) -> bool:
 
 
 def _joins_values(between: str) -> bool:
-    """Tells whether the text between two values makes them alternatives or members of one list."""
+    """Tells whether the text between two values joins them to alternatives or to one list."""
     if SENTENCE_END.search(between) or _OPERATOR.search(between):
         return False
     words = [word.lower() for word in re.findall(r"(?<!\\)\b[A-Za-z]+", between)]
     if _ALTERNATIVES.intersection(words):
         return len(words) <= MAX_JOINT
-    # Single letters are labels, so they are left out.
+    # Single letters are labels, so they are ignored.
     others = [word for word in words if len(word) > 1 and word not in _JOINING]
     # Other words are allowed only as a unit: "3 apples and 4 pears".
     if others:

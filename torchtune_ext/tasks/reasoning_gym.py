@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym (arXiv 2505.24760): a hundred generators of puzzles, each with its own grader.
+"""Tasks of reasoning-gym (arXiv 2505.24760): a hundred puzzle generators, each with its own grader.
 
 task:
   _component_: torchtune_ext.tasks.reasoning_gym.ReasoningGym
@@ -35,22 +35,23 @@ from torchtune_ext.tasks.task import (
 
 SPLITS = ("train", "heldout")
 REWARD_MODES = ("solved", "credit")
-BLOCK_SIZE = 100  # problems of one instance of a generator; some make all of them in advance
-MAX_DRAWS = 400  # questions that are drawn before a split is said to have none
-SOLVED_SCORE = 1.0 - 1e-9  # the generator's own score from which a problem counts as solved
-CURRICULUM_WINDOW = 32  # groups of a generator that a curriculum looks back on
-# These draw from Python sets, whose order differs between processes unless PYTHONHASHSEED is set.
+BLOCK_SIZE = 100  # problems per generator instance; some generators create all of them in advance
+MAX_DRAWS = 400  # draws after which a split counts as empty
+SOLVED_SCORE = 1.0 - 1e-9  # lowest score of a generator at which a problem counts as solved
+CURRICULUM_WINDOW = 32  # newest groups of a generator that a curriculum averages over
+# These generators draw from Python sets, whose order differs between processes unless
+# PYTHONHASHSEED is set.
 HASH_ORDERED = ("isomorphic_strings", "knight_swap", "ransom_note", "word_ladder")
-RUNS_TEXT = "judges an answer by running it as Python, which may be any program; grade it with grader: FILE.FUNCTION"
-# Generators that are refused, and why.
+RUNS_TEXT = "executes an answer as Python code, which may be any program. Fix: set grader: FILE.FUNCTION"
+# Generators that are rejected, and why.
 REFUSED_GENERATORS = dict.fromkeys(
     ("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication",
      "puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
     RUNS_TEXT,
 ) | {
-    "codeio": "runs programs of its data set in the folder of the run",
-    "list_functions": "draws from a random state that it does not set, so no run of it could be resumed",
-    "propositional_logic": "pays for a copy of a premise; grade it with grader: FILE.FUNCTION",
+    "codeio": "runs programs of its dataset in the run directory. Fix: use another generator",
+    "list_functions": "draws from an unseeded random state, so a run cannot be resumed. Fix: use another generator",
+    "propositional_logic": "rewards a copy of a premise. Fix: set grader: FILE.FUNCTION",
 }  # fmt: skip
 _NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e[+-]?\d+)?|-?\.\d+", re.IGNORECASE)
 
@@ -60,7 +61,7 @@ def _same_text(gold: str, answer: str) -> bool:
 
 
 def _same_numbers(gold: str, answer: str, digits: int = 15, slack: float = 0.0) -> bool:
-    """Tells whether a text has the same numbers as the right one, in order: to so many digits, or up to `slack`."""
+    """Tells whether two texts have equal numbers in order, to `digits` digits or within `slack`."""
     right, given = ([Decimal(number) for number in _NUMBER.findall(text)] for text in (gold, answer))
     return len(right) == len(given) and all(
         abs(a - b) <= max(Decimal(5).scaleb(a.adjusted() - digits), Decimal(slack))
@@ -68,10 +69,11 @@ def _same_numbers(gold: str, answer: str, digits: int = 15, slack: float = 0.0) 
     )
 
 
-# What an answer must satisfy, too, where a generator gives its full score to wrong ones: (right answer, answer) -> bool.
+# Additional checks where a generator gives its full score to wrong answers: (gold, answer) -> bool.
 EXTRA_RULES: dict[str, Callable[[str, str], bool]] = {
     "coin_flip": lambda gold, answer: _same_numbers(gold, str(float(Fraction(answer))), digits=4),
-    "complex_arithmetic": lambda gold, answer: not re.search(r"[a-df-hk-z]", answer.casefold()),  # nan
+    # The generator accepts "nan"; a complex number has no letters but e, i and j.
+    "complex_arithmetic": lambda gold, answer: not re.search(r"[a-df-hk-z]", answer.casefold()),
     "decimal_arithmetic": lambda gold, answer: _same_numbers(gold, answer, digits=12),
     "fraction_simplification": _same_numbers,
     "game_of_life_halting": _same_text,
@@ -87,27 +89,32 @@ EXTRA_RULES: dict[str, Callable[[str, str], bool]] = {
 
 
 class ReasoningGym:
-    """A task over one generator of reasoning-gym or several.
+    """A task over one or more generators of reasoning-gym.
 
-    The answer in a text is what stands between the last `<answer>` and `</answer>` after a closed thought. Without these
-    marks it is the whole text after the thought. The generator scores it from 0 to 1. Many give partial credit to a
-    long text that contains the answer.
+    The answer in a text is the part between the last `<answer>` and `</answer>` after a closed
+    thought; without these marks, the whole text after the thought. The generator scores it from 0
+    to 1. Many generators give partial credit to a long text that contains the answer.
 
     Args:
-        generators: a name, several with equal probability ([gcd, lcm]), or {name: options}. Option `weight` is the
-            relative probability (default 1); the others go to the generator's own config.
-        seed: of the questions. Question i depends only on (generators, seed, first + i, split).
+        generators: a name, several names with equal probability ([gcd, lcm]), or {name: options}.
+            Option `weight` is the relative probability (default 1); the generator's config gets the
+            others.
+        seed: seed of the questions. Question i depends only on (generators, seed, first + i,
+            split).
         count: number of questions; None: endless.
         first: index of the first question.
-        split: "train" or "heldout" (one question in eight). The hash of a question decides, so the two never overlap.
-        prompt: the message of the user, in which {question} stands for the question.
-        system: a system message before it.
-        reward: "solved": 1 for the generator's full score, else 0; "credit": its score, partial credit included.
-        grader: dotted path of a function (problem, text) that replaces `grade`. `problem.example` is the generator's
-            entry.
+        split: "train" or "heldout" (one question in eight). The hash of a question selects its
+            split, so the splits never overlap.
+        prompt: the user's message, in which {question} stands for the question.
+        system: a system message before the prompt.
+        reward: "solved": 1 for the generator's full score, else 0; "credit": its score, including
+            partial credit.
+        grader: dotted path of a function (problem, text) that replaces `grade`. `problem.example`
+            is the generator's entry.
 
     Raises:
-        ValueError: reasoning-gym is not installed, there is no such generator, or it does not take the options.
+        UsageError: reasoning-gym is not installed, a generator is unknown, or it rejects its
+            options.
     """
 
     tries_answers = True
@@ -142,21 +149,22 @@ class ReasoningGym:
         number = self.first + index
         (name,) = random.Random(f"{self.seed}/{number}").choices(list(self.weights), list(self.weights.values()))
         block, place = divmod(number, BLOCK_SIZE)
-        # A question of the wrong split is replaced by the one at the same place of another instance, whose seed
-        # contains the draw. So a problem does not depend on those before it.
+        # A question of the wrong split is replaced by the question at the same position of another
+        # instance, whose seed contains the draw. So a problem does not depend on earlier problems.
         for draw in range(MAX_DRAWS):
             entry = self.generator(name, f"{self.seed}/{block}/{draw}")[place]
-            # If the right answer is an empty text, some generators pay for any text, and others for none.
+            # If the reference answer is empty, some generators reward every text, and others reward
+            # none.
             if is_held_out(entry["question"]) == (self.split == "heldout") and str(entry["answer"]).strip():
                 break
         else:
             raise UsageError(
-                f"generators.{name}: none of {MAX_DRAWS} questions is of split={self.split!r}, so it has only a few different "
-                "ones; give it larger sizes"
+                f"generators.{name}: none of {MAX_DRAWS} questions is in split={self.split!r}: it has only a few different "
+                "questions. Fix: set larger sizes"
             )
         question = {"role": "user", "content": self.prompt.replace("{question}", entry["question"])}
         before = () if self.system is None else ({"role": "system", "content": self.system},)
-        # The options go with the problem, because a curriculum may have changed them by the time of grading.
+        # The problem stores its options, because a curriculum may have changed them before grading.
         return Problem(
             f"{name}-{self.split}-{self.seed}-{number:06d}",
             (*before, question),
@@ -167,12 +175,12 @@ class ReasoningGym:
     def grade(self, problem: Problem, text: str) -> Score:
         """Grades a text.
 
-        Parts: "solved" (1.0 for the full score), "credit" (the generator's score), and with several generators
-        "solved_NAME".
+        Parts: "solved" (1.0 for the full score), "credit" (the generator's score), and with several
+        generators "solved_NAME".
         """
         name = problem.example["generator"]
         answer = extract_answer(strip_thinking(text))
-        # Generators parse answers, and some raise at what they cannot read.
+        # Generators parse answers, and some raise an error for an unreadable answer.
         try:
             # The score depends only on the entry, so any instance will do.
             judge = _generator(name, json.dumps(problem.example["options"], sort_keys=True), "0")
@@ -191,30 +199,33 @@ class ReasoningGym:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        # In a grading process, the first text does not wait for the import and for what takes seconds to make.
+        # A grading process imports and creates the generators here, which takes seconds, and not at
+        # its first text.
         for name in self.options:
             self.generator(name, "0")
 
     def solution(self, problem: Problem) -> str:
-        """Returns the answer. Raises ValueError if the generator knows none and only judges."""
+        """Returns the reference answer. Raises UsageError if the generator only scores answers."""
         if problem.answer is None:
             raise UsageError(
-                f"{problem.id} has no answer to learn: its generator only judges answers; leave it out of a warm-up"
+                f"{problem.id} has no reference answer: its generator only scores answers. Fix: remove it from the warm-up"
             )
         return str(problem.answer)
 
     def generator(self, name: str, seed: str) -> Any:
-        """Returns an instance of a generator. `seed` is any text."""
+        """Returns an instance of a generator. `seed` is any string."""
         return _generator(name, json.dumps(self.options[name], sort_keys=True), seed)
 
 
 class ReasoningGymCurriculum(ReasoningGym):
-    """`ReasoningGym` with sizes that grow by reasoning-gym's own curricula.
+    """`ReasoningGym` with sizes that grow by reasoning-gym's curricula.
 
-    Each generator begins at level 0 of every size in its curriculum, whatever the options say. Its level rises when at
-    least `raise_at` of the samples of its newest 32 groups, all of this level, are solved.
+    Each generator starts at level 0 of every size in its curriculum, regardless of its options. Its
+    level rises if at least `raise_at` of the samples of its newest 32 groups at this level are
+    solved.
 
-    Raises ValueError also for a generator without a curriculum.
+    Raises:
+        UsageError: as `ReasoningGym`; or a generator has no curriculum.
     """
 
     def __init__(self, generators: Any, raise_at: float = 0.7, **rest: Any) -> None:
@@ -223,17 +234,17 @@ class ReasoningGymCurriculum(ReasoningGym):
             raise UsageError(f"raise_at={raise_at} is a share of solved samples: give a number above 0, at most 1")
         self.raise_at = raise_at
         self.base_options, self.levels = dict(self.options), dict.fromkeys(self.options, 0)
-        # By generator: the solved share of each of its newest groups at its present level.
+        # Generator -> the solved fraction of each of its newest groups at its current level.
         self.recent_shares: dict[str, list[float]] = {name: [] for name in self.options}
         for name in self.options:
             self._set_level(name, 0)
 
     def ask(self, index: int, cursor: int) -> Problem:
-        """Returns the problem at the present level of its generator."""
+        """Returns the problem at the current level of its generator."""
         return self[index]
 
     def __getitem__(self, index: int) -> Problem:
-        # The id tells `observe` at which level the problem was asked.
+        # The id holds the level of the problem, for `observe`.
         problem = super().__getitem__(index)
         return replace(problem, id=f"{problem.id}-level{self.levels[problem.example['generator']]}")
 
@@ -241,7 +252,7 @@ class ReasoningGymCurriculum(ReasoningGym):
         """Raises levels, and returns the level of each generator."""
         for problem, samples in groups:
             name, scores = problem.id.split("-")[0], [score for _, score, _ in samples if score is not None]
-            # A group that was sampled before its generator rose says nothing about the new level.
+            # A group from before the last level change says nothing about the new level.
             if scores and problem.id.endswith(f"-level{self.levels[name]}"):
                 shares = self.recent_shares[name]
                 shares.append(
@@ -261,28 +272,28 @@ class ReasoningGymCurriculum(ReasoningGym):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if set(state["levels"]) != set(self.levels):
             raise UsageError(
-                f"task.generators: the checkpoint has {', '.join(state['levels'])}; set them as they were, or begin a new run "
-                "in another output_dir"
+                f"task.generators: the checkpoint has {', '.join(state['levels'])}. Fix: set the same generators, or start a "
+                "new run in another output_dir"
             )
         for name, level in state["levels"].items():
             self._set_level(name, level)
         self.recent_shares = {name: list(shares) for name, shares in state["newest"].items()}
 
     def _set_level(self, name: str, level: int) -> None:
-        """Gives a generator the sizes of a level."""
+        """Sets the sizes of a generator to a level of its curriculum."""
         from reasoning_gym.factory import create_curriculum, has_curriculum
 
         if not has_curriculum(name):
             raise UsageError(
-                f"generators.{name} has no curriculum; take task._component_ ReasoningGym, or leave it out"
+                f"generators.{name} has no curriculum. Fix: set task._component_ to ReasoningGym, or remove the generator"
             )
         curriculum = create_curriculum(name)
-        # At its last level a generator stays.
+        # The last level is kept.
         level = min(level, max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1)
         curriculum.set_global_level(level)
         config = curriculum.generate_configuration(dict(self.base_options[name]))
-        # Of this config only the fields that the curriculum changes are taken, since it also has a seed and a size. An
-        # attribute names one field, or two: the least and the largest size.
+        # Only the fields that the curriculum changes are copied, since the config also has a seed
+        # and a size. An attribute names one field, or two: the smallest and the largest size.
         attributes = map(vars, curriculum.attributes.values())
         changed = [field for each in attributes for key, field in each.items() if key.endswith("field_name")]
         self.options[name] = {**self.base_options[name], **{field: getattr(config, field) for field in changed}}
@@ -290,16 +301,16 @@ class ReasoningGymCurriculum(ReasoningGym):
 
 
 def extract_answer(text: str) -> str:
-    """Returns what stands between the last `<answer>` and the `</answer>` after it, or else the whole text."""
-    # A regular expression for a pair of marks would need quadratic time where many are open.
+    """Returns the text between the last `<answer>` and `</answer>`, else the whole text."""
+    # A regular expression for a pair of marks would take quadratic time for many unclosed marks.
     closed = [piece for piece in text.split("</answer>")[:-1] if "<answer>" in piece]
     return (closed[-1].rpartition("<answer>")[2] if closed else text).strip()
 
 
-# Nothing is stored: a problem is made again from its index, whose neighbors use the same instance.
+# Problems are not stored: each is generated again from its index, and neighbors share an instance.
 @lru_cache(maxsize=64)
 def _generator(name: str, options: str, seed: str) -> Any:
-    # The options are a JSON text because the cache has to hash them.
+    # The options are a JSON string because the cache must hash them.
     from reasoning_gym import create_dataset
 
     return create_dataset(name, **json.loads(options), seed=random.Random(seed).getrandbits(31), size=BLOCK_SIZE)
@@ -321,14 +332,14 @@ def _parse_generators(generators: Any, graded: bool) -> tuple[dict[str, float], 
     if not isinstance(generators, Mapping):
         generators = {name: {} for name in generators}
     if not generators:
-        raise UsageError("generators is empty: name some, generators=[spell_backward]")
+        raise UsageError("generators is empty. Fix: name a generator, such as generators=[spell_backward]")
     weights, options = {}, {}
     for name, given in generators.items():
         # "composite" mixes other generators, as this class does.
         known = [each for each in DATASETS if each != "composite"]
         if name not in known:
             _unknown(
-                f"generators: there is no {name!r} in reasoning-gym",
+                f"generators: unknown generator {name!r} of reasoning-gym",
                 name,
                 known,
                 "the README of reasoning-gym lists them",
@@ -336,25 +347,25 @@ def _parse_generators(generators: Any, graded: bool) -> tuple[dict[str, float], 
         if name in REFUSED_GENERATORS and not (graded and "grader: FILE.FUNCTION" in REFUSED_GENERATORS[name]):
             raise UsageError(f"generators.{name} {REFUSED_GENERATORS[name]}")
         if given is not None and not isinstance(given, Mapping):
-            raise UsageError(f"generators.{name}={given!r} must be a mapping of options, {{}} for none")
+            raise UsageError(f"generators.{name}={given!r}: expected a mapping of options ({{}} for defaults)")
         if name in HASH_ORDERED and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
             raise UsageError(
-                f"generators.{name} asks other questions in every process, by Python's hashes of texts, so no run of it could "
-                "be resumed; set PYTHONHASHSEED=0 before the command, or take another generator"
+                f"generators.{name} depends on Python's string hashes and yields other questions in every process, so a run "
+                "cannot be resumed. Fix: set PYTHONHASHSEED=0 before the command, or use another generator"
             )
         rest = dict(given or {})
         weights[name], options[name] = rest.pop("weight", 1.0), rest
         taken = [field for field in DATASETS[name][1].__dataclass_fields__ if field not in ("seed", "size")]
         if unknown := [key for key in rest if key not in taken]:
-            fix = f"it takes {', '.join(['weight', *taken])}"
-            _unknown(f"generators.{name} takes no option {unknown[0]!r}", unknown[0], taken, fix)
+            fix = f"expected {', '.join(['weight', *taken])}"
+            _unknown(f"generators.{name}: unknown option {unknown[0]!r}", unknown[0], taken, fix)
         if not isinstance(weights[name], int | float) or not weights[name] > 0:
-            raise UsageError(f"generators.{name}.weight={weights[name]!r} must be a number above 0")
-        # Each generator checks its options in its own way, many with an assertion.
+            raise UsageError(f"generators.{name}.weight={weights[name]!r}: expected a number above 0")
+        # Each generator checks its options differently, many by an assertion.
         try:
             _generator(name, json.dumps(rest, sort_keys=True), "0")
         except Exception as error:
             raise UsageError(
-                f"generators.{name} refuses its options {rest}: {error or type(error).__name__}"
+                f"generators.{name} rejects its options {rest}: {error or type(error).__name__}"
             ) from error
     return weights, options

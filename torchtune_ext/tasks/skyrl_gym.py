@@ -1,9 +1,9 @@
-"""Environments of skyrl-gym, the gym of SkyRL: its own, and yours that derive from its `BaseTextEnv`.
+"""Environments of skyrl-gym (SkyRL): built-in environments, and your subclasses of `BaseTextEnv`.
 
 task:
   _component_: torchtune_ext.tasks.skyrl_gym.SkyRLGym
   environment: gsm8k_multi_turn
-  rows: train.parquet          # as SkyRL has them: `prompt`, and what the environment looks for, such as `reward_spec`
+  rows: train.parquet          # SkyRL's format: `prompt`, and fields such as `reward_spec`
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,17 +18,20 @@ from torchtune_ext.tasks.task import Message, Turn
 
 
 class SkyRLGym(GameTask):
-    """The task.
+    """Task of an environment of skyrl-gym.
 
     Args:
-        environment: name in skyrl-gym, or "module:Class" for one of your own.
-        rows: a file or the rows themselves, which the environment gets as its `extras`. `prompt` is messages or a text.
-        max_turns: largest number of turns of the assistant. The environment gets it if the row has none.
+        environment: name in skyrl-gym, or "module:Class" for your own environment.
+        rows: a file or the rows themselves, which the environment gets as its `extras`. `prompt`
+            holds messages or a string.
+        max_turns: largest number of assistant turns. The environment gets it unless the row has its
+            own.
         options: options of the environment (`env_config`).
-        count, first, seed: as in `Games`.
+        count, first, seed: as in `GameTask`.
 
     Raises:
-        ValueError: skyrl-gym is not installed, there is no such environment, or `rows` cannot be read.
+        UsageError: skyrl-gym is not installed, the environment is unknown, or `rows` cannot be
+            read.
     """
 
     def __init__(
@@ -44,7 +47,8 @@ class SkyRLGym(GameTask):
         registry = imported("skyrl_gym.envs.registration", "skyrl-gym==0.4.0").registry
         if environment not in registry and ":" not in environment:
             raise UsageError(
-                f"environment={environment!r}: skyrl-gym has {', '.join(sorted(registry))}; one of your own is module:Class"
+                f"environment={environment!r}: unknown; skyrl-gym has {', '.join(sorted(registry))}. Fix: use one of these, or "
+                "module:Class for your own"
             )
         self.environment_name, self.options = environment, dict(options or {})
         super().__init__(environment.rpartition(":")[2], rows, count, first, seed, max_turns)
@@ -52,7 +56,7 @@ class SkyRLGym(GameTask):
     def make_game(self, row: Mapping[str, Any], seed: int) -> tuple["SkyRLEnvironment", list[Message]]:
         from skyrl_gym.envs.registration import EnvSpec, make
 
-        # A class that is not registered is its own entry point.
+        # An unregistered class is its own entry point.
         kind = (
             EnvSpec(self.environment_name, self.environment_name)
             if ":" in self.environment_name
@@ -71,10 +75,10 @@ class SkyRLEnvironment:
         self.game = game
 
     def step(self, message: Message) -> Turn:
-        # What an environment makes of the turn (`postprocessed_action`) is not used, because the policy is trained on
-        # what it sampled.
+        # The environment's rewritten turn (`postprocessed_action`) is not used, because the policy
+        # is trained on the ids that it sampled.
         step = self.game.step(strip_thinking(message["content"]))
-        # The parts of a score are numbers. Metrics may be anything.
+        # The parts of a score must be numbers; metrics may have any type.
         metrics: dict[str, Any] = {
             name: value for name, value in self.game.get_metrics().items() if isinstance(value, Real)
         }

@@ -1,4 +1,4 @@
-"""Games of TextArena for one player: GuessTheNumber-v0, TowerOfHanoi-v0, FrozenLake-v0, Minesweeper-v0, Sudoku-v0, ...
+"""Single-player games of TextArena, such as TowerOfHanoi-v0, FrozenLake-v0 and Sudoku-v0.
 
 task:
   _component_: torchtune_ext.tasks.textarena.TextArena
@@ -16,20 +16,21 @@ from torchtune_ext.tasks.task import Message, Turn
 
 
 class TextArena(GameTask):
-    """The task.
+    """Task of a single-player game of TextArena.
 
-    Games that need word lists of NLTK (Wordle, Hangman, ...) work where those are installed.
+    Some games (Wordle, Hangman, ...) require the word lists of NLTK.
 
     Args:
         game: name in TextArena.
-        options: options of the game, which replace those that its name stands for.
-        max_turns: largest number of turns of the assistant. Most games end before; one that does not has no reward.
+        options: options of the game, which override the defaults of its name.
+        max_turns: largest number of assistant turns. Most games end earlier; an unfinished game has
+            no reward.
         count: number of problems; None: endless.
-        first, seed: as in `Games`.
-        system: a message before the game's own.
+        first, seed: as in `GameTask`.
+        system: a system message before the game's first message.
 
     Raises:
-        ValueError: textarena is not installed, there is no such game, or it is not for one player.
+        UsageError: textarena is not installed, the game is unknown, or it needs several players.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class TextArena(GameTask):
         if game not in known:
             near = closest_match(game, known)
             raise UsageError(
-                f"game={game!r} is none of TextArena's {len(known)}{f'; did you mean {near!r}?' if near else ''}"
+                f"game={game!r}: not one of TextArena's {len(known)} games{f'; did you mean {near!r}?' if near else ''}"
             )
         self.options, self.system = dict(options or {}), system
         super().__init__(game, None, count, first, seed, max_turns)
@@ -55,7 +56,7 @@ class TextArena(GameTask):
         import textarena
 
         with wrap_user_errors(
-            f"textarena: {self.name}", "only games for one player can be played, with the word lists that they need"
+            f"textarena: {self.name}", "only single-player games are supported, with their word lists installed"
         ):
             game = textarena.make(self.name, **self.options)
             game.reset(num_players=1, seed=seed)
@@ -68,8 +69,9 @@ class TextArenaEnvironment:
     """One game of TextArena."""
 
     def __init__(self, game: Any) -> None:
-        # The wrappers around a game turn a text into an action, but their observations repeat the whole game with every
-        # turn. So actions go to the wrapped game, and observations come from the bare one.
+        # A game's wrappers parse text to an action, but their observations repeat the whole game at
+        # every turn. So actions go to the wrapped game, and observations come from the unwrapped
+        # game.
         from textarena import Wrapper
 
         self.game, self.unwrapped = game, game
@@ -77,24 +79,26 @@ class TextArenaEnvironment:
             self.unwrapped = self.unwrapped.env
 
     def step(self, message: Message) -> Turn:
-        # Some games raise at a move that they cannot read. As a failure of the environment it would not be trained on.
+        # Some games raise an error for an unreadable move. As an environment failure, the
+        # conversation would not be trained on.
         try:
             done, _ = self.game.step(strip_thinking(message["content"]))
             if not done:
                 return Turn(self.read_observation())
-            # TextArena gives out the rewards when a game is closed.
+            # TextArena returns the rewards when a game is closed.
             rewards, info = self.game.close()
         except Exception as error:  # noqa: BLE001 (the game's code, on a text of the policy)
             return Turn(done=True, parts={"invalid_move": 1.0}, note=f"{type(error).__name__}: {error}")
         parts, note = {"invalid_move": float(info[0]["invalid_move"])}, str(info[0].get("reason", ""))
-        # A few games interchange the arguments when they refuse a move. Then the reward is the reason.
+        # A few games swap the arguments when they reject a move. Then the reward holds the reason.
         if isinstance(rewards[0], str):
             return Turn(done=True, parts=parts, note=rewards[0])
         return Turn(reward=rewards[0], done=True, parts=parts, note=note)
 
     def read_observation(self) -> list[Message]:
-        """Returns what the game has shown since the last call, without what the policy said itself."""
+        """Returns the game's output since the last call, without the policy's own moves."""
         _, shown = self.unwrapped.get_observation()
-        # A few games interchange the arguments when they record what the policy said. Its kind is a text then.
+        # A few games swap the arguments when they record the policy's move. Then `kind` is a
+        # string.
         text = "\n\n".join(text for _, text, kind in shown if getattr(kind, "name", "PLAYER_ACTION") != "PLAYER_ACTION")
         return [{"role": "user", "content": text}]

@@ -1,9 +1,9 @@
-"""Reads the tool calls in a turn that was sampled.
+"""Parses the tool calls in a sampled turn.
 
-family                      a call
-Qwen2.5, Qwen3, Hermes      <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, one or several
-SmolLM2                     <tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>, all in one list
-Llama 3.1, Llama 3.2        {"name": "add", "parameters": {"a": 1}} as the whole turn, or several with "; " between them
+family                  format of a call
+Qwen2.5, Qwen3, Hermes  <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, repeated
+SmolLM2                 <tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>, one list
+Llama 3.1, Llama 3.2    {"name": "add", "parameters": {"a": 1}}, the whole turn, separated by "; "
 """
 
 import json
@@ -14,17 +14,17 @@ from typing import Any
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.tasks.task import strip_thinking
 
-# A model may end its turn without closing the mark.
+# A model may end its turn without the closing mark.
 _CALL_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _SEPARATOR = re.compile(r"[; \n\t]*")
 _PYTHON_TAG = "<|python_tag|>"
 _DECODER = json.JSONDecoder()
 
 
-# Calls are only executed, and never rendered again: the policy is trained on the ids that it sampled.
+# Calls are executed and never rendered again: the policy is trained on the ids that it sampled.
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a tool."""
+    """One tool call."""
 
     name: str
     arguments: dict[str, Any]
@@ -33,26 +33,27 @@ class ToolCall:
 def parse_tool_calls(text: str) -> list[ToolCall]:
     """Returns the calls in the text of a turn.
 
-    Raises ValueError, with a message for the policy, if the text between the marks of a call cannot be read.
+    Raises:
+        UsageError: the text between the marks of a call is invalid. The message is for the policy.
     """
-    # A call in a thought is only an idea.
+    # Calls in a thought are ignored.
     text = strip_thinking(text)
     if marked := _CALL_BLOCK.findall(text):
         return [_parse_call(value) for piece in marked for value in _json_values(piece)]
     try:
         return [_parse_call(value) for value in _json_values(text.strip().removeprefix(_PYTHON_TAG))]
     except ValueError:
-        # Without marks, whatever is not a call is an answer.
+        # A text without marks that is not a call is an answer.
         return []
 
 
 def _json_values(text: str) -> list[Any]:
-    """Returns the JSON values of a text: one, several, or the members of a list."""
+    """Returns the JSON values of a text: one value, several values, or the members of a list."""
     values, text, end = [], text.strip(), 0
     while end < len(text):
         try:
             value, end = _DECODER.raw_decode(text, end)
-        # The decoder raises RecursionError for a text of many open brackets.
+        # The decoder raises RecursionError for many open brackets.
         except (ValueError, RecursionError) as error:
             raise UsageError(f"the tool call is not JSON: {error}") from None
         values += value if isinstance(value, list) else [value]

@@ -302,8 +302,8 @@ def test_encode_text_beyond_model_length_without_warning(model_dir, caplog, monk
     "template, messages, words",
     [
         (ALWAYS_DROPS, conversation("a", "<think>1</think>b"), ["message 1", "drops part", "{% generation %}"]),
-        (COUNTS, conversation("a", "b"), ["looked for", "{% generation %}", "docs/tasks.md"]),
-        (PLAIN + "{% if messages[-1].role == 'user' %}?{% endif %}", conversation("a", "b"), ["looked for"]),
+        (COUNTS, conversation("a", "b"), ["does not write", "{% generation %}", "docs/tasks.md"]),
+        (PLAIN + "{% if messages[-1].role == 'user' %}?{% endif %}", conversation("a", "b"), ["does not write"]),
         # what an assistant said is gone from the next prompt, so nothing tells where its turn ended
         (
             FORGETS.replace("{{ c }}<|im_end|>", "{{ c if loop.last or m.role == 'user' else '...' }}<|im_end|>"),
@@ -333,7 +333,7 @@ def test_prompts_work_where_conversations_do_not(model_dir):
 
 
 def test_half_a_character_is_named(model_dir):
-    with pytest.raises(ValueError, match=r"character .*'1\+1 \\ud83d'"):
+    with pytest.raises(ValueError, match=r"surrogate pair .*'1\+1 \\ud83d'"):
         ChatTokenizer(model_dir, "chatml").encode("1+1 \ud83d?")
 
 
@@ -342,12 +342,12 @@ def test_missing_files_raise(model_dir, tmp_path):
         ChatTokenizer(tmp_path / "nowhere", "chatml")
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
         ChatTokenizer(tmp_path, "chatml")
-    with pytest.raises(ValueError, match="no chat template in .*'chatml' for the built-in one"):
+    with pytest.raises(ValueError, match="no chat template in .*'chatml' for the built-in"):
         ChatTokenizer(model_dir)
-    with pytest.raises(ValueError, match="template='nowhere.jinja' is neither"):
+    with pytest.raises(ValueError, match="template='nowhere.jinja': not a file"):
         ChatTokenizer(model_dir, "nowhere.jinja")
     (tmp_path / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
-    with pytest.raises(ValueError, match="names no end token"):
+    with pytest.raises(ValueError, match="has no end token"):
         ChatTokenizer(tmp_path, "{{ messages[0].content }}")
 
 
@@ -367,12 +367,12 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
         ("config.json", "[1]", r"config.json holds \[1\]"),
         ("tokenizer.json", POINTER, "tokenizer.json is a pointer of Git LFS"),
         ("tokenizer.json", '{"model": ', "tokenizer.json is not JSON"),
-        ("tokenizer.json", '{"model": 1}', "the tokenizer in .* cannot be loaded .*; download its files again"),
+        ("tokenizer.json", '{"model": 1}', "the tokenizer in .* cannot be loaded .*Fix: download its files again"),
         ("tokenizer_config.json", "", "tokenizer_config.json is empty"),
         ("tokenizer_config.json", "\ufeff{}", "tokenizer_config.json begins with a byte order mark"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json holds"),
         *(
-            ("generation_config.json", f'{{"eos_token_id": {value}}}', "generation_config.json says eos_token_id=")
+            ("generation_config.json", f'{{"eos_token_id": {value}}}', "generation_config.json: eos_token_id=")
             for value in ('"</s>"', "true", "2.0", "[[1, 2]]", "-1", "{}", '[1, "x"]')
         ),
     ],
@@ -400,7 +400,7 @@ def test_templates_of_a_folder_are_chosen_by_name(model_dir, tmp_path):
 
 @pytest.mark.parametrize("name", ["tools", "chat_template", "messages", "add_generation_prompt", "conversations"])
 def test_template_options_of_the_renderer_are_refused(model_dir, name):
-    with pytest.raises(UsageError, match=f"tokenizer.template_options.{name}: .*leave it out"):
+    with pytest.raises(UsageError, match=f"tokenizer.template_options.{name}: .*remove it"):
         ChatTokenizer(model_dir, "chatml", template_options={name: []})
 
 

@@ -473,9 +473,9 @@ def test_tool_message_without_an_id_is_rendered(small_dir):
 
 def test_a_template_that_forgets_turns_is_refused(small_dir):
     forgets = "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}{% endfor %}"
-    with pytest.raises(UsageError, match="looked for an assistant's turn before further messages"):
+    with pytest.raises(UsageError, match="does not write an assistant's turn before further messages"):
         ChatTokenizer(small_dir, forgets).turn_boundary_ids([user("5")], end=0)
     with pytest.raises(
-        UsageError, match="looked for the end of each of the assistant's 1 turns before further messages"
+        UsageError, match="does not write the end of each of the assistant's 1 turns before further messages"
     ):
         ChatTokenizer(small_dir, forgets).context_ids([user("x")], [policy("4"), user("5")], [[7]])

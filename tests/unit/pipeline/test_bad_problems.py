@@ -81,7 +81,7 @@ def test_bad_problem_is_replaced_by_the_next(caplog):
     assert stream.observe(1, (), None) == {"problems/skipped": 3.0}
     log = caplog.text
     assert log.count("index 2: KeyError: 'a broken row' (") == 1 and "test_bad_problems.py:" in log
-    assert log.count("index 5: the task gave dict, not a Problem") == 1
+    assert log.count("index 5: the task returned dict, not a Problem") == 1
     assert log.count("'p-7' (index 7): its prompt is long") == 1
     stream._prefetched.result()
     # Three epochs, and problems that are made in advance.
@@ -145,7 +145,7 @@ def test_skipped_positions_beyond_shorter_task_are_ignored():
     assert len(stream.next_problems(4)) == 4 and stream.skipped_indices == [1]
     stream = ProblemStream(Broken(1, bad=()), SEED)
     stream.load_state_dict({"skipped": [0]})
-    with pytest.raises(ValueError, match="^all 1 problems .*checkpoint"):
+    with pytest.raises(ValueError, match="^task: the checkpoint marks all 1 problems"):
         stream.next_problems(1)
 
 

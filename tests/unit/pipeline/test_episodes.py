@@ -164,7 +164,7 @@ def test_episode_group_shares_environment_and_random_seed(environments):
         ("more 1|early_stop", "early_stop", "scored", 0.0, ""),
         ("more 00000000000001", "context_overflow", "scored", 2.0, ""),
         ("raises", "environment_failed", "infra_failed", None, "KeyError: 'lost'"),
-        ("dies", "environment_failed", "infra_failed", None, "the environment's process died: signal SIGKILL"),
+        ("dies", "environment_failed", "infra_failed", None, "the environment's process crashed: signal SIGKILL"),
         ("hangs", "step_timeout", "timed_out", None, "no answer within 2 s; the process was killed"),
         (
             "hurries",
@@ -214,7 +214,7 @@ def test_environment_crash_between_turns_fails_only_its_episode(environments):
     (group,), _ = play(environments, says, samples=3)
     kinds = [sample.outcome.kind for sample in group.samples]
     assert kinds == ["infra_failed", "scored", "scored"]
-    assert "ended between two turns" in group.samples[0].outcome.cause
+    assert "exited between two turns" in group.samples[0].outcome.cause
 
 
 def test_open_environments_never_exceed_worker_processes(environments, folder):

@@ -337,7 +337,7 @@ def test_answers_unreadable_by_math_verify_compare_as_text():
     [
         ({"format": "boxed"}, "format='boxed': choose"),
         ({"unmarked": "first"}, "unmarked='first': choose"),
-        ({"format_reward": 1.0}, "format_reward=1.0 must lie"),
+        ({"format_reward": 1.0}, "format_reward=1.0: expected"),
     ],
 )
 def test_math_grader_out_of_range_options_raise(options, message):

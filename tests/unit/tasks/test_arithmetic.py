@@ -205,9 +205,9 @@ def test_settings_come_from_yaml():
         ({"level": {3: 0}}, "not all 0"),
         ({"split": "test"}, "split='test': choose one of train, heldout, all"),
         ({"first": -1}, "first=-1, count=None"),
-        ({"count": 0}, "count from 1"),
+        ({"count": 0}, "count=0: out of range"),
         ({"guessed": 1.5}, "guessed=1.5 is a share"),
-        ({"prompt": "Compute"}, "prompt='Compute' shows no question"),
+        ({"prompt": "Compute"}, "prompt='Compute': no place for the question"),
     ],
 )
 def test_arithmetic_invalid_arguments_are_named(knobs, message):

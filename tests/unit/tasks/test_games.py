@@ -103,7 +103,7 @@ def test_the_tools_of_a_class(shop):
         "['egg', 'egg']",
         "{'error': 'too few coins'}",
         "{'error': \"Shop.buy() got an unexpected keyword argument 'number'\"}",
-        "{'error': 'there is no tool bye, only buy, look'}",
+        "{'error': 'unknown tool bye; the tools are buy, look'}",
     ]
     turn = say(game, "<tool_call>buy")
     assert "not JSON" in turn.messages[0]["content"] and (turn.done, turn.reward) == (False, 0.0)
@@ -147,18 +147,18 @@ def test_another_game_than_the_prompts_is_refused(shop):
     [
         ({"environment": "my_shop.Shap"}, "has no 'Shap'; did you mean 'Shop'?"),
         ({"environment": "Shop"}, "write FILE.CLASS, environment=my_shop.Shop for the class Shop of my_shop.py"),
-        ({"environment": "my_shop.random"}, "is a module; name a class with the methods reset and get_reward"),
-        ({"environment": "my_shop.Free"}, "has no method get_reward; it needs reset(**row) and get_reward()"),
-        ({"environment": "my_shop.Toolless"}, "has no tool: write a public method"),
-        ({"environment": "my_shop.Unhinted"}, "sell can be no tool: Argument item is missing a type hint"),
-        ({"environment": "my_shop.Undocumented"}, "sell can be no tool: Cannot generate JSON schema for sell"),
+        ({"environment": "my_shop.random"}, "is a module; expected a class with the methods reset and get_reward"),
+        ({"environment": "my_shop.Free"}, "has no method get_reward; expected reset(**row) and get_reward()"),
+        ({"environment": "my_shop.Toolless"}, "has no tool. Fix: write a public method"),
+        ({"environment": "my_shop.Unhinted"}, "sell is not usable as a tool: Argument item is missing a type hint"),
+        ({"environment": "my_shop.Undocumented"}, "sell is not usable as a tool: Cannot generate JSON schema for sell"),
         (
             {"environment": "my_shop.Shop", "rows": ROWS, "count": 3},
-            "rows: too few rows (2) for first=0, count=3; lower them",
+            "rows: too few rows (2) for first=0, count=3. Fix: lower them",
         ),
         ({"environment": "my_shop.Shop", "rows": ROWS, "first": 2}, "rows: too few rows (2) for first=2"),
-        ({"environment": "my_shop.Shop", "first": -1}, "first=-1, count=None: first counts from 0"),
-        ({"environment": "my_shop.Silent"}, "Silent: nothing to read; let `reset` return a text"),
+        ({"environment": "my_shop.Shop", "first": -1}, "first=-1, count=None: out of range; expected first >= 0"),
+        ({"environment": "my_shop.Silent"}, "Silent: the prompt is empty. Fix: let `reset` return a string"),
         ({"environment": "my_shop.Broken", "rows": ROWS}, "Broken.reset(prompt=..., budget=...) raised TypeError"),
     ],
 )

@@ -68,8 +68,8 @@ def test_answers_are_true():
 @pytest.mark.parametrize(
     "words, message",
     [
-        ({"first": -1}, "first=-1, count=None: first counts from 0"),
-        ({"size": 1}, "below=69, size=1, max_turns=5: at least 1, 2 and 1"),
+        ({"first": -1}, "first=-1, count=None: out of range; expected first >= 0"),
+        ({"size": 1}, "below=69, size=1, max_turns=5: expected at least 1, 2 and 1"),
         ({"split": "test"}, "split='test': choose one of train, heldout, all"),
         ({"halving": 2}, "halving=2 is a share"),
         ({"prompt": "?"}, r"prompt='\?' does not show the range"),

@@ -95,7 +95,7 @@ def test_rows_of_csv_are_texts(tmp_path):
         (tmp_path / "odd.csv").write_text(f"question,answer\n{row}\n")
         with pytest.raises(ValueError, match="odd.csv, row 1: .*values"):
             Jsonl(strict, path=str(tmp_path / "odd.csv"))
-    with pytest.raises(ValueError, match="some.csv, row 1: no field 'prompt'"):
+    with pytest.raises(ValueError, match="some.csv, row 1: missing field 'prompt'"):
         Jsonl(strict, path=str(tmp_path / "some.csv"), question="prompt")
 
 
@@ -151,9 +151,9 @@ def test_math_nested_fields_and_templates_are_read(kind, request):
 
 
 def test_templates_and_lists_that_name_no_field(path):
-    with pytest.raises(ValueError, match=r"'\{ question \}' "):
+    with pytest.raises(ValueError, match=r"'\{ question \}': "):
         Jsonl(strict, path=path, question="{ question }")
-    with pytest.raises(ValueError, match=r"fields='why' must be a list: fields=\[why\]"):
+    with pytest.raises(ValueError, match=r"fields='why': a string; expected a list. Fix: fields=\[why\]"):
         Jsonl(strict, path=path, fields="why")
 
 
@@ -161,7 +161,7 @@ def test_prompts(path):
     task = Math(path=path, prompt="Q: {question}\nA:", system="Use \\boxed{}.")
     assert [m["role"] for m in task[0].messages] == ["system", "user"]
     assert task[0].messages[1]["content"] == "Q: 1+1?\nA:"
-    with pytest.raises(ValueError, match=r"prompt='Solve it' .*\{question\}"):
+    with pytest.raises(ValueError, match=r"prompt='Solve it': .*\{question\}"):
         Math(path=path, prompt="Solve it")
 
 
@@ -231,15 +231,15 @@ def test_math_grading_process_gets_no_rows_or_imports(path):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ('{"question": "a", "answer": ' + "9" * 5000 + "}\n", r"bad.jsonl:1: no JSON \(Exceeds the limit"),
-        ('{"question": "a", "answer": 1}\n{"question": \n', r"bad.jsonl:2: no JSON \(Expecting value\); write one object a line"),
+        ('{"question": "a", "answer": ' + "9" * 5000 + "}\n", r"bad.jsonl:1: not JSON \(Exceeds the limit"),
+        ('{"question": "a", "answer": 1}\n{"question": \n', r"bad.jsonl:2: not JSON \(Expecting value\). Fix: write one object per line"),
         ('{"question": "a", "answer": 1}\n\n[1]\n', "bad.jsonl:3: a list, not an object"),
-        ('{"question": "a", "answer": 1, "answer": 2}', "bad.jsonl:1: the field 'answer' is there twice; rename or remove one"),
-        ('{"question": "a", "answer": {"x": 1, "x": 2}}', "bad.jsonl:1: the field 'x' is there twice"),
-        ("", "holds no example"),
-        ('{"question": "", "answer": 1}', "bad.jsonl:1: 'question' is ''; write the text"),
-        ('{"question": 3, "answer": 1}', "bad.jsonl:1: 'question' is 3; write the text"),
-        ('{"question": "a", "answer": 1}\n{"question": "a", "final_answer": 1}', "bad.jsonl:2: no field 'answer'; there are: final_answer, question"),
+        ('{"question": "a", "answer": 1, "answer": 2}', "bad.jsonl:1: duplicate field 'answer'"),
+        ('{"question": "a", "answer": {"x": 1, "x": 2}}', "bad.jsonl:1: duplicate field 'x'"),
+        ("", "has no example"),
+        ('{"question": "", "answer": 1}', "bad.jsonl:1: 'question' is ''. Fix: write the text"),
+        ('{"question": 3, "answer": 1}', "bad.jsonl:1: 'question' is 3. Fix: write the text"),
+        ('{"question": "a", "answer": 1}\n{"question": "a", "final_answer": 1}', "bad.jsonl:2: missing field 'answer'; fields: final_answer, question"),
         ('{"question": "a", "answer": null}', "bad: 1 of 1 right answers cannot be used: bad-000000 is None, neither"),
         ('{"question": "a", "answer": 1}\n' + '{"question": "a", "answer": ""}\n' * 5, "bad: 5 of 6 right answers cannot be used: bad-000001 is '', which holds no answer; bad-000002"),
     ],
@@ -256,15 +256,15 @@ def test_files_that_cannot_be_read(tmp_path, parquet):
     (tmp_path / "cut.PARQUET").write_bytes((tmp_path / "some.parquet").read_bytes()[:-20])
     (tmp_path / "rows.xlsx").write_bytes(b"PK\x03\x04\xff")
     for name, message in (
-        ("latin.jsonl", "not text in UTF-8 .*; save it as UTF-8 with the ending .parquet, .csv, .tsv or .jsonl"),
-        ("rows.xlsx", "not text in UTF-8 .*; save it as UTF-8 with the ending .parquet, .csv, .tsv or .jsonl"),
+        ("latin.jsonl", "not UTF-8 text .*Fix: save it as UTF-8 with the ending .parquet, .csv, .tsv or .jsonl"),
+        ("rows.xlsx", "not UTF-8 text .*Fix: save it as UTF-8 with the ending .parquet, .csv, .tsv or .jsonl"),
         ("broken.parquet", r"not a readable parquet file \("),
         ("cut.PARQUET", r"not a readable parquet file \("),
-        ("none.jsonl", "no such file, seen from"),
+        ("none.jsonl", "file not found in"),
     ):
         with pytest.raises(ValueError, match=f"{name}'.*{message}"):
             Math(path=str(tmp_path / name))
-    with pytest.raises(ValueError, match="some.parquet, example 1: no field 'anser'; there are: answer, "):
+    with pytest.raises(ValueError, match="some.parquet, example 1: missing field 'anser'; fields: answer, "):
         Math(path=parquet, answer="anser")
 
 
@@ -276,7 +276,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path):
     write_table(pyarrow.Table.from_arrays(columns, ["question", "answer", "answer"]), tmp_path / "two.parquet")
     (tmp_path / "two.csv").write_text("question,answer,answer\na,1,2\n")
     for name in ("two.parquet", "two.csv"):
-        with pytest.raises(ValueError, match=f"{name}: .*'answer' .*twice"):
+        with pytest.raises(ValueError, match=f"{name}: duplicate field 'answer'"):
             Jsonl(strict, path=str(tmp_path / name))
 
 
@@ -285,7 +285,7 @@ def test_a_field_in_the_prompt_is_refused(tmp_path):
     for prompt, message in (
         ("{question} In {unit}.", "{unit} is a field of the examples, .* as in question='{question} {unit}'"),
         ("{question} {{unit}}", "{unit} is a field of the examples"),
-        ("{question} Not {answer}!", "{answer} is a field of the examples, .*; leave out the answer"),
+        ("{question} Not {answer}!", "{answer} is a field of the examples, .*Fix: remove the answer"),
     ):
         with pytest.raises(ValueError, match=message):
             Jsonl(strict, path=path, prompt=prompt)
@@ -320,13 +320,13 @@ def test_math_loads_hub_style_dataset_folder(tmp_path):
     ]
     with pytest.raises(ValueError, match="split='valid' cannot be loaded"):
         Math(hub=str(tmp_path / "sums"), split="valid")
-    with pytest.raises(ValueError, match="sums train, example 0: no field 'problem'; there are: "):
+    with pytest.raises(ValueError, match="sums train, example 0: missing field 'problem'; fields: "):
         Math(hub=str(tmp_path / "sums"), split="train", question="problem")
 
 
 def test_math_conflicting_arguments_raise(path):
     for options, message in (
-        ({}, "name where the questions come from: path: FILE"),
+        ({}, "path and hub are both missing"),
         ({"dataset": "math5000"}, "dataset='math5000': choose one of gsm8k, math500"),
         ({"path": path, "hub": "a/b"}, "give one of the two"),
         ({"dataset": "svamp", "hub": "a/b"}, "give one of the two"),
@@ -363,7 +363,7 @@ def test_right_answers_that_cannot_be_read_are_counted(tmp_path, caplog):
     with caplog.at_level("WARNING"):
         Math(path=jsonl(tmp_path, rows))
     assert (
-        "some: 1 of the first 3 right answers cannot be read as mathematics and are compared as text: some-000001"
+        "some: 1 of the first 3 right answers cannot be parsed as mathematics and are compared as text: some-000001"
         in caplog.text
     )
 

@@ -128,16 +128,19 @@ def test_selection_ignores_ungraded_samples():
     "words, message",
     [
         ({"task": "torchtune_ext.tasks.arithmetic.Arithmetics"}, "did you mean 'Arithmetic'"),
-        ({"task": ARITHMETIC}, "has 2,147,483,647 problems: give levels"),
-        ({"task": ARITHMETIC, "settings": {"count": 1}}, "has one problem: give levels"),
-        ({"task": ARITHMETIC, "levels": [{"level": 1}]}, "give two or more"),
-        ({"task": ARITHMETIC, "levels": 3}, "levels=3: give two or more"),
-        ({"task": ARITHMETIC, "levels": [1, 2]}, r"levels=\[1, 2\]: give two or more, each with settings of its own"),
+        ({"task": ARITHMETIC}, "has 2,147,483,647 problems. Fix: set levels"),
+        ({"task": ARITHMETIC, "settings": {"count": 1}}, "has one problem. Fix: set levels"),
+        ({"task": ARITHMETIC, "levels": [{"level": 1}]}, "expected null, or two or more"),
+        ({"task": ARITHMETIC, "levels": 3}, "levels=3: expected null, or two or more"),
+        (
+            {"task": ARITHMETIC, "levels": [1, 2]},
+            r"levels=\[1, 2\]: expected null, or two or more mappings of settings",
+        ),
         (
             {"task": ARITHMETIC, "levels": [{"level": 1}, {"levle": 2}]},
-            "unexpected keyword argument 'levle'; it takes seed, count",
+            "unexpected keyword argument 'levle'; expected seed, count",
         ),
-        ({"task": ARITHMETIC, "levels": [{"level": 1}] * 2}, "two of them are the same"),
+        ({"task": ARITHMETIC, "levels": [{"level": 1}] * 2}, "two levels are equal"),
         ({"task": ARITHMETIC, "levels": LEVELS, "floor": 0.0}, r"floor=0.0 is a share"),
         ({"task": ARITHMETIC, "levels": [{"level": 1}, {"level": 11}]}, "give a level from 1 to 10"),
         (

@@ -1,4 +1,4 @@
-"""Temporal Clue: a task of deduction puzzles, with its generator, solver and graders."""
+"""Temporal Clue: deduction puzzles with their generator, solver and graders."""
 
 from torchtune_ext.tasks.temporal_clue.task import TemporalClue
 

@@ -1,4 +1,4 @@
-"""What a clue can say: the statements of the public puzzles, each of which can tell whether it holds in a `World`."""
+"""Statements of the public puzzles. Each statement can be evaluated in a `World` by `holds`."""
 
 import random
 from collections.abc import Iterator
@@ -10,7 +10,10 @@ from torchtune_ext.tasks.temporal_clue.scenario import MURDER_WEAPON, MURDERER, 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`who` was in `room` at `time`. If `who` is a motive that several suspects share, one of them was."""
+    """`who` was in `room` at `time`.
+
+    For a motive of several suspects, at least one suspect was there.
+    """
 
     who: int  # piece or role
     time: int
@@ -33,7 +36,7 @@ class Either:
 
 @dataclass(frozen=True, slots=True)
 class Iff:
-    """Both places are true, or none: "X if and only if Y"."""
+    """Both places are true, or both are false: "X if and only if Y"."""
 
     first: Place
     second: Place
@@ -69,13 +72,14 @@ class Together:
 
 @dataclass(frozen=True, slots=True)
 class NextTo:
-    """`who` was in the room next to that of `other`, in `direction` from it, at `time`."""
+    """At `time`, `who` was in the room adjacent to the room of `other`, in `direction` from it."""
 
     who: int  # piece
     other: int  # piece
     time: int
     direction: str  # "north", "south", "east", "west"
-    pairs: tuple[tuple[int, int], ...]  # every (room of who, room of other) on the board in that direction
+    # All (room of who, room of other) on the board in this direction.
+    pairs: tuple[tuple[int, int], ...]
 
     def holds(self, world: World) -> bool:
         return (world.places[self.who][self.time], world.places[self.other][self.time]) in self.pairs
@@ -83,7 +87,7 @@ class NextTo:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """`who` went from `start` to `end` between the time before and `time`, with `cargo` if that is not None."""
+    """`who` moved from `start` to `end` between `time` - 1 and `time`, with `cargo` if not None."""
 
     who: int  # suspect or role
     cargo: int | None  # weapon piece or MURDER_WEAPON
@@ -95,7 +99,7 @@ class Moved:
         return self._went(world, self.who) and (self.cargo is None or self._went(world, self.cargo))
 
     def _went(self, world: World, who: int) -> bool:
-        # If several suspects share the motive that `who` names, a single one must have made the whole move.
+        # If `who` is a motive of several suspects, a single suspect must have made the whole move.
         ways = (world.places[piece] for piece in world.members(who))
         return any(way[self.time - 1] == self.start and way[self.time] == self.end for way in ways)
 
@@ -124,20 +128,21 @@ class Murder:
 
 Statement = Place | Either | Iff | SameRoom | Together | NextTo | Moved | HasMotive | Murder
 
-# Clues are sorted by the weight of their kind plus a random number in [0, 1). The puzzle tries to drop the first ones
-# first, so clues with a larger weight are kept more often. These are the values of the public generator.
+# Clues are sorted by the weight of their kind plus a random number in [0, 1). A puzzle tries to
+# drop them in this order, so clues with a larger weight are kept more often. The values are the
+# public generator's.
 WEIGHTS = {"murder": -0.2, "place": -0.15, "role": -0.1, "motive": 0.0, "or": -0.05, "iff": 0.05, "same_room": 0.5}
 WEIGHTS |= {"together": 0.8, "beside": 0.2, "moved": 0.1, "carried": 0.2, "role_moved": 0.2, "role_carried": 0.35}
-ROLE_MEETING = 1.5  # added to the weight if the murderer or the murder weapon meets somebody
+ROLE_MEETING = 1.5  # added to the weight of a meeting with the murderer or the murder weapon
 
 
 def murder_fact(world: World, fact: str) -> int:
-    """Returns one fact of the murder (`Murder.fact`)."""
+    """Returns the value of one fact of the murder (`Murder.fact`)."""
     return world.motives[world.murderer] if fact == "motive" else getattr(world, fact)
 
 
 def murder_facts(scenario: Scenario) -> list[Murder]:
-    """Returns the facts that the main questions ask for, in their order."""
+    """Returns the facts of the main questions, in order."""
     facts = ["murderer", "weapon", "room"]
     # A puzzle with a single time does not mention it.
     facts += ["time"] if len(scenario.times) > 1 else []
@@ -155,7 +160,7 @@ def has_motives(scenario: Scenario) -> list[HasMotive]:
 
 
 def draw_clues(rng: random.Random, scenario: Scenario, kinds: tuple[str, ...]) -> list[Statement]:
-    """Returns true statements that determine everything, in the order in which a puzzle tries to drop them."""
+    """Returns true statements that determine the whole world, in the order of attempted removal."""
     ranked: list[tuple[float, Statement]] = [(WEIGHTS["murder"], clue) for clue in murder_facts(scenario)]
     ranked += [
         (WEIGHTS["role" if place.who in (MURDERER, MURDER_WEAPON) else "place"], place)
@@ -174,7 +179,8 @@ def draw_clues(rng: random.Random, scenario: Scenario, kinds: tuple[str, ...]) -
     if "carried" in kinds:
         ranked += _carries(scenario)
     ranked = [(weight + rng.random(), clue) for weight, clue in ranked]
-    # A dict drops duplicates and, unlike a set, keeps the order. The key is the weight, since statements have no order.
+    # A dict drops duplicates and keeps the order. The key is the weight, since statements have no
+    # order.
     return list(dict.fromkeys(clue for _, clue in sorted(ranked, key=itemgetter(0))))
 
 
@@ -185,7 +191,7 @@ def _shuffled(rng: random.Random, items) -> list:
 
 
 def _names(scenario: Scenario, piece: int) -> list[int]:
-    """Returns the number of the piece, and the roles that it has."""
+    """Returns the number of the piece, and the roles of the piece."""
     truth = scenario.truth
     names = [piece]
     names += [MURDERER] if piece == truth.murderer else []
@@ -199,7 +205,7 @@ def _all_places(scenario: Scenario) -> list[Place]:
 
 
 def _false_place(rng: random.Random, scenario: Scenario, place: Place) -> Place | None:
-    """Returns the place with a wrong room, or None if it is true nevertheless."""
+    """Returns the place with another room, or None if the result is also true."""
     room = rng.choice([room for room in range(len(scenario.rooms)) if room != place.room])
     wrong = Place(place.who, place.time, room)
     # Another suspect with the same motive may be in that room.
@@ -207,7 +213,10 @@ def _false_place(rng: random.Random, scenario: Scenario, place: Place) -> Place 
 
 
 def _compounds(rng: random.Random, scenario: Scenario, kind: str, count: int) -> list[tuple[float, Statement]]:
-    """Makes clues of two places: "or" joins a true and a false one, "if and only if" two true or two false ones."""
+    """Creates clues of two places.
+
+    "or" joins a true and a false place; "if and only if" joins two true or two false places.
+    """
     right = _all_places(scenario)
     clues: list[tuple[float, Statement]] = []
     for _ in range(count):
@@ -227,7 +236,7 @@ def _meetings(rng: random.Random, scenario: Scenario, kinds: tuple[str, ...]) ->
     places = scenario.truth.places
     suspects = len(scenario.suspects)
     forms = [kind for kind in ("same_room", "together") if kind in kinds]
-    # With a single time, "together at least once" says no more than "in the same room".
+    # With a single time, "together at least once" is equivalent to "in the same room".
     if len(scenario.times) == 1:
         forms = forms[:1] if "same_room" in forms else []
     for time in range(len(scenario.times)) if forms else ():
@@ -251,7 +260,7 @@ def _meetings(rng: random.Random, scenario: Scenario, kinds: tuple[str, ...]) ->
 def _neighbor_clues(rng: random.Random, scenario: Scenario, count: int) -> Iterator[tuple[float, Statement]]:
     """Yields clues about two pieces in neighboring rooms."""
     places = scenario.truth.places
-    # A clue carries its pairs of rooms, since a `World` does not know the board.
+    # A clue holds its pairs of rooms, since a `World` does not have the board.
     pairs = {
         direction: tuple(
             (beside, room)
@@ -287,7 +296,7 @@ def _carries(scenario: Scenario) -> Iterator[tuple[float, Statement]]:
             if way[time] == way[time - 1]:
                 continue
             step = way[time - 1 : time + 1]
-            # A weapon only moves when a suspect takes it along.
+            # A weapon moves only together with a suspect.
             suspect = next(s for s in range(len(scenario.suspects)) if places[s][time - 1 : time + 1] == step)
             for who in _names(scenario, suspect):
                 weight = WEIGHTS["role_carried" if who == MURDERER else "carried"]

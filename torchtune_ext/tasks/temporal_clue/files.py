@@ -1,4 +1,4 @@
-"""Makes many puzzles in several processes, writes them to a file, and reads them from one."""
+"""Generates puzzles in several processes, and writes and reads files of puzzles."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def generate_puzzles(seed: int, count: int, size: Size, workers: int = 1, first:
         return
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent)
     try:
-        # Small chunks keep all workers busy to the end.
+        # Small chunks keep all workers busy until the end.
         chunk = max(1, min(64, count // (8 * workers)))
         yield from pool.map(make_puzzle, repeat(seed), indices, repeat(size), chunksize=chunk)
     finally:
@@ -45,7 +45,7 @@ def _end_with_parent() -> None:
 
 
 def require_puzzles(path: Path) -> None:
-    """Raises ValueError if a file is there and holds something other than `write_jsonl` writes."""
+    """Raises UsageError if a file exists and does not hold puzzles."""
     if path.is_file() and path.stat().st_size:
         try:
             _parse_puzzle(*next(read_examples(str(path), None)))
@@ -54,14 +54,15 @@ def require_puzzles(path: Path) -> None:
 
 
 def write_jsonl(path: str | os.PathLike, puzzles: Iterable[Puzzle]) -> int:
-    """Writes one puzzle a line, all or nothing, and returns their number."""
+    """Writes one puzzle per line atomically, and returns the number of puzzles."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # All puzzles are made before the file is written, so a failure leaves no part of one.
+    # All puzzles are generated before the file is written, so a failure does not leave a partial
+    # file.
     lines = [json.dumps(asdict(puzzle), ensure_ascii=False) + "\n" for puzzle in puzzles]
     data = "".join(lines).encode()
     if path.exists() and not path.is_file():
-        # A pipe or a terminal, such as /dev/stdout, which a file must not replace.
+        # A pipe or a terminal, such as /dev/stdout, must not be replaced by a file.
         path.write_bytes(data)
     else:
         write_atomic(path.resolve(), data)
@@ -69,16 +70,19 @@ def write_jsonl(path: str | os.PathLike, puzzles: Iterable[Puzzle]) -> int:
 
 
 def read_puzzles(path: str | os.PathLike, first: int = 0, count: int | None = None) -> list[Puzzle]:
-    """Reads puzzles `first` to `first + count - 1` from a JSON list, or a file with one JSON object a line.
+    """Reads puzzles `first` to `first + count - 1` from a JSON list or a JSONL file.
 
-    Raises ValueError, which names the place, the field and the fix, if one cannot be used.
+    Raises:
+        UsageError: a puzzle is invalid. The message names its location, the field and the fix.
     """
-    # A public file is a JSON list, ours has one JSON object a line.
+    # The public files are JSON lists. `write_jsonl` writes one JSON object per line.
     if Path(path).read_bytes().lstrip().startswith(b"["):
         try:
             items = json.loads(Path(path).read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path}: no JSON list ({error}); fix it, or write one object a line") from error
+            raise UsageError(
+                f"{path}: not a JSON list ({error}). Fix: repair it, or write one object per line"
+            ) from error
         examples = ((f"{path}, puzzle {number}", item) for number, item in enumerate(items, start=1))
     else:
         examples = read_examples(str(path), None)
@@ -87,7 +91,7 @@ def read_puzzles(path: str | os.PathLike, first: int = 0, count: int | None = No
 
 def _parse_puzzle(where: str, item: object) -> Puzzle:
     if not isinstance(item, dict):
-        raise UsageError(f"{where}: not an object; write one with the fields num_clues, prompt and solution")
+        raise UsageError(f"{where}: not an object. Fix: write an object with the fields num_clues, prompt and solution")
     fields = {
         "num_clues": (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0, "a number, 0 or more"),
         "prompt": (lambda v: isinstance(v, str) and v.strip() != "", "the text of the puzzle"),

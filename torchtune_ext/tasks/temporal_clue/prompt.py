@@ -1,4 +1,4 @@
-"""Writes the text of a puzzle, in exactly the words of the public puzzles."""
+"""Writes the text of a puzzle in exactly the wording of the public puzzles."""
 
 from torchtune_ext.tasks.temporal_clue.clues import (
     Either,
@@ -58,12 +58,12 @@ def piece_name(scenario: Scenario, who: int) -> str:
 
 
 def time_phrase(scenario: Scenario, time: int) -> str:
-    """Returns words such as " at 11:30 PM", or "" if the puzzle does not mention time."""
+    """Returns a phrase such as " at 11:30 PM", or "" if the puzzle does not mention time."""
     return f" at {scenario.times[time]}" if len(scenario.times) > 1 else ""
 
 
 def room_phrase(scenario: Scenario, room: int) -> str:
-    """Returns words such as "in the Library"."""
+    """Returns a phrase such as "in the Library"."""
     room_name = scenario.rooms[room]
     return f"{'at' if room_name == 'Fountain' else 'in'} the {room_name}"
 
@@ -98,7 +98,7 @@ def _words(scenario: Scenario, clue: Statement) -> str:
             return f"{piece_name(scenario, suspect)} is motivated by {scenario.motives[motive]}"
         case Murder():
             return f"Mr. Boddy was {_murder_words(scenario, clue)}"
-    raise TypeError(f"no such statement: {clue!r}")
+    raise TypeError(f"unknown statement: {clue!r}")
 
 
 def _murder_words(scenario: Scenario, clue: Murder) -> str:
@@ -113,8 +113,10 @@ def _murder_words(scenario: Scenario, clue: Murder) -> str:
 
 
 def fact_question(scenario: Scenario, statement: Statement, ask_who: bool = False) -> tuple[str, str, str]:
-    """Returns the question about a fact, the answer, and the word for the kind of answer."""
-    # A motive has two questions: who has it, and what motivates the suspect.
+    """Returns (question, answer, kind of answer) for a fact.
+
+    A motive has two questions; `ask_who` selects "Who is motivated by ...?".
+    """
     match statement:
         case Murder(fact, value):
             answer = piece_name(scenario, value).removeprefix("the ") if fact in ("murderer", "weapon") else None
@@ -122,16 +124,16 @@ def fact_question(scenario: Scenario, statement: Statement, ask_who: bool = Fals
             return MAIN_QUESTIONS[fact], answer, "SUSPECT" if fact == "murderer" else fact.upper()
         case Place(who, time, room):
             return f"Where was {piece_name(scenario, who)}{time_phrase(scenario, time)}?", scenario.rooms[room], "ROOM"
-        # This form needs a motive that only one suspect has.
+        # This question requires a motive that only one suspect has.
         case HasMotive(suspect, motive) if ask_who:
             return f"Who is motivated by {scenario.motives[motive]}?", scenario.suspects[suspect], "SUSPECT"
         case HasMotive(suspect, motive):
             return f"What motivates {scenario.suspects[suspect]}?", scenario.motives[motive], "MOTIVE"
-    raise TypeError(f"no question asks for {statement!r}")
+    raise TypeError(f"statement without a question: {statement!r}")
 
 
 def board(scenario: Scenario) -> str:
-    """Draws the board as text, with the letters of the compass around it."""
+    """Draws the board as text, with compass letters around it."""
     digits = 2 if len(scenario.rooms) > 9 else 1
     columns = scenario.columns
     cells = [f"{number + 1:0{digits}d}" for number in range(len(scenario.rooms))]
@@ -144,7 +146,7 @@ def board(scenario: Scenario) -> str:
 def puzzle_prompt(
     scenario: Scenario, clues: list[Statement], questions: list[tuple[str, str, str]], num_main: int
 ) -> str:
-    """Returns the whole text that the policy reads. `questions` begins with the `num_main` main questions."""
+    """Returns the text of the prompt. `questions` starts with the `num_main` main questions."""
     digits = 2 if len(scenario.rooms) > 9 else 1
     letters = [chr(ord("A") + number) for number in range(len(questions))]
     lines = [f"{letter}. {text}" for letter, (text, _, _) in zip(letters, questions, strict=True)]
@@ -189,7 +191,7 @@ def _bullets(items: tuple[str, ...]) -> str:
 def _motives(scenario: Scenario) -> str:
     if scenario.has_unique_motives():
         return _bullets(scenario.motives)
-    # The solver relies on these counts: they are among its rules.
+    # The rules of the solver include these counts, so the prompt must state them.
     counts = [scenario.count_holders(motive) for motive in range(len(scenario.motives))]
     shares = ["1 suspect" if count == 1 else f"{count} suspects" for count in counts]
     return _bullets(tuple(f"{motive} ({share})" for motive, share in zip(scenario.motives, shares, strict=True)))

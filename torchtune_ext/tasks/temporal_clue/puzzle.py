@@ -1,4 +1,4 @@
-"""Makes a `Puzzle`: draws a scenario and its clues, keeps the clues that determine the answers, and writes the text."""
+"""Generates puzzles: draws a scenario and clues, keeps the necessary clues, and writes the text."""
 
 import random
 from bisect import insort
@@ -17,7 +17,7 @@ from torchtune_ext.tasks.temporal_clue.scenario import Scenario, World, draw_sce
 from torchtune_ext.tasks.temporal_clue.size import Dims, Size
 from torchtune_ext.tasks.temporal_clue.solver import Solver
 
-ALL_QUESTIONS = 8  # main and bonus questions together, in the public puzzles
+ALL_QUESTIONS = 8  # total of main and bonus questions in the public puzzles
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,24 +30,24 @@ class Puzzle:
 
 
 def make_puzzle(seed: int, index: int, size: Size) -> Puzzle:
-    """Makes puzzle `index` of the endless sequence of `seed`, a pure function of the arguments.
+    """Generates puzzle `index` of the endless sequence of `seed`, a pure function of the arguments.
 
     Raises:
-        RuntimeError: OR-Tools is not installed.
-        TimeoutError: the solver needs too long; smaller puzzles help.
+        RunFailure: OR-Tools is not installed.
+        DeadlineExceeded: the solver exceeded its time limit; smaller puzzles help.
     """
     rng = random.Random(f"temporal clue/{seed}/{index}")
     dims = size.draw(rng)
-    # Rarely, a scenario leaves no question to ask, and is drawn again.
+    # In rare cases, a scenario leaves no question and is drawn again.
     while True:
         if puzzle := puzzle_of(rng, draw_scenario(rng, dims), dims, size):
             return puzzle
 
 
 def puzzle_of(rng: random.Random, scenario: Scenario, dims: Dims, size: Size) -> Puzzle | None:
-    """Makes the puzzle of a scenario, or returns None if a clue states the answer to every main question."""
-    # The clues that determine the whole world are found first. If only the answers count, `drop_in_turn` then has few
-    # clues left to try.
+    """Generates the puzzle of a scenario, or None if clues state all answers to main questions."""
+    # The clues that determine the whole world are found first. If only the answers must be
+    # determined, `drop_redundant` then has few clues to try.
     solver = Solver(scenario)
     clues, worlds = select_minimal(solver, draw_clues(rng, scenario, size.clues), all_facts(scenario))
     main = [fact for fact in murder_facts(scenario) if fact not in clues]
@@ -71,7 +71,7 @@ def all_facts(scenario: Scenario) -> list[Statement]:
 def _bonus_facts(
     rng: random.Random, scenario: Scenario, clues: list[Statement], most: int
 ) -> list[tuple[Statement, bool]]:
-    """Draws up to `most` facts that no clue states, each with whether to ask "Who is motivated by ...?"."""
+    """Draws up to `most` facts that no clue states, as (fact, ask "Who is motivated by ...?")."""
     facts: list[tuple[Statement, bool]] = []
     for place in piece_places(scenario):
         if place.who == scenario.boddy:
@@ -87,18 +87,21 @@ def _bonus_facts(
     return [(fact, ask_who) for fact, ask_who in rng.sample(facts, min(most, len(facts))) if fact not in clues]
 
 
-# Two ways to reduce clues until they just determine some facts, so that none can be removed. Both give the same result.
-# It depends only on the order of the clues (the first ones are tried first), and not on the counterexamples that the
-# solver happens to find.
+# Two algorithms reduce clues to a minimal set that determines some facts. Both give the same
+# result, which depends only on the order of the clues (the first are tried first), not on the
+# counterexamples that the solver finds.
 def drop_redundant(
     solver: Solver, clues: list[Statement], facts: list[Statement], worlds: list[World]
 ) -> list[Statement]:
-    """Drops each clue in turn if the others still determine the facts. Known `worlds` save questions to the solver."""
+    """Drops each clue in turn if the others still determine the facts.
+
+    Known `worlds` save solver calls.
+    """
     goal = solver.difference_literal(facts)
     broken = [_violation_mask(clues, world) for world in worlds if not all(fact.holds(world) for fact in facts)]
     left = (1 << len(clues)) - 1  # bit mask over the clues
     for bit in range(len(clues)):
-        # If only this clue excludes one of the worlds, it must stay.
+        # If only this clue excludes one of the worlds, the clue is necessary.
         if any(mask & left == 1 << bit for mask in broken):
             continue
         others = left & ~(1 << bit)
@@ -113,16 +116,18 @@ def drop_redundant(
 def select_minimal(
     solver: Solver, clues: list[Statement], facts: list[Statement]
 ) -> tuple[list[Statement], list[World]]:
-    """Returns what `drop_in_turn` would leave, and the worlds that the solver found.
+    """Returns the clues that `drop_redundant` would keep, and the worlds that the solver found.
 
-    It is the faster one if few clues remain.
+    It is faster than `drop_redundant` if few clues remain.
     """
-    # Every world in which a fact is different must break a kept clue. If it breaks none of those kept so far,
-    # `drop_in_turn` keeps the last clue that it breaks. So the solver looks for a world that the kept clues still
-    # allow, and the clues to keep are chosen again, until there is no such world.
+    # Every world in which a fact differs must violate a kept clue. If a world violates none of the
+    # clues kept so far, `drop_redundant` would keep the last clue that the world violates. So the
+    # solver searches for a world that the kept clues still allow, and the kept clues are chosen
+    # again, until the search finds no world.
     goal = solver.difference_literal(facts)
     worlds: list[World] = []
-    broken: list[int] = []  # bit masks over the clues, in the order of the last clue that a world breaks
+    # Bit masks over the clues, sorted by the last clue that a world violates.
+    broken: list[int] = []
     while True:
         kept = 0
         for mask in broken:
@@ -143,5 +148,5 @@ def _violation_mask(clues: list[Statement], world: World) -> int:
     """Returns the clues that do not hold in the world, as a bit mask."""
     mask = sum(1 << bit for bit, clue in enumerate(clues) if not clue.holds(world))
     if not mask:
-        raise AssertionError("all the clues together leave a fact open, or the solver reads a clue differently")
+        raise AssertionError("all clues together leave a fact open, or the solver encodes a clue differently")
     return mask

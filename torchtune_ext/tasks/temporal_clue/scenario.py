@@ -1,4 +1,4 @@
-"""Draws what happened in the night: a `World` (who was where, the murder) and its `Scenario` (the board, the truth)."""
+"""Draws a `World` (who was where, the murder) and its `Scenario` (board, names, true world)."""
 
 import random
 from dataclasses import dataclass
@@ -16,14 +16,15 @@ ROOMS = (
 )  # fmt: skip
 MOTIVES = ("Anger", "Betrayal", "Fear", "Greed", "Hatred", "Jealousy", "Power", "Pride", "Revenge", "Ambition")
 
-# Pieces are numbers: first the suspects, then the weapons, then Mr. Boddy. Roles are negative numbers: these two, and
-# `motivated_by(m)`, all suspects with motive m. Rooms, times and motives are positions in the lists of the scenario.
+# Pieces are numbers: first the suspects, then the weapons, then Mr. Boddy. Roles are negative
+# numbers: these two, and `motive_role(m)`, all suspects with motive m. Rooms, times and motives are
+# indices of the scenario's tuples.
 MURDERER = -1
 MURDER_WEAPON = -2
 # (column, row). Rows are counted from the north.
 STEPS = {"north": (0, -1), "south": (0, 1), "west": (-1, 0), "east": (1, 0)}
 MOVE_CHANCE = 0.5  # probability that a character changes rooms between two times
-CARRY_CHANCE = 0.8  # probability that a weapon is held by a suspect in its room, who takes it along
+CARRY_CHANCE = 0.8  # probability that a suspect in the room of a weapon carries it
 
 
 def motive_role(motive: int) -> int:
@@ -35,12 +36,12 @@ def motive_role(motive: int) -> int:
 class World:
     """One possible course of the night."""
 
-    places: tuple[tuple[int, ...], ...]  # the room for [piece][time]
-    motives: tuple[int, ...]  # the motive for [suspect]; empty when the puzzle has none
+    places: tuple[tuple[int, ...], ...]  # room, indexed [piece][time]
+    motives: tuple[int, ...]  # motive, indexed [suspect]; empty without motives
     murderer: int  # suspect
     weapon: int  # piece number of the murder weapon
-    room: int  # the room of the murder
-    time: int  # the time of the murder
+    room: int  # room of the murder
+    time: int  # time of the murder
 
     def members(self, who: int) -> list[int]:
         """Returns the pieces that a piece number or a role stands for."""
@@ -53,8 +54,8 @@ class World:
         return [suspect for suspect, motive in enumerate(self.motives) if motive == -3 - who]
 
     def room_mask(self, who: int, time: int) -> int:
-        """Returns the rooms where `who` was, as a bit mask."""
-        # Only a motive, which several suspects may share, can give more than one room.
+        """Returns the rooms of `who` at `time`, as a bit mask."""
+        # Only a motive, which several suspects may share, can have more than one room.
         if who >= 0:
             return 1 << self.places[who][time]
         return sum({1 << self.places[piece][time] for piece in self.members(who)})
@@ -62,14 +63,14 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The board, the names, and what is true."""
+    """The board, the names, and the true world."""
 
     suspects: tuple[str, ...]
     weapons: tuple[str, ...]
     rooms: tuple[str, ...]
-    columns: int  # columns of the board; rooms fill it line by line from the north-west
-    times: tuple[str, ...]  # ("12:00 AM",) when the puzzle does not mention time
-    motives: tuple[str, ...]  # empty when the puzzle has none
+    columns: int  # columns of the board; rooms fill it row by row from the north-west
+    times: tuple[str, ...]  # ("12:00 AM",) if the puzzle does not mention time
+    motives: tuple[str, ...]  # empty without motives
     truth: World
 
     @property
@@ -95,7 +96,7 @@ class Scenario:
 
 
 def neighbor(num_rooms: int, columns: int, room: int, direction: str) -> int | None:
-    """Returns the room next to `room` in that direction, or None at the edge of the board."""
+    """Returns the room adjacent to `room` in a direction, or None at the edge of the board."""
     column, row = room % columns, room // columns
     dx, dy = STEPS[direction]
     column, row = column + dx, row + dy
@@ -105,7 +106,7 @@ def neighbor(num_rooms: int, columns: int, room: int, direction: str) -> int | N
 
 
 def draw_scenario(rng: random.Random, dims: Dims) -> Scenario:
-    """Draws a night with a murder, by the rules that the prompt states."""
+    """Draws a night with a murder, by the rules in the prompt."""
     suspects = tuple(rng.sample(SUSPECTS, dims.suspects))
     weapons = tuple(rng.sample(WEAPONS, dims.weapons))
     rooms = tuple(rng.sample(ROOMS, dims.rooms))
@@ -115,14 +116,15 @@ def draw_scenario(rng: random.Random, dims: Dims) -> Scenario:
         [room, *(n for n in (neighbor(dims.rooms, columns, room, d) for d in STEPS) if n is not None)]
         for room in range(dims.rooms)
     ]
-    # Almost every night has a possible murder. One without is drawn again.
+    # Almost every night has a possible murder. A night without a possible murder is drawn again.
     while True:
         walks = [_walk(rng, next_to, rng.randrange(dims.rooms), dims.times) for _ in suspects]
         carried = [_carry(rng, walks, dims) for _ in weapons]
         if chances := _possible_murders(walks, carried, dims):
             break
     murderer, weapon, room, time = rng.choice(chances)
-    # Mr. Boddy walks to the room of the murder and stays there. His way is drawn backwards from that room.
+    # Mr. Boddy walks to the room of the murder and stays there. His path is drawn backwards from
+    # the room.
     boddy = _walk(rng, next_to, room, time + 1)[::-1] + [room] * (dims.times - time - 1)
     places = tuple(tuple(walk) for walk in [*walks, *carried, boddy])
     truth = World(places, motive_of, murderer, dims.suspects + weapon, room, time)
@@ -138,7 +140,7 @@ def _columns(rng: random.Random, num_rooms: int) -> int:
 
 
 def _draw_times(rng: random.Random, count: int) -> tuple[str, ...]:
-    """Draws times at equal distances. Midnight is one of them, but not the first."""
+    """Draws times at equal intervals. They include midnight, but not as the first time."""
     if count == 1:
         return ("12:00 AM",)
     step = rng.choice((15, 30, 60))
@@ -153,20 +155,20 @@ def _draw_motives(rng: random.Random, dims: Dims) -> tuple[tuple[str, ...], tupl
     if dims.motives == dims.suspects:
         return tuple(names), tuple(rng.sample(range(dims.motives), dims.motives))
     drawn = [rng.randrange(dims.motives) for _ in range(dims.suspects)] if dims.motives > 1 else []
-    # Motives that nobody has are dropped.
+    # Unused motives are dropped.
     used = [motive for motive in range(dims.motives) if motive in drawn]
-    # A motive that all suspects share tells nothing.
+    # A motive that all suspects share has no information.
     if len(used) < 2:
         return (), ()
     return tuple(names[motive] for motive in used), tuple(used.index(motive) for motive in drawn)
 
 
 def _walk(rng: random.Random, next_to: list[list[int]], room: int, steps: int) -> list[int]:
-    """Draws the rooms of a character at `steps` times, beginning with `room`."""
+    """Draws the rooms of a character at `steps` times, starting with `room`."""
     walk = [room]
     while len(walk) < steps:
         if rng.random() < MOVE_CHANCE:
-            # The list begins with the room itself.
+            # The first entry of the list is the room itself.
             room = rng.choice(next_to[room][1:])
         walk.append(room)
     return walk
@@ -174,7 +176,7 @@ def _walk(rng: random.Random, next_to: list[list[int]], room: int, steps: int) -
 
 def _carry(rng: random.Random, walks: list[list[int]], dims: Dims) -> list[int]:
     """Draws the rooms of a weapon."""
-    # At each time a suspect in its room may hold it, and takes it along when leaving.
+    # At each time, a suspect in the weapon's room may hold it, and takes it to the next room.
     places = [rng.randrange(dims.rooms)]
     for time in range(1, dims.times):
         room = places[-1]
@@ -186,7 +188,7 @@ def _carry(rng: random.Random, walks: list[list[int]], dims: Dims) -> list[int]:
 
 
 def _possible_murders(walks: list[list[int]], carried: list[list[int]], dims: Dims) -> list[tuple[int, int, int, int]]:
-    """Returns every (suspect, weapon, room, time) at which the suspect was the only one in a room with the weapon."""
+    """Returns all (suspect, weapon, room, time) of a suspect alone in a room with a weapon."""
     murders = []
     for time in range(dims.times):
         rooms = [walk[time] for walk in walks]

@@ -1,4 +1,4 @@
-"""How big and how hard a puzzle is: `Size` has ranges, as a user writes them, and `Dims` is drawn from them."""
+"""Size and difficulty of puzzles: `Size` holds the user's ranges, `Dims` one puzzle's numbers."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -19,20 +19,22 @@ Range = int | tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of the puzzles to draw. Each number is an int or (low, high), both ends included."""
+    """The size of the puzzles to draw. Each number is an int or an inclusive range (low, high)."""
 
     suspects: Range = 2  # 2 to 10
     weapons: Range = 2  # 2 to 8
     rooms: Range = 2  # 2 to 17
-    times: Range = 1  # 1 to 12; 1 means that the puzzle does not mention time
-    # 0 to 10, at most the number of suspects. If there are as many motives as suspects, each suspect has a different
-    # one. 0 and 1 mean that there are no motives.
+    times: Range = 1  # 1 to 12; 1: the puzzle does not mention time
+    # 0 to 10, at most the number of suspects. With as many motives as suspects, each suspect has a
+    # different motive. 0 and 1: the puzzle has no motives.
     motives: Range = 0
-    bonus: Range = 0  # largest number of bonus questions; a question is left out if a clue states its answer
-    clues: tuple[str, ...] = KINDS  # kinds of clues in use; "direct" must be among them; fewer kinds are easier
-    # True: the clues determine every position, as in the public puzzles. False: they determine only what is asked.
+    # Largest number of bonus questions; a question is dropped if a clue states its answer.
+    bonus: Range = 0
+    clues: tuple[str, ...] = KINDS  # kinds of clues; must include "direct"; fewer kinds are easier
+    # True: the clues determine every position, as in the public puzzles. False: they determine only
+    # the answers.
     whole_world: bool = False
-    players: Range | None = None  # 1 to 6; all other numbers are then drawn from this one, as in the public puzzles
+    players: Range | None = None  # 1 to 6; sets all other numbers, as in the public puzzles
 
     def __post_init__(self) -> None:
         for name in LIMITS:
@@ -46,8 +48,8 @@ class Size:
                 raise UsageError(f"size: {name}={getattr(self, name)!r}: write {how}")
         if not {"direct"} <= set(self.clues) <= set(KINDS):
             raise UsageError(
-                f"size: clues={list(self.clues)}: choose from {', '.join(KINDS)}, 'direct' always among them "
-                "(it is what makes every puzzle solvable)"
+                f"size: clues={list(self.clues)}: choose from {', '.join(KINDS)}, and always include 'direct', which makes "
+                "every puzzle solvable"
             )
 
     def draw(self, rng: random.Random) -> "Dims":
@@ -73,16 +75,22 @@ class Dims:
     weapons: int
     rooms: int
     times: int  # 1: the puzzle does not mention time
-    # If there are as many motives as suspects, each suspect has a different one. Otherwise suspects may share a motive,
-    # and unused motives are dropped.
+    # With as many motives as suspects, each suspect has a different motive. Otherwise suspects may
+    # share a motive, and unused motives are dropped.
     motives: int
-    bonus: int | None  # largest number of bonus questions; None: as many as make eight questions in all
+    # Largest number of bonus questions; None: as many as make a total of eight questions.
+    bonus: int | None
 
 
 def parse_size(value: Size | str | Mapping) -> Size:
-    """Makes a `Size` from a name ("small"), or a mapping, which may be a text in YAML ("{suspects: 2, rooms: [2, 3]}").
+    """Parses a name ("small") or a mapping to a `Size`.
 
-    Raises ValueError for anything else.
+    Args:
+        value: a `Size`, a name, or a mapping. The mapping may be YAML text, such as
+            "{suspects: 2, rooms: [2, 3]}".
+
+    Raises:
+        UsageError: the value is something else, or out of range.
     """
     if isinstance(value, Size):
         return value
@@ -92,7 +100,7 @@ def parse_size(value: Size | str | Mapping) -> Size:
     if isinstance(value, str):
         if value in NAMED_SIZES:
             return NAMED_SIZES[value]
-        # A text that is no YAML stays one, which is refused below.
+        # Invalid YAML stays a string, which is rejected below.
         with suppress(yaml.YAMLError):
             value = yaml.safe_load(value)
     if not isinstance(value, Mapping):
@@ -103,13 +111,13 @@ def parse_size(value: Size | str | Mapping) -> Size:
         raise UsageError(f"size: like={base!r}: choose from {', '.join(NAMED_SIZES)}")
     names = [field.name for field in fields(Size)]
     if unknown := [name for name in value if name not in names]:
-        raise UsageError(f"size: no knob called {unknown[0]!r}; there are {', '.join(names)}, and like")
+        raise UsageError(f"size: unknown key {unknown[0]!r}; the keys are {', '.join(names)} and like")
     like = Size() if base is None else NAMED_SIZES[str(base)]
     return replace(like, **{name: _plain(name, item) for name, item in value.items()})
 
 
 def _plain(name: str, item: object) -> object:
-    # YAML has lists and no tuples. A single kind of clue needs no list.
+    # YAML has lists but not tuples. A single kind of clue may be written without a list.
     if isinstance(item, str):
         return (item,) if name == "clues" else item
     return tuple(item) if isinstance(item, Sequence) else item
@@ -121,7 +129,9 @@ def _check_range(name: str, value: object) -> None:
     # A bool is an int in Python.
     whole = len(ends) == 2 and all(isinstance(end, int) and not isinstance(end, bool) for end in ends)
     if not whole or not least <= ends[0] <= ends[1] <= most:
-        raise UsageError(f"size: {name}={value!r}: write a number from {least} to {most}, or [low, high] within that")
+        raise UsageError(
+            f"size: {name}={value!r}: expected a number from {least} to {most}, or [low, high] in this range"
+        )
 
 
 def _pick(rng: random.Random, value: Range) -> int:
@@ -129,7 +139,7 @@ def _pick(rng: random.Random, value: Range) -> int:
 
 
 def _draw_as_public(rng: random.Random, players: int) -> Dims:
-    # These are the formulas of the public generator.
+    # The formulas of the public generator.
     weapons = max(2, min(players + rng.randint(-1, 5), int(2.125 * players), 8))
     suspects = min(weapons + rng.randint(0, weapons - 1), int(2.5 * players), 10)
     rooms = min(suspects + rng.randint(0, suspects - 2), 3 * players, 17)

@@ -1,4 +1,4 @@
-"""Looks for counterexamples, other worlds that fit the clues, with OR-Tools CP-SAT (extra `clue`)."""
+"""Searches for counterexamples: other worlds that fit the clues (OR-Tools CP-SAT, extra `clue`)."""
 
 from collections.abc import Iterable
 from importlib import import_module
@@ -20,39 +20,43 @@ from torchtune_ext.tasks.temporal_clue.clues import (
 )
 from torchtune_ext.tasks.temporal_clue.scenario import MURDER_WEAPON, MURDERER, STEPS, Scenario, World
 
-SOLVE_TIMEOUT_S = 120.0  # time limit of one question to the solver; the public sizes need much less than one second
+# Time limit of one solver call; the public sizes take much less than one second.
+SOLVE_TIMEOUT_S = 120.0
 
 
 def ortools() -> ModuleType:
-    """Imports `cp_model` of OR-Tools. Raises RuntimeError if it is not installed."""
-    # Imported late, because reading and grading puzzles works without it.
+    """Imports `cp_model` of OR-Tools. Raises RunFailure if it is not installed."""
+    # Imported late, because reading and grading puzzles works without OR-Tools.
     try:
         return import_module("ortools.sat.python.cp_model")
     except ImportError as error:
         raise RunFailure(
-            "making Temporal Clue puzzles needs OR-Tools: pip install 'torchtune-ext[clue]' (reading them does not)"
+            "OR-Tools is not installed, which generates Temporal Clue puzzles (reading them works without it). "
+            "Fix: pip install 'torchtune-ext[clue]'"
         ) from error
 
 
 class Solver:
-    """Finds a world that fits some clues but differs from the truth in a goal, if there is one."""
+    """Searches for a world that fits some clues but differs from the truth in a goal."""
 
     def __init__(self, scenario: Scenario) -> None:
-        # A scenario has one model: the rules of the prompt as clauses over "piece p was in room r at time t", the
-        # motives and the facts of the murder. Clues become literals, and a question is a set of literals to assume.
+        # A scenario has one model: the rules of the prompt as clauses over "piece p was in room r
+        # at time t", the motives and the facts of the murder. Clues become literals, and a query
+        # assumes a set of literals.
         cp_model = ortools()
         self.scenario = scenario
         self.model = cp_model.CpModel()
-        self._literals: dict = {}  # the literal of each statement and conjunction that was used so far
+        self._literals: dict = {}  # literals of the statements and conjunctions used so far
         self._add_variables()
         self._add_murder()
         self._add_walks()
-        # The search tries true facts first. A counterexample that breaks few clues tells more about which are needed.
+        # The search tries true facts first. A counterexample that violates few clues is more
+        # informative about the necessary clues.
         self.model.add_decision_strategy(self._truths(), cp_model.CHOOSE_FIRST, cp_model.SELECT_MAX_VALUE)
         self.cp_solver = cp_model.CpSolver()
         parameters = {
             "num_workers": 1,
-            # Otherwise CP-SAT takes Ctrl-C from Python and never gives it back.
+            # Otherwise CP-SAT replaces Python's handler of Ctrl-C permanently.
             "catch_sigint_signal": False,
             "search_branching": cp_model.FIXED_SEARCH,
             "cp_model_presolve": False,
@@ -65,16 +69,17 @@ class Solver:
             setattr(self.cp_solver.parameters, key, value)
 
     def difference_literal(self, truths: Iterable[Statement]):
-        """Returns a literal: at least one of these statements does not hold."""
-        # Only one direction is needed, since the literal is only ever assumed to be true.
+        """Returns a literal that implies that at least one of these statements does not hold."""
+        # One direction is sufficient, since the literal is only assumed to be true.
         goal = self.model.new_bool_var("")
         self.model.add_bool_or(goal.negated(), *(self.literal(truth).negated() for truth in truths))
         return goal
 
     def find_world(self, clues: Iterable[Statement], goal) -> World | None:
-        """Returns a world in which all the clues and the goal hold, or None if there is none.
+        """Returns a world in which all the clues and the goal hold, or None if no world exists.
 
-        Raises TimeoutError if the solver finds no answer within `SECONDS`.
+        Raises:
+            DeadlineExceeded: the solver found no answer within `SOLVE_TIMEOUT_S`.
         """
         literals = [self.literal(clue) for clue in clues]
         self.model.clear_assumptions()
@@ -84,7 +89,9 @@ class Solver:
         if name == "INFEASIBLE":
             return None
         if name not in ("OPTIMAL", "FEASIBLE"):
-            raise DeadlineExceeded(f"CP-SAT said {name} within {SOLVE_TIMEOUT_S:.0f} s; draw smaller puzzles (size)")
+            raise DeadlineExceeded(
+                f"CP-SAT returned {name} within {SOLVE_TIMEOUT_S:.0f} s. Fix: draw smaller puzzles (size)"
+            )
         return self._world(list(self.cp_solver.response_proto.solution))
 
     # ---- the rules
@@ -95,15 +102,16 @@ class Solver:
         return literals
 
     def _add_variables(self) -> None:
-        # These must come first in the model, in the order in which `_world` reads them.
+        # These variables must be the first of the model, in the order in which `_world` reads them.
         s = self.scenario
-        self.at = [[self._one_of(len(s.rooms)) for _ in s.times] for _ in s.truth.places]  # [piece][time][room]
+        # [piece][time][room]
+        self.at = [[self._one_of(len(s.rooms)) for _ in s.times] for _ in s.truth.places]
         self.motive = [self._one_of(len(s.motives)) for _ in s.suspects] if s.motives else []
         self.murderer = self._one_of(len(s.suspects))
         self.weapon = self._one_of(len(s.weapons))
         self.room = self._one_of(len(s.rooms))
         self.time = self._one_of(len(s.times))
-        # The prompt says how many suspects have each motive.
+        # The prompt states how many suspects have each motive.
         for motive in range(len(s.motives)):
             self.model.add(sum(row[motive] for row in self.motive) == s.count_holders(motive))
 
@@ -119,7 +127,7 @@ class Solver:
         s = self.scenario
         position = 0
 
-        # A choice is a run of values of which one is 1.
+        # A choice is a one-hot run of values.
         def chosen(count: int) -> int:
             nonlocal position
             choice = values.index(1, position, position + count) - position
@@ -135,15 +143,15 @@ class Solver:
         s, clause = self.scenario, self.model.add_bool_or
         for time, room in product(range(len(s.times)), range(len(s.rooms))):
             elsewhere = [self.time[time].negated(), self.room[room].negated()]
-            # The murderer is there, and no other suspect.
+            # The murderer is in the room, and no other suspect.
             for suspect, is_murderer in enumerate(self.murderer):
                 here = self.at[suspect][time][room]
                 clause(*elsewhere, is_murderer.negated(), here)
                 clause(*elsewhere, is_murderer, here.negated())
-            # So is the murder weapon, perhaps among others.
+            # The murder weapon is in the room, possibly with other weapons.
             for weapon, is_weapon in zip(s.weapon_pieces, self.weapon, strict=True):
                 clause(*elsewhere, is_weapon.negated(), self.at[weapon][time][room])
-            # From then on Mr. Boddy stays there.
+            # After the murder, Mr. Boddy stays in the room.
             for later in range(time, len(s.times)):
                 clause(*elsewhere, self.at[s.boddy][later][room])
 
@@ -153,8 +161,8 @@ class Solver:
         next_to = [[n for n in (s.neighbor(room, d) for d in STEPS) if n is not None] for room in rooms]
         for time in range(1, len(s.times)):
             for piece, room in product(range(len(self.at)), rooms):
-                # A piece stays or goes to a neighboring room. The second clause follows from the first, but lets the
-                # solver conclude backwards in time.
+                # A piece stays or moves to a neighboring room. The second clause follows from the
+                # first, but lets the solver propagate backwards in time.
                 before, now = self.at[piece][time - 1], self.at[piece][time]
                 clause(before[room].negated(), now[room], *(now[near] for near in next_to[room]))
                 clause(now[room].negated(), before[room], *(before[near] for near in next_to[room]))
@@ -170,7 +178,7 @@ class Solver:
     # ---- clues as literals
 
     def all_of(self, *literals):
-        """Returns a literal that is true if and only if all of these are."""
+        """Returns a literal that is true if and only if all `literals` are true."""
         if len(literals) == 1:
             return literals[0]
         key = ("all", tuple(literal.index for literal in literals))
@@ -182,13 +190,13 @@ class Solver:
         return self._literals[key]
 
     def any_of(self, literals: list):
-        """Returns a literal that is true if and only if at least one of these is."""
+        """Returns a literal that is true if and only if at least one of `literals` is true."""
         if len(literals) == 1:
             return literals[0]
         return self.all_of(*(literal.negated() for literal in literals)).negated()
 
     def _options(self, who: int) -> list[tuple[list, int]]:
-        """Returns the pieces that `who` may stand for, each after the literals that make it so."""
+        """Returns (conditions, piece) for each piece that `who` may be. Conditions are literals."""
         s = self.scenario
         if who >= 0:
             return [([], who)]
@@ -233,14 +241,14 @@ class Solver:
                 return self.motive[suspect][motive]
             case Murder(fact, value):
                 return self._murder(fact, value)
-        raise TypeError(f"no such statement: {statement!r}")
+        raise TypeError(f"unknown statement: {statement!r}")
 
     def _same(self, first, second):
         return self.any_of([self.all_of(first, second), self.all_of(first.negated(), second.negated())])
 
     def _moved(self, who: int, cargo: int | None, time: int, start: int, end: int):
         cargoes = [([], None)] if cargo is None else self._options(cargo)
-        # If several suspects share a motive, a single one must make the whole move.
+        # If several suspects share a motive, a single suspect must make the whole move.
         ways = []
         for (so, piece), (with_so, weapon) in product(self._options(who), cargoes):
             steps = [self.at[piece][time - 1][start], self.at[piece][time][end]]

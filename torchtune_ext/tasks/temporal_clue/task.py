@@ -1,4 +1,4 @@
-"""The task Temporal Clue: deduction puzzles after the board game, generated or read from a file."""
+"""Temporal Clue task: deduction puzzles after the board game, generated or read from a file."""
 
 import re
 from collections.abc import Mapping
@@ -14,25 +14,30 @@ from torchtune_ext.tasks.temporal_clue.puzzle import make_puzzle
 from torchtune_ext.tasks.temporal_clue.size import Size, parse_size
 
 ANSWER_LETTERS = {"published": r"A-Za-z \.:-", "exact": r"A-Za-z0-9 \.:-"}
-# Words that follow a letter where it is only mentioned: "see B. above".
+# Words after a letter that is only mentioned, not answered: "see B. above".
 NOT_ANSWERS = "above|below|see|because|is|was|who|what|where|when|why"
 
 
 class TemporalClue:
-    """The task. The reward is the share of the questions that are answered right.
+    """Temporal Clue task. The reward is the fraction of the questions with a right answer.
 
     Args:
         seed: seed of the generated puzzles. Puzzle i depends only on (seed, i, size).
         count: number of puzzles; None: endless, or the rest of the file.
-        size: a `Size`, a name ("2", "3", "small", "public"), or a mapping such as {suspects: [2, 3], weapons: 2}.
-        grader: "exact", or "published", for which a time is never a right answer; or the dotted path of a function
-            (problem, text) that replaces `grade`. `problem.answer` has the right answers by their letters.
+        size: a `Size`, a name ("2", "3", "small", "public"), or a mapping such as
+            {suspects: [2, 3], weapons: 2}.
+        grader: "exact"; "published", which never accepts a time; or the dotted path of a function
+            (problem, text) that replaces `grade`. `problem.answer` maps letters to reference
+            answers.
         path: a JSON or JSONL file of puzzles to read instead of generating them.
-        first: index of the first puzzle. It keeps training and held-out puzzles apart.
-        group_grader: dotted path of a function (problem, texts), which grades all samples of a puzzle together.
+        first: index of the first puzzle. It separates training and held-out puzzles.
+        group_grader: dotted path of a function (problem, texts), which grades all samples of a
+            puzzle in one call.
 
     Raises:
-        ValueError: an argument is out of its range, there is no such function, or the file has too few puzzles.
+        UsageError: an argument is out of range, a function is not found, or the file has too few
+            puzzles.
+        UsageFileError: the file is missing.
     """
 
     def __init__(
@@ -47,7 +52,7 @@ class TemporalClue:
     ) -> None:
         if isinstance(grader, str) and grader not in ANSWER_LETTERS and "." not in grader:
             raise UsageError(
-                f"grader={grader!r}: choose 'exact' or 'published', or name a function, grader: my_reward.f for my_reward.py"
+                f"grader={grader!r}: choose 'exact' or 'published', or name a function: grader: my_reward.f for my_reward.py"
             )
         length = task_length(first, count)
         self.rule = grader if isinstance(grader, str) and grader in ANSWER_LETTERS else "exact"
@@ -55,17 +60,19 @@ class TemporalClue:
         self.seed, self.first = seed, first
         self.size = parse_size(size)
         if path is not None and not Path(path).is_file():
-            # Held-out puzzles have a seed of their own, so that none of them is trained on.
+            # Held-out puzzles have another seed, so that they are never trained on.
             other = " --seed 1" if "val" in Path(path).stem or "test" in Path(path).stem else ""
             raise UsageFileError(
-                f"path={path!r}: no such file, seen from {Path.cwd()}; `torchtune-ext clue --size public{other} --count "
-                f"{(first + (count or 0)) or 3000} --out {path}` makes one"
+                f"path={path!r}: file not found in {Path.cwd()}. Fix: `torchtune-ext clue --size public{other} --count "
+                f"{(first + (count or 0)) or 3000} --out {path}`"
             )
         self.puzzles = None if path is None else read_puzzles(path, first, count)
         self.prefix = f"clue-{seed}" if path is None else "clue-file"
         self.length = length if self.puzzles is None else len(self.puzzles)
         if self.puzzles is not None and (not self.puzzles or len(self.puzzles) < (count or 0)):
-            raise UsageError(f"path={path!r}: {len(self.puzzles)} puzzles from first={first} on, not count={count}")
+            raise UsageError(
+                f"path={path!r}: too few puzzles ({len(self.puzzles)}) for first={first}, count={count}. Fix: lower them"
+            )
 
     def __len__(self) -> int:
         return self.length
@@ -80,8 +87,8 @@ class TemporalClue:
     def grade(self, problem: Problem, text: str) -> Score:
         """Grades a text.
 
-        Parts: "accuracy", the share of right answers; "solved", 1.0 if all are right; "format", the share of questions
-        with any answer in the right format.
+        Parts: "accuracy", the fraction of right answers; "solved", 1.0 if all are right; "format",
+        the fraction of questions with any answer in the right format.
         """
         right = right_answers(problem.answer, text, self.rule).values()
         reward = sum(right) / len(right)
@@ -89,23 +96,27 @@ class TemporalClue:
         return Score(reward, parts)
 
     def solution(self, problem: Problem) -> str:
-        """Returns the answers in the format of the prompt, with reward 1.0 (less for "published" if one is a time)."""
+        """Returns the answers in the format of the prompt.
+
+        The reward is 1.0; with "published", it is lower if an answer is a time.
+        """
         return "\n".join(f"{letter}. {answer}" for letter, answer in problem.answer.items())
 
 
 _puzzle = lru_cache(maxsize=4096)(make_puzzle)
 
 
-# Both rules take the last answer for each letter, and ignore case. The published rule (OpenPipe, deductive-reasoning)
-# looks for "A. answer" anywhere, and allows no digits in an answer, so "11:30 PM" never matches. With it, the right
-# answers of the 64 public validation puzzles get a mean reward of 0.926. It exists so that results can be compared with
-# published ones. Ours also reads "A: answer", "- A) answer" and "**A.** answer" at the start of a line.
+# Both rules use the last answer for each letter, and ignore case. The published rule (OpenPipe,
+# deductive-reasoning) searches for "A. answer" anywhere, and does not allow digits in an answer, so
+# "11:30 PM" never matches. With this rule, the reference answers of the 64 public validation
+# puzzles get a mean reward of 0.926. It exists to compare results with published results. The exact
+# rule also reads "A: answer", "- A) answer" and "**A.** answer" at the start of a line.
 @lru_cache(maxsize=256)
 def _patterns(key: str, grader: str) -> list[re.Pattern]:
     if grader == "published":
         return [re.compile(rf"{re.escape(key)}\. ([{ANSWER_LETTERS[grader]}]+)")]
     key, answer = re.escape(key), rf"((?!(?i:{NOT_ANSWERS})\b)[A-Za-z0-9][{ANSWER_LETTERS[grader]}]*)"
-    # Emphasis may enclose letter and answer. In "Signed, J. A. Watson" the letter is an initial.
+    # Emphasis may enclose letter and answer. In "Signed, J. A. Watson", the letter is an initial.
     starts = rf"(?<!\b[A-Z]\. ){key}[*_`]*\.[*_`]* [ *_`]*", rf"^[ >#(*_`-]*{key}[*_`]*[.:)][ .:)*_`]*"
     return [re.compile(start + answer, re.MULTILINE) for start in starts]
 
@@ -127,11 +138,11 @@ def extract_answers(text: str, solution: Mapping[str, str], grader: str = "exact
 
 
 def right_answers(solution: dict[str, str], text: str, grader: str = "exact") -> dict[str, bool]:
-    """Tells for each letter whether the last answer in `text` is the one in `solution`."""
+    """Tells for each letter whether the last answer in `text` equals the answer in `solution`."""
     found = extract_answers(text, solution, grader)
     return {key: found.get(key, "").lower() == answer.lower() for key, answer in solution.items()}
 
 
 def answered_share(solution: dict[str, str], text: str) -> float:
-    """Returns the share of the questions to which `text` has any answer in the right format."""
+    """Returns the fraction of the questions to which `text` has any answer in the right format."""
     return len(extract_answers(text, solution)) / len(solution)
