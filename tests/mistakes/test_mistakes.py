@@ -122,7 +122,7 @@ def test_a_variable_shows_the_traceback(place, in_fork, tmp_path):
     run = partial(in_fork, **{TRACEBACK_VARIABLE: "1"})
     result = attempt(full("optimizer.lr=fast", ""), place, tmp_path / "run", run)
     assert result.status == 2 and "Traceback" in result.text and "in check_optimizer" in result.text, result
-    assert result.text.splitlines()[-1].startswith("torchtune_ext.run.errors.Mistake: optimizer.lr='fast'")
+    assert result.text.splitlines()[-1].startswith("torchtune_ext.run.errors.UsageError: optimizer.lr='fast'")
 
 
 def test_unexpected_error_keeps_its_traceback(place, in_fork, tmp_path):

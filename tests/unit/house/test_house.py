@@ -179,7 +179,7 @@ def what_the_user_can_mend_is_a_mistake(files: Files) -> Iterator[str]:
     for file in files:
         for node in file.nodes:
             if isinstance(node, ast.Raise) and ast.unparse(node).startswith("raise ValueError"):
-                yield f"{file.path}:{node.lineno}: raise run.errors.Mistake"
+                yield f"{file.path}:{node.lineno}: raise run.errors.UsageError"
 
 
 def nothing_is_too_long(files: Files) -> Iterator[str]:

@@ -178,7 +178,7 @@ def test_run_folder_second_process_sees_lock_holder(tmp_path):
         assert second.returncode == 1 and second.stdout == ""
         last = second.stderr.splitlines()[-1]
         assert last.startswith(
-            f"torchtune_ext.run.errors.Mistake: output_dir={tmp_path} is in use by another run: process {first.pid} on "
+            f"torchtune_ext.run.errors.UsageError: output_dir={tmp_path} is in use by another run: process {first.pid} on "
         )
         assert socket.gethostname() in last and "since 2" in last and "another output_dir, or stop that run" in last
         with pytest.raises(ValueError, match=f"process {first.pid} on "):

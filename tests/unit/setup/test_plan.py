@@ -252,7 +252,7 @@ def needed(sizes, folder, steps, evaluated, **config):
     settings = dict(
         output_dir=str(folder), max_steps=steps, evaluation=evaluation, checkpoints=CheckpointConfig(**config)
     )
-    return disk_need(replace(CONFIG, **settings), sizes.total_params, sizes.trained, sizes.dtype)
+    return disk_need(replace(CONFIG, **settings), sizes.total_params, sizes.trainable_params, sizes.dtype)
 
 
 @pytest.mark.parametrize("save_optimizer", [True, False])

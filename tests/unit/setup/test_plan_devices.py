@@ -89,7 +89,7 @@ def test_check_start_overlapping_gpus_refused_before_run_folder(started, monkeyp
     parts = SimpleNamespace(
         cfg=None,
         replay=None,
-        rehearse=lambda: None,
+        check_grading=lambda: None,
         precision=SimpleNamespace(engine=config),
         ranks=SimpleNamespace(device=torch.device("cuda", 0)),
     )
