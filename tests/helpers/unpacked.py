@@ -115,7 +115,7 @@ def of_each_token(sample):
 
 
 def trained_samples(groups):
-    return [(g, s) for g in groups for s in g.samples if s.trained]
+    return [(g, s) for g in groups for s in g.samples if s.in_loss]
 
 
 @contextmanager

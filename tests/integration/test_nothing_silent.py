@@ -128,7 +128,7 @@ def test_failing_grader_ends_run_and_keeps_checkpoint(workplace, failed):
         in failed
     )
     assert "infra_failed: AttributeError: 'Problem' object has no attribute 'solution' (rows.py:" in failed
-    assert "no signal: no text was graded" in failed
+    assert "no text was graded" in failed
     assert (
         "It was at step 2 of 6. The newest checkpoint is failing/checkpoints/step_000001; resume from there" in failed
     )

@@ -178,7 +178,7 @@ def test_killed_sweep_resumes_and_completes(warmed_up):
         starts = (folder / "output.log").read_text().count("engine:    starting")
         assert starts == (2 if run["id"] == "run_02" else 1)
     assert (
-        "3 runs, 2 of them to do" in done.stdout
+        "3 runs, 2 left" in done.stdout
         and "run_02 (2 of 3) resumes" in done.stdout
         and "held-out accuracy  95% interval" in done.stdout
         and (out / "report.html").is_file()

@@ -1,1 +1,1 @@
-"""The commands: the plug-in of `tune`, `torchtune-ext` and its subcommands."""
+"""Command line: the plug-in for `tune`, and `torchtune-ext` with its subcommands."""

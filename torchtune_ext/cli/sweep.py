@@ -1,10 +1,11 @@
-"""`torchtune-ext sweep FILE` runs a sweep here.
+"""`torchtune-ext sweep FILE` runs a sweep on this machine.
 
-    torchtune-ext sweep tiny_lr                               one of ours, or the path of a file in W&B's format
-    torchtune-ext sweep my_lr.yaml --jobs 2 max_steps=40      two runs at a time, a setting for all runs
+    torchtune-ext sweep tiny_lr                            one of our sweeps, or a file for W&B
+    torchtune-ext sweep my_lr.yaml --jobs 2 max_steps=40   2 runs at a time, an override for all
 
-The same command goes on with a sweep that was stopped or killed. Its folder is `runs/sweeps/NAME` (sweep/runner.py).
-Exit status: 0 at the end, 1 if no run has finished, 2 for bad input, 128 plus the number of the signal that stopped it.
+The same command resumes a sweep that was stopped or killed. Its folder is `runs/sweeps/NAME`
+(sweep/runner.py). Exit status: 0 if a run finished, 1 if none did, 2 for a usage error, 128 + N if
+signal N stopped the sweep.
 """
 
 import argparse
@@ -23,23 +24,24 @@ SWEEPS_FOLDER = Path("runs", "sweeps")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what `torchtune-ext sweep` takes; `cli` hands on whatever else is there."""
+    """Adds the arguments of `torchtune-ext sweep`; `cli` passes all others to `main`."""
     parser.usage = "torchtune-ext sweep FILE [--jobs N] [--out DIR] [--seed N] [key=value ...]"
-    parser.add_argument("file", metavar="FILE", help="a sweep in W&B's format, or the name of one of ours")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (1)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="the sweep's folder (runs/sweeps/NAME)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random points (0)")
+    parser.add_argument("file", metavar="FILE", help="a file in W&B's sweep format, or the name of one of our sweeps")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the sweep's folder (default: runs/sweeps/NAME)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of random points (default: 0)")
 
 
 def main(args: argparse.Namespace, overrides: Sequence[str] = ()) -> int:
     """Runs the sweep. Returns the exit status.
 
     Args:
-        words: settings for all runs, key=value.
+        args: the parsed arguments.
+        overrides: config overrides (key=value) for all runs.
 
     Raises:
-        ValueError: something is wrong that can be seen before the first run.
-        OSError: as `SweepFolder.begin` says.
+        UsageError: an argument, the sweep or a config is invalid.
+        OSError: the sweep's folder cannot be created or locked (`SweepFolder.acquire`).
     """
     # The check below reads recipes, which import torchtune.
     plugin.install()
@@ -47,13 +49,13 @@ def main(args: argparse.Namespace, overrides: Sequence[str] = ()) -> int:
     for word in overrides:
         key = word.partition("=")[0]
         if word.startswith("-"):
-            raise UsageError(f"there is no option {key}; see torchtune-ext sweep --help")
+            raise UsageError(f"{key}: unknown option. Fix: see torchtune-ext sweep --help")
         if key in {each.name for each in sweep.parameters}:
-            raise UsageError(f"{word}: the sweep says itself what {key} is; change {sweep.path}, or a copy of it")
+            raise UsageError(f"{word}: the sweep sets {key} itself. Fix: change {sweep.path}, or a copy of it")
     if args.jobs < 1:
-        raise UsageError(f"--jobs {args.jobs} must be 1 or more")
+        raise UsageError(f"--jobs {args.jobs}: expected 1 or more")
     folder = SweepFolder(args.out or SWEEPS_FOLDER / sweep.path.stem, sweep, overrides, args.seed)
-    # These import torch, which is not needed to say what is wrong with a file.
+    # These import torch, which the checks above do not need.
     import torch
 
     from torchtune_ext.sweep.check import check_sweep, run_command
@@ -62,19 +64,21 @@ def main(args: argparse.Namespace, overrides: Sequence[str] = ()) -> int:
     folder.acquire()
     on_gpu = getattr(cfg, "device", "auto") != "cpu" and torch.cuda.is_available()
     goal = "maximized" if sweep.maximize else "minimized"
-    # Runs on the CPU at the same time share its cores.
+    # Concurrent runs on the CPU share its cores.
     variables = {} if on_gpu else {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // args.jobs))}
     runner = SweepRunner(folder, args.jobs, lambda point: run_command(sweep, point, folder.extra_settings), variables)
-    # A sweep that goes on, and one that has ended before, looks like a new one otherwise.
-    left = f", {runner.num_unfinished} of them to do" if folder.runs else ""
+    # Without this count a resumed or a finished sweep would look like a new one.
+    left = f", {runner.num_unfinished} left" if folder.runs else ""
     what = f"{sweep.method}, {sweep.num_runs} runs{left}, {sweep.metric} {goal}, {args.jobs} at a time"
     print_text(f"sweep {sweep.name}: {what}; files: {folder.path}")
     if not runner.run():
         assert runner.stop_signal is not None
-        print_text(f"Stopped with {runner.num_unfinished} of {sweep.num_runs} runs to do; the same command goes on")
+        print_text(
+            f"Stopped with {runner.num_unfinished} of {sweep.num_runs} runs left; the same command resumes the sweep"
+        )
         return 128 + runner.stop_signal
     if not any(run.state == "finished" for run in folder.runs):
-        print_text("No run has finished, so none is the best")
+        print_text("No run finished, so the sweep has no best run")
         return FAILURE_STATUS
     from torchtune_ext.telemetry.comparison import build_comparison
 

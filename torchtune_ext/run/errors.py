@@ -57,6 +57,7 @@ ALIASES = {
     "tp": "tensor_parallel_size",
     "resume": "resume_from_checkpoint",
     "save_steps": "every",
+    "gate": "max_mismatch",
     "wandb": "to",
     "report_to": "to",
     "scheduler": "decay",

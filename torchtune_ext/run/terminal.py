@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from collections.abc import Callable
 from io import TextIOWrapper
 from typing import TextIO
 
@@ -34,6 +35,25 @@ def replace_unencodable() -> None:
         # A handling that the user has chosen (PYTHONIOENCODING=ascii:xmlcharrefreplace) stays.
         if isinstance(stream, TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="replace")
+
+
+def run_until_closed(work: Callable[[], int | None]) -> int:
+    """Returns the exit status that `work` returns, or 0 if the reader closes stdout while it runs."""
+    try:
+        try:
+            status = work() or 0
+        except SystemExit as error:
+            # argparse exits after it has printed --help.
+            if error.code:
+                raise
+            status = 0
+        # Flush here, where a closed pipe can still be caught.
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has read enough (`| head -1`). Python flushes stdout at exit, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
 
 
 def style_warnings() -> None:

@@ -196,7 +196,7 @@ class SamplingConfig:
         description="a completion ends with, and contains, the first of these; empty: the model's end tokens",
     )
     seed: int | None = Field(
-        default=None, description="seed of requests, from (seed, group, sample index); null: not reproducible"
+        default=None, description="seed of requests, from (seed, group, sample index); null: in a run, from `seed`"
     )
     early_stop_logprob: float | None = Field(
         default=None,

@@ -150,7 +150,7 @@ def check_task(
     if grades and not isinstance(task, SelfGradingTask) and not any(map(callable, graders)):
         raise UsageError(
             f"{key}: {name} has no `grade`; give it `def grade(self, problem, text)`, which returns a number or a Score "
-            "(docs/custom_reward.md)"
+            "(docs/custom_reward.md). For several graders, call them in one function"
         )
     if hasattr(task, "environment"):
         turns = getattr(task, "max_turns", None)

@@ -65,10 +65,10 @@ def print_run_header(components: RunComponents) -> None:
     if evaluated and every < cfg.max_steps and every % evaluates:
         lines.append(
             (
-                "best",
-                f"only a checkpoint that is written when the run evaluates has an accuracy; with checkpoints.every={every} and "
-                f"evaluation.every={evaluates} that is each {math.lcm(every, evaluates)} steps. Let checkpoints.every be a "
-                "multiple of evaluation.every",
+                "warning",
+                f"checkpoints.every={every} but evaluation.every={evaluates}: only a checkpoint in a step with an evaluation "
+                f"has an accuracy, here every {math.lcm(every, evaluates)} steps. Fix: set checkpoints.every to a multiple of "
+                "evaluation.every",
             )
         )
     print_text(format_labels(lines))

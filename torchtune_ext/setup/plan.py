@@ -179,7 +179,7 @@ class RunPlan:
                 - CUDA_CONTEXT_BYTES
             )
             beyond = max(sum(self.engine_rows.values()) - free, CUDA_CONTEXT_BYTES + CUDA_GRAPH_BYTES)
-            rows["engine on the same GPU, beyond what is free then"] = beyond
+            rows["awake engine on the same GPU, above the memory that the trainer frees"] = beyond
         return rows
 
     def _host_rows(self) -> dict[str, int]:

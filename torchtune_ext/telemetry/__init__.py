@@ -1,1 +1,1 @@
-"""What a run shows of itself: metrics, stored rollouts, progress lines and an HTML report."""
+"""Telemetry of a run: metrics, stored rollouts, progress lines and an HTML report."""

@@ -1,4 +1,4 @@
-"""`torchtune-ext report RUN RUN ...` and `torchtune-ext report SWEEP`: the curves of several runs in one page."""
+"""`torchtune-ext report RUN RUN ...` and `torchtune-ext report SWEEP`: several runs in one page."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -17,20 +17,21 @@ from torchtune_ext.telemetry.html_page import write_page
 from torchtune_ext.telemetry.panels import panels_for
 from torchtune_ext.telemetry.runs import ComparedRun, find_runs, holds_several_runs, label_runs, shorten_keys
 
-MAX_POINTS = 400  # of a curve; where there are more steps, each point is the mean of neighbors
-MAX_CURVE_RUNS = 40  # runs that have curves: the best ones
-MAX_BAND_RUNS = 4  # Of more runs, the intervals would hide the lines.
-MAX_VALUE_CHARS = 400  # characters of a value of a setting
+MAX_POINTS = 400  # per curve; with more steps, each point is the mean of neighboring steps
+MAX_CURVE_RUNS = 40  # the best runs have curves
+MAX_BAND_RUNS = 4  # with more runs, the intervals would hide the lines
+MAX_VALUE_CHARS = 400  # of a config value
 ACCURACY, INTERVAL_LOW, INTERVAL_HIGH = "eval/accuracy_sampled", "eval/low", "eval/high"
 GREEDY_ACCURACY, REWARD, NLL = "eval/accuracy_greedy", "reward/mean", "loss/nll"
-# Runs are compared by the first of these that two of them have, unless a sweep names its own metric.
+# Runs are compared by the first of these metrics that at least two runs have, unless a sweep names
+# its own.
 TARGET_METRICS = {
     ACCURACY: "held-out accuracy",
     GREEDY_ACCURACY: "held-out accuracy (greedy)",
     REWARD: "mean reward",
     NLL: "negative log-likelihood",
 }
-# These curves stand first, in this order, with titles of their own; the panels of all others are folded.
+# These curves come first, in this order and with these titles. All other panels are folded.
 LEADING_CHARTS = {
     ACCURACY: "Held-out accuracy",
     REWARD: "Reward",
@@ -44,7 +45,8 @@ LEADING_CHARTS = {
     "time/step": "Step time",
 }
 
-RunResult = tuple[float, float | None, float | None]  # what a run came to, and its 95% interval over held-out problems
+# A run's target metric, and the ends of its 95% interval over held-out problems.
+RunResult = tuple[float, float | None, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,40 +55,40 @@ class Comparison:
 
     path: Path
     num_bytes: int
-    runs: int  # in the page
-    table: str  # what each run came to, the best one first
-    left_out: Sequence[str]  # a sentence for each run that has nothing to show
+    runs: int  # number of runs in the page
+    table: str  # results of the runs, best run first
+    left_out: Sequence[str]  # one sentence per run that the page leaves out
 
     def summary(self) -> str:
-        """The lines for the terminal."""
+        """Returns the lines for the terminal."""
         page = f"{self.path}: {self.num_bytes / 2**20:.1f} MiB, {self.runs} run{'s' * (self.runs != 1)}"
         return "\n".join([*self.left_out, "", self.table, "", page])
 
 
 def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None) -> Comparison:
-    """Writes the page of the runs in `paths`.
+    """Writes the comparison page of the runs in `paths`.
 
     Args:
         paths: folders of runs, of sweeps (`sweep.json`), and folders that hold folders of runs.
-        out: the page; None: `report.html` in the folder of a sweep, or of runs, if it is the only path; else
-            `comparison.html` in the working directory.
+        out: the file to write; None: `report.html` in the only path if it is a sweep or holds runs,
+            else `comparison.html` in the working directory.
 
     Raises:
-        ValueError: a path is no run, a `sweep.json` is damaged, or no run has anything to show.
+        UsageError: a path is not a run, a `sweep.json` is damaged, or no run has metrics.
         OSError: the page cannot be written.
     """
     runs, sweeps, left_out = find_runs(paths)
     metric, words, higher_is_better = choose_target(runs, sweeps)
     results = [run_result(run, metric) for run in runs]
     ranking = sorted(range(len(runs)), key=lambda place: _rank_key(results[place], higher_is_better))
-    # A to Z, then A1 to Z1.
+    # The letters run from A to Z, then from A1 to Z1.
     letters = [ascii_uppercase[place % 26] + str(place // 26 or "") for place in range(len(runs))]
     keys, values, labels = label_runs(runs)
     name = f"{len(runs)} runs"
     if len(paths) == 1:
         name = sweeps[0]["name"] if sweeps else Path(paths[0]).resolve().name
         out = out or (Path(paths[0]) / "report.html" if holds_several_runs(paths[0]) else None)
-    # Several paths have no one folder that the page belongs to.
+    # Several paths have no common folder for the page.
     out = Path(out or "comparison.html")
     steps, panels = build_charts(runs, ranking[:MAX_CURVE_RUNS], metric)
     overview = {
@@ -97,7 +99,7 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
             {"letter": letter, "label": label, "name": run.name, "rank": ranking.index(place)}
             for place, (letter, label, run) in enumerate(zip(letters, labels, runs, strict=True))
         ],
-        # The page puts the letter of the run before these columns.
+        # The page shows the run's letter before these columns.
         "heads": [*shorten_keys(keys), words, "95% interval", "run"],
         "rows": [
             [
@@ -118,8 +120,9 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
 
 
 def choose_target(runs: Sequence[ComparedRun], sweeps: Sequence[Mapping[str, Any]]) -> tuple[str, str, bool]:
-    """Returns the metric that runs are compared by, its words, and whether more of it is better."""
-    # Sweeps that name different metrics are compared by one of ours. W&B minimizes where a file names no goal.
+    """Returns the metric to compare runs by, its label, and whether higher is better."""
+    # Sweeps that name different metrics are compared by one of TARGET_METRICS. Without a goal W&B
+    # minimizes.
     goals = {(sweep["metric"]["name"], sweep["metric"].get("goal") == "maximize") for sweep in sweeps}
     if len(goals) == 1:
         ((metric, higher_is_better),) = goals
@@ -133,12 +136,13 @@ def choose_target(runs: Sequence[ComparedRun], sweeps: Sequence[Mapping[str, Any
 
 
 def run_result(run: ComparedRun, metric: str) -> RunResult | None:
-    """Returns what a run came to: its newest evaluation, or the mean over the last tenth of the steps."""
+    """Returns a run's newest evaluation, or the metric's mean over the last tenth of the steps."""
     values = [record.get(metric) for record in run.records]
     if set(values) == {None}:
         return None
     last = next(record for record in reversed(run.records) if metric in record)
-    # An evaluation is a mean over many problems already. A metric of one step is noisy, so its last tenth is averaged.
+    # An evaluation is already a mean over many problems. A metric of one step is noisy, so its last
+    # tenth is averaged.
     value = last[metric] if metric.startswith("eval/") else read_curve(range(len(values)), values).last
     return (value, last.get(INTERVAL_LOW), last.get(INTERVAL_HIGH)) if metric == ACCURACY else (value, None, None)
 
@@ -146,8 +150,8 @@ def run_result(run: ComparedRun, metric: str) -> RunResult | None:
 def build_charts(
     runs: Sequence[ComparedRun], places: Sequence[int], target: str
 ) -> tuple[list[int], list[dict[str, Any]]]:
-    """Returns the common steps and the charts, the most telling ones first, with a line for each run of `places`."""
-    # The runs share one axis. Every run is averaged over the same parts of it, so that equal columns are equal steps.
+    """Returns the common steps, and the charts with a line for each run of `places`."""
+    # The runs share one step axis. Every run is averaged over the same ranges of steps.
     all_steps = sorted({record["step"] for run in runs for record in run.records})
     parts = np.array_split(all_steps, min(MAX_POINTS, len(all_steps)))
     steps = [int(part[-1]) for part in parts]
@@ -163,7 +167,7 @@ def build_charts(
             round_digits(float(total / count), 5) if count else None for total, count in zip(sums, counts, strict=True)
         ]
 
-    # The edges of the interval are a band around the accuracy, not curves of their own.
+    # The ends of the interval are drawn as a band around the accuracy, not as curves.
     names = {name for run in runs for record in run.records for name in record} - {
         "step",
         "nonfinite",
@@ -178,8 +182,8 @@ def build_charts(
         lines = []
         for place in places:
             values = values_of(place, metric)
-            # A run that ended early has no values behind `end`. They must not count when its last tenth is taken, nor
-            # make its curve look sparse.
+            # A run that ended early has no values after `end`. The missing values must not shift
+            # its last tenth, nor make its curve look sparse.
             if (end := max((i + 1 for i, value in enumerate(values) if value is not None), default=0)) == 0:
                 continue
             banded = metric == ACCURACY and len(places) <= MAX_BAND_RUNS
@@ -191,7 +195,8 @@ def build_charts(
                     "reading": read_curve(steps[:end], values[:end], panel.uses_latest),
                 }
             )
-        # As in the report of one run, a quiet panel is left out while all its values are zero.
+        # As in the report of one run, a panel with `hide_if_zero` is left out while its values are
+        # zero.
         if not lines or (panel.hide_if_zero and not any(value for line in lines for value in line["raw"])):
             continue
         title = panel.title if len(panel.series) == 1 or not label else f"{panel.title}: {label}"
@@ -202,13 +207,13 @@ def build_charts(
 
 
 def _metric_labels(names: Mapping[str, str], runs: Sequence[ComparedRun]) -> dict[str, str]:
-    """What our metrics are called. With partial rewards their mean is not the share of right answers, so it is no accuracy."""
+    """Returns the labels of metrics. A mean of partial rewards is labeled reward, not accuracy."""
     partial = any(has_partial_rewards(record) for run in runs for record in run.records)
     return {metric: words.replace("accuracy", "reward") if partial else words for metric, words in names.items()}
 
 
 def _rank_key(result: RunResult | None, higher_is_better: bool) -> tuple[bool, float]:
-    # The best result comes first, and runs without one last.
+    # The best result comes first, and runs without a result last.
     return (True, 0.0) if result is None else (False, -result[0] if higher_is_better else result[0])
 
 
@@ -220,10 +225,10 @@ def _result_cells(result: RunResult | None) -> tuple[str, str]:
 
 
 def _notices(runs: Sequence[ComparedRun]) -> list[str]:
-    """What a reader should know before the curves: broken values, and settings that are not known."""
+    """Returns the warnings above the curves: nonfinite metrics, and runs without settings."""
     unknown = [run.name for run in runs if run.config is None]
     return [f"{run.name}: {finding.text}" for run in runs for finding in nonfinite_findings(run.records, ())] + (
-        [f"The settings of {', '.join(unknown)} are not known: no run.json, or a damaged one."] if unknown else []
+        [f"The settings of {', '.join(unknown)} are unknown: run.json is missing or damaged."] if unknown else []
     )
 
 

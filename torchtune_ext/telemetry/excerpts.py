@@ -1,7 +1,7 @@
-"""The part of a run's rollouts that a page of the report carries.
+"""The excerpt of a run's rollouts that the report page contains.
 
-All samples would make the page too large to mail. So it holds some steps, some groups of each and some samples of each
-group, long texts without their middle, and says how many there were.
+All samples would make the page too large to mail. So it contains some steps, some groups per step
+and some samples per group, shortens long texts in the middle, and shows the full counts.
 """
 
 import base64
@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ExcerptLimits:
-    """How much of the rollouts a page carries; the curves are always whole."""
+    """Limits on the rollouts in a page; curves are always complete."""
 
-    max_steps: int = 80  # evenly spaced, first and last among them
-    groups_per_step: int = 12  # those with a signal first, evenly spaced over the spread of their rewards
-    samples_per_group: int = 16  # evenly spaced over the reward, best and worst among them
-    max_characters: int = 16_000  # longer texts lose their middle
-    max_mib: float = 16.0  # all rollouts in the page together
+    max_steps: int = 80  # evenly spaced, with the first and the last
+    groups_per_step: int = 12  # evenly spaced by reward spread; some are zero-variance groups
+    samples_per_group: int = 16  # evenly spaced by reward, with the best and the worst
+    max_characters: int = 16_000  # longer texts are shortened in the middle
+    max_mib: float = 16.0  # of all rollouts in the page
 
 
 DEFAULT_LIMITS = ExcerptLimits()
@@ -43,19 +43,21 @@ DEFAULT_LIMITS = ExcerptLimits()
 
 @dataclass(slots=True)
 class Excerpts:
-    """What a page carries of the rollouts."""
+    """The rollouts in a page."""
 
-    blobs: dict[int, str] = field(default_factory=dict)  # step -> its groups, as `pack` makes them
-    index: list[dict[str, Any]] = field(default_factory=list)  # what each of these steps holds
+    blobs: dict[int, str] = field(default_factory=dict)  # step -> encoded groups
+    index: list[dict[str, Any]] = field(default_factory=list)  # one summary per step in `blobs`
 
 
 def collect_excerpts(
     paths: Mapping[int, Path], limits: ExcerptLimits, tokenizers: Iterable[str | Path] = ()
 ) -> Excerpts:
-    """Packs groups of some steps out of `paths`, the file of each step.
+    """Packs the groups of some steps.
 
     Args:
-        tokenizers: folders that may hold the tokenizer of the run; the first that has one is taken.
+        paths: step -> its file of rollouts.
+        limits: the most steps, groups, samples, characters and MiB.
+        tokenizers: folders that may hold the run's tokenizer; the first tokenizer found is used.
     """
     excerpts = Excerpts()
     steps = evenly_spaced(sorted(paths), limits.max_steps)
@@ -65,10 +67,12 @@ def collect_excerpts(
         if not groups:
             continue
         records = [_group_record(each, limits, tokenizer) for each in choose_groups(groups, limits.groups_per_step)]
-        # Each step may take an equal part of what is left, so later steps use what this one leaves.
+        # Each step gets an equal share of the remaining bytes, so later steps get what this one
+        # leaves.
         blob, budget = encode_json(records), bytes_left / (len(steps) - number)
-        # The last groups go first: those without a signal, then those with the narrowest spread. Compression makes the
-        # size of a group unknown, so the number is guessed and tried. One group stays, whatever its size.
+        # The last groups are removed first: zero-variance groups, then groups with the smallest
+        # spread. The compressed size of a group is unknown, so the number is estimated and checked.
+        # One group stays, whatever its size.
         while len(blob) > budget and len(records) > 1:
             records = records[: max(1, min(len(records) - 1, int(len(records) * budget / len(blob))))]
             blob = encode_json(records)
@@ -86,56 +90,56 @@ def collect_excerpts(
 
 
 def read_groups(path: Path) -> list[Group]:
-    """Reads stored rollouts. A damaged file has none: the rest of the report is still worth having."""
+    """Reads stored rollouts; a damaged file is logged and counts as empty."""
     try:
         return read_rollouts(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("left out of the report: %s", error)
+        log.warning("report: rollouts left out: %s", error)
         return []
 
 
 def encode_json(data: Any) -> str:
-    """Makes the text that the page unpacks: base64 of gzipped JSON."""
-    # No character of base64 has a meaning in HTML, so no completion can break out of its element. Without a time in the
-    # header, the same data give the same text.
+    """Encodes data as base64 of gzipped JSON, which the page unpacks."""
+    # Base64 has no special characters of HTML, so no completion can break out of its element. With
+    # mtime=0 the same data give the same text.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False, default=asdict)
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
 def round_digits(value: float | None, digits: int = 6) -> float | None:
-    """Rounds to so many significant digits. Six are more than a screen shows, and half the bytes."""
+    """Rounds to `digits` significant digits; six are enough for a screen, and halve the bytes."""
     return value if value is None or isinstance(value, int) else float(f"{value:.{digits}g}")
 
 
 def elide_text(text: str, limit: int) -> str:
-    """Leaves out the middle of a text that has more than `limit` characters, and says how many."""
+    """Replaces the middle of a text longer than `limit` characters by the number left out."""
     if len(text) <= limit:
         return text
     return f"{text[: limit // 2]}\n[… {len(text) - limit:,} characters left out …]\n{text[-(limit // 2) :]}"
 
 
-# ---------------------------------------------------------------- which groups, and what they are like
+# ---------------------------------------------------------------- selection of groups and samples
 
 
 def choose_groups(groups: Sequence[Group], number: int) -> list[Group]:
-    """Takes at most `number` groups: those with a signal from the widest to the narrowest spread, then some without."""
+    """Returns at most `number` groups: by falling reward spread, then some zero-variance groups."""
     ranked = sorted(groups, key=_reward_std, reverse=True)
     varied = [group for group in ranked if group.has_nonzero_advantage]
     zero_variance = [group for group in ranked if not group.has_nonzero_advantage]
-    # Groups without a signal show why nothing is learned from them, so they get a sixth of the places even where groups
-    # with a signal would fill all.
+    # Zero-variance groups show why they teach nothing, so they get a sixth of the places even if
+    # other groups would fill all.
     num_zero_variance = min(len(zero_variance), max(number - len(varied), number // 6))
     return evenly_spaced(varied, number - num_zero_variance) + evenly_spaced(zero_variance, num_zero_variance)
 
 
 def finite_rewards(group: Group) -> list[float]:
-    """The rewards of the samples that have a finite one."""
+    """Returns the finite rewards of a group."""
     rewards = [sample.score.reward for sample in group.samples if sample.score is not None]
     return [float(reward) for reward in rewards if math.isfinite(reward)]
 
 
 def sort_by_reward(group: Group) -> list[Sample]:
-    """The samples of a group, those with the highest reward first, those without one last."""
+    """Returns the samples of a group by falling reward; samples without a reward come last."""
     return sorted(
         group.samples, key=lambda sample: -math.inf if sample.score is None else sample.score.reward, reverse=True
     )
@@ -150,7 +154,7 @@ def _reward_std(group: Group) -> float:
 
 
 def find_tokenizer(folders: Iterable[str | Path]) -> "Tokenizer | None":
-    """Returns the tokenizer of the first of these model folders that has one. A damaged one is only logged."""
+    """Returns the tokenizer of the first folder that has one, or None. A damaged file is logged."""
     from tokenizers import Tokenizer
 
     for path in (Path(folder) / "tokenizer.json" for folder in folders):
@@ -158,7 +162,7 @@ def find_tokenizer(folders: Iterable[str | Path]) -> "Tokenizer | None":
             if path.exists():
                 return Tokenizer.from_file(str(path))
         except Exception as error:  # noqa: BLE001 (the library raises nothing narrower for a damaged file)
-            log.warning("%s cannot be read (%s): prompts are shown as messages alone", path, error)
+            log.warning("report: %s cannot be read (%s), so prompts are shown only as messages", path, error)
     return None
 
 
@@ -167,7 +171,8 @@ def find_tokenizer(folders: Iterable[str | Path]) -> "Tokenizer | None":
 
 def _group_record(group: Group, limits: ExcerptLimits, tokenizer: "Tokenizer | None") -> dict[str, Any]:
     rewards, answer, characters = finite_rewards(group), group.problem.answer, limits.max_characters
-    # A chat template adds to the messages, for instance a system line. Only the tokens show what the model read.
+    # A chat template adds text to the messages, for instance a system prompt. Only the tokens show
+    # the model's full input.
     read = tokenizer and tokenizer.decode(group.prompt_tokens.tolist(), skip_special_tokens=False)
     return {
         "id": group.problem.id,
@@ -192,10 +197,10 @@ def _group_record(group: Group, limits: ExcerptLimits, tokenizer: "Tokenizer | N
 
 
 def sample_record(sample: Sample, limit: int) -> dict[str, Any]:
-    """Returns all that is shown of a sample but its tokens; its text has at most about `limit` characters.
+    """Returns the data of a sample in the page, with at most about `limit` characters of text.
 
-    `count` is the number of sampled tokens; `total` also counts what an environment answered. A conversation has its
-    `turns`, as in `Completion`, and its `messages`.
+    `count` is the number of sampled tokens; `total` includes environment tokens. A conversation
+    also has its `turns`, as in `Completion`, and its `messages`.
     """
     completion, outcome, score = sample.completion, sample.outcome, sample.score
     sampled_S = completion.sampled_indices
@@ -217,7 +222,8 @@ def sample_record(sample: Sample, limit: int) -> dict[str, Any]:
         else None,
     }
     if completion.turns:
-        # A long conversation divides the limit among its messages, so that each keeps its beginning and end.
+        # The messages of a long conversation share the limit, so that each keeps its beginning and
+        # end.
         share = limit if len(sample.text) <= limit else limit // len(sample.messages)
         facts["turns"] = completion.turns
         facts["messages"] = [
@@ -232,12 +238,12 @@ def sample_record(sample: Sample, limit: int) -> dict[str, Any]:
 
 
 def finite_or_none(value: float) -> float | None:
-    # JSON has no NaN and no infinity.
+    # JSON has neither NaN nor infinity.
     return round_digits(float(value)) if np.isfinite(value) else None
 
 
 def evenly_spaced(items: Sequence, number: int) -> list:
-    """At most `number` of `items`, evenly spaced, first and last among them (only the first when `number` is 1)."""
+    """Returns at most `number` evenly spaced items, with the first and (from 2 on) the last."""
     if len(items) <= number:
         return list(items)
     return [items[round(i * (len(items) - 1) / max(1, number - 1))] for i in range(number)]

@@ -1,4 +1,4 @@
-"""One number for each curve of the report, and the findings: what a reader should look at first."""
+"""The readings of the report (one number per curve), and its findings (likely problems)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,47 +9,48 @@ from torchtune_ext.pipeline.evaluation import has_partial_rewards
 from torchtune_ext.telemetry.panels import Panel
 from torchtune_ext.telemetry.report_header import RunStatus
 
-READING_DIVISOR = 10  # a reading is the mean over 1 / PART of the steps
-# These curves matter only when something is wrong, so their headings are closed while no finding concerns them.
+READING_DIVISOR = 10  # a reading is the mean over 1 / READING_DIVISOR of the steps
+# These sections matter only if a problem occurs, so they are folded while no finding concerns them.
 FOLDED_SECTIONS = ("Trainer/engine mismatch", "Speed", "Machine")
-_MAX_ZERO_VARIANCE = 0.5  # share of groups without a signal, above which it is said
-_MAX_TRUNCATED = 0.2  # share of samples at the token limit
+_MAX_ZERO_VARIANCE = 0.5  # fraction of zero-variance groups above which a finding reports it
+_MAX_TRUNCATED = 0.2  # fraction of samples truncated at the token limit
 _MIN_ESS = 0.9
-_MIN_RISE = 0.05  # a reward has risen if it grew by more than this, and by more than this share of itself
-_SLOW_FACTOR = 3  # a step is slow if it takes more than so many times the median
-# Only what every step does. An evaluation or a checkpoint would make its step look slow.
+_MIN_RISE = 0.05  # least rise of the reward, absolute and relative to its first reading
+_SLOW_FACTOR = 3  # a slow step takes more than _SLOW_FACTOR times the median
+# Only phases of every step. An evaluation or a checkpoint would make its step look slow.
 _PHASES = ("sample", "pack", "train", "publish")
-_MAX_EFFECT_ERROR = 0.5  # the engine may show this share of an update's effect too little or too much
+_MAX_EFFECT_ERROR = 0.5  # largest deviation of an update's reproduced fraction from 1
 
-# Each row: a metric, whether it counts one step (else the whole run so far), the noun, the heading, the sentence.
-_SKIPPED_TEXT = "{} left out: broken, or too long for the engine; the log names each."
+# Each row: a metric, whether it counts one step (else the run so far), the noun, the section, the
+# sentence.
+_SKIPPED_TEXT = "{} skipped: invalid, or too long for the engine; the log names each."
 _COUNTERS = (
     ("groups/infra_failed", True, "sample", "Learning",
-     "{} could not be graded (grader or environment raised or crashed)."),
-    ("groups/timed_out", True, "sample", "Learning", "{} kept the grader busy until its deadline."),
+     "{} not graded: the grader or environment raised or crashed."),
+    ("groups/timed_out", True, "sample", "Learning", "{} exceeded the grader's deadline."),
     ("problems/skipped", False, "problem", "Learning", _SKIPPED_TEXT),
     ("eval/skipped", False, "held-out problem", "Learning", _SKIPPED_TEXT),
     ("engines/restarts", False, "time", "Machine", "The engine was restarted {}."),
-    ("engines/retired", False, "engine", "Machine", "{} failed too often and sampled no more."),
+    ("engines/retired", False, "engine", "Machine", "{} failed too often and was retired."),
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Where a curve began and where it is. Its legend and its tile show the same number."""
+    """The first and the latest value of a curve. Its legend and its tile show the same number."""
 
     first: float  # mean of the first values
-    last: float  # mean of as many values at the end
-    since: int  # the first step that `last` averages
-    until: int  # the last step that it averages; the same one where it is a single value
+    last: float  # mean of as many last values
+    since: int  # first step that `last` averages
+    until: int  # last step that `last` averages; equal to `since` for a single value
 
 
-# The label of a tile, and what it shows: the first of these metrics that the run has.
+# The label of a tile and its metrics; the tile shows the first metric that the run has.
 _TILES = (
     ("Reward", "reward/mean"),
     ("Held-out accuracy", "eval/accuracy_sampled", "eval/accuracy_greedy"),
     ("Negative log-likelihood", "loss/nll"),
-    ("Tokens of a completion", "length/mean"),
+    ("Completion length, tokens", "length/mean"),
     ("Entropy, nats", "loss/entropy"),
     ("Canary, nats", "canary/mean_abs", "mismatch/mean_abs"),
     ("Sampled tokens/s", "speed/sampled_tokens_s"),
@@ -61,18 +62,21 @@ _TILES = (
 def read_curves(
     series: Mapping[str, Sequence[float | None]], steps: Sequence[int], panels: Sequence[Panel]
 ) -> dict[str, Reading]:
-    """Reads each curve of `series`: values by metric, one for each step, at least one of them not None."""
+    """Returns the reading of each metric in `series`, whose values are not all None."""
     newest = {metric for panel in panels if panel.uses_latest for metric, _ in panel.series}
     return {name: read_curve(steps, values, name in newest) for name, values in series.items()}
 
 
 def read_curve(steps: Sequence[int], values: Sequence[float | None], newest: bool = False) -> Reading:
-    """Reads one curve, of which at least one value is not None: the mean of its last tenth, and of its first.
+    """Returns the means of a curve's first and last tenth.
 
     Args:
-        newest: whether its newest value is the reading, and its first one the beginning.
+        steps: the step of each value.
+        values: the values, not all None.
+        newest: whether to take the first and the newest value instead of means.
     """
-    # Where fewer than half of the steps have a value, as with evaluations, a mean would reach too far back.
+    # If fewer than half of the steps have a value, as with evaluations, a mean would reach too far
+    # back.
     points = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
     number = 1 if newest or 2 * len(points) < len(steps) else max(1, round(len(steps) / READING_DIVISOR))
     first, last = points[:number], points[-number:]
@@ -80,7 +84,7 @@ def read_curve(steps: Sequence[int], values: Sequence[float | None], newest: boo
 
 
 def make_tiles(curves: Mapping[str, Reading], panels: Sequence[Panel]) -> list[dict[str, Any]]:
-    """Returns the tiles at the top of the report: of each a label, a metric, its reading, its unit and a note."""
+    """Returns the tiles at the top of the report: label, metric, reading, unit and note of each."""
     units = {metric: panel.unit for panel in panels for metric, _ in panel.series}
     last = {name: reading.last for name, reading in curves.items()}
     chosen = []
@@ -88,7 +92,7 @@ def make_tiles(curves: Mapping[str, Reading], panels: Sequence[Panel]) -> list[d
         metric = next((metric for metric in metrics if metric in last), None)
         if metric is None:
             continue
-        # A mean of partial rewards is no accuracy.
+        # A mean of partial rewards is not an accuracy.
         if metric.startswith("eval/") and has_partial_rewards(last):
             label = "Held-out reward"
         sampled = metric == "eval/accuracy_sampled" and {"eval/low", "eval/high"} <= last.keys()
@@ -100,10 +104,10 @@ def make_tiles(curves: Mapping[str, Reading], panels: Sequence[Panel]) -> list[d
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence for the reader."""
+    """A problem that the report shows, in one sentence."""
 
     text: str
-    section: str  # the heading of the curves that it concerns, "" for none
+    section: str  # the section of the curves that it concerns, or ""
 
 
 def collect_findings(
@@ -113,23 +117,26 @@ def collect_findings(
     config: Mapping[str, Any],
     state: RunStatus,
 ) -> list[Finding]:
-    """Returns what is worth a look, beginning with what stopped the run.
+    """Returns the findings, beginning with the reason that the run stopped.
 
     Args:
         records: the metrics of each step.
-        config: the knobs of the run; `max_mismatch` is the limit of the disagreement.
+        curves: the reading of each metric.
+        panels: the panels of the report.
+        config: the settings of the run; `max_mismatch` limits the trainer/engine mismatch.
+        state: how far the run came.
     """
     first = {name: reading.first for name, reading in curves.items()}
     last = {name: reading.last for name, reading in curves.items()}
     notices = []
     if state.kind == "stopped":
-        # A warm-up has no such knob: it always begins anew.
-        resume_hint = " resume_from_checkpoint=True goes on with it." if "resume_from_checkpoint" in config else ""
-        text = f"The run ended at step {state.step:,} of {state.total:,}: it crashed, or was stopped.{resume_hint}"
+        # An SFT warm-up lacks this key: it always starts from step 0.
+        resume_hint = " Resume it with resume_from_checkpoint=True." if "resume_from_checkpoint" in config else ""
+        text = f"The run ended at step {state.step:,} of {state.total:,}: it crashed or was stopped.{resume_hint}"
         notices.append(Finding(text, ""))
     notices += nonfinite_findings(records, panels)
     for name, is_per_step, noun, section, text in _COUNTERS:
-        # A counter of the whole run may begin again when the run resumes, so its largest value counts, not its last.
+        # A counter of the whole run may restart at 0 when the run resumes, so its maximum counts.
         if number := int((sum if is_per_step else max)(record.get(name) or 0 for record in records)):
             notices.append(Finding(text.format(_pluralize(number, noun)), section))
     notices += _learning_findings(first, last) + _mismatch_findings(first, last, config)
@@ -137,7 +144,7 @@ def collect_findings(
 
 
 def nonfinite_findings(records: Sequence[Mapping[str, Any]], panels: Sequence[Panel]) -> list[Finding]:
-    """A finding for each metric that was NaN or infinite at some steps."""
+    """Returns a finding for each metric that was NaN or infinite at some step."""
     sections = {metric: panel.section for panel in panels for metric, _ in panel.series}
     broken: dict[str, list[int]] = {}
     for record in records:
@@ -157,18 +164,20 @@ def _learning_findings(first: Mapping[str, float], last: Mapping[str, float]) ->
     zero_variance = last.get("groups/no_signal", 0.0)
     share = zero_variance / (zero_variance + last.get("groups/used", 0.0)) if zero_variance else 0.0
     if share > _MAX_ZERO_VARIANCE:
-        texts.append(f"{share:.0%} of the latest groups carry no signal: their problems are too easy, or too hard.")
+        texts.append(
+            f"{share:.0%} of the latest groups are zero-variance groups: their problems are too easy or too hard."
+        )
     then, now = first.get("reward/mean", 0.0), last.get("reward/mean", 0.0)
-    # A reward that rises while no more problems are solved is what reward hacking looks like.
+    # A reward that rises while the solved fraction does not rise is a sign of reward hacking.
     solved = next((name for name in ("eval/solved_sampled", "reward/solved") if name in last), None)
     if solved and now - then > max(_MIN_RISE, _MIN_RISE * abs(then)) and last[solved] <= first[solved]:
-        shares = f"the share of solved problems did not ({first[solved]:.1%}, then {last[solved]:.1%})"
+        shares = f"but the fraction of solved problems did not rise ({first[solved]:.1%}, then {last[solved]:.1%})"
         texts.append(
-            f"The reward rose from {then:.3g} to {now:.3g}, {shares}: read what the best samples are rewarded for."
+            f"The reward rose from {then:.3g} to {now:.3g}, {shares}: check the best samples for reward hacking."
         )
     truncated = last.get("length/truncated", 0.0)
     if truncated > _MAX_TRUNCATED:
-        texts.append(f"{truncated:.0%} of the latest samples hit the token limit (sampling.max_tokens).")
+        texts.append(f"{truncated:.0%} of the latest samples were truncated at sampling.max_tokens.")
     return [Finding(text, "Learning") for text in texts]
 
 
@@ -176,28 +185,28 @@ def _mismatch_findings(
     first: Mapping[str, float], last: Mapping[str, float], config: Mapping[str, Any]
 ) -> list[Finding]:
     texts, limit = [], last.get("canary/limit") or config.get("max_mismatch")
-    # With an engine that samples ahead, older tokens also differ by what the policy has learned since. Only those of
-    # age 0 are held to the limit.
+    # In asynchronous training, stale tokens also differ by later updates of the policy. Only tokens
+    # of staleness 0 are compared with the limit.
     name = "mismatch/mean_abs_age_0" if "async/age_mean" in last else "mismatch/mean_abs"
     if name in last and isinstance(limit, int | float):
         then, now = first[name], last[name]
         if now > 0.9 * limit or now > max(2 * then, limit / 10):
             texts.append(
-                f"Trainer and engine are {now:.3g} nats apart, from {then:.3g} at the beginning; the limit, without the room "
-                f"for chance, is {limit:.2g}."
+                f"The trainer/engine mismatch is {now:.3g} nats (first {then:.3g}); the limit without the margin for "
+                f"chance is {limit:.2g} nats."
             )
     share = last.get("mismatch/ess", 1.0)
     if share < _MIN_ESS:
-        texts.append(f"The importance weights leave {share:.0%} of the tokens as effective sample size.")
+        texts.append(f"The importance weights reduce the effective sample size to {share:.0%} of the tokens.")
     for name, what in (("canary/update_applied", "the last update"), ("canary/adapter_applied", "the adapter")):
         effect = last.get(name, 1.0)
         if abs(effect - 1) > _MAX_EFFECT_ERROR:
-            texts.append(f"The engine shows {effect:.0%} of the effect of {what}.")
+            texts.append(f"The engine reproduces {effect:.0%} of the log-prob change of {what}.")
     return [Finding(text, "Trainer/engine mismatch") for text in texts]
 
 
 def _slow_step_findings(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    # The first step is left out: it compiles and fills caches.
+    # The first step is excluded: it compiles and fills caches.
     trained = [record for record in records if record.get("time/train")][1:]
     steps = {record["step"]: {phase: record.get(f"time/{phase}") or 0.0 for phase in _PHASES} for record in trained}
     seconds = {step: sum(phases.values()) for step, phases in steps.items()}
@@ -206,11 +215,11 @@ def _slow_step_findings(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
     if not slow:
         return []
     longest = max(slow, key=lambda step: seconds[step])
-    # Not the longest phase, which may be long in every step, but the one that exceeds its own median most.
+    # The phase that exceeds its own median most; the longest phase may be long in every step.
     phase = max(_PHASES, key=lambda name: steps[longest][name] - median(phases[name] for phases in steps.values()))
     text = (
         f"{_pluralize(len(slow), 'step')} took more than {_SLOW_FACTOR} times the median of {median_s:.1f} s. The longest "
-        f"is step {longest:,}, {seconds[longest]:.1f} s; most of what it took longer is in {phase}."
+        f"is step {longest:,} with {seconds[longest]:.1f} s; the phase {phase} accounts for most of the excess."
     )
     return [Finding(text, "Speed")]
 

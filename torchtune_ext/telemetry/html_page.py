@@ -1,4 +1,4 @@
-"""Puts a page together: one HTML file of a template, scripts and packed data, which needs no network and no server."""
+"""Builds a page: one HTML file with scripts and data, which needs neither network nor server."""
 
 import html
 import re
@@ -15,15 +15,26 @@ SCRIPT_NAMES = ("charts", "runs", "rollouts", "shell", "main")  # in this order
 
 
 def write_page(out: Path, title: str, data: Mapping[str, str]) -> int:
-    """Writes a page of `data` (by id, as `excerpts.pack` makes it). Returns how many bytes it has. Raises OSError."""
-    # What comes from a run is base64, and the scripts write it as text nodes. So no completion can script the page.
+    """Writes a page, and returns its size in bytes.
+
+    Args:
+        out: the file to write.
+        title: the title of the page.
+        data: element id -> data, as `excerpts.encode_json` returns it.
+
+    Raises:
+        UsageError: `out` holds something other than a report.
+        OSError: `out` cannot be written.
+    """
+    # Data of a run are base64, and the scripts write them as text nodes. So no completion can run
+    # scripts.
     parts = {
         "title": html.escape(title),
         "css": _resource_text("page.css"),
         "js": "\n".join(_resource_text(f"{name}.js") for name in SCRIPT_NAMES),
         "data": "\n".join(f'<script type="text/plain" id="{key}">{blob}</script>' for key, blob in data.items()),
     }
-    # All placeholders are replaced in one pass, so a title such as "{{data}}" stays what it is.
+    # All placeholders are replaced in one pass, so a title such as "{{data}}" is kept.
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _resource_text("page.html")).encode()
     with explain_os_errors(f"cannot write {out}", "Free disk space, or name another file by --out"):
         begin = out.read_bytes()[:4096] if out.is_file() else b""
@@ -32,7 +43,8 @@ def write_page(out: Path, title: str, data: Mapping[str, str]) -> int:
                 f"cannot write {out}: it holds something other than a report. Fix: name another file by --out"
             )
         out.parent.mkdir(parents=True, exist_ok=True)
-        # Written in place, not through a temporary file: `out` may be a link, or no file at all, such as /dev/stdout.
+        # Write in place, not through a temporary file: `out` may be a link, or a device such as
+        # /dev/stdout.
         out.write_bytes(page)
     return len(page)
 

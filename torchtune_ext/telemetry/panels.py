@@ -1,6 +1,7 @@
-"""The registry of metrics: what each one means, and where the report draws it.
+"""The registry of metrics: the meaning of each metric, and its panel in the report.
 
-`scripts/metric_tables.py` writes the tables of docs/telemetry.md from it. Tests compare the names with real runs.
+`scripts/metric_tables.py` writes the tables of docs/telemetry.md from it. Tests compare the names
+with real runs.
 """
 
 import re
@@ -12,38 +13,40 @@ from torchtune_ext.grading.environments import ENDINGS
 
 
 class Metric(NamedTuple):
-    """One metric, or all metrics of a pattern such as "reward/<part>"."""
+    """A metric, or all metrics of a pattern such as "reward/<part>"."""
 
     name: str
-    label: str  # in the legend of its panel; what a pattern stands for is appended
-    meaning: str = ""  # at most 12 words; "" where an earlier panel explains the metric
+    label: str  # in the legend of its panel; for a pattern, the matched part is appended
+    meaning: str = ""  # at most 12 words; "" if an earlier panel explains the metric
     investigate: str = ""  # completes "investigate if"
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One chart of the report."""
+    """A chart of the report."""
 
     section: str  # the heading above the panel
     title: str
-    # A pattern takes the metrics that begin so and are not yet drawn. The edges of the band are metrics without a line.
-    metrics: tuple[Metric, ...]  # () in a panel of a page
-    note: str = ""  # the line below the title; "": what its metrics mean
+    # A pattern takes the metrics with its prefix that no earlier panel draws. Band edges lack a line.
+    metrics: tuple[Metric, ...]  # () in a panel with data (`panels_for`)
+    note: str = ""  # the line below the title; "": the meaning of the metrics
     unit: str = ""  # of the values: "", "percent", "seconds", "bytes", "gib", "int" or "tok/s"
     scale: str = "linear"  # of the axis of values: "linear" or "log"
     style: str = "line"  # "line", or a "stack" of areas
-    # A band around one of the series: its metric, then those of the lower and the upper edge.
+    # A band around a series: the metrics of the series, the lower edge and the upper edge.
     band: tuple[str, str, str] | None = None
     zero: bool = False  # whether the axis begins at zero
-    baseline: float | None = None  # where a dashed line is drawn, for instance at 1 for rho
+    baseline: float | None = None  # value of a dashed line, for instance 1 for rho
     hide_if_zero: bool = False  # whether the panel is left out while all its values are zero
-    lead: bool = False  # the first such panel of a page stands above all others, and is larger
-    uses_latest: bool = False  # counters and settings: the reading is their newest value, not a mean
-    # The metrics of a pattern come in this order. Names that are not in it come last, sorted.
+    lead: bool = False  # the first such panel of a page comes first, and is larger
+    uses_latest: bool = False  # counters and settings: the reading is the newest value, not a mean
+    # The order of the metrics of a pattern. Other names come last, sorted.
     order: tuple[str, ...] = ()
-    # The colors of `order`, from 1 to 7, chosen where green should be good. Else the series have the colors in turn.
+    # The colors of `order`, from 1 to 7, so that green means good. Without it the series take the
+    # colors in turn.
     colors: tuple[int, ...] = ()
-    # The name and the label of each line. Those of the registry follow from `metrics`, with "*" for the end of a pattern.
+    # The name and the label of each line. In the registry they follow from `metrics`, with "*" for
+    # the variable part of a pattern.
     series: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -53,13 +56,14 @@ class Panel:
             object.__setattr__(self, "series", tuple(series))
 
 
-# The outcomes of a check of a measured program, from the worst to the best, and the stages of the curriculum. They are
-# written out because measured/matmul needs packages that a report does without. A test compares the two.
+# The outcomes of a check of a measured program, from the worst to the best, and the stages of the
+# curriculum. They are repeated here because measured/matmul needs packages that a report does not
+# need. A test compares both.
 _OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok")
 _STAGES = ("none", "loop_order", "blocking", "vectorization", "threads", "all")
 
-# The report and the tables have this order. It also decides which panel gets a metric that fits several patterns: the
-# first one. A metric that is named in full belongs to the panel that names it.
+# The report and the tables have this order. A metric that matches several patterns belongs to the
+# first panel; a metric that a panel names in full belongs to that panel.
 PANELS = (
     Panel("Learning", "Reward", band=("eval/accuracy_sampled", "eval/low", "eval/high"), lead=True,
           note="Mean reward of the step's samples, and of held-out problems with the 95% interval over them.", metrics=(
@@ -83,7 +87,7 @@ PANELS = (
     Panel("Learning", "Reward parts", metrics=(Metric("reward/<part>", "", "mean of a named part of the score"),)),
     Panel("Learning", "Completion length", unit="int", zero=True, metrics=(
         Metric("length/mean", "mean", "mean tokens of a completion, over all turns"),
-        Metric("length/max", "max", "longest completion of the step"))),
+        Metric("length/max", "max", "tokens of the step's longest completion"))),
     Panel("Learning", "Truncated", unit="percent", zero=True, metrics=(
         Metric("length/truncated", "truncated", "fraction of samples truncated at the token limit", "above 0.1 to 0.2"),)),
     Panel("Learning", "Turns of a conversation", zero=True, metrics=(
@@ -106,7 +110,7 @@ PANELS = (
                "it grows: the policy finds texts that hang the grader"))),
     Panel("Learning", "Turns without a comparison", unit="int", zero=True, hide_if_zero=True, metrics=(
         Metric("groups/lone_turns", "turns", "turns that only one conversation of a group reached",
-               "they are most of the later turns"),)),
+               "most of the later turns count"),)),
     Panel("Learning", "Skipped problems", unit="int", zero=True, uses_latest=True, metrics=(
         Metric("problems/skipped", "training", "training problems skipped since the run began: invalid or too long",
                "it grows every step"),
@@ -131,7 +135,8 @@ PANELS = (
                "above `time/sample/generate`: the bench is the bottleneck"),)),
     Panel("Measured speed", "Noisy and cached", unit="percent", zero=True, metrics=(
         Metric("bench/noisy", "noisy", "fraction of programs not graded because timing was disturbed", "above 0.05"),
-        Metric("bench/cache_hits", "cached", "fraction of programs measured before", "near 1: the policy repeats itself"))),
+        Metric("bench/cache_hits", "cached", "fraction of programs with a cached measurement",
+               "near 1: the policy repeats itself"))),
     Panel("Archive", "Cells filled", unit="int", zero=True, uses_latest=True, metrics=(
         Metric("archive/cells", "cells", "cells of the archive that hold a program", "it no longer grows"),)),
     Panel("Archive", "Fastest program", scale="log", baseline=1.0, uses_latest=True, metrics=(
@@ -172,7 +177,7 @@ PANELS = (
     Panel("Policy change", "Learning rate", zero=True, uses_latest=True, metrics=(
         Metric("optim/lr", "lr", "learning rate, mean over the step's updates"),)),
     Panel("Policy change", "Other terms of the loss", metrics=(
-        Metric("loss/<term>", "", "term that a loss of your own returns"),)),
+        Metric("loss/<term>", "", "term returned by a custom loss"),)),
     Panel("Trainer/engine mismatch", "Log-prob difference", scale="log",
           note="|Δ log-prob| of sampled tokens in nats, before any truncation.", metrics=(
         Metric("mismatch/mean_abs", "mean", "mean absolute log-prob difference on the same ids, nats", "it drifts upward"),
@@ -198,12 +203,14 @@ PANELS = (
                "far from 1; below 0.5 the run stops"),
         Metric("canary/adapter_applied", "adapter", "fraction of the adapter's log-prob change that the engine reproduces",
                "far from 1; below 0.5 the run stops"))),
-    Panel("Trainer/engine mismatch", "Values that a weight sync changed", unit="percent", zero=True, hide_if_zero=True, metrics=(
+    Panel("Trainer/engine mismatch", "Values that a weight sync changed", unit="percent", zero=True, hide_if_zero=True,
+          metrics=(
         Metric("publish/changed_share", "fraction", "estimated fraction of values that a weight sync changes",
                "below 0.2 with an engine dtype coarser than the trainer's"),)),
     Panel("Asynchronous training", "Staleness of the groups", zero=True,
-          note="Policy versions from the one that began a group to the one that it trains.", metrics=(
-        Metric("async/age_mean", "mean", "mean staleness of the step's groups, in policy versions", "well above `prefetch_steps`"),
+          note="Policy version in training minus policy version at the start of a group.", metrics=(
+        Metric("async/age_mean", "mean", "mean staleness of the step's groups, in policy versions",
+               "well above `prefetch_steps`"),
         Metric("async/age_max", "max", "largest staleness of the step's groups, in policy versions"))),
     Panel("Asynchronous training", "Groups by staleness", unit="percent", style="stack", zero=True, metrics=(
         Metric("async/age_<versions>", "age ", "fraction of the step's groups with this staleness, in policy versions"),)),
@@ -211,44 +218,45 @@ PANELS = (
         Metric("time/wait_for_rollouts", "wait", "trainer's wait for groups",
                "it is most of `time/step`: the engine is the bottleneck"),)),
     Panel("Asynchronous training", "Groups in progress", unit="int", zero=True, metrics=(
-        Metric("async/buffer", "buffer", "finished groups left when those of the step are taken"),
-        Metric("async/running", "running", "groups in generation or grading when those of the step are taken"))),
+        Metric("async/buffer", "buffer", "finished groups left after the step takes its groups"),
+        Metric("async/running", "running", "groups in generation or grading when the step takes its groups"))),
     Panel("Asynchronous training", "Dropped groups", unit="int", zero=True, hide_if_zero=True, uses_latest=True, metrics=(
         Metric("async/dropped", "groups", "groups dropped as too stale since the run began; generated again", "above 0"),)),
-    Panel("Asynchronous training", "Tokens of dropped groups", unit="int", zero=True, hide_if_zero=True, uses_latest=True, metrics=(
+    Panel("Asynchronous training", "Tokens of dropped groups", unit="int", zero=True, hide_if_zero=True, uses_latest=True,
+          metrics=(
         Metric("async/dropped_tokens", "tokens", "tokens of dropped groups since the run began", "above 0"),)),
     Panel("Speed", "Seconds of a step", unit="seconds", style="stack", zero=True,
           note="By phase; the phases add up to the step.", metrics=(
-        Metric("time/sample", "sample", "prompts to groups with advantages"),
-        Metric("time/pack", "pack", "groups to rows, and rows to ranks"),
-        Metric("time/train", "train", "rows to new weights"),
+        Metric("time/sample", "sample", "from prompts to groups with advantages"),
+        Metric("time/pack", "pack", "packing of groups into rows, and rows to ranks"),
+        Metric("time/train", "train", "from rows to new weights"),
         Metric("time/publish", "publish", "weight sync and its verification"),
-        Metric("time/eval", "eval", "held-out evaluation, in a step that has one"),
-        Metric("time/save", "save", "checkpoint, in a step that has one"),
+        Metric("time/eval", "eval", "held-out evaluation, in steps with one"),
+        Metric("time/save", "save", "checkpoint, in steps with one"),
         Metric("time/log", "log", "writing of metrics"))),
     Panel("Speed", "Step time", unit="seconds", zero=True, metrics=(
         Metric("time/step", "step", "whole step; the phases add up to it within 2%"),)),
     Panel("Speed", "Seconds of sampling", unit="seconds", style="stack", zero=True, metrics=(
-        Metric("time/sample/generate", "generate", "the engine generates"),
+        Metric("time/sample/generate", "generate", "generation by the engine"),
         Metric("time/sample/grade", "grade", "wait for grades after the last token"),
-        Metric("time/sample/teacher", "teacher", "the teacher scores"),
-        Metric("time/sample/store", "store", "rollouts are written"))),
+        Metric("time/sample/teacher", "teacher", "scoring by the teacher"),
+        Metric("time/sample/store", "store", "writing of rollouts"))),
     Panel("Speed", "Seconds of training", unit="seconds", style="stack", zero=True, metrics=(
         Metric("time/train/logprobs", "log-probs", "log-probs of proximal policy and reference"),
         Metric("time/train/backward", "backward", "forward and backward"),
         Metric("time/train/wait", "wait", "wait for the other ranks"),
         Metric("time/train/optimizer", "optimizer", "optimizer step"))),
     Panel("Speed", "Seconds of a weight sync", unit="seconds", style="stack", zero=True, metrics=(
-        Metric("time/publish/gather", "gather", "weights are gathered from the ranks"),
+        Metric("time/publish/gather", "gather", "gathering of the weights from the ranks"),
         Metric("time/publish/copy", "copy", "copy to shared memory"),
-        Metric("time/publish/pause", "pause", "the engine pauses and loads the weights"),
-        Metric("time/publish/canary", "canary", "the canary"))),
+        Metric("time/publish/pause", "pause", "pause of the engine while it loads the weights"),
+        Metric("time/publish/canary", "canary", "canary check"))),
     Panel("Speed", "Seconds of an evaluation", unit="seconds", style="stack", zero=True, metrics=(
-        Metric("time/eval/generate", "generate", "the engine generates"),
+        Metric("time/eval/generate", "generate", "generation by the engine"),
         Metric("time/eval/grade", "grade", "wait for grades after the last token"))),
     Panel("Speed", "Seconds of a checkpoint", unit="seconds", zero=True, note="The checkpoint, and the checksums in it.",
           metrics=(
-        Metric("time/save", "whole"),
+        Metric("time/save", "total"),
         Metric("time/save/hash", "checksums", "checksums, while the disk writes"))),
     Panel("Speed", "Throughput", unit="tok/s", zero=True, metrics=(
         Metric("speed/sampled_tokens_s", "sampled", "sampled tokens per second of generation (asynchronous: of the step)"),
@@ -260,7 +268,7 @@ PANELS = (
     Panel("Speed", "Token reduction by shared prompts (ρ)", baseline=1.0, metrics=(
         Metric("pack/rho", "ρ", "tokens without prompt sharing over tokens with it", "near 1: sharing saves nothing"),)),
     Panel("Speed", "Packing efficiency", unit="percent", zero=True, metrics=(
-        Metric("pack/used", "used", "packing efficiency: needed fraction of computed places", "below 0.8"),)),
+        Metric("pack/used", "used", "packing efficiency: fraction of computed positions with needed tokens", "below 0.8"),)),
     Panel("Speed", "Rows", unit="int", zero=True, metrics=(Metric("pack/rows", "rows", "packed rows that hold labels"),)),
     Panel("Machine", "Engine caches", unit="percent", zero=True, uses_latest=True, metrics=(
         Metric("engine/prefix_hit_rate", "prefix hits", "fraction of prompt tokens found in the prefix cache"),
@@ -272,7 +280,7 @@ PANELS = (
         Metric("engines/restarts", "restarts", "engine restarts since the run began", "it keeps growing"))),
     Panel("Machine", "Engines", unit="int", zero=True, hide_if_zero=True, uses_latest=True, metrics=(
         Metric("engines/healthy", "healthy", "engines that generate now", "fewer than you started"),
-        Metric("engines/retired", "retired", "engines given up after repeated failures", "above 0"))),
+        Metric("engines/retired", "retired", "engines retired after repeated failures", "above 0"))),
     Panel("Machine", "Weight sync size", unit="bytes", zero=True, metrics=(
         Metric("publish/bytes", "bytes", "size of a weight sync"),)),
     Panel("Machine", "Memory", unit="gib", zero=True, uses_latest=True, metrics=(
@@ -282,9 +290,9 @@ PANELS = (
 
 
 def panels_for(names: Collection[str]) -> list[Panel]:
-    """Returns the panels that have data among the metrics `names`, and one more for each metric that none draws."""
+    """Returns the panels with data for the metrics `names`, and one more per unknown metric."""
     known = {metric for panel in PANELS for metric, _ in panel.series}
-    # A band draws its edges, so they need no panel of their own.
+    # A band draws its edges, so they need no panels.
     known |= {metric for panel in PANELS if panel.band for metric in panel.band}
     panels = []
     for panel in PANELS:
@@ -308,19 +316,19 @@ def _sort_names(words: Collection[str], order: Sequence[str]) -> list[str]:
 
 
 def _natural_key(name: str) -> list[tuple[int, str]]:
-    """A key that sorts "x_2" before "x_16"."""
-    # Both kinds of parts are pairs of the same types, so that a number can be compared with a word.
+    """Returns a sort key that puts "x_2" before "x_16"."""
+    # Numbers and words are pairs of the same types, so that they can be compared.
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _label_text(name: str) -> str:
-    """Spells a name: "16–255" for "16_255", and "length penalty" for "length_penalty"."""
+    """Formats a name: "16–255" for "16_255", and "length penalty" for "length_penalty"."""
     return re.sub(r"(\d)_(\d)", r"\1–\2", name).replace("_", " ")
 
 
 def _fill_panel(panel: Panel, series: tuple[tuple[str, str], ...], names: Collection[str]) -> Panel:
     band = panel.band if panel.band and set(panel.band) <= set(names) else None
-    # Colors belong to names, so that an outcome keeps its color where others are missing.
+    # Colors belong to names, so that an outcome keeps its color if others are missing.
     stem, color_of = panel.series[0][0].rstrip("*"), dict(zip(panel.order, panel.colors, strict=False))
     colors = tuple(color_of.get(name.removeprefix(stem), 6) for name, _ in series) if panel.colors else ()
     return replace(panel, metrics=(), series=series, note=panel.note or _panel_note(panel), band=band, colors=colors)

@@ -1,4 +1,4 @@
-"""What happens inside the phases of a step: traces of torch's profiler."""
+"""Traces of steps by torch's profiler."""
 
 import logging
 from collections.abc import Sequence
@@ -10,9 +10,10 @@ log = logging.getLogger(__name__)
 
 
 class StepProfiler:
-    """Traces the steps that the recipe's `profile` names, into files such as `profile/step_000003_rank_0.json.gz`.
+    """Traces the steps of the config key `profile`, as `profile/step_000003_rank_0.json.gz`.
 
-    https://ui.perfetto.dev and chrome://tracing show them. A traced step computes the same, but takes longer.
+    https://ui.perfetto.dev and chrome://tracing open the files. A traced step has the same results,
+    but takes longer.
     """
 
     def __init__(self, steps: Sequence[int], folder: str, rank: int):
@@ -21,19 +22,19 @@ class StepProfiler:
 
     def start_trace(self, step: int) -> None:
         if step in self._steps:
-            profiler = torch.profiler.profile()  # of all devices that torch was built for
+            profiler = torch.profiler.profile()  # traces all devices that torch was built for
             profiler.start()
             self._active_trace = profiler, step
 
     def close(self) -> None:
-        """Writes the trace of the step that has begun, if there is one."""
+        """Writes the trace of the current step, if it is traced."""
         if self._active_trace is not None:
-            # Forgotten first, so that no trace is written twice, whatever fails below.
+            # Clear the attribute first, so that no trace is written twice if a call below raises.
             (profiler, step), self._active_trace = self._active_trace, None
             profiler.stop()
             try:
                 self._folder.mkdir(exist_ok=True)
                 profiler.export_chrome_trace(str(self._folder / f"step_{step:06d}_rank_{self._rank}.json.gz"))
-            # A full disk costs the trace, not the run.
+            # A full disk must not stop the run.
             except (OSError, RuntimeError) as error:
-                log.warning("profile: the trace of step %d was not written, and the run goes on: %s", step, error)
+                log.warning("profile: the trace of step %d was not written; training continues: %s", step, error)

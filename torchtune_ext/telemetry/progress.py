@@ -1,4 +1,4 @@
-"""The progress of a run on the terminal: bars while it samples and trains, and one line of a table for each step."""
+"""The progress of a run on the terminal: bars for its phases, and a table line per step."""
 
 import logging
 import math
@@ -16,23 +16,25 @@ from torchtune_ext.run.terminal import terminal_width
 log = logging.getLogger(__name__)
 
 _HEADER_EVERY_LINES = 25  # lines after which the header is printed again
-_ZERO_VARIANCE_STEPS = 5  # steps in a row without a signal that are worth a warning
-_MAX_TRUNCATED = 0.5  # a larger share of cut samples is worth a warning
+_ZERO_VARIANCE_STEPS = 5  # consecutive steps with only zero-variance groups before a warning
+_MAX_TRUNCATED = 0.5  # a larger fraction of truncated samples causes a warning
 _MIN_REWARD_STD = 1e-9  # rewards whose standard deviation is below this are equal
 
 
 class ProgressBar:
-    """Counts items, tokens and rewards of one phase. A context manager, which threads may update at the same time.
+    """Counts items, tokens and rewards of one phase; threads may update it concurrently.
 
     Args:
-        label: names the phase.
-        total: how many items will come.
-        unit: what an item is ("sample", "row").
-        file: where a tqdm bar is drawn; None, or once the file takes no more text: lines take its place.
+        label: name of the phase.
+        total: number of items.
+        unit: noun for an item ("sample", "row").
+        file: stream for a tqdm bar; None, or after a write error: lines instead of a bar.
         log_every_s: seconds between two lines.
+        clock: returns the time in seconds.
     """
 
-    # There is no lock: a bar that threads update may be a sample late, and only people read it.
+    # The counts have no lock: a concurrent update may show one sample late, which is good enough to
+    # read.
 
     def __init__(self, label: str, total: int, unit: str, file: TextIO | None, log_every_s: float = 30.0,
                  clock: Callable[[], float] = time.monotonic):  # fmt: skip
@@ -46,13 +48,13 @@ class ProgressBar:
             self._try_draw(self._open_bar)
 
     def add(self, count: int = 1, tokens: int = 0) -> None:
-        """Notes that `count` more items are done, which together have `tokens` tokens."""
+        """Adds `count` finished items with `tokens` tokens in total."""
         self.count += count
         self.tokens += tokens
         self._update(count)
 
     def add_reward(self, reward: float) -> None:
-        """Notes that one more sample was graded."""
+        """Adds the reward of one more graded sample."""
         self.num_rewards += 1
         self.reward_sum += reward
         self._update(0)
@@ -68,23 +70,24 @@ class ProgressBar:
         self.close()
 
     def status_text(self) -> str:
-        """What is known so far: "reward 0.412, length 83, 5,120 tok/s"."""
+        """Returns the current means and throughput: "reward 0.412, length 83, 5,120 tok/s"."""
         parts = []
         if self.num_rewards:
             parts.append(f"reward {self.reward_sum / self.num_rewards:.3f}")
         if self.tokens:
-            # A conversation counts when it is over, and its turns' tokens before.
+            # A conversation counts at its end, but the tokens of its turns count earlier.
             parts += [f"length {self.tokens / self.count:.0f}"] if self.count else []
             parts.append(f"{self.tokens / max(self._clock() - self._start, 1e-9):,.0f} tok/s")
         return ", ".join(parts)
 
     def _update(self, count: int) -> None:
         if (tqdm := self._tqdm) is not None:
-            # A refresh here would redraw for every sample; `update` redraws ten times a second at most.
+            # A refresh here would redraw for every sample; `update` redraws at most ten times per
+            # second.
             tqdm.set_postfix_str(self.status_text(), refresh=False)
             self._try_draw(lambda: tqdm.update(count))
             return
-        # In a log file, lines at this distance keep the log short and still show a stall.
+        # In a log file, lines at this interval keep the log short and still show a stall.
         now = self._clock()
         if now - self._last_log >= self._log_every_s:
             self._last_log = now
@@ -92,27 +95,27 @@ class ProgressBar:
             print_text(", ".join(filter(None, (done, self.status_text()))), sys.stderr)
 
     def _open_bar(self) -> None:
-        # The bar vanishes at its end (`leave`), so that only the table stays on the screen.
+        # `leave=False` removes the finished bar, so that only the table stays on the screen.
         self._tqdm = tqdm(
             total=self.total, desc=self.label, unit=self.unit, file=self._file, leave=False, dynamic_ncols=True
         )
 
     def _try_draw(self, draw: Callable[[], Any]) -> None:
         if not try_write(self._file, draw) and self._tqdm is not None:
-            # tqdm redraws its open bars around each line of text, so this one must not stay among them.
+            # tqdm redraws its open bars around each line of text, so close this bar.
             try_write(self._file, self._tqdm.close)
             self._tqdm = None
 
 
 class Progress:
-    """Makes the bars, and prints the table of steps.
+    """Creates the progress bars, and prints the table of steps.
 
     Args:
-        total_steps: the 200 of "12/200" in the table; None: not known.
+        total_steps: the 200 of "12/200" in the table; None: unknown.
         rank: rank of this process. Only rank 0 draws bars and prints the table.
-        bars: whether bars are drawn; None: if `sys.stderr` is a terminal that has lines.
-        log_every_s: seconds between the lines that stand in for a bar.
-        file: where the table goes; None: `sys.stdout`.
+        bars: whether to draw bars; None: only if `sys.stderr` is a terminal.
+        log_every_s: seconds between the lines that replace a bar.
+        file: stream for the table; None: `sys.stdout`.
     """
 
     def __init__(self, total_steps: int | None = None, rank: int = 0, bars: bool | None = None,
@@ -122,13 +125,12 @@ class Progress:
             rank == 0 and sys.stderr is not None and (terminal_width(sys.stderr) is not None if bars is None else bars)
         )
         self._lines = 0
-        self._columns = _COLUMNS  # those that the terminal has room for
-        self._zero_variance_steps = 0  # steps since the last one with a signal
-        self._warned_truncated = False  # whether it was said that most samples are cut
-        self._has_partial_rewards = (
-            False  # whether held-out rewards lie between 0 and 1, so that their mean is no share
-        )
-        self._pending_values: dict[str, float] = {}  # metrics of a step that is not over
+        self._columns = _COLUMNS  # the columns that fit the terminal
+        self._zero_variance_steps = 0  # consecutive steps with only zero-variance groups
+        self._warned_truncated = False
+        # Whether a held-out reward was neither 0 nor 1, so that the mean is not an accuracy.
+        self._has_partial_rewards = False
+        self._pending_values: dict[str, float] = {}  # metrics of an unfinished step
 
     def sampling_bar(self, num_samples: int, label: str = "sample") -> ProgressBar:
         return self._make_bar(label, num_samples, "sample")
@@ -137,13 +139,13 @@ class Progress:
         return self._make_bar(label, num_rows, "row")
 
     def log_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes metrics of a step, at once or in parts, and prints its line as soon as they hold `time/step`.
+        """Collects metrics of a step, and prints its line when they include `time/step`.
 
-        What is absent shows as a dash.
+        A missing metric is printed as a dash.
         """
         if self._rank != 0:
             return
-        # Step 0 is an evaluation before the first step. It has no seconds to wait for.
+        # Step 0 is the evaluation before the first step. It has no `time/step`.
         values = {**self._pending_values, **values}
         self._pending_values = {} if step == 0 or "time/step" in values else values
         if self._pending_values:
@@ -155,7 +157,7 @@ class Progress:
         self._lines += 1
         name = f"{step}" if self._total is None else f"{step}/{self._total}"
         cells = [f"{name:>{self._columns[0][1]}}"]
-        # Once rewards were partial they stay a mean, so that the column does not change between "12.5%" and "0.125".
+        # After the first partial reward the column keeps the format "0.125" instead of "12.5%".
         self._has_partial_rewards = self._has_partial_rewards or has_partial_rewards(values)
         for _, room, text, names in self._columns[1:]:
             value = next((values[name] for name in names if name in values), None)
@@ -163,31 +165,32 @@ class Progress:
             cells.append(f"{'-' if value is None else text.format(value):>{room}}")
         is_zero_variance = values.get("groups/used") == 0
         if is_zero_variance:
-            cells.append(f"no signal: {_describe_rewards(values)}")
+            cells.append(f"no reward differences: {_describe_rewards(values)}")
         print_text("  ".join(cells), self._file)
         self._zero_variance_steps = self._zero_variance_steps + 1 if is_zero_variance else 0
-        # Said once, and again only after a step with a signal.
+        # Warn once, and again only after a step with a group whose rewards differ.
         if self._zero_variance_steps == _ZERO_VARIANCE_STEPS:
-            log.warning("for %d steps no group has had a signal, so nothing was learned from rewards: %s. Look at samples "
-                        "(torchtune-ext report): the task is too hard for the model (warm it up on this task first) or "
-                        "too easy, or the grader tells no text from another",
+            log.warning("rewards: %d steps with only zero-variance groups, so the rewards gave no gradient: %s. Check samples "
+                        "(torchtune-ext report): the task is too hard for the model (run an SFT warm-up on it first) or "
+                        "too easy, or the grader scores all texts alike",
                         self._zero_variance_steps, _describe_rewards(values))  # fmt: skip
 
         if values.get("length/truncated", 0.0) > _MAX_TRUNCATED and not self._warned_truncated:
             self._warned_truncated = True
-            log.warning("%.0f%% of the samples were cut at sampling.max_tokens, so the reward sees beginnings. "
-                        "Raise it, with engine.max_model_len, or ask for shorter answers; this is not said again",
+            log.warning("sampling: %.0f%% of the samples were truncated at sampling.max_tokens, so the grader sees incomplete "
+                        "texts. Raise it together with engine.max_model_len, or prompt for shorter answers. "
+                        "This warning is not repeated",
                         100 * values["length/truncated"])  # fmt: skip
 
     def _make_bar(self, label: str, total: int, unit: str) -> ProgressBar:
-        # Other ranks count as rank 0 does, but print nothing.
+        # Other ranks count like rank 0, but print nothing.
         every = self._log_every_s if self._rank == 0 else math.inf
         return ProgressBar(label, total, unit, sys.stderr if self._bars else None, every)
 
 
 def _fit_columns(max_width: int | None) -> tuple[tuple, ...]:
-    """The columns that a line of `room` characters holds; None: all."""
-    # Two characters stand between columns, and none behind the last.
+    """Returns the columns that fit into a line of `max_width` characters; None: all columns."""
+    # Two spaces separate the columns.
     columns = _COLUMNS
     for title in _DROP_ORDER:
         if max_width is None or sum(column[1] + 2 for column in columns) - 2 <= max_width:
@@ -205,14 +208,15 @@ def _describe_rewards(values: Mapping[str, float]) -> str:
 
 
 _ACCURACY_METRICS = ("eval/accuracy_sampled", "eval/accuracy_greedy")
-# A column has a title, a width, a format and names of metrics, of which it shows the first that is present.
+# Each column has a title, a width, a format and metric names; it shows the first metric that is
+# present.
 _COLUMNS = (
     ("step", 9, "", ()),
     ("reward", 7, "{:.4f}", ("reward/mean",)),
     ("±", 6, "{:.3f}", ("reward/std",)),
     ("eval", 6, "{:.1%}", _ACCURACY_METRICS),
     ("length", 6, "{:.0f}", ("length/mean",)),
-    ("cut", 6, "{:.1%}", ("length/truncated",)),
+    ("trunc", 6, "{:.1%}", ("length/truncated",)),
     ("grad", 7, "{:.3g}", ("optim/grad_norm",)),
     ("canary", 8, "{:.1e}", ("canary/mean_abs", "mismatch/mean_abs")),
     ("tok/s", 8, "{:,.0f}", ("speed/sampled_tokens_s",)),
@@ -222,5 +226,5 @@ _COLUMNS = (
     ("train", 5, "{:.1f}", ("time/train",)),
     ("publish", 7, "{:.1f}", ("time/publish",)),
 )
-# What a narrow terminal does without: the first of these, then the next one, until the rest fits.
-_DROP_ORDER = ("rho", "publish", "train", "sample", "grad", "cut", "±", "tok/s", "length", "canary")
+# A narrow terminal drops these columns, one after another, until the rest fits.
+_DROP_ORDER = ("rho", "publish", "train", "sample", "grad", "trunc", "±", "tok/s", "length", "canary")

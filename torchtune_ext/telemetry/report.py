@@ -1,4 +1,4 @@
-"""`torchtune-ext report RUN` makes one HTML file with the curves of a run and a browser of its rollouts."""
+"""`torchtune-ext report RUN` writes an HTML file with a run's curves and rollouts."""
 
 import argparse
 import time
@@ -33,12 +33,12 @@ class Report:
 
     path: Path
     num_bytes: int
-    steps: int  # the newest one with metrics
-    rollout_steps: int  # how many have rollouts in the page
-    stored_steps: int  # how many have rollouts in the run
+    steps: int  # the newest step with metrics
+    rollout_steps: int  # number of steps with rollouts in the page
+    stored_steps: int  # number of steps with rollouts in the run
 
     def summary(self) -> str:
-        """The line for the terminal."""
+        """Returns the line for the terminal."""
         rollouts = (
             f", rollouts of {self.rollout_steps} of {self.stored_steps} stored steps" if self.stored_steps else ""
         )
@@ -46,15 +46,20 @@ class Report:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    several = "several are compared, also those of a sweep's folder, or of one that holds runs"
-    parser.add_argument("runs", metavar="RUN", nargs="+", help=f"folder of a run (it holds metrics.jsonl); {several}")
-    default = "RUN/report.html; of a sweep or a folder of runs, report.html in it; of several, comparison.html here"
+    several = "several runs, a sweep's folder or a folder of runs make a comparison"
+    parser.add_argument("runs", metavar="RUN", nargs="+", help=f"folder of a run (with metrics.jsonl); {several}")
+    default = "report.html in RUN; for several RUNs, comparison.html in the working directory"
     parser.add_argument("--out", metavar="FILE", help=f"the page to write (default: {default})")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Writes the page. Raises ValueError: why a run cannot be read, or the page not be written."""
-    # Several runs, or a sweep, make a page of another kind.
+    """Writes the page, and returns the exit status.
+
+    Raises:
+        UsageError: a run cannot be read.
+        UsageFileError: the page cannot be written.
+    """
+    # Several runs, or a sweep, get the comparison page.
     try:
         if len(args.runs) > 1 or holds_several_runs(args.runs[0]):
             page = build_comparison(args.runs, args.out)
@@ -67,7 +72,17 @@ def main(args: argparse.Namespace) -> int:
 
 
 def build_report(run_dir: str | Path, out: str | Path | None = None, limits: ExcerptLimits = DEFAULT_LIMITS) -> Report:
-    """Writes the page of `run_dir` to `out`. Raises FileNotFoundError and ValueError, which say the cause and the fix."""
+    """Writes the report of one run.
+
+    Args:
+        run_dir: the folder of the run.
+        out: the file to write; None: `report.html` in `run_dir`.
+        limits: the most rollouts in the page.
+
+    Raises:
+        UsageError: `run_dir` is not the folder of a run, or has no metrics.
+        OSError: the page cannot be written.
+    """
     run_dir = Path(run_dir)
     records = _read_run_metrics(run_dir)
     out = Path(out) if out is not None else run_dir / "report.html"
@@ -79,30 +94,31 @@ def build_report(run_dir: str | Path, out: str | Path | None = None, limits: Exc
     return Report(out, num_bytes, records[-1]["step"], len(blobs), len(paths))
 
 
-# ---------------------------------------------------------------- what the page shows
+# ---------------------------------------------------------------- data of the page
 
 
 def _read_run_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns the metrics of each step. Raises ValueError where there are none."""
-    # Each message names what the folder is instead, since a wrong path is the usual cause.
+    """Returns the metrics of each step, at least one, or raises UsageError."""
+    # A wrong path is the usual cause, so each message says what the path is instead.
     if not run_dir.is_dir():
-        raise UsageError(f"{run_dir}: no such folder; name the folder of a run")
+        raise UsageError(f"{run_dir}: folder not found. Fix: name the folder of a run")
     path = run_dir / METRICS_FILE
     if records := read_metrics(path) if path.exists() else []:
         return records
     above = run_dir.absolute().parent
     if (above / METRICS_FILE).exists():
-        raise UsageError(f"{run_dir} is a folder of a run, not the run; name {above}")
+        raise UsageError(f"{run_dir}: a folder inside a run; expected the run. Fix: name {above}")
     if not (run_dir / "run.json").exists():
-        raise UsageError(f"{run_dir} is no folder of a run: it has no run.json; name one, an output_dir")
+        raise UsageError(f"{run_dir}: not the folder of a run, run.json is missing. Fix: name the output_dir of a run")
     raise UsageError(
-        f"{run_dir} holds no metrics: name the folder of a training run, its output_dir, which has them from the end of its "
-        "first step on; an evaluation has its figures in evaluation.json"
+        f"{run_dir}: no metrics; a training run writes them from the end of its first step, an evaluation writes "
+        "evaluation.json instead. Fix: name the output_dir of a training run"
     )
 
 
 def _tokenizer_folders(run_dir: Path, config: Mapping[str, Any]) -> list[Path]:
-    # The run's own folder comes first: it holds copies, even where the paths in its settings no longer exist.
+    # The run's own folder comes first: it holds copies, even if the paths in its settings no longer
+    # exist.
     named = [config_section(config, "tokenizer").get("path"), config.get("model_dir")]
     inside = [*checkpoint_folders(run_dir / "checkpoints")[-1:], run_dir / "model", run_dir / "start"]
     return [Path(path) for path in (*inside, *named) if isinstance(path, str | Path)]
@@ -111,7 +127,7 @@ def _tokenizer_folders(run_dir: Path, config: Mapping[str, Any]) -> list[Path]:
 def _page_data(
     run_dir: Path, run: Mapping[str, Any], records: list[dict[str, Any]], excerpts: Excerpts
 ) -> dict[str, Any]:
-    """All of the page but the rollouts: series as columns, panels, notices, and which rollouts there are."""
+    """Returns the data of the page except for the rollouts."""
     names = {name for record in records for name in record if name not in ("step", "nonfinite")}
     series = {name: [round_digits(record.get(name)) for record in records] for name in sorted(names)}
     # A metric without a single finite value has no curve.
@@ -122,7 +138,7 @@ def _page_data(
         for panel in panels_for(series)
         if not panel.hide_if_zero or any(value for metric, _ in panel.series for value in series[metric])
     ]
-    # A section with a finding opens, so that the reader sees the curve that it speaks of.
+    # A section with a finding is unfolded, so that the reader sees its curves.
     state, curves = run_status(run_dir, config, steps[-1]), read_curves(series, steps, panels)
     notices = collect_findings(records, curves, panels, config, state)
     warned = {notice.section for notice in notices}
@@ -145,7 +161,7 @@ def _page_data(
 def _chart_lines(
     panel: Panel, series: Mapping[str, list[float | None]], curves: Mapping[str, Reading]
 ) -> list[dict[str, Any]]:
-    # Of a panel without a band no line is called "".
+    # In a panel without a band, no metric matches "".
     around, *edges = panel.band or ("",)
     return [
         {

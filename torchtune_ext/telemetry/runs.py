@@ -1,4 +1,4 @@
-"""The runs of a comparison: found in the folders that the user names, and labeled by the settings that differ."""
+"""Finds the runs of a comparison, and labels them by the settings that differ."""
 
 import json
 import logging
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 
 METRICS_FILE, SWEEP_FILE = "metrics.jsonl", "sweep.json"
 SWEEP_FORMAT = 1
-MAX_SUGGESTIONS = 5  # runs that a message about a wrong path names
-# Settings that do not make two runs different: where a run is written, how it was started, where its metrics go.
+MAX_SUGGESTIONS = 5  # of runs, in a message about a wrong path
+# Keys that a comparison ignores, because they do not change the training.
 IGNORED_KEYS = ("output_dir", "name", "id", "resume_from_checkpoint", "logging", "profile", "dry_run")
-MAX_LABEL_KEYS = 3  # keys of a label; where more differ, runs are named by their folders
-MAX_LABEL_CHARS = 60  # characters of a label
+MAX_LABEL_KEYS = 3  # if more keys differ, the label of a run is its folder
+MAX_LABEL_CHARS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class ComparedRun:
     """A run of the comparison."""
 
     path: Path
-    name: str  # its path below the folder that all runs share
-    config: Mapping[str, Any] | None  # None: no run.json, or a damaged one
+    name: str  # path relative to the common parent of all runs
+    config: Mapping[str, Any] | None  # None: run.json is missing or damaged
     records: Sequence[Mapping[str, Any]]  # the metrics of each step
     state: RunStatus
 
@@ -40,23 +40,24 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[ComparedRun], list[dict
     """Reads the runs in `paths`: folders of runs, of sweeps, and folders that hold folders of runs.
 
     Returns:
-        The runs, what `read_sweep_record` returns of each sweep, and a sentence for each run that cannot be shown.
+        The runs, the record of each sweep (`read_sweep_record`), and one sentence per run that is
+        left out.
 
     Raises:
-        ValueError: a path is no run, a `sweep.json` is damaged, or no run has anything to show.
+        UsageError: a path is not a run, a `sweep.json` is damaged, or no run has metrics.
     """
     sweeps, left_out = [], []
     folders: dict[Path, None] = {}  # each once, in order
     for path in map(Path, paths):
         if (path / SWEEP_FILE).exists():
             sweeps.append(sweep := read_sweep_record(path))
-            # The metrics that a run had before it failed do not tell how good its settings are.
+            # The metrics of a failed run say nothing about the quality of its settings.
             left_out += [f"{run['id']} failed: {run['cause']}." for run in sweep["runs"] if run["state"] == "failed"]
             run_folders = [run["path"] for run in sweep["runs"] if run["state"] != "failed" and run["path"].exists()]
         elif not (run_folders := [path] if _is_run(path) else _run_folders(path)):
             nearby_runs = ", ".join(folder.name for folder in _run_folders(path.parent)[:MAX_SUGGESTIONS]) or "none"
-            raise UsageError(f"{path} is no folder of a run or of a sweep; runs in {path.parent}: {nearby_runs}")
-        # Resolved, a run that two paths lead to is one.
+            raise UsageError(f"{path}: not the folder of a run or a sweep; runs in {path.parent}: {nearby_runs}")
+        # Resolved paths count a run once, even if two arguments lead to it.
         folders |= dict.fromkeys(folder.resolve() for folder in run_folders)
     runs: list[ComparedRun] = []
     common_parent = os.path.commonpath([folder.parent for folder in folders]) if folders else ""
@@ -65,7 +66,7 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[ComparedRun], list[dict
         try:
             runs.append(_read_run(folder, name))
         except (OSError, ValueError) as error:
-            # One damaged run does not cost the page of the others.
+            # A damaged run must not prevent the page of the others.
             left_out.append(f"{name} is left out: {error}.")
     if not runs:
         raise UsageError(f"{', '.join(map(str, paths))}: nothing to show yet. {' '.join(left_out)}".strip())
@@ -73,50 +74,50 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[ComparedRun], list[dict
 
 
 def holds_several_runs(path: str | Path) -> bool:
-    """Tells whether `path` is the folder of a sweep, or no run itself but the folder of two or more."""
+    """Returns whether `path` is a sweep's folder, or a folder of two or more runs but not a run."""
     path = Path(path)
     return (path / SWEEP_FILE).exists() or (not _is_run(path) and len(_run_folders(path)) > 1)
 
 
 def read_sweep_record(folder: Path) -> dict[str, Any]:
-    """Returns what `folder/sweep.json` holds, with a name, and with the `path` of each of its `runs`.
+    """Reads `folder/sweep.json`, and adds a missing name, and the `path` of each of its `runs`.
 
     Raises:
-        ValueError: it is damaged, or of another format.
+        UsageError: the file is damaged, or has another format.
     """
     path = folder / SWEEP_FILE
     try:
         sweep = json.loads(path.read_bytes())
         form = sweep["format"]
         if form != SWEEP_FORMAT:
-            raise KeyError(f"format {form}, not {SWEEP_FORMAT}")
+            raise KeyError(f"format {form}, expected {SWEEP_FORMAT}")
         sweep["name"] = sweep["name"] or folder.resolve().name
-        # Values are only looked up here, so that a missing key is reported before the page is half made.
+        # These lookups report a missing key before the page is built.
         _ = sweep["metric"]["name"]
         for run in sweep["runs"]:
             _ = run["state"], run["cause"], dict(run["parameters"])
             run["path"] = (folder / run["id"]).resolve()
-            # An id such as "../x" would make the report read files that are none of the sweep's.
+            # An id such as "../x" would make the report read files outside of the sweep.
             if not run["path"].is_relative_to(folder.resolve()):
-                raise KeyError(f"the run {run['id']} lies outside of the sweep's folder")
+                raise KeyError(f"run {run['id']} is outside of the sweep's folder")
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"{path} is damaged ({error!r}): for a report name the folders of its runs instead; a sweep begins again in "
+            f"{path}: damaged ({error!r}). Fix: for a report, name the folders of the sweep's runs; to repeat the sweep, use "
             "another folder (--out)"
         ) from error
     return sweep
 
 
 def label_runs(runs: Sequence[ComparedRun]) -> tuple[list[str], list[list[str]], list[str]]:
-    """Returns the keys whose values differ, these values of each run, and a label of each: "lr 1e-06, seed 1"."""
+    """Returns the keys that differ, their values per run, and a label per run ("lr 1e-06")."""
     configs = [None if run.config is None else _comparable_settings(run.config) for run in runs]
     known = [config for config in configs if config is not None]
     every = dict.fromkeys(key for config in known for key in config)
     keys = [key for key in every if len({config.get(key, DEFAULT) for config in known}) > 1]
-    # A run whose settings are not known has no values, and its label is its name.
+    # A run without settings has no values, and its label is its name.
     values = [[] if config is None else [config.get(key, DEFAULT) for key in keys] for config in configs]
     labels = [", ".join(map(" ".join, zip(shorten_keys(keys), row, strict=False))) for row in values]
-    # Too many keys, or a text too long, make no label: the name of the folder says more.
+    # With too many keys, or a label too long, the name of the folder is clearer.
     labeled = 0 < len(keys) <= MAX_LABEL_KEYS
     return (
         keys,
@@ -129,17 +130,18 @@ def label_runs(runs: Sequence[ComparedRun]) -> tuple[list[str], list[list[str]],
 
 
 def shorten_keys(keys: Sequence[str]) -> list[str]:
-    """The last part of each dotted key, "lr" of "optimizer.lr", or all of it where two have the same last part."""
+    """Shortens dotted keys to their last part ("lr" of "optimizer.lr") if that is unique."""
     ends = [key.rpartition(".")[2] for key in keys]
-    # Counted twice more, `_component_` is never short: without its node it would not say which class it names.
+    # The two extra counts keep `_component_` long: without its section it would be ambiguous.
     counts = Counter([*ends, "_component_", "_component_"])
     return [end if counts[end] == 1 else key for key, end in zip(keys, ends, strict=True)]
 
 
 def _comparable_settings(config: Mapping[str, Any]) -> dict[str, str]:
-    """The settings as text by dotted key, without those of `BESIDE`."""
+    """Returns the settings as text by dotted key, without IGNORED_KEYS."""
     rows = dict(flatten_config({key: value for key, value in config.items() if key not in IGNORED_KEYS}))
-    # A path in the run's own folder would differ between all runs, so the folder gets one name.
+    # A path in the run's own folder would differ between all runs, so a placeholder replaces the
+    # folder.
     if home := str(config.get("output_dir", "")).rstrip("/"):
         for key, text in rows.items():
             if text.startswith(f"{home}/"):
@@ -148,11 +150,11 @@ def _comparable_settings(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_run_record(folder: Path) -> dict[str, Any]:
-    """Returns what `run.json` in `folder` holds; {} where it is missing or damaged."""
+    """Returns the content of `run.json` in `folder`, or {} if it is missing or damaged."""
     try:
         return read_record(folder) or {}
     except ValueError as error:
-        log.warning("left out of the report: %s", error)
+        log.warning("report: run.json left out: %s", error)
         return {}
 
 
@@ -160,7 +162,7 @@ def _read_run(path: Path, name: str) -> ComparedRun:
     record = read_run_record(path)
     config = record["config"] if isinstance(record.get("config"), Mapping) else None
     try:
-        # Metrics that were not finite are null in the file.
+        # Nonfinite metrics are null in the file.
         records = [
             {name: value for name, value in record.items() if value is not None}
             for record in read_metrics(path / METRICS_FILE)
@@ -170,7 +172,7 @@ def _read_run(path: Path, name: str) -> ComparedRun:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{METRICS_FILE} is damaged ({error})") from error
     if not records:
-        raise UsageError("no metrics yet; a run writes its first line at the end of a step")
+        raise UsageError("no metrics yet; a run writes its first metrics at the end of a step")
     return ComparedRun(path, name, config, records, run_status(path, config or {}, records[-1]["step"]))
 
 
@@ -179,6 +181,6 @@ def _is_run(path: Path) -> bool:
 
 
 def _run_folders(path: Path) -> list[Path]:
-    # `RunFolder` sets an earlier run aside as old-1, old-2, ...
+    # `RunFolder` moves an earlier run to old-1, old-2, ...
     folders = sorted(path.iterdir()) if path.is_dir() else []
     return [folder for folder in folders if not folder.name.startswith("old-") and _is_run(folder)]

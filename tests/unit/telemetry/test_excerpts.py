@@ -31,7 +31,7 @@ def group(name, rewards, texts=None, advantages=None, tokens=None):
                 text=text,
                 outcome=outcome,
                 advantage=advantage,
-                trained=bool(advantage),
+                in_loss=bool(advantage),
             )
         )
     problem = Problem(name, ({"role": "user", "content": f"say {name}"},), "")
@@ -90,7 +90,7 @@ def test_excerpts_show_decoded_prompt_with_available_tokenizer(tmp_path, caplog)
 
 def conversations(**rest):
     """A group of two conversations about the same number, one of which ran out of turns."""
-    won, lost = guessed(advantage=0.5, trained=True, **rest), guessed("max_turns", advantage=-0.5, trained=True, **rest)
+    won, lost = guessed(advantage=0.5, in_loss=True, **rest), guessed("max_turns", advantage=-0.5, in_loss=True, **rest)
     return Group(Problem("game", ({"role": "user", "content": "40-70"},), 58), np.arange(3), (won, lost))
 
 

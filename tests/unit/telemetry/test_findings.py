@@ -43,30 +43,38 @@ def test_findings_of_healthy_run_are_empty():
 @pytest.mark.parametrize(
     "change, words, section",
     [
-        ({"groups/infra_failed": 1.0}, "40 samples could not be graded", "Learning"),
-        ({"problems/skipped": lambda step: step // 20}, "2 problems left out: broken, or too long", "Learning"),
-        ({"eval/skipped": 1.0}, "1 held-out problem left out", "Learning"),
-        ({"length/truncated": 0.25}, "25% of the latest samples hit the token limit (sampling.max_tokens)", "Learning"),
+        ({"groups/infra_failed": 1.0}, "40 samples not graded", "Learning"),
+        ({"problems/skipped": lambda step: step // 20}, "2 problems skipped: invalid, or too long", "Learning"),
+        ({"eval/skipped": 1.0}, "1 held-out problem skipped", "Learning"),
+        ({"length/truncated": 0.25}, "25% of the latest samples were truncated at sampling.max_tokens", "Learning"),
         ({"engines/restarts": lambda step: float(step > 30)}, "restarted 1 time.", "Machine"),
         ({"engines/retired": lambda step: float(step > 20)}, "1 engine failed too often", "Machine"),
-        ({"mismatch/mean_abs": 0.046}, "0.046 nats apart, from 0.046 at the beginning", "Trainer/engine mismatch"),
+        ({"mismatch/mean_abs": 0.046}, "mismatch is 0.046 nats (first 0.046)", "Trainer/engine mismatch"),
         (
             {"mismatch/mean_abs": lambda step: 0.002 + 0.0002 * step},
-            "the limit, without the room for chance, is 0.05",
+            "the limit without the margin for chance is 0.05",
             "Trainer/engine mismatch",
         ),
         (
             {"reward/mean": lambda step: 0.07 + 0.002 * step, "reward/solved": 0.0},
-            "rose from 0.075 to 0.147, the share of solved problems did not (0.0%, then 0.0%)",
+            "rose from 0.075 to 0.147, but the fraction of solved problems did not rise (0.0%, then 0.0%)",
             "Learning",
         ),
         ({"mismatch/ess": 0.89}, "89% of the tokens", "Trainer/engine mismatch"),
-        ({"canary/update_applied": 0.1}, "shows 10% of the effect of the last update", "Trainer/engine mismatch"),
-        ({"canary/adapter_applied": 1.6}, "shows 160% of the effect of the adapter", "Trainer/engine mismatch"),
+        (
+            {"canary/update_applied": 0.1},
+            "reproduces 10% of the log-prob change of the last update",
+            "Trainer/engine mismatch",
+        ),
+        (
+            {"canary/adapter_applied": 1.6},
+            "reproduces 160% of the log-prob change of the adapter",
+            "Trainer/engine mismatch",
+        ),
         (
             {"time/train": lambda step: 3.0 + 25.0 * (step in (7, 9)) + 2.0 * (step == 9)},
-            "2 steps took more than 3 times the median of 5.0 s. The longest is step 9, 32.0 s; most of what it took longer is in "
-            "train.",
+            "2 steps took more than 3 times the median of 5.0 s. The longest is step 9 with 32.0 s; the "
+            "phase train accounts for most of the excess.",
             "Speed",
         ),
     ],
@@ -99,12 +107,12 @@ def test_findings_nonfinite_metric_links_to_its_section():
 def test_findings_early_end_is_listed_first():
     stopped = RunStatus("stopped", "", 40, 100)
     items = texts(HEALTHY | {"mismatch/ess": 0.5}, state=stopped)
-    assert items[0] == ("The run ended at step 40 of 100: it crashed, or was stopped.", "") and len(items) == 2
+    assert items[0] == ("The run ended at step 40 of 100: it crashed or was stopped.", "") and len(items) == 2
     (onward,) = texts({}, {"resume_from_checkpoint": False}, stopped)
-    assert onward[0].endswith(" resume_from_checkpoint=True goes on with it.")
+    assert onward[0].endswith(" Resume it with resume_from_checkpoint=True.")
 
 
 def test_findings_report_zero_variance_group_share():
     ((text, section),) = texts({"groups/used": 16.0, "groups/no_signal": 48.0})
-    assert text == "75% of the latest groups carry no signal: their problems are too easy, or too hard."
+    assert text == "75% of the latest groups are zero-variance groups: their problems are too easy or too hard."
     assert section == "Learning"

@@ -114,7 +114,7 @@ def test_metrics_full_disk_at_resume_leaves_file_unchanged(tmp_path):
         for step in range(1, 30):
             metrics.log(step, {"a/b": 1})
     before = metrics.path.read_bytes()
-    with full_disk(100), pytest.raises(OSError, match=r"metrics\.jsonl back to step 20: .*Free disk space") as caught:
+    with full_disk(100), pytest.raises(OSError, match=r"metrics\.jsonl to step 20: .*Free disk space") as caught:
         MetricLogger(tmp_path, sinks=(), resume_step=20)
     assert "[Errno" not in str(caught.value)
     assert metrics.path.read_bytes() == before and os.listdir(tmp_path) == ["metrics.jsonl"]

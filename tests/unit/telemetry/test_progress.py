@@ -108,14 +108,14 @@ def test_progress_zero_variance_steps_warn_after_five(rewards, words, caplog):
     progress = Progress(total_steps=200, bars=False, file=file)
     for step in range(1, 9):
         progress.log_step(step, STEP | rewards)
-        assert file.getvalue().splitlines()[-1].endswith(f"  no signal: {words}")
+        assert file.getvalue().splitlines()[-1].endswith(f"  no reward differences: {words}")
         assert len(caplog.messages) == (step >= 5), "said once"
     assert caplog.messages[0].startswith(
-        f"for 5 steps no group has had a signal, so nothing was learned from rewards: {words}. "
+        f"rewards: 5 steps with only zero-variance groups, so the rewards gave no gradient: {words}. "
     )
-    assert "too hard for the model (warm it up on this task first)" in caplog.messages[0]
+    assert "too hard for the model (run an SFT warm-up on it first)" in caplog.messages[0]
     progress.log_step(9, STEP | rewards | {"groups/used": 3.0})
-    assert "no signal" not in file.getvalue().splitlines()[-1]
+    assert "no reward differences" not in file.getvalue().splitlines()[-1]
     for step in range(10, 15):
         progress.log_step(step, STEP | rewards)
     assert len(caplog.messages) == 2, "there was a signal between"
@@ -126,7 +126,7 @@ def test_progress_mostly_truncated_samples_warned_once(caplog):
     for step, share in enumerate((0.5, 0.83, 0.9), start=1):
         progress.log_step(step, {"time/step": 1.0, "length/truncated": share})
         assert len(caplog.messages) == (step >= 2)
-    assert caplog.messages[0].startswith("83% of the samples were cut at sampling.max_tokens")
+    assert caplog.messages[0].startswith("sampling: 83% of the samples were truncated at sampling.max_tokens")
 
 
 def test_progress_evaluation_is_not_a_zero_variance_step(caplog):
@@ -134,4 +134,4 @@ def test_progress_evaluation_is_not_a_zero_variance_step(caplog):
     progress = Progress(total_steps=200, bars=False, file=file)
     for _ in range(6):
         progress.log_step(0, {"eval/accuracy_sampled": 0.25})
-    assert "no signal" not in file.getvalue() and not caplog.messages
+    assert "no reward differences" not in file.getvalue() and not caplog.messages

@@ -125,7 +125,7 @@ def test_report_omits_all_zero_failure_panels(tmp_path):
     assert titles(0.0) == (["Groups"], [])
     assert titles(1.0) == (
         ["Groups", "Grading failures"],
-        ["1 sample could not be graded (grader or environment raised or crashed)."],
+        ["1 sample not graded: the grader or environment raised or crashed."],
     )
 
 
@@ -147,8 +147,8 @@ def test_command_line(tmp_path, capsys):
     assert run_main(run, "--out", tmp_path / "page.html") == 0
     assert "rollouts of 4 of 4 stored steps" in capsys.readouterr().out
     for words, message in (
-        ((tmp_path / "nowhere",), "no such folder"),
-        ((tmp_path,), "is no folder of a run: it has no run.json; name one, an output_dir"),
+        ((tmp_path / "nowhere",), "folder not found"),
+        ((tmp_path,), "not the folder of a run, run.json is missing. Fix: name the output_dir"),
     ):
         with pytest.raises(ValueError, match=message):
             run_main(*words)

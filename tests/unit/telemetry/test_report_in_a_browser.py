@@ -46,7 +46,7 @@ PROBE = """
 
 def conversation():
     """Two turns; the first answer tries to break the page."""
-    sample = guessed("max_turns", turns=(55, 58), advantage=1.0, trained=True)
+    sample = guessed("max_turns", turns=(55, 58), advantage=1.0, in_loss=True)
     first, answer, second = sample.messages
     messages = first, {**answer, "content": HOSTILE}, second
     return replace(sample, messages=messages, text="\n".join(f"{m['role']}: {m['content']}" for m in messages))
@@ -116,7 +116,7 @@ def test_browser_report_shows_run_identity_and_findings(shown):
     for copy in shown[0].values():
         assert copy["state"] == "stopped at step 60 of 200"
         assert all(words in copy["about"] for words in ("Qwen2.5-7B-Instruct", "dapo", "2e-06", "5 min"))
-        assert "The run ended at step 60 of 200" in copy["notices"] and "nats apart, from 0.01" in copy["notices"]
+        assert "The run ended at step 60 of 200" in copy["notices"] and "nats (first 0.01" in copy["notices"]
         # A finding concerns the agreement, and none the speed or the machine.
         assert copy["folded"] == ["section-speed", "section-machine"]
 
@@ -126,7 +126,7 @@ def test_browser_report_shows_samples_and_missing_steps(shown):
         good, bad = copy["pair"]
         assert (good[0], bad[0]) == ("highest advantage", "lowest advantage") and float(good[1]) > float(bad[1])
         assert good[2].startswith("sample ") and "</script>" in good[2]
-        assert copy["said"] == "The rollouts of step 40 are not in this page; those of step 42 are shown."
+        assert copy["said"] == "The rollouts of step 40 are not in this page; step 42 is shown instead."
         assert copy["groups"] == [False] * 5 + [True], "groups with a signal come first"
 
 

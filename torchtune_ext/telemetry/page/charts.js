@@ -1,10 +1,10 @@
-// Curves as inline SVG. One cursor, one zoom and one smoothing for all of them.
+// Curves as inline SVG. All charts share one cursor, one zoom and one smoothing.
 
 const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 190, LEAD_HEIGHT = 300, LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 22;
 
-// Calls `then` soon after a node has got another size (at once, it would change sizes while they are told), and when a section
-// opens, so that nobody sees it empty.
+// Calls `then` after a node was resized, and when a section opens, so that it is never shown empty. The call is deferred,
+// because a resize inside the observer's callback is an error.
 function onResize(node, then) {
   new ResizeObserver(() => setTimeout(then)).observe(node);
   document.addEventListener("toggle", then, true);
@@ -64,7 +64,7 @@ function logTicks(low, high) {
   return ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
 }
 
-// Exponential moving average over the values that are there, without the bias towards the first one.
+// Exponential moving average of the present values, corrected for the bias towards the first value.
 function smooth(values, weight) {
   if (!weight) return values;
   let sum = 0, total = 0;
@@ -76,7 +76,7 @@ function smooth(values, weight) {
   });
 }
 
-// Which steps a reading averages.
+// The steps that a reading averages.
 function averaged({ since, until }) {
   return since === until ? `step ${until.toLocaleString("en")}` : `mean of steps ${since.toLocaleString("en")}–${until.toLocaleString("en")}`;
 }
@@ -94,10 +94,10 @@ const cursor = {
   },
 };
 
-// Fewer than half of the steps have a value, as of an evaluation every few steps.
+// Whether fewer than half of the steps have a value, for instance because evaluations are rare.
 const isSparse = (values, steps) => values.filter((value) => value != null).length < steps.length / 2;
 
-// Lines of one run have a label and a color of the page; those of several runs have the number of their run.
+// Lines of one run have a label and a color; lines of several runs have the number of their run.
 function lineOf(line, { runs, steps }) {
   const own = line.run == null ? { color: `var(--c${line.color})` } : { ...look(runs[line.run]), label: runs[line.run].label };
   return { ...line, ...own, sparse: isSparse(line.raw, steps) };
@@ -178,7 +178,7 @@ class Chart {
     };
     const base = unit === "bytes" ? 1024 ** Math.floor(Math.log(Math.max(y1, 1)) / Math.log(1024)) : 1;
     const ticks = scale === "log" ? logTicks(y0, y1) : linearTicks(y0, y1, 4, base);
-    const close = new Set(ticks.map((tick) => format(tick, unit))).size < ticks.length; // then three digits do not tell them apart
+    const close = new Set(ticks.map((tick) => format(tick, unit))).size < ticks.length; // whether three digits cannot distinguish the ticks
     for (const tick of ticks) {
       if (unit === "int" && !Number.isInteger(tick)) continue;
       const y = this.y(tick);
@@ -201,7 +201,7 @@ class Chart {
     this.point(cursor.step);
   }
 
-  // A smoothed curve may leave the range of the values it was drawn for.
+  // A smoothed curve may leave the range of the visible raw values.
   clip(root) {
     const id = `clip-${cursor.charts.indexOf(this)}`, clip = root.appendChild(svg("clipPath", { id }));
     clip.appendChild(svg("rect", { x: LEFT - 3, y: 0, width: this.width - LEFT - RIGHT + 6, height: this.height - BOTTOM + 3 }));
@@ -228,7 +228,7 @@ class Chart {
     if (dots && points.length <= 40) for (const [x, y] of points) add("circle", { cx: x, cy: y, r: 2.4, style: `fill:${color}`, "data-run": run ?? "" });
   }
 
-  // Pixels of the values that are there; at most lowest and highest per pixel column.
+  // Pixels of the present values; of many values, only the lowest and highest per pixel column.
   points(values, first, last) {
     const all = [];
     for (let i = first; i <= last; i++) {
@@ -249,9 +249,9 @@ class Chart {
   drawStack(add, first, last) {
     let below = this.steps.map(() => 0);
     const each = Math.max(1, Math.floor((last - first) / (2 * this.width)));
-    while (first < last && this.lines.every((line) => line.raw[first] == null)) first++; // step 0 has an evaluation only
+    while (first < last && this.lines.every((line) => line.raw[first] == null)) first++; // step 0 has only an evaluation
     for (const line of this.lines) {
-      // What comes every few steps, as an evaluation, is not spread over the steps between.
+      // Sparse values, such as evaluations, are not spread over the steps between.
       const own = line.sparse ? line.raw.map((value) => value ?? 0) : smooth(line.raw, cursor.weight).map((value) => value ?? 0);
       const above = below.map((value, i) => value + own[i]), up = [], down = [];
       for (let i = first; i <= last; i += each) {
@@ -264,17 +264,17 @@ class Chart {
     }
   }
 
-  // What the numbers beside the title are of, while the pointer is elsewhere.
+  // The steps that the numbers in the legend refer to, while the pointer is not in a chart.
   when(means) { return this.runs ? "at the end" : averaged((means[0] ?? this.lines[0]).reading); }
 
-  // The place of the value that is nearest to a step, inside the zoom.
+  // The index of the value nearest to a step, inside the zoom.
   nearest(step) {
     let [best, last] = this.span();
     for (let i = best; i <= last; i++) if (Math.abs(this.steps[i] - step) < Math.abs(this.steps[best] - step)) best = i;
     return best;
   }
 
-  // Read-outs at one step, or the readings that the tiles show, too.
+  // Shows the values at one step, or (null) the readings that the tiles also show.
   point(step) {
     if (!this.marks) return;
     const index = step == null ? null : this.nearest(step);

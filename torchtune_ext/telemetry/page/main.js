@@ -1,4 +1,4 @@
-// Puts the page together: of one run, or of several.
+// Renders the page of one run or of several.
 
 function head(overview) {
   const { state, facts = [] } = overview, badge = document.getElementById("state");
@@ -35,7 +35,7 @@ function charts(overview) {
       sections.set(panel.section, chartSection(panel.section, !closed, `${unusual}${number} ${number === 1 ? "curve" : "curves"}`));
       nav.append(el("a", { href: `#${sectionId(panel.section)}` }, panel.section));
       if (sections.size === 2 && !overview.runs) {
-        document.getElementById("charts").append(document.getElementById("rollouts")); // behind what was learned
+        document.getElementById("charts").append(document.getElementById("rollouts")); // after the sections about learning
         nav.append(el("a", { href: "#rollouts" }, "Rollouts"));
       }
     }
@@ -43,8 +43,8 @@ function charts(overview) {
   }
 }
 
-// A good and a bad sample of one group, so that a reader has seen texts before curves: those with the highest and the lowest
-// advantage. The groups of a step come with the widest spread of rewards first.
+// The samples of one group with the highest and the lowest advantage, so that a reader sees texts before curves. The groups of
+// a step are sorted by falling spread of rewards.
 function pair(step, groups, open) {
   for (const group of groups) {
     const [good, ...others] = group.samples.filter(({ reward }) => reward != null).sort((a, b) => b.advantage - a.advantage), bad = others.at(-1);
@@ -69,7 +69,7 @@ async function rollouts(overview) {
     root.append(el("p", { class: "muted" }, "This run stored no rollouts."));
     return;
   }
-  const kept = new Map(); // a few unpacked steps; a page may carry many
+  const kept = new Map(); // cache of a few unpacked steps; a page may have many
   const load = async (step) => {
     if (!kept.has(step)) kept.set(step, await unpack(`rollouts-${step}`));
     if (kept.size > 12) kept.delete(kept.keys().next().value);

@@ -1,9 +1,9 @@
-// Several runs on one page: a table of what they came to, a line for each in every chart, and one legend for all charts.
+// Several runs on one page: a table of their results, a line per run in every chart, and one legend.
 
-const HUES = 8, DASHES = ["", "7 4", "2 4", "10 3 2 3", "14 3"]; // the best runs have unbroken lines
-const SHOWN = 8; // So many runs are drawn when the page opens; a click draws others.
+const HUES = 8, DASHES = ["", "7 4", "2 4", "10 3 2 3", "14 3"]; // the best runs have solid lines
+const SHOWN = 8; // runs drawn when the page opens; a click shows others
 
-// Which runs are not drawn.
+// The hidden runs.
 const choice = {
   off: new Set(),
   set(off) {
@@ -17,14 +17,14 @@ function look({ rank }) {
   return { color: `var(--s${(rank % HUES) + 1})`, dash: DASHES[Math.floor(rank / HUES) % DASHES.length] };
 }
 
-// A piece of the line of a run, and its letter.
+// A sample of the line of a run, and its letter.
 function named(run) {
   const root = svg("svg", { class: "swatch", viewBox: "0 0 22 10" }), { color, dash } = look(run);
   root.append(svg("line", { x1: 1, x2: 21, y1: 5, y2: 5, style: `stroke:${color}`, "stroke-dasharray": dash }));
   return el("span", { class: "named" }, root, el("b", {}, run.letter));
 }
 
-// Makes the charts show only the line of a run; null: all again.
+// Highlights the line of a run in all charts; null: no highlight.
 function point(run) {
   for (const { root } of cursor.charts) {
     root?.classList.toggle("focused", run != null);
@@ -32,12 +32,12 @@ function point(run) {
   }
 }
 
-// The table, and a button for each run that has curves: a click turns it on or off, a double click shows it alone.
+// The table, and a button per run with curves: click to show or hide it, double-click to show only this run.
 function compare({ runs, heads, rows, panels }) {
   const root = document.getElementById("runs"), legend = document.getElementById("legend");
   root.hidden = legend.hidden = false;
   const cells = (tag, row) => row.map((cell) => el(tag, {}, cell));
-  root.prepend(el("div", { class: "table", tabindex: 0, role: "region", "aria-label": "runs and what they came to" },
+  root.prepend(el("div", { class: "table", tabindex: 0, role: "region", "aria-label": "runs and their results" },
     el("table", {}, el("thead", {}, el("tr", {}, ...cells("th", ["", ...heads]))),
       el("tbody", {}, ...rows.map(([place, ...row]) => el("tr", {}, el("td", {}, named(runs[place])), ...cells("td", row)))))));
   const drawn = rows.map(([place]) => place).filter((place) => panels.some(({ lines }) => lines.some(({ run }) => run === place)));
@@ -48,5 +48,5 @@ function compare({ runs, heads, rows, panels }) {
     onpointerenter: () => point(place), onpointerleave: () => point(null) }, named(runs[place]), el("span", { class: "name" }, runs[place].label));
   const plain = (words, off) => el("button", { class: "plain", onclick: () => choice.set(new Set(off)) }, words);
   legend.append(...drawn.map(button), plain("all", []), plain("none", drawn));
-  choice.set(new Set(drawn.length > SHOWN + 2 ? drawn.slice(SHOWN) : [])); // one or two more are no reason to hide any
+  choice.set(new Set(drawn.length > SHOWN + 2 ? drawn.slice(SHOWN) : [])); // show one or two more rather than hide them
 }

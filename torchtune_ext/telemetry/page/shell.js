@@ -1,4 +1,4 @@
-// What every page has: its data unpacked, its sections, its tools, and a word where it cannot be shown.
+// Shared by all pages: unpacking of data, sections, tools, and the error message.
 
 async function unpack(id) {
   const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), (c) => c.charCodeAt(0));
@@ -8,7 +8,7 @@ async function unpack(id) {
 
 const sectionId = (name) => `section-${name.toLowerCase().replace(/\W+/g, "-")}`;
 
-// A section of charts that can be folded, and the grid in it.
+// Adds a foldable section of charts, and returns its grid.
 function chartSection(name, open, hint = "") {
   const grid = el("div", { class: "grid" });
   document.getElementById("charts").append(el("details", { class: "section", id: sectionId(name), open },
@@ -16,7 +16,7 @@ function chartSection(name, open, hint = "") {
   return grid;
 }
 
-// Opens the section that a link leads to.
+// Unfolds the section that a link points to.
 function unfold(link) {
   const section = link?.startsWith("#section-") ? document.getElementById(link.slice(1)) : null;
   if (section?.tagName === "DETAILS") section.open = true;
@@ -30,7 +30,7 @@ function tools(steps) {
     cursor.redraw();
   };
   slider.addEventListener("input", weigh);
-  if (steps.length > 100) slider.value = steps.length > 600 ? 0.9 : 0.7; // so many points are a smear; they stay visible behind
+  if (steps.length > 100) slider.value = steps.length > 600 ? 0.9 : 0.7; // so many points would blur; the raw values stay visible below the curve
   weigh();
   document.getElementById("reset-zoom").addEventListener("click", () => { cursor.zoom = null; cursor.redraw(); });
   const set = (name) => {
@@ -44,13 +44,13 @@ function tools(steps) {
 
 const day = (seconds) => new Date(1000 * seconds).toISOString().slice(0, 16).replace("T", " ") + " UTC";
 
-// Unpacks the overview, and lets the page show it.
+// Unpacks the overview, and renders the page.
 async function begin(start) {
   try {
     const overview = await unpack("overview");
     document.getElementById("written").textContent = day(overview.written);
-    document.getElementById("clicks").textContent = overview.runs ? "a click in the legend turns a run on or off, a double click shows it alone."
-      : "a click opens the rollouts of the step.";
+    document.getElementById("clicks").textContent = overview.runs ? "click a run in the legend to show or hide it, double-click to show only this run."
+      : "click to open the rollouts of the step.";
     cursor.steps = overview.steps;
     tools(overview.steps);
     document.addEventListener("click", (event) => unfold(event.target.closest("a")?.getAttribute("href")));
@@ -60,6 +60,6 @@ async function begin(start) {
   } catch (error) {
     const trouble = document.getElementById("trouble");
     trouble.hidden = false;
-    trouble.textContent = typeof DecompressionStream === "undefined" ? "This browser is too old for this page (it lacks DecompressionStream, which browsers have since 2023)." : `The page could not be put together: ${error}`;
+    trouble.textContent = typeof DecompressionStream === "undefined" ? "This browser is too old: it lacks DecompressionStream, which browsers have had since 2023." : `The page could not be rendered: ${error}`;
   }
 }

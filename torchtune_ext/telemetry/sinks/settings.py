@@ -1,4 +1,4 @@
-"""The settings of the sinks, and the interface of one."""
+"""The settings of the sinks, and the interface of a sink."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,19 +14,19 @@ from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.folder import Run
 from torchtune_ext.settings.records import config_record
 
-# Each has the name of the package that it needs, and is imported only when it is asked for. To add a sink, write a
-# class with the methods of `Sink` in a file here, and give it a line.
+# Package name -> class. A sink is imported only if it is configured. To add a sink, write a class
+# with the methods of `Sink` in a file here, and add a line.
 SINKS = {
     "tensorboard": "torchtune_ext.telemetry.sinks.tensorboard_sink.TensorBoard",
     "wandb": "torchtune_ext.telemetry.sinks.wandb_sink.WeightsAndBiases",
 }
 MAX_PROJECT_CHARS = 128
-_PROJECT_FORBIDDEN = re.compile(r"[/\\#?%:]")  # W&B refuses these characters
+_PROJECT_FORBIDDEN = re.compile(r"[/\\#?%:]")  # W&B rejects these characters
 
 
 @config_record("logging")
 class LoggingConfig:
-    """The keys of `logging:`. All but `to` are for Weights & Biases, whose environment variables take precedence."""
+    """The keys of `logging:`. All but `to` are for W&B, whose own variables take precedence."""
 
     to: tuple[str, ...] = Field(
         default=(),
@@ -50,73 +50,81 @@ class LoggingConfig:
             )
 
     def require_login(self) -> None:
-        """Raises ValueError if metrics go to W&B, and nobody is logged in."""
+        """Raises UsageError if `to` has W&B, and W&B has no valid login."""
         if "wandb" in self.to:
             ours: Any = sink_class("wandb")
             ours.require_login()
 
     def logs_samples_at(self, step: int) -> bool:
-        """Tells whether samples of `step` are shown."""
+        """Returns whether samples of `step` are logged."""
         return self.samples > 0 and (step == 1 or step % self.samples_every == 0)
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Raises ValueError for an unknown sink, and for one whose package is missing."""
+    """Raises UsageError for an unknown sink, and for a sink whose package is missing."""
     for name in names:
         if name not in SINKS:
             if "." not in name:
                 raise UsageError(
-                    f"logging.to={list(names)}: nothing is called {name!r}; choose from {list(SINKS)}, or name a class of your "
-                    "own (my_module.MySink)"
+                    f"logging.to={list(names)}: unknown sink {name!r}; expected one of {list(SINKS)}, or your own class "
+                    "(my_module.MySink)"
                 )
-            # Only importing it shows whether the user's class is there.
+            # Only an import shows whether the user's class exists.
             sink_class(name)
             continue
         try:
-            # W&B and TensorBoard make folders of their names, which Python imports where the package is missing.
+            # W&B and TensorBoard create folders with their names. Python imports these folders as
+            # namespace packages if the package itself is missing.
             if getattr(__import__(name), "__file__", None) is None:
                 raise ImportError(f"{name} is only a folder in {Path.cwd()}")
         except ImportError as error:
             raise UsageError(
-                f"logging.to names {name!r}, whose package is missing ({error}): "
-                f"run `pip install {name}` or take {name!r} out of logging.to"
+                f"logging.to={list(names)}: the package of {name!r} is missing ({error}). "
+                f"Fix: run `pip install {name}`, or remove {name!r} from logging.to"
             ) from error
 
 
 def sink_class(name: str) -> type["Sink"]:
-    """Returns the class of a sink: ours by name, the user's by dotted path. Raises ValueError if there is none."""
+    """Returns the class of a sink, given by the name of one of ours or by dotted path.
+
+    Raises:
+        UsageError: the class does not exist.
+    """
     return import_object(SINKS.get(name, name), f"logging.to={name}")
 
 
 @dataclass(frozen=True, slots=True)
 class SinkContext:
-    """What a sink is opened with."""
+    """The argument of a sink's constructor."""
 
-    run_dir: Path  # the folder of the run, which exists; files of a sink of your own go into its folder `sinks`
-    run: Run | None = None  # its identity; None: the name of the folder is all that is known
-    resume_step: int | None = None  # the first step that is logged again; None: a fresh run
+    run_dir: Path  # existing folder of the run; your own sink writes into its subfolder `sinks`
+    run: Run | None = None  # None: only the folder's name is known
+    resume_step: int | None = None  # first step that is logged again; None: a fresh run
     settings: LoggingConfig = field(default_factory=LoggingConfig)
 
     @property
     def name(self) -> str:
-        """The name under which the run is shown."""
+        """The displayed name of the run."""
         return self.run.name if self.run else self.run_dir.resolve().name
 
 
 class Sink(Protocol):
-    """What `Metrics` calls. A sink that raises is reported and dropped.
+    """The interface that `MetricLogger` calls. A sink that raises is logged and dropped.
 
-    Raises, in its constructor:
-        ValueError: a setting or a login is wrong, which ends the run before anything is lost.
+    Raises:
+        ValueError: in the constructor: a setting or a login is invalid. This stops the run.
     """
 
     def __init__(self, context: SinkContext) -> None: ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes some scalars of a step, which may be NaN or infinite. Steps never go back, and one may come in parts."""
+        """Logs scalars of a step, NaN and infinity included.
+
+        Steps never decrease; a step may have several calls.
+        """
 
     def show(self, step: int, groups: Sequence[Group]) -> None:
-        """Takes all groups of a step whose samples are to be shown, before the scalars of the step."""
+        """Logs samples of a step, given all its groups, before the scalars of the step."""
 
     def close(self, status: int) -> None:
-        """Finishes. `status` is the exit status that the process will have: 0, or how the run failed or was stopped."""
+        """Closes the sink. `status` is the exit status that the process will have."""

@@ -7,22 +7,23 @@ from torchtune_ext.telemetry.sinks.settings import SinkContext
 
 
 class TensorBoard:
-    """Writes TensorBoard's events."""
+    """Writes TensorBoard event files."""
 
     def __init__(self, context: SinkContext):
         from torch.utils.tensorboard import SummaryWriter
 
-        # A resumed run repeats steps. TensorBoard then hides what earlier files hold at or after `purge_step`.
+        # A resumed run repeats steps. TensorBoard hides earlier values from `purge_step` on.
         self._writer = SummaryWriter(str(context.run_dir / "tensorboard"), purge_step=context.resume_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        # The writer has a thread of its own. Flushed, a step is on the disk, or has raised, before the next one.
+        # The writer has its own thread. Flush, so that a step is on disk, or raises, before the
+        # next step.
         self._writer.flush()
 
     def show(self, step: int, groups: Sequence[Group]) -> None:
-        """Nothing: TensorBoard has no tables, and the report shows samples."""
+        """Does nothing: TensorBoard has no tables, and the report shows samples."""
 
     def close(self, status: int) -> None:
         self._writer.close()

@@ -20,24 +20,25 @@ from torchtune_ext.telemetry.sinks.settings import SinkContext
 log = logging.getLogger(__name__)
 
 INIT_ERROR = (
-    "logging.to names 'wandb', which cannot start: {}. Without an account or a network: WANDB_MODE=offline keeps the run in "
-    "its folder, and `wandb sync` sends it later. Otherwise run `wandb login`, or take 'wandb' out of logging.to"
+    "logging.to: 'wandb' cannot start: {}. Fix: run `wandb login`, or remove 'wandb' from logging.to; without an account "
+    "or a network, set WANDB_MODE=offline, and upload the run later with `wandb sync`"
 )
-CLOSE_TIMEOUT_S = 1.0  # seconds that W&B's own process has to end
-FLUSH_INTERVAL_S = 2  # seconds from one write of W&B's file to the next
-FINISH_TIMEOUT_S = 600  # seconds that the last upload may take, where WANDB_FINISH_TIMEOUT says nothing else
+CLOSE_TIMEOUT_S = 1.0  # for W&B's own process to exit
+FLUSH_INTERVAL_S = 2  # between two writes of W&B's file
+FINISH_TIMEOUT_S = 600  # for the last upload, unless WANDB_FINISH_TIMEOUT is set
 TABLE_KEY = "samples/step_{:06d}"  # a key for each step: W&B shows only the newest table of a key
 COLUMNS = ["step", "problem", "prompt", "completion", "reward", "advantage", "outcome", "finish", "note"]
-MAX_PROMPT_CHARS, MAX_COMPLETION_CHARS = 2048, 4096  # characters
-MAX_SAMPLES = 4  # of a group, evenly spaced over the reward, best and worst among them
+MAX_PROMPT_CHARS, MAX_COMPLETION_CHARS = 2048, 4096
+MAX_SAMPLES = 4  # per group, evenly spaced by reward, with the best and the worst
 
 
 class WeightsAndBiases:
-    """Writes to Weights & Biases."""
+    """Logs to Weights & Biases."""
 
     def __init__(self, context: SinkContext):
         set_default_env()
-        # Copies of tables wait in W&B's data directory for their upload. By default that is in the user's home.
+        # W&B's data directory holds copies of tables until their upload. Its default is in the
+        # user's home.
         place = Path(os.environ.get("WANDB_DIR") or context.run_dir) / "wandb"
         os.environ.setdefault("WANDB_DATA_DIR", str(place.absolute()))
         import wandb
@@ -45,7 +46,7 @@ class WeightsAndBiases:
         self._wandb, self._context = wandb, context
         try:
             self._run = wandb.init(**init_arguments(context, os.environ))
-        # W&B's stub leaves out the module `errors`.
+        # W&B's type stubs lack the module `errors`.
         except (
             wandb.errors.UsageError,  # pyright: ignore[reportAttributeAccessIssue]
             wandb.errors.AuthenticationError,  # pyright: ignore[reportAttributeAccessIssue]
@@ -54,21 +55,23 @@ class WeightsAndBiases:
             raise UsageError(INIT_ERROR.format(error_text(error))) from error
         if context.run and self._run.id != context.run.id:
             log.warning(
-                "W&B calls this run %s, as WANDB_RUN_ID says, and %s calls it %s. A resumed run needs the same WANDB_RUN_ID "
-                "to go on with its curves", self._run.id, context.run_dir, context.run.id,
+                "wandb: the run id is %s (from WANDB_RUN_ID), but %s has %s. Set the same WANDB_RUN_ID when you resume, so "
+                "that the curves continue", self._run.id, context.run_dir, context.run.id,
             )  # fmt: skip
-        # W&B's own step refuses to go back, as a resumed run does. So ours is a metric, and the axis of the others.
+        # W&B's own step cannot decrease, but a resumed run repeats steps. So our step is a metric,
+        # and the axis of all others.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     @staticmethod
     def require_login() -> None:
-        """Asks W&B's server whether it accepts the key.
+        """Checks the API key with W&B's server.
 
         Raises:
-            ValueError: W&B knows no key, or its server does not answer in time or refuses the key.
+            UsageError: W&B has no key, or its server times out or rejects the key.
         """
-        # Offline there is no server to ask. Only rank 0 writes to W&B, and on a terminal W&B itself asks for a key.
+        # Offline mode has no server. Only rank 0 writes to W&B, and on a terminal W&B prompts for a
+        # key.
         offline = os.environ.get("WANDB_MODE", "online") in ("offline", "dryrun", "disabled", "shared")
         if offline or rank_and_world_size()[0] or (sys.stdin is not None and sys.stdin.isatty()):
             return
@@ -80,13 +83,13 @@ class WeightsAndBiases:
         except Exception as error:  # noqa: BLE001 (the code of W&B)
             fault = error_text(error)
         if fault:
-            # Left to itself, W&B waits at exit for its own process, even while that waits for the server. So it is
-            # asked to end, and then killed.
+            # At exit W&B would wait for its own process, which may wait for the server. So tear it
+            # down, and kill it after CLOSE_TIMEOUT_S.
             closing = threading.Thread(target=wandb.teardown, name="wandb-teardown", daemon=True)
             closing.start()
             closing.join(CLOSE_TIMEOUT_S)
             for child in psutil.Process().children():
-                with suppress(psutil.NoSuchProcess):  # it has just ended, as it was asked to
+                with suppress(psutil.NoSuchProcess):  # the process has just exited
                     if child.name() == "wandb-core":
                         child.kill()
             raise UsageError(INIT_ERROR.format(fault))
@@ -103,12 +106,12 @@ class WeightsAndBiases:
 
 
 def sample_rows(step: int, groups: Sequence[Group], number: int) -> list[list[Any]]:
-    """Returns the rows of a table with `COLUMNS`: samples of `number` groups, from the best to the worst of each."""
+    """Returns table rows with `COLUMNS`: samples of `number` groups, best to worst per group."""
     rows = []
     for group in choose_groups(groups, number):
         prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in group.problem.messages)
         for sample in evenly_spaced(sort_by_reward(group), MAX_SAMPLES):
-            # W&B refuses a table that mixes types in a column, so an id that is a number becomes text.
+            # W&B rejects a column with mixed types, so a numeric id becomes text.
             facts = sample_record(sample, MAX_COMPLETION_CHARS)
             texts = str(group.problem.id), elide_text(prompt, MAX_PROMPT_CHARS), facts["text"]
             numbers = facts["reward"], facts["advantage"]
@@ -118,31 +121,32 @@ def sample_rows(step: int, groups: Sequence[Group], number: int) -> list[list[An
 
 
 def clean_text(text: str) -> str:
-    """Replaces what is no valid text: halves of a surrogate pair, which UTF-8 cannot encode, and NUL."""
-    # Some readers stop at NUL.
+    """Replaces NUL and lone surrogates, which UTF-8 cannot encode."""
+    # Some programs stop reading at NUL.
     return text.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
 
 
 def set_default_env() -> None:
-    """Sets variables of W&B that the user has not set. W&B reads them at its first use, so this comes before."""
-    # W&B would wait forever for the end of the upload, and hold the machine.
+    """Sets default environment variables for W&B, which reads them at its first use."""
+    # By default W&B waits forever for the upload, and blocks the machine.
     os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(FINISH_TIMEOUT_S))
-    # W&B would write its file every 15 s, and a run that is killed would lose as much.
+    # By default W&B writes its file every 15 s, and a killed run would lack up to 15 s of metrics.
     os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", str(FLUSH_INTERVAL_S))
 
 
 def error_text(error: Exception) -> str:
-    """An error of W&B in one line."""
-    # W&B checks its settings, environment variables among them, with pydantic, whose errors have lines and a link.
+    """Returns an error of W&B in one line."""
+    # W&B validates its settings and environment variables with pydantic, whose errors have several
+    # lines and a link.
     text = " ".join(str(error).split()).partition(" For further information")[0].rstrip(".")
     refused = text.partition("validation error for Settings ")[2]
-    return f"it does not take a setting, which may be a variable WANDB_...: {refused}" if refused else text
+    return f"invalid setting, possibly an environment variable WANDB_...: {refused}" if refused else text
 
 
 def init_arguments(context: SinkContext, environment: Mapping[str, str]) -> dict[str, Any]:
     """Returns the arguments of `wandb.init`."""
-    # W&B's variables are set for this start of the run, so they win over the config. W&B reads a variable only where it
-    # is given no argument.
+    # W&B's environment variables take precedence over the config. W&B reads a variable only if its
+    # argument is missing.
     run, settings = context.run, context.settings
     defaults = {
         "dir": ("WANDB_DIR", str(context.run_dir)),
@@ -153,6 +157,6 @@ def init_arguments(context: SinkContext, environment: Mapping[str, str]) -> dict
     }
     keywords = {key: value for key, (name, value) in defaults.items() if not environment.get(name)}
     if environment.get("WANDB_SWEEP_ID"):
-        # A sweep has these from its agent, and W&B warns of others.
+        # A sweep's agent sets these, and W&B warns about other values.
         keywords = {key: value for key, value in keywords.items() if key not in ("project", "id")}
     return keywords | {"config": run and {**run.config, "process": dict(run.process)}}
