@@ -71,6 +71,8 @@ def test_the_path_with_rows_and_a_pretrained_model(page, tmp_path):
     readme = shown_commands(page.parents[1] / "README.md", "tune cp -n grpo/smollm2_jsonl")
     assert all(words in [*typed_words, whole_run] for words in readme)
     printed = [typed(tmp_path, *words) for words in typed_words]
-    assert "\nfits into the main memory" in printed[2] and "held out: Jsonl held_out by my_reward.near" in printed[3]
+    assert (
+        "\nfits into the free main memory" in printed[2] and "held out: Jsonl held_out by my_reward.near" in printed[3]
+    )
     run = tmp_path / "runs" / "smollm2" / "jsonl"
     assert [line["step"] for line in metrics(run)] == [0, 1, 2, 3] and (run / "report.html").exists()

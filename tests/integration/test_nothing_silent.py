@@ -107,8 +107,7 @@ def test_task_without_valid_problem_fails_before_engine_start(workplace):
     """It is output before the engine starts."""
     output = refused(workplace, "grpo_full", "output_dir=none", "sampling.max_tokens=127")
     assert (
-        "leaves room for a prompt of 1 in engine.max_model_len=128, and the 64 prompts of task that were looked at have "
-        in output
+        "allows a prompt length of 1 in engine.max_model_len=128, but the 64 measured prompts of task have " in output
     )
     assert "tokens; set engine.max_model_len=" in output
     assert not (workplace / "none" / "engine.log").exists()
@@ -139,7 +138,7 @@ def test_failing_grader_ends_run_and_keeps_checkpoint(workplace, failed):
 
 
 def test_resume_reports_start_step_changes_and_finished_run(workplace, served, failed):
-    assert "resume_from_checkpoint: no checkpoint in failing, so the run begins at its first step" in failed
+    assert "resume_from_checkpoint: no checkpoint in failing, so the run starts at its first step" in failed
     shutil.copytree(workplace / "failing", workplace / "going_on")
     run_id = json.loads((workplace / "going_on" / "run.json").read_text())["id"]
     again = ["output_dir=going_on", "evaluation.task=null", served, "resume_from_checkpoint=True"]

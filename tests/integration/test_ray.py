@@ -226,7 +226,7 @@ def test_ray_server_killed_run_ends_with_its_log(started):
     status, text = run.ended()
     assert status == 1 and "Traceback" not in text.partition("its last output")[0], text
     assert re.search(r"error: server 0 on \S+ ended with status 137; its last output:\n", text), text
-    assert "SIGTERM: the run ends with this step" in text and "with resume_from_checkpoint" in text
+    assert "SIGTERM: the run stops after this step" in text and "with resume_from_checkpoint" in text
 
 
 @pytest.mark.long

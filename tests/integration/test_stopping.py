@@ -115,7 +115,7 @@ def test_sigterm_saves_step_and_resumed_run_is_identical(workplace, served, rank
     args = [f"output_dir={run}", "max_steps=400", "checkpoints.every=1000", served]
     status, output = stopped(workplace, signal.SIGTERM, 2, *args, ranks=ranks)
     assert status == 143 if ranks == 1 else status != 0, output
-    assert "SIGTERM: the run ends with this step, if the step ends within 25 s (stop_grace_s)" in output
+    assert "SIGTERM: the run stops after this step, if the step ends within 25 s (stop_grace_s)" in output
     kept = newest(workplace / run)
     assert f"The newest checkpoint is {run}/checkpoints/{kept.name}" in output, output
     step = int(kept.name.removeprefix("step_"))

@@ -1,4 +1,4 @@
-"""All mistakes that are tried. `python tests/mistakes/table.py` makes each of them and prints what is said."""
+"""All tested usage errors. `python tests/mistakes/table.py` runs each case and prints its message."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 if __name__ == "__main__":
-    # As tests/conftest.py: one thread, so that a fork has all that it needs, and no network.
+    # As in tests/conftest.py: one thread, so that a fork is safe, and no network.
     os.environ |= {
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -22,7 +22,7 @@ from wrong_parts import CLASSES, MODELS
 from wrong_words import COMMANDS, KEYS, VALUES
 
 GROUPS: dict[str, dict[str, Mistake]] = {
-    "the words of the command": COMMANDS,
+    "arguments": COMMANDS,
     "keys": KEYS,
     "values": VALUES,
     "classes and data": CLASSES,
@@ -32,7 +32,7 @@ MISTAKES = {f"{group}: {name}": mistake for group, rows in GROUPS.items() for na
 
 
 def main() -> None:
-    """Prints name, what was typed and what was said of every mistake whose name holds one of the words of the command."""
+    """Print name, command and message of each case whose name contains one of the arguments."""
     words = sys.argv[1:]
     import_all()
     with tempfile.TemporaryDirectory() as folder:
@@ -44,7 +44,7 @@ def main() -> None:
                     f"{number} {name}\n    $ torchtune-ext {mistake.typed}\n    {result.text.replace(chr(10), chr(10) + '    ')}"
                 )
                 print(
-                    f"    [status {result.status}]{' left behind: ' + ', '.join(result.changed) if result.changed else ''}\n"
+                    f"    [status {result.status}]{' changed: ' + ', '.join(result.changed) if result.changed else ''}\n"
                 )
 
 

@@ -1,6 +1,6 @@
-"""Every mistake is said in one message, with status 2, before anything is touched, and nothing is left of it.
+"""Each usage error is one message with status 2, before any file or process is created.
 
-`python tests/mistakes/table.py` prints the messages, for people to read.
+`python tests/mistakes/table.py` prints the messages for reading.
 """
 
 import os
@@ -20,9 +20,9 @@ from torchtune_ext.run.errors import TRACEBACK_VARIABLE
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.sampling.engine_args import on_cpu
 
-LINES = 3  # of ours, at most
+LINES = 3  # maximum lines of a message
 HERE = [name for name, mistake in MISTAKES.items() if not mistake.cpu_only or on_cpu()]
-# What is tried as a command, too; the first one of each group in every `make test`.
+# The cases that also run as a command; the first case of each group runs in each `make test`.
 REAL = [name for name, mistake in MISTAKES.items() if mistake.real]
 FIRST = list({name.partition(":")[0]: name for name in reversed(REAL)}.values())
 OTHERS = [name for name in REAL if name not in FIRST]
@@ -30,7 +30,7 @@ OTHERS = [name for name in REAL if name not in FIRST]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A folder in which every run is right."""
+    """A folder in which every run is valid."""
     return make_place(tmp_path_factory.mktemp("mistakes") / "right")
 
 
@@ -49,7 +49,7 @@ def require(mistake: Mistake, result) -> None:
 
 
 def as_command(words: list[str], folder: Path, log: Path) -> int:
-    """Runs `torchtune-ext WORDS` as a shell does, and returns its exit status."""
+    """Run `torchtune-ext WORDS` as a command and return its exit status."""
     with open(log, "w") as output:
         return subprocess.run(
             [sys.executable, "-m", "torchtune_ext", *words],
@@ -81,13 +81,13 @@ def test_warmup_succeeds_without_usage_error(place, in_fork, tmp_path):
 
 
 def test_new_model_with_dropping_template_is_refused(place, in_fork, tmp_path):
-    # The tokenizer of a new model is made after the folder was taken, so this mistake leaves files.
+    # The tokenizer of a new model is made after the folder was locked, so this error leaves files.
     wrong = warmup("tokenizer.template=mine.jinja", "", files={"mine.jinja": "{{ messages[0].role }}"})
     result = attempt(wrong, place, tmp_path / "run", in_fork)
-    assert result.status == 2 and "'mine.jinja' does not show its message of role 'user'" in result.text, result
+    assert result.status == 2 and "'mine.jinja' omits its message of role 'user'" in result.text, result
 
 
-@pytest.mark.timeout(1200)  # each of them has a deadline of its own
+@pytest.mark.timeout(1200)  # each case has its own deadline
 @pytest.mark.parametrize("name", HERE, ids=HERE)
 def test_usage_error_is_one_message(place, in_fork, tmp_path, name):
     require(MISTAKES[name], attempt(MISTAKES[name], place, tmp_path / "run", in_fork))
@@ -126,9 +126,11 @@ def test_a_variable_shows_the_traceback(place, in_fork, tmp_path):
 
 
 def test_unexpected_error_keeps_its_traceback(place, in_fork, tmp_path):
-    """A copied recipe with a bug of its own."""
+    """A copied recipe with its own bug."""
     source = (Path(__file__).parents[2] / "recipes" / "grpo.py").read_text()
-    text = source.replace("        self.parts = parts = make_parts(cfg, self.ranks)\n", "        {}['a bug']\n", 1)
+    text = source.replace(
+        "        self.components = components = build_components(cfg, self.ranks)\n", "        {}['a bug']\n", 1
+    )
     assert text != source
     mistake = Mistake("run my_grpo.py --config run.yaml", "", files={"my_grpo.py": text})
     result = attempt(mistake, place, tmp_path / "run", in_fork)

@@ -1,8 +1,8 @@
-"""Tries mistakes: each in a fork of one process, which has imported everything, in a folder of its own.
+"""Run usage-error cases: each in a fork of one process that has imported everything, in its own folder.
 
     python trying.py    # reads {"words": [...], "folder": ..., "log": ..., "variables": {...}}, answers with the status; a line each
 
-Tests start that process afresh (`Forks`): their own one may have threads of other tests, which a fork would not have.
+Tests start a new process (`Forks`), because their own process may have threads of other tests, which a fork loses.
 """
 
 import importlib
@@ -23,12 +23,12 @@ from pathlib import Path
 
 from helpers.tiny_runs import environment, write_tiny_model
 
-ENGINE_STARTED = 99  # the status of a run that went on to its engine
-LEFT_A_PROCESS = 98  # the status of a run that left a process behind
-LATE = 97  # the status of a run that had not ended after DEADLINE_S
+ENGINE_STARTED = 99  # status of a run that reached its engine
+LEFT_A_PROCESS = 98  # status of a run that left a process
+LATE = 97  # status of a run that did not end within DEADLINE_S
 DEADLINE_S = 60.0
 
-# A right task, and right configs of all recipes. A mistake is one change of them.
+# A valid task and valid configs of all recipes. A case changes one of them.
 TASK = """
 from torchtune_ext.tasks.task import Problem, Score
 
@@ -97,7 +97,7 @@ schedule: {warmup: 1}
 """
 FILES = {"sums.py": TASK, "run.yaml": RUN, "lora.yaml": LORA, "eval.yaml": EVAL, "warm.yaml": WARM}
 MATMUL = "torchtune_ext.measured.matmul.Matmul"
-# What the forks need.
+# The modules that the forks need.
 MODULES = (
     "torchtune._cli.tune",
     "transformers",
@@ -113,14 +113,14 @@ MODULES = (
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake: what is typed where, and what has to be said."""
+    """A usage error: the command, its folder, and the expected message."""
 
-    typed: str  # behind `torchtune-ext`; a word with spaces is quoted, as in a shell
+    typed: str  # the arguments of `torchtune-ext`, quoted as in a shell
     says: str  # a regular expression, which names the key, the value and the fix
     files: Mapping[str, str] = field(default_factory=dict)  # written into the folder before
     prepare: Callable[[Path], None] | None = None  # changes the folder before
-    real: bool = False  # it is tried as a real command, too
-    cpu_only: bool = False  # it is a mistake on a machine without a GPU alone
+    real: bool = False  # also run as a real command
+    cpu_only: bool = False  # an error only on a machine without a GPU
     status: int = 2
 
     @property
@@ -146,15 +146,15 @@ def warmup(words: str, says: str, **more) -> Mistake:
 
 @dataclass(frozen=True)
 class Said:
-    """What a run said and did."""
+    """The output and the changed files of a run."""
 
     status: int
     text: str
-    changed: list[str]  # files and folders below its own that are not as they were
+    changed: list[str]  # changed files and folders below its folder
 
 
 def make_place(folder: Path) -> Path:
-    """Makes a folder in which every run is right: a model, a task, and a config of each recipe."""
+    """Make a folder with a model, a task, and a valid config of each recipe."""
     write_tiny_model(folder / "model")
     for name, text in FILES.items():
         (folder / name).write_text(text)
@@ -162,7 +162,7 @@ def make_place(folder: Path) -> Path:
 
 
 def attempt(mistake: Mistake, place: Path, folder: Path, run: Callable[[list[str], Path, Path], int]) -> Said:
-    """Makes a mistake in a copy of `place`, and returns what happened.
+    """Run a case in a copy of `place`.
 
     Args:
         folder: the copy.
@@ -183,7 +183,7 @@ def attempt(mistake: Mistake, place: Path, folder: Path, run: Callable[[list[str
 
 
 def listing(folder: Path) -> dict[str, tuple]:
-    """Returns size and time of every file below a folder, and the names of the folders."""
+    """Return size and time of each file below a folder, and the names of the folders."""
     entries = {}
     for path in folder.rglob("*"):
         stat = path.lstat()
@@ -192,17 +192,17 @@ def listing(folder: Path) -> dict[str, tuple]:
 
 
 def import_all() -> None:
-    """Imports what the forks need, once for all of them."""
+    """Import the modules of the forks once."""
     from torchtune_ext.cli import plugin
 
     plugin.install()
     for name in MODULES:
         importlib.import_module(name)
-    importlib.import_module("transformers").PreTrainedTokenizerFast  # noqa: B018 (it is imported when it is asked for)
+    importlib.import_module("transformers").PreTrainedTokenizerFast  # noqa: B018 (a lazy import)
 
 
 class Forks:
-    """Runs `torchtune-ext WORDS` in forks of a process that has imported everything. It is what `attempt` takes as `run`."""
+    """Run `torchtune-ext WORDS` in forks of a process that has imported everything (`run` of `attempt`)."""
 
     def __init__(self) -> None:
         path = os.pathsep.join(filter(None, sys.path))
@@ -226,10 +226,10 @@ class Forks:
 
 
 def serve() -> None:
-    """Makes a fork for each line of stdin, until that is closed."""
+    """Fork for each line of stdin until it is closed."""
     orders, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    # What an import prints is no answer.
+    # Keep the output of imports out of the answers.
     os.dup2(2, 1)
     import_all()
     for line in orders:
@@ -273,7 +273,7 @@ def _run(words: list[str], folder: Path, log: Path) -> int:
         os.dup2(output, descriptor)
     sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
     os.chdir(folder)
-    # Modules of the user are not written to disk as bytecode, so that nothing changes in the folder.
+    # No bytecode is written, so the folder does not change.
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     # As `python -m` does.
@@ -291,10 +291,10 @@ def _run(words: list[str], folder: Path, log: Path) -> int:
 
 
 def _children(thread: str) -> list[str]:
-    """Returns the processes that a thread of this process has started, and that are still there."""
+    """Return the running child processes of a thread of this process."""
     try:
         return Path(f"/proc/self/task/{thread}/children").read_text().split()
-    except OSError:  # it has ended
+    except OSError:  # the thread has ended
         return []
 
 

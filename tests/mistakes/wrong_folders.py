@@ -1,4 +1,4 @@
-"""Mistakes in paths, and folders and files that belong to something else: name -> mistake."""
+"""Usage errors in paths, and folders and files of other programs: name -> case."""
 
 import json
 import os
@@ -16,7 +16,7 @@ OTHERS = "no run has written"
 
 
 def holding(*names: str) -> Callable[[Path], None]:
-    """Writes files that no run has written."""
+    """Write files that no run has written."""
 
     def prepare(folder: Path) -> None:
         for name in names:
@@ -27,7 +27,7 @@ def holding(*names: str) -> Callable[[Path], None]:
 
 
 def warmed(*names: str, setting: str = "tokenizer_problems", model: str = "proj/model") -> Callable[[Path], None]:
-    """Makes proj the folder of a run with a model, and writes further files into that."""
+    """Make proj the folder of a run with a model, and write further files into it."""
 
     def prepare(folder: Path) -> None:
         (folder / "proj").mkdir()
@@ -61,14 +61,14 @@ FOLDERS = {
     "warmup: a model with notes": warmup("output_dir=proj", r"replace proj/model, and it holds files that no run has written: NOTES.txt, pytorch_model.bin", prepare=warmed("proj/model/NOTES.txt", "proj/model/pytorch_model.bin")),
     "warmup: the model that it starts from": warmup("output_dir=proj model_dir=proj/model ~shape", r"replace proj/model, and this run reads proj/model\. Fix", prepare=warmed()),
     "warmup: that model by a link": warmup("output_dir=proj model_dir=elsewhere ~shape", r"replace proj/model, and this run reads elsewhere\. Fix", prepare=warmed(model="elsewhere")),
-    "a link that leads nowhere": full("output_dir=link/x dry_run=True", r"output_dir=link/x: link is a link that leads nowhere", prepare=link),
-    "$HOME": full("'output_dir=$HOME/runs/x'", r"output_dir=\$HOME/runs/x: `\$` has a meaning in a shell only, not in a setting. Fix: write \$\{oc.env:NAME\} for a variable", real=True),
-    "${HOME}": full("'output_dir=${HOME}/x'", r"output_dir: HOME is a variable of the environment, not a key: write \$\{oc.env:HOME\}"),
-    "${HOME} in preset": full("'preset=${HOME}/x.yaml'", r"preset: HOME is a variable of the environment, not a key: write \$\{oc.env:HOME\}"),
+    "a dangling link": full("output_dir=link/x dry_run=True", r"output_dir=link/x: link is a dangling link", prepare=link),
+    "$HOME": full("'output_dir=$HOME/runs/x'", r"output_dir=\$HOME/runs/x: `\$` is shell syntax, .*Fix: write \$\{oc.env:NAME\} for an environment variable", real=True),
+    "${HOME}": full("'output_dir=${HOME}/x'", r"output_dir: HOME is an environment variable, not a key\. Fix: write \$\{oc.env:HOME\}"),
+    "${HOME} in preset": full("'preset=${HOME}/x.yaml'", r"preset: HOME is an environment variable, not a key\. Fix: write \$\{oc.env:HOME\}"),
     "${now}": full("'output_dir=runs/${now:%Y-%m-%d}'", r"output_dir: \$\{now:\.\.\.\} is unknown; expected .*let a shell fill it in, as in output_dir=runs/\$\(date \+%F\)"),
     "a long name": full(f"output_dir={LONG} dry_run=True", r"output_dir=x+\.\.\. is too long: a name has at most 255 bytes, a path 3,900. Fix: choose a shorter one", real=True),
-    "a long name of a config": Mistake(f"run grpo_full --config {LONG}", r"--config x+: no such file"),
-    "a NUL": full("dry_run=True", r"output_dir='a\\x00b' holds a character that no path may have", files={"run.yaml": RUN.replace("output_dir: out", 'output_dir: "a\\0b"')}),
+    "a long name of a config": Mistake(f"run grpo_full --config {LONG}", r"--config x+: file not found"),
+    "a NUL": full("dry_run=True", r"output_dir='a\\x00b' contains a character that is invalid in a path", files={"run.yaml": RUN.replace("output_dir: out", 'output_dir: "a\\0b"')}),
     "a pipe as config": Mistake("run grpo_full --config pipe", r"--config pipe: not a regular file \(a pipe, device or socket\). Fix: write its content to a file", prepare=pipe),
     "a pipe as rows": full(IN_TASK + "pipe", r"task.path=pipe: not a regular file \(a pipe, device or socket\). Fix: write its content to a file", prepare=pipe),
     "a grader that another module hides": full(GRADER + "random.near", r"random has no 'near'; random is .*random.py, which hides random.py in .*Fix: rename yours", files={**ROWS, "random.py": "def near(text, answer): return 1.0\n"}),

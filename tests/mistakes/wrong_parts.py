@@ -1,4 +1,4 @@
-"""Mistakes in the user's classes, in files of data and in model directories: name -> mistake."""
+"""Usage errors in user classes, data files and model directories: name -> case."""
 
 import json
 import os
@@ -15,14 +15,14 @@ ROWS = '{"question": "1+1=", "answer": "2"}\n'
 
 
 def task(body: str, says: str, words: str = "", **more) -> Mistake:
-    """A task whose class has `body` in place of what `sums.Base` has."""
+    """A task whose class overrides `sums.Base` with `body`."""
     lines = "\n".join(f"    {line}" for line in body.splitlines())
     text = f"import os\nimport time\n\nfrom sums import Base, Problem, Score\n\n\nclass Mine(Base):\n{lines}\n"
     return full(f"task._component_=mine.Mine {words}", says, files={"mine.py": text}, **more)
 
 
 def alone(body: str, says: str) -> Mistake:
-    """A task that derives from nothing."""
+    """A task without a base class."""
     text = "from sums import Problem, Score\n\n\nclass Mine:\n" + "\n".join(f"    {line}" for line in body.splitlines())
     return full("task._component_=mine.Mine", says, files={"mine.py": text + "\n"})
 
@@ -33,7 +33,7 @@ def loss(body: str, says: str, words: str = "") -> Mistake:
 
 
 def environment(body: str, says: str, words: str = "", turns: str = "max_turns = 3") -> Mistake:
-    """A task whose environment does `body` in `step`."""
+    """A task whose environment runs `body` in `step`."""
     inside = body.replace("\n", "\n            ")
     game = f"class Game:\n        def step(self, message):\n            {inside}\n    return Game()"
     return task(f"{turns}\ndef environment(self, problem, seed):\n    {game}", says, words)
@@ -45,7 +45,7 @@ GRADE = "def grade(self, problem, text): return Score(0.0, {})"
 
 
 def rows(path: str, says: str):
-    """A mistake in where rows come from, or in what their fields are called."""
+    """An error in the source of rows or in the names of their fields."""
     chat = '{"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}], "answer": "2"}\n'
     files = {"mine.py": "def same(problem, text): return 1.0\n", "rows.jsonl": ROWS, "chat.jsonl": chat}
     files |= {"rows.txt": "question,answer\n1+1=,2\n", "rows.csv": 'question,answer\n"1+1="x,2\n'}
@@ -55,33 +55,33 @@ def rows(path: str, says: str):
 # fmt: off
 CLASSES = {
     "a class that is not there": full("task._component_=sums.Bas", r"`task:` _component_=sums.Bas: sums has no 'Bas'; did you mean 'Base'\?"),
-    "a module that is not there": full("task._component_=sum.Base", r"`task:` _component_=sum.Base: there is no module 'sum', neither installed nor as sum.py in .*; did you mean 'sums'\?"),
-    "a bare name": full("task._component_=Sums", r"`task:` the recipe that runs defines no 'Sums'; give a dotted path, or define it there"),
-    "a path of a file": full("task._component_=sums.py:Base", r"`task:` _component_=sums.py:Base is no dotted path; write my_task.Sums for the class Sums in my_task.py"),
+    "a module that is not there": full("task._component_=sum.Base", r"`task:` _component_=sum.Base: module 'sum' not found, neither installed nor as sum.py in .*; did you mean 'sums'\?"),
+    "a bare name": full("task._component_=Sums", r"`task:` 'Sums' is not defined in the recipe\. Fix: give a dotted path, or define it there"),
+    "a path of a file": full("task._component_=sums.py:Base", r"`task:` _component_=sums.py:Base is not a dotted path; write my_task.Sums for the class Sums in my_task.py"),
     "a folder of ours": full("task._component_=torchtune_ext.tasks.temporal_clu.TemporalClue", r"torchtune_ext.tasks has no 'temporal_clu'; did you mean 'temporal_clue'\?"),
     "a class that moved": full("task._component_=torchtune_ext.source.GroupSource", r"`task:` _component_=torchtune_ext.source.GroupSource: torchtune_ext.source.GroupSource moved to torchtune_ext.pipeline.source.GroupSource"),
     "a module of ones own with an import that moved": full("task._component_=mine.Mine", r"importing mine raised ModuleNotFoundError: torchtune_ext.groups moved to torchtune_ext.pipeline.groups \(mine.py:1\)", files={"mine.py": "from torchtune_ext.groups import Group\n"}),
     "an optimizer that is not there": full("optimizer._component_=torch.optim.Adam2", r"`optimizer:` _component_=torch.optim.Adam2: torch.optim has no 'Adam2'; did you mean 'Adam'\?"),
     "a module for a class": full("optimizer._component_=torch.optim", r"`optimizer:` _component_=torch.optim is a module; name a class or a function"),
     "no component": Mistake("run grpo_full --config plain.yaml", r"`task:` needs a `_component_`, the dotted path of a class or function", files={"plain.yaml": RUN.replace("task: {_component_: sums.Base}\n", "task: {count: 3}\n", 1)}),
-    "a mapping for a component": full("'task={count: 3}'", r"`task:` a component is no mapping in a word of the command; write task.count=3"),
+    "a mapping for a component": full("'task={count: 3}'", r"`task:` a component on the command line cannot be a mapping\. Fix: write task.count=3"),
     "a syntax error": full("task._component_=mine.Mine", r"`task:` _component_=mine.Mine: importing mine raised SyntaxError: .*\(mine.py:1\)", files={"mine.py": "class Mine(:\n"}),
     "an import that fails": full("task._component_=mine.Mine", r"importing mine raised ModuleNotFoundError: No module named 'nosuchpackage' \(mine.py:1\)", files={"mine.py": "import nosuchpackage\n"}),
     "__init__ raises": task("def __init__(self): {}['rows']", r"`task:` mine.Mine raised KeyError: 'rows' \(mine.py:8\)\n\(TORCHTUNE_EXT_TRACEBACK=1 shows the traceback\)"),
     "__init__ refuses": task("def __init__(self): raise ValueError('no rows here')", r"`task:` mine.Mine raised no rows here \(mine.py:8\)"),
     "__init__ opens a missing file": task("def __init__(self): open('rows.txt')", r"`task:` mine.Mine raised FileNotFoundError: .*'rows.txt' \(mine.py:8\)"),
-    "no __len__": alone(f"{GET}\n{GRADE}", r"task: Mine has no `__len__`; give it one that returns the number of its problems, or .*ENDLESS"),
-    "no __getitem__": alone(f"{LENGTH}\n{GRADE}", r"task: Mine has no `__getitem__`; give it one that returns the problem of an index"),
-    "no grade": alone(f"{LENGTH}\n{GET}", r"task: Mine has no `grade`; give it `def grade\(self, problem, text\)`"),
-    "no problems": task("def __len__(self): return 0", r"task: Mine has 0 problems; it needs one at least"),
+    "no __len__": alone(f"{GET}\n{GRADE}", r"task: Mine has no `__len__`\. Fix: define it to return the number of its problems, or .*ENDLESS"),
+    "no __getitem__": alone(f"{LENGTH}\n{GRADE}", r"task: Mine has no `__getitem__`\. Fix: define it to return the problem at an index"),
+    "no grade": alone(f"{LENGTH}\n{GET}", r"task: Mine has no `grade`\. Fix: define `def grade\(self, problem, text\)`"),
+    "no problems": task("def __len__(self): return 0", r"task: Mine has 0 problems; expected at least 1"),
     "__len__ raises": task("def __len__(self): return self.rows", r"task: len\(Mine\(\.\.\.\)\) raised AttributeError: .*\(mine.py:8\)"),
     "__getitem__ raises": task("def __getitem__(self, i): return {}[i]", r"task: Mine\(\.\.\.\)\[0\] raised KeyError: 0 \(mine.py:8\)"),
-    "__getitem__ returns a dict": task("def __getitem__(self, i): return {'prompt': 'x'}", r"task: Mine\(\.\.\.\)\[0\] is a dict, not a Problem; return Problem\(id, messages, answer\)", real=True),
-    "messages are a text": task("def __getitem__(self, i): return Problem('x', 'what?', 1)", r"task: Mine\(\.\.\.\)\[0\] has messages='what\?'; write \(\{\"role\": \"user\""),
-    "an answer with tuples as keys": task("def __getitem__(self, i): return Problem('x', ({'role': 'user', 'content': 'x'},), {(0, 1): 2})", r"task: Mine\(\.\.\.\)\[0\]: its answer as JSON raised TypeError: keys must be str.*; make the keys of its dicts texts"),
-    "messages without a role": task("def __getitem__(self, i): return Problem('x', ({'content': 'x'},), 1)", r"task: Mine\(\.\.\.\)\[0\] has messages=.*write \(\{\"role\": \"user\""),
-    "an environment without max_turns": environment("pass", r"task: Mine has an environment and max_turns=None; give it the number of turns", turns="pass"),
-    "max_turns of 0": environment("pass", r"task: Mine has an environment and max_turns=0; give it the number of turns .*, 1 or more", turns="max_turns = 0"),
+    "__getitem__ returns a dict": task("def __getitem__(self, i): return {'prompt': 'x'}", r"task: Mine\(\.\.\.\)\[0\] is a dict; expected a Problem\. Fix: return .*Problem\(id, messages, answer\)", real=True),
+    "messages are a text": task("def __getitem__(self, i): return Problem('x', 'what?', 1)", r"task: Mine\(\.\.\.\)\[0\] has messages='what\?'; expected a tuple of dicts: \(\{\"role\": \"user\""),
+    "an answer with tuples as keys": task("def __getitem__(self, i): return Problem('x', ({'role': 'user', 'content': 'x'},), {(0, 1): 2})", r"task: Mine\(\.\.\.\)\[0\]: its answer as JSON raised TypeError: keys must be str.*; use text as the keys of its dicts"),
+    "messages without a role": task("def __getitem__(self, i): return Problem('x', ({'content': 'x'},), 1)", r"task: Mine\(\.\.\.\)\[0\] has messages=.*expected a tuple of dicts: \(\{\"role\": \"user\""),
+    "an environment without max_turns": environment("pass", r"task: Mine has an environment and max_turns=None; expected an integer of at least 1", turns="pass"),
+    "max_turns of 0": environment("pass", r"task: Mine has an environment and max_turns=0; expected an integer of at least 1", turns="max_turns = 0"),
     "an environment that raises": environment("return message.text", r"task: the environment of Mine fails at turn 1 of problem 'sum-0', '.*': AttributeError: .*\. Fix: repair its `step`, or raise grader.timeout_s=10 "),
     "an environment that hangs": environment("time.sleep(60)", r"task: the environment of Mine fails at turn 1 .*: no answer within 0.5 s; .*grader.timeout_s=0.5", "grader.timeout_s=0.5"),
     "an environment without step": task("max_turns = 3\ndef environment(self, problem, seed): return object()", r"the environment of Mine fails at turn 1 .*: AttributeError: 'object' object has no attribute 'step'"),
@@ -98,22 +98,22 @@ CLASSES = {
     "a solution that does not score": task("def solution(self, problem): return 'who knows'", r"task: Mine gives its own solution of problem 'sum-0' the reward 0, and '1' at least as much: `grade` and `solution` disagree"),
     "a lock in the task": task("def __init__(self):\n    super().__init__()\n    self.lock = __import__('threading').Lock()", r"task Mine cannot be sent to a grading process: TypeError: .*Fix: keep open files, locks and models out of its attributes"),
     "a held-out task by its name": full("evaluation.task=sums.Base", r"`evaluation\.task:` needs a `_component_`, the dotted path of a class or function: evaluation\.task\._component_=sums\.Base, or evaluation\.task=null"),
-    "a held-out task without an end": full(f"evaluation.task._component_={ARITHMETIC} ~evaluation.task.count", r"evaluation.task: Arithmetic never ends \(2,147,483,647 problems\), and all are used; set evaluation.task.count=256"),
+    "a held-out task without an end": full(f"evaluation.task._component_={ARITHMETIC} ~evaluation.task.count", r"evaluation.task: Arithmetic never ends \(2,147,483,647 problems\), but all are used\. Fix: set evaluation.task.count=256"),
     "a level that is not there": full(f"task._component_={ARITHMETIC} task.level=99", r"task.level=\{99: 1.0\}: give a level from 1 to 10"),
     "a split that is not there": full(f"task._component_={ARITHMETIC} task.split=test", r"task.split='test': choose one of train, heldout, all", real=True),
-    "warmup: no solution": warmup("task._component_=mine.Mine", r"task: Mine has no `solution`; give it one that returns a text with reward 1.0", files={"mine.py": f"from sums import Problem, Score\n\n\nclass Mine:\n    {LENGTH}\n    {GET}\n    {GRADE}\n"}),
+    "warmup: no solution": warmup("task._component_=mine.Mine", r"task: Mine has no `solution`\. Fix: define it to return a text with reward 1.0", files={"mine.py": f"from sums import Problem, Score\n\n\nclass Mine:\n    {LENGTH}\n    {GET}\n    {GRADE}\n"}),
     "evaluate: grade raises": evaluate("task._component_=mine.Mine", r"task: Mine cannot grade its own solution of problem 'sum-0': AttributeError: ", files={"mine.py": "from sums import Base\n\n\nclass Mine(Base):\n    def grade(self, problem, text): return text.foo\n"}),
     "a kernel that is not there": full(f"task._component_={MATMUL} 'task.kernels={{dgem: 256}}'", r"task.kernels: unknown kernel 'dgem'; use dgemm"),
     "a reward that is not there": full(f"task._component_={MATMUL} task.reward=speed", r"task.reward='speed': choose one of .*peak_share"),
-    "a loss that cannot be called": full("loss._component_=sums.Base", r"loss: Base cannot be called; give it `def __call__\(self, t\)` \(docs/objectives.md\)"),
+    "a loss that cannot be called": full("loss._component_=sums.Base", r"loss: Base is not callable\. Fix: define `def __call__\(self, t\)` \(docs/objectives.md\)"),
     "a loss with a wrong name": loss("def __call__(self, t): return -t.advantage, {}", r"loss: Mine, called with three labels, raised AttributeError: .*\(mine.py:2\)"),
     "a loss of one value": loss("def __call__(self, t): return (t.logprobs_L * t.advantages_L).mean(), {}", r"loss: Mine: its loss has shape \(\) for three labels; return one value per label, shape \(3,\)"),
     "a loss without metrics": loss("def __call__(self, t): return -t.logprobs_L", r"loss: Mine returned a Tensor; return \(one value per label, a dict of metrics, which may be empty\)"),
     "a metric with the name of the loss": loss("def __call__(self, t): return -t.logprobs_L, {'total': t.logprobs_L}", r"loss: Mine: the metric 'total' is the loss itself \(loss/total\); give it another name"),
     "a loss without a gradient": loss("def __call__(self, t): return -t.advantages_L, {}", r"loss: Mine: its loss of three labels has no gradient; compute it from t.logprobs_L"),
-    "a loss that needs a label": loss("def __call__(self, t): return -t.logprobs_L * t.advantages_L.max(), {}", r"loss: Mine, called with no label, as of an empty row, raised .*max"),
+    "a loss that needs a label": loss("def __call__(self, t): return -t.logprobs_L * t.advantages_L.max(), {}", r"loss: Mine, called with no labels \(an empty row\), raised .*max"),
     "a metric of one value": loss("def __call__(self, t): return -t.logprobs_L, {'mean': t.logprobs_L.mean()}", r"loss: Mine: metric 'mean' has shape \(\) for three labels"),
-    "a loss that asks for no reference": loss("def __init__(self, kl_coef): pass\ndef __call__(self, t): return -t.logprobs_L, {}", r"loss.kl_coef=0.1, but the loss mine.Mine does not ask for it: give the class the attribute `needs_reference`", words="loss.kl_coef=0.1"),
+    "a loss that asks for no reference": loss("def __init__(self, kl_coef): pass\ndef __call__(self, t): return -t.logprobs_L, {}", r"loss.kl_coef=0.1, but the loss mine.Mine does not request it: give the class the attribute `needs_reference`", words="loss.kl_coef=0.1"),
     "an optimizer that is none": full("optimizer._component_=mine.Own", r"optimizer: Own is not a torch optimizer: it has no param_groups; name a class such as torch.optim.AdamW", files={"mine.py": "class Own:\n    def __init__(self, params, lr): pass\n"}),
     "an optimizer that needs a closure": full("optimizer._component_=torch.optim.LBFGS", r"optimizer: a step of LBFGS on dense gradients raised TypeError: .*; use torch.optim.AdamW, or change the settings"),
     "warmup: an optimizer of sparse gradients": warmup("optimizer._component_=torch.optim.SparseAdam", r"optimizer: a step of SparseAdam on dense gradients raised "),
@@ -128,7 +128,7 @@ CLASSES = {
     "rows in a folder": rows("model", r"task.path='model': a directory\. Fix: name a file in it"),
     "rows behind a URL": rows("https://a.org/q.jsonl", r"task.path='https://a.org/q.jsonl': not a local file\. Fix: download it first"),
     "rows of the hub": rows("openai/gsm8k", r"task.path='openai/gsm8k': file not found in .*Fix: .*hub: openai/gsm8k"),
-    "rows below $HOME": rows("'$HOME/q.jsonl'", r"task.path=\$HOME/q.jsonl: `\$` has a meaning in a shell only, .* write \$\{oc.env:NAME\}"),
+    "rows below $HOME": rows("'$HOME/q.jsonl'", r"task.path=\$HOME/q.jsonl: `\$` is shell syntax, .* write \$\{oc.env:NAME\}"),
     "rows of chat messages, not named": rows("chat.jsonl", r"chat.jsonl:1: missing field 'question'; fields: messages, answer\. Fix: set question=NAME"),
     "chats that end with an answer": rows("chat.jsonl task.question=messages", r"chat.jsonl:1: the last message of 'messages' has role 'assistant'; .*Fix: end a question with the user's message"),
     "a field of answers that is not there": rows("rows.jsonl task.answer=completion", r"rows.jsonl:1: missing field 'completion'; fields: .*\. Fix: set answer=NAME"),
@@ -141,7 +141,7 @@ CLASSES = {
 
 
 def changed(**keys):
-    """Changes keys of config.json; None removes one."""
+    """Change keys of config.json; None removes a key."""
 
     def change(folder: Path) -> None:
         file = folder / "model" / "config.json"
@@ -187,7 +187,7 @@ def indexed(folder: Path) -> None:
 
 
 def other_tokenizer(folder: Path) -> None:
-    """A second directory, whose tokenizer has two letters the other way round."""
+    """A second directory whose tokenizer swaps two letters."""
     shutil.copytree(folder / "model", folder / "other")
     file = folder / "other" / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
@@ -212,7 +212,7 @@ MODELS = {
     "a method in place of its settings": full("", r"model/config.json says quantization_config='awq'; expected a JSON object", prepare=changed(quantization_config="awq")),
     "heads that do not divide the width": full("", r"says hidden_size=64, which is not a multiple of num_attention_heads=3, as torchtune's attention needs; use another", prepare=changed(num_attention_heads=3)),
     "an end token as a text": full("", r"model/generation_config.json: eos_token_id='</s>'; expected the id of a token", prepare=written("generation_config.json", b'{"eos_token_id": "</s>"}')),
-    "an end token beyond the vocabulary": full("", r"generation_config.json or config.json in model says eos_token_id=99999, and the model in model_dir=model has ids from 0 to \d+: no completion", prepare=written("generation_config.json", b'{"eos_token_id": 99999}')),
+    "an end token beyond the vocabulary": full("", r"generation_config.json or config.json in model says eos_token_id=99999, but the model in model_dir=model has ids from 0 to \d+: no completion", prepare=written("generation_config.json", b'{"eos_token_id": 99999}')),
     "an empty generation_config.json": full("", r"model/generation_config.json is empty\. Copy the file from", prepare=written("generation_config.json", b"")),
     "a pointer of Git LFS": full("", r"model/model.safetensors is a pointer of Git LFS, not the file itself; run `git lfs pull` in model", prepare=written("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n")),
     "weights of something else beside the model's": full("", r"holds optimizer.safetensors in addition to the model's weights, and no model.safetensors.index.json says which files belong to the model; move optimizer.safetensors", prepare=written("optimizer.safetensors", b"")),
@@ -232,13 +232,13 @@ MODELS = {
     "no chat template": full("", r"no chat template in 'model' .*Fix: set `template` to a Jinja file, or to 'chatml'", prepare=removed("chat_template.jinja")),
     "a template that is not there": full("tokenizer.template=mine.jinja", r"tokenizer.template='mine.jinja': not a file, 'chatml' or a Jinja text"),
     "a history that is none": full("tokenizer.history=strip", r"tokenizer.history='strip': use 'sampled', .* or 'template', .*; dropping thoughts only in training would change the context"),
-    "the tokenizer of another model": full("tokenizer.path=other", r"tokenizer.path=other encodes text otherwise than the tokenizer in model_dir=model; they do not belong together: set tokenizer.path=model", prepare=other_tokenizer),
-    "a tokenizer with more tokens": full("", r"tokenizer.path=model has ids up to \d+ \(such as .*\), the model in model_dir=model knows 64; they were added to the tokenizer, but not to the model", prepare=changed(vocab_size=64)),
+    "the tokenizer of another model": full("tokenizer.path=other", r"tokenizer.path=other encodes text differently from the tokenizer in model_dir=model; they do not belong together: set tokenizer.path=model", prepare=other_tokenizer),
+    "a tokenizer with more tokens": full("", r"tokenizer.path=model has ids up to \d+ \(such as .*\), but the model in model_dir=model has 64; they were added to the tokenizer but not to the model", prepare=changed(vocab_size=64)),
     "output_dir is a file": full("output_dir=sums.py", r"output_dir=sums.py: sums.py is not a folder. Choose another output_dir"),
     "evaluate: folder not found": evaluate("model_dir=models/none", r"model_dir='models/none': folder not found, seen from "),
     "evaluate: random bytes": evaluate("", r"model/model.safetensors is not a safetensors file", prepare=written("model.safetensors", b"random" * 99)),
-    "a template that drops the question": full("tokenizer.template=mine.jinja", r"task: Base\(...\)\[0\]: the chat template 'mine.jinja' does not show its message of role 'user', '0\+1='; name a template", files={"mine.jinja": "{% for m in messages %}{{ m.content.text }}{% endfor %}"}),
-    "warmup: a template that drops the question": warmup("model_dir=model tokenizer.template=mine.jinja", r"task: Base\(...\)\[0\]: the chat template 'mine.jinja' does not show its message of role 'user'", files={"mine.jinja": "{% for m in messages %}{{ m.role }}{% endfor %}"}),
+    "a template that drops the question": full("tokenizer.template=mine.jinja", r"task: Base\(...\)\[0\]: the chat template 'mine.jinja' omits its message of role 'user', '0\+1='\. Fix: set tokenizer.template", files={"mine.jinja": "{% for m in messages %}{{ m.content.text }}{% endfor %}"}),
+    "warmup: a template that drops the question": warmup("model_dir=model tokenizer.template=mine.jinja", r"task: Base\(...\)\[0\]: the chat template 'mine.jinja' omits its message of role 'user'", files={"mine.jinja": "{% for m in messages %}{{ m.role }}{% endfor %}"}),
     "warmup: folder not found": warmup("model_dir=models/none", r"model_dir='models/none': folder not found, seen from "),
     "warmup: a file that is cut": warmup("model_dir=model", r"model/model.safetensors has 50,000 bytes", prepare=cut),
 }

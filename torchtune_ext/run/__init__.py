@@ -1,1 +1,1 @@
-"""The parts that every run needs, whatever it trains: its folder, its signals, its processes."""
+"""Infrastructure of every run: folder, signals, processes and errors."""

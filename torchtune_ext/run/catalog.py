@@ -1,4 +1,4 @@
-"""Finds recipes and configs by looking into recipes/ and configs/, and imports what a dotted path names."""
+"""Find the recipes and configs of the package, and import objects by dotted path."""
 
 import importlib
 import logging
@@ -17,16 +17,13 @@ from torchtune_ext.run.renames import current_name
 
 log = logging.getLogger(__name__)
 
-# A config is a YAML file below configs/. Its name is its path without the ending, and says which recipe it is for: by
-# its folder, and in grpo/ also by its last word.
+# A config is a YAML file below configs/. Its name is its path without the suffix. Its folder, and
+# in grpo/ also the last part of its name, determine its recipe.
 FOLDER_RECIPES = {"grpo": "grpo_full", "warmup": "warmup_sft", "eval": "evaluate"}
-SUFFIX_RECIPES = {
-    "lora": "grpo_lora",
-    "qlora": "grpo_lora",
-    "async": "grpo_async",
-}  # grpo/tiny_lora is a config of grpo_lora
-# Recipes are read as text, because importing one imports torch. A recipe has the name of its file, unless a line such
-# as `TUNE_NAMES = ("one", "two")` gives it others.
+# For example, grpo/tiny_lora is a config of grpo_lora.
+SUFFIX_RECIPES = {"lora": "grpo_lora", "qlora": "grpo_lora", "async": "grpo_async"}
+# Recipes are read as text, because importing a recipe imports torch. A recipe has the name of its
+# file, unless a line such as `TUNE_NAMES = ("one", "two")` sets other names.
 NAMES_PREFIX = "TUNE_NAMES = "
 SINGLE_DEVICE_LINE = "SUPPORTS_DISTRIBUTED = False"
 NOT_REGULAR_HINT = "not a regular file (a pipe, device or socket). Fix: write its content to a file"
@@ -34,19 +31,20 @@ NOT_REGULAR_HINT = "not a regular file (a pipe, device or socket). Fix: write it
 
 @dataclass(frozen=True, slots=True)
 class RecipeFile:
-    """A recipe under one of its names, with the configs that are written for it."""
+    """A recipe under one of its names, with its configs."""
 
-    name: str  # what the user types after `tune run`
+    name: str  # the argument of `tune run`
     path: Path  # absolute
     configs: dict[str, Path]  # config name ("grpo/tiny") -> absolute path
     supports_distributed: bool  # whether torchrun may start it
 
 
 def package_folder(name: str) -> Path:
-    """Returns the folder with the files of `torchtune_ext.<name>`, without importing that package."""
+    """Return the folder of the package `torchtune_ext.<name>` without importing it."""
     from importlib.util import find_spec
 
-    # A wheel and an editable install map the folder into the package. Without an install it lies beside the package.
+    # A wheel and an editable install map the folder into the package. Without an install it is next
+    # to the package.
     spec = find_spec(f"torchtune_ext.{name}")
     if spec is not None and spec.submodule_search_locations:
         return Path(next(iter(spec.submodule_search_locations)))
@@ -54,13 +52,13 @@ def package_folder(name: str) -> Path:
 
 
 def config_files(configs: Path) -> dict[str, Path]:
-    """Returns the path of every YAML file below `configs`, by the name of the config, sorted by name."""
+    """Return the path of each YAML file below `configs` by config name, sorted by name."""
     files = {path.relative_to(configs).with_suffix("").as_posix(): path for path in configs.rglob("*.yaml")}
     return dict(sorted(files.items()))
 
 
 def print_first_lines(files: Mapping[str, Path]) -> None:
-    """Prints the name of each YAML file and the comment that it begins with."""
+    """Print the name and the first comment of each YAML file."""
     width = max(map(len, files))
     for name, path in files.items():
         first = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
@@ -68,7 +66,7 @@ def print_first_lines(files: Mapping[str, Path]) -> None:
 
 
 def recipe_for_name(name: str) -> str | None:
-    """Returns the recipe that the config of this name is for, or None for what is no config of a recipe (a sweep)."""
+    """Return the recipe of a config name; None for a preset or a sweep."""
     first = name.split("/")[0]
     if first in ("", "presets", "sweeps"):
         return None
@@ -77,17 +75,17 @@ def recipe_for_name(name: str) -> str | None:
 
 
 def config_name(path: Path) -> str:
-    """Returns the name of a config of ours from its file, for instance "grpo/tiny"; "" for another file."""
+    """Return the name of one of our configs, such as "grpo/tiny"; "" for another file."""
     return next((name for name, file in config_files(package_folder("configs")).items() if file == path), "")
 
 
 def recipe_for_config(config: str) -> str | None:
-    """Returns the recipe that a config of ours is for, from its name or its file; None for another file."""
+    """Return the recipe of one of our configs, given by name or file; None for another file."""
     return recipe_for_name(config_name(Path(config_path(config))))
 
 
 def recipe_files(recipes: Path, configs: Path) -> list[RecipeFile]:
-    """Returns the recipes of the folder `recipes`, sorted by name. A recipe with two names appears twice."""
+    """Return the recipes in a folder, sorted by name. A recipe with two names appears twice."""
     files = config_files(configs)
     entries = []
     for path in recipes.glob("[!_]*.py"):
@@ -100,7 +98,11 @@ def recipe_files(recipes: Path, configs: Path) -> list[RecipeFile]:
 
 
 def config_path(given: str) -> str:
-    """The file for `--config given`: `given` if it is one, or the config of that name. Raises ValueError if neither."""
+    """Return the file for `--config GIVEN`, a file or the name of one of our configs.
+
+    Raises:
+        UsageError: `given` is neither, or is not a regular file.
+    """
     if os.path.isfile(given):
         return given
     if os.path.exists(given) and not os.path.isdir(given):
@@ -110,25 +112,35 @@ def config_path(given: str) -> str:
         return str(known[given])
     from difflib import get_close_matches
 
-    # Names with an ending are files. The names of our configs have none, so they resemble no file.
+    # Arguments with a suffix are files. The names of our configs have no suffix, so no similar
+    # names are searched.
     bare = given.removesuffix(".yaml")
     named = [] if given.endswith((".yaml", ".yml")) else get_close_matches(given, known, n=3, cutoff=0.5)
     near = [bare] if bare in known else named
     if not near:
-        raise UsageError(f"--config {given}: no such file, seen from {Path.cwd()}, and no config of ours (`tune ls`)")
+        raise UsageError(
+            f"--config {given}: file not found, seen from {Path.cwd()}, and not one of our configs (`tune ls`)"
+        )
     raise UsageError(
-        f"--config {given}: neither a file nor a config of ours; did you mean {', '.join(near)}? (`tune ls`)"
+        f"--config {given}: neither a file nor one of our configs; did you mean {', '.join(near)}? (`tune ls`)"
     )
 
 
 def import_object(path: str, where: str) -> Any:
-    """Imports what a dotted path names: the longest part of it that is a module, and then attributes.
+    """Import the object at a dotted path: its longest module prefix, then attributes.
 
-    Raises ValueError, whose message begins with `where`, if there is no such thing or its import fails.
+    Args:
+        path: the dotted path.
+        where: the beginning of error messages.
+
+    Raises:
+        UsageError: a module or an attribute of the path was not found.
+        UserCodeError: importing a module raised an error.
     """
     if new := current_name(path):
         raise UsageError(f"{where}: {path} moved to {new}")
-    # The module may be a file of the user's in the working directory, which is not on the path when `tune` runs.
+    # The module may be a user's file in the working directory, which is not on `sys.path` when
+    # `tune` runs.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     parts = path.split(".")
@@ -138,20 +150,21 @@ def import_object(path: str, where: str) -> Any:
         try:
             target = importlib.import_module(module)
         except ModuleNotFoundError as error:
-            # If the missing module is neither this one nor a parent, this one exists and fails to import something.
+            # If the missing module is neither this module nor a parent, this module exists but one
+            # of its imports fails.
             if error.name is None or not (module + ".").startswith(error.name + "."):
                 raise UserCodeError(f"{where}: importing {module} raised {describe_error(error)}") from error
             if target is None:
                 raise UsageError(f"{where}: {_no_module_message(parts[0])}") from None
-            # The modules end here. From this part on, the path names attributes of the last one.
+            # The remaining parts of the path are attributes of the last module.
             depth -= 1
             break
-        # Some modules call sys.exit where a key or a package is missing.
+        # Some modules call sys.exit if a key or a package is missing.
         except (Exception, SystemExit) as error:
             raise UserCodeError(f"{where}: importing {module} raised {describe_error(error)}") from error
     for i, part in enumerate(parts[depth:], depth):
         if not hasattr(target, part):
-            # The modules of a package are attributes of it only after an import, but the user may mean one.
+            # Submodules become attributes only after an import, but the user may mean a submodule.
             inside = [module.name for module in pkgutil.iter_modules(getattr(target, "__path__", None) or [])]
             near = closest_match(part, [each for each in [*dir(target), *inside] if not each.startswith("_")])
             hint = _shadowing_hint(parts[0]) or (f"; did you mean {near!r}?" if near else "")
@@ -162,13 +175,16 @@ def import_object(path: str, where: str) -> Any:
     return target
 
 
-@cache  # a path is imported several times, and one warning is enough
+@cache  # a path is imported several times; one warning is enough
 def _warn_once(text: str) -> None:
     log.warning(text)
 
 
 def _shadowing_hint(name: str) -> str:
-    """Returns the end of a message if a file of the working directory was not imported, because a module has its name."""
+    """Return the end of a message if another module hides a file of the working directory.
+
+    The text is "" if no file is hidden.
+    """
     module, here = sys.modules[name], Path.cwd()
     mine = next((path for path in (here / f"{name}.py", here / name) if path.is_file() or any(path.glob("*.py"))), None)
     file = getattr(module, "__file__", None)
@@ -182,4 +198,4 @@ def _shadowing_hint(name: str) -> str:
 def _no_module_message(name: str) -> str:
     near = closest_match(name, sorted(path.stem for path in Path.cwd().glob("*.py")))
     hint = f"; did you mean {near!r}?" if near else ""
-    return f"there is no module {name!r}, neither installed nor as {name}.py in {Path.cwd()}{hint}"
+    return f"module {name!r} not found, neither installed nor as {name}.py in {Path.cwd()}{hint}"

@@ -1,9 +1,9 @@
-"""Our two kinds of errors, and how a program shows an error.
+"""The error classes of the package, and how a program reports an error.
 
-error      meaning                                                                      shown as      exit status
-Mistake    the user can fix it: the message names the key, the value and the fix        one message   2
-Failure    something broke though the settings are right: the message names the cause   one message   1
-others     a bug, ours or a library's, that somebody should report                      traceback     1
+error        meaning                                                       output       exit status
+UsageError   the user can fix it; the message names key, value and fix     one message  2
+RunFailure   a failure with valid settings; the message names the cause    one message  1
+others       a bug of ours or of a library, which should be reported       traceback    1
 """
 
 import errno
@@ -23,19 +23,17 @@ from torchtune_ext.run.process_env import rank_and_world_size
 from torchtune_ext.run.renames import current_name
 from torchtune_ext.run.terminal import RED, apply_style
 
-USAGE_ERROR_STATUS = 2  # the exit status of a mistake
-TRACEBACK_VARIABLE = (
-    "TORCHTUNE_EXT_TRACEBACK"  # set to 1, this environment variable shows tracebacks instead of messages
-)
-# Seconds that a rank other than 0 waits before it prints its error. If rank 0 has the same one, torchrun ends the other
-# ranks meanwhile, and the user reads the message once.
+USAGE_ERROR_STATUS = 2  # the exit status of a UsageError
+TRACEBACK_VARIABLE = "TORCHTUNE_EXT_TRACEBACK"  # the environment variable that shows tracebacks instead of messages (1)
+# Seconds that a rank other than 0 waits before it prints its error. If rank 0 has the same error,
+# torchrun ends the other ranks in this time, and the message appears once.
 OTHER_RANKS_WAIT_S = 5.0
-MAX_DURATION_S = 604_800.0  # the longest time of a setting
-FAILURE_STATUS = 1  # the exit status of a failure
+MAX_DURATION_S = 604_800.0  # the maximum duration of a setting, a week
+FAILURE_STATUS = 1  # the exit status of a RunFailure
 STDLIB = sysconfig.get_path("stdlib") + os.sep
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 
-# The names that users of other trainers write, and the ones here, without their node.
+# Names in other trainers -> our config keys, both without their section.
 ALIASES = {
     "learning_rate": "lr",
     "num_generations": "samples_per_prompt",
@@ -78,75 +76,81 @@ class UsageError(ValueError):
 
 
 class UsageFileError(UsageError, OSError):
-    """A file or a disk that the user has to fix. It is an OSError, too, for code that catches those."""
+    """A file or disk error that the user can fix; also an OSError for code that catches OSError."""
 
 
 class RunFailure(RuntimeError):
-    """Something broke though the user's settings are right. The message names the cause."""
+    """A failure with valid settings. The message names the cause."""
 
 
 class DeadlineExceeded(RunFailure, TimeoutError):
-    """Something did not answer by its deadline. The message says what."""
+    """A deadline has passed. The message names the operation."""
 
 
 class UserCodeError(UsageError):
-    """A component that the user named raised an error, the `__cause__` of this one."""
+    """A user's component raised an error, which is the `__cause__`."""
 
 
 def closest_match(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that the user most likely meant by `name`, or None. Names may be dotted ("loss.level")."""
+    """Return the known name closest to `name`, or None. Names may be dotted ("loss.level")."""
     known = list(known)
     same = [each for each in known if each.lower() == name.lower()]
     if same:
         return same[0]
-    # The last parts are compared as well, so that "learning_rate" finds "optimizer.lr". Where two names end alike, the
-    # first one counts. The list is reversed for that, because a later item of a dict replaces an earlier one.
+    # The last parts are compared as well, so that "learning_rate" finds "optimizer.lr". Of two
+    # names with the same last part, the first counts. The list is reversed, because a later dict
+    # item replaces an earlier item.
     last = name.rpartition(".")[2]
     by_last = {each.rpartition(".")[2]: each for each in reversed(known)}
     alias_target = ALIASES.get(last)
     if alias_target in by_last:
         return by_last[alias_target]
-    # A name of which this one is the beginning is nearer than any other, unless it is so short that many begin with it.
+    # A known name that starts with `name` is the closest, unless `name` is so short that many names
+    # start with it.
     longer = [each for each in known if len(name) > 3 and each.startswith(name)]
     near = longer or get_close_matches(name, known, n=1, cutoff=0.7) or get_close_matches(last, by_last, n=1)
     return by_last.get(near[0], near[0]) if near else None
 
 
 def is_usage_error(error: BaseException) -> bool:
-    """Tells whether the user can fix the cause of an error."""
+    """Return whether the user can fix the cause of an error."""
     return exit_status_of(error) == USAGE_ERROR_STATUS
 
 
 def exit_status_of(error: BaseException) -> int | None:
-    """Returns the exit status of an error that is shown as one message, or None for another one."""
+    """Return the exit status of an error that is shown as one message, or None for a bug."""
     if isinstance(error, UsageError):
         return USAGE_ERROR_STATUS
     if isinstance(error, RunFailure):
         return FAILURE_STATUS
-    # A path that the user gave. No path of ours is that long.
+    # Only a path from the user can be too long.
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return USAGE_ERROR_STATUS
     if error.__traceback__ is None:
         return None
-    # The innermost frame tells who raised the error.
+    # The innermost frame shows which module raised the error.
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     module = str(frame.f_globals.get("__name__"))
-    # torchtune.config reads the command line, so what it raises is meant for the user.
+    # torchtune.config parses the command line, so its errors are usage errors.
     of_torchtune = module.startswith("torchtune.config.") and isinstance(error, ValueError | OSError | ImportError)
-    # So is a ValueError that the recipe raises itself. It runs as `__main__`, and may be the user's own copy.
+    # A ValueError that the recipe itself raises is also a usage error. The recipe runs as
+    # `__main__`, and may be the user's own copy.
     return USAGE_ERROR_STATUS if of_torchtune or (module == "__main__" and type(error) is ValueError) else None
 
 
 def error_location(error: BaseException) -> str | None:
-    """The innermost line of a user's file in a traceback, as "my_task.py:12", or None if our own code lies deeper."""
-    # The frames of a syntax error are those of its importer.
+    """Return the innermost line of a user's file in a traceback: "my_task.py:12".
+
+    The result is None if our own code is deeper in the traceback.
+    """
+    # The frames of a syntax error belong to the importing module.
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_relative_path(error.filename)}:{error.lineno}"
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         file = frame.f_code.co_filename
         if str(frame.f_globals.get("__name__")).split(".")[0] == "torchtune_ext":
             return None
-        # Libraries are passed over, and so is generated code, whose file is a name such as "<string>".
+        # Libraries are skipped, as is generated code with a file name such as "<string>".
         library = file.startswith(STDLIB) or any(name in file for name in PACKAGE_FOLDERS)
         if os.path.isfile(file) and not library:
             return f"{_relative_path(file)}:{line}"
@@ -159,7 +163,7 @@ def _relative_path(file: str) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Returns an error in one line: its kind, its text and, if it has one, its place in the user's files."""
+    """Format an error in one line: type, text and, if known, the line in the user's files."""
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
     kind = type(error).__name__
     if isinstance(error, ModuleNotFoundError) and (new := current_name(str(error.name))):
@@ -171,15 +175,18 @@ def describe_error(error: BaseException) -> str:
 
 @contextmanager
 def wrap_user_errors(action: str, fix: str = "") -> Iterator[None]:
-    """Turns an error of a component that the user named into `Blamed`. A mistake passes unchanged.
+    """Turn an error of a user's component into UserCodeError. A UsageError passes unchanged.
 
     Args:
-        doing: what is called, as the message begins: "task: my_task.Sums()[0]".
+        action: the call, with which the message begins: "task: my_task.Sums()[0]".
         fix: the end of the message.
+
+    Raises:
+        UserCodeError: the block raised an error.
     """
     try:
         yield
-    # Some programs call sys.exit where a key or a package is missing.
+    # Some programs call sys.exit if a key or a package is missing.
     except (Exception, SystemExit) as error:
         if is_usage_error(error):
             raise
@@ -188,9 +195,12 @@ def wrap_user_errors(action: str, fix: str = "") -> Iterator[None]:
 
 @contextmanager
 def report_errors() -> Iterator[None]:
-    """Surrounds a whole program: a mistake or a failure ends it with one message on stderr, other errors pass.
+    """Report a UsageError or RunFailure of a program as one message on stderr and exit.
 
-    Raises SystemExit with the status of the table at the top. Under torchrun the process ends without it.
+    Other errors pass. Under torchrun the process exits at once.
+
+    Raises:
+        SystemExit: with the exit status of the table at the top of the module.
     """
     try:
         yield
@@ -210,26 +220,30 @@ def _print_error(error: Exception, status: int, prefix: str) -> None:
     if os.environ.get(TRACEBACK_VARIABLE) not in (None, "", "0"):
         traceback.print_exception(error)
     else:
-        # A failure keeps all its lines: it may quote the last words of an engine.
+        # A RunFailure keeps all its lines, because it may quote the end of an engine's log.
         kind = "" if type(error) in (RunFailure, DeadlineExceeded) else f"{type(error).__name__}: "
         text = usage_message(error) if status == USAGE_ERROR_STATUS else f"{kind}{error}"
-        # training/recipe_runner.py adds notes, which say how the run stands now.
+        # training/recipe_runner.py adds notes about the state of the run.
         label = apply_style("error:", RED, sys.stderr)
         print("\n".join([f"{label} {prefix}{text}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     sys.stderr.flush()
 
 
 def usage_message(error: BaseException) -> str:
-    """Returns the message of a mistake. If a user's component failed, its last line says how to see the traceback."""
+    """Return the message of a UsageError.
+
+    For a UserCodeError, the last line names the variable that shows the traceback.
+    """
     text = "\n".join([line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__])
     return f"{text}\n({TRACEBACK_VARIABLE}=1 shows the traceback)" if isinstance(error, UserCodeError) else text
 
 
 def exit_process(status: int, at_once: bool = False) -> NoReturn:
-    """Ends the process with exit status `status`; `at_once` does not wait for threads."""
+    """Exit with `status`; with `at_once`, without waiting for threads."""
     if at_once:
-        # The threads of a process group that is still open sometimes abort the interpreter while it ends, and torchrun
-        # would see another status. os._exit skips that, and also the exit functions and the flushing of streams.
+        # The threads of an open process group sometimes abort the interpreter at exit, and torchrun
+        # would see another status. os._exit avoids the abort, but also skips exit functions and
+        # flushing, which are done here.
         import atexit
 
         atexit._run_exitfuncs()
@@ -241,13 +255,19 @@ def exit_process(status: int, at_once: bool = False) -> NoReturn:
 
 
 def leading_argument(text: str) -> str | None:
-    """Returns the name at the beginning of a message "name=value ..." or "name.key=value ...", or None."""
+    """Return the first name of a message "name=value ..." or "name.key=value ...", or None."""
     match = re.match(r"([A-Za-z_]\w*)(\.\w+)*=", text)
     return match[1] if match else None
 
 
 def require_seconds(key: str, value: float, least: str = "greater than 0") -> None:
-    """Raises ValueError unless a setting is finite, `least` ("greater than 0" or "from 0") and at most a week."""
-    # A wait of the system counts milliseconds in 32 bits, which end after 24.8 days.
+    """Raise UsageError unless a duration is finite and at most a week.
+
+    Args:
+        key: the config key, for messages.
+        value: seconds.
+        least: the lower bound, "greater than 0" or "from 0".
+    """
+    # System calls count a timeout in milliseconds in 32 bits, which overflow after 24.8 days.
     if not 0 <= value <= MAX_DURATION_S or (value == 0 and least != "from 0"):
         raise UsageError(f"{key}={value} must be a number of seconds {least}, at most {MAX_DURATION_S:.0f} (a week)")

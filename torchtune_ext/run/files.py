@@ -1,4 +1,4 @@
-"""Writes files and folders so that each one is whole or absent, however the process ends."""
+"""Write files and folders atomically: after a crash, each is complete or absent."""
 
 import errno
 import logging
@@ -13,22 +13,28 @@ from torchtune_ext.run.errors import UsageFileError
 
 log = logging.getLogger(__name__)
 
-# A killed process leaves files and folders with these names. A folder is half written (PARTIAL), half deleted (PRUNED),
-# or was moved out of the way while another one takes its place (REPLACED).
+# A killed process leaves files and folders with these names. A folder is partially written
+# (PARTIAL), partially deleted (PRUNED), or was moved away while another folder replaces it
+# (REPLACED).
 _LEFTOVER_NAME = re.compile(r"\.(?:(.+)\.\d+\.tmp|(?:partial|pruned|replaced)_(.+))")
 PARTIAL_PREFIX, PRUNED_PREFIX, REPLACED_PREFIX = ".partial_", ".pruned_", ".replaced_"
-# The answers of file systems that flush files but not folders (SMB, some FUSE mounts).
+# The errors of file systems that flush files but not folders (SMB, some FUSE mounts).
 _FSYNC_UNSUPPORTED = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
-_warned_devices: set[int] = set()  # the devices of file systems that a warning has named
+_warned_devices: set[int] = set()  # devices of file systems with a logged warning
 
 
 def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
-    """Writes a file. A reader sees the old one or the new one, and never a part.
+    """Write a file atomically. A reader sees the old or the new content, never a part.
 
-    With `sync=False` there is no fsync: the file is whole after kill -9, but may be empty after a power cut.
-    After an OSError the old file is untouched.
+    After an OSError the old file is unchanged.
+
+    Args:
+        path: the file.
+        data: its new content.
+        sync: whether to fsync. Without fsync the file is complete after kill -9, but may be empty
+            after a power failure.
     """
-    # A rename replaces a file atomically, but only within one file system, so the temporary file lies beside it.
+    # A rename is atomic only within one file system, so the temporary file is in the same folder.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -38,14 +44,21 @@ def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        # The temporary file is still there only if something above raised.
+        # The temporary file still exists only after an error above.
         temporary.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path, names: str = ".+") -> list[Path]:
-    """Cleans up what killed processes left of files and folders with certain names, a regular expression.
+    """Remove or restore files and folders that killed processes left.
 
-    Returns the paths. Nobody may write to them meanwhile.
+    No other process may write to them at the same time.
+
+    Args:
+        folder: the folder to clean up.
+        names: a regular expression of the original names.
+
+    Returns:
+        The paths that were removed or restored.
     """
     paths = sorted(
         path
@@ -54,53 +67,56 @@ def remove_leftovers(folder: Path, names: str = ".+") -> list[Path]:
     )
     for path in paths:
         place = folder / path.name.removeprefix(REPLACED_PREFIX)
-        # The process was killed between the two renames of `put_in_place`. The old folder is the whole one.
+        # The process was killed between the two renames of `finalize_folder`. The old folder is
+        # complete.
         if path.name.startswith(REPLACED_PREFIX) and not os.path.lexists(place):
             path.rename(place)
-            log.warning("%s had not been replaced when the run was killed: it is back in its place", place)
+            log.warning("%s: the run was killed before it replaced this folder; restored the old folder", place)
         else:
             remove_path(path)
     return paths
 
 
 def remove_path(path: Path) -> None:
-    """Deletes a file or folder that nobody needs. A failure is only a warning."""
+    """Delete an unused file or folder. A failure is only logged as a warning."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
     except OSError as error:
-        log.warning("%s is not needed any more but cannot be deleted: %s; the next start tries again", path, error)
+        log.warning("cannot delete the unused %s: %s; the next start retries", path, error)
 
 
 def partial_path(folder: Path) -> Path:
-    """Returns the path at which a folder is written before `put_in_place` renames it."""
+    """Return the path at which a folder is written before `finalize_folder` renames it."""
     return folder.with_name(PARTIAL_PREFIX + folder.name)
 
 
 def make_empty_folder(folder: Path) -> None:
-    """Makes an empty folder, or empties the one that is there."""
+    """Create an empty folder; the content of an existing folder is deleted."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
 
 
 def finalize_folder(folder: Path) -> None:
-    """Renames the finished `partial_of(folder)` to `folder`, whose earlier content is removed."""
+    """Rename the complete `partial_path(folder)` to `folder`; the old content is removed."""
     partial, old = partial_path(folder), folder.with_name(REPLACED_PREFIX + folder.name)
-    # A power cut must not keep the name and lose the content, so the content reaches the disk before the rename.
+    # A power failure must not keep the name without the content, so the content is flushed before
+    # the rename.
     for path in [*partial.rglob("*"), partial]:
         fsync_path(path)
     try:
-        # A folder cannot take the place of one that is not empty. The old one moves away first, and is deleted last.
+        # A rename cannot replace a folder with content. The old folder is renamed first and deleted
+        # last.
         if folder.exists():
             if old.exists():
                 remove_path(old)
             folder.rename(old)
         partial.rename(folder)
     except BaseException:
-        # A Ctrl-C may come as either rename has just been made.
+        # A Ctrl-C may arrive right after either rename.
         if old.exists() and not folder.exists():
             old.rename(folder)
         raise
@@ -110,20 +126,23 @@ def finalize_folder(folder: Path) -> None:
 
 
 def rename_and_remove(folder: Path) -> None:
-    """Deletes a folder, whose name vanishes before its content does. A failure is only a warning."""
+    """Rename a folder and then delete it. A failure is only logged as a warning."""
     aside = _unused_path(folder.with_name(PRUNED_PREFIX + folder.name))
     try:
         folder.rename(aside)
-        # Otherwise a power cut could undo the rename and keep the deletions.
+        # Otherwise a power failure could undo the rename but keep the deletions.
         fsync_path(folder.parent)
     except OSError as error:
-        log.warning("%s is not needed any more but cannot be removed: %s", folder, error)
+        log.warning("cannot remove the unused %s: %s", folder, error)
     else:
         remove_path(aside)
 
 
 def fsync_path(path: Path) -> None:
-    """Returns when the file or the entries of the folder are on the disk. Only a warning says that a folder cannot."""
+    """Flush a file or the entries of a folder to the disk.
+
+    If the file system cannot flush folders, a warning is logged.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -133,7 +152,7 @@ def fsync_path(path: Path) -> None:
         if (device := path.stat().st_dev) not in _warned_devices:
             _warned_devices.add(device)
             log.warning(
-                "%s: this file system cannot flush a folder (%s): a power cut may undo the newest checkpoint",
+                "%s: this file system cannot flush a folder (%s); a power failure may undo the newest checkpoint",
                 path.parent,
                 error.strerror,
             )
@@ -151,9 +170,13 @@ def _unused_path(path: Path) -> Path:
 
 @contextmanager
 def explain_os_errors(what: str, fix: str) -> Iterator[None]:
-    """Turns an OSError in the block into a `FileMistake`, whose message names the file and the fix."""
+    """Turn an OSError in the block into a UsageFileError that names the file and the fix.
+
+    Raises:
+        UsageFileError: the block raised an OSError.
+    """
     try:
         yield
     except OSError as error:
-        # The text of a bare OSError, for instance "[Errno 28]", tells the user neither.
+        # The text of an OSError, such as "[Errno 28]", names neither the file nor the fix.
         raise UsageFileError(f"{what}: {error.strerror or error}. {fix}") from error

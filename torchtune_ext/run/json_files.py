@@ -1,4 +1,4 @@
-"""Reads JSON files."""
+"""Read JSON files."""
 
 import json
 from pathlib import Path
@@ -11,10 +11,11 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Returns the object that a JSON file holds.
+    """Read the object in a JSON file.
 
     Raises:
-        Mistake: the file is missing, a pointer of Git LFS, or does not hold a JSON object in UTF-8.
+        UsageFileError: the file is not readable or is a Git LFS pointer.
+        UsageError: the file is not a JSON object in UTF-8.
     """
     require_no_lfs_pointer(file)
     try:
@@ -23,7 +24,8 @@ def read_json_object(file: Path) -> dict[str, Any]:
         raise UsageFileError(f"{file} cannot be read: {error.strerror}") from error
     if data.startswith(_BOM):
         raise UsageError(
-            f"{file} begins with a byte order mark, which transformers and vLLM do not read; save it as UTF-8 without one"
+            f"{file} begins with a byte order mark, which transformers and vLLM do not support. Fix: save it as UTF-8 "
+            "without one"
         )
     try:
         content = json.loads(data)
@@ -39,7 +41,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 def read_json_or_empty(file: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file; an empty one if the file is missing or holds something else."""
+    """Read the object in a JSON file; {} if the file is missing or has other content."""
     try:
         value = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -48,7 +50,7 @@ def read_json_or_empty(file: Path) -> dict[str, Any]:
 
 
 def require_no_lfs_pointer(file: Path) -> None:
-    """Raises FileMistake if a file holds the pointer that Git LFS leaves in place of the content."""
+    """Raise UsageFileError if a file is a Git LFS pointer instead of the content."""
     try:
         with open(file, "rb") as opened:
             pointer = opened.read(len(_LFS_HEADER)) == _LFS_HEADER

@@ -1,4 +1,7 @@
-"""Prints text for the user. If the reader goes away (`| head`, a closed terminal), the run goes on without text."""
+"""Print text for the user.
+
+If the output is closed (`| head`, a closed terminal), the run continues without text.
+"""
 
 import atexit
 import logging
@@ -14,15 +17,16 @@ from torchtune_ext.run.terminal import terminal_width
 
 log = logging.getLogger(__name__)
 
-# The line with which a recipe says that its engines are ready. Programs that start a run elsewhere wait for it.
+# The line that a recipe prints when its engines are ready. Programs that start a run remotely wait
+# for it.
 ENGINE_READY_PREFIX = "engine:    ready after"
-LABEL_WIDTH = 11  # characters before the text in the lines that a run begins and ends with
+LABEL_WIDTH = 11  # width of the labels in the header and the summary of a run
 
 
 def print_text(text: str, file: TextIO | None = None) -> None:
-    """Prints `text` at once, above the progress bars. `file=None` means `sys.stdout`."""
+    """Print and flush `text` above the progress bars. `file=None` means `sys.stdout`."""
     out = sys.stdout if file is None else file
-    # `sys.stdout` is None in a process that has no standard output.
+    # `sys.stdout` is None in a process without standard output.
     if out is None:
         return
 
@@ -34,14 +38,14 @@ def print_text(text: str, file: TextIO | None = None) -> None:
         with tqdm.external_write_mode(file=out):
             try_write(out, write)
 
-    # tqdm clears the bars, which are on stderr, and then draws them again. Both may fail, too.
+    # tqdm clears and redraws the bars on stderr, which may fail as well.
     try_write(sys.stderr, above_bars)
 
 
 def format_labels(lines: Sequence[tuple[str, str]]) -> str:
-    """Returns a table of (label, text), whose texts are wrapped if stdout is a terminal."""
+    """Format a table of (label, text). Texts are wrapped if stdout is a terminal."""
     room = (terminal_width(sys.stdout) or sys.maxsize) - LABEL_WIDTH
-    # Nothing fits beside the labels on a terminal that is narrower than they are, so its lines stay as they are.
+    # On a terminal narrower than the labels, lines are not wrapped.
     wrapped = [
         textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
         if len(text) > room > LABEL_WIDTH
@@ -55,7 +59,7 @@ def format_labels(lines: Sequence[tuple[str, str]]) -> str:
 
 
 def format_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table, one line per row, with its columns aligned to the left."""
+    """Format a table, one line per row, with left-aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -63,12 +67,18 @@ def format_columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def try_write(stream: TextIO | None, write: Callable[[], Any]) -> bool:
-    """Calls `write`, which writes to `stream`, and returns whether it succeeded. The first failure is a warning."""
+    """Call `write`, which writes to `stream`.
+
+    On the first failure, a warning is logged and the stream is redirected to the null device.
+
+    Returns:
+        Whether the write succeeded.
+    """
     try:
         write()
     except OSError as error:
-        log.warning("%s takes no more text (%s): the run goes on without it", getattr(stream, "name", stream), error)
-        # What is in the buffer of the stream can still be written to the null device. Otherwise the interpreter's last
+        log.warning("%s is closed (%s); the run continues without this output", getattr(stream, "name", stream), error)
+        # The buffer of the stream is flushed to the null device. Otherwise the interpreter's last
         # flush would fail and set the exit status to 120.
         _redirect_to_null(stream)
         return False
@@ -90,7 +100,8 @@ def _redirect_to_null(stream: TextIO | None) -> None:
 
 @atexit.register
 def _flush() -> None:
-    # Libraries print without `say`, so their text may be in the buffers. The interpreter's own flush comes after this.
+    # Libraries print without `print_text`, so their text may be in the buffers. The interpreter
+    # flushes later.
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             try_write(stream, stream.flush)

@@ -1,11 +1,12 @@
-"""Calls an object in processes that can be killed at any moment, also inside C code that holds the interpreter lock.
+"""Call an object in processes that can be killed at any time, even in C code that holds the GIL.
 
-kind of failure   what happened
+kind of failure   event
 "raised"          the call raised an error
 "died"            the process ended during the call
-"killed"          the same, by a SIGKILL of the kernel (which frees memory) or of a user
-"late"            the call computed for most of its time, did not end by its deadline, and its process was killed
-"stalled"         the same, but the machine gave it less than `BUSY` of that time
+"killed"          the process was killed by SIGKILL, from the out-of-memory killer or a user
+"late"            the call used the CPU most of the time and missed its deadline; its process was
+                  killed
+"stalled"         as "late", but the call got less than `BUSY_FRACTION` of the time on the CPU
 """
 
 import os
@@ -35,33 +36,35 @@ from torchtune_ext.run.errors import MAX_DURATION_S, RunFailure
 from torchtune_ext.run.process_env import copy_environment
 from torchtune_ext.run.reaper import ProcessReaper
 
-START_DEADLINE_S = 120.0  # seconds that a process has to unpickle the object, with all imports
-RECEIVE_TIMEOUT_S = 10.0  # seconds that the next part of an answer has to come
+START_DEADLINE_S = 120.0  # seconds for unpickling the object, including all imports
+RECEIVE_TIMEOUT_S = 10.0  # seconds until the next part of an answer arrives
 MAX_ANSWER_BYTES = 1 << 26
-MAX_START_FAILURES = 3  # consecutive failures to start after which no more processes are started
-_CONNECTION_ERRORS = (
-    EOFError,
-    OSError,
-    pickle.UnpicklingError,
-)  # the errors that this process sees when another one ends
+MAX_START_FAILURES = 3  # consecutive failed starts after which the pool fails
+# Errors in this process when a worker ends.
+_CONNECTION_ERRORS = (EOFError, OSError, pickle.UnpicklingError)
 CRASH_KINDS = "died", "killed"
-BUSY_FRACTION = 0.5  # fraction of its time that a late call has computed
-_REMOVE_ATTEMPTS = 20  # attempts to remove a folder into which a killed process may still write
+BUSY_FRACTION = 0.5  # minimum CPU time of a "late" call, as a fraction of its time limit
+_REMOVE_ATTEMPTS = 20  # attempts to remove a folder while a killed process may still write to it
 
 
 class ProcessPool:
-    """Calls a pickled object in `count` processes, each call within its own deadline.
+    """Call a pickled object in `count` processes, with a deadline per call.
 
-    The processes end with `close` or with this process. Each has a TMPDIR, which is removed however the process ends.
+    The processes end with `close` or with this process. Each process has its own TMPDIR, which is
+    removed after any kind of exit.
 
     Args:
-        target: the object, pickled by cloudpickle, so that its class may be defined in the recipe (`__main__`).
-        name: what the processes do, for messages and the name of the thread: "grading".
-        subject: what the object is, for messages: "task".
+        target: the object, pickled by cloudpickle, so its class may be defined in the recipe
+            (`__main__`).
+        count: the number of processes.
+        name: the purpose of the processes, for messages and thread names: "grading".
+        subject: the kind of the object, for messages: "task".
         variables: environment variables to add.
-        output: the file to which the output of the processes is appended; None: they print where this process does.
+        output: the file to which the output of the processes is appended; None: the processes
+            share the output of this process.
 
-    Raises OSError if no process can be started.
+    Raises:
+        OSError: no process can be started.
     """
 
     def __init__(
@@ -76,14 +79,14 @@ class ProcessPool:
         self._name, self._subject = name, subject
         self._count, self._output = count, output
         self._start_message, self._variables = pickle.dumps((list(sys.path), target)), dict(variables)
-        self._lock = threading.Lock()  # guards `_queue` and `_ended`
+        self._lock = threading.Lock()  # guards `_queue` and `_close_reason`
         self._queue: deque[_Call] = deque()
-        self._close_reason: Exception | None = None  # the reason why no more calls are accepted
-        self._grace_s = 0.0  # seconds that processes get to end by themselves
+        self._close_reason: Exception | None = None  # set once the pool rejects calls
+        self._grace_s = 0.0  # seconds for processes to exit before they are killed
         self._wakeup_sender, self._wakeup_receiver = socket.socketpair()
         self._wakeup_receiver.setblocking(False)
-        # The kernel kills a process when the thread that started it ends (`die_with_parent`). So one thread, which
-        # lives as long as this object, starts them all.
+        # The kernel kills a process when the thread that started it ends (`die_with_parent`). So
+        # one thread, which runs until `close`, starts all processes.
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run_loop, args=[started], name=name, daemon=True)
         self._thread.start()
@@ -97,18 +100,23 @@ class ProcessPool:
         process: int | None = None,
         retries: int = 0,
     ) -> Future:
-        """Queues a call and returns at once, with a future of what the call or `otherwise` returns.
+        """Queue a call and return its future.
+
+        A running call finishes even if its future is canceled. After the pool is closed, this
+        method and the pending futures raise the reason.
 
         Args:
-            arguments: the arguments of the call. If they cannot be pickled, the call fails with kind "raised".
-            timeout_s: seconds for the call, from when a process takes it.
-            otherwise: makes the result of a failed call from the kind of failure and its cause, in the serving thread.
-            process: the number, from 0, of the process that takes the call; None: any. A process that was replaced
-                meanwhile has lost what earlier calls left in it.
-            retries: how often the call is repeated in a new process after its process died.
+            arguments: the arguments of the call. If they cannot be pickled, the call fails with
+                kind "raised".
+            timeout_s: seconds for the call, from its start in a process.
+            on_failure: makes the result of a failed call from the kind of failure and its cause,
+                in the thread of the pool.
+            process: the index of the process for the call; None: any process. A process that was
+                replaced has lost the state of earlier calls.
+            retries: the number of retries in a new process after the process died.
 
-        A process that already has a call finishes it even if its future is canceled. Once no calls are accepted
-        anymore, this method and the waiting futures raise the reason.
+        Returns:
+            A future with the result of the call or of `on_failure`.
         """
         item = _Call(b"", timeout_s, on_failure, process, retries)
         try:
@@ -124,46 +132,50 @@ class ProcessPool:
         return item.future
 
     def pids(self) -> list[int]:
-        """Returns the process ids, which change when a process is replaced."""
+        """Return the process ids, which change when a process is replaced."""
         return [worker.process.pid for worker in self._workers]
 
     def close(self, reason: Exception, grace_s: float = 0.0) -> None:
-        """Ends the processes, and kills those still alive after `grace_s` seconds. A second call does nothing.
+        """End the processes. A second call has no effect.
 
-        Futures that are not done raise `reason`.
+        Args:
+            reason: the error that pending futures raise.
+            grace_s: seconds after which running processes are killed.
         """
         self._grace_s = max(self._grace_s, grace_s)
         self._set_close_reason(reason)
         self._wake_up()
-        # `otherwise` or a callback of a future, which run in the thread, may call this. A thread cannot join itself.
+        # `on_failure` or a callback of a future may call this in the pool's thread. A thread cannot
+        # join itself.
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=START_DEADLINE_S)
 
     def _wake_up(self) -> None:
-        # The thread waits for sockets, and this is one of them.
+        # The thread waits for sockets, including this one.
         try:
             self._wakeup_sender.send(b"!", socket.MSG_DONTWAIT)
         except OSError:
-            # The socket is full of earlier rings, so the thread will wake up anyway. Or the thread has ended.
+            # The socket is full, so the thread will wake up anyway, or the thread has ended.
             pass
 
     def _set_close_reason(self, reason: Exception) -> None:
-        # Only the first reason counts, because later ones follow from it.
+        # Only the first reason counts, because later reasons follow from it.
         with self._lock:
             self._close_reason = self._close_reason or reason
 
     def _run_loop(self, started: Future) -> None:
-        """Runs in the thread: gives calls to free processes, takes answers, and replaces failed processes."""
+        """Run in the thread: assign calls, receive answers, and replace failed processes."""
         self._workers: list[_Worker] = []
-        self._start_failures = 0  # processes that failed to start since the last one that started
+        self._start_failures = 0  # failed starts since the last successful start
         self._reaper: ProcessReaper | None = None
         try:
             try:
-                # When the trainer is killed, the kernel kills the processes, but not what they have started.
+                # When the trainer is killed, the kernel kills the processes, but not their own
+                # children.
                 self._reaper = ProcessReaper()
-                self.folder = Path(self._reaper.folder)  # holds the folders of the processes
-                self.folder.chmod(0o711)  # other users may pass through, as in `_Worker`
-                # One by one: if a start fails, those before it are ended below.
+                self.folder = Path(self._reaper.folder)  # contains the folders of the processes
+                self.folder.chmod(0o711)  # other users may traverse it, as in `_Worker`
+                # One at a time: if a start fails, the earlier processes are ended below.
                 for _ in range(self._count):
                     self._workers.append(self._start_worker())
                 self._reaper.set_groups([worker.process.pid for worker in self._workers])
@@ -174,8 +186,8 @@ class ProcessPool:
             while self._close_reason is None:
                 self._assign()
                 self._wait()
-        except Exception as error:  # noqa: BLE001 (who waits gets it)
-            # Whatever the error is, those who wait for an answer have to get it.
+        except Exception as error:  # noqa: BLE001 (the pending futures raise it)
+            # Pending futures must raise any error.
             self._set_close_reason(error)
         finally:
             self._set_close_reason(RuntimeError(f"the thread of the {self._name} processes has ended"))
@@ -199,8 +211,8 @@ class ProcessPool:
         return _Worker(self._start_message, self.folder, self._variables, self._output)
 
     def _assign(self) -> None:
-        # A process has one call at a time, so one that dies loses no other call. A round trip takes about 0.1 ms, so
-        # handing over several calls at once would gain little.
+        # A process has one call at a time, so its crash affects no other call. A round trip takes
+        # about 0.1 ms, so batches of calls would gain little.
         for slot, worker in enumerate(self._workers):
             while worker.is_ready and worker.call is None:
                 with self._lock:
@@ -209,20 +221,21 @@ class ProcessPool:
                         break
                     self._queue.remove(item)
                 if item.future.cancelled():
-                    # `concurrent.futures.wait` counts a canceled future as done only after this call.
+                    # `concurrent.futures.wait` treats a canceled future as done only after this
+                    # call.
                     item.future.set_running_or_notify_cancel()
                     continue
                 if not worker.send(item):
-                    # The process died before it got the call. So the call is not to blame, and goes back to the queue.
+                    # The process died before it received the call, so the call is queued again.
                     with self._lock:
                         self._queue.appendleft(item)
                     self._replace(slot)
                     break
 
     def _wait(self) -> None:
-        """Waits until a process answers, a deadline passes, or the bell rings, and handles what happened."""
+        """Wait for an answer, a deadline or a wake-up, and handle the event."""
         busy = [worker for worker in self._workers if worker.call is not None or not worker.is_ready]
-        # A wait may not last 25 days (`require_seconds`).
+        # A system call cannot wait for 25 days (`require_seconds`).
         left_s = (
             min(max(0.0, min(worker.deadline for worker in busy) - time.monotonic()), MAX_DURATION_S) if busy else None
         )
@@ -233,7 +246,8 @@ class ProcessPool:
             failure = None
             if worker.connection in answered:
                 failure = worker.receive()
-            # The process may have answered after `wait` returned, so the connection is polled before it counts as late.
+            # The process may have answered after `wait` returned, so the connection is polled
+            # before the call counts as late.
             elif worker in busy and time.monotonic() >= worker.deadline and not worker.connection.poll():
                 kind = (
                     "late" if worker.cpu_s() - worker.cpu_before_s >= BUSY_FRACTION * worker.time_limit_s else "stalled"
@@ -245,11 +259,15 @@ class ProcessPool:
                 self._replace(slot)
 
     def _fail(self, slot: int, kind: str, cause: str) -> None:
-        """Replaces a process that failed, and passes the failure to its call. Raises Failure if none can start."""
+        """Replace a failed process, and pass the failure to its call.
+
+        Raises:
+            RunFailure: processes cannot start.
+        """
         worker = self._workers[slot]
         self._start_failures = 0 if worker.is_ready else self._start_failures + 1
-        # A process that cannot unpickle the object says so, and another one would fail in the same way. One that died
-        # during its start may have had bad luck, but not several in a row.
+        # If a process reports that it cannot unpickle the object, another process would fail in the
+        # same way. One crash during a start may be a coincidence, but several in a row are not.
         if worker.start_refused or self._start_failures == MAX_START_FAILURES:
             cause = f"the {self._name} process died: {cause}" if kind in CRASH_KINDS else cause
             raise RunFailure(f"a {self._name} process could not start with this {self._subject}: {cause}")
@@ -265,7 +283,7 @@ class ProcessPool:
         self._workers[slot].connection.close()
         self._workers[slot].end(kill_at=0.0)
         self._workers[slot] = self._start_worker()
-        assert self._reaper is not None  # since `__init__`
+        assert self._reaper is not None  # set in `_run_loop`
         self._reaper.set_groups([worker.process.pid for worker in self._workers])
 
 
@@ -274,8 +292,8 @@ class _Call:
     payload: bytes  # the arguments
     timeout_s: float
     on_failure: Callable[[str, str], Any]
-    process: int | None  # the number of the process that has to take it; None: any
-    retries: int  # how often it may be repeated after its process died
+    process: int | None  # index of the required process; None: any process
+    retries: int  # remaining retries after a crash of its process
     future: Future = field(default_factory=Future)
 
     def finish(self, kind: str, value: Any, cause: str) -> None:
@@ -283,7 +301,7 @@ class _Call:
             return
         try:
             result = value if kind == "returned" else self.on_failure(kind, cause)
-        except Exception as error:  # noqa: BLE001 (who waits for the result gets it)
+        except Exception as error:  # noqa: BLE001 (the future raises it)
             self.future.set_exception(error)
         else:
             self.future.set_result(result)
@@ -294,14 +312,16 @@ class _Worker:
 
     def __init__(self, start_message: bytes, folder: Path, variables: Mapping[str, str], output: Path | None) -> None:
         self.folder = Path(tempfile.mkdtemp(dir=folder))
-        # Code that runs as another user may have a folder in this one. It has to pass through, but need not list it.
+        # Code that runs as another user may have a folder in this one. It must traverse this
+        # folder, but not list it.
         self.folder.chmod(0o711)
         variables = {**copy_environment(), **variables, "TMPDIR": str(self.folder)}
-        # In a session of its own, the process does not get the trainer's Ctrl-C, and `end` can kill it with all that it
-        # started.
+        # In its own session, the process does not receive the trainer's Ctrl-C, and `end` can kill
+        # it with all its children.
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            # A process of `multiprocessing` would import the trainer's `__main__` again (the recipe, with torch).
+            # A process of `multiprocessing` would import the trainer's `__main__` (the recipe, with
+            # torch) again.
             command = [sys.executable, "-P", worker_process.__file__, str(theirs.fileno()), str(os.getpid())]
             with open(output, "ab") if output is not None else nullcontext() as file:
                 self.process = subprocess.Popen(
@@ -313,14 +333,14 @@ class _Worker:
                     start_new_session=True,
                     env=variables,
                 )
-            # A process that is stopped in the middle of a message must not block this thread forever.
+            # A process that is stopped in the middle of a message must not block this thread.
             for option, seconds in ((socket.SO_SNDTIMEO, START_DEADLINE_S), (socket.SO_RCVTIMEO, RECEIVE_TIMEOUT_S)):
                 ours.setsockopt(socket.SOL_SOCKET, option, _timeval(seconds))
             self.connection = Connection(ours.detach())
         self.is_ready = False  # True: the process has unpickled the object
-        self.start_refused = False  # True: the process has said that it cannot unpickle the object
-        self.is_spent = False  # True: the process has asked to be replaced
-        self.call: _Call | None = None  # the call that the process has
+        self.start_refused = False  # True: the process has reported that it cannot unpickle the object
+        self.is_spent = False  # True: the process has requested its replacement
+        self.call: _Call | None = None  # the current call of the process
         self._set_deadline(START_DEADLINE_S)
         try:
             self.connection.send_bytes(start_message)
@@ -329,7 +349,7 @@ class _Worker:
             pass
 
     def send(self, item: _Call) -> bool:
-        """Gives the process a call. Returns False when the process is dead."""
+        """Send a call to the process. Return False if the process is dead."""
         try:
             self.connection.send_bytes(item.payload)
         except _CONNECTION_ERRORS:
@@ -339,19 +359,20 @@ class _Worker:
         return True
 
     def receive(self) -> tuple[str, str] | None:
-        """Takes one message. Returns kind and cause if the process died or cannot start, otherwise None."""
+        """Receive one message. Return kind and cause if the process died or cannot start."""
         try:
-            # What the code of a call writes to this socket would be read as the length of an answer.
+            # If the code of a call writes to this socket, its data would be read as the length of
+            # an answer.
             data = self.connection.recv_bytes(MAX_ANSWER_BYTES)
         except _CONNECTION_ERRORS as error:
             cause = self._exit_reason(error)
-            # `end` is the only one here that kills, and nothing is received after it.
+            # Only `end` kills the process, and nothing is received after `end`.
             return "killed" if self.process.returncode == -signal.SIGKILL else "died", cause
         try:
             kind, value, cause, self.is_spent = pickle.loads(data)
         except Exception as error:  # noqa: BLE001 (unpickling runs the code of classes)
-            # Something else may have come in place of the answer. The answer would then be read as the next call's, so
-            # the process is replaced.
+            # Other data may have arrived in place of the answer. The answer would then be read as
+            # the answer to the next call, so the process is replaced.
             return "raised", f"the answer cannot be read: {type(error).__name__}: {error}"
         if not self.is_ready:
             self.is_ready, self.start_refused = kind == "ready", kind == "failed"
@@ -360,18 +381,18 @@ class _Worker:
         return None
 
     def finish(self, kind: str, value: Any, cause: str) -> None:
-        # The process is free before callbacks of the future run.
+        # Mark the process as free before callbacks of the future run.
         item, self.call = self.call, None
         assert item is not None
         item.finish(kind, value, cause)
 
     def end(self, kill_at: float) -> None:
-        """Waits for the end of the process until `kill_at` (monotonic clock), and then kills it and all it started."""
+        """Wait for the exit until `kill_at` (monotonic clock), then kill the process group."""
         try:
             self.process.wait(timeout=max(0.0, kill_at - time.monotonic()))
         except subprocess.TimeoutExpired:
             pass
-        # The process leads its own group, in which what it started may live on after its end.
+        # The process leads its own group, in which its children may outlive it.
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -386,9 +407,10 @@ class _Worker:
         self.cpu_before_s = self.cpu_s()
 
     def cpu_s(self) -> float:
-        """Returns the CPU time that the process has used, all threads together."""
+        """Return the CPU time of the process in seconds, over all threads."""
         try:
-            # Linux's number of the CPU clock of another process (pid_to_clockid in the kernel); reading /proc takes 50 us.
+            # The id of the CPU clock of another process in Linux (pid_to_clockid in the kernel);
+            # reading /proc takes 50 us.
             return time.clock_gettime((~self.process.pid << 3) | 2)
         except OSError:
             return 0.0
@@ -402,7 +424,7 @@ class _Worker:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder in which a process that was killed a moment ago may still make a file."""
+    """Remove a folder in which a recently killed process may still create a file."""
     for _ in range(_REMOVE_ATTEMPTS):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -411,12 +433,12 @@ def remove_folder(folder: Path) -> None:
 
 
 def _timeval(seconds: float) -> bytes:
-    # SO_RCVTIMEO takes a struct timeval of C: 8 bytes of seconds and 8 bytes of microseconds.
+    # SO_RCVTIMEO takes a C struct timeval: 8 bytes of seconds and 8 bytes of microseconds.
     return int(seconds).to_bytes(8, sys.byteorder) + bytes(8)
 
 
 class Closing:
-    """What has to be closed, such as the owner of processes: a `with` block does it at its end."""
+    """A resource with `close`, such as an owner of processes; a `with` block closes it."""
 
     def close(self) -> None: ...
 
@@ -429,7 +451,7 @@ class Closing:
 
 @contextmanager
 def closed_on_error(resource: Closing) -> Iterator[None]:
-    """Closes what an error in the block leaves unfinished, such as one in its constructor."""
+    """Close a resource if the block raises, such as the rest of its constructor."""
     try:
         yield
     except BaseException:

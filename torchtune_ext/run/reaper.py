@@ -1,9 +1,10 @@
-"""Removes what engines, graders and environments would leave behind when the trainer is killed: folders and processes.
+"""Kill the child processes and remove the temporary folder of a trainer that was killed.
 
-    python -I -S janitor.py PARENT_PID DIRECTORY
+    python -I -S reaper.py PARENT_PID DIRECTORY
 
-Each line on stdin holds all process groups that there are now. When the parent is gone, this small process kills those
-of the last line and removes the directory.
+Engines, graders and environments run in process groups. Each line on stdin lists all current
+process groups. When the parent ends, this small process kills the groups of the last line and
+removes the directory.
 """
 
 import logging
@@ -20,20 +21,24 @@ from collections.abc import Sequence
 log = logging.getLogger(__name__)
 
 RESOURCE_TRACKER = b"multiprocessing.resource_tracker"
-KILL_TIMEOUT_S = 3.0  # seconds that a process group has to end
-EXIT_TIMEOUT_S = 10.0  # seconds that the janitor has to end, more than its own patience
-SOCKET_PATH_MAX = 107  # bytes of a unix socket's path; vLLM appends 37
+KILL_TIMEOUT_S = 3.0  # seconds until the end of a killed process group
+EXIT_TIMEOUT_S = 10.0  # timeout for the exit of the reaper, above KILL_TIMEOUT_S
+SOCKET_PATH_MAX = 107  # maximum bytes of a unix socket's path; vLLM appends 37
 
 
 class ProcessReaper:
-    """A temporary folder, and the process that removes it and kills process groups when the trainer ends."""
+    """A temporary folder and a process that cleans up when the trainer ends.
+
+    The process kills the registered process groups and removes the folder.
+    """
 
     def __init__(self):
-        """Makes the folder and starts the process. Raises OSError."""
+        """Create the folder and start the process. Raises OSError."""
         base = tempfile.gettempdir()
-        # vLLM has sockets in the folder, so its path must be short: a long TMPDIR gives way to /tmp.
+        # vLLM creates sockets in the folder, so its path must be short: /tmp replaces a long
+        # TMPDIR.
         self.folder = tempfile.mkdtemp(prefix="tte-", dir=base if len(base) < SOCKET_PATH_MAX - 60 else "/tmp")
-        self.groups: list[int] = []  # what the process knows
+        self.groups: list[int] = []  # the groups that the process would kill
         self._closed = False
         try:
             self._start_process()
@@ -46,21 +51,26 @@ class ProcessReaper:
         return self._process.pid
 
     def set_groups(self, groups: Sequence[int]) -> None:
-        """Makes these the process groups to kill when the trainer ends (0 stands for none). Raises OSError."""
+        """Set the process groups to kill when the trainer ends (0: no group).
+
+        Raises:
+            OSError: the reaper is closed or cannot be restarted.
+        """
         if self._closed:
-            raise OSError("the janitor is closed")
+            raise OSError("the process reaper is closed")
         self.groups = list(groups)
         try:
             self._send_groups()
         except BrokenPipeError:
-            # The process died. Every line names all groups, so a new process needs only this one.
-            log.warning("a janitor ended (status %d): starting another one", self._process.wait(EXIT_TIMEOUT_S))
+            # The process died. Each line lists all groups, so a new process needs only the current
+            # line.
+            log.warning("process reaper: exited with status %d; restarting it", self._process.wait(EXIT_TIMEOUT_S))
             self._pipe.close()
             self._start_process()
             self._send_groups()
 
     def close(self) -> None:
-        """Ends the process, which kills what is left of the groups, and removes the folder."""
+        """End the process, which kills the remaining groups, and remove the folder."""
         self._closed = True
         try:
             self._pipe.close()
@@ -72,17 +82,17 @@ class ProcessReaper:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start_process(self) -> None:
-        # This file also runs as a script without our package (-I) and without installed ones (-S), so nothing of either
-        # is imported at its top.
+        # This file also runs as a script without our package (-I) and without site-packages (-S),
+        # so it imports neither at module level.
         from torchtune_ext.run.process_env import copy_environment
 
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), self.folder]
-        # The pipe has no buffer, because closing it would repeat a write that failed. In a session of its own, the
-        # process survives Ctrl-C and a kill of the trainer's process group.
+        # The pipe is unbuffered, because closing a buffered pipe would repeat a failed write. In
+        # its own session, the process survives Ctrl-C and a kill of the trainer's process group.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True, env=copy_environment()
         )
-        assert self._process.stdin is not None  # a pipe
+        assert self._process.stdin is not None  # because of stdin=PIPE
         self._pipe = self._process.stdin
 
     def _send_groups(self) -> None:
@@ -90,8 +100,9 @@ class ProcessReaper:
 
 
 def wait_for_parent(parent: int) -> list[int]:
-    """Waits until `parent` has ended or stdin is closed; returns the process groups of the last line on stdin."""
-    # A forked child of the trainer holds the pipe open after its end, so the pipe is not the only sign.
+    """Wait for the end of `parent` or of stdin; return the process groups of the last line."""
+    # A forked child of the trainer may keep the pipe open, so the pidfd of the parent is watched as
+    # well.
     groups, text = [], b""
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
@@ -100,12 +111,12 @@ def wait_for_parent(parent: int) -> list[int]:
         pidfd = os.pidfd_open(parent)
         poll.register(pidfd, select.POLLIN)
     except ProcessLookupError:
-        pass  # the parent has ended; stdin holds what it wrote, and then its end
+        pass  # the parent has ended; stdin still contains its last lines
     except OSError:
-        pass  # this kernel has no pidfd, so the end of stdin has to do
+        pass  # this kernel has no pidfd; only the end of stdin is available
     while True:
         ready = dict(poll.poll())
-        # What the parent wrote just before its end still counts, so stdin is emptied first.
+        # Lines that the parent wrote just before its end still count, so stdin is read first.
         if 0 in ready:
             data = os.read(0, 4096)
             if not data:
@@ -117,38 +128,42 @@ def wait_for_parent(parent: int) -> list[int]:
 
 
 def live_processes(group: int) -> dict[int, bool]:
-    """Returns the living processes of a process group, each with whether it is a resource tracker of Python's."""
+    """Return the live processes of a group: pid -> whether it is a Python resource tracker."""
     trackers = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            # A process may give itself any name, also one with brackets or without meaning in UTF-8. The name ends at
-            # the last bracket.
+            # A process may have any name, also with parentheses or invalid UTF-8. The name ends at
+            # the last parenthesis.
             with open(f"/proc/{pid}/stat", "rb") as file:
                 state, _, its_group = file.read().rsplit(b")", 1)[1].split()[:3]
             if int(its_group) == group and state not in (b"Z", b"X"):
                 with open(f"/proc/{pid}/cmdline", "rb") as file:
                     trackers[int(pid)] = RESOURCE_TRACKER in file.read()
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # the process has ended
     return trackers
 
 
 def kill_group(group: int) -> None:
-    """Kills the processes of a group (0: none), except Python's resource trackers."""
-    # A tracker waits for the end of the processes that share it. Then it removes their shared memory from /dev/shm,
-    # which nobody else would do, and ends. vLLM has such memory if `tensor_parallel_size` is above 1.
+    """Kill the processes of a group (0: no group), except Python's resource trackers."""
+    # A tracker waits for the end of the processes that share it. Then it removes their shared
+    # memory from /dev/shm, which no other process does, and ends. vLLM uses such memory if
+    # `tensor_parallel_size` is above 1.
     for pid, tracker in live_processes(group).items() if group > 1 else ():
         if not tracker:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
-                pass  # it has ended meanwhile
+                pass  # the process has ended
 
 
 def end_group(group: int, patience_s: float) -> None:
-    """Kills a process group (0: none) and waits for its end. After `patience_s`, its resource trackers die as well."""
+    """Kill a process group (0: no group) and wait for its end.
+
+    After `patience_s` seconds, its resource trackers are killed as well.
+    """
     give_up = time.monotonic() + patience_s
-    # A process may fork while `kill` goes through the list, so the list is made anew until it is empty.
+    # A process may fork while `kill_group` iterates, so the list is rebuilt until it is empty.
     while group > 1 and live_processes(group):
         if time.monotonic() > give_up:
             try:
@@ -161,8 +176,8 @@ def end_group(group: int, patience_s: float) -> None:
 
 
 def clean_up(groups: list[int], directory: str) -> None:
-    """Ends the process groups (0: none) and removes the directory. All of it may be gone already."""
-    # All groups are killed before the first one is waited for.
+    """End the process groups (0: no group) and remove the directory, if they still exist."""
+    # Kill all groups before waiting for the first group.
     for group in groups:
         kill_group(group)
     for group in groups:

@@ -1,11 +1,12 @@
-"""The modules that moved since an earlier version, so that a message can name the new one."""
+"""Old and new names of modules and functions, for messages about outdated names."""
 
 import ast
 from collections.abc import Iterator
 
 PACKAGE_PREFIX = "torchtune_ext."
 PIPELINE_MODULES = ("groups", "episodes", "advantages", "evaluation", "rollout", "source", "packing")
-# Old name -> new name below the package, of modules and of names in a module. No old name exists today.
+# Old name -> new name below the package, for modules and for names in a module. Old names must not
+# exist in the current version.
 RENAMED_MODULES = {
     **{name: f"pipeline.{name}" for name in PIPELINE_MODULES},
     **{name: f"training.{name}" for name in ("replay", "teacher")},
@@ -98,12 +99,13 @@ RENAMED_MODULES = {
 
 
 def current_name(name: str) -> str | None:
-    """Returns the present dotted name of a module or of a part of it, or None if it did not move."""
+    """Return the current dotted name of a renamed module or name; None if it was not renamed."""
     below = name.removeprefix(PACKAGE_PREFIX)
     if below == name:
         return None
     parts = below.split(".")
-    # The longest old name counts: a function may have left a module that moved elsewhere.
+    # The longest old name wins, because a function may have moved to a different module than the
+    # rest of its module.
     for end in range(len(parts), 0, -1):
         if new := RENAMED_MODULES.get(".".join(parts[:end])):
             return ".".join([PACKAGE_PREFIX + new, *parts[end:]])
@@ -111,7 +113,10 @@ def current_name(name: str) -> str | None:
 
 
 def outdated_imports(source: bytes) -> str:
-    """Returns "torchtune_ext.OLD moved to torchtune_ext.NEW, ..." for the imports of a Python file; "" if none moved."""
+    """Return "torchtune_ext.OLD moved to torchtune_ext.NEW, ..." for the imports of a Python file.
+
+    The text is "" if all imports are current.
+    """
     names = dict.fromkeys(_imports(ast.parse(source)))
     return ", ".join(f"{name} moved to {new}" for name in names if (new := current_name(name)))
 
@@ -123,6 +128,6 @@ def _imports(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
-                # A name that moved with its module needs no word of its own.
+                # For a name that moved with its module, the module is listed once.
                 whole = current_name(node.module)
                 yield node.module if whole and current_name(name) == f"{whole}.{alias.name}" else name

@@ -1,13 +1,13 @@
-"""Stops a run in good order when it gets a signal.
+"""Stop a run gracefully on a signal.
 
-signal              the run                                                                     exit status
-SIGINT (Ctrl-C)     ends at once; a second one, a second later or more, skips the cleanup        130
-SIGHUP              ends at once, because its terminal is gone                                   129
-SIGTERM             goes on to the end of the step and writes a checkpoint, if the step ends     143
-                    within the grace time; otherwise it ends when the grace time is over
+signal            effect                                                           exit status
+SIGINT (Ctrl-C)   ends at once; a second Ctrl-C after at least 1 s skips cleanup   130
+SIGHUP            ends at once, because the terminal is closed                     129
+SIGTERM           finishes the step and writes a checkpoint if the step ends       143
+                  within the grace time; otherwise ends after the grace time
 
-"Ends" means that `Stopped` is raised in the main thread, so that all parts are closed on the way out. If the main
-thread does not react, a second thread ends the process.
+"Ends" means that `RunStopped` is raised in the main thread, so all components are closed by the
+unwinding. If the main thread does not react, a second thread ends the process.
 """
 
 import os
@@ -26,27 +26,29 @@ from typing import Any
 from torchtune_ext.run.process_env import rank_and_world_size
 
 SIGNAL_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
-REACTION_S = 5.0  # seconds that the main thread has to raise `Stopped` when it is time
-CLEANUP_S = 60.0  # seconds that closing all parts may take
-# Seconds within which a second Ctrl-C counts as the first one, which a terminal and a launcher may both deliver.
+REACTION_S = 5.0  # seconds for the main thread to raise `RunStopped` when it is due
+CLEANUP_S = 60.0  # seconds for closing all components
+# Seconds in which a repeated Ctrl-C counts as the first Ctrl-C, because a terminal and a launcher
+# may both deliver it.
 REPEAT_WINDOW_S = 1.0
 NEVER = float("inf")
-# The files of Python's weak collections, whose callbacks run whenever an object dies.
+# The files of Python's weak collections, whose callbacks run when an object is finalized.
 WEAK_COLLECTION_FILES = {
     each.__code__.co_filename for each in (weakref.WeakValueDictionary.__init__, weakref.WeakSet.__init__)
 }
 
 
 class RunStopped(KeyboardInterrupt):
-    """The run was told to stop. Code that handles Ctrl-C correctly handles this, too.
+    """A signal stopped the run. Code that handles Ctrl-C correctly also handles this error.
 
     Attributes:
         signal: the signal that stopped the run.
-        orderly: whether all ranks left together, at the end of a step.
+        at_step_end: whether all ranks stopped together at the end of a step.
     """
 
     def __init__(self, number: signal.Signals, at_step_end: bool = False):
-        # Ranks send this error to each other, and pickle rebuilds it from the arguments of the base class.
+        # Ranks send this error to each other, and pickle restores it from the arguments of the base
+        # class.
         super().__init__(number, at_step_end)
         self.signal, self.at_step_end = number, at_step_end
 
@@ -55,54 +57,53 @@ class RunStopped(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Listens to the three signals while it is used as a context manager in the main thread."""
+    """Handles the three signals while it is active as a context manager in the main thread."""
 
     def __init__(self, grace_s: float, status_message: Callable[[], str], reaction_s: float = REACTION_S):
-        """Prepares to listen; `with` begins it.
+        """Initialize without handlers; `with` installs them.
 
         Args:
-            grace_s: seconds within which a step must end after SIGTERM.
-            standing: returns a text that says where the run is and how to resume it. Any thread may call it.
-            reaction_s: seconds that the main thread has to react before the process ends without it.
+            grace_s: seconds in which a step must end after SIGTERM.
+            status_message: returns a text with the progress of the run and how to resume it. Any
+                thread may call it.
+            reaction_s: seconds for the main thread to react before the second thread ends the
+                process.
         """
         self._grace_s, self.status_message, self._reaction_s = grace_s, status_message, reaction_s
         self.signal: signal.Signals | None = None  # the signal that ends the run
-        self._received_at = NEVER  # the time.monotonic() at which the signal came
+        self._received_at = NEVER  # the time.monotonic() of the signal
         self._waits_for_step = False  # True: SIGTERM waits for the end of the step
         self._saving = False  # True: a checkpoint is being written, and the grace time does not interrupt it
-        self._ranks_agreed = (
-            False  # True: all ranks end with this step, and the grace time does not interrupt it either
-        )
-        self._must_retry = False  # True: the handler could not raise `Stopped`, and has to be called again
-        self._cleanup_started_at = NEVER  # the time.monotonic() at which the cleanup began
-        self.exit_status = (
-            0  # the exit status that the process will have, once the recipe's work is over (`training.life`)
-        )
-        self.raised_by_handler = False  # whether the signal handler raised `Stopped`, in the middle of some work
-        self.prints_messages = rank_and_world_size()[0] == 0  # only one rank tells the user
-        self._previous_handlers: dict[int, Any] = {}  # the signal handlers that were set before ours
+        self._ranks_agreed = False  # True: all ranks stop after this step, and the grace time does not interrupt it
+        self._must_retry = False  # True: the handler could not raise `RunStopped` and must be called again
+        self._cleanup_started_at = NEVER  # the time.monotonic() at the start of the cleanup
+        self.exit_status = 0  # the exit status of the process after the recipe (`training.recipe_runner`)
+        self.raised_by_handler = False  # whether the signal handler raised `RunStopped`, at an arbitrary point
+        self.prints_messages = rank_and_world_size()[0] == 0  # only rank 0 prints messages
+        self._previous_handlers: dict[int, Any] = {}  # the signal handlers before ours
         self._thread: threading.Thread | None = None
 
     # -- the recipe's side --------------------------------------------------------------------------------------------
 
     @property
     def stop_requested(self) -> bool:
-        """Tells whether this process has received a signal."""
+        """Return whether this process has received a signal."""
         return self.signal is not None
 
     def agree_to_stop(self, on_any_rank: Callable[[bool], bool]) -> bool:
-        """Decides whether the run ends with this step. All ranks call it together, and get the same answer."""
+        """Decide on all ranks together whether the run stops after this step."""
         self._ranks_agreed = on_any_rank(self.stop_requested)
         return self._ranks_agreed
 
     def defer_sigterm(self) -> None:
-        """Makes SIGTERM wait for the end of the step from now on."""
+        """Defer SIGTERM to the end of the step from now on."""
         self._waits_for_step = True
 
     @contextmanager
     def protect_save(self) -> Iterator[None]:
-        """Marks the block in which a checkpoint is written."""
-        # The grace time does not interrupt the block, because an interrupted checkpoint is lost.
+        """Mark the block in which a checkpoint is written."""
+        # The grace time does not interrupt the block, because a partial checkpoint would be
+        # useless.
         self._saving = True
         try:
             yield
@@ -110,29 +111,31 @@ class StopSignals:
             self._saving = False
 
     def raise_stopped(self) -> None:
-        """Ends the run on every rank, after the ranks have agreed: raises Stopped."""
+        """Raise RunStopped on every rank, after the ranks have agreed to stop."""
         self.begin_cleanup()
-        # This rank has no signal if only another rank received one.
+        # This rank has no signal if only another rank received a signal.
         raise RunStopped(self.signal or signal.SIGTERM, at_step_end=True)
 
     def begin_cleanup(self) -> None:
-        """Begins the cleanup. No signal interrupts it, except that a second Ctrl-C ends the process."""
+        """Start the cleanup. No signal interrupts it, but a second Ctrl-C ends the process."""
         self._cleanup_started_at = min(self._cleanup_started_at, time.monotonic())
 
     # -- signals ------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> "StopSignals":
-        # Python accepts signal handlers only in the main thread. A recipe in another thread is ended by its owner.
+        # Python accepts signal handlers only in the main thread. The owner of another thread stops
+        # its recipe.
         if threading.current_thread() is not threading.main_thread():
             return self
-        # Python runs handlers only in the main thread, between two of its own instructions. A rank that waits in a
-        # collective runs C code and would not react. But Python's C handler at once writes the signal's number to the
-        # wake-up descriptor, which a second thread reads.
+        # Python runs handlers only in the main thread, between two bytecode instructions. A rank in
+        # a collective runs C code and would not react. But Python's C handler immediately writes
+        # the signal number to the wake-up descriptor, which a second thread reads.
         self._wakeup_reader, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         self._previous_handlers = {number: signal.getsignal(number) for number in SIGNAL_NAMES}
         for number, handler in list(self._previous_handlers.items()):
-            # A signal that was ignored when the process started (nohup, a shell's background job) stays ignored.
+            # A signal that was ignored when the process started (nohup, a shell's background job)
+            # stays ignored.
             if handler == signal.SIG_IGN:
                 del self._previous_handlers[number]
             else:
@@ -156,15 +159,15 @@ class StopSignals:
         self._wakeup_reader.close()
 
     def _raise_due_at(self) -> float:
-        """The time.monotonic() at which the main thread has to raise `Stopped`."""
+        """Return the time.monotonic() at which the main thread must raise `RunStopped`."""
         if self.signal != signal.SIGTERM or not self._waits_for_step:
             return self._received_at
         return NEVER if self._saving or self._ranks_agreed else self._received_at + self._grace_s
 
     def _record_signal(self, new: signal.Signals) -> signal.Signals:
-        """Returns the signal that ends the run."""
-        # The handler and the thread both call this for every signal, in either order. Ctrl-C or SIGHUP replaces
-        # SIGTERM: the run no longer waits for the end of the step.
+        """Record a signal and return the signal that ends the run."""
+        # Both the handler and the thread call this for every signal, in either order. Ctrl-C or
+        # SIGHUP replaces SIGTERM, so the run no longer waits for the end of the step.
         if self.signal is None or (self.signal == signal.SIGTERM and new != signal.SIGTERM):
             self.signal, self._received_at = new, time.monotonic()
         return self.signal
@@ -172,7 +175,7 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         ends_by = self._record_signal(signal.Signals(number))
         if self._cleanup_started_at == NEVER and time.monotonic() >= self._raise_due_at():
-            # Python prints what is raised while an object is finalized, and goes on.
+            # Python prints and ignores errors that are raised in a finalizer.
             if _in_finalizer(frame):
                 self._must_retry = True
                 return
@@ -181,32 +184,35 @@ class StopSignals:
             raise RunStopped(ends_by)
 
     def _watch(self) -> None:
-        """Runs in the second thread: reads the signals as they come, and keeps the deadlines."""
+        """Run in the second thread: read the signals and enforce the deadlines."""
         announced, called_at, own = False, NEVER, []
         while True:
             ready, _, _ = select.select([self._wakeup_reader], [], [], 0.05 if self.stop_requested else None)
             data = self._wakeup_reader.recv(256) if ready else b""
             if ready and not data:
                 return
-            # The descriptor gets the numbers of all signals that have a Python handler, also those that are not ours.
+            # The descriptor receives the numbers of all signals with a Python handler, including
+            # signals that are not ours.
             for number in filter(self._previous_handlers.__contains__, data):
-                # The signal that this thread has sent is no second Ctrl-C, however late it is read.
+                # A signal that this thread has sent does not count as a second Ctrl-C, however late
+                # it is read.
                 if number in own:
                     own.remove(number)
                     continue
                 if number == signal.SIGINT == self.signal and time.monotonic() - self._received_at > REPEAT_WINDOW_S:
-                    self._force_exit("twice: not all parts were closed")
+                    self._force_exit("twice: not all components were closed")
                 self._record_signal(signal.Signals(number))
             now = time.monotonic()
             if self._cleanup_started_at != NEVER:
                 if self.stop_requested and now > max(self._cleanup_started_at, self._received_at) + CLEANUP_S:
-                    self._force_exit(f"a part did not close within {CLEANUP_S:g} s")
+                    self._force_exit(f"a component did not close within {CLEANUP_S:g} s")
             elif now >= self._raise_due_at():
                 if now > called_at + self._reaction_s:
-                    self._force_exit("in the midst of a call")
+                    self._force_exit("during a call that did not return")
                 elif called_at == NEVER or self._must_retry:
                     called_at, self._must_retry = min(called_at, now), False
-                    # This makes the handler run again in the main thread, where it raises now that the time has come.
+                    # Run the handler again in the main thread, where it raises because the deadline
+                    # has passed.
                     main = threading.main_thread().ident
                     assert self.signal is not None and main is not None
                     own.append(self.signal)
@@ -214,11 +220,11 @@ class StopSignals:
             elif self.stop_requested and self.prints_messages and not announced:
                 announced = True
                 _print_stderr(
-                    f"SIGTERM: the run ends with this step, if the step ends within {self._grace_s:g} s (stop_grace_s)"
+                    f"SIGTERM: the run stops after this step, if the step ends within {self._grace_s:g} s (stop_grace_s)"
                 )
 
     def _detach_in_child(self) -> None:
-        # A forked child has our handlers and our socket, to which its signals would go.
+        # A forked child inherits our handlers and our socket, which would receive its signals.
         signal.set_wakeup_fd(-1)
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
@@ -226,9 +232,10 @@ class StopSignals:
         self._wakeup_reader.close()
 
     def _force_exit(self, how: str) -> None:
-        """Ends the process from this thread. The kernel and the janitor end its children."""
+        """End the process from this thread. The kernel and the reaper end its children."""
         assert self.signal is not None
-        # The main thread may be stuck in the disk or a full pipe. The message needs both, so it may get stuck, too.
+        # The main thread may be blocked by the disk or a full pipe. The message needs both, so it
+        # may block as well.
         timer = threading.Timer(2.0, os._exit, [128 + self.signal])
         timer.daemon = True
         timer.start()
@@ -239,11 +246,11 @@ class StopSignals:
             os._exit(128 + self.signal)
 
 
-_active: list[StopSignals] = []  # what listens in this process, at most one
+_active: list[StopSignals] = []  # the active handlers of this process, at most one
 
 
 def _in_finalizer(frame: FrameType | None) -> bool:
-    """Whether a frame, or one that it returns to, is of `__del__` or of a weak collection."""
+    """Return whether a frame or one of its callers is `__del__` or in a weak collection."""
     while frame is not None and not (
         frame.f_code.co_name == "__del__" or frame.f_code.co_filename in WEAK_COLLECTION_FILES
     ):
@@ -260,7 +267,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _print_stderr(line: str) -> None:
-    # `output.say` needs the lock of the progress bars, which a main thread that is stuck may hold.
+    # `output.print_text` needs the lock of the progress bars, which a blocked main thread may hold.
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:

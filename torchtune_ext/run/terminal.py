@@ -1,4 +1,4 @@
-"""The width of a terminal, and styled text on it (NO_COLOR, https://no-color.org, is obeyed)."""
+"""Terminal width and styled text; respects NO_COLOR (https://no-color.org)."""
 
 import logging
 import os
@@ -11,28 +11,28 @@ RED, YELLOW, BOLD = "1;31", "33", "1"
 
 
 def terminal_width(stream: TextIO | None) -> int | None:
-    """Returns the characters in a line of the terminal that a stream writes to, or None if it is no terminal."""
+    """Return the columns of the terminal of a stream; None if the stream is not a terminal."""
     if stream is None:
         return None
     try:
         size = os.get_terminal_size(stream.fileno())
     except (AttributeError, OSError, ValueError):
-        # The stream is in memory, closed, or no terminal.
+        # The stream is in memory, closed, or not a terminal.
         return None
-    # The terminal of a container sometimes has the size 0 x 0.
+    # A terminal in a container sometimes reports the size 0 x 0.
     return size.columns if size.lines and size.columns else None
 
 
 def apply_style(text: str, style: str, stream: TextIO | None) -> str:
-    """Returns text in one of the styles above if the stream is a terminal, and otherwise as it is."""
+    """Return text in one of the styles above if the stream is a terminal; otherwise plain text."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or terminal_width(stream) is None
     return text if plain else f"\033[{style}m{text}\033[0m"
 
 
 def replace_unencodable() -> None:
-    """Makes stdout and stderr write ? for a character that their encoding lacks, so that no text ends a run."""
+    """Make stdout and stderr write ? for unencodable characters, so no output ends a run."""
     for stream in (sys.stdout, sys.stderr):
-        # A handling that the user has chosen (PYTHONIOENCODING=ascii:xmlcharrefreplace) stays.
+        # Keep an error handler that the user has set (PYTHONIOENCODING=ascii:xmlcharrefreplace).
         if isinstance(stream, TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="replace")
 
@@ -57,7 +57,7 @@ def run_until_closed(work: Callable[[], int | None]) -> int:
 
 
 def style_warnings() -> None:
-    """Makes warnings stand out on a terminal, unless the user has configured logging."""
-    # Python uses this handler only while no other one is configured.
+    """Color warnings on a terminal, unless the user has configured logging."""
+    # Python uses this handler only while no other handler is configured.
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(logging.Formatter(apply_style("%(message)s", YELLOW, sys.stderr)))

@@ -1,1 +1,1 @@
-"""Turns YAML and the words of a command into the typed settings of a recipe."""
+"""Parse YAML and command-line overrides into the typed settings of a recipe."""

@@ -1,4 +1,7 @@
-"""Checks the words of `tune run RECIPE --config CONFIG key=value ...`; torchtune's own errors say little about them."""
+"""Check the arguments of `tune run RECIPE --config CONFIG key=value ...`.
+
+torchtune's own errors give little detail about invalid arguments.
+"""
 
 import os
 import re
@@ -23,24 +26,25 @@ from torchtune_ext.run.errors import USAGE_ERROR_STATUS, UsageError, closest_mat
 from torchtune_ext.run.process_env import describe_exit
 from torchtune_ext.settings.components import require_present_imports
 
-# Words of torchrun that a run may need. `tune run` takes them before the recipe.
+# Options of torchrun that a run may need. `tune run` takes them before the recipe.
 TORCHRUN_OPTIONS = (
     "nproc_per_node nnodes node_rank rdzv_endpoint rdzv_backend rdzv_id master_addr master_port standalone".split()
 )
 
 
 def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
-    """Checks the words of `tune run`, and rewrites them, in place, as torchtune understands them.
+    """Check the arguments of `tune run` and rewrite them in place into torchtune's form.
 
     Args:
-        args: the words as torchtune's parser read them: `recipe`, and `recipe_args` behind it.
-        recipes: the entries of torchtune's registry, ours among them.
+        args: the arguments as torchtune's parser read them: `recipe` and `recipe_args`.
+        recipes: the entries of torchtune's registry, including ours.
 
     Raises:
-        ValueError: no such recipe, a config of another one, or several machines that would not find each other.
+        UsageError: the recipe is unknown, the config is written for another recipe, or the
+            rendezvous of several machines is not configured.
     """
     words = args.recipe_args
-    # torchtune understands `--config X` but not `--config=X`, and counts the words of sys.argv, too.
+    # torchtune accepts `--config X` but not `--config=X`, and also reads sys.argv.
     for line in (words, sys.argv):
         for i, word in enumerate(list(line)):
             if word.startswith("--config=") and "--config" not in line:
@@ -49,29 +53,30 @@ def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
     if args.recipe not in known:
         args.recipe = _resolve_user_recipe(str(args.recipe), list(known))
     elif not Path(known[args.recipe].file_path).is_absolute():
-        # A recipe of torchtune's own has a relative path. Its configs are not ours to check, but ours do not fit it.
+        # torchtune's own recipes have relative paths. Their configs are not checked here, except
+        # that a GRPO config does not fit them.
         given = words[words.index("--config") + 1] if "--config" in words[:-1] else ""
         if Path(given).is_file() and "samples_per_prompt" in Path(given).read_text(errors="replace"):
             raise UsageError(
-                f"--config {given} is written for GRPO, and {args.recipe} is a recipe of torchtune; run grpo_full"
+                f"--config {given} is a GRPO config, but {args.recipe} is a torchtune recipe. Fix: run grpo_full"
             )
         return
     elif "--config" not in words[:-1] and not {"-h", "--help"} & set(words):
-        # A tiny one starts on any machine.
+        # A tiny config starts on any machine, so it is listed first.
         examples = sorted((config.name for config in known[args.recipe].configs), key=lambda name: "tiny" not in name)
         raise UsageError(
-            f"which config? For instance: tune run {args.recipe} --config {examples[0] if examples else 'my_config.yaml'}; "
-            "`tune ls` lists them"
+            f"--config is missing. Fix: tune run {args.recipe} --config {examples[0] if examples else 'my_config.yaml'} "
+            "(`tune ls` lists the configs)"
         )
     elif "--config" in words[:-1]:
-        # The recipe is one of ours, and torchtune's own configs do not fit it.
+        # torchtune's own configs do not fit our recipes.
         given = words[words.index("--config") + 1]
         theirs = [entry.name for entry in recipes for config in entry.configs if config.name == given]
         if theirs and given not in config_files(package_folder("configs")) and not Path(given).is_file():
             ours = ", ".join(config.name for config in known[args.recipe].configs[:3])
             raise UsageError(
-                f"--config {given} is a config of torchtune's {theirs[0]}; {args.recipe} takes {ours}, ... (`tune ls`), or a "
-                "YAML file of your own"
+                f"--config {given} is a config of torchtune's {theirs[0]}; {args.recipe} takes {ours}, ... (`tune ls`), or "
+                "your own YAML file"
             )
     if not re.fullmatch(r"\d+|auto|cpu|gpu|xpu", str(args.nproc_per_node)):
         raise UsageError(
@@ -81,30 +86,41 @@ def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
 
 
 def require_rendezvous(args: Namespace, argv: Sequence[str]) -> None:
-    """Raises ValueError if `argv`, which torchtune's parser read as `args`, does not say how several machines meet."""
-    # The number of machines may be a range, "1:4".
+    """Raise UsageError if a run on several machines has no rendezvous endpoint or node rank.
+
+    Args:
+        args: the arguments as torchtune's parser read them.
+        argv: the same arguments as the user typed them.
+    """
+    # `--nnodes` may be a range, "1:4".
     if str(args.nnodes).rpartition(":")[2] == "1":
         return
     page = "see docs/several_machines.md"
-    # Without it torchtune adds --standalone, whatever --master_addr and --rdzv_backend say.
+    # Without --rdzv_endpoint, torchtune adds --standalone and ignores --master_addr and
+    # --rdzv_backend.
     if not args.rdzv_endpoint:
         raise UsageError(
-            f"--nnodes {args.nnodes} without --rdzv_endpoint: torchtune would wait on each machine for itself. Add "
-            f"--rdzv_endpoint HOST:29500 on all of them, where HOST is the machine that gets --node_rank 0; {page}"
+            f"--nnodes {args.nnodes} without --rdzv_endpoint: each machine would wait alone (torchtune adds "
+            "--standalone). Fix: add --rdzv_endpoint HOST:29500 on all machines, where HOST is the machine with "
+            f"--node_rank 0; {page}"
         )
-    # In `args`, a missing number looks like torchrun's default of 0.
+    # In `args`, a missing --node_rank looks like torchrun's default of 0.
     numbered = any(word.partition("=")[0] in ("--node_rank", "--node-rank") for word in argv)
-    # torchrun reads its arguments from variables PET_..., too.
+    # torchrun also reads its arguments from PET_... environment variables.
     first = args.rdzv_endpoint.rpartition(":")[0] or args.rdzv_endpoint
     if args.rdzv_backend == "static" and not numbered and "PET_NODE_RANK" not in os.environ:
         raise UsageError(
-            f"--nnodes {args.nnodes} without --node_rank: each machine needs its number, 0 on {first}, which gets rank 0 and "
-            f"the engine, 1 on the next; {page}"
+            f"--nnodes {args.nnodes} without --node_rank. Fix: set --node_rank on each machine: 0 on {first}, which runs "
+            f"rank 0 and the engine, 1 on the next; {page}"
         )
 
 
 def _resolve_user_recipe(given: str, known: Sequence[str]) -> str:
-    """Returns a user's recipe, a path or a dotted name, as torchtune takes it. Raises ValueError if it cannot be run."""
+    """Return a user's recipe, given as a path or dotted name, in the form that torchtune takes.
+
+    Raises:
+        UsageError: the recipe cannot be run.
+    """
     path, here = Path(given), Path.cwd()
     if path.suffix != ".py":
         file = here / f"{given.replace('.', '/')}.py"
@@ -114,17 +130,17 @@ def _resolve_user_recipe(given: str, known: Sequence[str]) -> str:
             return given
         near = closest_match(given, sorted(known, key=len))
         hint = f"did you mean {near}?" if near else "`tune ls` lists them."
-        raise UsageError(f"{given} is no recipe; {hint} A recipe of your own is written with its ending: my_grpo.py")
+        raise UsageError(f"unknown recipe {given}; {hint} Name your own recipe with its suffix: my_grpo.py")
     if not path.is_file():
         raise UsageError(
-            f"{given}: no such file, seen from {here}; `tune cp grpo_full {path.name}` makes a copy to edit"
+            f"{given}: file not found, seen from {here}; `tune cp grpo_full {path.name}` makes a copy to edit"
         )
     with wrap_user_errors(f"importing {given}"):
         compile(path.read_bytes(), given, "exec", dont_inherit=True)
     require_present_imports(path)
     inside = Path(os.path.abspath(path))
     if not inside.is_relative_to(here):
-        raise UsageError(f"{given} is not below {here}: torchtune runs recipes from there; go to {inside.parent} first")
+        raise UsageError(f"{given} is not below {here}, where torchtune looks for recipes. Fix: cd {inside.parent}")
     return str(inside.relative_to(here))
 
 
@@ -132,25 +148,25 @@ def _importable(name: str) -> bool:
     try:
         return find_spec(name) is not None
     except (ImportError, ValueError):
-        # `find_spec` imports the packages above the module, which may fail.
+        # `find_spec` imports the parent packages, which may fail.
         return False
 
 
 @contextmanager
 def shorten_rank_failures() -> Iterator[None]:
-    """Surrounds a run under torchrun. In place of torchrun's traceback, names the first rank and ends with its status."""
+    """Name the first failed rank and exit with its status, in place of torchrun's traceback."""
     try:
         yield
     except Exception as error:
-        # The ranks have printed why they ended. The errors of torchrun are known by their attributes.
+        # The ranks have printed why they failed. torchrun's errors are recognized by attribute.
         failures, stopped_by = getattr(error, "failures", None), getattr(error, "sigval", None)
         if stopped_by is not None:
             sys.exit(128 + int(stopped_by))
         if not isinstance(failures, dict) or not failures:
             raise
 
-        # torchrun ends the other ranks by SIGTERM, and 30 s later those that did not end, such as a stopped one, by
-        # SIGKILL. Of two ranks that ended at about the same time, one that was killed took the other along.
+        # torchrun sends SIGTERM to the other ranks, and SIGKILL 30 s later to ranks that still run.
+        # If two ranks ended within 5 s, the killed rank caused the exit of the other rank.
         begin = min(failure.timestamp for failure in failures.values())
 
         def order(item: tuple[int, Any]) -> tuple:
@@ -159,17 +175,22 @@ def shorten_rank_failures() -> Iterator[None]:
 
         rank, first = min(failures.items(), key=order)
         status = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
-        # A rank that ends with STATUS has printed a message for the user, which needs no further word.
+        # A rank that ends with USAGE_ERROR_STATUS has already printed a message for the user.
         if status != USAGE_ERROR_STATUS:
-            print(f"{describe_exit(first.exitcode, f'rank {rank}')}; what it said stands above", file=sys.stderr)
+            print(f"{describe_exit(first.exitcode, f'rank {rank}')}; its output is above", file=sys.stderr)
         sys.exit(status)
 
 
 def check_arguments(argv: list[str], recipe: str | None = None) -> None:
-    """Checks the words behind a recipe, the file that runs, and replaces in `argv` a name of our configs by its path.
+    """Check the arguments after a recipe, and replace the name of one of our configs by its path.
+
+    Args:
+        argv: the program name and the arguments after it; changed in place.
+        recipe: the file of the recipe; None: any recipe.
 
     Raises:
-        ValueError: a word is no setting, or the config does not exist, is for another recipe, or is no YAML with keys.
+        UsageError: an argument is not a `key=value` override, or the config is missing, is written
+            for another recipe, or is not a YAML mapping.
     """
     words, settings = iter(argv[1:]), []
     for word in words:
@@ -190,7 +211,7 @@ def check_arguments(argv: list[str], recipe: str | None = None) -> None:
 
 
 def _check_override(word: str) -> None:
-    """Raises ValueError for a word that is no key=value, or whose value torchtune cannot read."""
+    """Raise UsageError if an argument is not key=value or torchtune cannot read its value."""
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -198,28 +219,35 @@ def _check_override(word: str) -> None:
     option = word.lstrip("-").partition("=")[0].replace("-", "_")
     if word.startswith("--") and option in TORCHRUN_OPTIONS:
         raise UsageError(
-            f"{word}: a word of torchrun stands before the recipe: tune run --{option} ... grpo_full --config ..."
+            f"{word}: expected before the recipe, as an option of torchrun: tune run --{option} ... grpo_full --config ..."
         )
     if word.startswith("--"):
-        raise UsageError(f"{word}: a setting is written key=value, without dashes: {word.lstrip('-') or 'max_steps=3'}")
+        raise UsageError(f"{word}: expected key=value without dashes: {word.lstrip('-') or 'max_steps=3'}")
     # torchtune removes a key with ~key.
     if word.startswith("~"):
         return
     if "=" not in word or word.startswith("="):
         raise UsageError(
-            f"{word!r} is no setting: write key=value without spaces around the = (max_steps=3), and quote a value with spaces"
+            f"{word!r} is not key=value. Fix: write no spaces around the = (max_steps=3), and quote a value with spaces"
         )
     if word.count("=") > 1:
-        raise UsageError(f"{word}: torchtune takes one = in a word; set {word.partition('=')[0]} in the YAML file")
+        raise UsageError(
+            f"{word}: torchtune accepts one = in an argument. Fix: set {word.partition('=')[0]} in the YAML file"
+        )
     try:
         OmegaConf.from_dotlist([word])
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         problem = " ".join(str(getattr(error, "problem", None) or error).split())[:200]
-        raise UsageError(f"{word}: the value is no YAML ({problem}); quote it, or set it in the file") from None
+        raise UsageError(
+            f"{word}: the value is not valid YAML ({problem}). Fix: quote it, or set it in the file"
+        ) from None
 
 
 def _require_same_containers(config: str, settings: Sequence[str]) -> None:
-    """Raises Mistake for a list where the config has a mapping, or the other way round: OmegaConf cannot merge them."""
+    """Raise UsageError if an override and the config mix a list and a mapping.
+
+    OmegaConf cannot merge a list with a mapping.
+    """
     from omegaconf import OmegaConf
 
     loaded = OmegaConf.load(config)
@@ -232,18 +260,18 @@ def _require_same_containers(config: str, settings: Sequence[str]) -> None:
             key = word.partition("=")[0]
             has = "mapping" if OmegaConf.is_dict(OmegaConf.select(loaded, key)) else "list"
             fix = f"{key}.NAME=VALUE for one of its keys" if has == "mapping" else f"{key}=[...]"
-            raise UsageError(f"{word}: {config} has a {has} there; expected a {has}. Fix: {fix}") from None
+            raise UsageError(f"{word}: {config} has a {has} at this key; expected a {has}. Fix: {fix}") from None
 
 
 def _resolve_config(given: str, recipe: str | None) -> str:
     path = Path(config_path(given))
     known = {each.name: each for each in recipe_files(package_folder("recipes"), package_folder("configs"))}
     files = {each.path.resolve(): each.name for each in known.values()}
-    # A copied recipe takes any config, since it may have been changed to fit.
+    # A copied recipe accepts any config, because the user may have adapted it.
     running = files.get(Path(recipe).resolve()) if recipe else None
     _require_keys(given, path)
     theirs, name = recipe_for_config(given), config_name(path) or given
-    # Files are compared, because several recipes may be one program under several names.
+    # Compare files, because several recipe names may share one file.
     if running and theirs in known and known[theirs].path != known[running].path:
         raise UsageError(
             f"--config {name} is written for {theirs}, not for this recipe: tune run {theirs} --config {name}"
@@ -252,7 +280,7 @@ def _resolve_config(given: str, recipe: str | None) -> str:
 
 
 def _require_keys(given: str, path: Path) -> None:
-    """Raises ValueError if a file is no YAML with keys."""
+    """Raise UsageError if a file is not a YAML mapping."""
     import yaml
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -263,18 +291,18 @@ def _require_keys(given: str, path: Path) -> None:
         mark = getattr(error, "problem_mark", None)
         where = f"{given}:{mark.line + 1}, column {mark.column + 1}" if mark is not None else given
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise UsageError(f"{where}: no YAML ({problem}); mend this line or the one before it") from None
+        raise UsageError(f"{where}: not valid YAML ({problem}). Fix: correct this line or the line before it") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{given}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
     except (OSError, OmegaConfBaseException) as error:
-        raise UsageError(f"{given}: no config of a recipe ({' '.join(str(error).split())[:200]})") from None
+        raise UsageError(f"{given}: not a recipe config ({' '.join(str(error).split())[:200]})") from None
     if not isinstance(loaded, DictConfig) or not len(loaded):
         raise UsageError(
-            f"{given} holds no keys; write `key: value` lines, or copy a config: tune cp grpo/tiny {path.name}"
+            f"{given} has no keys. Fix: write `key: value` lines, or copy a config: tune cp grpo/tiny {path.name}"
         )
     if wrong := [key for key in loaded if not isinstance(key, str)]:
         raise UsageError(
-            f"{given}: the key {wrong[0]!r} is not text to YAML ({type(wrong[0]).__name__}); quote or remove it"
+            f"{given}: YAML reads the key {wrong[0]!r} as {type(wrong[0]).__name__}; expected text. Fix: quote or remove it"
         )
     if "config" in loaded:
-        raise UsageError(f"{given}: the key 'config' is torchtune's own word for the file; rename or remove it")
+        raise UsageError(f"{given}: the key 'config' is reserved by torchtune for the file. Fix: rename or remove it")

@@ -1,4 +1,4 @@
-"""Builds the component that `_component_` names in a YAML file, and says what is wrong with its name or arguments."""
+"""Build the component that `_component_` names in YAML, and report invalid arguments."""
 
 import inspect
 import re
@@ -23,7 +23,12 @@ from torchtune_ext.settings.yaml_types import kind_of, require_type
 
 
 class Component(dict[str, Any]):
-    """A mapping of the config that names a class or function, `_component_`, and its arguments. `key` is its config key."""
+    """A config mapping that names a class or function (`_component_`) and its arguments.
+
+    Args:
+        section: the mapping.
+        key: its config key, for messages.
+    """
 
     def __init__(self, section: Mapping[str, Any], key: str = ""):
         super().__init__(section)
@@ -47,43 +52,53 @@ class Component(dict[str, Any]):
         return value if isinstance(value, Component) else cls(value)
 
     def instantiate(self, **extra: Any) -> Any:
-        """Builds the component, with the other keys of the section as its arguments.
+        """Build the component with the other keys of the section as arguments.
 
-        The name is a dotted path, or a bare name that the recipe itself defines, for example in a user's copy.
+        `_component_` is a dotted path, or a bare name that the recipe itself defines, for example
+        in a user's copy.
+
+        Args:
+            extra: further keyword arguments, which the recipe passes.
 
         Raises:
-            ValueError: there is no such component, it does not take the arguments, or it raised an error. The message
-                names the key, the closest_match argument and, for a component of the user, the line of the file.
+            UsageError: the component is unknown or refuses the arguments. The message names the key
+                and the closest known argument.
+            UserCodeError: the component raised an error. The message names the file and line.
         """
         component, path, arguments = self.checked(**extra)
         try:
             return component(**arguments, **extra)
         except (Exception, SystemExit) as error:
-            # If an argument is to blame, the message is enough. Otherwise the user needs the line that failed.
+            # A message about an argument is enough. For other errors the user needs the line that
+            # failed.
             message = _explain_refusal(component, path, self.key, arguments, error)
             if message is not None:
                 raise (UsageFileError if isinstance(error, UsageFileError) else UsageError)(message) from error
             raise UserCodeError(f"`{self.key}:` {path} raised {errors.describe_error(error)}") from error
 
     def checked(self, **extra: Any) -> tuple[Callable[..., Any], str, dict[str, Any]]:
-        """Returns the call that `instantiate` would make, with its errors: component, path, and arguments in the section."""
+        """Return the call that `instantiate` would make, with the same errors.
+
+        Returns:
+            The component, its dotted path, and its arguments from the section.
+        """
         name, where = self.key, f"`{self.key}:`" if self.key else repr(self)
         if self.get("_component_") is None:
             raise UsageError(f"{where} needs a `_component_`, the dotted path of a class or function")
-        # A copy, so that no component can change the settings.
+        # A copy prevents components from changing the settings.
         arguments = deepcopy(dict(self))
         if isinstance(given := arguments.pop("_component_"), dict):
             words = " ".join(f"{name}.{key}={value}" for key, value in given.items())
-            raise UsageError(f"{where} a component is no mapping in a word of the command; write {words}")
+            raise UsageError(f"{where} a component on the command line cannot be a mapping. Fix: write {words}")
         path = str(given)
         if not all(part.isidentifier() for part in path.split(".")):
             raise UsageError(
-                f"{where} _component_={path} is no dotted path; write my_task.Sums for the class Sums in my_task.py"
+                f"{where} _component_={path} is not a dotted path; write my_task.Sums for the class Sums in my_task.py"
             )
         component = _in_recipe(path) if "." not in path else import_object(path, f"{where} _component_={path}")
         if component is None:
             raise UsageError(
-                f"{where} the recipe that runs defines no {path!r}; give a dotted path, or define it there"
+                f"{where} {path!r} is not defined in the recipe. Fix: give a dotted path, or define it there"
             )
         if not callable(component):
             raise UsageError(f"{where} _component_={path} is {kind_of(component)}; name a class or a function")
@@ -94,7 +109,7 @@ class Component(dict[str, Any]):
         return component, path, arguments
 
     def takes(self) -> list[str]:
-        """Returns the names of the arguments of the component; none if there is no such component."""
+        """Return the names of the component's arguments; an empty list for an unknown component."""
         path = str(self.get("_component_"))
         try:
             return list(_parameters(import_object(path, "") if "." in path else _in_recipe(path)))
@@ -103,14 +118,16 @@ class Component(dict[str, Any]):
 
 
 def _require_arguments(component: Any, path: str, name: str, arguments: dict[str, Any], extra: dict[str, Any]) -> None:
-    """Raises ValueError for unknown or missing arguments of a component."""
+    """Raise UsageError for unknown or missing arguments of a component."""
     both = [key for key in arguments if key in extra]
     if both:
-        raise UsageError(f"{name}.{both[0]}={arguments[both[0]]}: the recipe gives it to {path} itself; leave it out")
+        raise UsageError(
+            f"{name}.{both[0]}={arguments[both[0]]}: the recipe passes this argument to {path}. Fix: leave it out"
+        )
     try:
         signature = inspect.signature(component)
     except (TypeError, ValueError):
-        # Some classes that are written in C have no signature.
+        # Some classes written in C have no signature.
         return
     takes = [key for key in signature.parameters if key not in extra]
     try:
@@ -120,7 +137,7 @@ def _require_arguments(component: Any, path: str, name: str, arguments: dict[str
         unknown = [key for key in arguments if key not in known]
         if unknown:
             near = closest_match(str(unknown[0]), known)
-            hint = f"it takes {', '.join(known) or 'no arguments'}; ~{name}.{unknown[0]} drops what a config has set"
+            hint = f"it takes {', '.join(known) or 'no arguments'}; ~{name}.{unknown[0]} removes the key from a config"
             hint = f"did you mean {near!r}?" if near else hint
             raise UsageError(f"unknown key '{name}.{unknown[0]}': {path} does not take it; {hint}") from None
         needed = [
@@ -133,16 +150,16 @@ def _require_arguments(component: Any, path: str, name: str, arguments: dict[str
                 f"{name}.{needed[0]} has no value, and {path} needs it; set it in the YAML or as {name}.{needed[0]}=..."
             ) from None
         raise UsageError(
-            f"`{name}:` {path} was given arguments that it does not take: {error}; it takes {', '.join(takes)}"
+            f"`{name}:` {path} does not take these arguments: {error}; it takes {', '.join(takes)}"
         ) from error
 
 
 def _explain_refusal(
     component: Any, path: str, name: str, arguments: dict[str, Any], error: BaseException
 ) -> str | None:
-    """Returns a message about the argument that a component refuses, or None if that is not known."""
+    """Return a message about the argument that a component refuses; None if it is unknown."""
     if errors.is_usage_error(error):
-        # Our own components name the argument, but do not know the node that it stands in.
+        # Our own components name the argument, but do not know the config section that holds it.
         unknown = re.match(r"unknown key '(\w+)\.", text := str(error))
         leading = unknown[1] if unknown else errors.leading_argument(text)
         if leading is not None and (leading in arguments or leading in _parameters(component)):
@@ -150,7 +167,7 @@ def _explain_refusal(
         return text if name in text.partition(" ")[0] else f"`{name}:` {text}"
     if errors.error_location(error):
         return None
-    # A component of a library, such as an optimizer, may quote the value that it refuses.
+    # A library component, such as an optimizer, may quote the value that it refuses.
     text = str(error)
     quoted = [key for key in arguments if re.search(rf"(?<![\w.]){re.escape(str(arguments[key]))}(?![\w.]*\w)", text)]
     if len(quoted) != 1:
@@ -163,7 +180,8 @@ def _explain_refusal(
 
 
 def _parameters(component: Any) -> dict[str, inspect.Parameter]:
-    # An annotation may be a text whose names exist for type checkers alone. Then it stays a text.
+    # The names in a string annotation may exist only for type checkers. Such an annotation stays
+    # a string.
     for evaluate in (True, False):
         try:
             return dict(inspect.signature(component, eval_str=evaluate).parameters)
@@ -173,8 +191,9 @@ def _parameters(component: Any) -> dict[str, inspect.Parameter]:
 
 
 def _in_recipe(name: str) -> Any:
-    """Returns the object of this name in the recipe that runs, or None."""
-    # `tune` runs the recipe as `__main__` without an entry in `sys.modules`, so the search goes through the frames.
+    """Return the object with this name in the running recipe, or None."""
+    # `tune` runs the recipe as `__main__` without an entry in `sys.modules`, so search the call
+    # stack.
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "__main__" and name in frame.f_globals:
@@ -184,9 +203,14 @@ def _in_recipe(name: str) -> Any:
 
 
 def import_recipe(recipe: str, prefix: str) -> ModuleType:
-    """Returns the module of a recipe: ours by its name, or another by its file or its dotted name.
+    """Import a recipe.
 
-    Messages begin with `prefix`. Raises ValueError if there is no such recipe.
+    Args:
+        recipe: the name of one of our recipes, or the file or dotted name of another recipe.
+        prefix: the beginning of error messages.
+
+    Raises:
+        UsageError: the recipe was not found.
     """
     ours = {each.name: each.path.stem for each in recipe_files(package_folder("recipes"), package_folder("configs"))}
     name = f"torchtune_ext.recipes.{ours[recipe]}" if recipe in ours else recipe
@@ -195,25 +219,25 @@ def import_recipe(recipe: str, prefix: str) -> ModuleType:
             return import_module(name)
         except ModuleNotFoundError as error:
             raise UsageError(
-                f"{prefix}{name} is no recipe ({error}); your own is written with its ending: my_grpo.py"
+                f"{prefix}{name}: unknown recipe ({error}). Fix: name your own recipe with its suffix: my_grpo.py"
             ) from error
     if Path(name).is_file():
         require_present_imports(Path(name))
-    # The file need not be on Python's path.
+    # The file may be outside Python's import path.
     spec = spec_from_file_location("recipe_of_a_user", name)
-    assert spec is not None and spec.loader is not None  # as for every name that ends in .py
+    assert spec is not None and spec.loader is not None  # holds for every name that ends in .py
     module = module_from_spec(spec)
-    # Dataclasses look up their module there.
+    # Dataclasses look up their module in `sys.modules`.
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     except FileNotFoundError:
-        raise UsageError(f"{prefix}{name}: no such file, seen from {Path.cwd()}") from None
+        raise UsageError(f"{prefix}{name}: file not found, seen from {Path.cwd()}") from None
     return module
 
 
 def require_present_imports(recipe: Path) -> None:
-    """Raises `Mistake` if the file of a recipe imports modules that moved since it was copied."""
+    """Raise UsageError if a copied recipe imports modules that have moved since."""
     moved = ""
     with suppress(SyntaxError, ValueError):  # the import itself names the file and the line
         moved = outdated_imports(recipe.read_bytes())

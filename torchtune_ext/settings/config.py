@@ -1,4 +1,7 @@
-"""Turns YAML into the settings of a recipe, one typed object. Beyond the recipe, only plain values are passed on."""
+"""Load the YAML config of a recipe into one typed settings object.
+
+Code outside the recipe receives only plain values.
+"""
 
 import json
 import os
@@ -39,44 +42,52 @@ from torchtune_ext.settings.yaml_types import union_members
 
 T = TypeVar("T")
 
-# `_references` reads a config with this resolver in place of oc.env. It returns its own text and does not look into the
-# environment, so that no secret comes into the record of a run.
+# `_env_references` reads a config with this resolver in place of oc.env. The resolver returns its
+# own text and does not read the environment, so run.json contains no secrets.
 _ENV_RESOLVER = "torchtune_ext.env"
 _ENV = re.compile(r"\$\{\s*oc\.env\s*:")
-_BARE = re.compile(r"[\w./+-]+")  # an argument of a resolver that needs no quotes
-# The keys of paths. Below a component it may be any argument of such a name.
+_BARE = re.compile(r"[\w./+-]+")  # a resolver argument that needs no quotes
+# The keys that hold paths. Any component argument with such a name also matches.
 _PATH_KEYS = re.compile(r"([\w.]+[._])?(dir|path|file|folder)|preset|replay|tokenizer\.template")
-_SHELL = re.compile(r"\$[A-Za-z_({]")  # what a shell replaces: $NAME, ${NAME}, $(command)
-MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3900  # bytes; Linux takes 4,096, and a run writes files below its folder
-_UNREAD_KEYS = ("output_dir", "logging")  # keys whose values never name a file that the run reads
-_SNAPSHOT_ATTRIBUTE = "_record"  # the attribute in which settings carry what `record` returns
+_SHELL = re.compile(r"\$[A-Za-z_({]")  # shell syntax: $NAME, ${NAME}, $(command)
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3900  # bytes; Linux allows 4,096, and a run writes files below its folder
+_UNREAD_KEYS = ("output_dir", "logging")  # keys that never name an input file of the run
+_SNAPSHOT_ATTRIBUTE = "_record"  # the attribute that stores the result of `settings_snapshot`
 
 # Old name -> new name of config keys. The old name works until the next version.
 RENAMED_KEYS = {"depth": "prefetch_steps"}
-# Advice after the message about an invalid value.
+# Appended to the message about an invalid value.
 HINTS = {
     "resume_from_checkpoint": "; other weights: model_dir=PATH",
     "evaluation": "; without held-out problems: evaluation.task=null",
     "evaluation.every": "; without held-out problems: evaluation.task=null",
 }
-# Recipes that are the same program as grpo_full, with the setting that their name promises and what happens without it.
+# Recipe names that share the file of grpo_full: the config key that the name implies, and the
+# behavior without this key.
 REQUIRED_KEYS = {
     "grpo_lora": ("model.lora_attn_modules", "all weights are trained"),
-    "grpo_async": ("staleness", "sampling and training take turns"),
+    "grpo_async": ("staleness", "sampling and training alternate"),
 }
-MAX_UNKNOWN_KEYS = 3  # with more unknown keys than that, a config is taken for one of another recipe
+MAX_UNKNOWN_KEYS = 3  # a config with more unknown keys is reported as written for another recipe
 
 
 def load_config(schema: type[T], cfg: DictConfig) -> T:
-    """Validates the YAML and the overrides of a recipe against its `Config`, and returns the settings.
+    """Validate the YAML and the overrides of a recipe against its `Config`.
 
-    `Config` is a pydantic dataclass with `config=RECORD`. A field whose type is such a dataclass, too, is a mapping of the
-    YAML; a field of type `Component` becomes a `Component`. The defaults are laid under the YAML, so
-    that `${...}` may name a key that the YAML does not set.
+    `Config` is a pydantic dataclass with `config=RECORD`. A field with such a dataclass as its type
+    is a YAML mapping; a field of type `Component` becomes a `Component`. Defaults are filled in
+    before references are resolved, so `${...}` may name a key that the YAML does not set.
+
+    Args:
+        schema: the `Config` class of the recipe.
+        cfg: the YAML merged with the command-line overrides.
+
+    Returns:
+        An instance of `schema`.
 
     Raises:
-        Mistake: a key is unknown, a value has a wrong type or is out of range, a required value is missing, or the preset
-            is unknown. The message has a line for each mistake.
+        UsageError: a key is unknown, a value has a wrong type or is out of range, a required value
+            is missing, or the preset is unknown. The message has one line per error.
     """
     _require_record(schema)
     known = option_fields(schema)
@@ -88,26 +99,26 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
     unknown = [str(key) for key in cfg if key not in known]
     if len(unknown) > MAX_UNKNOWN_KEYS:
         raise UsageError(
-            f"this config has {len(unknown)} keys that the recipe does not know ({', '.join(unknown[:5])}, ...), so it is "
-            f"written for another one{_guess_recipe(cfg)}; begin with a copy of one of ours: `tune cp` and a name that `tune ls` shows"
+            f"{len(unknown)} keys of this config are unknown to the recipe ({', '.join(unknown[:5])}, ...): it is written for "
+            f"another recipe{_guess_recipe(cfg)}. Fix: copy one of our configs: `tune cp` and a name from `tune ls`"
         )
     if dotted := [str(key) for key in cfg if "." in str(key)]:
         above, _, below = dotted[0].partition(".")
         raise UsageError(
-            f"{dotted[0]}: a dot in a key is for the command line. Fix: write `{above}: {{{below}: ...}}` in YAML"
+            f"{dotted[0]}: dotted keys work only on the command line. Fix: write `{above}: {{{below}: ...}}` in YAML"
         )
-    # The YAML and the command line replace keys of the preset.
+    # The YAML and the command line override the keys of the preset.
     if preset is not None:
         cfg = _merge_preset(load_preset(_expand_path("preset", preset), list(known)), cfg)
     given = _expand_shorthand(schema, cfg)
     merged = given.copy()
     _fill_defaults(schema, merged)
-    # Each run that an agent of Weights & Biases starts gets its own folder. It does so before references are resolved,
-    # so that files which are named below the folder move along.
+    # Each run that a W&B agent starts gets its own folder. The folder is set before references are
+    # resolved, so paths that refer to `output_dir` follow it.
     folder = _get_node(merged, "output_dir")
     if folder is not None and type(folder._value()) in (str, int) and not folder._is_missing():
         merged.output_dir = run_output_dir(str(folder._value()))
-    # With references, for the record of the run.
+    # The snapshot in run.json keeps the references.
     unresolved: Any = OmegaConf.to_container(merged)
     try:
         for key in OmegaConf.missing_keys(merged):
@@ -125,7 +136,7 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
 
 
 def _with_current_keys(cfg: DictConfig, known: Mapping[str, Any]) -> DictConfig:
-    """Returns the config with the current names of renamed keys, and warns about each old name."""
+    """Return the config with the current names of renamed keys; warn about each old name."""
     cfg = cfg.copy()
     for old, new in RENAMED_KEYS.items():
         if old in cfg and old not in known and new in known and new not in cfg:
@@ -136,7 +147,7 @@ def _with_current_keys(cfg: DictConfig, known: Mapping[str, Any]) -> DictConfig:
 
 
 def _require_record(schema: Any) -> None:
-    """Raises Mistake if the `Config` of a recipe is not written with pydantic."""
+    """Raise UsageError if the `Config` of a recipe is not a pydantic dataclass."""
     if not is_pydantic_dataclass(schema):
         raise UsageError(
             f"{schema.__module__}.{schema.__qualname__} is not a pydantic dataclass. Fix: decorate it with "
@@ -148,10 +159,16 @@ def _require_record(schema: Any) -> None:
 
 
 def _validate(schema: type[T], plain: dict[str, Any], unresolved: dict[str, Any]) -> tuple[T | None, list[str]]:
-    """Returns the settings, and a message for each mistake in `plain`; the settings are None if there is one.
+    """Validate plain values against a schema.
 
     Args:
-        written: the same values with their references. A message shows `${oc.env:TOKEN}`, not the secret.
+        schema: the `Config` class.
+        plain: the values; converted in place.
+        unresolved: the same values with their references, because a message must show
+            `${oc.env:TOKEN}` and not the secret.
+
+    Returns:
+        The settings (None after a pydantic error), and a message for each invalid value.
     """
     faults, settings = coerce_yaml_values(schema, plain), None
     try:
@@ -159,47 +176,51 @@ def _validate(schema: type[T], plain: dict[str, Any], unresolved: dict[str, Any]
     except ValidationError as error:
         for each in error.errors(include_url=False):
             key, field = _locate_error(schema, each["loc"])
-            # Each alternative of a union has an error of its own.
+            # Pydantic reports each alternative of a union as a separate error; keep the first.
             faults.setdefault(key, _message(schema, plain, unresolved, key, field, each))
     return settings, list(faults.values())
 
 
 def read_config(config: str, overrides: Sequence[str], recipe: str | None = None) -> Any:
-    """Returns the settings of a run that samples, as its recipe reads them.
+    """Load the settings of a run that samples.
 
     Args:
-        config: a file, or one of ours by its name.
-        words: settings that replace those of the config, key=value.
-        recipe: name, file or module of the recipe; None: the one that the config is written for.
+        config: a YAML file, or the name of one of our configs.
+        overrides: `key=value` settings that override the config.
+        recipe: name, file or module of the recipe; None: the recipe that the config is written for.
 
     Raises:
-        ValueError: there is no such config or recipe, it samples nothing, or as `load_config` says.
+        UsageError: the config or recipe is missing, the recipe has no engine, or a setting is
+            invalid (`load_config`).
     """
     cfg = merge_config(config, overrides)
     named = recipe or recipe_for_config(config)
     if named is None:
         raise UsageError(
-            f"--config {config}: written for which recipe? Add --recipe grpo_full, or your own: --recipe my_grpo.py"
+            f"--config {config}: the recipe is unknown. Fix: add --recipe grpo_full, or your own: --recipe my_grpo.py"
         )
     schema: Any = getattr(import_recipe(named, "--recipe "), "Config", None)
     if schema is not None:
         _require_record(schema)
     if schema is None or "engine" not in option_fields(schema):
         raise UsageError(
-            f"--config {config} is written for {named}, which samples nothing: its Config has no `engine`; take one of a "
-            "GRPO recipe, grpo/tiny for instance"
+            f"--config {config} is written for {named}, which does not sample: its Config has no `engine`. Fix: use the "
+            "config of a GRPO recipe, such as grpo/tiny"
         )
     return load_config(schema, cfg)
 
 
 def merge_config(config: str, overrides: Sequence[str], recipe: str | None = None) -> DictConfig:
-    """Returns a config, a file or one of ours by its name, with key=value words over it, as torchtune merges them.
+    """Merge `key=value` overrides into a config as torchtune does.
 
     Args:
-        recipe: the file of the recipe for which the config has to be written; None: any recipe.
+        config: a YAML file, or the name of one of our configs.
+        overrides: the `key=value` arguments.
+        recipe: the recipe file that the config must be written for; None: any recipe.
 
     Raises:
-        ValueError: a word is wrong, there is no such config, or it is written for another recipe.
+        UsageError: an override is invalid, the config is missing, or it is written for another
+            recipe.
     """
     from torchtune.config._parse import TuneRecipeArgumentParser
     from torchtune.config._utils import _merge_yaml_and_cli_args
@@ -211,19 +232,27 @@ def merge_config(config: str, overrides: Sequence[str], recipe: str | None = Non
 
 
 def warn_if_setting_missing(recipe: str, arguments: Sequence[str]) -> None:
-    """Prints a line if a config does not set what the name of its recipe promises. `words` stand behind the recipe."""
+    """Print a line if a config does not set the key that the name of its recipe implies.
+
+    Args:
+        recipe: the name of the recipe.
+        arguments: the command-line arguments after the recipe.
+    """
     if recipe in REQUIRED_KEYS and "--config" in arguments[:-1]:
         key, then = REQUIRED_KEYS[recipe]
         place = list(arguments).index("--config")
         cfg = merge_config(arguments[place + 1], [*arguments[:place], *arguments[place + 2 :]])
-        # If a reference leads nowhere, the recipe will say so when it reads the config.
+        # The recipe reports unresolvable references when it loads the config.
         with suppress(OmegaConfBaseException):
             if not OmegaConf.select(cfg, key, default=None):
                 print_text(format_labels([("recipe", f"{recipe}, but {key} is not set: {then}")]))
 
 
 def _expand_shorthand(schema: type, given: DictConfig) -> DictConfig:
-    """Returns the config with `precision: {flow: bf16}` in place of `precision: bf16`: some records name a key for that."""
+    """Expand shorthand values, such as `precision: bf16` to `precision: {flow: bf16}`.
+
+    A record declares the key of its shorthand in `SHORTHAND_KEY`.
+    """
     given = given.copy()
     for name, field in option_fields(schema).items():
         bare = getattr(nested_record(field), "SHORTHAND_KEY", None)
@@ -235,7 +264,10 @@ def _expand_shorthand(schema: type, given: DictConfig) -> DictConfig:
 
 
 def _read_numbers(record: type, node: Any) -> None:
-    """Writes numbers in place of references to text that is a number, so that references to those get numbers, too."""
+    """Replace references to numeric text by numbers, in place.
+
+    References to these values then resolve to numbers as well.
+    """
     for name, field in option_fields(record).items():
         if name not in node or not (value := _get_node(node, name)):
             continue
@@ -250,12 +282,18 @@ def _read_numbers(record: type, node: Any) -> None:
 
 
 def _get_node(config: Any, key: Any) -> Any:
-    """Returns the node at a key, a reference as it was written; None if there is none."""
+    """Return the OmegaConf node at a key without resolving references; None for a missing key."""
     return config._get_node(key)
 
 
 def _fill_defaults(record: type, node: Any, instance: Any = None) -> None:
-    """Writes the default of every key that is not in a node, as YAML would give it: that of `instance`, if there is one."""
+    """Write the defaults of missing keys into a node, in the types that YAML would give.
+
+    Args:
+        record: the record type of the node.
+        node: the OmegaConf node; changed in place.
+        instance: an instance of `record` that provides the defaults; None: the field defaults.
+    """
     for name, field in option_fields(record).items():
         nested, required = nested_record(field), field.is_required() and instance is None
         default = field.get_default(call_default_factory=True) if instance is None else getattr(instance, name)
@@ -268,22 +306,26 @@ def _fill_defaults(record: type, node: Any, instance: Any = None) -> None:
 
 
 def _lists(value: Any) -> Any:
-    """Returns a plain value with lists in place of tuples."""
+    """Convert the tuples in a plain value to lists."""
     if isinstance(value, dict):
         return {key: _lists(each) for key, each in value.items()}
     return [_lists(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _expand_paths(value: Any, key: str = "") -> Any:
-    """Returns a plain value with a user's folder in place of ~ at the beginning of paths. Raises Mistake for no path."""
+    """Expand a leading ~ in the paths of a plain value.
+
+    Raises:
+        UsageError: the value of a path key is not a valid path.
+    """
     if isinstance(value, dict):
         return {name: _expand_paths(each, f"{key}.{name}".lstrip(".")) for name, each in value.items()}
     return [_expand_paths(each, key) for each in value] if isinstance(value, list) else _expand_path(key, value)
 
 
 def _expand_path(key: str, value: Any) -> Any:
-    """Returns the value of a key, as `_expand_paths` says."""
-    # A shell replaces ~ only at the beginning of a word, not after `output_dir=`.
+    """Expand the value of one key (`_expand_paths`)."""
+    # A shell expands ~ only at the beginning of an argument, not after `output_dir=`.
     if not isinstance(value, str) or not _PATH_KEYS.fullmatch(key) or "{{" in value or "{%" in value:
         return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
     path = os.path.expanduser(value)
@@ -296,30 +338,31 @@ def _expand_path(key: str, value: Any) -> Any:
         raise UsageError(f"{key}={value!r} is empty; expected a path. Fix: {fix}")
     if any(b"\0" in name for name in names):
         raise UsageError(
-            f"{key}={value!r} holds a character that no path may have; expected the name of a file or folder"
+            f"{key}={value!r} contains a character that is invalid in a path; expected the name of a file or folder"
         )
     if max(map(len, names)) > MAX_NAME_BYTES or sum(map(len, names)) + len(names) > MAX_PATH_BYTES:
         raise UsageError(
-            f"{key}={value[:40]}... is too long: a name has at most {MAX_NAME_BYTES} bytes, a path {MAX_PATH_BYTES:,}. Fix: choose "
+            f"{key}={value[:40]}... is too long: a name has at most {MAX_NAME_BYTES} bytes, a path "
+            f"{MAX_PATH_BYTES:,}. Fix: choose "
             "a shorter one"
         )
-    # A file to read may have any name.
+    # An existing input file may have any name.
     if key.split(".")[0] not in _UNREAD_KEYS and os.path.exists(path):
         if not os.path.isfile(path) and not os.path.isdir(path):
             raise UsageError(f"{key}={value}: {NOT_REGULAR_HINT}")
         return path
     if path.startswith("~"):
-        raise UsageError(f"{key}={value}: unknown user {path.split('/')[0][1:]!r}. Fix: write the whole path")
+        raise UsageError(f"{key}={value}: unknown user {path.split('/')[0][1:]!r}. Fix: write the full path")
     if _SHELL.search(path):
         raise UsageError(
-            f"{key}={value}: `$` has a meaning in a shell only, not in a setting. Fix: write ${{oc.env:NAME}} for a variable "
-            "of the environment"
+            f"{key}={value}: `$` is shell syntax, which a setting does not support. Fix: write ${{oc.env:NAME}} for an "
+            "environment variable"
         )
     return path
 
 
 def _locate_error(schema: type, location: tuple) -> tuple[str, FieldInfo | None]:
-    """Returns the key that an error of pydantic is about, and its field, None if the key is unknown."""
+    """Return the key of a pydantic error and its field; the field of an unknown key is None."""
     record, field, names = schema, None, []
     for name in location:
         names.append(str(name))
@@ -333,32 +376,33 @@ def _locate_error(schema: type, location: tuple) -> tuple[str, FieldInfo | None]
 def _message(
     schema: type, plain: dict[str, Any], unresolved: dict[str, Any], key: str, field: FieldInfo | None, error: Any
 ) -> str:
-    """Returns what is wrong with a key, for an error of pydantic."""
+    """Return the message for a pydantic error."""
     if field is None:
         return _unknown_key_text(key, schema, plain)
     *above, last = key.split(".")
     value, reference = (reduce(getitem, above, tree).get(last) for tree in (plain, unresolved))
     value = reference if "${" in str(reference) else value
     if key == "loss" and value is None and plain.get("preset") is None:
-        return f"{option_fault(key, field, value, error)}, or name a preset, which brings it"
+        return f"{option_fault(key, field, value, error)}, or name a preset, which sets it"
     return option_fault(key, field, value, error) + HINTS.get(key, "")
 
 
 def _unknown_key_text(key: str, schema: type, plain: dict[str, Any]) -> str:
-    """Returns the message for an unknown key."""
+    """Return the message for an unknown key with the closest known key."""
     section, dot, below = key.partition(".")
     names = list(option_fields(schema))
     nested = {name: record for name, field in option_fields(schema).items() if (record := nested_record(field))}
     if dot:
         inside = list(option_fields(nested[section]))
-        # In vLLM's SamplingParams, "n" is what `samples_per_prompt` is here.
+        # `n` of vLLM's SamplingParams corresponds to `samples_per_prompt`.
         message = unknown_key_text(key, names if below == "n" else inside, f"`{section}:`")
         if section == "sampling" and below.startswith("stop"):
-            return f"{message} There are no stop strings: a completion ends with one of these token ids"
+            return f"{message} Stop strings are not supported: a completion ends with one of these token ids"
         if section == "engine" and "did you mean" not in message:
-            return f"unknown key {key!r} in `engine:`; an argument of vLLM itself is engine.extra_args.{below}"
+            return f"unknown key {key!r} in `engine:`; pass an argument of vLLM as engine.extra_args.{below}"
         return message
-    # A key at the top may belong in a node, or be an argument of a component, so these are known keys, too.
+    # A top-level key may belong into a section or be an argument of a component, so these names
+    # are candidates as well.
     inside = [f"{name}.{below}" for name, record in nested.items() for below in option_fields(record)]
     components = [(name, node) for name in names if isinstance(node := plain.get(name), Component)]
     arguments = [f"{name}.{argument}" for name, component in components for argument in component.takes()]
@@ -366,13 +410,13 @@ def _unknown_key_text(key: str, schema: type, plain: dict[str, Any]) -> str:
 
 
 def _guess_recipe(keys: Container[Any]) -> str:
-    """Returns ", RECIPE" for the recipe that a config seems to be written for; "" if its keys do not tell."""
+    """Return ", RECIPE" for the recipe that the keys of a config point to, or ""."""
     recipes = {"samples_per_prompt": "grpo_full", "num_problems": "warmup_sft"}
     return next((f", {recipe}" for key, recipe in recipes.items() if key in keys), "")
 
 
 def _reference_error_text(error: OmegaConfBaseException, key: str) -> str:
-    """Returns the message for a reference, `${...}`, that leads nowhere."""
+    """Return the message for a `${...}` reference that cannot be resolved."""
     text = str(error).splitlines()[0]
     variable = re.search(r"Environment variable '(\w+)' not found", text)
     if variable:
@@ -383,7 +427,7 @@ def _reference_error_text(error: OmegaConfBaseException, key: str) -> str:
         )
     known = re.search(r"Interpolation key '(\w+)' not found", text)
     if known and known[1] in os.environ:
-        return f"{key}: {known[1]} is a variable of the environment, not a key: write ${{oc.env:{known[1]}}}"
+        return f"{key}: {known[1]} is an environment variable, not a key. Fix: write ${{oc.env:{known[1]}}}"
     unknown = re.search(r"Unsupported interpolation type (\w+)", text)
     if unknown:
         return (
@@ -394,7 +438,13 @@ def _reference_error_text(error: OmegaConfBaseException, key: str) -> str:
 
 
 def settings_snapshot(settings: object) -> dict[str, Any]:
-    """Returns the settings to keep and to show, from what `load_config` returned; of a node only what was given."""
+    """Return the settings to store and to show.
+
+    A section contains only the keys that were given.
+
+    Args:
+        settings: the result of `load_config`.
+    """
     return getattr(settings, _SNAPSHOT_ATTRIBUTE)
 
 
@@ -405,11 +455,12 @@ def _make_snapshot(
     for name, field in option_fields(type(settings)).items():
         value = getattr(settings, name)
         if nested_record(field):
-            # Of a mapping only the keys that were given.
+            # Keep only the keys of a section that were given.
             kept[name] = {key: _snapshot_value(plain[name][key], getattr(value, key)) for key in given.get(name) or {}}
         else:
             kept[name] = _snapshot_value(plain.get(name), value)
-    # A value that comes from the environment may be a secret token. Its reference, `${oc.env:NAME}`, takes its place.
+    # A value from the environment may be a secret token, so its reference `${oc.env:NAME}` is
+    # stored instead.
     for path, text in _env_references(OmegaConf.create(_mark_env_references(unresolved))).items():
         *above, last = path
         node = kept
@@ -421,19 +472,19 @@ def _make_snapshot(
 
 
 def _snapshot_value(plain: Any, value: Any) -> Any:
-    """Returns what the record of a run keeps of a value: a container as it was given, a plain value as it was read."""
+    """Return the stored form of a value: containers as given, plain values as parsed."""
     return deepcopy(plain) if isinstance(plain, dict | list) and value is not None else value
 
 
 def named_paths(settings: Any) -> list[Path]:
-    """Returns the existing files and folders that the settings name and a run may read."""
+    """Return the existing files and folders that the settings name as inputs."""
     paths: list[Path] = []
 
     def walk(node: Any) -> None:
         if isinstance(node, dict | list | tuple):
             for value in node.values() if isinstance(node, dict) else node:
                 walk(value)
-        # Linux refuses longer paths, and Python those with a NUL.
+        # Linux refuses longer paths, and Python refuses paths with a NUL.
         elif isinstance(node, str) and node and len(node) < 4096 and "\0" not in node and os.path.exists(node):
             paths.append(Path(node))
 
@@ -450,21 +501,21 @@ def _mark_env_references(node: Any) -> Any:
 
 
 def _env_references(node: DictConfig | ListConfig) -> dict[tuple, str]:
-    """Returns the text of every value that comes from the environment, by the path of its keys."""
+    """Return the reference text of each value from the environment, by its key path."""
     references: dict[tuple, str] = {}
     for key in list(node) if isinstance(node, DictConfig) else range(len(node)):
         if OmegaConf.is_missing(node, key):
             continue
-        # A value comes from the environment if reading it calls the resolver `_MARK`.
+        # A value comes from the environment if reading it calls the resolver `_ENV_RESOLVER`.
         _lookups.clear()
         try:
             value = node[key]
         except Exception:  # noqa: BLE001 (the code of a resolver)
-            # Another resolver may fail when it gets a reference in place of a value. The settings are right all the
-            # same: they have been resolved before.
+            # Another resolver may fail on a reference in place of a value. The settings are valid
+            # nevertheless, because they were resolved before.
             value = None
         if _lookups:
-            # Where another resolver hides the reference, the text as it was written says where the value comes from.
+            # If another resolver hides the reference, store the text of the YAML.
             whole = isinstance(value, str) and f"${{{_ENV_RESOLVER}:" in value
             text = str(value if whole else _get_node(node, key)._value())
             references[(key,)] = text.replace(f"${{{_ENV_RESOLVER}:", "${oc.env:")
@@ -473,7 +524,7 @@ def _env_references(node: DictConfig | ListConfig) -> dict[tuple, str]:
     return references
 
 
-# The references that the resolver below has seen since the list was cleared.
+# The references that `_resolve_env` has seen since the list was cleared.
 _lookups: list[str] = []
 
 
@@ -489,18 +540,22 @@ def _resolve_env(*arguments: Any) -> str:
 
 
 def load_preset(preset: str, known: list[str]) -> dict[str, Any]:
-    """Returns the keys of a preset: one of ours by its name, or one of the user by its path.
+    """Load the keys of a preset.
+
+    Args:
+        preset: the name of one of our presets, or the path of a YAML file.
+        known: the config keys of the recipe.
 
     Raises:
-        ValueError: there is no such preset, the file is no YAML, or a key in it is not among the `known` ones.
+        UsageError: the preset was not found, is not valid YAML, or has an unknown key.
     """
     file = find_preset(preset)
     try:
         loaded = OmegaConf.load(file)
     except yaml.YAMLError as error:
-        raise UsageError(f"preset={preset}: {file} is no YAML: {' '.join(str(error).split())}") from None
+        raise UsageError(f"preset={preset}: {file} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, DictConfig):
-        raise UsageError(f"preset={preset}: {file} holds no keys of a recipe")
+        raise UsageError(f"preset={preset}: {file} has no config keys; expected `key: value` lines")
     for key in loaded:
         if key == "preset" or key not in known:
             raise UsageError(unknown_key_text(str(key), [name for name in known if name != "preset"], f"preset {file}"))
@@ -509,26 +564,33 @@ def load_preset(preset: str, known: list[str]) -> dict[str, Any]:
 
 
 def _merge_preset(preset: dict[str, Any], given: DictConfig) -> DictConfig:
-    """Returns `preset` with the values of `given` written over it, node by node."""
+    """Merge the values of `given` over `preset`, section by section."""
     merged = OmegaConf.create(preset)
     for key in given:
-        # `_node` keeps references, which have no value yet.
+        # `_get_node` keeps references, which are not resolved yet.
         mine, theirs = _get_node(given, key), merged.get(key)
         both = isinstance(theirs, DictConfig) and isinstance(mine, DictConfig)
-        # Another component replaces the node as a whole: it would not take the arguments of the preset's.
+        # A different component replaces the whole section, because it would not take the arguments
+        # of the preset's component.
         merged[key] = OmegaConf.merge(theirs, mine) if both and "_component_" not in mine else mine
     return merged
 
 
 def divide(dividend: int, divisor: int) -> int:
-    """`${divide:512,${samples_per_prompt}}` of a config. Raises ValueError if the quotient is no whole number."""
+    """Resolve `${divide:512,${samples_per_prompt}}` in a config.
+
+    Raises:
+        UsageError: the quotient is not a whole number.
+    """
     if not isinstance(dividend, int) or not isinstance(divisor, int) or divisor < 1 or dividend % divisor:
-        raise UsageError(f"${{divide:{dividend},{divisor}}} is no whole number; choose values that divide {dividend}")
+        raise UsageError(
+            f"${{divide:{dividend},{divisor}}} is not a whole number; choose values that divide {dividend}"
+        )
     return dividend // divisor
 
 
 with warnings.catch_warnings():
-    # OmegaConf warns about this name of the function, but only this one is in all supported versions.
+    # OmegaConf deprecates this function name, but all supported versions have it.
     warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)
     OmegaConf.register_new_resolver(_ENV_RESOLVER, _resolve_env, replace=True)
     OmegaConf.register_new_resolver("divide", divide, replace=True)

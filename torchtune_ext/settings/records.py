@@ -1,4 +1,4 @@
-"""Typed records of config keys: pydantic dataclasses whose fields carry type, range, default and description."""
+"""Typed records of config keys: pydantic dataclasses with type, range, default and help text."""
 
 import functools
 from collections.abc import Callable
@@ -15,31 +15,35 @@ from torchtune_ext.settings.yaml_types import expected_text, type_error_text, un
 
 T = TypeVar("T")
 
-# For the `Config` of a recipe: `@dataclass(config=RECORD, kw_only=True)`. An unknown key is an error.
+# The config of `@dataclass(config=RECORD, kw_only=True)` for a recipe's `Config`. An unknown key
+# is an error.
 RECORD = ConfigDict(extra="forbid")
 
 
 def _in_64_bits(seed: int) -> int:
     if not -(2**63) <= seed < 2**63:
-        raise UsageError("does not fit into 64 bits; set a smaller one")
+        raise UsageError("does not fit into 64 bits; set a smaller seed")
     return seed
 
 
 Seed = Annotated[int, AfterValidator(_in_64_bits)]
 
-# A wait of the system counts milliseconds in 32 bits, which end after 24.8 days.
+# System calls count a timeout in milliseconds in 32 bits, which overflow after 24.8 days.
 Seconds = Annotated[float, Field(gt=0, le=MAX_DURATION_S)]
 
 
 @dataclass_transform(field_specifiers=(Field,), frozen_default=True)
 def config_record(key: str) -> Callable[[type[T]], type[T]]:
-    """Makes a frozen pydantic dataclass of the keys below `key`, such as "engine". Invalid values raise Mistake."""
+    """Make a frozen pydantic dataclass from the config keys below `key`, such as "engine".
+
+    Invalid values raise UsageError.
+    """
 
     def decorate(cls: type[T]) -> type[T]:
         record: Any = dataclass(config=RECORD, frozen=True, slots=True)(cls)
         init = record.__init__
 
-        # Code that makes a record itself gets the messages that a config gets.
+        # Code that constructs a record gets the same messages as a config.
         @functools.wraps(init)
         def validated_init(self: Any, *args: Any, **values: Any) -> None:
             faults = coerce_yaml_values(record, values, f"{key}.")
@@ -58,18 +62,18 @@ def config_record(key: str) -> Callable[[type[T]], type[T]]:
 
 
 def option_fields(record: Any) -> dict[str, FieldInfo]:
-    """Returns the pydantic fields of a record, by name."""
+    """Return the pydantic fields of a record by name."""
     return record.__pydantic_fields__
 
 
 def nested_record(field: FieldInfo) -> type | None:
-    """Returns the record of a field that is a mapping of the YAML, None for other fields."""
+    """Return the record type of a field that is a YAML mapping; None for other fields."""
     record: Any = field.annotation
     return record if is_pydantic_dataclass(record) else None
 
 
 def option_fault(key: str, field: FieldInfo, value: Any, error: Any) -> str:
-    """Returns the message for the value of a known key that pydantic refuses with `error`."""
+    """Return the message for a value of a known key that pydantic refused with `error`."""
     optional = NoneType in union_members(field.annotation)
     if error["type"] == "value_error":
         text = str(error["ctx"]["error"])
@@ -94,10 +98,19 @@ def option_fault(key: str, field: FieldInfo, value: Any, error: Any) -> str:
 
 
 def coerce_yaml_values(record: type, plain: dict[str, Any], where: str = "") -> dict[str, str]:
-    """Rewrites values of `plain`, in place, as YAML means them, and returns a message for each that means another.
+    """Convert values of `plain`, in place, to the types of their fields.
 
-    A whole number is text where text belongs (`output_dir=2026`); a decimal number is not, since YAML rewrites it, and a
-    truth value is neither text nor number. Pydantic reads text as a number where it is one ("8", "1e-6").
+    An integer becomes text where the field takes text (`output_dir=2026`). A float does not,
+    because YAML rewrites it, and a boolean is neither text nor a number. Pydantic converts numeric
+    text ("8", "1e-6") to a number.
+
+    Args:
+        record: the record type whose fields describe `plain`.
+        plain: the values by name.
+        where: the prefix of the keys in messages.
+
+    Returns:
+        A message for each value that cannot be converted, by its dotted key.
     """
     faults = {}
     for name, field in option_fields(record).items():
@@ -105,7 +118,7 @@ def coerce_yaml_values(record: type, plain: dict[str, Any], where: str = "") -> 
         kinds = union_members(field.annotation)
         if (nested := nested_record(field)) is not None:
             faults |= coerce_yaml_values(nested, value, f"{key}.") if isinstance(value, dict) else {}
-        # torchtune turns `key=null` into `key._component_=null`.
+        # torchtune rewrites `key=null` to `key._component_=null`.
         elif Component in kinds:
             is_null = isinstance(value, dict) and value.get("_component_", "") is None and NoneType in kinds
             plain[name] = None if is_null else value if not isinstance(value, dict) else Component(value, key)
@@ -120,23 +133,23 @@ def coerce_yaml_values(record: type, plain: dict[str, Any], where: str = "") -> 
 
 
 def unknown_key_text(key: str, known: list[str], where: str = "the config") -> str:
-    """Returns the error message for an unknown key, with the nearest known one."""
+    """Return the error message for an unknown key, with the closest known key."""
     near = closest_match(key, known)
     hint = f"did you mean {near!r}?" if near else f"known keys: {', '.join(sorted(known))}"
     return f"unknown key {key!r} in {where}; {hint}"
 
 
 def _init_error_text(record: type, key: str, values: dict[str, Any], error: Any) -> tuple[str, str]:
-    """Returns the key and the message for an error of a record that code makes."""
+    """Return the key and the message for an invalid record that code constructs."""
     if not error["loc"]:
         return key, str(error["ctx"]["error"]) if error["type"] == "value_error" else f"{key}: {error['msg']}"
     name, fields = error["loc"][0], option_fields(record)
     if error["type"] in ("unexpected_positional_argument", "multiple_argument_values"):
         return key, f"{key}: {error['msg']}"
-    # The value of a positional argument.
+    # Pydantic locates a positional argument by its index.
     name = list(fields)[name] if isinstance(name, int) else name
     full = f"{key}.{name}"
     if name not in fields:
         return full, unknown_key_text(full, [f"{key}.{each}" for each in fields], f"`{key}:`")
-    # An error may be about an item of a list.
+    # An error may concern an item of a list.
     return full, option_fault(full, fields[name], values.get(name, error["input"]), error)

@@ -1,4 +1,7 @@
-"""Compares values of YAML with type annotations. YAML reads `No`, `42` and `Format: x` as something other than text."""
+"""Compare YAML values with type annotations.
+
+YAML does not read `No`, `42` and `Format: x` as text.
+"""
 
 import inspect
 import json
@@ -14,12 +17,21 @@ from pydantic.fields import FieldInfo
 from torchtune_ext.run.errors import UsageError, closest_match
 
 TYPE_TEXTS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-# YAML writes each of these as a list.
+# YAML represents each of these types as a list.
 LIST_TYPES = (list, tuple, set, frozenset, Sequence, MutableSequence, Collection, Iterable)
 
 
 def require_type(key: str, value: Any, kind: Any, default: Any = None) -> None:
-    """Raises ValueError if a value of YAML does not fit a type annotation. Unknown annotations fit every value."""
+    """Raise UsageError if a YAML value does not fit a type annotation.
+
+    Every value fits an unknown annotation.
+
+    Args:
+        key: the dotted config key, for messages.
+        value: the value from YAML.
+        kind: the annotation.
+        default: the default value, for messages.
+    """
     if not _fits(value, kind):
         kinds = [each for each in union_members(kind) if each is not NoneType]
         names = " or ".join(dict.fromkeys(_kind_text(each) for each in kinds))
@@ -28,7 +40,7 @@ def require_type(key: str, value: Any, kind: Any, default: Any = None) -> None:
 
 
 def type_error_text(key: str, value: Any, field: FieldInfo) -> str:
-    """Returns the message for a value that the field of a record does not take."""
+    """Return the message for a value that does not fit the field of a record."""
     kinds = [each for each in union_members(field.annotation) if each is not NoneType]
     words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     what = f" ({field.description})" if field.description else ""
@@ -38,7 +50,7 @@ def type_error_text(key: str, value: Any, field: FieldInfo) -> str:
         meant = f"; did you mean {near!r}?" if near else ""
         return f"{key}={value!r} is unknown: use {_either([*map(repr, words), *others])}{meant}"
     null = ", or null" if NoneType in union_members(field.annotation) else ""
-    # A value out of range has the right kind.
+    # A value that is only out of range needs no rewrite hint.
     hint = "" if _fits(value, field.annotation) else _rewrite_hint(key, value, kinds)
     text = expected_text(field)
     if key.endswith("_s"):
@@ -47,7 +59,7 @@ def type_error_text(key: str, value: Any, field: FieldInfo) -> str:
 
 
 def expected_text(field: FieldInfo) -> str:
-    """Returns the values that a field takes besides null: "a whole number of at least 1"."""
+    """Return the values that a field takes, except null: "a whole number of at least 1"."""
     texts = []
     for member in _flatten_union(field.annotation):
         kind, *constraints = get_args(member) if get_origin(member) is Annotated else [member]
@@ -57,7 +69,7 @@ def expected_text(field: FieldInfo) -> str:
 
 
 def _bounds_text(constraints: Iterable[Any]) -> str:
-    """Returns the range of a number: " of at least 1", or "" if it has none."""
+    """Return the range of a number: " of at least 1", or "" if it is unbounded."""
     words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "at most"}
     bounds = [
         f"{text} {getattr(each, name):g}"
@@ -69,9 +81,9 @@ def _bounds_text(constraints: Iterable[Any]) -> str:
 
 
 def union_members(kind: Any) -> list[Any]:
-    """Returns the members of a union, or the annotation itself, without the constraints of `Annotated`."""
+    """Return the members of a union (or the annotation itself) without `Annotated` constraints."""
     members = [get_args(each)[0] if get_origin(each) is Annotated else each for each in _flatten_union(kind)]
-    # No value of YAML is a tensor.
+    # A YAML value is never a tensor.
     return [each for each in members if getattr(each, "__name__", "") != "Tensor"] or members
 
 
@@ -81,7 +93,7 @@ def _flatten_union(kind: Any) -> list[Any]:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Tells whether a value of YAML fits a type annotation, an unknown one always."""
+    """Return whether a YAML value fits a type annotation; True for an unknown annotation."""
     if len(members := union_members(kind)) > 1:
         return any(_fits(value, each) for each in members)
     kind = members[0]
@@ -97,7 +109,7 @@ def _fits(value: Any, kind: Any) -> bool:
     # A component may take the dotted path of a function.
     if origin is Callable:
         return callable(value) or isinstance(value, str)
-    # A text is a sequence, too, but of letters.
+    # A string is also a sequence, but not a list of items.
     if origin in LIST_TYPES:
         if not isinstance(value, list | tuple) or len(value) != (_length(kind) or len(value)):
             return False
@@ -110,8 +122,8 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _length(kind: Any) -> int | None:
-    """Returns the number of items of a tuple whose annotation fixes it, otherwise None."""
-    # Many write tuple[str] for tuple[str, ...].
+    """Return the number of items if the annotation is a tuple of fixed length; otherwise None."""
+    # Many users write tuple[str] for tuple[str, ...], so one item is not a fixed length.
     fixed = get_origin(kind) is tuple and ... not in get_args(kind) and len(get_args(kind)) > 1
     return len(get_args(kind)) if fixed else None
 
@@ -130,18 +142,21 @@ def _kind_text(kind: Any) -> str:
 
 
 def _either(texts: list[str]) -> str:
-    """Returns "a, b or c"."""
+    """Join texts: "a, b or c"."""
     return " or ".join([*([", ".join(texts[:-1])] if texts[1:] else []), texts[-1]])
 
 
 def _rewrite_hint(key: str, value: Any, kinds: list[Any]) -> str:
-    """Returns the end of a message: how to write the value so that YAML reads it as one of the kinds; "" if unknown."""
+    """Return the end of a message: how to write the value so that YAML reads one of the kinds.
+
+    The text is "" if the rewrite is unknown.
+    """
     origins = [get_origin(kind) or kind for kind in kinds]
     if {str, Path} & set(origins) or (Literal in origins and isinstance(value, bool)):
         if isinstance(value, bool):
             words = "yes, on and true" if value else "no, off and false"
             quoted = json.dumps("yes" if value else "no")
-            return f", and YAML reads {words} as a truth value: quote it, '{key}={quoted}'"
+            return f", and YAML reads {words} as a boolean: quote it, '{key}={quoted}'"
         only = " if the brackets belong to it" if isinstance(value, list) else ""
         return f": quote it{only}, '{key}={json.dumps(_typed(value), ensure_ascii=False)}'"
     if {int, float} & set(origins) and isinstance(value, str | float):
@@ -161,9 +176,9 @@ def _rewrite_hint(key: str, value: Any, kinds: list[Any]) -> str:
 
 
 def _typed(value: Any) -> str:
-    """Returns the words that YAML has read as a mapping, a list or a number."""
+    """Return the text that YAML has parsed as a mapping, a list or a number."""
     if isinstance(value, Mapping):
-        # "{question}" and "Question:" are the same mapping to YAML. The first one is meant more often.
+        # YAML reads "{question}" and "Question:" as the same mapping. "{question}" is more common.
         braces = all(each is None and " " not in str(key) for key, each in value.items())
         parts = [f"{key}" if braces else f"{key}: {_typed(each)}".rstrip() for key, each in value.items()]
         return f"{{{', '.join(parts)}}}" if braces else ", ".join(parts)
@@ -171,6 +186,6 @@ def _typed(value: Any) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """Returns the name of a value's type with its article: "a list", "an int", "None"."""
+    """Return the type name of a value with its article: "a list", "an int", "None"."""
     kind = type(value).__name__
     return f"a{'n' * (kind[:1].lower() in 'aeiou')} {kind}" if value is not None else "None"

@@ -1,1 +1,1 @@
-"""The components of a run: built, checked, dry-run, described."""
+"""Build, check, dry-run and describe the components of a run."""

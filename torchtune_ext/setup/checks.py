@@ -1,4 +1,4 @@
-"""Tries the parts of a run on something small, before its folder is touched and before the engine starts."""
+"""Try the components of a run on small inputs before the run writes files or starts engines."""
 
 import json
 import math
@@ -25,22 +25,26 @@ from torchtune_ext.tasks.task import ConversationTask, Problem, SelfGradingTask,
 if TYPE_CHECKING:
     from torchtune.modules import TransformerDecoder
 
-# The most prompts that are measured, and the most seconds that this takes.
+# Limits of the prompt measurement: problems and seconds.
 MAX_PROBED_PROBLEMS, PROBE_LIMIT_S = 64, 1.0
-# Two tokenizers that give this the same ids are taken to be the same.
+# Two tokenizers that encode this text to the same ids are treated as equal.
 TOKENIZER_PROBE = "The 7 quick foxes: 12+34=46, isn't it?\n"
 
 
 def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2), device: str = "cpu") -> None:
-    """Builds the optimizer on small parameters, one for each number in `dims`, and makes a step on dense gradients.
+    """Build the optimizer on small parameters and take a step on dense gradients.
 
     Args:
-        device: the kind of device that trains.
+        make: builds the optimizer from `params`.
+        dims: one parameter is made for each number of dimensions in `dims`.
+        device: the type of the training device ("cpu", "cuda").
 
-    Raises ValueError if a setting has a wrong type or value, the component is not an optimizer, or its step fails.
+    Raises:
+        UsageError: a setting is invalid, the component is not an optimizer, or its step fails.
     """
-    # Some optimizers take only matrices, so the parameters have the dims of those that are trained. They are on the
-    # CPU, because an engine that shares the GPU has yet to measure how much of it is free.
+    # Some optimizers accept only matrices, so the parameters have the dims of the trained
+    # parameters. They are on the CPU, because an engine on the same GPU has yet to measure the
+    # free GPU memory.
     params = [nn.Parameter(torch.zeros((2,) * ndim)) for ndim in sorted(dims)]
     optimizer = make(params=params)
     if not hasattr(optimizer, "param_groups"):
@@ -50,12 +54,13 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2), devi
         )
     rates = [group.get("lr") for group in optimizer.param_groups]
     for rate in rates:
-        # The schedule multiplies it, so an optimizer that has a rate of its own (None) will not do.
+        # The schedule multiplies the rate, so an optimizer that chooses its own rate (None) is
+        # unsupported.
         if rate is None or not math.isfinite(rate):
-            raise UsageError(f"optimizer.lr={rate} is no learning rate; set optimizer.lr=1e-5, for instance")
+            raise UsageError(f"optimizer.lr={rate} must be a finite number. Fix: set optimizer.lr=1e-5, for instance")
     if not any(rates):
-        raise UsageError("optimizer.lr=0 changes no weight, ever; set optimizer.lr=1e-5, for instance")
-    # An optimizer of another library may compute on GPUs alone, and so does torch's own with `capturable`.
+        raise UsageError("optimizer.lr=0 never changes a weight. Fix: set optimizer.lr=1e-5, for instance")
+    # An optimizer of another library may support only GPUs, as torch's own do with `capturable`.
     capturable = any(group.get("capturable") for group in optimizer.param_groups)
     if device != "cpu" and (capturable or not type(optimizer).__module__.startswith("torch.optim.")):
         return
@@ -71,23 +76,27 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2), devi
 
 
 def check_loss(loss: Any) -> None:
-    """Computes the loss of three labels of two completions, and that of no label.
+    """Call the loss on three labels of two completions, and on an empty row.
 
-    Raises ValueError if the loss cannot be called, fails, does not return one value per label, or has no gradient.
+    Raises:
+        UsageError: the loss is not callable, does not return one value per label, or has no
+            gradient.
+        UserCodeError: the loss raised an error.
     """
     name, needs = _name(loss), loss_requirements(loss)
     if not callable(loss):
-        raise UsageError(f"loss: {name} cannot be called; give it `def __call__(self, t)` (docs/objectives.md)")
-    # The first update of a step has no other policy to compare the highest log-probs with.
+        raise UsageError(f"loss: {name} is not callable. Fix: define `def __call__(self, t)` (docs/objectives.md)")
+    # The first update of a step has no other policy for comparing the top-k log-probs.
     tops = [needs.top_k, 0] if needs.top_k else [0]
-    # A rank with an empty row calls the loss with no label.
+    # A rank with an empty row calls the loss without labels.
     for labels, top_k in [(3, top_k) for top_k in tops] + [(0, top_k) for top_k in tops]:
-        count = "three labels" if labels else "no label, as of an empty row"
+        count = "three labels" if labels else "no labels (an empty row)"
         with wrap_user_errors(f"loss: {name}, called with {count},"), torch.enable_grad():
             returned = loss(_example(needs, labels, top_k))
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
             raise UsageError(
-                f"loss: {name} returned {kind_of(returned)}; return (one value per label, a dict of metrics, which may be empty)"
+                f"loss: {name} returned {kind_of(returned)}; return (one value per label, a dict of metrics, which "
+                "may be empty)"
             )
         if "total" in returned[1]:
             raise UsageError(f"loss: {name}: the metric 'total' is the loss itself (loss/total); give it another name")
@@ -103,9 +112,9 @@ def check_loss(loss: Any) -> None:
 
 
 def _example(needs: LossRequirements, labels: int, top_k: int) -> Tokens:
-    """What a loss sees of a row with up to three labels."""
+    """Return the input of a loss for a row with up to three labels."""
     logprobs_L = torch.tensor([-1.0, -0.5, -2.0])[:labels]
-    # The K tokens share half of the probability, so the rest keeps a finite logarithm.
+    # The K tokens share half of the probability, so the log of the remaining probability is finite.
     top_LK = torch.full((labels, top_k), -math.log(2 * top_k)) if top_k else None
     return Tokens(
         logprobs_L=logprobs_L.clone().requires_grad_(),
@@ -126,46 +135,49 @@ def _example(needs: LossRequirements, labels: int, top_k: int) -> Tokens:
 def check_task(
     task: Task, key: str, must_end: bool = False, needs_solutions: bool = False, grades: bool = True
 ) -> None:
-    """Looks at the first problems of a task, until one is fine.
+    """Check the methods of a task and its first problems, until one problem is valid.
 
     Args:
-        key: the node of the task, for messages.
-        ends: all problems will be used, so there must be an end.
-        solves: the task must have solutions.
-        grades: it must have a grader.
+        task: the task.
+        key: the config key of the task, for messages.
+        must_end: all problems will be used, so the task must be finite.
+        needs_solutions: the task must have solutions.
+        grades: the task must have a grader.
 
-    Raises ValueError if a method is missing, the length does not fit, or none of the first `LOOKED_AT` is fine.
+    Raises:
+        UsageError: a method is missing, the length does not fit, or none of the first
+            `MAX_PROBED_PROBLEMS` problems is valid.
     """
     name = _name(task)
     for method, what, needed in (
-        ("__len__", "the number of its problems, or torchtune_ext.tasks.task.ENDLESS where they never end", True),
-        ("__getitem__", "the problem of an index", True),
+        ("__len__", "the number of its problems, or torchtune_ext.tasks.task.ENDLESS if they never end", True),
+        ("__getitem__", "the problem at an index", True),
         ("solution", "a text with reward 1.0 for a problem", needs_solutions),
     ):
         if needed and not hasattr(task, method):
             raise UsageError(
-                f"{key}: {name} has no `{method}`; give it one that returns {what} (docs/custom_reward.md)"
+                f"{key}: {name} has no `{method}`. Fix: define it to return {what} (docs/custom_reward.md)"
             )
     graders = [getattr(task, method, None) for method in ("grade", "grade_group", "environment")]
     if grades and not isinstance(task, SelfGradingTask) and not any(map(callable, graders)):
         raise UsageError(
-            f"{key}: {name} has no `grade`; give it `def grade(self, problem, text)`, which returns a number or a Score "
+            f"{key}: {name} has no `grade`. Fix: define `def grade(self, problem, text)`, which returns a number or a Score "
             "(docs/custom_reward.md). For several graders, call them in one function"
         )
     if hasattr(task, "environment"):
         turns = getattr(task, "max_turns", None)
         if not isinstance(turns, int) or turns < 1:
             raise UsageError(
-                f"{key}: {name} has an environment and max_turns={turns!r}; give it the number of turns after which a "
-                "conversation is ended, 1 or more (docs/environments.md)"
+                f"{key}: {name} has an environment and max_turns={turns!r}; expected an integer of at least 1, the number of "
+                "turns after which a conversation ends (docs/environments.md)"
             )
     with wrap_user_errors(f"{key}: len({name}(...))"):
         length = len(task)
     if length < 1:
-        raise UsageError(f"{key}: {name} has {length} problems; it needs one at least")
+        raise UsageError(f"{key}: {name} has {length} problems; expected at least 1")
     if must_end and length > SHUFFLE_LIMIT:
         raise UsageError(
-            f"{key}: {name} never ends ({length:,} problems), and all are used; set {key}.count=256, for instance"
+            f"{key}: {name} never ends ({length:,} problems), but all are used. Fix: set {key}.count=256, for instance"
         )
     first: ValueError | None = None
     for index in range(min(length, MAX_PROBED_PROBLEMS)):
@@ -175,7 +187,7 @@ def check_task(
             _require_problem(problem, f"{key}: {name}(...)[{index}]")
             return
         except ValueError as error:
-            # A run passes over a broken row, but at least one has to be a problem.
+            # A run skips an invalid row, but at least one row must be valid.
             first = first or error
     assert first is not None
     raise first
@@ -184,30 +196,42 @@ def check_task(
 def _require_problem(problem: Any, what: str) -> None:
     if not isinstance(problem, Problem):
         raise UsageError(
-            f"{what} is {kind_of(problem)}, not a Problem; return Problem(id, messages, answer) of torchtune_ext.tasks.task"
+            f"{what} is {kind_of(problem)}; expected a Problem. Fix: return torchtune_ext.tasks.task.Problem(id, "
+            "messages, answer)"
         )
     messages = problem.messages
     fine = isinstance(messages, tuple | list) and messages and all(isinstance(each, Mapping) for each in messages)
     if not fine or not all({"role", "content"} <= set(each) for each in messages):
         raise UsageError(
-            f'{what} has messages={messages!r:.80}; write ({{"role": "user", "content": "the question"}},): a tuple of them'
+            f'{what} has messages={messages!r:.80}; expected a tuple of dicts: ({{"role": "user", "content": "the question"}},)'
         )
-    # The rollouts of a step hold it.
-    with wrap_user_errors(f"{what}: its answer as JSON", "make the keys of its dicts texts"):
+    # The stored rollouts of a step contain the answer as JSON.
+    with wrap_user_errors(f"{what}: its answer as JSON", "use text as the keys of its dicts"):
         json.dumps(problem.answer, default=repr)
 
 
 def measure_prompts(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
-    """Measures prompts from all over a task, in tokens. Those that cannot be made or encoded are left out.
+    """Measure the prompts of problems spread over a task, in tokens.
 
-    Raises ValueError if none can be, if the chat template does not show the tools or a message of one, or if two
-    problems with different messages have the same prompt.
+    Problems that cannot be loaded or encoded are skipped.
+
+    Args:
+        task: the task.
+        tokenizer: encodes the prompts.
+        key: the config key of the task, for messages.
+
+    Returns:
+        The number of tokens of each measured prompt, at most `MAX_PROBED_PROBLEMS`.
+
+    Raises:
+        UsageError: no prompt can be encoded, the chat template omits the tools or a message of a
+            problem, or two problems with different messages have the same prompt.
     """
     lengths, began, first = [], time.monotonic(), None
-    looked_for: set[tuple[str, ...]] = set()  # the roles of problems whose messages the template shows
-    known: dict[tuple[int, ...], tuple[int, str]] = {}  # by the ids of a prompt: index and texts of its problem
-    # The indices are evenly spaced, so that a task sorted by length shows its long prompts, too. An endless task has no
-    # end to space them over.
+    looked_for: set[tuple[str, ...]] = set()  # the role sequences that `_require_shown` has checked
+    known: dict[tuple[int, ...], tuple[int, str]] = {}  # prompt ids -> index and text of the problem
+    # The indices are evenly spaced, so a task sorted by length also shows its long prompts. For an
+    # endless task, the first problems are measured.
     looked_at, whole = (
         min(len(task), MAX_PROBED_PROBLEMS),
         len(task) if len(task) <= SHUFFLE_LIMIT else MAX_PROBED_PROBLEMS,
@@ -226,20 +250,22 @@ def measure_prompts(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]
             if (roles := tuple(message["role"] for message in problem.messages)) not in looked_for:
                 _require_shown(problem, ids, tokenizer, f"{key}: {_name(task)}(...)[{index}]")
                 looked_for.add(roles)
-            # Templates may strip white space.
+            # Templates may strip whitespace.
             texts = "".join(str(message.get("content")) for message in problem.messages)
             other, others = known.setdefault(tuple(ids), (index, words := "".join(texts.split()).casefold()))
             if words != others:
                 raise UsageError(
-                    f"{key}: problems {other} and {index} of {_name(task)} have different messages and the same prompt of "
-                    f"{len(ids)} tokens: the tokenizer or its chat template drops what tells them apart; change "
+                    f"{key}: problems {other} and {index} of {_name(task)} have different messages but the same prompt of "
+                    f"{len(ids)} tokens: the tokenizer or its chat template drops the difference. Fix: change "
                     "tokenizer.path or tokenizer.template"
                 )
-            # With a template that does not know tools the prompt is the same, and the policy would never see them.
+            # A template without tool support gives the same prompt, and the policy would never see
+            # the tools.
             if problem.tools and ids == tokenizer.prompt_ids(problem.messages):
                 raise UsageError(
-                    f"{key}: {_name(task)}(...)[{index}] has tools, which the chat template {tokenizer.template.name!r} does "
-                    "not show; name one that does in tokenizer.template, or describe them in a message (docs/environments.md)"
+                    f"{key}: {_name(task)}(...)[{index}] has tools, which the chat template {tokenizer.template.name!r} omits. "
+                    "Fix: set tokenizer.template to a template with tools, or describe them in a message "
+                    "(docs/environments.md)"
                 )
     if not lengths:
         assert first is not None
@@ -248,10 +274,11 @@ def measure_prompts(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]
 
 
 def _require_shown(problem: Problem, ids: Sequence[int], tokenizer: ChatTokenizer, what: str) -> None:
-    """Raises ValueError if the chat template leaves out a message of a problem, whose prompt has these ids."""
-    # A template may trim, escape or move a text, or obey a "/no_think" in it. So its effect is looked for, not itself:
-    # a longer text has to change the prompt. It repeats its own words, because a tokenizer may drop others, but no
-    # thought, which templates leave out of older turns.
+    """Raise UsageError if the chat template omits a message of a problem with this prompt."""
+    # A template may trim, escape or move a text, or interpret "/no_think" in it. So the check does
+    # not search for the text: a longer text must change the prompt. The added text repeats words of
+    # the message, because a tokenizer may drop other words, but not its thoughts, which templates
+    # omit from older turns.
     messages = list(problem.messages)
     for i, message in enumerate(messages):
         if message.get("tool_calls") or not (content := str(message.get("content") or "")).strip():
@@ -259,9 +286,9 @@ def _require_shown(problem: Problem, ids: Sequence[int], tokenizer: ChatTokenize
         messages[i] = {**message, "content": f"{content} 7 {content.rpartition('</think>')[2]}"}
         if tokenizer.prompt_ids(messages, problem.tools) == ids:
             raise UsageError(
-                f"{what}: the chat template {tokenizer.template.name!r} does not show its message of role "
-                f"{message['role']!r}, {content!r:.60}; name a template that does in tokenizer.template, or put the "
-                "text into a message of another role"
+                f"{what}: the chat template {tokenizer.template.name!r} omits its message of role "
+                f"{message['role']!r}, {content!r:.60}. Fix: set tokenizer.template to a template that shows it, or put "
+                "the text into a message of another role"
             )
         messages[i] = message
 
@@ -273,22 +300,31 @@ def check_prompts(
     engine: EngineConfig,
     hf_model: HFModel,
 ) -> None:
-    """Compares some prompts of each task (by the key of its node) with the room that the engine has for them.
+    """Compare some prompts of each task with the prompt length that the engine allows.
 
-    Raises ValueError if there is no room for a prompt, or all of them are longer.
+    Args:
+        tasks: the tasks by config key.
+        tokenizer: encodes the prompts.
+        sampling: its `max_tokens` are reserved for the completion.
+        engine: its `max_model_len` bounds prompt and completion.
+        hf_model: the model, whose positions bound the suggested `max_model_len`.
+
+    Raises:
+        UsageError: no tokens are left for a prompt, or every measured prompt is longer.
     """
     prompt_room = engine.max_model_len - sampling.max_tokens
     if prompt_room < 1:
         raise UsageError(
             f"sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt in engine.max_model_len="
-            f"{engine.max_model_len}, which holds both; lower max_tokens, or raise max_model_len"
+            f"{engine.max_model_len} (prompt and completion). Fix: lower max_tokens, or raise max_model_len"
         )
     for key, task in tasks.items():
         if task is None:
             continue
         if isinstance(task, ConversationTask):
-            # Some chat templates cannot be continued after an answer, which would show only in the second turn.
-            with wrap_user_errors(f"{key}: {_name(task)} leads conversations:"):
+            # Some chat templates cannot be continued after an answer, which would fail only in the
+            # second turn.
+            with wrap_user_errors(f"{key}: {_name(task)} has several turns:"):
                 turn, answer = {"role": "assistant", "content": "x"}, {"role": "user", "content": "x"}
                 if tokenizer.history == "template":
                     tokenizer.context_ids([answer], [turn, answer], [[*tokenizer.encode("x"), tokenizer.eos_id]])
@@ -296,50 +332,54 @@ def check_prompts(
                     tokenizer.turn_boundary_ids([answer], tokenizer.eos_id)
         lengths = measure_prompts(task, tokenizer, key)
         shortest, longest = min(lengths), max(lengths)
-        # A run leaves out single prompts that are too long, but if all are, it has nothing to train on.
+        # A run skips prompts that are too long. If all prompts are too long, nothing is left to
+        # train on.
         if shortest > prompt_room:
             span = f"{shortest} to {longest}" if shortest < longest else f"{longest}"
             needed, positions = sampling.max_tokens + longest, max_positions(hf_model)
             more = needed <= positions
             fix = f"set engine.max_model_len={needed}, or" if more else f"the model has {positions} positions: set"
             raise UsageError(
-                f"sampling.max_tokens={sampling.max_tokens} leaves room for a prompt of {prompt_room} in engine.max_model_len="
-                f"{engine.max_model_len}, and the {len(lengths)} prompts of {key} that were looked at have {span} tokens; "
-                f"{fix} a lower max_tokens"
+                f"sampling.max_tokens={sampling.max_tokens} allows a prompt length of {prompt_room} in "
+                f"engine.max_model_len={engine.max_model_len}, but the {len(lengths)} measured prompts of {key} have {span} "
+                f"tokens; {fix} a lower max_tokens"
             )
 
 
 def find_eval_overlap(task: Task, held_out: Task | None) -> list[str]:
-    """The ids of held-out problems that are trained on too, as far as `LOOK_S` seconds show.
+    """Return the ids of held-out problems that are also in the training task.
 
-    Raises ValueError if the two tasks have the same problems.
+    The search ends after `PROBE_LIMIT_S` seconds per task.
+
+    Raises:
+        UsageError: the two tasks have the same problems.
     """
     if held_out is None or max(len(task), len(held_out)) > SHUFFLE_LIMIT:
         return []
-    # Endless tasks, which are left out above, generate their problems: a listing would have no end.
+    # Endless tasks are skipped above, because their problems cannot be listed.
     train_ids, others = _ids(task), _ids(held_out)
     overlap = [name for messages, name in others.items() if messages in train_ids]
     if len(overlap) == len(task) == len(held_out):
         raise UsageError(
-            f"evaluation.task has the {len(overlap):,} problems of `task`, so it would measure what was learned by heart; hold "
+            f"evaluation.task has the {len(overlap):,} problems of `task`, so it would measure memorization. Fix: hold "
             "some out (first, count or split), or set evaluation.task=null"
         )
     return overlap
 
 
 def _ids(task: Task) -> dict[str, str]:
-    """The ids of a task's problems by their content, as many as `LOOK_S` seconds allow to make."""
+    """Return the problem ids of a task by content, as many as load in `PROBE_LIMIT_S` seconds."""
     ids, began = {}, time.monotonic()
     for index in range(len(task)):
         if time.monotonic() - began > PROBE_LIMIT_S:
             break
         try:
             problem = task[index]
-            # Many conversations begin with the same words, so the hidden answer counts, too.
+            # Many conversations begin with the same text, so the hidden answer is part of the key.
             hidden = problem.answer if isinstance(task, ConversationTask) else None
             ids[str((list(problem.messages), hidden))] = problem.id
         except Exception:  # noqa: BLE001 (the code of the task)
-            # The run reports a broken row when its turn comes.
+            # The run reports an invalid row when it reaches it.
             continue
     return ids
 
@@ -347,61 +387,73 @@ def _ids(task: Task) -> dict[str, str]:
 def check_tokenizer(
     tokenizer: ChatTokenizer, hf_model: HFModel, vocab_rows: int | None = None, stop_ids: Sequence[int] = ()
 ) -> None:
-    """Compares a tokenizer with the model. Raises ValueError if an id is missing, or its files encode otherwise.
+    """Compare a tokenizer with the model.
 
     Args:
-        width: rows of the model's embedding; None: what config.json says.
-        stops: ids with which a completion ends (`sampling.stop_token_ids`).
+        tokenizer: the tokenizer of the run.
+        hf_model: the model directory.
+        vocab_rows: rows of the model's embedding; None: `vocab_size` of config.json.
+        stop_ids: ids that end a completion (`sampling.stop_token_ids`).
+
+    Raises:
+        UsageError: the model lacks an id, or the model's own tokenizer encodes text differently.
     """
     vocab_rows = int(hf_model.config["vocab_size"]) if vocab_rows is None else vocab_rows
     fix = f"they do not belong together: set tokenizer.path={hf_model.path}"
     where = getattr(tokenizer, "path", None)
     highest = getattr(tokenizer, "vocab_size", 0)
     if highest > vocab_rows:
-        # A token that was added without its row in the embedding has no other tokenizer that would fit.
+        # If a token was added without a row in the embedding, another tokenizer would not help.
         added = tokenizer.tokens_from_id(vocab_rows)
         named = f" (such as {', '.join(map(repr, added[:3]))})" if added else ""
         if where is not None and Path(where).resolve() == hf_model.path.resolve():
-            fix = "they were added to the tokenizer, but not to the model: take both from the same place"
+            fix = "they were added to the tokenizer but not to the model: take both from the same source"
         raise UsageError(
-            f"tokenizer.path={where} has ids up to {highest - 1}{named}, the model in model_dir={hf_model.path} knows {vocab_rows}; "
-            f"{fix}"
+            f"tokenizer.path={where} has ids up to {highest - 1}{named}, but the model in model_dir={hf_model.path} "
+            f"has {vocab_rows}; {fix}"
         )
     if beyond := [token for token in stop_ids if not 0 <= token < vocab_rows]:
         says = f"sampling.stop_token_ids names {beyond[0]}"
         if beyond[0] in getattr(tokenizer, "stop_token_ids", ()):
             says = f"generation_config.json or config.json in {where} says eos_token_id={beyond[0]}"
         raise UsageError(
-            f"{says}, and the model in model_dir={hf_model.path} has ids from 0 to {vocab_rows - 1}: no completion would end with it; "
-            "name one of tokenizer.json, or leave it out"
+            f"{says}, but the model in model_dir={hf_model.path} has ids from 0 to {vocab_rows - 1}: no completion "
+            "would end with it. Fix: use an id from tokenizer.json, or leave it out"
         )
     files = [Path(folder or ".") / "tokenizer.json" for folder in (where, hf_model.path)]
     if where is None or not all(file.is_file() for file in files) or files[0].resolve() == files[1].resolve():
         return
     if len({tuple(_encode_probe(file)) for file in files}) > 1:
         raise UsageError(
-            f"tokenizer.path={where} encodes text otherwise than the tokenizer in model_dir={hf_model.path}; {fix}"
+            f"tokenizer.path={where} encodes text differently from the tokenizer in model_dir={hf_model.path}; {fix}"
         )
 
 
 def _encode_probe(file: Path) -> list[int]:
-    with wrap_user_errors(f"reading {file}", "copy the file from where the weights come from"):
+    with wrap_user_errors(f"reading {file}", "copy the file from the source of the weights"):
         return Tokenizer.from_file(str(file)).encode(TOKENIZER_PROBE, add_special_tokens=False).ids
 
 
 def require_rows(row_tokens: int, engine: EngineConfig) -> None:
-    """Raises ValueError if a row is too short for the engine's longest sequence."""
+    """Raise UsageError if a row is too short for the engine's longest sequence."""
     if row_tokens < engine.max_model_len:
         raise UsageError(
-            f"row_tokens={row_tokens} must be at least {engine.max_model_len}: a prompt with a completion, which may have "
-            f"engine.max_model_len={engine.max_model_len} tokens, stands in one row; raise row_tokens, or lower max_model_len"
+            f"row_tokens={row_tokens} must be at least {engine.max_model_len}: one row holds a prompt with a completion, "
+            f"up to engine.max_model_len={engine.max_model_len} tokens; raise row_tokens, or lower max_model_len"
         )
 
 
 def check_engine(hf_model: HFModel, engine: EngineConfig, model: "TransformerDecoder | None" = None) -> None:
-    """Compares the engine's settings with the sizes of the model, and of `model` where one is trained.
+    """Compare the engine's settings with the sizes of the model.
 
-    Raises ValueError if the model cannot be cut for the engine's GPUs, or if it or the KV cache is too short.
+    Args:
+        hf_model: the model directory.
+        engine: the engine's settings.
+        model: the model on the meta device if it is trained.
+
+    Raises:
+        UsageError: the model cannot be sharded over the engine's GPUs, or the model's positions or
+            the KV cache are too short for `engine.max_model_len`.
     """
     size, heads = engine.tensor_parallel_size, int(hf_model.config["num_attention_heads"])
     fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0 and n <= 16)
@@ -411,27 +463,27 @@ def check_engine(hf_model: HFModel, engine: EngineConfig, model: "TransformerDec
         )
     if size > 1 and hf_model.config.get("model_type") == "olmo2":
         raise UsageError(
-            f"engine.tensor_parallel_size={size} with olmo2, of which vLLM has no model of its own that norms queries and keys "
-            "over all heads when they are cut: set it to 1, and engine.count for more GPUs"
+            f"engine.tensor_parallel_size={size} with olmo2: vLLM has no olmo2 model that norms queries and keys over "
+            "all heads when they are sharded. Fix: set it to 1, and engine.count for more GPUs"
         )
-    # This raises for settings that do not go together.
+    # This call raises for inconsistent settings.
     engine_configs(engine)
     if engine.max_model_len > (longest := max_positions(hf_model)):
         raise UsageError(
-            f"engine.max_model_len={engine.max_model_len} is more than the {longest} positions that the model has "
+            f"engine.max_model_len={engine.max_model_len} is more than the {longest} positions of the model "
             f"(max_position_embeddings in {hf_model.path / 'config.json'}); set engine.max_model_len={longest} or less"
         )
     if model is not None and engine.max_model_len > model.max_seq_len:
         raise UsageError(
-            f"engine.max_model_len={engine.max_model_len} is more than the {model.max_seq_len} positions of the model that is "
-            f"trained; set model.max_seq_len={engine.max_model_len}, or a lower max_model_len"
+            f"engine.max_model_len={engine.max_model_len} is more than the {model.max_seq_len} positions of the trained "
+            f"model; set model.max_seq_len={engine.max_model_len}, or a lower max_model_len"
         )
     own = engine.address is None and "kv_cache_dtype" not in engine.extra_args
     if model is not None and own and engine.kv_cache_bytes is not None:
         layer: Any = model.layers[0]
         attn, numbers = layer.attn, 4 if engine.dtype == "float32" else 2
-        # Keys and values of one token. Heads that do not suffice for all GPUs are held twice, so the quotient rounds
-        # up.
+        # Bytes of the keys and values of one token. With fewer heads than GPUs, heads are
+        # replicated, so the quotient rounds up.
         token = 2 * len(model.layers) * -(-attn.num_kv_heads // size) * attn.head_dim * numbers
         block = engine.block_size or CPU_BLOCK_SIZE
         needed = token * block * (-(-engine.max_model_len // block) + 1)
@@ -443,8 +495,8 @@ def check_engine(hf_model: HFModel, engine: EngineConfig, model: "TransformerDec
 
 
 def max_positions(hf_model: HFModel) -> float:
-    """The positions of a model; infinitely many where only the engine knows."""
-    # Scaled RoPE reaches beyond max_position_embeddings.
+    """Return the positions of a model; infinity if only the engine knows them."""
+    # Scaled RoPE extends beyond max_position_embeddings.
     config = hf_model.config
     scaled = (
         config.get("rope_scaling") or (config.get("rope_parameters") or {}).get("rope_type", "default") != "default"

@@ -1,4 +1,4 @@
-"""The records in the `Config` of a GRPO recipe, and what the set-up of a run reads of that `Config`."""
+"""The records in the `Config` of a GRPO recipe, and the protocol that the setup of a run reads."""
 
 from typing import Literal, Protocol
 
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class GRPOConfig(Protocol):
-    """The config keys that the set-up of a run reads. `Config` in recipes/grpo.py describes them."""
+    """The config keys that the setup of a run reads. `Config` in recipes/grpo.py documents them."""
 
     output_dir: str
     model_dir: str

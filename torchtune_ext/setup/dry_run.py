@@ -1,9 +1,11 @@
-"""`dry_run=` of a GRPO recipe: does the checks of a start and says whether the run fits a machine. It loads no weights.
+"""Check a GRPO run and plan its memory without loading weights (`dry_run=`).
 
-    dry_run=True   this machine
-    dry_run=4x80   4 GPUs of 80 GB in all, for trainer and engine together; 16x80: also those of several machines
+    dry_run=True     this machine
+    dry_run=4x80     4 GPUs of 80 GB in total, for trainer and engine
+    dry_run=16x80    16 GPUs of 80 GB, also on several machines
+    dry_run="CPU 64" a CPU with 64 GB of main memory
 
-The exit status is 0 if a start would get through its checks and the run fits, else 2.
+The exit status is 0 if the run would pass the checks of a start and fits, otherwise 2.
 """
 
 import json
@@ -38,22 +40,23 @@ from torchtune_ext.setup.run_components import build_components
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.precision import DTYPES, chosen_dtype
 
-# The memory that CUDA reports of a card, as a share of what it is sold as. Users' error messages show 39.5 of 40 GiB
-# for an A100, 23.7 of 24 for a 4090 and 15.8 of 16 for a V100. Other cards of these sizes differ by less than 1%.
+# The memory that CUDA reports, as a share of the nominal size. Users' error messages show 39.5 of
+# 40 GiB for an A100, 23.7 of 24 for a 4090 and 15.8 of 16 for a V100. Other GPUs of these sizes
+# differ by less than 1%.
 USABLE_MEMORY_SHARE = 0.985
 GPU_PATTERN = re.compile(r"(\d+) ?x ?(\d+(?:\.\d+)?) ?(?:GB)?", re.IGNORECASE)
 CPU_PATTERN = re.compile(r"CPU,? (\d+(?:\.\d+)?) ?(?:GB)?", re.IGNORECASE)
-MAX_GPUS = 72  # a larger number is a size in the wrong place, as in 80x4
+MAX_GPUS = 72  # a larger number is a swapped size, as in 80x4
 
 
 def dry_run(cfg: GRPOConfig) -> None:
-    """Prints the plan of a run with these settings, and ends the process.
+    """Print the plan of a run and exit.
 
     Raises:
-        SystemExit: always, with the status above.
-        ValueError: a setting is wrong, or `dry_run` names no machine.
+        SystemExit: always, with the status described at the top of the module.
+        UsageError: a setting is invalid, or `dry_run` does not name a machine.
     """
-    # Under torchrun every rank is here. One plan is enough.
+    # Under torchrun every rank runs this function. One plan is enough.
     rank, ranks = rank_and_world_size()
     if rank:
         sys.exit(0)
@@ -62,36 +65,41 @@ def dry_run(cfg: GRPOConfig) -> None:
     plan, notes = plan_of(cfg, machine)
     plan = plan.with_trainers(ranks if ranks > 1 else None, visible)
     if machine.is_local and not machine.gpus and cfg.device != "cpu":
-        notes.append("no GPU is visible here, so the run would compute on the CPU; dry_run=4x80 judges 4 GPUs of 80 GB")
+        notes.append("no GPU is visible, so the run would use the CPU; dry_run=4x80 plans for 4 GPUs of 80 GB")
     if cfg.teacher.model_dir and not cfg.replay:
-        notes.append(f"the engine of the teacher, {cfg.teacher.model_dir}, is in none of these figures")
+        notes.append(f"the plan excludes the teacher's engine ({cfg.teacher.model_dir})")
     try:
         check_planned_start(plan, torchrun=ranks > 1)
     except UsageFileError as error:
-        # The plan needs no file of the model or of a task, so it is printed all the same.
+        # The plan needs no files of the model or of a task, so it is printed nevertheless.
         missing = error
     print_text("\n".join([plan_table(plan, Path(cfg.model_dir).name), *notes, "", verdict(plan)]))
     if missing:
-        print_text(f"problem: {missing}\nThe figures are right, but a start would stop at this problem")
+        print_text(f"problem: {missing}\nThe plan is valid, but a start would fail with this error")
     elif plan.fits:
-        tried = "The settings" if cfg.replay else "The settings, the first problems and the grader"
-        print_text(f"{tried} were tried: nothing is wrong")
+        tried = "settings" if cfg.replay else "settings, first problems, grader"
+        print_text(f"checked without errors: {tried}")
     sys.exit(0 if plan.fits and not missing else 2)
 
 
 def check_planned_start(plan: RunPlan, torchrun: bool) -> None:
-    """Does the checks of a start. `torchrun`: whether it started this process.
+    """Run the checks of a start.
+
+    Args:
+        plan: the plan of the run.
+        torchrun: whether torchrun started this process.
 
     Raises:
-        ValueError: a start would stop there; a `FileMistake` if a file is not there.
+        UsageError: a start would fail.
+        UsageFileError: a file is missing.
     """
     cfg = plan.cfg
     require_usable_folder(cfg.output_dir)
-    # The GPUs of this machine can be looked at. Of another one only their number is known.
+    # GPUs can be inspected only on this machine. For another machine only their number is known.
     machine, engine = plan.machine, plan.engine
     if engine is not None and machine.is_local:
         require_gpus(engine)
-        # Under torchrun the GPUs that train are known. Without it the plan chooses how many.
+        # Under torchrun the training GPUs are known. Otherwise the plan chooses their number.
         if machine.gpus:
             require_disjoint_gpus(engine, training_gpus(None if torchrun else plan.trainers))
     elif (
@@ -101,7 +109,7 @@ def check_planned_start(plan: RunPlan, torchrun: bool) -> None:
     ):
         raise UsageError(fault)
     cfg.ranks.require_divisible(plan.trainers)
-    # The parts are made on this machine, whatever machine the plan is for.
+    # The components are built on this machine, even if the plan is for another machine.
     on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     components = build_components(cfg, Ranks(0, plan.trainers, device, shard_within=cfg.ranks.shard_within))
@@ -116,33 +124,42 @@ def check_planned_start(plan: RunPlan, torchrun: bool) -> None:
 
 
 def machine_of(asked: bool | str | None, device: str, engine_devices: str | None, ranks: int) -> Machine:
-    """Returns the machine that a dry run is for. `ranks`: how many torchrun has started, on all machines together.
+    """Return the machine that a dry run plans for.
+
+    Args:
+        asked: the value of `dry_run`.
+        device: the value of `device`.
+        engine_devices: the value of `engine.devices`.
+        ranks: the number of ranks that torchrun has started on all machines.
 
     Raises:
-        ValueError: `dry_run` names no machine, or GPUs for a run on a CPU, or there is none to be found.
+        UsageError: `dry_run` does not name a machine, names GPUs for a CPU run, or this machine has
+            no GPU although the settings require one.
     """
     if asked is not True:
         machine = parse_machine(asked)
         if machine.gpus and device == "cpu":
-            raise UsageError(f"dry_run={asked!r} asks for GPUs, but device=cpu: set device=auto, or dry_run=True")
+            raise UsageError(f"dry_run={asked!r} names GPUs, but device=cpu. Fix: set device=auto, or dry_run=True")
         return machine
-    # LOCAL_WORLD_SIZE is the number of ranks on this machine, the only one whose GPUs can be looked at.
+    # LOCAL_WORLD_SIZE is the number of ranks on this machine. Other machines cannot be inspected.
     if ranks > read_int_variable("LOCAL_WORLD_SIZE", ranks):
         raise UsageError(
-            "dry_run=True under torchrun on several machines: name the GPUs of all, for instance dry_run=16x80"
+            "dry_run=True under torchrun on several machines. Fix: name the GPUs of all machines, for instance dry_run=16x80"
         )
     here = this_machine(device)
     wants = "device=cuda" if device == "cuda" else engine_devices and f"engine.devices={engine_devices}"
     if wants and device != "cpu" and not here.gpus:
-        raise UsageError(f"dry_run=True with {wants}: there is no GPU here; name a machine, for instance dry_run=4x80")
+        raise UsageError(
+            f"dry_run=True with {wants}: this machine has no GPU. Fix: name a machine, for instance dry_run=4x80"
+        )
     return here
 
 
 def parse_machine(text: Any) -> Machine:
-    """Returns the machine that a user asks for: "4x80" or "CPU 8".
+    """Parse a machine: "4x80" or "CPU 8".
 
     Raises:
-        ValueError: the text names no machine.
+        UsageError: the text does not name a machine.
     """
     if match := GPU_PATTERN.fullmatch(str(text)):
         gpus, size = int(match[1]), float(match[2])
@@ -152,39 +169,43 @@ def parse_machine(text: Any) -> Machine:
         size = float(match[1])
         return Machine(0, 0, int(size * GIB), f"a CPU with {size:g} GB", is_local=False)
     raise UsageError(
-        f"dry_run={text!r} is neither True nor a machine: 4x80 asks for 4 GPUs of 80 GB in all, for trainer and engine "
-        "together, CPU 64 for a CPU with 64 GB"
+        f"dry_run={text!r} is neither True nor a machine; expected 4x80 (4 GPUs of 80 GB in total, for trainer and engine) "
+        "or CPU 64 (a CPU with 64 GB)"
     )
 
 
 def this_machine(device: str) -> Machine:
-    """Returns this machine: its visible GPUs, or its main memory where there are none or `device` is "cpu"."""
+    """Return this machine: its visible GPUs, or its main memory without GPUs or for "cpu"."""
     host = main_memory()
     if device != "cpu" and torch.cuda.is_available():
-        # The weights are cut into equal parts, so the smallest card decides.
+        # The weights are sharded evenly, so the smallest GPU is the limit.
         sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-        name = f"the {len(sizes)} GPUs here" if len(sizes) > 1 else "the GPU here"
+        name = f"the {len(sizes)} GPUs of this machine" if len(sizes) > 1 else "the GPU of this machine"
         return Machine(len(sizes), min(sizes), host, name, is_local=True)
-    return Machine(0, 0, host, "the main memory that is free here", is_local=True)
+    return Machine(0, 0, host, "the free main memory of this machine", is_local=True)
 
 
 def main_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
-    """Returns how many bytes of main memory this process may still take."""
-    # Linux does not count a container's limit in what it calls available. Inside a container this is its own cgroup's.
+    """Return the bytes of main memory that this process may still allocate."""
+    # The available memory that Linux reports ignores the limit of a container. Inside a container,
+    # `limit` is the file of its own cgroup.
     most = limit.read_text().strip() if limit.exists() else "max"
     available = psutil.virtual_memory().available
     return available if most == "max" else min(available, int(most))
 
 
 def plan_of(cfg: GRPOConfig, machine: Machine) -> tuple[RunPlan, list[str]]:
-    """Returns the plan of a run, not yet with its training devices, and lines to print below it.
+    """Plan a run, still without its number of training devices.
+
+    Returns:
+        The plan, and lines to print below it.
 
     Raises:
-        ValueError: a setting is wrong, or the sizes of the model are not known.
+        UsageError: a setting is invalid, or the sizes of the model are unknown.
     """
     model, lines = model_of(cfg.model, cfg.model_dir)
     trainer, sampler = sides = cfg.precision.side_configs
-    # The dtype follows the machine of the plan, not the one where the plan is made.
+    # The dtype follows the planned machine, not this machine.
     name = chosen_dtype(cfg.dtype, "cuda" if machine.gpus else "cpu", fp8=sampler is not None)
     dtype, engine = DTYPES[name], cfg.engine.with_trainer_defaults(name)
     merged = cfg.adapters.resolve_publish_mode(bool(cfg.model.get("use_dora")), engine.dtype) == "merged"
@@ -196,8 +217,8 @@ def plan_of(cfg: GRPOConfig, machine: Machine) -> tuple[RunPlan, list[str]]:
         sizes=sizes,
         machine=machine,
         reference=loss_requirements(cfg.loss.instantiate()).reference_logprobs,
-        # Adapters go to the engine without the frozen weights, unless they are merged into them, or FP8 or NF4 has
-        # changed the frozen weights, which the engine then gets once.
+        # The engine receives adapters without the frozen weights, unless the adapters are merged,
+        # or FP8 or NF4 has changed the frozen weights, which are then sent once.
         publishes_full_weights=not sizes.has_frozen_params or merged or sampler is not None or sizes.largest_nf4 > 0,
     )
     if sampler is not None:
@@ -206,10 +227,22 @@ def plan_of(cfg: GRPOConfig, machine: Machine) -> tuple[RunPlan, list[str]]:
 
 
 def model_of(builder: Component, model_dir: str) -> tuple[TransformerDecoder, list[str]]:
-    """Builds the model on the meta device, and says in a line if its sizes come from no file. Raises ValueError."""
-    # A plan may come before the download. Then the name of the folder tells the public model, whose config is known.
+    """Build the model on the meta device.
+
+    Args:
+        builder: the `model` section of the config.
+        model_dir: the model directory, which may be missing for a public model.
+
+    Returns:
+        The model, and a line that says whether its sizes come from the published config.
+
+    Raises:
+        UsageError: the model cannot be built.
+    """
+    # A plan may be made before the download. The folder name then identifies the public model,
+    # whose config is known.
     known = hub_model_config(Path(model_dir).name)
-    # Only a model that is built from this directory can be built from the published config instead.
+    # The published config replaces only the config of this directory.
     named = builder.get("model_dir") == model_dir
     if known is None or not named or (Path(model_dir) / "config.json").exists():
         return build_on_meta(builder.instantiate), []
@@ -217,5 +250,5 @@ def model_of(builder: Component, model_dir: str) -> tuple[TransformerDecoder, li
         (Path(folder) / "config.json").write_text(json.dumps(known))
         model = build_on_meta(Component({**builder, "model_dir": folder}, "model").instantiate)
     return model, [
-        f"sizes: those of {Path(model_dir).name} as it was published, since model_dir has no config.json yet"
+        f"sizes: from the published config of {Path(model_dir).name}, because model_dir has no config.json yet"
     ]

@@ -1,4 +1,4 @@
-"""What a run says before it begins: what it trains, where, on what, and into which files."""
+"""Print the header of a run: model, device, objective, problems, files and engine."""
 
 import math
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ from torchtune_ext.training.trainable import FullWeights, LoRAWeights
 
 
 def print_run_header(components: RunComponents) -> None:
-    """Prints what a GRPO recipe says before its engine starts."""
+    """Print the header of a GRPO run before its engine starts."""
     cfg, output = components.cfg, components.cfg.output_dir
-    # The file is of our own graders. A task that grades itself starts others.
+    # Only our own graders write grader.log. A self-grading task starts other processes.
     texts = [task for task in (components.task, components.eval_task) if task and not isinstance(task, SelfGradingTask)]
     printed = "; graders print into grader.log" if texts and not components.replay else ""
     often = _interval_text(cfg.checkpoints.every) if cfg.checkpoints.every < cfg.max_steps else "at the end"
@@ -43,24 +43,25 @@ def print_run_header(components: RunComponents) -> None:
         lines.append(("replay", str(components.replay)))
     else:
         ahead = (
-            f"; samples ahead: staleness {cfg.staleness}, prefetch_steps {components.staleness_scheduler.prefetch_steps}"
+            f"; asynchronous: staleness {cfg.staleness}, prefetch_steps {components.staleness_scheduler.prefetch_steps}"
             if cfg.staleness
             else ""
         )
         engine = components.precision.engine
         count, log = len(engine_configs(engine)), f"{output}/{log_name(engine)}"
-        begun = f"starting, its log: {log}" if count == 1 else f"starting {count} of them, their logs: {log}"
+        begun = f"starting, its log: {log}" if count == 1 else f"starting {count} engines, their logs: {log}"
         begun += f"; {engine.threads} threads" if (engine.threads or 1) > 1 else ""
         lines.append(("engine", f"{f'connecting to {engine.address}' if engine.address else begun}{ahead}"))
         if components.teacher_model:
             lines.append(
                 (
                     "teacher",
-                    f"{components.teacher_model.path}, in an engine of its own: {output}/teacher/{log_name(engine)}",
+                    f"{components.teacher_model.path}, in a separate engine, its log: {output}/teacher/{log_name(engine)}",
                 )
             )
     evaluated = components.eval_task is not None and not components.replay
-    # The best checkpoint is chosen by its accuracy, which it has only if both intervals meet at its step.
+    # The best checkpoint is chosen by accuracy, which exists only for checkpoints at evaluation
+    # steps.
     every, evaluates = cfg.checkpoints.every, cfg.evaluation.every
     if evaluated and every < cfg.max_steps and every % evaluates:
         lines.append(
@@ -75,22 +76,25 @@ def print_run_header(components: RunComponents) -> None:
 
 
 def print_engine_ready(seconds: float) -> None:
-    """Prints that the engine is ready, `seconds` after its start."""
+    """Print that the engine is ready, `seconds` after its start."""
     print_text(f"{ENGINE_READY_PREFIX} {seconds:.0f} s")
 
 
 def model_text(hf_model: HFModel, model: nn.Module, trainable: FullWeights | LoRAWeights | str) -> str:
-    """What is trained: "models/Q7: qwen2 of 28 layers, 7.62 billion parameters; trains all weights"."""
-    # Adapters are counted by themselves: the first number is the size of the model as it is known.
+    """Return e.g. "models/Q7: qwen2 of 28 layers, 7.62 billion parameters; trains all weights"."""
+    # Adapters are counted separately, so the first number is the usual size of the model.
     adapters, sizes = adapter_names(model), {name: param.numel() for name, param in model.named_parameters()}
     whole = sum(size for name, size in sizes.items() if name not in adapters)
-    text = f"{hf_model.path}: {hf_model.config['model_type']} of {hf_model.config.get('num_hidden_layers')} layers, {parameters_text(whole)}"
+    text = (
+        f"{hf_model.path}: {hf_model.config['model_type']} of {hf_model.config.get('num_hidden_layers')} layers, "
+        f"{parameters_text(whole)}"
+    )
     part = f" ({parameters_text(sum(sizes[name] for name in adapters))})" if adapters else ""
     return f"{text} parameters; trains {trainable}{part}"
 
 
 def parameters_text(number: int) -> str:
-    """A number of parameters in few digits: "7.62 billion"."""
+    """Format a number of parameters: "7.62 billion"."""
     if number >= 1e9:
         return f"{number / 1e9:.3g} billion"
     if number >= 1e6:
@@ -99,7 +103,7 @@ def parameters_text(number: int) -> str:
 
 
 def device_text(ranks: Ranks) -> str:
-    """Where the trainer computes: "16 processes on 2 machines (8 on a, 8 on b), each on NVIDIA H100 80GB HBM3"."""
+    """Return e.g. "16 processes on 2 machines (8 on a, 8 on b), each on NVIDIA H100 80GB HBM3"."""
     device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else str(ranks.device)
     processes = "1 process" if ranks.world_size == 1 else f"{ranks.world_size} processes"
     where, hosts = "on", list(dict.fromkeys(ranks.hosts))
@@ -111,21 +115,21 @@ def device_text(ranks: Ranks) -> str:
 
 
 def copies_text(ranks: int, shards: int) -> str:
-    """How many copies of the weights there are, if several: "; 2 copies of the weights, each on 8 of them"."""
-    return f"; {ranks // shards} copies of the weights, each on {shards} of them" if shards < ranks else ""
+    """Return "; 2 copies of the weights, each on 8 ranks", or "" for one copy."""
+    return f"; {ranks // shards} copies of the weights, each on {shards} ranks" if shards < ranks else ""
 
 
 def problems_text(cfg: GRPOConfig, task: Task, held_out: Task | None, overlap: Sequence[str] = ()) -> str:
-    """What is asked: "Math, 7,473; each step takes 32 with 16 samples each; held out: ..."."""
-    # A task of generated problems gives a length beyond this limit.
-    number = f"{len(task):,}" if len(task) <= SHUFFLE_LIMIT else "made without end"
+    """Return e.g. "Math, 7,473; each step takes 32 with 16 samples each; held out: ..."."""
+    # A task that generates problems has a length above this limit.
+    number = f"{len(task):,}" if len(task) <= SHUFFLE_LIMIT else "endless"
     text = f"{_task_text(task)}, {number}; each step takes {cfg.prompts_per_step} with {cfg.samples_per_prompt} samples each"
-    text += ", so some more than once" if len(task) < cfg.prompts_per_step else ""
+    text += ", so some repeat" if len(task) < cfg.prompts_per_step else ""
     if isinstance(task, ConversationTask):
         text += f", conversations of up to {task.max_turns} turns, {cfg.grader.workers} at a time"
     if held_out is None:
-        return f"{text}; none held out"
-    shared = f", {len(overlap):,} of them ALSO TRAINED ON ({overlap[0]} for one)" if overlap else ""
+        return f"{text}; no held-out problems"
+    shared = f", {len(overlap):,} of them ALSO TRAINED ON (e.g. {overlap[0]})" if overlap else ""
     return (
         f"{text}; held out: {_task_text(held_out)}, {len(held_out):,}{shared}, {_interval_text(cfg.evaluation.every)}"
     )
@@ -136,8 +140,9 @@ def _interval_text(steps: int) -> str:
 
 
 def _task_text(task: Task) -> str:
-    """A task with its name and the user's function that grades it: "Jsonl rows by my_reward.near (my_reward.py:5)"."""
-    # A function of the user's stands in the instance; a method `grade` of a task of ours is in its class.
+    """Return a task and its grading function: "Jsonl rows by my_reward.near (my_reward.py:5)"."""
+    # A user's function is an instance attribute; the method `grade` of our tasks is a class
+    # attribute.
     own = getattr(task, "__dict__", {})
     own = own.get("grade") or own.get("grade_group")
     name = getattr(task, "name", None)
@@ -152,8 +157,9 @@ def _task_text(task: Task) -> str:
 def objective_text(
     loss: Any, advantage: AdvantageConfig, aggregation: str, refill_rounds: int, preset: str | None
 ) -> str:
-    """The objective: "clip 0.2/0.28 per token, TIS <= 2, advantage mean/group_std, token mean; preset clip_higher"."""
-    # It is spelled out beside the preset, whose settings the user may have overridden.
+    """Return e.g. "clip 0.2/0.28 per token, advantage mean/group_std, token mean; preset dapo"."""
+    # The objective is written out next to the preset, because the user may have overridden keys of
+    # the preset.
     parts = [_loss_text(loss), str(advantage), AGGREGATIONS[aggregation]]
     if refill_rounds:
         parts.append(f"up to {refill_rounds} refills")
@@ -161,5 +167,5 @@ def objective_text(
 
 
 def _loss_text(loss: Any) -> str:
-    # A loss of the user's may have no text. Then it is shown by the name of its class or function.
+    # A user's loss without a `__str__` is shown by the name of its class or function.
     return getattr(loss, "__name__", type(loss).__name__) if type(loss).__str__ is object.__str__ else str(loss)

@@ -1,4 +1,4 @@
-"""Checks of this machine before a run touches its folder: GPUs for the engine, which do not train, and disk space."""
+"""Check the GPUs and the disk of this machine before a run touches its folder."""
 
 import os
 import shutil
@@ -15,18 +15,20 @@ from torchtune_ext.sampling.engine_args import on_cpu
 from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.setup.config_records import GRPOConfig
 
-# AdamW keeps two moments in float32 for each trained value. Other optimizers keep less or little more.
+# AdamW keeps two moments in float32 for each trained value. Other optimizers keep less or little
+# more.
 ADAMW_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class DiskNeed:
-    """What the checkpoints of a run take.
+    """Disk space for the checkpoints of a run.
 
     Args:
-        rows: bytes of one checkpoint, by name.
-        kept: the most that exist at once, with the one that is being written.
-        free: bytes for them under `output_dir`: free ones, and those of checkpoints that the run already has.
+        rows: bytes of one checkpoint, by content.
+        max_checkpoints: the maximum number that exists at once, including the one being written.
+        free: bytes for checkpoints under `output_dir`: free space, plus the checkpoints that the
+            run already has.
     """
 
     rows: dict[str, int]
@@ -40,17 +42,18 @@ class DiskNeed:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all that exist at once."""
+        """Bytes of all checkpoints that exist at once."""
         return self.max_checkpoints * self.checkpoint_bytes
 
 
 def require_gpus(engine: EngineConfig) -> None:
-    """Raises ValueError if an engine that starts here asks for GPUs that are not there."""
+    """Raise UsageError if vLLM or a GPU of an engine that starts on this machine is missing."""
     if engine.address is not None:
         return
     if engine.backend == "vllm" and find_spec("vllm") is None:
         raise UsageError(
-            "engine.backend=vllm, and no vLLM is installed: `torchtune-ext install-engine`, or name a server: engine.address"
+            "engine.backend=vllm, but vLLM is not installed. Fix: run `torchtune-ext install-engine`, or set engine.address to "
+            "a server"
         )
     if on_cpu():
         for name, value, usual in (
@@ -64,7 +67,7 @@ def require_gpus(engine: EngineConfig) -> None:
                     "the CUDA build (docs/first_real_run.md)"
                 )
         return
-    # `engine.devices` counts all GPUs of the machine. CUDA would count only those in this process's
+    # `engine.devices` numbers all GPUs of the machine. CUDA would count only the GPUs in
     # CUDA_VISIBLE_DEVICES.
     count = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if count and (problem := missing_device(engine, count, "this machine")):
@@ -72,114 +75,130 @@ def require_gpus(engine: EngineConfig) -> None:
 
 
 def missing_device(engine: EngineConfig, count: int, machine: str) -> str | None:
-    """The message for a device of an engine that is not among the GPUs of a machine, or None."""
+    """Return the message for an engine device that a machine does not have, or None."""
     numbers = [int(name) for name in engine.device_names if name.isdigit()]
     if max(numbers, default=0) < count:
         return None
     last = ",".join(map(str, range(count - len(numbers), count)))
-    fix = f"; for the last: engine.devices={last}" if len(numbers) <= count else ""
+    fix = f". Fix: for the last GPUs, set engine.devices={last}" if len(numbers) <= count else ""
     return f"engine.devices={engine.devices} names GPU {max(numbers)}, but {machine} has {count}, from 0 to {count - 1}{fix}"
 
 
 def training_gpus(ranks: int | None = None) -> list[str]:
-    """The GPUs on which the ranks of this machine train, as CUDA_VISIBLE_DEVICES names them: "0", "GPU-8f6e...".
+    """Return the GPUs on which the ranks of this machine train.
 
-    `ranks` is how many will train here; None: as many as torchrun has started.
+    Args:
+        ranks: the number of ranks that will train on this machine; None: the ranks that torchrun
+            has started.
+
+    Returns:
+        Names as in CUDA_VISIBLE_DEVICES: "0", "GPU-8f6e...".
     """
-    # A rank takes the GPU with its number among those that it sees. If another launcher started the ranks and does not
-    # say how many are here, only the GPU of this process is known.
+    # A rank uses the visible GPU with its local rank. If another launcher started the ranks without
+    # LOCAL_WORLD_SIZE, only the GPU of this process is known.
     visible, local = (
         os.environ.get("CUDA_VISIBLE_DEVICES"),
         min(read_int_variable("LOCAL_WORLD_SIZE", 0), rank_and_world_size()[1]),
     )
     mine = local_rank()
     numbers = range(ranks or local) if ranks or local else range(mine, mine + 1)
-    # Without the variable a rank sees all GPUs of the machine by their numbers, as an engine that it starts does.
+    # Without the variable, a rank and its engine see all GPUs of the machine by number.
     if visible is None:
         return [str(number) for number in numbers]
     names = [name.strip() for name in visible.split(",")]
-    # CUDA sees no GPU behind the first name that is not one.
+    # CUDA ignores all names after the first invalid name.
     end = next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))
     return [names[number] for number in numbers if number < end]
 
 
 def require_disjoint_gpus(engine: EngineConfig, trainer_gpus: list[str]) -> None:
-    """Raises ValueError if an engine of our own shares GPUs of `engine.devices` with `training` (`training_gpus`)."""
-    # An engine that sleeps while the trainer works may share them.
+    """Raise UsageError if an engine of this run would use GPUs that train.
+
+    Args:
+        engine: the engine's settings.
+        trainer_gpus: the result of `training_gpus`.
+    """
+    # An engine that sleeps during training may share them.
     if engine.address is not None or engine.devices is None or engine.sleep:
         return
-    # A number and a UUID may name the same GPU, but nothing here can tell.
+    # A number and a UUID may name the same GPU, which this check cannot detect.
     shared = [name for name in trainer_gpus if name in engine.device_names]
     if not shared:
         return
     free = trainer_gpus.index(shared[0])
-    take = "1 rank here takes" if len(trainer_gpus) == 1 else f"{len(trainer_gpus)} ranks here take"
+    take = "1 rank uses" if len(trainer_gpus) == 1 else f"{len(trainer_gpus)} ranks use"
     fewer = f"start {free} {'rank' if free == 1 else 'ranks'} here (--nproc_per_node {free}), or " if free else ""
     raise UsageError(
-        f"engine.devices={engine.devices!r}: GPU {', '.join(shared)} of this machine would train, too, since {take} "
-        f"GPU {', '.join(trainer_gpus)}; {fewer}set CUDA_VISIBLE_DEVICES of the trainer to GPUs that the engine does not have, or "
-        "let both share by engine.devices=null with engine.sleep=true"
+        f"engine.devices={engine.devices!r}: GPU {', '.join(shared)} of this machine would also train: {take} "
+        f"GPU {', '.join(trainer_gpus)}. Fix: {fewer}set CUDA_VISIBLE_DEVICES of the trainer to GPUs that the engine does not "
+        "use, or share GPUs with engine.devices=null and engine.sleep=true"
     )
 
 
 def disk_need(cfg: GRPOConfig, total: int, trained: int, dtype: torch.dtype) -> DiskNeed:
-    """Counts the bytes of a run's checkpoints, without metrics, rollouts and earlier runs.
+    """Estimate the bytes of a run's checkpoints, without metrics, rollouts and earlier runs.
 
     Args:
         cfg: settings of a GRPO recipe.
-        total: parameters of the model.
-        trained: parameters that are trained; if they are fewer, they are adapters.
-        dtype: of the model for other tools.
+        total: number of parameters of the model, including adapters.
+        trained: number of trained parameters; fewer than `total` if adapters are trained.
+        dtype: dtype of the exported model.
     """
     config, frozen = cfg.checkpoints, trained < total
     whole = dtype.itemsize * (total - trained * frozen)
     rows = {
-        "trained weights in float32, to go on from": 4 * trained,
+        "trained weights for resuming, float32": 4 * trained,
         "state of the optimizer": ADAMW_BYTES * trained if config.save_optimizer else 0,
-        "adapters for other tools, float32": 4 * trained if frozen else 0,
-        f"model for other tools, {str(dtype)[6:]}": whole if cfg.adapters.save_merged or not frozen else 0,
+        "exported adapters, float32": 4 * trained if frozen else 0,
+        f"exported model, {str(dtype)[6:]}": whole if cfg.adapters.save_merged or not frozen else 0,
     }
-    # There is one more after the last step, so the quotient rounds up.
+    # One more checkpoint follows the last step, so the quotient rounds up.
     written = -(-cfg.max_steps // config.every)
-    # The checkpoint with the best accuracy is kept besides the newest.
+    # The checkpoint with the best accuracy is kept in addition to the newest.
     evaluated = cfg.evaluation.task is not None and not cfg.replay
     free = shutil.disk_usage(nearest_existing(cfg.output_dir)).free
     if cfg.resume_from_checkpoint:
-        # The checkpoints that exist are among those that are kept, so their bytes are not needed again.
+        # Existing checkpoints count toward the kept checkpoints, so their bytes are available.
         files = Path(cfg.output_dir, "checkpoints").glob("step_*/**/*")
         free += sum(file.stat().st_size for file in files if file.is_file())
     return DiskNeed(rows, min(config.keep_last + evaluated + 1, written), free)
 
 
 def require_disk(need: DiskNeed, output_dir: str) -> None:
-    """Compares the checkpoints of a run with the disk under `output_dir`, and warns if not all that are kept fit.
+    """Compare the checkpoints of a run with the disk under `output_dir`.
 
-    Raises ValueError if not even one fits, or the folder cannot be written.
+    A warning is printed if one checkpoint fits but not all kept checkpoints.
+
+    Raises:
+        UsageError: not even one checkpoint fits, or the folder is not writable.
     """
     place = nearest_existing(output_dir)
     if not os.access(place, os.W_OK):
-        raise UsageError(f"output_dir={output_dir}: {place} cannot be written by this user; choose another output_dir")
+        raise UsageError(f"output_dir={output_dir}: this user cannot write to {place}; choose another output_dir")
     # A file system without any blocks, such as /proc, holds no files.
     if not shutil.disk_usage(place).total:
-        raise UsageError(f"output_dir={output_dir}: {place} is no place for files; choose another output_dir")
+        raise UsageError(
+            f"output_dir={output_dir}: the file system of {place} cannot hold files; choose another output_dir"
+        )
     if need.free < need.checkpoint_bytes:
         raise UsageError(
-            f"output_dir={output_dir}: a checkpoint takes {format_bytes(need.checkpoint_bytes)}, and {format_bytes(need.free)} are free there; "
+            f"output_dir={output_dir}: a checkpoint takes {format_bytes(need.checkpoint_bytes)}, but "
+            f"{format_bytes(need.free)} are free. Fix: "
             "free disk space, choose another output_dir, or set checkpoints.save_optimizer=false"
         )
     if need.free < need.total_bytes:
         print_text(
-            f"disk: a checkpoint takes {format_bytes(need.checkpoint_bytes)}, {need.max_checkpoints} are there at once, and "
-            f"{format_bytes(need.free)} are free under {output_dir}; checkpoints.save_optimizer=false makes them smaller"
+            f"disk: a checkpoint takes {format_bytes(need.checkpoint_bytes)}, up to {need.max_checkpoints} exist at once, but "
+            f"{format_bytes(need.free)} are free under {output_dir}. Fix: set checkpoints.save_optimizer=false"
         )
 
 
 def format_bytes(bytes_: int) -> str:
-    """A number of bytes in MiB or GiB: "2.7 MiB"."""
+    """Format bytes in MiB or GiB: "2.7 MiB"."""
     return f"{bytes_ / 2**30:,.1f} GiB" if bytes_ >= 2**30 else f"{bytes_ / 2**20:,.1f} MiB"
 
 
 def nearest_existing(folder: str | Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """Return the folder, or its nearest existing parent."""
     path = Path(folder).absolute()
     return next(place for place in (path, *path.parents) if os.path.exists(place))

@@ -1,6 +1,7 @@
-"""The plan of a run, which `dry_run=True` prints: what it takes of a machine, whether it fits, and what helps if not.
+"""Plan the memory and disk of a run, compare it with a machine, and suggest fixes (`dry_run=True`).
 
-The figures follow from shapes and settings. What no shape says (a CUDA context, NCCL) is called an allowance.
+The numbers follow from shapes and settings. Memory without a shape (a CUDA context, NCCL) is
+estimated as an allowance.
 """
 
 from collections.abc import Mapping
@@ -15,32 +16,34 @@ from torchtune_ext.setup.config_records import GRPOConfig
 from torchtune_ext.setup.machine_checks import disk_need, format_bytes
 from torchtune_ext.training.export import SHARD_BYTES
 
-# PyTorch's allocator keeps blocks that are free but too small for what comes next, since rows differ in length.
+# PyTorch's allocator keeps free blocks that are too small for the next tensors, because rows
+# differ in length.
 FRAGMENTATION_SHARE = 0.05
-# Allowance for a rank, a process of the engine, and its client: Python, PyTorch, libraries. CUDA maps as much again.
+# Allowance for each rank, engine process and engine client: Python, PyTorch, libraries. CUDA maps
+# the same amount again.
 PROCESS_BYTES = GIB
-# Allowance for a CUDA context with its kernels, which is in no tensor.
+# Allowance for a CUDA context with its kernels, which no tensor accounts for.
 CUDA_CONTEXT_BYTES = GIB // 2
-# Allowance for the buffers of NCCL's channels, where several GPUs talk.
+# Allowance for NCCL's channel buffers with several GPUs.
 NCCL_BYTES = GIB // 2
-# Allowance for captured CUDA graphs. vLLM measures them at its start and takes them out of the KV cache.
+# Allowance for captured CUDA graphs. vLLM measures them at startup and reduces the KV cache.
 CUDA_GRAPH_BYTES = GIB
-DEFAULT_STEP_TOKENS = 2048  # tokens of a vLLM step where `engine.max_num_batched_tokens` is null
-DEFAULT_STEP_REQUESTS = 1024  # requests in a step where `engine.max_num_seqs` is null
-# vLLM tries the sampler with all its options before it sizes the KV cache: logits in float32 (4 bytes), sorted (4) with
-# their places as int64 (8), and probabilities (4).
+DEFAULT_STEP_TOKENS = 2048  # tokens of a vLLM step if `engine.max_num_batched_tokens` is null
+DEFAULT_STEP_REQUESTS = 1024  # requests in a step if `engine.max_num_seqs` is null
+# vLLM profiles the sampler with all options before it sizes the KV cache: logits in float32
+# (4 bytes), sorted logits (4), their indices as int64 (8), and probabilities (4).
 SAMPLER_BYTES = 20
 PACKED_BUFFER_BYTES = GIB  # vLLM's DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
-NAME_WIDTH, FIGURE_WIDTH = 58, 12  # characters of a row's name and of a figure
-# What helps against each kind of shortage, the cheapest first. Another dry run says how much.
+NAME_WIDTH, FIGURE_WIDTH = 58, 12  # column widths of the table, in characters
+# Fixes for each kind of shortage, cheapest first. Another dry run shows their effect.
 SHORTAGE_FIXES = {
     "gpus": ("fewer ranks or engines, or more GPUs",),
     "training": (
         "activation_checkpointing=true",
         "row_tokens=engine.max_model_len",
-        "engine.sleep=true, where an engine is on the same GPU",
-        "more GPUs that train",
+        "engine.sleep=true, if an engine is on the same GPU",
+        "more GPUs for training",
         "adapters (docs/training.md)",
     ),
     "engine": (
@@ -55,13 +58,13 @@ SHORTAGE_FIXES = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a run may take. Several machines that are alike count as one with the GPUs of all."""
+    """The resources of a run. Several identical machines count as one with all their GPUs."""
 
-    gpus: int  # 0: the run computes on the CPU
-    gpu_bytes: int  # memory of each of them, as CUDA reports it
-    host_bytes: int | None  # main memory that is free; None: not known
-    name: str  # how the user calls it, "4 x 80 GB" for instance
-    is_local: bool  # whether it is this machine, so that its disk and main memory count, too
+    gpus: int  # 0: the run uses the CPU
+    gpu_bytes: int  # memory of each GPU, as CUDA reports it
+    host_bytes: int | None  # free main memory; None: unknown
+    name: str  # for messages: "4 x 80 GB"
+    is_local: bool  # True: this machine, so its disk and main memory are checked as well
 
     def __str__(self) -> str:
         size = self.gpu_bytes if self.gpus else self.host_bytes
@@ -70,21 +73,25 @@ class Machine:
 
 @dataclass
 class RunPlan:
-    """A run on a machine. Raises ValueError if the GPUs of the engines cannot be divided so."""
+    """The memory plan of a run on a machine.
 
-    cfg: GRPOConfig  # settings of the recipe, with those of the engine as the run starts it
-    sizes: ModelSizes  # of the model
-    machine: Machine  # what the run is compared with
-    trainers: int = 1  # devices that train
-    reference: bool = False  # whether the loss asks a reference policy
-    publishes_full_weights: bool = True  # whether whole weights ever go to the engine, and not only adapters
+    Raises:
+        UsageError: the GPUs of `engine.devices` cannot be divided among the engines.
+    """
+
+    cfg: GRPOConfig  # settings of the recipe, with resolved engine settings
+    sizes: ModelSizes  # sizes of the model
+    machine: Machine  # the machine that the run is compared with
+    trainers: int = 1  # number of training devices
+    reference: bool = False  # whether the loss uses a reference policy
+    publishes_full_weights: bool = True  # True: the engine receives full weights, not only adapters
 
     def __post_init__(self):
         machine, sizes, itemsize = self.machine, self.sizes, self.sizes.dtype.itemsize
-        self.engine: Any = None if self.cfg.replay else self.cfg.engine  # None: the run has no engine
+        self.engine: Any = None if self.cfg.replay else self.cfg.engine  # None: the run has no engine (a replay)
         self._place_engines()
         self.published_bytes = sizes.engine_bytes if self.publishes_full_weights else itemsize * sizes.trained_params
-        # Bytes by name of each device that samples. They stay empty for a server whose GPUs are not known.
+        # Bytes of each sampling device, by content. Empty for a server with unknown GPUs.
         self.engine_rows: dict[str, int] = {}
         if self.engine_placement != "none" and (
             self.engine_placement != "server" or (machine.gpus and not machine.is_local)
@@ -105,47 +112,52 @@ class RunPlan:
 
     def _place_engines(self) -> None:
         machine, engine = self.machine, self.engine
-        # `place`: the engine has GPUs of its "own"; they are "shared" with the trainer; they are shared, and the engine
-        # "sleeps" while the trainer computes; or it is a "server".
+        # "own": the engine has its own GPUs. "shared": trainer and engine share GPUs. "sleeps":
+        # they share GPUs, and the engine sleeps during training. "server": the engine is a server.
         self.engine_placement, self.engines, gpus = "none", 0, 0
         if engine is not None:
             own = "shared" if engine.devices is None else "own"
             self.engine_placement = "server" if engine.address is not None else "sleeps" if engine.sleep else own
-            # One for each address, or each share of `engine.devices`, or as counted.
+            # One engine per address, per share of `engine.devices`, or `engine.count`.
             self.engines = len(engine.addresses or device_shares(engine)) or engine.count or 1
             gpus = engine.tensor_parallel_size
-        # The GPUs that only sample, and those that an engine shares with the trainer.
+        # GPUs that only sample, and GPUs that an engine shares with the trainer.
         self.sampling_gpus = self.engines * gpus if self.engine_placement in ("own", "server") else 0
         self.shared_gpus = gpus if self.engine_placement in ("shared", "sleeps") else 0
-        # Servers of a run on this machine sample on GPUs that `machine.gpus` does not count.
+        # For a run on this machine, servers use GPUs that `machine.gpus` does not count.
         self.remote_servers = self.engine_placement == "server" and machine.is_local
-        # GPUs that the run needs, without those of servers elsewhere.
+        # GPUs that the run needs, without the GPUs of remote servers.
         self.gpus = max(self.trainers + (0 if self.remote_servers else self.sampling_gpus), self.shared_gpus)
 
     def with_trainers(self, ranks: int | None = None, visible: str | None = None) -> "RunPlan":
-        """The plan with as many training devices as there are. Raises ValueError if sampling leaves no GPU to train.
+        """Return the plan with all available training devices.
 
         Args:
-            ranks: number that torchrun has started; None: it has not.
+            ranks: the number of ranks that torchrun has started; None: without torchrun.
             visible: CUDA_VISIBLE_DEVICES of this process.
+
+        Raises:
+            UsageError: sampling leaves no GPU for training.
         """
         machine, engine = self.machine, self.engine
         sampling = 0 if self.remote_servers else self.sampling_gpus
         if ranks or not machine.gpus:
             return replace(self, trainers=ranks or 1)
         if machine.is_local and sampling:
-            # The trainer may see other GPUs than the engine. Only those that both see are lost to training.
+            # The trainer may see other GPUs than the engine. Only GPUs that both see are
+            # unavailable for training.
             mine = visible.split(",") if visible else [str(i) for i in range(machine.gpus)]
             sampling = len(set(engine.device_names) & {name.strip() for name in mine})
         if sampling < machine.gpus:
             return replace(self, trainers=machine.gpus - sampling)
         raise UsageError(
-            f"{machine.name}: {self.servers_text()} take {sampling} GPU{'s' if sampling > 1 else ''}; none is left to train: ask "
-            f"for {sampling + 1} or more, or let engine and trainer share them by engine.devices=null engine.sleep=true"
+            f"{machine.name}: sampling needs {sampling} GPU{'s' if sampling > 1 else ''} ({self.servers_text()}), which leaves "
+            f"no GPU for training. Fix: ask for {sampling + 1} or more, or let engine and trainer share GPUs with "
+            "engine.devices=null engine.sleep=true"
         )
 
     def _device_rows(self) -> dict[str, int]:
-        """Bytes by name of each training GPU, or of all ranks on a CPU together."""
+        """Return the bytes of each training GPU, by content; on a CPU, the bytes of all ranks."""
         cfg, ranks = self.cfg, self.trainers
         rows = trainer_memory(
             self.sizes, cfg.row_tokens, ranks, cfg.activation_checkpointing, shard_within=cfg.ranks.shard_within
@@ -156,22 +168,22 @@ class RunPlan:
         rows["CUDA context, NCCL, fragmentation (allowance)"] = (
             CUDA_CONTEXT_BYTES + (NCCL_BYTES if ranks > 1 else 0) + fragments
         )
-        # `transfer_of` resolves "auto" for this machine, which may have no GPU where the machine of the plan has some.
-        # There "auto" is NCCL, unless it is shared memory.
+        # `resolve_transfer` resolves "auto" for this machine, which may have no GPU although the
+        # planned machine has GPUs. On those, "auto" is NCCL, unless it is shared memory.
         if (
             self.engine_placement == "server"
             and self.engine.transfer in ("nccl", "auto")
             and resolve_transfer(self.engine) != "shm"
         ):
-            # vLLM packs tensors until they have more than PACKED bytes. While one pack is on its way, the tensors of
-            # the next are put together into a copy, which makes three packs at most.
+            # vLLM packs tensors until they exceed PACKED_BUFFER_BYTES. While one pack is being
+            # sent, the tensors of the next pack are concatenated into a copy: three packs at most.
             pack = min(self.published_bytes, PACKED_BUFFER_BYTES + self.sizes.dtype.itemsize * self.sizes.largest_param)
             rows["sender of weights, only on rank 0's GPU (allowance)"] = CUDA_CONTEXT_BYTES + NCCL_BYTES + 3 * pack
         if self.engine_placement == "shared":
             rows["engine on the same GPU"] = sum(self.engine_rows.values())
         elif self.engine_placement == "sleeps":
-            # The two peaks are not at the same time. While the engine is awake, the trainer holds only its weights and
-            # moments. An engine that sleeps keeps its context and its graphs.
+            # The two peaks do not coincide. While the engine is awake, the trainer holds only its
+            # weights and moments. A sleeping engine keeps its CUDA context and its graphs.
             kept = ("frozen weights, as they are held", "weights, float32 master", "state of the optimizer")
             free = (
                 sum(rows.values())
@@ -183,35 +195,35 @@ class RunPlan:
         return rows
 
     def _host_rows(self) -> dict[str, int]:
-        """Bytes of main memory by name, of all processes."""
+        """Return the main memory of all processes in bytes, by content."""
         sizes, ranks, on_gpus = self.sizes, self.trainers, self.machine.gpus > 0
-        # A process on a GPU counts twice, since CUDA maps as much again as Python and PyTorch take.
+        # A process with a GPU counts twice, because CUDA maps as much memory as Python and PyTorch.
         processes = ranks * (1 + on_gpus)
         if self.engine_rows:
             processes += self.engines * (1 + self.engine.tensor_parallel_size * (1 + on_gpus))
-        # Each rank keeps its shard of the reference, and of its own weights while they are swapped out, both in
-        # float32: 8 bytes for a weight.
+        # Each rank keeps its shard of the reference and of its swapped-out weights, both in
+        # float32: 8 bytes per weight.
         shards = min(self.cfg.ranks.shard_within or self.trainers, self.trainers)
         swapped = 8 * sizes.total_params * ranks // shards if self.reference and not sizes.has_frozen_params else 0
-        # While a file of a checkpoint is written, its tensors and safetensors' copy of them are in memory.
+        # While a checkpoint file is written, its tensors and safetensors' copy are in memory.
         file = min(
             SHARD_BYTES,
             sizes.trained_params * 4 if sizes.has_frozen_params else sizes.total_params * sizes.dtype.itemsize,
         )
-        # Files of weights do not count: they are mapped, and Linux drops their pages when memory is short.
+        # Weight files do not count: they are memory-mapped, and Linux drops their pages if needed.
         return {
             "processes of ranks and engine (allowance)": processes * PROCESS_BYTES,
             "published weights in shared memory": self.published_bytes if self.engine else 0,
-            "weights of the engine while it sleeps": sizes.engine_bytes
+            "weights of the sleeping engine": sizes.engine_bytes
             if self.engine_placement == "sleeps" and on_gpus
             else 0,
             "reference and weights swapped out, float32": swapped,
             "largest tensor on each rank, while weights are read": ranks * sizes.largest_param * (2 if on_gpus else 4),
-            "a file of a checkpoint while it is put together": 2 * file,
+            "a checkpoint file while it is written": 2 * file,
         }
 
     def demands(self) -> dict[str, tuple[str, str, int, int | None]]:
-        """What the run takes, by kind: who, of what, how many bytes, and of how many (None: not known)."""
+        """Return the demands by kind: subject, resource, bytes, available bytes (None: unknown)."""
         machine, gpu, takes = self.machine, "of each GPU", {}
         if machine.gpus:
             takes["training"] = ("training takes", gpu, self.device_bytes, machine.gpu_bytes)
@@ -228,17 +240,18 @@ class RunPlan:
         return takes
 
     def _shortages(self) -> dict[str, str]:
-        """What is missing, by kind, in words."""
+        """Describe the shortages, by kind."""
         machine, engine, short = self.machine, self.engine, {}
-        # On this machine an engine may see other GPUs than the trainer, so its own do not count against these.
+        # On this machine an engine may see other GPUs than the trainer, so GPUs of its own do not
+        # count here.
         needed = max(self.trainers + (0 if machine.is_local else self.sampling_gpus), self.shared_gpus)
         if 0 < machine.gpus < needed:
             short["gpus"] = f"it needs {self.gpus} GPUs: {self.roles_text()}"
         for kind, (who, what, bytes_, most) in self.demands().items():
             if most is not None and bytes_ > most:
-                short[kind] = f"{who} {format_bytes(bytes_)} {what}, where {format_bytes(most)} are free"
+                short[kind] = f"{who} {format_bytes(bytes_)} {what}, but {format_bytes(most)} are free"
         if self.engine_rows and self.cached_tokens < engine.max_model_len:
-            # vLLM refuses to start without room for one request of the greatest length.
+            # vLLM refuses to start if the KV cache cannot hold one request of maximum length.
             short["engine"] = (
                 f"each engine's KV cache would hold {self.cached_tokens:,} tokens, fewer than "
                 f"engine.max_model_len={engine.max_model_len}"
@@ -246,12 +259,15 @@ class RunPlan:
         return short
 
     def servers_text(self) -> str:
-        """Which engines sample: "2 servers of 2"."""
+        """Return e.g. "2 servers, tensor_parallel_size=2"."""
         kind = "server" if self.engine_placement == "server" else "engine"
-        return f"{self.engines} {kind}{'s' if self.engines > 1 else ''} of {self.engine.tensor_parallel_size}"
+        return (
+            f"{self.engines} {kind}{'s' if self.engines > 1 else ''}, "
+            f"tensor_parallel_size={self.engine.tensor_parallel_size}"
+        )
 
     def roles_text(self) -> str:
-        """Which GPUs do what: "4 train, 4 sample (4 engines of 1)"."""
+        """Return e.g. "4 train, 4 sample (4 engines, tensor_parallel_size=1)"."""
         trains = f"{self.trainers} train{'s' if self.trainers == 1 else ''}"
         if self.shared_gpus:
             return f"{trains} and sample{'s' if self.trainers == 1 else ''}"
@@ -268,41 +284,46 @@ class RunPlan:
 def estimate_engine_bytes(
     sizes: ModelSizes, config: EngineConfig, gpu_bytes: int, adapter_bytes: int = 0
 ) -> dict[str, int]:
-    """Estimates what one engine or server takes of each of its devices, in bytes by name.
+    """Estimate the memory of one engine or server on each of its devices.
 
     Args:
-        gpu_bytes: memory of each GPU; 0: the engine computes on the CPU.
-        adapter_bytes: of adapters that are published without the other weights.
+        sizes: sizes of the model.
+        config: settings of the engine.
+        gpu_bytes: memory of each GPU; 0: the engine uses the CPU.
+        adapter_bytes: bytes of adapters that are published without the other weights.
+
+    Returns:
+        Bytes by content.
     """
     gpus, size = config.tensor_parallel_size, 4 if config.dtype == "float32" else 2
     rows = {"weights": sizes.engine_bytes // gpus, "adapters": adapter_bytes}
     if not gpu_bytes:
         return rows | {"KV cache": config.kv_cache_bytes or CPU_KV_CACHE_BYTES}
     tokens = config.max_num_batched_tokens or DEFAULT_STEP_TOKENS
-    # Each request samples one token of a step, so there are no more of them than tokens.
+    # Each request samples one token of a step, so the number of tokens bounds the requests.
     sampled = min((config.max_num_seqs or DEFAULT_STEP_REQUESTS) + CANARY_REQUESTS, tokens)
-    # A layer takes most while it holds gate, up and their product, and two residuals.
+    # The peak of a layer holds gate, up, their product, and two residuals.
     activations = tokens * size * (3 * sizes.mlp // gpus + 2 * sizes.width)
     rows["activations of a step and its sampler"] = SAMPLER_BYTES * sampled * sizes.vocab + activations
     graphs = 0 if config.extra_args.get("enforce_eager") else CUDA_GRAPH_BYTES
     rows["CUDA context, NCCL, graphs (allowance)"] = CUDA_CONTEXT_BYTES + (NCCL_BYTES if gpus > 1 else 0) + graphs
-    # vLLM gives what its share of the GPU leaves over to the KV cache.
+    # vLLM uses the rest of its share of the GPU for the KV cache.
     left = int(config.gpu_memory_utilization * gpu_bytes) - sum(rows.values())
     return rows | {"KV cache": config.kv_cache_bytes or max(0, left)}
 
 
 def kv_cache_tokens(sizes: ModelSizes, config: EngineConfig, kv_bytes: int) -> int:
-    """How many tokens the KV cache of one engine holds, with `kv_bytes` on each of its devices."""
+    """Return the tokens that the KV cache of one engine holds, with `kv_bytes` per device."""
     size = 4 if config.dtype == "float32" else 2
     if str(config.extra_args.get("kv_cache_dtype", "")).startswith("fp8"):
         size = 1
-    # Where there are fewer heads of keys and values than GPUs, several GPUs hold the same head.
+    # With fewer key/value heads than GPUs, several GPUs hold the same head.
     share = -(-sizes.kv_heads // config.tensor_parallel_size) / sizes.kv_heads
     return int(kv_bytes / (sizes.kv_values_per_token * share * size))
 
 
 def plan_table(plan: RunPlan, name: str) -> str:
-    """The table without the verdict, at most 120 characters wide. `name` is the model's."""
+    """Format the table without the verdict, at most 120 columns. `name` is the model name."""
     sizes, machine, disk, engine = plan.sizes, plan.machine, plan.disk, plan.engine
     count = f"{sizes.total_params / 1e9:.3f} B" if sizes.total_params >= 1e8 else f"{sizes.total_params / 1e6:.3f} M"
     trained = (
@@ -313,7 +334,7 @@ def plan_table(plan: RunPlan, name: str) -> str:
         lines.append(f"GPUs: {plan.roles_text()}")
 
     def add(title: str, rows: Mapping[str, int]) -> None:
-        # A row of zero bytes would only make the table longer.
+        # Omit rows of zero bytes.
         figures = {title: sum(rows.values())} | {f"  {name}": bytes_ for name, bytes_ in rows.items() if bytes_}
         lines.extend(f"{name:<{NAME_WIDTH}}{format_bytes(bytes_):>{FIGURE_WIDTH}}" for name, bytes_ in figures.items())
 
@@ -328,18 +349,18 @@ def plan_table(plan: RunPlan, name: str) -> str:
             f"  the KV cache{each} holds {plan.cached_tokens:,} tokens: {requests:,} requests of engine.max_model_len"
         )
     elif plan.engine_placement == "server":
-        lines.append(f"the engine is the server at {engine.address}; what it needs is not in this table")
-    add("main memory, besides", plan.host_rows)
+        lines.append(f"the engine is the server at {engine.address}; its memory is not in this table")
+    add("main memory for processes and buffers", plan.host_rows)
     add(f"disk for one checkpoint in {plan.cfg.output_dir}", disk.rows)
     free = f"; free there: {format_bytes(disk.free)}" if machine.is_local else ""
     lines.append(
-        f"  {disk.max_checkpoints} at once at most, with the one that is being written: {format_bytes(disk.total_bytes)}{free}"
+        f"  at most {disk.max_checkpoints} at once, including the one being written: {format_bytes(disk.total_bytes)}{free}"
     )
     return "\n".join(lines)
 
 
 def verdict(plan: RunPlan) -> str:
-    """Whether the plan fits, in one line, and below it what it takes, or what is missing and what helps."""
+    """Format whether the plan fits, with its demands, or its shortages and their fixes."""
     where = f"{'on' if plan.machine.gpus or not plan.machine.is_local else 'into'} {plan.machine}"
     if plan.fits:
         takes = [f"  {who} {format_bytes(bytes_)} {what}" for who, what, bytes_, _ in plan.demands().values()]
@@ -348,5 +369,5 @@ def verdict(plan: RunPlan) -> str:
         return "\n".join([f"fits {where}:", *takes])
     lines = [f"does NOT fit {where}:"]
     for kind, missing in plan.shortages.items():
-        lines += [f"  {missing}; what helps, the cheapest first:", *(f"    {each}" for each in SHORTAGE_FIXES[kind])]
+        lines += [f"  {missing}; fixes, cheapest first:", *(f"    {each}" for each in SHORTAGE_FIXES[kind])]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The parts of a GRPO run before it starts: made from its settings, and tried with each other."""
+"""Build the components of a GRPO run from its settings and check that they are consistent."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,34 +65,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunComponents:
-    """Parts that fit together. Until a method is called, no process has started and no weights are loaded."""
+    """Checked components of a run.
+
+    Until a method is called, no process has started and no weights are loaded.
+    """
 
     cfg: GRPOConfig
     ranks: Ranks
     hf_model: HFModel  # the model directory
-    meta_model: TransformerDecoder  # names and shapes, no weights
+    meta_model: TransformerDecoder  # on the meta device: names and shapes, no weights
     trainable: FullWeights | LoRAWeights
-    precision: Precision  # with the engine's settings
+    precision: Precision  # includes the engine's settings
     tokenizer: ChatTokenizer
     task: Task
     eval_task: Task | None
     loss: Any
-    sampling: SamplingConfig  # with the ends of a turn as stops
-    staleness_scheduler: StalenessScheduler  # which groups may be sampled ahead
+    sampling: SamplingConfig  # with the end-of-turn tokens as stops
+    staleness_scheduler: StalenessScheduler  # decides which groups may be sampled ahead
     problems: ProblemStream
     eval_problems: UsableProblems
-    train_eval_overlap: list[str]  # ids of held-out problems that are also trained on
-    canary_prompts: list[Group]  # prompts of the canary, without samples
+    train_eval_overlap: list[str]  # ids of held-out problems in the training task
+    canary_prompts: list[Group]  # fixed prompts, without samples
     replay: "Replay | None"
-    teacher_model: HFModel | None  # the teacher's directory
+    teacher_model: HFModel | None  # the teacher's model directory
 
     def check_start(self) -> None:
-        """Tries the graders, and looks for the GPUs that the run asks for and for room for its checkpoints.
+        """Try the graders, and check the GPUs and the disk of this machine.
 
         Raises:
-            ValueError: nothing can be graded, the engine's GPUs are missing or train, or the disk holds no checkpoint.
+            UsageError: the graders fail, the engine's GPUs are missing or also train, or the disk
+                has no space for a checkpoint.
         """
-        # This comes before the folder of the run is touched, so that a run that cannot start leaves nothing behind.
+        # Check before the run folder is touched, so a run that cannot start leaves no files.
         self.check_grading()
         cfg, engine = self.cfg, self.precision.engine
         if not self.replay:
@@ -102,7 +106,7 @@ class RunComponents:
             if self.teacher_model:
                 self.check_teacher_engine()
         else:
-            # `tune run` has begun the process of an engine, unless it saw `replay` in the command line.
+            # `tune run` has prestarted an engine unless it found `replay` on the command line.
             prestart.discard_prestarted()
         sizes = {name: p.numel() for name, p in self.meta_model.named_parameters()}
         adapters = adapter_names(self.meta_model)
@@ -111,7 +115,7 @@ class RunComponents:
         require_disk(disk_need(cfg, total, trained, self.precision.dtype), cfg.output_dir)
 
     def check_teacher_engine(self) -> None:
-        """Looks for what the teacher's engine needs here. Raises Mistake."""
+        """Check the backend and the GPUs of the teacher's engine. Raises UsageError."""
         engine = self.teacher_engine_config()
         try:
             find_backend(engine.backend)
@@ -121,64 +125,67 @@ class RunComponents:
             raise UsageError(f"teacher.{error}" if str(error).startswith("engine.") else str(error)) from None
 
     def check_grading(self) -> None:
-        """Grades the tasks' own solutions in processes that end again. Raises ValueError if that cannot be done."""
+        """Grade the tasks' own solutions in temporary processes. Raises UsageError on a failure."""
         if not self.replay:
             self.eval_problems.load()
             check_grading([self.task, self.eval_task], self.cfg.grader)
 
     def checkpoint_identity(self, run: str) -> Identity:
-        """Returns what checkpoints of a run with this id belong to."""
+        """Return the identity that checkpoints of this run store."""
         return identify(run, self.hf_model, self.meta_model, self.trainable.spec)
 
     @property
     def prompt_source(self) -> str:
-        """What the models in checkpoints make prompts with, if not with the files of model_dir (`own_prompts`)."""
+        """The source of prompts for exported models, if not the files of model_dir."""
         return describe_prompt_source(self.hf_model, self.tokenizer)
 
     def make_exporter(self, model: nn.Module) -> Callable[..., None]:
-        """Returns what writes the files for other tools into a folder of a checkpoint (`Checkpoints.save`)."""
+        """Return the function that exports the model into a checkpoint (`Checkpoints.save`)."""
         return self.trainable.make_exporter(model, self.hf_model, self.precision.dtype, self.tokenizer)
 
     def open_folder(self) -> RunFolder:
-        """Begins the run in its folder, or continues it. Locks the folder, and may set an earlier run aside."""
+        """Lock the run folder and start or resume the run; may set an earlier run aside."""
         folder = RunFolder(self.cfg.output_dir)
         resumes = folder.should_resume(self.cfg.resume_from_checkpoint)
         folder.start_run(settings_snapshot(self.cfg), resumes, inputs=named_paths(self.cfg), saves=True)
         return folder
 
     def open_graders(self) -> list[Grader]:
-        """Starts what grades the task and the held-out task."""
-        # Where groups are sampled ahead, grading goes on while the trainer computes.
+        """Start the graders of the task and the held-out task."""
+        # If groups are sampled ahead, grading runs during training.
         cfg, tasks = self.cfg, [self.task, self.eval_task]
         return open_graders(
             tasks, cfg.grader, beside_training=self.staleness_scheduler.prefetch_steps > 0, folder=cfg.output_dir
         )
 
     def teacher_engine_config(self) -> EngineConfig:
-        """Returns the settings of the teacher's engine.
+        """Return the settings of the teacher's engine.
 
         Raises:
-            ValueError: they are wrong, or the teacher would take a GPU of the trainer or of the engine.
+            UsageError: they are invalid, or the teacher would use a GPU of the trainer or the
+                engine.
         """
         cfg = self.cfg
-        # By default it has the trainer's dtype ("torch.bfloat16" without "torch.") and as many threads as the engine.
+        # Defaults: the trainer's dtype ("torch.bfloat16" without "torch.") and the engine's
+        # threads.
         policy = cfg.engine.with_trainer_defaults(str(self.precision.dtype)[6:], self.precision.engine.threads)
         engine = cfg.teacher.engine_config(policy)
         if self.ranks.device.type == "cuda" and engine.address is None:
             taken = [*training_gpus(), *self.precision.engine.device_names]
-            # Where trainer and engine share a GPU, a teacher whose KV cache has a bound may share it, too.
+            # If trainer and engine share a GPU, a teacher with a bounded KV cache may share it as
+            # well.
             shares = engine.devices is None and self.precision.engine.devices is None and engine.kv_cache_bytes
             apart = engine.device_names and not set(engine.device_names) & set(taken)
             if not shares and not apart:
                 raise UsageError(
-                    f"teacher.engine.devices={engine.devices!r}: a teacher needs a GPU that neither trains nor samples (taken: "
-                    f"{', '.join(taken)}); name one, or let all share one by engine.devices=null with "
-                    f"teacher.engine.kv_cache_bytes"
+                    f"teacher.engine.devices={engine.devices!r}: the teacher needs a GPU that neither trains nor "
+                    f"samples (in use: {', '.join(taken)}). Fix: name a free GPU, or let all share one with "
+                    "engine.devices=null and teacher.engine.kv_cache_bytes"
                 )
         return engine
 
     def make_teacher(self) -> "Teacher | None":
-        """Returns what scores samples, not started; None without a teacher."""
+        """Return the teacher, not started; None without a teacher."""
         if self.teacher_model is None:
             return None
         # A run without a teacher does not import its module.
@@ -189,10 +196,15 @@ class RunComponents:
     def make_source(
         self, engine: Engine | None, graders: Sequence[Grader], config: RolloutConfig
     ) -> "RolloutSource | Replay":
-        """Returns where the groups of a step come from.
+        """Return the source of the groups of each step.
 
-        Ranks without an engine get none. The graders try the right answers of held-out problems now, and of others
+        The graders check the reference answers of held-out problems now, and of other problems
         before they are used.
+
+        Args:
+            engine: the engine; None on ranks without an engine.
+            graders: the graders of the task and the held-out task.
+            config: the `rollouts` section.
         """
         cfg = self.cfg
         for grader, problems in zip(graders, (self.problems, self.eval_problems), strict=False):
@@ -208,7 +220,10 @@ class RunComponents:
         )
 
     def make_publisher(self, engine: Engine | None, learner: Learner) -> "tuple[MismatchGate, Publisher | Replay]":
-        """Returns the gate that compares trainer and engine, and what sends weights and has a canary pass that gate."""
+        """Return the mismatch gate and the publisher, which checks a canary after each weight sync.
+
+        In a replay, the publisher is the replay.
+        """
         logprobs_fn = partial(
             streamed_logprobs,
             make_model=self.cfg.model.instantiate,
@@ -238,10 +253,14 @@ class RunComponents:
 
 
 def build_components(cfg: GRPOConfig, ranks: Ranks) -> RunComponents:
-    """Builds the parts that cost nothing, and tries them. `cfg`: the typed settings of a GRPO recipe (`load_config`).
+    """Build and check the components of a run, without weights or processes.
+
+    Args:
+        cfg: the typed settings of a GRPO recipe (`load_config`).
+        ranks: the ranks of the run.
 
     Raises:
-        ValueError: settings or parts do not fit each other; the message names key, value and fix.
+        UsageError: settings or components are inconsistent; the message names key, value and fix.
     """
     hf_model, meta_model, trainable, precision = build_model_components(cfg, ranks.device, ranks.shards)
     tokenizer, task = cfg.tokenizer.instantiate(), cfg.task.instantiate()
@@ -260,12 +279,13 @@ def build_components(cfg: GRPOConfig, ranks: Ranks) -> RunComponents:
     require_rows(cfg.row_tokens, precision.engine)
     check_tokenizer(tokenizer, hf_model, meta_model.tok_embeddings.num_embeddings, sampling.stop_token_ids)
     check_prompts({"task": task, "evaluation.task": eval_task}, tokenizer, sampling, precision.engine, hf_model)
-    # A replay evaluates nothing.
+    # A replay does not evaluate.
     overlap = [] if cfg.replay else find_eval_overlap(task, eval_task)
-    # A problem whose prompt leaves no room for an answer is passed over, like one that the task cannot give.
+    # A problem whose prompt is too long is skipped, like a problem that the task cannot load.
     fault = make_prompt_check(tokenizer, precision.engine.max_model_len, sampling.max_tokens)
     problems = ProblemStream(task, cfg.seed, check=fault)
-    # The canary's prompts are made before a checkpoint is loaded: later a task that adapts gives other problems.
+    # The canary prompts are made before a checkpoint is loaded, because an adaptive task gives
+    # other problems later.
     canary = make_canary_groups(problems, tokenizer)
     hf_model.require_fits(meta_model, new_params=adapters)
     replay = None
@@ -301,14 +321,23 @@ def build_components(cfg: GRPOConfig, ranks: Ranks) -> RunComponents:
 
 
 def load_teacher_model(teacher: TeacherConfig, engine: EngineConfig, tokenizer: ChatTokenizer) -> HFModel:
-    """Returns the teacher's directory. Raises ValueError if it holds no model that can score the policy's tokens."""
-    # The checks are those of the policy's model, whose messages name the policy's keys.
+    """Load the teacher's model directory.
+
+    Args:
+        teacher: the `teacher` section.
+        engine: the policy's engine settings.
+        tokenizer: the policy's tokenizer.
+
+    Raises:
+        UsageError: the directory has no model that can score the policy's tokens.
+    """
+    # The checks are shared with the policy's model, so their messages name the policy's keys.
     try:
         model = HFModel(str(teacher.model_dir))
         if (longest := max_positions(model)) <= engine.max_model_len:
             raise UsageError(
-                f"teacher.model_dir={teacher.model_dir} has {longest} positions, too few for a sample of "
-                f"engine.max_model_len={engine.max_model_len} and one token more; set engine.max_model_len={longest - 1}"
+                f"teacher.model_dir={teacher.model_dir} has {longest} positions; expected more than "
+                f"engine.max_model_len={engine.max_model_len}. Fix: set engine.max_model_len={longest - 1}"
             )
         check_engine(model, teacher.engine_config(engine))
         model.require_readable()
@@ -320,8 +349,8 @@ def load_teacher_model(teacher: TeacherConfig, engine: EngineConfig, tokenizer: 
         check_tokenizer(tokenizer, model)
     except UsageError:
         raise UsageError(
-            f"teacher.model_dir={teacher.model_dir} has another tokenizer than the policy, so it would score other tokens: "
-            "take a teacher of the policy's family"
+            f"teacher.model_dir={teacher.model_dir} has a different tokenizer from the policy, so it would score other tokens. "
+            "Fix: use a teacher of the policy's family"
         ) from None
     return model
 
@@ -329,16 +358,23 @@ def load_teacher_model(teacher: TeacherConfig, engine: EngineConfig, tokenizer: 
 def build_model_components(
     cfg: GRPOConfig, device: torch.device, shards: int = 1
 ) -> tuple[HFModel, TransformerDecoder, FullWeights | LoRAWeights, Precision]:
-    """Returns the model directory, the model without weights, what is trained of it, and in which precision.
+    """Build the model without weights, the trained parameters and the precision.
 
     Args:
-        shards: into how many parts the weights are cut.
+        cfg: the settings.
+        device: the training device.
+        shards: the number of shards of the weights.
+
+    Returns:
+        The model directory, the model on the meta device, its trained parameters, and the
+        precision.
 
     Raises:
-        ValueError: the model, its adapters or its precision are not supported.
+        UsageError: the model, its adapters or its precision are unsupported.
     """
     hf_model, model = HFModel(cfg.model_dir), build_on_meta(cfg.model.instantiate)
-    # What is trained and its precision also decide how the engine is started and what it is sent.
+    # The trained parameters and the precision also determine the engine's settings and the
+    # published weights.
     trainable = make_trainable(model, hf_model, section=cfg.model, adapters=cfg.adapters, shards=shards)
     dtype = chosen_dtype(cfg.dtype, device.type, cfg.precision.fp8)
     ahead = resolve_prefetch_steps(cfg.staleness, cfg.prefetch_steps) > 0

@@ -78,7 +78,7 @@ def test_config_prints_requested_options(words, expected, capsys):
         (["clip_low"], "set loss.clip_low, an argument of the class"),
         (["lora_alpha"], "set model.lora_alpha"),
         (["zzz"], "`torchtune-ext config grpo_full` lists the keys"),
-        (["nothing.py"], "nothing.py: no such file"),
+        (["nothing.py"], "nothing.py: file not found"),
         (["grpo_full", "engine", "dtype"], "give a recipe, a config key, or both"),
         (["--schema", "engine"], "--schema engine: expected a recipe"),
     ],

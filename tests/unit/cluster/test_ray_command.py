@@ -49,9 +49,9 @@ def place(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "typed, says",
     [
-        ("--config run.yaml", "--config run.yaml: written for which recipe? Add --recipe grpo_full"),
-        ("--config gone.yaml", "--config gone.yaml: no such file"),
-        ("--config warmup/tiny", "is written for warmup_sft, which samples nothing: its Config has no `engine`"),
+        ("--config run.yaml", "--config run.yaml: the recipe is unknown. Fix: add --recipe grpo_full"),
+        ("--config gone.yaml", "--config gone.yaml: file not found"),
+        ("--config warmup/tiny", "is written for warmup_sft, which does not sample: its Config has no `engine`"),
         ("--config grpo/tiny", "the number of GPUs is missing: set --train-gpus N --engine-gpus N"),
         ("--config grpo/tiny --train-gpus 4", "the number of GPUs is missing"),
         ("--config grpo/tiny --train-gpus 4 --engine-cpus 4", "the number of GPUs is missing"),
@@ -68,7 +68,7 @@ def place(tmp_path, monkeypatch):
         (f"--config grpo/tiny {GPUS} --wait 0", "--wait=0.0 must be a number of seconds"),
         (f"--config grpo/tiny {GPUS} --address ray://10.0.0.1:10001", "not ray://"),
         (f"--config grpo/tiny {GPUS} --address 10.0.0.1", "HOST:PORT of the cluster's head"),
-        (f"--config grpo/tiny {GPUS} max_steps", "'max_steps' is no setting: write key=value"),
+        (f"--config grpo/tiny {GPUS} max_steps", "'max_steps' is not key=value"),
         (
             f"--config few.yaml --recipe grpo_full {GPUS}",
             "model_dir has no value; set it in the YAML or on the command",

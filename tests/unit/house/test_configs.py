@@ -199,8 +199,8 @@ def test_preset_from_file_yields_to_custom_loss(tmp_path):
     [
         ("preset: grpo\n", "unknown key 'preset' in preset"),
         ("los: {}\n", "unknown key 'los' in preset"),
-        ("- 1\n", "holds no keys of a recipe"),
-        ("a: [\n", "is no YAML"),
+        ("- 1\n", "has no config keys"),
+        ("a: [\n", "is not valid YAML"),
     ],
 )
 def test_bad_preset_files_are_named(tmp_path, text, message):
@@ -214,7 +214,7 @@ def test_bad_preset_files_are_named(tmp_path, text, message):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"preset": "nothing.yaml"}, "preset=nothing.yaml: no such file"),
+        ({"preset": "nothing.yaml"}, "preset=nothing.yaml: file not found"),
         (
             {"preset": "gspo", "loss": {"importance": "tis"}},
             "loss.importance='tis' weighs tokens, but loss.level='sequence'",
@@ -256,7 +256,7 @@ def test_presets_are_listed_and_printed(capsys):
             {"_component_": "torchtune_ext.objective.loss.GPROLoss"},
             "`loss:` _component_=torchtune_ext.objective.loss.GPROLoss",
         ),
-        ({"_component_": "Mine"}, "`loss:` the recipe that runs defines no 'Mine'"),
+        ({"_component_": "Mine"}, "`loss:` 'Mine' is not defined in the recipe"),
         ({"clip_low": 0.2}, "`loss:` needs a `_component_`"),
     ],
 )

@@ -103,13 +103,13 @@ def test_the_manifest_starts_one_run_on_two_pods(page, printed):
     [
         (
             "--nnodes 2 --nproc_per_node 8",
-            "--nnodes 2 without --rdzv_endpoint: torchtune would wait on each machine for itself. Add",
+            "--nnodes 2 without --rdzv_endpoint: each machine would wait alone (torchtune adds --standalone). Fix: add",
         ),
         ("--nnodes 1:4 --rdzv_backend c10d", "--nnodes 1:4 without --rdzv_endpoint"),
         ("--nnodes 2 --master_addr a --node_rank 1", "--nnodes 2 without --rdzv_endpoint"),
         (
             "--nnodes 2 --rdzv_endpoint a:29500",
-            "--nnodes 2 without --node_rank: each machine needs its number, 0 on a, which",
+            "--nnodes 2 without --node_rank. Fix: set --node_rank on each machine: 0 on a, which",
         ),
         ("--nnodes 2 --rdzv_endpoint a:29500 --node_rank 1", None),
         ("--nnodes=2 --rdzv-endpoint=a:29500 --node-rank=1", None),

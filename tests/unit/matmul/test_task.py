@@ -97,7 +97,7 @@ def visit(task, *results, index=0, cursor=0):
             {"kernels": {"sort": 64}},
             "task.kernels: unknown kernel 'sort'; use dgemm, gemv, reduction, or the",
         ),
-        ({"kernels": {"no.such": 64}}, "task.kernels='no.such': there is no module 'no'"),
+        ({"kernels": {"no.such": 64}}, "task.kernels='no.such': module 'no' not found"),
         (
             {"kernels": {"helpers.calm_kernels.None_": 64}},
             "task.kernels='helpers.calm_kernels.None_': helpers.calm_kernels has no 'None_'",

@@ -1,4 +1,4 @@
-"""What a dotted path imports, where the user's file has the name of another module."""
+"""Imports by dotted path if the user's file has the name of another module."""
 
 import sys
 
@@ -23,7 +23,7 @@ def test_file_that_another_module_hides_is_named(tmp_path, monkeypatch, caplog):
         import_object("json.near.near", "task.grader")
     assert caplog.messages == []
     for _ in range(2):
-        import_object("random.choice", "task.grader")  # of Python, though the file has one, too
+        import_object("random.choice", "task.grader")  # Python's module, although the user's file also has `choice`
         import_object("own_grader.near", "task.grader")
     assert len(caplog.messages) == 1 and "task.grader: random is " in caplog.messages[0]
 

@@ -1,4 +1,4 @@
-"""Which errors are mistakes, which are failures, and which keep their traceback."""
+"""Which errors are usage errors, which are run failures, and which keep their traceback."""
 
 import json
 import types
@@ -25,7 +25,7 @@ from torchtune_ext.training.learner import ScheduleConfig
 
 
 def code_of(text: str, name: str, file: str = "<made>") -> dict:
-    """Runs a text as a module with a name, and returns its names."""
+    """Execute source text as a module and return its namespace."""
     module = types.ModuleType(name)
     exec(compile(text, file, "exec"), module.__dict__)
     return module.__dict__
@@ -107,12 +107,12 @@ def test_the_place_is_in_the_users_file(tmp_path, monkeypatch):
     file.write_text(OURS)
     theirs = code_of(OURS, "theirs", str(file))
     assert error_location(error_of(theirs["looks_up"])) == "theirs.py:6"
-    # A library that their code called is passed over.
+    # Frames of a library that their code called are skipped.
     assert error_location(error_of(theirs["by_library"])) == "theirs.py:8"
     assert describe_error(error_of(theirs["looks_up"])) == "KeyError: 'x' (theirs.py:6)"
     ours = code_of(OURS, "torchtune_ext.made", str(file))
     assert error_location(error_of(ours["looks_up"])) is None
-    # What their code was called by does not count.
+    # Callers of their code do not count.
     theirs["call"] = ours["looks_up"]
     exec(compile("def outer(): call()", str(file), "exec"), theirs)
     assert error_location(error_of(theirs["outer"])) is None

@@ -1,4 +1,4 @@
-"""The folder of a run: one owner, one run, and earlier runs set aside whole, whenever the process is killed."""
+"""The run folder: one owner, one run, and earlier runs set aside completely, even if killed."""
 
 import errno
 import fcntl
@@ -27,7 +27,7 @@ LEFT = ("metrics.jsonl", "rollouts/step_000001.jsonl.gz", "checkpoints/step_0000
 
 
 def leave_a_run(folder, text="one", left=LEFT):
-    """All that recipes write, each file with `text` in it, and what stays where it is."""
+    """Write all files of recipes with `text` as content, and files that stay in place."""
     with RunFolder(folder) as owned:
         run = owned.start_run({"text": text}, resuming=False)
     for name in (*left, "model/config.json", "wandb/run/x", "notes.txt"):
@@ -38,7 +38,7 @@ def leave_a_run(folder, text="one", left=LEFT):
 
 
 def tree(folder):
-    """Path -> text of every file, but for the lock's and those of earlier runs."""
+    """Return path -> text of every file, except the lock and earlier runs."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "run.lock"]
     return {
         str(p.relative_to(folder)): p.read_text() for p in files if not str(p.relative_to(folder)).startswith("old-")
@@ -86,7 +86,7 @@ def test_an_earlier_run_is_a_run_folder_itself(tmp_path):
 
 def test_run_folder_without_run_keeps_existing_files(tmp_path, caplog):
     (tmp_path / "wandb").mkdir()
-    (tmp_path / "checkpoints").mkdir()  # prepared, perhaps as a link to a larger disk
+    (tmp_path / "checkpoints").mkdir()  # prepared by the user, perhaps as a link to a larger disk
     (tmp_path / "log.txt").write_text("mine")
     with RunFolder(tmp_path) as folder:
         folder.start_run({}, resuming=False)
@@ -136,7 +136,7 @@ def test_run_folder_inputs_of_new_run_stay_put(tmp_path, read, monkeypatch):
             owned.start_run({}, resuming=False, inputs=["elsewhere", path])
         assert f"output_dir={folder}" in str(caught.value) and str(path) in str(caught.value)
     assert tree(tmp_path) == before
-    with RunFolder("run") as owned:  # the model of a warm-up stays, and a resumed run sets nothing aside
+    with RunFolder("run") as owned:  # a warm-up's model stays, and a resumed run sets nothing aside
         owned.start_run({}, resuming=True, inputs=[f"run/{read}"])
         owned.start_run({}, resuming=False, inputs=["run/model", "run-2/start", "run"])
 
@@ -187,7 +187,7 @@ def test_run_folder_second_process_sees_lock_holder(tmp_path):
     finally:
         first.kill()
         first.wait(timeout=30)
-    assert str(first.pid) in (tmp_path / "run.lock").read_text()  # stale, and no obstacle
+    assert str(first.pid) in (tmp_path / "run.lock").read_text()  # a stale lock does not block
     RunFolder(tmp_path).close()
 
 
@@ -198,7 +198,7 @@ def test_closing_and_forked_children_free_the_folder(tmp_path):
     read, write = os.pipe()
     up, say_up = os.pipe()
     child = os.fork()
-    if child == 0:  # lives on after the folder's owner has let go
+    if child == 0:  # outlives the folder's owner
         os.close(write)
         os.write(say_up, b"x")
         os.read(read, 1)
@@ -206,7 +206,7 @@ def test_closing_and_forked_children_free_the_folder(tmp_path):
     os.close(read)
     os.read(up, 1)
     try:
-        os.close(folder._lock)  # as the end of this process would
+        os.close(folder._lock)  # as at the end of this process
         folder._lock = None
         RunFolder(tmp_path).close()
     finally:
@@ -256,7 +256,7 @@ def test_refused_folder_rename_stops_saving_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "rename", refuse)
     with RunFolder(tmp_path) as folder:
         folder.start_run({}, resuming=False)
-        says = f"output_dir={tmp_path}: a folder there cannot be renamed, .*: Operation not permitted. .* another file system"
+        says = f"output_dir={tmp_path}: the file system cannot rename a folder, .*: Operation not permitted. .* another file system"
         with pytest.raises(OSError, match=says):
             folder.start_run({}, resuming=False, saves=True)
 
@@ -265,7 +265,7 @@ def test_refused_folder_rename_stops_saving_runs(tmp_path, monkeypatch):
 
 
 def killed(folder, rename, errors):
-    """Begins a run in a process that is killed after its n-th renaming. Returns its status, as `os.waitpid` does."""
+    """Start a run in a process that is killed after its n-th rename. Return its status as `os.waitpid`."""
 
     def begin():
         count = 0
@@ -288,12 +288,12 @@ def killed(folder, rename, errors):
 
 
 def test_run_folder_killed_at_any_rename_keeps_files(tmp_path):
-    renames = len(LEFT) + 3  # a trial, each thing that was left and its run.json, and the new run.json
+    renames = len(LEFT) + 3  # the rename test, each leftover and its run.json, and the new run.json
     for k in range(1, renames + 2):
         folder = tmp_path / str(k)
         first, before = leave_a_run(folder), tree(folder)
         status, errors = killed(folder, k, tmp_path / "errors"), tmp_path / "errors"
-        assert status == (signal.SIGKILL if k <= renames else 0), errors.read_text()  # so every rename was tried
+        assert status == (signal.SIGKILL if k <= renames else 0), errors.read_text()  # so every rename was tested
         with RunFolder(folder) as owned:
             assert owned.should_resume(True) == (k == 1)  # nothing has moved yet
             run = owned.start_run({"text": "three"}, resuming=False)
@@ -301,7 +301,7 @@ def test_run_folder_killed_at_any_rename_keeps_files(tmp_path):
         for name, text in before.items():
             places = [folder / name, *(old / name for old in folder.glob("old-*"))]
             kept = [path.read_text() for path in places if path.exists()]
-            # What a start writes before it does anything is no run: the next one takes it over.
+            # The startup files of a failed start do not count as a run, and the next start overwrites them.
             assert text in kept or name in STARTUP_FILES, (k, name)
 
 
@@ -333,7 +333,7 @@ def test_run_folder_resume_keeps_id_and_removes_leftovers(tmp_path):
 def test_run_folder_missing_run_file_is_reported(tmp_path, damage):
     leave_a_run(tmp_path)
     (tmp_path / "run.json").unlink() if damage is None else (tmp_path / "run.json").write_text(damage)
-    before, says = tree(tmp_path), r"run\.json is missing" if damage is None else r"run\.json names no id"
+    before, says = tree(tmp_path), r"run\.json is missing" if damage is None else r"run\.json has no id"
     with pytest.raises(ValueError, match=says), RunFolder(tmp_path) as folder:
         folder.start_run({}, resuming=True)
     assert tree(tmp_path) == before
@@ -367,7 +367,7 @@ def test_checkpoints_without_run_file_name_the_fix(tmp_path):
 def test_run_folder_dangling_link_is_refused(tmp_path, target):
     (tmp_path / "run").symlink_to(target)
     for path in (tmp_path / "run", tmp_path / "run" / "a"):
-        with pytest.raises(ValueError, match=f"output_dir={path}: {tmp_path / 'run'} is a link that leads nowhere"):
+        with pytest.raises(ValueError, match=f"output_dir={path}: {tmp_path / 'run'} is a dangling link"):
             RunFolder(path)
 
 
@@ -394,7 +394,7 @@ for path in sys.argv[1:]:
 
 
 def test_a_folder_without_permission(tmp_path):
-    parent = Path("/tmp") / f"test-folder-{os.getpid()}"  # pytest's own folders are closed to others
+    parent = Path("/tmp") / f"test-folder-{os.getpid()}"  # other users cannot enter pytest's folders
     (parent / "run").mkdir(parents=True)
     try:
         parent.chmod(0o555)
@@ -424,12 +424,12 @@ def test_a_full_disk(tmp_path):
             folder.write_record()
         folder.close()
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-        with pytest.raises(OSError, match=f"output_dir={tmp_path} cannot be made or written: .*make room"):
+        with pytest.raises(OSError, match=f"output_dir={tmp_path} cannot be created or written: .*free disk space"):
             RunFolder(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert tree(tmp_path) == before
-    with RunFolder(tmp_path) as folder:  # the failed starts let go of it
+    with RunFolder(tmp_path) as folder:  # the failed starts released the lock
         assert folder.start_run({}, resuming=True).id == first.id
 
 
@@ -442,7 +442,7 @@ def test_run_folder_writes_nothing_before_begin(tmp_path, caplog):
 
 
 def test_run_folder_failed_starts_do_not_accumulate(tmp_path):
-    """A start that fails while its engine comes up leaves its papers and an empty list of metrics."""
+    """A start that fails during the engine start leaves startup files and an empty metrics file."""
     for _ in range(3):
         with RunFolder(tmp_path) as folder:
             run = folder.start_run({}, resuming=False)
@@ -457,7 +457,7 @@ def test_run_folder_failed_starts_do_not_accumulate(tmp_path):
 
 @pytest.mark.parametrize("moment", [1, 2])
 def test_replace_folder_ctrl_c_never_leaves_place_empty(tmp_path, monkeypatch, moment):
-    """Python acts on it when a rename has been made: the place is never empty, and what is raised is the Ctrl-C."""
+    """Python handles Ctrl-C after a rename: the folder always exists, and KeyboardInterrupt is raised."""
     place, rename, made = tmp_path / "model", Path.rename, []
     for folder, text in ((place, "old"), (partial_path(place), "new")):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""run.json says what a run was started with."""
+"""run.json records the command, folder, commit and versions of a run."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A reader who goes away ends the text, not the run: real processes with a closed pipe."""
+"""A closed output ends the text, not the run: real processes with a closed pipe."""
 
 import io
 import os
@@ -31,7 +31,7 @@ open(sys.argv[1], "a").write("came to its end\\n")
 
 
 def run_without_reader(code, log, *args, streams=("stdout",), **kwargs):
-    """Runs `code` whose named streams are pipes that nobody reads after the first line. Returns the exit status, the log."""
+    """Run `code` with named streams as pipes that are closed after the first line. Return exit status and log."""
     read, write = os.pipe()
     pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE) | dict.fromkeys(streams, write)
     process = subprocess.Popen([sys.executable, "-c", code, str(log), *args], stdin=subprocess.PIPE, **pipes, **kwargs)
@@ -51,7 +51,7 @@ def test_run_continues_after_output_reader_exits(tmp_path, streams, args, unbuff
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     status, log = run_without_reader(TABLE, tmp_path / "log", *args, streams=streams, env=env)
     assert status == 0 and log.endswith("came to its end\n")
-    warnings = [line for line in log.splitlines() if "takes no more text" in line]
+    warnings = [line for line in log.splitlines() if "continues without this output" in line]
     assert len(warnings) == len(streams), log
     for stream in streams:
         assert any(f"<{stream}>" in line and "Broken pipe" in line for line in warnings)
@@ -97,12 +97,12 @@ def test_output_without_character_replaces_it(encoding, written):
 
 
 def test_commands_replace_unencodable_characters(monkeypatch):
-    """Of a command, of `tune`, and of a recipe that torchrun starts."""
+    """For a command, for `tune`, and for a recipe under torchrun."""
     called = []
     monkeypatch.setattr(terminal, "replace_unencodable", lambda: called.append(1))
     monkeypatch.setattr(cli, "replace_unencodable", lambda: called.append(1))
     monkeypatch.setattr(sys, "argv", ["tune", "ls"])
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # begin replaces it
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # `begin` replaces it
     monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
     for call in (
         lambda: cli.main(["--version"]),

@@ -21,7 +21,7 @@ from torchtune_ext.run.processes import ProcessPool
 
 
 class Target:
-    """Does what its first argument says."""
+    """Perform the action named by the first argument."""
 
     def __call__(self, verb, *rest):
         return getattr(self, verb)(*rest)
@@ -73,7 +73,7 @@ def processes():
 
 
 def answer(processes, *arguments, timeout_s=20.0, **more):
-    """What the call returned, or (kind of failure, cause)."""
+    """Return the result of the call, or (kind of failure, cause)."""
     return processes.submit(arguments, timeout_s, lambda *failure: failure, **more).result(timeout=60)
 
 
@@ -110,7 +110,7 @@ def test_folders_go_with_their_process_however_it_ends(processes):
     assert first.exists() and first.parent.parent == processes.folder and first.parent.stat().st_mode & 0o777 == 0o711
     killed = processes.pids()[0]
     os.kill(killed, signal.SIGKILL)
-    wait_until(lambda: ended(killed))  # what it is given before that, it takes along
+    wait_until(lambda: ended(killed))  # a call that was sent before the crash fails with it
     second = answer(processes, "folder")
     assert second.exists() and not first.parent.exists() and len(os.listdir(processes.folder)) == 1
 
@@ -163,7 +163,7 @@ time.sleep(600)
 
 
 def test_killed_trainer_leaves_no_processes_or_folder():
-    """Neither its processes nor what they have started, nor a temporary folder."""
+    """No processes, no children of them, and no temporary folder remain."""
     trainer = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
     *pids, folder = trainer.stdout.readline().split()
     assert len(pids) == 2 and Path(folder).is_dir() and not any(ended(int(pid)) for pid in pids)

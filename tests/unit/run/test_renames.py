@@ -1,4 +1,4 @@
-"""Old names of modules: where each one is now, and how a file that imports it is refused."""
+"""Old module names: their current names, and the error of a file that imports them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Signals reach the run: at once, at the end of a step, or past a main thread that is stuck."""
+"""Signals stop a run: at once, at the end of a step, or with a blocked main thread."""
 
 import os
 import pickle
@@ -58,7 +58,7 @@ print("well")
 
 
 def heed_signals():
-    """Under nohup this process ignores SIGHUP, and those that it starts would do so, too."""
+    """Under nohup this process ignores SIGHUP, and its children would inherit this."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 
@@ -75,18 +75,18 @@ def start(work, grace=60.0, closing=0.0, reaction=60.0, preexec_fn=heed_signals,
 
 
 def begun(*arguments, **more):
-    """A run that is at work."""
+    """A run in progress."""
     process = start(*arguments, **more)
     assert process.stdout.readline() == "begun\n"
     return process
 
 
 def end(process):
-    """How it ended. What it does not wait for would take it a minute or more."""
+    """Return the exit status. Work that the run must not wait for takes a minute or more."""
     try:
         out, err = process.communicate(timeout=50)
     finally:
-        process.kill()  # nothing, unless it is stuck
+        process.kill()  # only has an effect if the process is blocked
     return process.returncode, out, err
 
 
@@ -102,7 +102,7 @@ def test_sigterm_waits_for_the_end_of_the_step():
     process.send_signal(signal.SIGTERM)
     status, out, err = end(process)
     assert status == 143 and "saved" in out and "SIGTERM orderly=True" in err
-    assert "ends with this step, if the step ends within 60 s" in err
+    assert "stops after this step, if the step ends within 60 s" in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
@@ -143,7 +143,7 @@ def test_stop_periodic_checkpoint_write_is_finished():
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 7)])
 def test_stop_signal_of_forked_child_is_ignored(number, code):
-    """A forked child has our handlers and our wake-up socket, into which C would write its signals."""
+    """A forked child inherits our handlers and our wake-up socket, which would receive its signals."""
     work = f"""
         import os
         there, here = os.pipe()
@@ -160,7 +160,7 @@ def test_stop_signal_of_forked_child_is_ignored(number, code):
             os.read(there, 1)
             os.kill(child, {number:d})
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == {code}
-        time.sleep(0.2)  # for us to hear of it"""
+        time.sleep(0.2)  # until the parent has received it"""
     process = start(textwrap.dedent(work).replace("\n", "\n        "))
     assert end(process)[:2] == (0, "well\n")
 
@@ -192,23 +192,23 @@ def test_stop_main_thread_stuck_in_c_is_ended(number):
     time.sleep(0.2)  # until it waits for the mutex, in C
     process.send_signal(number)
     status, _, err = end(process)
-    assert status == 128 + number and "in the midst of a call. It stood there." in err
+    assert status == 128 + number and "during a call that did not return. It stood there." in err
 
 
 def test_a_second_ctrl_c_skips_the_cleanup():
     process = start("time.sleep(600)", closing=600)
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "closing\n"
-    process.send_signal(signal.SIGINT)  # the same one, sent twice by a terminal and a launcher
+    process.send_signal(signal.SIGINT)  # one Ctrl-C, delivered by a terminal and a launcher
     time.sleep(1.2)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     status, _, err = end(process)
-    assert status == 130 and "not all parts were closed" in err
+    assert status == 130 and "not all components were closed" in err
 
 
 def test_stop_own_signal_is_not_second_ctrl_c():
-    """The main thread is in C, and the thread that has called it comes to read its own signal more than a second later."""
+    """The main thread runs C code, and the second thread reads its own signal more than a second later."""
     work = """
         import signal, threading
         kill, libc, mutex = signal.pthread_kill, ctypes.CDLL(None), ctypes.create_string_buffer(64)
@@ -255,10 +255,10 @@ def test_stop_closed_stderr_still_ends_run():
 
 
 @pytest.mark.parametrize(
-    "seconds, end", [(0.3, "SIGINT orderly=False"), (60.0, "in the midst of a call. It stood there.")]
+    "seconds, end", [(0.3, "SIGINT orderly=False"), (60.0, "during a call that did not return. It stood there.")]
 )
 def test_ctrl_c_while_an_object_is_finalized(seconds, end):
-    """Raised there, the exception would be printed, and the run would go on."""
+    """In a finalizer, Python would print the exception, and the run would continue."""
     process = start(
         f"""
         class Dying:

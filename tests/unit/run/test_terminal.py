@@ -1,4 +1,4 @@
-"""What a real terminal shows: a pseudo-terminal of so many columns."""
+"""Output on a pseudo-terminal of a given width."""
 
 import fcntl
 import os
@@ -24,7 +24,7 @@ with report_errors():
 
 
 def screen(columns, **variables):
-    """What a terminal of so many columns shows."""
+    """Return the output on a terminal with this number of columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     env = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm"} | variables
@@ -34,7 +34,7 @@ def screen(columns, **variables):
         try:
             while part := os.read(ours, 4096):
                 text += part
-        except OSError:  # the terminal is closed with the process
+        except OSError:  # the terminal closes with the process
             pass
         os.close(ours)
     assert process.returncode == 2

@@ -25,7 +25,7 @@ def test_reaper_killed_is_replaced_by_next_engine(make_engine, caplog):
     os.kill(first, signal.SIGKILL)
     SleepingCore.instances[0].kill()
     wait_until(lambda: len(SleepingCore.instances) == 2 and engine.stats().restarts == 1)
-    assert engine._janitor.pid != first and "a janitor ended (status -9)" in caplog.text
+    assert engine._janitor.pid != first and "process reaper: exited with status -9" in caplog.text
     folder, core = Path(engine._janitor.folder), SleepingCore.instances[1]
     engine._janitor._process.stdin.close()  # the state after the trainer was killed
     wait_until(lambda: not folder.exists() and core.process.poll() is not None)

@@ -1,4 +1,4 @@
-"""The words of `tune run`, and how it ends. What is said of wrong words: tests/mistakes."""
+"""The exit status of `tune run` under torchrun. Invalid arguments: tests/mistakes."""
 
 import signal
 
@@ -25,7 +25,8 @@ def test_torchrun_exit_status_is_first_failed_rank(tmp_path, capsys):
             "rank 1 was killed by SIGKILL, perhaps by the kernel's out-of-memory killer (see dmesg)",
         ),
         (
-            ChildFailedError("grpo.py", {0: failure(0, -9, 30), 1: failure(1, 1)}),  # rank 0 was stopped, and so killed
+            # Rank 0 was stopped, so torchrun killed it.
+            ChildFailedError("grpo.py", {0: failure(0, -9, 30), 1: failure(1, 1)}),
             1,
             "rank 1 ended with exit code 1",
         ),

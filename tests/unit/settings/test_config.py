@@ -1,4 +1,4 @@
-"""Settings of a recipe: references to the environment, paths that are named."""
+"""Settings of a recipe: references to the environment, paths, messages and snapshots."""
 
 import ast
 import json
@@ -31,7 +31,7 @@ NEEDED = {"output_dir": "x", "model_dir": "x", "max_steps": 1, "sampling": {"max
 
 
 def of_environment(monkeypatch, text, cli=()):
-    """(what the recipe gets, what is kept) of a YAML text, with a token in the environment."""
+    """Return (settings of the recipe, stored snapshot) of a YAML text, with a token in the environment."""
     for name, value in {
         "TTE_TOKEN": "s3cret",
         "TTE_STEPS": "7",
@@ -68,7 +68,7 @@ def of_environment(monkeypatch, text, cli=()):
     ],
 )  # fmt: skip
 def test_values_of_the_environment_are_kept_as_references(monkeypatch, written, value, kept):
-    with warnings.catch_warnings(action="ignore"):  # of later versions, about the name of this function
+    with warnings.catch_warnings(action="ignore"):  # OmegaConf deprecates this function name
         OmegaConf.register_new_resolver("tte_shout", lambda text: text.upper() + "!", replace=True)
         OmegaConf.register_new_resolver("tte_count", len, replace=True)
     deep = 'task: {_component_: x, deep: [{token: "${oc.env:TTE_TOKEN}", plain: 1}], two: 2}\n'
@@ -78,7 +78,7 @@ def test_values_of_the_environment_are_kept_as_references(monkeypatch, written, 
     assert cfg.model["a"]["b"][1] == value
     assert values["model"] == {"_component_": "x", "a": {"b": [0, kept]}}
     assert values["task"] == {"_component_": "x", "deep": [{"token": "${oc.env:TTE_TOKEN}", "plain": 1}], "two": 2}
-    # Everything else is resolved, and of a node there is what was given.
+    # Other values are resolved, and a section contains only the given keys.
     assert values["output_dir"] == "x" and values["sampling"] == {"max_tokens": 8} and values["engine"] == {}
 
 
@@ -138,7 +138,7 @@ def test_component_with_secret_can_be_switched_off(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"optimizer.lr": 1e-5}, "optimizer.lr: a dot in a key .*`optimizer: {lr: ...}`"),
+        ({"optimizer.lr": 1e-5}, "optimizer.lr: dotted keys work .*`optimizer: {lr: ...}`"),
         ({"profile": [True]}, r"profile=\[True\] must be a list"),
         ({"updates_per_step": "${compile}", "compile": True}, "updates_per_step"),
         ({"output_dir": "???"}, "output_dir has no value"),
@@ -191,7 +191,7 @@ def test_a_missing_variable_is_still_named(monkeypatch):
         ("evaluation.task.rows_file", "~root/a", "ROOT/a"),
         ("task.rows", "~/a", "HOME/a"),
         ("task.system", "~root about $PATH", "~root about $PATH"),
-        ("task.path", "$x.jsonl", "$x.jsonl"),  # it is there
+        ("task.path", "$x.jsonl", "$x.jsonl"),  # the file exists
         ("tokenizer.template", "{{ '$PATH' }}" * 400, "{{ '$PATH' }}" * 400),
     ],
 )
@@ -242,7 +242,7 @@ def test_a_held_out_task_is_a_mapping():
     with pytest.raises(ValueError, match=r"`evaluation.task:` needs a `_component_`.*, or evaluation.task=null"):
         evaluated({"count": 4})
     assert evaluated(None) is None
-    assert evaluated({"_component_": None}) is None  # as null arrives from the command line
+    assert evaluated({"_component_": None}) is None  # null on the command line
 
 
 def test_custom_loss_must_declare_needs_of_configured_keys():
@@ -267,7 +267,7 @@ NODES = {
 
 
 def test_config_keys_named_in_messages_exist():
-    """As engine.dtype: a node, and one of its fields. Names of files such as engine.log are none."""
+    """Messages name keys such as engine.dtype: a section and its field. File names such as engine.log do not count."""
     knob, wrong = re.compile(rf"(?<![\w./`-])({'|'.join(NODES)})\.([a-z]\w*)(?![\w(./])"), []
     sources = [*(ROOT / "torchtune_ext").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
     for path in (path for path in sources if path.name != "renames.py"):  # modules, not keys
@@ -285,23 +285,23 @@ def test_config_keys_named_in_messages_exist():
 @pytest.mark.parametrize(
     "key, value, says",
     [
-        ("output_dir", "$HOME", r"output_dir=\$HOME: `\$` has a meaning in a shell only"),
-        ("output_dir", "a/$(date)", "`\\$` has a meaning"),
+        ("output_dir", "$HOME", r"output_dir=\$HOME: `\$` is shell syntax"),
+        ("output_dir", "a/$(date)", "`\\$` is shell syntax"),
         ("output_dir", "${oc.env:TTE_EMPTY}", "output_dir='' is empty; expected a path. Fix: write . for"),
         (
             "tokenizer.template",
             "",
             "tokenizer.template='' is empty; expected a path. Fix: leave it out, or name a file",
         ),
-        ("output_dir", "${oc.env:TTE_DOLLAR}", "`\\$` has a meaning"),
-        ("teacher.model_dir", "$MODELS/x", r"teacher.model_dir=\$MODELS/x: `\$` has"),
-        ("task.path", ["a", "$MODELS/x"], r"task.path=\$MODELS/x: `\$` has"),
+        ("output_dir", "${oc.env:TTE_DOLLAR}", "`\\$` is shell syntax"),
+        ("teacher.model_dir", "$MODELS/x", r"teacher.model_dir=\$MODELS/x: `\$` is shell"),
+        ("task.path", ["a", "$MODELS/x"], r"task.path=\$MODELS/x: `\$` is shell"),
         ("replay", "~no-such-user/x", "unknown user 'no-such-user'"),
-        ("preset", "$HOME/a.yaml", r"preset=\$HOME/a.yaml: `\$` has"),
+        ("preset", "$HOME/a.yaml", r"preset=\$HOME/a.yaml: `\$` is shell"),
         ("model_dir", "é" * 128, "model_dir=.* is too long: a name has at most 255 bytes"),
         ("tokenizer.template", "/a" * 2000, "tokenizer.template=.* is too long: a name .* a path 3,900"),
-        ("task.path", "a\0b", r"task.path='a\\x00b' holds a character"),
-        ("task.path", "\ud83d", r"task.path='\\ud83d' holds a character"),
+        ("task.path", "a\0b", r"task.path='a\\x00b' contains a character"),
+        ("task.path", "\ud83d", r"task.path='\\ud83d' contains a character"),
         (
             "evaluation.task.path",
             "pipe",

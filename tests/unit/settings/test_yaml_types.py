@@ -1,4 +1,4 @@
-"""Values of YAML are compared with the annotations of the arguments that take them."""
+"""YAML values are compared with the annotations of arguments."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from torchtune_ext.settings.components import Component
 from torchtune_ext.settings.config import load_config, merge_config
 from torchtune_ext.settings.yaml_types import require_type
 
-OPTIONAL = Optional[int]  # noqa: UP045 (torch writes it so)
+OPTIONAL = Optional[int]  # noqa: UP045 (as in torch)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_value_that_fits_its_annotation_passes(value, kind):
         ({"Answer": {"question": None}}, str, """must be text: quote it, 'k="Answer: {question}"'"""),
         ({"question": None}, str, """must be text: quote it, 'k="{question}"'"""),
         ({"Only this": None}, str, """must be text: quote it, 'k="Only this:"'"""),
-        (False, str, """=False must be text, and YAML reads no, off and false as a truth value: quote it, 'k="no"'"""),
+        (False, str, """=False must be text, and YAML reads no, off and false as a boolean: quote it, 'k="no"'"""),
         (42, str, """=42 must be text: quote it, 'k="42"'"""),
         (10.0, Path, """=10.0 must be a path: quote it, 'k="10.0"'"""),
         (["a", "b"], str | Callable, """must be text or a function: quote it if the brackets belong to it, 'k="[a, b]"'"""),
@@ -64,7 +64,7 @@ def test_a_value_of_another_kind_is_refused(value, kind, says):
 
 
 class Odd:
-    """Its annotations are not those of its defaults, and one is for type checkers alone."""
+    """Annotations that differ from the types of the defaults, and one only for type checkers."""
 
     def __init__(self, name: str = 3, limit: int = None, mode: "Mode" = "fast"):  # noqa: F821, RUF013
         pass

@@ -1,4 +1,4 @@
-"""The parts of a run are tried: those that are right pass, those that are wrong are named. Whole runs: tests/mistakes."""
+"""Valid components of a run pass the checks, and errors name the invalid component (see also tests/mistakes)."""
 
 import json
 from collections import namedtuple
@@ -98,7 +98,7 @@ def test_weights_fit_their_model_and_no_other(model_dir):
 
 
 def test_header_shapes_equal_converted_weight_shapes(model_dir, tmp_path):
-    """Of Llama, whose q and k change places, with as many heads as the tiny model has."""
+    """Llama permutes the heads of q and k; the model has as many heads as the tiny model."""
     config = json.loads((model_dir / "config.json").read_text()) | {"model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     source = HFModel(model_dir)
@@ -110,7 +110,7 @@ def test_header_shapes_equal_converted_weight_shapes(model_dir, tmp_path):
 
 
 class Slow:
-    """Each prompt takes a second of a clock of its own."""
+    """A task whose prompts take a second each on a fake clock."""
 
     def __init__(self, clock):
         self.clock = clock
@@ -129,7 +129,7 @@ def test_prompts_are_measured_for_a_second_at_most(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(checks, "time", SimpleNamespace(monotonic=lambda: clock.now))
     tokenizer = SimpleNamespace(prompt_ids=lambda messages, tools: [0] * len(messages[0]["content"]))
-    # Four are made in 1.2 s; the one that cannot be made is left to the run.
+    # Four prompts are made in 1.2 s; the invalid problem is skipped.
     assert checks.measure_prompts(Slow(clock), tokenizer, "task") == [0, 31, 46]
 
 
@@ -147,7 +147,7 @@ def test_prompt_lengths_broken_first_row_is_deferred():
 
 
 class Rows:
-    """Problems of these questions; None is a broken row."""
+    """A task with these questions; None is an invalid row."""
 
     def __init__(self, *questions):
         self.questions = questions
@@ -182,7 +182,7 @@ def test_prompt_lengths_tools_hidden_by_template_are_reported(model_dir):
 
 
 class Chats(list):
-    """Problems of these messages."""
+    """A task with these messages."""
 
     def __getitem__(self, index):
         return Problem(str(index), super().__getitem__(index), "4")
@@ -222,7 +222,7 @@ def test_a_template_has_to_show_each_message(model_dir, template, messages, hidd
         assert len(checks.measure_prompts(Chats([messages]), tokenizer, "task")) == 1
     else:
         with pytest.raises(
-            ValueError, match=rf"task: Chats\(...\)\[0\]: the chat template .* not show its message of role '{hidden}'"
+            ValueError, match=rf"task: Chats\(...\)\[0\]: the chat template .* omits its message of role '{hidden}'"
         ):
             checks.measure_prompts(Chats([messages]), tokenizer, "task")
 
@@ -231,7 +231,7 @@ def test_different_problems_with_the_same_prompt_are_refused():
     def task(*questions):
         return Chats([[{"role": "user", "content": question}] for question in questions])
 
-    # It knows no letters.
+    # The tokenizer has no letters.
     tokenizer = SimpleNamespace(prompt_ids=lambda messages, tools: [len(messages[0]["content"].strip().upper())])
     with pytest.raises(ValueError, match="problems 0 and 2 of Chats .*same prompt"):
         checks.measure_prompts(task("ab", "a", "ac"), tokenizer, "task")
@@ -240,10 +240,10 @@ def test_different_problems_with_the_same_prompt_are_refused():
 
 def test_train_eval_overlap_reports_shared_problems(monkeypatch):
     assert checks.find_eval_overlap(Rows("a", None, "b", "c"), Rows("d", "c", None, "a")) == ["row-1", "row-3"]
-    # A part of them is allowed: it shows what was learned by heart.
+    # A partial overlap is allowed, because it measures memorization.
     assert checks.find_eval_overlap(Rows("a", "b"), Rows("b")) == ["row-0"]
     assert checks.find_eval_overlap(Rows("a"), None) == checks.find_eval_overlap(Rows("a"), Rows("b")) == []
-    assert checks.find_eval_overlap(Arithmetic(seed=0), Arithmetic(seed=0)) == []  # without end
+    assert checks.find_eval_overlap(Arithmetic(seed=0), Arithmetic(seed=0)) == []  # endless
     with pytest.raises(ValueError, match="evaluation.task has the 2 problems of `task`"):
         checks.find_eval_overlap(Rows("a", "b"), Rows("b", "a"))
 

@@ -1,4 +1,4 @@
-"""Settings that do not go together with samples of an older policy are refused by name; the rest passes."""
+"""Settings that are inconsistent with off-policy samples are rejected by key; other settings pass."""
 
 from types import SimpleNamespace
 
@@ -13,14 +13,14 @@ from torchtune_ext.training.teacher import TeacherConfig
 
 
 class Own:
-    """A loss of the user."""
+    """A user's loss."""
 
     def __call__(self, t):
         return -t.advantages_L * t.logprobs_L, {}
 
 
 def check(loss=None, **changed):
-    """Checks the settings of a run of grpo.py. `loss`: an object, or fields of `PolicyLoss` as in the YAML."""
+    """Check the settings of a GRPO run. `loss`: an object, or fields of `PolicyLoss` as in the YAML."""
     fields = {"importance": "tis"} if loss is None else loss if isinstance(loss, dict) else {}
     settings = {
         "prompts_per_step": 4,

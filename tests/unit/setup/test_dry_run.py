@@ -1,4 +1,4 @@
-"""`dry_run=`: every shipped config passes it on the machine that its first lines name, and what is wrong or too large is said."""
+"""`dry_run=`: each config fits the machine in its first lines; invalid or oversized settings are reported."""
 
 import json
 import math
@@ -21,14 +21,14 @@ from torchtune_ext.tasks.temporal_clue.files import generate_puzzles, write_json
 from torchtune_ext.tasks.temporal_clue.size import Size
 
 CONFIGS = {name: path for name, path in config_files(package_folder("configs")).items() if name.startswith("grpo/")}
-# A question of every data set that a config names.
+# A row with the fields of all data sets in the configs.
 QUESTION = {
     **dict.fromkeys(("question", "problem", "prompt"), "What is 2 + 2?"),
     "answer": "2 + 2 = 4\n#### 4",
     "solution": "It is \\boxed{4}.",
     "final_answer": "4",
 }
-# Words that the first lines of a config name for another size, and the machine that they name for it.
+# (config, model, overrides, machine) for other model sizes in the first lines of a config.
 OTHER_SIZES = [
     ("qwen2_5_7B_full", "Llama-3.1-8B-Instruct", "", "5x80"),
     ("qwen2_5_7B_full", "Qwen3-8B", "", "5x80"),
@@ -45,7 +45,7 @@ OTHER_SIZES = [
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with data, models with it as they are asked for."""
+    """A folder with data; models are added on demand."""
     path = tmp_path_factory.mktemp("place")
     puzzles = list(generate_puzzles(0, 128, Size(suspects=2, weapons=2, rooms=2)))
     write_jsonl(path / "puzzles.jsonl", puzzles[:64])
@@ -57,12 +57,12 @@ def place(tmp_path_factory):
 
 
 def same(problem, text):
-    """Stands for the reward of a user, whose rows and function no config brings."""
+    """Replace the user's reward function, which no config includes."""
     return float(text == problem.answer)
 
 
 def write_tiny(path, cfg):
-    """A small model with a tokenizer that knows the words of its task, as a warm-up makes it."""
+    """Write a small model with a tokenizer for its task, like the warm-up recipe."""
     task = component(cfg.task).instantiate()
     texts = [message["content"] for i in range(min(16, len(task))) for message in task[i].messages]
     write_model(path, make_tokenizer(texts, ["x"], [], 1024), ModelShape(), seed=1)
@@ -70,10 +70,10 @@ def write_tiny(path, cfg):
 
 
 def settings_in(place, name, model=None, words=(), **changes):
-    """The settings of a config: its data and its model, which takes no disk, are below `place`."""
+    """Return the settings of a config with data and a stand-in model below `place`."""
     cfg = OmegaConf.load(CONFIGS[f"grpo/{name}"])
     tiny = "tiny" in name
-    # That of SmolLM2 begins with a model that was warmed up.
+    # The SmolLM2 config starts from a warmed-up model.
     public = "SmolLM2-135M-Instruct" if "smollm2" in name else Path(cfg.model_dir).name
     path = place / (name if tiny else model or public)
     if not path.exists():
@@ -90,27 +90,27 @@ def settings_in(place, name, model=None, words=(), **changes):
 
 
 def ran(capsys, cfg):
-    """The exit status of a dry run, and what it printed."""
+    """Return the exit status and the output of a dry run."""
     with pytest.raises(SystemExit) as left:
         grpo.recipe_main.__wrapped__(cfg)
     return left.value.code, capsys.readouterr().out
 
 
 def refused(capsys, cfg, message):
-    """Makes a dry run of wrong settings, which ends with the message and without a table."""
+    """Check that a dry run with invalid settings fails with the message and without a table."""
     with pytest.raises(ValueError, match=message):
         grpo.recipe_main.__wrapped__(cfg)
     assert "GiB" not in capsys.readouterr().out
 
 
 def launched(config):
-    """The command that the first lines of a config name for it, or None."""
+    """Return the start command in the first lines of a config, or None."""
     lines = [line.removeprefix("# ") for line in CONFIGS[config].read_text().splitlines() if line.startswith("#")]
     return next((line for line in lines if "tune run" in line and line.endswith(f"--config {config}")), None)
 
 
 def ranks_of(command):
-    """How many ranks a command starts, on all nodes together."""
+    """Return the number of ranks that a command starts on all machines."""
     words = command.split()
     counts = [int(words[words.index(option) + 1]) for option in ("--nnodes", "--nproc_per_node") if option in words]
     return math.prod(counts)
@@ -128,7 +128,7 @@ def test_every_config_fits_the_machine_that_it_names(name, place, capsys):
     assert len(table) < len(out.splitlines()) and all(len(line) <= 120 for line in table), out
     if machine.startswith("CPU"):
         return
-    # The command in its first lines starts as many ranks, and no GPU both trains and samples.
+    # The command in the first lines starts the planned ranks, and no GPU both trains and samples.
     command = launched(name)
     ranks = ranks_of(command)
     assert re.search(rf"^GPUs: {ranks} trains?\b", out, re.MULTILINE) and "idle" not in out
@@ -147,7 +147,7 @@ def test_each_other_size_that_a_config_names_fits(name, model, words, machine, p
 
 
 def launches():
-    """Rows of "5. Launch" in docs/first_real_run.md: how many GPUs of 80 GB, and the command."""
+    """Return (number of 80 GB GPUs, command) for each row of "5. Launch" in docs/first_real_run.md."""
     page = (Path(__file__).parents[3] / "docs" / "first_real_run.md").read_text()
     table = page.partition("## 5. Launch")[2].partition("\nFirst three steps")[0]
     return re.findall(r"^\| (\d+) \|.*\| `([^`]+)` \|$", table, re.MULTILINE)
@@ -172,17 +172,21 @@ def test_every_row_of_the_table_was_read():
 def test_dry_run_32b_does_not_fit_eight_80gb(place, capsys):
     status, out = ran(capsys, settings_in(place, "qwen2_5_32B_full", dry_run="8x80"))
     assert status == 2 and "does NOT fit on 8 x 80 GB (78.8 GiB each):" in out
-    # 16 bytes for each of 32.76 billion parameters, over four, are 122 GiB; activations and gathered weights come on top.
-    assert "training takes" in out and "what helps, the cheapest first:" in out and "    more GPUs that train" in out
+    # 16 bytes for 32.76 billion parameters on four GPUs are 122 GiB each, plus activations and gathered weights.
+    assert "training takes" in out and "fixes, cheapest first:" in out and "    more GPUs for training" in out
 
 
 @pytest.mark.parametrize(
     "name, machine, message",
     [
-        ("qwen2_5_7B_full", "1x80", "^1 x 80 GB: 1 engine of 1 take 1 GPU; none is left to train"),
+        ("qwen2_5_7B_full", "1x80", "^1 x 80 GB: sampling needs 1 GPU .*, which leaves no GPU for training"),
         ("qwen2_5_7B_node", "7x80", "^engine.devices=4,5,6,7 names GPU 7, but 7 x 80 GB has 7, from 0 to 6"),
-        ("qwen2_5_7B_node", "4x80", "^4 x 80 GB: 4 engines of 1 take 4 GPUs; none is left"),
-        ("qwen2_5_32B_full", "4x80", "2 servers of 2 take 4 GPUs; none is left to train"),
+        ("qwen2_5_7B_node", "4x80", "^4 x 80 GB: sampling needs 4 GPUs .*, which leaves no GPU"),
+        (
+            "qwen2_5_32B_full",
+            "4x80",
+            "sampling needs 4 GPUs \\(2 servers, tensor_parallel_size=2\\), which leaves no GPU for training",
+        ),
     ],
 )
 def test_dry_run_indivisible_machine_is_refused(name, machine, message, place, capsys):
@@ -210,7 +214,7 @@ def test_gpus_that_engines_cannot_share_out_are_refused(place, capsys):
 def test_several_machines_under_torchrun_are_to_be_named(place, monkeypatch, capsys):
     for name, value in (("RANK", 0), ("WORLD_SIZE", 12), ("LOCAL_WORLD_SIZE", 6)):
         monkeypatch.setenv(name, str(value))
-    message = "^dry_run=True under torchrun on several machines: name the GPUs of all, for instance dry_run=16x80"
+    message = "^dry_run=True under torchrun on several machines. Fix: name the GPUs of all machines, for instance dry_run=16x80"
     refused(capsys, settings_in(place, "qwen2_5_32B_full", dry_run=True), message)
 
 
@@ -219,7 +223,7 @@ def test_dry_run_gpu_training_and_sampling_is_refused(place, monkeypatch, capsys
     monkeypatch.setattr("torchtune_ext.setup.machine_checks.on_cpu", lambda: False)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 4000 * GIB}))
     monkeypatch.setenv("RANK", "0")
-    message = "engine.devices='4,5,6,7': GPU 4, 5, 6, 7 of this machine would train"
+    message = "engine.devices='4,5,6,7': GPU 4, 5, 6, 7 of this machine would also train"
     for visible, ranks, fits in ((None, 8, False), (None, 4, True), ("4,5,6,7", 4, False), ("0,1,2,3", 4, True)):
         for name, value in (("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", ranks), ("CUDA_VISIBLE_DEVICES", visible)):
             monkeypatch.delenv(name, raising=False)
@@ -230,7 +234,7 @@ def test_dry_run_gpu_training_and_sampling_is_refused(place, monkeypatch, capsys
             assert ran(capsys, cfg)[0] == 0
         else:
             refused(capsys, cfg, message)
-    # Without torchrun the plan says how many to start, and the numbers of the ranks begin at 0.
+    # Without torchrun the plan chooses the number of ranks, which start at 0.
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -243,7 +247,7 @@ def test_dry_run_needs_only_config_json_lists_gaps(place, tmp_path, capsys):
     cfg.model_dir = str(write_config(tmp_path, "Qwen2.5-7B-Instruct"))
     status, out = ran(capsys, OmegaConf.merge(cfg, {"dry_run": "5x80"}))
     assert status == 2 and "7.616 B parameters" in out and "\nfits on 5 x 80 GB" in out
-    assert "problem: " in out and "a start would stop at this problem" in out
+    assert "problem: " in out and "a start would fail with this error" in out
 
 
 def test_dry_run_missing_data_is_listed_after_plan(place, capsys):
@@ -266,10 +270,15 @@ def test_dry_run_public_model_needs_no_download(name, place, tmp_path, capsys):
     with_files = ran(capsys, cfg)[1]
     cfg.model_dir = str(tmp_path / Path(cfg.model_dir).name)
     status, out = ran(capsys, cfg)
-    assert status == 2 and "sizes: those of Qwen" in out and "problem: " in out and ": folder not found" in out
+    assert (
+        status == 2
+        and "sizes: from the published config of Qwen" in out
+        and "problem: " in out
+        and ": folder not found" in out
+    )
 
     def table(text):
-        # The published sizes do not say how long a table of RoPE is.
+        # The published sizes do not include the length of the RoPE table.
         begin, end = (text.index(f"\n  {name}") for name in ("weights, float32 master", "table of RoPE"))
         return text[begin:end]
 
@@ -313,22 +322,22 @@ def test_dry_run_without_gpu_plans_for_cpu(place, monkeypatch, capsys):
     words = ["engine.devices=null"]
     status, out = ran(capsys, settings_in(place, "qwen2_5_7B_full", words=words, dry_run=True))
     assert status == 2 and "does NOT fit into main memory (8.0 GiB)" in out
-    assert "no GPU is visible here, so the run would compute on the CPU; dry_run=4x80 judges" in out
+    assert "no GPU is visible, so the run would use the CPU; dry_run=4x80 plans" in out
     for device, named in (("cuda", "device=cuda"), ("auto", "engine.devices=4")):
         cfg = settings_in(place, "qwen2_5_7B_full", dry_run=True, device=device)
-        refused(capsys, cfg, f"dry_run=True with {named}: there is no GPU here; name a machine")
+        refused(capsys, cfg, f"dry_run=True with {named}: this machine has no GPU. Fix: name a machine")
 
 
 def test_with_gpus_here_they_and_the_disk_count(place, monkeypatch, capsys):
     monkeypatch.setattr(dry, "this_machine", lambda device: Machine(5, 79 * GIB, 500 * GIB, "the 5 GPUs here", True))
     monkeypatch.setattr("torchtune_ext.setup.machine_checks.on_cpu", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    # As many checkpoints as one run of 7B keeps have 397 GiB.
+    # The checkpoints that a 7B run keeps take 397 GiB.
     for free, expected in ((1000 * GIB, 0), (100 * GIB, 2)):
         monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: type("Usage", (), {"free": free}))
         status, out = ran(capsys, settings_in(place, "qwen2_5_7B_full", dry_run=True))
         assert status == expected, out
-        assert ("fits on the 5 GPUs here (79.0 GiB each)" if not status else "where 100.0 GiB are free") in out
+        assert ("fits on the 5 GPUs here (79.0 GiB each)" if not status else "but 100.0 GiB are free") in out
 
 
 def test_dry_run_single_rank_prints_with_world_size(place, monkeypatch, capsys):
@@ -344,7 +353,7 @@ def test_dry_run_teacher_checked_and_listed_as_excluded(place, capsys):
     cfg = settings_in(place, "tiny", words=["preset=distill"], dry_run="CPU 16")
     cfg.teacher = {"model_dir": cfg.model_dir}
     status, out = ran(capsys, cfg)
-    assert status == 0 and f"the engine of the teacher, {cfg.model_dir}, is in none of these figures" in out
+    assert status == 0 and f"the plan excludes the teacher's engine ({cfg.model_dir})" in out
     cfg.teacher.model_dir = str(place / "nowhere")
     status, out = ran(capsys, cfg)
     assert status == 2 and "problem: teacher.model_dir=" in out

@@ -1,4 +1,4 @@
-"""What a run says of its objective before it begins is what it runs."""
+"""The header of a run describes its objective, problems, device and files."""
 
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ CONFIGS = config_files(package_folder("configs"))
 
 
 class Mine:
-    """A loss of the user's own, without a text of its own."""
+    """A user's loss without `__str__`."""
 
 
 def settings(config="grpo/tiny_arithmetic", **own):
@@ -55,7 +55,7 @@ def test_a_preset_changes_all_of_tinys_objective():
     [
         ({}, "clip 0.2/0.2 per token, TIS <= 2, advantage mean/group_std, sequence mean; preset grpo"),
         ({"loss": {"clip_high": 0.28}}, "clip 0.2/0.28 per token"),
-        ({"loss": {"clip_high": 0.2}}, "; preset grpo"),  # the value that it has anyway
+        ({"loss": {"clip_high": 0.2}}, "; preset grpo"),  # the preset's value
         ({"loss": {"kl_coef": 0.1}}, "0.1 KL to the reference (k3), advantage"),
         ({"loss": {"dual_clip": 3.0}}, "dual clip 3, TIS <= 2"),
         ({"loss": {"importance": "mis"}}, "MIS in [0, 3]"),
@@ -84,12 +84,12 @@ def test_header_reports_machines_and_weight_copies():
     cpu, hosts = torch.device("cpu"), ("a",) * 8 + ("b",) * 8
     assert device_text(Ranks(0, 4, cpu, hosts=("a",) * 4)) == "4 processes on cpu"
     assert device_text(Ranks(0, 16, cpu, hosts=hosts, shard_within=8)) == (
-        "16 processes on 2 machines (8 on a, 8 on b), each on cpu; 2 copies of the weights, each on 8 of them"
+        "16 processes on 2 machines (8 on a, 8 on b), each on cpu; 2 copies of the weights, each on 8 ranks"
     )
 
 
 def opened(cfg, every=40, processes=1):
-    """What `say_opening` reads of a recipe with these settings and a model of two parameters' groups."""
+    """What `print_run_header` reads: these settings, and a model of two layers."""
     model = nn.Sequential(nn.Linear(1000, 999), nn.Linear(1000, 500))
     task = cfg.evaluation.task.instantiate() if cfg.evaluation.task else None
     cfg.checkpoints = CheckpointConfig(every=every)
@@ -135,7 +135,7 @@ def test_header_summarizes_planned_run():
     assert texts[0] == "models/q: qwen2 of 4 layers, 1.5 million parameters; trains all weights"
     assert texts[1] == "2 processes on cpu; in float32"
     assert texts[3] == (
-        "TemporalClue, made without end; each step takes 128 with 8 samples each; held out: TemporalClue, 256, every 40 steps"
+        "TemporalClue, endless; each step takes 128 with 8 samples each; held out: TemporalClue, 256, every 40 steps"
     )
     assert texts[4] == "runs/tiny/grpo; a checkpoint every 40 steps; graders print into grader.log"
     assert texts[5] == "starting, its log: runs/tiny/grpo/engine.log"
@@ -148,7 +148,7 @@ def test_header_summarizes_planned_run():
 def test_header_reports_server_and_missing_evaluation():
     cfg = settings("grpo/tiny", engine={"address": "http://there:8000"}, evaluation={"task": None})
     output = lines(cfg)
-    assert output[3].endswith("; none held out")
+    assert output[3].endswith("; no held-out problems")
     assert output[5] == "engine:    connecting to http://there:8000"
 
 
@@ -156,8 +156,8 @@ def test_header_reports_overlapping_or_repeated_problems():
     cfg = settings("grpo/tiny")
     few, held_out = range(80), range(20)
     assert problems_text(cfg, few, held_out, ["w-3", "w-9"]) == (
-        "range, 80; each step takes 128 with 8 samples each, so some more than once; held out: range, 20, 2 of them ALSO TRAINED "
-        "ON (w-3 for one), every 40 steps"
+        "range, 80; each step takes 128 with 8 samples each, so some repeat; held out: range, 20, 2 of them ALSO TRAINED "
+        "ON (e.g. w-3), every 40 steps"
     )
 
 
@@ -168,7 +168,7 @@ def test_header_names_user_rows_and_grader(tmp_path, monkeypatch):
     task = Jsonl(path=str(tmp_path / "rows.jsonl"), grader="paying.always")
     cfg = SimpleNamespace(prompts_per_step=1, samples_per_prompt=8, evaluation=SimpleNamespace(every=40))
     assert problems_text(cfg, task, None) == (
-        "Jsonl rows by paying.always (paying.py:1), 1; each step takes 1 with 8 samples each; none held out"
+        "Jsonl rows by paying.always (paying.py:1), 1; each step takes 1 with 8 samples each; no held-out problems"
     )
 
 
@@ -185,17 +185,17 @@ def test_header_reports_checkpoints_without_evaluation_score():
     cfg = settings("grpo/tiny")
     assert len(lines(cfg)) == 6
     output = lines(cfg, every=50)
-    assert output[6].startswith("warning:   checkpoints.every=")
-    assert "with checkpoints.every=50 and evaluation.every=40 that is each 200 steps" in output[6]
+    assert output[6].startswith("warning:   checkpoints.every=50 but evaluation.every=40: ")
+    assert "every 200 steps" in output[6]
     assert len(lines(cfg, every=10_000)) == 6
 
 
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        ({}, "; samples ahead: staleness 1, prefetch_steps 1"),
-        ({"staleness": 4}, "; samples ahead: staleness 4, prefetch_steps 1"),
-        ({"staleness": 4, "prefetch_steps": 2}, "; samples ahead: staleness 4, prefetch_steps 2"),
+        ({}, "; asynchronous: staleness 1, prefetch_steps 1"),
+        ({"staleness": 4}, "; asynchronous: staleness 4, prefetch_steps 1"),
+        ({"staleness": 4, "prefetch_steps": 2}, "; asynchronous: staleness 4, prefetch_steps 2"),
         ({"staleness": 0}, "engine.log"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a run asks for is compared with the machine that it starts on."""
+"""The GPUs and the disk that a run needs are compared with this machine."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_disk_without_room_for_one_checkpoint_is_refused():
 def test_disk_without_room_for_kept_checkpoints_is_reported(free, expected, capsys):
     machine_checks.require_disk(DiskNeed({"weights": 100 * GIB}, max_checkpoints=4, free=free * GIB), "runs/x")
     printed = capsys.readouterr().out
-    assert ("a checkpoint takes 100.0 GiB, 4 are there at once" in printed) == expected and bool(printed) == expected
+    assert ("a checkpoint takes 100.0 GiB, up to 4 exist at once" in printed) == expected and bool(printed) == expected
 
 
 def test_gpus_that_are_not_there_are_refused(monkeypatch):
@@ -31,7 +31,7 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch):
         monkeypatch.setattr(machine_checks.Path, "glob", lambda self, pattern: [f"/dev/nvidia{i}" for i in range(8)])
         with pytest.raises(ValueError, match=message):
             machine_checks.require_gpus(EngineConfig(max_model_len=64, **values))
-        # A server has its own.
+        # A server has its own GPUs.
         machine_checks.require_gpus(EngineConfig(max_model_len=64, address="http://127.0.0.1:1"))
 
 

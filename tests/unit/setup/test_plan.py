@@ -1,4 +1,4 @@
-"""The plan of a run: machines, the engine's room, checkpoints, what fits, and what would."""
+"""The plan of a run: machines, engine memory, checkpoints, verdict and fixes."""
 
 from copy import copy
 from dataclasses import replace
@@ -48,7 +48,7 @@ CONFIG = load_config(grpo.Config, OmegaConf.load(config_files(package_folder("co
 def planned(
     sizes, machine, engine=OWN, trainers=None, shard_within=None, reference=False, publishes_all=True, **changes
 ):
-    """The plan of that config with other settings; `trainers` may say how many torchrun has started."""
+    """Return the plan of the config with other settings; `trainers`: ranks that torchrun has started."""
     settings = dict(output_dir="runs/x", max_steps=100, row_tokens=16384, activation_checkpointing=True)
     settings |= dict(
         sampling=replace(CONFIG.sampling, max_tokens=4096),
@@ -76,8 +76,8 @@ def planned(
         ("8x80", replace(OWN, devices=None, address="http://127.0.0.1:8000"), None, None, 7),
         ("16x80", replace(OWN, devices=None, address="http://a:1,http://b:1", tensor_parallel_size=2), None, None, 12),
         ("1x80", replace(OWN, devices=None, sleep=True), None, None, 1),
-        ("5x80", OWN, 3, None, 3),  # torchrun says how many
-        (4, OWN, None, "0,1,2,3", 4),  # here: the engine's GPU is not among those that the trainer sees
+        ("5x80", OWN, 3, None, 3),  # the ranks of torchrun
+        (4, OWN, None, "0,1,2,3", 4),  # this machine: the trainer does not see the engine's GPU
         (5, OWN, None, None, 4),
         (2, OWN, None, "3,4", 1),
     ],
@@ -89,7 +89,7 @@ def test_how_many_train(seven, gpus, engine, world_size, visible, trainers):
 
 
 def test_plan_machine_without_trainer_gpu_is_refused(seven):
-    with pytest.raises(ValueError, match="1 x 80 GB: .* 1 GPU; .* 2 or more"):
+    with pytest.raises(ValueError, match="1 x 80 GB: .* 1 GPU .* 2 or more"):
         planned(seven, "1x80")
 
 
@@ -97,7 +97,7 @@ def test_plan_machine_without_trainer_gpu_is_refused(seven):
 
 
 def cached(sizes, config, gpu_bytes):
-    """Bytes of the KV cache on each device, and how many tokens an engine holds in it."""
+    """Return the bytes of the KV cache per device, and its tokens per engine."""
     kv_bytes = estimate_engine_bytes(sizes, config, gpu_bytes)["KV cache"]
     return kv_bytes, kv_cache_tokens(sizes, config, kv_bytes)
 
@@ -105,7 +105,7 @@ def cached(sizes, config, gpu_bytes):
 def test_plan_kv_cache_is_memory_left_by_engine(seven):
     memory = int(78.8 * GIB)
     rows, (kv, tokens) = estimate_engine_bytes(seven, OWN, memory), cached(seven, OWN, memory)
-    # Qwen2.5 7B: 28 layers, 4 heads of keys and values, of 128, in bfloat16.
+    # Qwen2.5 7B: 28 layers, 4 key/value heads of 128, in bfloat16.
     token = 2 * 28 * 4 * 128 * 2
     assert sum(rows.values()) == int(0.9 * memory) and tokens == kv // token
     assert rows["weights"] == 2 * 7_615_616_512
@@ -145,11 +145,11 @@ def test_plan_engines_have_own_cache_and_share_weights(seven):
     pair = planned(seven, "8x80", replace(OWN, devices="6,7", tensor_parallel_size=2))
     assert pairs.engine_rows == pair.engine_rows
     names = ("published weights in shared memory", "processes of ranks and engine (allowance)")
-    # Three engines more, each with a client and a process that CUDA maps as much again for.
+    # Three more engines, each with a client and a process, whose memory CUDA maps again.
     assert [four.host_rows[name] - one.host_rows[name] for name in names] == [0, 3 * 3 * GIB]
-    assert "4 sample (4 engines of 1)" in plan_table(four, "x") and "each engine takes 70.9 GiB of each GPU" in verdict(
-        four
-    )
+    assert "4 sample (4 engines, tensor_parallel_size=1)" in plan_table(
+        four, "x"
+    ) and "each engine takes 70.9 GiB of each GPU" in verdict(four)
     assert f"the KV cache of each of 4 holds {four.cached_tokens:,} tokens" in plan_table(four, "x")
 
 
@@ -158,7 +158,7 @@ def test_servers_of_several_machines_are_counted(seven):
     both = planned(seven, "16x80", engine)
     assert (both.trainers, both.gpus) == (12, 16)
     text = verdict(both)
-    assert both.fits and "GPUs: 12 train, 4 serve (2 servers of 2)" in plan_table(both, "x")
+    assert both.fits and "GPUs: 12 train, 4 serve (2 servers, tensor_parallel_size=2)" in plan_table(both, "x")
     assert "each server takes 70.9 GiB" in text
     names = ("processes of ranks and engine (allowance)", "largest tensor on each rank, while weights are read")
     assert [both.host_rows[name] for name in names] == [(12 * 2 + 2 * (1 + 2 * 2)) * GIB, 12 * 2 * seven.largest_param]
@@ -168,13 +168,13 @@ def test_plan_too_few_gpus_does_not_fit(seven):
     plan = planned(seven, "8x80", replace(OWN, devices="6,7"), trainers=7)
     assert not plan.fits and "it needs 9 GPUs: 7 train, 2 sample" in verdict(plan)
     idle = planned(seven, "8x80", replace(OWN, devices="6,7"), trainers=4)
-    assert idle.fits and "GPUs: 4 train, 2 sample (2 engines of 1), 2 idle" in plan_table(idle, "x")
+    assert idle.fits and "GPUs: 4 train, 2 sample (2 engines, tensor_parallel_size=1), 2 idle" in plan_table(idle, "x")
 
 
 def test_plan_nccl_server_reserves_sender_memory_on_rank0(seven):
     name, largest = "sender of weights, only on rank 0's GPU (allowance)", 2 * seven.largest_param
     server = replace(OWN, devices=None, address="http://a:1")
-    # A context and NCCL's buffers; a pack of more than 1 GiB that is made of its tensors while another is on its way.
+    # A context, NCCL's buffers, and up to three packs of more than 1 GiB.
     need = 2 * CUDA_CONTEXT_BYTES + 3 * (GIB + largest)
     there, here = "http://a:1", "http://127.0.0.1:1"
     expectations = [
@@ -192,14 +192,14 @@ def test_plan_nccl_server_reserves_sender_memory_on_rank0(seven):
     assert by_nccl.device_bytes == by_gloo.device_bytes + need and name in plan_table(by_nccl, "x")
 
 
-# -- sharding inside a node ---------------------------------------------------------------------------------------------
+# -- sharding inside a machine ---------------------------------------------------------------------------------------------
 
 
 def test_states_are_sharded_within_so_many_devices(seven):
     rows = partial(trainer_memory, seven, 16384, activation_checkpointing=True)
     assert rows(world_size=16, shard_within=8) == rows(world_size=8)
     assert rows(world_size=16, shard_within=16) == rows(world_size=16) == rows(world_size=16, shard_within=None)
-    # 16 bytes for each parameter: float32 master, gradient and two moments.
+    # 16 bytes per parameter: float32 master, gradient and two moments.
     states = ("weights, float32 master", "gradients, float32", "state of the optimizer")
     assert sum(rows(world_size=16, shard_within=4)[name] for name in states) == 16 * seven.total_params // 4
     # Fewer devices than that hold all states together.
@@ -217,7 +217,7 @@ def test_plan_sharding_within_machine_uses_more_memory(seven):
     [
         ("8x80", 4, None, 1),
         ("8x80", 4, 2, 2),  # two copies of the weights on the machine
-        ("8x80", 4, 8, 1),  # fewer ranks than would share a copy
+        ("8x80", 4, 8, 1),  # fewer ranks than share a copy
     ],
 )
 def test_plan_main_memory_includes_swapped_weights(seven, machine, trainers, within, copies):
@@ -229,7 +229,7 @@ def test_plan_main_memory_includes_swapped_weights(seven, machine, trainers, wit
 def test_plan_cpu_engine_uses_requested_cache_size(seven):
     rows = estimate_engine_bytes(seven, EngineConfig(dtype="bfloat16", kv_cache_bytes=1 << 28), 0)
     assert rows["KV cache"] == 1 << 28 and len(rows) == 3
-    assert estimate_engine_bytes(seven, EngineConfig(), 0)["KV cache"] == GIB  # as sampling/core.py starts it
+    assert estimate_engine_bytes(seven, EngineConfig(), 0)["KV cache"] == GIB  # the default on a CPU
 
 
 def test_plan_sleeping_engine_shares_gpu_with_trainer(seven):
@@ -237,7 +237,7 @@ def test_plan_sleeping_engine_shares_gpu_with_trainer(seven):
     beside = planned(seven, "1x192", engine)
     turns = planned(seven, "1x192", replace(engine, sleep=True))
     alone = beside.device_bytes - beside.engine_bytes
-    # The trainer's peak beside what sleeps is higher than the engine beside the trainer's weights and moments.
+    # The trainer's peak with the sleeping engine is higher than the engine with the trainer's weights and moments.
     assert turns.device_bytes == alone + CUDA_CONTEXT_BYTES + CUDA_GRAPH_BYTES < beside.device_bytes
     awake = planned(seven, "1x192", replace(engine, sleep=True, gpu_memory_utilization=0.9))
     resting = 1.05 * (4 + 8) * seven.total_params + CUDA_CONTEXT_BYTES
@@ -252,7 +252,7 @@ def needed(sizes, folder, steps, evaluated, **config):
     settings = dict(
         output_dir=str(folder), max_steps=steps, evaluation=evaluation, checkpoints=CheckpointConfig(**config)
     )
-    return disk_need(replace(CONFIG, **settings), sizes.total_params, sizes.trainable_params, sizes.dtype)
+    return disk_need(replace(CONFIG, **settings), sizes.total_params, sizes.trained_params, sizes.dtype)
 
 
 @pytest.mark.parametrize("save_optimizer", [True, False])
@@ -266,7 +266,7 @@ def test_plan_checkpoint_bytes_match_written_bytes(tmp_path, save_optimizer):
     need = needed(sizes, tmp_path, 200, True, save_optimizer=save_optimizer)
     tensors = [*folder.glob("*.safetensors"), *(folder / "state").glob("*.distcp")]
     written = sum(path.stat().st_size for path in tensors)
-    # Beside the values there are headers: DCP keeps each tensor as a zip file of its own, with some KB of names and padding.
+    # DCP adds headers: it stores each tensor as a zip file with some KB of names and padding.
     files = 26 * (3 if save_optimizer else 1)
     assert need.checkpoint_bytes <= written <= need.checkpoint_bytes + files * 4096
     assert need.checkpoint_bytes == 4 * sizes.total_params * (4 if save_optimizer else 2)
@@ -276,14 +276,14 @@ def test_how_many_checkpoints_are_there_at_once(seven, tmp_path):
     def kept(steps=100, evaluated=True, **config):
         return needed(seven, tmp_path / "none/yet", steps, evaluated, **config).max_checkpoints
 
-    assert kept(every=10) == 4  # the last two, the best, and the one that is being written
+    assert kept(every=10) == 4  # the last two, the best, and the checkpoint being written
     assert kept(every=10, evaluated=False) == 3 and kept(every=10, keep_last=5) == 7
     assert kept(every=1000) == 1 and kept(every=60) == 2
     whole = needed(seven, tmp_path, 100, True, every=10)
-    assert whole.checkpoint_bytes / GIB == pytest.approx(99.3, abs=0.1)  # 14 bytes for each of 7.6 billion values
+    assert whole.checkpoint_bytes / GIB == pytest.approx(99.3, abs=0.1)  # 14 bytes for 7.6 billion values
 
 
-# -- what fits, and what would ------------------------------------------------------------------------------------------
+# -- verdict and fixes ------------------------------------------------------------------------------------------
 
 
 def test_plan_verdict_fit_is_one_line_with_requirements(seven):
@@ -303,7 +303,7 @@ def test_plan_verdict_shortage_lists_remedies(seven):
     plan = planned(seven, "2x80", replace(OWN, max_model_len=4096), **settings)
     lines = verdict(plan).splitlines()
     assert lines[0] == "does NOT fit on 2 x 80 GB (78.8 GiB each):" and plan.shortages.keys() == {"training"}
-    assert lines[1].startswith("  training takes ") and lines[1].endswith("are free; what helps, the cheapest first:")
+    assert lines[1].startswith("  training takes ") and lines[1].endswith("are free; fixes, cheapest first:")
     assert lines[2:] == [f"    {each}" for each in SHORTAGE_FIXES["training"]]
     assert not planned(seven, "5x80", replace(OWN, max_model_len=4096), **settings).shortages
 
@@ -313,15 +313,15 @@ def test_plan_small_disk_is_reported_with_remedies(seven, monkeypatch):
     here = Machine(8, 80 * GIB, 2000 * GIB, "the 8 GPUs here", is_local=True)
     plan = planned(seven, here, replace(OWN, devices="7"))
     text = verdict(plan)
-    assert "checkpoints take 397.2 GiB of disk, where 300.0 GiB are free" in text
-    assert "what helps, the cheapest first:\n    checkpoints.save_optimizer=false" in text
+    assert "checkpoints take 397.2 GiB of disk, but 300.0 GiB are free" in text
+    assert "fixes, cheapest first:\n    checkpoints.save_optimizer=false" in text
     other = planned(seven, "8x80", replace(OWN, devices="7"))
-    assert other.fits  # the disk of another machine is not known
+    assert other.fits  # the disk of another machine is unknown
 
 
 def test_too_few_gpus_for_the_ranks_of_torchrun(seven):
     plan = planned(seven, "4x80", trainers=4)
-    assert not plan.fits and "it needs 5 GPUs: 4 train, 1 samples (1 engine of 1)" in verdict(plan)
+    assert not plan.fits and "it needs 5 GPUs: 4 train, 1 samples (1 engine, tensor_parallel_size=1)" in verdict(plan)
 
 
 def test_on_a_cpu_all_is_in_main_memory(seven):
@@ -347,6 +347,6 @@ def test_plan_server_and_replay_need_no_engine_gpu(seven):
     server = planned(seven, here, replace(OWN, devices=None, address="http://127.0.0.1:8000"))
     assert server.engine_rows == {} and server.trainers == server.gpus == 4
     assert "the engine is the server at http://127.0.0.1:8000" in plan_table(server, "x")
-    assert "GPUs: 4 train; elsewhere 1 serves (1 server of 1)" in plan_table(server, "x")
+    assert "GPUs: 4 train; elsewhere 1 serves (1 server, tensor_parallel_size=1)" in plan_table(server, "x")
     replay = planned(seven, "4x80", None)
     assert replay.engine_rows == {} and replay.gpus == 4 and replay.host_rows["published weights in shared memory"] == 0

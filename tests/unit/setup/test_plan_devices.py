@@ -1,4 +1,4 @@
-"""GPUs of this machine that would train and sample at once are found before a run starts on them."""
+"""GPUs that would both train and sample are detected before a run starts."""
 
 from types import SimpleNamespace
 
@@ -27,14 +27,14 @@ def started(monkeypatch):
 @pytest.mark.parametrize(
     "visible, local, number, ranks, gpus",
     [
-        (None, 8, 0, None, [str(i) for i in range(8)]),  # torchrun, and all GPUs of the machine or the container
-        (None, None, None, 4, ["0", "1", "2", "3"]),  # as a dry run plans it
+        (None, 8, 0, None, [str(i) for i in range(8)]),  # torchrun, with all GPUs of the machine or container
+        (None, None, None, 4, ["0", "1", "2", "3"]),  # as in a dry run
         (None, None, None, None, ["0"]),  # without torchrun
         ("4,5, 6,7", 4, 0, None, ["4", "5", "6", "7"]),
         ("3,4,5,6,7", 2, 0, None, ["3", "4"]),  # Slurm without ConstrainDevices
-        ("2,3", None, 1, None, ["3"]),  # srun says nothing of the others
+        ("2,3", None, 1, None, ["3"]),  # srun does not list the other ranks
         ("0,1,-1,2", 4, 0, None, ["0", "1"]),
-        ("0,1", 4, 0, None, ["0", "1"]),  # the ranks without a GPU are refused elsewhere
+        ("0,1", 4, 0, None, ["0", "1"]),  # ranks without a GPU fail elsewhere
         ("", None, None, None, []),
         (f"{FIRST},{SECOND}", 1, 0, None, [FIRST]),
     ],
@@ -57,8 +57,8 @@ def test_single_process_ignores_place_among_ranks(started, local):
         ({"devices": "0"}, ["1", "2"]),
         ({"devices": "0"}, [FIRST]),
         ({"devices": "0"}, []),
-        ({"devices": "0", "sleep": True}, ["0"]),  # they take turns
-        ({"gpu_memory_utilization": 0.3}, ["0"]),  # they share it on purpose
+        ({"devices": "0", "sleep": True}, ["0"]),  # trainer and engine alternate
+        ({"gpu_memory_utilization": 0.3}, ["0"]),  # trainer and engine share the GPU on purpose
         ({"address": "http://127.0.0.1:1"}, ["0"]),
     ],
 )
@@ -69,10 +69,10 @@ def test_separate_or_unknown_gpus_are_accepted(engine, training):
 @pytest.mark.parametrize(
     ("devices", "training", "words"),
     [
-        ("4,5,6,7", [str(i) for i in range(8)], "GPU 4, 5, 6, 7 of this machine would train, too, since 8 ranks here take GPU 0"),
-        ("4,5,6,7", [str(i) for i in range(8)], "; start 4 ranks here (--nproc_per_node 4), or set CUDA_VISIBLE_DEVICES"),
-        ("0", ["0"], "since 1 rank here takes GPU 0; set CUDA_VISIBLE_DEVICES of the trainer to GPUs that"),
-        (FIRST, [SECOND, FIRST], f"GPU {FIRST} of this machine would train, too"),
+        ("4,5,6,7", [str(i) for i in range(8)], "GPU 4, 5, 6, 7 of this machine would also train: 8 ranks use GPU 0"),
+        ("4,5,6,7", [str(i) for i in range(8)], "Fix: start 4 ranks here (--nproc_per_node 4), or set CUDA_VISIBLE_DEVICES"),
+        ("0", ["0"], "1 rank uses GPU 0. Fix: set CUDA_VISIBLE_DEVICES of the trainer to GPUs that"),
+        (FIRST, [SECOND, FIRST], f"GPU {FIRST} of this machine would also train"),
     ],
 )  # fmt: skip
 def test_gpu_for_training_and_sampling_reported_with_fix(devices, training, words):
@@ -85,7 +85,7 @@ def test_check_start_overlapping_gpus_refused_before_run_folder(started, monkeyp
     started("0,1,2,3,4,5,6,7", 8, 0)
     monkeypatch.setattr(run_parts, "require_gpus", lambda engine: None)
     config = EngineConfig(max_model_len=64, devices="4,5,6,7")
-    # No other part of the run is looked at before, but that its tasks can be graded.
+    # Only the grading is checked before the GPUs.
     parts = SimpleNamespace(
         cfg=None,
         replay=None,

@@ -1,4 +1,4 @@
-"""The machine that a run is planned for: asked for by a name, or this one."""
+"""The planned machine: parsed from a text, or this machine."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from torchtune_ext.setup.dry_run import main_memory, parse_machine, this_machine
 def test_plan_machine_parses_gpu_description(text):
     machine = parse_machine(text)
     assert machine.gpus == 4 and not machine.is_local and machine.host_bytes is None
-    assert 78 < machine.gpu_bytes / GIB < 80  # a card that is sold as 80 GB has a little less than 80 GiB
+    assert 78 < machine.gpu_bytes / GIB < 80  # an 80 GB GPU has slightly less than 80 GiB
     assert str(machine) == "4 x 80 GB (78.8 GiB each)"
 
 

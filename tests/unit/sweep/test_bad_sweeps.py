@@ -75,7 +75,7 @@ CASES = [
     ({"command": ["nosuchpython", "-m", "torchtune_ext", "run", "${args_no_hyphens}"]}, "command: program nosuchpython not found"),
     ({"command": ["python", "train.py", "${args_no_hyphens}"]}, "a sweep runs recipes"),
     ({"command": ["python", "train.py", "${args}"]}, "unsupported macro ${args}; recipes read ${args_no_hyphens}: command: [tune, run"),
-    ({"command": [*FILE["command"][:5], "--optimizer.lr=0.0001"]}, "a setting is written key=value, without dashes: optimizer.lr=0.0001"),
+    ({"command": [*FILE["command"][:5], "--optimizer.lr=0.0001"]}, "expected key=value without dashes: optimizer.lr=0.0001"),
     ({"command": [*FILE["command"], "output_dir=x"]}, "output_dir: the sweep sets the folder of each run"),
     (swept(output_dir={"values": ["a", "b"]}), "output_dir: the sweep sets"),
     # These only the recipe knows.
@@ -85,9 +85,9 @@ CASES = [
     (swept(optimizer__lr={"values": [-1.0, 1e-3]}), "optimizer.lr=-1.0"),
     (swept(loss__clip_low={"values": [3.0, 0.2]}), "loss.clip_low=3.0 must lie in (0, 1]"),
     (swept(samples_per_prompt={"values": [1, 4]}), "samples_per_prompt=1 must be"),
-    (swept(prompts_per_step={"value": "${divide:7,${samples_per_prompt}}"}), "${divide:7,4} is no whole number"),
+    (swept(prompts_per_step={"value": "${divide:7,${samples_per_prompt}}"}), "${divide:7,4} is not a whole number"),
     ({"command": ["tune", "run", "grpo_ful", "--config", "run.yaml"]}, "grpo_ful"),
-    ({"command": ["tune", "run", "grpo_full", "--config", "rum.yaml"]}, "--config rum.yaml: no such file"),
+    ({"command": ["tune", "run", "grpo_full", "--config", "rum.yaml"]}, "--config rum.yaml: file not found"),
     ({"command": ["tune", "run", "grpo_full", "--config", "warmup/tiny"]}, "is written for warmup_sft"),
 ]  # fmt: skip
 
@@ -100,7 +100,7 @@ def test_sweep_file_errors_are_named(refusal, change, message):
 
 def test_sweep_command_arguments_are_checked(refusal):
     assert "--jobs 0: expected 1 or more" in refusal("--jobs", "0")
-    assert "'max_steps' is no setting: write key=value" in refusal("max_steps")
+    assert "'max_steps' is not key=value" in refusal("max_steps")
     assert "optimizer.lr=1: the sweep sets optimizer.lr itself" in refusal("optimizer.lr=1")
     assert "unknown key 'max_step' in the config; did you mean 'max_steps'?" in refusal("--jobs", "1", "max_step=1")
     assert "--job: unknown option. Fix: see torchtune-ext sweep --help" in refusal("--job=2")

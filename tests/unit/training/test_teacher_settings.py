@@ -55,5 +55,5 @@ def test_gpus_that_a_teacher_may_have(policy, teacher, taken, monkeypatch):
     if taken is None:
         assert RunComponents.teacher_engine_config(parts).devices == teacher.get("devices")
     else:
-        with pytest.raises(ValueError, match=rf"a GPU that neither trains nor samples \(taken: {taken}\)"):
+        with pytest.raises(ValueError, match=rf"a GPU that neither trains nor samples \(in use: {taken}\)"):
             RunComponents.teacher_engine_config(parts)
