@@ -101,7 +101,7 @@ def drive(recipe: GRPORecipe, fault: Path, healthy: int, faults: list[str], out:
     recipe.update = update_then_break
     for present[0] in ["none", *faults]:
         fault.write_text("none")
-        gate = recipe.agreement
+        gate = recipe.mismatch_gate
         gate._recent, gate._ratios, tokens[0] = None, {}, 0
         begun, recipe.cfg.max_steps = recipe.version, recipe.step + (PATIENCE if present[0] != "none" else healthy)
         try:

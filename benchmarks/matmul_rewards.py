@@ -52,7 +52,7 @@ def rewards(kind: str, fastest: float) -> dict[str, float]:
     """Return the reward of each outcome. `fastest` is the speed of the program OTHER, in GFLOPS."""
 
     def success(gflops: float) -> float:
-        speed = SimpleNamespace(gflops=gflops, ratio=gflops / NAIVE, peak_share=gflops / PEAK)
+        speed = SimpleNamespace(gflops=gflops, speedup=gflops / NAIVE, roofline_fraction=gflops / PEAK)
         return program_reward("ok", speed, kind)
 
     values = {outcome: program_reward(outcome, kind=kind) for outcome in SHARES if outcome != SLOW}

@@ -118,8 +118,8 @@ def measure(config: str, ranks: int, steps: int) -> list[str]:
                 plans = [balance_rows([groups[i] for i in hand], cfg.row_tokens, layout) for hand in hands]
                 seconds += time.perf_counter() - begin
             for rows in plans:
-                add(f"{way}/computed", ranks * layout.over_rounds(rows, layout.row_length))
-                add(f"{way}/cost", layout.over_rounds(rows, layout.cost))
+                add(f"{way}/computed", ranks * layout.total_round_cost(rows, layout.row_length))
+                add(f"{way}/cost", layout.total_round_cost(rows, layout.row_cost))
                 add(f"{way}/rounds", len(rows) / ranks)
                 add(f"{way}/tokens", sum(map(tokens, rows)))
     whole = {name: sum(values) for name, values in series.items()}

@@ -27,16 +27,16 @@ BANNED = {
     r"mend(s|ed|ing)?\b": "fix",
     r"(is|are|was|were|be|been) lost\b": "crashed, exited, is dropped",
     r"a (new |second |third )?life\b|lives of (an|the) engines?\b|life of (an|the) engine\b": "process, incarnation",
-    r"knobs?\b": "config key",
+    r"knobs?\b(?!\")": "config key",
     r"no such (word|key|recipe|run|file|folder|task)\b": "unknown KIND 'NAME', not found",
-    r"nobody\b": "subject and verb of what happens",
+    r"nobody\b(?!\|)": "subject and verb of what happens",
     r"lock step\b": "data parallel",
     r"too few\b(?= to say)": "not enough",
     r"an? (mistake|mistakes) of the user\b": "usage error",
     r"the very\b": "identical",
     r"once it is whole\b|whole or absent\b|whole files?\b": "atomic, complete",
     r"publications?\b": "weight sync",
-    r"lane\b|lanes\b": "engine replica",
+    r"lane\b(?!\")": "engine replica",
     r"ledger\b(?!\")": "staleness scheduler",
     r"courier\b": "weight sender",
     r"janitor\b": "process reaper",
@@ -66,7 +66,8 @@ def files(root: Path) -> list[Path]:
         path for name in PAGES for path in ([root / name] if name.endswith(".md") else (root / name).rglob("*.md"))
     ]
     sources = [path for name in SOURCES for kind in ("py", "yaml", "sh") for path in (root / name).rglob(f"*.{kind}")]
-    return sorted({path for path in pages + sources if path.is_file()})
+    # The module of renames lists old names.
+    return sorted({path for path in pages + sources if path.is_file() and path.name != "renames.py"})
 
 
 def found(root: Path) -> dict[str, list[str]]:

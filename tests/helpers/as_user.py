@@ -32,7 +32,7 @@ class FolderOnly:
     def __init__(self):
         self.folder = tempfile.mkdtemp()
 
-    def guard(self, groups):
+    def set_groups(self, groups):
         pass
 
     def close(self):

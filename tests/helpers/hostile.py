@@ -165,7 +165,7 @@ def processes(folder: str) -> list[int]:
         if process.name.isdigit():
             try:
                 line = (process / "cmdline").read_bytes()
-                if folder.encode() in line and b"janitor.py" not in line:
+                if folder.encode() in line and b"reaper.py" not in line:
                     pids.append(int(process.name))
             except OSError:
                 continue  # it has ended

@@ -13,7 +13,7 @@ class LetterTokenizer:
     def prompt_ids(self, messages, tools=()):
         return [ord(letter) for letter in messages[0]["content"]]
 
-    def opened_thought(self, prompt):
+    def thought_prefix(self, prompt):
         return ""
 
     def decode(self, ids):

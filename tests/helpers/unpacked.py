@@ -96,11 +96,11 @@ def in_branches(rng, groups):
 def paths_of(group, sample):
     """Yield each path of a sample as ids, with the positions of its labels, which are the sampled tokens in order."""
     completion, ids = sample.completion, group.prompt_tokens.tolist()
-    if not completion.kept:
-        yield [*ids, *completion.tokens.tolist()], len(ids) + completion.sampled
+    if not completion.kept_prefix_lens:
+        yield [*ids, *completion.tokens.tolist()], len(ids) + completion.sampled_indices
         return
     begin = 0
-    for (start, stop), keeps in zip(completion.turns, completion.kept, strict=True):
+    for (start, stop), keeps in zip(completion.turns, completion.kept_prefix_lens, strict=True):
         ids = ids[:keeps] + completion.tokens[begin:stop].tolist()
         yield ids, np.arange(len(ids) - (stop - start), len(ids))
         begin = stop
@@ -158,7 +158,7 @@ def reference(model, groups, loss, aggregation, temperature, ref_model=None):
         return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1), logits.abs().max().item()
 
     pairs = trained_samples(groups)
-    labels = sum(len(s.completion.sampled) for _, s in pairs)
+    labels = sum(len(s.completion.sampled_indices) for _, s in pairs)
     total, loss_size, logit_size, scored = 0.0, 0.0, 0.0, {}
     params = dict(model.named_parameters())
     grads, sizes = {name: torch.zeros_like(p) for name, p in params.items()}, dict.fromkeys(params, 0.0)
@@ -166,7 +166,7 @@ def reference(model, groups, loss, aggregation, temperature, ref_model=None):
         for group, sample in pairs:
             logp, entropy, largest = logprobs_and_entropy(model, group, sample)
             ratio = (logp - logp.detach()).exp()
-            behavior = torch.tensor(sample.completion.logprobs[sample.completion.sampled]).double()
+            behavior = torch.tensor(sample.completion.logprobs[sample.completion.sampled_indices]).double()
             importance = (logp.detach() - behavior).exp().clamp(max=2.0)  # TIS
             terms = [-importance * ratio * of_each_token(sample), -loss.entropy_coef * entropy]
             changes = list(terms)
@@ -176,7 +176,9 @@ def reference(model, groups, loss, aggregation, temperature, ref_model=None):
                 d = d - (logp - logp.detach())
                 terms.append(loss.kl_coef * (d.exp() - 1 - d))
                 changes.append(loss.kl_coef * (d.exp() + 1))
-            of_label = 1 / labels if aggregation == "token" else 1 / (len(pairs) * len(sample.completion.sampled))
+            of_label = (
+                1 / labels if aggregation == "token" else 1 / (len(pairs) * len(sample.completion.sampled_indices))
+            )
             weight = float(np.float32(of_label))
             for term in terms:
                 total += weight * term.sum().item()
@@ -203,7 +205,7 @@ def packed_logprobs_by_sample(rows, scored_rows, groups):
             by_key.setdefault(key, []).append(scores.logprobs_L[at])
     result = {}
     for _, s in trained_samples(groups):
-        tokens, logprobs = (each[s.completion.sampled] for each in (s.completion.tokens, s.completion.logprobs))
+        tokens, logprobs = (each[s.completion.sampled_indices] for each in (s.completion.tokens, s.completion.logprobs))
         result[id(s)] = by_key[(tuple(tokens.tolist()), tuple(logprobs.tolist()))].pop()
     assert not any(by_key.values()), "a label was counted that no sample has"
     return result

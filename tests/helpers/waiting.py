@@ -17,9 +17,9 @@ def engine_pid(engine, lane=0):
     """Return the process id of vLLM's current engine process; 0 if it does not run."""
     import psutil
 
-    core = engine._pool.lanes[lane].core
+    core = engine._pool.replicas[lane].backend
     try:
-        children = psutil.Process(core.group).children() if core is not None else []
+        children = psutil.Process(core.process_group).children() if core is not None else []
         return next((child.pid for child in children if child.name() == "vllm-engine"), 0)
     except psutil.NoSuchProcess:
         return 0

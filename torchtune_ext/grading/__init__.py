@@ -5,5 +5,6 @@ from torchtune_ext.grading.outcomes import Outcome, Ungraded
 from torchtune_ext.grading.self_check import answer_faults, check_grading, open_graders
 
 __all__ = [
-    "Grader", "GraderConfig", "Outcome", "Ungraded", "answer_faults", "log_failures", "open_graders", "check_grading", "gather_results",
+    "Grader", "GraderConfig", "Outcome", "Ungraded", "answer_faults", "check_grading", "gather_results", "log_failures",
+    "open_graders",
 ]  # fmt: skip

@@ -198,17 +198,10 @@ def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1) ->
                 best = max((other.reward for other in others if isinstance(other, Score)), default=0.0)
                 if max(rewards) <= best:
                     if is_plain_function:
-                        text = f"{describe_function(task.grade)} gives the answers of the first {len(problems)} problems the reward 0"
-                        print_text(
-                            format_labels(
-                                [
-                                    (
-                                        "grader",
-                                        f"{text}, and {PLACEHOLDER_ANSWER!r} {best:g}: does it reward a right answer?",
-                                    )
-                                ]
-                            )
-                        )
+                        name = describe_function(task.grade)
+                        text = f"{name} gives the answers of the first {len(problems)} problems the reward 0, and"
+                        text += f" {PLACEHOLDER_ANSWER!r} {best:g}: does it reward a right answer?"
+                        print_text(format_labels([("grader", text)]))
                         return
                     raise UsageError(
                         f"{key}: {name} gives its own solution of problem {problems[0].id!r} the reward {rewards[0]:g}, and "

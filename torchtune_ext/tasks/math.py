@@ -37,7 +37,9 @@ DATASETS = {
             'Remember to put your answer on its own line after "Answer:".',
         ),
     ),
-    "aime2023": ExampleSource("AI-MO/aimo-validation-aime", question="problem", solution="solution", keep_if=("url", "2023_AIME")),
+    "aime2023": ExampleSource(
+        "AI-MO/aimo-validation-aime", question="problem", solution="solution", keep_if=("url", "2023_AIME")
+    ),
     "aime2024": ExampleSource("HuggingFaceH4/aime_2024", question="problem", solution="solution"),
     "aime2025": ExampleSource("math-ai/aime25", split="test", question="problem"),
     "svamp": ExampleSource("ChilleD/SVAMP", question="{Body} {Question}", answer="Answer"),

@@ -40,7 +40,7 @@ def test_archive_elite_replaced_only_beyond_timing_spread(entries, added):
     archive = Archive(entries)
     before = {each.cell: each for each in archive}.get(added.cell)
     became = archive.add(replace(added, source="new"))
-    assert became == (before is None or added.low > before.speedup_high)
+    assert became == (before is None or added.speedup_low > before.speedup_high)
     assert {each.cell: each for each in archive}[added.cell] == (replace(added, source="new") if became else before)
 
 

@@ -41,7 +41,7 @@ def checker():
 
 
 def require(checker: Checker, program) -> None:
-    verdict = checker.check(program.text)
+    verdict = checker.check(program.answer)
     assert verdict.outcome == program.outcome, f"{program.outcome}: {verdict.note}\n{program.source}"
 
 
@@ -67,7 +67,7 @@ def test_the_share_of_broken_programs():
 
 def test_family_program_is_extracted_from_its_answer():
     for program in distinct(60, broken=0.5):
-        assert extract_code(program.text) == (None if program.outcome == "format" else program.source)
+        assert extract_code(program.answer) == (None if program.outcome == "format" else program.source)
 
 
 def test_dgemm_is_short_and_varied():
@@ -124,4 +124,4 @@ def test_injected_fault_has_its_declared_outcome(fault, checker):
     hits = [program for program in distinct(60) if is_applicable(fault, program.source)]
     for program in hits[:: max(1, len(hits) // 6)]:
         verdict = checker.check_source(apply_fault(fault, program.source))
-        assert verdict.outcome == fault.outcome, f"{fault.words}: {verdict.note}\n{program.source}"
+        assert verdict.outcome == fault.outcome, f"{fault.description}: {verdict.note}\n{program.source}"

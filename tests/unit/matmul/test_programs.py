@@ -38,7 +38,7 @@ def stage_of(problem) -> str:
 
 def program_of(task, problem):
     """What is known of the program of a problem: its outcome and its techniques."""
-    return task._at(int(problem.id.rpartition("/")[2]))[1]
+    return task._draw_problem(int(problem.id.rpartition("/")[2]))[1]
 
 
 @pytest.mark.parametrize("arguments, message", BAD)

@@ -22,7 +22,7 @@ SPEEDS = st.floats(1e-3, 999.0)
 
 def at(gflops: float, naive: float = 2.0, peak: float = 1000.0) -> SimpleNamespace:
     """What a reward asks of a timing."""
-    return SimpleNamespace(gflops=gflops, ratio=gflops / naive, peak_share=gflops / peak)
+    return SimpleNamespace(gflops=gflops, speedup=gflops / naive, roofline_fraction=gflops / peak)
 
 
 def test_every_outcome_of_the_checker_has_a_reward():

@@ -185,10 +185,10 @@ def test_bench_caches_only_reproducible_results():
 
 def test_memory_of_results_has_a_bound(service, monkeypatch):
     outcome(service.submit(CalmReduction(), variant(SUM.format("*total = 0;"))))
-    oldest, count = next(iter(service._known)), len(service._known)
+    oldest, count = next(iter(service._cache)), len(service._cache)
     monkeypatch.setattr(benches, "MAX_RESULTS", count)
     outcome(service.submit(CalmReduction(), variant(SUM.format("*total = 0;"))))
-    assert oldest not in service._known and len(service._known) == count
+    assert oldest not in service._cache and len(service._cache) == count
 
 
 def test_bench_cancelled_request_leaves_other_requests_running(service):

@@ -36,7 +36,7 @@ def bare():
 
 @pytest.fixture(scope="module")
 def unscreened():
-    with checker(namespaces=False, screened=False) as instance:
+    with checker(namespaces=False, with_screen=False) as instance:
         yield instance
 
 
@@ -102,9 +102,9 @@ def test_folders_are_removed(bare):
 
 
 def test_checker_correct_program_returns_library(bare):
-    verdict, library = bare.checked(fenced(HONEST))
+    verdict, library = bare.check_with_library(fenced(HONEST))
     assert verdict.outcome == "ok" and library.startswith(b"\x7fELF")
-    verdict, library = bare.checked("x")
+    verdict, library = bare.check_with_library("x")
     assert verdict.outcome == "format" and library == b""
 
 
@@ -228,7 +228,7 @@ TIGHT = Deadlines(load_s=0.5, verify_s=0.5)
 
 @pytest.mark.parametrize("where", ["call", "loading"])
 def test_a_busy_machine_makes_no_kernel_unsound(bare, where):
-    arguments = {"namespaces": False, "screened": False, "deadlines": TIGHT}
+    arguments = {"namespaces": False, "with_screen": False, "deadlines": TIGHT}
     words = (
         "too busy to check the kernel's own program .* did not end .* it computed for .* a smaller size than n = 100$"
     )

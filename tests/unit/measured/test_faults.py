@@ -57,7 +57,7 @@ def test_checker_compiler_killed_on_own_program_raises(checker, monkeypatch, wha
     with pytest.raises(SandboxError, match="reduction was killed while it was checked: SIGKILL"):
         Checker(Reduction(), namespaces=checker.sandbox.namespaces)
     with pytest.raises(SandboxError, match="(?i)kill|status 137"):
-        checker.compile_own(checker.kernel)
+        checker.compile_naive(checker.kernel)
 
 
 @pytest.mark.parametrize("is_full", [True, False])
@@ -148,8 +148,8 @@ def test_a_row_shows_no_interval_of_one_block():
     def last(timing: Timing) -> list[str]:
         return cli.table_row("a.c", Result("dgemm", "ok", "time", timing=timing))[-2:]
 
-    numbers = dict.fromkeys(("seconds", "spread", "gflops", "ratio", "peak_share"), 0.001)
-    counts = {"calls": 3, "disturbed": 0.0, "is_narrow": True, "is_noisy": False}
+    numbers = dict.fromkeys(("seconds", "relative_ci", "gflops", "speedup", "roofline_fraction"), 0.001)
+    counts = {"calls": 3, "disturbed_fraction": 0.0, "is_narrow": True, "is_noisy": False}
     assert last(Timing(**numbers, speedup_ci=0.0, **counts)) == ["?", ""]
     short = Timing(**{**numbers, "seconds": 1e-4}, speedup_ci=0.01, **counts)
     assert "larger --size" in last(short)[1]

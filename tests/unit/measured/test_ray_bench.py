@@ -86,7 +86,7 @@ class FakeActor:
 def driver_of(*actors):
     ray = SimpleNamespace(exceptions=SimpleNamespace(RayError=Lost), kill=lambda actor: None)
     driver = ray_process.RayDriver()
-    driver._ray, driver._frames = ray, SimpleNamespace(say=lambda message: None)
+    driver._ray, driver._frames = ray, SimpleNamespace(send=lambda message: None)
     driver._machines = [ray_process.BenchMachine(each.name, each) for each in actors]
     return driver
 

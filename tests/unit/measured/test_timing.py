@@ -88,7 +88,7 @@ def timed_by_blocks(are_calm: str) -> Timing:
     """A timing whose blocks are calm ("c", 1 ms a call) or disturbed, the reference as well ("d", 2 ms)."""
     timer = object.__new__(ProgramTimer)  # without a process
     timer.kernel, timer.budget_s = Dgemm(16), 0.1
-    timer.probe = SimpleNamespace(look=lambda: None, peak_gflops=1e9, roofline_s=lambda kernel: 1e-9)
+    timer.probe = SimpleNamespace(take_sample=lambda: None, peak_gflops=1e9, roofline_s=lambda kernel: 1e-9)
     timer._run_calls = lambda child, most: []
     blocks = [
         _Block([1e-3, 1e-3, 1e-3] if each == "c" else [2e-3] * 3, 1e-3, each == "d", each == "d") for each in are_calm

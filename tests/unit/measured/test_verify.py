@@ -248,7 +248,7 @@ class Program:
         self.kernel, self.function, self.arena_bytes = kernel, function, arena_size(kernel, kernel.timed)
         self.calls, self.places = [], ()
 
-    def place(self, places):
+    def map_arrays(self, places):
         self.places = places
 
     def call(self, size, inputs, deadline_s):

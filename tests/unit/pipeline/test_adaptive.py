@@ -103,8 +103,10 @@ def test_adaptive_prefetched_groups_keep_questions_across_checkpoint(make, tmp_p
     """The engine has answered them, so they keep their problems, although the task would now make others."""
     task = Adapting()
     source, engine = make(staleness=1, task=task)
-    source.open(version=0)
-    wait_until(lambda: all("0 of 2 texts are not graded" in source._stream.missing(number) for number in range(4)))
+    source.prefetch(version=0)
+    wait_until(
+        lambda: all("0 of 2 texts are not graded" in source._stream.describe_pending(number) for number in range(4))
+    )
     first, _ = source.take(2)
     source._problems.observe(1, outcomes_for_task(first), tmp_path)
     state = json.loads(json.dumps([source.state_dict(), source._problems.state_dict()]))

@@ -265,7 +265,7 @@ class Gaps(Numbered):
 def test_bad_problems_same_steps_for_any_staleness(make, staleness):
     source, engine = make(staleness=staleness, task=Gaps())
     for step in range(4):
-        source.open(version=step)
+        source.prefetch(version=step)
         groups, _ = source.take(2)
         assert len(groups) == 2
     expected = [index for place in range(40) if (index := problem_index(place, 100, SEED)) % 3]
@@ -293,13 +293,13 @@ def test_resampled_group_may_receive_another_problem(make):
             pass
 
     source, engine = make(staleness=1, at_once=False, task=(task := Later()))
-    source.open(version=0)
+    source.prefetch(version=0)
     wait_until(lambda: len(engine.calls) == 4)
     state = json.loads(json.dumps(source.state_dict()))
     task.closed = True
     resumed, engine = make(staleness=1, cursor=4, task=task)
     resumed.load_state_dict(state, step=0, version=0)
-    resumed.open(version=0)
+    resumed.prefetch(version=0)
     expected = [str(problem_index(place, 100, SEED)) for place in (0, 1, 2, 4)]
     assert [call.problem for call in engine.calls] == expected
     assert resumed.state_dict()["cursors"] == [[0, 0], [1, 1], [2, 2], [3, 4]]

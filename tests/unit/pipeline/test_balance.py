@@ -31,17 +31,17 @@ def tokens(row):
 @settings(max_examples=300)
 @given(groups=GROUPS, layout=LAYOUTS, slack=st.integers(0, 100))
 def test_balance_places_each_completion_in_one_row(groups, layout, slack):
-    capacity = max((g.prompt + max(g.completions) for g in groups), default=1) + slack
+    capacity = max((g.prompt + max(g.completion_lens) for g in groups), default=1) + slack
     rows = balance_rows(groups, capacity, layout)
     assert len(rows) >= layout.ranks and len(rows) % layout.ranks == 0
     placed = sorted((part.group, i) for row in rows for part in row for i in part.completions)
-    assert placed == [(g, i) for g, group in enumerate(groups) for i in range(len(group.completions))]
+    assert placed == [(g, i) for g, group in enumerate(groups) for i in range(len(group.completion_lens))]
     for row in rows:
         assert tokens(row) <= capacity
         assert len({part.group for part in row}) == len(row), "the prompt of a group is twice in a row"
         for part in row:
             group = groups[part.group]
-            lengths = [group.completions[i] for i in part.completions]
+            lengths = [group.completion_lens[i] for i in part.completions]
             assert part.tokens == group.prompt + sum(lengths)
             # Each query sees the keys up to itself in its own sequence.
             positions = [*range(1, group.prompt + 1)]
@@ -86,7 +86,7 @@ def test_attention_counts():
 
 
 def rank_sums(rows, layout):
-    return [sum(map(layout.cost, rows[rank :: layout.ranks])) for rank in range(layout.ranks)]
+    return [sum(map(layout.row_cost, rows[rank :: layout.ranks])) for rank in range(layout.ranks)]
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 6, 8])

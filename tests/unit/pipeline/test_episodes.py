@@ -31,7 +31,7 @@ SAMPLING = SamplingConfig(max_tokens=20, seed=7)
 class TurnLetters(LetterTokenizer):
     """The next turn follows the answers in brackets."""
 
-    def between_turns_ids(self, messages, end, tools=(), problem=()):
+    def turn_boundary_ids(self, messages, end, tools=(), problem=()):
         assert problem == PROBLEM.messages  # a template may read its system prompt again
         if messages[0]["role"] == "tool":
             raise UsageError("the template has no tools")
@@ -78,7 +78,7 @@ class Forgetful(TurnLetters):
     history = "template"
 
     def context_ids(self, problem, messages, turns, tools=()):
-        return [*self.prompt_ids(problem), *self.between_turns_ids(messages[-1:], 0, problem=problem)]
+        return [*self.prompt_ids(problem), *self.turn_boundary_ids(messages[-1:], 0, problem=problem)]
 
 
 def play(environments, says, samples=1, groups=1, tokenizer=None):

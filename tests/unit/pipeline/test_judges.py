@@ -42,12 +42,12 @@ def values(group):
 def test_judge_grades_prefetched_groups_once_complete(make, judge):
     """A group with a missing text is not graded, while a later complete group is."""
     source, engine = make(staleness=2, prefetch_steps=1, at_once=False, by=judge)
-    source.open(version=0)
+    source.prefetch(version=0)
     engine.calls[3].answer("aaa", "b")
-    wait_until(lambda: "0 of 2 texts are not graded" in source._stream.missing(3))
+    wait_until(lambda: "0 of 2 texts are not graded" in source._stream.describe_pending(3))
     call = engine.calls[0]
     call.say(1, completion("cc"))
-    wait_until(lambda: "not ended 1 of 2" in source._stream.missing(0))
+    wait_until(lambda: "not ended 1 of 2" in source._stream.describe_pending(0))
     assert [sample and sample.outcome for sample in source._stream._groups[0].samples] == [None, None]
     call.say(0, completion(""))
     call.future.set_result([])
@@ -56,7 +56,7 @@ def test_judge_grades_prefetched_groups_once_complete(make, judge):
     assert [values(group) for group in groups] == [[0.0, 1.0], [0.0, 0.0]]
     assert [notes(group) for group in groups] == [["", "cc"], ["x", "x"]]
     engine.calls[2].answer("dd", "e")
-    source.open(version=1)
+    source.prefetch(version=1)
     groups, _ = source.take(2)
     assert [notes(group) for group in groups] == [["dd", "e"], ["aaa", "b"]], "with its own texts, whenever they came"
 
@@ -66,9 +66,9 @@ def test_refills_are_judged_among_themselves(make, judge):
     texts = iter([("a", "a"), ("b", "bb"), ("cc", "c"), ("d", "d"), ("ee", "e")])
     submit = engine.submit
     engine.submit = lambda *words: (submit(*words), engine.calls[-1].answer(*next(texts)))[0]
-    source.open(version=0)
+    source.prefetch(version=0)
     first, _ = source.take(2)
-    more, _ = source.take(3, refill=1)
+    more, _ = source.take(3, refill_round=1)
     assert [notes(group) for group in first + more] == [["a", "a"], ["b", "bb"], ["cc", "c"], ["d", "d"], ["ee", "e"]]
 
 
@@ -77,7 +77,7 @@ def test_judge_failure_excludes_group_from_training(make, judge, caplog):
     texts = iter([("broken", "a"), ("b", "bb")])
     submit = engine.submit
     engine.submit = lambda *words: (submit(*words), engine.calls[-1].answer(*next(texts)))[0]
-    source.open(version=0)
+    source.prefetch(version=0)
     groups, _ = source.take(2)
     assert [[sample.outcome.kind for sample in group.samples] for group in groups] == [
         ["infra_failed"] * 2,

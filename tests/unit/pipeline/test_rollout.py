@@ -217,21 +217,23 @@ def test_stream_grades_without_a_waiting_caller(engine, stream, arrivals):
     for p, s in ((0, 0), (0, 1), (1, 0)):
         engine.draw(p, s, "x" * (p + s))
     wait_until(lambda: sorted(arrivals) == [0.0, 1.0, 1.0])
-    assert "0 of 2 texts are not graded" in stream.missing(0) and "not ended 1 of 2 completions" in stream.missing(1)
-    assert stream.next(within_s=0.0) == 0 and rewards(stream.take(0)) == [0.0, 1.0]
-    assert stream.next(within_s=0.0) is None
+    assert "0 of 2 texts are not graded" in stream.describe_pending(
+        0
+    ) and "not ended 1 of 2 completions" in stream.describe_pending(1)
+    assert stream.wait_next(timeout_s=0.0) == 0 and rewards(stream.pop(0)) == [0.0, 1.0]
+    assert stream.wait_next(timeout_s=0.0) is None
 
 
 def test_stream_ignores_late_results_of_cancelled_group(engine, stream, arrivals):
     engine.draw(0, 0, "xxx")
-    wait_until(lambda: "not ended 1 of 2" in stream.missing(0))
+    wait_until(lambda: "not ended 1 of 2" in stream.describe_pending(0))
     assert stream.cancel(0) == 3 and engine.futures[0].cancelled()
-    stream.submit(0, PROBLEMS[0], 2, SAMPLING, place=2)
+    stream.submit(0, PROBLEMS[0], 2, SAMPLING, seed_index=2)
     for p, s, text in ((0, 1, "late"), (2, 0, "a"), (2, 1, "bb"), (1, 0, ""), (1, 1, "")):
         engine.draw(p, s, text)
-    assert {stream.next(within_s=20.0) for _ in range(2)} == {0, 1}
-    assert [rewards(stream.take(number)) for number in (0, 1)] == [[1.0, 2.0], [0.0, 0.0]]
-    assert stream.next(within_s=0.0) is None and not stream.drawing()
+    assert {stream.wait_next(timeout_s=20.0) for _ in range(2)} == {0, 1}
+    assert [rewards(stream.pop(number)) for number in (0, 1)] == [[1.0, 2.0], [0.0, 0.0]]
+    assert stream.wait_next(timeout_s=0.0) is None and not stream.is_generating()
 
 
 def test_stream_finished_group_can_be_cancelled_until_taken(engine, stream, arrivals):
@@ -239,7 +241,7 @@ def test_stream_finished_group_can_be_cancelled_until_taken(engine, stream, arri
         engine.draw(p, s, "xx")
     wait_until(lambda: len(arrivals) == 4)
     assert stream.cancel(0) == 4
-    assert stream.next(within_s=20.0) == 1 and stream.next(within_s=0.0) is None
+    assert stream.wait_next(timeout_s=20.0) == 1 and stream.wait_next(timeout_s=0.0) is None
     assert stream.cancel(1) == 4 and not stream.finished
 
 
@@ -255,15 +257,15 @@ class SeenWhole(Seen):
 
 
 def test_stream_progress_includes_earlier_arrivals_of_own_groups(engine, stream, arrivals):
-    stream.submit(2, PROBLEMS[2], 2, SAMPLING, place=2)
+    stream.submit(2, PROBLEMS[2], 2, SAMPLING, seed_index=2)
     for p, s, text in ((0, 0, "a"), (0, 1, "bb"), (1, 1, "ccc"), (2, 0, "dddd")):
         engine.draw(p, s, text)
     wait_until(lambda: len(arrivals) == 4)
-    assert stream.next(within_s=0.0) == 0
+    assert stream.wait_next(timeout_s=0.0) == 0
     watcher = SeenWhole()
-    with stream.watched(watcher, below=2):
+    with stream.report_progress(watcher, max_number=2):
         assert sorted(watcher.lengths) == sorted(watcher) == [1, 2, 3]
         engine.draw(2, 1, "eeeee")
         engine.draw(1, 0, "ffffff")
-        assert sorted({stream.next(within_s=20.0) for _ in range(2)}) == [1, 2]
+        assert sorted({stream.wait_next(timeout_s=20.0) for _ in range(2)}) == [1, 2]
     assert watcher.lengths[3:] == watcher[3:] == [6] and len(arrivals) == 4

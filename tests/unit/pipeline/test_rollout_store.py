@@ -22,7 +22,7 @@ from torchtune_ext.tasks.task import Problem, Score
 SCORED = Score(0.1 + 0.2, {"accuracy": 0.25, "format": 1.0}, "a note\non two lines")
 
 
-def make_sample(length=5, seed=0, text="A. Mrs. Peacock", outcome=SCORED, advantage=-1 / 3, trained=True, **changes):
+def make_sample(length=5, seed=0, text="A. Mrs. Peacock", outcome=SCORED, advantage=-1 / 3, in_loss=True, **changes):
     rng = np.random.default_rng(seed)
     completion = Completion(
         tokens=rng.integers(0, 150_000, length).astype(np.int32),
@@ -30,7 +30,7 @@ def make_sample(length=5, seed=0, text="A. Mrs. Peacock", outcome=SCORED, advant
         versions=np.full(length, 3, dtype=np.int32),
         finish_reason="stop",
     )
-    return Sample(replace(completion, **changes), text, outcome, advantage, trained)
+    return Sample(replace(completion, **changes), text, outcome, advantage, in_loss)
 
 
 def make_group(samples, name="clue-1"):
@@ -46,9 +46,9 @@ def assert_same(a: Group, b: Group):
             x, y = getattr(one.completion, name), getattr(other.completion, name)
             assert x.dtype == y.dtype
             np.testing.assert_array_equal(x, y)
-        for name in ("finish_reason", "turns", "kept"):
+        for name in ("finish_reason", "turns", "kept_prefix_lens"):
             assert getattr(one.completion, name) == getattr(other.completion, name)
-        for name in ("text", "advantage", "turn_advantages", "trained", "outcome", "messages", "turn_rewards"):
+        for name in ("text", "advantage", "turn_advantages", "in_loss", "outcome", "messages", "turn_rewards"):
             assert getattr(one, name) == getattr(other, name)
         np.testing.assert_equal(one.teacher_logprobs, other.teacher_logprobs)
 
@@ -62,12 +62,12 @@ def test_round_trip(tmp_path):
         make_sample(0),
         replace(make_sample(4), teacher_logprobs=np.array([-0.1, -2e-7, -np.inf, -30.0], dtype=np.float32)),
         make_sample(9, versions=np.array([3, 3, 3, 4, 4, 3, 7, 7, 7], dtype=np.int32), finish_reason="length"),
-        make_sample(outcome=Ungraded("infra_failed", "OSError: <no>\nworker"), advantage=0.0, trained=False),
+        make_sample(outcome=Ungraded("infra_failed", "OSError: <no>\nworker"), advantage=0.0, in_loss=False),
         make_sample(outcome=None, advantage=1.0),
         make_sample(outcome=Score(float("-inf"), {"x": float("inf")})),
-        guessed("max_turns", advantage=-0.5, trained=True),
+        guessed("max_turns", advantage=-0.5, in_loss=True),
         replace(branched := guessed(), completion=replace(branched.completion, kept_prefix_lens=(7, 5, 11))),
-        guessed(advantage=0.0, turn_advantages=(-0.25, 0.0, 0.25), trained=True),
+        guessed(advantage=0.0, turn_advantages=(-0.25, 0.0, 0.25), in_loss=True),
     ]
     groups = [make_group(samples, "a"), make_group([], "b")]
     path = RolloutStore(tmp_path).write(12, groups)

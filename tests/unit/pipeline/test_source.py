@@ -34,14 +34,16 @@ def names(groups):
 
 def wait_for(source, *numbers):
     """Waits until these groups are finished but not yet collected."""
-    wait_until(lambda: all("0 of 2 texts are not graded" in source._stream.missing(number) for number in numbers))
+    wait_until(
+        lambda: all("0 of 2 texts are not graded" in source._stream.describe_pending(number) for number in numbers)
+    )
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_source_prefetch_zero_submits_groups_on_demand(make, staleness):
     source, engine = make(staleness, prefetch_steps=0)
     for step in range(3):
-        source.open(version=step)
+        source.prefetch(version=step)
         assert len(engine.calls) == 2 * step
         groups, values = source.take(2)
         assert names(groups) == [call(n).problem for n in (2 * step, 2 * step + 1)]
@@ -51,18 +53,18 @@ def test_source_prefetch_zero_submits_groups_on_demand(make, staleness):
 
 def test_source_prefetch_one_submits_next_step_groups(make):
     source, engine = make(staleness=1)
-    source.open(version=0)
+    source.prefetch(version=0)
     assert engine.calls == calls(0, 1, 2, 3)
     for step in range(1, 4):
         source.take(2)
         assert len(engine.calls) == 2 * step + 2, "the weights are those of the last version still"
-        source.open(version=step)
+        source.prefetch(version=step)
         assert engine.calls == calls(*range(2 * step + 4))
 
 
 def test_source_step_groups_ordered_with_staleness_metrics(make):
     source, engine = make(staleness=2, prefetch_steps=1, at_once=False)
-    source.open(version=0)
+    source.prefetch(version=0)
     for number in (3, 1, 0):
         engine.calls[number].answer()
     wait_for(source, 3, 1, 0)
@@ -73,7 +75,7 @@ def test_source_step_groups_ordered_with_staleness_metrics(make):
     assert values == {f"async/{name}": value for name, value in want.items()}
 
     # Group 4 may overtake group 2, but does not overtake group 3.
-    source.open(version=1)
+    source.prefetch(version=1)
     engine.calls[4].answer()
     wait_for(source, 4)
     engine.calls[2].answer()
@@ -81,7 +83,7 @@ def test_source_step_groups_ordered_with_staleness_metrics(make):
     assert names(groups) == [call(n).problem for n in (2, 3)]
     assert (values["async/age_mean"], values["async/age_max"], values["async/buffer"]) == (1, 1, 1)
     assert [values[f"async/age_{age}"] for age in range(3)] == [0, 1, 0]
-    source.open(version=2)
+    source.prefetch(version=2)
     engine.calls[5].answer()
     groups, values = source.take(2)
     assert names(groups) == [call(n).problem for n in (4, 5)] and values["async/age_mean"] == 1
@@ -89,18 +91,18 @@ def test_source_step_groups_ordered_with_staleness_metrics(make):
 
 def test_source_version_jump_resamples_too_stale_groups(make, caplog):
     source, engine = make(staleness=1, at_once=False)
-    source.open(version=0)
+    source.prefetch(version=0)
     engine.calls[3].answer()
     wait_for(source, 3)
     engine.calls[0].answer()
     engine.calls[1].answer()
     assert names(source.take(2)[0]) == [call(n).problem for n in (0, 1)]  # it has group 3, too
-    source.open(version=1)
+    source.prefetch(version=1)
     engine.calls[4].answer("xxx", "xxx")  # finished, not yet collected
     engine.calls[2].say(1, completion("xxxxx"))
     wait_for(source, 4)
 
-    source.open(version=3)  # groups 2 and 3 have version 0, groups 4 and 5 version 1
+    source.prefetch(version=3)  # groups 2 and 3 have version 0, groups 4 and 5 version 1
     assert engine.calls[6:] == calls(2, 3, 4, 5), "they keep their problems and their seeds"
     assert engine.calls[2].future.cancelled() and engine.calls[5].future.cancelled()
     lost = {
@@ -121,13 +123,13 @@ def test_source_version_jump_resamples_too_stale_groups(make, caplog):
 
 def test_source_resume_keeps_finished_and_resubmits_running_groups(make):
     source, engine = make(staleness=1, at_once=False)
-    source.open(version=0)
+    source.prefetch(version=0)
     engine.calls[2].answer()
     wait_for(source, 2)
     engine.calls[0].answer()
     engine.calls[1].answer()
     source.take(2)  # group 2 is finished, group 3 is running
-    source.open(version=1)
+    source.prefetch(version=1)
     state = json.loads(json.dumps(source.state_dict()))
     finished = source._stream.finished[2]
 
@@ -141,14 +143,14 @@ def test_source_resume_keeps_finished_and_resubmits_running_groups(make):
         assert engine.calls == calls(*range(3, 2 * step + 2))
         if step == 2:
             assert group_to_json(groups[0]) == group_to_json(finished) and groups[0].problem is not finished.problem
-        resumed.open(version=step)
+        resumed.prefetch(version=step)
 
 
 def test_source_resume_counts_previously_dropped_tokens(make):
     source, _engine = make(staleness=1)
-    source.open(version=0)
+    source.prefetch(version=0)
     wait_for(source, 0, 1, 2, 3)
-    source.open(version=2)
+    source.prefetch(version=2)
     resumed, _ = make(staleness=1, cursor=4)
     resumed.load_state_dict(json.loads(json.dumps(source.state_dict())), step=0, version=2)
     values = resumed.take(2)[1]
@@ -157,7 +159,7 @@ def test_source_resume_counts_previously_dropped_tokens(make):
 
 def test_source_resume_with_other_batch_requires_no_pending(make):
     source, _ = make(staleness=1, prefetch_steps=0)
-    source.open(version=0)
+    source.prefetch(version=0)
     source.take(2)
     assert source.state_dict() == {}
     resumed, engine = make(staleness=0, batch=3, cursor=2)
@@ -167,7 +169,7 @@ def test_source_resume_with_other_batch_requires_no_pending(make):
     assert [request.problem for request in engine.calls] == [call(n).problem for n in (2, 3, 4)]
 
     source, _ = make(staleness=1)
-    source.open(version=0)
+    source.prefetch(version=0)
     with pytest.raises(ValueError, match="prompts_per_step=3, .*checkpoint.* 2"):
         make(staleness=1, batch=3)[0].load_state_dict(source.state_dict(), step=0, version=0)
 
@@ -175,11 +177,11 @@ def test_source_resume_with_other_batch_requires_no_pending(make):
 def test_source_timeout_names_unanswered_groups(make):
     with Grader(Numbered(), timeout_s=90.0) as hanging:
         source, engine = make(staleness=1, at_once=False, batch=8, deadline_s=0.05, by=hanging)
-        source.open(version=0)
+        source.prefetch(version=0)
         engine.calls[2].answer()
         engine.calls[1].say(0, completion("x"))
         engine.calls[0].answer("x", "long")
-        wait_until(lambda: "1 of 2 texts are not graded" in source._stream.missing(0))
+        wait_until(lambda: "1 of 2 texts are not graded" in source._stream.describe_pending(0))
         with pytest.raises(TimeoutError) as raised:
             source.take(8)
     message = str(raised.value)
@@ -194,8 +196,8 @@ def test_source_timeout_names_unanswered_groups(make):
 
 def test_source_idle_wait_does_not_consume_stall_timeout(make):
     source, engine = make(staleness=1, at_once=False)
-    source.open(version=0)
-    source._stream.last_sign -= 1000.0  # a long training step
+    source.prefetch(version=0)
+    source._stream.last_progress_at -= 1000.0  # a long training step
     waits = []
 
     def watch(name):
@@ -210,18 +212,18 @@ def test_source_idle_wait_does_not_consume_stall_timeout(make):
 
 def test_source_refill_has_own_seeds_and_next_problems(make, caplog):
     source, engine = make()
-    source.open(version=0)
+    source.prefetch(version=0)
     source.take(2)
-    groups, values = source.take(3, refill=1)
+    groups, values = source.take(3, refill_round=1)
     assert names(groups) == [call(n).problem for n in (2, 3, 4)] and values == {}
-    source.take(1, refill=2)
+    source.take(1, refill_round=2)
     assert [(request.step, request.refill, request.place) for request in engine.calls[2:]] == [
         (1, 1, 0),
         (1, 1, 1),
         (1, 1, 2),
         (1, 2, 0),
     ]
-    source.open(version=1)
+    source.prefetch(version=1)
     assert names(source.take(2)[0]) == [call(n).problem for n in (6, 7)]
     assert [(request.step, request.refill, request.place) for request in engine.calls[6:]] == [(2, 0, 0), (2, 0, 1)]
 
@@ -233,9 +235,9 @@ def test_a_refill_has_a_deadline(make):
     with pytest.raises(
         TimeoutError, match=r"2 groups are waited for: group 0 \(version 0\): .*; group 1 .*rollouts\.deadline_s"
     ):
-        source.take(2, refill=1)
+        source.take(2, refill_round=1)
     with pytest.raises(TimeoutError, match="while 1 group is waited for: group 0 "):
-        source.take(1, refill=2)
+        source.take(1, refill_round=2)
 
 
 def test_source_rank_without_stream_does_nothing(make):
@@ -247,7 +249,7 @@ def test_source_rank_without_stream_does_nothing(make):
         source.prefetch(version)
     assert source.state_dict() == {} and problems.cursor == 0
     main, _ = make(staleness=1)
-    main.open(version=0)
+    main.prefetch(version=0)
     wait_for(main, 0, 1)
     source.load_state_dict(main.state_dict(), step=0, version=0)
     source.prefetch(version=5)
@@ -258,7 +260,7 @@ def test_source_rank_without_stream_does_nothing(make):
 @pytest.mark.parametrize("change", ["settings", "problem", "grader"])
 def test_source_resume_resamples_finished_groups_after_changes(make, change, caplog):
     source, _ = make(staleness=1)
-    source.open(version=0)
+    source.prefetch(version=0)
     wait_for(source, 0, 1, 2, 3)
     state = json.loads(json.dumps(source.state_dict()))
     assert [number for number, _ in state["finished"]] == [0, 1, 2, 3]
@@ -275,7 +277,7 @@ def test_source_resume_resamples_finished_groups_after_changes(make, change, cap
     resumed.load_state_dict(state, step=0, version=0)
     again = [0, 1, 2, 3] if change == "settings" else [2]
     assert f"{len(again)} finished groups are sampled again" in caplog.text
-    resumed.open(version=0)
+    resumed.prefetch(version=0)
     assert [request.place + 2 * request.step - 2 for request in engine.calls] == again
     assert len(resumed.take(2)[0]) == 2
 
@@ -283,14 +285,14 @@ def test_source_resume_resamples_finished_groups_after_changes(make, change, cap
 def test_source_later_group_error_is_deferred_until_take(make):
     """The step that was just trained is still evaluated and saved."""
     source, engine = make(staleness=1)
-    source.open(version=0)
+    source.prefetch(version=0)
     source.take(2)
 
     def refuse(*args):
         raise ValueError("the prompt does not fit")
 
     engine.submit = refuse
-    source.open(version=1)
+    source.prefetch(version=1)
     assert source.state_dict()["ledger"]["version"] == 1
     with pytest.raises(ValueError, match=r"problem '\d+' of step 3: .*prompt"):
         source.take(2)
@@ -298,7 +300,7 @@ def test_source_later_group_error_is_deferred_until_take(make):
 
 def test_refill_with_long_prompt_names_problem_and_step(make):
     source, engine = make()
-    source.open(version=0)
+    source.prefetch(version=0)
     source.take(2)
 
     def refuse(*args):
@@ -306,12 +308,12 @@ def test_refill_with_long_prompt_names_problem_and_step(make):
 
     engine.submit = refuse
     with pytest.raises(ValueError, match=r"problem '\d+' of step 1: .*prompt"):
-        source.take(1, refill=1)
+        source.take(1, refill_round=1)
 
 
 def test_source_take_without_prefetch_call_raises(make):
     source, _ = make()
-    source.open(version=0)
+    source.prefetch(version=0)
     source.take(2)
     with pytest.raises(RuntimeError, match=r"call prefetch\(version\) after each weight sync"):
         source.take(2)
@@ -319,7 +321,7 @@ def test_source_take_without_prefetch_call_raises(make):
 
 def test_source_close_cancels_in_flight_requests(make):
     source, engine = make(staleness=1, at_once=False)
-    source.open(version=0)
+    source.prefetch(version=0)
     source.close()
     assert [request.future.cancelled() for request in engine.calls] == [True] * 4
     source.close()

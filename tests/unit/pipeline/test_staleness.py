@@ -140,7 +140,7 @@ class Schedule:
         new.load_state_dict(json.loads(state))
         assert json.dumps(new.state_dict()) == json.dumps(old.state_dict()) == state
         self.ledger = Both(new, old)
-        assert self.ledger.advance(self.version) == []
+        assert self.ledger.on_publish(self.version) == []
 
 
 @pytest.mark.parametrize("resumes", [False, True], ids=["one go", "resumed"])

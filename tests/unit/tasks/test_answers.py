@@ -326,9 +326,8 @@ def test_invalid_gold_answers_are_refused(field, message):
 
 def test_answers_unreadable_by_math_verify_compare_as_text():
     assert readable("\\frac{1}{2}") and readable("72") and not readable("see \\frac{1} on page 7.")
-    assert (
-        answers_equal("see \\frac{1} on page 7.", "See  \\frac{1} on page 7") is False
-    )  # as it stands, but for spaces
+    # Only spaces are ignored.
+    assert answers_equal("see \\frac{1} on page 7.", "See  \\frac{1} on page 7") is False
     assert answers_equal("see \\frac{1} on page 7.", "see  \\frac{1} on page 7")
 
 

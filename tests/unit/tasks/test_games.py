@@ -220,7 +220,7 @@ def test_games_of_textarena():
     numbers = []
     for index, seed in ((0, 1), (0, 2), (1, 1), (2, 1)):
         random.seed(seed)
-        numbers.append(guess.environment(guess[index], seed).bare.game_number)
+        numbers.append(guess.environment(guess[index], seed).unwrapped.game_number)
     assert numbers[0] == numbers[1] and len(set(numbers)) == 3
     turn = [say(guess.environment(guess[0], 0), text) for text in ("nothing", "[0]")]
     assert all("invalid move" in each.messages[0]["content"] for each in turn)

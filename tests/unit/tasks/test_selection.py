@@ -31,7 +31,7 @@ def play(stream, steps, has_signal, count=20, folder=None):
     """The problems of some steps, in which a group has a signal where `has_signal` says so of its problem."""
     batches = []
     for step in range(steps):
-        taken = stream.take(count)
+        taken = stream.next_problems(count)
         values = stream.observe(step, [graded(each, has_signal(each)) for each in taken], folder)
         batches.append(taken)
     return batches, values

@@ -146,7 +146,7 @@ def test_clue_puzzle_is_pure_function_of_seed_index():
     code = (
         "from torchtune_ext.tasks.temporal_clue.files import *; from torchtune_ext.tasks.temporal_clue.size import *\n"
         "import hashlib; size = Size((2, 4), (2, 3), (2, 5), (1, 4), (0, 4), bonus=(0, 3))\n"
-        "print(hashlib.sha256(repr(list(generate(3, 12, size))).encode()).hexdigest())"
+        "print(hashlib.sha256(repr(list(generate_puzzles(3, 12, size))).encode()).hexdigest())"
     )
     root = os.path.join(os.path.dirname(__file__), "..", "..", "..")
     digests = {

@@ -76,9 +76,8 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path):
         killed.log(step, values_of(step))
     with open(killed.path, "a") as file:
         file.write('{"step": 8, "rew')  # killed inside a write
-    with MetricLogger(
-        tmp_path / "killed", sinks=(), resume_step=6
-    ) as resumed:  # the checkpoint is older than the last line
+    # The checkpoint is older than the last line.
+    with MetricLogger(tmp_path / "killed", sinks=(), resume_step=6) as resumed:
         for step in range(6, 11):
             resumed.log(step, values_of(step))
     assert without_clock(strict_lines(resumed.path)) == without_clock(strict_lines(whole.path))

@@ -122,7 +122,8 @@ def unrolled(rng: random.Random) -> Draft:
         techniques.add("loop_order")
         written = "".join(f"c[j+{u}]+=a*b[j+{u}];" for u in range(steps)).replace("+0]", "]")
         body = (
-            f"{parallel}{loop_header('i', 'm')}\n{loop_header('l', 'k')}{{double a=A[i*k+l],*c=C+i*n;const double*b=B+l*n;int j=0;\n"
+            f"{parallel}{loop_header('i', 'm')}\n{loop_header('l', 'k')}"
+            "{double a=A[i*k+l],*c=C+i*n;const double*b=B+l*n;int j=0;\n"
             f"for(;j+{steps}<=n;j+={steps}){{{written}}}\nfor(;j<n;j++)c[j]+=a*b[j];}}\n"
         )
         return Draft(f"{SIGNATURE}{ZERO_OUTPUT}{body}}}\n", techniques)
@@ -185,7 +186,8 @@ def vectors(rng: random.Random) -> Draft:
     techniques.add("blocking")
     helper = (
         f"static inline void t(int h,int n,int k,const double*A,const double*B,double*C){{v s[{rows}]={{0}};\n"
-        f"{loop_header('l', 'k')}{loop_header('r', 'h')}s[r]+=A[r*k+l]**(v*)(B+l*n);\n{loop_header('r', 'h')}*(v*)(C+r*n)=s[r];}}\n"
+        f"{loop_header('l', 'k')}{loop_header('r', 'h')}s[r]+=A[r*k+l]**(v*)(B+l*n);\n"
+        f"{loop_header('r', 'h')}*(v*)(C+r*n)=s[r];}}\n"
     )
     at = "n,k,A+i*k,B+j,C+i*n+j)"
     body = (
@@ -211,7 +213,8 @@ def packed(rng: random.Random) -> Draft:
         parallel = draw_parallel(rng, True, techniques)
         hint = draw_hint(rng, techniques, SIMD_SUM)
         body = f"double*t=malloc(8l*n*k);\n{loop_header('l', 'k')}{loop_header('j', 'n')}t[j*k+l]=B[l*n+j];\n"
-        body += f"{parallel}{loop_header('i', 'm')}\n{loop_header('j', 'n')}{{double s=0;\n{hint}{loop_header('l', 'k')}s+=A[i*k+l]*t[j*k+l];\n"
+        body += f"{parallel}{loop_header('i', 'm')}\n{loop_header('j', 'n')}{{double s=0;\n"
+        body += f"{hint}{loop_header('l', 'k')}s+=A[i*k+l]*t[j*k+l];\n"
         return Draft(f"#include<stdlib.h>\n{SIGNATURE}{body}C[i*n+j]=s;}}\nfree(t);}}\n", techniques)
     techniques |= {"blocking", "loop_order"}
     size = rng.choice([32, 64, 128])

@@ -83,7 +83,8 @@ def _words(scenario: Scenario, clue: Statement) -> str:
         case Iff(first, second):
             return f"{_words(scenario, first)} if and only if {_words(scenario, second)}"
         case SameRoom(who, other, time):
-            return f"{piece_name(scenario, who)} was in the same room as {piece_name(scenario, other)}{time_phrase(scenario, time)}"
+            pair = f"{piece_name(scenario, who)} was in the same room as {piece_name(scenario, other)}"
+            return pair + time_phrase(scenario, time)
         case Together(who, other, room):
             both = f"{piece_name(scenario, who)} and {piece_name(scenario, other)}"
             return f"{both} were {room_phrase(scenario, room)} together at least once"
