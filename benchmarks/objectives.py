@@ -23,7 +23,8 @@ estimator (all four average over completions). In that case the other methods ru
 `--staleness` trains on samples of an older policy instead, with the objectives of `CORRECTIONS`: one loss with several
 corrections for stale samples, or none. With `staleness=K prefetch_steps=K` every group is exactly K versions older
 than the policy that trains on it, except the groups of the first K steps. Questions are sums of 12 to 16 digits; a worked
-solution has 29 to 46 characters, and each must be right. A second, short warm-up turns half of the solutions into guesses: 40 steps suffice to
+solution has 29 to 46 characters, and each must be right. A second, short warm-up turns half of the solutions into
+guesses: 40 steps suffice to
 unlearn guessing. Everything else is held equal, also clipping, advantages and aggregation. The baseline, staleness 0, has
 one method: there the proximal policy is the sampler's, and all methods are equal up to rounding. The learning rate was
 chosen with seed 0, so that staleness 0 learns and 4 without a correction is worse. Tables, plot: objectives_stale.py.

@@ -145,6 +145,8 @@ def _box_content(text: str, box: re.Match, until: int) -> tuple[str, int] | None
 def _separates_boxes(text: str, start: int, end: int, until: int) -> bool:
     """Tells whether a sentence ends between a box [start, end) and the next box at `until`."""
     between = text[end:until]
+    if len(between) > TAIL_CHARS:
+        return True
     # A question, "or" at the start of a sentence, and list items name candidates, which form one
     # list.
     sentence = re.split(r"[.!?\n]", between)[-1] if re.search(r"[.!?\n]", between) else ""

@@ -81,6 +81,8 @@ def answers_equal(gold: str, answer: str) -> bool:
         # Most answers of GSM8K and AIME have this form.
         return Decimal(gold.replace(",", "")) == Decimal(answer.replace(",", ""))
     gold, answer = normalize(gold), normalize(answer)
+    if not letter_tokens(gold) or not letter_tokens(answer):
+        return False
     if not answer.isascii() and any(c.isdecimal() and not c.isascii() for c in answer):
         return letter_tokens(gold) == letter_tokens(answer)
     if same_choice(plain_text(gold), plain_text(answer)) or normalized_equal(gold, answer):
@@ -204,6 +206,9 @@ def same_plain_list(right: list[str], given: list[str]) -> bool:
     if name and other and name != other:
         return False
     right, given = ([part for item in items for part in split_union(item)] for items in (right, given))
+    if all(item.startswith("(") for item in given):
+        # A point may be listed twice.
+        given = list({letter_tokens(item): item for item in given}.values())
     if len(right) == len(given):
         return same_in_any_order(right, given)
     held, other = (parse_brackets(items[0]) if len(items) == 1 else None for items in (right, given))
@@ -370,6 +375,8 @@ def same_words(right: str, given: str, styled: bool) -> bool | None:
         return None
     words, others = (_WORD.findall(text.casefold().rstrip("!")) for text in (right, given))
     words, others = (found[found[:1] in (["a"], ["an"], ["the"]) :] for found in (words, others))
+    if not words or not others:
+        return None
     if words == others or [*words[:-1], words[-1].rstrip("s")] == [*others[:-1], others[-1].rstrip("s")]:
         return True
     numeric = any(map(str.isdigit, right)) or number_word(right) is not None

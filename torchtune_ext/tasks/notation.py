@@ -208,7 +208,12 @@ def closing_index(text: str, start: int) -> int:
 def letter_tokens(text: str) -> tuple[str, ...]:
     """Returns the tokens of a normalized text without styles and spacing, to compare literally."""
     text = re.sub(r"\\text\{([^{}]*)\}|\\quad", r" \1 ", text)
-    return tuple(_TOKEN.findall(re.sub(r"(?<=[A-Za-z])\s+(?=[A-Za-z])", "", text)))
+    tokens: list[str] = []
+    for token in _TOKEN.findall(re.sub(r"(?<=[A-Za-z])\s+(?=[A-Za-z])", "", text)):
+        tokens.append(token)
+        if token == "}" and len(tokens) > 2 and tokens[-3] == "{":
+            tokens[-3:] = tokens[-2:-1]  # {x} is x
+    return tuple(tokens)
 
 
 # ---- structure

@@ -205,6 +205,8 @@ def is_unit(words: str, singular: bool = False) -> bool:
     if words in ("in total", "in all", "deg C", "deg F"):
         return True
     phrases = [phrase.split() for phrase in _PREPOSITION.split(words)]
+    if words.startswith("of the "):
+        phrases[0] = every[2:]
     if not phrases[0] or max(map(len, phrases)) > MAX_PHRASE_WORDS or re.search(r"\bper cents?\b", words):
         return False
     if not all(
@@ -257,6 +259,8 @@ def unit_exponents(unit: str) -> dict | None:
             return None
         for name, exponent in _COMPOUND.get(known, {known: 1}).items():
             result[name] += sign * exponent * int(power or 1)
+    if "celsius" in result or "fahrenheit" in result:
+        result.pop("degree", None)
     return dict(result) or None
 
 
@@ -268,6 +272,7 @@ def unit_exponents(unit: str) -> dict | None:
 _ALTERNATIVES = set("or if unless else otherwise alternatively versus vs".split())
 _HEDGES = set("and either maybe perhaps possibly option case choice candidate".split())
 _JOINING = _HEDGES | set("but it is are was could might may be".split())
+_JOINT = re.compile(r"\b(?:and|or)\b")
 _LABEL = re.compile(r"\b[A-Za-z]\s*=")  # x = 3 or x = 4
 _OPERATOR = re.compile(r"[-+*=^<>]")
 _NEGATION = re.compile(
@@ -481,6 +486,9 @@ def _is_list_item(text: str, line: str) -> bool:
 
 def _joins_values(between: str) -> bool:
     """Tells whether the text between two values joins them to alternatives or to one list."""
+    # In "x = 3 or x = 4" the second label is no operation.
+    if _JOINT.search(between):
+        between = _LABEL.sub("", between)
     if SENTENCE_END.search(between) or _OPERATOR.search(between):
         return False
     words = [word.lower() for word in re.findall(r"(?<!\\)\b[A-Za-z]+", between)]

@@ -144,6 +144,7 @@ def test_format_reward_is_its_configured_share():
         ("10236", "10,\\!236"), ("-3", "\N{MINUS SIGN}3"), ("1/2", "\\frac12"), ("0.5", "\\frac{1}{2}"), ("\\frac13", "0.333\\ldots"),
         ("\\{1,2\\}", "2, 1"), ("(3,\\frac{\\pi}{2})", "\\left(3, \\pi/2\\right)"), ("x^2-1", "(x-1)(x+1)"), ("\\text{even}", "Even"),
         ("(C)", "\\text{C}"), ("5", "x = 5"), ("0.001", "1e-3"), ("1e-07", "10^{-7}"), ("90^\\circ", "90"), ("does not converge", "Does not converge"),
+        ("(1,2), (3,4)", "(3,4), (1,2), (3,4)"), ("20 degrees Celsius", "20 celsius"), ("\\sum_{k=1}^n k^k", "\\sum_{k=1}^{n} k^{k}"),
     ],
 )  # fmt: skip
 def test_equal(gold, answer):
@@ -155,7 +156,7 @@ def test_equal(gold, answer):
     [
         ("72", "73"), ("72", "7 2"), ("72", "72 x"), ("72", "72 million"), ("72", "72 or more"), ("(1,2)", "(2,1)"), ("[0,1]", "[0,1)"),
         ("0.0000001", "0"), ("0.0000001", "0.0000002"), ("1.6 \\times 10^{-19}", "0.0"), ("\\frac13", "0.333333"), ("yes", "no"),
-        ("x", "y"), ("2^{2005}", "2^{2006}"), ("72", ""), ("72", "\\frac{0}{0}"), ("72", "\\infty"),
+        ("x", "y"), ("2^{2005}", "2^{2006}"), ("72", ""), ("72", "\\frac{0}{0}"), ("72", "\\infty"), ("the", "a"), ("\\text{}", ""),
     ],
 )  # fmt: skip
 def test_not_equal(gold, answer):
@@ -304,6 +305,7 @@ def test_long_texts_are_read_in_bounded_time(piece):
 def test_unboxed_answer_search_covers_only_text_end():
     assert reward("7", "it is 7 " + "or so " * 10) == 1.0
     assert reward("7", "it is 7 " + "or so " * TAIL_CHARS) == 0.0
+    assert reward("5", "\\boxed{3} " + "word " * TAIL_CHARS + "\\boxed{5}") == 1.0
 
 
 # ---- right answers

@@ -33,7 +33,7 @@ def without_unit(answer):
 # ---- units
 
 UNITS = r"""cm|square feet|cubic inches|miles per hour|apples|dollars|apples left|years old|people|hours in total|
-US dollars|chocolate chip cookies|cups of sugar|km/h|m/s|months|units|square|pairs of socks|sq. ft.|in|in.|remaining|seconds|liters|gallons of milk""".replace(
+US dollars|chocolate chip cookies|cups of sugar|km/h|m/s|months|units|square|pairs of socks|sq. ft.|in|in.|remaining|seconds|liters|gallons of milk|of the remaining red marbles""".replace(
     "\n", ""
 ).split("|")
 
