@@ -32,11 +32,11 @@ from torchtune_ext.measured.sandbox import Limits, SandboxError
 
 PARTS = {  # what verifying consists of: the functions that are timed
     "start": (Child, "__init__"),
-    "arrays": (Child, "place"),
+    "arrays": (Child, "map_arrays"),
     "calls": (Child, "call"),
     "inputs": (verification, "draw_inputs"),
-    "reference": (verification, "expect"),
-    "compare": (verification, "mismatch"),
+    "reference": (verification, "compute_expected"),
+    "compare": (verification, "find_wrong_output"),
     "end": (Child, "close"),
 }
 

@@ -65,6 +65,8 @@ RENAMED_MODULES = {
     "training.life": "training.recipe_runner",
     "training.trained": "training.trainable",
     "grading.grader.results": "grading.grader.gather_results",
+    "grading.rehearse": "grading.check_grading",
+    "grading.results": "grading.gather_results",
     "grading.rehearsal.rehearse": "grading.self_check.check_grading",
     "measured.kernel.SMALLEST": "measured.kernel.SMALLEST_DENORMAL",
     "objective.importance.METHODS": "objective.importance.IMPORTANCE_METHODS",

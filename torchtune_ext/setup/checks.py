@@ -150,7 +150,7 @@ def check_task(
     """
     name = _name(task)
     for method, what, needed in (
-        ("__len__", "the number of its problems, or torchtune_ext.tasks.task.ENDLESS if they never end", True),
+        ("__len__", "the number of its problems, or torchtune_ext.tasks.task.ENDLESS_LENGTH if they never end", True),
         ("__getitem__", "the problem at an index", True),
         ("solution", "a text with reward 1.0 for a problem", needs_solutions),
     ):

@@ -331,6 +331,7 @@ def test_sizes_in_their_spellings():
         ({"doors": 1}, r"unknown key 'doors'; the keys are suspects"),
         ({"clues": ["or"]}, r"always include 'direct'"),
         ({"clues": ["direct", "xor"]}, r"choose from direct, or, iff"),
+        ({"clues": ["direct", {}]}, r"choose from direct, or, iff"),
         ({"clues": None}, r"clues=None"),
         ({"whole_world": "yes"}, r"whole_world='yes'"),
         ({"like": "4"}, r"like='4'"),

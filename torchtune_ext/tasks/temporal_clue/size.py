@@ -46,7 +46,7 @@ class Size:
         ):
             if not isinstance(getattr(self, name), kind):
                 raise UsageError(f"size: {name}={getattr(self, name)!r}: write {how}")
-        if not {"direct"} <= set(self.clues) <= set(KINDS):
+        if "direct" not in self.clues or not all(kind in KINDS for kind in self.clues):
             raise UsageError(
                 f"size: clues={list(self.clues)}: choose from {', '.join(KINDS)}, and always include 'direct', which makes "
                 "every puzzle solvable"
