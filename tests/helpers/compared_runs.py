@@ -34,7 +34,7 @@ def make_one(folder, config=None, steps=60, level=0.7, every=20, name=None, roll
     (folder / "run.json").write_text(json.dumps(record))
     rng = np.random.default_rng([config.get("seed") or 0, round(1e9 * level)])
     with MetricLogger(folder, sinks=()) as metrics:
-        store = RolloutStore(folder, 20)
+        store = RolloutStore(folder)
         for step in range(steps + 1):
             reached = level * (1 - math.exp(-4 * step / 60))
             line = {}
@@ -51,7 +51,7 @@ def make_one(folder, config=None, steps=60, level=0.7, every=20, name=None, roll
                          "eval/accuracy_greedy": reached + 0.01}  # fmt: skip
             line |= {key: value(step) if callable(value) else value for key, value in values.items()}
             metrics.log(step, line)
-            if rollouts and step:
+            if rollouts and step and step % 20 == 0:
                 store.write(step, [_group(step, number, reached, rng, hostile) for number in range(3)])
     return folder
 
