@@ -88,8 +88,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Run], float]]] = {  # title -> how to wr
     "serving, CPU s/step": (".3f", lambda run: run.busy["serving"] * run.mean("time/step")),
     "cores busy: engine": (".2f", lambda run: run.busy["engine"]),
     "trainer": (".2f", lambda run: run.busy["trainer"]),
-    "age, mean": (".2f", lambda run: run.mean("async/age_mean")),
-    "max": (".0f", lambda run: max(step.get("async/age_max", 0.0) for step in run.steps)),
+    "age, mean": (".2f", lambda run: run.mean("async/staleness_mean")),
+    "max": (".0f", lambda run: max(step.get("async/staleness_max", 0.0) for step in run.steps)),
     "tokens thrown away": (".0f", lambda run: run.steps[-1].get("async/dropped_tokens", 0.0)),
 }
 

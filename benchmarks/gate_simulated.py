@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from gate import test_of
 
-from torchtune_ext.training.buckets import AGE_0_BUCKET
+from torchtune_ext.training.buckets import STALENESS_0_BUCKET
 from torchtune_ext.training.mismatch import (
     SHARPER_LOGIT_SCALE,
     MismatchError,
@@ -156,7 +156,7 @@ def steps_of(rng: np.random.Generator, shape: str, noise: str, sampler: Sampler,
 
 def tokens_of(ours: np.ndarray, theirs: np.ndarray, entropy: np.ndarray, contexts: np.ndarray) -> TokenDiffs:
     ours, theirs, entropy = (each.astype(np.float64) for each in (ours, theirs, entropy))
-    return TokenDiffs(ours, theirs, entropy, contexts, np.full((2, len(ours)), AGE_0_BUCKET))
+    return TokenDiffs(ours, theirs, entropy, contexts, np.full((2, len(ours)), STALENESS_0_BUCKET))
 
 
 class Canaries:

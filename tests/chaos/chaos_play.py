@@ -352,7 +352,7 @@ class Play:
             "grader_kill": lambda run: os.kill(self.find(run, "grader"), signal.SIGKILL),
             "grader_stop": lambda run: os.kill(self.find(run, "grader"), signal.SIGSTOP),
             "grader_pause": lambda run: self.pause(self.find(run, "grader"), self.rng.uniform(0.2, 2)),
-            "janitor_kill": lambda run: os.kill(self.find(run, "janitor"), signal.SIGKILL),
+            "janitor_kill": lambda run: os.kill(self.find(run, "reaper"), signal.SIGKILL),
             "janitor_core_kill": self.kill_janitor_and_core,
             "rank_kill": lambda run: os.kill(run.trainer(self.rng.randrange(2)), signal.SIGKILL),
             "rank_stop": lambda run: os.kill(run.trainer(1), signal.SIGSTOP),
@@ -391,7 +391,7 @@ class Play:
             os.kill(pid, signal.SIGCONT)
 
     def kill_janitor_and_core(self, run: Run) -> None:
-        os.kill(self.find(run, "janitor"), signal.SIGKILL)
+        os.kill(self.find(run, "reaper"), signal.SIGKILL)
         time.sleep(self.rng.choice([0.0, 0.2]))
         os.kill(self.find(run, "core"), signal.SIGKILL)
 

@@ -58,7 +58,7 @@ RESUME = "resume_from_checkpoint=True"
 ROLES = {
     "client_process": "client",  # and its fork, the engine process
     "run/worker_process.py": "grader",
-    "janitor.py": "janitor",
+    "reaper.py": "reaper",
     "grpo.py": "rank",
 }
 FAILED = ("infra_failed", "timed_out")  # outcomes of a text without a grade
@@ -78,7 +78,7 @@ class Process:
     """A descendant process of a run."""
 
     pid: int
-    role: str  # "core", "client", "grader", "janitor", "rank", "" for others
+    role: str  # "core", "client", "grader", "reaper", "rank", "" for others
     rank: int  # of a rank
 
 

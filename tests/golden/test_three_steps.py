@@ -12,8 +12,8 @@ import pytest
 import torch
 from torchtune.models.qwen2 import qwen2
 
-from helpers.learners import alone
-from helpers.records import sampled
+from helpers.learners import single_process_learner
+from helpers.records import make_sample
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.advantages import AdvantageConfig, assign_advantages
 from torchtune_ext.pipeline.groups import Group
@@ -53,7 +53,7 @@ def fixed_groups():
             tokens = values(n, 100 * g + s, 0, VOCABULARY).astype(np.int32)
             logprobs = values(n, 7 + 100 * g + s, -5, -3).astype(np.float32)
             outcome = Score(float(s % 3) / 2, {})
-            samples.append(sampled(tokens, logprobs, outcome=outcome))
+            samples.append(make_sample(tokens, logprobs, outcome=outcome))
         prompt_tokens = values(prompt, 50 + g, 0, VOCABULARY).astype(np.int32)
         groups.append(Group(Problem(f"g{g}", (), None), prompt_tokens, tuple(samples)))
     return groups
@@ -64,7 +64,7 @@ def three_updates(**loss) -> list[dict[str, float]]:
     groups, _ = assign_advantages(fixed_groups(), AdvantageConfig())
     updates, _ = pack_updates(groups, 3, 40)
     loss = PolicyLoss(**{"importance": "tis", **loss})
-    learner = alone(policy, loss, temperature=0.9)
+    learner = single_process_learner(policy, loss, temperature=0.9)
     old = [learner.logprobs(rows) for rows in updates]
     optimizer = torch.optim.SGD(policy.trainable(), lr=0.05)
     results = []

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.records import sampled
+from helpers.records import make_sample
 from torchtune_ext.kernels.packed_attention import TILE_SIZE, dense_mask, packed_attention, packed_mask
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.groups import Group
@@ -26,7 +26,7 @@ def row(seed=0, length=T):
     groups = []
     for g in range(3):
         samples = tuple(
-            sampled(rng.integers(0, 200, n), rng.normal(-4, 1, n), advantage=float(rng.normal()), in_loss=True)
+            make_sample(rng.integers(0, 200, n), rng.normal(-4, 1, n), advantage=float(rng.normal()), in_loss=True)
             for n in rng.integers(1, 60, 6)
         )
         groups.append(Group(Problem(f"p{g}", (), None), rng.integers(0, 200, 100).astype(np.int32), samples))

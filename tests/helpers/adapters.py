@@ -33,7 +33,7 @@ PEFT_BOUND = 1e-4
 ATTENTION = ["q_proj", "k_proj", "v_proj", "output_proj"]
 
 
-def adapted(builder=lora_qwen2, rank=3, moved=True, attention=ATTENTION, **options):
+def build_adapted_model(builder=lora_qwen2, rank=3, perturb=True, attention=ATTENTION, **options):
     """Build a model with effective adapters on every linear layer."""
     torch.manual_seed(0)
     arguments = {"lora_rank": rank, "lora_alpha": 2.0 * rank, "apply_lora_to_mlp": True, **options}
@@ -43,14 +43,14 @@ def adapted(builder=lora_qwen2, rank=3, moved=True, attention=ATTENTION, **optio
         if param.dim() > 1:
             torch.nn.init.normal_(param, std=0.2)
     lora.init_adapters(model, seed=1)
-    if moved:
+    if perturb:
         with torch.no_grad():
             for name in sorted(lora.adapter_names(model)):
                 model.get_parameter(name).add_(0.1 * torch.randn_like(model.get_parameter(name)))
     return model
 
 
-def merged_by_hand(stored, module):
+def expected_merged_weight(stored, module):
     """Return the merged weight of adapter and base in float64, and a bound on the error of a float32 merge.
 
     u = 2^-24 bounds each rounding of a sum of r products, its factor and the base: (r + 2) u of the magnitudes. The norm of a
@@ -61,12 +61,12 @@ def merged_by_hand(stored, module):
     bound = (a.shape[0] + 2) * u * size
     if isinstance(module, DoRALinear):
         factor = (module.magnitude.double() / want.norm(dim=1))[:, None]
-        of_norm = bound.norm(dim=1, keepdim=True) / want.norm(dim=1, keepdim=True) + (a.shape[1] / 2 + 2) * u
-        want, bound = factor * want, factor * bound + (factor * want).abs() * of_norm
+        norm_bound = bound.norm(dim=1, keepdim=True) / want.norm(dim=1, keepdim=True) + (a.shape[1] / 2 + 2) * u
+        want, bound = factor * want, factor * bound + (factor * want).abs() * norm_bound
     return want.detach(), bound.detach()
 
 
-class Plain(torch.nn.Module):
+class MergedReference(torch.nn.Module):
     """Model for `unpacked.reference`: the stock model, called with the merged weights, with gradients."""
 
     def __init__(self, model, stock):
@@ -88,7 +88,7 @@ class Plain(torch.nn.Module):
         return [(n, p) for n, p in self.adapted.named_parameters() if p.requires_grad]
 
 
-def move(model):
+def perturb_adapters(model):
     torch.manual_seed(7)
     with torch.no_grad():
         for name in sorted(lora.adapter_names(model)):

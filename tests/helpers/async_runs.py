@@ -32,11 +32,11 @@ def require_ahead(run: Path, steps: int) -> None:
     for line in lines:
         present = line["step"] - 1  # the version that the step begins with
         versions = [v for g in groups[line["step"]] for s in g.samples for v in s.completion.versions.tolist()]
-        assert 0 <= line["async/age_mean"] <= line["async/age_max"] <= STALENESS
-        shares = [line[f"async/age_{age}"] for age in range(STALENESS + 1)]
-        assert sum(shares) == pytest.approx(1.0) and shares[int(line["async/age_max"])] > 0.0
-        assert sum(age * share for age, share in enumerate(shares)) == pytest.approx(line["async/age_mean"])
-        assert present - line["async/age_max"] <= min(versions) and max(versions) <= present
+        assert 0 <= line["async/staleness_mean"] <= line["async/staleness_max"] <= STALENESS
+        shares = [line[f"async/staleness_{age}"] for age in range(STALENESS + 1)]
+        assert sum(shares) == pytest.approx(1.0) and shares[int(line["async/staleness_max"])] > 0.0
+        assert sum(age * share for age, share in enumerate(shares)) == pytest.approx(line["async/staleness_mean"])
+        assert present - line["async/staleness_max"] <= min(versions) and max(versions) <= present
         assert line["async/dropped"] == line["async/dropped_tokens"] == 0.0
 
     # Every submitted problem is trained on once, and no request or group remains.

@@ -39,7 +39,7 @@ def checkpoints_in(folder: Path, identity: Identity | None = MINE, **config) -> 
     return Checkpoints(folder, identity, CheckpointConfig(**config))
 
 
-class Trained:
+class TrainedModel:
     """A model with an optimizer that has state."""
 
     def __init__(self, source: HFModel):

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from helpers.records import sampled
+from helpers.records import make_sample
 from helpers.report_runs import HOSTILE
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.pipeline.rollout_store import RolloutStore
@@ -86,7 +86,7 @@ def _group(step, number, level, rng, hostile):
         reward = round(float(np.clip(level + 0.2 * (i - 1.5) + rng.normal(0, 0.05), 0, 1)), 3)
         text = f"{HOSTILE} {i}" if hostile else f"Miss Scarlet, the library, the rope: guess {i} of step {step}"
         samples.append(
-            sampled(rng.integers(0, 9, 12), -rng.gamma(0.4, 1.0, 12), text=text, advantage=reward - level,
+            make_sample(rng.integers(0, 9, 12), -rng.gamma(0.4, 1.0, 12), text=text, advantage=reward - level,
                     outcome=Score(reward, {"accuracy": reward}, ""), in_loss=True)
         )  # fmt: skip
     question = HOSTILE if hostile else f"Who did it, where and with what? Puzzle {number} of step {step}."

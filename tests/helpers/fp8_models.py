@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers import unpacked
-from helpers.learners import alone
+from helpers.learners import single_process_learner
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy import from_config, scratch
@@ -22,7 +22,7 @@ GROUPS = [(9, [50, 70, 3]), (30, [20, 41])]
 FP8_BLOCKS = Fp8Config()
 
 
-def layer(bias=False, dtype=F32, **options):
+def make_layer(bias=False, dtype=F32, **options):
     torch.manual_seed(0)
     linear = Fp8BlockLinear(IN, OUT, bias=bias, dtype=dtype)
     linear.fp8 = Fp8Config(**options)
@@ -44,7 +44,7 @@ def run(linear, x, dy):
     return y.detach(), x.grad, linear.weight.grad
 
 
-def directory(folder, **changes):
+def write_model_dir(folder, **changes):
     """Write a model directory: heads of 64, keys and values of 128 features."""
     text = ["Write about something. Go on. The quick brown fox jumps over the lazy dog.\n"] * 8
     sizes = dict(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=384,
@@ -60,11 +60,11 @@ def directory(folder, **changes):
     return HFModel(folder)
 
 
-def policy_of(source, config=FP8_BLOCKS, dtype=F32, **options):
+def build_policy_from(source, config=FP8_BLOCKS, dtype=F32, **options):
     return build_policy(partial(from_config, str(source.path)), source, CPU, dtype, fp8=config, **options)
 
 
-def some_rows(length=256):
+def make_rows(length=256):
     return pack(unpacked.make_groups(np.random.default_rng(0), GROUPS), length)[0]
 
 
@@ -74,7 +74,7 @@ def gradients(policy, rows, factor=1.0):
         return factor * values_L, {}
 
     policy.model.zero_grad()
-    scored = alone(policy, loss).forward_backward(rows)[0]
+    scored = single_process_learner(policy, loss).forward_backward(rows)[0]
     grads = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in policy.model.named_parameters()}
     return grads, scored
 

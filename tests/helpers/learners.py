@@ -9,10 +9,10 @@ from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.learner import Learner
 
 
-def alone(policy, loss, device="cpu", **options):
+def single_process_learner(policy, loss, device="cpu", **options):
     return Learner(policy, loss, Ranks(0, 1, torch.device(device)), **options)
 
 
-def unsampled(prompts):
+def prompt_groups(prompts):
     """Return groups of these prompts (token ids) without samples."""
     return [Group(Problem(str(p), (), None), np.asarray(p, np.int32), ()) for p in prompts]

@@ -10,7 +10,7 @@ from torchtune_ext.sampling.types import Completion
 from torchtune_ext.tasks.task import Turn
 
 
-def sampled(tokens, logprobs=None, versions=None, finish_reason="stop", **rest) -> Sample:
+def make_sample(tokens, logprobs=None, versions=None, finish_reason="stop", **rest) -> Sample:
     """Return a sample with these tokens; log-probs and versions default to 0."""
     tokens = np.asarray(tokens, dtype=np.int32)
     logprobs = np.zeros(len(tokens)) if logprobs is None else logprobs
@@ -21,7 +21,7 @@ def sampled(tokens, logprobs=None, versions=None, finish_reason="stop", **rest) 
     return Sample(completion, **rest)
 
 
-def guessed(ending="completed", turns=(55, 62, 58), read=(20, 21, 22), **rest) -> Sample:
+def make_guess_conversation(ending="completed", turns=(55, 62, 58), read=(20, 21, 22), **rest) -> Sample:
     """Return a conversation about a number, the last of `turns`; its guess has reward 1, all others 0.
 
     Each turn has three tokens with log-probs of -1, -2 and -3 nats, and its index as policy version. Each reply, with its
@@ -29,7 +29,7 @@ def guessed(ending="completed", turns=(55, 62, 58), read=(20, 21, 22), **rest) -
     """
     episode = Episode()
     for version, guess in enumerate(turns):
-        episode.add_turn(sampled([guess // 10, guess % 10, 9], [-1, -2, -3], [version] * 3).completion, str(guess))
+        episode.add_turn(make_sample([guess // 10, guess % 10, 9], [-1, -2, -3], [version] * 3).completion, str(guess))
         done = version == len(turns) - 1
         answer = [] if done else [{"role": "user", "content": "higher" if guess < turns[-1] else "lower"}]
         episode.add_answer(Turn(answer, reward=float(done), done=done))

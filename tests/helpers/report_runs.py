@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from helpers.records import sampled
+from helpers.records import make_sample
 from torchtune_ext.grading import Ungraded
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.pipeline.rollout_store import RolloutStore
@@ -25,7 +25,7 @@ def make_group(step, number, num_samples=6, length=20, spread=1.0):
         if i == 0 and number == 1:
             outcome = Ungraded("infra_failed", HOSTILE)
         samples.append(
-            sampled(
+            make_sample(
                 rng.integers(0, 9, length),
                 -rng.gamma(0.4, 1.0, length),
                 np.r_[np.full(length // 2, step), np.full(length - length // 2, step + 1)],

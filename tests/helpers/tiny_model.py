@@ -47,7 +47,9 @@ def logprobs(model: Qwen2ForCausalLM, prompt: list[int], tokens: np.ndarray, tem
     return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
-def kept_logprobs(models: list[Qwen2ForCausalLM], prompt: list[int], tokens: np.ndarray, split: int) -> np.ndarray:
+def stale_cache_logprobs(
+    models: list[Qwen2ForCausalLM], prompt: list[int], tokens: np.ndarray, split: int
+) -> np.ndarray:
     """Return the log-probs of `tokens[split:]` by the second model over the first model's KV cache. The cache lacks the last
     token that the first model sampled."""
     ids, prefix = torch.tensor([[*prompt, *tokens.tolist()]]), len(prompt) + split - 1

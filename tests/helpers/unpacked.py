@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torchtune.models.qwen2 import qwen2
 
-from helpers.learners import alone
-from helpers.records import sampled
+from helpers.learners import single_process_learner
+from helpers.records import make_sample
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.policy.hf_model import clean_name
 from torchtune_ext.policy.logprobs import PackedPolicy
@@ -47,7 +47,7 @@ def make_groups(rng, shapes, untrained=0.0):
     groups = []
     for g, (prompt, completions) in enumerate(shapes):
         samples = tuple(
-            sampled(
+            make_sample(
                 rng.integers(0, VOCAB, n),
                 rng.normal(-3, 1, n),
                 outcome=Score(0.0, {}),
@@ -61,7 +61,7 @@ def make_groups(rng, shapes, untrained=0.0):
     return groups
 
 
-def in_turns(rng, groups):
+def as_conversations(rng, groups):
     """Return the groups with completions split into conversations: turns of 1 to 4 tokens, separated by replies of 1 to 3.
     Some conversations have per-turn advantages."""
 
@@ -76,8 +76,8 @@ def in_turns(rng, groups):
     return [replace(group, samples=tuple(map(conversation, group.samples))) for group in groups]
 
 
-def in_branches(rng, groups):
-    """Return conversations as in `in_turns`, where the context of a turn may be a prefix of the earlier context: of the
+def as_branched_conversations(rng, groups):
+    """Return conversations as in `as_conversations`, where the context of a turn may be a prefix of the earlier context: of the
     previous turn with its context, or of the prompt."""
 
     def branching(group, sample):
@@ -89,7 +89,8 @@ def in_branches(rng, groups):
         return replace(sample, completion=replace(sample.completion, kept_prefix_lens=tuple(kept)))
 
     return [
-        replace(group, samples=tuple(branching(group, s) for s in group.samples)) for group in in_turns(rng, groups)
+        replace(group, samples=tuple(branching(group, s) for s in group.samples))
+        for group in as_conversations(rng, groups)
     ]
 
 
@@ -106,7 +107,7 @@ def paths_of(group, sample):
         begin = stop
 
 
-def of_each_token(sample):
+def token_advantages(sample):
     """Return the advantage of each sampled token."""
     if not sample.turn_advantages:
         return sample.advantage
@@ -119,7 +120,7 @@ def trained_samples(groups):
 
 
 @contextmanager
-def whole_float64():
+def keep_float64():
     """Inside the block, `float()` keeps float64 tensors. Otherwise torchtune computes norms, RoPE and logits in float32."""
     to_float32 = torch.Tensor.float
     torch.Tensor.float = lambda x: x if x.dtype == torch.float64 else to_float32(x)
@@ -130,7 +131,7 @@ def whole_float64():
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class ReferenceResult:
     """Results of the float64 reference, and the magnitudes of their summands."""
 
     loss: float
@@ -162,13 +163,13 @@ def reference(model, groups, loss, aggregation, temperature, ref_model=None):
     total, loss_size, logit_size, scored = 0.0, 0.0, 0.0, {}
     params = dict(model.named_parameters())
     grads, sizes = {name: torch.zeros_like(p) for name, p in params.items()}, dict.fromkeys(params, 0.0)
-    with whole_float64():
+    with keep_float64():
         for group, sample in pairs:
             logp, entropy, largest = logprobs_and_entropy(model, group, sample)
             ratio = (logp - logp.detach()).exp()
             behavior = torch.tensor(sample.completion.logprobs[sample.completion.sampled_indices]).double()
             importance = (logp.detach() - behavior).exp().clamp(max=2.0)  # TIS
-            terms = [-importance * ratio * of_each_token(sample), -loss.entropy_coef * entropy]
+            terms = [-importance * ratio * token_advantages(sample), -loss.entropy_coef * entropy]
             changes = list(terms)
             if ref_model is not None:
                 with torch.no_grad():
@@ -192,7 +193,7 @@ def reference(model, groups, loss, aggregation, temperature, ref_model=None):
     matrices = [p for m in model.modules() for p in m.parameters(recurse=False) if p.dim() == 2]
     tokens = sum(len(g.prompt_tokens) + len(s.completion.tokens) for g, s in pairs)
     terms = sum(sum(p.shape) for p in matrices) + tokens
-    return Plain(total, grads, scored, loss_size, max(sizes.values()), logit_size, terms)
+    return ReferenceResult(total, grads, scored, loss_size, max(sizes.values()), logit_size, terms)
 
 
 def packed_logprobs_by_sample(rows, scored_rows, groups):
@@ -221,12 +222,14 @@ def assert_equal_to_plain(policy, rows, groups, loss, want, temperature, ref_mod
     of their size; k is at most 61, and with forward and backward that is 620 u, where n is more than 1,000. One rounding to
     float16 is above n u.
     """
-    with whole_float64():
+    with keep_float64():
         scored = None
         if ref_model is not None:
             with torch.no_grad():
                 scored = [PackedPolicy(ref_model)(row, temperature) for row in rows]
-        scored, metrics = alone(policy, loss, temperature=temperature).forward_backward(rows, reference=scored)
+        scored, metrics = single_process_learner(policy, loss, temperature=temperature).forward_backward(
+            rows, reference=scored
+        )
     grads = {clean_name(n): p.grad for n, p in policy.model.named_parameters() if p.requires_grad}
     assert grads.keys() == want.grads.keys()
     logprobs = packed_logprobs_by_sample(rows, scored, groups)

@@ -5,7 +5,7 @@ import selectors
 import time
 
 
-class _Jumping(selectors.DefaultSelector):
+class _JumpingSelector(selectors.DefaultSelector):
     """A selector that never sleeps: it advances the clock instead."""
 
     def __init__(self):
@@ -24,7 +24,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """Loop in virtual time. Its tasks must not wait in threads."""
 
     def __init__(self):
-        self._jumping = _Jumping()
+        self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
 
     def time(self):

@@ -13,11 +13,11 @@ def wait_until(condition, seconds=60):
         time.sleep(0.002)
 
 
-def engine_pid(engine, lane=0):
+def engine_pid(engine, replica=0):
     """Return the process id of vLLM's current engine process; 0 if it does not run."""
     import psutil
 
-    core = engine._pool.replicas[lane].backend
+    core = engine._pool.replicas[replica].backend
     try:
         children = psutil.Process(core.process_group).children() if core is not None else []
         return next((child.pid for child in children if child.name() == "vllm-engine"), 0)
@@ -25,7 +25,7 @@ def engine_pid(engine, lane=0):
         return 0
 
 
-def ended(pid):
+def has_exited(pid):
     """Whether a process has exited. A zombie has exited, but its parent has not reaped it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -33,7 +33,7 @@ def ended(pid):
         return True
 
 
-def in_thread(work):
+def start_thread(work):
     """Run `work` in a thread. Return the thread and a list, which receives the result or the error."""
     outcome = []
 

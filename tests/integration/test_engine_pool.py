@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from helpers import tiny_model  # noqa: E402
-from helpers.learners import alone, unsampled  # noqa: E402
+from helpers.learners import prompt_groups, single_process_learner  # noqa: E402
 from helpers.waiting import engine_pid, wait_until  # noqa: E402
 from torchtune_ext.objective.loss import PolicyLoss  # noqa: E402
 from torchtune_ext.policy import from_config  # noqa: E402
@@ -60,7 +60,7 @@ def pool(model_dir, tmp_path_factory):
 
 
 def lanes(engine):
-    return engine._pool.lanes
+    return engine._pool.replicas
 
 
 def pids(engine):
@@ -130,16 +130,16 @@ def test_pool_engine_missing_weight_sync_stops_run(pool, model_dir, monkeypatch,
     precision = Precision(
         PrecisionConfig(), build_on_meta(make), source, "float32", pool.config, torch.device("cpu"), None
     )
-    learner = alone(policy, PolicyLoss())
+    learner = single_process_learner(policy, PolicyLoss())
     agreement = MismatchGate(0.05)
-    sampling, prompts = SamplingConfig(max_tokens=12), unsampled([[1, 2, 3, 4], [5, 6, 7]])
+    sampling, prompts = SamplingConfig(max_tokens=12), prompt_groups([[1, 2, 3, 4], [5, 6, 7]])
     scored = partial(streamed_logprobs, make_model=make, device=torch.device("cpu"), temperature=1.0)
     publisher = Publisher(pool, learner, FullWeights(), precision, source, agreement, scored, prompts, sampling)
     publisher.publish(pool.version + 1)
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.mul_(1.0 + 1e-5)  # far below what the gate could see
-    core = lanes(pool)[1].core
+    core = lanes(pool)[1].backend
     load = core.load
 
     async def lose(buffers, version):

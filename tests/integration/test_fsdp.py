@@ -73,7 +73,7 @@ def gradients(ranks, folder, checkpointing, row_tokens, lora, fp8):
     before = {n: t.clone() for n, t in merged_hf_tensors(policy.model, source, torch.float32)}
     rows, _ = pack(groups, row_tokens, layout=RowLayout(2))  # the same rows on one rank: FP8 scales tokens that share a row
     share = rows[ranks.rank :: world_size] if world_size > 1 else rows
-    with reference.swapped_in():
+    with reference.activate():
         ref = learner.logprobs(share, top_k=8)
     after = dict(merged_hf_tensors(policy.model, source, torch.float32))
     assert all(torch.equal(before[n], after[n]) for n in before), "the reference did not give the weights back"
@@ -82,7 +82,7 @@ def gradients(ranks, folder, checkpointing, row_tokens, lora, fp8):
     grads = {clean_name(n): (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad) for n, p in policy.model.named_parameters() if p.requires_grad}
     sent = {}
     if fp8:
-        sent = dict(fp8_hf_tensors(base_hf_tensors(policy.model, source, torch.float32), policy.fp8, torch.bfloat16))
+        sent = dict(fp8_hf_tensors(base_hf_tensors(policy.model, source, torch.float32), policy.fp8_plan, torch.bfloat16))
     # Roundings of 2^-24 of all numbers that are added up one after the other, as in assert_equal_to_plain of tests/helpers/unpacked.py
     rounding = 2.0**-24 * sum(sum(p.shape) for p in policy.model.parameters() if p.dim() == 2)
     return metrics.pop("loss/total"), metrics, grads, sent, rounding
@@ -205,8 +205,8 @@ class Run:
         self.checkpoints = Checkpoints(saved, Identity("run", "model", "base") if ranks.is_main else None)
 
     def update(self):
-        share = self.ranks.share(rows)
-        reference = self.learner.logprobs(share) if not self.trained() else self.learner.reference([share])[0]
+        share = self.ranks.local_slice(rows)
+        reference = self.learner.logprobs(share) if not self.trained() else self.learner.reference_logprobs([share])[0]
         _, metrics = self.learner.forward_backward(share, reference=reference)
         return self.learner.step(metrics, advice=lambda: "none")
 
@@ -228,7 +228,7 @@ class Run:
         self.checkpoints.save(1, self.policy.model, self.optimizer, export, {})
 
     def load(self):
-        self.checkpoints.load(self.checkpoints.choose(), self.policy.model, self.optimizer)
+        self.checkpoints.load(self.checkpoints.verify_latest(), self.policy.model, self.optimizer)
 
 
 def same(found, wanted):

@@ -88,7 +88,7 @@ def test_grader_twenty_crashes_leak_no_processes():
         fds = me.num_fds()
         outcomes = grader.grade([(PROBLEM, text) for text in texts])
         assert me.num_fds() == fds
-        assert len({child.pid for child in me.children(recursive=True)} - others) == 3  # two that grade, and a janitor
+        assert len({child.pid for child in me.children(recursive=True)} - others) == 3  # two that grade, and the reaper
         expected = {"ok": "scored", "crash": "infra_failed", "hang": "timed_out"}
         assert [outcome.kind for outcome in outcomes] == [expected[text] for text in texts]
     assert {child.pid for child in me.children(recursive=True)} <= others

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from helpers import recipe_runs as runs
-from helpers.learners import alone, unsampled
+from helpers.learners import prompt_groups, single_process_learner
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_on_meta, build_policy
@@ -165,8 +165,8 @@ def test_canary_detects_engine_without_published_adapter(workplace, tmp_path, mo
     with Engine(str(source.path), trained.configure_engine(config), str(tmp_path)) as engine:
         engine.start()
         engine.wait_ready(240)
-        sampling, learner = SamplingConfig(max_tokens=12), alone(policy, PolicyLoss())
-        prompts = unsampled([[1, 2, 3, 4], [5, 6, 7]])
+        sampling, learner = SamplingConfig(max_tokens=12), single_process_learner(policy, PolicyLoss())
+        prompts = prompt_groups([[1, 2, 3, 4], [5, 6, 7]])
         precision = Precision(PrecisionConfig(), meta, source, "float32", config, torch.device("cpu"), trained.spec)
         agreement = MismatchGate(limit)
         scored = partial(streamed_logprobs, make_model=make, device=torch.device("cpu"), temperature=1.0)

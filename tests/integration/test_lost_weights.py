@@ -60,10 +60,10 @@ from pathlib import Path
 
 from torchtune_ext.sampling import worker
 
-honest, last = worker.views, {}
+honest, last = worker.iter_views, {}
 
 
-def views(memory, manifest):
+def iter_views(memory, manifest):
     fault = Path("fault").read_text()
     for name, tensor in honest(memory, manifest):
         old, last[name] = last.get(name), tensor.clone()
@@ -71,7 +71,7 @@ def views(memory, manifest):
         yield name, old if fault == "all tensors old" or one and fault == "one tensor old" else tensor
 
 
-worker.views = views
+worker.iter_views = iter_views
 
 
 class Loader(worker.WeightLoader):

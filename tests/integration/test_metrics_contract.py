@@ -41,10 +41,10 @@ ELSEWHERE = {
 # A run that samples ahead writes these names in a step that trains on tokens of several versions. Whether there is such a step
 # depends on what the engine samples at the moment of a publication.
 AT_TIMES = {
-    "loss/clip_fraction_age_*",
-    "loss/masked_fraction_age_*",
-    "loss/kl_teacher_age_*",
-    "mismatch/mean_abs_age_*",
+    "loss/clip_fraction_staleness_*",
+    "loss/masked_fraction_staleness_*",
+    "loss/kl_teacher_staleness_*",
+    "mismatch/mean_abs_staleness_*",
 }
 
 WARMUP = """
@@ -146,7 +146,7 @@ def test_a_speed_is_tokens_over_seconds(all_runs):
     for run in all_runs:
         for line in read_metrics(run / "metrics.jsonl"):
             for name, tokens, phase in (
-                ("sampled", "length/tokens", "step" if "async/age_mean" in line else "sample/generate"),
+                ("sampled", "length/tokens", "step" if "async/staleness_mean" in line else "sample/generate"),
                 ("trained", "pack/tokens", "train"),
             ):
                 if tokens in line:

@@ -35,7 +35,7 @@ what, deadline_s, done = sys.argv[1], float(sys.argv[2]), Path("done")
 
 class Recipe:
     def __init__(self):
-        self.stop = StopSignals(grace_s=600.0 if what == "rank 0 raises" else 0.0, standing=lambda: "a good end")
+        self.stop = StopSignals(grace_s=600.0 if what == "rank 0 raises" else 0.0, status_message=lambda: "a good end")
 
     def setup(self):
         self.ranks = init_ranks("cpu", RanksConfig(deadline_s))
@@ -44,9 +44,9 @@ class Recipe:
     def train(self):
         assert self.ranks.any(self.ranks.rank == 1) and not self.ranks.any(False)
         if what == "rank 0 raises":
-            self.stop.begin_steps()
+            self.stop.defer_sigterm()
         # Rank 0 samples for longer than ranks that compute wait.
-        assert self.ranks.from_main(lambda: time.sleep(deadline_s + 1 if what == "sample" else 0) or 3) == 3
+        assert self.ranks.call_on_main(lambda: time.sleep(deadline_s + 1 if what == "sample" else 0) or 3) == 3
         if what == f"rank {self.ranks.rank} raises":
             raise KeyError("a mistake on one rank")
         if what == "rank 0 raises":
@@ -199,7 +199,7 @@ def test_closed_store_does_not_hide_rank_error(monkeypatch):
 
 
 def test_killed_torchrun_leaves_no_processes_or_folders(tmp_path, monkeypatch):
-    """kill -9 of `tune` while two ranks train: ranks, engine, graders, janitor and temporary folders are gone."""
+    """kill -9 of `tune` while two ranks train: ranks, engine, graders, reaper and temporary folders are gone."""
     with tempfile.TemporaryDirectory(prefix="t") as short:  # paths of unix sockets are short
         monkeypatch.setenv("TMPDIR", short)
         runs.make_workplace(tmp_path)
@@ -214,7 +214,7 @@ def test_killed_torchrun_leaves_no_processes_or_folders(tmp_path, monkeypatch):
                 lambda: (tmp_path / "output").read_text()[-6000:],
             )
             family = psutil.Process(agent.pid).children(recursive=True)
-            assert len(family) >= 5, f"two ranks, engine, grader, janitor: {family}"
+            assert len(family) >= 5, f"two ranks, engine, grader, reaper: {family}"
             assert list(Path(short).glob("tte-*")), "the engine's folder"
         finally:
             agent.kill()

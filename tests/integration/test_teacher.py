@@ -105,7 +105,7 @@ def test_stored_scores_are_the_teachers(distilled, workplace):
 
 def test_a_replay_needs_no_teacher(distilled, workplace):
     output = runs.run(workplace, "grpo_full", "output_dir=again", "replay=distilled", *DISTILL)
-    assert "Set otherwise" not in output
+    assert "Other settings in that run" not in output
     assert weights(workplace / "again") == weights(distilled) != {}
 
 

@@ -115,10 +115,10 @@ def test_weights_reach_a_server_that_shares_no_memory(engine, models, machine):
         groups = engine.sample(prompts, 4, sampling)
         assert worst(model, prompts, groups) < 1e-4
         assert {v for group in groups for c in group for v in c.versions} == {version}
-    sender = engine._courier._sender.group
+    sender = engine._weight_sender._sender.process_group
     engine.publish(models[0].named_parameters(), 4)
     # The group and its process stay from one publication to the next.
-    assert engine._courier._sender.group == sender and engine.stats().restarts == 0
+    assert engine._weight_sender._sender.process_group == sender and engine.stats().restarts == 0
 
 
 def test_an_adapter_travels_the_same_way(engine, models):
@@ -157,12 +157,12 @@ def test_remote_server_invalid_weights_are_refused(server, models, tmp_path):
 def test_severed_link_transfer_times_out_and_recovers(engine, server, models, machine):
     """The trainer gives the transfer up at its deadline. When the link is back, the server gets the current weights."""
     engine.publish(models[0].named_parameters(), 1)
-    core, published = engine._pool.lanes[0].core, []
+    core, published = engine._pool.replicas[0].backend, []
     prompts = tiny_model.prompts(2, 20)
     drawn = [
         engine.submit(prompt, 2, SamplingConfig(max_tokens=900, seed=8), group=g) for g, prompt in enumerate(prompts)
     ]
-    wait_until(lambda: len(core.calls) == 4, 20)
+    wait_until(lambda: len(core.requests) == 4, 20)
     machine.slow_down(SLOW)
     try:
         before, began = machine.sent(), time.monotonic()
@@ -170,7 +170,7 @@ def test_severed_link_transfer_times_out_and_recovers(engine, server, models, ma
         publishing.start()
         wait_until(lambda: machine.sent() - before > MIDDLE, 20)
         machine.cut()
-        wait_until(lambda: engine._pool.lanes[0].core is not core, 60)
+        wait_until(lambda: engine._pool.replicas[0].backend is not core, 60)
         took = time.monotonic() - began
     finally:
         machine.restore()
@@ -230,7 +230,7 @@ def test_trainer_killed_in_transfer_frees_server_for_next(server, models, machin
 
 def test_blocks_in_fp8_travel_with_their_scales(machine, tmp_path):
     """To a server that was started for them, with the very bytes and scales of the trainer."""
-    source = fp8_models.directory(tmp_path / "model")
+    source = fp8_models.write_model_dir(tmp_path / "model")
     policy = build_policy(
         partial(from_config, str(source.path)), source, torch.device("cpu"), torch.bfloat16, fp8=Fp8Config()
     )

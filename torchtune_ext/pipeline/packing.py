@@ -91,11 +91,11 @@ class PackStats:
         counts = {f"pack/{name}": float(getattr(self, name)) for name in ("rows", "tokens", "labels")}
         # rho is the token reduction from prefix sharing. It is at most N(P + R) / (P + NR) for N
         # completions of R tokens after a prompt of P tokens. Padding, repeated prompts and idle
-        # ranks lower the packing efficiency `pack/used`.
+        # ranks lower the packing efficiency `pack/efficiency`.
         rho = self.tokens_unshared / self.tokens if self.tokens else 1.0
         return counts | {
             "pack/rho": rho,
-            "pack/used": self.tokens_ideal / self.tokens_computed if self.tokens_computed else 0.0,
+            "pack/efficiency": self.tokens_ideal / self.tokens_computed if self.tokens_computed else 0.0,
         }
 
 

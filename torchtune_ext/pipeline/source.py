@@ -347,10 +347,10 @@ class RolloutSource:
         return f"group {number} (version {self.scheduler.running.get(number, self.scheduler.version)})"
 
     def _metrics(self, ages: Sequence[int]) -> dict[str, float]:
-        shares = {f"async/age_{age}": ages.count(age) / len(ages) for age in range(self.scheduler.staleness + 1)}
+        shares = {f"async/staleness_{age}": ages.count(age) / len(ages) for age in range(self.scheduler.staleness + 1)}
         return shares | {
-            "async/age_mean": fmean(ages),
-            "async/age_max": float(max(ages)),
+            "async/staleness_mean": fmean(ages),
+            "async/staleness_max": float(max(ages)),
             "async/buffer": float(len(self.scheduler.finished)),
             "async/running": float(len(self.scheduler.running)),
             "async/dropped": float(self.scheduler.num_dropped),

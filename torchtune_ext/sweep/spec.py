@@ -3,6 +3,7 @@
 import argparse
 import math
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ import yaml
 
 from torchtune_ext.run.catalog import config_files, package_folder, print_first_lines
 from torchtune_ext.run.errors import UsageError, closest_match
+from torchtune_ext.telemetry.metrics import current_metric
 
 METHODS = ("grid", "random", "bayes")
 SWEEP_KEYS = (
@@ -150,6 +152,9 @@ def _parse_sweep(path: Path, text: str, given: Any) -> Sweep:
         raise UsageError(
             f"metric: {metric}: write metric: {{name: eval/accuracy_sampled, goal: maximize}}, or goal: minimize"
         )
+    name = current_metric(target["name"])
+    if name != target["name"]:
+        warnings.warn(f"metric: {target['name']} is deprecated. Fix: rename it to {name}", FutureWarning, stacklevel=2)
     parameters = parse_parameters(given.get("parameters"))
     return Sweep(
         path=path,
@@ -157,7 +162,7 @@ def _parse_sweep(path: Path, text: str, given: Any) -> Sweep:
         name=str(given.get("name", path.stem)),
         command=command,
         method=method,
-        metric=target["name"],
+        metric=name,
         maximize=goal == "maximize",
         parameters=parameters,
         num_runs=_count_runs(method, parameters, given.get("run_cap")),

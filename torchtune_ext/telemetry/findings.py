@@ -187,7 +187,7 @@ def _mismatch_findings(
     texts, limit = [], last.get("canary/limit") or config.get("max_mismatch")
     # In asynchronous training, stale tokens also differ by later updates of the policy. Only tokens
     # of staleness 0 are compared with the limit.
-    name = "mismatch/mean_abs_age_0" if "async/age_mean" in last else "mismatch/mean_abs"
+    name = "mismatch/mean_abs_staleness_0" if "async/staleness_mean" in last else "mismatch/mean_abs"
     if name in last and isinstance(limit, int | float):
         then, now = first[name], last[name]
         if now > 0.9 * limit or now > max(2 * then, limit / 10):

@@ -9,7 +9,9 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 VOLATILE_PREFIXES = ("time/", "speed/", "memory/", "engine/", "engines/", "bench/")
 _DISK_FIX = "Free disk space and resume the run; earlier lines are intact"
 _RESERVED_NAMES = ("step", "nonfinite")
+_OLD_AGE = re.compile(r"^(async/|(?:loss|mismatch)/\w+_)age_")
 
 
 class MetricLogger:
@@ -174,6 +177,12 @@ class MetricLogger:
                     "metrics.jsonl is still written", name, error)  # fmt: skip
 
 
+@cache
+def current_metric(name: str) -> str:
+    """Returns the current name of a metric that may have its name of an earlier version."""
+    return _OLD_AGE.sub(r"\1staleness_", "pack/efficiency" if name == "pack/used" else name)
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Returns the metrics of each step in order, without an incomplete last line.
 
@@ -216,8 +225,8 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
-        except ValueError as error:
+            records.append({current_metric(name): value for name, value in json.loads(line).items()})
+        except (ValueError, AttributeError) as error:
             raise UsageError(f"{path}, line {number}: not a JSON object ({error}). Fix: remove the line") from error
     if tail:
         log.warning("metrics: the last line of %s is incomplete and was skipped", path)

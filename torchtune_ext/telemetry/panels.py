@@ -152,7 +152,7 @@ PANELS = (
           note="Log-prob under the policy minus log-prob under the teacher, in nats.", metrics=(
         Metric("loss/kl_teacher", "mean", "log π_old − log p_teacher on sampled tokens, mean in nats", "it does not fall"),
         Metric("loss/kl_teacher_at_<place>", "at ", "`loss/kl_teacher` by position", "one bucket stands out"),
-        Metric("loss/kl_teacher_age_<age>", "age ", "`loss/kl_teacher` by staleness", "one bucket stands out"))),
+        Metric("loss/kl_teacher_staleness_<age>", "age ", "`loss/kl_teacher` by staleness", "one bucket stands out"))),
     Panel("Policy change", "Surprise of the teacher", unit="percent", zero=True, metrics=(
         Metric("loss/teacher_surprise", "tokens", "fraction of tokens with teacher probability below 1%",
                "it does not fall"),)),
@@ -164,12 +164,13 @@ PANELS = (
     Panel("Policy change", "Clip fraction by position", unit="percent", zero=True, hide_if_zero=True, metrics=(
         Metric("loss/clip_fraction_at_<place>", "", "`loss/clip_fraction` by position", "one bucket stands out"),)),
     Panel("Policy change", "Clip fraction by staleness", unit="percent", zero=True, hide_if_zero=True, metrics=(
-        Metric("loss/clip_fraction_age_<age>", "", "`loss/clip_fraction` by staleness", "one bucket stands out"),)),
+        Metric("loss/clip_fraction_staleness_<age>", "", "`loss/clip_fraction` by staleness", "one bucket stands out"),)),
     Panel("Policy change", "Masked", unit="percent", zero=True, hide_if_zero=True,
           note="Fraction of tokens that the importance weights mask; by position and staleness.", metrics=(
         Metric("loss/masked_fraction", "masked", "fraction of tokens that the importance weights mask", "above 0.05"),
         Metric("loss/masked_fraction_at_<place>", "at ", "`loss/masked_fraction` by position", "one bucket stands out"),
-        Metric("loss/masked_fraction_age_<age>", "age ", "`loss/masked_fraction` by staleness", "one bucket stands out"))),
+        Metric("loss/masked_fraction_staleness_<age>", "age ", "`loss/masked_fraction` by staleness",
+               "one bucket stands out"))),
     Panel("Policy change", "Largest ratio", scale="log", metrics=(
         Metric("loss/ratio_max", "max ratio", "largest importance ratio before clipping", "above 100"),)),
     Panel("Policy change", "Gradient norm", zero=True, metrics=(
@@ -187,7 +188,7 @@ PANELS = (
     Panel("Trainer/engine mismatch", "Log-prob difference by position", scale="log", metrics=(
         Metric("mismatch/mean_abs_at_<place>", "", "`mismatch/mean_abs` by position", "one bucket stands out"),)),
     Panel("Trainer/engine mismatch", "Log-prob difference by staleness", scale="log", metrics=(
-        Metric("mismatch/mean_abs_age_<age>", "", "`mismatch/mean_abs` by staleness", "one bucket stands out"),)),
+        Metric("mismatch/mean_abs_staleness_<age>", "", "`mismatch/mean_abs` by staleness", "one bucket stands out"),)),
     Panel("Trainer/engine mismatch", "Signed difference (k1)", metrics=(
         Metric("mismatch/k1", "k1", "estimate of KL(engine, trainer) of either sign", "it drifts upward"),)),
     Panel("Trainer/engine mismatch", "Effective sample size", unit="percent", metrics=(
@@ -209,11 +210,11 @@ PANELS = (
                "below 0.2 with an engine dtype coarser than the trainer's"),)),
     Panel("Asynchronous training", "Staleness of the groups", zero=True,
           note="Policy version in training minus policy version at the start of a group.", metrics=(
-        Metric("async/age_mean", "mean", "mean staleness of the step's groups, in policy versions",
+        Metric("async/staleness_mean", "mean", "mean staleness of the step's groups, in policy versions",
                "well above `prefetch_steps`"),
-        Metric("async/age_max", "max", "largest staleness of the step's groups, in policy versions"))),
+        Metric("async/staleness_max", "max", "largest staleness of the step's groups, in policy versions"))),
     Panel("Asynchronous training", "Groups by staleness", unit="percent", style="stack", zero=True, metrics=(
-        Metric("async/age_<versions>", "age ", "fraction of the step's groups with this staleness, in policy versions"),)),
+        Metric("async/staleness_<versions>", "age ", "fraction of the step's groups with this staleness"),)),
     Panel("Asynchronous training", "Wait for groups", unit="seconds", zero=True, metrics=(
         Metric("time/wait_for_rollouts", "wait", "trainer's wait for groups",
                "it is most of `time/step`: the engine is the bottleneck"),)),
@@ -268,7 +269,7 @@ PANELS = (
     Panel("Speed", "Token reduction by shared prompts (ρ)", baseline=1.0, metrics=(
         Metric("pack/rho", "ρ", "tokens without prompt sharing over tokens with it", "near 1: sharing saves nothing"),)),
     Panel("Speed", "Packing efficiency", unit="percent", zero=True, metrics=(
-        Metric("pack/used", "used", "packing efficiency: fraction of computed positions with needed tokens", "below 0.8"),)),
+        Metric("pack/efficiency", "efficiency", "fraction of computed positions with needed tokens", "below 0.8"),)),
     Panel("Speed", "Rows", unit="int", zero=True, metrics=(Metric("pack/rows", "rows", "packed rows that hold labels"),)),
     Panel("Machine", "Engine caches", unit="percent", zero=True, uses_latest=True, metrics=(
         Metric("engine/prefix_hit_rate", "prefix hits", "fraction of prompt tokens found in the prefix cache"),

@@ -67,7 +67,7 @@ def timing_metrics(values: Mapping[str, float], seconds: Mapping[str, float]) ->
         values: the metrics of the step; without token counts the result has no throughput.
         seconds: the return value of `Timer.lap` for the same step.
     """
-    metrics, is_async = dict(seconds), "async/age_mean" in values
+    metrics, is_async = dict(seconds), "async/staleness_mean" in values
     # In asynchronous training the engine generates during the whole step, so its tokens are divided
     # by `time/step`. The step waits only for unfinished groups: the sum of two details.
     if is_async:

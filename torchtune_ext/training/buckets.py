@@ -1,6 +1,6 @@
-"""Means over labels, by position in the completion and by age.
+"""Means over labels, by position in the completion and by staleness.
 
-The age of a label is the number of policy versions since it was sampled.
+The staleness of a label is the number of policy versions since it was sampled.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from torch import Tensor
 from torchtune_ext.pipeline.packing import Row
 
 POSITION_EDGES = (0, 1, 16, 256, 1024, 4096)  # first position of each bucket; 0: first token of a completion
-AGE_EDGES = (0, 1, 2, 4, 8)  # first age of each bucket, in versions
+STALENESS_EDGES = (0, 1, 2, 4, 8)  # lowest staleness of each bucket, in versions
 
 
 def bucket_names(word: str, edges: Sequence[int]) -> list[str]:
@@ -21,8 +21,8 @@ def bucket_names(word: str, edges: Sequence[int]) -> list[str]:
     return [f"{word}_{start}{end}" for start, end in zip(edges, [*last, "_up"], strict=True)]
 
 
-BUCKET_NAMES = [*bucket_names("at", POSITION_EDGES), *bucket_names("age", AGE_EDGES)]
-AGE_0_BUCKET = len(POSITION_EDGES)  # index into BUCKET_NAMES of tokens that the current version sampled
+BUCKET_NAMES = [*bucket_names("at", POSITION_EDGES), *bucket_names("staleness", STALENESS_EDGES)]
+STALENESS_0_BUCKET = len(POSITION_EDGES)  # index into BUCKET_NAMES of tokens that the current version sampled
 
 
 def completion_positions(samples_L: Tensor) -> Tensor:
@@ -38,21 +38,21 @@ def completion_positions(samples_L: Tensor) -> Tensor:
 
 
 def bucket_ids(row: Row, version: int | None) -> Tensor:
-    """The position bucket and the age bucket of every label.
+    """The position bucket and the staleness bucket of every label.
 
     Args:
         row: a packed row.
-        version: the current policy version, from which ages are counted; None: every age is 0.
+        version: the current policy version, from which staleness is counted; None: every staleness is 0.
 
     Returns:
         Indices into BUCKET_NAMES, int64 [2, L].
     """
-    age_L = torch.zeros_like(row.versions_L) if version is None else (version - row.versions_L).clamp(min=0)
+    staleness_L = torch.zeros_like(row.versions_L) if version is None else (version - row.versions_L).clamp(min=0)
     place_L = torch.bucketize(
-        completion_positions(row.samples_L), torch.tensor(POSITION_EDGES[1:], device=age_L.device), right=True
+        completion_positions(row.samples_L), torch.tensor(POSITION_EDGES[1:], device=staleness_L.device), right=True
     )
-    age_L = torch.bucketize(age_L, torch.tensor(AGE_EDGES[1:], device=age_L.device), right=True)
-    return torch.stack([place_L, AGE_0_BUCKET + age_L])
+    staleness_L = torch.bucketize(staleness_L, torch.tensor(STALENESS_EDGES[1:], device=staleness_L.device), right=True)
+    return torch.stack([place_L, STALENESS_0_BUCKET + staleness_L])
 
 
 def bucket_means(values_L: Tensor, buckets_2L: Tensor) -> dict[str, float]:
@@ -62,23 +62,23 @@ def bucket_means(values_L: Tensor, buckets_2L: Tensor) -> dict[str, float]:
 
 
 def _sums(values_L: Tensor, buckets_2L: Tensor) -> Tensor:
-    # Each label counts in two buckets: its position bucket and its age bucket.
+    # Each label counts in two buckets: its position bucket and its staleness bucket.
     size = torch.zeros(len(BUCKET_NAMES), dtype=torch.float64, device=values_L.device)
     return size.index_add(0, buckets_2L.flatten(), values_L.double().repeat(2))
 
 
 def _means(prefix: str, sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
-    # If all labels are in one age bucket, that bucket would only repeat the mean of all labels.
-    several_ages = sum(count > 0 for count in counts[len(POSITION_EDGES) :]) > 1
+    # If all labels are in one staleness bucket, that bucket would only repeat the mean of all labels.
+    varies = sum(count > 0 for count in counts[len(POSITION_EDGES) :]) > 1
     return {
         f"{prefix}{name}": sums[i] / counts[i]
         for i, name in enumerate(BUCKET_NAMES)
-        if counts[i] > 0 and (several_ages or i < len(POSITION_EDGES))
+        if counts[i] > 0 and (varies or i < len(POSITION_EDGES))
     }
 
 
 class Breakdown:
-    """Accumulates loss metrics over the rows of an update, by position and age.
+    """Accumulates loss metrics over the rows of an update, by position and staleness.
 
     The means show where in completions the loss clips or masks.
     """

@@ -30,7 +30,7 @@ from torchtune_ext.pipeline.packing import Row, context_hashes
 from torchtune_ext.policy.logprobs import LabelLogprobs
 from torchtune_ext.run.errors import RunFailure
 from torchtune_ext.run.output import format_labels, print_text
-from torchtune_ext.training.buckets import AGE_0_BUCKET, bucket_ids, bucket_means
+from torchtune_ext.training.buckets import STALENESS_0_BUCKET, bucket_ids, bucket_means
 from torchtune_ext.training.collectives import all_gather, rank
 
 log = logging.getLogger(__name__)
@@ -370,7 +370,7 @@ class MismatchGate:
         """Tests tokens as `check` does; with limit "auto" it measures the rounding on `rows`."""
         # Log-probs of tokens from an earlier version differ because the policy has changed since.
         # This is not a fault. Asynchronous engines often return only such tokens.
-        current = tokens[tokens.buckets_2N[1] == AGE_0_BUCKET]
+        current = tokens[tokens.buckets_2N[1] == STALENESS_0_BUCKET]
         token_sets = {"": current.numbered()}
         if version is not None and len(current):
             recent = TokenDiffs.concat([self._recent, current]) if self._recent is not None else current

@@ -139,7 +139,9 @@ def measure_rounding(
         return ((name, weight.to(coarse)) for name, weight in merged_tensors(model))
 
     exact = logprobs_fn(rows, rounded_weights(), dtype=torch.float32)
-    arithmetic = _mean_abs_diff(exact, logprobs_fn(rows, rounded_weights(), dtype=coarse, fp8=precision.engine_fp8))
+    arithmetic = _mean_abs_diff(
+        exact, logprobs_fn(rows, rounded_weights(), dtype=coarse, fp8_plan=precision.engine_fp8)
+    )
     # The arithmetic above already includes all FP8 rounding.
     without_fp8 = copy(precision)
     without_fp8.engine_fp8 = None

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from helpers.records import sampled
+from helpers.records import make_sample
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.pipeline.episodes import Episode
 from torchtune_ext.run.errors import UsageError
@@ -156,7 +156,7 @@ def appended(tokenizer: ChatTokenizer, messages, turns=(), history="sampled") ->
             episode.set_next_context(context, opened)
         text = message["content"].removeprefix(opened)
         ids = turns.pop(0) if turns else [*tokenizer.encode(text), end_of(tokenizer)]
-        episode.add_turn(sampled(ids).completion, tokenizer.decode(ids))
+        episode.add_turn(make_sample(ids).completion, tokenizer.decode(ids))
         answer = before_a_turn(messages[place + 1 :])
         episode.add_answer(Turn(answer))
         if history == "sampled":
@@ -308,7 +308,7 @@ def contexts_of(prompt, episode):
     """What the record of a conversation says of the context of each turn."""
     completion = episode.to_sample("completed").completion
     ids = np.array([*prompt, *completion.tokens.tolist()])
-    spans = zip(completion.paths(len(prompt)), completion.turns, strict=True)
+    spans = zip(completion.turn_paths(len(prompt)), completion.turns, strict=True)
     return [ids[path].tolist()[: start - stop] for path, (start, stop) in spans], completion
 
 
@@ -337,7 +337,7 @@ def test_thoughts_are_gone_from_the_next_context(tokenizer):
     contexts, completion = contexts_of(prompt, episode)
     assert [*contexts, ids] == [tokenizer.prompt_ids(THOUGHTS[:end]) for end in (1, 3, 5)]
     first, second = (completion.tokens[slice(*turn)].tolist() for turn in completion.turns)
-    opened = tokenizer.opened_thought(prompt)
+    opened = tokenizer.thought_prefix(prompt)
     assert tokenizer.decode(first) == THOUGHTS[1]["content"].removeprefix(opened)
     assert tokenizer.decode(second) == THOUGHTS[3]["content"].removeprefix(opened)
     # The second turn's context leaves the first one's path where the thought begins, or what the prompt has of it.
@@ -351,7 +351,7 @@ def test_shortened_turn_keeps_its_sampled_ids(tokenizer):
     trims = "<|eot_id|>" in tokenizer.decode_all([end_of(tokenizer)])
     head = tokenizer.encode(" \n" if trims else THOUGHT.removeprefix("<think>\n"))
     turn = [*head, *letters, end_of(tokenizer)]
-    text = tokenizer.opened_thought(tokenizer.prompt_ids([user("2+2?")])) + tokenizer.decode(turn)
+    text = tokenizer.thought_prefix(tokenizer.prompt_ids([user("2+2?")])) + tokenizer.decode(turn)
     messages = [user("2+2?"), policy(text), user("So?")]
     ids, _, episode = appended(tokenizer, messages, [turn], history="template")
     own = tokenizer.prompt_ids(messages)

@@ -15,7 +15,7 @@ from torchtune_ext.sampling.server_command import KEY_VARIABLE  # noqa: E402
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("serve") / "model"
-    fp8_models.directory(folder)
+    fp8_models.write_model_dir(folder)
     return f"model_dir={folder}"
 
 

@@ -142,7 +142,7 @@ def test_the_trainer_and_each_server_are_a_bundle():
 
 def test_the_server_has_the_settings_of_the_run(monkeypatch, tmp_path, capsys):
     """The server gets the run's overrides; a custom recipe may have additional keys."""
-    fp8_models.directory(tmp_path / "model")
+    fp8_models.write_model_dir(tmp_path / "model")
     recipe = package_folder("recipes") / "grpo.py"
     (tmp_path / "my.py").write_text(
         recipe.read_text().replace("class Config:\n", "class Config:\n    mine: int = 0\n", 1)

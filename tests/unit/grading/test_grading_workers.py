@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers.scripted_task import PROBLEM, Scripted
-from helpers.waiting import ended, wait_until
+from helpers.waiting import has_exited, wait_until
 from torchtune_ext.grading import Grader, gather_results
 from torchtune_ext.run.process_env import copy_environment
 
@@ -29,7 +29,7 @@ def test_grading_worker_killed_while_idle_is_replaced():
     with Grader(Scripted(), workers=1) as grader:
         pid = int(grader.grade([(PROBLEM, "pid")])[0].reward)
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: ended(pid))
+        wait_until(lambda: has_exited(pid))
         assert {o.kind for o in grader.grade([(PROBLEM, "reward 1")] * 20)} == {"scored"}
 
 

@@ -10,8 +10,8 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from helpers import adapters, fp8_models
 from helpers.unpacked import (
     PAD,
+    as_branched_conversations,
     assert_equal_to_plain,
-    in_branches,
     make_groups,
     packed_logprobs_by_sample,
     paths_of,
@@ -36,7 +36,7 @@ def trees(seed, number=2, length=34):
     shapes = [
         (int(rng.integers(1, 8)), rng.integers(1, length, int(rng.integers(1, 3))).tolist()) for _ in range(number)
     ]
-    groups = in_branches(rng, make_groups(rng, shapes))
+    groups = as_branched_conversations(rng, make_groups(rng, shapes))
     return groups, max(p + max(c) for p, c in shapes)
 
 
@@ -88,8 +88,8 @@ def test_tree_packing_equals_plain_with_model_options(way, monkeypatch):
     if way == "chunks":
         monkeypatch.setattr(linear_logprob, "CHUNK_ELEMENTS", 5 * 61)  # five labels per chunk
     if "lora" in way:
-        model = adapters.adapted(tie_word_embeddings=False).double()
-        plain = adapters.Plain(model, qwen2(**adapters.DIMS, tie_word_embeddings=False))
+        model = adapters.build_adapted_model(tie_word_embeddings=False).double()
+        plain = adapters.MergedReference(model, qwen2(**adapters.DIMS, tie_word_embeddings=False))
     groups, longest = trees(7, number=4)
     want = reference(plain or model, groups, LOSS, "token", 0.9)
     policy = PackedPolicy(model)
@@ -100,8 +100,11 @@ def test_tree_packing_equals_plain_with_model_options(way, monkeypatch):
 
 def test_trees_in_fp8(tmp_path):
     """Packed trees score like paths, apart from input rounding, which moves a few values to neighboring codes."""
-    source = fp8_models.directory(tmp_path)
-    policy, in_full = fp8_models.policy_of(source), PackedPolicy(fp8_models.policy_of(source, None).model)
+    source = fp8_models.write_model_dir(tmp_path)
+    policy, in_full = (
+        fp8_models.build_policy_from(source),
+        PackedPolicy(fp8_models.build_policy_from(source, None).model),
+    )
     groups, _ = trees(3, length=90)
     rows = pack(groups, 1000)[0]
     packed = packed_logprobs_by_sample(rows, fp8_models.gradients(policy, rows)[1], groups)

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("tree_sitter_c")
 
 from helpers.calm_kernels import CalmReduction
-from helpers.records import sampled
+from helpers.records import make_sample
 from torchtune_ext.grading import Ungraded
 from torchtune_ext.measured.machine import machine_fingerprint
 from torchtune_ext.measured.matmul import Matmul
@@ -284,7 +284,7 @@ def drawn_groups(task, rng, cursor):
         one = result(kind, 2.0 ** rng.uniform(-1, 5), tuple(sorted(used)), rng.uniform(0.0, 0.3))
         score = None if kind == "noisy" else task.score(problem, one)
         outcome = Ungraded("noisy", "disturbed") if score is None else score
-        samples.append(sampled([1], text=fenced(f"{cursor}.{place}"), outcome=outcome))
+        samples.append(make_sample([1], text=fenced(f"{cursor}.{place}"), outcome=outcome))
     return Group(problem, np.array([1], np.int32), tuple(samples))
 
 

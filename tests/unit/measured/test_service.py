@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("tree_sitter_c")
 
 from helpers.calm_kernels import HONEST, CalmReduction, fenced
-from helpers.waiting import in_thread
+from helpers.waiting import start_thread
 from torchtune_ext.measured import grading
 from torchtune_ext.measured.bench import BenchService
 from torchtune_ext.measured.grading import check_bench, measured_score, open_bench
@@ -93,6 +93,6 @@ def test_bench_service_without_event_loop_raises(monkeypatch):
         raise OSError("Too many open files")
 
     monkeypatch.setattr(type(asyncio.get_event_loop_policy()), "new_event_loop", refused)
-    making, outcome = in_thread(BenchService)
+    making, outcome = start_thread(BenchService)
     making.join(20)
     assert isinstance(*outcome, OSError)

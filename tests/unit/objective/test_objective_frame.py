@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 from torchtune.models.qwen2 import qwen2
 
 from helpers import unpacked
-from helpers.learners import alone
-from helpers.records import sampled
-from helpers.unpacked import whole_float64
+from helpers.learners import single_process_learner
+from helpers.records import make_sample
+from helpers.unpacked import keep_float64
 from torchtune_ext.objective.clipping import kl3_bounds
 from torchtune_ext.objective.constraints import CONSTRAINTS
 from torchtune_ext.objective.kl import kl_k3
@@ -182,8 +182,8 @@ def test_policy_loss_is_independent_of_other_completions():
         for sample in reversed(range(int(t.samples_L.max()) + 1)):
             at = t.samples_L == sample
             cut = {f: getattr(t, f)[at].detach() for f in Tokens.__slots__ if f not in ("samples_L", "version")}
-            alone = Tokens(**cut, samples_L=torch.zeros(int(at.sum()), dtype=torch.int64), version=t.version)
-            result = run(loss, alone)
+            isolated = Tokens(**cut, samples_L=torch.zeros(int(at.sum()), dtype=torch.int64), version=t.version)
+            result = run(loss, isolated)
             kept["values"].insert(0, result[0])
             kept["gradients"].insert(0, result[1])
         assert torch.cat(kept["values"]).tolist() == pytest.approx(values.tolist(), rel=1e-12)
@@ -263,12 +263,12 @@ def make_groups(seed=0):
         for n in lengths:
             ids, noise, advantage = rng.integers(0, 60, n), 0.3 * rng.normal(size=n), float(rng.normal())
             heard = {"advantage": advantage, "teacher_logprobs": (2 * noise - 4).astype(np.float32)}
-            samples.append(sampled(ids, noise - 4, 3 + np.arange(n) % 5, in_loss=True, **heard))
+            samples.append(make_sample(ids, noise - 4, 3 + np.arange(n) % 5, in_loss=True, **heard))
         groups.append(Group(Problem(f"g{g}", (), None), rng.integers(0, 60, prompt).astype(np.int32), tuple(samples)))
     return groups
 
 
-@whole_float64()
+@keep_float64()
 def loss_and_gradients(groups, options, aggregation, row_tokens, tile=None, turned=False):
     """One update after the policy has changed, so that ratios differ from one."""
     rows, _ = pack(groups, row_tokens, aggregation, 16, layout=RowLayout(tile=tile))
@@ -278,7 +278,7 @@ def loss_and_gradients(groups, options, aggregation, row_tokens, tile=None, turn
         for row in (rows[::-1] if turned else rows)
     ]
     policy = PackedPolicy(tiny_model())
-    learner = alone(policy, PolicyLoss(**options))
+    learner = single_process_learner(policy, PolicyLoss(**options))
     old = learner.logprobs(rows, top_k=options.get("top_k") or 0)
     ref = old if options.get("kl_coef") else None
     with torch.no_grad():
@@ -312,13 +312,13 @@ def test_loss_is_invariant_to_rows_padding_order(name, aggregation):
 # --- zero-variance groups ---------------------------------------------------------------------------------------------
 
 
-@whole_float64()
+@keep_float64()
 def step_of(rewards: list[list[float]], loss: PolicyLoss, aggregation: str, num_updates: int = 1):
     """Labels, loss and gradient of each update of a step whose groups have these rewards (completions of 1 to 9 tokens)."""
     rng, groups = np.random.default_rng(1), []
     for g, rewards_G in enumerate(rewards):
         samples = [
-            sampled(rng.integers(0, 60, n), np.full(n, -4.0), outcome=Score(reward, {}))
+            make_sample(rng.integers(0, 60, n), np.full(n, -4.0), outcome=Score(reward, {}))
             for n, reward in zip(range(1, 99, 2), rewards_G, strict=False)
         ]
         groups.append(Group(Problem(f"g{g}", (), None), rng.integers(0, 60, 5).astype(np.int32), tuple(samples)))
@@ -327,7 +327,7 @@ def step_of(rewards: list[list[float]], loss: PolicyLoss, aggregation: str, num_
     results = []
     for rows in updates:
         policy = PackedPolicy(tiny_model())
-        learner = alone(policy, loss)
+        learner = single_process_learner(policy, loss)
         scored = learner.logprobs(rows)
         ref = [replace(s, logprobs_L=s.logprobs_L - 0.5) for s in scored] if loss.kl_coef else None
         total = learner.forward_backward(rows, scored, ref)[1]["loss/total"]
@@ -400,7 +400,7 @@ class Constant:
 def test_loss_metrics_are_label_means_for_any_aggregation(aggregation):
     groups = make_groups()[:1]  # completions of 5, 1 and 9 labels
     rows, _ = pack(groups, 200, aggregation, 16)
-    _, metrics = alone(PackedPolicy(tiny_model()), Constant()).forward_backward(rows)
+    _, metrics = single_process_learner(PackedPolicy(tiny_model()), Constant()).forward_backward(rows)
     assert {name: value for name, value in metrics.items() if name != "loss/total"} == {
         "loss/first": pytest.approx(5 / 15),
         "loss/first_max": 1.0,
@@ -414,4 +414,4 @@ def test_a_metric_of_another_shape_is_named():
 
     rows, _ = pack(make_groups(), 200)
     with pytest.raises(ValueError, match="metric 'mean' of loss Scalar has shape"):
-        alone(PackedPolicy(tiny_model()), Scalar()).forward_backward(rows)
+        single_process_learner(PackedPolicy(tiny_model()), Scalar()).forward_backward(rows)

@@ -3,7 +3,7 @@
 import pytest
 
 from helpers.letter_tokens import LetterTokenizer
-from helpers.told_engine import SAMPLES, SEED, Numbered, Told
+from helpers.manual_engine import SAMPLES, SEED, ManualEngine, NumberedTask
 from torchtune_ext.grading import Grader
 from torchtune_ext.pipeline.rollout import GroupStream
 from torchtune_ext.pipeline.source import RolloutSource
@@ -14,7 +14,7 @@ from torchtune_ext.tasks.problem_stream import ProblemStream
 
 @pytest.fixture(scope="module")
 def numbered_grader():
-    with Grader(Numbered(), workers=2, timeout_s=90.0) as grader:
+    with Grader(NumberedTask(), workers=2, timeout_s=90.0) as grader:
         yield grader
 
 
@@ -33,7 +33,7 @@ def make(numbered_grader):
         by=numbered_grader,
         task=None,
     ):
-        engine, problems = Told(at_once), ProblemStream(task or Numbered(), SEED)
+        engine, problems = ManualEngine(at_once), ProblemStream(task or NumberedTask(), SEED)
         problems.cursor = cursor
         stream = GroupStream(engine, LetterTokenizer(), by)
         sampling, ledger = SamplingConfig(max_tokens=8), StalenessScheduler(batch, 10, staleness, prefetch_steps)

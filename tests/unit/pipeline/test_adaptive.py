@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from helpers.told_engine import Numbered
+from helpers.manual_engine import NumberedTask
 from helpers.waiting import wait_until
 from torchtune_ext.pipeline.groups import outcomes_for_task
 from torchtune_ext.tasks.problem_stream import ProblemStream, problem_index
@@ -86,16 +86,16 @@ def test_adaptive_stream_without_observations_resumes():
 
 
 def test_non_adaptive_task_observes_nothing(tmp_path):
-    stream = ProblemStream(Numbered(), SEED)
+    stream = ProblemStream(NumberedTask(), SEED)
     assert stream.observe(1, [1, 2], tmp_path) == {} == stream.state_dict()
     stream.load_state_dict({})
 
 
 def test_adaptive_checkpoint_of_other_task_kind_is_refused():
     state = ProblemStream(Adapting(), SEED).state_dict()
-    with pytest.raises(ValueError, match="^task: .* adapts .* does not; "):
-        ProblemStream(Numbered(), SEED).load_state_dict(state)
-    with pytest.raises(ValueError, match="^task: .* does not adapt .* does; "):
+    with pytest.raises(ValueError, match="^task: .* adapts .* does not"):
+        ProblemStream(NumberedTask(), SEED).load_state_dict(state)
+    with pytest.raises(ValueError, match="^task: .* does not adapt .* does"):
         ProblemStream(Adapting(), SEED).load_state_dict({})
 
 
@@ -117,4 +117,4 @@ def test_adaptive_prefetched_groups_keep_questions_across_checkpoint(make, tmp_p
     second, _ = resumed.take(2)
     assert [group.problem.answer for group in second] == [{"level": 0}] * 2
     # Later groups get new problems.
-    assert [call.problem.split()[2] for call in engine.calls] == ["2"] * len(engine.calls) and engine.calls
+    assert [call.problem.split()[2] for call in engine.requests] == ["2"] * len(engine.requests) and engine.requests

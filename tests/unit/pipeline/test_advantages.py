@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchtune_ext.pipeline.advantages as advantages_module
-from helpers.records import sampled
+from helpers.records import make_sample
 from torchtune_ext.grading import Outcome, Ungraded
 from torchtune_ext.pipeline.advantages import AdvantageConfig, assign_advantages, best_of_k, select_groups
 from torchtune_ext.pipeline.groups import Group, Sample
@@ -24,7 +24,7 @@ REWARDS = st.sampled_from([-100.0, -1.0, 0.0, 0.1, 0.25, 1.0, 463.0])
 
 def sample(reward: float | Outcome, finish_reason: str = "stop", length: int = 3) -> Sample:
     outcome = reward if isinstance(reward, Outcome) else Score(reward, {})
-    return sampled(range(length), finish_reason=finish_reason, text="text", outcome=outcome)
+    return make_sample(range(length), finish_reason=finish_reason, text="text", outcome=outcome)
 
 
 def group(*samples: Sample) -> Group:
@@ -47,7 +47,7 @@ def test_advantages_match_hand_computed_examples():
 def conversation(*rewards: float, answered: bool = True) -> Sample:
     """One turn of two tokens per reward; a truncated last turn gets no answer from the environment."""
     turns = tuple((3 * t, 3 * t + 2) for t in range(len(rewards)))
-    talk = sampled(range(3 * len(rewards)), finish_reason="completed" if answered else "length")
+    talk = make_sample(range(3 * len(rewards)), finish_reason="completed" if answered else "length")
     return replace(
         talk,
         completion=replace(talk.completion, turns=turns),

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from helpers.letter_tokens import LetterTokenizer
-from helpers.told_engine import Numbered
+from helpers.manual_engine import NumberedTask
 from helpers.waiting import wait_until
 from torchtune_ext.pipeline.source import RolloutConfig, make_prompt_check
 from torchtune_ext.tasks.problem_stream import (
@@ -136,7 +136,7 @@ def test_resumed_stream_skips_same_bad_problems(stopped_after):
 def test_checkpoints_of_earlier_versions_are_read():
     stream = ProblemStream(Broken(), SEED)
     stream.load_state_dict({})
-    assert stream.skipped_indices == [] and ProblemStream(Numbered(), SEED).state_dict() == {}
+    assert stream.skipped_indices == [] and ProblemStream(NumberedTask(), SEED).state_dict() == {}
 
 
 def test_skipped_positions_beyond_shorter_task_are_ignored():
@@ -252,7 +252,7 @@ def test_settings_out_of_range_are_named(own, message):
     RolloutConfig(604_800.0)
 
 
-class Gaps(Numbered):
+class Gaps(NumberedTask):
     """Every third problem is broken."""
 
     def __getitem__(self, index):
@@ -269,13 +269,13 @@ def test_bad_problems_same_steps_for_any_staleness(make, staleness):
         groups, _ = source.take(2)
         assert len(groups) == 2
     expected = [index for place in range(40) if (index := problem_index(place, 100, SEED)) % 3]
-    assert [int(call.problem) for call in engine.calls] == expected[: len(engine.calls)]
+    assert [int(call.problem) for call in engine.requests] == expected[: len(engine.requests)]
 
 
 def test_resampled_group_may_receive_another_problem(make):
     """The task makes another problem by now, and it is unusable."""
 
-    class Later(Numbered):
+    class Later(NumberedTask):
         closed = False
 
         def ask(self, index, cursor):
@@ -294,12 +294,12 @@ def test_resampled_group_may_receive_another_problem(make):
 
     source, engine = make(staleness=1, at_once=False, task=(task := Later()))
     source.prefetch(version=0)
-    wait_until(lambda: len(engine.calls) == 4)
+    wait_until(lambda: len(engine.requests) == 4)
     state = json.loads(json.dumps(source.state_dict()))
     task.closed = True
     resumed, engine = make(staleness=1, cursor=4, task=task)
     resumed.load_state_dict(state, step=0, version=0)
     resumed.prefetch(version=0)
     expected = [str(problem_index(place, 100, SEED)) for place in (0, 1, 2, 4)]
-    assert [call.problem for call in engine.calls] == expected
+    assert [call.problem for call in engine.requests] == expected
     assert resumed.state_dict()["cursors"] == [[0, 0], [1, 1], [2, 2], [3, 4]]

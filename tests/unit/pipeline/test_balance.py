@@ -152,8 +152,8 @@ def test_dealing_keeps_the_order_of_equal_items():
 def test_pack_stats_match_hand_computed_counts():
     one = PackStats(rows=2, tokens=30, labels=20, tokens_unshared=60, tokens_ideal=28, tokens_computed=40)
     assert PackStats().metrics() == {
-        "pack/rows": 0.0, "pack/tokens": 0.0, "pack/labels": 0.0, "pack/rho": 1.0, "pack/used": 0.0,
+        "pack/rows": 0.0, "pack/tokens": 0.0, "pack/labels": 0.0, "pack/rho": 1.0, "pack/efficiency": 0.0,
     }  # fmt: skip
     assert (one + one).metrics() == {
-        "pack/rows": 4.0, "pack/tokens": 60.0, "pack/labels": 40.0, "pack/rho": 2.0, "pack/used": 0.7,
+        "pack/rows": 4.0, "pack/tokens": 60.0, "pack/labels": 40.0, "pack/rho": 2.0, "pack/efficiency": 0.7,
     }  # fmt: skip

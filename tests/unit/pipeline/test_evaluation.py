@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from helpers.records import sampled
+from helpers.records import make_sample
 from torchtune_ext.grading import Ungraded
 from torchtune_ext.pipeline.evaluation import T_95, Z_95, compute_accuracy, confidence_interval, pass_at_k
 from torchtune_ext.pipeline.groups import Group
@@ -20,7 +20,7 @@ from torchtune_ext.telemetry.step_metrics import evaluation_metrics
 def group(rewards):
     empty = np.zeros(1, np.int32)
     samples = tuple(
-        sampled(
+        make_sample(
             empty,
             outcome=Score(r, {}) if r is not None else Ungraded("infra_failed", "x"),
         )

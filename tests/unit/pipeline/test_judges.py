@@ -5,7 +5,7 @@ from concurrent.futures import Future
 import pytest
 
 from helpers.letter_tokens import LetterTokenizer, completion
-from helpers.told_engine import Numbered
+from helpers.manual_engine import NumberedTask
 from helpers.waiting import wait_until
 from torchtune_ext.grading import Grader
 from torchtune_ext.pipeline.advantages import AdvantageConfig, assign_advantages
@@ -14,7 +14,7 @@ from torchtune_ext.sampling.engine import SamplingConfig
 from torchtune_ext.tasks.task import Score
 
 
-class Longer(Numbered):
+class Longer(NumberedTask):
     """Scores the number of shorter texts. The note lists the texts that were graded together."""
 
     def grade_group(self, problem, texts):
@@ -43,19 +43,19 @@ def test_judge_grades_prefetched_groups_once_complete(make, judge):
     """A group with a missing text is not graded, while a later complete group is."""
     source, engine = make(staleness=2, prefetch_steps=1, at_once=False, by=judge)
     source.prefetch(version=0)
-    engine.calls[3].answer("aaa", "b")
+    engine.requests[3].answer("aaa", "b")
     wait_until(lambda: "0 of 2 texts are not graded" in source._stream.describe_pending(3))
-    call = engine.calls[0]
-    call.say(1, completion("cc"))
+    call = engine.requests[0]
+    call.on_completion(1, completion("cc"))
     wait_until(lambda: "not ended 1 of 2" in source._stream.describe_pending(0))
     assert [sample and sample.outcome for sample in source._stream._groups[0].samples] == [None, None]
-    call.say(0, completion(""))
+    call.on_completion(0, completion(""))
     call.future.set_result([])
-    engine.calls[1].answer("x", "x")
+    engine.requests[1].answer("x", "x")
     groups, _ = source.take(2)
     assert [values(group) for group in groups] == [[0.0, 1.0], [0.0, 0.0]]
     assert [notes(group) for group in groups] == [["", "cc"], ["x", "x"]]
-    engine.calls[2].answer("dd", "e")
+    engine.requests[2].answer("dd", "e")
     source.prefetch(version=1)
     groups, _ = source.take(2)
     assert [notes(group) for group in groups] == [["dd", "e"], ["aaa", "b"]], "with its own texts, whenever they came"
@@ -65,7 +65,7 @@ def test_refills_are_judged_among_themselves(make, judge):
     source, engine = make(at_once=False, by=judge)
     texts = iter([("a", "a"), ("b", "bb"), ("cc", "c"), ("d", "d"), ("ee", "e")])
     submit = engine.submit
-    engine.submit = lambda *words: (submit(*words), engine.calls[-1].answer(*next(texts)))[0]
+    engine.submit = lambda *words: (submit(*words), engine.requests[-1].answer(*next(texts)))[0]
     source.prefetch(version=0)
     first, _ = source.take(2)
     more, _ = source.take(3, refill_round=1)
@@ -76,7 +76,7 @@ def test_judge_failure_excludes_group_from_training(make, judge, caplog):
     source, engine = make(at_once=False, by=judge)
     texts = iter([("broken", "a"), ("b", "bb")])
     submit = engine.submit
-    engine.submit = lambda *words: (submit(*words), engine.calls[-1].answer(*next(texts)))[0]
+    engine.submit = lambda *words: (submit(*words), engine.requests[-1].answer(*next(texts)))[0]
     source.prefetch(version=0)
     groups, _ = source.take(2)
     assert [[sample.outcome.kind for sample in group.samples] for group in groups] == [

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.full_disk import full_disk
-from helpers.records import guessed
+from helpers.records import make_guess_conversation
 from torchtune_ext.grading import Ungraded
 from torchtune_ext.pipeline.groups import Group, Sample, run_length_encode
 from torchtune_ext.pipeline.rollout_store import RolloutStore, encode_rollouts, read_rollouts, rollout_paths
@@ -65,9 +65,11 @@ def test_round_trip(tmp_path):
         make_sample(outcome=Ungraded("infra_failed", "OSError: <no>\nworker"), advantage=0.0, in_loss=False),
         make_sample(outcome=None, advantage=1.0),
         make_sample(outcome=Score(float("-inf"), {"x": float("inf")})),
-        guessed("max_turns", advantage=-0.5, in_loss=True),
-        replace(branched := guessed(), completion=replace(branched.completion, kept_prefix_lens=(7, 5, 11))),
-        guessed(advantage=0.0, turn_advantages=(-0.25, 0.0, 0.25), in_loss=True),
+        make_guess_conversation("max_turns", advantage=-0.5, in_loss=True),
+        replace(
+            branched := make_guess_conversation(), completion=replace(branched.completion, kept_prefix_lens=(7, 5, 11))
+        ),
+        make_guess_conversation(advantage=0.0, turn_advantages=(-0.25, 0.0, 0.25), in_loss=True),
     ]
     groups = [make_group(samples, "a"), make_group([], "b")]
     path = RolloutStore(tmp_path).write(12, groups)

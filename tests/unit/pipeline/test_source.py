@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from helpers.letter_tokens import completion
-from helpers.told_engine import PROBLEMS, SAMPLES, SEED, Call, Numbered
+from helpers.manual_engine import PROBLEMS, SAMPLES, SEED, GroupRequest, NumberedTask
 from helpers.waiting import wait_until
 from torchtune_ext.grading import Grader, Ungraded
 from torchtune_ext.pipeline.groups import group_from_record, group_to_json
@@ -21,7 +21,7 @@ from torchtune_ext.tasks.problem_stream import ProblemStream, problem_index
 def call(number, batch=2):
     """The expected engine request for group `number` of a run."""
     problem = str(problem_index(number, PROBLEMS, SEED))
-    return Call(problem, step=number // batch + 1, refill=0, place=number % batch, say=None)
+    return GroupRequest(problem, step=number // batch + 1, refill=0, seed_index=number % batch, on_completion=None)
 
 
 def calls(*numbers):
@@ -44,29 +44,29 @@ def test_source_prefetch_zero_submits_groups_on_demand(make, staleness):
     source, engine = make(staleness, prefetch_steps=0)
     for step in range(3):
         source.prefetch(version=step)
-        assert len(engine.calls) == 2 * step
+        assert len(engine.requests) == 2 * step
         groups, values = source.take(2)
         assert names(groups) == [call(n).problem for n in (2 * step, 2 * step + 1)]
         assert not values  # no groups were prefetched
-    assert engine.calls == calls(*range(6))
+    assert engine.requests == calls(*range(6))
 
 
 def test_source_prefetch_one_submits_next_step_groups(make):
     source, engine = make(staleness=1)
     source.prefetch(version=0)
-    assert engine.calls == calls(0, 1, 2, 3)
+    assert engine.requests == calls(0, 1, 2, 3)
     for step in range(1, 4):
         source.take(2)
-        assert len(engine.calls) == 2 * step + 2, "the weights are those of the last version still"
+        assert len(engine.requests) == 2 * step + 2, "the weights are those of the last version still"
         source.prefetch(version=step)
-        assert engine.calls == calls(*range(2 * step + 4))
+        assert engine.requests == calls(*range(2 * step + 4))
 
 
 def test_source_step_groups_ordered_with_staleness_metrics(make):
     source, engine = make(staleness=2, prefetch_steps=1, at_once=False)
     source.prefetch(version=0)
     for number in (3, 1, 0):
-        engine.calls[number].answer()
+        engine.requests[number].answer()
     wait_for(source, 3, 1, 0)
     groups, values = source.take(2)
     assert names(groups) == [call(n).problem for n in (0, 1)]
@@ -76,43 +76,43 @@ def test_source_step_groups_ordered_with_staleness_metrics(make):
 
     # Group 4 may overtake group 2, but does not overtake group 3.
     source.prefetch(version=1)
-    engine.calls[4].answer()
+    engine.requests[4].answer()
     wait_for(source, 4)
-    engine.calls[2].answer()
+    engine.requests[2].answer()
     groups, values = source.take(2)
     assert names(groups) == [call(n).problem for n in (2, 3)]
-    assert (values["async/age_mean"], values["async/age_max"], values["async/buffer"]) == (1, 1, 1)
-    assert [values[f"async/age_{age}"] for age in range(3)] == [0, 1, 0]
+    assert (values["async/staleness_mean"], values["async/staleness_max"], values["async/buffer"]) == (1, 1, 1)
+    assert [values[f"async/staleness_{age}"] for age in range(3)] == [0, 1, 0]
     source.prefetch(version=2)
-    engine.calls[5].answer()
+    engine.requests[5].answer()
     groups, values = source.take(2)
-    assert names(groups) == [call(n).problem for n in (4, 5)] and values["async/age_mean"] == 1
+    assert names(groups) == [call(n).problem for n in (4, 5)] and values["async/staleness_mean"] == 1
 
 
 def test_source_version_jump_resamples_too_stale_groups(make, caplog):
     source, engine = make(staleness=1, at_once=False)
     source.prefetch(version=0)
-    engine.calls[3].answer()
+    engine.requests[3].answer()
     wait_for(source, 3)
-    engine.calls[0].answer()
-    engine.calls[1].answer()
+    engine.requests[0].answer()
+    engine.requests[1].answer()
     assert names(source.take(2)[0]) == [call(n).problem for n in (0, 1)]  # it has group 3, too
     source.prefetch(version=1)
-    engine.calls[4].answer("xxx", "xxx")  # finished, not yet collected
-    engine.calls[2].say(1, completion("xxxxx"))
+    engine.requests[4].answer("xxx", "xxx")  # finished, not yet collected
+    engine.requests[2].on_completion(1, completion("xxxxx"))
     wait_for(source, 4)
 
     source.prefetch(version=3)  # groups 2 and 3 have version 0, groups 4 and 5 version 1
-    assert engine.calls[6:] == calls(2, 3, 4, 5), "they keep their problems and their seeds"
-    assert engine.calls[2].future.cancelled() and engine.calls[5].future.cancelled()
+    assert engine.requests[6:] == calls(2, 3, 4, 5), "they keep their problems and their seeds"
+    assert engine.requests[2].future.cancelled() and engine.requests[5].future.cancelled()
     lost = {
         int(n): int(tokens)
         for n, tokens in re.findall(r"group (\d) is too old .* (\d+) tokens are dropped", caplog.text)
     }
     assert lost == {2: 5, 3: 4, 4: 6, 5: 0}
 
-    engine.calls[2].say(0, completion("late"))
-    for again in engine.calls[6:]:
+    engine.requests[2].on_completion(0, completion("late"))
+    for again in engine.requests[6:]:
         again.answer("y", "y")
     for numbers in ((2, 3), (4, 5)):
         groups, values = source.take(2)
@@ -124,10 +124,10 @@ def test_source_version_jump_resamples_too_stale_groups(make, caplog):
 def test_source_resume_keeps_finished_and_resubmits_running_groups(make):
     source, engine = make(staleness=1, at_once=False)
     source.prefetch(version=0)
-    engine.calls[2].answer()
+    engine.requests[2].answer()
     wait_for(source, 2)
-    engine.calls[0].answer()
-    engine.calls[1].answer()
+    engine.requests[0].answer()
+    engine.requests[1].answer()
     source.take(2)  # group 2 is finished, group 3 is running
     source.prefetch(version=1)
     state = json.loads(json.dumps(source.state_dict()))
@@ -135,12 +135,12 @@ def test_source_resume_keeps_finished_and_resubmits_running_groups(make):
 
     resumed, engine = make(staleness=1, cursor=6)
     resumed.load_state_dict(state, step=1, version=1)
-    assert engine.calls == []
+    assert engine.requests == []
     for step in (2, 3):
         groups, values = resumed.take(2)
         assert names(groups) == [call(n).problem for n in (2 * step - 2, 2 * step - 1)]
-        assert values["async/age_max"] == 1.0
-        assert engine.calls == calls(*range(3, 2 * step + 2))
+        assert values["async/staleness_max"] == 1.0
+        assert engine.requests == calls(*range(3, 2 * step + 2))
         if step == 2:
             assert group_to_json(groups[0]) == group_to_json(finished) and groups[0].problem is not finished.problem
         resumed.prefetch(version=step)
@@ -165,8 +165,8 @@ def test_source_resume_with_other_batch_requires_no_pending(make):
     resumed, engine = make(staleness=0, batch=3, cursor=2)
     resumed.load_state_dict({}, step=1, version=1)
     resumed.take(3)
-    assert [(request.step, request.place) for request in engine.calls] == [(2, 0), (2, 1), (2, 2)]
-    assert [request.problem for request in engine.calls] == [call(n).problem for n in (2, 3, 4)]
+    assert [(request.step, request.seed_index) for request in engine.requests] == [(2, 0), (2, 1), (2, 2)]
+    assert [request.problem for request in engine.requests] == [call(n).problem for n in (2, 3, 4)]
 
     source, _ = make(staleness=1)
     source.prefetch(version=0)
@@ -175,12 +175,12 @@ def test_source_resume_with_other_batch_requires_no_pending(make):
 
 
 def test_source_timeout_names_unanswered_groups(make):
-    with Grader(Numbered(), timeout_s=90.0) as hanging:
+    with Grader(NumberedTask(), timeout_s=90.0) as hanging:
         source, engine = make(staleness=1, at_once=False, batch=8, deadline_s=0.05, by=hanging)
         source.prefetch(version=0)
-        engine.calls[2].answer()
-        engine.calls[1].say(0, completion("x"))
-        engine.calls[0].answer("x", "long")
+        engine.requests[2].answer()
+        engine.requests[1].on_completion(0, completion("x"))
+        engine.requests[0].answer("x", "long")
         wait_until(lambda: "1 of 2 texts are not graded" in source._stream.describe_pending(0))
         with pytest.raises(TimeoutError) as raised:
             source.take(8)
@@ -204,7 +204,7 @@ def test_source_idle_wait_does_not_consume_stall_timeout(make):
         waits.append(name)
         if len(waits) == 2:  # the first wait timed out
             for number in (0, 1):
-                engine.calls[number].answer()
+                engine.requests[number].answer()
         return nullcontext()
 
     assert len(source.take(2, watch)[0]) == 2 and waits[0] == "generate"
@@ -217,7 +217,7 @@ def test_source_refill_has_own_seeds_and_next_problems(make, caplog):
     groups, values = source.take(3, refill_round=1)
     assert names(groups) == [call(n).problem for n in (2, 3, 4)] and values == {}
     source.take(1, refill_round=2)
-    assert [(request.step, request.refill, request.place) for request in engine.calls[2:]] == [
+    assert [(request.step, request.refill, request.seed_index) for request in engine.requests[2:]] == [
         (1, 1, 0),
         (1, 1, 1),
         (1, 1, 2),
@@ -225,13 +225,16 @@ def test_source_refill_has_own_seeds_and_next_problems(make, caplog):
     ]
     source.prefetch(version=1)
     assert names(source.take(2)[0]) == [call(n).problem for n in (6, 7)]
-    assert [(request.step, request.refill, request.place) for request in engine.calls[6:]] == [(2, 0, 0), (2, 0, 1)]
+    assert [(request.step, request.refill, request.seed_index) for request in engine.requests[6:]] == [
+        (2, 0, 0),
+        (2, 0, 1),
+    ]
 
 
 def test_a_refill_has_a_deadline(make):
     source, engine = make()
     source.take(2)
-    source._deadline_s, engine.at_once = 0.05, False
+    source._deadline_s, engine.answers_immediately = 0.05, False
     with pytest.raises(
         TimeoutError, match=r"2 groups are waited for: group 0 \(version 0\): .*; group 1 .*rollouts\.deadline_s"
     ):
@@ -241,7 +244,7 @@ def test_a_refill_has_a_deadline(make):
 
 
 def test_source_rank_without_stream_does_nothing(make):
-    problems = ProblemStream(Numbered(), SEED)
+    problems = ProblemStream(NumberedTask(), SEED)
     source = RolloutSource(
         StalenessScheduler(2, 10, 1), None, problems, SAMPLES, SamplingConfig(max_tokens=8), SEED, 1.0
     )
@@ -278,7 +281,7 @@ def test_source_resume_resamples_finished_groups_after_changes(make, change, cap
     again = [0, 1, 2, 3] if change == "settings" else [2]
     assert f"{len(again)} finished groups are sampled again" in caplog.text
     resumed.prefetch(version=0)
-    assert [request.place + 2 * request.step - 2 for request in engine.calls] == again
+    assert [request.seed_index + 2 * request.step - 2 for request in engine.requests] == again
     assert len(resumed.take(2)[0]) == 2
 
 
@@ -323,7 +326,7 @@ def test_source_close_cancels_in_flight_requests(make):
     source, engine = make(staleness=1, at_once=False)
     source.prefetch(version=0)
     source.close()
-    assert [request.future.cancelled() for request in engine.calls] == [True] * 4
+    assert [request.future.cancelled() for request in engine.requests] == [True] * 4
     source.close()
 
 

@@ -37,7 +37,7 @@ def randomize(model, std=0.2):
 def test_decoder_with_cache_gives_same_logits(kind):
     model = randomize(decoder(**DIMS, **KINDS[kind], tie_word_embeddings=True)).double().eval()
     ids = torch.randint(0, unpacked.VOCAB, (2, 9))
-    with torch.no_grad(), unpacked.whole_float64():
+    with torch.no_grad(), unpacked.keep_float64():
         whole = model(ids)
         model.setup_caches(batch_size=2, dtype=torch.float64, decoder_max_seq_len=9)
         mask = torch.ones(9, 9, dtype=torch.bool).tril()
@@ -83,13 +83,13 @@ def test_packed_rows_equal_one_sample_at_a_time(kind, variant):
 )
 def test_packed_adapters_equal_merged_weights(kind, dora, output):
     build = partial(lora_decoder, **KINDS[kind])
-    model = adapters.adapted(
+    model = adapters.build_adapted_model(
         build, use_dora=dora, apply_lora_to_output=output, tie_word_embeddings=not output, head_dim=16
     ).double()
     for name, param in model.named_parameters():
         if name.endswith("scale"):
             torch.nn.init.normal_(param, 1.0, 0.5)
-    stock = adapters.Plain(model, decoder(**DIMS, **KINDS[kind], tie_word_embeddings=not output))
+    stock = adapters.MergedReference(model, decoder(**DIMS, **KINDS[kind], tie_word_embeddings=not output))
     groups, loss = unpacked.make_groups(np.random.default_rng(3), adapters.SHAPES), PolicyLoss(importance="tis")
     want = unpacked.reference(stock, groups, loss, "token", 0.9)
     assert len(want.grads) == (2 + dora) * (7 * 2 + output)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import library
 
-from helpers.fp8_models import BF16, IN, OUT, activations, layer, run
+from helpers.fp8_models import BF16, IN, OUT, activations, make_layer, run
 from torchtune_ext.kernels.fp8_quantize import (
     dequantize,
     quantize_columns,
@@ -25,7 +25,7 @@ def summation(terms):
 @pytest.mark.parametrize("options", [{}, {"save_activations": "full"}], ids=str)
 @pytest.mark.parametrize("tokens", [1, 127, 129, 200])
 def test_fp8_linear_equals_dequantized_forward_and_gradients(tokens, options):
-    linear, x, dy = layer(bias=True, **options), activations(tokens, IN), 1e-6 * activations(tokens, OUT, seed=2)
+    linear, x, dy = make_layer(bias=True, **options), activations(tokens, IN), 1e-6 * activations(tokens, OUT, seed=2)
     y, dx, dw = (t.double() for t in run(linear, x, dy))
     exact = partial(dequantize, dtype=torch.float64)
     w = exact(quantize_weight(linear.weight.detach()))
@@ -42,7 +42,7 @@ def test_fp8_linear_equals_dequantized_forward_and_gradients(tokens, options):
 @pytest.mark.parametrize("options", [{}, {"save_activations": "full"}], ids=str)
 def test_fp8_linear_partial_output_tiles_equal_zero_padding(options):
     out = OUT - 56
-    whole, ragged = layer(**options), layer(**options)
+    whole, ragged = make_layer(**options), make_layer(**options)
     with torch.no_grad():
         whole.weight[out:] = 0
         ragged.weight = torch.nn.Parameter(whole.weight[:out].clone())
@@ -55,7 +55,7 @@ def test_fp8_linear_partial_output_tiles_equal_zero_padding(options):
 
 @pytest.mark.parametrize("options", [{}, {"save_activations": "full"}], ids=str)
 def test_no_tokens_and_any_leading_dimensions(options):
-    linear = layer(bias=True, **options)
+    linear = make_layer(bias=True, **options)
     y, dx, dw = run(linear, torch.empty(2, 0, IN), torch.empty(2, 0, OUT))
     assert y.shape == (2, 0, OUT) and dx.shape == (2, 0, IN) and not dw.any()
     x, dy = activations(2, 3, 25, IN), activations(2, 3, 25, OUT)
@@ -65,9 +65,9 @@ def test_no_tokens_and_any_leading_dimensions(options):
 
 def test_fp8_linear_full_saving_and_backward_keep_bits():
     x, dy = activations(130, IN).to(BF16), activations(130, OUT).to(BF16)
-    kept, full = run(layer(dtype=BF16), x, dy), run(layer(dtype=BF16, save_activations="full"), x, dy)
+    kept, full = run(make_layer(dtype=BF16), x, dy), run(make_layer(dtype=BF16, save_activations="full"), x, dy)
     assert all(torch.equal(a, b) and a.dtype == BF16 for a, b in zip(kept, full, strict=True))
-    linear = layer(dtype=BF16, save_activations="full", backward="full")
+    linear = make_layer(dtype=BF16, save_activations="full", backward="full")
     y, dx, dw = run(linear, x, dy)
     plain = torch.nn.Linear(IN, OUT, bias=False, dtype=BF16)
     plain.weight.data = linear.weight.data
@@ -79,7 +79,7 @@ def test_fp8_linear_full_saving_and_backward_keep_bits():
     "options", [{}, {"save_activations": "full"}, {"save_activations": "full", "backward": "full"}], ids=str
 )
 def test_either_gradient_alone(options):
-    linear, x, dy = layer(**options), activations(130, IN).requires_grad_(), activations(130, OUT)
+    linear, x, dy = make_layer(**options), activations(130, IN).requires_grad_(), activations(130, OUT)
     _, dx, dw = run(linear, x.detach(), dy)
     (only_dx,) = torch.autograd.grad(linear(x), x, dy)
     (only_dw,) = torch.autograd.grad(linear(x), linear.weight, dy)
@@ -89,7 +89,7 @@ def test_either_gradient_alone(options):
 
 def test_a_token_is_rounded_alone():
     """A 1x128 block is within one token, so codes and output of a token do not depend on its row."""
-    linear, x = layer(), activations(200, IN)
+    linear, x = make_layer(), activations(200, IN)
     together = linear(x).detach()
     for part in (slice(0, 1), slice(3, 130)):
         alone, q = linear(x[part]).detach(), quantize_rows(x)
@@ -115,7 +115,7 @@ def test_fp8_operators_pass_opcheck(tokens):
 @pytest.mark.rest  # inductor; test_fp8_policy.py compiles the layers of a model with another backend
 def test_fp8_compiled_layers_equal_eager_bits():
     torch._dynamo.reset()
-    linear, x, dy = layer(bias=True), activations(200, IN), activations(200, OUT, seed=2)
+    linear, x, dy = make_layer(bias=True), activations(200, IN), activations(200, OUT, seed=2)
     eager = run(linear, x, dy)
     linear.compile(fullgraph=True)  # inductor keeps our operators opaque
     assert all(torch.equal(a, b) for a, b in zip(eager, run(linear, x, dy), strict=True))

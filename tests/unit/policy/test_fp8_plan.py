@@ -11,8 +11,8 @@ from helpers.fp8_models import (
     BF16,
     CPU,
     F32,
-    directory,
-    policy_of,
+    build_policy_from,
+    write_model_dir,
 )
 from torchtune_ext.kernels.fp8_quantize import (
     FP8_DTYPE,
@@ -27,7 +27,7 @@ from torchtune_ext.policy.hf_model import HFModel, named_hf_tensors
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    return directory(tmp_path_factory.mktemp("fp8") / "model")
+    return write_model_dir(tmp_path_factory.mktemp("fp8") / "model")
 
 
 def hugging_face_linears(source):
@@ -52,7 +52,7 @@ def hugging_face_linears(source):
     ids=["whole", "narrow keys", "narrow mlp", "odd width", "asked", "qwen3"],
 )  # fmt: skip
 def test_trainer_and_vllm_quantize_the_same_layers(tmp_path, changes, skip, converted):
-    source = directory(tmp_path / "model", **changes)
+    source = write_model_dir(tmp_path / "model", **changes)
     policy = build_policy(partial(from_config, str(source.path)), source, CPU, F32, fp8=Fp8Config(skip=skip))
     receipt = policy.fp8_plan
     assert {layer.name: layer.shape for layer in receipt.layers} == hugging_face_linears(source)
@@ -82,7 +82,7 @@ def test_trainer_and_vllm_quantize_the_same_layers(tmp_path, changes, skip, conv
 
 
 def test_receipt(source):
-    receipt = policy_of(source).fp8_plan
+    receipt = build_policy_from(source).fp8_plan
     vocabulary = source.config["vocab_size"]
     inside = 2 * (256 * (256 + 128 + 128 + 256) + 3 * 256 * 384)
     assert receipt.fp8_fraction == pytest.approx(inside / (inside + 256 * vocabulary))
@@ -99,7 +99,7 @@ def test_receipt(source):
     assert "14 of 15 linear layers" in table and "4 x k_proj" not in table and len(table.splitlines()) == 10
     assert "output head" in table
     assert "reference for fprop, dgrad, wgrad of 256x256, 128x256, 384x256, 256x384 (not scaled_mm" in table
-    planned = make_fp8_plan(policy_of(source, None).model, source, Fp8Config(), BF16)
+    planned = make_fp8_plan(build_policy_from(source, None).model, source, Fp8Config(), BF16)
     assert planned.layers == receipt.layers and not planned.choices
 
 
@@ -141,19 +141,19 @@ def test_adapters_that_keep_their_layers_out(source, options, reason):
 )
 def test_settings_that_cannot_be_are_named(source, options, message):
     with pytest.raises(ValueError, match=message):
-        policy_of(source, Fp8Config(**options))
+        build_policy_from(source, Fp8Config(**options))
 
 
 def test_fp8_plan_without_fitting_layer_is_refused(tmp_path):
-    source = directory(
+    source = write_model_dir(
         tmp_path / "narrow", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, intermediate_size=320
     )
     with pytest.raises(ValueError, match=r"2 x q_proj .*64 (.|\n)*model_dir="):
-        policy_of(source)
+        build_policy_from(source)
 
 
 def test_a_quantized_checkpoint_is_refused(tmp_path, source):
-    policy = policy_of(source)
+    policy = build_policy_from(source)
     folder = tmp_path / "quantized"
     folder.mkdir()
     weights = dict(fp8_hf_tensors(named_hf_tensors(policy.model, source, F32), policy.fp8_plan, BF16))
@@ -163,4 +163,4 @@ def test_a_quantized_checkpoint_is_refused(tmp_path, source):
         (folder / "config.json").write_text(json.dumps(source.config | {"quantization_config": quantization}))
         for config in (Fp8Config(), None):
             with pytest.raises(ValueError, match="use the model in bfloat16"):
-                policy_of(HFModel(folder), config)
+                build_policy_from(HFModel(folder), config)

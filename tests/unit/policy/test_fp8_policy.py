@@ -12,13 +12,13 @@ from helpers.fp8_models import (
     F32,
     IN,
     activations,
+    build_policy_from,
     cosine,
-    directory,
     gradients,
-    layer,
-    policy_of,
+    make_layer,
+    make_rows,
     saved_tensors,
-    some_rows,
+    write_model_dir,
 )
 from torchtune_ext.kernels.fp8_quantize import (
     BLOCK_SIZE,
@@ -34,13 +34,13 @@ from torchtune_ext.policy.hf_model import named_hf_tensors
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    return directory(tmp_path_factory.mktemp("fp8") / "model")
+    return write_model_dir(tmp_path_factory.mktemp("fp8") / "model")
 
 
 def test_fp8_policy_gradient_is_scale_independent(source):
-    rows = some_rows()
-    full, _ = gradients(policy_of(source, None), rows)
-    policy = policy_of(source)
+    rows = make_rows()
+    full, _ = gradients(build_policy_from(source, None), rows)
+    policy = build_policy_from(source)
     grads, _ = gradients(policy, rows)
     grads = {name: grad.clone() for name, grad in grads.items()}
     assert cosine(full, grads) > 0.99
@@ -57,9 +57,9 @@ def test_fp8_policy_gradient_is_scale_independent(source):
 
 
 def test_checkpointing_changes_no_bit(source):
-    rows = some_rows()
-    plain, scored = gradients(policy_of(source), rows)
-    checkpointed, again = gradients(policy_of(source, activation_checkpointing=True), rows)
+    rows = make_rows()
+    plain, scored = gradients(build_policy_from(source), rows)
+    checkpointed, again = gradients(build_policy_from(source, activation_checkpointing=True), rows)
     assert torch.equal(scored[0].logprobs_L, again[0].logprobs_L)
     assert plain.keys() == checkpointed.keys() and all(torch.equal(plain[n], checkpointed[n]) for n in plain)
 
@@ -76,7 +76,7 @@ def test_fp8_policy_saves_expected_activation_bytes(source):
         "full": Fp8Config(save_activations="full"),
         "none": None,
     }.items():
-        block = policy_of(source, config).model.layers[0]
+        block = build_policy_from(source, config).model.layers[0]
         block.attn._attention_call = lambda q, k, v, mask, dropout_p, is_causal: F.scaled_dot_product_attention(q, k, v)
         with saved_tensors() as storages:
             block(x)
@@ -94,8 +94,8 @@ def test_fp8_policy_saves_expected_activation_bytes(source):
 def test_fp8_policy_shared_activation_is_quantized_once(source, monkeypatch):
     calls, quantize = [], fp8_linear.quantize_columns
     monkeypatch.setattr(fp8_linear, "quantize_columns", lambda *a: (calls.append(a), quantize(*a))[1])
-    policy = policy_of(source)
-    scores = policy(some_rows()[0])
+    policy = build_policy_from(source)
+    scores = policy(make_rows()[0])
     assert len(calls) == 2 * 4
     scores.logprobs_L.sum().backward()
     assert len(calls) == 2 * (4 + 7)  # each layer has a separate output gradient
@@ -103,9 +103,9 @@ def test_fp8_policy_shared_activation_is_quantized_once(source, monkeypatch):
     for block in policy.model.layers:
         block.compile(backend="aot_eager")
     calls.clear()
-    policy(some_rows()[0]).logprobs_L.sum().backward()
+    policy(make_rows()[0]).logprobs_L.sum().backward()
     assert len(calls) == 2 * (4 + 7), "equal calls in a graph are not one"
-    linear, x = layer(), activations(5, IN)
+    linear, x = make_layer(), activations(5, IN)
     before = linear(x)
     x.mul_(2)  # a power of two
     assert torch.equal(linear(x), 2 * before)
@@ -113,8 +113,8 @@ def test_fp8_policy_shared_activation_is_quantized_once(source, monkeypatch):
 
 def test_compiled_layers_share_their_code(tmp_path):
     torch._dynamo.reset()
-    source = directory(tmp_path / "deep", num_hidden_layers=9)
-    policy, rows = policy_of(source), some_rows()  # nine: dynamo compiles a piece of code eight times at most
+    source = write_model_dir(tmp_path / "deep", num_hidden_layers=9)
+    policy, rows = build_policy_from(source), make_rows()  # nine: dynamo compiles a piece of code eight times at most
     plain, scored = gradients(policy, rows)
     plain = {name: grad.clone() for name, grad in plain.items()}
     for block in policy.model.layers:
@@ -130,8 +130,8 @@ def test_compiled_layers_share_their_code(tmp_path):
 def test_adapters_over_a_base_in_fp8(source):
     adapter = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 4}
     make = partial(from_config, str(source.path), **adapter)
-    policy, rows = build_policy(make, source, CPU, F32, fp8=Fp8Config()), some_rows()
-    plain = policy_of(source)
+    policy, rows = build_policy(make, source, CPU, F32, fp8=Fp8Config()), make_rows()
+    plain = build_policy_from(source)
     assert policy.fp8_plan.fp8_layer_names == plain.fp8_plan.fp8_layer_names
     assert {gemm for gemm, _, _ in policy.fp8_plan.choices} == {"fprop", "dgrad"}
     with torch.no_grad():

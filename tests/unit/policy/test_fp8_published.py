@@ -12,10 +12,10 @@ from helpers.fp8_models import (
     BF16,
     CPU,
     F32,
-    directory,
+    build_policy_from,
     gradients,
-    policy_of,
-    some_rows,
+    make_rows,
+    write_model_dir,
 )
 from torchtune_ext.kernels.fp8_quantize import (
     BLOCK_SIZE,
@@ -33,12 +33,12 @@ from torchtune_ext.policy.hf_model import HFModel, load_weights, named_hf_tensor
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    return directory(tmp_path_factory.mktemp("fp8") / "model")
+    return write_model_dir(tmp_path_factory.mktemp("fp8") / "model")
 
 
 def test_fp8_published_bytes_equal_forward_weights(source, monkeypatch):
     """In bfloat16, FSDP2 casts the float32 master weights."""
-    policy = policy_of(source, Fp8Config(), BF16)
+    policy = build_policy_from(source, Fp8Config(), BF16)
     with torch.no_grad():
         for param in policy.trainable():  # master weights that bfloat16 rounds
             param.mul_(1 + 2**-10 / 3)
@@ -50,7 +50,7 @@ def test_fp8_published_bytes_equal_forward_weights(source, monkeypatch):
         return used[-1]
 
     monkeypatch.setattr(fp8_linear, "quantize_weight", spy)
-    gradients(policy, some_rows())
+    gradients(policy, make_rows())
     order = ["q", "k", "v", "o", "gate", "up", "down"]
     names = [f"model.layers.{i}.{'self_attn' if n in 'qkvo' else 'mlp'}.{n}_proj" for i in range(2) for n in order]
     assert len(used) == 2 * len(names)
@@ -72,7 +72,7 @@ def test_fp8_published_bytes_equal_forward_weights(source, monkeypatch):
 
 
 def test_fp8_published_wrong_dtype_or_missing_weights_raise(source):
-    policy = policy_of(source)
+    policy = build_policy_from(source)
     with pytest.raises(ValueError, match="has dtype torch.bfloat16; expected torch.float32"):
         dict(fp8_hf_tensors(named_hf_tensors(policy.model, source, BF16), policy.fp8_plan, BF16))
     some = ((n, t) for n, t in named_hf_tensors(policy.model, source, F32) if "layers.1" not in n)
@@ -126,7 +126,7 @@ def test_fp8_llama_row_order_is_harmless_within_tile(tmp_path):
 
 def test_fp8_published_weights_dequantize_to_trainer_weights(source):
     """weight * weight_scale_inv, tile by tile, is the weight to within half a step of E4M3."""
-    policy = policy_of(source)
+    policy = build_policy_from(source)
     sent = dict(fp8_hf_tensors(named_hf_tensors(policy.model, source, F32), policy.fp8_plan, BF16))
     model = from_config(str(source.path))
     load_weights(model, source)

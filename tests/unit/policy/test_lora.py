@@ -14,8 +14,17 @@ from torchtune.models.qwen2 import qwen2
 from torchtune.modules.peft import DoRALinear
 
 from helpers import adapters, unpacked
-from helpers.adapters import ATTENTION, CPU, DIMS, SHAPES, Plain, adapted, merged_by_hand, move
-from helpers.learners import alone
+from helpers.adapters import (
+    ATTENTION,
+    CPU,
+    DIMS,
+    SHAPES,
+    MergedReference,
+    build_adapted_model,
+    expected_merged_weight,
+    perturb_adapters,
+)
+from helpers.learners import single_process_learner
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy import from_config, lora
@@ -35,14 +44,14 @@ from torchtune_ext.training.trainable import AdapterConfig, FullWeights, LoRAWei
 def test_packed_adapters_equal_merged_weights_sample_by_sample(dora, where):
     tied = where in ("tied", "checkpointing")
     if where == "llama":
-        model, stock = adapted(lora_llama3_1, use_dora=dora), llama3_1(**DIMS)
+        model, stock = build_adapted_model(lora_llama3_1, use_dora=dora), llama3_1(**DIMS)
     else:
-        model = adapted(use_dora=dora, tie_word_embeddings=tied, apply_lora_to_output=where == "output")
+        model = build_adapted_model(use_dora=dora, tie_word_embeddings=tied, apply_lora_to_output=where == "output")
         stock = qwen2(**DIMS, tie_word_embeddings=tied)
     model.double()
     groups = unpacked.make_groups(np.random.default_rng(3), SHAPES)
     loss = PolicyLoss(importance="tis", entropy_coef=0.01)
-    want = unpacked.reference(Plain(model, stock), groups, loss, "token", 0.9)
+    want = unpacked.reference(MergedReference(model, stock), groups, loss, "token", 0.9)
     assert want.grads.keys() == lora.adapter_names(model)
     policy = PackedPolicy(model)
     if where == "checkpointing":
@@ -56,7 +65,7 @@ def test_packed_adapters_equal_merged_weights_sample_by_sample(dora, where):
 def test_lora_full_rank_adapter_equals_full_training():
     """A is a fixed identity: y = W x + B x, so B learns what W would, and SGD gives the same model."""
     rank = DIMS["intermediate_dim"]
-    model = adapted(rank=rank, moved=False, tie_word_embeddings=True, lora_alpha=float(rank))
+    model = build_adapted_model(rank=rank, perturb=False, tie_word_embeddings=True, lora_alpha=float(rank))
     for module in lora.adapted_modules(model).values():
         module.lora_a.weight.data = torch.eye(rank, module.lora_a.weight.shape[1])
         module.lora_a.weight.requires_grad_(False)
@@ -73,8 +82,10 @@ def test_lora_full_rank_adapter_equals_full_training():
         optimizer = torch.optim.SGD(policy.trainable(), lr=0.05)
         values = []
         for _ in range(3):
-            with unpacked.whole_float64():
-                values.append(alone(policy, PolicyLoss(importance="tis")).forward_backward(rows)[1]["loss/total"])
+            with unpacked.keep_float64():
+                values.append(
+                    single_process_learner(policy, PolicyLoss(importance="tis")).forward_backward(rows)[1]["loss/total"]
+                )
             optimizer.step()
             optimizer.zero_grad()
         losses.append(values)
@@ -120,11 +131,11 @@ def test_lora_fresh_or_disabled_adapter_changes_nothing(source, options):
         else:
             assert torch.equal(tensor, to_nf4(stored[name]).get_original_weight().to(torch.float32))
     row = pack(unpacked.make_groups(np.random.default_rng(0), SHAPES), 64)[0][0]
-    with torch.no_grad(), unpacked.whole_float64():
+    with torch.no_grad(), unpacked.keep_float64():
         if spec.dora:
             lora.init_adapters(model.double(), seed=1)  # the magnitudes are the norms in float64
         before = policy(row).logprobs_L
-        move(model)
+        perturb_adapters(model)
         moved = policy(row).logprobs_L
         with lora.AdapterDisabledReference(model).activate():
             off = policy(row).logprobs_L
@@ -143,7 +154,7 @@ def test_lora_adapters_equal_peft(source, tmp_path, family, options):
     if family == "qwen3":
         source = write(tmp_path / "qwen3", model_type=family, head_dim=128)
     policy, spec = policy_of(source, **options)
-    move(policy.model)
+    perturb_adapters(policy.model)
     base = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
     if spec.quantized:  # the adapter belongs to the base as rounded to NF4
         base.load_state_dict(dict(lora.base_hf_tensors(policy.model, source, torch.float32)), strict=False)
@@ -153,7 +164,7 @@ def test_lora_adapters_equal_peft(source, tmp_path, family, options):
     for name, module in lora.adapted_modules(policy.model).items():
         hf_name, _ = source.to_hf(f"{name}.weight", module.lora_b.weight)
         del stored[hf_name]
-        want, bound = merged_by_hand(base.get_parameter(hf_name), module)
+        want, bound = expected_merged_weight(base.get_parameter(hf_name), module)
         assert ((merged[hf_name].double() - want).abs() <= bound).all(), name
     assert all(torch.equal(merged[name], tensor) for name, tensor in stored.items())
 
@@ -175,7 +186,7 @@ def test_vllm_reads_the_saved_adapter(source, tmp_path):
     from vllm.lora.peft_helper import PEFTHelper
 
     policy, spec = policy_of(source)
-    move(policy.model)
+    perturb_adapters(policy.model)
     export_adapter(tmp_path, policy.model, source, spec)
     helper = PEFTHelper.from_local_dir(str(tmp_path), max_position_embeddings=None)
     adapter = lora_model.LoRAModel.from_local_checkpoint(
@@ -193,7 +204,7 @@ def test_in_bfloat16_only_adapters_have_float32_masters(source, options):
     assert {p.dtype for p in policy.trainable()} == {torch.float32}
     assert {p.dtype for p in frozen if not isinstance(p, NF4Tensor)} == {torch.bfloat16}
     row = pack(unpacked.make_groups(np.random.default_rng(0), SHAPES), 64)[0][0]
-    alone(policy, PolicyLoss()).forward_backward([row])
+    single_process_learner(policy, PolicyLoss()).forward_backward([row])
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in policy.trainable())
 
 
@@ -356,13 +367,13 @@ def test_compiled_layers_share_their_code(dora, monkeypatch):
     """Ten layers, trained, scored and disabled, would exceed dynamo's recompile limit without shared code."""
     torch._dynamo.reset()
     monkeypatch.setitem(DIMS, "num_layers", 10)
-    model = adapted(use_dora=dora, tie_word_embeddings=True)
+    model = build_adapted_model(use_dora=dora, tie_word_embeddings=True)
     policy = PackedPolicy(model)
     for layer in model.layers:
         layer.compile(backend="eager")
     rows, _ = pack(unpacked.make_groups(np.random.default_rng(3), SHAPES), 40)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        learner = alone(policy, PolicyLoss())
+        learner = single_process_learner(policy, PolicyLoss())
         learner.forward_backward(rows)
         learner.logprobs(rows)
         with lora.AdapterDisabledReference(model).activate():

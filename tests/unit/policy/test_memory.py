@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from helpers.fp8_models import CPU, directory
+from helpers.fp8_models import CPU, write_model_dir
 from helpers.public_configs import PUBLIC, write_config
 from helpers.unpacked import make_groups
 from torchtune_ext.pipeline.packing import pack
@@ -24,7 +24,7 @@ LORA = dict(lora_attn_modules=["q_proj", "v_proj", "output_proj"], apply_lora_to
 
 
 def policy_of(folder, dtype, checkpointing=False, kind="qwen2", **adapters):
-    source = directory(folder, model_type=kind, head_dim=64, max_position_embeddings=1024, **SIZE)
+    source = write_model_dir(folder, model_type=kind, head_dim=64, max_position_embeddings=1024, **SIZE)
     make = partial(from_config, str(source.path), **adapters)
     policy = build_policy(make, source, CPU, dtype, activation_checkpointing=checkpointing)
     for layer in policy.model.layers:

@@ -13,8 +13,16 @@ from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerSelfAttentionLayer
 
-from helpers.learners import alone
-from helpers.unpacked import PAD, assert_equal_to_plain, in_turns, make_groups, reference, tiny_model, trained_samples
+from helpers.learners import single_process_learner
+from helpers.unpacked import (
+    PAD,
+    as_conversations,
+    assert_equal_to_plain,
+    make_groups,
+    reference,
+    tiny_model,
+    trained_samples,
+)
 from torchtune_ext.kernels.packed_attention import (
     TILE_SIZE,
     block_mask,
@@ -84,7 +92,7 @@ def test_variants(variant, monkeypatch):
 def test_conversations(row_tokens, aggregation, mask, monkeypatch):
     """Environment tokens are masked out of the loss. "dense" is the plain mask in the stock SDPA call."""
     rng = np.random.default_rng(5)
-    groups = in_turns(rng, make_groups(rng, [(7, [26, 1, 19, 8]), (4, [12, 23, 1]), (1, [9, 30])]))
+    groups = as_conversations(rng, make_groups(rng, [(7, [26, 1, 19, 8]), (4, [12, 23, 1]), (1, [9, 30])]))
     assert len({bool(sample.turn_advantages) for _, sample in trained_samples(groups)}) == 2
     samples = [sample.completion for _, sample in trained_samples(groups)]
     turns = [stop - start for sample in samples for start, stop in sample.turns]
@@ -137,7 +145,7 @@ def test_pack_empty_rows_leave_gradients_unchanged():
     assert [r.num_labels for r in rows] == [8, 3, 0, 0]
     model = tiny_model()
     policy = PackedPolicy(model)
-    learner = alone(policy, PolicyLoss())
+    learner = single_process_learner(policy, PolicyLoss())
     first = learner.forward_backward(rows[:2])[1]["loss/total"]
     grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()

@@ -16,7 +16,7 @@ import cloudpickle
 import pytest
 
 from helpers import waiting
-from helpers.waiting import ended, wait_until
+from helpers.waiting import has_exited, wait_until
 from torchtune_ext.run.processes import ProcessPool
 
 
@@ -110,7 +110,7 @@ def test_folders_go_with_their_process_however_it_ends(processes):
     assert first.exists() and first.parent.parent == processes.folder and first.parent.stat().st_mode & 0o777 == 0o711
     killed = processes.pids()[0]
     os.kill(killed, signal.SIGKILL)
-    wait_until(lambda: ended(killed))  # a call that was sent before the crash fails with it
+    wait_until(lambda: has_exited(killed))  # a call that was sent before the crash fails with it
     second = answer(processes, "folder")
     assert second.exists() and not first.parent.exists() and len(os.listdir(processes.folder)) == 1
 
@@ -149,7 +149,7 @@ def test_process_close_does_not_wait_for_hung_call(processes):
     assert 0.4 < time.monotonic() - begin < 10 and not processes.folder.exists()
     with pytest.raises(RuntimeError, match="closed"):
         hanging.result(1)
-    wait_until(lambda: ended(child))
+    wait_until(lambda: has_exited(child))
 
 
 KILLED = f"""
@@ -166,10 +166,10 @@ def test_killed_trainer_leaves_no_processes_or_folder():
     """No processes, no children of them, and no temporary folder remain."""
     trainer = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
     *pids, folder = trainer.stdout.readline().split()
-    assert len(pids) == 2 and Path(folder).is_dir() and not any(ended(int(pid)) for pid in pids)
+    assert len(pids) == 2 and Path(folder).is_dir() and not any(has_exited(int(pid)) for pid in pids)
     trainer.kill()
     trainer.wait()
-    wait_until(lambda: all(ended(int(pid)) for pid in pids) and not Path(folder).parent.exists())
+    wait_until(lambda: all(has_exited(int(pid)) for pid in pids) and not Path(folder).parent.exists())
 
 
 def test_worker_processes_are_preferred_by_oom_killer(processes):

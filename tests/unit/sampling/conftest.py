@@ -23,17 +23,17 @@ def complaints(caplog):
 def make_engine(monkeypatch, tmp_path):
     """Return a function that creates an engine (started unless `start=False`); it must clean up completely."""
     pytest.importorskip("torch")
-    from helpers.fake_cores import CONFIG, SleepingCore
+    from helpers.fake_backends import CONFIG, SleepingBackend
     from helpers.waiting import wait_until
     from torchtune_ext.run import reaper
     from torchtune_ext.sampling.engine import BACKENDS, Engine
 
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(reaper.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
-    monkeypatch.setitem(BACKENDS, "sleeping", SleepingCore)
-    monkeypatch.setattr(SleepingCore, "instances", [])
-    monkeypatch.setattr(SleepingCore, "come_up", threading.Event())
-    SleepingCore.come_up.set()
+    monkeypatch.setitem(BACKENDS, "sleeping", SleepingBackend)
+    monkeypatch.setattr(SleepingBackend, "instances", [])
+    monkeypatch.setattr(SleepingBackend, "launch_allowed", threading.Event())
+    SleepingBackend.launch_allowed.set()
     engines = []
     # `Engine.close` collects garbage. Without freezing torch's objects each test takes 0.2 s more.
     gc.freeze()
@@ -51,5 +51,5 @@ def make_engine(monkeypatch, tmp_path):
     for engine in engines:
         engine.close()
     # A process that started during `close` was killed and exits shortly afterwards.
-    wait_until(lambda: all(core.process.poll() is not None for core in SleepingCore.instances))
+    wait_until(lambda: all(backend.process.poll() is not None for backend in SleepingBackend.instances))
     assert list((tmp_path / "tmp").iterdir()) == [], "a temporary folder is left"

@@ -47,7 +47,7 @@ class Countdown:
         self.loaded += [buffer.manifest["names"] for buffer in buffers]
         # A real engine computes checksums of loaded tensors. This one loads nothing and returns the published ones.
         for buffer in buffers:
-            self.sums |= buffer.sums
+            self.sums |= buffer.checksums
         self.version = version
         return 0.0, 0.0
 

@@ -153,12 +153,12 @@ class FakeServer:
         self.loop.call_soon_threadsafe(self.loop.stop)
 
 
-def launch(core: ServerBackend) -> None:
+def launch(backend: ServerBackend) -> None:
     async def both():
         try:
-            await core.launch()
+            await backend.launch()
         finally:
-            await core.stop()
+            await backend.stop()
 
     asyncio.run(asyncio.wait_for(both(), 8.0))  # far less than start_deadline_s
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from helpers.waiting import in_thread
+from helpers.waiting import start_thread
 from torchtune_ext.sampling import engine
 from torchtune_ext.sampling.engine import EngineFailed, LoopThread
 
@@ -78,7 +78,7 @@ def test_loop_thread_stop_cancels_running_work():
                 pass
 
     futures = [thread.schedule(asyncio.sleep(60)), thread.schedule(stubborn())]
-    waits = [in_thread(lambda future=future: thread.result(future)) for future in futures]
+    waits = [start_thread(lambda future=future: thread.result(future)) for future in futures]
     thread.stop()
     assert all(future.cancelled() for future in futures)
     for waiter, outcome in waits:
@@ -96,7 +96,7 @@ def test_loop_thread_stop_tolerates_concurrent_submissions():
             kept.append(concurrent.futures.Future())
             thread._futures.add(kept[-1])
 
-    submitter, outcome = in_thread(submit)
+    submitter, outcome = start_thread(submit)
     while submitter.is_alive():
         thread.stop()
     assert outcome == [None]

@@ -110,9 +110,9 @@ def test_servers_of_a_pool_are_alike():
     peers = {}
 
     def met(address, **facts):
-        core = ServerBackend(EngineConfig(address=address), lambda step: None)
-        core.server_info = peers
-        core.require_alike({"model": "Qwen", "hidden_size": 64, "max_model_len": 512} | facts)
+        backend = ServerBackend(EngineConfig(address=address), lambda step: None)
+        backend.server_info = peers
+        backend.require_alike({"model": "Qwen", "hidden_size": 64, "max_model_len": 512} | facts)
 
     met("http://a:1")
     met("http://b:2")
@@ -130,16 +130,16 @@ def test_servers_of_a_pool_are_alike():
 
 
 def test_the_limits_of_a_pool_survive_a_resume(monkeypatch):
-    first = fake_pools.PoolBench(monkeypatch, 2, limit=None)
-    for lane, limit in zip(first.pool.replicas, (11, 22), strict=True):
-        lane.throttle.controller.limit, lane.throttle.controller.is_measured = limit, True
+    first = fake_pools.PoolHarness(monkeypatch, 2, limit=None)
+    for replica, limit in zip(first.pool.replicas, (11, 22), strict=True):
+        replica.throttle.controller.limit, replica.throttle.controller.is_measured = limit, True
     state = first.pool.state_dict()
     assert limits(monkeypatch, 2, state) == [11, 22] and limits(monkeypatch, 3, state) == [11, 22, 11]
     first.buffers.close()
 
 
 def limits(monkeypatch, count, state):
-    bench = fake_pools.PoolBench(monkeypatch, count, limit=None)
-    bench.pool.load_state_dict(state)
-    bench.buffers.close()
-    return [lane.throttle.limit for lane in bench.pool.replicas]
+    harness = fake_pools.PoolHarness(monkeypatch, count, limit=None)
+    harness.pool.load_state_dict(state)
+    harness.buffers.close()
+    return [replica.throttle.limit for replica in harness.pool.replicas]

@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from helpers.fake_cores import until, weights  # noqa: E402
-from helpers.fake_pools import run, states  # noqa: E402
+from helpers.fake_backends import poll_until, weights  # noqa: E402
+from helpers.fake_pools import replica_states, run_scenario  # noqa: E402
 from torchtune_ext.sampling.backend import BackendCrashed  # noqa: E402
 from torchtune_ext.sampling.replica import State  # noqa: E402
 
@@ -15,86 +15,86 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def test_pool_late_replica_starts_with_published_weights(monkeypatch):
-    async def scenario(bench):
+    async def scenario(harness):
         late = asyncio.Event()
 
-        def prepare(core, number):
+        def prepare(backend, number):
             if number == 1:
-                launch = core.launch
+                launch = backend.launch
 
                 async def slowly():
                     await late.wait()
                     await launch()
 
-                core.launch = slowly
+                backend.launch = slowly
 
-        bench.prepare_core = prepare
-        await bench.pool.close()
-        fresh = type(bench)(monkeypatch, 2)
-        fresh.prepare_core = prepare
-        await fresh.pool.prepare()
+        harness.prepare_backend = prepare
+        await harness.pool.close()
+        fresh = type(harness)(monkeypatch, 2)
+        fresh.prepare_backend = prepare
+        await fresh.pool.create_backends()
         starting = asyncio.create_task(fresh.pool.start())
-        await until(lambda: fresh.pool.lanes[0].serves)
+        await poll_until(lambda: fresh.pool.replicas[0].serves)
         await fresh.publish(weights(1), 1)
         late.set()
         await starting
-        groups = await asyncio.gather(*(fresh.pool.draw(fresh.group()) for _ in range(6)))
-        assert {lane.version for lane in fresh.pool.lanes} == {1}
-        assert all(life[0].drawn for life in fresh.lives)
+        groups = await asyncio.gather(*(fresh.pool.generate(fresh.group_requests()) for _ in range(6)))
+        assert {replica.version for replica in fresh.pool.replicas} == {1}
+        assert all(life[0].num_generated for life in fresh.backends)
         assert {v for group in groups for c in group for v in c.versions.tolist()} == {1}
         await fresh.pool.close()
         fresh.buffers.close()
 
-    run(scenario, monkeypatch, 2)
+    run_scenario(scenario, monkeypatch, 2)
 
 
 def test_pool_with_stale_replica_answers_and_sleeps(monkeypatch):
-    async def scenario(bench):
-        bench.now[1].fail = ValueError("not these")
+    async def scenario(harness):
+        harness.current_backends[1].error = ValueError("not these")
         with pytest.raises(ValueError, match="not these"):
-            await bench.publish(weights(1), 1)
-        assert states(bench) == [State.SERVING, State.STALE]
-        assert len(await asyncio.wait_for(bench.pool.checksums(), 5)) == 1
-        bench.now[1].fail = None
-        await asyncio.wait_for(bench.pool.sleep(), 5)
-        assert all(core.asleep for core in bench.now)
+            await harness.publish(weights(1), 1)
+        assert replica_states(harness) == [State.SERVING, State.STALE]
+        assert len(await asyncio.wait_for(harness.pool.checksums(), 5)) == 1
+        harness.current_backends[1].error = None
+        await asyncio.wait_for(harness.pool.sleep(), 5)
+        assert all(backend.sleep_level for backend in harness.current_backends)
 
-    run(scenario, monkeypatch, 2)
+    run_scenario(scenario, monkeypatch, 2)
 
 
 def test_pool_group_cancelled_early_leaves_no_load(monkeypatch):
-    async def scenario(bench):
-        drawing = asyncio.create_task(bench.pool.draw(bench.group(n=8, max_tokens=1000)))
-        while not any(lane.requests for lane in bench.pool.lanes):
+    async def scenario(harness):
+        drawing = asyncio.create_task(harness.pool.generate(harness.group_requests(n=8, max_tokens=1000)))
+        while not any(replica.num_requests for replica in harness.pool.replicas):
             await asyncio.sleep(0)
         drawing.cancel()
         await asyncio.sleep(0.05)
-        assert not any(lane.requests for lane in bench.pool.lanes)
+        assert not any(replica.num_requests for replica in harness.pool.replicas)
 
-    run(scenario, monkeypatch, 2)
+    run_scenario(scenario, monkeypatch, 2)
 
 
 def test_requests_that_are_repeated_elsewhere_are_counted_there(monkeypatch):
-    async def scenario(bench):
-        bench.prepare_core = lambda core, number: core.go_on.clear()
-        for core in bench.now:
-            core.length = lambda call: 40
-        drawing = [asyncio.create_task(bench.pool.draw(bench.group(n=5))) for _ in range(2)]
-        await until(lambda: [len(core.calls) for core in bench.now] == [5, 5])
-        bench.now[0].kill()
-        await until(lambda: len(bench.now[1].calls) == 10)
-        assert [lane.requests for lane in bench.pool.lanes] == [0, 10]
+    async def scenario(harness):
+        harness.prepare_backend = lambda backend, number: backend.load_allowed.clear()
+        for backend in harness.current_backends:
+            backend.length = lambda call: 40
+        drawing = [asyncio.create_task(harness.pool.generate(harness.group_requests(n=5))) for _ in range(2)]
+        await poll_until(lambda: [len(backend.requests) for backend in harness.current_backends] == [5, 5])
+        harness.current_backends[0].kill()
+        await poll_until(lambda: len(harness.current_backends[1].requests) == 10)
+        assert [replica.num_requests for replica in harness.pool.replicas] == [0, 10]
         assert [len(group) for group in await asyncio.gather(*drawing)] == [5, 5]
-        assert [lane.requests for lane in bench.pool.lanes] == [0, 0]
-        bench.lives[0][1].go_on.set()
+        assert [replica.num_requests for replica in harness.pool.replicas] == [0, 0]
+        harness.backends[0][1].load_allowed.set()
 
-    run(scenario, monkeypatch, 2)
+    run_scenario(scenario, monkeypatch, 2)
 
 
 def test_pool_request_outliving_its_group_is_ignored(monkeypatch):
     """A backend may ignore a cancellation."""
 
-    async def scenario(bench):
+    async def scenario(harness):
         calls, completions = [], []
 
         async def generate(call):
@@ -107,51 +107,51 @@ def test_pool_request_outliving_its_group_is_ignored(monkeypatch):
                 call.add([1], [-1.0])
             return call.completion("length", [], 0)
 
-        for core in bench.now:
-            core.generate = generate
+        for backend in harness.current_backends:
+            backend.generate = generate
         with pytest.raises(ValueError, match="refused"):
-            await bench.pool.draw(bench.group(n=3), lambda *completion: completions.append(completion))
-        await until(lambda: not any(lane.throttle.held for lane in bench.pool.lanes))
+            await harness.pool.generate(harness.group_requests(n=3), lambda *completion: completions.append(completion))
+        await poll_until(lambda: not any(replica.throttle.num_held for replica in harness.pool.replicas))
         await asyncio.sleep(0)
-        assert [lane.requests for lane in bench.pool.lanes] == [0, 0] and completions == []
+        assert [replica.num_requests for replica in harness.pool.replicas] == [0, 0] and completions == []
 
-    run(scenario, monkeypatch, 2)
+    run_scenario(scenario, monkeypatch, 2)
 
 
 def test_pool_stats_count_only_serving_replicas(monkeypatch):
-    async def scenario(bench):
-        for lane in bench.pool.lanes:
-            lane.on_step(type(lane.last_step)(0.1, 3, 2, 0, 0, 0))
-        before = bench.pool.stats()
-        bench.prepare_core = lambda core, number: setattr(core, "fail", BackendCrashed("no"))
-        bench.now[1].kill()
-        await until(lambda: states(bench)[1] is State.RETIRED)
-        after = bench.pool.stats()
+    async def scenario(harness):
+        for replica in harness.pool.replicas:
+            replica.on_step(type(replica.last_step)(0.1, 3, 2, 0, 0, 0))
+        before = harness.pool.stats()
+        harness.prepare_backend = lambda backend, number: setattr(backend, "error", BackendCrashed("no"))
+        harness.current_backends[1].kill()
+        await poll_until(lambda: replica_states(harness)[1] is State.RETIRED)
+        after = harness.pool.stats()
         assert (before.running, before.waiting, before.concurrency) == (6, 4, 128)
         assert (after.running, after.waiting, after.concurrency) == (3, 2, 64)
 
-    run(scenario, monkeypatch, 2)
+    run_scenario(scenario, monkeypatch, 2)
 
 
 def test_pool_process_exit_during_concurrent_close_is_safe(monkeypatch):
     """`Engine.close` runs in its own thread. A restart removed the backend between two reads."""
 
-    async def scenario(bench):
-        class Ending(type(bench.pool.lanes[0])):
+    async def scenario(harness):
+        class Ending(type(harness.pool.replicas[0])):
             @property
-            def core(self):
-                core, self.life = self.life, None
-                return core
+            def backend(self):
+                backend, self.life = self.life, None
+                return backend
 
-            @core.setter
-            def core(self, life):
+            @backend.setter
+            def backend(self, life):
                 self.life = life
 
-        lane = bench.pool.lanes[0]
-        lane.life = first = lane.__dict__.pop("core")
-        lane.__class__ = Ending
-        assert bench.pool.cores == [first, bench.pool.lanes[1].core]
-        lane.__class__ = Ending.__base__
-        lane.core = first
+        replica = harness.pool.replicas[0]
+        replica.life = first = replica.__dict__.pop("backend")
+        replica.__class__ = Ending
+        assert harness.pool.backends == [first, harness.pool.replicas[1].backend]
+        replica.__class__ = Ending.__base__
+        replica.backend = first
 
-    run(scenario, monkeypatch, 2)
+    run_scenario(scenario, monkeypatch, 2)

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from helpers import fake_pools, virtual_time  # noqa: E402
-from helpers.fake_cores import CONFIG, weights  # noqa: E402
+from helpers.fake_backends import CONFIG, weights  # noqa: E402
 from torchtune_ext.sampling import weight_buffer  # noqa: E402
 from torchtune_ext.sampling.backend import BackendCrashed  # noqa: E402
 from torchtune_ext.sampling.types import EngineFailed  # noqa: E402
@@ -26,71 +26,74 @@ def test_pool_serving_replicas_always_have_published_weights(monkeypatch, seed):
     rng = random.Random(seed)
 
     async def main():
-        bench = fake_pools.PoolBench(monkeypatch, 3, lambda call: rng.randint(1, 30), limit=8)
+        harness = fake_pools.PoolHarness(monkeypatch, 3, lambda call: rng.randint(1, 30), limit=8)
         # Virtual time does not support threads.
         monkeypatch.setattr(weight_buffer.asyncio, "to_thread", at_once)
 
-        def fault(core, number):
+        def fault(backend, number):
             kind = rng.choice(["none", "none", "none", "launch", "load", "liar", "old label"])
             if kind in ("launch", "load"):
-                core.fail = BackendCrashed(kind)
+                backend.error = BackendCrashed(kind)
                 if kind == "load":
-                    core.launch = lambda: asyncio.sleep(0.1)
+                    backend.launch = lambda: asyncio.sleep(0.1)
             elif kind == "liar":
-                honest = core.checksums
+                honest = backend.checksums
 
                 async def lie():
                     return [dict.fromkeys(sums, 1) for sums in await honest()]
 
-                core.checksums = lie
+                backend.checksums = lie
             elif kind == "old label":
 
                 async def old():
-                    return core.version - 1
+                    return backend.version - 1
 
-                core.weight_version = old
+                backend.weight_version = old
 
         sums = {}
 
         def look():
-            for lane in bench.pool.replicas:
-                if lane.serves and lane.backend is not None and sums:
-                    core = lane.backend
-                    served.append(lane.number)
+            for replica in harness.pool.replicas:
+                if replica.serves and replica.backend is not None and sums:
+                    backend = replica.backend
+                    served.append(replica.number)
                     # The newest weight sync may still be running.
-                    assert core.version in (published[0], published[0] - 1, None if published[0] <= 1 else -1)
-                    assert core.sums in (sums[published[0]], sums.get(published[0] - 1, {}))
+                    assert backend.version in (published[0], published[0] - 1, None if published[0] <= 1 else -1)
+                    assert backend.loaded_checksums in (sums[published[0]], sums.get(published[0] - 1, {}))
 
-        await bench.start()
-        bench.prepare_core = fault
+        await harness.start()
+        harness.prepare_backend = fault
         served, published = [], [0]
-        for lane in bench.pool.replicas:
-            lane.set_state = lambda *change, become=lane.set_state: (become(*change), look())
+        for replica in harness.pool.replicas:
+            replica.set_state = lambda *change, become=replica.set_state: (become(*change), look())
         drawn, failed = [], None
         try:
             for version in range(1, 13):
                 tensors = weights(version)
                 sums[version] = {name: weight_buffer.checksum(tensor) for name, tensor in tensors}
                 published[0] = version
-                await bench.publish(tensors, version)
-                for lane in bench.pool.replicas:
-                    if lane.serves:
-                        assert lane.backend.version == version and lane.backend.sums == sums[version]
-                work = [asyncio.ensure_future(bench.pool.generate(bench.group([version, i], 3, 30))) for i in range(8)]
+                await harness.publish(tensors, version)
+                for replica in harness.pool.replicas:
+                    if replica.serves:
+                        assert replica.backend.version == version and replica.backend.loaded_checksums == sums[version]
+                work = [
+                    asyncio.ensure_future(harness.pool.generate(harness.group_requests([version, i], 3, 30)))
+                    for i in range(8)
+                ]
                 for _ in range(rng.randint(0, 3)):
                     await asyncio.sleep(rng.random())
-                    lane = rng.choice(bench.pool.replicas)
-                    if lane.backend is not None:
-                        lane.backend.kill()
-                        await lane.backend.stop()
+                    replica = rng.choice(harness.pool.replicas)
+                    if replica.backend is not None:
+                        replica.backend.kill()
+                        await replica.backend.stop()
                 for group in await asyncio.gather(*work):
                     drawn += group
                     assert {int(v) for c in group for v in c.versions} <= {version}
         except EngineFailed as error:
             failed = error  # the only allowed error: all three were retired
-            assert not bench.pool.active_replicas
-        await bench.pool.close()
-        bench.buffers.close()
+            assert not harness.pool.active_replicas
+        await harness.pool.close()
+        harness.buffers.close()
         return len(drawn), len(served), failed
 
     count, served, failed = virtual_time.run(main(), monkeypatch)
@@ -105,24 +108,24 @@ def test_pool_replica_without_step_progress_is_replaced(monkeypatch):
     """A health check alone would never detect the stall."""
 
     async def main():
-        bench = fake_pools.PoolBench(monkeypatch, 2, lambda call: 10)
+        harness = fake_pools.PoolHarness(monkeypatch, 2, lambda call: 10)
         monkeypatch.setattr(weight_buffer.asyncio, "to_thread", at_once)
-        await bench.start()
-        wedged = bench.now[0]
+        await harness.start()
+        wedged = harness.current_backends[0]
         wedged.on_step(fake_pools.STEP)  # it has reported a step before
 
         async def stand_still():
             await asyncio.sleep(3600)
 
         wedged.step = stand_still
-        work = [asyncio.ensure_future(bench.pool.generate(bench.group([i], 2))) for i in range(2)]
+        work = [asyncio.ensure_future(harness.pool.generate(harness.group_requests([i], 2))) for i in range(2)]
         began = asyncio.get_running_loop().time()
         while not all(task.done() for task in work):
             await asyncio.sleep(0.01)
         took = asyncio.get_running_loop().time() - began
         assert 4 * CONFIG.probe_deadline_s < took < 6 * CONFIG.probe_deadline_s
-        assert "made no step" in bench.pool.replicas[0].failure_cause
-        await bench.pool.close()
-        bench.buffers.close()
+        assert "made no step" in harness.pool.replicas[0].failure_cause
+        await harness.pool.close()
+        harness.buffers.close()
 
     virtual_time.run(main(), monkeypatch)

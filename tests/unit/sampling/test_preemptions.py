@@ -26,13 +26,13 @@ class Core(VLLMBackend):
 def test_preemptions_of_a_pause_are_not_counted(way, waiting, counted):
     steps, weights = [], WeightBuffer()
     weights.write([("a", torch.zeros(2))])
-    core = Core(EngineConfig(kv_on_publish=way), lambda step: steps.append(step.preempted))
-    core.requests = dict.fromkeys("abcde")  # five requests are in flight
+    backend = Core(EngineConfig(kv_on_publish=way), lambda step: steps.append(step.preempted))
+    backend.requests = dict.fromkeys("abcde")  # five requests are in flight
     step = EngineStepStats(usage=0.5, running=3, waiting=waiting, preempted=0, prefix_queries=0, prefix_hits=0)
-    core.report_step(step)
-    asyncio.run(core.load([weights], 1))
+    backend.report_step(step)
+    asyncio.run(backend.load([weights], 1))
     weights.close()
-    core.report_step(replace(step, preempted=3))  # three of them were resumed
-    core.report_step(replace(step, preempted=4))  # the remaining requests, and preemptions by a full cache
-    core.report_step(replace(step, preempted=1))
+    backend.report_step(replace(step, preempted=3))  # three of them were resumed
+    backend.report_step(replace(step, preempted=4))  # the remaining requests, and preemptions by a full cache
+    backend.report_step(replace(step, preempted=1))
     assert steps == [0, *counted]

@@ -102,10 +102,10 @@ def test_prestart_untaken_process_is_ended(begun):
 def test_prestart_process_ends_with_killed_trainer():
     code = """
         import os
-        from torchtune_ext.sampling import early
-        early.vllm_cpu = lambda: True
-        early.begin(["grpo_full"])
-        print(early._waiting[0].pid, flush=True)
+        from torchtune_ext.sampling import prestart
+        prestart.vllm_cpu = lambda: True
+        prestart.prestart_client(["grpo_full"])
+        print(prestart._prestarted[0].pid, flush=True)
         os.kill(os.getpid(), 9)
     """
     code = "\n".join(line.strip() for line in code.splitlines())

@@ -8,39 +8,39 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from helpers.fake_cores import CONFIG, run, until, weights  # noqa: E402
+from helpers.fake_backends import CONFIG, poll_until, run_scenario, weights  # noqa: E402
 from torchtune_ext.sampling.types import EngineFailed  # noqa: E402
 
 pytestmark = pytest.mark.timeout(30)
 
 
 def test_replica_weight_write_waits_for_restarting_backend_load():
-    async def scenario(bench):
-        bench.write(1)
-        await bench.lane.load()
-        bench.prepare_core = lambda core: core.go_on.clear()
-        bench.lives[0].kill()  # the health check starts another backend, which stops during its load
-        await until(lambda: len(bench.lives) == 2 and bench.lives[1].reading.is_set())
-        writer = threading.Thread(target=bench.write, args=(2,))
+    async def scenario(harness):
+        harness.write(1)
+        await harness.replica.load()
+        harness.prepare_backend = lambda backend: backend.load_allowed.clear()
+        harness.backends[0].kill()  # the health check starts another backend, which stops during its load
+        await poll_until(lambda: len(harness.backends) == 2 and harness.backends[1].load_started.is_set())
+        writer = threading.Thread(target=harness.write, args=(2,))
         writer.start()
         # This is enough time for the bug to show.
         await asyncio.sleep(0.05)
         assert writer.is_alive()
-        bench.lives[1].go_on.set()
-        await until(lambda: not writer.is_alive())
-        assert bench.lives[1].loads == [([1], [1], 1)]
-        assert bench.lane.version == 1  # 2 is published, but not loaded yet
-        await bench.lane.load()
-        assert bench.lives[1].loads[1:] == [([2], [2], 2)] and bench.lane.version == 2
+        harness.backends[1].load_allowed.set()
+        await poll_until(lambda: not writer.is_alive())
+        assert harness.backends[1].loads == [([1], [1], 1)]
+        assert harness.replica.version == 1  # 2 is published, but not loaded yet
+        await harness.replica.load()
+        assert harness.backends[1].loads[1:] == [([2], [2], 2)] and harness.replica.version == 2
 
-    run(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize("moment", ["restart", "wake"])
 def test_replica_load_waits_for_weight_write(moment):
-    async def scenario(bench):
-        bench.write(1)
-        await bench.lane.load()
+    async def scenario(harness):
+        harness.write(1)
+        await harness.replica.load()
         half, rest = threading.Event(), threading.Event()
 
         def slowly():
@@ -51,36 +51,36 @@ def test_replica_load_waits_for_weight_write(moment):
             yield b
 
         if moment == "wake":
-            await bench.lane.sleep()
-            assert bench.lives[0].asleep == 2
-        writer = threading.Thread(target=bench.buffers.write, args=(slowly(), 2, None, 1))
+            await harness.replica.sleep()
+            assert harness.backends[0].sleep_level == 2
+        writer = threading.Thread(target=harness.buffers.write, args=(slowly(), 2, None, 1))
         writer.start()
-        await until(half.is_set)
+        await poll_until(half.is_set)
         if moment == "restart":
-            bench.lives[0].kill()
-            await until(lambda: len(bench.lives) == 2)
-        waiting = asyncio.ensure_future(bench.lane.awake())
+            harness.backends[0].kill()
+            await poll_until(lambda: len(harness.backends) == 2)
+        waiting = asyncio.ensure_future(harness.replica.wait_awake())
         await asyncio.sleep(0.05)
-        core = bench.lives[-1]
-        assert len(bench.lives) == (2 if moment == "restart" else 1)
-        assert not core.reading.is_set() or (moment == "wake" and len(core.loads) == 1)
+        backend = harness.backends[-1]
+        assert len(harness.backends) == (2 if moment == "restart" else 1)
+        assert not backend.load_started.is_set() or (moment == "wake" and len(backend.loads) == 1)
         rest.set()
         if moment == "restart":
-            await until(lambda: core.loads)
+            await poll_until(lambda: backend.loads)
         else:
             await waiting
-        assert core.loads[-1] == ([2], [2], 2) and bench.lane.version == 2
+        assert backend.loads[-1] == ([2], [2], 2) and harness.replica.version == 2
         await waiting
 
-    run(scenario)
+    run_scenario(scenario)
 
 
 def test_replica_stuck_weight_write_raises_on_both_sides():
     config = replace(CONFIG, rpc_deadline_s=0.02, max_failures=2)
 
-    async def scenario(bench):
-        bench.write(1)
-        await bench.lane.load()
+    async def scenario(harness):
+        harness.write(1)
+        await harness.replica.load()
         half, rest = threading.Event(), threading.Event()
 
         def never():
@@ -88,147 +88,147 @@ def test_replica_stuck_weight_write_raises_on_both_sides():
             half.set()
             rest.wait(10)
 
-        writer = threading.Thread(target=lambda: bench.buffers.write(never(), 2, None, 1))
+        writer = threading.Thread(target=lambda: harness.buffers.write(never(), 2, None, 1))
         writer.start()
-        await until(half.is_set)
-        bench.lives[0].kill()
+        await poll_until(half.is_set)
+        harness.backends[0].kill()
         with pytest.raises(EngineFailed, match="rpc_deadline_s=0.02"):
             while True:
-                await bench.lane.awake()
+                await harness.replica.wait_awake()
                 await asyncio.sleep(0.002)
         with pytest.raises(EngineFailed, match="loading .* 0.12 s"):
-            await asyncio.to_thread(bench.write, 3)  # as long as the buffers are locked
+            await asyncio.to_thread(harness.write, 3)  # as long as the buffers are locked
         rest.set()
         await asyncio.to_thread(writer.join, 5)
 
-    run(scenario, config)
+    run_scenario(scenario, config)
 
 
 def test_replica_load_labels_weights_in_buffer():
     """A load for version 1 that runs after version 2 was written loads version 2."""
 
-    async def scenario(bench):
-        bench.write(1)
-        async with bench.lane._control:
-            late = asyncio.ensure_future(bench.lane.load())
+    async def scenario(harness):
+        harness.write(1)
+        async with harness.replica._control:
+            late = asyncio.ensure_future(harness.replica.load())
             await asyncio.sleep(0.01)
-            bench.write(2)
+            harness.write(2)
         await late
-        assert bench.lives[0].loads == [([2], [2], 2)] and bench.lane.version == 2
+        assert harness.backends[0].loads == [([2], [2], 2)] and harness.replica.version == 2
 
-    run(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize("work", ["load", "wake"])
 def test_replaced_engine_that_answers_does_not_serve(work):
-    async def scenario(bench):
-        bench.write(1)
-        await bench.lane.load()
-        core = bench.lives[0]
+    async def scenario(harness):
+        harness.write(1)
+        await harness.replica.load()
+        backend = harness.backends[0]
         if work == "wake":
-            await bench.lane.sleep()
-        async with bench.lane._control:
-            bench.write(2)
-            late = asyncio.ensure_future(bench.lane.load() if work == "load" else bench.lane.awake())
+            await harness.replica.sleep()
+        async with harness.replica._control:
+            harness.write(2)
+            late = asyncio.ensure_future(harness.replica.load() if work == "load" else harness.replica.wait_awake())
             await asyncio.sleep(0.01)
-            bench.lane.lose(core, "a request found it lost")
+            harness.replica.restart(backend, "a request found it lost")
         await late
-        assert len(core.loads) == 1 and bench.lives[1].loads == [([2], [2], 2)]
+        assert len(backend.loads) == 1 and harness.backends[1].loads == [([2], [2], 2)]
 
-    run(scenario)
+    run_scenario(scenario)
 
 
 def test_replica_version_updates_after_load_and_must_grow():
-    async def scenario(bench):
-        assert bench.lane.version == 7
-        bench.lives[0].fail = ValueError("not with me")
-        bench.write(8)
-        assert bench.lane.version == 7
+    async def scenario(harness):
+        assert harness.replica.version == 7
+        harness.backends[0].error = ValueError("not with me")
+        harness.write(8)
+        assert harness.replica.version == 7
         with pytest.raises(ValueError, match="not with me"):
-            await bench.lane.load()
-        assert bench.lane.version == 7
-        bench.lives[0].fail = None
-        bench.write(8)  # the same version again: it was never sampled from
-        await bench.lane.load()
-        assert bench.lane.version == 8
+            await harness.replica.load()
+        assert harness.replica.version == 7
+        harness.backends[0].error = None
+        harness.write(8)  # the same version again: it was never sampled from
+        await harness.replica.load()
+        assert harness.replica.version == 8
         for version in (8, 3):
             with pytest.raises(ValueError, match=f"version {version} after 8; versions must grow"):
-                bench.write(version)
+                harness.write(version)
 
-    run(scenario, version=7)
+    run_scenario(scenario, version=7)
 
 
 def test_replica_adapter_loads_with_model_only_if_needed():
-    async def scenario(bench):
-        bench.write(1)
-        await bench.lane.load()
-        bench.write(2, adapter={"r": 1})
-        await bench.lane.load()
-        bench.write(3)
-        await bench.lane.load()
-        bench.lives[0].kill()
-        await until(lambda: len(bench.lives) == 2 and bench.lives[1].loads)
-        assert [load[0] for load in bench.lives[0].loads] == [[1], [2], [3, 2]]
-        assert bench.lives[1].loads == [([3, 2], [3, 2], 3)]
+    async def scenario(harness):
+        harness.write(1)
+        await harness.replica.load()
+        harness.write(2, adapter={"r": 1})
+        await harness.replica.load()
+        harness.write(3)
+        await harness.replica.load()
+        harness.backends[0].kill()
+        await poll_until(lambda: len(harness.backends) == 2 and harness.backends[1].loads)
+        assert [load[0] for load in harness.backends[0].loads] == [[1], [2], [3, 2]]
+        assert harness.backends[1].loads == [([3, 2], [3, 2], 3)]
 
-    run(scenario)
+    run_scenario(scenario)
 
 
 def test_half_an_adapter_never_reaches_the_engine():
-    async def scenario(bench):
-        bench.write(1)
-        bench.write(2, adapter={"r": 1})
-        await bench.lane.load()
+    async def scenario(harness):
+        harness.write(1)
+        harness.write(2, adapter={"r": 1})
+        await harness.replica.load()
 
         def broken():
             yield weights(3)[0]
             raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError):
-            bench.buffers.write(broken(), 3, {"r": 1}, 2)
+            harness.buffers.write(broken(), 3, {"r": 1}, 2)
         with pytest.raises(ValueError, match="publish the adapter first"):
-            bench.write(4)
-        bench.write(4, adapter={"r": 1})
-        bench.write(5)
-        await bench.lane.load()
-        assert bench.lives[0].loads[-1] == ([5, 4], [5, 4], 5)
+            harness.write(4)
+        harness.write(4, adapter={"r": 1})
+        harness.write(5)
+        await harness.replica.load()
+        assert harness.backends[0].loads[-1] == ([5, 4], [5, 4], 5)
 
-    run(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize("work", ["load", "restart"])
 def test_replica_started_work_finishes_after_caller_cancels(work):
     """Ctrl-C in `publish` or `sample`: the engine must not stay paused, half loaded or unused."""
 
-    async def scenario(bench):
-        bench.write(1)
-        await bench.lane.load()
-        core = bench.lives[0]
-        core.reading.clear()
+    async def scenario(harness):
+        harness.write(1)
+        await harness.replica.load()
+        backend = harness.backends[0]
+        backend.load_started.clear()
         if work == "load":
-            bench.write(2)
-            core.go_on.clear()
-            caller = asyncio.ensure_future(bench.lane.load())
+            harness.write(2)
+            backend.load_allowed.clear()
+            caller = asyncio.ensure_future(harness.replica.load())
         else:
-            bench.prepare_core = lambda core: core.go_on.clear()
-            caller = bench.lane.lose(core, "as it happens")
-        await until(lambda: bench.lives[-1].reading.is_set())
+            harness.prepare_backend = lambda backend: backend.load_allowed.clear()
+            caller = harness.replica.restart(backend, "as it happens")
+        await poll_until(lambda: harness.backends[-1].load_started.is_set())
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
             await caller
-        bench.lives[-1].go_on.set()
-        assert await asyncio.wait_for(bench.lane.awake(), 5) is bench.lives[-1]
-        await until(lambda: bench.lives[-1].loads[-1][2] == (2 if work == "load" else 1))
+        harness.backends[-1].load_allowed.set()
+        assert await asyncio.wait_for(harness.replica.wait_awake(), 5) is harness.backends[-1]
+        await poll_until(lambda: harness.backends[-1].loads[-1][2] == (2 if work == "load" else 1))
 
-    run(scenario)
+    run_scenario(scenario)
 
 
 def test_replica_empty_weight_sync_keeps_previous_weights():
-    async def scenario(bench):
-        bench.write(1)
+    async def scenario(harness):
+        harness.write(1)
         with pytest.raises(ValueError, match="named_tensors is empty"):
-            bench.buffers.write([], 2, None, 0)
-        await bench.lane.load()
-        assert bench.lives[0].loads == [([1], [1], 1)]
+            harness.buffers.write([], 2, None, 0)
+        await harness.replica.load()
+        assert harness.backends[0].loads == [([1], [1], 1)]
 
-    run(scenario)
+    run_scenario(scenario)

@@ -44,16 +44,22 @@ def report(**changes):
 
 
 def check(config, **changes):
-    core = ServerBackend(config, lambda step: None)
-    core.start_command = lambda: "THE COMMAND"
-    core.check_server_info(report(**changes))
-    return core
+    backend = ServerBackend(config, lambda step: None)
+    backend.start_command = lambda: "THE COMMAND"
+    backend.check_server_info(report(**changes))
+    return backend
 
 
 def test_matching_server_reports_its_properties():
-    core = check(EngineConfig(address=ADDRESS, lora_rank=8))
-    assert core.server_info[ADDRESS] == dict(model="m", vocab_size=512, max_model_len=4096, dtype="auto")
-    assert (core.transfer, core.workers, core.cache_tokens, core.block, core.vocabulary) == ("gloo", 2, 320, 32, 512)
+    backend = check(EngineConfig(address=ADDRESS, lora_rank=8))
+    assert backend.server_info[ADDRESS] == dict(model="m", vocab_size=512, max_model_len=4096, dtype="auto")
+    assert (backend.transfer, backend.workers, backend.cache_tokens, backend.block_size, backend.vocab_size) == (
+        "gloo",
+        2,
+        320,
+        32,
+        512,
+    )
     assert check(EngineConfig(address=ADDRESS, transfer="gloo")).transfer == "gloo"
 
 

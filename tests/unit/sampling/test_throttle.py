@@ -49,12 +49,12 @@ def run(cache, controller, requests):
     """Run the requests as the engine does. Return (steps, preemptions, limits after each finished request)."""
     queue, limits, steps, preemptions = list(requests), [], cache.steps, cache.preemptions
     while queue or cache.running or cache.waiting:
-        while queue and len(cache.running) + len(cache.waiting) < controller.allowed:
+        while queue and len(cache.running) + len(cache.waiting) < controller.current_limit:
             cache.waiting.append(list(queue.pop(0)))
         usage, running, waiting, preempted, done = cache.step()
-        controller.step(usage, running, waiting, preempted, bool(queue))
+        controller.observe(usage, running, waiting, preempted, bool(queue))
         for _ in range(done):
-            controller.done()
+            controller.on_finished()
             limits.append(controller.limit)
     controller.start_round()
     return cache.steps - steps, cache.preemptions - preemptions, limits

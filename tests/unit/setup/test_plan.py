@@ -9,7 +9,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from helpers.checkpoint_runs import Trained, checkpoints_in, make_source
+from helpers.checkpoint_runs import TrainedModel, checkpoints_in, make_source
 from helpers.public_configs import write_config
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_on_meta
@@ -258,7 +258,7 @@ def needed(sizes, folder, steps, evaluated, **config):
 @pytest.mark.parametrize("save_optimizer", [True, False])
 def test_plan_checkpoint_bytes_match_written_bytes(tmp_path, save_optimizer):
     source = make_source(tmp_path / "model")
-    trained = Trained(source)
+    trained = TrainedModel(source)
     trained.train(1, seed=0)
     trained.save(checkpoints_in(tmp_path / "c", save_optimizer=save_optimizer), 1)
     folder = tmp_path / "c" / "step_000001"

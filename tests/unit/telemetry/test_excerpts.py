@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from helpers.records import guessed, sampled
+from helpers.records import make_guess_conversation, make_sample
 from helpers.report_runs import byte_tokenizer
 from torchtune_ext.grading import Ungraded
 from torchtune_ext.pipeline.episodes import Episode
@@ -26,7 +26,7 @@ def group(name, rewards, texts=None, advantages=None, tokens=None):
         advantage = 0.0 if reward is None else advantages[i] if advantages else reward - mean
         text = texts[i] if texts else f"{name} {i}"
         samples.append(
-            sampled(
+            make_sample(
                 tokens[i] if tokens else [i, 7],
                 text=text,
                 outcome=outcome,
@@ -90,7 +90,10 @@ def test_excerpts_show_decoded_prompt_with_available_tokenizer(tmp_path, caplog)
 
 def conversations(**rest):
     """A group of two conversations about the same number, one of which ran out of turns."""
-    won, lost = guessed(advantage=0.5, in_loss=True, **rest), guessed("max_turns", advantage=-0.5, in_loss=True, **rest)
+    won, lost = (
+        make_guess_conversation(advantage=0.5, in_loss=True, **rest),
+        make_guess_conversation("max_turns", advantage=-0.5, in_loss=True, **rest),
+    )
     return Group(Problem("game", ({"role": "user", "content": "40-70"},), 58), np.arange(3), (won, lost))
 
 
@@ -115,7 +118,7 @@ def test_excerpts_environment_tokens_excluded_from_sampled_values(tmp_path):
 
 def test_excerpts_single_turn_truncated_episode_is_shown(tmp_path):
     episode = Episode()
-    episode.add_turn(sampled([1, 2], [-1, -3], finish_reason="length").completion, "It is")
+    episode.add_turn(make_sample([1, 2], [-1, -3], finish_reason="length").completion, "It is")
     cut = Group(Problem("game", (), 58), np.arange(3), (episode.to_sample("length"),))
     (shown,) = unpacked(collect_excerpts(stored(tmp_path, {1: [cut]}), ExcerptLimits()).blobs[1])[0]["samples"]
     assert shown["messages"] == [{"role": "assistant", "content": "It is", "reward": None}]
@@ -127,7 +130,7 @@ def test_excerpts_long_episode_truncated_per_message():
     for turn in range(9):
         if turn:
             episode.set_next_context([*episode.path, 3], "")
-        episode.add_turn(sampled([1, 2]).completion, "t" * 1000)
+        episode.add_turn(make_sample([1, 2]).completion, "t" * 1000)
         episode.add_answer(Turn([{"role": "user", "content": "yes"}]))
     shown = sample_record(episode.to_sample("max_turns"), 3600)["messages"]
     assert [m["content"] for m in shown[1::2]] == ["yes"] * 9

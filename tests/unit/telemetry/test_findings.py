@@ -92,9 +92,9 @@ def test_findings_rising_reward_with_its_target_is_healthy():
 
 
 def test_findings_mismatch_limit_ignores_older_policy_tokens():
-    ahead = HEALTHY | {"async/age_mean": 1.0, "mismatch/mean_abs": 0.04, "mismatch/mean_abs_age_0": 0.001}
+    ahead = HEALTHY | {"async/staleness_mean": 1.0, "mismatch/mean_abs": 0.04, "mismatch/mean_abs_staleness_0": 0.001}
     assert texts(ahead, {"max_mismatch": 0.05}) == []
-    assert len(texts(ahead | {"mismatch/mean_abs_age_0": 0.046}, {"max_mismatch": 0.05})) == 1
+    assert len(texts(ahead | {"mismatch/mean_abs_staleness_0": 0.046}, {"max_mismatch": 0.05})) == 1
 
 
 def test_findings_nonfinite_metric_links_to_its_section():

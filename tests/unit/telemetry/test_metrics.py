@@ -288,3 +288,23 @@ def test_tensorboard_reads_it_and_a_resume_purges(tmp_path):
     expected = [(1, 0.25), (2, 0.5), (3, 0.75), (4, 10.0)]
     assert scalars(tmp_path / "tensorboard") == {"reward/mean": expected}
     assert [(r["step"], r["reward/mean"]) for r in read_metrics(metrics.path)] == expected
+
+
+def test_old_metric_names_are_read_as_current(tmp_path):
+    old = {
+        "step": 1,
+        "pack/used": 0.9,
+        "async/age_mean": 1.0,
+        "loss/clip_fraction_age_2_3": 0.5,
+        "reward/age_mean": 2.0,
+    }
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(old) + "\n")
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        {
+            "step": 1,
+            "pack/efficiency": 0.9,
+            "async/staleness_mean": 1.0,
+            "loss/clip_fraction_staleness_2_3": 0.5,
+            "reward/age_mean": 2.0,  # a part of a user's reward
+        }
+    ]

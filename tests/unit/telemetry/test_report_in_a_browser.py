@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from helpers.pages import MISSING, WIDTHS, opened
-from helpers.records import guessed
+from helpers.records import make_guess_conversation
 from helpers.report_runs import HOSTILE, make_run
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.pipeline.rollout_store import encode_rollouts, read_rollouts, rollout_paths
@@ -46,7 +46,7 @@ PROBE = """
 
 def conversation():
     """Two turns; the first answer tries to break the page."""
-    sample = guessed("max_turns", turns=(55, 58), advantage=1.0, in_loss=True)
+    sample = make_guess_conversation("max_turns", turns=(55, 58), advantage=1.0, in_loss=True)
     first, answer, second = sample.messages
     messages = first, {**answer, "content": HOSTILE}, second
     return replace(sample, messages=messages, text="\n".join(f"{m['role']}: {m['content']}" for m in messages))

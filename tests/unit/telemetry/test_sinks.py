@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from helpers import wandb_reader
-from helpers.records import sampled
+from helpers.records import make_sample
 from torchtune_ext.grading import Ungraded
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.pipeline.rollout_store import RolloutStore
@@ -30,7 +30,7 @@ def group(name, *rewards, **sample):
     for reward in rewards:
         score = None if reward is None else Score(reward, {"part": reward / 2}, "a note")
         outcome = Ungraded("infra_failed", "no grader") if score is None else score
-        samples.append(sampled([1, 2], outcome=outcome, **{"text": f"{name} {reward}", **sample}))
+        samples.append(make_sample([1, 2], outcome=outcome, **{"text": f"{name} {reward}", **sample}))
     return Group(Problem(name, ({"role": "user", "content": name},), 0), np.arange(3, dtype=np.int32), tuple(samples))
 
 
@@ -74,7 +74,7 @@ def test_the_columns_have_types_that_never_mix():
     """W&B's own table takes every row of unlike groups, and refuses what has another type."""
     wandb = pytest.importorskip("wandb")
     odd = group("odd", math.inf, None, -1.0, advantage=math.nan)
-    rows = sample_rows(1, [odd, Group(Problem(17, (), 0), np.arange(1), (sampled([]),))], 3)
+    rows = sample_rows(1, [odd, Group(Problem(17, (), 0), np.arange(1), (make_sample([]),))], 3)
     table = wandb.Table(columns=COLUMNS, data=rows)
     assert len(table.data) == 4
     with pytest.raises(TypeError):

@@ -4,7 +4,7 @@ counted of conversations."""
 import numpy as np
 import pytest
 
-from helpers.records import guessed, sampled
+from helpers.records import make_guess_conversation, make_sample
 from torchtune_ext.grading.environments import ENDINGS
 from torchtune_ext.grading.outcomes import timeout_score
 from torchtune_ext.pipeline.groups import Group
@@ -64,33 +64,33 @@ def test_speeds_are_tokens_over_their_seconds():
 def test_clock_metrics_asynchronous_throughput_uses_whole_step(waited):
     """The step has waited for nothing, or for an instant, in which the engine has not sampled all its tokens."""
     seconds = waited | {"time/train": 4.0, "time/step": 8.0}
-    metrics = timing_metrics({"length/tokens": 100.0, "async/age_mean": 1.0}, seconds)
+    metrics = timing_metrics({"length/tokens": 100.0, "async/staleness_mean": 1.0}, seconds)
     wait = waited.get("time/sample/generate", 0.0)
     assert metrics == seconds | {"speed/sampled_tokens_s": 12.5, "time/wait_for_rollouts": wait}
 
 
 def test_clock_metrics_rollout_wait_includes_engine_and_graders():
     seconds = {"time/sample": 6.0, "time/sample/generate": 3.0, "time/sample/grade": 2.0, "time/sample/store": 1.0}
-    metrics = timing_metrics({"async/age_mean": 1.0}, seconds | {"time/step": 9.0})
+    metrics = timing_metrics({"async/staleness_mean": 1.0}, seconds | {"time/step": 9.0})
     assert metrics["time/wait_for_rollouts"] == 5.0
     assert "time/wait_for_rollouts" not in timing_metrics({}, seconds), "an engine that does not sample ahead"
 
 
 def test_the_metrics_of_conversations():
     """Nine tokens were sampled and six read in one, six and three in the other."""
-    samples = (guessed(), guessed("max_turns", turns=(55, 58)))
+    samples = (make_guess_conversation(), make_guess_conversation("max_turns", turns=(55, 58)))
     metrics = rollout_metrics([Group(Problem("game", (), 58), np.arange(3), samples)])
     assert (metrics["length/mean"], metrics["length/max"], metrics["length/tokens"]) == (7.5, 9.0, 15.0)
     assert (metrics["episode/turns"], metrics["episode/read_tokens"]) == (2.5, 4.5)
     endings = {name: metrics[f"episode/{name}"] for name in ENDINGS}
     assert endings == dict.fromkeys(ENDINGS, 0.0) | {"completed": 0.5, "max_turns": 0.5}
-    plain = rollout_metrics([Group(Problem("p", (), 0), np.arange(3), (sampled([1, 2]),))])
+    plain = rollout_metrics([Group(Problem("p", (), 0), np.arange(3), (make_sample([1, 2]),))])
     assert not any(name.startswith("episode/") for name in plain)
 
 
 def test_rollout_metrics_hung_text_counts_as_zero():
     scores = timeout_score("late"), Score(1.0, {"accuracy": 1.0, "speed": 9.0}), Score(0.0, {"accuracy": 0.0})
-    samples = tuple(sampled([1], outcome=score) for score in scores)
+    samples = tuple(make_sample([1], outcome=score) for score in scores)
     metrics = rollout_metrics([Group(Problem("p", (), 0), np.arange(3), samples)])
     rewards = {name: value for name, value in metrics.items() if name.startswith("reward/")}
     assert rewards.pop("reward/std") == pytest.approx(2**0.5 / 3)

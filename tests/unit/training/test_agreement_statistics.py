@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.distributions import Categorical
 
-from helpers.records import sampled
+from helpers.records import make_sample
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.pipeline.packing import context_hashes, pack
 from torchtune_ext.tasks.task import Problem
-from torchtune_ext.training.buckets import AGE_0_BUCKET
+from torchtune_ext.training.buckets import STALENESS_0_BUCKET
 from torchtune_ext.training.mismatch import (
     SHARPER_LOGIT_SCALE,
     MismatchError,
@@ -56,7 +56,7 @@ def test_mismatch_samples_from_one_state_count_once(contexts_seen, stops):
     contexts, but not for hundreds.
     """
     d = np.random.default_rng(0).normal(-0.036, 0.012, contexts_seen).repeat(16)
-    ours, where = np.full(len(d), math.log(0.95)), np.full((2, len(d)), AGE_0_BUCKET)
+    ours, where = np.full(len(d), math.log(0.95)), np.full((2, len(d)), STALENESS_0_BUCKET)
     tokens = TokenDiffs(ours, ours - d, np.full(len(d), 0.2), np.arange(contexts_seen).repeat(16), where)
     with pytest.raises(MismatchError, match="mean of exp") if stops else nullcontext():
         MismatchGate(1.0).check_tokens(tokens, (), "step 1", 0)
@@ -112,7 +112,7 @@ def test_canary_with_repeated_seed_adds_no_evidence():
 
 def test_contexts_are_equal_where_the_log_prob_is():
     def rows(*texts, prompt=(1, 2, 3), size=10_000):
-        samples = [sampled(t, trained=True) for t in texts]
+        samples = [make_sample(t, in_loss=True) for t in texts]
         return pack([Group(Problem("p", (), None), np.array(prompt, np.int32), tuple(samples))], size)[0]
 
     (one,) = rows([5, 6, 7], [5, 9], [6])
@@ -134,7 +134,7 @@ def test_contexts_of_conversations_include_environment_tokens():
     """The same tokens are the same context, whichever row holds them and whoever wrote them."""
 
     def rows(*texts, turns=((0, 1), (3, 5)), size=10_000):
-        samples = [sampled(text, trained=True) for text in texts]
+        samples = [make_sample(text, in_loss=True) for text in texts]
         samples = [replace(sample, completion=replace(sample.completion, turns=turns)) for sample in samples]
         return pack([Group(Problem("p", (), None), np.array([1, 2], np.int32), tuple(samples))], size)[0]
 

@@ -13,7 +13,7 @@ def row(lengths, versions):
     return SimpleNamespace(
         samples_L=samples,
         versions_L=torch.tensor(versions, dtype=torch.int32)[samples],
-        weights_L=torch.ones(len(samples)),
+        loss_weights_L=torch.ones(len(samples)),
     )
 
 
@@ -24,7 +24,7 @@ def test_places():
 
 def test_every_position_and_staleness_has_its_bucket():
     assert BUCKET_NAMES == ["at_0", "at_1_15", "at_16_255", "at_256_1023", "at_1024_4095", "at_4096_up",
-                     "age_0", "age_1", "age_2_3", "age_4_7", "age_8_up"]  # fmt: skip
+                     "staleness_0", "staleness_1", "staleness_2_3", "staleness_4_7", "staleness_8_up"]  # fmt: skip
     place, age = bucket_ids(row([5000], [3]), version=3)
     assert [int((place == i).sum()) for i in range(6)] == [1, 15, 240, 768, 3072, 904]
     ages = [int(bucket_ids(row([1], [0]), version)[1]) - 6 for version in range(10)]
@@ -44,8 +44,8 @@ def test_bucket_means_cover_rows_and_skip_excluded_labels():
             "loss/clip_fraction_at_0": 2 / 3,
             "loss/clip_fraction_at_1_15": (0 + 15 * 0.5) / 16,
             "loss/clip_fraction_at_16_255": 0.0,
-            "loss/clip_fraction_age_0": 1 / 3,
-            "loss/clip_fraction_age_2_3": 8.5 / 17,
+            "loss/clip_fraction_staleness_0": 1 / 3,
+            "loss/clip_fraction_staleness_2_3": 8.5 / 17,
         }
     )
 

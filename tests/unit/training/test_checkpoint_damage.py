@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.checkpoint_runs import MINE, SHAPE, Trained, checkpoints_in, make_model, make_source
+from helpers.checkpoint_runs import MINE, SHAPE, TrainedModel, checkpoints_in, make_model, make_source
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_on_meta, build_policy
 from torchtune_ext.policy.hf_model import HFModel
@@ -30,7 +30,7 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_saved(source, tmp_path_factory):
     """Checkpoints of steps 1 and 2, which tests copy."""
-    folder, trained = tmp_path_factory.mktemp("two") / "c", Trained(source)
+    folder, trained = tmp_path_factory.mktemp("two") / "c", TrainedModel(source)
     for step in (1, 2):
         trained.train(1, seed=step)
         trained.save(checkpoints_in(folder), step)
@@ -80,7 +80,7 @@ def test_checkpoint_damage_to_any_file_refused_by_name(folder):
 
 def test_checkpoint_foreign_files_are_ignored(folder, source):
     """A file manager's file, a dangling link, tensors of an unknown rank. Listed files are still required."""
-    trained, path = Trained(source), folder / "step_000002"
+    trained, path = TrainedModel(source), folder / "step_000002"
     for name in (".DS_Store", "notes/of mine.txt", "state/__1_0.distcp", "state/._.metadata"):
         (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_bytes(b"x")
@@ -96,7 +96,7 @@ def test_checkpoint_foreign_files_are_ignored(folder, source):
 
 def test_checkpoint_load_verifies_before_unpickling(folder, source):
     """Unpickling this metadata file would create another file."""
-    trained, path = Trained(source), folder / "step_000002"
+    trained, path = TrainedModel(source), folder / "step_000002"
     before = trained.tensors()
     (path / "state" / ".metadata").write_bytes(f"cos\nmkdir\n(V{folder}/unpickled\ntR.".encode())
     with pytest.raises(DamagedCheckpoint, match=r"state/.metadata has \d+ bytes instead of"):
@@ -119,7 +119,7 @@ def test_checkpoint_missing_metadata_is_reported_as_damaged(folder, name):
 
 
 def test_checkpoint_newest_moved_away_resumes_previous(folder, source):
-    trained, newest = Trained(source), folder / "step_000002"
+    trained, newest = TrainedModel(source), folder / "step_000002"
     (newest / "recipe.json").write_text("{")
     newest.rename(folder / "damaged")
     path = checkpoints_in(folder).verify_latest()
@@ -162,7 +162,7 @@ def test_checkpoint_of_other_run_model_base_is_refused(folder, source, field, fi
     )
     for choose in (
         checkpoints_in(folder, ours).verify_latest,
-        lambda: Trained(source).load(checkpoints_in(folder, ours), folder / "step_000002"),
+        lambda: TrainedModel(source).load(checkpoints_in(folder, ours), folder / "step_000002"),
     ):
         with pytest.raises(ValueError, match=message) as error:
             choose()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.checkpoint_runs import Trained, checkpoints_in, fork, make_source
+from helpers.checkpoint_runs import TrainedModel, checkpoints_in, fork, make_source
 from torchtune_ext.run.files import remove_leftovers
 from torchtune_ext.run.folder import checkpoint_step
 from torchtune_ext.training.manifest import Manifest
@@ -22,7 +22,7 @@ CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")  # audit ev
 
 @pytest.fixture
 def trained(tmp_path):
-    trained = Trained(make_source(tmp_path / "model"))
+    trained = TrainedModel(make_source(tmp_path / "model"))
     trained.train(1, seed=0)
     return trained
 

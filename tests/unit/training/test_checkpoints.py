@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint.filesystem as dcp_files
 from torchtune.models.qwen2 import qwen2
 
-from helpers.checkpoint_runs import MINE, SHAPE, Trained, build, checkpoints_in, fork, make_source
+from helpers.checkpoint_runs import MINE, SHAPE, TrainedModel, build, checkpoints_in, fork, make_source
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel, load_weights
@@ -40,7 +40,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture
 def trained(source):
-    trained = Trained(source)
+    trained = TrainedModel(source)
     trained.train(1, seed=0)
     return trained
 
@@ -57,7 +57,7 @@ def test_checkpoint_resume_equals_uninterrupted_training(tmp_path, source, train
     rng = torch.get_rng_state()
     trained.train(3, seed=2)
 
-    other, checkpoints = Trained(source), checkpoints_in(tmp_path / "c")
+    other, checkpoints = TrainedModel(source), checkpoints_in(tmp_path / "c")
     recipe = other.load(checkpoints, checkpoints.verify_latest())
     assert recipe["step"] == 3 and recipe["cursor"] == 21
     other.train(3, seed=2)
@@ -74,7 +74,7 @@ def test_checkpoint_files_are_synced_before_it_appears(tmp_path, trained, monkey
 
 
 def test_checkpoint_before_first_update_changes_nothing(tmp_path, source):
-    plain, other = Trained(source), Trained(source)
+    plain, other = TrainedModel(source), TrainedModel(source)
     other.save(checkpoints_in(tmp_path / "c"), 1)
     assert not other.optimizer.state
     other.load(checkpoints_in(tmp_path / "c"), tmp_path / "c" / "step_000001")
@@ -88,7 +88,7 @@ def test_checkpoint_without_optimizer_state_restarts_optimizer(tmp_path, source,
     trained.train(3, seed=1)
     checkpoints = checkpoints_in(tmp_path / "c", save_optimizer=False)
     trained.save(checkpoints, 3)
-    other, fresh = Trained(source), Trained(source)
+    other, fresh = TrainedModel(source), TrainedModel(source)
     # Moments of an earlier optimizer do not belong to the weights of the checkpoint.
     other.train(1, seed=9)
     recipe = other.load(checkpoints_in(tmp_path / "c"), checkpoints.verify_latest())
@@ -188,7 +188,7 @@ def test_saving_the_same_step_again_replaces_it(tmp_path, trained):
     trained.train(1, seed=1)
     trained.save(checkpoints, 1)
     assert names(tmp_path / "c") == ["step_000001"]
-    other = Trained(trained.source)
+    other = TrainedModel(trained.source)
     other.load(checkpoints, checkpoints.verify_latest())
     assert all(torch.equal(a, b) for a, b in zip(trained.tensors(), other.tensors(), strict=True))
 
@@ -238,8 +238,8 @@ PHASES = [  # the first function of each stage of a save, including DCP's
     (checkpointing, "get_state_dict"),
     (dcp_files, "_write_item"),
     (dcp_files.pickle, "dump"),
-    (checkpointing, "entries_of"),
-    (files, "sync"),
+    (checkpointing, "flush_and_hash"),
+    (files, "fsync_path"),
 ]
 
 
@@ -348,7 +348,7 @@ def test_saved_model_is_replaced_only_by_complete_one(tmp_path, source, trained,
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     trained.train(1, seed=3)
     for raises, expected in ((raise_disk_full, OSError), (raise_interrupt, KeyboardInterrupt)):
-        for where, name in ((export, "save_file"), (files, "sync")):
+        for where, name in ((export, "save_file"), (files, "fsync_path")):
             with monkeypatch.context() as patch:
                 patch.setattr(where, name, raises)
                 with pytest.raises(

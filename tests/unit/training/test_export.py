@@ -126,7 +126,7 @@ def test_saved_adapter_names_base_and_includes_tokenizer(tmp_path, source, model
     tokenizer = ChatTokenizer("model", PLAIN)
     adapter = AdapterSpec(4, 8.0, 0.0, ("q_proj",), dora=False, quantized=False)
     export = partial(export_adapter, model=model, hf_model=relative, adapter=adapter, tokenizer=tokenizer)
-    export(tmp_path, merged=torch.float32)
+    export(tmp_path, merged_dtype=torch.float32)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == str(source.path)
     assert not (tmp_path / "config.json").exists()
     for folder in (tmp_path, tmp_path / "merged"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers import unpacked
-from helpers.learners import alone
+from helpers.learners import single_process_learner
 from torchtune_ext.kernels.packed_attention import packed_mask
 from torchtune_ext.objective.loss import LossRequirements, NLLLoss, PolicyLoss, loss_requirements
 from torchtune_ext.pipeline.packing import pack
@@ -49,7 +49,7 @@ def rows():
 def learner(loss, **options):
     policy = PackedPolicy(unpacked.tiny_model())
     optimizer = torch.optim.SGD(policy.trainable(), lr=0.1)
-    return alone(policy, loss, optimizer=optimizer, **options)
+    return single_process_learner(policy, loss, optimizer=optimizer, **options)
 
 
 def test_learner_custom_loss_reference_stays_fixed():
@@ -167,7 +167,7 @@ def test_learner_non_finite_gradient_skips_update():
 def test_learner_learning_rate_follows_planned_update_count():
     policy = PackedPolicy(unpacked.tiny_model())
     optimizer = torch.optim.SGD(policy.trainable(), lr=2.0)
-    its = alone(
+    its = single_process_learner(
         policy,
         Silent(),
         optimizer=optimizer,
@@ -198,11 +198,11 @@ def steps_of(updates_per_step, decay, warmup, state, steps):
     recipe.cfg = SimpleNamespace(updates_per_step=updates_per_step)
     schedule = make_schedule(ScheduleConfig(decay, warmup), 6 * updates_per_step)
     its = recipe.learner = learner(Silent(), schedule=lambda update: rates.append(schedule(update)) or rates[-1])
-    recipe.checkpoints = SimpleNamespace(load=lambda *_: state, advice=str)
+    recipe.checkpoints = SimpleNamespace(load=lambda *_: state, failed_update_advice=str)
     recipe.problems, recipe.source = Mock(), Mock()
-    recipe.policy, recipe.engine, recipe.progress, recipe.agreement = its.policy, None, MagicMock(), Mock()
+    recipe.policy, recipe.engine, recipe.progress, recipe.mismatch_gate = its.policy, None, MagicMock(), Mock()
     recipe.optimizer = its.optimizer
-    recipe.agreement.require().metrics.return_value = {}
+    recipe.mismatch_gate.check().metrics.return_value = {}
     recipe.load_checkpoint(Path())
     for _ in range(steps):
         recipe.step, recipe.version = recipe.step + 1, recipe.version + 1

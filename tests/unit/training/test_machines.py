@@ -167,7 +167,7 @@ def test_ranks_wait_for_engine_together():
         named = [node for node in ast.walk(root) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
         return [node for node in named if node.func.attr == name]
 
-    together = [each for call in calls(tree, "from_main") for each in calls(call, "wait_ready")]
+    together = [each for call in calls(tree, "call_on_main") for each in calls(call, "wait_ready")]
     assert together == calls(tree, "wait_ready") != []
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributions import Categorical
 
-from helpers.records import sampled
+from helpers.records import make_sample
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy.logprobs import LabelLogprobs
@@ -41,7 +41,7 @@ class Table:
 
     def rows(self, reported, prompt=0):
         samples = [
-            sampled(self.labels[i : i + TOKENS].numpy(), reported[i : i + TOKENS].numpy(), trained=True)
+            make_sample(self.labels[i : i + TOKENS].numpy(), reported[i : i + TOKENS].numpy(), in_loss=True)
             for i in range(0, SAMPLES * TOKENS, TOKENS)
         ]
         return pack([Group(Problem("p", (), None), prompt + np.arange(3, dtype=np.int32), tuple(samples))], 10_000)[0]
@@ -256,7 +256,7 @@ def gate_of(noise, **options):
         for d in rows_of_d:
             labels, logprobs = table.labels[: len(d)].numpy(), (table.score(1.0)[: len(d)] + d).numpy()
             prompt = np.arange(3, dtype=np.int32) + next(prompts)
-            group = Group(Problem("p", (), None), prompt, (sampled(labels, logprobs, trained=True),))
+            group = Group(Problem("p", (), None), prompt, (make_sample(labels, logprobs, in_loss=True),))
             rows += pack([group], len(d) + 3)[0]
         return gate.check(rows, scores(rows), "now", version=version)
 
@@ -314,7 +314,7 @@ def test_mismatch_non_finite_logprob_fails_gate(tokens, value):
 
 def test_a_number_judges_few_tokens_too():
     table = Table()
-    samples = [sampled(table.labels[:3].numpy(), (table.score(1.0)[:3] + 0.2).numpy(), trained=True)]
+    samples = [make_sample(table.labels[:3].numpy(), (table.score(1.0)[:3] + 0.2).numpy(), in_loss=True)]
     rows = pack([Group(Problem("p", (), None), np.arange(3, dtype=np.int32), tuple(samples))], 64)[0]
     scores = [LabelLogprobs(table.score(1.0)[:3], torch.zeros(3))]
     with pytest.raises(MismatchError, match="on 3 sampled tokens"):

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from helpers import tiny_model  # noqa: E402
-from helpers.learners import alone, unsampled  # noqa: E402
+from helpers.learners import prompt_groups, single_process_learner  # noqa: E402
 from torchtune_ext.objective.loss import PolicyLoss  # noqa: E402
 from torchtune_ext.policy import from_config  # noqa: E402
 from torchtune_ext.policy.builder import build_on_meta, build_policy  # noqa: E402
@@ -86,14 +86,14 @@ def played(source):
         policy = build_policy(partial(from_config, str(source.path)), source, device, torch.float32)
         model = build_on_meta(partial(from_config, str(source.path)))
         precision = Precision(PrecisionConfig(), model, source, "float32", config, device, None)
-        learner, engine = alone(policy, PolicyLoss()), PlayedEngine()
+        learner, engine = single_process_learner(policy, PolicyLoss()), PlayedEngine()
         scored = partial(
             streamed_logprobs, make_model=partial(from_config, str(source.path)), device=device, temperature=1.0
         )
         noise = partial(measure_rounding, FullWeights(), precision, policy.model, scored)
         gate = MismatchGate(limit, noise, precision.coarsest_name, test_mean_weight=not precision.is_mixed)
         publisher = Publisher(
-            engine, learner, FullWeights(), precision, source, gate, scored, unsampled(prompts), SAMPLING
+            engine, learner, FullWeights(), precision, source, gate, scored, prompt_groups(prompts), SAMPLING
         )
         return engine, policy.model, publisher
 
@@ -132,8 +132,8 @@ def test_publish_reports_canary_metrics_and_sampling(played):
 def test_publish_canary_length_follows_max_tokens(source, played):
     engine, _, publisher = played()
     short = Publisher(
-        engine, publisher._learner, FullWeights(), publisher._precision, source, publisher._agreement, publisher._scored,
-        unsampled(PROMPTS),
+        engine, publisher._learner, FullWeights(), publisher._precision, source, publisher._gate, publisher._logprobs_fn,
+        prompt_groups(PROMPTS),
         dataclasses.replace(SAMPLING, max_tokens=3),
     )  # fmt: skip
     assert short.publish(1)["canary/mean_abs"] < 1e-5

@@ -25,7 +25,7 @@ class Recipe:
 
     def __init__(self, work):
         self.work, self.calls = work, []
-        self.stop = StopSignals(grace_s=5.0, status_message=self.standing)
+        self.stop = StopSignals(grace_s=5.0, status_message=self.status_message)
 
     def setup(self):
         self.calls.append("setup")
@@ -34,7 +34,7 @@ class Recipe:
         self.calls.append("train")
         self.work(self)
 
-    def standing(self):
+    def status_message(self):
         return "It stood at step 3"
 
     def cleanup(self):
@@ -63,9 +63,9 @@ def run(work):
 
 def stopped_and_failing(error):
     def work(recipe):
-        recipe.stop.begin_steps()
+        recipe.stop.defer_sigterm()
         os.kill(os.getpid(), signal.SIGTERM)
-        while not recipe.stop.requested:
+        while not recipe.stop.stop_requested:
             time.sleep(0.01)
         raise error
 
@@ -170,10 +170,10 @@ def test_recipe_runner_missing_rank_is_named(monkeypatch, words):
 
 def test_recipe_runner_stop_agreed_by_ranks_exits_cleanly(capsys):
     def work(recipe):
-        recipe.stop.begin_steps()
+        recipe.stop.defer_sigterm()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert recipe.stop.agreed(lambda mine: mine)
-        recipe.stop.leave()
+        assert recipe.stop.agree_to_stop(lambda mine: mine)
+        recipe.stop.raise_stopped()
 
     with pytest.raises(SystemExit) as end:
         run(work)
@@ -185,20 +185,20 @@ def test_recipe_runner_unjoinable_thread_does_not_block_exit():
     script = """
 import os, signal, threading
 from torchtune_ext.run.stop import StopSignals
-from torchtune_ext.training import life
+from torchtune_ext.training import recipe_runner
 
 class Recipe:
     def __init__(self):
-        self.stop = StopSignals(5.0, self.standing)
+        self.stop = StopSignals(5.0, self.status_message)
     def setup(self): ...
     def train(self):
         threading.Thread(target=threading.Event().wait).start()
         signal.raise_signal(signal.SIGTERM)
-    def standing(self): return "It stood at step 3"
+    def status_message(self): return "It stood at step 3"
     def cleanup(self): ...
 
-life.EXIT_S = 0.5
-life.run_recipe(Recipe)
+recipe_runner.EXIT_S = 0.5
+recipe_runner.run_recipe(Recipe)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 143 and "It stood at step 3" in done.stderr

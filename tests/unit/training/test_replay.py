@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from helpers.letter_tokens import LetterTokenizer
-from helpers.records import sampled
+from helpers.records import make_sample
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.pipeline.rollout_store import RolloutStore
 from torchtune_ext.tasks.problem_stream import ProblemStream
@@ -40,7 +40,7 @@ def settings(**own):
 
 
 def group(problem):
-    samples = [sampled([1, 2, k], [-0.1, -0.2, -0.3], outcome=Score(k, {})) for k in range(2)]
+    samples = [make_sample([1, 2, k], [-0.1, -0.2, -0.3], outcome=Score(k, {})) for k in range(2)]
     prompt = LetterTokenizer().prompt_ids(problem.messages)
     return Group(problem, np.array(prompt, np.int32), tuple(samples))
 

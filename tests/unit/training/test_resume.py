@@ -62,7 +62,7 @@ def test_resume_reports_checkpoint_and_changed_config(monkeypatch):
 class Kept:
     """Checkpoints of steps 20, the best, and 40."""
 
-    prompts = ""
+    prompt_source = ""
 
     def __init__(self, folder, accuracy=0.742):
         self.folder, self.accuracy = folder, accuracy
@@ -77,7 +77,7 @@ class Kept:
     def latest(self):
         return self.of(40)
 
-    choose = latest
+    verify_latest = latest
 
     def best(self):
         return None if self.accuracy is None else (self.of(20), self.accuracy)
@@ -85,7 +85,7 @@ class Kept:
 
 def test_find_resume_checkpoint_returns_newest_unless_run_finished(tmp_path, capsys):
     kept = Kept(tmp_path / "checkpoints")
-    folder = SimpleNamespace(run=Run("1a2b3c4d", "x", 0.0, {}), earlier={})
+    folder = SimpleNamespace(run=Run("1a2b3c4d", "x", 0.0, {}), previous_settings={})
     assert find_resume_checkpoint(kept, folder, resume=False, total=50) is None
     assert find_resume_checkpoint(kept, None, resume=True, total=50) == kept.of(40)
     assert capsys.readouterr().out == "", "other ranks are silent"
@@ -122,7 +122,7 @@ def test_status_message_of_finished_run_lists_outputs(tmp_path):
         f"report:    torchtune-ext report '{tmp_path}/a b'",
         "longer:    the same command with max_steps above 40 and resume_from_checkpoint=True",
     ]
-    kept.prompts = "the chat template mine.jinja"
+    kept.prompt_source = "the chat template mine.jinja"
     assert status_message(40, 40, kept).splitlines()[2] == (
         "prompts:   made with the chat template mine.jinja, not with the files of model_dir; saved with the model"
     )

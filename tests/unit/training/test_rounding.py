@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from helpers.fp8_models import BF16, CPU, F32, directory, policy_of, some_rows
+from helpers.fp8_models import BF16, CPU, F32, build_policy_from, make_rows, write_model_dir
 from torchtune_ext.policy import from_config, lora
 from torchtune_ext.policy.builder import build_on_meta, build_policy
 from torchtune_ext.policy.streaming import streamed_logprobs
@@ -21,7 +21,7 @@ LORA = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True}
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    return directory(tmp_path_factory.mktemp("rounding") / "model")
+    return write_model_dir(tmp_path_factory.mktemp("rounding") / "model")
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def measured(source):
             PrecisionConfig(flow=flow), meta, source, trainer, config, CPU, trained.spec, trained.publish_mode
         )
         scored = partial(streamed_logprobs, make_model=build, device=CPU, temperature=1.0)
-        return policy.model, lambda: measure_rounding(trained, precision, policy.model, scored, some_rows())
+        return policy.model, lambda: measure_rounding(trained, precision, policy.model, scored, make_rows())
 
     return make
 
@@ -69,10 +69,10 @@ def test_rounding_update_missing_on_both_sides_not_counted(measured, source):
     update_below_half_a_step(model)
     assert measure() == before > 0
     # An independent measurement: the policy in bfloat16, and the same values in float32.
-    exact, coarse = policy_of(source, None, F32), policy_of(source, None, BF16)
+    exact, coarse = build_policy_from(source, None, F32), build_policy_from(source, None, BF16)
     round_weights(exact.model)
     with torch.no_grad():
-        logprobs = [torch.cat([policy(row).logprobs_L for row in some_rows()]) for policy in (exact, coarse)]
+        logprobs = [torch.cat([policy(row).logprobs_L for row in make_rows()]) for policy in (exact, coarse)]
     assert before == pytest.approx((logprobs[0] - logprobs[1]).abs().mean().item(), rel=1e-4)
 
 

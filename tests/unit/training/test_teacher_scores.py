@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from helpers.unpacked import in_branches, make_groups, paths_of
+from helpers.unpacked import as_branched_conversations, make_groups, paths_of
 from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.training.teacher import Teacher
 
@@ -22,7 +22,7 @@ def test_teacher_scores_each_token_in_its_own_context():
         score=lambda texts: [np.array([of_path(text[: n + 1]) for n in range(1, len(text))]) for text in texts]
     )
     groups = make_groups(rng, [(5, [30, 1, 12]), (3, [24])])
-    groups = [*in_branches(rng, groups), *groups]
+    groups = [*as_branched_conversations(rng, groups), *groups]
     scored = teacher.score_groups(groups)
     assert any(sample.completion.kept_prefix_lens for group in scored for sample in group.samples)
     for group in scored:

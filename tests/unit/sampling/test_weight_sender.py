@@ -34,7 +34,7 @@ class WeightServer:
         path = os.pathsep.join([str(Path(weight_server.__file__).parents[1]), *sys.path])
         environ = {**os.environ, KEY_VARIABLE: KEY, "PYTHONPATH": path}
         self.process = subprocess.Popen([sys.executable, weight_server.__file__], env=environ, stdout=subprocess.PIPE)
-        self.life = 0
+        self.connection_number = 0
 
     def wait(self) -> "WeightServer":
         self.url = f"http://127.0.0.1:{int(self.process.stdout.readline())}"
@@ -50,15 +50,15 @@ class WeightServer:
         self.process.wait(10)
         self.process.stdout.close()
 
-    def core(self, **settings) -> ServerBackend:
+    def backend(self, **settings) -> ServerBackend:
         """A connection in the state after `ServerBackend.launch`."""
         settings = {"rpc_deadline_s": DEADLINE_S, "probe_deadline_s": 5.0} | settings
-        core = ServerBackend(EngineConfig(address=self.url, **settings), lambda step: None)
-        core.configure()
-        core._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
-        core.transfer, core.connection_id = "gloo", str(self.life)
-        SESSIONS.append(core._session)
-        return core
+        backend = ServerBackend(EngineConfig(address=self.url, **settings), lambda step: None)
+        backend.configure()
+        backend._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
+        backend.transfer, backend.connection_id = "gloo", str(self.connection_number)
+        SESSIONS.append(backend._session)
+        return backend
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def servers():
 def pair(servers):
     for server in servers[:2]:
         server.ask("/fault", fault="")
-        server.life += 1
+        server.connection_number += 1
     return servers[:2]
 
 
@@ -95,17 +95,17 @@ def weights():
     buffer.close()
 
 
-def with_courier(tmp_path, monkeypatch, scenario):
+def with_sender(tmp_path, monkeypatch, scenario):
     """Run a scenario with a weight sender, whose process has ended afterwards."""
     monkeypatch.setenv(KEY_VARIABLE, KEY)
 
     async def run():
-        courier = WeightSender(tmp_path / "sender.log")
+        sender = WeightSender(tmp_path / "sender.log")
         try:
-            return await scenario(courier)
+            return await scenario(sender)
         finally:
-            pid = sender_pid(courier)
-            await courier.stop()
+            pid = sender_pid(sender)
+            await sender.stop()
             assert not pid or not Path(f"/proc/{pid}").exists()
             while SESSIONS:
                 await SESSIONS.pop().close()
@@ -113,123 +113,123 @@ def with_courier(tmp_path, monkeypatch, scenario):
     return asyncio.run(asyncio.wait_for(run(), LONG_S))
 
 
-def sender_pid(courier):
-    return courier._sender.group if courier._sender is not None else 0
+def sender_pid(sender):
+    return sender._sender.process_group if sender._sender is not None else 0
 
 
-async def both(courier, servers, weights, version, **settings):
+async def both(sender, servers, weights, version, **settings):
     """Return the results of updates of two servers, in order."""
-    work = (courier.deliver(server.core(**settings), weights, version) for server in servers)
+    work = (sender.update_server(server.backend(**settings), weights, version) for server in servers)
     return await asyncio.gather(*work, return_exceptions=True)
 
 
 def test_each_server_is_in_a_group_that_stays(pair, weights, tmp_path, monkeypatch):
-    async def scenario(courier):
+    async def scenario(sender):
         begin = [len(server.ask("/state")["inits"]) for server in pair]
         for version in (3, 4):
-            assert await both(courier, pair, weights, version) == [None, None]
+            assert await both(sender, pair, weights, version) == [None, None]
             for server in pair:
                 state = server.ask("/state")
-                assert state["sums"] == weights.sums and state["version"] == str(version)
+                assert state["sums"] == weights.checksums and state["version"] == str(version)
         inits = [server.ask("/state")["inits"][n:] for server, n in zip(pair, begin, strict=True)]
         assert [len(each) for each in inits] == [1, 1]
         assert all(init["rank_offset"] == 1 and init["world_size"] == 2 for (init,) in inits)
         assert inits[0][0]["group"] != inits[1][0]["group"]
-        pair[0].life += 1  # one connection is new, so its group is new, too
-        assert await both(courier, pair, weights, 5) == [None, None]
+        pair[0].connection_number += 1  # one connection is new, so its group is new, too
+        assert await both(sender, pair, weights, 5) == [None, None]
         assert [len(server.ask("/state")["inits"]) for server in pair] == [begin[0] + 2, begin[1] + 1]
 
-    with_courier(tmp_path, monkeypatch, scenario)
+    with_sender(tmp_path, monkeypatch, scenario)
 
 
 def test_weight_sender_adapter_uses_its_own_messages(pair, weights, tmp_path, monkeypatch):
     weights.adapter = {"r": 4}
 
-    async def scenario(courier):
-        await courier.deliver(pair[0].core(), weights, 7)
+    async def scenario(sender):
+        await sender.update_server(pair[0].backend(), weights, 7)
         state = pair[0].ask("/state")
-        assert state["adapter"] == {"r": 4} and state["sums"] == weights.sums and state["version"] == "7"
+        assert state["adapter"] == {"r": 4} and state["sums"] == weights.checksums and state["version"] == "7"
         assert state["calls"][-3:] == ["/collective_rpc", "/update_weight_version", "/v1/load_lora_adapter"]
 
-    with_courier(tmp_path, monkeypatch, scenario)
+    with_sender(tmp_path, monkeypatch, scenario)
 
 
 def test_weight_sender_killed_at_deadline_others_get_weights(pair, weights, tmp_path, monkeypatch):
     good, stalled = pair
 
-    async def scenario(courier):
-        assert await both(courier, pair, weights, 1) == [None, None]
-        sender = sender_pid(courier)
+    async def scenario(sender):
+        assert await both(sender, pair, weights, 1) == [None, None]
+        pid = sender_pid(sender)
         stalled.ask("/fault", fault="stall")
         began = time.monotonic()
-        lost, fine = await both(courier, [stalled, good], weights, 2)
+        lost, fine = await both(sender, [stalled, good], weights, 2)
         assert time.monotonic() - began >= DEADLINE_S
         assert (
             fine is None
             and isinstance(lost, BackendCrashed)
             and "did not transfer version 2 to the server" in str(lost)
         )
-        assert sender_pid(courier) != sender and not Path(f"/proc/{sender}").exists()
+        assert sender_pid(sender) != pid and not Path(f"/proc/{pid}").exists()
         assert good.ask("/state")["version"] == "2" and stalled.ask("/state")["version"] == "1"
 
-    with_courier(tmp_path, monkeypatch, scenario)
+    with_sender(tmp_path, monkeypatch, scenario)
 
 
 def test_weight_sender_refusing_server_fails_without_delaying_other(pair, weights, tmp_path, monkeypatch):
     good, picky = pair
     picky.ask("/fault", fault="refuse")
 
-    async def scenario(courier):
-        lost, fine = await both(courier, [picky, good], weights, 8, rpc_deadline_s=LONG_S)
+    async def scenario(sender):
+        lost, fine = await both(sender, [picky, good], weights, 8, rpc_deadline_s=LONG_S)
         assert fine is None and "these weights are not wanted" in str(lost) and KEY not in str(lost)
         assert good.ask("/state")["version"] == "8"
 
-    with_courier(tmp_path, monkeypatch, scenario)
+    with_sender(tmp_path, monkeypatch, scenario)
 
 
 def test_weight_sender_killed_in_transfer_is_replaced(pair, weights, tmp_path, monkeypatch):
     stalled = pair[1]
 
-    async def scenario(courier):
+    async def scenario(sender):
         stalled.ask("/fault", fault="stall")
         begin = len(stalled.ask("/state")["calls"])
-        work = asyncio.ensure_future(courier.deliver(stalled.core(rpc_deadline_s=LONG_S), weights, 1))
+        work = asyncio.ensure_future(sender.update_server(stalled.backend(rpc_deadline_s=LONG_S), weights, 1))
         while (
             not work.done()
             and "/update_weights" not in (await asyncio.to_thread(stalled.ask, "/state"))["calls"][begin:]
         ):
             await asyncio.sleep(0.05)
-        assert sender_pid(courier) > 1
-        os.kill(sender_pid(courier), signal.SIGKILL)
+        assert sender_pid(sender) > 1
+        os.kill(sender_pid(sender), signal.SIGKILL)
         with pytest.raises(BackendCrashed, match="sender was killed by SIGKILL"):
             await work
-        await courier.deliver(pair[0].core(), weights, 6)
+        await sender.update_server(pair[0].backend(), weights, 6)
         assert pair[0].ask("/state")["version"] == "6"
 
-    with_courier(tmp_path, monkeypatch, scenario)
+    with_sender(tmp_path, monkeypatch, scenario)
 
 
 def test_weight_sender_server_crash_affects_no_other(servers, pair, weights, tmp_path, monkeypatch):
     mortal = servers[2]
     mortal.ask("/fault", fault="die")
 
-    async def scenario(courier):
-        lost, fine = await both(courier, [mortal, pair[0]], weights, 11)
+    async def scenario(sender):
+        lost, fine = await both(sender, [mortal, pair[0]], weights, 11)
         assert fine is None and isinstance(lost, BackendCrashed)
-        assert pair[0].ask("/state")["version"] == "11" and pair[0].ask("/state")["sums"] == weights.sums
+        assert pair[0].ask("/state")["version"] == "11" and pair[0].ask("/state")["sums"] == weights.checksums
 
-    with_courier(tmp_path, monkeypatch, scenario)
+    with_sender(tmp_path, monkeypatch, scenario)
 
 
 def test_weight_sender_close_cancels_running_transfer(pair, weights, tmp_path, monkeypatch):
     pair[0].ask("/fault", fault="stall")
 
-    async def scenario(courier):
-        under_way = asyncio.ensure_future(both(courier, pair, weights, 1, rpc_deadline_s=LONG_S))
+    async def scenario(sender):
+        under_way = asyncio.ensure_future(both(sender, pair, weights, 1, rpc_deadline_s=LONG_S))
         await asyncio.sleep(1.0)
         assert not under_way.done()
-        await courier.stop()
+        await sender.stop()
         first, second = await under_way
         assert isinstance(first, BackendCrashed) and "the engine was closed" in str(second)
 
-    with_courier(tmp_path, monkeypatch, scenario)
+    with_sender(tmp_path, monkeypatch, scenario)

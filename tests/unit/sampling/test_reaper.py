@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from helpers.fake_cores import SleepingCore
+from helpers.fake_backends import SleepingBackend
 from helpers.waiting import wait_until
 from torchtune_ext.run import reaper
 from torchtune_ext.sampling.engine import EngineFailed, SamplingConfig
@@ -21,30 +21,30 @@ pytestmark = pytest.mark.timeout(60)
 
 def test_reaper_killed_is_replaced_by_next_engine(make_engine, caplog):
     engine = make_engine()
-    first = engine._janitor.pid
+    first = engine._reaper.pid
     os.kill(first, signal.SIGKILL)
-    SleepingCore.instances[0].kill()
-    wait_until(lambda: len(SleepingCore.instances) == 2 and engine.stats().restarts == 1)
+    SleepingBackend.instances[0].kill()
+    wait_until(lambda: len(SleepingBackend.instances) == 2 and engine.stats().restarts == 1)
     assert engine._janitor.pid != first and "process reaper: exited with status -9" in caplog.text
-    folder, core = Path(engine._janitor.folder), SleepingCore.instances[1]
+    folder, core = Path(engine._janitor.folder), SleepingBackend.instances[1]
     engine._janitor._process.stdin.close()  # the state after the trainer was killed
     wait_until(lambda: not folder.exists() and core.process.poll() is not None)
 
 
 def test_engine_close_with_killed_reaper_succeeds(make_engine):
     engine = make_engine()
-    os.kill(engine._janitor.pid, signal.SIGKILL)
-    folder = Path(engine._janitor.folder)
+    os.kill(engine._reaper.pid, signal.SIGKILL)
+    folder = Path(engine._reaper.folder)
     engine.close()
-    assert not folder.exists() and SleepingCore.instances[0].process.poll() is not None
+    assert not folder.exists() and SleepingBackend.instances[0].process.poll() is not None
 
 
 def test_engine_close_with_stopped_reaper_succeeds(make_engine, monkeypatch):
     monkeypatch.setattr(reaper, "EXIT_TIMEOUT_S", 0.05)
     engine = make_engine()
-    os.kill(engine._janitor.pid, signal.SIGSTOP)
+    os.kill(engine._reaper.pid, signal.SIGSTOP)
     engine.close()
-    assert not Path(engine._janitor.folder).exists() and not Path(f"/proc/{engine._janitor.pid}").exists()
+    assert not Path(engine._reaper.folder).exists() and not Path(f"/proc/{engine._reaper.pid}").exists()
 
 
 def test_engine_without_working_reaper_is_ended(make_engine, monkeypatch):
@@ -54,17 +54,17 @@ def test_engine_without_working_reaper_is_ended(make_engine, monkeypatch):
         raise OSError("no more processes")
 
     monkeypatch.setattr(reaper.ProcessReaper, "set_groups", fail)
-    SleepingCore.instances[0].kill()
+    SleepingBackend.instances[0].kill()
     with pytest.raises(EngineFailed, match="3 times in a row, the last time: no more processes"):
         engine.sample([[1, 2]], 1, SamplingConfig(max_tokens=4))
-    wait_until(lambda: all(core.process.poll() is not None for core in SleepingCore.instances))
+    wait_until(lambda: all(backend.process.poll() is not None for backend in SleepingBackend.instances))
 
 
 def test_reaper_guard_after_close_raises(make_engine):
     engine = make_engine()
     engine.close()
     with pytest.raises(OSError, match="closed"):
-        engine._janitor.guard([1])
+        engine._reaper.set_groups([1])
 
 
 SHARER = """

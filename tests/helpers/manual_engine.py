@@ -10,10 +10,10 @@ from torchtune_ext.tasks.task import Problem, Score
 
 SEED, PROBLEMS, SAMPLES = 3, 100, 2
 # Seed -> (step, refill round).
-MEANT = {sampling_seed(SEED, step, refill): (step, refill) for step in range(200) for refill in range(16)}
+SEED_ORIGINS = {sampling_seed(SEED, step, refill): (step, refill) for step in range(200) for refill in range(16)}
 
 
-class Numbered:
+class NumberedTask:
     """Problem i has the id i and the prompt i. The reward is the length of the text; some texts fail in grading or take long."""
 
     def __len__(self):
@@ -30,32 +30,32 @@ class Numbered:
 
 
 @dataclass
-class Call:
+class GroupRequest:
     """A requested group. `step` and `refill` come from its seed."""
 
     problem: str
     step: int
     refill: int
-    place: int
-    say: object = field(compare=False)
+    seed_index: int
+    on_completion: object = field(compare=False)
     future: Future = field(compare=False, default_factory=Future)
 
     def answer(self, *texts):
         for sample, text in enumerate(texts or ["xx"] * SAMPLES):
-            self.say(sample, completion(text))
+            self.on_completion(sample, completion(text))
         self.future.set_result([])
 
 
-class Told:
-    """An engine that completes requests when the test says so, or, with `at_once`, immediately."""
+class ManualEngine:
+    """An engine that completes requests when the test says so, or, with `answers_immediately`, immediately."""
 
-    def __init__(self, at_once=False):
-        self.calls, self.at_once = [], at_once
+    def __init__(self, answers_immediately=False):
+        self.requests, self.answers_immediately = [], answers_immediately
 
-    def submit(self, prompt, n, sampling, on_completion, group, priority, home=None):
+    def submit(self, prompt, n, sampling, on_completion, group, priority, affinity_key=None):
         assert n == SAMPLES and sampling.max_tokens == 8
-        step, refill = MEANT[sampling.seed]
-        self.calls.append(Call(LetterTokenizer().decode(prompt), step, refill, group, on_completion))
-        if self.at_once:
-            self.calls[-1].answer()
-        return self.calls[-1].future
+        step, refill = SEED_ORIGINS[sampling.seed]
+        self.requests.append(GroupRequest(LetterTokenizer().decode(prompt), step, refill, group, on_completion))
+        if self.answers_immediately:
+            self.requests[-1].answer()
+        return self.requests[-1].future

@@ -18,7 +18,7 @@ from torchtune_ext.sampling.weight_buffer import WeightBuffers
 CONFIG = EngineConfig(probe_interval_s=0.05, probe_deadline_s=1.0, rpc_deadline_s=5.0, start_deadline_s=5.0)
 
 
-class FakeCore:
+class FakeBackend:
     """A fake backend that records its loads. It reads each buffer in two halves, with a pause between them."""
 
     vocab_size, cache_tokens, block_size, process_group = 512, 4096, 32, 0
@@ -26,14 +26,14 @@ class FakeCore:
     def __init__(self, model_dir="", config=None, log_path=None, temp_dir="", on_step=None):
         self.on_step = on_step
         self.requests, self.last_heartbeat, self.sleep_level = {}, time.monotonic(), 0
-        self.stats_error, self.killed, self.stops = None, False, 0
+        self.stats_error, self.killed, self.num_stops = None, False, 0
         # (bytes read at the begin, bytes read at the end, version label) of each load.
-        self.loads, self.sums = [], {}
-        self.reading = threading.Event()
-        self.go_on = threading.Event()
-        self.go_on.set()
+        self.loads, self.loaded_checksums = [], {}
+        self.load_started = threading.Event()
+        self.load_allowed = threading.Event()
+        self.load_allowed.set()
         # The error that every call of this engine raises.
-        self.fail = None
+        self.error = None
 
     @property
     def is_dead(self):
@@ -52,61 +52,61 @@ class FakeCore:
         return "the fake's log"
 
     async def launch(self):
-        if self.fail is not None:
-            raise self.fail
+        if self.error is not None:
+            raise self.error
         if self.killed:
             raise BackendCrashed("killed")
 
     async def load(self, buffers, version):
-        first = [self.half(buffer, 0) for buffer in buffers]
-        self.reading.set()
-        while not self.go_on.is_set():
+        first = [self.read_half(buffer, 0) for buffer in buffers]
+        self.load_started.set()
+        while not self.load_allowed.is_set():
             await asyncio.sleep(0.001)
-        if self.fail is not None:
-            raise self.fail
+        if self.error is not None:
+            raise self.error
         if self.killed:
             raise BackendCrashed("killed in a load")
-        second = [self.half(buffer, 1) for buffer in buffers]
+        second = [self.read_half(buffer, 1) for buffer in buffers]
         for buffer in buffers:
-            self.sums |= buffer.sums
+            self.loaded_checksums |= buffer.checksums
         if buffers:
             self.loads.append((first, second, version))
         self.sleep_level, self.label = 0, version
         return 0.1, 0.05
 
     @staticmethod
-    def half(buffer, which):
+    def read_half(buffer, which):
         with open(buffer.address()["path"], "rb") as file:
             file.seek(buffer.manifest["offsets"][which])
             return file.read(1)[0]
 
     async def checksums(self):
-        return [self.sums]
+        return [self.loaded_checksums]
 
     async def weight_version(self):
         return self.label
 
     async def sleep(self, level):
-        if self.fail is not None:
-            raise self.fail
+        if self.error is not None:
+            raise self.error
         self.sleep_level = level
 
     async def ping(self, deadline_s):
-        if self.fail is not None:
-            raise self.fail
+        if self.error is not None:
+            raise self.error
         self.last_heartbeat = time.monotonic()
 
     async def stop(self):
         self.killed = True
-        self.stops += 1
+        self.num_stops += 1
 
 
-class SleepingCore(FakeCore):
+class SleepingBackend(FakeBackend):
     """A fake backend with a sleeping process and requests that never complete. Its launch blocks the thread, as in vLLM,
-    until `come_up` is set or the process is killed."""
+    until `launch_allowed` is set or the process is killed."""
 
     instances: list = []
-    come_up = threading.Event()
+    launch_allowed = threading.Event()
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -121,13 +121,13 @@ class SleepingCore(FakeCore):
 
     async def launch(self):
         self.launched.set()
-        while not self.come_up.is_set():
+        while not self.launch_allowed.is_set():
             time.sleep(0.002)
             if self.is_dead:
                 raise BackendCrashed("killed while it came up")
 
-    async def generate(self, call):
-        with call.running(self.requests):
+    async def generate(self, request):
+        with request.track_in(self.requests):
             await asyncio.sleep(60)
 
     def kill(self):
@@ -141,34 +141,34 @@ class SleepingCore(FakeCore):
         self.process.wait(5)
         # vLLM's client notices the exit after a short delay.
         await asyncio.sleep(0.01)
-        for call in list(self.requests.values()):
-            call.lose()
+        for request in list(self.requests.values()):
+            request.fail()
 
 
-class Bench:
+class ReplicaHarness:
     """An engine replica, its weight buffers, and all backends that it has started."""
 
     def __init__(self, config=CONFIG, version=0):
-        self.lives = []
-        self.prepare_core = lambda core: None
+        self.backends = []
+        self.prepare_backend = lambda backend: None
         self.buffers = WeightBuffers(config.rpc_deadline_s)
-        self.pool = Pool(config, self.make, self.buffers, version)
-        (self.lane,) = self.pool.replicas
+        self.pool = Pool(config, self.make_backend, self.buffers, version)
+        (self.replica,) = self.pool.replicas
 
-    def make(self, lane):
-        core = FakeCore()
-        self.prepare_core(core)
-        self.lives.append(core)
-        return core
+    def make_backend(self, replica):
+        backend = FakeBackend()
+        self.prepare_backend(backend)
+        self.backends.append(backend)
+        return backend
 
     async def start(self):
         await self.pool.create_backends()
-        await self.lane.start()
+        await self.replica.start()
 
     def write(self, value, adapter=None):
-        self.buffers.write(weights(value), value, adapter, self.lane.version)
+        self.buffers.write(weights(value), value, adapter, self.replica.version)
 
-    def break_off(self, version):
+    def write_failing(self, version):
         """Start a weight sync whose generator fails after its first tensor."""
 
         def broken():
@@ -176,27 +176,27 @@ class Bench:
             raise ZeroDivisionError
 
         try:
-            self.buffers.write(broken(), version, None, self.lane.version)
+            self.buffers.write(broken(), version, None, self.replica.version)
         except ZeroDivisionError:
             return
         raise AssertionError("the copy did not break off")
 
 
-def run(scenario, *args, **kwargs):
-    """Run `scenario(bench)` with a started engine replica. All other arguments go to `Bench`."""
+def run_scenario(scenario, *args, **kwargs):
+    """Run `scenario(harness)` with a started engine replica. All other arguments go to `ReplicaHarness`."""
 
     async def main():
-        bench = Bench(*args, **kwargs)
-        await bench.start()
+        harness = ReplicaHarness(*args, **kwargs)
+        await harness.start()
         try:
-            await asyncio.wait_for(scenario(bench), 20)
+            await asyncio.wait_for(scenario(harness), 20)
         finally:
-            await bench.lane.close()
+            await harness.replica.close()
 
     asyncio.run(main())
 
 
-async def until(condition):
+async def poll_until(condition):
     give_up_at = time.monotonic() + 5
     while not condition():
         assert time.monotonic() < give_up_at, "did not happen in time"
