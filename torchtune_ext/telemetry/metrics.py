@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 VOLATILE_PREFIXES = ("time/", "speed/", "memory/", "engine/", "engines/", "bench/")
 _DISK_FIX = "Free disk space and resume the run; earlier lines are intact"
 _RESERVED_NAMES = ("step", "nonfinite")
-_OLD_AGE = re.compile(r"^(async/|(?:loss|mismatch)/\w+_)age_")
+_OLD_AGE = re.compile(r"^(async/|(?:loss|mismatch)/\w+_)age_(?=\d|mean$|max$)")
 
 
 class MetricLogger:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.folder import DEFAULT, RECORD_FILE, read_record
-from torchtune_ext.telemetry.metrics import read_metrics
+from torchtune_ext.telemetry.metrics import current_metric, read_metrics
 from torchtune_ext.telemetry.report_header import RunStatus, flatten_config, run_status
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def read_sweep_record(folder: Path) -> dict[str, Any]:
             raise KeyError(f"format {form}, expected {SWEEP_FORMAT}")
         sweep["name"] = sweep["name"] or folder.resolve().name
         # These lookups report a missing key before the page is built.
-        _ = sweep["metric"]["name"]
+        sweep["metric"]["name"] = current_metric(sweep["metric"]["name"])
         for run in sweep["runs"]:
             _ = run["state"], run["cause"], dict(run["parameters"])
             run["path"] = (folder / run["id"]).resolve()

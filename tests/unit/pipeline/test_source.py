@@ -70,8 +70,8 @@ def test_source_step_groups_ordered_with_staleness_metrics(make):
     wait_for(source, 3, 1, 0)
     groups, values = source.take(2)
     assert names(groups) == [call(n).problem for n in (0, 1)]
-    want = {"age_mean": 0, "age_max": 0, "buffer": 1, "running": 1, "dropped": 0, "dropped_tokens": 0}
-    want |= {"age_0": 1, "age_1": 0, "age_2": 0}
+    want = {"staleness_mean": 0, "staleness_max": 0, "buffer": 1, "running": 1, "dropped": 0, "dropped_tokens": 0}
+    want |= {"staleness_0": 1, "staleness_1": 0, "staleness_2": 0}
     assert values == {f"async/{name}": value for name, value in want.items()}
 
     # Group 4 may overtake group 2, but does not overtake group 3.

@@ -25,9 +25,9 @@ def test_reaper_killed_is_replaced_by_next_engine(make_engine, caplog):
     os.kill(first, signal.SIGKILL)
     SleepingBackend.instances[0].kill()
     wait_until(lambda: len(SleepingBackend.instances) == 2 and engine.stats().restarts == 1)
-    assert engine._janitor.pid != first and "process reaper: exited with status -9" in caplog.text
-    folder, core = Path(engine._janitor.folder), SleepingBackend.instances[1]
-    engine._janitor._process.stdin.close()  # the state after the trainer was killed
+    assert engine._reaper.pid != first and "process reaper: exited with status -9" in caplog.text
+    folder, core = Path(engine._reaper.folder), SleepingBackend.instances[1]
+    engine._reaper._process.stdin.close()  # the state after the trainer was killed
     wait_until(lambda: not folder.exists() and core.process.poll() is not None)
 
 
