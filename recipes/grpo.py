@@ -138,7 +138,7 @@ class Config:
     compile: bool = Field(default=False, description="torch.compile each layer")
     max_mismatch: PositiveFloat | Literal["auto"] = Field(
         default="auto",
-        description="mean |trainer - engine log-prob| (nats) that stops the run; auto: 2 x rounding, >= 0.001",
+        description="mean |trainer - engine log-prob| (nats) that stops the run; auto: 2 x rounding noise, >= 0.001",
     )
     checkpoints: config_records.CheckpointConfig = Field(
         default=config_records.CheckpointConfig(), description="checkpoint interval and retention"
@@ -326,8 +326,8 @@ class GRPORecipe:
                 groups, values = self.generate_rollouts()
                 groups, rollout_metrics = self.record_rollouts(groups)
 
-            # The completions in a row share one copy of their prompt. The rows of all ranks cost
-            # about the same.
+            # The completions in a row share one copy of their prompt. The rows of all ranks take
+            # about the same compute.
             with timer("pack"):
                 updates, pack_metrics = self.pack(groups)
 
@@ -395,7 +395,7 @@ class GRPORecipe:
     def record_rollouts(self, groups: list[Group]) -> tuple[list[Group], dict[str, float]]:
         """Stores all groups. Returns the groups to train on, and metrics.
 
-        Other ranks than 0 store nothing and return empty values.
+        Ranks other than 0 store nothing and return empty values.
         """
         if not self.ranks.is_main:
             return [], {}
@@ -434,7 +434,7 @@ class GRPORecipe:
         """Runs the optimizer updates of this step on this rank's rows. Returns metrics."""
         # The learning-rate schedule counts planned updates. An update that is skipped because all
         # groups had zero variance counts, too. Updates of earlier steps count as if
-        # `updates_per_step` had always had its present value.
+        # `updates_per_step` had never changed.
         self.learner.schedule_step = (self.step - 1) * self.cfg.updates_per_step
         # The proximal policy is the policy before the first update of this step. The first update
         # gets its log-probs from its own forward pass. Later updates start from a changed policy,
@@ -495,8 +495,8 @@ class GRPORecipe:
 
     def save_checkpoint(self) -> None:
         """Saves weights, optimizer, random state and recipe state. Call it on all ranks."""
-        # `source` holds the graded groups of later steps, and `throttle` the engine's concurrency
-        # limit. With both, a resumed run makes the same steps as an uninterrupted run.
+        # `source` holds the graded groups of later steps, and `throttle` holds the engine's
+        # concurrency limit. With both, a resumed run makes the same steps as an uninterrupted run.
         state = RunState(
             step=self.step,
             version=self.version,

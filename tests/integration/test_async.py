@@ -129,7 +129,7 @@ def test_replay_with_refills_and_reference_resumes_identically(full_workplace, k
     replay, words = full_workplace / "kl_replayed", ["output_dir=kl_replayed", "max_steps=2", *runs.KL]
     shutil.rmtree(replay / "checkpoints" / "step_000002")
     output = runs.run(full_workplace, "grpo_full", "resume_from_checkpoint=True", *words, ok=False)
-    assert "this checkpoint is of a replay of run" in output
+    assert "this checkpoint is from a replay of run" in output
     runs.run(full_workplace, "grpo_full", "resume_from_checkpoint=True", "replay=kl", *words)
     assert weights(replay) == weights(kl_run)
 

@@ -340,7 +340,7 @@ def test_kept_kv_cache_affects_only_in_flight_requests(engine, models, back_to_a
 
 def test_engine_publish_invalid_weights_are_refused(engine, models):
     engine.publish(models[0].named_parameters(), engine.version + 1)
-    with pytest.raises(ValueError, match="versions must grow"):
+    with pytest.raises(ValueError, match="versions must increase"):
         engine.publish(models[0].named_parameters(), engine.version)
     with pytest.raises(ValueError, match="twice"):
         engine.publish([("a", torch.ones(2)), ("a", torch.ones(2))], engine.version + 1)

@@ -214,7 +214,7 @@ def test_engine_server_recovers_from_interrupted_update(server, models, key, tmp
         with Engine("", config, str(tmp_path)) as engine:
             engine.start()
             engine.wait_ready(120)
-            with pytest.raises(EngineFailed, match="published weights leave out"):
+            with pytest.raises(EngineFailed, match="published weights lack"):
                 engine.publish(half, 1)
     else:
         memory = WeightBuffer()

@@ -83,7 +83,7 @@ def test_bad_problem_is_reported_and_stays_skipped(workplace, served):
     output = runs.run(workplace, "grpo_full", "output_dir=rows", "max_steps=4", *args)
     assert output.count(BROKEN) == 2, "once of the training rows, once of the held-out ones"
     assert output.count(LONG) == 1
-    assert "1 problem is left out of the 5 of Rows: " + BROKEN in output
+    assert "1 problem is excluded from the 5 problems of Rows: " + BROKEN in output
     lines = {line["step"]: line for line in runs.metrics(workplace / "rows")}
     assert [lines[step]["problems/skipped"] for step in (2, 3, 4)] == [2.0, 2.0, 2.0]
     assert [lines[step]["eval/skipped"] for step in (0, 2, 4)] == [1.0, 1.0, 1.0]
@@ -116,7 +116,7 @@ def test_task_without_valid_problem_fails_before_engine_start(workplace):
 def test_warmup_bad_problem_is_skipped(workplace):
     (workplace / "warmup.yaml").write_text(WARMUP)
     output = runs.run(workplace, "warmup_sft", config="warmup.yaml")
-    assert "2 problems are left out of the 8 of Rows: " + BROKEN in output
+    assert "2 problems are excluded from the 8 problems of Rows: " + BROKEN in output
     assert "; 'letters-5' (index 5): its text has " in output and "tokens, more than row_tokens=128" in output
     assert "model:     warmup/model, in Hugging Face's format: train it with model_dir=warmup/model\n" in output
 

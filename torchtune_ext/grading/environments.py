@@ -23,7 +23,7 @@ from torchtune_ext.tasks.task import ConversationTask, Environment, Message, Pro
 # "completed"           the environment returned done=True
 # "max_turns"           the environment was not done after the last turn that the task allows
 # "length"              sampling.max_tokens truncated a turn; the environment did not receive it
-# "context_overflow"    the environment's reply and another turn exceed engine.max_model_len
+# "context_overflow"    the environment's answer and another turn exceed engine.max_model_len
 # "early_stop"          sampling.early_stop_logprob stopped a turn; not passed to the environment
 # "step_timeout"        the environment exceeded its deadline; the conversation is not trained on
 # "environment_failed"  the environment raised, crashed, or returned something other than a `Turn`;
@@ -44,11 +44,11 @@ class EnvironmentWorker:
         self.task = task
         self.environment: Environment | None = None
 
-    def __call__(self, begin: tuple[Problem, int] | None, message: Message | None) -> Turn | None:
+    def __call__(self, reset_args: tuple[Problem, int] | None, message: Message | None) -> Turn | None:
         """Passes a message to the environment.
 
         Args:
-            begin: problem and seed of a new conversation, with its first message.
+            reset_args: problem and seed, with the first message of a conversation; else None.
             message: the policy's turn; None closes the environment.
 
         Raises:
@@ -60,10 +60,10 @@ class EnvironmentWorker:
             environment, self.environment = self.environment, None
             getattr(environment, "close", lambda: None)()
             return None
-        if begin is not None:
+        if reset_args is not None:
             # Games draw from Python's global random generator.
-            random.seed(begin[1])
-            self.environment = self.task.environment(*begin)
+            random.seed(reset_args[1])
+            self.environment = self.task.environment(*reset_args)
         # A restarted process does not have the conversation's environment.
         if self.environment is None:
             raise RunFailure("its process exited between two turns")
@@ -89,7 +89,8 @@ def check_turn(turn: Any) -> Turn:
             raise UsageError(f'step returned the message {message!r:.80}; write {{"role": "user", "content": "..."}}')
         if message["role"] == "assistant":
             raise UsageError(
-                "step returned a message of the assistant, whose turns only the policy writes; return the role user or tool"
+                "step returned a message of the assistant, whose turns only the policy writes; "
+                "expected the role user or tool"
             )
     if not messages and not turn.done:
         raise UsageError(
@@ -135,20 +136,20 @@ class Environments(Grader):
         return slot
 
     def step(
-        self, slot: EnvironmentSlot, message: Message, begin: tuple[Problem, int] | None = None
+        self, slot: EnvironmentSlot, message: Message, reset_args: tuple[Problem, int] | None = None
     ) -> "Future[Turn | Ungraded]":
         """Passes a turn to the environment.
 
         Args:
             slot: a slot whose `process` has resolved.
             message: the policy's turn.
-            begin: problem and seed; required with the first turn.
+            reset_args: problem and seed; required with the first turn.
 
         Returns:
             A future of the environment's turn, or of an `Ungraded` with the cause if it fails.
         """
 
-        def otherwise(kind: str, cause: str) -> Ungraded:
+        def on_failure(kind: str, cause: str) -> Ungraded:
             cause = f"the environment's process crashed: {cause}" if kind in CRASH_KINDS else cause
             return Ungraded("timed_out" if kind in ("late", "stalled") else "infra_failed", cause)
 
@@ -159,7 +160,9 @@ class Environments(Grader):
                 answer: Future[Turn | Ungraded] = Future()
                 answer.cancel()
                 return answer
-            return self.processes.submit((begin, message), self._timeout_s, otherwise, process=slot.process.result())
+            return self.processes.submit(
+                (reset_args, message), self._timeout_s, on_failure, process=slot.process.result()
+            )
 
     def release(self, slot: EnvironmentSlot) -> None:
         """Closes a conversation's environment and frees its process. A second call does nothing."""
@@ -174,7 +177,7 @@ class Environments(Grader):
             # case.
             try:
                 closed = self.processes.submit((None, None), self._timeout_s, lambda *_: None, process=process)
-            except Exception:  # noqa: BLE001 (the reason why all processes have ended)
+            except Exception:  # noqa: BLE001 (the pool has failed or is closed)
                 return
             closed.add_done_callback(lambda _: self._assign_next(process))
 

@@ -52,7 +52,7 @@ class Grader(Closing):
     The processes start in the constructor and end with this process or with `close`.
 
     Args:
-        task: the task whose texts are graded. It must be picklable.
+        task: the task whose grader is called. It must be picklable.
         workers: number of processes.
         timeout_s: time limit in seconds for one call of the task's grader.
         output: file for everything that graders print; `close` removes it if it is empty. None:
@@ -93,7 +93,7 @@ class Grader(Closing):
             A future of one outcome for each text.
         """
 
-        def otherwise(kind: str, cause: str) -> list[Outcome]:
+        def on_failure(kind: str, cause: str) -> list[Outcome]:
             cause = f"{DIED_PREFIX}: {cause}" if kind in CRASH_KINDS else cause
             if self.is_shipped and kind in ("late", "died"):
                 return [timeout_score(cause)] * len(texts)
@@ -101,7 +101,7 @@ class Grader(Closing):
 
         # A process may exit for another reason than the text. So a shipped grader gives the reward
         # 0 only after a second attempt.
-        return self.processes.submit((problem, texts), self._timeout_s, otherwise, retries=int(self.is_shipped))
+        return self.processes.submit((problem, texts), self._timeout_s, on_failure, retries=int(self.is_shipped))
 
     def grade(self, items: Sequence[tuple[Problem, str]]) -> list[Outcome]:
         """Returns one outcome for each (problem, text), in the same order."""
@@ -161,7 +161,7 @@ class GradingMonitor:
     def __init__(self) -> None:
         self._graded_step: int | None = None  # the last step with a graded text
         self._failed_steps: list[int] = []  # the steps since `_graded_step`
-        self._first = ""  # the first failure in `_failed_steps`
+        self._first_failure = ""  # the first failure in `_failed_steps`
 
     def check_step(self, step: int, outcomes: Sequence[tuple[str, Outcome]]) -> None:
         """Records outcomes of a step.
@@ -184,17 +184,18 @@ class GradingMonitor:
             return
         if not self._failed_steps:
             problem, outcome = failed[0]
-            self._first = f"problem {problem!r} {outcome.kind}: {outcome.cause}"
+            self._first_failure = f"problem {problem!r} {outcome.kind}: {outcome.cause}"
         self._failed_steps.append(step)
         if len(self._failed_steps) >= MAX_FAILED_STEPS:
             raise GradingFailed(
-                f"the grader has failed on every text of steps {self._failed_steps[0]} to {step}, so nothing is learned. The "
-                f"first failure: {self._first}. Fix: repair the grader, try it on a text (docs/custom_reward.md), then resume"
+                f"the grader has failed on every text of steps {self._failed_steps[0]} to {step}, "
+                f"so nothing is learned. The first failure: {self._first_failure}. "
+                "Fix: repair the grader, try it on a text (docs/custom_reward.md), then resume"
             )
 
 
 def is_failure(outcome: Outcome | None) -> TypeGuard[Ungraded]:
-    """Tells whether the grader failed on a text.
+    """Returns whether the grader failed on a text.
 
     A noisy measurement is not a failure of the grader.
     """

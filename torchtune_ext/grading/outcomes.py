@@ -19,8 +19,8 @@ class Ungraded:
     # kind            what happened
     # "infra_failed"  the grader raised, crashed, or returned neither a number nor a Score
     # "timed_out"     a user's grader (on a stalled machine, any grader) was killed at its deadline
-    # "noisy"         the text is a correct program, but other load disturbed the measurement of its
-    #                 speed (measured/)
+    # "noisy"         the text is a correct program, but other load on the machine disturbed the
+    #                 measurement of its speed (measured/)
     kind: str
     cause: str  # the error, for the log
 
@@ -66,7 +66,7 @@ class GradingWorker:
 
 
 def has_shipped_grader(task: Task) -> bool:
-    """Tells whether the texts of a task are graded by a function of this package."""
+    """Returns whether the texts of a task are graded by a function of this package."""
     return not hasattr(task, "grade_group") and is_shipped(getattr(task, "grade", None))
 
 

@@ -75,21 +75,21 @@ def check_grading(
     Raises:
         UsageError: a task cannot be graded.
     """
-    tried: list[Any] = []
+    checked: list[Any] = []
     for i, (task, key) in enumerate(zip(tasks, keys, strict=False)):
         if isinstance(task, SelfGradingTask):
             task.check_grading(key, tasks[:i])
         elif isinstance(task, ConversationTask):
-            if type(task) not in tried:
-                tried.append(type(task))
+            if type(task) not in checked:
+                checked.append(type(task))
                 _check_environment(task, config, key)
         elif task is not None:
             # Held-out problems mostly have the grader of the training problems: the same class, and
             # the same function if one is named. Each grader is tried once.
             own, texts = getattr(task, "__dict__", {}), samples if hasattr(task, "grade_group") and i == 0 else 1
             grader = (type(task), own.get("grade"), own.get("grade_group"), texts)
-            if grader not in tried:
-                tried.append(grader)
+            if grader not in checked:
+                checked.append(grader)
                 _check_grader(task, config, key, texts)
 
 
@@ -117,12 +117,12 @@ def answer_faults(grader: Grader, problems: Sequence[Problem]) -> list[str]:
 
 
 def _answer_faults(grader: Grader, problems: Sequence[Problem]) -> list[str]:
-    asked = []
+    submitted = []
     for problem in problems:
         texts = WRONG_ANSWER, _solution(grader.task, problem)
-        asked.append([grader.submit(problem, text) for text in texts if isinstance(text, str)])
-    outcomes = iter(gather_results([future for each in asked for future in each]))
-    return [_answer_fault([next(outcomes)[0] for _ in each]) for each in asked]
+        submitted.append([grader.submit(problem, text) for text in texts if isinstance(text, str)])
+    outcomes = iter(gather_results([future for each in submitted for future in each]))
+    return [_answer_fault([next(outcomes)[0] for _ in each]) for each in submitted]
 
 
 def _pickling_fault(problem: Problem) -> str:
@@ -146,7 +146,7 @@ def _answer_fault(outcomes: Sequence[Outcome]) -> str:
     wrong, *right = [outcome.reward for outcome in outcomes if isinstance(outcome, Score)]
     if not right:
         return "its grader gives a wrong text the reward 1 or more" if wrong >= 1.0 else ""
-    return "" if right[0] > wrong else f"its right answer gets the reward {right[0]:g}, and a wrong one {wrong:g}"
+    return "" if right[0] > wrong else f"its reference answer gets the reward {right[0]:g}, and a wrong text {wrong:g}"
 
 
 def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1) -> None:
@@ -159,17 +159,17 @@ def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1) ->
     if not problems:
         return
     solutions = [_solution(task, problem) for problem in problems]
-    name, worked = type(task).__name__, all(text is not None for text in solutions)
-    what = "its own solution" if worked else f"the text {PLACEHOLDER_ANSWER!r}"
+    name, has_solutions = type(task).__name__, all(text is not None for text in solutions)
+    what = "its own solution" if has_solutions else f"the text {PLACEHOLDER_ANSWER!r}"
     try:
         # The output is discarded: in the run, the grader prints the same into a file that is kept.
         with TemporaryDirectory() as folder, Grader(task, 1, config.timeout_s, Path(folder) / LOG_FILE_NAME) as grader:
             outcomes = []
             for problem, text in zip(problems, solutions, strict=True):
                 # A task that compares texts gets a group of the run's size.
-                group = [text if worked and isinstance(text, str) else PLACEHOLDER_ANSWER] + [PLACEHOLDER_ANSWER] * (
-                    texts - 1
-                )
+                group = [text if has_solutions and isinstance(text, str) else PLACEHOLDER_ANSWER] + [
+                    PLACEHOLDER_ANSWER
+                ] * (texts - 1)
                 outcomes.append(grader.submit(problem, *group).result()[0])
                 if outcomes[-1].kind == "timed_out":
                     raise UsageError(
@@ -183,17 +183,17 @@ def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1) ->
                     f"{len(problems)} problems can be graded. Fix: repair its `grade`"
                 )
             # An untrained model soon samples an empty text.
-            silent = grader.submit(problems[0], *[""] * texts).result()[0]
-            if isinstance(silent, Ungraded):
-                text = f"{name} fails on an empty text, which would count as ungraded: {silent.cause}"
+            empty_outcome = grader.submit(problems[0], *[""] * texts).result()[0]
+            if isinstance(empty_outcome, Ungraded):
+                text = f"{name} fails on an empty text, which would count as ungraded: {empty_outcome.cause}"
                 print_text(format_labels([("grader", text)]))
             # A user's function may require more than the answer alone, so its reward 0 is only a
             # warning.
             is_plain_function = "grade" in getattr(task, "__dict__", {}) and getattr(task, "worked", None) is None
             # A task may give only negative rewards. But if every solution gets 0 and another text
-            # no less, the grader is wrong. A grader that compares texts cannot be checked with a
-            # single text.
-            if worked and not any(rewards) and not grader.grades_groups:
+            # gets at least as much, the grader is wrong. A grader that compares texts cannot be
+            # checked with a single text.
+            if has_solutions and not any(rewards) and not grader.grades_groups:
                 others = [grader.submit(problem, PLACEHOLDER_ANSWER).result()[0] for problem in problems]
                 best = max((other.reward for other in others if isinstance(other, Score)), default=0.0)
                 if max(rewards) <= best:
@@ -209,7 +209,7 @@ def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1) ->
                         "(docs/custom_reward.md)"
                     )
     except RuntimeError as error:
-        raise UsageError(f"{key}: {name} cannot be graded: {error}") from error
+        raise UsageError(f"{key}: the grader of {name} failed: {error}") from error
 
 
 def _check_environment(task: Conversations, config: GraderConfig, key: str) -> None:
@@ -253,20 +253,20 @@ def _first_problems(task: Task, key: str) -> list[Problem]:
     Raises:
         UsageError: problems can be created, but none can be pickled.
     """
-    problems, unsent = [], ""
+    problems, last_error = [], ""
     for index in range(min(MAX_SEARCHED_PROBLEMS, len(task))):
         # A problem that cannot be created or pickled is skipped here; the run reports and skips it,
         # too.
         with suppress(Exception):
             problem = task[index]
             if fault := _pickling_fault(problem):
-                unsent = f"problem {problem.id!r}: {fault}"
+                last_error = f"problem {problem.id!r}: {fault}"
             else:
                 problems.append(problem)
         if len(problems) == NUM_TRIED_PROBLEMS:
             break
-    if unsent and not problems:
-        raise UsageError(f"{key}: none of its first problems can be graded; the last one is {unsent}")
+    if last_error and not problems:
+        raise UsageError(f"{key}: none of its first problems can be graded; the last error: {last_error}")
     return problems
 
 

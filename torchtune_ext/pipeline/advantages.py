@@ -87,8 +87,8 @@ class AdvantageConfig:
     def __post_init__(self) -> None:
         if self.pass_k > 1 and (self.baseline, self.scale) not in (("mean", "group_std"), ("mean", "none")):
             raise UsageError(
-                f"advantage.pass_k={self.pass_k} defines its own baseline and deviation; use baseline=mean, and "
-                f"scale=group_std or none, not baseline={self.baseline}, scale={self.scale}"
+                f"advantage.pass_k={self.pass_k} defines its own baseline and standard deviation; use baseline=mean, "
+                f"and scale=group_std or none, not baseline={self.baseline}, scale={self.scale}"
             )
         if self.credit == "turn" and (self.pass_k > 1 or self.scale == "batch_std"):
             raise UsageError(
@@ -141,13 +141,13 @@ def assign_advantages(
         raise UsageError(
             f"advantage.overlong={config.overlong} is a fraction of max_tokens, but max_tokens=None; pass max_tokens"
         )
-    gradable = [[s for s in group.samples if s.score is not None] for group in groups]
-    rewards = [np.array([_shaped_reward(s, config, max_tokens) for s in samples]) for samples in gradable]
+    graded = [[s for s in group.samples if s.score is not None] for group in groups]
+    rewards = [np.array([_shaped_reward(s, config, max_tokens) for s in samples]) for samples in graded]
     batch_std = np.concatenate(rewards).std() if config.scale == "batch_std" and any(map(len, rewards)) else 1.0
     results, used, lone_turns = [], 0, 0
-    for group, samples, rewards_G in zip(groups, gradable, rewards, strict=True):
-        # With equal grades, rewards differ only by the length penalty. Dividing by their std would
-        # inflate it.
+    for group, samples, rewards_G in zip(groups, graded, rewards, strict=True):
+        # If all grader rewards are equal, only the length penalty differs. Dividing by the std
+        # would inflate the penalty.
         if config.overlong and _all_equal(np.array([_raw_reward(sample) for sample in samples])):
             values = None
         elif config.credit == "turn":
@@ -158,7 +158,7 @@ def assign_advantages(
         used += values is not None
         if values is None and train_all:
             values = np.zeros(len(samples))
-        # Samples hold arrays and are not hashable. Their ids are stable while `gradable` references
+        # Samples hold arrays and are not hashable. Their ids are stable while `graded` references
         # them.
         by_sample = {} if values is None else dict(zip(map(id, samples), values, strict=True))
         results.append(
@@ -200,7 +200,7 @@ def _group_advantages(
     rewards_G: np.ndarray, config: AdvantageConfig, batch_std: float, formula: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray | None:
     """Returns the advantages of a group, float64 [G], or None for a zero-variance group."""
-    # A single sample has no comparison, and fewer than k samples have no subset of k.
+    # A baseline needs two samples, and pass@k needs k.
     if len(rewards_G) < max(2, config.pass_k):
         return None
     values_G, mean, std = rewards_G, rewards_G.mean(), rewards_G.std()
@@ -230,17 +230,17 @@ def _turn_advantages(
         group; and the number of lone turns. Only one sample reached a lone turn, so its advantage
         is 0.
     """
-    # The value of a turn is its return: the reward of the episode minus the rewards of earlier
-    # turns.
-    to_go = [
+    # The value of a turn is its reward-to-go: the reward of the episode minus the rewards of
+    # earlier turns.
+    rewards_to_go = [
         reward - np.cumsum([0.0, *s.turn_rewards])[: len(s.completion.sampled_spans)]
         for s, reward in zip(samples, rewards_G, strict=True)
     ]
-    advantages, lone = [np.zeros(len(turns)) for turns in to_go], 0
-    for t in range(max(map(len, to_go), default=0)):
-        reached = [i for i, turns in enumerate(to_go) if t < len(turns)]
+    advantages, lone = [np.zeros(len(turns)) for turns in rewards_to_go], 0
+    for t in range(max(map(len, rewards_to_go), default=0)):
+        reached = [i for i, turns in enumerate(rewards_to_go) if t < len(turns)]
         lone += len(reached) == 1
-        values = _group_advantages(np.array([to_go[i][t] for i in reached]), config, 1.0, formula)
+        values = _group_advantages(np.array([rewards_to_go[i][t] for i in reached]), config, 1.0, formula)
         for i, value in zip(reached, () if values is None else values, strict=False):
             advantages[i][t] = value
     return advantages if any(map(np.any, advantages)) else None, lone
@@ -251,17 +251,17 @@ def _all_equal(values_G: np.ndarray) -> bool:
     # Dividing by such a small std would turn the rounding into large advantages.
     if len(values_G) == 0:
         return True
-    size, spread = max(1.0, np.abs(values_G).max()), np.ptp(values_G)
-    if ROUNDING_TOLERANCE * size < spread <= TIE_TOLERANCE * size:
+    magnitude, spread = max(1.0, np.abs(values_G).max()), np.ptp(values_G)
+    if ROUNDING_TOLERANCE * magnitude < spread <= TIE_TOLERANCE * magnitude:
         _warn_of_ties()
-    return spread <= TIE_TOLERANCE * size
+    return spread <= TIE_TOLERANCE * magnitude
 
 
 @cache
 def _warn_of_ties() -> None:
     log.warning(
         "advantage: rewards of a group differ by less than %g, absolute or relative, and count as equal: it is a "
-        "zero-variance group. Scale the rewards up, or subtract their common part",
+        "zero-variance group. Scale the rewards up, or subtract a constant",
         TIE_TOLERANCE,
     )
 
@@ -305,14 +305,14 @@ def _shaped_reward(sample: Sample, config: AdvantageConfig, max_tokens: int | No
     reward = _raw_reward(sample)
     if config.truncated != "penalize":
         return reward
-    share = float(_is_truncated(sample))
+    penalty_fraction = float(_is_truncated(sample))
     # Soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13). max_tokens limits each turn of a
     # conversation, so the longest turn counts.
     if config.overlong and max_tokens is not None:
         buffer = config.overlong * max_tokens
         longest = max(stop - start for start, stop in sample.completion.sampled_spans)
-        share = max(share, min(1.0, (longest - (max_tokens - buffer)) / buffer))
-    return reward - config.penalty * share
+        penalty_fraction = max(penalty_fraction, min(1.0, (longest - (max_tokens - buffer)) / buffer))
+    return reward - config.penalty * penalty_fraction
 
 
 def _is_truncated(sample: Sample) -> bool:

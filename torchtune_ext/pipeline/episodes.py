@@ -3,8 +3,8 @@
 The prompt of the next turn is the token path so far, followed by the template's tokens for the
 environment's answer (`turn_boundary_ids`). Turns are never re-tokenized, so the policy is trained
 on the sampled tokens and contexts, and the engine finds the path in its prefix cache. With
-`history: template`, the prompt contains what the chat template keeps of older turns, in the sampled
-ids (`context_ids`). Where it differs from the path so far, the path branches.
+`history: template`, the prompt contains what the chat template keeps of older turns, as sampled ids
+(`context_ids`). Where it differs from the path so far, the path branches.
 """
 
 from collections.abc import Sequence
@@ -31,12 +31,12 @@ class Episode:
         # The context and text prefix of the last turn.
         self._context, self._thought_prefix = np.asarray(prompt, dtype=np.int32), thought_prefix
         self._turns: list[Completion] = []
-        self._kept_prefix_lens = [len(prompt)]  # per turn, the ids that its context keeps of the path so far
+        self._kept_prefix_lens = [len(prompt)]  # per turn, how many ids of the path its context keeps
         self._has_branches = False  # whether any turn keeps only a part of the path
         self._answers: list[np.ndarray] = []  # new ids between two turns, which the policy did not sample
         self._messages: list[Message] = []
         self._rewards: list[float] = []
-        self._score = Score(0.0)  # the sum over all answers
+        self._score = Score(0.0)  # the sum of the rewards so far
 
     @property
     def num_turns(self) -> int:
@@ -46,7 +46,7 @@ class Episode:
     @property
     def num_tokens(self) -> int:
         """The number of sampled tokens."""
-        return sum(len(part.tokens) for part in self._turns)
+        return sum(len(turn.tokens) for turn in self._turns)
 
     @property
     def path(self) -> list[int]:
@@ -56,7 +56,7 @@ class Episode:
     @property
     def sampled_ids(self) -> list[list[int]]:
         """The token ids of each turn."""
-        return [part.tokens.tolist() for part in self._turns]
+        return [turn.tokens.tolist() for turn in self._turns]
 
     @property
     def messages(self) -> list[Message]:
@@ -111,21 +111,21 @@ class Episode:
                 reason of a truncated last turn.
             failure: the reason for a missing score, if the environment failed.
         """
-        parts, answers = self._turns, self._answers
+        turns, answers = self._turns, self._answers
         # The ids between turns were not sampled. They get the version of the preceding turn, so
         # that no additional version appears.
-        quiet = [np.zeros(len(ids), np.float32) for ids in answers]
-        versions = [np.full(len(ids), part.versions[-1]) for part, ids in zip(parts, answers, strict=False)]
-        starts = np.cumsum([0] + [len(part.tokens) + len(ids) for part, ids in zip(parts, answers, strict=False)])
+        zero_logprobs = [np.zeros(len(ids), np.float32) for ids in answers]
+        versions = [np.full(len(ids), turn.versions[-1]) for turn, ids in zip(turns, answers, strict=False)]
+        starts = np.cumsum([0] + [len(turn.tokens) + len(ids) for turn, ids in zip(turns, answers, strict=False)])
         return Sample(
             Completion(
-                tokens=self._interleave([part.tokens for part in parts], answers),
-                logprobs=self._interleave([part.logprobs for part in parts], quiet),
-                versions=self._interleave([part.versions for part in parts], versions),
+                tokens=self._interleave([turn.tokens for turn in turns], answers),
+                logprobs=self._interleave([turn.logprobs for turn in turns], zero_logprobs),
+                versions=self._interleave([turn.versions for turn in turns], versions),
                 finish_reason=ending,
-                cached_prompt_tokens=parts[0].cached_prompt_tokens,
+                cached_prompt_tokens=turns[0].cached_prompt_tokens,
                 turns=tuple(
-                    (int(start), int(start) + len(part.tokens)) for start, part in zip(starts, parts, strict=True)
+                    (int(start), int(start) + len(turn.tokens)) for start, turn in zip(starts, turns, strict=True)
                 ),
                 kept_prefix_lens=tuple(self._kept_prefix_lens) if self._has_branches else (),
             ),

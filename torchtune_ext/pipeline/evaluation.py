@@ -115,13 +115,13 @@ def confidence_interval(means: np.ndarray) -> tuple[float, float]:
     # Wilson's interval stays in [0, 1] and has a width even if all means are equal. Its sample size
     # is the number of problems at which a binomial proportion would have the variance of this mean
     # (Franco et al., J. Surv. Stat. Methodol. 7, 2019).
-    share = mean * (1 - mean)
+    binomial_variance = mean * (1 - mean)
     # A mean of numbers in [0, 1] has at most the variance of a binomial proportion over as many
     # problems.
-    effective = max(count, share / variance) if 0 < variance < math.inf else count
+    effective = max(count, binomial_variance / variance) if 0 < variance < math.inf else count
     z = t if effective > count else Z_95
     center = (mean + z**2 / (2 * effective)) / (1 + z**2 / effective)
-    half = z / (1 + z**2 / effective) * math.sqrt(share / effective + z**2 / (4 * effective**2))
+    half = z / (1 + z**2 / effective) * math.sqrt(binomial_variance / effective + z**2 / (4 * effective**2))
     return max(0.0, center - half), min(1.0, center + half)
 
 

@@ -37,11 +37,11 @@ from torchtune_ext.sampling.types import Completion
 # Number of padded row lengths between two powers of two. Kernels are compiled for each length, so
 # there should be few. With 32 lengths, at most 3% of a row is padding.
 BUCKETS_PER_OCTAVE = 32
-# Cost of a round in addition to its rows, in tokens: kernel launches and weight all-gathers.
+# Overhead of a round (one row per rank), in tokens: kernel launches and weight all-gathers.
 ROUND_OVERHEAD_TOKENS = 512
-SIZES_PER_ROUND_COUNT = 5  # row capacities that are compared for each number of rounds
+CAPACITIES_PER_ROUND_COUNT = 5  # row capacities that are compared for each number of rounds
 PATIENCE = 8  # numbers of rounds that are tried without an improvement
-SIZE_RATIO = 1.02  # ratio between successive row capacities
+CAPACITY_RATIO = 1.02  # ratio between successive row capacities
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class Row:
 
     def to(self, device: torch.device) -> "Row":
         """Returns the row with its tensors on `device`."""
-        tensors = {name: each for name in self.__slots__ if isinstance(each := getattr(self, name), Tensor)}
-        return replace(self, **{name: each.to(device, non_blocking=True) for name, each in tensors.items()})
+        tensors = {name: value for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}
+        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class PackStats:
     labels: int = 0  # labels in the rows
     tokens_unshared: int = 0  # input tokens without prefix sharing
     tokens_ideal: int = 0  # input tokens if every prompt were stored exactly once
-    # Places that the ranks compute or wait for: in every round, its longest row times the ranks.
+    # Places that ranks compute or wait for: sum over rounds of (longest row length x ranks).
     tokens_computed: float = 0
 
     def __add__(self, other: "PackStats") -> "PackStats":
@@ -147,8 +147,8 @@ class RowLayout:
     Args:
         ranks: number of data-parallel ranks, which compute one row each per round.
         tile: rows are padded to one of a few lengths, all multiples of it; None: no padding.
-        attention_pair_cost: cost of an allowed (query, key) pair over all layers and heads. The
-            unit is all other work for a token.
+        attention_pair_cost: cost of an allowed (query, key) pair over all layers and heads, in
+            units of the cost of one token without attention.
     """
 
     ranks: int = 1
@@ -167,11 +167,11 @@ class RowLayout:
 
     def row_length(self, row: RowPlan) -> int:
         """Returns the length of a row, including padding."""
-        return self.length(sum(part.tokens for part in row))
+        return self.length(sum(segment.tokens for segment in row))
 
     def row_cost(self, row: RowPlan) -> float:
         """Returns the cost of a row, in tokens."""
-        return self.row_length(row) + self.attention_pair_cost * sum(part.attention_pairs for part in row)
+        return self.row_length(row) + self.attention_pair_cost * sum(segment.attention_pairs for segment in row)
 
     def total_round_cost(self, rows: Sequence[RowPlan], cost: Callable[[RowPlan], float]) -> float:
         """Returns the sum over rounds of the largest row cost, which all ranks wait for."""
@@ -215,21 +215,21 @@ def pack(
             unknown, or "constant" has no `aggregation_constant`.
     """
     trees = [tree for group in groups if (tree := Tree(group)).trained_samples]
-    lengths = [tree.group_size(row_tokens) for tree in trees]
+    sizes = [tree.group_size(row_tokens) for tree in trees]
     # "constant" also counts completions that are not trained on: weights do not depend on rewards.
     if num_completions is None:
         num_completions = sum(group.num_completions for group in groups)
     samples = [sample for tree in trees for sample in tree.trained_samples]
     weight_of = _label_weight_fn(samples, aggregation, aggregation_constant, num_completions)
-    planned = balance_rows(lengths, row_tokens, layout)
-    rows = [_build_row(parts, trees, weight_of, pad_id, layout.row_length(parts)) for parts in planned]
+    plans = balance_rows(sizes, row_tokens, layout)
+    rows = [_build_row(plan, trees, weight_of, pad_id, layout.row_length(plan)) for plan in plans]
     stats = PackStats(
-        rows=sum(bool(parts) for parts in planned),
-        tokens=sum(part.tokens for parts in planned for part in parts),
+        rows=sum(bool(plan) for plan in plans),
+        tokens=sum(segment.tokens for plan in plans for segment in plan),
         labels=sum(row.num_labels for row in rows),
-        tokens_unshared=sum(group.prompt + places for group in lengths for places in group.completion_lens),
-        tokens_ideal=sum(group.tokens for group in lengths),
-        tokens_computed=layout.ranks * layout.total_round_cost(planned, layout.row_length),
+        tokens_unshared=sum(size.prompt + places for size in sizes for places in size.completion_lens),
+        tokens_ideal=sum(size.tokens for size in sizes),
+        tokens_computed=layout.ranks * layout.total_round_cost(plans, layout.row_length),
     )
     return rows, stats
 
@@ -261,7 +261,7 @@ def pack_updates(
 
 
 class Tree:
-    """The trained completions of a group, after the prompt prefix that all their paths share."""
+    """The prefix tree of a group: a shared prompt prefix, then the trained completions."""
 
     def __init__(self, group: Group):
         self.group = group
@@ -283,7 +283,7 @@ class Tree:
         Raises:
             UsageError: the prompt with one of its completions does not fit into a row.
         """
-        places = tuple(len(branches.positions_N) for branches in self.layouts)
+        places = tuple(len(layout.positions_N) for layout in self.layouts)
         longest = self.shared_prefix_len + max(places)
         if longest > row_tokens:
             prompt = len(self.group.prompt_tokens)
@@ -292,7 +292,7 @@ class Tree:
                 f"completion {longest - prompt + 1}; raise row_tokens to at least {longest}, or lower max_tokens"
             )
         return GroupSize(
-            self.shared_prefix_len, places, tuple(int((each.positions_N + 1).sum()) for each in self.layouts)
+            self.shared_prefix_len, places, tuple(int((layout.positions_N + 1).sum()) for layout in self.layouts)
         )
 
 
@@ -306,30 +306,30 @@ class CompletionLayout:
     hidden_index_S: np.ndarray  # place that predicts each sampled token; -1: last place of the shared prompt
 
 
-def _lay_out_completion(prompt: int, shared: int, completion: Completion) -> CompletionLayout:
-    """Lays out a completion after the first `shared` of the `prompt` tokens of its prompt."""
+def _lay_out_completion(prompt_len: int, shared_len: int, completion: Completion) -> CompletionLayout:
+    """Lays out a completion after the first `shared_len` tokens of its prompt."""
     # Each turn continues the path before it or branches from it.
-    length = prompt + len(completion.tokens)
+    length = prompt_len + len(completion.tokens)
     # A path is a list of places. Places of the shared prompt are negative. If any completion of the
     # group branches inside the prompt, every completion stores its own copy of the prompt's rest.
-    path, tokens = np.arange(prompt) - shared, [np.arange(shared, prompt)]
-    positions, ends, sources = [np.arange(shared, prompt)], np.full(length, -1), []
-    at, begin = prompt - shared, 0
+    path, tokens = np.arange(prompt_len) - shared_len, [np.arange(shared_len, prompt_len)]
+    positions, ends, hidden = [np.arange(shared_len, prompt_len)], np.full(length, -1), []
+    offset, segment_start = prompt_len - shared_len, 0
     spans, kept = completion.sampled_spans, completion.kept_prefix_lens or (length,) * len(completion.sampled_spans)
     for (start, stop), kept_len, kept_by_next_turn in zip(spans, kept, (*kept[1:], 0), strict=True):
         # This turn does not see the rest of the path.
-        ends[path[kept_len:]] = at
+        ends[path[kept_len:]] = offset
         path = path[:kept_len]
-        context, size = len(path), stop - begin
+        context, size = len(path), stop - segment_start
         # The last token of a turn is an input only if the next turn keeps it.
         size -= kept_by_next_turn < context + size
-        path = np.concatenate([path, np.arange(at, at + size)])
-        sources.append(path[context + start - begin - 1 : context + stop - begin - 1])
-        tokens.append(np.arange(prompt + begin, prompt + begin + size))
+        path = np.concatenate([path, np.arange(offset, offset + size)])
+        hidden.append(path[context + start - segment_start - 1 : context + stop - segment_start - 1])
+        tokens.append(np.arange(prompt_len + segment_start, prompt_len + segment_start + size))
         positions.append(np.arange(context, context + size))
-        at, begin = at + size, stop
-    ends[path[shared:]] = at
-    return CompletionLayout(np.concatenate(tokens), np.concatenate(positions), ends[:at], np.concatenate(sources))
+        offset, segment_start = offset + size, stop
+    ends[path[shared_len:]] = offset
+    return CompletionLayout(np.concatenate(tokens), np.concatenate(positions), ends[:offset], np.concatenate(hidden))
 
 
 def context_hashes(row: Row) -> tuple[Tensor, Tensor]:
@@ -379,25 +379,25 @@ def _build_row(
     plan: RowPlan, trees: Sequence[Tree], weight_of: Callable[[int], float], pad_id: int, row_length: int
 ) -> Row:
     tokens, positions, ends = [], [], []
-    labels, sources, logprobs, advantages, weights, versions, sample_ids = [], [], [], [], [], [], []
+    labels, hidden_index, logprobs, advantages, weights, versions, sample_ids = [], [], [], [], [], [], []
     teacher: list[np.ndarray] = []
     at = next_sample = 0
-    for part in plan:
-        tree = trees[part.group]
+    for segment in plan:
+        tree = trees[segment.group]
         prompt, shared = tree.group.prompt_tokens, tree.shared_prefix_len
         tokens.append(prompt[:shared])
         positions.append(np.arange(shared))
-        ends.append(np.full(shared, at + part.tokens))
+        ends.append(np.full(shared, at + segment.tokens))
         at += shared
         last = at - 1  # the last place of the shared prompt
-        for sample, branches in ((tree.trained_samples[i], tree.layouts[i]) for i in part.completions):
+        for sample, placed in ((tree.trained_samples[i], tree.layouts[i]) for i in segment.completions):
             # Only sampled tokens are labels. Environment tokens are masked out of the loss.
             completion, sampled_S = sample.completion, sample.completion.sampled_indices
-            tokens.append(np.concatenate([prompt, completion.tokens])[branches.tokens_N])
-            positions.append(branches.positions_N)
-            ends.append(at + branches.ends_N)
+            tokens.append(np.concatenate([prompt, completion.tokens])[placed.tokens_N])
+            positions.append(placed.positions_N)
+            ends.append(at + placed.ends_N)
             labels.append(completion.tokens[sampled_S])
-            sources.append(np.where(branches.hidden_index_S < 0, last, at + branches.hidden_index_S))
+            hidden_index.append(np.where(placed.hidden_index_S < 0, last, at + placed.hidden_index_S))
             logprobs.append(completion.logprobs[sampled_S])
             if sample.teacher_logprobs is not None:
                 teacher.append(sample.teacher_logprobs[sampled_S])
@@ -406,7 +406,7 @@ def _build_row(
             weights.append(np.full(len(sampled_S), weight_of(len(sampled_S))))
             versions.append(completion.versions[sampled_S])
             sample_ids.append(np.full(len(sampled_S), next_sample))
-            at, next_sample = at + len(branches.tokens_N), next_sample + 1
+            at, next_sample = at + len(placed.tokens_N), next_sample + 1
     # Padding sees only itself, and no other place sees padding.
     padding = row_length - at
     tokens.append(np.full(padding, pad_id))
@@ -418,7 +418,7 @@ def _build_row(
         ends_T=_tensor(ends, torch.int32),
         max_path_len=max(int(each.max(initial=-1)) for each in positions) + 1,
         labels_L=_tensor(labels, torch.int64),
-        hidden_index_L=_tensor(sources, torch.int64),
+        hidden_index_L=_tensor(hidden_index, torch.int64),
         logprobs_L=_tensor(logprobs, torch.float32),
         advantages_L=_tensor(advantages, torch.float32),
         loss_weights_L=_tensor(weights, torch.float32),
@@ -469,7 +469,7 @@ def balance_rows(groups: Sequence[GroupSize], row_tokens: int, layout: RowLayout
     while best is None or (
         rounds <= min(2 * fewest, best_rounds + PATIENCE) and total / ranks + rounds * ROUND_OVERHEAD_TOKENS < best_cost
     ):
-        # If the largest capacity fails, all fail. Many rounds grow by 3% at a time.
+        # If the largest capacity fails, all fail. With many rounds, the next try adds 3%.
         if best is None and _fill_rows(groups, largest_first, longest_first, rounds * ranks, row_tokens) is None:
             rounds += max(1, rounds // 32)
             continue
@@ -483,7 +483,7 @@ def balance_rows(groups: Sequence[GroupSize], row_tokens: int, layout: RowLayout
             if cost < best_cost:
                 best, best_cost, best_rounds = rows, cost, rounds
             tries += 1
-            if tries == SIZES_PER_ROUND_COUNT:
+            if tries == CAPACITIES_PER_ROUND_COUNT:
                 break
         rounds += 1
     return best
@@ -503,14 +503,14 @@ def partition(sizes: Sequence[float], num_bins: int) -> list[list[int]]:
         sums[smallest] += sizes[index]
         items[smallest].append(index)
     # Sort bins by their first item. Otherwise the last update would tend to get the smallest items.
-    return sorted(sorted(hand) for hand in items if hand)
+    return sorted(sorted(bin_items) for bin_items in items if bin_items)
 
 
 def _candidate_capacities(least: float, most: int) -> list[int]:
     """Returns row capacities to try, in tokens, ascending from `least` to `most`."""
     sizes = [max(math.ceil(least), 1)]
     while sizes[-1] < most:
-        sizes.append(min(math.ceil(sizes[-1] * SIZE_RATIO), most))
+        sizes.append(min(math.ceil(sizes[-1] * CAPACITY_RATIO), most))
     return sizes
 
 
@@ -519,24 +519,24 @@ def _fill_rows(
     largest_first: Sequence[int],
     longest_first: Sequence[Sequence[int]],
     num_rows: int,
-    size: int,
+    capacity: int,
 ) -> list[list[tuple[int, Sequence[int]]]] | None:
-    """Fills rows up to `size` tokens.
+    """Fills rows up to `capacity` tokens.
 
     Returns:
         For each row, [(group index, indices of its completions in this row), ...]; None if the
         groups do not fit.
     """
     rows: list[list[tuple[int, Sequence[int]]]] = [[] for _ in range(num_rows)]
-    room = [(size, row) for row in range(num_rows)]  # (free places, row), ascending
+    room = [(capacity, row) for row in range(num_rows)]  # (free places, row), ascending
     for index in largest_first:
         group, left, needed = groups[index], longest_first[index], groups[index].tokens
         while left:
             # Best fit: the row with the least room that holds the rest of the group, else the row
             # with the most room.
-            place = bisect_left(room, (needed, -1))
-            fits = place < len(room)
-            free, row = room.pop(place if fits else -1)
+            best = bisect_left(room, (needed, -1))
+            fits = best < len(room)
+            free, row = room.pop(best if fits else -1)
             taken = left if fits else _take_longest_fitting(group, left, free)
             if not taken:
                 return None
@@ -572,7 +572,7 @@ def _take_longest_fitting(group: GroupSize, candidates: Sequence[int], free: int
 
 
 def _make_row_plan(groups: Sequence[GroupSize], row: Sequence[tuple[int, Sequence[int]]]) -> RowPlan:
-    parts = []
+    plan = []
     for index, taken in row:
         group, prompt = groups[index], groups[index].prompt
         lengths = [group.completion_lens[i] for i in taken]
@@ -582,8 +582,8 @@ def _make_row_plan(groups: Sequence[GroupSize], row: Sequence[tuple[int, Sequenc
             if group.attention_pairs
             else [n * prompt + _causal_pairs(n) for n in lengths]
         )
-        parts.append(RowSegment(index, tuple(sorted(taken)), prompt + sum(lengths), _causal_pairs(prompt) + sum(pairs)))
-    return tuple(parts)
+        plan.append(RowSegment(index, tuple(sorted(taken)), prompt + sum(lengths), _causal_pairs(prompt) + sum(pairs)))
+    return tuple(plan)
 
 
 def _causal_pairs(n: int) -> int:
@@ -596,4 +596,4 @@ def _order_into_rounds(rows: Sequence[RowPlan], layout: RowLayout) -> list[RowPl
     # rank gets the most expensive row of every round.
     ordered = sorted(rows, key=layout.row_cost, reverse=True)
     rounds = [ordered[start : start + layout.ranks] for start in range(0, len(ordered), layout.ranks)]
-    return [row for k, turn in enumerate(rounds) for row in (turn if k % 2 == 0 else turn[::-1])]
+    return [row for k, members in enumerate(rounds) for row in (members if k % 2 == 0 else members[::-1])]

@@ -90,14 +90,14 @@ class PendingGroup:
     def cancel(self) -> None:
         self.cancelled = True
         # Canceling a slot's future is not enough: the slot may already hold a process.
-        for place in range(len(self.episodes)):
-            self.release_environment(place)
+        for sample_index in range(len(self.episodes)):
+            self.release_environment(sample_index)
         for future in list(self.futures):
             future.cancel()
 
     @property
     def engine_idle(self) -> bool:
-        """Whether no engine request is in flight. An environment's answer may start another."""
+        """Whether no engine request is in flight. An environment's answer may start one."""
         return not self.open_requests
 
     @property
@@ -123,15 +123,15 @@ class PendingGroup:
         if self.episodes:
             open_ = [episode for episode, sample in zip(self.episodes, self.samples, strict=True) if sample is None]
             # An unanswered turn waits for a free environment process, or for its answer.
-            asked = [each for each in open_ if each.messages and each.last_message["role"] == "assistant"]
-            seated = sum(each.slot is not None and each.slot.process.done() for each in asked)
+            waiting = [each for each in open_ if each.messages and each.last_message["role"] == "assistant"]
+            served = sum(each.slot is not None and each.slot.process.done() for each in waiting)
             return (
-                f"{since}, {len(open_)} of {len(self.samples)} conversations are not finished: {len(open_) - len(asked)} "
-                f"wait for the engine, {len(asked) - seated} for a free environment process, {seated} for the "
+                f"{since}, {len(open_)} of {len(self.samples)} conversations are not finished: {len(open_) - len(waiting)} "
+                f"wait for the engine, {len(waiting) - served} for a free environment process, {served} for the "
                 "environment's answer"
             )
-        if undrawn := self.samples.count(None):
-            return f"{since}, the engine has not ended {undrawn} of {len(self.samples)} completions"
+        if unsampled := self.samples.count(None):
+            return f"{since}, the engine has not finished {unsampled} of {len(self.samples)} completions"
         return f"{since}, {self.num_ungraded} of {len(self.samples)} texts are not graded"
 
     def to_group(self) -> Group:
@@ -163,7 +163,7 @@ class GroupStream:
         # The threads of engine and graders only put events into this queue, so they never block.
         self._events: SimpleQueue[tuple[PendingGroup, int | None, Completion | Future] | None] = SimpleQueue()
         self._finished: SimpleQueue[PendingGroup | Exception | None] = SimpleQueue()
-        # This thread handles the events, so that groups advance also outside of `wait_next`.
+        # This thread handles the events, so that groups advance even outside of `wait_next`.
         self._thread = Thread(target=self._event_loop, name="torchtune-ext-groups", daemon=True)
         self._thread.start()
 
@@ -281,12 +281,12 @@ class GroupStream:
         return self._groups[number].pending_text
 
     def check_deadline(
-        self, begun: float, deadline_s: float, awaited: Sequence[int], describe: Callable[[int], str]
+        self, wait_started: float, deadline_s: float, awaited: Sequence[int], describe: Callable[[int], str]
     ) -> None:
         """Fails if no completion or grade of any group has arrived for `deadline_s` seconds.
 
         Args:
-            begun: start of the wait (`time.monotonic`).
+            wait_started: start of the wait (`time.monotonic`).
             deadline_s: maximum seconds without a completion or grade.
             describe: group number -> name of the group in the message.
 
@@ -294,17 +294,17 @@ class GroupStream:
             DeadlineExceeded: the deadline has passed. The message describes the awaited groups.
         """
         # The time before the wait does not count: an evaluation may have used the engine then.
-        silent = time.monotonic() - max(self.last_progress_at, begun)
-        if silent <= deadline_s:
+        idle_s = time.monotonic() - max(self.last_progress_at, wait_started)
+        if idle_s <= deadline_s:
             return
         listed = "; ".join(
             f"{describe(number)}: {self.describe_pending(number)}" for number in awaited[:MAX_GROUPS_IN_MESSAGE]
         )
         more = f"; and {len(awaited) - MAX_GROUPS_IN_MESSAGE} more" if len(awaited) > MAX_GROUPS_IN_MESSAGE else ""
-        count = "1 group is" if len(awaited) == 1 else f"{len(awaited)} groups are"
+        count = "1 group" if len(awaited) == 1 else f"{len(awaited)} groups"
         raise DeadlineExceeded(
-            f"no completion and no grade came for {silent:.0f} s (rollouts.deadline_s={deadline_s:g}), while {count} waited "
-            f"for: {listed}{more}. Look at engine.log and grader.log, or raise rollouts.deadline_s"
+            f"no completion or grade arrived for {idle_s:.0f} s (rollouts.deadline_s={deadline_s:g}), waiting for "
+            f"{count}: {listed}{more}. Look at engine.log and grader.log, or raise rollouts.deadline_s"
         )
 
     def close(self) -> None:
@@ -318,8 +318,8 @@ class GroupStream:
 
     def _progress_for(self, group: PendingGroup) -> ProgressSink | None:
         # The main thread may remove the progress sink at any moment, so read it once.
-        watched = self._progress
-        return watched[0] if watched is not None and group.number < watched[1] else None
+        progress = self._progress
+        return progress[0] if progress is not None and group.number < progress[1] else None
 
     def _event_loop(self) -> None:
         while (event := self._events.get()) is not None:
@@ -386,14 +386,14 @@ class GroupStream:
         elif group.episodes:
             self._handle_answer(group, sample_index, payload.result())
         else:
-            for each, outcome in enumerate(payload.result(), start=sample_index):
-                group.set_outcome(each, outcome)
+            for index, outcome in enumerate(payload.result(), start=sample_index):
+                group.set_outcome(index, outcome)
                 self._report_reward(group, outcome)
 
     def _handle_completion(self, group: PendingGroup, sample_index: int, completion: Completion) -> None:
         text = group.add_completion(sample_index, completion)
-        if (watcher := self._progress_for(group)) is not None:
-            watcher.add(1, len(completion.tokens))
+        if (progress := self._progress_for(group)) is not None:
+            progress.add(1, len(completion.tokens))
         if not self._grader.grades_groups:
             self._enqueue_when_done(group, sample_index, self._grader.submit(group.problem, text))
         elif None not in group.samples:
@@ -410,8 +410,8 @@ class GroupStream:
     def _handle_turn(self, group: PendingGroup, sample_index: int, completion: Completion) -> None:
         episode = group.episodes[sample_index]
         episode.add_turn(completion, self._tokenizer.decode(completion.tokens.tolist()))
-        if (watcher := self._progress_for(group)) is not None:
-            watcher.add(0, len(completion.tokens))
+        if (progress := self._progress_for(group)) is not None:
+            progress.add(0, len(completion.tokens))
         if completion.finish_reason != "stop":
             # The turn is truncated, so the environment does not get it.
             self._end_episode(group, sample_index, episode.to_sample(completion.finish_reason))
@@ -446,7 +446,7 @@ class GroupStream:
             return
         try:
             prompt = self._next_context(group.problem, episode, answer)
-        except Exception as error:  # noqa: BLE001 (the template's and the tokenizer's code, on what an environment wrote)
+        except Exception as error:  # noqa: BLE001 (the template and the tokenizer, on the environment's answer)
             # The template cannot render this answer. Other conversations are not affected.
             failure = Ungraded("infra_failed", f"the environment's answer cannot be rendered: {describe_error(error)}")
             self._end_episode(group, sample_index, episode.to_sample("environment_failed", failure))
@@ -486,13 +486,13 @@ class GroupStream:
         # Release the process now: other conversations can use it before the group is finished.
         group.release_environment(sample_index)
         group.samples[sample_index] = sample
-        if (watcher := self._progress_for(group)) is not None:
-            watcher.add(1, 0)
+        if (progress := self._progress_for(group)) is not None:
+            progress.add(1, 0)
         self._report_reward(group, sample.outcome)
 
     def _report_reward(self, group: PendingGroup, outcome: Outcome | None) -> None:
-        if (watcher := self._progress_for(group)) is not None and isinstance(outcome, Score):
-            watcher.add_reward(outcome.reward)
+        if (progress := self._progress_for(group)) is not None and isinstance(outcome, Score):
+            progress.add_reward(outcome.reward)
 
     def _enqueue_when_done(self, group: PendingGroup, sample_index: int, future: Future) -> None:
         group.futures.append(future)
@@ -525,9 +525,9 @@ def sample_groups(
     try:
         for p, problem in enumerate(problems):
             stream.submit(p, problem, samples_per_prompt, sampling, p, priority)
-        missing, begun = list(range(len(problems))), time.monotonic()
+        missing, wait_started = list(range(len(problems))), time.monotonic()
         while missing:
-            stream.check_deadline(begun, deadline_s, missing, lambda p: f"problem {problems[p].id!r}")
+            stream.check_deadline(wait_started, deadline_s, missing, lambda p: f"problem {problems[p].id!r}")
             if (p := stream.wait_next(timer, SIGNAL_POLL_S)) is None:
                 continue
             missing.remove(p)
@@ -535,7 +535,7 @@ def sample_groups(
             outcomes += [sample.outcome for sample in group.samples]
             yield p, group
             # The time that the caller spends on the group does not count towards the deadline.
-            begun = time.monotonic()
+            wait_started = time.monotonic()
     finally:
         stream.close()
     log_failures(outcomes, f"grading ({kind})")
@@ -567,7 +567,7 @@ def sample_held_out(
 
     Args:
         make_progress: (number of samples, title) -> context manager of a progress sink.
-        greedy: also draw one greedy sample per problem.
+        greedy: also generate one greedy sample per problem.
 
     Returns:
         The sampled groups and, if `greedy`, the greedy groups, each in the order of the problems.

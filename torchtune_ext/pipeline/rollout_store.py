@@ -51,7 +51,7 @@ class RolloutStore:
         for step, path in rollout_paths(run_dir).items():
             if resume_step is None:
                 raise UsageError(
-                    f"{path} belongs to an earlier run; RunFolder.start_run moves it aside, resume_step continues it"
+                    f"{path} belongs to an earlier run; call RunFolder.start_run to move it, or pass resume_step"
                 )
             # The resumed run samples these steps again.
             if step >= resume_step:
@@ -84,8 +84,8 @@ class RolloutStore:
         """Logs which steps are missing because their files could not be written."""
         if self._missing:
             first, last = self._missing[0], self._missing[-1]
-            log.warning("%s lacks %d steps from %d to %d: they could not be written",
-                        self.folder, len(self._missing), first, last)  # fmt: skip
+            log.warning("rollouts: %d steps between %d and %d are missing in %s: they could not be written",
+                        len(self._missing), first, last, self.folder)  # fmt: skip
             self._missing.clear()
 
 

@@ -51,7 +51,7 @@ def make_prompt_check(tokenizer: ChatTokenizer, max_model_len: int, max_tokens: 
         max_tokens: maximum tokens of a completion (`sampling.max_tokens`).
     """
 
-    def fault(problem: Problem) -> str:
+    def reason(problem: Problem) -> str:
         try:
             tokens = len(tokenizer.prompt_ids(problem.messages, problem.tools))
         except Exception as error:  # noqa: BLE001 (the template's code, on messages that the user's task made)
@@ -66,7 +66,7 @@ def make_prompt_check(tokenizer: ChatTokenizer, max_model_len: int, max_tokens: 
             f"leaves {left}"
         )
 
-    return fault
+    return reason
 
 
 def sampling_seed(seed: int, step: int, refill_round: int = 0) -> int:
@@ -75,11 +75,11 @@ def sampling_seed(seed: int, step: int, refill_round: int = 0) -> int:
 
 
 class RolloutSource:
-    """Submits problems and returns finished groups, in the order and age that the scheduler allows.
+    """Submits problems and returns finished groups, in the order that the scheduler decides.
 
     Args:
         scheduler: selects the groups to submit, and the groups that `take` returns.
-        stream: samples and grades groups; None on other ranks than 0.
+        stream: samples and grades groups; None on ranks other than 0.
         problems: the training problems.
         num_samples: completions per prompt.
         sampling: sampling parameters; a seed derived from the group's step replaces their seed.
@@ -199,12 +199,12 @@ class RolloutSource:
 
         Raises:
             UsageError: `prompts_per_step` has changed while groups were in progress, or the
-                checkpoint is of a replay.
+                checkpoint is from a replay.
         """
         if REPLAYED_RUN_KEY in state:
             raise UsageError(
-                f"this checkpoint is of a replay of run {state[REPLAYED_RUN_KEY]} and has no position in the task; set "
-                "replay as in that run, or start a new run in another output_dir (model_dir may be a checkpoint that is "
+                f"this checkpoint is from a replay of run {state[REPLAYED_RUN_KEY]} and has no position in the task; set "
+                "replay to that run, or start a new run in another output_dir (model_dir may be a checkpoint that is "
                 "a full model)"
             )
         if self._stream is None:
@@ -260,15 +260,16 @@ class RolloutSource:
         # With staleness 0, `prefetch` submits no groups, so submit them here.
         self._submit()
         self._collect(timeout_s=0.0)
-        begun = time.monotonic()
+        wait_started = time.monotonic()
         while (ages := self.scheduler.next_batch()) is None:
             missing = self.scheduler.awaited_groups()
-            if unsent := [number for number in missing if number not in self.scheduler.running]:
+            if unsubmitted := [number for number in missing if number not in self.scheduler.running]:
                 raise RunFailure(
-                    f"version={self.scheduler.version}: {len(unsent)} groups of the next step may not be sampled before a "
-                    "newer version is published; call prefetch(version) after each weight sync, and publish once per step"
+                    f"version={self.scheduler.version}: {len(unsubmitted)} groups of the next step may not be sampled "
+                    "before a newer version is published; call prefetch(version) after each weight sync, and publish "
+                    "once per step"
                 )
-            self._active_stream.check_deadline(begun, self._deadline_s, missing, self._describe_group)
+            self._active_stream.check_deadline(wait_started, self._deadline_s, missing, self._describe_group)
             self._collect(SIGNAL_POLL_S, timer, frozenset(missing))
         groups = [self._active_stream.pop(number) for number in ages]
         for number in ages:
@@ -286,11 +287,11 @@ class RolloutSource:
         # be reused.
         for index, problem in enumerate(self._problems.next_problems(count)):
             self._submit_one(index, problem, sampling, index, self._step)
-        begun = time.monotonic()
-        while missing := [place for place in range(count) if place not in self._active_stream.finished]:
-            self._active_stream.check_deadline(begun, self._deadline_s, missing, self._describe_group)
+        wait_started = time.monotonic()
+        while missing := [index for index in range(count) if index not in self._active_stream.finished]:
+            self._active_stream.check_deadline(wait_started, self._deadline_s, missing, self._describe_group)
             self._active_stream.wait_next(timer, SIGNAL_POLL_S)
-        return [self._active_stream.pop(place) for place in range(count)]
+        return [self._active_stream.pop(index) for index in range(count)]
 
     def _resubmit_stale(self, version: int) -> None:
         # While the version grows by one per step, no group becomes too old. A resumed run with a
@@ -299,7 +300,7 @@ class RolloutSource:
             tokens = self._active_stream.cancel(number)
             self._dropped_tokens += tokens
             log.warning(
-                "group %d is too old for version %d and is sampled again; %d tokens are dropped",
+                "rollouts: group %d is too old for version %d and is sampled again; %d tokens are dropped",
                 number,
                 version,
                 tokens,

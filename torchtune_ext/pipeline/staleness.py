@@ -1,9 +1,9 @@
 """Schedules asynchronous training: which groups to submit now, and which to train on next.
 
-In asynchronous training the engine samples groups of later steps while the trainer works. The *age*
-of a group is the number of policy versions between its submission and its training. `staleness`
-bounds the age, and `prefetch_steps` is the number of steps for which groups are submitted in
-advance.
+In asynchronous training the engine samples groups of later steps while the trainer works. The
+staleness of a group is the number of policy versions between its submission and its training. The
+key `staleness` bounds it, and `prefetch_steps` is the number of steps for which groups are
+submitted in advance.
 
 `StalenessScheduler` handles only group numbers; its caller holds the groups. Groups are numbered 0,
 1, 2, ... in the order of their problems. A group that is submitted again keeps its number, problem
@@ -56,12 +56,12 @@ class StalenessScheduler:
     Args:
         prompts_per_step: groups that one step trains on.
         max_steps: steps of the whole run.
-        staleness: maximum age of a group, in policy versions.
+        staleness: maximum staleness of a group, in policy versions.
         prefetch_steps: number of steps for which groups are submitted in advance, at most
             `staleness`; None for 1, or 0 if `staleness` is 0.
 
     Raises:
-        UsageError: `staleness` or `prefetch_steps` is not a whole number from 0 on, or
+        UsageError: `staleness` or `prefetch_steps` is not a whole number of at least 0, or
             `prefetch_steps` exceeds `staleness`.
     """
 
@@ -114,13 +114,13 @@ class StalenessScheduler:
         if version > self.version:
             self.version, self.published_step = version, self.num_taken // self.batch_size
         submitted = self.running | self.finished
-        late = sorted(number for number, at in submitted.items() if version - at > self.staleness)
-        for number in late:
+        stale = sorted(number for number, start in submitted.items() if version - start > self.staleness)
+        for number in stale:
             self.running.pop(number, None)
             self.finished.pop(number, None)
-        self.to_resubmit.update(late)
-        self.num_dropped += len(late)
-        return late
+        self.to_resubmit.update(stale)
+        self.num_dropped += len(stale)
+        return stale
 
     def schedule(self) -> list[int]:
         """Marks all groups that may be submitted as running. Returns their numbers, ascending."""
@@ -150,8 +150,8 @@ class StalenessScheduler:
         """Takes the batch of the next step.
 
         Returns:
-            Number -> age of the groups to train on, lowest number first, or None while no batch is
-            complete. A batch is complete at the latest when all of `awaited_groups` are finished.
+            Number -> staleness of the groups to train on, lowest number first, or None while no
+            batch is complete. A batch is complete at the latest when all of `awaited_groups` are finished.
         """
         assert self.num_taken < self.total, f"all {self.total} groups of the run have been taken"
         if len(self.finished) < self.batch_size:
@@ -198,8 +198,8 @@ class StalenessScheduler:
         # conservative for it.
         submitted = self.running | self.finished
         return all(
-            self.version + 1 + place // self.batch_size <= submitted.get(number, self.version) + self.staleness
-            for place, number in enumerate(left)
+            self.version + 1 + k // self.batch_size <= submitted.get(number, self.version) + self.staleness
+            for k, number in enumerate(left)
         )
 
     def state_dict(self) -> SchedulerState:
@@ -237,4 +237,4 @@ class StalenessScheduler:
 
 def _require_count(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise UsageError(f"{name}={value!r} must be a whole number, 0 or more")
+        raise UsageError(f"{name}={value!r} must be a whole number of at least 0")

@@ -159,7 +159,9 @@ class HFModel:
             fix = "`model:` is larger than the files, or a file is missing; copy the files again, or change `model:`"
             if set(missing) == {"output.weight"}:
                 fix = f"if the output layer is the embedding, set tie_word_embeddings: true in {self.path / 'config.json'}"
-            raise UsageError(f"model_dir={str(self.path)!r} lacks {len(missing)} weights of the model ({first}): {fix}")
+            raise UsageError(
+                f"model_dir={str(self.path)!r} lacks {len(missing)} of the model's weights ({first}): {fix}"
+            )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (torchtune name, tensor) of every weight, one at a time."""

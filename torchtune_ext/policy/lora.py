@@ -83,7 +83,7 @@ def adapter_spec(
     attention = {name for name, module in parts if hasattr(module, "weight")}
     unknown = sorted(set(section.get("lora_attn_modules") or ()) - attention)
     if unknown:
-        raise UsageError(f"model.lora_attn_modules names {unknown}, which no layer has; there are {sorted(attention)}")
+        raise UsageError(f"model.lora_attn_modules names {unknown}, which no layer has; available: {sorted(attention)}")
     builder = str(section.get("_component_")).rpartition(".")[2]
     if not modules and (
         re.search(r"(^|_)q?lora(_|$)", builder) or any(str(key).startswith("lora_") for key in section)

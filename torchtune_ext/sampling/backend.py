@@ -67,9 +67,9 @@ class EngineRequest:
     n: int = 1  # number of requests in the group; all share this prompt
     # Each engine process gets a copy of the request, with an id that is unique in the run.
     id: str = ""
-    first_version: int = 0  # version of weights that were never published
+    first_version: int = 0  # policy version of the initial weights, which were never published
     task: asyncio.Task | None = field(default=None, init=False)  # task that runs the request
-    lost_reason: str = field(default="", init=False)  # why the engine ended first; "" if it did not
+    crash_reason: str = field(default="", init=False)  # why the engine failed the request; "" if it did not
     num_kept: int | None = field(default=None, init=False)  # tokens to keep after an early stop
     tokens: list[int] = field(default_factory=list, init=False)
     logprobs: list[float] = field(default_factory=list, init=False)
@@ -111,17 +111,17 @@ class EngineRequest:
         try:
             yield
         except asyncio.CancelledError:
-            # The caller may have cancelled the task, too. Only a cancellation by `fail` alone is a
+            # The caller may have canceled the task, too. Only a cancellation by `fail` alone is a
             # crash.
-            if self.lost_reason and task.uncancel() == 0:
-                raise BackendCrashed(self.lost_reason) from None
+            if self.crash_reason and task.uncancel() == 0:
+                raise BackendCrashed(self.crash_reason) from None
             raise
         finally:
             del requests[self.id]
 
-    def fail(self, why: str = "the engine was ended") -> None:
+    def fail(self, why: str = "the engine was stopped") -> None:
         """Ends the request with BackendCrashed."""
-        self.lost_reason = why
+        self.crash_reason = why
         if self.task is not None:
             self.task.cancel()
 
@@ -130,15 +130,15 @@ class EngineRequest:
         sampling, before = self.sampling, len(self.tokens)
         self.tokens.extend(tokens)
         self.logprobs.extend(logprobs)
-        lowest = sampling.early_stop_logprob
-        if lowest is None or self.num_kept is not None:
+        threshold = sampling.early_stop_logprob
+        if threshold is None or self.num_kept is not None:
             return False
         decay = sampling.early_stop_decay
         for count, logprob in enumerate(logprobs, before + 1):
             # The sum starts at zero, which would hide the first hundred tokens. Divided by 1 -
             # decay^t it is a weighted mean from the first token on (bias correction, as in Adam).
             self._sum = decay * self._sum + (1.0 - decay) * logprob
-            low = self._sum / (1.0 - decay**count) < lowest
+            low = self._sum / (1.0 - decay**count) < threshold
             if math.isnan(logprob) or (low and count >= sampling.early_stop_min_tokens):
                 # Truncating here makes the completion independent of how many tokens arrive at a
                 # time.
@@ -186,8 +186,8 @@ def build_requests(
         raise UsageError(f"sample: prompt {group} is empty; it needs at least one token")
     if len(ids) + sampling.max_tokens > max_model_len:
         raise UsageError(
-            f"sample: prompt {group} has {len(ids)} tokens, sampling.max_tokens is {sampling.max_tokens}: together more "
-            f"than engine.max_model_len = {max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
+            f"sample: prompt {group} has {len(ids)} tokens, sampling.max_tokens={sampling.max_tokens}: the sum "
+            f"exceeds engine.max_model_len={max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
         )
     return [EngineRequest(ids, sampling, seed, priority, group, n) for seed in group_seeds(sampling.seed, group, n)]
 
@@ -233,7 +233,7 @@ class Backend(ProcessStatus, Protocol):
 
     @property
     def stats_error(self) -> Exception | None:
-        """Error of our own code while it read the engine's counters; retires the replica."""
+        """Error in our code that reads the engine's counters; retires the replica."""
         ...
 
     def configure(self) -> None:
@@ -324,7 +324,7 @@ def mark_retrieved(task: asyncio.Future) -> None:
 
 
 async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:
-    """Awaits all of `work` and returns the results. If one fails, the others are cancelled."""
+    """Awaits all of `work` and returns the results. If one fails, the others are canceled."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return await asyncio.gather(*tasks)
@@ -340,7 +340,7 @@ async def crash_on_timeout(limit_s: float, what: str) -> AsyncIterator[None]:
 
     Args:
         limit_s: Deadline in seconds.
-        what: Event that did not happen, for the message.
+        what: What did not happen, for the message: "the sender did not start".
     """
     try:
         async with asyncio.timeout(limit_s):

@@ -172,8 +172,8 @@ class NcclSender:
             DEFAULT_PACKED_NUM_BUFFERS,
         )
 
-        with listen(address) as free:
-            port = free.getsockname()[1]
+        with listen(address) as probe:
+            port = probe.getsockname()[1]
         self.init = {
             "master_address": address,
             "master_port": port,
@@ -221,7 +221,7 @@ def serve(end: socket.socket) -> None:
             return
         for number, method, arguments in messages:
             if method == "cancel":
-                return  # the trainer has cancelled the transfer
+                return  # the trainer has canceled the transfer
             try:
                 server, *rest = arguments
                 if method == "listen":

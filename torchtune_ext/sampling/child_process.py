@@ -39,12 +39,12 @@ def pack_messages(messages: list[Any]) -> bytes:
 
 def receive_messages(end: socket.socket) -> list[Any]:
     """Reads one frame without asyncio and returns its messages. Raises EOFError, OSError."""
-    # It reads exactly one frame: the following bytes belong to the loop that runs later.
-    (length,) = _LENGTH.unpack(_exactly(end, _LENGTH.size))
-    return pickle.loads(_exactly(end, length))
+    # It reads exactly one frame: the following bytes belong to the asyncio loop.
+    (length,) = _LENGTH.unpack(_recv_exactly(end, _LENGTH.size))
+    return pickle.loads(_recv_exactly(end, length))
 
 
-def _exactly(end: socket.socket, count: int) -> bytes:
+def _recv_exactly(end: socket.socket, count: int) -> bytes:
     data = end.recv(count, socket.MSG_WAITALL)
     if len(data) != count:
         raise EOFError("the other end was closed")
@@ -64,7 +64,7 @@ class MessageChannel(asyncio.Protocol):
         self._on_messages, self._on_end = on_messages, on_end
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._waiting: list[Any] = []  # unsent messages
+        self._unsent: list[Any] = []  # unsent messages
         self._flushing = False
         self._arrived = bytearray()
 
@@ -72,7 +72,7 @@ class MessageChannel(asyncio.Protocol):
         """Sends a message, unless the other end is closed."""
         # All messages of one loop iteration are sent as one frame, which wakes the other end only
         # once.
-        self._waiting.append(message)
+        self._unsent.append(message)
         if not self._flushing:
             self._flushing = True
             self._loop.call_soon(self._flush)
@@ -86,8 +86,8 @@ class MessageChannel(asyncio.Protocol):
 
     def _flush(self) -> None:
         self._flushing = False
-        if self._transport is not None and self._waiting:
-            messages, self._waiting = self._waiting, []
+        if self._transport is not None and self._unsent:
+            messages, self._unsent = self._unsent, []
             self._transport.write(pack_messages(messages))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -121,9 +121,9 @@ class ChildProcess:
         module: str,
         log: Path,
         on_event: Callable[[str, Any], None] = lambda kind, value: None,
-        first: list[Any] | None = None,
+        first_frame: list[Any] | None = None,
         environ: Mapping[str, str] | None = None,
-        begun: ProcessHandle | None = None,
+        prestarted: ProcessHandle | None = None,
     ):
         """Starts the process without waiting.
 
@@ -132,9 +132,9 @@ class ChildProcess:
             module: Module to run (`spawn`).
             log: File for the output.
             on_event: Called with kind and value of each event.
-            first: Content of a frame before all messages.
+            first_frame: Content of the first frame, before all messages.
             environ: Environment of the process; None: `child_environment({})`.
-            begun: A prestarted process, which gets log and environment with the first frame.
+            prestarted: A prestarted process, which gets log and environment with the first frame.
 
         Raises:
             OSError: If the process cannot be started.
@@ -147,11 +147,11 @@ class ChildProcess:
         self._answers: dict[int, asyncio.Future] = {}  # pending requests by message number
         self._loop = asyncio.get_running_loop()
         with open(log, "ab", buffering=0) as out:
-            self._process, ours = begun or spawn(module, out.fileno(), environ or child_environment({}))
-        if first is not None:
-            ours.sendall(pack_messages(first))
+            self._process, ours = prestarted or spawn(module, out.fileno(), environ or child_environment({}))
+        if first_frame is not None:
+            ours.sendall(pack_messages(first_frame))
         ours.setblocking(False)
-        self._channel = MessageChannel(self._receive, self._end)
+        self._channel = MessageChannel(self._receive, self._on_disconnect)
         self._connected = self._loop.create_task(self._loop.create_connection(lambda: self._channel, sock=ours))
 
     @property
@@ -174,7 +174,7 @@ class ChildProcess:
             ValueError: If the process refuses the request.
         """
         # A message is (number, method, arguments), or (number, "cancel", ()) after the waiter was
-        # cancelled. An answer is (number, kind, value) with the kind "value", "refused" or "lost".
+        # canceled. An answer is (number, kind, value) with the kind "value", "refused" or "lost".
         # All other kinds are events.
         if self.exit_reason is not None:
             raise BackendCrashed(f"{self.exit_reason}")
@@ -195,7 +195,7 @@ class ChildProcess:
 
     async def stop(self) -> None:
         """Kills the process and fails all pending requests. May be called twice."""
-        self.exit_reason = self.exit_reason or f"{self.name} was ended"
+        self.exit_reason = self.exit_reason or f"{self.name} was stopped"
         self.kill()
         self._fail_pending()
         self._connected.cancel()
@@ -218,7 +218,7 @@ class ChildProcess:
                 else:
                     answer.set_exception(ValueError(value) if kind == "refused" else BackendCrashed(value))
 
-    def _end(self) -> None:
+    def _on_disconnect(self) -> None:
         # The connection closes shortly before the process exits.
         try:
             code = self._process.wait(1.0)
@@ -231,5 +231,5 @@ class ChildProcess:
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(BackendCrashed(self.exit_reason))
-                # asyncio prints an error that is never retrieved, and the waiter may be cancelled.
+                # asyncio prints an error that is never retrieved, and the waiter may be canceled.
                 answer.exception()

@@ -1,7 +1,7 @@
 """The process of vLLM's client: python -P -m torchtune_ext.sampling.client_process SOCKET PARENT
 
-In the trainer's process the client would hold the GIL, and training took twice as long: a request
-of eleven tokens costs 0.7 ms of Python. The first frame holds (model folder, EngineConfig, log
+In the trainer's process, the client held the GIL and training took twice as long: a request of
+eleven tokens costs 0.7 ms of Python. The first frame holds (model folder, EngineConfig, log
 path, environment). The following frames hold messages of `child_process.ChildProcess`. The events
 are (0, "step", EngineStepStats) and (0, "dead", exit reason of the engine). The engine's process
 ends with this process, and this process ends with the trainer.
@@ -68,10 +68,10 @@ class Client:
                 if number in self._tasks:
                     self._tasks[number].cancel()
                 continue
-            task = self._tasks[number] = asyncio.ensure_future(self._do(number, method, arguments))
+            task = self._tasks[number] = asyncio.ensure_future(self._handle(number, method, arguments))
             task.add_done_callback(lambda _, number=number: self._tasks.pop(number))
 
-    async def _do(self, number: int, method: str, arguments: tuple) -> None:
+    async def _handle(self, number: int, method: str, arguments: tuple) -> None:
         try:
             answer = ("value", await getattr(self, method)(*arguments))
         except ValueError as error:
@@ -79,7 +79,7 @@ class Client:
         except BackendCrashed as error:
             answer = ("lost", str(error))
         except asyncio.CancelledError:
-            return  # the trainer has cancelled the request
+            return  # the trainer has canceled the request
         except BaseException as error:
             # The trainer gets the message, and the log gets the traceback. The clause catches every
             # error, since vLLM wraps errors of the engine's process in a bare Exception.
@@ -141,7 +141,7 @@ class Client:
     def _stat_logger(self, vllm_config: Any, engine_index: int = 0) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase
 
-        frames = self._channel
+        channel = self._channel
 
         class StepLogger(StatLoggerBase):
             def __init__(self):
@@ -159,7 +159,7 @@ class Client:
                     prefix_queries=prefix.queries,
                     prefix_hits=prefix.hits,
                 )
-                frames.send((0, "step", step))
+                channel.send((0, "step", step))
 
             def log_engine_initialized(self):
                 pass
@@ -238,7 +238,7 @@ class EngineContext:
         # since OpenMP threads do not survive a fork, but this process has no OpenMP threads.
         self._client, self._context = client, multiprocessing.get_context("fork") if on_cpu() else context
 
-    def Process(self, target: Callable, kwargs: dict[str, Any], name: str) -> Any:  # noqa: N802 (their name)
+    def Process(self, target: Callable, kwargs: dict[str, Any], name: str) -> Any:  # noqa: N802 (its name there)
         end = self._client.socket.fileno() if self._context.get_start_method() == "fork" else None
         self._client.process = self._context.Process(
             target=run_engine, args=(os.getpid(), end, target, kwargs), name=name
@@ -264,7 +264,7 @@ def run_engine(parent: int, end: int | None, target: Callable, kwargs: dict[str,
     if cores := os.environ.get(CORES_VARIABLE):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     if on_cpu():
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP may have read another number
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP may have read another thread count
     Path("/proc/self/comm").write_text("vllm-engine")  # process name in `top`
     logging.basicConfig(level=LOG_LEVEL, format=f"(engine) {LOG_FORMAT}", force=True)
     # Like a checkpoint, a weight sync has no RoPE buffers and no second copy of a tied output

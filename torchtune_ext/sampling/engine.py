@@ -58,14 +58,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 30.0  # deadline in seconds of each part of `close` in the engine's thread
+CLOSE_TIMEOUT_S = 30.0  # deadline in seconds of each part of `close` in the engine's thread
 
 # The arguments are the model folder, the config, the log file of the engine, a folder for temporary
 # files, and the callback for step counters. A factory does not wait; `Backend.launch` does.
 BackendFactory = Callable[[str, EngineConfig, Path, str, Callable[[EngineStepStats], None]], Backend]
 
 
-async def _with_error_retrieved(work: Coroutine[Any, Any, Any]) -> Any:
+async def _mark_error_retrieved(work: Coroutine[Any, Any, Any]) -> Any:
     task = asyncio.current_task()
     assert task is not None
     task.add_done_callback(mark_retrieved)
@@ -92,10 +92,10 @@ class LoopThread(threading.Thread):
         Raises:
             EngineFailed: If the thread does not run.
         """
-        attended = _with_error_retrieved(work)
+        wrapped = _mark_error_retrieved(work)
         try:
             if self.is_alive():
-                future = asyncio.run_coroutine_threadsafe(attended, self._loop)
+                future = asyncio.run_coroutine_threadsafe(wrapped, self._loop)
                 self._futures.add(future)
                 future.add_done_callback(self._futures.discard)
                 # The thread may have ended since the first check, without having run the work.
@@ -105,9 +105,9 @@ class LoopThread(threading.Thread):
         except RuntimeError:
             pass  # the loop was closed since the check
         # Otherwise Python would warn of coroutines that were never awaited.
-        attended.close()
+        wrapped.close()
         work.close()
-        raise EngineFailed("the engine is not running: call start() first, and nothing after close()")
+        raise EngineFailed("the engine is not running: call start() first, and make no calls after close()")
 
     def call(self, work: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
         """Runs `work` and returns its result.
@@ -141,7 +141,8 @@ class LoopThread(threading.Thread):
         except CancelledError:
             raise EngineFailed("the engine was closed") from None
         finally:
-            # This has no effect on finished work. Otherwise the caller is leaving (Ctrl-C).
+            # This cancels the work if the caller stops waiting (Ctrl-C). Finished work is not
+            # affected.
             future.cancel()
 
     def stop(self) -> None:
@@ -274,9 +275,9 @@ class Engine:
         backends = self._pool.backends
         self._pool.kill_all()
         if self._thread.is_alive():
-            self._attempt("the engine", lambda: self._thread.call(self._pool.close(), CLOSE_S))
+            self._attempt("the engine", lambda: self._thread.call(self._pool.close(), CLOSE_TIMEOUT_S))
             if (weight_sender := self._weight_sender) is not None:
-                self._attempt("the sender", lambda: self._thread.call(weight_sender.stop(), CLOSE_S))
+                self._attempt("the sender", lambda: self._thread.call(weight_sender.stop(), CLOSE_TIMEOUT_S))
         self._attempt("its thread", self._thread.stop)
         self._attempt("the shared memory", self._buffers.close)
         if self._reaper is not None:
@@ -423,13 +424,13 @@ class Engine:
         """
         if adapter is not None and self.config.lora_rank is None:
             raise UsageError(
-                "publish: an adapter, but the engine was started without engine.lora_rank; start it with this key"
+                "publish: the tensors are an adapter, but the engine was started without engine.lora_rank; set it"
             )
         with self._publish_lock:
             if not all(future.done() for future in self._evaluation.copy()):
                 raise RunFailure(
-                    f"publish: version {version} during an evaluation of version {self.version}, which must keep its version; "
-                    f"publish after the evaluation, or cancel it"
+                    f"publish: cannot publish version {version} during an evaluation of version {self.version}; "
+                    "publish after the evaluation, or cancel it"
                 )
             buffer, copy_s = self._buffers.write(named_tensors, version, adapter, self.version)
             pause_s, load_s = self._thread.call(self._pool.load(version))

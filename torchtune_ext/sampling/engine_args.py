@@ -90,8 +90,8 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
         "weight_transfer_config": {"backend": transfer},
     }
     if config.lora_rank:
-        slots = next(rank for rank in LORA_RANKS if rank >= config.lora_rank)
-        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slots}
+        max_rank = next(rank for rank in LORA_RANKS if rank >= config.lora_rank)
+        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank}
         args |= {"lora_target_modules": list(config.lora_targets)} if config.lora_targets else {}
     if config.quantization:
         # The disk holds no quantized weights. The engine's weights are random until the first
@@ -150,8 +150,8 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
     if on_cpu():
         environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(config.threads or 1)} | MALLOC_VARIABLES
     if config.quantization:
-        # These settings leave CUTLASS. DeepGEMM would round the scales to powers of two, and a
-        # separately installed DeepGEMM sampled nonsense on an H100.
+        # With these settings vLLM uses CUTLASS. DeepGEMM would round the scales to powers of two,
+        # and a separately installed DeepGEMM produced garbage tokens on an H100.
         environ |= {"VLLM_USE_DEEP_GEMM": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
     if config.devices is not None:
         environ[CORES_VARIABLE if on_cpu() else "CUDA_VISIBLE_DEVICES"] = config.devices
@@ -164,7 +164,9 @@ def warn_ignored_variables() -> None:
     for name, key in IGNORED_VARIABLES.items():
         if os.environ.get(name):
             print_text(
-                format_labels([("engine", f"{name}={os.environ[name]} of the environment is ignored: {key} decides")])
+                format_labels(
+                    [("engine", f"environment variable {name}={os.environ[name]} is ignored; set {key} instead")]
+                )
             )
 
 
@@ -208,8 +210,8 @@ def engine_configs(config: EngineConfig) -> list[EngineConfig]:
         )
     if count <= len(cores) < count * (config.threads or 1):
         raise UsageError(
-            f"engine.threads={config.threads} of {count} engine{'s' * (count > 1)}: this process may use {len(cores)} cores; "
-            f"set engine.threads={len(cores) // count} or less"
+            f"engine.threads={config.threads} with {count} engine{'s' * (count > 1)}: this process may use "
+            f"{len(cores)} cores; set engine.threads={len(cores) // count} or less"
         )
     if len(shares) > 1:
         return [replace(config, devices=",".join(share), count=None) for share in shares]

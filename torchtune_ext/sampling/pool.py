@@ -58,7 +58,7 @@ class Pool:
         # Affinity key -> replica that has the conversation's prefix cache.
         self._affinity: WeakKeyDictionary[object, EngineReplica] = WeakKeyDictionary()
         # Time of `create_backends`, and whether all replicas have started once.
-        self._prepared, self.has_started = 0.0, False
+        self._start_time, self.has_started = 0.0, False
 
     # -- availability ------------------------------------------------------------------------------
 
@@ -104,7 +104,11 @@ class Pool:
         if replica.state is State.RETIRED and self.active_replicas and self.has_started:
             why, rest = replica.failure_cause.removeprefix(f"{replica.name} "), len(self.active_replicas)
             log.warning(
-                "%s is retired (%s); the run continues with %d of %d", replica.name, why, rest, len(self.replicas)
+                "%s is retired (%s); the run continues with %d of %d engines",
+                replica.name,
+                why,
+                rest,
+                len(self.replicas),
             )
         elif replica.state is State.STARTING and was_serving and self.others_serve(replica) and replica.num_requests:
             others_text = "the other" if len(self.serving_replicas) == 1 else f"{len(self.serving_replicas)} others"
@@ -118,7 +122,7 @@ class Pool:
 
     async def create_backends(self) -> None:
         """Starts the first process of each replica without waiting."""
-        self._prepared = time.monotonic()
+        self._start_time = time.monotonic()
         for replica in self.replicas:
             replica.backend = self.make_backend(replica)
 
@@ -133,7 +137,7 @@ class Pool:
         for replica in self.replicas:
             await replica.wait_ready()
         self.has_started = True
-        return time.monotonic() - self._prepared
+        return time.monotonic() - self._start_time
 
     def kill_all(self) -> None:
         """Kills all engines and prevents restarts; may be called from any thread."""
@@ -145,8 +149,8 @@ class Pool:
 
     async def close(self) -> None:
         """Stops all backends and ends every wait for a replica. Raises the first error."""
-        ends = await asyncio.gather(*(replica.close() for replica in self.replicas), return_exceptions=True)
-        for error in filter(None, ends):
+        results = await asyncio.gather(*(replica.close() for replica in self.replicas), return_exceptions=True)
+        for error in filter(None, results):
             raise error
 
     # -- requests ----------------------------------------------------------------------------------

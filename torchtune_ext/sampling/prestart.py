@@ -45,18 +45,18 @@ ProcessHandle = tuple[subprocess.Popen, socket.socket]
 _prestarted: ProcessHandle | None = None  # until an engine takes it
 
 
-def child_environment(more: Mapping[str, str]) -> dict[str, str]:
+def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment of a sampler process.
 
     It is the trainer's environment without torchrun's and ignored variables, with `sys.path` and
-    `more`.
+    `extra`.
     """
     env = {
         key: value
         for key, value in copy_environment().items()
         if not key.startswith(TORCHRUN_PREFIXES) and key not in IGNORED_VARIABLES
     }
-    return env | {"PYTHONPATH": os.pathsep.join(os.path.abspath(entry or ".") for entry in sys.path), **more}
+    return env | {"PYTHONPATH": os.pathsep.join(os.path.abspath(entry or ".") for entry in sys.path), **extra}
 
 
 def spawn(module: str, out: int, environ: Mapping[str, str]) -> ProcessHandle:
@@ -120,17 +120,17 @@ def vllm_cpu() -> bool:
 def take_prestarted() -> ProcessHandle | None:
     """Returns the prestarted process, once; None if it does not exist or has ended."""
     global _prestarted
-    begun, _prestarted = _prestarted, None
+    handle, _prestarted = _prestarted, None
     # The output of this process went to /dev/null. Its replacement logs the same error.
-    if begun is not None and begun[0].poll() is not None:
-        begun[1].close()
+    if handle is not None and handle[0].poll() is not None:
+        handle[1].close()
         return None
-    return begun
+    return handle
 
 
 def discard_prestarted() -> None:
     """Kills the prestarted process if no engine has taken it."""
-    if (begun := take_prestarted()) is not None:
-        begun[0].kill()
-        begun[0].wait()
-        begun[1].close()
+    if (handle := take_prestarted()) is not None:
+        handle[0].kill()
+        handle[0].wait()
+        handle[1].close()

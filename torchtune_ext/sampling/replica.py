@@ -30,7 +30,7 @@ WATCH_INTERVAL_S = 0.2  # longest time between two health checks, seconds
 PEER_POLL_S = 0.2  # seconds between two checks for another serving engine, while this one starts
 COUNTS = ("prefix_queries", "prefix_hits", "preemptions", "completed", "tokens")  # kept across restarts
 # An engine with requests has stalled after this many times `probe_deadline_s` without a step.
-# No single step takes as long.
+# No single step takes that long.
 STALL_FACTOR = 4
 
 
@@ -116,7 +116,7 @@ class EngineReplica:
         self._reports_steps = False
         self._settled = asyncio.Event()  # set while serving, retired or closed
         self._control = asyncio.Lock()  # one restart or weight sync at a time
-        self._watching: asyncio.Task | None = None
+        self._watch_task: asyncio.Task | None = None
         self._shielded_tasks: set[asyncio.Future] = set()
 
     # -- requests ----------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class EngineReplica:
                         raise
         finally:
             self.throttle.release()
-            # After the last request, the next one begins a new round of the controller.
+            # If no request is left, the next one starts a new round of the controller.
             if not self.throttle.num_held:
                 self.throttle.controller.start_round()
         self.report_finished()
@@ -235,7 +235,7 @@ class EngineReplica:
                 await self._bring_up(backend)
             except Exception as error:  # noqa: BLE001 (EngineFailed names it)
                 await self._give_up(f"{self.name} did not start: {error}", cause=error)
-        self._watching = asyncio.create_task(self._watch())
+        self._watch_task = asyncio.create_task(self._watch())
 
     async def wait_ready(self, allow_failover: bool = False) -> Backend:
         """Waits until the engine serves.
@@ -367,8 +367,8 @@ class EngineReplica:
     async def close(self) -> None:
         """Stops the backend and ends every wait for this engine."""
         self.closed = True
-        if self._watching is not None:
-            self._watching.cancel()
+        if self._watch_task is not None:
+            self._watch_task.cancel()
         backend, self.backend = self.backend, None
         try:
             if backend is not None:
@@ -394,8 +394,8 @@ class EngineReplica:
                     why = f"{self.name} failed {self.failures} times in a row, the last time: {cause}"
                     return await self._give_up(why, tail)
                 name = self.name.removeprefix("the ")
-                again = "in a row: connecting again" if self.config.address else "in a row: starting it again"
-                log.warning("%s crashed (%s), failure %d %s", name, cause, self.failures, again)
+                action = "reconnecting" if self.config.address else "restarting it"
+                log.warning("%s crashed (%s), consecutive failure %d: %s", name, cause, self.failures, action)
                 try:
                     if backend is not None:
                         await backend.stop()
@@ -516,8 +516,8 @@ class EngineReplica:
                     f"{self.name}: reading its counters failed: {backend.stats_error!r}", cause=backend.stats_error
                 )
         elif backend.is_dead and not backend.sleep_level:
-            # A sleeping engine that dies is restarted on demand: now it would take the trainer's
-            # GPU memory.
+            # A sleeping engine that crashes is restarted on demand: a restart now would take the
+            # trainer's GPU memory.
             await self.restart(backend, backend.describe_exit())
         else:
             await self._check_liveness(backend, time.monotonic())
@@ -526,7 +526,7 @@ class EngineReplica:
         """Restarts an engine that has requests but does not answer or makes no steps."""
         # A ping shows that the process answers, not that it computes. `_last_progress` shows the
         # latter.
-        config, still_s = self.config, now - self._last_progress
+        config, idle_s = self.config, now - self._last_progress
         if not backend.requests or backend.sleep_level:
             self._last_progress = now
         elif now - backend.last_heartbeat > config.probe_interval_s:
@@ -536,5 +536,5 @@ class EngineReplica:
                 # A ValueError means that the engine refuses the ping. The next `launch` reports
                 # why.
                 await self.restart(backend, str(error))
-        elif self._reports_steps and still_s > STALL_FACTOR * config.probe_deadline_s:
-            await self.restart(backend, f"it answers, but has requests and made no step for {still_s:.0f} s")
+        elif self._reports_steps and idle_s > STALL_FACTOR * config.probe_deadline_s:
+            await self.restart(backend, f"it answers, but has requests and made no step for {idle_s:.0f} s")

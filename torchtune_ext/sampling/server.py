@@ -199,8 +199,8 @@ class ServerBackend(VLLMBackend):
         needs |= {name: value for name in ("dtype", "transfer") if (value := getattr(config, name)) != "auto"}
         if needs["transfer"] not in TRANSFERS[1:]:
             needs["transfer"] = resolve_transfer(config)
-        if unlike := _diff_facts(has, needs):
-            theirs, ours = unlike
+        if differences := _diff_facts(has, needs):
+            theirs, ours = differences
             raise UsageError(
                 f"engine.address: {self.address} has {theirs}, but this run needs {ours}; start it like this: "
                 f"{self.start_command()}"
@@ -224,11 +224,11 @@ class ServerBackend(VLLMBackend):
     def require_alike(self, facts: dict[str, Any]) -> None:
         """Raises UsageError if the server has changed, or differs from the run's first server."""
         first = self.address if self.address in self.server_info else next(iter(self.server_info), self.address)
-        if unlike := _diff_facts(facts, self.server_info.get(first, facts)):
+        if differences := _diff_facts(facts, self.server_info.get(first, facts)):
             raise UsageError(
-                f"engine.address: {self.address} has {unlike[0]}, but {first} had {unlike[1]} at its first connection; all "
-                f"servers of a run must be alike: start {self.address} with the model and the flags of {first}, or leave it "
-                "out"
+                f"engine.address: {self.address} has {differences[0]}, but {first} had {differences[1]} at its first "
+                f"connection; all servers of a run must be alike: start {self.address} with the model and the flags of "
+                f"{first}, or leave it out"
             )
         self.server_info[self.address] = facts
 
@@ -351,7 +351,9 @@ class ServerBackend(VLLMBackend):
         # the sum of these deadlines, for a sender that hangs.
         assert self.weight_sender is not None
         limit_s = (1 + len(self.server_info)) * (self.config.rpc_deadline_s + SENDER_START_S)
-        await call_with_deadline(self, self.weight_sender.update_server(self, buffer, version), limit_s, "deliver")
+        await call_with_deadline(
+            self, self.weight_sender.update_server(self, buffer, version), limit_s, "update_server"
+        )
 
     async def finish_update(self, buffer: WeightBuffer, version: int) -> None:
         await super().finish_update(buffer, version)

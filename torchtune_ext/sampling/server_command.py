@@ -26,7 +26,7 @@ from torchtune_ext.sampling.types import EngineConfig
 
 log = logging.getLogger(__name__)
 DEFAULT_PORT = 8000
-KEY_VARIABLE = "TORCHTUNE_EXT_API_KEY"  # "API" keeps vLLM's bug reports, which print variables, from printing this one
+KEY_VARIABLE = "TORCHTUNE_EXT_API_KEY"  # vLLM's bug reports omit variables with "API" in the name
 GUARD = "torchtune_ext.sampling.server_command.KeyGuard"
 OPEN_PATH = "/health"  # needs no key; it returns only whether the server is up
 

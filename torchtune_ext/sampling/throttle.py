@@ -43,7 +43,7 @@ class ConcurrencyController:
         self.ceiling = ceiling
         self.limit = min(limit or 1, ceiling)
         self.is_measured = limit is not None  # until then `set_initial_limit` sets the limit
-        self.expected: int | None = None  # lowest limit that `set_initial_limit` has set
+        self.lowest_initial_limit: int | None = None  # lowest limit that `set_initial_limit` has set
         self.target = TARGET_KV_USAGE
         # Per round: its requests, and the fraction of the cache that one request used.
         self.costs: deque[tuple[int, float]] = deque(maxlen=MEMORY_ROUNDS)
@@ -83,8 +83,8 @@ class ConcurrencyController:
             room = TARGET_KV_USAGE * cache_tokens - shared
             limit = max(1, min(self.ceiling, int(room / (own + shared / samples))))
             # Until a limit is measured, the lowest limit of all groups is used.
-            if self.expected is None or limit < self.expected:
-                self.expected = self.limit = self.current_limit = limit
+            if self.lowest_initial_limit is None or limit < self.lowest_initial_limit:
+                self.lowest_initial_limit = self.limit = self.current_limit = limit
                 self.start_round()
 
     def observe(self, usage: float, running: int, waiting: int, preempted: int, blocked: bool) -> None:
@@ -194,10 +194,10 @@ class Throttle:
         size = self.size
         for queue in self._queues.values():
             while queue and self.num_held < size:
-                turn = queue.popleft()
-                if not turn.done():
+                waiter = queue.popleft()
+                if not waiter.done():
                     self.num_held += 1
-                    turn.set_result(True)
+                    waiter.set_result(True)
 
     async def acquire(self, priority: Priority) -> bool:
         """Waits for a slot, without a timeout. Returns False after `withdraw`, else True."""
@@ -205,24 +205,24 @@ class Throttle:
         if priority is Priority.CANARY or (self.num_held < self.size and not self.has_waiters):
             self.num_held += 1
             return True
-        turn, queue = asyncio.get_running_loop().create_future(), self._queues[priority]
-        queue.append(turn)
+        waiter, queue = asyncio.get_running_loop().create_future(), self._queues[priority]
+        queue.append(waiter)
         try:
-            return await turn
+            return await waiter
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.result():
+            if waiter.done() and not waiter.cancelled() and waiter.result():
                 self.release()  # the slot was granted before the cancellation
-            elif turn in queue:
-                queue.remove(turn)
+            elif waiter in queue:
+                queue.remove(waiter)
             raise
 
     def withdraw(self) -> None:
         """Rejects all waiters."""
         for queue in self._queues.values():
             while queue:
-                turn = queue.popleft()
-                if not turn.done():
-                    turn.set_result(False)
+                waiter = queue.popleft()
+                if not waiter.done():
+                    waiter.set_result(False)
 
     def release(self) -> None:
         """Releases a slot."""

@@ -20,7 +20,7 @@ CANARY_REQUESTS = 32  # maximum in flight; each engine step reserves sequences f
 class Priority(IntEnum):
     """Request priority in the throttle and in vLLM's scheduler; lower values go first."""
 
-    CANARY = 0  # bypasses the throttle: training waits for it, and it is few short requests (CANARY_REQUESTS)
+    CANARY = 0  # bypasses the throttle: training waits for its few, short requests (CANARY_REQUESTS)
     EVALUATION = 1  # belongs to one policy version: no weight sync may start while an evaluation is in flight
     TURN = 2  # later turn of a conversation; most of its prompt is still in the prefix cache
     SAMPLE = 3  # training rollouts
@@ -66,7 +66,7 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto", description="dtype of weights and KV cache in the engine; auto: the trainer's `dtype`"
     )
-    max_model_len: int = Field(default=4096, ge=1, description="most tokens of prompt + completion of one request")
+    max_model_len: int = Field(default=4096, ge=1, description="maximum tokens of prompt + completion")
     kv_cache_bytes: int | None = Field(
         default=None, ge=1, description="KV cache of each engine; null: 1 GiB on CPU, gpu_memory_utilization on GPU"
     )
@@ -78,13 +78,15 @@ class EngineConfig:
         default=None, ge=1, description="in-flight requests of one engine; null: adapts to the engine's own counters"
     )
     max_num_seqs: int | None = Field(
-        default=None, ge=1, description="requests of one engine step without the canary; null: 256 on CPU, 1024 on GPU"
+        default=None,
+        ge=1,
+        description="maximum requests per engine step, without the canary; null: 256 on CPU, 1024 on GPU",
     )
     max_num_batched_tokens: int | None = Field(
-        default=None, ge=1, description="tokens of one engine step; null: vLLM's choice"
+        default=None, ge=1, description="maximum tokens per engine step; null: vLLM's choice"
     )
     block_size: int | None = Field(
-        default=None, ge=1, description="tokens of a KV block; null: 32 on CPU, vLLM's choice on GPU"
+        default=None, ge=1, description="tokens per KV-cache block; null: 32 on CPU, vLLM's choice on GPU"
     )
     devices: str | None = Field(
         default=None,
@@ -94,7 +96,7 @@ class EngineConfig:
     threads: int | None = Field(
         default=None,
         ge=1,
-        description="threads of each engine on a CPU; null: the trainer's if it waits for a large model, else 1",
+        description="threads of each engine on a CPU; null: the trainer's, or 1 for a small model or async training",
     )
     kv_on_publish: Literal["recompute", "keep"] = Field(
         default="recompute", description="KV cache of in-flight requests after a weight sync: recompute or keep"
@@ -104,12 +106,12 @@ class EngineConfig:
     )
     address: Annotated[str | None, BeforeValidator(_one_text, json_schema_input_type=str | list[str] | None)] = Field(
         default=None,
-        description='"http://host:port" of running vLLM servers, a list or with commas; null: engines of this run. '
-        "Their API key is in TORCHTUNE_EXT_API_KEY",
+        description='"http://host:port" of running vLLM servers, a list or separated by commas; null: engines of '
+        "this run. Their API key is in TORCHTUNE_EXT_API_KEY",
     )
     transfer: Literal["auto", "shm", "nccl", "gloo"] = Field(
         default="auto",
-        description="weight transfer to servers: shared memory, or a network backend; auto: as the server says",
+        description="weight transfer to servers: shared memory, or a network backend; auto: the server's setting",
     )
     lora_rank: int | None = Field(
         default=None, ge=1, le=LORA_RANKS[-1], description="rank of published adapters; set by the recipe"
@@ -132,7 +134,7 @@ class EngineConfig:
         default=30.0, description="timeout of a health check; above the slowest engine step, seconds"
     )
     max_failures: int = Field(
-        default=3, ge=1, description="crashes in a row without a finished request that end the run"
+        default=3, ge=1, description="consecutive crashes, without a finished request, after which an engine is retired"
     )
     extra_args: dict[str, Any] = Field(default_factory=dict, description="further arguments of vLLM's AsyncEngineArgs")
 
@@ -166,7 +168,10 @@ class EngineConfig:
         gpus = f"devices={self.devices!r} with tensor_parallel_size={self.tensor_parallel_size}"
         where = f"address={self.address!r}" if self.addresses else gpus
         if count and self.count not in (None, count):
-            raise UsageError(f"engine.count={self.count}: engine.{where} makes {count}; leave engine.count out")
+            raise UsageError(
+                f"engine.count={self.count}: engine.{where} makes {count} engine{'s' * (count > 1)}; "
+                "leave engine.count out"
+            )
 
     @property
     def device_names(self) -> list[str]:
@@ -183,9 +188,9 @@ class EngineConfig:
 class SamplingConfig:
     """Keys of the `sampling:` section: the sampling parameters of completions."""
 
-    max_tokens: int = Field(ge=1, description="most tokens of a completion")
+    max_tokens: int = Field(ge=1, description="maximum tokens of a completion")
     temperature: float = Field(
-        default=1.0, ge=0, allow_inf_nan=False, description="usually 1.0; 0, greedy, only where nothing is trained"
+        default=1.0, ge=0, allow_inf_nan=False, description="usually 1.0; 0 (greedy) only for evaluation"
     )
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="nucleus sampling; below 1 log-probs are renormalized; 1: off"
@@ -196,7 +201,7 @@ class SamplingConfig:
         description="a completion ends with, and contains, the first of these; empty: the model's end tokens",
     )
     seed: int | None = Field(
-        default=None, description="seed of requests, from (seed, group, sample index); null: in a run, from `seed`"
+        default=None, description="base seed, combined with group and sample index; null: derived from the run's `seed`"
     )
     early_stop_logprob: float | None = Field(
         default=None,

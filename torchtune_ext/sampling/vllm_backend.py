@@ -58,9 +58,9 @@ class VLLMBackend(ProcessStatus):
         # A pause that clears the cache preempts every running request, like a full cache. vLLM
         # counts the preemption with the request's next token. The throttle would wrongly lower its
         # limit.
-        forgiven = min(step.preempted, self.num_self_preempted)
-        self.num_self_preempted, self._waiting = self.num_self_preempted - forgiven, step.waiting
-        self.on_step(replace(step, preempted=step.preempted - forgiven))
+        own = min(step.preempted, self.num_self_preempted)
+        self.num_self_preempted, self._waiting = self.num_self_preempted - own, step.waiting
+        self.on_step(replace(step, preempted=step.preempted - own))
 
     async def quick_call(self, method: str, /, **arguments: Any) -> Any:
         """Calls a method that the engine answers between two steps (`probe_deadline_s`).
@@ -137,7 +137,7 @@ class VLLMBackend(ProcessStatus):
             if ALREADY_ACTIVE not in str(error):
                 raise
         # A previous trainer died during an update. Finishing it gives every layer a complete set of
-        # tensors of any content, and this update then overwrites them.
+        # tensors with arbitrary contents, and this update then overwrites them.
         try:
             await self.slow_call("finish_weight_update")
             await self.slow_call("start_weight_update")
@@ -197,9 +197,16 @@ class RemoteBackend(ChildProcess, VLLMBackend):
         self.log_start = log_path.stat().st_size if log_path.exists() else 0
         environ = engine_environment(config) | prestart.CLIENT_VARIABLES | {"TMPDIR": temp_dir} | LOOPBACK_VARIABLES
         environ = child_environment(environ | {"VLLM_RPC_BASE_PATH": temp_dir})
-        first, begun = [model_dir, config, str(log_path), environ], prestart.take_prestarted()
+        first_frame, prestarted = [model_dir, config, str(log_path), environ], prestart.take_prestarted()
         ChildProcess.__init__(
-            self, "the engine's client", prestart.CLIENT_MODULE, log_path, self._handle_event, first, environ, begun
+            self,
+            "the engine's client",
+            prestart.CLIENT_MODULE,
+            log_path,
+            self._handle_event,
+            first_frame,
+            environ,
+            prestarted,
         )
 
     def configure(self) -> None:

@@ -82,10 +82,10 @@ def describe_differences(
     wrong = sorted(name for name in sent.keys() | taken.keys() if sent.get(name) != taken.get(name))
     if not wrong:
         return None
-    lost = sum(name not in taken for name in wrong)
+    num_missing = sum(name not in taken for name in wrong)
     return (
-        f"{len(wrong)} of the {len(sent)} tensors in {engine} (worker {worker}) differ from the published ones: {lost} "
-        f"missing, the others old or damaged, e.g. {', '.join(wrong[:3])}"
+        f"{len(wrong)} of the {len(sent)} tensors in {engine} (worker {worker}) differ from the published ones: "
+        f"{num_missing} missing, the others are stale or damaged, e.g. {', '.join(wrong[:3])}"
     )
 
 
@@ -302,7 +302,7 @@ class WeightBuffers:
             # A version that no engine has loaded may be published again.
             if version < current or version <= buffer.loaded_version:
                 raise UsageError(
-                    f"publish: version {version} after {max(current, buffer.loaded_version)}; versions must grow"
+                    f"publish: version {version} after {max(current, buffer.loaded_version)}; versions must increase"
                 )
             if other.manifest is not None and not other.complete:
                 raise UsageError(

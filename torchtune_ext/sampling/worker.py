@@ -63,15 +63,15 @@ class ChecksumRecorder(TorchDispatchMode):
         self.checksums: dict[str, int | None] = {}
         # Storage id -> (weak reference, byte offset -> tensor). The weak reference allows the
         # memory to be freed, but prevents another storage from getting the same id.
-        self._lent: dict[int, tuple[StorageWeakRef, dict[int, tuple[str, torch.dtype, torch.Size]]]] = {}
+        self._registered: dict[int, tuple[StorageWeakRef, dict[int, tuple[str, torch.dtype, torch.Size]]]] = {}
 
     def register(self, named: Iterable[tuple[str, torch.Tensor]]) -> Named:
         """Registers tensors, so that their copies are recognized. Returns them as a list."""
         named = list(named)
-        self._lent = {key: value for key, value in self._lent.items() if not value[0].expired()}
+        self._registered = {key: value for key, value in self._registered.items() if not value[0].expired()}
         for name, tensor in named:
             storage = tensor.untyped_storage()
-            _, begins = self._lent.setdefault(storage._cdata, (StorageWeakRef(storage), {}))
+            _, begins = self._registered.setdefault(storage._cdata, (StorageWeakRef(storage), {}))
             begins[int(tensor.storage_offset()) * tensor.itemsize] = name, tensor.dtype, tensor.shape
         return named
 
@@ -79,12 +79,12 @@ class ChecksumRecorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         # Every weight is loaded by one `copy_`, whether its layer is fused, packed or sharded.
         if func is torch.ops.aten.copy_.default and not args[0].is_meta and not args[1].is_meta:
-            lent = self._lent.get(args[1].untyped_storage()._cdata)
+            lent = self._registered.get(args[1].untyped_storage()._cdata)
             if lent is not None:
-                self._note(lent[1], *args[:2])
+                self._record(lent[1], *args[:2])
         return result
 
-    def _note(
+    def _record(
         self, lent: dict[int, tuple[str, torch.dtype, torch.Size]], target: torch.Tensor, source: torch.Tensor
     ) -> None:
         # The source may be a slice. Its published tensor is the last one that begins at or before
@@ -102,7 +102,7 @@ class ChecksumRecorder(TorchDispatchMode):
         self.checksums[name] = value if self.checksums.get(name, value) == value else None
 
 
-def _parts(name: str, packed: Mapping[str, list[str]]) -> list[str]:
+def _published_names(name: str, packed: Mapping[str, list[str]]) -> list[str]:
     """Returns the published names of a parameter.
 
     Args:
@@ -115,9 +115,9 @@ def _parts(name: str, packed: Mapping[str, list[str]]) -> list[str]:
 
 
 def require_all(missing: Collection[str]) -> None:
-    """Raises UsageError if published weights leave out parameters."""
+    """Raises UsageError if published weights lack parameters."""
     if missing:
-        raise UsageError(f"published weights leave out {len(missing)} parameters, e.g. {sorted(missing)[:3]}")
+        raise UsageError(f"published weights lack {len(missing)} parameters, e.g. {sorted(missing)[:3]}")
 
 
 def check_shapes(
@@ -131,7 +131,7 @@ def check_shapes(
     Args:
         shapes: Name -> shape of the published tensors.
         expected: Name -> parameter of this worker.
-        packed: As in `_parts`.
+        packed: As in `_published_names`.
         workers: Tensor-parallel size.
 
     Raises:
@@ -140,7 +140,7 @@ def check_shapes(
     # vLLM's own error has no details, and comes only after all bytes were sent.
     missing, wrong = [], []
     for name, parameter in expected.items():
-        parts = [name] if name in shapes else _parts(name, packed)
+        parts = [name] if name in shapes else _published_names(name, packed)
         if not set(parts) <= shapes.keys():
             missing.append(name)
         elif not _shapes_fit(
@@ -186,13 +186,14 @@ def check_quantized(
             continue
         head, _, layer = stem.rpartition(".")
         quantized = f"{head}.{fused.get(layer, layer)}.{SCALE_SUFFIX}" in parameters
-        precision = "float8_e4m3fn" if quantized else "a high precision"
+        precision = "float8_e4m3fn" if quantized else "high precision"
         if quantized != (dtype == "float8_e4m3fn"):
             raise UsageError(
-                f"published {name} is {dtype}, but the engine holds it in {precision}: the lists of layers differ"
+                f"published {name} is {dtype}, but the engine holds it in {precision}: "
+                "trainer and engine quantize different layers"
             )
         if quantized and sent.get(f"{stem}.{SCALE_SUFFIX}") != "float32":
-            raise UsageError(f"published {name} comes without {stem}.{SCALE_SUFFIX} in float32; send both")
+            raise UsageError(f"published {name} comes without {stem}.{SCALE_SUFFIX} in float32; publish both")
 
 
 @contextmanager

@@ -177,7 +177,8 @@ def check_task(
         raise UsageError(f"{key}: {name} has {length} problems; expected at least 1")
     if must_end and length > SHUFFLE_LIMIT:
         raise UsageError(
-            f"{key}: {name} never ends ({length:,} problems), but all are used. Fix: set {key}.count=256, for instance"
+            f"{key}: {name} never ends ({length:,} problems), but `{key}` uses all of them. "
+            f"Fix: set {key}.count=256, for instance"
         )
     first: ValueError | None = None
     for index in range(min(length, MAX_PROBED_PROBLEMS)):

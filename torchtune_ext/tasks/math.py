@@ -126,7 +126,7 @@ class Math(QuestionTask):
                 bad.append(f"{self[index].id} {error}")
         if bad:
             raise UsageError(
-                f"{self.name}: {len(bad)} of {len(self.examples)} right answers cannot be used: {'; '.join(bad[:3])}. "
+                f"{self.name}: {len(bad)} of {len(self.examples)} reference answers cannot be used: {'; '.join(bad[:3])}. "
                 "Fix: repair or remove these examples, or set answer: to another field"
             )
         self.examples = examples
@@ -134,7 +134,7 @@ class Math(QuestionTask):
         unread = [problem.id for problem in looked_at if not readable(problem.answer)]
         if unread:
             log.warning(
-                "%s: %d of the first %d right answers cannot be parsed as mathematics and are compared as text: %s",
+                "%s: %d of the first %d reference answers cannot be parsed as mathematics and are compared as text: %s",
                 self.name, len(unread), len(looked_at), ", ".join(unread[:5]),
             )  # fmt: skip
 

@@ -14,7 +14,7 @@ from torchtune_ext.tasks.task import AdaptiveTask, GradedGroup, Problem, Task
 
 log = logging.getLogger(__name__)
 
-# Longer tasks are generated: their problems are independent, so not shuffled.
+# Longer tasks are generated: their problems are independent, so they are not shuffled.
 SHUFFLE_LIMIT = 1 << 20
 MAX_BAD_IN_A_ROW = 1000  # consecutive unusable problems that end the run
 MAX_ANSWERS_CHECKED = 1000  # held-out problems whose reference answers are graded
@@ -51,13 +51,13 @@ class _Candidate:
     reason: str = ""  # why it cannot be used; "": usable
 
     def __str__(self) -> str:
-        place = "" if self.index is None else f"index {self.index}"
-        name = place if self.problem is None else f"{self.problem.id!r} ({place})" if place else repr(self.problem.id)
+        at = "" if self.index is None else f"index {self.index}"
+        name = at if self.problem is None else f"{self.problem.id!r} ({at})" if at else repr(self.problem.id)
         return f"{name}: {self.reason}"
 
 
 def is_adaptive(task: Task) -> TypeGuard[AdaptiveTask]:
-    """Tells whether a task selects its next problems by the results of earlier problems."""
+    """Returns whether a task selects its next problems by the results of earlier problems."""
     return hasattr(task, "observe")
 
 
@@ -113,24 +113,26 @@ class ProblemStream:
         # The loop below would never end.
         if not self._is_adaptive and len(known) >= len(self._task):
             raise UsageError(
-                f"task: the checkpoint marks all {len(self._task)} problems of the task as unusable. Fix: set task as it was, "
-                "or start a new run in another output_dir"
+                f"task: the checkpoint marks all {len(self._task)} problems of the task as unusable. "
+                "Fix: restore the earlier `task:`, or start a new run in another output_dir"
             )
-        places = range(position, position + count)
-        ahead = (
+        positions = range(position, position + count)
+        prefetched = (
             {}
             if self._is_adaptive
             else self._prefetched.result()
             if self._prefetched
-            else self._make_candidates(places, frozenset(known))
+            else self._make_candidates(positions, frozenset(known))
         )
         while len(problems) < count:
             index = self._index(position)
             if self._is_adaptive or index not in known:
-                # Positions may be missing in `ahead`, such as after unusable problems. The check
-                # measures the prompt with the tokenizer, which the run also uses, so the prefetch
-                # thread does not run it.
-                candidate = ahead.get(position) or self._check_answers({position: self._ask(index, position)})[position]
+                # Positions may be missing in `prefetched`, such as after unusable problems. The
+                # check measures the prompt with the tokenizer, which the run also uses, so the
+                # prefetch thread does not run it.
+                candidate = (
+                    prefetched.get(position) or self._check_answers({position: self._ask(index, position)})[position]
+                )
                 candidate = _apply_check(candidate, self._check)
                 in_a_row = in_a_row + 1 if candidate.reason else 0
                 if candidate.reason:
@@ -138,10 +140,10 @@ class ProblemStream:
                     known.add(index)
                     # An adaptive task may still return usable problems, so only a long series of
                     # unusable problems ends the run.
-                    everything = not self._is_adaptive and len(known) >= len(self._task)
-                    if everything or in_a_row >= MAX_BAD_IN_A_ROW:
-                        what = f"all {len(self._task)} problems" if everything else f"{in_a_row} problems in a row"
-                        _none_usable_message(what, candidate)
+                    all_unusable = not self._is_adaptive and len(known) >= len(self._task)
+                    if all_unusable or in_a_row >= MAX_BAD_IN_A_ROW:
+                        what = f"all {len(self._task)} problems" if all_unusable else f"{in_a_row} consecutive problems"
+                        _raise_none_usable(what, candidate)
                 else:
                     problems.append((position, candidate.problem))
             position += 1
@@ -180,7 +182,7 @@ class ProblemStream:
 
     def restored_problem(self, position: int, stored: Problem) -> Problem | None:
         """Returns the problem at a position of the order, or None if it differs from `stored`."""
-        # An adaptive task may return another problem there by now, so it cannot be compared.
+        # An adaptive task may have replaced the problem there, so it cannot be compared.
         if self._is_adaptive:
             return stored
         problem = self.problem_at(position)
@@ -211,25 +213,27 @@ class ProblemStream:
         if ("learned" in state) != self._is_adaptive:
             had, now = ("adapts", "does not") if "learned" in state else ("does not adapt", "does")
             raise UsageError(
-                f"task: the checkpoint's task {had} to the results of its problems, and the task of this run {now}. Fix: set "
-                "task as it was, or start a new run in another output_dir"
+                f"task: the checkpoint's task {had} to the results of its problems, and the task of this run {now}. "
+                "Fix: restore the earlier `task:`, or start a new run in another output_dir"
             )
         # The task may now have other or fewer problems.
         self.skipped_indices = [index for index in state.get("skipped", []) if index < len(self._task)]
         if self._adaptive is not None:
             self._adaptive.load_state_dict(state["learned"])
 
-    def _index(self, place: int) -> int:
-        return problem_index(place, len(self._task), self._seed)
+    def _index(self, position: int) -> int:
+        return problem_index(position, len(self._task), self._seed)
 
-    def _make_candidates(self, places: range, skipped: frozenset[int]) -> dict[int, _Candidate]:
-        indices = [(self._index(place), place) for place in places]
-        return self._check_answers({place: self._ask(index, place) for index, place in indices if index not in skipped})
+    def _make_candidates(self, positions: range, skipped: frozenset[int]) -> dict[int, _Candidate]:
+        indices = [(self._index(position), position) for position in positions]
+        return self._check_answers(
+            {position: self._ask(index, position) for index, position in indices if index not in skipped}
+        )
 
     def _check_answers(self, candidates: dict[int, _Candidate]) -> dict[int, _Candidate]:
         """Grades the reference answers of new problems, and sets the reason of each candidate."""
-        # Results are kept by id, because an adaptive task may hold another problem at an index by
-        # now.
+        # Results are kept by id, because an adaptive task may have replaced the problem at an
+        # index.
         good = [each.problem for each in candidates.values() if each.problem is not None and not each.reason]
         if self._answer_check is not None and (
             new := [problem for problem in good if problem.id not in self._answer_reasons]
@@ -238,13 +242,13 @@ class ProblemStream:
                 problem.id: reason for problem, reason in zip(new, self._answer_check(new), strict=True)
             }
         return {
-            place: _apply_check(candidate, lambda problem: self._answer_reasons.get(problem.id, ""))
-            for place, candidate in candidates.items()
+            position: _apply_check(candidate, lambda problem: self._answer_reasons.get(problem.id, ""))
+            for position, candidate in candidates.items()
         }
 
-    def _ask(self, index: int, place: int) -> _Candidate:
+    def _ask(self, index: int, position: int) -> _Candidate:
         adaptive = self._adaptive
-        return _make_candidate(index, lambda: self._task[index] if adaptive is None else adaptive.ask(index, place))
+        return _make_candidate(index, lambda: self._task[index] if adaptive is None else adaptive.ask(index, position))
 
 
 class UsableProblems:
@@ -263,10 +267,12 @@ class UsableProblems:
     def problems(self) -> list[Problem]:
         """The usable problems. Raises UsageError if no problem is usable."""
         assert self._task is not None
-        among = self._num_candidates
-        problems, bad = _find_usable(self._task, self._check, among, among)
+        total = self._num_candidates
+        problems, bad = _find_usable(self._task, self._check, total, total)
         if bad:
-            log.warning("%s", _bad_problems_message(f"left out of the {among:,} of {type(self._task).__name__}", bad))
+            log.warning(
+                "%s", _bad_problems_message(f"excluded from the {total:,} problems of {type(self._task).__name__}", bad)
+            )
         return problems
 
     def check_answers(self, check: AnswerCheck) -> None:
@@ -276,10 +282,12 @@ class UsableProblems:
         if bad := [_Candidate(None, each, reasons[id(each)]) for each in problems if id(each) in reasons]:
             log.warning(
                 "%s",
-                _bad_problems_message(f"left out of the {self._num_candidates:,} of {type(self._task).__name__}", bad),
+                _bad_problems_message(
+                    f"excluded from the {self._num_candidates:,} problems of {type(self._task).__name__}", bad
+                ),
             )
             if len(bad) == len(self.problems):
-                _none_usable_message(f"all {len(bad)} problems", bad[-1])
+                _raise_none_usable(f"all {len(bad)} problems", bad[-1])
             self.problems = [each for each in self.problems if id(each) not in reasons]
 
     def load(self) -> None:
@@ -318,9 +326,7 @@ def _find_usable(task: Task, check: ProblemCheck, count: int, limit: int) -> tup
         if not problems and len(bad) >= MAX_BAD_IN_A_ROW:
             break
     if not problems and bad:
-        _none_usable_message(
-            f"all {limit} problems" if len(bad) == limit else f"the first {len(bad)} problems", bad[-1]
-        )
+        _raise_none_usable(f"all {limit} problems" if len(bad) == limit else f"the first {len(bad)} problems", bad[-1])
     return problems, bad
 
 
@@ -348,8 +354,8 @@ def _bad_problems_message(what: str, bad: Sequence[_Candidate]) -> str:
     return f"{count} {what}: {'; '.join(map(str, bad[:MAX_BAD_NAMED]))}{rest}"
 
 
-def _none_usable_message(what: str, last: _Candidate) -> NoReturn:
-    raise UsageError(f"{what} of the task cannot be used; the last one is {last}")
+def _raise_none_usable(what: str, last: _Candidate) -> NoReturn:
+    raise UsageError(f"{what} of the task are unusable; the last one is {last}")
 
 
 # The cache holds two epochs, because prefetched problems may belong to the next epoch.

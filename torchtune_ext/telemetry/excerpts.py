@@ -94,7 +94,7 @@ def read_groups(path: Path) -> list[Group]:
     try:
         return read_rollouts(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("report: rollouts left out: %s", error)
+        log.warning("report: omitted the rollouts: %s", error)
         return []
 
 

@@ -387,7 +387,7 @@ class MismatchGate:
         if not scaled and not (self._auto and len(current)) and not self._suppress_warning:
             self._suppress_warning = True
             log.warning(
-                "%s: %s sampled tokens are of the present version %s, so only the canary proves that trainer and engine "
+                "%s: %s sampled tokens are from the current version %s, so only the canary proves that trainer and engine "
                 "agree; later steps do not repeat this warning",
                 when,
                 len(current) or "no",

@@ -89,7 +89,7 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
                 if setup_done and stop.prints_messages:
                     error.add_note(stop.status_message())
                 raise
-            log.warning("while the run was being stopped: %s", (str(error).splitlines() or [repr(error)])[0])
+            log.warning("stop: an error after the stop signal: %s", (str(error).splitlines() or [repr(error)])[0])
             assert stop.signal is not None  # since it raised, or was requested
             stopped_by, ranks_in_step = stop.signal, False
             stop.exit_status = 128 + stopped_by
@@ -107,7 +107,9 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
             print_text(message)
     else:
         if stop.prints_messages:
-            saves = ". `kill` instead of Ctrl-C ends a run after its step and saves it" * (stopped_by == signal.SIGINT)
+            saves = ". `kill` (SIGTERM) instead of Ctrl-C saves a checkpoint after the current step" * (
+                stopped_by == signal.SIGINT
+            )
             print_text(f"Stopped by {SIGNAL_NAMES[stopped_by]}. {message}{saves}", sys.stderr)
         # The interpreter waits for all threads at exit. If the signal interrupted the start of a
         # thread, no component knows that thread, so no component can end it.

@@ -53,7 +53,7 @@ def test_nested_mapping_has_defaults_of_its_recipe():
         (["grpo_lora", "engine"], ["grpo_lora, engine:", "  engine.gpu_memory_utilization  0.85  "]),
         (["engine"], ["grpo_full, engine:"]),
         (["max_steps"], ["  max_steps  (required)  training steps"]),
-        (["max_tokens"], ["  sampling.max_tokens  (required)  most tokens of a completion"]),
+        (["max_tokens"], ["  sampling.max_tokens  (required)  maximum tokens of a completion"]),
         (["grpo_full", "checkpoints.every"], ["  checkpoints.every  50  steps between checkpoints"]),
         (["schedule.decay"], ["('constant', 'linear' or 'cosine')"]),
     ],

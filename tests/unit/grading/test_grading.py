@@ -232,8 +232,8 @@ def test_answer_faults_useless_answers_are_named(tmp_path):
         "its answer cannot be graded: ValueError: Exceeds the limit (4300 digits) (test_grading"
     )
     assert faults[2] == "its answer cannot be graded: no answer within 1 s; the process was killed"
-    assert faults[3] == "its right answer gets the reward 1, and a wrong one 1"
-    assert faults[4] == "its right answer gets the reward 0, and a wrong one 0"
+    assert faults[3] == "its reference answer gets the reward 1, and a wrong text 1"
+    assert faults[4] == "its reference answer gets the reward 0, and a wrong text 0"
     assert faults[6].startswith(
         "its answer cannot be graded: cannot be sent to a grading process: TypeError: cannot pickle"
     )
@@ -247,7 +247,7 @@ def test_answer_faults_useless_answers_are_named(tmp_path):
     [
         (
             [threading.Lock()] * 6,
-            "task: none of its first problems can be graded; the last one is problem '5': it cannot",
+            "task: none of its first problems can be graded; the last error: problem '5': it cannot",
         ),
         ([threading.Lock()] * 6 + ["right"], None),
     ],

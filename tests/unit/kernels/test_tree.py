@@ -60,7 +60,7 @@ def test_a_packed_tree_equals_every_path_alone(seeds, monkeypatch):
         model = tiny_model(dtype=torch.float64)
         want, policy = reference(model, groups, LOSS, aggregation, 0.9), PackedPolicy(model)
         rows, stats = pack(groups, row_tokens, aggregation, pad_id=PAD, layout=layout)
-        assert stats.labels == sum(len(s.completion.sampled) for _, s in trained_samples(groups))
+        assert stats.labels == sum(len(s.completion.sampled_indices) for _, s in trained_samples(groups))
         assert_equal_to_plain(policy, rows, groups, LOSS, want, 0.9)
         if seed % 4 == 0:
             with monkeypatch.context() as patch:
@@ -73,7 +73,7 @@ def test_a_packed_tree_equals_every_path_alone(seeds, monkeypatch):
             kinds |= {"several labels"} if len(set(sources)) < len(sources) else set()
         for group, sample in trained_samples(groups):
             path, begin = len(group.prompt_tokens), 0
-            for (start, stop), keeps in zip(sample.completion.turns, sample.completion.kept, strict=True):
+            for (start, stop), keeps in zip(sample.completion.turns, sample.completion.kept_prefix_lens, strict=True):
                 kinds |= {"one token"} if stop - start == 1 else set()
                 kinds |= {"inside the prompt"} if keeps < len(group.prompt_tokens) else set()
                 kinds |= {"inside a turn"} if path - keeps in (1, 2) and begin else set()
@@ -140,7 +140,7 @@ def test_tree_labels_with_equal_context_share_hash():
     assert hashes[longest] == hashes[500]
     paths = {}
     for group, sample in trained_samples(groups):
-        own = iter(hashes[500][tuple(sample.completion.logprobs[sample.completion.sampled].tolist())])
+        own = iter(hashes[500][tuple(sample.completion.logprobs[sample.completion.sampled_indices].tolist())])
         for ids, places in paths_of(group, sample):
             for place in places:
                 paths.setdefault(tuple(ids[: place + 1]), set()).add(next(own))

@@ -153,13 +153,13 @@ def test_task_without_valid_problem_raises():
     def bad(problem):
         return "it is bad"
 
-    with pytest.raises(ValueError, match=r"^all 10 problems of the task cannot be used; the last one is '?.*bad"):
+    with pytest.raises(ValueError, match=r"^all 10 problems of the task are unusable; the last one is '?.*bad"):
         ProblemStream(Broken(bad=()), SEED, bad).next_problems(1)
-    with pytest.raises(ValueError, match=rf"^{MAX_BAD_IN_A_ROW} problems in a row of the task cannot be used"):
+    with pytest.raises(ValueError, match=rf"^{MAX_BAD_IN_A_ROW} consecutive problems of the task are unusable"):
         ProblemStream(Broken(1 << 30, bad=()), SEED, bad).next_problems(1)
-    with pytest.raises(ValueError, match=rf"^the first {MAX_BAD_IN_A_ROW} problems of the task cannot be used"):
+    with pytest.raises(ValueError, match=rf"^the first {MAX_BAD_IN_A_ROW} problems of the task are unusable"):
         ProblemStream(Broken(1 << 30, bad=()), SEED, bad).first_problems(4)
-    with pytest.raises(ValueError, match="^all 10 problems of the task cannot be used"):
+    with pytest.raises(ValueError, match="^all 10 problems of the task are unusable"):
         _ = UsableProblems(Broken(bad=()), bad).problems
 
 
@@ -182,7 +182,7 @@ def test_held_out_problems_are_looked_at_once(caplog):
     assert task.indices == []
     assert answers(held_out.problems) == [0, 1, 3, 4, 6, 8, 9] == answers(held_out.problems)
     assert held_out.num_skipped == 3 and task.indices == list(range(LENGTH))
-    assert caplog.text.count("3 problems are left out of the 10 of Broken: index 2: KeyError") == 1
+    assert caplog.text.count("3 problems are excluded from the 10 problems of Broken: index 2: KeyError") == 1
 
 
 def test_many_bad_problems_are_one_message(caplog):
@@ -220,7 +220,10 @@ def test_problem_stream_useless_answers_are_skipped(caplog):
     held_out = UsableProblems(Broken(), long)
     held_out.check_answers(trial)
     assert answers(held_out.problems) == [0, 1, 3, 8, 9] and held_out.num_skipped == 5
-    assert "2 problems are left out of the 10 of Broken: 'p-4': its answer cannot be graded; 'p-6'" in caplog.text
+    assert (
+        "2 problems are excluded from the 10 problems of Broken: 'p-4': its answer cannot be graded; 'p-6'"
+        in caplog.text
+    )
     with pytest.raises(ValueError, match="^all 5 problems .*'p-9': no"):
         held_out.check_answers(lambda problems: ["no"] * len(problems))
 

@@ -187,7 +187,7 @@ def test_an_evaluation_is_given_up_after_silence(engine, grader, monkeypatch):
     begun = time.monotonic()
     with pytest.raises(
         TimeoutError,
-        match=rf"rollouts\.deadline_s=0\.5\), while 1 group is waited for: problem '{PROBLEMS[2].id}': submitted",
+        match=rf"rollouts\.deadline_s=0\.5\), waiting for 1 group: problem '{PROBLEMS[2].id}': submitted",
     ):
         next(stream)
     assert time.monotonic() - begun > 0.5

@@ -167,7 +167,9 @@ def test_a_disk_that_refuses_for_a_moment(tmp_path, caplog):
     assert ["step_000004" in m for m in caplog.messages] == [True], "once is enough"
     caplog.clear()
     store.close()
-    assert caplog.messages == [f"{store.folder} lacks 4 steps from 4 to 8: they could not be written"]
+    assert caplog.messages == [
+        f"rollouts: 4 steps between 4 and 8 are missing in {store.folder}: they could not be written"
+    ]
     caplog.clear()
     store.close()
     assert caplog.messages == []

@@ -185,10 +185,12 @@ def test_source_timeout_names_unanswered_groups(make):
         with pytest.raises(TimeoutError) as raised:
             source.take(8)
     message = str(raised.value)
-    assert re.match(r"no completion and no grade came for \d+ s \(rollouts\.deadline_s=0.05\), while 7 groups", message)
+    assert re.match(
+        r"no completion or grade arrived for \d+ s \(rollouts\.deadline_s=0.05\), waiting for 7 groups", message
+    )
     assert re.search(r"group 0 \(version 0\): submitted \d+ s ago, 1 of 2 texts are not graded; ", message)
     assert re.search(
-        r"group 1 \(version 0\): submitted \d+ s ago, the engine has not ended 1 of 2 completions; ", message
+        r"group 1 \(version 0\): submitted \d+ s ago, the engine has not finished 1 of 2 completions; ", message
     )
     assert "group 2 " not in message and "group 6 " not in message and "; and 2 more" in message
     assert message.endswith("or raise rollouts.deadline_s")
@@ -236,10 +238,10 @@ def test_a_refill_has_a_deadline(make):
     source.take(2)
     source._deadline_s, engine.answers_immediately = 0.05, False
     with pytest.raises(
-        TimeoutError, match=r"2 groups are waited for: group 0 \(version 0\): .*; group 1 .*rollouts\.deadline_s"
+        TimeoutError, match=r"waiting for 2 groups: group 0 \(version 0\): .*; group 1 .*rollouts\.deadline_s"
     ):
         source.take(2, refill_round=1)
-    with pytest.raises(TimeoutError, match="while 1 group is waited for: group 0 "):
+    with pytest.raises(TimeoutError, match="waiting for 1 group: group 0 "):
         source.take(1, refill_round=2)
 
 
@@ -332,5 +334,5 @@ def test_source_close_cancels_in_flight_requests(make):
 
 def test_source_replay_checkpoint_is_refused(make):
     source, _ = make()
-    with pytest.raises(ValueError, match="this checkpoint is of a replay of run abc"):
+    with pytest.raises(ValueError, match="this checkpoint is from a replay of run abc"):
         source.load_state_dict({"replayed": "abc"}, step=1, version=1)

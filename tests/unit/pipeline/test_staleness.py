@@ -345,10 +345,10 @@ def test_scheduler_default_prefetch_steps():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"staleness": -1}, "staleness=-1 must be a whole number, 0 or more"),
+        ({"staleness": -1}, "staleness=-1 must be a whole number of at least 0"),
         ({"staleness": 0.5}, "staleness=0.5 must be a whole number"),
         ({"staleness": True}, "staleness=True must be a whole number"),
-        ({"staleness": 1, "prefetch_steps": -1}, "prefetch_steps=-1 must be a whole number, 0 or more"),
+        ({"staleness": 1, "prefetch_steps": -1}, "prefetch_steps=-1 must be a whole number of at least 0"),
         ({"staleness": 2, "prefetch_steps": 1.0}, "prefetch_steps=1.0 must be a whole number"),
         (
             {"prefetch_steps": 1},

@@ -152,7 +152,7 @@ def test_missing_output_layer_names_the_tying_key(tmp_path):
     save(tmp_path, *CASES["qwen2"][:1], **CASES["qwen2"][1])
     config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"lacks 1 weights .*output.weight.*tie_word_embeddings: true"):
+    with pytest.raises(ValueError, match=r"lacks 1 of the model's weights .*output.weight.*tie_word_embeddings: true"):
         HFModel(tmp_path).require_fits(from_config(str(tmp_path)))
 
 

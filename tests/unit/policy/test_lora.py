@@ -290,7 +290,7 @@ def test_applied_share_sound_engine_passes_at_any_noise(strength, engine):
     [
         (
             {"lora_attn_modules": ["q_proj", "o_proj"]},
-            "lora_attn_modules names ['o_proj'], which no layer has; there are",
+            "lora_attn_modules names ['o_proj'], which no layer has; available:",
         ),
         ({"lora_rank": 0}, "lora_rank=0"),
         ({"lora_rank": 0, "use_dora": True}, "lora_rank=0"),

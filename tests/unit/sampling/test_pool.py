@@ -28,12 +28,9 @@ def test_a_group_of_the_pool_stays_together(monkeypatch):
     async def scenario(harness):
         prompts = [[p] * 50 for p in range(12)]
         await asyncio.gather(*(harness.pool.generate(harness.group_requests(prompt, 6)) for prompt in prompts))
-        assert (
-            sum(len(backend.cached_prompts) for backend in harness.current_backends) == 12
-        )  # each prompt was computed by one engine
-        assert {backend.num_generated for backend in harness.current_backends} == {
-            24
-        }  # and the load is even: four groups of six for each of three
+        # One engine computed each prompt, and the load is even: four groups of six for each of three engines.
+        assert sum(len(backend.cached_prompts) for backend in harness.current_backends) == 12
+        assert {backend.num_generated for backend in harness.current_backends} == {24}
         assert not any(replica.num_requests for replica in harness.pool.replicas)
 
     run_scenario(scenario, monkeypatch, 3)
@@ -99,7 +96,7 @@ def test_pool_continues_with_remaining_replicas_until_none(monkeypatch, caplog):
         stats = harness.pool.stats()
         assert (stats.healthy, stats.retired) == (1, 1)
         assert (
-            "engine 0 is retired (failed 3 times in a row, the last time: GPU 0 is gone); the run continues with 1 of 2"
+            "engine 0 is retired (failed 3 times in a row, the last time: GPU 0 is gone); the run continues with 1 of 2 engines"
             in caplog.text
         )
         assert "GPU 0 is gone" in harness.pool.replicas[0].failure_cause

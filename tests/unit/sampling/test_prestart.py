@@ -135,7 +135,10 @@ def test_variables_that_replace_settings_reach_no_engine(monkeypatch, capsys):
     engine_args.warn_ignored_variables.cache_clear()
     engine_args.warn_ignored_variables()
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "engine:    VLLM_CPU_KVCACHE_SPACE=3 of the environment is ignored: engine.kv_cache_bytes decides"
+    assert (
+        said[0]
+        == "engine:    environment variable VLLM_CPU_KVCACHE_SPACE=3 is ignored; set engine.kv_cache_bytes instead"
+    )
     assert len(said) == len(prestart.IGNORED_VARIABLES)
 
 

@@ -23,6 +23,7 @@ def test_reaper_killed_is_replaced_by_next_engine(make_engine, caplog):
     engine = make_engine()
     first = engine._reaper.pid
     os.kill(first, signal.SIGKILL)
+    engine._reaper._process.wait(10)
     SleepingBackend.instances[0].kill()
     wait_until(lambda: len(SleepingBackend.instances) == 2 and engine.stats().restarts == 1)
     assert engine._reaper.pid != first and "process reaper: exited with status -9" in caplog.text

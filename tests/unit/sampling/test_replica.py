@@ -152,7 +152,7 @@ def test_replica_version_updates_after_load_and_must_grow():
         await harness.replica.load()
         assert harness.replica.version == 8
         for version in (8, 3):
-            with pytest.raises(ValueError, match=f"version {version} after 8; versions must grow"):
+            with pytest.raises(ValueError, match=f"version {version} after 8; versions must increase"):
                 harness.write(version)
 
     run_scenario(scenario, version=7)

@@ -50,8 +50,8 @@ def check(loss=None, **changed):
 @pytest.mark.parametrize(
     "changed, message",
     [
-        ({"staleness": -1}, "staleness=-1 must be a whole number, 0 or more"),
-        ({"prefetch_steps": -1}, "prefetch_steps=-1 must be a whole number, 0 or more"),
+        ({"staleness": -1}, "staleness=-1 must be a whole number of at least 0"),
+        ({"prefetch_steps": -1}, "prefetch_steps=-1 must be a whole number of at least 0"),
         (
             {"prefetch_steps": 3},
             "prefetch_steps=3 is above staleness=2: .*; set prefetch_steps to at most 2, or staleness to at least 3",

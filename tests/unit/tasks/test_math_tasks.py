@@ -240,8 +240,8 @@ def test_math_grading_process_gets_no_rows_or_imports(path):
         ('{"question": "", "answer": 1}', "bad.jsonl:1: 'question' is ''. Fix: write the text"),
         ('{"question": 3, "answer": 1}', "bad.jsonl:1: 'question' is 3. Fix: write the text"),
         ('{"question": "a", "answer": 1}\n{"question": "a", "final_answer": 1}', "bad.jsonl:2: missing field 'answer'; fields: final_answer, question"),
-        ('{"question": "a", "answer": null}', "bad: 1 of 1 right answers cannot be used: bad-000000 is None, neither"),
-        ('{"question": "a", "answer": 1}\n' + '{"question": "a", "answer": ""}\n' * 5, "bad: 5 of 6 right answers cannot be used: bad-000001 is '', which holds no answer; bad-000002"),
+        ('{"question": "a", "answer": null}', "bad: 1 of 1 reference answers cannot be used: bad-000000 is None, neither"),
+        ('{"question": "a", "answer": 1}\n' + '{"question": "a", "answer": ""}\n' * 5, "bad: 5 of 6 reference answers cannot be used: bad-000001 is '', which holds no answer; bad-000002"),
     ],
 )  # fmt: skip
 def test_math_invalid_file_rows_are_named(tmp_path, text, message):
@@ -363,7 +363,7 @@ def test_right_answers_that_cannot_be_read_are_counted(tmp_path, caplog):
     with caplog.at_level("WARNING"):
         Math(path=jsonl(tmp_path, rows))
     assert (
-        "some: 1 of the first 3 right answers cannot be parsed as mathematics and are compared as text: some-000001"
+        "some: 1 of the first 3 reference answers cannot be parsed as mathematics and are compared as text: some-000001"
         in caplog.text
     )
 

@@ -43,10 +43,10 @@ def test_panel_note_joins_meanings_of_its_metrics():
 def test_docs_list_all_position_and_staleness_buckets(repo_root):
     text = (repo_root / "docs" / "telemetry.md").read_text(encoding="utf-8")
     listed = {}
-    for word, name in (("place", "at"), ("age", "age")):
+    for word, name in (("place", "at"), ("age", "staleness")):
         sentence = re.search(rf"`<{word}>` is [^:]+: ((?:`\w+`[,\s]*)+)", text)[1]
         listed[name] = [f"{name}_{bucket}" for bucket in re.findall(r"`(\w+)`", sentence)]
-    assert listed["at"] + listed["age"] == BUCKET_NAMES
+    assert listed["at"] + listed["staleness"] == BUCKET_NAMES
 
 
 def test_docs_and_report_list_all_episode_endings(repo_root):

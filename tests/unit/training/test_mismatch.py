@@ -134,7 +134,7 @@ def test_mismatch_batch_without_current_version_warns_once(caplog):
         result = gate.check([row], scores, f"step {step}", version=step - 1)
         assert result.mean_abs == pytest.approx(0.3, abs=1e-6)
     (warning,) = caplog.messages
-    assert warning.startswith("step 5: no sampled tokens are of the present version 4, so only the canary")
+    assert warning.startswith("step 5: no sampled tokens are from the current version 4, so only the canary")
 
 
 def test_mismatch_warning_without_canary_omits_it(caplog):
@@ -160,7 +160,7 @@ def test_mismatch_few_current_version_tokens_pass_gate(tokens, caplog):
     gate, row = MismatchGate(0.05), replace(row, versions_L=versions)
     if tokens < MIN_TOKENS:
         gate.check([row], scores, "step 5", version=4)
-        assert f"{tokens} sampled tokens are of the present version 4, so only the canary" in caplog.text
+        assert f"{tokens} sampled tokens are from the current version 4, so only the canary" in caplog.text
     else:
         with pytest.raises(MismatchError, match=f"on {tokens} sampled tokens"):
             gate.check([row], scores, "step 5", version=4)
