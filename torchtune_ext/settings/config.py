@@ -8,7 +8,7 @@ import os
 import re
 import warnings
 from argparse import Namespace
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict
@@ -135,7 +135,7 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
     return settings
 
 
-def _with_current_keys(cfg: DictConfig, known: Mapping[str, Any]) -> DictConfig:
+def _with_current_keys(cfg: DictConfig, known: Container[str]) -> DictConfig:
     """Return the config with the current names of renamed keys; warn about each old name."""
     cfg = cfg.copy()
     for old, new in RENAMED_KEYS.items():
@@ -556,6 +556,7 @@ def load_preset(preset: str, known: list[str]) -> dict[str, Any]:
         raise UsageError(f"preset={preset}: {file} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, DictConfig):
         raise UsageError(f"preset={preset}: {file} has no config keys; expected `key: value` lines")
+    loaded = _with_current_keys(loaded, known)
     for key in loaded:
         if key == "preset" or key not in known:
             raise UsageError(unknown_key_text(str(key), [name for name in known if name != "preset"], f"preset {file}"))

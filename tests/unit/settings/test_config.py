@@ -120,6 +120,15 @@ def test_renamed_config_key_works_with_one_warning():
         load_config(grpo.Config, OmegaConf.create({**NEEDED, "staleness": 2, "depth": 2, "prefetch_steps": 2}))
 
 
+def test_renamed_config_key_works_in_preset(tmp_path):
+    (tmp_path / "mine.yaml").write_text("depth: 2\n")
+    with pytest.warns(FutureWarning, match="^depth: .*prefetch_steps$"):
+        cfg = load_config(
+            grpo.Config, OmegaConf.create({**NEEDED, "staleness": 2, "preset": str(tmp_path / "mine.yaml")})
+        )
+    assert cfg.prefetch_steps == 2
+
+
 def test_message_shows_reference_instead_of_secret(monkeypatch):
     monkeypatch.setenv("TTE_TOKEN", "s3cret")
     wrong = {"max_steps": "${oc.env:TTE_TOKEN}", "profile": ["${oc.env:TTE_TOKEN}"], "task": "${oc.env:TTE_TOKEN}"}
