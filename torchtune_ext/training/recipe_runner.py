@@ -107,9 +107,8 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
             print_text(message)
     else:
         if stop.prints_messages:
-            saves = ". `kill` (SIGTERM) instead of Ctrl-C saves a checkpoint after the current step" * (
-                stopped_by == signal.SIGINT
-            )
+            by_ctrl_c = stopped_by == signal.SIGINT
+            saves = ". `kill` (SIGTERM) instead of Ctrl-C saves a checkpoint after the current step" * by_ctrl_c
             print_text(f"Stopped by {SIGNAL_NAMES[stopped_by]}. {message}{saves}", sys.stderr)
         # The interpreter waits for all threads at exit. If the signal interrupted the start of a
         # thread, no component knows that thread, so no component can end it.

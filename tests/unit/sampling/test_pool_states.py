@@ -27,8 +27,7 @@ def test_pool_serving_replicas_always_have_published_weights(monkeypatch, seed):
 
     async def main():
         harness = fake_pools.PoolHarness(monkeypatch, 3, lambda call: rng.randint(1, 30), limit=8)
-        # Virtual time does not support threads.
-        monkeypatch.setattr(weight_buffer.asyncio, "to_thread", at_once)
+        monkeypatch.setattr(weight_buffer.asyncio, "to_thread", at_once)  # virtual time has no threads
 
         def fault(backend, number):
             kind = rng.choice(["none", "none", "none", "launch", "load", "liar", "old label"])
