@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass
 from torchtune_ext.objective.loss import PolicyLoss, loss_requirements
 from torchtune_ext.recipes import evaluate, grpo, warmup_sft
 from torchtune_ext.settings.config import RENAMED_KEYS, load_config, named_paths, settings_snapshot
+from torchtune_ext.settings.presets import find_preset
 from torchtune_ext.settings.records import RECORD, nested_record, option_fields
 from torchtune_ext.setup.config_checks import check_needs
 from torchtune_ext.training.checkpoints import ALWAYS_DIFFERENT_KEYS
@@ -121,7 +122,7 @@ def test_renamed_config_key_works_with_one_warning():
 
 
 def test_renamed_config_key_works_in_preset(tmp_path):
-    (tmp_path / "mine.yaml").write_text("depth: 2\n")
+    (tmp_path / "mine.yaml").write_text(find_preset("grpo").read_text() + "depth: 2\n")
     with pytest.warns(FutureWarning, match="^depth: .*prefetch_steps$"):
         cfg = load_config(
             grpo.Config, OmegaConf.create({**NEEDED, "staleness": 2, "preset": str(tmp_path / "mine.yaml")})
