@@ -486,7 +486,7 @@ def _is_list_item(text: str, line: str) -> bool:
 
 def _joins_values(between: str) -> bool:
     """Tells whether the text between two values joins them to alternatives or to one list."""
-    # In "x = 3 or x = 4" the second label is no operation.
+    # In "x = 3 or x = 4" the second label does not belong to an operation.
     if _JOINT.search(between):
         between = _LABEL.sub("", between)
     if SENTENCE_END.search(between) or _OPERATOR.search(between):
