@@ -119,7 +119,7 @@ def drive(recipe: GRPORecipe, fault: Path, healthy: int, faults: list[str], out:
 def test_of(message: str) -> str:
     """Return the gate test that wrote a message."""
     for text, test in (
-        ("labels its tokens", "version"),
+        ("reports version", "version"),
         ("times as likely as the sampler reports", "likelihood"),
         ("samples as before|samples with the old|samples without", "effect"),
         (": weights: ", "checksum"),

@@ -73,13 +73,13 @@ def wgrad(dy: Fp8Blocks, x: Fp8Blocks, out_dtype: torch.dtype = torch.float32, b
 def choose_backend(gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: torch.dtype) -> BackendChoice:
     """Returns the backend that `auto` uses for a GEMM ("fprop", "dgrad" or "wgrad")."""
     # Backends that cannot run for the same reason share one clause of the text.
-    against: dict[str, list[str]] = {}
+    names_by_reason: dict[str, list[str]] = {}
     for name in BACKENDS:
         why = unsupported_reason(name, gemm, first, second, out_dtype)
         if why is None:
-            reasons = [f"not {', '.join(names)}: {why}" for why, names in against.items()]
+            reasons = [f"not {', '.join(names)}: {why}" for why, names in names_by_reason.items()]
             return BackendChoice(name, "; ".join(reasons) or "the first that can run")
-        against.setdefault(why, []).append(name)
+        names_by_reason.setdefault(why, []).append(name)
     raise AssertionError("the reference runs everywhere")
 
 

@@ -55,9 +55,11 @@ def activation_kernel(
     # elements. The offset inside a tile needs 32 bits.
     tile_m, tile_k = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     m, k = tl.arange(0, SIZE), tl.arange(0, WIDTH)
-    real = m < M - tile_m * SIZE
+    in_bounds = m < M - tile_m * SIZE
     x_ptr += tile_m * SIZE * stride_m + tile_k * WIDTH * stride_k
-    x = tl.load(x_ptr + m[:, None] * stride_m + k[None, :] * stride_k, mask=real[:, None], other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + m[:, None] * stride_m + k[None, :] * stride_k, mask=in_bounds[:, None], other=0.0).to(
+        tl.float32
+    )
     # The maximum is over the bits of |x|. As integers they sort like the floats, with NaN as the
     # largest. A maximum of floats would drop NaN.
     bits = tl.abs(x).to(tl.int32, bitcast=True)
@@ -71,8 +73,10 @@ def activation_kernel(
     else:
         scale = _scale(tl.max(bits, axis=1), FLOOR_BITS, MAX)
         value = _values(x, tl.broadcast_to(scale[:, None], (SIZE, WIDTH)), MAX)
-        tl.store(values_ptr + (tile_m * K + tile_k) * SIZE + m[:, None] * K + k[None, :], value, mask=real[:, None])
-        tl.store(scales_ptr + tile_k * M + tile_m * SIZE + m, scale, mask=real)
+        tl.store(
+            values_ptr + (tile_m * K + tile_k) * SIZE + m[:, None] * K + k[None, :], value, mask=in_bounds[:, None]
+        )
+        tl.store(scales_ptr + tile_k * M + tile_m * SIZE + m, scale, mask=in_bounds)
 
 
 @triton.jit
@@ -91,13 +95,13 @@ def weight_kernel(
     tile_n, tile_k = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     n, k = tl.arange(0, SIZE), tl.arange(0, SIZE)
     w_ptr += tile_n * SIZE * stride_n + tile_k * SIZE * stride_k
-    real = (n < N - tile_n * SIZE)[:, None]
-    w = tl.load(w_ptr + n[:, None] * stride_n + k[None, :] * stride_k, mask=real, other=0.0).to(tl.float32)
+    in_bounds = (n < N - tile_n * SIZE)[:, None]
+    w = tl.load(w_ptr + n[:, None] * stride_n + k[None, :] * stride_k, mask=in_bounds, other=0.0).to(tl.float32)
     # Rows beyond N are loaded as zeros, which do not change the scale.
     amax_bits = tl.max(tl.max(tl.abs(w).to(tl.int32, bitcast=True), axis=1, keep_dims=True), axis=0, keep_dims=True)
     scale = _scale(amax_bits, FLOOR_BITS, MAX)  # [1, 1]
     value = _values(w, tl.broadcast_to(scale, (SIZE, SIZE)), MAX)
-    tl.store(values_ptr + (tile_n * K + tile_k) * SIZE + n[:, None] * K + k[None, :], value, mask=real)
+    tl.store(values_ptr + (tile_n * K + tile_k) * SIZE + n[:, None] * K + k[None, :], value, mask=in_bounds)
     one = tl.arange(0, 1)
     tl.store(scales_ptr + tile_n * (K // SIZE) + tile_k + one[:, None] + one[None, :], scale)
 

@@ -35,8 +35,8 @@ MAX_PADDING_FRACTION = 0.25  # maximum fraction of padding in a stacked completi
 
 def dense_mask(ends_T: Tensor) -> Tensor:
     """Returns the reference mask, bool [T, T]: True where a query (first axis) may see a key."""
-    places = torch.arange(ends_T.numel(), device=ends_T.device)[:, None]
-    return (places < ends_T).tril()
+    positions = torch.arange(ends_T.numel(), device=ends_T.device)[:, None]
+    return (positions < ends_T).tril()
 
 
 def block_mask(ends_T: Tensor) -> BlockMask:
@@ -79,9 +79,9 @@ def _kv_block_indices(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """N runs with the same ancestors that are computed together, each padded to R places."""
+    """N runs with the same ancestors that are computed together, each padded to R positions."""
 
-    above: tuple[int, ...]  # indices of the ancestor runs, K tokens in total; each is a stack of one run
+    ancestors: tuple[int, ...]  # indices of the ancestor runs, K tokens in total; each is a stack of one run
     count: int  # N
     # bool [R, K + R]; None without ancestors. All N runs share it: the padding of a shorter run
     # follows its tokens, which do not see it.
@@ -92,14 +92,14 @@ class _Stack:
 class SegmentMask:
     """The plan for the attention of a row on a CPU. It is made once and used by every layer.
 
-    The row is reordered by stacks (S places, including padding), first the runs with descendants.
+    The row is reordered by stacks (S positions, including padding), first the runs with descendants.
     The tensors of a stack are views into the reordered row.
     """
 
-    order_S: Tensor  # int64, places in the row; a shorter run of a stack is padded with its last place
-    sizes: tuple[int, ...]  # places of each stack
+    order_S: Tensor  # int64, positions in the row; a shorter run of a stack is padded with its last position
+    sizes: tuple[int, ...]  # number of positions of each stack
     stacks: tuple[_Stack, ...]
-    inverse_order_T: Tensor  # int64, index into S of each place of the row
+    inverse_order_T: Tensor  # int64, index into S of each position of the row
 
 
 def packed_mask(row: Row) -> BlockMask | SegmentMask:
@@ -119,43 +119,43 @@ def pad_ends(ends_T: Tensor) -> Tensor:
 
 
 def segment_mask(ends_T: Tensor) -> SegmentMask:
-    """Returns the plan for a CPU: stacks of runs, and the order of the places."""
+    """Returns the plan for a CPU: stacks of runs, and the order of the positions."""
     interior_runs: list[tuple[int, int]] = []  # runs, as intervals [start, stop)
     stack_candidates: list[tuple[tuple[int, ...], list[tuple[int, int]]]] = []  # (ancestors, their child runs)
     leaf_runs: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # runs without descendants, by ancestors
-    above: list[int] = []
+    ancestors: list[int] = []
     ends = ends_T.tolist()
-    starts = [place for place, end in enumerate(ends) if not place or end != ends[place - 1]]
+    starts = [position for position, end in enumerate(ends) if not position or end != ends[position - 1]]
     for start, stop in pairwise([*starts, len(ends)]):
-        # `above` is the path to this run. Leave runs that end before it.
-        while above and ends[interior_runs[above[-1]][0]] <= start:
-            above.pop()
+        # `ancestors` is the path to this run. Leave runs that end before it.
+        while ancestors and ends[interior_runs[ancestors[-1]][0]] <= start:
+            ancestors.pop()
         # No other run sees this run, so it is a leaf. Leaves with the same ancestors can be
         # stacked.
         if ends[start] == stop:
-            leaf_runs.setdefault(tuple(above), []).append((start, stop))
+            leaf_runs.setdefault(tuple(ancestors), []).append((start, stop))
             continue
-        stack_candidates.append((tuple(above), [(start, stop)]))
-        above.append(len(interior_runs))
+        stack_candidates.append((tuple(ancestors), [(start, stop)]))
+        ancestors.append(len(interior_runs))
         interior_runs.append((start, stop))
     stack_candidates += leaf_runs.items()
-    stacks, places, valid = [], [], []
-    for runs_above, runs in stack_candidates:
-        context = sum(stop - start for start, stop in (interior_runs[each] for each in runs_above))
+    stacks, positions, valid = [], [], []
+    for run_ancestors, runs in stack_candidates:
+        context = sum(stop - start for start, stop in (interior_runs[each] for each in run_ancestors))
         for index_NR, valid_NR in _stack_runs(runs):
             count, longest = index_NR.shape
             mask = torch.ones(longest, context + longest, dtype=torch.bool).tril(context) if context else None
-            stacks.append(_Stack(runs_above, count, mask))
-            places.append(index_NR.flatten())
+            stacks.append(_Stack(run_ancestors, count, mask))
+            positions.append(index_NR.flatten())
             valid.append(valid_NR.flatten())
-    order, valid = torch.cat(places), torch.cat(valid)
-    back = torch.empty(len(ends), dtype=torch.int64)
-    back[order[valid]] = torch.arange(order.numel())[valid]
-    return SegmentMask(order, tuple(each.numel() for each in places), tuple(stacks), back)
+    order, valid = torch.cat(positions), torch.cat(valid)
+    inverse_order = torch.empty(len(ends), dtype=torch.int64)
+    inverse_order[order[valid]] = torch.arange(order.numel())[valid]
+    return SegmentMask(order, tuple(each.numel() for each in positions), tuple(stacks), inverse_order)
 
 
 def _stack_runs(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields stacks: the places [N, R] of their runs, and a bool mask, False for padding."""
+    """Yields stacks: the positions [N, R] of their runs, and a bool mask, False for padding."""
     # Longest first, so that runs of similar length are stacked, with little padding.
     spans = sorted(runs, key=lambda span: span[0] - span[1])
     while spans:
@@ -181,7 +181,7 @@ def _segment_attention(q: Tensor, k: Tensor, v: Tensor, mask: SegmentMask) -> Te
     for i, stack in enumerate(mask.stacks):
         queries, *own = (x[i].unflatten(1, (stack.count, -1)).transpose(0, 1) for x in pieces)  # [N, H, R, D]
         keys, values = (
-            torch.cat([*(x[run].expand(stack.count, -1, -1, -1) for run in stack.above), mine], dim=2)
+            torch.cat([*(x[run].expand(stack.count, -1, -1, -1) for run in stack.ancestors), mine], dim=2)
             for x, mine in zip(pieces[1:], own, strict=True)
         )
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=stack.mask, is_causal=stack.mask is None)

@@ -97,7 +97,7 @@ class Config:
         default=config_records.EngineConfig(), description="vLLM engines: memory, GPUs, deadlines"
     )
     sampling: config_records.SamplingConfig = Field(description="sampling parameters of completions")
-    seed: Seed = Field(default=0, description="seed of sampling, torch and the order of a finite task")
+    seed: Seed = Field(default=0, description="seed of sampling, torch and the problem order")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="device of the trainer")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
@@ -217,9 +217,9 @@ class GRPORecipe:
         # Only rank 0 has an engine. The other ranks sleep until it is ready. Without this call they
         # would busy-wait in the collectives of the first weight sync.
         engines = [each for each in (self.engine, self.teacher) if each]
-        waited = self.ranks.call_on_main(lambda: [engine.wait_ready() for engine in engines])
+        startup_seconds = self.ranks.call_on_main(lambda: [engine.wait_ready() for engine in engines])
         if self.engine:
-            print_engine_ready(max(waited))
+            print_engine_ready(max(startup_seconds))
             components.precision.write_fp8_report(cfg.output_dir, self.policy)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
         # The mismatch gate stops a run if the engine samples from another policy than the trainer
@@ -368,11 +368,11 @@ class GRPORecipe:
             return [], {}
         for refill_round in range(1 + cfg.refill_rounds):
             with self.progress.sampling_bar(needed * cfg.samples_per_prompt) as bar:
-                more, metrics = self.source.take(needed, self.timer, bar, refill_round)
+                new_groups, metrics = self.source.take(needed, self.timer, bar, refill_round)
             if self.teacher:
                 with self.timer("teacher"):
-                    more = self.teacher.score_groups(more)
-            groups, stats = self.compute_advantages(groups + more)
+                    new_groups = self.teacher.score_groups(new_groups)
+            groups, stats = self.compute_advantages(groups + new_groups)
             values |= metrics | stats.metrics()
             # An extra round replaces zero-variance groups.
             needed = cfg.prompts_per_step - stats.groups

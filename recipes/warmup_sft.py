@@ -281,7 +281,7 @@ class WarmupRecipe:
     def status_message(self) -> str:
         if self.saved_model_dir is not None:
             train = shlex.quote(f"model_dir={self.saved_model_dir}")
-            lines = [("model", f"{self.saved_model_dir}, in Hugging Face's format: train it with {train}")]
+            lines = [("model", f"{self.saved_model_dir}, in Hugging Face format: train it with {train}")]
             if prompts := describe_prompt_source(self.hf_model, self.tokenizer):
                 lines.append(
                     ("prompts", f"made with {prompts}, not with the files of {self.start_dir}; saved with the model")

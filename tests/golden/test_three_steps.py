@@ -1,7 +1,7 @@
-"""Three updates of a fixed model on fixed samples, end to end from groups to weights, against numbers that are kept.
+"""Three updates of a fixed model on fixed samples, end to end from groups to weights, against golden values.
 
-The numbers say nothing about right and wrong (other tests compare with references): they make a change of the arithmetic
-visible that nobody meant. After one that was meant: `PYTHONPATH=tests python tests/golden/test_three_steps.py` writes them again.
+The golden values do not prove correctness (other tests compare with references). They detect unintended numerical changes.
+After an intended change, `PYTHONPATH=tests python tests/golden/test_three_steps.py` regenerates them.
 """
 
 import json
@@ -86,12 +86,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_numbers_are_those_that_were_kept(case):
+def test_three_updates_match_golden_values(case):
     kept = json.loads(FILE.read_text())[case]
     for result, want in zip(three_updates(**CASES[case]), kept, strict=True):
         assert result.keys() == want.keys()
         for name in want:
-            # float32 sums over 50 tokens and 20,000 weights, in another order on another processor
+            # The order of float32 sums over 50 tokens and 20,000 weights depends on the processor.
             assert result[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
 
 

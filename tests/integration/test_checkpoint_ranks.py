@@ -111,7 +111,7 @@ def main(ranks):
         data[len(data) // 2] ^= 1
         shard.write_bytes(data)
     torch.distributed.barrier()
-    parts = "step_000002 is damaged: state/__1_0.distcp has not the checksum", "move the whole folder away"
+    parts = "step_000002 is damaged: state/__1_0.distcp does not match its checksum", "move the whole folder away"
     refused(DamagedCheckpoint, chosen().verify_latest, *parts)
     refused(DamagedCheckpoint, lambda: trained.load(chosen(), folder / "step_000002"), *parts[:1])
     if ranks.is_main:

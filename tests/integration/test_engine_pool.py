@@ -147,7 +147,7 @@ def test_pool_engine_missing_weight_sync_stops_run(pool, model_dir, monkeypatch,
 
     with monkeypatch.context() as patch:
         patch.setattr(core, "load", lose)
-        words = "engine 1 labels its tokens with version" if fault == "not told" else "tensors in engine 1"
+        words = "engine 1 reports version" if fault == "not told" else "tensors in engine 1"
         with pytest.raises(MismatchError, match=f"weights: .*{words}"):
             publisher.publish(pool.version + 1)
     publisher.publish(pool.version + 1)

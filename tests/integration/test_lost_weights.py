@@ -121,5 +121,5 @@ def test_weights_that_do_not_arrive_stop_the_run(repo_root, tmp_path, way):
     assert list(outcomes) == ["lost", "lost under its label", "one tensor old", "all tensors old"]
     unseen = {f: (n, text) for f, (n, text) in outcomes.items() if n != 1 or "weights: " not in text or "dtype" in text}
     assert not unseen
-    assert "labels its tokens with version" in outcomes["lost"][1]
+    assert "reports version" in outcomes["lost"][1]
     assert "v_proj" in outcomes["one tensor old"][1] and " 1 of the " in outcomes["one tensor old"][1]

@@ -118,7 +118,7 @@ def test_warmup_bad_problem_is_skipped(workplace):
     output = runs.run(workplace, "warmup_sft", config="warmup.yaml")
     assert "2 problems are excluded from the 8 problems of Rows: " + BROKEN in output
     assert "; 'letters-5' (index 5): its text has " in output and "tokens, more than row_tokens=128" in output
-    assert "model:     warmup/model, in Hugging Face's format: train it with model_dir=warmup/model\n" in output
+    assert "model:     warmup/model, in Hugging Face format: train it with model_dir=warmup/model\n" in output
 
 
 def test_failing_grader_ends_run_and_keeps_checkpoint(workplace, failed):
@@ -162,7 +162,7 @@ def test_resume_reports_start_step_changes_and_finished_run(workplace, served, f
     for label in ("model", "device", "objective", "problems", "files", "engine", "done", "report", "longer"):
         assert f"\n{label + ':':<11}" in "\n" + output, label
     assert "engine:    ready after " in output
-    assert "model:     going_on/checkpoints/step_000002, a model in Hugging Face's format\n" in output
+    assert "model:     going_on/checkpoints/step_000002, a model in Hugging Face format\n" in output
     process = json.loads((workplace / "going_on" / "run.json").read_text())["process"]
     assert process["command"].endswith("preset=dapo") and process["folder"] == str(workplace)
     assert process["versions"]["torchtune"].startswith("0.6.1")

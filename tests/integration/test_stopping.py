@@ -103,7 +103,7 @@ def test_ctrl_c_while_it_sets_up(workplace):
     assert children and not alive, f"left running: {alive}"
     output = log.read_text()
     assert (
-        "Stopped by Ctrl-C. It had not begun its first step, and it has no checkpoint yet, so the next start begins at step 1"
+        "Stopped by Ctrl-C. It had not started its first step, and it has no checkpoint yet, so the next start begins at step 1"
         in output
     )
     assert "Traceback" not in output, output

@@ -77,7 +77,7 @@ def test_engine_starts_without_usage_error(place, in_fork, tmp_path, typed):
 
 def test_warmup_succeeds_without_usage_error(place, in_fork, tmp_path):
     result = attempt(Mistake("run warmup_sft --config warm.yaml", ""), place, tmp_path / "run", in_fork)
-    assert result.status == 0 and "model:     out/model, in Hugging Face's format" in result.text, result
+    assert result.status == 0 and "model:     out/model, in Hugging Face format" in result.text, result
 
 
 def test_new_model_with_dropping_template_is_refused(place, in_fork, tmp_path):

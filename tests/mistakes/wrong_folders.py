@@ -12,7 +12,7 @@ LONG = "x" * 300
 IN_TASK = "task._component_=torchtune_ext.tasks.jsonl.Jsonl task.question=question task.answer=answer task.path="
 GRADER = IN_TASK + "rows.jsonl task.grader="
 ROWS = {"rows.jsonl": '{"question": "1+1=", "answer": "2"}\n' * 8}
-OTHERS = "no run has written"
+OTHERS = "not written by a run"
 
 
 def holding(*names: str) -> Callable[[Path], None]:
@@ -51,14 +51,14 @@ def link(folder: Path) -> None:
 
 # fmt: off
 FOLDERS = {
-    "a folder of another program": full("output_dir=proj", rf"output_dir=proj holds run.json, checkpoints, engine.log, teacher, which {OTHERS} .*Fix: choose another output_dir, or move them away", prepare=holding("proj/run.json", "proj/checkpoints/w.bin", "proj/engine.log", "proj/teacher/__init__.py"), real=True),
-    "run.json of another program": full("output_dir=proj dry_run=True", rf"output_dir=proj holds run.json, which {OTHERS}", prepare=holding("proj/run.json")),
-    "a package in the working directory": full("output_dir=.", rf"output_dir=\. holds teacher, which {OTHERS}", prepare=holding("teacher/__init__.py")),
-    "evaluate: a folder of another program": evaluate("output_dir=proj", rf"output_dir=proj holds rollouts, which {OTHERS}", prepare=holding("proj/rollouts/mine")),
-    "warmup: a folder of another program": warmup("output_dir=proj", rf"output_dir=proj holds start, which {OTHERS}", prepare=holding("proj/start/now.sh")),
-    "warmup: a model of another program": warmup("output_dir=proj", r"output_dir=proj: the new model would replace proj/model, and no run of this recipe has written it. Fix: choose another output_dir, or move proj/model away", prepare=holding("proj/model/config.json"), real=True),
-    "warmup: a model in a folder of GRPO": warmup("output_dir=proj", r"replace proj/model, and no run of this recipe has written it", prepare=warmed(setting="prompts_per_step")),
-    "warmup: a model with notes": warmup("output_dir=proj", r"replace proj/model, and it holds files that no run has written: NOTES.txt, pytorch_model.bin", prepare=warmed("proj/model/NOTES.txt", "proj/model/pytorch_model.bin")),
+    "a folder of another program": full("output_dir=proj", rf"output_dir=proj holds run.json, checkpoints, engine.log, teacher, {OTHERS} .*Fix: choose another output_dir, or move them away", prepare=holding("proj/run.json", "proj/checkpoints/w.bin", "proj/engine.log", "proj/teacher/__init__.py"), real=True),
+    "run.json of another program": full("output_dir=proj dry_run=True", rf"output_dir=proj holds run.json, {OTHERS}", prepare=holding("proj/run.json")),
+    "a package in the working directory": full("output_dir=.", rf"output_dir=\. holds teacher, {OTHERS}", prepare=holding("teacher/__init__.py")),
+    "evaluate: a folder of another program": evaluate("output_dir=proj", rf"output_dir=proj holds rollouts, {OTHERS}", prepare=holding("proj/rollouts/mine")),
+    "warmup: a folder of another program": warmup("output_dir=proj", rf"output_dir=proj holds start, {OTHERS}", prepare=holding("proj/start/now.sh")),
+    "warmup: a model of another program": warmup("output_dir=proj", r"output_dir=proj: the new model would replace proj/model, and it was not written by a run of this recipe. Fix: choose another output_dir, or move proj/model away", prepare=holding("proj/model/config.json"), real=True),
+    "warmup: a model in a folder of GRPO": warmup("output_dir=proj", r"replace proj/model, and it was not written by a run of this recipe", prepare=warmed(setting="prompts_per_step")),
+    "warmup: a model with notes": warmup("output_dir=proj", r"replace proj/model, and it holds files that were not written by a run: NOTES.txt, pytorch_model.bin", prepare=warmed("proj/model/NOTES.txt", "proj/model/pytorch_model.bin")),
     "warmup: the model that it starts from": warmup("output_dir=proj model_dir=proj/model ~shape", r"replace proj/model, and this run reads proj/model\. Fix", prepare=warmed()),
     "warmup: that model by a link": warmup("output_dir=proj model_dir=elsewhere ~shape", r"replace proj/model, and this run reads elsewhere\. Fix", prepare=warmed(model="elsewhere")),
     "a dangling link": full("output_dir=link/x dry_run=True", r"output_dir=link/x: link is a dangling link", prepare=link),

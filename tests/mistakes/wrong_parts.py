@@ -198,12 +198,12 @@ def other_tokenizer(folder: Path) -> None:
 
 # fmt: off
 MODELS = {
-    "folder not found": full("model_dir=models/none", r"model_dir='models/none': folder not found, seen from /.*; name a directory in Hugging Face format: `hf download OWNER/none --local-dir models/none`"),
+    "folder not found": full("model_dir=models/none", r"model_dir='models/none': folder not found, relative to /.*; set it to a directory in Hugging Face format: `hf download OWNER/none --local-dir models/none`"),
     "a name of the hub": full("model_dir=Qwen/Qwen2.5-7B-Instruct", r"model_dir='Qwen/Qwen2.5-7B-Instruct': folder not found, .*`hf download Qwen/Qwen2.5-7B-Instruct --local-dir models/Qwen2.5-7B-Instruct`.*set model_dir=models/Qwen2.5-7B-Instruct"),
     "a model that no warm-up made": full("model_dir=runs/tiny/warmup/model", r"model_dir='runs/tiny/warmup/model': folder not found, .*`tune run warmup_sft --config warmup/tiny` creates it"),
     "a checkpoint that is not there": full("model_dir=out/checkpoints/step_000009", r"model_dir='out/checkpoints/step_000009': folder not found, .*; the checkpoints in out/checkpoints are step_000003, step_000006", prepare=lambda folder: [(folder / f"out/checkpoints/step_00000{step}").mkdir(parents=True) for step in (3, 6)]),
-    "a file": full("model_dir=sums.py", r"model_dir='sums.py': it is a file; name a model directory"),
-    "a folder without config.json": full("model_dir=.", r"model_dir='.': has no config.json; name a directory in Hugging Face format"),
+    "a file": full("model_dir=sums.py", r"model_dir='sums.py': it is a file; set it to a model directory"),
+    "a folder without config.json": full("model_dir=.", r"model_dir='.': has no config.json; set it to a directory in Hugging Face format"),
     "config.json is broken": full("", r"model/config.json is not JSON in UTF-8 \(.*\)\. Copy the file from", prepare=written("config.json", b'{"model_type": ')),
     "config.json is a list": full("", r"model/config.json holds \[\]; expected a JSON object", prepare=written("config.json", b"[]")),
     "another architecture": full("", r"model/config.json says model_type='gpt2', which is not supported; use a model of one of these types: llama, mistral, olmo2, qwen2, qwen3, smollm3", prepare=changed(model_type="gpt2")),
@@ -217,7 +217,7 @@ MODELS = {
     "a pointer of Git LFS": full("", r"model/model.safetensors is a pointer of Git LFS, not the file itself; run `git lfs pull` in model", prepare=written("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n")),
     "weights of something else beside the model's": full("", r"holds optimizer.safetensors in addition to the model's weights, and no model.safetensors.index.json says which files belong to the model; move optimizer.safetensors", prepare=written("optimizer.safetensors", b"")),
     "no weights": full("", r"model_dir='model' has no \*.safetensors file; .*`hf download OWNER/model --local-dir model`", prepare=removed("model.safetensors")),
-    "weights of another format": full("", r"model_dir='model' has no \*.safetensors file \(there is pytorch_model.bin, which is not read\)", prepare=lambda folder: (folder / "model/model.safetensors").rename(folder / "model/pytorch_model.bin")),
+    "weights of another format": full("", r"model_dir='model' has no \*.safetensors file \(found pytorch_model.bin, an unsupported format\)", prepare=lambda folder: (folder / "model/model.safetensors").rename(folder / "model/pytorch_model.bin")),
     "random bytes": full("", r"model/model.safetensors is not a safetensors file, or its header is damaged\. Copy the file", prepare=written("model.safetensors", bytes(range(256)) * 64), real=True),
     "an empty file": full("", r"model/model.safetensors is not a safetensors file, or its header is damaged", prepare=written("model.safetensors", b"")),
     "a truncated file": full("", r"model/model.safetensors has 50,000 bytes, its header says [\d,]+\. Copy the file", prepare=cut),
@@ -235,11 +235,11 @@ MODELS = {
     "the tokenizer of another model": full("tokenizer.path=other", r"tokenizer.path=other encodes text differently from the tokenizer in model_dir=model; they do not belong together: set tokenizer.path=model", prepare=other_tokenizer),
     "a tokenizer with more tokens": full("", r"tokenizer.path=model has ids up to \d+ \(such as .*\), but the model in model_dir=model has 64; they were added to the tokenizer but not to the model", prepare=changed(vocab_size=64)),
     "output_dir is a file": full("output_dir=sums.py", r"output_dir=sums.py: sums.py is not a folder. Choose another output_dir"),
-    "evaluate: folder not found": evaluate("model_dir=models/none", r"model_dir='models/none': folder not found, seen from "),
+    "evaluate: folder not found": evaluate("model_dir=models/none", r"model_dir='models/none': folder not found, relative to "),
     "evaluate: random bytes": evaluate("", r"model/model.safetensors is not a safetensors file", prepare=written("model.safetensors", b"random" * 99)),
     "a template that drops the question": full("tokenizer.template=mine.jinja", r"task: Base\(...\)\[0\]: the chat template 'mine.jinja' omits its message of role 'user', '0\+1='\. Fix: set tokenizer.template", files={"mine.jinja": "{% for m in messages %}{{ m.content.text }}{% endfor %}"}),
     "warmup: a template that drops the question": warmup("model_dir=model tokenizer.template=mine.jinja", r"task: Base\(...\)\[0\]: the chat template 'mine.jinja' omits its message of role 'user'", files={"mine.jinja": "{% for m in messages %}{{ m.role }}{% endfor %}"}),
-    "warmup: folder not found": warmup("model_dir=models/none", r"model_dir='models/none': folder not found, seen from "),
+    "warmup: folder not found": warmup("model_dir=models/none", r"model_dir='models/none': folder not found, relative to "),
     "warmup: a truncated file": warmup("model_dir=model", r"model/model.safetensors has 50,000 bytes", prepare=cut),
 }
 # fmt: on

@@ -70,7 +70,7 @@ def _tensor_types(file: Path) -> set[str]:
             "the package gguf is not installed, and GGUF files need it. Fix: pip install gguf==0.19.0"
         ) from None
     if not file.is_file():
-        raise UsageError(f"{file}: file not found, seen from {Path.cwd()}. Fix: name the GGUF file")
+        raise UsageError(f"{file}: file not found, relative to {Path.cwd()}. Fix: name the GGUF file")
     with open(file, "rb") as f:
         begin = f.read(len(GGUF_MAGIC))
     if begin != GGUF_MAGIC:

@@ -1,4 +1,4 @@
-"""Implements the clipped objectives that constraints share, and the measures they clip by.
+"""Implements the clipped objectives that constraints share, and the KL values that they bound.
 
 All tensors hold one value per label, [L]. Objectives are maximized. `cut_L` (bool) marks the labels
 without a gradient.

@@ -1,6 +1,6 @@
 """Defines the constraints on the ratio r = pi / pi_old. `CONSTRAINTS` lists them by name.
 
-A constraint ends the gradient of the ratio. All constraints fit the objective J = E[min(r A,
+A constraint stops the gradient of the ratio outside a trust region. All constraints fit the objective J = E[min(r A,
 clip_C(r) A)] (arXiv 2602.05494). A test C decides for every label whether the new policy is close
 enough to the old policy. Outside, a constant replaces the ratio, which removes the gradient, unless
 the minimum selects r A, whose gradient moves r back.
@@ -189,8 +189,8 @@ class TotalVariation(Constraint):
         return f"TV <= {self.delta:g}"
 
     def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
-        moved_L = (t.logprobs_L.exp() - old_L.exp()).abs()
-        return trust_region(ratio_L, t.advantages_L, moved_L <= self.delta)
+        change_L = (t.logprobs_L.exp() - old_L.exp()).abs()
+        return trust_region(ratio_L, t.advantages_L, change_L <= self.delta)
 
 
 @dataclass(frozen=True)
@@ -321,9 +321,9 @@ def make_constraint(name: str, settings: Mapping[str, Any]) -> Constraint:
     return CONSTRAINTS[name](**{option: settings[option] for option in own if settings.get(option) is not None})
 
 
-def _require(holds: bool, option: str, value: float, must: str) -> None:
-    if not holds:
-        raise UsageError(f"loss.{option}={value} {must}")
+def _require(condition: bool, option: str, value: float, requirement: str) -> None:
+    if not condition:
+        raise UsageError(f"loss.{option}={value} {requirement}")
 
 
 def _check_clips(low: float, high: float) -> None:

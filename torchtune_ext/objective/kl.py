@@ -1,4 +1,4 @@
-"""Estimates KL(own || other) per sampled token, in nats.
+"""Estimates KL(own || other) per sampled token, in nats; own is the trained policy.
 
 The estimators k1, k2 and k3 are Schulman's (http://joschu.net/blog/kl-approx.html), with
 d = log other - log own. All tensors hold one value per label, [L].
@@ -12,7 +12,7 @@ from torchtune_ext.objective.ratios import MAX_LOG_RATIO
 # With r = own / old:
 #
 # name           value            mean on samples of own  gradient on samples of own
-# "k1"           -d               KL                      of r sg(-d): grad KL (see `kl_penalty`)
+# "k1"           -d               KL                      grad KL, as r sg(-d) (see `kl_penalty`)
 # "k2"           d^2 / 2          KL + O(d^3)             grad KL
 # "k3"           e^d - 1 - d      KL, never negative      grad KL(other || own)
 # "k3_unbiased"  r (e^d - 1 - d)  KL, on samples of old   grad KL (DeepSeek-V3.2, arXiv 2512.02556)

@@ -16,7 +16,7 @@ Class attributes declare further inputs (`loss_requirements`):
 * `top_k = 16`: log-probs of the proximal policy's 16 likeliest tokens.
 * `needs_all_groups = True`: also train on zero-variance groups, for a term that does not depend on
   the advantage (a KL penalty, an entropy bonus).
-* `needs_proximal = False`: skip the forward pass for `old_logprobs_L`, which is None then.
+* `needs_proximal = False`: skip the forward pass for `old_logprobs_L`, which is then None.
 """
 
 import math
@@ -222,12 +222,14 @@ class PolicyLoss(ConstraintOptions):
         token_ratio_L = bounded_exp(t.logprobs_L - old_L)
         objective_L, cut_L = self._surrogate(t, old_L, token_ratio_L)
         objective_L = self.reward_coef * objective_L
-        gap_L = self._teacher_gap(t, old_L)
-        if gap_L is not None:
+        teacher_advantages_L = self._teacher_gap(t, old_L)
+        if teacher_advantages_L is not None:
             # The constraint clips by the sign of the advantage, and the teacher's advantage may
             # have another sign than the reward's. So each has its own surrogate.
-            taught_L, taught_cut_L = self._surrogate(replace(t, advantages_L=gap_L), old_L, token_ratio_L)
-            objective_L, cut_L = objective_L + self.teacher_coef * taught_L, cut_L | taught_cut_L
+            teacher_objective_L, teacher_cut_L = self._surrogate(
+                replace(t, advantages_L=teacher_advantages_L), old_L, token_ratio_L
+            )
+            objective_L, cut_L = objective_L + self.teacher_coef * teacher_objective_L, cut_L | teacher_cut_L
         method = IMPORTANCE_METHODS[self.importance].with_bounds(self.importance_low, self.importance_high)
         weight_L, masked_L = importance_weights(old_L - t.behavior_logprobs_L, t.samples_L, method)
         # The weight multiplies only the objective. The terms below apply to every label, including
@@ -240,8 +242,8 @@ class PolicyLoss(ConstraintOptions):
             "ratio_max": token_ratio_L.detach(),
             "entropy": t.entropy_L.detach(),
         }
-        if gap_L is not None and t.teacher_logprobs_L is not None:
-            metrics["kl_teacher"] = -gap_L
+        if teacher_advantages_L is not None and t.teacher_logprobs_L is not None:
+            metrics["kl_teacher"] = -teacher_advantages_L
             metrics["teacher_surprise"] = (t.teacher_logprobs_L < math.log(SURPRISE_PROBABILITY)).float()
         if self.entropy_coef:
             loss_L = loss_L - self.entropy_coef * t.entropy_L

@@ -126,7 +126,7 @@ def decoder(
             down_proj=linear("mlp", intermediate_dim, embed_dim),
             up_proj=linear("mlp", embed_dim, intermediate_dim),
         )
-        norms = {place: norm(embed_dim) for place in norm_names}
+        norms = {name: norm(embed_dim) for name in norm_names}
         layers.append(TransformerSelfAttentionLayer(attn=attention, mlp=mlp, **norms))
     embeddings = nn.Embedding(vocab_size, embed_dim)
     return TransformerDecoder(

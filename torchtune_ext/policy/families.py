@@ -26,7 +26,7 @@ HFConfig = Mapping[str, Any]  # the content of a config.json
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # NF4 has a scale for each block of 64 values, and a second scale for each 256 scales. Both
-# divisions must have no remainder.
+# divisions must be exact.
 NF4_MULTIPLE = 64 * 256
 # A path that begins with one of these names is a local folder, not a model id on the hub.
 _LOCAL_FOLDER_NAMES = (
@@ -119,10 +119,10 @@ def _llama_sizes(config: HFConfig) -> dict[str, Any]:
 
 
 def _build_llama(
-    tied: Callable, untied: Callable, *adapted: Any, tie_word_embeddings: bool, **rest: Any
+    tied: Callable, untied: Callable, *lora_args: Any, tie_word_embeddings: bool, **rest: Any
 ) -> TransformerDecoder:
     # Except for defaults, torchtune's builders of the versions differ only in a tied output head.
-    return tied(*adapted, tie_word_embeddings=True, **rest) if tie_word_embeddings else untied(*adapted, **rest)
+    return tied(*lora_args, tie_word_embeddings=True, **rest) if tie_word_embeddings else untied(*lora_args, **rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,8 +367,8 @@ def _flatten_rope(config: HFConfig) -> dict[str, Any]:
     """Moves RoPE settings to the top level of a config."""
     flat = dict(config)
     # The section is "rope_parameters" in transformers 5 and "rope_scaling" in transformers 4.
-    for node in ("rope_parameters", "rope_scaling"):
-        rope = dict(config.get(node) or {})
+    for section in ("rope_parameters", "rope_scaling"):
+        rope = dict(config.get(section) or {})
         # Earlier versions of transformers called the key "type".
         if "type" in rope:
             rope.setdefault("rope_type", rope.pop("type"))
@@ -381,21 +381,23 @@ def _missing_config_hint(path: Path) -> str:
     # Likely errors come first: a file, a run's folder, an adapter, a GGUF file, a warm-up that was
     # never run.
     if path.is_file():
-        return "it is a file; name a model directory in Hugging Face format, which holds config.json and the weights"
+        return (
+            "it is a file; set it to a model directory in Hugging Face format, which holds config.json and the weights"
+        )
     for pattern in ("config.json", "merged/config.json"):
         if models := sorted(path.glob(f"checkpoints/step_*/{pattern}")):
-            return f"it is the folder of a run, whose models are its checkpoints: {models[-1].parent} is the newest"
+            return f"it is the folder of a run; its newest checkpoint is the model {models[-1].parent}"
     if (path / "adapter_config.json").is_file():
         merged = path / "merged"
-        whole = (
+        hint = (
             f"the merged model is {merged}"
             if merged.is_dir()
             else "adapters.save_merged=True also saves the merged model"
         )
-        return f"it holds an adapter and no model; {whole}"
+        return f"it holds an adapter and no model; {hint}"
     if files := sorted(path.glob("*.gguf")):
         return f"has no config.json; `torchtune-ext gguf {files[0]} OUT` converts {files[0].name} to a model directory"
-    wrong = "has no config.json" if path.is_dir() else f"folder not found, seen from {Path.cwd()}"
+    wrong = "has no config.json" if path.is_dir() else f"folder not found, relative to {Path.cwd()}"
     if path.parts[-2:] == ("warmup", "model"):
         name = path.parts[-3] if len(path.parts) > 2 else "tiny"
         return f"{wrong}: `tune run warmup_sft --config warmup/{name}` creates it"
@@ -406,13 +408,13 @@ def _missing_config_hint(path: Path) -> str:
     hub = _HUB_ID.fullmatch(str(path)) and path.parts[0] not in _LOCAL_FOLDER_NAMES and not path.is_dir()
     name = path.name or "MODEL"
     owner, place = (path.parts[0], f"models/{name}") if hub else (hub_owner(name), str(path))
-    whole = (
+    hint = (
         f"`hf download {owner}/{name} --local-dir {place}` fetches a model, and `hf download {owner}/{name} "
         f"config.json --local-dir {place}` the one file that dry_run=True needs"
     )
     if hub:
-        return f"{wrong}. If it is a model id on the Hugging Face hub: {whole}; then set model_dir={place}"
-    return f"{wrong}; name a directory in Hugging Face format: {whole}"
+        return f"{wrong}. If it is a model id on the Hugging Face hub: {hint}; then set model_dir={place}"
+    return f"{wrong}; set it to a directory in Hugging Face format: {hint}"
 
 
 def hub_owner(name: str) -> str:
@@ -503,16 +505,16 @@ def from_config(
     return family.build(**arguments)
 
 
-def _require_heads(config: HFConfig, any_width: bool, file: Path) -> None:
+def _require_heads(config: HFConfig, has_head_dim: bool, file: Path) -> None:
     """Checks that the builder supports the heads of a config.
 
     Args:
         config: a complete config.
-        any_width: the builder takes head_dim.
+        has_head_dim: the builder takes head_dim.
         file: the config.json, for messages.
 
     Raises:
-        UsageError: it does not.
+        UsageError: the builder does not support the heads.
     """
     heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["hidden_size"]
     # torchtune's attention requires this even if head_dim is independent of hidden_size.
@@ -526,7 +528,7 @@ def _require_heads(config: HFConfig, any_width: bool, file: Path) -> None:
                 "use another model, or set model._component_ to your own builder"
             )
     # Only the builders of decoder.py take head_dim. torchtune's builders compute it.
-    if not any_width and config["head_dim"] != size // heads:
+    if not has_head_dim and config["head_dim"] != size // heads:
         raise UsageError(
             f"{file} says head_dim={config['head_dim']}, but the builder of {config['model_type']} supports only "
             f"hidden_size / num_attention_heads = {size // heads}; use another model, or set model._component_ to your own "
@@ -556,16 +558,19 @@ def _require_nf4(build: Callable[..., TransformerDecoder], modules: list[str], s
         and ".lora_" not in name
         and weight.numel() % NF4_MULTIPLE
     }
-    # Some builders also store layers without adapters in NF4, so a choice is verified by building.
-    fitting = [name for name in modules if name not in not_nf4_divisible]
+    # Some builders also store layers without adapters in NF4, so the suggestion is verified by
+    # building the model.
+    nf4_modules = [name for name in modules if name not in not_nf4_divisible]
     fewer = (
         {"apply_lora_to_mlp": False}
         if {"w1", "w2", "w3"} & set(not_nf4_divisible) and switches["apply_lora_to_mlp"]
         else {}
     )
     advice = "so this model does not support QLoRA: set model.quantize_base=False"
-    if fitting and fits_nf4(fitting, switches | fewer):
-        advice = f"set model.lora_attn_modules=[{', '.join(fitting)}]" + " model.apply_lora_to_mlp=False" * len(fewer)
+    if nf4_modules and fits_nf4(nf4_modules, switches | fewer):
+        advice = f"set model.lora_attn_modules=[{', '.join(nf4_modules)}]" + " model.apply_lora_to_mlp=False" * len(
+            fewer
+        )
     raise UsageError(
         f"model.quantize_base=True: NF4 needs a multiple of {NF4_MULTIPLE} values per weight, which does not hold for "
         f"{', '.join(f'{name} ({rows} x {columns})' for name, (rows, columns) in not_nf4_divisible.items())}; {advice}"

@@ -56,10 +56,10 @@ class HFModel:
         """
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
-            others = sorted(path.name for ending in ("*.bin", "*.pth", "*.gguf") for path in self.path.glob(ending))
-            there = f" (there is {others[0]}, which is not read)" if others else ""
+            unread = sorted(path.name for ending in ("*.bin", "*.pth", "*.gguf") for path in self.path.glob(ending))
+            there = f" (found {unread[0]}, an unsupported format)" if unread else ""
             raise UsageFileError(
-                f"model_dir={str(self.path)!r} has no *.safetensors file{there}; other weight formats are unsupported: "
+                f"model_dir={str(self.path)!r} has no *.safetensors file{there}: "
                 f"`hf download {hub_owner(self.path.name)}/{self.path.name} --local-dir {self.path}` fetches the weights"
             )
         return self._select_indexed(files)
@@ -127,7 +127,7 @@ class HFModel:
             new_params: parameters that are not in the files, such as adapters.
 
         Raises:
-            UsageError: they do not.
+            UsageError: a name or a shape differs.
         """
         self.require_tied(model)
         expected = {clean_name(name): tuple(p.shape) for name, p in model.named_parameters() if name not in new_params}
@@ -142,8 +142,8 @@ class HFModel:
         """Raises UsageError if model and config.json disagree about tied embeddings."""
         if self.tied_embeddings != isinstance(model.output, TiedLinear):
             raise UsageError(
-                f"tie_word_embeddings={self.tied_embeddings} in {self.path / 'config.json'}, but the model of the YAML has "
-                f"{'untied' if self.tied_embeddings else 'tied'} embeddings; change `model:`"
+                f"tie_word_embeddings={self.tied_embeddings} in {self.path / 'config.json'}, but `model:` builds a "
+                f"model with {'untied' if self.tied_embeddings else 'tied'} embeddings; change `model:`"
             )
 
     def _shape_error(self, name: str, shape: tuple, expected: tuple | None, file: Path) -> str:
@@ -194,9 +194,9 @@ class HFModel:
                     start, end = entry["data_offsets"]
                     size, digest = end - start, hashlib.sha256(f"{entry['dtype']} {entry['shape']} ".encode())
                     whole = size <= _SAMPLES * _SAMPLE_BYTES
-                    places = [0] if whole else [i * (size - _SAMPLE_BYTES) // (_SAMPLES - 1) for i in range(_SAMPLES)]
-                    for place in places:
-                        digest.update(os.pread(f.fileno(), size if whole else _SAMPLE_BYTES, begin + start + place))
+                    offsets = [0] if whole else [i * (size - _SAMPLE_BYTES) // (_SAMPLES - 1) for i in range(_SAMPLES)]
+                    for offset in offsets:
+                        digest.update(os.pread(f.fileno(), size if whole else _SAMPLE_BYTES, begin + start + offset))
                     tensors[name], total = digest.hexdigest(), total + size
         digest = hashlib.sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()
         return f"{len(tensors)} tensors of {total:,} bytes, {digest[:12]}"

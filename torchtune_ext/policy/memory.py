@@ -1,4 +1,4 @@
-"""Estimates the policy's memory on a training device from the shapes of a model on meta."""
+"""Estimates the policy's memory on a training device from the shapes of a model on the meta device."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ class ModelSizes:
         trained = adapters or params.keys()
         frozen = [param for name, param in params.items() if name not in trained]
         layers: list[Any] = [*model.layers]  # torch types a layer's attributes as any tensor or module
-        layer, size = layers[0], compute_dtype.itemsize
+        layer, itemsize = layers[0], compute_dtype.itemsize
         attn = layer.attn
 
         self.dtype = compute_dtype
@@ -48,7 +48,7 @@ class ModelSizes:
         # Frozen weights in the trainer: NF4 (Dettmers et al. 2023, section 3), or the compute
         # dtype.
         self.frozen_bytes = sum(
-            int(p.numel() * NF4_BYTES_PER_VALUE) if isinstance(p, NF4Tensor) else p.numel() * size for p in frozen
+            int(p.numel() * NF4_BYTES_PER_VALUE) if isinstance(p, NF4Tensor) else p.numel() * itemsize for p in frozen
         )
         self.layers = len(model.layers)
         self.layer_params = sum(p.numel() for p in layer.parameters())
@@ -56,7 +56,9 @@ class ModelSizes:
         self.non_layer_params = self.total_params - self.layer_params * self.layers
         in_layer = dict(layer.named_parameters(prefix="layers.0"))
         self.trained_layer_params = sum(p.numel() for name, p in in_layer.items() if name in trained)
-        self.largest_param = max(p.numel() for p in params.values())  # the largest tensor; below, the largest in NF4
+        self.largest_param = max(
+            p.numel() for p in params.values()
+        )  # the largest tensor; largest_nf4: the largest in NF4
         self.largest_nf4 = max((p.numel() for p in params.values() if isinstance(p, NF4Tensor)), default=0)
         self.width, self.vocab = model.tok_embeddings.embedding_dim, model.tok_embeddings.num_embeddings
         self.mlp = layer.mlp.w1.weight.shape[0]  # width inside the MLP
@@ -73,17 +75,21 @@ class ModelSizes:
         # including the norms of q and k; the inputs of the linear layers of attention and MLP;
         # attention's inputs q, k and v (with expanded heads), its output and log-sum-exp; the
         # angles of RoPE in float32; gate, up, SiLU and their product.
-        normed = (attn.num_heads + attn.num_kv_heads) * attn.head_dim if attn.q_norm else 0
-        floats = 2 * self.width + normed + attn.num_heads + 2 * attn.head_dim
-        inside = size * (2 * self.width + 4 * attn.num_heads * attn.head_dim + 4 * self.mlp) + 4 * floats
-        self.layer_bytes_per_token = inside + _fp8_saved_bytes(model, trainer_fp8, size)  # bytes per token
+        norm_inputs = (attn.num_heads + attn.num_kv_heads) * attn.head_dim if attn.q_norm else 0
+        float32_values = 2 * self.width + norm_inputs + attn.num_heads + 2 * attn.head_dim
+        activation_bytes = (
+            itemsize * (2 * self.width + 4 * attn.num_heads * attn.head_dim + 4 * self.mlp) + 4 * float32_values
+        )
+        self.layer_bytes_per_token = activation_bytes + _fp8_saved_bytes(
+            model, trainer_fp8, itemsize
+        )  # bytes per token
         # Bytes of all weights in the engine, without adapters. Layers in FP8 are stored as tiles.
-        sent = (engine_dtype or compute_dtype).itemsize
-        converted = sum(
+        engine_itemsize = (engine_dtype or compute_dtype).itemsize
+        fp8_params = sum(
             out * width for out, width in fp8_layer_shapes(model, engine_fp8, trainer_fp8 is not None).values()
         )
-        below = self.total_params - sum(params[name].numel() for name in adapters)
-        self.engine_bytes = int(sent * below - (sent - TILE_BYTES_PER_VALUE) * converted)
+        base_params = self.total_params - sum(params[name].numel() for name in adapters)
+        self.engine_bytes = int(engine_itemsize * base_params - (engine_itemsize - TILE_BYTES_PER_VALUE) * fp8_params)
 
     @property
     def has_frozen_params(self) -> bool:
@@ -116,49 +122,53 @@ def trainer_memory(
         Name of an entry -> bytes.
     """
     shards = min(shard_within or world_size, world_size)
-    size, inside = sizes.dtype.itemsize, sizes.layer_bytes_per_token * row_tokens
+    itemsize, layer_bytes = sizes.dtype.itemsize, sizes.layer_bytes_per_token * row_tokens
     # In addition to saved activations, the backward of an MLP holds three gradients of its width.
     # The last norm and the log-probs save their inputs and hold a gradient.
-    around = row_tokens * (3 * size * sizes.mlp + sizes.width * (4 + 2 * size))
+    other_bytes = row_tokens * (3 * itemsize * sizes.mlp + sizes.width * (4 + 2 * itemsize))
     # With checkpointing, each layer saves its input, and one layer at a time saves its activations.
-    inputs = sizes.layers * row_tokens * sizes.width * size
-    kept = (inputs + inside if activation_checkpointing else sizes.layers * inside) + around
+    inputs = sizes.layers * row_tokens * sizes.width * itemsize
+    activation_bytes = (inputs + layer_bytes if activation_checkpointing else sizes.layers * layer_bytes) + other_bytes
     # Logits and probabilities of a chunk exist at the same time, in float32: 8 bytes per logit.
     chunk = min(CHUNK_ELEMENTS, row_tokens * sizes.vocab)
     # On one device only a model without adapters goes through FSDP2 (`build_policy`).
-    sharded = world_size > 1 or (size < 4 and not sizes.has_frozen_params)
+    sharded = world_size > 1 or (itemsize < 4 and not sizes.has_frozen_params)
     # FSDP2 gathers the next layer while one computes. Frozen weights are gathered in their stored
     # dtype, which may be NF4.
     gathered = sizes.non_layer_params + 2 * sizes.layer_params
-    width = sizes.frozen_bytes / (sizes.total_params - sizes.trained_params) if sizes.has_frozen_params else size
+    bytes_per_value = (
+        sizes.frozen_bytes / (sizes.total_params - sizes.trained_params) if sizes.has_frozen_params else itemsize
+    )
     return {
-        "frozen weights, as they are held": sizes.frozen_bytes // shards,
+        "frozen weights, as stored": sizes.frozen_bytes // shards,
         "weights, float32 master": 4 * sizes.trained_params // shards,
         "gradients, float32": 4 * sizes.trained_params // shards,
-        f"activations of a row of {row_tokens} tokens": int(kept),
+        f"activations of a row of {row_tokens} tokens": int(activation_bytes),
         "logits of one chunk, with gradient": 8 * chunk,
-        "gradients before they are shared out": _gradients_in_flight(sizes, sharded, shards, int(kept)),
-        "state of the optimizer": int(optimizer_bytes * sizes.trained_params) // shards,
-        "table of RoPE, float32": sizes.rope_bytes,
-        f"gathered weights, {str(sizes.dtype)[6:]}": int(width * gathered) if sharded else 0,
-        "largest NF4 weight while it is dequantized": (8 + size) * sizes.largest_nf4,
+        "unsharded gradients, before the reduction": _gradients_in_flight(
+            sizes, sharded, shards, int(activation_bytes)
+        ),
+        "optimizer state": int(optimizer_bytes * sizes.trained_params) // shards,
+        "RoPE table, float32": sizes.rope_bytes,
+        f"gathered weights, {str(sizes.dtype)[6:]}": int(bytes_per_value * gathered) if sharded else 0,
+        "largest NF4 weight while it is dequantized": (8 + itemsize) * sizes.largest_nf4,
     }
 
 
 def _gradients_in_flight(sizes: ModelSizes, sharded: bool, shards: int, activations: int) -> int:
     """The peak bytes of unsharded gradients in the backward."""
-    size = sizes.dtype.itemsize
+    itemsize = sizes.dtype.itemsize
     # First, the output projection's gradient is summed in float32 and then rounded.
-    begin = (4 + size) * sizes.trained_head_params
+    begin = (4 + itemsize) * sizes.trained_head_params
     if not sharded:
         return begin
     # Then this gradient stays in memory until the end, in addition to the gradient of one layer and
     # two float32 copies that FSDP2 reduces.
-    middle = size * sizes.trained_head_params + (size + 8) * sizes.trained_layer_params
+    middle = itemsize * sizes.trained_head_params + (itemsize + 8) * sizes.trained_layer_params
     # Finally, FSDP2 reduces the gradients of embedding and output projection together, after the
     # activations have been freed.
     outer = sizes.trained_params - sizes.trained_layer_params * sizes.layers
-    end = (size + 4) * outer + 4 * outer // shards - activations
+    end = (itemsize + 4) * outer + 4 * outer // shards - activations
     return max(begin, middle, end)
 
 
@@ -168,16 +178,21 @@ def fp8_layer_shapes(model: TransformerDecoder, config: Fp8Config | None, trains
     return {layer.name: layer.shape for layer in layers if layer.reason is None}
 
 
-def _fp8_saved_bytes(model: TransformerDecoder, config: Fp8Config | None, size: int) -> float:
+def _fp8_saved_bytes(model: TransformerDecoder, config: Fp8Config | None, itemsize: int) -> float:
     """The additional saved bytes per token of the first layer with FP8; they may be negative."""
     if config is None or config.save_activations != "fp8" or lora.adapter_names(model):
         return 0.0
     # A layer in FP8 saves the columns of its input instead of the input, and layers with the same
     # input save them once. The input of o_proj is attention's output, which attention saves anyway,
     # so its columns are additional.
-    less = LINE_BYTES_PER_VALUE - size
-    more = {"q_proj": less, "o_proj": LINE_BYTES_PER_VALUE, "gate_proj": less, "down_proj": less}
+    replaced_input = LINE_BYTES_PER_VALUE - itemsize
+    added_bytes = {
+        "q_proj": replaced_input,
+        "o_proj": LINE_BYTES_PER_VALUE,
+        "gate_proj": replaced_input,
+        "down_proj": replaced_input,
+    }
     widths = {
         name: width for name, (_, width) in fp8_layer_shapes(model, config, trains=True).items() if ".layers.0." in name
     }
-    return sum(more.get(name.rpartition(".")[2], 0) * width for name, width in widths.items())
+    return sum(added_bytes.get(name.rpartition(".")[2], 0) * width for name, width in widths.items())

@@ -56,8 +56,8 @@ class ModelShape:
             )
         if self.head_size % 32:
             raise UsageError(
-                f"shape: heads of {self.head_size} (head_dim, or hidden_size / num_attention_heads) are unknown to vLLM's "
-                "attention kernels; make it a multiple of 32"
+                f"shape: heads of {self.head_size} (head_dim, or hidden_size / num_attention_heads) are not supported by "
+                "vLLM's attention kernels; make it a multiple of 32"
             )
 
     @property
@@ -89,8 +89,8 @@ def make_tokenizer(
     tokenizer.decoder = decoders.ByteLevel()
     # BPE is trained on the text between the words and lines with their own tokens. An alternation
     # takes its first match, so the longest come first; `(?!)` matches nothing.
-    cut = re.compile("|".join(re.escape(s) for s in sorted([*common, *words], key=len, reverse=True)) or r"(?!)")
-    pieces = [piece for text in [*prompts, *solutions] for piece in cut.split(text) if piece]
+    splitter = re.compile("|".join(re.escape(s) for s in sorted([*common, *words], key=len, reverse=True)) or r"(?!)")
+    pieces = [piece for text in [*prompts, *solutions] for piece in splitter.split(text) if piece]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(SPECIAL_TOKENS) - len(words) - len(common),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -156,17 +156,17 @@ def _random_weights(shape: ModelShape, vocab: int, seed: int) -> dict[str, torch
     std, residual = width**-0.5, (2 * shape.num_hidden_layers) ** -0.5
     weights = {"model.embed_tokens.weight": normal(vocab, width, std=std), "model.norm.weight": torch.ones(width)}
     for i in range(shape.num_hidden_layers):
-        at = f"model.layers.{i}."
+        prefix = f"model.layers.{i}."
         for name, rows in (("q", heads), ("k", kv), ("v", kv)):
-            weights[f"{at}self_attn.{name}_proj.weight"] = normal(rows, width, std=std)
+            weights[f"{prefix}self_attn.{name}_proj.weight"] = normal(rows, width, std=std)
             if shape.model_type == "qwen2":
-                weights[f"{at}self_attn.{name}_proj.bias"] = torch.zeros(rows)
+                weights[f"{prefix}self_attn.{name}_proj.bias"] = torch.zeros(rows)
             elif name != "v":
-                weights[f"{at}self_attn.{name}_norm.weight"] = torch.ones(shape.head_size)
-        weights[f"{at}self_attn.o_proj.weight"] = normal(width, heads, std=residual * heads**-0.5)
-        weights[f"{at}mlp.gate_proj.weight"] = normal(ffn, width, std=std)
-        weights[f"{at}mlp.up_proj.weight"] = normal(ffn, width, std=std)
-        weights[f"{at}mlp.down_proj.weight"] = normal(width, ffn, std=residual * ffn**-0.5)
-        weights[f"{at}input_layernorm.weight"] = torch.ones(width)
-        weights[f"{at}post_attention_layernorm.weight"] = torch.ones(width)
+                weights[f"{prefix}self_attn.{name}_norm.weight"] = torch.ones(shape.head_size)
+        weights[f"{prefix}self_attn.o_proj.weight"] = normal(width, heads, std=residual * heads**-0.5)
+        weights[f"{prefix}mlp.gate_proj.weight"] = normal(ffn, width, std=std)
+        weights[f"{prefix}mlp.up_proj.weight"] = normal(ffn, width, std=std)
+        weights[f"{prefix}mlp.down_proj.weight"] = normal(width, ffn, std=residual * ffn**-0.5)
+        weights[f"{prefix}input_layernorm.weight"] = torch.ones(width)
+        weights[f"{prefix}post_attention_layernorm.weight"] = torch.ones(width)
     return weights

@@ -82,8 +82,8 @@ def streamed_logprobs(
         else:
             module = model.get_submodule(owner)
             for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
-                more = {} if owner == "norm" else {"mask": mask, "input_pos": row.positions_T[None]}
-                hidden[i] = functional_call(module, own, (hidden[i],), more)
+                kwargs = {} if owner == "norm" else {"mask": mask, "input_pos": row.positions_T[None]}
+                hidden[i] = functional_call(module, own, (hidden[i],), kwargs)
         # This frees the weights before the next layer's weights arrive.
         del own
     assert table_VD is not None  # every model has an output layer or tied embeddings

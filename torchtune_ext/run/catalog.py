@@ -119,7 +119,7 @@ def config_path(given: str) -> str:
     near = [bare] if bare in known else named
     if not near:
         raise UsageError(
-            f"--config {given}: file not found, seen from {Path.cwd()}, and not one of our configs (`tune ls`)"
+            f"--config {given}: file not found, relative to {Path.cwd()}, and not one of our configs (`tune ls`)"
         )
     raise UsageError(
         f"--config {given}: neither a file nor one of our configs; did you mean {', '.join(near)}? (`tune ls`)"

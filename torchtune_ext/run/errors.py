@@ -28,7 +28,7 @@ TRACEBACK_VARIABLE = "TORCHTUNE_EXT_TRACEBACK"  # the environment variable that 
 # Seconds that a rank other than 0 waits before it prints its error. If rank 0 has the same error,
 # torchrun ends the other ranks in this time, and the message appears once.
 OTHER_RANKS_WAIT_S = 5.0
-MAX_DURATION_S = 604_800.0  # the maximum duration of a setting, a week
+MAX_DURATION_S = 604_800.0  # upper bound of settings in seconds: a week
 FAILURE_STATUS = 1  # the exit status of a RunFailure
 STDLIB = sysconfig.get_path("stdlib") + os.sep
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
@@ -132,10 +132,12 @@ def exit_status_of(error: BaseException) -> int | None:
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     module = str(frame.f_globals.get("__name__"))
     # torchtune.config parses the command line, so its errors are usage errors.
-    of_torchtune = module.startswith("torchtune.config.") and isinstance(error, ValueError | OSError | ImportError)
+    is_torchtune_error = module.startswith("torchtune.config.") and isinstance(
+        error, ValueError | OSError | ImportError
+    )
     # A ValueError that the recipe itself raises is also a usage error. The recipe runs as
     # `__main__`, and may be the user's own copy.
-    return USAGE_ERROR_STATUS if of_torchtune or (module == "__main__" and type(error) is ValueError) else None
+    return USAGE_ERROR_STATUS if is_torchtune_error or (module == "__main__" and type(error) is ValueError) else None
 
 
 def error_location(error: BaseException) -> str | None:
@@ -197,7 +199,7 @@ def wrap_user_errors(action: str, fix: str = "") -> Iterator[None]:
 def report_errors() -> Iterator[None]:
     """Report a UsageError or RunFailure of a program as one message on stderr and exit.
 
-    Other errors pass. Under torchrun the process exits at once.
+    Other errors propagate. Under torchrun the process exits at once.
 
     Raises:
         SystemExit: with the exit status of the table at the top of the module.

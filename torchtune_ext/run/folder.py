@@ -61,7 +61,7 @@ RUN_FILES = (
     "teacher",  # the log of the teacher's engine
 )
 _ENGINE_LOG = re.compile(r"engine_\d+\.log")  # one log per engine if there are several
-RENAME_TEST = f"{PRUNED_PREFIX}trial"  # a folder that is written like a checkpoint and then removed
+RENAME_PROBE = f"{PRUNED_PREFIX}trial"  # a folder that is written like a checkpoint and then removed
 # A user may keep other files in the run folder, so only partial files and folders with these names
 # are removed.
 _LEFTOVERS = "|".join([*map(re.escape, RUN_FILES), "model", r"ranks_\w+", r"(\.pruned_)?trial"])
@@ -164,8 +164,12 @@ class RunFolder:
         """Return whether to resume: `resume` is set and a (possibly damaged) checkpoint exists."""
         has_checkpoint = bool(checkpoint_folders(self.path / "checkpoints"))
         if resume and not has_checkpoint:
-            aside = sorted({str(path.parent.parent) for path in self.path.glob("old-*/checkpoints/step_*")})
-            hint = f"; earlier runs have checkpoints: output_dir={', output_dir='.join(aside)}" if aside else ""
+            earlier_runs = sorted({str(path.parent.parent) for path in self.path.glob("old-*/checkpoints/step_*")})
+            hint = (
+                f"; earlier runs have checkpoints: output_dir={', output_dir='.join(earlier_runs)}"
+                if earlier_runs
+                else ""
+            )
             log.warning(
                 "resume_from_checkpoint: no checkpoint in %s, so the run starts at its first step%s", self.path, hint
             )
@@ -276,7 +280,7 @@ class RunFolder:
 
     def _require_renames(self) -> None:
         # Detect an unsupported file system now, and not after hours of training.
-        trial = self.path / RENAME_TEST
+        trial = self.path / RENAME_PROBE
         with explain_os_errors(
             f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"
         ):
@@ -289,31 +293,31 @@ class RunFolder:
         remove_path(trial)
 
     def _leftover_paths(self) -> list[Path]:
-        left = _run_paths(self.path)
+        leftovers = _run_paths(self.path)
         # A start that left only `STARTUP_FILES` failed before its first line of metrics. It does
         # not count as a run, and the next start overwrites the files.
         return (
-            left
-            if any(path.name not in STARTUP_FILES and not _ENGINE_LOG.fullmatch(path.name) for path in left)
+            leftovers
+            if any(path.name not in STARTUP_FILES and not _ENGINE_LOG.fullmatch(path.name) for path in leftovers)
             else []
         )
 
     def _require_inputs_kept(self, inputs: Iterable[str | Path]) -> None:
         for read in inputs:
-            for left in self._leftover_paths():
-                if Path(read).resolve().is_relative_to(left.resolve()):
+            for leftover in self._leftover_paths():
+                if Path(read).resolve().is_relative_to(leftover.resolve()):
                     raise UsageError(
-                        f"output_dir={self.path} has an earlier run, which a new run would set aside together with its input "
-                        f"{read}. {_OTHER_DIR_HINT}, or copy {read} out of the folder"
+                        f"output_dir={self.path} has an earlier run, which a new run would move away together with "
+                        f"{read}, which the new run reads. {_OTHER_DIR_HINT}, or copy {read} out of the folder"
                     )
 
     def _set_aside(self) -> None:
         # The checkpoints move first. If this process is killed, no later start resumes from a
         # partial run.
-        left = sorted(self._leftover_paths(), key=lambda path: path.name != "checkpoints")
-        if not left:
+        leftovers = sorted(self._leftover_paths(), key=lambda path: path.name != "checkpoints")
+        if not leftovers:
             return
-        for path in left:
+        for path in leftovers:
             if path.is_symlink():
                 raise UsageError(
                     f"output_dir={self.path}: {path} is a link, so the files of an earlier run cannot be set aside. "
@@ -328,7 +332,7 @@ class RunFolder:
         while os.path.lexists(target := self.path / f"old-{number}"):
             number += 1
         target.mkdir()
-        for path in left:
+        for path in leftovers:
             os.rename(path, target / path.name)
         log.warning("%s has an earlier run; its files moved to %s", self.path, target)
 
@@ -347,34 +351,35 @@ def require_usable_folder(output_dir: str | Path) -> None:
             raise UsageError(f"output_dir={path}: {place} is not a folder. {_OTHER_DIR_HINT}")
     with explain_os_errors(f"output_dir={path} cannot be read", _OTHER_DIR_HINT):
         record, lock = path / RECORD_FILE, path / LOCK_FILE
-        by_run = read_json_or_empty(lock).keys() >= {"pid", "host"}
-        left = [each.name for each in _run_paths(path)]
+        has_lock_record = read_json_or_empty(lock).keys() >= {"pid", "host"}
+        run_files = [each.name for each in _run_paths(path)]
         if os.path.lexists(record):
             values = read_json_or_empty(record)
             # Another version of this package may write further keys, but also writes a lock.
-            unknown = [] if by_run else sorted(values.keys() - {each.name for each in fields(Run)})
+            unknown = [] if has_lock_record else sorted(values.keys() - {each.name for each in fields(Run)})
             if isinstance(values.get("id"), str) and not unknown:
                 return
             why = f"run.json has the unknown key {unknown[0]!r}" if unknown else "run.json has no id"
-            left = [RECORD_FILE] if by_run else left
-        elif by_run:
+            run_files = [RECORD_FILE] if has_lock_record else run_files
+        elif has_lock_record:
             return
         else:
             why = "run.json is missing"
             if os.path.lexists(lock) and lock.stat().st_size:
-                left.append(LOCK_FILE)
-            if left == ["checkpoints"] and any(path.glob("checkpoints/step_*/manifest.json")):
+                run_files.append(LOCK_FILE)
+            if run_files == ["checkpoints"] and any(path.glob("checkpoints/step_*/manifest.json")):
                 raise UsageError(f"output_dir={path}: {_missing_record_hint(path)}")
-    if left:
+    if run_files:
         raise UsageError(
-            f"output_dir={path} holds {', '.join(left)}, which no run has written ({why}); a run would overwrite or move files "
-            "with these names. Fix: choose another output_dir, or move them away (if a run wrote them: restore its run.json)"
+            f"output_dir={path} holds {', '.join(run_files)}, not written by a run ({why}); a run would overwrite or move "
+            "files with these names. Fix: choose another output_dir, or move them away (if a run wrote them: restore its "
+            "run.json)"
         )
 
 
 def _missing_record_hint(folder: Path) -> str:
     return (
-        f"{folder / RECORD_FILE} is missing, so the id of the run is unknown. Fix: restore it, or write "
+        f"{folder / RECORD_FILE} is missing, so the id of the run is unknown. Fix: restore the file, or write "
         f'{{"id": "..."}} to it with the id at "run" in manifest.json of its checkpoints'
     )
 
@@ -435,7 +440,7 @@ def _lock_holder(lock: int) -> str:
         holder = json.loads(os.pread(lock, 4096, 0))
         return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return f"see {LOCK_FILE} in it"
+        return f"see {LOCK_FILE} in that folder"
 
 
 # A W&B sweep starts one config many times, so all its runs have the same `output_dir`. Its agent
@@ -451,7 +456,7 @@ def wandb_agent_run() -> str | None:
         return None
     if not _ID.fullmatch(run):
         raise UsageError(
-            f"{RUN_VARIABLE}={run} names the folder of this sweep run; expected letters, digits, '-', '_' and '.', beginning "
+            f"{RUN_VARIABLE}={run} is the folder name of this sweep run; expected letters, digits, '-', '_' and '.', beginning "
             f"with a letter or a digit. Fix: change it, or unset {SWEEP_VARIABLE}"
         )
     return run

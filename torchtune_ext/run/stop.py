@@ -6,8 +6,8 @@ SIGHUP            ends at once, because the terminal is closed                  
 SIGTERM           finishes the step and writes a checkpoint if the step ends       143
                   within the grace time; otherwise ends after the grace time
 
-"Ends" means that `RunStopped` is raised in the main thread, so all components are closed by the
-unwinding. If the main thread does not react, a second thread ends the process.
+"Ends" means that `RunStopped` is raised in the main thread, so the stack unwinds and
+all components are closed. If the main thread does not react, a second thread ends the process.
 """
 
 import os
@@ -158,7 +158,7 @@ class StopSignals:
         self._thread.join()
         self._wakeup_reader.close()
 
-    def _raise_due_at(self) -> float:
+    def _raise_deadline(self) -> float:
         """Return the time.monotonic() at which the main thread must raise `RunStopped`."""
         if self.signal != signal.SIGTERM or not self._waits_for_step:
             return self._received_at
@@ -173,19 +173,19 @@ class StopSignals:
         return self.signal
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        ends_by = self._record_signal(signal.Signals(number))
-        if self._cleanup_started_at == NEVER and time.monotonic() >= self._raise_due_at():
+        final_signal = self._record_signal(signal.Signals(number))
+        if self._cleanup_started_at == NEVER and time.monotonic() >= self._raise_deadline():
             # Python prints and ignores errors that are raised in a finalizer.
             if _in_finalizer(frame):
                 self._must_retry = True
                 return
             self.begin_cleanup()
             self.raised_by_handler = True
-            raise RunStopped(ends_by)
+            raise RunStopped(final_signal)
 
     def _watch(self) -> None:
         """Run in the second thread: read the signals and enforce the deadlines."""
-        announced, called_at, own = False, NEVER, []
+        announced, called_at, own_signals = False, NEVER, []
         while True:
             ready, _, _ = select.select([self._wakeup_reader], [], [], 0.05 if self.stop_requested else None)
             data = self._wakeup_reader.recv(256) if ready else b""
@@ -196,26 +196,26 @@ class StopSignals:
             for number in filter(self._previous_handlers.__contains__, data):
                 # A signal that this thread has sent does not count as a second Ctrl-C, however late
                 # it is read.
-                if number in own:
-                    own.remove(number)
+                if number in own_signals:
+                    own_signals.remove(number)
                     continue
                 if number == signal.SIGINT == self.signal and time.monotonic() - self._received_at > REPEAT_WINDOW_S:
-                    self._force_exit("twice: not all components were closed")
+                    self._force_exit("pressed twice: not all components were closed")
                 self._record_signal(signal.Signals(number))
             now = time.monotonic()
             if self._cleanup_started_at != NEVER:
                 if self.stop_requested and now > max(self._cleanup_started_at, self._received_at) + CLEANUP_S:
                     self._force_exit(f"a component did not close within {CLEANUP_S:g} s")
-            elif now >= self._raise_due_at():
+            elif now >= self._raise_deadline():
                 if now > called_at + self._reaction_s:
-                    self._force_exit("during a call that did not return")
+                    self._force_exit("while a call did not return")
                 elif called_at == NEVER or self._must_retry:
                     called_at, self._must_retry = min(called_at, now), False
                     # Run the handler again in the main thread, where it raises because the deadline
                     # has passed.
                     main = threading.main_thread().ident
                     assert self.signal is not None and main is not None
-                    own.append(self.signal)
+                    own_signals.append(self.signal)
                     signal.pthread_kill(main, self.signal)
             elif self.stop_requested and self.prints_messages and not announced:
                 announced = True

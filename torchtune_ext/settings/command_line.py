@@ -43,9 +43,9 @@ def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
         UsageError: the recipe is unknown, the config is written for another recipe, or the
             rendezvous of several machines is not configured.
     """
-    words = args.recipe_args
+    arguments = args.recipe_args
     # torchtune accepts `--config X` but not `--config=X`, and also reads sys.argv.
-    for line in (words, sys.argv):
+    for line in (arguments, sys.argv):
         for i, word in enumerate(list(line)):
             if word.startswith("--config=") and "--config" not in line:
                 line[i : i + 1] = ["--config", word.removeprefix("--config=")]
@@ -55,22 +55,22 @@ def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
     elif not Path(known[args.recipe].file_path).is_absolute():
         # torchtune's own recipes have relative paths. Their configs are not checked here, except
         # that a GRPO config does not fit them.
-        given = words[words.index("--config") + 1] if "--config" in words[:-1] else ""
+        given = arguments[arguments.index("--config") + 1] if "--config" in arguments[:-1] else ""
         if Path(given).is_file() and "samples_per_prompt" in Path(given).read_text(errors="replace"):
             raise UsageError(
                 f"--config {given} is a GRPO config, but {args.recipe} is a torchtune recipe. Fix: run grpo_full"
             )
         return
-    elif "--config" not in words[:-1] and not {"-h", "--help"} & set(words):
+    elif "--config" not in arguments[:-1] and not {"-h", "--help"} & set(arguments):
         # A tiny config starts on any machine, so it is listed first.
         examples = sorted((config.name for config in known[args.recipe].configs), key=lambda name: "tiny" not in name)
         raise UsageError(
             f"--config is missing. Fix: tune run {args.recipe} --config {examples[0] if examples else 'my_config.yaml'} "
             "(`tune ls` lists the configs)"
         )
-    elif "--config" in words[:-1]:
+    elif "--config" in arguments[:-1]:
         # torchtune's own configs do not fit our recipes.
-        given = words[words.index("--config") + 1]
+        given = arguments[arguments.index("--config") + 1]
         theirs = [entry.name for entry in recipes for config in entry.configs if config.name == given]
         if theirs and given not in config_files(package_folder("configs")) and not Path(given).is_file():
             ours = ", ".join(config.name for config in known[args.recipe].configs[:3])
@@ -105,10 +105,10 @@ def require_rendezvous(args: Namespace, argv: Sequence[str]) -> None:
             f"--node_rank 0; {page}"
         )
     # In `args`, a missing --node_rank looks like torchrun's default of 0.
-    numbered = any(word.partition("=")[0] in ("--node_rank", "--node-rank") for word in argv)
+    has_node_rank = any(word.partition("=")[0] in ("--node_rank", "--node-rank") for word in argv)
     # torchrun also reads its arguments from PET_... environment variables.
     first = args.rdzv_endpoint.rpartition(":")[0] or args.rdzv_endpoint
-    if args.rdzv_backend == "static" and not numbered and "PET_NODE_RANK" not in os.environ:
+    if args.rdzv_backend == "static" and not has_node_rank and "PET_NODE_RANK" not in os.environ:
         raise UsageError(
             f"--nnodes {args.nnodes} without --node_rank. Fix: set --node_rank on each machine: 0 on {first}, which runs "
             f"rank 0 and the engine, 1 on the next; {page}"
@@ -130,18 +130,18 @@ def _resolve_user_recipe(given: str, known: Sequence[str]) -> str:
             return given
         near = closest_match(given, sorted(known, key=len))
         hint = f"did you mean {near}?" if near else "`tune ls` lists them."
-        raise UsageError(f"unknown recipe {given}; {hint} Name your own recipe with its suffix: my_grpo.py")
+        raise UsageError(f"unknown recipe {given}; {hint} Give your own recipe with its suffix: my_grpo.py")
     if not path.is_file():
         raise UsageError(
-            f"{given}: file not found, seen from {here}; `tune cp grpo_full {path.name}` makes a copy to edit"
+            f"{given}: file not found, relative to {here}; `tune cp grpo_full {path.name}` makes a copy to edit"
         )
     with wrap_user_errors(f"importing {given}"):
         compile(path.read_bytes(), given, "exec", dont_inherit=True)
     require_present_imports(path)
-    inside = Path(os.path.abspath(path))
-    if not inside.is_relative_to(here):
-        raise UsageError(f"{given} is not below {here}, where torchtune looks for recipes. Fix: cd {inside.parent}")
-    return str(inside.relative_to(here))
+    absolute = Path(os.path.abspath(path))
+    if not absolute.is_relative_to(here):
+        raise UsageError(f"{given} is not below {here}, where torchtune looks for recipes. Fix: cd {absolute.parent}")
+    return str(absolute.relative_to(here))
 
 
 def _importable(name: str) -> bool:
@@ -167,11 +167,11 @@ def shorten_rank_failures() -> Iterator[None]:
 
         # torchrun sends SIGTERM to the other ranks, and SIGKILL 30 s later to ranks that still run.
         # If two ranks ended within 5 s, the killed rank caused the exit of the other rank.
-        begin = min(failure.timestamp for failure in failures.values())
+        first_failure_time = min(failure.timestamp for failure in failures.values())
 
         def order(item: tuple[int, Any]) -> tuple:
             code = item[1].exitcode
-            return code == -signal.SIGTERM, item[1].timestamp > begin + 5, code > 0, item[1].timestamp
+            return code == -signal.SIGTERM, item[1].timestamp > first_failure_time + 5, code > 0, item[1].timestamp
 
         rank, first = min(failures.items(), key=order)
         status = first.exitcode if first.exitcode > 0 else 128 - first.exitcode

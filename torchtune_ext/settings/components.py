@@ -119,10 +119,10 @@ class Component(dict[str, Any]):
 
 def _require_arguments(component: Any, path: str, name: str, arguments: dict[str, Any], extra: dict[str, Any]) -> None:
     """Raise UsageError for unknown or missing arguments of a component."""
-    both = [key for key in arguments if key in extra]
-    if both:
+    duplicates = [key for key in arguments if key in extra]
+    if duplicates:
         raise UsageError(
-            f"{name}.{both[0]}={arguments[both[0]]}: the recipe passes this argument to {path}. Fix: leave it out"
+            f"{name}.{duplicates[0]}={arguments[duplicates[0]]}: the recipe passes this argument to {path}. Fix: leave it out"
         )
     try:
         signature = inspect.signature(component)
@@ -173,9 +173,10 @@ def _explain_refusal(
     if len(quoted) != 1:
         return None
     default = getattr(_parameters(component).get(quoted[0]), "default", inspect.Parameter.empty)
-    usual = "" if default is inspect.Parameter.empty else f"; the default is {default!r}"
+    default_text = "" if default is inspect.Parameter.empty else f"; the default is {default!r}"
     return (
-        f"{name}.{quoted[0]}={arguments[quoted[0]]!r}: {path} does not take it ({errors.describe_error(error)}){usual}"
+        f"{name}.{quoted[0]}={arguments[quoted[0]]!r}: {path} rejects this value "
+        f"({errors.describe_error(error)}){default_text}"
     )
 
 
@@ -219,7 +220,7 @@ def import_recipe(recipe: str, prefix: str) -> ModuleType:
             return import_module(name)
         except ModuleNotFoundError as error:
             raise UsageError(
-                f"{prefix}{name}: unknown recipe ({error}). Fix: name your own recipe with its suffix: my_grpo.py"
+                f"{prefix}{name}: unknown recipe ({error}). Fix: give your own recipe with its suffix: my_grpo.py"
             ) from error
     if Path(name).is_file():
         require_present_imports(Path(name))
@@ -232,7 +233,7 @@ def import_recipe(recipe: str, prefix: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except FileNotFoundError:
-        raise UsageError(f"{prefix}{name}: file not found, seen from {Path.cwd()}") from None
+        raise UsageError(f"{prefix}{name}: file not found, relative to {Path.cwd()}") from None
     return module
 
 

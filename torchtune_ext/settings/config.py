@@ -56,7 +56,7 @@ _SNAPSHOT_ATTRIBUTE = "_record"  # the attribute that stores the result of `sett
 
 # Old name -> new name of config keys. The old name works until the next version.
 RENAMED_KEYS = {"depth": "prefetch_steps"}
-# Appended to the message about an invalid value.
+# Config key -> hint that is appended to the message about an invalid value.
 HINTS = {
     "resume_from_checkpoint": "; other weights: model_dir=PATH",
     "evaluation": "; without held-out problems: evaluation.task=null",
@@ -239,13 +239,13 @@ def warn_if_setting_missing(recipe: str, arguments: Sequence[str]) -> None:
         arguments: the command-line arguments after the recipe.
     """
     if recipe in REQUIRED_KEYS and "--config" in arguments[:-1]:
-        key, then = REQUIRED_KEYS[recipe]
-        place = list(arguments).index("--config")
-        cfg = merge_config(arguments[place + 1], [*arguments[:place], *arguments[place + 2 :]])
+        key, consequence = REQUIRED_KEYS[recipe]
+        index = list(arguments).index("--config")
+        cfg = merge_config(arguments[index + 1], [*arguments[:index], *arguments[index + 2 :]])
         # The recipe reports unresolvable references when it loads the config.
         with suppress(OmegaConfBaseException):
             if not OmegaConf.select(cfg, key, default=None):
-                print_text(format_labels([("recipe", f"{recipe}, but {key} is not set: {then}")]))
+                print_text(format_labels([("recipe", f"{recipe}, but {key} is not set: {consequence}")]))
 
 
 def _expand_shorthand(schema: type, given: DictConfig) -> DictConfig:
@@ -255,11 +255,11 @@ def _expand_shorthand(schema: type, given: DictConfig) -> DictConfig:
     """
     given = given.copy()
     for name, field in option_fields(schema).items():
-        bare = getattr(nested_record(field), "SHORTHAND_KEY", None)
+        shorthand_key = getattr(nested_record(field), "SHORTHAND_KEY", None)
         value = _get_node(given, name)
-        if bare is None or value is None or value._is_interpolation() or OmegaConf.is_config(value):
+        if shorthand_key is None or value is None or value._is_interpolation() or OmegaConf.is_config(value):
             continue
-        given[name] = {bare: value._value()}
+        given[name] = {shorthand_key: value._value()}
     return given
 
 
@@ -334,7 +334,9 @@ def _expand_path(key: str, value: Any) -> Any:
     except UnicodeEncodeError:
         names = [b"\0"]
     if not path.strip():
-        fix = "write . for the working directory" if key.endswith(("dir", "folder")) else "leave it out, or name a file"
+        fix = (
+            "write `.` for the working directory" if key.endswith(("dir", "folder")) else "leave it out, or name a file"
+        )
         raise UsageError(f"{key}={value!r} is empty; expected a path. Fix: {fix}")
     if any(b"\0" in name for name in names):
         raise UsageError(
@@ -451,24 +453,26 @@ def settings_snapshot(settings: object) -> dict[str, Any]:
 def _make_snapshot(
     settings: Any, plain: dict[str, Any], unresolved: dict[str, Any], given: DictConfig
 ) -> dict[str, Any]:
-    kept = {}
+    snapshot = {}
     for name, field in option_fields(type(settings)).items():
         value = getattr(settings, name)
         if nested_record(field):
             # Keep only the keys of a section that were given.
-            kept[name] = {key: _snapshot_value(plain[name][key], getattr(value, key)) for key in given.get(name) or {}}
+            snapshot[name] = {
+                key: _snapshot_value(plain[name][key], getattr(value, key)) for key in given.get(name) or {}
+            }
         else:
-            kept[name] = _snapshot_value(plain.get(name), value)
+            snapshot[name] = _snapshot_value(plain.get(name), value)
     # A value from the environment may be a secret token, so its reference `${oc.env:NAME}` is
     # stored instead.
     for path, text in _env_references(OmegaConf.create(_mark_env_references(unresolved))).items():
         *above, last = path
-        node = kept
+        node = snapshot
         for key in above:
             node = node[key] if isinstance(node, list) or (isinstance(node, dict) and key in node) else None
         if isinstance(node, list) or (isinstance(node, dict) and last in node):
             node[last] = text
-    return kept
+    return snapshot
 
 
 def _snapshot_value(plain: Any, value: Any) -> Any:

@@ -87,8 +87,8 @@ def option_fault(key: str, field: FieldInfo, value: Any, error: Any) -> str:
         names = list(option_fields(record))
         if value is None:
             return f"{key}=null is not a mapping; leave it out"
-        if bare := getattr(record, "SHORTHAND_KEY", None):
-            plain = expected_text(option_fields(record)[bare])
+        if shorthand_key := getattr(record, "SHORTHAND_KEY", None):
+            plain = expected_text(option_fields(record)[shorthand_key])
             return f"{key}={value} must be {plain}, or a mapping with some of the keys {', '.join(names)}"
         example = f"[{value}]" if "list" in expected_text(option_fields(record)[names[0]]) else "..."
         return f"{key}={value} is not a mapping; write {key}.{names[0]}={example} (keys of `{key}:` are {', '.join(names)})"

@@ -35,8 +35,8 @@ def require_type(key: str, value: Any, kind: Any, default: Any = None) -> None:
     if not _fits(value, kind):
         kinds = [each for each in union_members(kind) if each is not NoneType]
         names = " or ".join(dict.fromkeys(_kind_text(each) for each in kinds))
-        usual = "" if default is None or default is inspect.Parameter.empty else f"; the default is {default!r}"
-        raise UsageError(f"{key}={value!r} must be {names}{_rewrite_hint(key, value, kinds) or usual}")
+        default_text = "" if default is None or default is inspect.Parameter.empty else f"; the default is {default!r}"
+        raise UsageError(f"{key}={value!r} must be {names}{_rewrite_hint(key, value, kinds) or default_text}")
 
 
 def type_error_text(key: str, value: Any, field: FieldInfo) -> str:
@@ -47,8 +47,8 @@ def type_error_text(key: str, value: Any, field: FieldInfo) -> str:
     if isinstance(value, str) and words == [word for word in words if isinstance(word, str)] != []:
         near = closest_match(value, words)
         others = [_kind_text(kind) for kind in kinds if get_origin(kind) is not Literal]
-        meant = f"; did you mean {near!r}?" if near else ""
-        return f"{key}={value!r} is unknown: use {_either([*map(repr, words), *others])}{meant}"
+        suggestion = f"; did you mean {near!r}?" if near else ""
+        return f"{key}={value!r} is unknown: use {_either([*map(repr, words), *others])}{suggestion}"
     null = ", or null" if NoneType in union_members(field.annotation) else ""
     # A value that is only out of range needs no rewrite hint.
     hint = "" if _fits(value, field.annotation) else _rewrite_hint(key, value, kinds)
@@ -157,8 +157,8 @@ def _rewrite_hint(key: str, value: Any, kinds: list[Any]) -> str:
             words = "yes, on and true" if value else "no, off and false"
             quoted = json.dumps("yes" if value else "no")
             return f", and YAML reads {words} as a boolean: quote it, '{key}={quoted}'"
-        only = " if the brackets belong to it" if isinstance(value, list) else ""
-        return f": quote it{only}, '{key}={json.dumps(_typed(value), ensure_ascii=False)}'"
+        only = " if the brackets are part of the text" if isinstance(value, list) else ""
+        return f": quote it{only}, '{key}={json.dumps(_source_text(value), ensure_ascii=False)}'"
     if {int, float} & set(origins) and isinstance(value, str | float):
         try:
             number = float(value)
@@ -175,14 +175,16 @@ def _rewrite_hint(key: str, value: Any, kinds: list[Any]) -> str:
     return f", as in {key}.NAME=VALUE" if "a mapping" in map(_kind_text, kinds) else ""
 
 
-def _typed(value: Any) -> str:
+def _source_text(value: Any) -> str:
     """Return the text that YAML has parsed as a mapping, a list or a number."""
     if isinstance(value, Mapping):
         # YAML reads "{question}" and "Question:" as the same mapping. "{question}" is more common.
         braces = all(each is None and " " not in str(key) for key, each in value.items())
-        parts = [f"{key}" if braces else f"{key}: {_typed(each)}".rstrip() for key, each in value.items()]
+        parts = [f"{key}" if braces else f"{key}: {_source_text(each)}".rstrip() for key, each in value.items()]
         return f"{{{', '.join(parts)}}}" if braces else ", ".join(parts)
-    return f"[{', '.join(map(_typed, value))}]" if isinstance(value, list) else str("" if value is None else value)
+    return (
+        f"[{', '.join(map(_source_text, value))}]" if isinstance(value, list) else str("" if value is None else value)
+    )
 
 
 def kind_of(value: Any) -> str:

@@ -43,8 +43,8 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2), devi
         UsageError: a setting is invalid, the component is not an optimizer, or its step fails.
     """
     # Some optimizers accept only matrices, so the parameters have the dims of the trained
-    # parameters. They are on the CPU, because an engine on the same GPU has yet to measure the
-    # free GPU memory.
+    # parameters. They are on the CPU, because an engine on the same GPU measures the free
+    # GPU memory later.
     params = [nn.Parameter(torch.zeros((2,) * ndim)) for ndim in sorted(dims)]
     optimizer = make(params=params)
     if not hasattr(optimizer, "param_groups"):
@@ -87,9 +87,9 @@ def check_loss(loss: Any) -> None:
     if not callable(loss):
         raise UsageError(f"loss: {name} is not callable. Fix: define `def __call__(self, t)` (docs/objectives.md)")
     # The first update of a step has no other policy for comparing the top-k log-probs.
-    tops = [needs.top_k, 0] if needs.top_k else [0]
+    top_ks = [needs.top_k, 0] if needs.top_k else [0]
     # A rank with an empty row calls the loss without labels.
-    for labels, top_k in [(3, top_k) for top_k in tops] + [(0, top_k) for top_k in tops]:
+    for labels, top_k in [(3, top_k) for top_k in top_ks] + [(0, top_k) for top_k in top_ks]:
         count = "three labels" if labels else "no labels (an empty row)"
         with wrap_user_errors(f"loss: {name}, called with {count},"), torch.enable_grad():
             returned = loss(_example(needs, labels, top_k))
@@ -201,8 +201,8 @@ def _require_problem(problem: Any, what: str) -> None:
             "messages, answer)"
         )
     messages = problem.messages
-    fine = isinstance(messages, tuple | list) and messages and all(isinstance(each, Mapping) for each in messages)
-    if not fine or not all({"role", "content"} <= set(each) for each in messages):
+    is_valid = isinstance(messages, tuple | list) and messages and all(isinstance(each, Mapping) for each in messages)
+    if not is_valid or not all({"role", "content"} <= set(each) for each in messages):
         raise UsageError(
             f'{what} has messages={messages!r:.80}; expected a tuple of dicts: ({{"role": "user", "content": "the question"}},)'
         )
@@ -229,15 +229,15 @@ def measure_prompts(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]
             problem, or two problems with different messages have the same prompt.
     """
     lengths, began, first = [], time.monotonic(), None
-    looked_for: set[tuple[str, ...]] = set()  # the role sequences that `_require_shown` has checked
+    checked_roles: set[tuple[str, ...]] = set()  # the role sequences that `_require_shown` has checked
     known: dict[tuple[int, ...], tuple[int, str]] = {}  # prompt ids -> index and text of the problem
     # The indices are evenly spaced, so a task sorted by length also shows its long prompts. For an
     # endless task, the first problems are measured.
-    looked_at, whole = (
+    num_probed, num_indexed = (
         min(len(task), MAX_PROBED_PROBLEMS),
         len(task) if len(task) <= SHUFFLE_LIMIT else MAX_PROBED_PROBLEMS,
     )
-    for index in (i * whole // looked_at for i in range(looked_at)):
+    for index in (i * num_indexed // num_probed for i in range(num_probed)):
         if lengths and time.monotonic() - began > PROBE_LIMIT_S:
             break
         try:
@@ -248,9 +248,9 @@ def measure_prompts(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]
             first = first or error
         else:
             lengths.append(len(ids))
-            if (roles := tuple(message["role"] for message in problem.messages)) not in looked_for:
+            if (roles := tuple(message["role"] for message in problem.messages)) not in checked_roles:
                 _require_shown(problem, ids, tokenizer, f"{key}: {_name(task)}(...)[{index}]")
-                looked_for.add(roles)
+                checked_roles.add(roles)
             # Templates may strip whitespace.
             texts = "".join(str(message.get("content")) for message in problem.messages)
             other, others = known.setdefault(tuple(ids), (index, words := "".join(texts.split()).casefold()))
@@ -278,8 +278,8 @@ def _require_shown(problem: Problem, ids: Sequence[int], tokenizer: ChatTokenize
     """Raise UsageError if the chat template omits a message of a problem with this prompt."""
     # A template may trim, escape or move a text, or interpret "/no_think" in it. So the check does
     # not search for the text: a longer text must change the prompt. The added text repeats words of
-    # the message, because a tokenizer may drop other words, but not its thoughts, which templates
-    # omit from older turns.
+    # the message, because a tokenizer may drop other words. It leaves out the text before
+    # `</think>`, which templates omit from older turns.
     messages = list(problem.messages)
     for i, message in enumerate(messages):
         if message.get("tool_calls") or not (content := str(message.get("content") or "")).strip():
@@ -336,14 +336,14 @@ def check_prompts(
         # A run skips prompts that are too long. If all prompts are too long, nothing is left to
         # train on.
         if shortest > prompt_room:
-            span = f"{shortest} to {longest}" if shortest < longest else f"{longest}"
+            range_text = f"{shortest} to {longest}" if shortest < longest else f"{longest}"
             needed, positions = sampling.max_tokens + longest, max_positions(hf_model)
             more = needed <= positions
             fix = f"set engine.max_model_len={needed}, or" if more else f"the model has {positions} positions: set"
             raise UsageError(
                 f"sampling.max_tokens={sampling.max_tokens} allows a prompt length of {prompt_room} in "
-                f"engine.max_model_len={engine.max_model_len}, but the {len(lengths)} measured prompts of {key} have {span} "
-                f"tokens; {fix} a lower max_tokens"
+                f"engine.max_model_len={engine.max_model_len}, but the {len(lengths)} measured prompts of {key} have "
+                f"{range_text} tokens; {fix} a lower max_tokens"
             )
 
 
@@ -413,12 +413,12 @@ def check_tokenizer(
             f"tokenizer.path={where} has ids up to {highest - 1}{named}, but the model in model_dir={hf_model.path} "
             f"has {vocab_rows}; {fix}"
         )
-    if beyond := [token for token in stop_ids if not 0 <= token < vocab_rows]:
-        says = f"sampling.stop_token_ids names {beyond[0]}"
-        if beyond[0] in getattr(tokenizer, "stop_token_ids", ()):
-            says = f"generation_config.json or config.json in {where} says eos_token_id={beyond[0]}"
+    if unknown_ids := [token for token in stop_ids if not 0 <= token < vocab_rows]:
+        subject = f"sampling.stop_token_ids names {unknown_ids[0]}"
+        if unknown_ids[0] in getattr(tokenizer, "stop_token_ids", ()):
+            subject = f"generation_config.json or config.json in {where} says eos_token_id={unknown_ids[0]}"
         raise UsageError(
-            f"{says}, but the model in model_dir={hf_model.path} has ids from 0 to {vocab_rows - 1}: no completion "
+            f"{subject}, but the model in model_dir={hf_model.path} has ids from 0 to {vocab_rows - 1}: no completion "
             "would end with it. Fix: use an id from tokenizer.json, or leave it out"
         )
     files = [Path(folder or ".") / "tokenizer.json" for folder in (where, hf_model.path)]
@@ -457,10 +457,10 @@ def check_engine(hf_model: HFModel, engine: EngineConfig, model: "TransformerDec
             the KV cache are too short for `engine.max_model_len`.
     """
     size, heads = engine.tensor_parallel_size, int(hf_model.config["num_attention_heads"])
-    fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0 and n <= 16)
+    divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0 and n <= 16)
     if heads % size:
         raise UsageError(
-            f"engine.tensor_parallel_size={size} does not divide the model's {heads} attention heads; use one of {fits}"
+            f"engine.tensor_parallel_size={size} does not divide the model's {heads} attention heads; use one of {divisors}"
         )
     if size > 1 and hf_model.config.get("model_type") == "olmo2":
         raise UsageError(
@@ -482,10 +482,10 @@ def check_engine(hf_model: HFModel, engine: EngineConfig, model: "TransformerDec
     own = engine.address is None and "kv_cache_dtype" not in engine.extra_args
     if model is not None and own and engine.kv_cache_bytes is not None:
         layer: Any = model.layers[0]
-        attn, numbers = layer.attn, 4 if engine.dtype == "float32" else 2
+        attn, itemsize = layer.attn, 4 if engine.dtype == "float32" else 2
         # Bytes of the keys and values of one token. With fewer heads than GPUs, heads are
         # replicated, so the quotient rounds up.
-        token = 2 * len(model.layers) * -(-attn.num_kv_heads // size) * attn.head_dim * numbers
+        token = 2 * len(model.layers) * -(-attn.num_kv_heads // size) * attn.head_dim * itemsize
         block = engine.block_size or CPU_BLOCK_SIZE
         needed = token * block * (-(-engine.max_model_len // block) + 1)
         if engine.kv_cache_bytes < needed:

@@ -24,7 +24,7 @@ def check_settings(cfg: GRPOConfig, loss: Any) -> None:
     if cfg.updates_per_step > cfg.prompts_per_step:
         raise UsageError(
             f"updates_per_step={cfg.updates_per_step} is more than prompts_per_step={cfg.prompts_per_step}: each update needs "
-            f"at least one whole group; set updates_per_step={cfg.prompts_per_step} or less"
+            f"at least one group; set updates_per_step={cfg.prompts_per_step} or less"
         )
     check_needs(cfg.loss, loss_requirements(loss))
     check_teacher(cfg.teacher, cfg.sampling, loss_requirements(loss), replay=cfg.replay is not None)

@@ -77,8 +77,8 @@ def dry_run(cfg: GRPOConfig) -> None:
     if missing:
         print_text(f"problem: {missing}\nThe plan is valid, but a start would fail with this error")
     elif plan.fits:
-        tried = "settings" if cfg.replay else "settings, first problems, grader"
-        print_text(f"checked without errors: {tried}")
+        checked = "settings" if cfg.replay else "settings, first problems, grader"
+        print_text(f"checked without errors: {checked}")
     sys.exit(0 if plan.fits and not missing else 2)
 
 
@@ -146,13 +146,13 @@ def machine_of(asked: bool | str | None, device: str, engine_devices: str | None
         raise UsageError(
             "dry_run=True under torchrun on several machines. Fix: name the GPUs of all machines, for instance dry_run=16x80"
         )
-    here = this_machine(device)
-    wants = "device=cuda" if device == "cuda" else engine_devices and f"engine.devices={engine_devices}"
-    if wants and device != "cpu" and not here.gpus:
+    local = this_machine(device)
+    requirement = "device=cuda" if device == "cuda" else engine_devices and f"engine.devices={engine_devices}"
+    if requirement and device != "cpu" and not local.gpus:
         raise UsageError(
-            f"dry_run=True with {wants}: this machine has no GPU. Fix: name a machine, for instance dry_run=4x80"
+            f"dry_run=True with {requirement}: this machine has no GPU. Fix: name a machine, for instance dry_run=4x80"
         )
-    return here
+    return local
 
 
 def parse_machine(text: Any) -> Machine:
@@ -169,7 +169,7 @@ def parse_machine(text: Any) -> Machine:
         size = float(match[1])
         return Machine(0, 0, int(size * GIB), f"a CPU with {size:g} GB", is_local=False)
     raise UsageError(
-        f"dry_run={text!r} is neither True nor a machine; expected 4x80 (4 GPUs of 80 GB in total, for trainer and engine) "
+        f"dry_run={text!r} is invalid; expected True, 4x80 (4 GPUs of 80 GB in total, for trainer and engine) "
         "or CPU 64 (a CPU with 64 GB)"
     )
 
@@ -189,9 +189,9 @@ def main_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
     """Return the bytes of main memory that this process may still allocate."""
     # The available memory that Linux reports ignores the limit of a container. Inside a container,
     # `limit` is the file of its own cgroup.
-    most = limit.read_text().strip() if limit.exists() else "max"
+    limit_text = limit.read_text().strip() if limit.exists() else "max"
     available = psutil.virtual_memory().available
-    return available if most == "max" else min(available, int(most))
+    return available if limit_text == "max" else min(available, int(limit_text))
 
 
 def plan_of(cfg: GRPOConfig, machine: Machine) -> tuple[RunPlan, list[str]]:
@@ -204,12 +204,12 @@ def plan_of(cfg: GRPOConfig, machine: Machine) -> tuple[RunPlan, list[str]]:
         UsageError: a setting is invalid, or the sizes of the model are unknown.
     """
     model, lines = model_of(cfg.model, cfg.model_dir)
-    trainer, sampler = sides = cfg.precision.side_configs
+    trainer, sampler = fp8_configs = cfg.precision.side_configs
     # The dtype follows the planned machine, not this machine.
     name = chosen_dtype(cfg.dtype, "cuda" if machine.gpus else "cpu", fp8=sampler is not None)
     dtype, engine = DTYPES[name], cfg.engine.with_trainer_defaults(name)
     merged = cfg.adapters.resolve_publish_mode(bool(cfg.model.get("use_dora")), engine.dtype) == "merged"
-    sizes = ModelSizes(model, dtype, sides, getattr(torch, engine.dtype))
+    sizes = ModelSizes(model, dtype, fp8_configs, getattr(torch, engine.dtype))
     planned = copy(cfg)
     planned.engine = engine
     plan = RunPlan(

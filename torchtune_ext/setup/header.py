@@ -27,8 +27,8 @@ def print_run_header(components: RunComponents) -> None:
     cfg, output = components.cfg, components.cfg.output_dir
     # Only our own graders write grader.log. A self-grading task starts other processes.
     texts = [task for task in (components.task, components.eval_task) if task and not isinstance(task, SelfGradingTask)]
-    printed = "; graders print into grader.log" if texts and not components.replay else ""
-    often = _interval_text(cfg.checkpoints.every) if cfg.checkpoints.every < cfg.max_steps else "at the end"
+    grader_log_text = "; graders print into grader.log" if texts and not components.replay else ""
+    interval = _interval_text(cfg.checkpoints.every) if cfg.checkpoints.every < cfg.max_steps else "at the end"
     lines = [
         ("model", model_text(components.hf_model, components.meta_model, components.trainable)),
         (
@@ -37,21 +37,21 @@ def print_run_header(components: RunComponents) -> None:
         ),
         ("objective", objective_text(components.loss, cfg.advantage, cfg.aggregation, cfg.refill_rounds, cfg.preset)),
         ("problems", problems_text(cfg, components.task, components.eval_task, components.train_eval_overlap)),
-        ("files", f"{output}; a checkpoint {often}{printed}"),
+        ("files", f"{output}; a checkpoint {interval}{grader_log_text}"),
     ]
     if components.replay:
         lines.append(("replay", str(components.replay)))
     else:
-        ahead = (
+        async_text = (
             f"; asynchronous: staleness {cfg.staleness}, prefetch_steps {components.staleness_scheduler.prefetch_steps}"
             if cfg.staleness
             else ""
         )
         engine = components.precision.engine
         count, log = len(engine_configs(engine)), f"{output}/{log_name(engine)}"
-        begun = f"starting, its log: {log}" if count == 1 else f"starting {count} engines, their logs: {log}"
-        begun += f"; {engine.threads} threads" if (engine.threads or 1) > 1 else ""
-        lines.append(("engine", f"{f'connecting to {engine.address}' if engine.address else begun}{ahead}"))
+        start_text = f"starting, its log: {log}" if count == 1 else f"starting {count} engines, their logs: {log}"
+        start_text += f"; {engine.threads} threads" if (engine.threads or 1) > 1 else ""
+        lines.append(("engine", f"{f'connecting to {engine.address}' if engine.address else start_text}{async_text}"))
         if components.teacher_model:
             lines.append(
                 (
@@ -120,10 +120,12 @@ def copies_text(ranks: int, shards: int) -> str:
 
 
 def problems_text(cfg: GRPOConfig, task: Task, held_out: Task | None, overlap: Sequence[str] = ()) -> str:
-    """Return e.g. "Math, 7,473; each step takes 32 with 16 samples each; held out: ..."."""
+    """Return e.g. "Math, 7,473; 32 prompts per step, 16 samples each; held out: ..."."""
     # A task that generates problems has a length above this limit.
     number = f"{len(task):,}" if len(task) <= SHUFFLE_LIMIT else "endless"
-    text = f"{_task_text(task)}, {number}; each step takes {cfg.prompts_per_step} with {cfg.samples_per_prompt} samples each"
+    text = (
+        f"{_task_text(task)}, {number}; {cfg.prompts_per_step} prompts per step, {cfg.samples_per_prompt} samples each"
+    )
     text += ", so some repeat" if len(task) < cfg.prompts_per_step else ""
     if isinstance(task, ConversationTask):
         text += f", conversations of up to {task.max_turns} turns, {cfg.grader.workers} at a time"

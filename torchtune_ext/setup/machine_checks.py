@@ -15,8 +15,8 @@ from torchtune_ext.sampling.engine_args import on_cpu
 from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.setup.config_records import GRPOConfig
 
-# AdamW keeps two moments in float32 for each trained value. Other optimizers keep less or little
-# more.
+# AdamW keeps two moments in float32 for each trained value. Other optimizers keep less, or
+# slightly more.
 ADAMW_BYTES = 8
 
 
@@ -144,13 +144,13 @@ def disk_need(cfg: GRPOConfig, total: int, trained: int, dtype: torch.dtype) -> 
         trained: number of trained parameters; fewer than `total` if adapters are trained.
         dtype: dtype of the exported model.
     """
-    config, frozen = cfg.checkpoints, trained < total
-    whole = dtype.itemsize * (total - trained * frozen)
+    config, is_adapter = cfg.checkpoints, trained < total
+    model_bytes = dtype.itemsize * (total - trained * is_adapter)
     rows = {
         "trained weights for resuming, float32": 4 * trained,
-        "state of the optimizer": ADAMW_BYTES * trained if config.save_optimizer else 0,
-        "exported adapters, float32": 4 * trained if frozen else 0,
-        f"exported model, {str(dtype)[6:]}": whole if cfg.adapters.save_merged or not frozen else 0,
+        "optimizer state": ADAMW_BYTES * trained if config.save_optimizer else 0,
+        "exported adapters, float32": 4 * trained if is_adapter else 0,
+        f"exported model, {str(dtype)[6:]}": model_bytes if cfg.adapters.save_merged or not is_adapter else 0,
     }
     # One more checkpoint follows the last step, so the quotient rounds up.
     written = -(-cfg.max_steps // config.every)
@@ -172,13 +172,13 @@ def require_disk(need: DiskNeed, output_dir: str) -> None:
     Raises:
         UsageError: not even one checkpoint fits, or the folder is not writable.
     """
-    place = nearest_existing(output_dir)
-    if not os.access(place, os.W_OK):
-        raise UsageError(f"output_dir={output_dir}: this user cannot write to {place}; choose another output_dir")
+    folder = nearest_existing(output_dir)
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"output_dir={output_dir}: this user cannot write to {folder}; choose another output_dir")
     # A file system without any blocks, such as /proc, holds no files.
-    if not shutil.disk_usage(place).total:
+    if not shutil.disk_usage(folder).total:
         raise UsageError(
-            f"output_dir={output_dir}: the file system of {place} cannot hold files; choose another output_dir"
+            f"output_dir={output_dir}: the file system of {folder} cannot hold files; choose another output_dir"
         )
     if need.free < need.checkpoint_bytes:
         raise UsageError(
@@ -201,4 +201,4 @@ def format_bytes(bytes_: int) -> str:
 def nearest_existing(folder: str | Path) -> Path:
     """Return the folder, or its nearest existing parent."""
     path = Path(folder).absolute()
-    return next(place for place in (path, *path.parents) if os.path.exists(place))
+    return next(candidate for candidate in (path, *path.parents) if os.path.exists(candidate))

@@ -152,7 +152,7 @@ class RunPlan:
             return replace(self, trainers=machine.gpus - sampling)
         raise UsageError(
             f"{machine.name}: sampling needs {sampling} GPU{'s' if sampling > 1 else ''} ({self.servers_text()}), which leaves "
-            f"no GPU for training. Fix: ask for {sampling + 1} or more, or let engine and trainer share GPUs with "
+            f"no GPU for training. Fix: plan for {sampling + 1} GPUs or more, or let engine and trainer share GPUs with "
             "engine.devices=null engine.sleep=true"
         )
 
@@ -184,14 +184,14 @@ class RunPlan:
         elif self.engine_placement == "sleeps":
             # The two peaks do not coincide. While the engine is awake, the trainer holds only its
             # weights and moments. A sleeping engine keeps its CUDA context and its graphs.
-            kept = ("frozen weights, as they are held", "weights, float32 master", "state of the optimizer")
+            resident = ("frozen weights, as stored", "weights, float32 master", "optimizer state")
             free = (
                 sum(rows.values())
-                - int((1 + FRAGMENTATION_SHARE) * sum(rows[name] for name in kept))
+                - int((1 + FRAGMENTATION_SHARE) * sum(rows[name] for name in resident))
                 - CUDA_CONTEXT_BYTES
             )
-            beyond = max(sum(self.engine_rows.values()) - free, CUDA_CONTEXT_BYTES + CUDA_GRAPH_BYTES)
-            rows["awake engine on the same GPU, above the memory that the trainer frees"] = beyond
+            extra = max(sum(self.engine_rows.values()) - free, CUDA_CONTEXT_BYTES + CUDA_GRAPH_BYTES)
+            rows["awake engine on the same GPU, above the memory that the trainer frees"] = extra
         return rows
 
     def _host_rows(self) -> dict[str, int]:
@@ -224,20 +224,20 @@ class RunPlan:
 
     def demands(self) -> dict[str, tuple[str, str, int, int | None]]:
         """Return the demands by kind: subject, resource, bytes, available bytes (None: unknown)."""
-        machine, gpu, takes = self.machine, "of each GPU", {}
+        machine, gpu, demands = self.machine, "of each GPU", {}
         if machine.gpus:
-            takes["training"] = ("training takes", gpu, self.device_bytes, machine.gpu_bytes)
+            demands["training"] = ("training takes", gpu, self.device_bytes, machine.gpu_bytes)
             if self.engine_rows:
-                who = "each server takes" if self.engine_placement == "server" else "each engine takes"
-                takes["engine"] = (who, gpu, self.engine_bytes, machine.gpu_bytes)
-        takes["host"] = ("the run takes", "of main memory", self.host_bytes, machine.host_bytes)
-        takes["disk"] = (
+                subject = "each server takes" if self.engine_placement == "server" else "each engine takes"
+                demands["engine"] = (subject, gpu, self.engine_bytes, machine.gpu_bytes)
+        demands["host"] = ("the run takes", "of main memory", self.host_bytes, machine.host_bytes)
+        demands["disk"] = (
             "checkpoints take",
             "of disk",
             self.disk.total_bytes,
             self.disk.free if machine.is_local else None,
         )
-        return takes
+        return demands
 
     def _shortages(self) -> dict[str, str]:
         """Describe the shortages, by kind."""
@@ -247,9 +247,9 @@ class RunPlan:
         needed = max(self.trainers + (0 if machine.is_local else self.sampling_gpus), self.shared_gpus)
         if 0 < machine.gpus < needed:
             short["gpus"] = f"it needs {self.gpus} GPUs: {self.roles_text()}"
-        for kind, (who, what, bytes_, most) in self.demands().items():
-            if most is not None and bytes_ > most:
-                short[kind] = f"{who} {format_bytes(bytes_)} {what}, but {format_bytes(most)} are free"
+        for kind, (subject, resource, bytes_, available) in self.demands().items():
+            if available is not None and bytes_ > available:
+                short[kind] = f"{subject} {format_bytes(bytes_)} {resource}, but {format_bytes(available)} are free"
         if self.engine_rows and self.cached_tokens < engine.max_model_len:
             # vLLM refuses to start if the KV cache cannot hold one request of maximum length.
             short["engine"] = (
@@ -363,10 +363,12 @@ def verdict(plan: RunPlan) -> str:
     """Format whether the plan fits, with its demands, or its shortages and their fixes."""
     where = f"{'on' if plan.machine.gpus or not plan.machine.is_local else 'into'} {plan.machine}"
     if plan.fits:
-        takes = [f"  {who} {format_bytes(bytes_)} {what}" for who, what, bytes_, _ in plan.demands().values()]
+        demands = [
+            f"  {subject} {format_bytes(bytes_)} {resource}" for subject, resource, bytes_, _ in plan.demands().values()
+        ]
         if plan.trainers > 1:
-            takes.append(f"  start it with --nproc_per_node {plan.trainers}")
-        return "\n".join([f"fits {where}:", *takes])
+            demands.append(f"  start it with --nproc_per_node {plan.trainers}")
+        return "\n".join([f"fits {where}:", *demands])
     lines = [f"does NOT fit {where}:"]
     for kind, missing in plan.shortages.items():
         lines += [f"  {missing}; fixes, cheapest first:", *(f"    {each}" for each in SHORTAGE_FIXES[kind])]

@@ -136,7 +136,7 @@ class RunComponents:
 
     @property
     def prompt_source(self) -> str:
-        """The source of prompts for exported models, if not the files of model_dir."""
+        """The prompts' tokenizer and template if they differ from model_dir's, else ""."""
         return describe_prompt_source(self.hf_model, self.tokenizer)
 
     def make_exporter(self, model: nn.Module) -> Callable[..., None]:
@@ -175,8 +175,8 @@ class RunComponents:
             # If trainer and engine share a GPU, a teacher with a bounded KV cache may share it as
             # well.
             shares = engine.devices is None and self.precision.engine.devices is None and engine.kv_cache_bytes
-            apart = engine.device_names and not set(engine.device_names) & set(taken)
-            if not shares and not apart:
+            is_disjoint = engine.device_names and not set(engine.device_names) & set(taken)
+            if not shares and not is_disjoint:
                 raise UsageError(
                     f"teacher.engine.devices={engine.devices!r}: the teacher needs a GPU that neither trains nor "
                     f"samples (in use: {', '.join(taken)}). Fix: name a free GPU, or let all share one with "
@@ -230,10 +230,10 @@ class RunComponents:
             device=self.ranks.device,
             temperature=learner.temperature,
         )
-        noise = partial(measure_rounding, self.trainable, self.precision, learner.policy.model, logprobs_fn)
+        measure = partial(measure_rounding, self.trainable, self.precision, learner.policy.model, logprobs_fn)
         gate = MismatchGate(
             self.cfg.max_mismatch,
-            measure_rounding=noise,
+            measure_rounding=measure,
             precision=self.precision.coarsest_name,
             replay=self.replay is not None,
             test_mean_weight=self.replay is None and not self.precision.is_mixed,
@@ -377,8 +377,8 @@ def build_model_components(
     # published weights.
     trainable = make_trainable(model, hf_model, section=cfg.model, adapters=cfg.adapters, shards=shards)
     dtype = chosen_dtype(cfg.dtype, device.type, cfg.precision.fp8)
-    ahead = resolve_prefetch_steps(cfg.staleness, cfg.prefetch_steps) > 0
-    threads = engine_threads(cfg.engine, sum(p.numel() for p in model.parameters()), concurrent=ahead)
+    prefetches = resolve_prefetch_steps(cfg.staleness, cfg.prefetch_steps) > 0
+    threads = engine_threads(cfg.engine, sum(p.numel() for p in model.parameters()), concurrent=prefetches)
     precision = Precision(
         cfg.precision,
         model,

@@ -15,10 +15,10 @@ POSITION_EDGES = (0, 1, 16, 256, 1024, 4096)  # first position of each bucket; 0
 STALENESS_EDGES = (0, 1, 2, 4, 8)  # lowest staleness of each bucket, in versions
 
 
-def bucket_names(word: str, edges: Sequence[int]) -> list[str]:
+def bucket_names(prefix: str, edges: Sequence[int]) -> list[str]:
     """Makes bucket names from the buckets' first values: "at_0", "at_1_15", ..., "at_4096_up"."""
     last = [f"_{stop - 1}" if stop - start > 1 else "" for start, stop in itertools.pairwise(edges)]
-    return [f"{word}_{start}{end}" for start, end in zip(edges, [*last, "_up"], strict=True)]
+    return [f"{prefix}_{start}{end}" for start, end in zip(edges, [*last, "_up"], strict=True)]
 
 
 BUCKET_NAMES = [*bucket_names("at", POSITION_EDGES), *bucket_names("staleness", STALENESS_EDGES)]
@@ -48,11 +48,11 @@ def bucket_ids(row: Row, version: int | None) -> Tensor:
         Indices into BUCKET_NAMES, int64 [2, L].
     """
     staleness_L = torch.zeros_like(row.versions_L) if version is None else (version - row.versions_L).clamp(min=0)
-    place_L = torch.bucketize(
+    position_L = torch.bucketize(
         completion_positions(row.samples_L), torch.tensor(POSITION_EDGES[1:], device=staleness_L.device), right=True
     )
     staleness_L = torch.bucketize(staleness_L, torch.tensor(STALENESS_EDGES[1:], device=staleness_L.device), right=True)
-    return torch.stack([place_L, STALENESS_0_BUCKET + staleness_L])
+    return torch.stack([position_L, STALENESS_0_BUCKET + staleness_L])
 
 
 def bucket_means(values_L: Tensor, buckets_2L: Tensor) -> dict[str, float]:
@@ -63,8 +63,8 @@ def bucket_means(values_L: Tensor, buckets_2L: Tensor) -> dict[str, float]:
 
 def _sums(values_L: Tensor, buckets_2L: Tensor) -> Tensor:
     # Each label counts in two buckets: its position bucket and its staleness bucket.
-    size = torch.zeros(len(BUCKET_NAMES), dtype=torch.float64, device=values_L.device)
-    return size.index_add(0, buckets_2L.flatten(), values_L.double().repeat(2))
+    sums = torch.zeros(len(BUCKET_NAMES), dtype=torch.float64, device=values_L.device)
+    return sums.index_add(0, buckets_2L.flatten(), values_L.double().repeat(2))
 
 
 def _means(prefix: str, sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
@@ -89,10 +89,10 @@ class Breakdown:
 
     def add(self, row: Row, metrics: Mapping[str, Tensor], version: int | None) -> None:
         """Adds the loss metrics of a row: detached tensors of one value per label, [L]."""
-        where = bucket_ids(row, version)
+        buckets_2L = bucket_ids(row, version)
         columns = {name: metrics[name] for name in self._names if name in metrics}
         for name, values_L in (columns | {"": torch.ones_like(row.loss_weights_L)}).items():
-            self._sums[name] = self._sums.get(name, 0.0) + _sums(values_L, where)
+            self._sums[name] = self._sums.get(name, 0.0) + _sums(values_L, buckets_2L)
 
     def sums(self) -> dict[str, Tensor]:
         """The sums and counts of this rank, to be summed over all ranks; scalars on the device."""

@@ -113,7 +113,7 @@ class Checkpoints:
         self.folder, self._identity, self._config = Path(folder), identity, config or CheckpointConfig()
         self._main = rank() == 0
         self._verified: Path | None = None
-        assert identity is not None or not self._main, "rank 0 has to know what the checkpoints belong to"
+        assert identity is not None or not self._main, "rank 0 needs the identity of the run"
 
     def all(self) -> list[Path]:
         """Every checkpoint, oldest first, including damaged ones."""
@@ -145,7 +145,7 @@ class Checkpoints:
             except DamagedCheckpoint as error:
                 raise DamagedCheckpoint(
                     f"{error}. Restore the file from a copy, or move the whole folder away: the run then resumes from "
-                    "the checkpoint before it, or starts over without one"
+                    "the previous checkpoint, or starts at step 1 if there is none"
                 ) from None
         return newest
 
@@ -211,11 +211,11 @@ class Checkpoints:
                 optimizer.state.clear()
                 del state["optimizer"]
             run_on_all_ranks(lambda: _save_state(partial / "state", state))
-            began = time.perf_counter()
+            hashing_started = time.perf_counter()
             # Each rank reads only the files that it wrote: a network file system may show files of
             # other ranks late.
             mine = run_on_all_ranks(lambda: flush_and_hash(partial, rank()))
-            seconds = max(all_gather(time.perf_counter() - began))
+            seconds = max(all_gather(time.perf_counter() - hashing_started))
             files = {name: entry for entries in all_gather(mine) for name, entry in entries.items()}
             call_on_main(lambda: self._complete(final, Manifest(step, accuracy, self._own, files)))
         if self._main:
@@ -263,7 +263,7 @@ class Checkpoints:
             raise cause from None
         if self._main and not has_optimizer:
             print_text(
-                f"{path} was saved without the state of the optimizer (checkpoints.save_optimizer=false, or no update "
+                f"{path} was saved without the optimizer state (checkpoints.save_optimizer=false, or no update "
                 "was made): its moments start from zero, and the first updates may be larger than with that state"
             )
         return recipe_state
@@ -284,11 +284,11 @@ class Checkpoints:
     def _read_matching_manifest(self, path: Path) -> Manifest:
         """Reads the manifest on rank 0, and checks identity, step, file names and sizes."""
         manifest = Manifest.read(path)
-        refusal = self._own.explain_difference(manifest.identity)
-        if refusal is not None:
-            raise UsageError(f"{path} cannot be resumed: {refusal}")
+        difference = self._own.explain_difference(manifest.identity)
+        if difference is not None:
+            raise UsageError(f"{path} cannot be resumed: {difference}")
         if manifest.step != checkpoint_step(path):
-            raise DamagedCheckpoint(f"{path} is damaged: it holds step {manifest.step} and was renamed")
+            raise DamagedCheckpoint(f"{path} is damaged: its manifest is of step {manifest.step}")
         wrong = manifest.find_file_error(path)
         if wrong is not None:
             raise DamagedCheckpoint(f"{path} is damaged: {wrong}")
@@ -298,7 +298,7 @@ class Checkpoints:
         wrong = manifest.find_file_error(partial_path(final))
         if wrong is not None:
             raise UsageFileError(
-                f"{wrong}, as rank 0 sees what another rank has written: all ranks need one shared output_dir"
+                f"{wrong}, as seen from rank 0: the folder of another rank is not shared; all ranks need one shared output_dir"
             )
         # The manifest is written last, because it holds the checksums of all other files.
         manifest.write(partial_path(final))
@@ -307,12 +307,12 @@ class Checkpoints:
     def _prune(self) -> None:
         # Damaged checkpoints do not count. Otherwise a damaged one could be kept instead of a
         # complete one.
-        looks = [(path, manifest) for path in self.all() if (manifest := _read_if_complete(path)) is not None]
-        mine = [(path, manifest) for path, manifest in looks if manifest.identity.run == self._own.run]
-        keep = {path for path, _ in mine[-self._config.keep_last :]}
-        if (best := _best(mine)) is not None:
+        complete = [(path, manifest) for path in self.all() if (manifest := _read_if_complete(path)) is not None]
+        own = [(path, manifest) for path, manifest in complete if manifest.identity.run == self._own.run]
+        keep = {path for path, _ in own[-self._config.keep_last :]}
+        if (best := _best(own)) is not None:
             keep.add(best[0])
-        for path, _ in mine:
+        for path, _ in own:
             if path not in keep:
                 rename_and_remove(path)
 
@@ -475,8 +475,8 @@ def resume_text(path: Path, step: int, run: Run, earlier_config: Mapping[str, An
         run: the run.
         earlier_config: settings before this start; empty: unknown.
     """
-    begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
-    lines = [("resume", f"from step {step} of run {run.id}, begun {begun}: {path}")]
+    started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
+    lines = [("resume", f"from step {step} of run {run.id}, started {started}: {path}")]
     # The earlier settings come from run.json. The current settings are also converted to JSON and
     # back, so that a tuple and a list do not count as a change.
     now = json.loads(json.dumps(run.config, default=str))
@@ -488,7 +488,10 @@ def resume_text(path: Path, step: int, run: Run, earlier_config: Mapping[str, An
         decay = (now.get("schedule") or {}).get("decay", "constant")
         if decay != "constant" and any(change.key == "max_steps" for change in changed):
             lines.append(
-                ("rate", f"schedule.decay={decay} now ends with the new max_steps, so the learning rate jumps here")
+                (
+                    "rate",
+                    f"schedule.decay={decay} now ends with the new max_steps, so the learning rate changes abruptly here",
+                )
             )
     return format_labels(lines)
 
@@ -499,10 +502,10 @@ def status_message(step: int, total: int, checkpoints: Checkpoints | None) -> st
     Args:
         step: the current step, or the last step of a run that has ended; 0: before the first step.
         total: `max_steps`.
-        checkpoints: checkpoints of the run, if set-up came that far.
+        checkpoints: checkpoints of the run, None if set-up failed before they existed.
     """
     newest = checkpoints.latest() if checkpoints is not None else None
-    progress = f"It was at step {step} of {total}" if step else "It had not begun its first step"
+    progress = f"It was at step {step} of {total}" if step else "It had not started its first step"
     if checkpoints is None or newest is None:
         return f"{progress}, and it has no checkpoint yet, so the next start begins at step 1"
     best, report = checkpoints.best(), shlex.join(["torchtune-ext", "report", str(checkpoints.folder.parent)])
@@ -512,12 +515,14 @@ def status_message(step: int, total: int, checkpoints: Checkpoints | None) -> st
             text += f". The best on held-out problems: {best[0]} ({best[1]:.3f})"
         return f"{text}. Curves and samples: {report}"
     if (newest / "config.json").exists():
-        kind = "a model in Hugging Face's format"
+        kind = "a model in Hugging Face format"
     elif (newest / "merged").exists():
-        kind = "an adapter in PEFT's format; its folder merged/ holds a complete model"
+        kind = "an adapter in PEFT format; its folder merged/ holds a complete model"
     else:
-        kind = "an adapter in PEFT's format (adapters.save_merged=True also saves a complete model)"
-    prompt_source = f"made with {checkpoints.prompt_source}, not with the files of model_dir; saved with the model"
+        kind = "an adapter in PEFT format (adapters.save_merged=True also saves a complete model)"
+    prompt_source = (
+        f"built with {checkpoints.prompt_source}, not with the tokenizer files in model_dir; saved with the model"
+    )
     lines = {
         "done": f"{max(step, checkpoint_step(newest))} of {total} steps",
         "model": f"{newest}, {kind}",

@@ -152,9 +152,9 @@ def any_rank(flag: bool) -> bool:
     if not is_distributed():
         return bool(flag)
     wait_for_main()
-    highest = torch.tensor([int(flag)], dtype=torch.int32)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    return bool(highest.item())
+    flag_tensor = torch.tensor([int(flag)], dtype=torch.int32)
+    dist.all_reduce(flag_tensor, op=dist.ReduceOp.MAX)
+    return bool(flag_tensor.item())
 
 
 def root_cause(error: BaseException) -> BaseException:

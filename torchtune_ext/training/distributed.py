@@ -45,8 +45,8 @@ class RanksConfig:
     def require_divisible(self, world_size: int) -> None:
         """Raises UsageError if `shard_within` does not divide `world_size`."""
         if self.shard_within is not None and world_size % self.shard_within:
-            fitting = [str(n) for n in range(2, world_size + 1) if world_size % n == 0]
-            use = f"set it to {' or '.join(fitting)}" if fitting else "leave it out"
+            divisors = [str(n) for n in range(2, world_size + 1) if world_size % n == 0]
+            use = f"set it to {' or '.join(divisors)}" if divisors else "leave it out"
             raise UsageError(
                 f"ranks.shard_within={self.shard_within} does not divide the {world_size} "
                 f"{'rank' if world_size == 1 else 'ranks'} of this run: {use}, or start it on other machines "
@@ -111,10 +111,10 @@ def init_ranks(
         RunFailure: the ranks did not find each other within `ranks.deadline_s`.
     """
     config = config or RanksConfig()
-    if wrong := invalid_variables():
+    if invalid := invalid_variables():
         raise UsageError(
-            f"{wrong[0]}={os.environ[wrong[0]]!r} in the environment must be a whole number, as torchrun sets it; "
-            f"`env -u {wrong[0]} tune run ...` starts without it"
+            f"{invalid[0]}={os.environ[invalid[0]]!r} in the environment must be a whole number, as torchrun sets it; "
+            f"`env -u {invalid[0]} tune run ...` starts without it"
         )
     rank, world_size = rank_and_world_size()
     config.require_divisible(world_size)
@@ -123,22 +123,22 @@ def init_ranks(
     # torchrun starts the ranks from its main thread.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
-    here = local_device(device)
-    if here.type == "cpu":
+    rank_device = local_device(device)
+    if rank_device.type == "cpu":
         disable_malloc_trim()
-    if here.type == "cpu" and concurrent_engine and (cores := reserve_engine_core()) and rank == 0:
+    if rank_device.type == "cpu" and concurrent_engine and (cores := reserve_engine_core()) and rank == 0:
         print_text(
             f"cores: PyTorch uses {cores - 1} of {cores}, because the asynchronous engine needs one; "
             "set OMP_NUM_THREADS to use another number"
         )
     if world_size == 1 or dist.is_initialized():
-        return Ranks(rank, world_size, here, shard_within=config.shard_within)
+        return Ranks(rank, world_size, rank_device, shard_within=config.shard_within)
     # Only a run of several ranks needs these imports.
     from torchtune_ext.training.machines import choose_interface, hosts_of_ranks, rendezvous, require_shared_folder
 
     # On GPUs, NCCL carries the tensors of the model. Messages from rank 0 use gloo: a rank that
     # waits in NCCL keeps its GPU and a core busy, and ranks may wait for rank 0 for hours.
-    backend = training.get_distributed_backend(here.type, offload_ops_to_cpu=here.type != "cpu")
+    backend = training.get_distributed_backend(rank_device.type, offload_ops_to_cpu=rank_device.type != "cpu")
     try:
         with rendezvous(rank, world_size, config.deadline_s):
             choose_interface()
@@ -153,7 +153,7 @@ def init_ranks(
     hosts = hosts_of_ranks()
     if output_dir is not None:
         require_shared_folder(hosts, output_dir)
-    return Ranks(rank, world_size, here, hosts, config.shard_within)
+    return Ranks(rank, world_size, rank_device, hosts, config.shard_within)
 
 
 def local_device(device: str) -> torch.device:
@@ -166,16 +166,16 @@ def local_device(device: str) -> torch.device:
         raise UsageError("device='cuda', but torch sees no CUDA device; use device=cpu or run `torchtune-ext doctor`")
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    mine, count = local_rank(), torch.cuda.device_count()
-    if mine >= count:
+    local, count = local_rank(), torch.cuda.device_count()
+    if local >= count:
         raise UsageError(
-            f"rank {read_int_variable('RANK', 0)} has LOCAL_RANK={mine} on {socket.gethostname()}, where torch sees "
+            f"rank {read_int_variable('RANK', 0)} has LOCAL_RANK={local} on {socket.gethostname()}, where torch sees "
             f"{count} {'GPU' if count == 1 else 'GPUs'}: start at most {count} ranks there (--nproc_per_node), or set "
             "CUDA_VISIBLE_DEVICES"
         )
-    here = torch.device("cuda", mine)
-    torch.cuda.set_device(here)
-    return here
+    gpu = torch.device("cuda", local)
+    torch.cuda.set_device(gpu)
+    return gpu
 
 
 def disable_malloc_trim() -> None:
@@ -208,8 +208,8 @@ def reduce_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
     totals: dict[str, float] = {}
     for each in all_gather(values):
         for name, value in each.items():
-            both = (totals[name], value) if name in totals else (value,)
-            totals[name] = max_or_nan(both) if name.endswith("_max") else sum(both)
+            operands = (totals[name], value) if name in totals else (value,)
+            totals[name] = max_or_nan(operands) if name.endswith("_max") else sum(operands)
     return totals
 
 

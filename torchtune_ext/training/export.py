@@ -95,7 +95,7 @@ def save_model(
 
 
 def require_replaceable(folder: Path, reads: Iterable[Path], setting: str) -> None:
-    """Checks that `save_model` would replace nothing but an earlier model of the same recipe.
+    """Checks that `save_model` would replace only an earlier model of the same recipe.
 
     Args:
         folder: folder of the model, inside the run's folder.
@@ -108,27 +108,27 @@ def require_replaceable(folder: Path, reads: Iterable[Path], setting: str) -> No
     require_usable_folder(folder.parent)
     if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
         return
-    read = [str(path) for path in reads if path.resolve().is_relative_to(folder.resolve())]
+    inputs_inside = [str(path) for path in reads if path.resolve().is_relative_to(folder.resolve())]
     known = (*_CONFIG_PATTERNS, *_TOKENIZER_PATTERNS, *_WEIGHT_PATTERNS)
     settings = [each for each in read_all_settings(folder.parent) if setting in each]
     # Earlier versions copied further files of model_dir.
     starts = [Path(each["model_dir"]) for each in settings if each.get("model_dir")]
-    if read:
-        why = f"this run reads {read[0]}"
+    if inputs_inside:
+        why = f"this run reads {inputs_inside[0]}"
     elif folder.is_symlink() or not folder.is_dir():
         why = "it is not a folder"
     elif not settings:
-        why = "no run of this recipe has written it"
+        why = "it was not written by a run of this recipe"
     elif others := sorted(
         file.name
         for file in folder.iterdir()
         if not any(fnmatch(file.name, name) for name in known) and not any(_equal(file, start) for start in starts)
     ):
-        why = f"it holds files that no run has written: {', '.join(others[:3])}"
+        why = f"it holds files that were not written by a run: {', '.join(others[:3])}"
     else:
         return
     raise UsageError(
-        f"output_dir={folder.parent}: the new model would replace {folder}, and {why}. Fix: choose another output_dir, "
+        f"output_dir={folder.parent}: the new model would replace {folder}, but {why}. Fix: choose another output_dir, "
         f"or move {folder} away"
     )
 
@@ -179,20 +179,22 @@ def export_adapter(
             does not.
         tokenizer: as for `export_model`.
     """
-    small = {name: tensor.cpu().contiguous() for name, tensor in adapter_hf_tensors(model, hf_model, torch.float32)}
-    large = merged_hf_tensors(model, hf_model, merged_dtype) if merged_dtype is not None else iter(())
-    inside = folder / "merged" if folder is not None else None
-    with _drain_on_error(large):
+    adapter_tensors = {
+        name: tensor.cpu().contiguous() for name, tensor in adapter_hf_tensors(model, hf_model, torch.float32)
+    }
+    merged_tensors = merged_hf_tensors(model, hf_model, merged_dtype) if merged_dtype is not None else iter(())
+    merged_folder = folder / "merged" if folder is not None else None
+    with _drain_on_error(merged_tensors):
         if folder is not None:
-            save_file(small, folder / "adapter_model.safetensors")
+            save_file(adapter_tensors, folder / "adapter_model.safetensors")
             # The path is absolute, because PEFT takes a relative path for a model id on the hub.
             config = adapter.peft_config(os.path.abspath(hf_model.path))
             (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
             _save_tokenizer(folder, hf_model, tokenizer)
         if merged_dtype is not None:
-            if inside is not None:
-                inside.mkdir()
-            _write_model(inside, large, hf_model, tokenizer)
+            if merged_folder is not None:
+                merged_folder.mkdir()
+            _write_model(merged_folder, merged_tensors, hf_model, tokenizer)
 
 
 @contextmanager
@@ -272,7 +274,7 @@ def _save_tokenizer(folder: Path, hf_model: HFModel, tokenizer: ChatTokenizer | 
 
 
 def describe_prompt_source(hf_model: HFModel, tokenizer: ChatTokenizer | None) -> str:
-    """Describes tokenizer and template of the run's prompts if not the model's, or ""."""
+    """Describes the prompts' tokenizer and template if they differ from the model's, else ""."""
     template, parts = getattr(tokenizer, "template", None), []
     if tokenizer is None or not isinstance(template, ChatTemplate):
         return ""
@@ -286,8 +288,8 @@ def describe_prompt_source(hf_model: HFModel, tokenizer: ChatTokenizer | None) -
 
 def inline_template_options(template: ChatTemplate) -> str:
     """Writes a template's options into its source, so that it renders the same without options."""
-    # A renderer may still override an option, but always sets special tokens. The environment of
-    # chat templates drops the newline after a block, so the white space of the template is
+    # A renderer may still override an option, but always sets special tokens. Jinja drops the
+    # newline after a block (`trim_blocks`), so the white space of the template is
     # unchanged.
     lines = [
         f"{{% set {name} = {value!r} %}}\n"

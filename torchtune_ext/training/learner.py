@@ -1,6 +1,6 @@
 """Computes gradients of packed rows and updates the weights.
 
-The caller supplies the objective and the loss weights of labels, so it serves any algorithm.
+The caller supplies the objective and the loss weights of labels, so the learner does not depend on the algorithm.
 """
 
 import math
@@ -181,8 +181,8 @@ class Learner:
                     values[name] = values.get(name, 0.0) + value.double()
                 for name, values_L in metrics.items():
                     if name.endswith("_max") and values_L.numel():
-                        highest, key = values_L.max().double(), f"loss/{name}"
-                        values[key] = highest.maximum(values.get(key, highest))
+                        maximum, key = values_L.max().double(), f"loss/{name}"
+                        values[key] = maximum.maximum(values.get(key, maximum))
                 breakdown.add(row, metrics, version)
                 logprobs.append(old)
                 if on_row:

@@ -1,4 +1,4 @@
-"""Maps ranks to machines, selects a network interface and checks that all see the run's folder."""
+"""Maps ranks to machines, selects a network interface and checks that all ranks see the run's folder."""
 
 import os
 import secrets
@@ -23,7 +23,7 @@ MAIN_NOTICE_S, OTHER_RANKS_NOTICE_S = 5.0, 60.0
 
 @contextmanager
 def rendezvous(rank: int, world_size: int, deadline_s: float) -> Iterator[None]:
-    """Prints a notice if the enclosed code waits for the other ranks for long.
+    """Prints a notice if the enclosed code waits long for the other ranks.
 
     Raises:
         UsageError: the environment variables of the rendezvous are missing or contradictory.
@@ -61,15 +61,19 @@ def choose_interface() -> None:
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     first = os.environ.get("MASTER_ADDR", "localhost")
-    one = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] or first in ("localhost", "127.0.0.1", "::1")
-    if one and "lo" in [name for _, name in socket.if_nameindex()]:
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] or first in (
+        "localhost",
+        "127.0.0.1",
+        "::1",
+    )
+    if is_one_machine and "lo" in [name for _, name in socket.if_nameindex()]:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
 def hosts_of_ranks() -> tuple[str, ...]:
     """The host name of every rank. A collective.
 
-    If several torchruns have one host name, the name includes the number of the torchrun.
+    If several torchruns have one host name, the name includes torchrun's group rank.
     """
     pairs = all_gather((socket.gethostname(), os.environ.get("GROUP_RANK", "")))
     shared = len(set(pairs)) > len({host for host, _ in pairs})
@@ -96,13 +100,13 @@ def require_shared_folder(hosts: Sequence[str], output_dir: str | Path) -> None:
     # Ranks of one machine see the same folders.
     if len(set(hosts)) == 1:
         return
-    place, resolved = call_on_main(lambda: _create_probe(Path(output_dir)))
-    lacking = [each for each, seen in enumerate(all_gather(_probe_is_visible(Path(place)))) if not seen]
+    probe, resolved = call_on_main(lambda: _create_probe(Path(output_dir)))
+    blind_ranks = [each for each, seen in enumerate(all_gather(_probe_is_visible(Path(probe)))) if not seen]
     if rank() == 0:
-        Path(place).unlink(missing_ok=True)
-    if lacking:
+        Path(probe).unlink(missing_ok=True)
+    if blind_ranks:
         raise UsageError(
-            f"output_dir={output_dir}: {ranks_text(hosts, lacking)} cannot see what {ranks_text(hosts, [0])} writes "
+            f"output_dir={output_dir}: {ranks_text(hosts, blind_ranks)} cannot see what {ranks_text(hosts, [0])} writes "
             f"there ({resolved}). Every rank writes its part of a checkpoint: name a folder that all machines share, "
             "under the same path (docs/several_machines.md)"
         )
@@ -117,27 +121,27 @@ def _create_probe(output_dir: Path) -> tuple[str, str]:
     Raises:
         UsageError: the file cannot be created.
     """
-    place = output_dir
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    # If this process is killed here, the next start in the folder deletes the file by its name.
-    mark = place / f".ranks_{secrets.token_hex(4)}.0.tmp"
+    folder = output_dir
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    # If this process is killed here, the next run in the folder deletes this file, as all `.*.tmp` files.
+    probe = folder / f".ranks_{secrets.token_hex(4)}.0.tmp"
     try:
-        mark.touch()
+        probe.touch()
     except OSError as error:
         raise UsageError(
-            f"output_dir={output_dir} cannot be created or written: {error.strerror} ({place}). Set its permissions, or "
+            f"output_dir={output_dir} cannot be created or written: {error.strerror} ({folder}). Set its permissions, or "
             "choose another output_dir"
         ) from error
-    return str(mark), str(place.resolve())
+    return str(probe), str(folder.resolve())
 
 
-def _probe_is_visible(mark: Path) -> bool:
+def _probe_is_visible(probe: Path) -> bool:
     """Whether this rank sees a file of rank 0 within `VISIBILITY_TIMEOUT_S` seconds."""
-    until = time.monotonic() + VISIBILITY_TIMEOUT_S
+    deadline = time.monotonic() + VISIBILITY_TIMEOUT_S
     # Listing the folder opens it, so NFS revalidates its cache. A stat of the file may be stale.
-    while not (mark.parent.is_dir() and mark.name in os.listdir(mark.parent)):
-        if time.monotonic() > until:
+    while not (probe.parent.is_dir() and probe.name in os.listdir(probe.parent)):
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.2)
     return True

@@ -27,7 +27,7 @@ Entry = tuple[int, str]  # size in bytes, SHA-256 in hex
 # DCP names the files of a rank by this pattern.
 _PART = re.compile(r"state/__(\d+)_\d+\.distcp")
 # These keys of config.json describe the writer of the file, not the model.
-_WRITERS_NOTES = ("transformers_version", "torch_dtype", "dtype")
+_NON_MODEL_KEYS = ("transformers_version", "torch_dtype", "dtype")
 _FIXES = {
     "run": "move it away, or give this run its own output_dir",
     "model": "set `model:` and model_dir back, or start a new run in another output_dir",
@@ -90,17 +90,15 @@ class Manifest:
             UsageError: another version of torchtune-ext wrote its format.
         """
         try:
-            whole = json.loads((folder / MANIFEST_NAME).read_bytes())
-            content, digest = whole["content"], whole["sha256"]
+            document = json.loads((folder / MANIFEST_NAME).read_bytes())
+            content, digest = document["content"], document["sha256"]
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{folder} is damaged: {MANIFEST_NAME} is missing") from None
         # Damaged JSON may have any shape: a list instead of a dict, or a nesting too deep to parse.
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedCheckpoint(f"{folder} is damaged: {MANIFEST_NAME} cannot be read ({error})") from None
         if _digest_of(content) != digest:
-            raise DamagedCheckpoint(
-                f"{folder} is damaged: {MANIFEST_NAME} has not the checksum that it was written with"
-            )
+            raise DamagedCheckpoint(f"{folder} is damaged: {MANIFEST_NAME} does not match its checksum")
         if content["format"] != FORMAT_VERSION:
             raise UsageError(
                 f"{folder} cannot be resumed: {MANIFEST_NAME} has format {content['format']}, this version reads "
@@ -146,7 +144,7 @@ class Manifest:
             except OSError as error:
                 return f"{name} cannot be read ({error})"
             if checksum != self.files[name][1]:
-                return f"{name} has not the checksum that it was written with"
+                return f"{name} does not match its checksum"
         return None
 
 
@@ -201,7 +199,7 @@ def model_signature(hf_model: HFModel, model: nn.Module, adapter: AdapterSpec | 
         name: ["float32", *param.shape] for name, param in model.named_parameters() if not adapters or name in adapters
     }
     config = {
-        name: value for name, value in hf_model.raw_config.items() if name[0] != "_" and name not in _WRITERS_NOTES
+        name: value for name, value in hf_model.raw_config.items() if name[0] != "_" and name not in _NON_MODEL_KEYS
     }
     settings: dict[str, Any] = asdict(adapter) if adapter is not None else {}
     whole = json.dumps([config, saved, settings], sort_keys=True)

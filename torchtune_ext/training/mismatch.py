@@ -12,7 +12,7 @@ arrival      versions, checksums and the effect   dropped weight syncs,        f
              of an update (`applied_share`)       stale tensors or adapters
 
 d is the trainer's log-prob minus the sampler's, in nats; H is the entropy. The context of a token
-is the path before it. Tokens with the same context are predicted from one hidden state and are
+is the sequence before it. Tokens with the same context are predicted from one hidden state and are
 rounded alike, so standard errors are over contexts.
 """
 
@@ -50,7 +50,7 @@ REPLAY_DRIFT_ADVICE = (
     "lines name them), or it computes in another precision. If this is intended, set max_mismatch above the mean"
 )
 
-# Minimum number of current-version tokens for a test. A single one may decide a smaller mean.
+# Minimum number of current-version tokens for a test. A single token can dominate a smaller mean.
 MIN_TOKENS = 32
 # Recent tokens that are tested together, because a small step has a large standard error.
 MAX_RECENT_TOKENS = 1 << 15
@@ -65,13 +65,13 @@ MEAN_WEIGHT_TOLERANCE = 0.005  # allowed |mean exp(d) - 1|, in addition to the s
 # Maximum sharpness that is tolerated: a temperature of 0.98 or 1.02.
 MAX_SHARPNESS = 0.02
 # A temperature is named as the cause if at most this share of the squares of d is unexplained.
-UNEXPLAINED = 0.25
+MAX_UNEXPLAINED_SHARE = 0.25
 # A sampler that keeps less than this probability mass is not truncated: it is another model.
 MIN_KEPT_PROBABILITY = 0.1
 # Maximum of (noise of a token) / (effect of a change on the token) for a conclusion.
 MAX_NOISE_RATIO = 0.25
 # Spacing of log-probs in nats: the spacing of float32 logits between 8 and 16. Smaller effects of a
-# change are steps of this grid. Two healthy sides may differ by exactly zero or one step.
+# change are rounded to this grid. Two healthy sides may differ by exactly zero or one step.
 LOGPROB_SPACING_NATS = 2.0**-20
 # The likelihood test compares with a distribution whose logits are this many times the trainer's.
 SHARPER_LOGIT_SCALE = 1.25
@@ -173,7 +173,7 @@ class SlopeFit:
 
     @property
     def margin(self) -> float:
-        """Margin of chance: `NUM_STD_ERRORS` standard errors, and more for few contexts."""
+        """Margin of error: `NUM_STD_ERRORS` standard errors, and more for few contexts."""
         return students_t_quantile(self.contexts - 1) * self.error if self.contexts >= 2 else math.inf
 
 
@@ -222,8 +222,8 @@ class UpdateEffect:
     """The fraction of a weight change (an update, an adapter) that the sampler reproduces."""
 
     slope: float  # 1: the sampler has the change; 0: the sampler does not have it
-    margin: float  # by how much chance may change the slope
-    noise: float  # deviation of a token from the slope / effect of the change on the token; inf without an effect
+    margin: float  # margin of error of the slope
+    noise: float  # ratio: (deviation of a token from the slope) to (effect on the token); inf without an effect
     tokens: int  # number of tokens compared
     missing_cause: str  # the cause that the message names if the change is missing
 
@@ -240,11 +240,11 @@ class UpdateEffect:
         # change, a sampler with the change has a slope of at least 1/2 on average, and a sampler
         # without the change a slope of at most 1/2. The larger the effect is compared with the
         # noise, the more the two slopes differ.
-        share = fit_slope(response_N, effect_N, contexts_N)
+        fit = fit_slope(response_N, effect_N, contexts_N)
         size = float(np.square(effect_N).sum())
-        noise_N = np.square(response_N - share.slope * effect_N) + LOGPROB_SPACING_NATS**2
+        noise_N = np.square(response_N - fit.slope * effect_N) + LOGPROB_SPACING_NATS**2
         noise = (float(noise_N.sum()) / size) ** 0.5 if size else math.inf
-        return cls(share.slope, share.margin, noise, len(effect_N), missing_cause)
+        return cls(fit.slope, fit.margin, noise, len(effect_N), missing_cause)
 
     @property
     def resolved(self) -> bool:
@@ -274,9 +274,11 @@ def measure_update_effect(
         for row, new, old in zip(rows, with_change, (old.cpu().double() for old in without_change), strict=True)
     ]
     changes, paths = (np.concatenate(each, axis=-1) for each in zip(*sum(all_gather(parts), []), strict=True))
-    known = ~np.isnan(changes).any(axis=0)
-    effect_N, response_N = changes[:, known]
-    return UpdateEffect.estimate(effect_N, response_N, np.unique(paths[known], return_inverse=True)[1], missing_cause)
+    is_known = ~np.isnan(changes).any(axis=0)
+    effect_N, response_N = changes[:, is_known]
+    return UpdateEffect.estimate(
+        effect_N, response_N, np.unique(paths[is_known], return_inverse=True)[1], missing_cause
+    )
 
 
 class MismatchGate:
@@ -284,7 +286,7 @@ class MismatchGate:
 
     Args:
         limit: maximum mean |d| in nats. "auto": twice the rounding, at least 0.001, plus the margin
-            of chance on few contexts.
+            of error on few contexts.
         measure_rounding: a collective: rows -> mean |d| between the coarser precision and float32.
         precision: name of the precision, for messages.
         replay: the run does not sample, and "auto" is REPLAY_LIMIT_NATS.
@@ -306,13 +308,13 @@ class MismatchGate:
         # bfloat16 may differ from float32 by 0.04 nats, and two correct implementations by sqrt(2)
         # times as much. This is not a fault, so "auto" measures the rounding.
         self._auto, self._replay = limit == "auto", replay
-        self._least = REPLAY_LIMIT_NATS if replay else MIN_AUTO_LIMIT_NATS  # minimum limit of "auto"
+        self._min_limit = REPLAY_LIMIT_NATS if replay else MIN_AUTO_LIMIT_NATS  # minimum limit of "auto"
         self._limit = float(limit) if limit != "auto" else REPLAY_LIMIT_NATS if replay else 0.0
         self._measured: list[float] = []  # results of `measure_rounding`
         self._recent: TokenDiffs | None = None  # the latest tokens that the then current version had sampled
         # With different weights d correlates with the reward, which selects groups.
         self._mean_weight_enabled = test_mean_weight
-        # Whether to skip the warning that a step has no current-version tokens, as in any replay.
+        # The warning about missing current-version tokens is logged once, and never in a replay.
         self._suppress_warning = replay
         # Engine -> seed of the last canary, log likelihood ratios before and after its first one.
         self._ratios: dict[str, tuple[int | None, np.ndarray, np.ndarray]] = {}
@@ -377,8 +379,8 @@ class MismatchGate:
             self._recent = recent[-max(MAX_RECENT_TOKENS, len(current)) :]
             if len(self._recent) > len(current):
                 token_sets[" of the latest steps"] = self._recent.numbered()
-        # Few current-version tokens are not tested, because one of them may be rounded far. But a
-        # canary is always short, and a limit of the user holds for any number of tokens.
+        # Fewer than MIN_TOKENS tokens are not tested, because one outlier can dominate their mean.
+        # Exceptions: canaries, which are always short, and a limit that the user has set.
         exact = version is None or (len(current) == len(tokens) and not self._auto)
         scaled = {
             which: each for which, each in token_sets.items() if len(each) >= MIN_TOKENS and (self._auto or not which)
@@ -423,7 +425,8 @@ class MismatchGate:
         sharpness, rest = _fit_sharpness(token_sets[which])
         # The sharpness formula holds only near 0; d of a broken model may correlate with anything.
         explained = (
-            abs(sharpness.slope) < 1 and np.square(rest).sum() < UNEXPLAINED * np.square(token_sets[which].d_N).sum()
+            abs(sharpness.slope) < 1
+            and np.square(rest).sum() < MAX_UNEXPLAINED_SHARE * np.square(token_sets[which].d_N).sum()
         )
         cause = diagnose(found, effects, self._temperature_cause(sharpness.slope) if explained else "")
         raise MismatchError(
@@ -434,13 +437,13 @@ class MismatchGate:
         )
 
     def _exceeds(self, found: SlopeFit, limit: float) -> bool:
-        """Whether the mean exceeds the limit by more than the margin of chance."""
+        """Whether the mean exceeds the limit by more than the margin of error."""
         if not self._auto:
             return not found.slope <= limit
         # A few outliers also enlarge the standard error. So three times the limit ends a run,
-        # whatever the error, unless a single context raises the mean that far, however many tokens
-        # share it. With few contexts, two contexts may raise it: missing contexts up to MIN_TOKENS
-        # count as contexts with d = 0.
+        # whatever the error, unless the mean is below that without its most extreme context. If
+        # there are fewer than MIN_TOKENS contexts, the missing contexts count with d = 0, because
+        # two outliers may then dominate.
         return found.slope > limit + found.margin or found.min_slope * min(1.0, found.contexts / MIN_TOKENS) > 3 * limit
 
     def _measure_limit(self, rows: Sequence[Row]) -> float:
@@ -450,11 +453,11 @@ class MismatchGate:
         self._measured.append(noise)
         # A few tokens may have far larger rounding errors. The limit of later steps follows the
         # mean, and only the current rows get a higher limit.
-        self._limit = max(self._least, 2 * sum(self._measured) / len(self._measured))
+        self._limit = max(self._min_limit, 2 * sum(self._measured) / len(self._measured))
         own = max(self._limit, 2 * noise)
         if rank() == 0:
             how = f"{noise:.2g} nats" if noise else "negligible"
-            here = "" if len(self._measured) == 1 else f" on tokens above the limit, so {own:.2g} for these tokens"
+            here = "" if len(self._measured) == 1 else f" on tokens above the limit, whose own limit is {own:.2g}"
             print_text(
                 format_labels([("rounding", f"{how} in {self._precision}{here}; max_mismatch {self._limit:.2g}")])
             )
@@ -471,12 +474,12 @@ class MismatchGate:
         bias = np.square(d).sum() / max(np.square(tokens.score_N).sum(), 1e-30)
         if abs(sharpness.slope) > MAX_SHARPNESS + bias + sharpness.margin:
             # If the sampler keeps only the likeliest tokens, each gains, so most of d is negative.
-            cut = d.mean() < -np.abs(d).mean() / 2
+            is_truncated = d.mean() < -np.abs(d).mean() / 2
             raise MismatchError(
                 f"{when}: on {len(d)} sampled tokens the sampler's log-probs differ from the trainer's by "
                 f"{sharpness.slope:+.3f} +- {sharpness.error:.2g} times (log p + entropy). A sharper or flatter "
                 "distribution has this effect, and rounding does not. Likely cause: "
-                f"{TRUNCATION_CAUSE if cut else self._temperature_cause(sharpness.slope)}"
+                f"{TRUNCATION_CAUSE if is_truncated else self._temperature_cause(sharpness.slope)}"
             )
 
     def _temperature_cause(self, sharpness: float) -> str:
@@ -590,11 +593,11 @@ def diagnose(stats: MismatchStats, effects: Sequence[UpdateEffect], other_temper
         )
     if stats.mean_abs < 0.2 and abs(stats.mean) < 0.3 * stats.mean_abs:
         return (
-            "precision: small errors of both signs, larger than the settings explain: look for a side with a coarser "
-            "precision than its settings (keys and values in FP8, a quantized model). If this is intended, set "
+            "precision: small errors of both signs, larger than the settings explain: look for a coarser precision in "
+            "trainer or engine (keys and values in FP8, a quantized model). If this is intended, set "
             "max_mismatch above the mean"
         )
     return (
-        "model: no sampling parameter explains the mismatch, so the engine computes another function of its weights: "
+        "model: no sampling parameter explains the mismatch, so the engine uses a different forward pass: "
         "another model definition (rope_base, norm_eps, tied embeddings), another checkpoint, a stale prefix cache"
     )

@@ -43,11 +43,11 @@ def chosen_dtype(dtype: str, device: str, fp8: bool = False) -> str:
 
 def dtype_note(dtype: str, device: str) -> str:
     """Explains why a dtype was chosen, or warns that it is slow; "" otherwise."""
-    able = computes_in_bfloat16(device)
+    has_bfloat16 = computes_in_bfloat16(device)
     if dtype == "auto":
         what = "processor" if device == "cpu" else "GPU"
-        return f" (dtype=auto: this {what} {'computes' if able else 'does not compute'} in bfloat16)"
-    if dtype == "bfloat16" and not able:
+        return f" (dtype=auto: this {what} {'computes' if has_bfloat16 else 'does not compute'} in bfloat16)"
+    if dtype == "bfloat16" and not has_bfloat16:
         return ", which is slow because this processor does not compute in it; dtype=auto or float32 is faster"
     return ""
 
@@ -140,7 +140,7 @@ class Precision:
             # The health check must not take a slow engine step of minutes for a hang.
             self.engine = replace(engine, probe_deadline_s=max(engine.probe_deadline_s, SLOW_STEP_S))
         self.device = device
-        self._sent = (
+        self._sync_note = (
             "which are sent once, adapters after each step"
             if adapter and publish_mode == "adapter"
             else "sent after each step"
@@ -184,7 +184,7 @@ class Precision:
             return f"precision {self.flow}, trainer in {fp8 * bool(self.trainer_fp8)}{trainer}, engine in {fp8}{engine}"
         if not self.is_mixed:
             return f"in {trainer}"
-        loss = f": the engine rounds off changes below half a step of {engine}" if trainer == "float32" else ""
+        loss = f": the engine rounds off changes below half a {engine} ulp" if trainer == "float32" else ""
         return f"trainer in {trainer}, engine in {engine}{loss}"
 
     @property
@@ -228,7 +228,7 @@ class Precision:
             return
         lines = [
             (policy.fp8_plan or self.engine_fp8).format_table(),
-            f"  engine: {len(self.engine_fp8.fp8_layer_names)} weights in FP8, {self._sent}",
+            f"  engine: {len(self.engine_fp8.fp8_layer_names)} weights in FP8, {self._sync_note}",
         ]
         if policy.fp8_plan is None:
             lines.append(f"  trainer: no weight in FP8, all in {str(self.dtype)[6:]}; trainer and engine diverge")

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 # 32 requests of 8 tokens are 256.
 CANARY_SAMPLES, CANARY_TOKENS = 16, 8
 CANARY_PROMPTS = CANARY_REQUESTS // CANARY_SAMPLES
-# Evenly spaced values per tensor that are compared with the previous weight sync.
+# Number of evenly spaced values per tensor to compare with the previous weight sync.
 SAMPLED_VALUES = 4096
 # Fraction of changed values below which the publisher warns in mixed precision.
 FEW_CHANGED = 0.2
@@ -111,10 +111,10 @@ class Publisher:
         """
         # An engine that shares the trainer's GPU wakes up now and needs the memory.
         torch.cuda.empty_cache()
-        publication, began = self._send(version), perf_counter()
+        sync_metrics, canary_started = self._send(version), perf_counter()
         canary = self._check_canary(version)
-        seconds = {"time/publish/canary": perf_counter() - began}
-        return publication | seconds | canary if self._engine is not None else {}
+        seconds = {"time/publish/canary": perf_counter() - canary_started}
+        return sync_metrics | seconds | canary if self._engine is not None else {}
 
     def _send(self, version: int) -> dict[str, float]:
         """Gathers the weights and sends them to the engine. Returns metrics on rank 0."""
@@ -167,7 +167,7 @@ class Publisher:
         # engine.
         worst, shares, pairs = 0.0, {}, []
         for name, rows in answers:
-            whose = when if len(answers) == 1 else f"{when}, {name}"
+            engine_context = when if len(answers) == 1 else f"{when}, {name}"
             logprobs = self._learner.logprobs(rows)
             # The effect of a change is measured with the engine's values, which may be coarser than
             # the trainer's.
@@ -181,13 +181,17 @@ class Publisher:
             applied = self._trainable.measure_effects(self._learner, rows, sent_logprobs, logprobs_fn, self._precision)
             applied["update"] = self._measure_update(rows, sent_logprobs)
             mismatch = self._gate.check(
-                rows, logprobs, whose, effects=list(applied.values()), describe_nonfinite=self._describe_nonfinite
+                rows,
+                logprobs,
+                engine_context,
+                effects=list(applied.values()),
+                describe_nonfinite=self._describe_nonfinite,
             )
             if self._weights_differ:
                 sent_rows = [replace(ours, logprobs_L=new) for ours, new in zip(logprobs, sent_logprobs, strict=True)]
-                self._gate.check_sharpness(rows, sent_rows, whose)
+                self._gate.check_sharpness(rows, sent_rows, engine_context)
             sharper = self._learner.logprobs(rows, self._learner.temperature / SHARPER_LOGIT_SCALE)
-            self._gate.check_likelihood(rows, logprobs, sharper, whose, name, version // SEED_PERIOD)
+            self._gate.check_likelihood(rows, logprobs, sharper, engine_context, name, version // SEED_PERIOD)
             worst = max(worst, mismatch.mean_abs)
             pairs += zip(rows, sent_logprobs, strict=True)
             for change, share in applied.items():
@@ -222,15 +226,15 @@ class Publisher:
 
     @staticmethod
     def _find_version_error(answer: CanaryAnswer, version: int) -> str | None:
-        labels = {int(label) for group in answer.completions for c in group for label in c.versions}
-        if labels <= {version}:
+        versions = {int(label) for group in answer.completions for c in group for label in c.versions}
+        if versions <= {version}:
             return None
-        return f"{answer.engine} labels its tokens with version {sorted(labels)}: the weight sync did not reach it"
+        return f"{answer.engine} reports version {sorted(versions)} for its tokens: the weight sync did not reach it"
 
     def _find_checksum_error(self, answer: CanaryAnswer) -> str | None:
         sent = {name: value for part in self._sent_checksums.values() for name, value in part.items()}
         messages = [
-            describe_differences(sent, taken, answer.engine, worker) for worker, taken in enumerate(answer.checksums)
+            describe_differences(sent, loaded, answer.engine, worker) for worker, loaded in enumerate(answer.checksums)
         ]
         return next(filter(None, messages), None)
 
@@ -248,10 +252,10 @@ class Publisher:
         """Stores the log-probs of the current policy for the next weight sync."""
         # Every rank stores all log-probs, because the next canary may assign a context to another
         # rank.
-        here = {
+        local = {
             c: p for row, ours in pairs for c, p in zip(context_hashes(row)[1].tolist(), ours.tolist(), strict=True)
         }
-        self._previous_logprobs = {c: p for part in all_gather(here) for c, p in part.items()}
+        self._previous_logprobs = {c: p for part in all_gather(local) for c, p in part.items()}
 
     def _describe_nonfinite(self) -> str:
         """Lists the policy's weights that are NaN or infinite, for a message. A collective."""
@@ -260,8 +264,8 @@ class Publisher:
             name: p.to_local() if isinstance(p, DTensor) else p
             for name, p in self._learner.policy.model.named_parameters()
         }
-        here = {hf_name(name): int((~p.isfinite()).sum()) for name, p in local.items()}
-        return "".join(f"; {n} values of {name}" for part in all_gather(here) for name, n in part.items() if n)
+        counts = {hf_name(name): int((~p.isfinite()).sum()) for name, p in local.items()}
+        return "".join(f"; {n} values of {name}" for part in all_gather(counts) for name, n in part.items() if n)
 
     def _changed_share(
         self, old_values: dict[str, tuple[int, Tensor]], new_values: dict[str, tuple[int, Tensor]]
@@ -284,12 +288,12 @@ class Publisher:
             log.warning(
                 "publish/changed_share %.2g: only this fraction of the engine's values, in %s, differs from the previous "
                 "weight sync. The trainer computes with the complete update, so it diverges from the sampling policy "
-                "until changes add up to half a step of that dtype. Set %s; later steps do not repeat this warning",
+                "until changes add up to half an ulp of that dtype. Set %s; later steps do not repeat this warning",
                 share,
                 "FP8" if fp8 else str(self._precision.engine_dtype)[6:],
                 "precision=fp8_unified"
                 if fp8
-                else "engine.dtype=float32, or dtype=bfloat16, in which both round alike",
+                else "engine.dtype=float32, or dtype=bfloat16, so that both round in the same way",
             )
         return {"publish/changed_share": share}
 

@@ -45,9 +45,9 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
     """
     if not callable(work):
         raise UsageError(
-            "run_recipe(GRPORecipe, cfg) is run_recipe(partial(GRPORecipe, cfg)) now. Fix: change the last lines"
+            "run_recipe(GRPORecipe, cfg): the signature has changed. Fix: call run_recipe(partial(GRPORecipe, cfg))"
         )
-    recipe, stopped_by, ranks_in_step, setup_done, already_complete = make(), None, True, False, ""
+    recipe, stopped_by, ranks_in_sync, setup_done, already_complete = make(), None, True, False, ""
     is_distributed = rank_and_world_size()[1] > 1
     with recipe.stop as stop:
         # A run has failed until it succeeds. The cleanup reports the status to the metric sinks.
@@ -65,7 +65,7 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
         except RunAlreadyComplete as notice:
             already_complete, stop.exit_status = str(notice), 0
         except RunStopped as stopped:
-            stopped_by, ranks_in_step = stopped.signal, stopped.at_step_end
+            stopped_by, ranks_in_sync = stopped.signal, stopped.at_step_end
             stop.exit_status = 128 + stopped_by
         except Exception as error:
             # Other ranks may wait for rank 0 without a deadline, so rank 0 announces its failure.
@@ -91,7 +91,7 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
                 raise
             log.warning("stop: an error after the stop signal: %s", (str(error).splitlines() or [repr(error)])[0])
             assert stop.signal is not None  # since it raised, or was requested
-            stopped_by, ranks_in_step = stop.signal, False
+            stopped_by, ranks_in_sync = stop.signal, False
             stop.exit_status = 128 + stopped_by
         finally:
             recipe.cleanup()
@@ -100,7 +100,7 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
     del recipe
     # If the ranks did not stop together, `close_ranks` would wait for stuck ranks. torchrun ends
     # stuck ranks.
-    if ranks_in_step:
+    if ranks_in_sync:
         close_ranks()
     if stopped_by is None:
         if stop.prints_messages:
@@ -133,9 +133,9 @@ def _exit_after_main_thread(status: int) -> None:
 
 def close_all(*components: Any) -> None:
     """Closes every component that is not None. A failure is logged and does not stop the rest."""
-    for part in components:
-        if part is not None:
+    for component in components:
+        if component is not None:
             try:
-                part.close()
+                component.close()
             except Exception:
-                log.exception("%s was not closed properly", type(part).__name__)
+                log.exception("%s was not closed properly", type(component).__name__)

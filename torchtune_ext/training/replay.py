@@ -126,10 +126,10 @@ class Replay:
         Raises:
             UsageError: the checkpoint's run was not a replay, or replayed another run.
         """
-        before = f"replayed run {state[REPLAYED_RUN_KEY]}" if REPLAYED_RUN_KEY in state else "sampled its own groups"
+        origin = f"replayed run {state[REPLAYED_RUN_KEY]}" if REPLAYED_RUN_KEY in state else "sampled its own groups"
         if state.get(REPLAYED_RUN_KEY) != self._id:
             raise UsageError(
-                f"replay={self._run} (run {self._id}) cannot resume from this checkpoint, whose run {before}: set "
+                f"replay={self._run} (run {self._id}) cannot resume from this checkpoint, whose run {origin}: set "
                 "replay to its earlier value, or start in another output_dir"
             )
         self._step = step
@@ -152,11 +152,11 @@ class Replay:
             return
         if missing[0] == 1:
             raise UsageError(
-                f"replay={self._run} holds no rollouts of step 1: name the folder of a run that has trained"
+                f"replay={self._run} holds no rollouts of step 1: set replay to the folder of a run that has trained"
             )
         more = ", or resume that run first" if missing[0] > max(self._paths) else ""
         raise UsageError(
-            f"replay={self._run} lacks the rollouts of step {missing[0]}, and max_steps={self._steps}: set "
+            f"replay={self._run} has no rollouts of step {missing[0]}, and max_steps={self._steps}: set "
             f"max_steps={missing[0] - 1}{more}"
         )
 
@@ -190,7 +190,7 @@ class Replay:
             ):
                 if there != here:
                     raise UsageError(
-                        f"replay={self._run} began with {what} ({there}; this run has {here}): set model_dir="
+                        f"replay={self._run} started from {what} ({there}; this run has {here}): set model_dir="
                         f"{theirs.get('model_dir')} and `model:` as in that run"
                     )
             return
@@ -215,7 +215,9 @@ class Replay:
             if named
             else "the task's data or code has changed since"
         )
-        raise UsageError(f"replay={self._run} answers other problems, {next(iter(groups))!r} for instance: {cause}")
+        raise UsageError(
+            f"replay={self._run} has rollouts of other problems, for instance {next(iter(groups))!r}: {cause}"
+        )
 
 
 def _join_settings(settings: Sequence[str]) -> str:
@@ -226,9 +228,9 @@ def _join_settings(settings: Sequence[str]) -> str:
 def _differing_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """Returns the settings that differ, for instance "optimizer.lr=0.001 (here 0.0001)"."""
     # With the dot, `model` matches `model` and `model.name`, but not another key with this prefix.
-    apart = tuple(f"{key}." for key in IGNORED_KEYS)
+    ignored_prefixes = tuple(f"{key}." for key in IGNORED_KEYS)
     return [
         f"{change.key}={change.old} (here {change.new})"
         for change in diff_settings(theirs, ours)
-        if not f"{change.key}.".startswith(apart)
+        if not f"{change.key}.".startswith(ignored_prefixes)
     ]

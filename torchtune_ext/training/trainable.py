@@ -67,7 +67,7 @@ class AdapterConfig:
 
     def resolve_publish_mode(self, dora: bool, dtype: str) -> str:
         """Resolves the publish mode for an engine in `dtype`: "adapter" or "merged"."""
-        # vLLM does not support DoRA, and on a GPU no adapter in float32.
+        # vLLM does not support DoRA, nor float32 adapters on a GPU.
         if self.publish == "auto":
             return "merged" if dora or (dtype == "float32" and _lora_needs_half()) else "adapter"
         return self.publish
@@ -244,7 +244,7 @@ class LoRAWeights:
         self.spec, self._config = spec, config
         # The default dtype applies until `configure_engine` receives the engine's settings.
         self.publish_mode = config.resolve_publish_mode(spec.dora, EngineConfig().dtype)
-        self._base_sent = False
+        self._base_published = False
 
     def __str__(self) -> str:
         kind = ("Q" if self.spec.quantized else "") + ("DoRA" if self.spec.dora else "LoRA")
@@ -268,11 +268,11 @@ class LoRAWeights:
         if self.publish_mode == "merged":
             yield precision.convert_for_engine(partial(merged_hf_tensors, model, hf_model)), None
             return
-        if (self.spec.quantized or precision.engine_fp8) and not self._base_sent:
+        if (self.spec.quantized or precision.engine_fp8) and not self._base_published:
             # The engine read the base from model_dir. It must sample with the base as rounded to
             # NF4 or FP8. The base is frozen, so it is sent only once.
             yield precision.convert_for_engine(partial(base_hf_tensors, model, hf_model)), None
-            self._base_sent = True
+            self._base_published = True
         yield adapter_hf_tensors(model, hf_model, precision.engine_dtype), self.spec.peft_config(str(hf_model.path))
 
     def weights_differ(self, precision: Precision) -> bool:
@@ -302,15 +302,15 @@ class LoRAWeights:
             )
         else:
             with AdapterDisabledReference(model).activate():
-                base_logprobs = [without.logprobs_L for without in learner.logprobs(rows)]
+                base_logprobs = [scores.logprobs_L for scores in learner.logprobs(rows)]
         missing_cause = f"the engine has the adapter but samples without it ({UNUSED_ADAPTER_FIXES[self.publish_mode]})"
         return {"adapter": measure_update_effect(rows, sent_logprobs, base_logprobs, missing_cause)}
 
     def make_exporter(
         self, model: nn.Module, hf_model: HFModel, dtype: torch.dtype, tokenizer: ChatTokenizer | None = None
     ) -> Callable[..., None]:
-        merged_dtype, about = (
+        merged_dtype, options = (
             dtype if self._config.save_merged else None,
             {"adapter": self.spec, "tokenizer": tokenizer},
         )
-        return partial(export_adapter, model=model, hf_model=hf_model, merged_dtype=merged_dtype, **about)
+        return partial(export_adapter, model=model, hf_model=hf_model, merged_dtype=merged_dtype, **options)

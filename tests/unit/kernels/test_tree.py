@@ -42,7 +42,7 @@ def trees(seed, number=2, length=34):
 
 def depth_of(row):
     """The number of runs on the deepest path from a root to a leaf."""
-    return 1 + max(len(stack.above) for stack in segment_mask(row.ends_T).stacks)
+    return 1 + max(len(stack.ancestors) for stack in segment_mask(row.ends_T).stacks)
 
 
 # Two trees per seed.

@@ -120,7 +120,7 @@ def test_matmul_bad_argument_reports_value_and_fix(settings, message):
 def test_header_names_the_optimization_level():
     cfg = SimpleNamespace(prompts_per_step=1, samples_per_prompt=8)
     text = problems_text(cfg, Matmul(bench={"optimization": "-O0"}), None)
-    assert text.startswith("Matmul compiled with -O0, 1; each step takes 1")
+    assert text.startswith("Matmul compiled with -O0, 1; 1 prompts per step")
 
 
 def test_archive_separates_optimization_levels(tmp_path):

@@ -52,10 +52,10 @@ def test_weights_gradients_and_moments_are_those_of_torch(tmp_path, adapters):
     moments = [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
     assert rows["weights, float32 master"] == sum(p.nbytes for p in trained)
     assert rows["gradients, float32"] == sum(p.grad.nbytes for p in trained)
-    assert rows["state of the optimizer"] == sum(value.nbytes for value in moments)
+    assert rows["optimizer state"] == sum(value.nbytes for value in moments)
     frozen = [p for p in policy.model.parameters() if not p.requires_grad]
-    assert rows["frozen weights, as they are held"] == sum(p.nbytes for p in frozen)
-    assert rows["table of RoPE, float32"] == sum(buffer.nbytes for buffer in policy.model.buffers())
+    assert rows["frozen weights, as stored"] == sum(p.nbytes for p in frozen)
+    assert rows["RoPE table, float32"] == sum(buffer.nbytes for buffer in policy.model.buffers())
     assert bool(frozen) == bool(adapters)
 
 
@@ -88,13 +88,13 @@ def test_memory_plan_divides_only_sharded_tensors_among_ranks(tmp_path):
     path = write_config(tmp_path, "Qwen2.5-7B-Instruct")
     sizes = ModelSizes(build_on_meta(partial(from_config, str(path))), torch.bfloat16)
     alone, four = (trainer_memory(sizes, 16384, ranks, True) for ranks in (1, 4))
-    for name in ("weights, float32 master", "gradients, float32", "state of the optimizer"):
+    for name in ("weights, float32 master", "gradients, float32", "optimizer state"):
         assert alone[name] == pytest.approx(4 * four[name], abs=4)
-    assert alone["state of the optimizer"] == 8 * 7_615_616_512  # two moments for each parameter of Qwen2.5 7B
+    assert alone["optimizer state"] == 8 * 7_615_616_512  # two moments for each parameter of Qwen2.5 7B
     same = ("activations of a row of 16384 tokens", "logits of one chunk, with gradient")
     assert all(alone[name] == four[name] > 0 for name in same)
     # The output projection's gradient: summed up in float32, 4 bytes, and then rounded to bfloat16, 2.
-    assert four["gradients before they are shared out"] >= 6 * 152064 * 3584
+    assert four["unsharded gradients, before the reduction"] >= 6 * 152064 * 3584
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_agent_run_uses_id_and_archives_earlier_run(agent, tmp_path):
 @pytest.mark.parametrize("value", ["../x", "a/b", "a b", ".", "..", "-x", "${x}"])
 def test_agent_invalid_folder_id_is_reported(agent, monkeypatch, value):
     monkeypatch.setenv("WANDB_RUN_ID", value)
-    with pytest.raises(ValueError, match="WANDB_RUN_ID=.* names the folder of this sweep run"):
+    with pytest.raises(ValueError, match="WANDB_RUN_ID=.* is the folder name of this sweep run"):
         loaded(output_dir="runs/x")
 
 

@@ -192,7 +192,7 @@ def test_stop_main_thread_stuck_in_c_is_ended(number):
     time.sleep(0.2)  # until it waits for the mutex, in C
     process.send_signal(number)
     status, _, err = end(process)
-    assert status == 128 + number and "during a call that did not return. It stood there." in err
+    assert status == 128 + number and "while a call did not return. It stood there." in err
 
 
 def test_a_second_ctrl_c_skips_the_cleanup():
@@ -255,7 +255,7 @@ def test_stop_closed_stderr_still_ends_run():
 
 
 @pytest.mark.parametrize(
-    "seconds, end", [(0.3, "SIGINT orderly=False"), (60.0, "during a call that did not return. It stood there.")]
+    "seconds, end", [(0.3, "SIGINT orderly=False"), (60.0, "while a call did not return. It stood there.")]
 )
 def test_ctrl_c_while_an_object_is_finalized(seconds, end):
     """In a finalizer, Python would print the exception, and the run would continue."""

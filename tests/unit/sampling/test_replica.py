@@ -41,21 +41,21 @@ def test_replica_load_waits_for_weight_write(moment):
     async def scenario(harness):
         harness.write(1)
         await harness.replica.load()
-        half, rest = threading.Event(), threading.Event()
+        half_written, finish = threading.Event(), threading.Event()
 
-        def slowly():
+        def paused_weights():
             a, b = weights(2)
             yield a
-            half.set()
-            rest.wait(10)
+            half_written.set()
+            finish.wait(10)
             yield b
 
         if moment == "wake":
             await harness.replica.sleep()
             assert harness.backends[0].sleep_level == 2
-        writer = threading.Thread(target=harness.buffers.write, args=(slowly(), 2, None, 1))
+        writer = threading.Thread(target=harness.buffers.write, args=(paused_weights(), 2, None, 1))
         writer.start()
-        await poll_until(half.is_set)
+        await poll_until(half_written.is_set)
         if moment == "restart":
             harness.backends[0].kill()
             await poll_until(lambda: len(harness.backends) == 2)
@@ -64,7 +64,7 @@ def test_replica_load_waits_for_weight_write(moment):
         backend = harness.backends[-1]
         assert len(harness.backends) == (2 if moment == "restart" else 1)
         assert not backend.load_started.is_set() or (moment == "wake" and len(backend.loads) == 1)
-        rest.set()
+        finish.set()
         if moment == "restart":
             await poll_until(lambda: backend.loads)
         else:
@@ -81,24 +81,24 @@ def test_replica_stuck_weight_write_raises_on_both_sides():
     async def scenario(harness):
         harness.write(1)
         await harness.replica.load()
-        half, rest = threading.Event(), threading.Event()
+        half_written, finish = threading.Event(), threading.Event()
 
-        def never():
+        def stuck_weights():
             yield weights(2)[0]
-            half.set()
-            rest.wait(10)
+            half_written.set()
+            finish.wait(10)
 
-        writer = threading.Thread(target=lambda: harness.buffers.write(never(), 2, None, 1))
+        writer = threading.Thread(target=lambda: harness.buffers.write(stuck_weights(), 2, None, 1))
         writer.start()
-        await poll_until(half.is_set)
+        await poll_until(half_written.is_set)
         harness.backends[0].kill()
         with pytest.raises(EngineFailed, match="rpc_deadline_s=0.02"):
             while True:
                 await harness.replica.wait_awake()
                 await asyncio.sleep(0.002)
         with pytest.raises(EngineFailed, match="loading .* 0.12 s"):
-            await asyncio.to_thread(harness.write, 3)  # as long as the buffers are locked
-        rest.set()
+            await asyncio.to_thread(harness.write, 3)  # times out while the buffers are locked
+        finish.set()
         await asyncio.to_thread(writer.join, 5)
 
     run_scenario(scenario, config)
@@ -110,17 +110,17 @@ def test_replica_load_labels_weights_in_buffer():
     async def scenario(harness):
         harness.write(1)
         async with harness.replica._control:
-            late = asyncio.ensure_future(harness.replica.load())
+            load_task = asyncio.ensure_future(harness.replica.load())
             await asyncio.sleep(0.01)
             harness.write(2)
-        await late
+        await load_task
         assert harness.backends[0].loads == [([2], [2], 2)] and harness.replica.version == 2
 
     run_scenario(scenario)
 
 
 @pytest.mark.parametrize("work", ["load", "wake"])
-def test_replaced_engine_that_answers_does_not_serve(work):
+def test_replica_replaced_backend_does_not_serve(work):
     async def scenario(harness):
         harness.write(1)
         await harness.replica.load()
@@ -141,10 +141,10 @@ def test_replaced_engine_that_answers_does_not_serve(work):
 def test_replica_version_updates_after_load_and_must_grow():
     async def scenario(harness):
         assert harness.replica.version == 7
-        harness.backends[0].error = ValueError("not with me")
+        harness.backends[0].error = ValueError("load refused")
         harness.write(8)
         assert harness.replica.version == 7
-        with pytest.raises(ValueError, match="not with me"):
+        with pytest.raises(ValueError, match="load refused"):
             await harness.replica.load()
         assert harness.replica.version == 7
         harness.backends[0].error = None
@@ -174,7 +174,7 @@ def test_replica_adapter_loads_with_model_only_if_needed():
     run_scenario(scenario)
 
 
-def test_half_an_adapter_never_reaches_the_engine():
+def test_replica_incomplete_adapter_is_not_loaded():
     async def scenario(harness):
         harness.write(1)
         harness.write(2, adapter={"r": 1})

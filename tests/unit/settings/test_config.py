@@ -297,7 +297,7 @@ def test_config_keys_named_in_messages_exist():
     [
         ("output_dir", "$HOME", r"output_dir=\$HOME: `\$` is shell syntax"),
         ("output_dir", "a/$(date)", "`\\$` is shell syntax"),
-        ("output_dir", "${oc.env:TTE_EMPTY}", "output_dir='' is empty; expected a path. Fix: write . for"),
+        ("output_dir", "${oc.env:TTE_EMPTY}", "output_dir='' is empty; expected a path. Fix: write `.` for"),
         (
             "tokenizer.template",
             "",

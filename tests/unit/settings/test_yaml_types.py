@@ -40,7 +40,7 @@ def test_a_value_that_fits_its_annotation_passes(value, kind):
         (False, str, """=False must be text, and YAML reads no, off and false as a boolean: quote it, 'k="no"'"""),
         (42, str, """=42 must be text: quote it, 'k="42"'"""),
         (10.0, Path, """=10.0 must be a path: quote it, 'k="10.0"'"""),
-        (["a", "b"], str | Callable, """must be text or a function: quote it if the brackets belong to it, 'k="[a, b]"'"""),
+        (["a", "b"], str | Callable, """must be text or a function: quote it if the brackets are part of the text, 'k="[a, b]"'"""),
         (1e6, int, "=1000000.0 must be a whole number: k=1000000"),
         ("10", int | None, "='10' must be a whole number: k=10"),
         ("1e-5", float, "='1e-5' must be a number: k=1e-05"),

@@ -279,7 +279,7 @@ def test_dry_run_public_model_needs_no_download(name, place, tmp_path, capsys):
 
     def table(text):
         # The published sizes do not include the length of the RoPE table.
-        begin, end = (text.index(f"\n  {name}") for name in ("weights, float32 master", "table of RoPE"))
+        begin, end = (text.index(f"\n  {name}") for name in ("weights, float32 master", "RoPE table"))
         return text[begin:end]
 
     assert table(out) == table(with_files)

@@ -135,7 +135,7 @@ def test_header_summarizes_planned_run():
     assert texts[0] == "models/q: qwen2 of 4 layers, 1.5 million parameters; trains all weights"
     assert texts[1] == "2 processes on cpu; in float32"
     assert texts[3] == (
-        "TemporalClue, endless; each step takes 128 with 8 samples each; held out: TemporalClue, 256, every 40 steps"
+        "TemporalClue, endless; 128 prompts per step, 8 samples each; held out: TemporalClue, 256, every 40 steps"
     )
     assert texts[4] == "runs/tiny/grpo; a checkpoint every 40 steps; graders print into grader.log"
     assert texts[5] == "starting, its log: runs/tiny/grpo/engine.log"
@@ -156,7 +156,7 @@ def test_header_reports_overlapping_or_repeated_problems():
     cfg = settings("grpo/tiny")
     few, held_out = range(80), range(20)
     assert problems_text(cfg, few, held_out, ["w-3", "w-9"]) == (
-        "range, 80; each step takes 128 with 8 samples each, so some repeat; held out: range, 20, 2 of them ALSO TRAINED "
+        "range, 80; 128 prompts per step, 8 samples each, so some repeat; held out: range, 20, 2 of them ALSO TRAINED "
         "ON (e.g. w-3), every 40 steps"
     )
 
@@ -168,7 +168,7 @@ def test_header_names_user_rows_and_grader(tmp_path, monkeypatch):
     task = Jsonl(path=str(tmp_path / "rows.jsonl"), grader="paying.always")
     cfg = SimpleNamespace(prompts_per_step=1, samples_per_prompt=8, evaluation=SimpleNamespace(every=40))
     assert problems_text(cfg, task, None) == (
-        "Jsonl rows by paying.always (paying.py:1), 1; each step takes 1 with 8 samples each; no held-out problems"
+        "Jsonl rows by paying.always (paying.py:1), 1; 1 prompts per step, 8 samples each; no held-out problems"
     )
 
 

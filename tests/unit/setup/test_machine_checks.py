@@ -9,7 +9,7 @@ from torchtune_ext.setup.machine_checks import DiskNeed
 
 
 def test_disk_without_room_for_one_checkpoint_is_refused():
-    rows = {"weights": 60 * GIB, "state of the optimizer": 40 * GIB}
+    rows = {"weights": 60 * GIB, "optimizer state": 40 * GIB}
     with pytest.raises(ValueError, match=r"output_dir=runs/x: .* 100.0 GiB, .* 99.0 GiB"):
         machine_checks.require_disk(DiskNeed(rows, max_checkpoints=4, free=99 * GIB), "runs/x")
 

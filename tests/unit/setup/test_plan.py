@@ -200,7 +200,7 @@ def test_states_are_sharded_within_so_many_devices(seven):
     assert rows(world_size=16, shard_within=8) == rows(world_size=8)
     assert rows(world_size=16, shard_within=16) == rows(world_size=16) == rows(world_size=16, shard_within=None)
     # 16 bytes per parameter: float32 master, gradient and two moments.
-    states = ("weights, float32 master", "gradients, float32", "state of the optimizer")
+    states = ("weights, float32 master", "gradients, float32", "optimizer state")
     assert sum(rows(world_size=16, shard_within=4)[name] for name in states) == 16 * seven.total_params // 4
     # Fewer devices than that hold all states together.
     assert rows(world_size=2, shard_within=8) == rows(world_size=2)

@@ -116,7 +116,7 @@ def test_copies_from_recorded_model_dir_are_replaceable(tmp_path, source):
     shutil.copy(source.path / "train.py", folder)
     require_replaceable(folder, [source.path], "tokenizer_problems")
     (folder / "train.py").write_text("edited")
-    with pytest.raises(ValueError, match="it holds files that no run has written: train.py"):
+    with pytest.raises(ValueError, match="it holds files that were not written by a run: train.py"):
         require_replaceable(folder, [source.path], "tokenizer_problems")
 
 

@@ -26,7 +26,7 @@ from torchtune_ext.training.learner import ScheduleConfig, make_schedule, mean_o
 GROUPS = [(7, [5, 1, 9]), (4, [12, 11])]
 
 
-class TowardsTheReference:
+class ReferenceLoss:
     """A user's loss, which only declares its requirements."""
 
     needs_reference = True
@@ -36,7 +36,7 @@ class TowardsTheReference:
         return (t.logprobs_L - t.ref_logprobs_L).square(), {}
 
 
-class Silent:
+class MinimalLoss:
     def __call__(self, t):
         assert t.ref_logprobs_L is None and t.old_top_LK is None
         return -t.advantages_L * t.logprobs_L, {}
@@ -53,7 +53,7 @@ def learner(loss, **options):
 
 
 def test_learner_custom_loss_reference_stays_fixed():
-    its = learner(TowardsTheReference())
+    its = learner(ReferenceLoss())
     packed = rows()
     start = [scores.logprobs_L for scores in its.logprobs(packed)]
     with torch.no_grad():
@@ -70,28 +70,28 @@ def test_learner_custom_loss_reference_stays_fixed():
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_a_teacher_is_heard_token_by_token():
+def test_loss_receives_teacher_logprobs_per_label():
     """Each label has the teacher's log-prob of its token, whatever the order of completions in rows."""
     groups = [
         replace(g, samples=tuple(replace(s, teacher_logprobs=-s.completion.tokens / np.float32(8)) for s in g.samples))
         for g in unpacked.make_groups(np.random.default_rng(0), GROUPS)
     ]
-    heard = []
+    received = []
 
-    class Heard(Silent):
+    class RecordingLoss(MinimalLoss):
         def __call__(self, t):
-            heard.append(t.teacher_logprobs_L)
+            received.append(t.teacher_logprobs_L)
             return super().__call__(t)
 
     packed = pack(groups, 20)[0]
-    learner(Heard()).forward_backward(packed)
-    assert len(packed) > 1 and all(map(torch.equal, heard, [-row.labels_L / 8 for row in packed]))
+    learner(RecordingLoss()).forward_backward(packed)
+    assert len(packed) > 1 and all(map(torch.equal, received, [-row.labels_L / 8 for row in packed]))
     first = replace(groups[0], samples=(replace(groups[0].samples[0], teacher_logprobs=None), *groups[0].samples[1:]))
     assert any(row.teacher_logprobs_L is None for row in pack([first, groups[1]], 40)[0])
 
 
 def test_learner_skips_inputs_not_requested_by_loss():
-    its = learner(Silent())
+    its = learner(MinimalLoss())
     assert its.reference_logprobs([rows(), rows()]) == [None, None]
     its.forward_backward(rows())
 
@@ -106,17 +106,17 @@ def test_learner_skips_inputs_not_requested_by_loss():
         (PolicyLoss(entropy_coef=0.1), True, False, True, 0),
         (PolicyLoss(constraint="kl", top_k=16), True, False, False, 16),
         (NLLLoss(), False, False, False, 0),
-        (Silent(), True, False, False, 0),
-        (TowardsTheReference(), True, True, True, 0),
+        (MinimalLoss(), True, False, False, 0),
+        (ReferenceLoss(), True, True, True, 0),
         (lambda t: (t.logprobs_L, {}), True, False, False, 0),
     ],
 )
-def test_needs(loss, proximal, reference, all_groups, top_k):
+def test_loss_requirements_follow_attributes(loss, proximal, reference, all_groups, top_k):
     needs = loss_requirements(loss)
     assert needs == LossRequirements(proximal, reference, False, all_groups, top_k)
 
 
-def test_only_later_updates_ask_the_proximal_policy_beforehand():
+def test_proximal_logprobs_first_update_skips_forward():
     its = learner(PolicyLoss(constraint="kl", top_k=4))
     first, second = its.proximal_logprobs([rows(), rows()])
     assert first is None and [scores.top_LK.shape[-1] for scores in second] == [4] * len(second)
@@ -154,7 +154,7 @@ def test_learner_update_synchronizes_device_twice(loss, monkeypatch):
 
 
 def test_learner_non_finite_gradient_skips_update():
-    its = learner(Silent())
+    its = learner(MinimalLoss())
     before = [param.detach().clone() for param in its.policy.trainable()]
     _, metrics = its.forward_backward(rows())
     its.policy.trainable()[0].grad[0] = torch.nan
@@ -169,7 +169,7 @@ def test_learner_learning_rate_follows_planned_update_count():
     optimizer = torch.optim.SGD(policy.trainable(), lr=2.0)
     its = single_process_learner(
         policy,
-        Silent(),
+        MinimalLoss(),
         optimizer=optimizer,
         schedule=make_schedule(ScheduleConfig(decay="linear"), 8),
         max_grad_norm=None,
@@ -192,12 +192,12 @@ def test_schedule_after_its_end_stays_within_bounds(decay, warmup):
     assert all(factor(update) == ends for update in range(max(8, warmup), 100)) or warmup == 8
 
 
-def steps_of(updates_per_step, decay, warmup, state, steps):
+def run_steps(updates_per_step, decay, warmup, state, steps):
     """Runs `steps` steps of the recipe after `state`. Returns its state and the learning rate of every update."""
     recipe, rates = object.__new__(GRPORecipe), []
     recipe.cfg = SimpleNamespace(updates_per_step=updates_per_step)
     schedule = make_schedule(ScheduleConfig(decay, warmup), 6 * updates_per_step)
-    its = recipe.learner = learner(Silent(), schedule=lambda update: rates.append(schedule(update)) or rates[-1])
+    its = recipe.learner = learner(MinimalLoss(), schedule=lambda update: rates.append(schedule(update)) or rates[-1])
     recipe.checkpoints = SimpleNamespace(load=lambda *_: state, failed_update_advice=str)
     recipe.problems, recipe.source = Mock(), Mock()
     recipe.policy, recipe.engine, recipe.progress, recipe.mismatch_gate = its.policy, None, MagicMock(), Mock()
@@ -217,20 +217,20 @@ def steps_of(updates_per_step, decay, warmup, state, steps):
 def test_resume_with_other_updates_keeps_the_schedule(decay, warmup, before, after):
     """Each step has the learning rates of a run with the current `updates_per_step` from its start."""
     start = asdict(RunState(0, 0, 0, {}, {}, {}))
-    state, first = steps_of(before, decay, warmup, start, 2)
+    state, first = run_steps(before, decay, warmup, start, 2)
     whole = make_schedule(ScheduleConfig(decay, warmup), 6 * after)
-    _, second = steps_of(after, decay, warmup, json.loads(json.dumps(state)), 4)
+    _, second = run_steps(after, decay, warmup, json.loads(json.dumps(state)), 4)
     assert len(first) == max(1, before - 1) + before and second == [
         whole(update) for update in range(2 * after, 6 * after)
     ]
 
 
 @pytest.mark.parametrize("loss", [PolicyLoss(entropy_coef=0.01), PolicyLoss(level="sequence"), NLLLoss()])
-def test_a_gradient_has_the_same_bits_each_time(loss):
+def test_gradient_repeated_is_bitwise_equal(loss):
     """Sums are deterministic with several threads and rows that operations split among them.
 
-    The first labels of a group have one source, and sums over a completion one target each. Only a
-    fixed order of additions makes a replay equal.
+    Gradients of all first labels of a group are added at one index, and so are the sums over a completion.
+    A replay is bitwise equal only if the order of additions is fixed.
     """
     packed = pack(unpacked.make_groups(np.random.default_rng(0), [(9, [12] * 256)]), 40_000)[0]
     its, threads = learner(loss), torch.get_num_threads()
@@ -264,8 +264,8 @@ def test_maximum_over_updates_and_ranks_keeps_nan(place, monkeypatch):
     assert math.isnan(distributed.reduce_over_ranks({})["ratio_max"])
 
 
-def test_log_probs_leave_the_mode_of_the_model(monkeypatch):
-    its = learner(Silent())
+def test_logprobs_restore_training_mode(monkeypatch):
+    its = learner(MinimalLoss())
     for mode in (False, True):
         its.policy.model.train(mode)
         its.logprobs(rows())

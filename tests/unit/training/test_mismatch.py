@@ -336,7 +336,7 @@ def test_mismatch_step_without_current_version_tokens_passes_gate():
 def test_an_engine_of_nonsense_is_not_called_truncated():
     """As seen on an H100: confident in tokens that the trainer rates below uniform probability."""
     table = Table()
-    with pytest.raises(MismatchError, match="model: .*computes another function of its weights"):
+    with pytest.raises(MismatchError, match="model: .*uses a different forward pass"):
         check(table.score(1.0) + 11.93, table)
 
 
@@ -357,7 +357,7 @@ def test_dtype():
 
 def test_other_weights():
     table = Table()
-    with pytest.raises(MismatchError, match="model: .*computes another function of its weights"):
+    with pytest.raises(MismatchError, match="model: .*uses a different forward pass"):
         check(table.score(1.0, Table(seed=1).logits), table)
 
 
@@ -474,7 +474,7 @@ def test_the_limit_is_twice_the_rounding(capsys):
     assert first == "rounding:  0.04 nats in bfloat16; max_mismatch 0.08"
     assert (
         second
-        == "rounding:  0.06 nats in bfloat16 on tokens above the limit, so 0.12 for these tokens; max_mismatch 0.1"
+        == "rounding:  0.06 nats in bfloat16 on tokens above the limit, whose own limit is 0.12; max_mismatch 0.1"
     )
 
 

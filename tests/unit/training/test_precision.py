@@ -228,7 +228,7 @@ def test_a_quantized_checkpoint_is_refused_in_every_flow(source, flow):
     ids=["tiny", "other"],
 )
 def test_hf_model_missing_folder_reports_download_command(tmp_path, folder, command):
-    with pytest.raises(ValueError, match=f"folder not found, seen from .*`{command}"):
+    with pytest.raises(ValueError, match=f"folder not found, relative to .*`{command}"):
         HFModel(tmp_path / folder)
 
 

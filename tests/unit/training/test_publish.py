@@ -32,19 +32,19 @@ PROMPTS = [[1, 2, 3, 4], [5, 6, 7], [8] * 9]
 SAMPLING = SamplingConfig(max_tokens=40, seed=7, early_stop_logprob=-3.0)
 
 
-class PlayedEngine:
+class FakeEngine:
     """A fake engine whose name, labels, checksums and weights tests can change."""
 
     name, label, lost = "the engine", None, ()
 
     def __init__(self):
-        self.model, self.sums, self.requests, self.deaf = tiny_model.build(0), {}, [], False
+        self.model, self.sums, self.requests, self.ignores_weights = tiny_model.build(0), {}, [], False
         self.temperature, self.raw = 1.0, False  # raw: the engine reports log-probs without the temperature
 
     def publish(self, tensors, version, adapter):
         taken = {name: tensor.clone() for name, tensor in tensors}
         self.sums = {name: checksum(tensor) for name, tensor in taken.items() if name not in self.lost}
-        if not self.deaf:
+        if not self.ignores_weights:
             self.model.load_state_dict({name: tensor.float() for name, tensor in taken.items()}, strict=False)
         self.version = version
         sums = {name: checksum(tensor) for name, tensor in taken.items()}
@@ -53,10 +53,10 @@ class PlayedEngine:
     def canary(self, prompts, samples, sampling):
         self.requests.append((prompts, samples, sampling))
         generator = torch.Generator().manual_seed(sampling.seed)
-        return [CanaryAnswer(self.name, [self._drawn(p, samples, sampling, generator) for p in prompts], [self.sums])]
+        return [CanaryAnswer(self.name, [self._sample(p, samples, sampling, generator) for p in prompts], [self.sums])]
 
     @torch.no_grad()
-    def _drawn(self, prompt, samples, sampling, generator):
+    def _sample(self, prompt, samples, sampling, generator):
         """Samples all completions of a prompt in parallel, token by token."""
         ids, logprobs = torch.tensor([prompt] * samples), []
         for _ in range(sampling.max_tokens):
@@ -78,7 +78,7 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture
-def played(source):
+def make_publisher(source):
     """A function: settings of the engine -> (engine, policy's model, publisher) after a first weight sync."""
 
     def make(limit=0.001, prompts=PROMPTS, **settings):
@@ -86,7 +86,7 @@ def played(source):
         policy = build_policy(partial(from_config, str(source.path)), source, device, torch.float32)
         model = build_on_meta(partial(from_config, str(source.path)))
         precision = Precision(PrecisionConfig(), model, source, "float32", config, device, None)
-        learner, engine = single_process_learner(policy, PolicyLoss()), PlayedEngine()
+        learner, engine = single_process_learner(policy, PolicyLoss()), FakeEngine()
         scored = partial(
             streamed_logprobs, make_model=partial(from_config, str(source.path)), device=device, temperature=1.0
         )
@@ -108,8 +108,8 @@ def update(model, size, seed=0, names=("",)):
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=size)
 
 
-def test_publish_reports_canary_metrics_and_sampling(played):
-    engine, model, publisher = played()
+def test_publish_reports_canary_metrics_and_sampling(make_publisher):
+    engine, model, publisher = make_publisher()
     first = publisher.publish(3)
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
     assert first["publish/bytes"] == size
@@ -129,8 +129,8 @@ def test_publish_reports_canary_metrics_and_sampling(played):
         assert sampling == dataclasses.replace(SAMPLING, max_tokens=8, seed=0, early_stop_logprob=None)
 
 
-def test_publish_canary_length_follows_max_tokens(source, played):
-    engine, _, publisher = played()
+def test_publish_canary_length_follows_max_tokens(source, make_publisher):
+    engine, _, publisher = make_publisher()
     short = Publisher(
         engine, publisher._learner, FullWeights(), publisher._precision, source, publisher._gate, publisher._logprobs_fn,
         prompt_groups(PROMPTS),
@@ -141,9 +141,9 @@ def test_publish_canary_length_follows_max_tokens(source, played):
 
 
 @pytest.mark.parametrize("temperature", [0.8, 0.9, 1.1])
-def test_canary_two_prompts_detect_temperature_in_bfloat16(played, temperature):
+def test_canary_two_prompts_detect_temperature_in_bfloat16(make_publisher, temperature):
     """The trainer computes in float32 and publishes bfloat16: the canary compares published weights."""
-    engine, model, publisher = played(limit=5.0, dtype="bfloat16", prompts=PROMPTS[:CANARY_PROMPTS])
+    engine, model, publisher = make_publisher(limit=5.0, dtype="bfloat16", prompts=PROMPTS[:CANARY_PROMPTS])
     update(model, 0.2)
     publisher.publish(4)
     engine.temperature = temperature
@@ -153,9 +153,9 @@ def test_canary_two_prompts_detect_temperature_in_bfloat16(played, temperature):
 
 
 @pytest.mark.parametrize("temperature, other", [(0.7, "sharper"), (1.4, "flatter")])
-def test_canary_detects_unreported_sampling_temperature(played, temperature, other):
+def test_canary_detects_unreported_sampling_temperature(make_publisher, temperature, other):
     """An engine that reports log-probs without its temperature agrees with the trainer on every token."""
-    engine, model, publisher = played(prompts=PROMPTS[:CANARY_PROMPTS])
+    engine, model, publisher = make_publisher(prompts=PROMPTS[:CANARY_PROMPTS])
     update(model, 0.2)
     engine.raw = True
     for version in (0, 1):
@@ -169,10 +169,10 @@ def test_canary_detects_unreported_sampling_temperature(played, temperature, oth
     assert [(sampling.seed, sampling.max_tokens) for *_, sampling in engine.requests] == [(0, 32), (0, 8), (1, 32)]
 
 
-def test_nan_in_the_weights_is_named(played):
-    engine, model, publisher = played()
+def test_publish_nan_weights_are_named_in_error(make_publisher):
+    engine, model, publisher = make_publisher()
     publisher.publish(0)
-    engine.deaf = True
+    engine.ignores_weights = True
     with torch.no_grad():
         model.layers[1].mlp.w1.weight[3, 2] = torch.nan
     match = "version 1: log-probs of 384 .* not finite: .* NaN or infinite; 1 values of model.layers.1.mlp.gate_proj.weight$"
@@ -183,17 +183,17 @@ def test_nan_in_the_weights_is_named(played):
 @pytest.mark.parametrize(
     "fault, message",
     [
-        (dict(label=2), r"after publishing version 4: weights: the engine labels .* with version \[2\]"),
+        (dict(label=2), r"after publishing version 4: weights: the engine reports version \[2\] for its tokens"),
         (dict(lost=("model.norm.weight",)), r"1 of the \d+ tensors in the engine \(worker 0\) .*: 1 missing"),
         # The scale limit is far above this update, so only its effect on the tokens shows the fault.
         (
-            dict(deaf=True),
+            dict(ignores_weights=True),
             r"4: .*weights: the engine has the new weights but samples with the old ones.* fraction -?0\.0",
         ),
     ],
 )
-def test_publish_failed_weight_sync_raises_mismatch(played, fault, message):
-    engine, model, publisher = played(limit=5.0)
+def test_publish_failed_weight_sync_raises_mismatch(make_publisher, fault, message):
+    engine, model, publisher = make_publisher(limit=5.0)
     publisher.publish(3)
     update(model, 1e-2)
     for name, value in fault.items():
@@ -202,17 +202,17 @@ def test_publish_failed_weight_sync_raises_mismatch(played, fault, message):
         publisher.publish(4)
 
 
-def test_publish_too_small_update_is_not_judged(played):
-    engine, model, publisher = played()
+def test_publish_too_small_update_is_not_judged(make_publisher):
+    engine, model, publisher = make_publisher()
     publisher.publish(3)
-    engine.deaf = True
+    engine.ignores_weights = True
     update(model, 1e-9)
     assert "canary/update_applied" not in publisher.publish(4)
 
 
-def test_each_of_several_engines_is_judged_by_itself(played, monkeypatch):
-    engine, _model, publisher = played(limit=0.1)
-    other, answer = PlayedEngine(), engine.canary
+def test_publish_checks_each_engine_separately(make_publisher, monkeypatch):
+    engine, _model, publisher = make_publisher(limit=0.1)
+    other, answer = FakeEngine(), engine.canary
     other.name = "the other"
 
     def both(*arguments):
@@ -227,9 +227,9 @@ def test_each_of_several_engines_is_judged_by_itself(played, monkeypatch):
         publisher.publish(2)
 
 
-def test_publish_logs_lowest_update_applied_of_engines(played, monkeypatch):
-    engine, model, publisher = played(limit=5.0)
-    other, answer = PlayedEngine(), engine.canary
+def test_publish_logs_lowest_update_applied_of_engines(make_publisher, monkeypatch):
+    engine, model, publisher = make_publisher(limit=5.0)
+    other, answer = FakeEngine(), engine.canary
 
     def both(*arguments):
         before, now = other.model.state_dict(), engine.model.state_dict()
@@ -246,12 +246,12 @@ def test_publish_logs_lowest_update_applied_of_engines(played, monkeypatch):
 def rounded_share(before, after):
     """The fraction of values, over all changed tensors, whose change bfloat16 represents."""
     pairs = [(a.bfloat16() != b.bfloat16()).flatten() for a, b in zip(before, after, strict=True)]
-    shown = torch.cat([changed for changed in pairs if changed.any()])
-    return shown.double().mean().item()
+    changed_values = torch.cat([changed for changed in pairs if changed.any()])
+    return changed_values.double().mean().item()
 
 
-def test_publish_logs_update_share_kept_by_engine_dtype(played, caplog):
-    _engine, model, publisher = played(limit=5.0, dtype="bfloat16")
+def test_publish_logs_update_share_kept_by_engine_dtype(make_publisher, caplog):
+    _engine, model, publisher = make_publisher(limit=5.0, dtype="bfloat16")
     before = [p.detach().clone() for p in model.parameters()]
     publisher.publish(1)
     update(model, 2e-5, names=("layers",))
@@ -268,9 +268,9 @@ def test_publish_logs_update_share_kept_by_engine_dtype(played, caplog):
     )
 
 
-def test_changed_share_counts_all_values_of_a_tensor(played):
+def test_changed_share_counts_all_values_of_a_tensor(make_publisher):
     """A large tensor is subsampled evenly."""
-    _, _, publisher = played(dtype="bfloat16")
+    _, _, publisher = make_publisher(dtype="bfloat16")
     large, small = torch.zeros(SAMPLED_VALUES), torch.zeros(10)
     before = {"large": (50 * SAMPLED_VALUES, large), "small": (10, small)}
     now = {
@@ -281,8 +281,8 @@ def test_changed_share_counts_all_values_of_a_tensor(played):
     assert share == pytest.approx((50 * SAMPLED_VALUES / 4 + 10) / (50 * SAMPLED_VALUES + 10))
 
 
-def test_publish_representable_update_does_not_warn(played, caplog):
-    _engine, model, publisher = played(limit=5.0, dtype="bfloat16")
+def test_publish_representable_update_does_not_warn(make_publisher, caplog):
+    _engine, model, publisher = make_publisher(limit=5.0, dtype="bfloat16")
     publisher.publish(1)
     update(model, 1e-2)
     with caplog.at_level(logging.WARNING):

@@ -108,7 +108,7 @@ def test_replay_uses_older_checkpoint_if_newest_is_damaged(run):
     (run / "checkpoints" / "step_000009").mkdir()
     (run / "checkpoints" / "step_000009" / "manifest.json").write_text("{")
     replay(run)
-    with pytest.raises(ValueError, match="began with other weights"):
+    with pytest.raises(ValueError, match="started from other weights"):
         replay(run, identity=Identity("", IDENTITY.model, "ffff"))
 
 
@@ -128,15 +128,15 @@ def test_settings_of_learning_that_differ_are_named(run):
         ({"samples_per_prompt": 4}, "has samples_per_prompt=2, and this run samples_per_prompt=4"),
         (
             {"task": {"_component_": "Sums", "level": 2}, "words": "is it"},
-            r"answers other problems, 'sum-\d' for instance: other settings in that run: task\.level=1",
+            r"has rollouts of other problems, for instance 'sum-\d': other settings in that run: task\.level=1",
         ),
         ({"staleness": -1}, "has samples up to staleness=0 versions old, and this run staleness=-1: set staleness=0"),
-        ({"max_steps": 5}, "lacks the rollouts of step 4, and max_steps=5: set max_steps=3"),
+        ({"max_steps": 5}, "has no rollouts of step 4, and max_steps=5: set max_steps=3"),
         (
             {"identity": Identity("", "llama of 2 layers", "0123abcd")},
-            "began with another model .*: set model_dir=model",
+            "started from another model .*: set model_dir=model",
         ),
-        ({"identity": Identity("", IDENTITY.model, "ffff")}, "began with other weights .0123abcd; this run has ffff"),
+        ({"identity": Identity("", IDENTITY.model, "ffff")}, "started from other weights .0123abcd; this run has ffff"),
         ({"words": "how much is"}, "the task's data or code has changed since"),
     ],
 )

@@ -54,7 +54,7 @@ def test_resume_reports_checkpoint_and_changed_config(monkeypatch):
     ]
     run.config.update(max_steps=99, schedule={"decay": "linear"})
     assert resume_text(path, 40, run, earlier).splitlines()[-1] == (
-        "rate:      schedule.decay=linear now ends with the new max_steps, so the learning rate jumps here"
+        "rate:      schedule.decay=linear now ends with the new max_steps, so the learning rate changes abruptly here"
     )
     assert resume_text(path, 40, run, {}).endswith("changed:   unknown: run.json does not hold the earlier settings")
 
@@ -102,7 +102,7 @@ def test_find_resume_checkpoint_returns_newest_unless_run_finished(tmp_path, cap
 def test_where_a_run_stands(tmp_path):
     kept = Kept(tmp_path / "checkpoints")
     assert status_message(0, 60, None) == (
-        "It had not begun its first step, and it has no checkpoint yet, so the next start begins at step 1"
+        "It had not started its first step, and it has no checkpoint yet, so the next start begins at step 1"
     )
     assert status_message(47, 60, kept) == (
         f"It was at step 47 of 60. The newest checkpoint is {kept.of(40)}; resume from there with "
@@ -117,16 +117,16 @@ def test_status_message_of_finished_run_lists_outputs(tmp_path):
     kept = Kept(tmp_path / "a b" / "checkpoints")
     assert status_message(40, 40, kept).splitlines() == [
         "done:      40 of 40 steps",
-        f"model:     {kept.of(40)}, a model in Hugging Face's format",
+        f"model:     {kept.of(40)}, a model in Hugging Face format",
         f"best:      {kept.of(20)}, the best on held-out problems: 0.742",
         f"report:    torchtune-ext report '{tmp_path}/a b'",
         "longer:    the same command with max_steps above 40 and resume_from_checkpoint=True",
     ]
     kept.prompt_source = "the chat template mine.jinja"
     assert status_message(40, 40, kept).splitlines()[2] == (
-        "prompts:   made with the chat template mine.jinja, not with the files of model_dir; saved with the model"
+        "prompts:   built with the chat template mine.jinja, not with the tokenizer files in model_dir; saved with the model"
     )
     (kept.of(40) / "config.json").unlink()
-    assert "step_000040, an adapter in PEFT's format (adapters.save_merged=True" in status_message(40, 40, kept)
+    assert "step_000040, an adapter in PEFT format (adapters.save_merged=True" in status_message(40, 40, kept)
     (kept.of(40) / "merged").mkdir()
-    assert "step_000040, an adapter in PEFT's format; its folder merged/ holds" in status_message(40, 40, kept)
+    assert "step_000040, an adapter in PEFT format; its folder merged/ holds" in status_message(40, 40, kept)

@@ -115,7 +115,7 @@ class _Fp8Linear(torch.autograd.Function):
         return (dx.view(ctx.shape) if need_dx and dx is not None else None, dw if need_dw else None, *(None,) * 7)
 
 
-# The last quantized activation: a weak reference; whether with columns, and its version; its forms.
+# The last quantized activation: (weak reference, (columns, tensor version), quantized tensors).
 _last_quantized: tuple = (lambda: None, None, None)
 
 
@@ -123,23 +123,23 @@ def _quantize_once(x: Tensor, columns: bool) -> tuple[Tensor, ...]:
     """Returns an activation's rows, row scales, columns, column scales; caches one tensor."""
     global _last_quantized
     # A compiled graph already deduplicates equal calls. An inference tensor has no version, so the
-    # validity of its forms cannot be checked.
+    # validity of its quantized tensors cannot be checked.
     if torch.compiler.is_compiling() or x.is_inference():
         return _quantize(x.detach().reshape(-1, x.shape[-1]), True, columns)
     # q, k and v read the same tensor one after the other, as gate and up do. The tensor is
     # quantized and saved only once.
-    how = columns, x._version
-    last, last_how, forms = _last_quantized
-    if last() is not x or last_how != how:
-        forms = _quantize(x.detach().reshape(-1, x.shape[-1]), True, columns)
-        _last_quantized = weakref.ref(x, _clear_last), how, forms
-    return forms
+    key = columns, x._version
+    last_input, last_key, quantized = _last_quantized
+    if last_input() is not x or last_key != key:
+        quantized = _quantize(x.detach().reshape(-1, x.shape[-1]), True, columns)
+        _last_quantized = weakref.ref(x, _clear_last), key, quantized
+    return quantized
 
 
-def _clear_last(dead: weakref.ref) -> None:
-    # Without this, the forms would stay in memory until the next activation is quantized.
+def _clear_last(reference: weakref.ref) -> None:
+    # Without this, the quantized tensors would stay in memory until the next activation is quantized.
     global _last_quantized
-    if _last_quantized[0] is dead:
+    if _last_quantized[0] is reference:
         _last_quantized = (lambda: None, None, None)
 
 

@@ -126,8 +126,8 @@ class Fp8Plan:
         ]
         kinds = Counter((layer.name.rpartition(".")[2], layer.shape, layer.reason) for layer in self.layers)
         for (kind, (out, features), reason), count in kinds.items():
-            fate = "FP8" if reason is None else f"{str(self.dtype)[6:]}: {reason}"
-            lines.append(f"  {count:>4} x {kind:<10} {out:>6} x {features:<6} {fate}")
+            dtype_text = "FP8" if reason is None else f"{str(self.dtype)[6:]}: {reason}"
+            lines.append(f"  {count:>4} x {kind:<10} {out:>6} x {features:<6} {dtype_text}")
         shapes: dict[tuple[BackendChoice, str], list[str]] = {}
         for gemm, (out, features), choice in self.choices:
             shapes.setdefault((choice, gemm), []).append(f"{out}x{features}")
@@ -142,14 +142,14 @@ class Fp8Plan:
 
 
 def skip_reasons(
-    shapes: Mapping[str, tuple[int, int]], skip: Collection[str] = (), unfit: Mapping[str, str] | None = None
+    shapes: Mapping[str, tuple[int, int]], skip: Collection[str] = (), other_reasons: Mapping[str, str] | None = None
 ) -> dict[str, str | None]:
     """Decides for each linear layer whether it computes in FP8.
 
     Args:
         shapes: Hugging Face name -> (out, in) of all linear layers.
         skip: layers to exclude, by full names or last name components.
-        unfit: further reasons, by name.
+        other_reasons: further reasons, by name.
 
     Returns:
         Name -> why the layer stays in the compute dtype, or None if it computes in FP8.
@@ -166,7 +166,7 @@ def skip_reasons(
                 f"give a kind, {', '.join(kinds)}, or a full name, like {next(iter(shapes))!r}"
             )
 
-    def own(name: str) -> str | None:
+    def layer_reason(name: str) -> str | None:
         out, features = shapes[name]
         if _kind(name) == LM_HEAD:
             return "output head, whose errors directly change the log-probs"
@@ -176,14 +176,14 @@ def skip_reasons(
             return f"{features} in-features: vLLM quantizes activations in groups of {BLOCK_SIZE}"
         if out % BLOCK_SIZE and any(_kind(name) in parts for parts in FUSED_GROUPS):
             return f"{out} out-features: vLLM fuses it with other layers in tiles of {BLOCK_SIZE}"
-        return (unfit or {}).get(name)
+        return (other_reasons or {}).get(name)
 
-    reasons = {name: own(name) for name in shapes}
+    reasons = {name: layer_reason(name) for name in shapes}
     # If a layer of a fused group is not in FP8, the other layers of the group cannot be in FP8.
     for name in shapes:
         stem = name.removesuffix(_kind(name))
         for part in next((parts for parts in FUSED_GROUPS if _kind(name) in parts), ()):
-            if reasons[name] is None and f"{stem}{part}" in shapes and own(f"{stem}{part}") is not None:
+            if reasons[name] is None and f"{stem}{part}" in shapes and layer_reason(f"{stem}{part}") is not None:
                 reasons[name] = f"vLLM fuses it with {part}, which is not in FP8"
     return reasons
 
@@ -206,7 +206,7 @@ def linear_layers(
         UsageError: an entry of `config.skip` matches no layer.
     """
     adapters = adapter_names(model)
-    modules, unfit = {}, {}
+    modules, other_reasons = {}, {}
     for ours, module in model.named_modules():
         ours = clean_name(ours)
         if isinstance(module, (nn.Linear, LoRALinear, DoRALinear)) and f"{ours}.weight" not in adapters:
@@ -218,14 +218,14 @@ def linear_layers(
                 else None
             )
             if reason:
-                unfit[name] = reason
+                other_reasons[name] = reason
     # A tied head is not a separate module; it has the shape of the embedding.
     head = modules.pop(LM_HEAD, None)
     shapes = {name: tuple(module.weight.shape) for name, module in modules.items()}
     if head is not None:
         modules[LM_HEAD] = head
     shapes[LM_HEAD] = tuple((model.tok_embeddings if head is None else head).weight.shape)
-    reasons = skip_reasons(shapes, config.skip, unfit)
+    reasons = skip_reasons(shapes, config.skip, other_reasons)
     return tuple(Fp8Layer(name, shapes[name], reasons[name]) for name in shapes), modules
 
 
@@ -346,7 +346,7 @@ def _unsupported_reason(module: nn.Module) -> str | None:
     if isinstance(module.weight, NF4Tensor):
         return "its weight is NF4 (supported with model.quantize_base=False or precision=fp8_rollout)"
     if isinstance(module, DoRALinear):
-        return "DoRA: engines need it merged, so its sum is rounded (supported with precision=fp8_rollout)"
+        return "DoRA: engines get the merged weight, which FP8 would round again (supported with precision=fp8_rollout)"
     if type(module) not in (nn.Linear, LoRALinear):
         return f"it is a {type(module).__name__}"
     return None
@@ -356,11 +356,11 @@ def _permutation_reason(hf_model: HFModel, ours: str, module: nn.Module) -> str 
     """Why a layer whose rows are permuted in Hugging Face's layout cannot be in FP8, or None."""
     # A permutation within a tile keeps the tile's scale and values, so it is allowed. Row numbers
     # represent the weight.
-    places = torch.arange(module.get_parameter("weight").shape[0], device="cpu")[:, None]
-    _, order = hf_model.to_hf(f"{ours}.weight", places)
+    row_numbers = torch.arange(module.get_parameter("weight").shape[0], device="cpu")[:, None]
+    _, order = hf_model.to_hf(f"{ours}.weight", row_numbers)
     if torch.equal(order[:, 0] // BLOCK_SIZE, torch.arange(order.shape[0]) // BLOCK_SIZE):
         return None
-    return f"Hugging Face has its rows in another order, across tiles of {BLOCK_SIZE}: heads must divide {BLOCK_SIZE}"
+    return f"Hugging Face permutes its rows across tiles of {BLOCK_SIZE}: the head width must divide {BLOCK_SIZE}"
 
 
 def _choose_gemm_backend(gemm: str, layer: Fp8Layer, fp8_plan: Fp8Plan, device: torch.device) -> BackendChoice:
@@ -384,12 +384,12 @@ def _choose_gemm_backend(gemm: str, layer: Fp8Layer, fp8_plan: Fp8Plan, device: 
         choice = fp8_gemm.choose_backend(gemm, *operands, dtype)
         if device.type == "cuda" and choice.backend == "reference":
             raise UsageError(
-                f"precision.backend=auto: {device} has no fast backend for {gemm} of {layer.name}, {choice.reason}; fix one "
-                "of these reasons, set precision=bf16, or emulate FP8 with precision.backend=reference"
+                f"precision.backend=auto: {device} has no fast backend for {gemm} of {layer.name}, {choice.reason}; make "
+                "one of these backends available, set precision=bf16, or emulate FP8 with precision.backend=reference"
             )
         return choice
-    if objection := fp8_gemm.unsupported_reason(backend, gemm, *operands, dtype):
+    if reason := fp8_gemm.unsupported_reason(backend, gemm, *operands, dtype):
         raise UsageError(
-            f"precision.backend={backend} cannot run {gemm} of {layer.name}: {objection}; or set precision.backend=auto"
+            f"precision.backend={backend} cannot run {gemm} of {layer.name}: {reason}; or set precision.backend=auto"
         )
     return BackendChoice(backend, "set by precision.backend")
