@@ -325,7 +325,7 @@ def read_hf_config(model_dir: str | Path) -> dict[str, Any]:
     why = next((f": {reason}" for part, reason in _UNSUPPORTED_REASONS.items() if part in str(kind)), "")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UsageError(
-            f"{file} says model_type={kind!r}, which is not supported{why}; use a model of one of these types: "
+            f"{file} has model_type={kind!r}, which is not supported{why}; use a model of one of these types: "
             f"{', '.join(sorted(FAMILIES))}"
         )
     # RoPE sections are checked first, because `complete_config` flattens them.
@@ -345,7 +345,7 @@ def _require_value_types(config: HFConfig, file: Path) -> None:
         value = config.get(key)
         if value is not None and not fits(value):
             raise UsageError(
-                f"{file} says {key}={value!r}; expected {expected}. Copy the file from the source of the weights"
+                f"{file} has {key}={value!r}; expected {expected}. Copy the file from the source of the weights"
             )
 
 
@@ -466,9 +466,9 @@ def from_config(
         # `layer_types` has a type for each layer; only the set of types matters.
         if (sorted(set(value)) if key == "layer_types" and value else value) not in values and key in config:
             possible = " or ".join(str(value) for value in values if value is not None) or "null"
-            says = f"says {key}={value!r}" if key in given else f"lacks {key}, which defaults to {value!r}"
+            found = f"has {key}={value!r}" if key in given else f"lacks {key}, which defaults to {value!r}"
             raise UsageError(
-                f"{file} {says}, but the builder of {config['model_type']} supports only {possible}; use another model, or "
+                f"{file} {found}, but the builder of {config['model_type']} supports only {possible}; use another model, or "
                 "set model._component_ to your own builder"
             )
     try:
@@ -524,13 +524,13 @@ def _require_heads(config: HFConfig, has_head_dim: bool, file: Path) -> None:
     ):
         if whole % parts:
             raise UsageError(
-                f"{file} says {what}={whole}, which is not a multiple of {name}={parts}, as torchtune's attention needs; "
+                f"{file} has {what}={whole}, which is not a multiple of {name}={parts}, as torchtune's attention needs; "
                 "use another model, or set model._component_ to your own builder"
             )
     # Only the builders of decoder.py take head_dim. torchtune's builders compute it.
     if not has_head_dim and config["head_dim"] != size // heads:
         raise UsageError(
-            f"{file} says head_dim={config['head_dim']}, but the builder of {config['model_type']} supports only "
+            f"{file} has head_dim={config['head_dim']}, but the builder of {config['model_type']} supports only "
             f"hidden_size / num_attention_heads = {size // heads}; use another model, or set model._component_ to your own "
             "builder"
         )

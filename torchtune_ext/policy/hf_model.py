@@ -251,7 +251,7 @@ def _read_header(file: Path) -> tuple[int, dict[str, Any]]:
             ) from None
     if 8 + length + end != file.stat().st_size:
         raise UsageError(
-            f"{file} has {file.stat().st_size:,} bytes, its header says {8 + length + end:,}. Copy the file from the "
+            f"{file} has {file.stat().st_size:,} bytes; expected {8 + length + end:,} from its header. Copy the file from the "
             "source of the weights"
         )
     return 8 + length, header

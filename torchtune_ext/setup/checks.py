@@ -416,7 +416,7 @@ def check_tokenizer(
     if unknown_ids := [token for token in stop_ids if not 0 <= token < vocab_rows]:
         subject = f"sampling.stop_token_ids names {unknown_ids[0]}"
         if unknown_ids[0] in getattr(tokenizer, "stop_token_ids", ()):
-            subject = f"generation_config.json or config.json in {where} says eos_token_id={unknown_ids[0]}"
+            subject = f"generation_config.json or config.json in {where} has eos_token_id={unknown_ids[0]}"
         raise UsageError(
             f"{subject}, but the model in model_dir={hf_model.path} has ids from 0 to {vocab_rows - 1}: no completion "
             "would end with it. Fix: use an id from tokenizer.json, or leave it out"

@@ -118,10 +118,10 @@ def run_on_all_ranks(action: Callable[[], T]) -> T:
         all_gather((kind, describe(cause)))
         raise
     failed: list[tuple[type[Exception], str] | None] = all_gather(None)
-    for other, each in enumerate(failed):
-        if each is not None:
-            kind, text = each
-            raise kind(f"rank {other}: {text}")
+    for failed_rank, failure in enumerate(failed):
+        if failure is not None:
+            kind, text = failure
+            raise kind(f"rank {failed_rank}: {text}")
     return result
 
 
@@ -131,17 +131,17 @@ def call_on_main(make: Callable[[], T]) -> T:
     Raises:
         OSError, ValueError: raised by `make`, on every rank.
     """
-    box: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]
     if rank() == 0:
         try:
-            box[0] = make()
+            outcome[0] = make()
         except (OSError, ValueError) as error:
-            box[1] = error
+            outcome[1] = error
     if is_distributed():
         # Rank 0 may take longer than the deadline of a collective, so the other ranks wait first.
         wait_for_main()
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    value, error = box
+        dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+    value, error = outcome
     if error is not None:
         raise error
     return value

@@ -109,10 +109,10 @@ def require_replaceable(folder: Path, reads: Iterable[Path], setting: str) -> No
     if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
         return
     inputs_inside = [str(path) for path in reads if path.resolve().is_relative_to(folder.resolve())]
-    known = (*_CONFIG_PATTERNS, *_TOKENIZER_PATTERNS, *_WEIGHT_PATTERNS)
+    known_patterns = (*_CONFIG_PATTERNS, *_TOKENIZER_PATTERNS, *_WEIGHT_PATTERNS)
     settings = [each for each in read_all_settings(folder.parent) if setting in each]
     # Earlier versions copied further files of model_dir.
-    starts = [Path(each["model_dir"]) for each in settings if each.get("model_dir")]
+    earlier_model_dirs = [Path(each["model_dir"]) for each in settings if each.get("model_dir")]
     if inputs_inside:
         why = f"this run reads {inputs_inside[0]}"
     elif folder.is_symlink() or not folder.is_dir():
@@ -122,7 +122,8 @@ def require_replaceable(folder: Path, reads: Iterable[Path], setting: str) -> No
     elif others := sorted(
         file.name
         for file in folder.iterdir()
-        if not any(fnmatch(file.name, name) for name in known) and not any(_equal(file, start) for start in starts)
+        if not any(fnmatch(file.name, name) for name in known_patterns)
+        and not any(_equal(file, start) for start in earlier_model_dirs)
     ):
         why = f"it holds files that were not written by a run: {', '.join(others[:3])}"
     else:

@@ -145,7 +145,7 @@ class TokenDiffs:
     def __getitem__(self, chosen: np.ndarray | slice) -> "TokenDiffs":
         return TokenDiffs(*(getattr(self, field.name)[..., chosen] for field in fields(self)))
 
-    def numbered(self) -> "TokenDiffs":
+    def renumber_contexts(self) -> "TokenDiffs":
         """The same tokens with context ids from 0."""
         return replace(self, contexts_N=np.unique(self.contexts_N, return_inverse=True)[1])
 
@@ -373,12 +373,12 @@ class MismatchGate:
         # Log-probs of tokens from an earlier version differ because the policy has changed since.
         # This is not a fault. Asynchronous engines often return only such tokens.
         current = tokens[tokens.buckets_2N[1] == STALENESS_0_BUCKET]
-        token_sets = {"": current.numbered()}
+        token_sets = {"": current.renumber_contexts()}
         if version is not None and len(current):
             recent = TokenDiffs.concat([self._recent, current]) if self._recent is not None else current
             self._recent = recent[-max(MAX_RECENT_TOKENS, len(current)) :]
             if len(self._recent) > len(current):
-                token_sets[" of the latest steps"] = self._recent.numbered()
+                token_sets[" of the latest steps"] = self._recent.renumber_contexts()
         # Fewer than MIN_TOKENS tokens are not tested, because one outlier can dominate their mean.
         # Exceptions: canaries, which are always short, and a limit that the user has set.
         exact = version is None or (len(current) == len(tokens) and not self._auto)
@@ -405,7 +405,7 @@ class MismatchGate:
 
     def check_sharpness(self, rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], when: str) -> None:
         """Tests only the sharpness, by log-probs under the published weights. A collective."""
-        self._test_sharpness(TokenDiffs.from_rows(rows, logprobs, None).numbered(), when)
+        self._test_sharpness(TokenDiffs.from_rows(rows, logprobs, None).renumber_contexts(), when)
 
     def _test_scale(
         self, token_sets: dict[str, TokenDiffs], rows: Sequence[Row], when: str, effects: Sequence[UpdateEffect]

@@ -129,10 +129,12 @@ def test_replica_replaced_backend_does_not_serve(work):
             await harness.replica.sleep()
         async with harness.replica._control:
             harness.write(2)
-            late = asyncio.ensure_future(harness.replica.load() if work == "load" else harness.replica.wait_awake())
+            load_task = asyncio.ensure_future(
+                harness.replica.load() if work == "load" else harness.replica.wait_awake()
+            )
             await asyncio.sleep(0.01)
             harness.replica.restart(backend, "a request found it lost")
-        await late
+        await load_task
         assert len(backend.loads) == 1 and harness.backends[1].loads == [([2], [2], 2)]
 
     run_scenario(scenario)

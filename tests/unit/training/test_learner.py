@@ -46,27 +46,27 @@ def rows():
     return pack(unpacked.make_groups(np.random.default_rng(0), GROUPS), 40)[0]
 
 
-def learner(loss, **options):
+def make_learner(loss, **options):
     policy = PackedPolicy(unpacked.tiny_model())
     optimizer = torch.optim.SGD(policy.trainable(), lr=0.1)
     return single_process_learner(policy, loss, optimizer=optimizer, **options)
 
 
 def test_learner_custom_loss_reference_stays_fixed():
-    its = learner(ReferenceLoss())
+    learner = make_learner(ReferenceLoss())
     packed = rows()
-    start = [scores.logprobs_L for scores in its.logprobs(packed)]
+    start = [scores.logprobs_L for scores in learner.logprobs(packed)]
     with torch.no_grad():
-        for param in its.policy.trainable():
+        for param in learner.policy.trainable():
             param.add_(0.05 * torch.randn_like(param))
-    moved = [param.detach().clone() for param in its.policy.trainable()]
-    (reference,) = its.reference_logprobs([packed])
+    moved = [param.detach().clone() for param in learner.policy.trainable()]
+    (reference,) = learner.reference_logprobs([packed])
     assert all(torch.equal(a.logprobs_L, b) for a, b in zip(reference, start, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(its.policy.trainable(), moved, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(learner.policy.trainable(), moved, strict=True))
     losses = []
     for _ in range(5):
-        _, metrics = its.forward_backward(packed, reference=its.reference_logprobs([packed])[0])
-        losses.append(its.step(metrics, advice=str)["loss/total"])
+        _, metrics = learner.forward_backward(packed, reference=learner.reference_logprobs([packed])[0])
+        losses.append(learner.step(metrics, advice=str)["loss/total"])
     assert losses[-1] < 0.5 * losses[0]
 
 
@@ -84,16 +84,16 @@ def test_loss_receives_teacher_logprobs_per_label():
             return super().__call__(t)
 
     packed = pack(groups, 20)[0]
-    learner(RecordingLoss()).forward_backward(packed)
+    make_learner(RecordingLoss()).forward_backward(packed)
     assert len(packed) > 1 and all(map(torch.equal, received, [-row.labels_L / 8 for row in packed]))
     first = replace(groups[0], samples=(replace(groups[0].samples[0], teacher_logprobs=None), *groups[0].samples[1:]))
     assert any(row.teacher_logprobs_L is None for row in pack([first, groups[1]], 40)[0])
 
 
 def test_learner_skips_inputs_not_requested_by_loss():
-    its = learner(MinimalLoss())
-    assert its.reference_logprobs([rows(), rows()]) == [None, None]
-    its.forward_backward(rows())
+    learner = make_learner(MinimalLoss())
+    assert learner.reference_logprobs([rows(), rows()]) == [None, None]
+    learner.forward_backward(rows())
 
 
 @pytest.mark.parametrize(
@@ -117,30 +117,30 @@ def test_loss_requirements_follow_attributes(loss, proximal, reference, all_grou
 
 
 def test_proximal_logprobs_first_update_skips_forward():
-    its = learner(PolicyLoss(constraint="kl", top_k=4))
-    first, second = its.proximal_logprobs([rows(), rows()])
+    learner = make_learner(PolicyLoss(constraint="kl", top_k=4))
+    first, second = learner.proximal_logprobs([rows(), rows()])
     assert first is None and [scores.top_LK.shape[-1] for scores in second] == [4] * len(second)
-    its.policy.has_dropout = True  # with dropout every forward pass is a different policy
-    assert None not in its.proximal_logprobs([rows(), rows()])
+    learner.policy.has_dropout = True  # with dropout every forward pass is a different policy
+    assert None not in learner.proximal_logprobs([rows(), rows()])
 
 
 @pytest.mark.parametrize("options", [{"old": "sampler"}, {"old": "interpolated", "importance": "full"}])
 def test_learner_computes_proximal_logprobs_only_if_loss_needs(options):
-    its = learner(PolicyLoss(**options))
-    assert its.proximal_logprobs([rows(), rows()]) == [None, None]
-    its.step(its.forward_backward(rows(), version=0)[1], advice=str)
+    learner = make_learner(PolicyLoss(**options))
+    assert learner.proximal_logprobs([rows(), rows()]) == [None, None]
+    learner.step(learner.forward_backward(rows(), version=0)[1], advice=str)
     # The second update gets no proximal log-probs, and log-probs of the current policy would be wrong.
-    moved = its.forward_backward(rows(), version=0)[1]["loss/ratio_max"]
+    moved = learner.forward_backward(rows(), version=0)[1]["loss/ratio_max"]
     assert moved != pytest.approx(1.0, abs=1e-6)
-    its.policy.has_dropout = True  # then the gate before the first update must compute them
-    first, later = its.proximal_logprobs([rows(), rows()])
+    learner.policy.has_dropout = True  # then the gate before the first update must compute them
+    first, later = learner.proximal_logprobs([rows(), rows()])
     assert first is not None and later is None
 
 
 @pytest.mark.parametrize("loss", [PolicyLoss(), PolicyLoss(importance="tis"), NLLLoss()])
 def test_learner_update_synchronizes_device_twice(loss, monkeypatch):
     """Once for the numbers of all rows and once for the gradient norm, for any number of rows and metrics."""
-    its, packed, reads = learner(loss, max_grad_norm=1.0), rows() * 3, []
+    learner, packed, reads = make_learner(loss, max_grad_norm=1.0), rows() * 3, []
     # A GPU uses a block mask; only a CPU plans the row from numbers that it reads.
     plans = {id(row.ends_T): packed_mask(row) for row in packed}
     monkeypatch.setattr(logprobs, "packed_mask", lambda row: plans[id(row.ends_T)])
@@ -149,25 +149,25 @@ def test_learner_update_synchronizes_device_twice(loss, monkeypatch):
         monkeypatch.setattr(
             torch.Tensor, name, lambda *args, name=name, theirs=theirs: reads.append(name) or theirs(*args)
         )
-    its.step(its.forward_backward(packed)[1], advice=str)
+    learner.step(learner.forward_backward(packed)[1], advice=str)
     assert len(packed) > 2 and reads == ["tolist", "item"]
 
 
 def test_learner_non_finite_gradient_skips_update():
-    its = learner(MinimalLoss())
-    before = [param.detach().clone() for param in its.policy.trainable()]
-    _, metrics = its.forward_backward(rows())
-    its.policy.trainable()[0].grad[0] = torch.nan
+    learner = make_learner(MinimalLoss())
+    before = [param.detach().clone() for param in learner.policy.trainable()]
+    _, metrics = learner.forward_backward(rows())
+    learner.policy.trainable()[0].grad[0] = torch.nan
     with pytest.raises(RuntimeError, match="gradient norm nan: look there"):
-        its.step(metrics, advice=lambda: "look there")
-    assert all(torch.equal(a, b) for a, b in zip(its.policy.trainable(), before, strict=True))
-    assert its.schedule_step == 0 and all(param.grad is None for param in its.policy.trainable())
+        learner.step(metrics, advice=lambda: "look there")
+    assert all(torch.equal(a, b) for a, b in zip(learner.policy.trainable(), before, strict=True))
+    assert learner.schedule_step == 0 and all(param.grad is None for param in learner.policy.trainable())
 
 
 def test_learner_learning_rate_follows_planned_update_count():
     policy = PackedPolicy(unpacked.tiny_model())
     optimizer = torch.optim.SGD(policy.trainable(), lr=2.0)
-    its = single_process_learner(
+    learner = single_process_learner(
         policy,
         MinimalLoss(),
         optimizer=optimizer,
@@ -175,12 +175,12 @@ def test_learner_learning_rate_follows_planned_update_count():
         max_grad_norm=None,
     )
     for updates, rate in ((0, 2.0), (6, 0.5), (7, 0.25)):
-        its.schedule_step = updates
-        _, metrics = its.forward_backward(rows())
+        learner.schedule_step = updates
+        _, metrics = learner.forward_backward(rows())
         wanted = [p.detach() - rate * p.grad for p in policy.trainable()]
-        assert its.step(metrics, advice=str)["optim/lr"] == rate
+        assert learner.step(metrics, advice=str)["optim/lr"] == rate
         assert all(torch.equal(p, want) for p, want in zip(policy.trainable(), wanted, strict=True))
-        assert its.schedule_step == updates + 1
+        assert learner.schedule_step == updates + 1
 
 
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
@@ -197,11 +197,13 @@ def run_steps(updates_per_step, decay, warmup, state, steps):
     recipe, rates = object.__new__(GRPORecipe), []
     recipe.cfg = SimpleNamespace(updates_per_step=updates_per_step)
     schedule = make_schedule(ScheduleConfig(decay, warmup), 6 * updates_per_step)
-    its = recipe.learner = learner(MinimalLoss(), schedule=lambda update: rates.append(schedule(update)) or rates[-1])
+    learner = recipe.learner = make_learner(
+        MinimalLoss(), schedule=lambda update: rates.append(schedule(update)) or rates[-1]
+    )
     recipe.checkpoints = SimpleNamespace(load=lambda *_: state, failed_update_advice=str)
     recipe.problems, recipe.source = Mock(), Mock()
-    recipe.policy, recipe.engine, recipe.progress, recipe.mismatch_gate = its.policy, None, MagicMock(), Mock()
-    recipe.optimizer = its.optimizer
+    recipe.policy, recipe.engine, recipe.progress, recipe.mismatch_gate = learner.policy, None, MagicMock(), Mock()
+    recipe.optimizer = learner.optimizer
     recipe.mismatch_gate.check().metrics.return_value = {}
     recipe.load_checkpoint(Path())
     for _ in range(steps):
@@ -233,14 +235,14 @@ def test_gradient_repeated_is_bitwise_equal(loss):
     A replay is bitwise equal only if the order of additions is fixed.
     """
     packed = pack(unpacked.make_groups(np.random.default_rng(0), [(9, [12] * 256)]), 40_000)[0]
-    its, threads = learner(loss), torch.get_num_threads()
+    learner, threads = make_learner(loss), torch.get_num_threads()
     torch.set_num_threads(4)
     try:
         first = None
         for _ in range(12):
-            its.forward_backward(packed)
-            gradient = torch.cat([param.grad.flatten() for param in its.policy.trainable()])
-            its.optimizer.zero_grad()
+            learner.forward_backward(packed)
+            gradient = torch.cat([param.grad.flatten() for param in learner.policy.trainable()])
+            learner.optimizer.zero_grad()
             assert first is None or torch.equal(gradient, first)
             first = gradient
     finally:
@@ -265,11 +267,11 @@ def test_maximum_over_updates_and_ranks_keeps_nan(place, monkeypatch):
 
 
 def test_logprobs_restore_training_mode(monkeypatch):
-    its = learner(MinimalLoss())
+    learner = make_learner(MinimalLoss())
     for mode in (False, True):
-        its.policy.model.train(mode)
-        its.logprobs(rows())
-        assert its.policy.model.training is mode
+        learner.policy.model.train(mode)
+        learner.logprobs(rows())
+        assert learner.policy.model.training is mode
     with pytest.raises(ZeroDivisionError):
-        its.logprobs(1 / 0 for _ in range(1))
-    assert its.policy.model.training
+        learner.logprobs(1 / 0 for _ in range(1))
+    assert learner.policy.model.training
