@@ -216,7 +216,7 @@ class GRPORecipe:
 
         # Only rank 0 has an engine. The other ranks sleep until it is ready. Without this call they
         # would busy-wait in the collectives of the first weight sync.
-        engines = [each for each in (self.engine, self.teacher) if each]
+        engines = [engine for engine in (self.engine, self.teacher) if engine]
         startup_seconds = self.ranks.call_on_main(lambda: [engine.wait_ready() for engine in engines])
         if self.engine:
             print_engine_ready(max(startup_seconds))

@@ -171,7 +171,7 @@ VALUES = {
     "loss.importance=tiss": full("loss.importance=tiss", r"loss.importance='tiss' is unknown.*did you mean 'tis'\?"),
     "loss.clip_low=1.5": full("loss.clip_low=1.5", r"loss.clip_low=1.5 must lie in \(0, 1\]"),
     "kl3 with clip_low": full("preset=atr_grpo loss.clip_low=0.2", r"loss.clip_low=0.2 contradicts loss.constraint='kl3'"),
-    "gspo with tis": full("preset=gspo loss.importance=tis", r"loss.importance='tis' weighs tokens, but loss.level='sequence'"),
+    "gspo with tis": full("preset=gspo loss.importance=tis", r"loss.importance='tis' has one weight per token, but loss.level='sequence'"),
     "advantage.baseline=median": full("advantage.baseline=median", r"advantage\.baseline='median' is unknown: use"),
     "advantage.pass_k=9": full("advantage.pass_k=9", r"advantage.pass_k=9 .*samples_per_prompt=4 must be larger"),
     "sampling.top_p=0.5": full("sampling.top_p=0.5", r"sampling.top_p=0.5, top_k=0: .*; use top_p=1 and top_k=0"),

@@ -1,6 +1,6 @@
 """Implements the clipped objectives that constraints share, and the KL values that they bound.
 
-All tensors hold one value per label, [L]. Objectives are maximized. `cut_L` (bool) marks the labels
+All tensors hold one value per label, [L]. Objectives are maximized. `clipped_L` (bool) marks the labels
 without a gradient.
 """
 
@@ -13,35 +13,35 @@ from torch import Tensor
 def clip(
     ratio_L: Tensor, advantages_L: Tensor, lower: float, upper: float, dual: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns PPO's min(r A, clip(r, lower, upper) A), [L], and `cut_L`.
+    """Returns PPO's min(r A, clip(r, lower, upper) A), [L], and `clipped_L`.
 
     The clip is PPO's (arXiv 1707.06347), or DAPO's if asymmetric (arXiv 2503.14476). With `dual` =
     c > upper, the objective is max(min(r A, clip(r) A), c A) where A < 0 (dual clip, arXiv
     1912.09729).
     """
     objective_L = torch.minimum(ratio_L * advantages_L, ratio_L.clamp(lower, upper) * advantages_L)
-    cut_L = moved_outward(ratio_L < lower, ratio_L > upper, advantages_L)
+    clipped_L = moved_outward(ratio_L < lower, ratio_L > upper, advantages_L)
     # Where A < 0, the minimum is r A for every r > upper, which is unbounded. The dual clip bounds
     # it. The two-sided clip of INTELLECT-2 (arXiv 2505.07291), min(min(r, c) A, clip(r) A), is the
     # same function.
     if dual is not None:
         negative_L = advantages_L < 0
         objective_L = torch.where(negative_L, torch.maximum(objective_L, dual * advantages_L), objective_L)
-        cut_L = cut_L | (negative_L & (ratio_L > dual))
-    return objective_L, cut_L
+        clipped_L = clipped_L | (negative_L & (ratio_L > dual))
+    return objective_L, clipped_L
 
 
 def trust_region(ratio_L: Tensor, advantages_L: Tensor, inside_L: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns min(r A, clip_C(r) A), [L], and `cut_L`; clip_C(r) is r where `inside_L`, else 1."""
+    """Returns min(r A, clip_C(r) A), [L], and `clipped_L`; clip_C(r) is r where `inside_L`, else 1."""
     # Outside, clip_C is the constant 1. Where r moved in the direction of A, the minimum is A,
     # which has no gradient. Where r moved against A, the minimum is r A, whose gradient moves r
     # back.
-    cut_L = ~inside_L & moved_outward(ratio_L < 1.0, ratio_L > 1.0, advantages_L)
-    return torch.where(cut_L, advantages_L, ratio_L * advantages_L), cut_L
+    clipped_L = ~inside_L & moved_outward(ratio_L < 1.0, ratio_L > 1.0, advantages_L)
+    return torch.where(clipped_L, advantages_L, ratio_L * advantages_L), clipped_L
 
 
-def no_cut(ratio_L: Tensor) -> Tensor:
-    """Returns the `cut_L` of an objective with a gradient at every label."""
+def none_clipped(ratio_L: Tensor) -> Tensor:
+    """Returns the `clipped_L` of an objective with a gradient at every label."""
     return torch.zeros_like(ratio_L, dtype=torch.bool)
 
 

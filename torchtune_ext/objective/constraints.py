@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchtune_ext.objective.clipping import clip, kl3_bounds, no_cut, top_k_kl, trust_region
+from torchtune_ext.objective.clipping import clip, kl3_bounds, none_clipped, top_k_kl, trust_region
 from torchtune_ext.objective.tokens import Tokens
 from torchtune_ext.run.errors import UsageError
 
@@ -54,7 +54,7 @@ class Constraint:
             old_L: log pi_old in nats.
 
         Returns:
-            objective_L, which is maximized, and cut_L (bool), which marks the labels without a
+            objective_L, which is maximized, and clipped_L (bool), which marks the labels without a
             gradient.
         """
         raise NotImplementedError
@@ -213,7 +213,7 @@ class Cispo(Constraint):
     def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
         lower, upper = 1.0 - self.clip_low, 1.0 + self.clip_high
         weight_L = ratio_L.detach().clamp(lower, upper)
-        # Every label keeps a gradient. `cut_L` marks the labels with a clipped weight instead.
+        # Every label keeps a gradient. `clipped_L` marks the labels with a clipped weight instead.
         return weight_L * t.advantages_L * t.logprobs_L, (ratio_L < lower) | (ratio_L > upper)
 
 
@@ -239,7 +239,7 @@ class Sapo(Constraint):
         # The factor 4 / tau makes the slope 1 at r = 1. On both sides the slope falls smoothly to
         # 0, so no label is clipped.
         gate_L = 4.0 / tau_L * torch.sigmoid(tau_L * (ratio_L - 1.0))
-        return gate_L * t.advantages_L, no_cut(ratio_L)
+        return gate_L * t.advantages_L, none_clipped(ratio_L)
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class Spo(Constraint):
         # The maximum lies at r = 1 + sgn(A) epsilon, the bound of PPO's clip. Beyond it, the
         # gradient moves r back instead of vanishing, so no label is clipped.
         penalty_L = t.advantages_L.abs() / (2.0 * self.epsilon) * (ratio_L - 1.0).square()
-        return ratio_L * t.advantages_L - penalty_L, no_cut(ratio_L)
+        return ratio_L * t.advantages_L - penalty_L, none_clipped(ratio_L)
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class Unconstrained(Constraint):
         return "no constraint"
 
     def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
-        return ratio_L * t.advantages_L, no_cut(ratio_L)
+        return ratio_L * t.advantages_L, none_clipped(ratio_L)
 
 
 # To add a constraint, write its class and add it here. The key is the value of `loss.constraint`,

@@ -84,7 +84,7 @@ def check_importance(name: str, low: float | None, high: float | None, level: st
         )
     if name != "none" and level != "token" and method.level == "token":
         raise UsageError(
-            f"loss.importance={name!r} weighs tokens, but loss.level={level!r} has one ratio per completion; use "
+            f"loss.importance={name!r} has one weight per token, but loss.level={level!r} has one ratio per completion; use "
             "sequence_tis, sequence_mis, geometric_mask or none"
         )
     for bound, value, own in (("low", low, method.low), ("high", high, method.high)):

@@ -220,23 +220,26 @@ class PolicyLoss(ConstraintOptions):
         """
         old_L = old_logprobs(self.old, t)
         token_ratio_L = bounded_exp(t.logprobs_L - old_L)
-        objective_L, cut_L = self._surrogate(t, old_L, token_ratio_L)
+        objective_L, clipped_L = self._surrogate(t, old_L, token_ratio_L)
         objective_L = self.reward_coef * objective_L
         teacher_advantages_L = self._teacher_gap(t, old_L)
         if teacher_advantages_L is not None:
             # The constraint clips by the sign of the advantage, and the teacher's advantage may
             # have another sign than the reward's. So each has its own surrogate.
-            teacher_objective_L, teacher_cut_L = self._surrogate(
+            teacher_objective_L, teacher_clipped_L = self._surrogate(
                 replace(t, advantages_L=teacher_advantages_L), old_L, token_ratio_L
             )
-            objective_L, cut_L = objective_L + self.teacher_coef * teacher_objective_L, cut_L | teacher_cut_L
+            objective_L, clipped_L = (
+                objective_L + self.teacher_coef * teacher_objective_L,
+                clipped_L | teacher_clipped_L,
+            )
         method = IMPORTANCE_METHODS[self.importance].with_bounds(self.importance_low, self.importance_high)
         weight_L, masked_L = importance_weights(old_L - t.behavior_logprobs_L, t.samples_L, method)
         # The weight multiplies only the objective. The terms below apply to every label, including
         # masked labels.
         loss_L = -weight_L * objective_L
         metrics = {
-            "clip_fraction": cut_L.float(),
+            "clip_fraction": clipped_L.float(),
             "masked_fraction": masked_L.float(),
             "approx_kl": kl_k3(old_L, t.logprobs_L.detach()),
             "ratio_max": token_ratio_L.detach(),
@@ -268,7 +271,7 @@ class PolicyLoss(ConstraintOptions):
         return t.teacher_logprobs_L - old_L.detach()
 
     def _surrogate(self, t: Tokens, old_L: Tensor, token_ratio_L: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (objective_L, cut_L) of the constraint at the level of the ratio."""
+        """Returns (objective_L, clipped_L) of the constraint at the level of the ratio."""
         log_ratio_L = t.logprobs_L - old_L
         # GMPO clips per token and then takes the mean, so it needs the constraint's interval, not
         # its formula.
@@ -284,7 +287,7 @@ class PolicyLoss(ConstraintOptions):
 def _geometric_objective(
     log_ratio_L: Tensor, advantages_L: Tensor, lower: float, upper: float, samples_L: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns (objective_L, cut_L) of GMPO (arXiv 2507.20673, eq. 4).
+    """Returns (objective_L, clipped_L) of GMPO (arXiv 2507.20673, eq. 4).
 
     The objective is exp(mean_t sgn(A) min(sgn(A) log r_t, sgn(A) clip(log r_t))) A.
     """
@@ -292,8 +295,8 @@ def _geometric_objective(
     sign_L = advantages_L.sign()
     log_ratio_L = log_ratio_L.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # Apply `clip` to logarithms, with log r for r and sgn(A) for A.
-    kept_L, cut_L = clip(log_ratio_L, sign_L, low, high)
-    return sample_means(sign_L * kept_L, samples_L).exp() * advantages_L, cut_L
+    kept_L, clipped_L = clip(log_ratio_L, sign_L, low, high)
+    return sample_means(sign_L * kept_L, samples_L).exp() * advantages_L, clipped_L
 
 
 def _require_choice(name: str, value: Any, known: Collection[str]) -> None:

@@ -322,10 +322,10 @@ def read_hf_config(model_dir: str | Path) -> dict[str, Any]:
         raise UsageFileError(f"model_dir={str(model_dir)!r}: {_missing_config_hint(path)}")
     config = read_json_object(file)
     kind = config.get("model_type")
-    why = next((f": {reason}" for part, reason in _UNSUPPORTED_REASONS.items() if part in str(kind)), "")
+    cause = next((f": {reason}" for part, reason in _UNSUPPORTED_REASONS.items() if part in str(kind)), "")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UsageError(
-            f"{file} has model_type={kind!r}, which is not supported{why}; use a model of one of these types: "
+            f"{file} has model_type={kind!r}, which is not supported{cause}; use a model of one of these types: "
             f"{', '.join(sorted(FAMILIES))}"
         )
     # RoPE sections are checked first, because `complete_config` flattens them.
@@ -518,14 +518,14 @@ def _require_heads(config: HFConfig, has_head_dim: bool, file: Path) -> None:
     """
     heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["hidden_size"]
     # torchtune's attention requires this even if head_dim is independent of hidden_size.
-    for what, whole, name, parts in (
+    for key, dividend, divisor_key, divisor in (
         ("hidden_size", size, "num_attention_heads", heads),
         ("num_attention_heads", heads, "num_key_value_heads", kv_heads),
     ):
-        if whole % parts:
+        if dividend % divisor:
             raise UsageError(
-                f"{file} has {what}={whole}, which is not a multiple of {name}={parts}, as torchtune's attention needs; "
-                "use another model, or set model._component_ to your own builder"
+                f"{file} has {key}={dividend}, which is not a multiple of {divisor_key}={divisor}, as torchtune's attention "
+                "needs; use another model, or set model._component_ to your own builder"
             )
     # Only the builders of decoder.py take head_dim. torchtune's builders compute it.
     if not has_head_dim and config["head_dim"] != size // heads:

@@ -48,8 +48,8 @@ class PackedPolicy:
         self.fp8_plan = fp8
         # With dropout, two forward passes in training mode differ.
         self.has_dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
-        # Attention's multiplications per query-key pair, relative to the weights' multiplications
-        # per token.
+        # Cost of attention per query-key pair divided by the cost of the weights per token, both in
+        # multiplications.
         layers: list[Any] = [*model.layers]  # torch types a layer's attributes as any tensor or module
         pairs = sum(2 * layer.attn.num_heads * layer.attn.head_dim for layer in layers)
         weights = sum(p.numel() for p in model.layers.parameters()) + model.tok_embeddings.weight.numel()

@@ -44,7 +44,7 @@ def type_error_text(key: str, value: Any, field: FieldInfo) -> str:
     kinds = [each for each in union_members(field.annotation) if each is not NoneType]
     words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     what = f" ({field.description})" if field.description else ""
-    if isinstance(value, str) and words == [word for word in words if isinstance(word, str)] != []:
+    if isinstance(value, str) and words and all(isinstance(word, str) for word in words):
         near = closest_match(value, words)
         others = [_kind_text(kind) for kind in kinds if get_origin(kind) is not Literal]
         suggestion = f"; did you mean {near!r}?" if near else ""

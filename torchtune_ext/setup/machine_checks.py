@@ -129,7 +129,7 @@ def require_disjoint_gpus(engine: EngineConfig, trainer_gpus: list[str]) -> None
     take = "1 rank uses" if len(trainer_gpus) == 1 else f"{len(trainer_gpus)} ranks use"
     fewer = f"start {free} {'rank' if free == 1 else 'ranks'} here (--nproc_per_node {free}), or " if free else ""
     raise UsageError(
-        f"engine.devices={engine.devices!r}: GPU {', '.join(shared)} of this machine would also train: {take} "
+        f"engine.devices={engine.devices!r}: GPU {', '.join(shared)} of this machine would also be used for training: {take} "
         f"GPU {', '.join(trainer_gpus)}. Fix: {fewer}set CUDA_VISIBLE_DEVICES of the trainer to GPUs that the engine does not "
         "use, or share GPUs with engine.devices=null and engine.sleep=true"
     )

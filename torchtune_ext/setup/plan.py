@@ -178,7 +178,7 @@ class RunPlan:
             # vLLM packs tensors until they exceed PACKED_BUFFER_BYTES. While one pack is being
             # sent, the tensors of the next pack are concatenated into a copy: three packs at most.
             pack = min(self.published_bytes, PACKED_BUFFER_BYTES + self.sizes.dtype.itemsize * self.sizes.largest_param)
-            rows["sender of weights, only on rank 0's GPU (allowance)"] = CUDA_CONTEXT_BYTES + NCCL_BYTES + 3 * pack
+            rows["weight sender, only on rank 0's GPU (allowance)"] = CUDA_CONTEXT_BYTES + NCCL_BYTES + 3 * pack
         if self.engine_placement == "shared":
             rows["engine on the same GPU"] = sum(self.engine_rows.values())
         elif self.engine_placement == "sleeps":
@@ -191,7 +191,7 @@ class RunPlan:
                 - CUDA_CONTEXT_BYTES
             )
             extra = max(sum(self.engine_rows.values()) - free, CUDA_CONTEXT_BYTES + CUDA_GRAPH_BYTES)
-            rows["awake engine on the same GPU, above the memory that the trainer frees"] = extra
+            rows["awake engine on the same GPU, beyond the freed memory"] = extra
         return rows
 
     def _host_rows(self) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Checks that trainer and sampler agree on the sampled tokens, before any clipping or masking.
 
 test         passes if                            detects                      misses
-scale        mean |d| <= 2 x rounding + chance    other weights, RoPE          faults below rounding
+scale        mean |d| <= 2 x rounding + margin    other weights, RoPE          faults below rounding
 sharpness    d does not grow with log p + H       temperature, also below      other weights, top-p
                                                   the rounding
 mean weight  mean exp(d) = 1 over many tokens     top-p, top-k, any            temperature, weights
@@ -568,10 +568,10 @@ def _fit_sharpness(tokens: TokenDiffs) -> tuple[SlopeFit, np.ndarray]:
     return found, tokens.d_N + found.slope * tokens.score_N
 
 
-def diagnose(stats: MismatchStats, effects: Sequence[UpdateEffect], other_temperature: str) -> str:
+def diagnose(stats: MismatchStats, effects: Sequence[UpdateEffect], temperature_cause: str) -> str:
     """Names the likely cause of a mismatch.
 
-    `other_temperature` is a message if a temperature explains most of the mismatch, else "".
+    `temperature_cause` is a message if a temperature explains most of the mismatch, else "".
     """
     for change in effects:
         # Versions and checksums matched, and the effect was measured with the rounded values that
@@ -584,8 +584,8 @@ def diagnose(stats: MismatchStats, effects: Sequence[UpdateEffect], other_temper
     # A sampler that renormalizes over a share c of the probability shifts every d by log c.
     if math.log(MIN_KEPT_PROBABILITY) < stats.mean < -0.9 * stats.mean_abs:
         return TRUNCATION_CAUSE
-    if other_temperature:
-        return other_temperature
+    if temperature_cause:
+        return temperature_cause
     if stats.by_bucket.get("at_0", 0.0) > 5 * stats.mean_abs:
         return (
             "prompt or chat template: the first tokens of the completions disagree far more than the rest, so the "

@@ -217,7 +217,7 @@ def test_bad_preset_files_are_named(tmp_path, text, message):
         ({"preset": "nothing.yaml"}, "preset=nothing.yaml: file not found"),
         (
             {"preset": "gspo", "loss": {"importance": "tis"}},
-            "loss.importance='tis' weighs tokens, but loss.level='sequence'",
+            "loss.importance='tis' has one weight per token, but loss.level='sequence'",
         ),
         ({"preset": "atr_grpo", "loss": {"delta": 0}}, "loss.delta=0 must be positive"),
         ({"preset": None}, "loss has no value"),

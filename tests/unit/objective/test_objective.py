@@ -184,8 +184,8 @@ class Push(Constraint):
     factor: float = 2.0
 
     def __call__(self, t, ratio_L, old_L):
-        cut_L = (ratio_L - 1).abs() > self.delta
-        return self.factor * (ratio_L * t.advantages_L).masked_fill(cut_L, 0.0), cut_L
+        clipped_L = (ratio_L - 1).abs() > self.delta
+        return self.factor * (ratio_L * t.advantages_L).masked_fill(clipped_L, 0.0), clipped_L
 
 
 def test_custom_constraint_can_be_registered(monkeypatch):
@@ -411,8 +411,11 @@ def test_nll():
         ),
         ({"constraint": "kl4"}, "loss.constraint='kl4' is unknown; did you mean 'kl'?"),
         ({"level": "tokens"}, "loss.level='tokens' is unknown; did you mean 'token'?"),
-        ({"level": "sequence", "importance": "tis"}, "loss.importance='tis' weighs tokens, but loss.level='sequence'"),
-        ({"level": "geometric", "importance": "full"}, "loss.importance='full' weighs tokens"),
+        (
+            {"level": "sequence", "importance": "tis"},
+            "loss.importance='tis' has one weight per token, but loss.level='sequence'",
+        ),
+        ({"level": "geometric", "importance": "full"}, "loss.importance='full' has one weight per token"),
         ({"level": "sequence", "constraint": "tv"}, "loss.level='sequence' does not support constraint='tv'"),
         ({"level": "geometric", "constraint": "cispo"}, "loss.level='geometric' does not support constraint='cispo'"),
         ({"level": "geometric", "dual_clip": 3.0}, "loss.dual_clip=3.0 does not support loss.level='geometric'"),

@@ -223,7 +223,7 @@ def test_dry_run_gpu_training_and_sampling_is_refused(place, monkeypatch, capsys
     monkeypatch.setattr("torchtune_ext.setup.machine_checks.on_cpu", lambda: False)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 4000 * GIB}))
     monkeypatch.setenv("RANK", "0")
-    message = "engine.devices='4,5,6,7': GPU 4, 5, 6, 7 of this machine would also train"
+    message = "engine.devices='4,5,6,7': GPU 4, 5, 6, 7 of this machine would also be used for training"
     for visible, ranks, fits in ((None, 8, False), (None, 4, True), ("4,5,6,7", 4, False), ("0,1,2,3", 4, True)):
         for name, value in (("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", ranks), ("CUDA_VISIBLE_DEVICES", visible)):
             monkeypatch.delenv(name, raising=False)

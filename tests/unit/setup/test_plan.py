@@ -172,7 +172,7 @@ def test_plan_too_few_gpus_does_not_fit(seven):
 
 
 def test_plan_nccl_server_reserves_sender_memory_on_rank0(seven):
-    name, largest = "sender of weights, only on rank 0's GPU (allowance)", 2 * seven.largest_param
+    name, largest = "weight sender, only on rank 0's GPU (allowance)", 2 * seven.largest_param
     server = replace(OWN, devices=None, address="http://a:1")
     # A context, NCCL's buffers, and up to three packs of more than 1 GiB.
     need = 2 * CUDA_CONTEXT_BYTES + 3 * (GIB + largest)

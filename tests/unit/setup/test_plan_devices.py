@@ -69,10 +69,10 @@ def test_separate_or_unknown_gpus_are_accepted(engine, training):
 @pytest.mark.parametrize(
     ("devices", "training", "words"),
     [
-        ("4,5,6,7", [str(i) for i in range(8)], "GPU 4, 5, 6, 7 of this machine would also train: 8 ranks use GPU 0"),
+        ("4,5,6,7", [str(i) for i in range(8)], "GPU 4, 5, 6, 7 of this machine would also be used for training: 8 ranks use GPU 0"),
         ("4,5,6,7", [str(i) for i in range(8)], "Fix: start 4 ranks here (--nproc_per_node 4), or set CUDA_VISIBLE_DEVICES"),
         ("0", ["0"], "1 rank uses GPU 0. Fix: set CUDA_VISIBLE_DEVICES of the trainer to GPUs that"),
-        (FIRST, [SECOND, FIRST], f"GPU {FIRST} of this machine would also train"),
+        (FIRST, [SECOND, FIRST], f"GPU {FIRST} of this machine would also be used for training"),
     ],
 )  # fmt: skip
 def test_gpu_for_training_and_sampling_reported_with_fix(devices, training, words):
