@@ -92,8 +92,8 @@ class _Stack:
 class SegmentMask:
     """The plan for the attention of a row on a CPU. It is made once and used by every layer.
 
-    The row is reordered by stacks (S positions, including padding), first the runs with descendants.
-    The tensors of a stack are views into the reordered row.
+    The row is reordered by stacks (S positions with padding), first the runs with descendants. The
+    tensors of a stack are views into the reordered row.
     """
 
     order_S: Tensor  # int64, positions in the row; a shorter run of a stack is padded with its last position

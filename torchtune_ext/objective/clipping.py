@@ -1,7 +1,7 @@
 """Implements the clipped objectives that constraints share, and the KL values that they bound.
 
-All tensors hold one value per label, [L]. Objectives are maximized. `clipped_L` (bool) marks the labels
-without a gradient.
+All tensors hold one value per label, [L]. Objectives are maximized. `clipped_L` (bool) marks the
+labels without a gradient.
 """
 
 import math
@@ -32,7 +32,7 @@ def clip(
 
 
 def trust_region(ratio_L: Tensor, advantages_L: Tensor, inside_L: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns min(r A, clip_C(r) A), [L], and `clipped_L`; clip_C(r) is r where `inside_L`, else 1."""
+    """Returns min(r A, clip_C(r) A), [L], and `clipped_L`; clip_C(r) is r if `inside_L`, else 1."""
     # Outside, clip_C is the constant 1. Where r moved in the direction of A, the minimum is A,
     # which has no gradient. Where r moved against A, the minimum is r A, whose gradient moves r
     # back.

@@ -381,9 +381,7 @@ def _missing_config_hint(path: Path) -> str:
     # Likely errors come first: a file, a run's folder, an adapter, a GGUF file, a warm-up that was
     # never run.
     if path.is_file():
-        return (
-            "it is a file; set it to a model directory in Hugging Face format, which holds config.json and the weights"
-        )
+        return "it is a file; set it to a model directory in Hugging Face format, with config.json and the weights"
     for pattern in ("config.json", "merged/config.json"):
         if models := sorted(path.glob(f"checkpoints/step_*/{pattern}")):
             return f"it is the folder of a run; its newest checkpoint is the model {models[-1].parent}"
@@ -558,19 +556,16 @@ def _require_nf4(build: Callable[..., TransformerDecoder], modules: list[str], s
         and ".lora_" not in name
         and weight.numel() % NF4_MULTIPLE
     }
-    # Some builders also store layers without adapters in NF4, so the suggestion is verified by
-    # building the model.
-    nf4_modules = [name for name in modules if name not in not_nf4_divisible]
+    # Some builders also store layers without adapters in NF4, so the suggestion is tried.
+    targets = [name for name in modules if name not in not_nf4_divisible]
     fewer = (
         {"apply_lora_to_mlp": False}
         if {"w1", "w2", "w3"} & set(not_nf4_divisible) and switches["apply_lora_to_mlp"]
         else {}
     )
     advice = "so this model does not support QLoRA: set model.quantize_base=False"
-    if nf4_modules and fits_nf4(nf4_modules, switches | fewer):
-        advice = f"set model.lora_attn_modules=[{', '.join(nf4_modules)}]" + " model.apply_lora_to_mlp=False" * len(
-            fewer
-        )
+    if targets and fits_nf4(targets, switches | fewer):
+        advice = f"set model.lora_attn_modules=[{', '.join(targets)}]" + " model.apply_lora_to_mlp=False" * len(fewer)
     raise UsageError(
         f"model.quantize_base=True: NF4 needs a multiple of {NF4_MULTIPLE} values per weight, which does not hold for "
         f"{', '.join(f'{name} ({rows} x {columns})' for name, (rows, columns) in not_nf4_divisible.items())}; {advice}"

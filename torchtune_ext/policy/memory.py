@@ -1,4 +1,4 @@
-"""Estimates the policy's memory on a training device from the shapes of a model on the meta device."""
+"""Estimates the policy's memory on a training device from the shapes of a meta model."""
 
 from typing import Any
 
@@ -56,9 +56,8 @@ class ModelSizes:
         self.non_layer_params = self.total_params - self.layer_params * self.layers
         in_layer = dict(layer.named_parameters(prefix="layers.0"))
         self.trained_layer_params = sum(p.numel() for name, p in in_layer.items() if name in trained)
-        self.largest_param = max(
-            p.numel() for p in params.values()
-        )  # the largest tensor; largest_nf4: the largest in NF4
+        # The largest tensor, and the largest tensor in NF4.
+        self.largest_param = max(p.numel() for p in params.values())
         self.largest_nf4 = max((p.numel() for p in params.values() if isinstance(p, NF4Tensor)), default=0)
         self.width, self.vocab = model.tok_embeddings.embedding_dim, model.tok_embeddings.num_embeddings
         self.mlp = layer.mlp.w1.weight.shape[0]  # width inside the MLP
@@ -80,9 +79,7 @@ class ModelSizes:
         activation_bytes = (
             itemsize * (2 * self.width + 4 * attn.num_heads * attn.head_dim + 4 * self.mlp) + 4 * float32_values
         )
-        self.layer_bytes_per_token = activation_bytes + _fp8_saved_bytes(
-            model, trainer_fp8, itemsize
-        )  # bytes per token
+        self.layer_bytes_per_token = activation_bytes + _fp8_saved_bytes(model, trainer_fp8, itemsize)
         # Bytes of all weights in the engine, without adapters. Layers in FP8 are stored as tiles.
         engine_itemsize = (engine_dtype or compute_dtype).itemsize
         fp8_params = sum(

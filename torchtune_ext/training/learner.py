@@ -1,6 +1,7 @@
 """Computes gradients of packed rows and updates the weights.
 
-The caller supplies the objective and the loss weights of labels, so the learner does not depend on the algorithm.
+The caller supplies the objective and the loss weights of labels, so the learner does not depend on
+the algorithm.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Maps ranks to machines, selects a network interface and checks that all ranks see the run's folder."""
+"""Maps ranks to machines, selects a network interface, and checks that ranks share the run folder."""
 
 import os
 import secrets
@@ -124,7 +124,7 @@ def _create_probe(output_dir: Path) -> tuple[str, str]:
     folder = output_dir
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    # If this process is killed here, the next run in the folder deletes this file, as all `.*.tmp` files.
+    # If this process is killed here, the next run in the folder deletes all `.*.tmp` files.
     probe = folder / f".ranks_{secrets.token_hex(4)}.0.tmp"
     try:
         probe.touch()

@@ -65,7 +65,7 @@ MEAN_WEIGHT_TOLERANCE = 0.005  # allowed |mean exp(d) - 1|, in addition to the s
 # Maximum sharpness that is tolerated: a temperature of 0.98 or 1.02.
 MAX_SHARPNESS = 0.02
 # A temperature is named as the cause if at most this share of the squares of d is unexplained.
-MAX_UNEXPLAINED_SHARE = 0.25
+UNEXPLAINED_SHARE = 0.25
 # A sampler that keeps less than this probability mass is not truncated: it is another model.
 MIN_KEPT_PROBABILITY = 0.1
 # Maximum of (noise of a token) / (effect of a change on the token) for a conclusion.
@@ -274,11 +274,9 @@ def measure_update_effect(
         for row, new, old in zip(rows, with_change, (old.cpu().double() for old in without_change), strict=True)
     ]
     changes, paths = (np.concatenate(each, axis=-1) for each in zip(*sum(all_gather(parts), []), strict=True))
-    is_known = ~np.isnan(changes).any(axis=0)
-    effect_N, response_N = changes[:, is_known]
-    return UpdateEffect.estimate(
-        effect_N, response_N, np.unique(paths[is_known], return_inverse=True)[1], missing_cause
-    )
+    valid = ~np.isnan(changes).any(axis=0)
+    effect_N, response_N = changes[:, valid]
+    return UpdateEffect.estimate(effect_N, response_N, np.unique(paths[valid], return_inverse=True)[1], missing_cause)
 
 
 class MismatchGate:
@@ -424,10 +422,8 @@ class MismatchGate:
         found = _mismatch_stats(token_sets[which])
         sharpness, rest = _fit_sharpness(token_sets[which])
         # The sharpness formula holds only near 0; d of a broken model may correlate with anything.
-        explained = (
-            abs(sharpness.slope) < 1
-            and np.square(rest).sum() < MAX_UNEXPLAINED_SHARE * np.square(token_sets[which].d_N).sum()
-        )
+        max_unexplained = UNEXPLAINED_SHARE * np.square(token_sets[which].d_N).sum()
+        explained = abs(sharpness.slope) < 1 and np.square(rest).sum() < max_unexplained
         cause = diagnose(found, effects, self._temperature_cause(sharpness.slope) if explained else "")
         raise MismatchError(
             f"{when}: trainer and sampler disagree on {found.tokens} sampled tokens{which}: mean |d log-prob| "

@@ -231,8 +231,8 @@ def test_resume_with_other_updates_keeps_the_schedule(decay, warmup, before, aft
 def test_gradient_repeated_is_bitwise_equal(loss):
     """Sums are deterministic with several threads and rows that operations split among them.
 
-    Gradients of all first labels of a group are added at one index, and so are the sums over a completion.
-    A replay is bitwise equal only if the order of additions is fixed.
+    Gradients of all first labels of a group are added at one index, and so are the sums over a
+    completion. A replay is bitwise equal only if the order of additions is fixed.
     """
     packed = pack(unpacked.make_groups(np.random.default_rng(0), [(9, [12] * 256)]), 40_000)[0]
     learner, threads = make_learner(loss), torch.get_num_threads()

@@ -137,7 +137,7 @@ def _quantize_once(x: Tensor, columns: bool) -> tuple[Tensor, ...]:
 
 
 def _clear_last(reference: weakref.ref) -> None:
-    # Without this, the quantized tensors would stay in memory until the next activation is quantized.
+    # Without this, the quantized tensors would stay in memory until the next call.
     global _last_quantized
     if _last_quantized[0] is reference:
         _last_quantized = (lambda: None, None, None)
