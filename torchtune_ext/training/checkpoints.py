@@ -145,7 +145,7 @@ class Checkpoints:
             except DamagedCheckpoint as error:
                 raise DamagedCheckpoint(
                     f"{error}. Restore the file from a copy, or move the whole folder away: the run then resumes from "
-                    "the previous checkpoint, or starts at step 1 if there is none"
+                    "the previous checkpoint, or starts at step 1 without one"
                 ) from None
         return newest
 
