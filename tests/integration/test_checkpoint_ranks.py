@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint.filesystem as dcp_files
-from helpers.checkpoint_runs import MINE, HFModel, Trained, checkpoints_in, make_model
+from helpers.checkpoint_runs import MINE, HFModel, TrainedModel, checkpoints_in, make_model
 from torch.distributed.tensor import DTensor
 
 from torchtune_ext.policy.builder import build_policy
@@ -33,7 +33,7 @@ from torchtune_ext.training.manifest import DamagedCheckpoint
 folder = Path("c")
 
 
-class Shared(Trained):
+class Shared(TrainedModel):
     def __init__(self, source, ranks):
         self.source = source
         self.model = build_policy(partial(make_model, source), source, ranks.device, torch.float32, ranks.world_size).model
