@@ -178,7 +178,7 @@ CHANGES = {
         name.replace("0.self_attn.k_proj.weight_s", "x"),
         t,
     ),
-    "is float8_e4m3fn, but the engine holds it in a high": lambda name, t: (
+    "is float8_e4m3fn, but the engine holds it in high": lambda name, t: (
         name,
         t.to(torch.float8_e4m3fn) if "embed" in name else t,
     ),
