@@ -148,7 +148,7 @@ def test_resume_reports_start_step_changes_and_finished_run(workplace, served, f
     )
     # The second of two updates, though the first step had made two.
     assert runs.metrics(workplace / "going_on")[-1]["optim/lr"] == pytest.approx(5e-5)
-    assert f"resume:    from step 1 of run {run_id}, begun " in output
+    assert f"resume:    from step 1 of run {run_id}, started " in output
     changed = next(line for line in output.splitlines() if line.startswith("changed:"))
     for words in (
         "optimizer.lr 0.001 -> 0.0001",

@@ -55,7 +55,7 @@ def test_two_machines_train_as_one_with_one_engine(tmp_path, served):
     host = re.escape(socket.gethostname())
     assert re.search(
         rf"device: +2 processes on 2 machines \(1 on {host} \(torchrun 0\), 1 on {host} \(torchrun 1\)\), each on cpu; 2 copies of "
-        "the weights, each on 1 of them",
+        "the weights, each on 1 rank",
         first,
     )
     assert "done" in first and "engine:" in first and "engine:" not in second

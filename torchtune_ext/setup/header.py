@@ -116,7 +116,9 @@ def device_text(ranks: Ranks) -> str:
 
 def copies_text(ranks: int, shards: int) -> str:
     """Return "; 2 copies of the weights, each on 8 ranks", or "" for one copy."""
-    return f"; {ranks // shards} copies of the weights, each on {shards} ranks" if shards < ranks else ""
+    if shards == ranks:
+        return ""
+    return f"; {ranks // shards} copies of the weights, each on {shards} rank{'s' * (shards > 1)}"
 
 
 def problems_text(cfg: GRPOConfig, task: Task, held_out: Task | None, overlap: Sequence[str] = ()) -> str:
