@@ -216,7 +216,7 @@ MODELS = {
     "an empty generation_config.json": full("", r"model/generation_config.json is empty\. Copy the file from", prepare=written("generation_config.json", b"")),
     "a pointer of Git LFS": full("", r"model/model.safetensors is a pointer of Git LFS, not the file itself; run `git lfs pull` in model", prepare=written("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n")),
     "weights of something else beside the model's": full("", r"holds optimizer.safetensors in addition to the model's weights, and no model.safetensors.index.json says which files belong to the model; move optimizer.safetensors", prepare=written("optimizer.safetensors", b"")),
-    "no weights": full("", r"model_dir='model' has no \*.safetensors file; .*`hf download OWNER/model --local-dir model`", prepare=removed("model.safetensors")),
+    "no weights": full("", r"model_dir='model' has no \*.safetensors file: `hf download OWNER/model --local-dir model`", prepare=removed("model.safetensors")),
     "weights of another format": full("", r"model_dir='model' has no \*.safetensors file \(found pytorch_model.bin, an unsupported format\)", prepare=lambda folder: (folder / "model/model.safetensors").rename(folder / "model/pytorch_model.bin")),
     "random bytes": full("", r"model/model.safetensors is not a safetensors file, or its header is damaged\. Copy the file", prepare=written("model.safetensors", bytes(range(256)) * 64), real=True),
     "an empty file": full("", r"model/model.safetensors is not a safetensors file, or its header is damaged", prepare=written("model.safetensors", b"")),
