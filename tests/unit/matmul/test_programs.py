@@ -15,7 +15,7 @@ from torchtune_ext.measured.matmul.stages import STAGES
 ONE_THREAD = [stage for stage in STAGES if stage != "threads"]
 BAD = [
     ({"sizes": 0}, "kernels.dgemm=0: a size is a whole number, 1 or more"),
-    ({"sizes": []}, r"kernels.dgemm=\[\]: give a size"),
+    ({"sizes": []}, r"kernels.dgemm=\[\]: expected a size"),
     ({"stages": []}, r"stages=\[\]: give some of none, loop_order"),
     ({"stages": ["all", "none"]}, "each once and in this order"),
     ({"stages": ["none", "none"]}, "each once and in this order"),
