@@ -118,8 +118,7 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
     folder = _get_node(merged, "output_dir")
     if folder is not None and type(folder._value()) in (str, int) and not folder._is_missing():
         merged.output_dir = run_output_dir(str(folder._value()))
-    # The snapshot in run.json keeps the references.
-    unresolved: Any = OmegaConf.to_container(merged)
+    unresolved: Any = OmegaConf.to_container(merged)  # run.json keeps the references
     try:
         for key in OmegaConf.missing_keys(merged):
             raise UsageError(f"{key} has no value; set it in the YAML or on the command line as {key}=...")

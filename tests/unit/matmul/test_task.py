@@ -77,7 +77,10 @@ def visit(task, *results, index=0, cursor=0):
         ({"show": 1.5}, "task.show=1.5 is a share of the prompts: give a number from 0 to 1"),
         ({"show": math.nan}, "task.show=nan is a share"),
         ({"show": "half"}, "task.show='half' is a share"),
-        ({"show": 0.1, "prompt": "short"}, "task.show=0.1: short prompts cannot show a program. Fix: set prompt=long, or show=0"),
+        (
+            {"show": 0.1, "prompt": "short"},
+            "task.show=0.1: short prompts cannot show a program. Fix: set prompt=long, or show=0",
+        ),
         ({"stages": ["foo"]}, r"task.stages=\['foo'\]: list some of none, loop_order, .*, or null"),
         ({"stages": []}, r"task.stages=\[\]: list some of none"),
         ({"stages": ["none", "none"]}, r"task.stages=\['none', 'none'\]: list some of .*, each once"),

@@ -47,7 +47,7 @@ def test_judge_grades_prefetched_groups_once_complete(make, judge):
     wait_until(lambda: "0 of 2 texts are not graded" in source._stream.describe_pending(3))
     call = engine.requests[0]
     call.on_completion(1, completion("cc"))
-    wait_until(lambda: "not ended 1 of 2" in source._stream.describe_pending(0))
+    wait_until(lambda: "not finished 1 of 2" in source._stream.describe_pending(0))
     assert [sample and sample.outcome for sample in source._stream._groups[0].samples] == [None, None]
     call.on_completion(0, completion(""))
     call.future.set_result([])

@@ -219,14 +219,14 @@ def test_stream_grades_without_a_waiting_caller(engine, stream, arrivals):
     wait_until(lambda: sorted(arrivals) == [0.0, 1.0, 1.0])
     assert "0 of 2 texts are not graded" in stream.describe_pending(
         0
-    ) and "not ended 1 of 2 completions" in stream.describe_pending(1)
+    ) and "not finished 1 of 2 completions" in stream.describe_pending(1)
     assert stream.wait_next(timeout_s=0.0) == 0 and rewards(stream.pop(0)) == [0.0, 1.0]
     assert stream.wait_next(timeout_s=0.0) is None
 
 
 def test_stream_ignores_late_results_of_cancelled_group(engine, stream, arrivals):
     engine.draw(0, 0, "xxx")
-    wait_until(lambda: "not ended 1 of 2" in stream.describe_pending(0))
+    wait_until(lambda: "not finished 1 of 2" in stream.describe_pending(0))
     assert stream.cancel(0) == 3 and engine.futures[0].cancelled()
     stream.submit(0, PROBLEMS[0], 2, SAMPLING, seed_index=2)
     for p, s, text in ((0, 1, "late"), (2, 0, "a"), (2, 1, "bb"), (1, 0, ""), (1, 1, "")):
