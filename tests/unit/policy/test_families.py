@@ -500,8 +500,8 @@ def test_policy_package_import_loads_no_torch():
 @pytest.mark.parametrize(
     "files, message",
     [
-        (["checkpoints/step_000004/config.json"], "its checkpoints: .*/checkpoints/step_000004 is the newest"),
-        (["checkpoints/step_000004/merged/config.json"], "its checkpoints: .*/step_000004/merged is the newest"),
+        (["checkpoints/step_000004/config.json"], "its newest checkpoint is the model .*/checkpoints/step_000004"),
+        (["checkpoints/step_000004/merged/config.json"], "its newest checkpoint is the model .*/step_000004/merged"),
         (
             ["adapter_config.json", "merged/config.json"],
             "holds an adapter and no model; the merged model is .*/merged",

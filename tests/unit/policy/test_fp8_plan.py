@@ -105,7 +105,7 @@ def test_receipt(source):
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"use_dora": True}, "DoRA: engines need"), ({"quantize_base": True}, "its weight is NF4")],
+    [({"use_dora": True}, "DoRA: engines get the merged weight"), ({"quantize_base": True}, "its weight is NF4")],
     ids=str,
 )
 def test_adapters_that_keep_their_layers_out(source, options, reason):

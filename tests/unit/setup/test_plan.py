@@ -89,7 +89,7 @@ def test_how_many_train(seven, gpus, engine, world_size, visible, trainers):
 
 
 def test_plan_machine_without_trainer_gpu_is_refused(seven):
-    with pytest.raises(ValueError, match="1 x 80 GB: .* 1 GPU .* 2 or more"):
+    with pytest.raises(ValueError, match="1 x 80 GB: .* 1 GPU .* 2 GPUs or more"):
         planned(seven, "1x80")
 
 
