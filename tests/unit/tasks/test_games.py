@@ -243,7 +243,7 @@ def test_games_of_textarena():
         assert (turn.reward, turn.parts) == (0.0, {"invalid_move": 1.0}) and note in turn.note, name
     countdown = TextArena("Countdown-v0")  # interchanges the arguments of what the policy said
     assert "invalid move" in say(countdown.environment(countdown[0], 0), "hm").messages[0]["content"]
-    with pytest.raises(ValueError, match="game='TowerOfHanoy-v0' .*did you mean 'TowerOfHanoi-v0'"):
+    with pytest.raises(ValueError, match="game='TowerOfHanoy-v0'.*did you mean 'TowerOfHanoi-v0'"):
         TextArena("TowerOfHanoy-v0")
     with pytest.raises(ValueError, match="textarena: TicTacToe-v0 .*one player"):
         _ = TextArena("TicTacToe-v0")[0]

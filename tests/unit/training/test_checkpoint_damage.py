@@ -69,7 +69,7 @@ def test_checkpoint_damage_to_any_file_refused_by_name(folder):
                 checkpoints_in(folder).verify_latest()
             except DamagedCheckpoint as error:
                 assert f"{newest} is damaged: {name} " in str(error), (name, way, error)
-                assert "move the whole folder away: the run then resumes from the checkpoint before it" in str(error)
+                assert "move the whole folder away: the run then resumes from the previous checkpoint" in str(error)
             else:  # white space in the manifest does not change its content
                 assert name == "manifest.json" and way.startswith("flip"), (name, way)
                 assert json.loads(path.read_bytes()) == json.loads(before), way
