@@ -98,7 +98,7 @@ def test_mismatch_is_reported_by_position_and_staleness():
     buckets = mismatch([row], scores, version=4).by_bucket
     by_place = {"at_0": 1e-2, "at_1_15": 2e-3, "at_16_255": 3e-4}
     mean = errors.mean().item() / 3.25  # of a sample without the tenfold errors of every fourth sample
-    by_age = {"age_1": mean, "age_2_3": mean, "age_4_7": 10 * mean}
+    by_age = {"staleness_1": mean, "staleness_2_3": mean, "staleness_4_7": 10 * mean}
     # float32 log-probs around -4 are stored to 2.4e-7
     assert buckets == pytest.approx({name: 3.25 * v for name, v in by_place.items()} | by_age, abs=3e-7)
     assert mismatch([row], scores).by_bucket.keys() == by_place.keys()  # a single age bucket is omitted
@@ -119,7 +119,9 @@ def test_mismatch_limit_applies_to_current_version_tokens(stale):
     if stale:
         result = gate.check([row], scores, "before step 5", version=4)
         assert result.tokens == SAMPLES * TOKENS and result.mean_abs == pytest.approx(0.15, abs=1e-6)
-        assert result.by_bucket["age_1"] == pytest.approx(0.3, abs=1e-6) and result.by_bucket["age_0"] < 1e-6
+        assert (
+            result.by_bucket["staleness_1"] == pytest.approx(0.3, abs=1e-6) and result.by_bucket["staleness_0"] < 1e-6
+        )
     else:
         with pytest.raises(MismatchError, match=f"disagree on {SAMPLES * TOKENS // 2} sampled tokens: mean .* 0.3 "):
             gate.check([row], scores, "before step 5", version=4)

@@ -44,7 +44,7 @@ def test_resume_reports_checkpoint_and_changed_config(monkeypatch):
     }
     run = Run("1a2b3c4d", "x", 1_700_000_000.0, copy.deepcopy(earlier) | {"resume_from_checkpoint": True})
     path = Path("x/checkpoints/step_000040")
-    where = "resume:    from step 40 of run 1a2b3c4d, begun 2023-11-14 22:13: x/checkpoints/step_000040"
+    where = "resume:    from step 40 of run 1a2b3c4d, started 2023-11-14 22:13: x/checkpoints/step_000040"
     assert resume_text(path, 40, run, earlier) == where
     run.config["optimizer"]["lr"] = 1e-4
     run.config.update(seed=7, preset="dapo", task={"_component_": "a.Task", "level": 2}, output_dir="old-1")
@@ -91,7 +91,7 @@ def test_find_resume_checkpoint_returns_newest_unless_run_finished(tmp_path, cap
     assert capsys.readouterr().out == "", "other ranks are silent"
     assert find_resume_checkpoint(kept, folder, resume=True, total=50) == kept.of(40)
     output = capsys.readouterr().out
-    assert output.startswith("resume:    from step 40 of run 1a2b3c4d, begun ")
+    assert output.startswith("resume:    from step 40 of run 1a2b3c4d, started ")
     with pytest.raises(RunAlreadyComplete) as caught:
         find_resume_checkpoint(kept, folder, resume=True, total=3)
     output = str(caught.value).splitlines()
