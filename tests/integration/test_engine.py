@@ -159,7 +159,7 @@ def test_engine_stop_tokens_end_completion_and_are_kept(engine):
 
 
 def test_a_prompt_that_does_not_fit_is_refused(engine):
-    with pytest.raises(ValueError, match=r"prompt 1 .*1000 .*max_tokens .*max_model_len=1024"):
+    with pytest.raises(ValueError, match=r"prompt 1 .*1000 .*max_tokens.*max_model_len=1024"):
         engine.sample([[1] * 10, [1] * 1000], 2, SamplingConfig(max_tokens=100))
     with pytest.raises(ValueError, match="prompt 0 is empty"):
         engine.sample([[]], 2, SamplingConfig(max_tokens=100))

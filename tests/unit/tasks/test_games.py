@@ -245,5 +245,5 @@ def test_games_of_textarena():
     assert "invalid move" in say(countdown.environment(countdown[0], 0), "hm").messages[0]["content"]
     with pytest.raises(ValueError, match="game='TowerOfHanoy-v0'.*did you mean 'TowerOfHanoi-v0'"):
         TextArena("TowerOfHanoy-v0")
-    with pytest.raises(ValueError, match="textarena: TicTacToe-v0 .*one player"):
+    with pytest.raises(ValueError, match="textarena: TicTacToe-v0 .*single-player"):
         _ = TextArena("TicTacToe-v0")[0]
