@@ -29,7 +29,7 @@ from torchtune_ext.training.mismatch import (
     SHARPER_LOGIT_SCALE,
     MismatchError,
     MismatchGate,
-    TokenDiffs,
+    PairedLogprobs,
     UpdateEffect,
     likelihood_gains,
 )
@@ -154,9 +154,9 @@ def steps_of(rng: np.random.Generator, shape: str, noise: str, sampler: Sampler,
         )
 
 
-def tokens_of(ours: np.ndarray, theirs: np.ndarray, entropy: np.ndarray, contexts: np.ndarray) -> TokenDiffs:
+def tokens_of(ours: np.ndarray, theirs: np.ndarray, entropy: np.ndarray, contexts: np.ndarray) -> PairedLogprobs:
     ours, theirs, entropy = (each.astype(np.float64) for each in (ours, theirs, entropy))
-    return TokenDiffs(ours, theirs, entropy, contexts, np.full((2, len(ours)), STALENESS_0_BUCKET))
+    return PairedLogprobs(ours, theirs, entropy, contexts, np.full((2, len(ours)), STALENESS_0_BUCKET))
 
 
 class Canaries:
@@ -235,13 +235,13 @@ class Canaries:
 
 
 def gate_verdict(
-    gate: MismatchGate, step: int, tokens: TokenDiffs, canary: tuple[UpdateEffect, np.ndarray] | None = None
+    gate: MismatchGate, step: int, tokens: PairedLogprobs, canary: tuple[UpdateEffect, np.ndarray] | None = None
 ) -> str:
     """Return the test that stops the run, or ""."""
     try:
         gate.check_tokens(tokens, (), "", 0 if canary is None else None, canary[:1] if canary else ())
         if canary:
-            gate.judge_likelihood(canary[1], "", "engine", step // SEED_PERIOD)
+            gate.check_likelihood_gains(canary[1], "", "engine", step // SEED_PERIOD)
     except MismatchError as error:
         return test_of(str(error)).split(",")[0]
     return ""

@@ -169,8 +169,8 @@ class WarmupRecipe:
         # A new model has no files yet, so only the names of components and arguments can be
         # checked.
         if cfg.model_dir is None:
-            self.model_section("start").checked()
-            cfg.tokenizer.checked(path="start")
+            self.model_section("start").resolve_call()
+            cfg.tokenizer.resolve_call(path="start")
         else:
             hf_model, model = HFModel(cfg.model_dir), build_on_meta(self.model_section(cfg.model_dir).instantiate)
             tokenizer = cfg.tokenizer.instantiate(path=cfg.model_dir)

@@ -85,7 +85,7 @@ def check_outcome(value: object, grade: Callable) -> Outcome:
         score = to_score(value)
     except ValueError as error:
         return Ungraded("infra_failed", f"{describe_function(grade)} returned {error}")
-    return replace(score, note=score.note[:MAX_NOTE_CHARS])
+    return score if len(score.note) <= MAX_NOTE_CHARS else replace(score, note=score.note[:MAX_NOTE_CHARS])
 
 
 def _cause(error: BaseException) -> str:

@@ -28,7 +28,7 @@ PLACEHOLDER_ANSWER = "1"  # the text to grade for a problem without a solution
 def open_graders(
     tasks: Sequence[Task | None],
     config: GraderConfig,
-    beside_training: bool = False,
+    during_training: bool = False,
     folder: str | Path | None = None,
 ) -> list[Grader]:
     """Starts the graders of these tasks, in order. Errors of the graders are raised unchanged.
@@ -36,7 +36,7 @@ def open_graders(
     Args:
         tasks: the tasks of the run; None is skipped.
         config: settings of the grading processes. A `SelfGradingTask` has its own settings.
-        beside_training: True if texts are graded while this process trains.
+        during_training: True if texts are graded while this process trains.
         folder: run directory, in which graders print to `LOG_FILE_NAME`. None: they print to the
             output of this process.
     """
@@ -46,7 +46,7 @@ def open_graders(
     with ExitStack() as opened:
         for task in filter(None, tasks):
             if isinstance(task, SelfGradingTask):
-                grader = task.open_grader(graders, beside_training)
+                grader = task.open_grader(graders, during_training)
             elif isinstance(task, ConversationTask):
                 grader = Environments(task, config.workers, config.timeout_s, output)
             else:

@@ -132,7 +132,7 @@ def _mesh(device: torch.device, world_size: int, shards: int) -> DeviceMesh:
         torch.distributed.new_subgroups_by_enumeration(ranks.tolist(), timeout=limit)[0]
         for ranks in (numbers.T, numbers)
     ]
-    return DeviceMesh.from_group(groups, device.type, numbers, mesh_dim_names=("copies", "shards"))
+    return DeviceMesh.from_group(groups, device.type, numbers, mesh_dim_names=("replicate", "shard"))
 
 
 def _shard(model: TransformerDecoder, mesh: DeviceMesh, param_dtype: torch.dtype | None) -> None:

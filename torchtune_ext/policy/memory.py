@@ -23,7 +23,7 @@ class ModelSizes:
     Args:
         model: the model; it may be on the meta device and is not changed.
         compute_dtype: dtype of forward and backward.
-        fp8: FP8 settings of trainer and engine, as in `PrecisionConfig.side_configs`.
+        fp8: FP8 settings of trainer and engine, as in `PrecisionConfig.fp8_configs`.
         engine_dtype: dtype of the engine; None: `compute_dtype`.
     """
 

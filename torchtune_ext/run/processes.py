@@ -9,8 +9,10 @@ kind of failure   event
 "stalled"         as "late", but the call got less than `BUSY_FRACTION` of the time on the CPU
 """
 
+import math
 import os
 import pickle
+import select
 import shutil
 import signal
 import socket
@@ -24,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -239,12 +241,16 @@ class ProcessPool:
         left_s = (
             min(max(0.0, min(worker.deadline for worker in busy) - time.monotonic()), MAX_DURATION_S) if busy else None
         )
-        answered = set(wait([self._wakeup_receiver, *(worker.connection for worker in busy)], timeout=left_s))
-        if self._wakeup_receiver in answered:
+        # `multiprocessing.connection.wait` does the same, and takes five times as long.
+        poll = select.poll()
+        for each in (self._wakeup_receiver, *(worker.connection for worker in busy)):
+            poll.register(each, select.POLLIN)
+        answered = {fd for fd, _ in poll.poll(None if left_s is None else math.ceil(1000 * left_s))}
+        if self._wakeup_receiver.fileno() in answered:
             self._wakeup_receiver.recv(1 << 16)
         for slot, worker in enumerate(self._workers):
             failure = None
-            if worker.connection in answered:
+            if worker.connection.fileno() in answered:
                 failure = worker.receive()
             # The process may have answered after `wait` returned, so the connection is polled
             # before the call counts as late.

@@ -140,7 +140,7 @@ def engine_threads(config: EngineConfig, parameters: int, concurrent: bool) -> i
     if concurrent or parameters < MIN_PARALLEL_PARAMS:
         return 1
     # The trainer is idle while the engines sample, so they share its threads.
-    engines = max(config.count or 1, len(device_shares(config)))
+    engines = max(config.count or 1, len(engine_device_groups(config)))
     return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0))) // engines)
 
 
@@ -176,7 +176,7 @@ def log_name(config: EngineConfig) -> str:
     return "engine.log" if config.addresses or len(engine_configs(config)) == 1 else "engine_*.log"
 
 
-def device_shares(config: EngineConfig) -> list[list[str]]:
+def engine_device_groups(config: EngineConfig) -> list[list[str]]:
     """Returns the devices of each engine, from `engine.devices`; empty if null.
 
     Raises:
@@ -202,7 +202,7 @@ def engine_configs(config: EngineConfig) -> list[EngineConfig]:
     """
     if config.address is not None:
         return [replace(config, address=each, devices=None, count=None) for each in config.addresses]
-    size, shares = config.tensor_parallel_size, device_shares(config)
+    size, shares = config.tensor_parallel_size, engine_device_groups(config)
     count, cores = config.count or len(shares) or 1, sorted(os.sched_getaffinity(0))
     if not on_cpu() and config.threads:
         raise UsageError(

@@ -215,13 +215,13 @@ class ServerBackend(VLLMBackend):
         text = model["hf_text_config"] if isinstance(model.get("hf_text_config"), dict) else {}
         # Only the folder's name is compared, because its path may differ on another machine.
         facts = {"model": Path(model["model"]).name, "max_model_len": model["max_model_len"], "dtype": has["dtype"]}
-        self.require_alike(facts | {name: text[name] for name in MODEL_SIZE_KEYS if name in text})
+        self.require_same_setup(facts | {name: text[name] for name in MODEL_SIZE_KEYS if name in text})
         self.transfer, self.workers = transfer, parallel.get("world_size") or 1
         self.block_size = cache["block_size"]
         self.cache_tokens = (cache["num_gpu_blocks"] or 0) * self.block_size
         self.vocab_size = text.get("vocab_size") or sys.maxsize  # if unknown, the server checks token ids
 
-    def require_alike(self, facts: dict[str, Any]) -> None:
+    def require_same_setup(self, facts: dict[str, Any]) -> None:
         """Raises UsageError if the server has changed, or differs from the run's first server."""
         first = self.address if self.address in self.server_info else next(iter(self.server_info), self.address)
         if differences := _diff_facts(facts, self.server_info.get(first, facts)):

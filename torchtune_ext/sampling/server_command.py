@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.sampling.engine_args import (
     LOOPBACK_VARIABLES,
-    device_shares,
+    engine_device_groups,
     engine_args,
     engine_environment,
     is_local_server,
@@ -69,9 +69,9 @@ def server_command(
     # `devices` names GPUs of the trainer's machine (on a CPU: cores of an engine of this run), so
     # it is ignored for other machines. CUDA_VISIBLE_DEVICES of the server's shell takes precedence.
     own = is_local_server(config) and not on_cpu() and "CUDA_VISIBLE_DEVICES" not in os.environ
-    if own and len(device_shares(config)) > 1:
+    if own and len(engine_device_groups(config)) > 1:
         raise UsageError(
-            f"engine.devices={config.devices} names GPUs for {len(device_shares(config))} engines, but a server is one engine: "
+            f"engine.devices={config.devices} names GPUs for {len(engine_device_groups(config))} engines, but a server is one engine: "
             f"start one server per engine, and set its {config.tensor_parallel_size} GPUs with CUDA_VISIBLE_DEVICES"
         )
     environ |= engine_environment(config if own else replace(config, devices=None)) | LOOPBACK_VARIABLES

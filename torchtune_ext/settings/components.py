@@ -65,7 +65,7 @@ class Component(dict[str, Any]):
                 and the closest known argument.
             UserCodeError: the component raised an error. The message names the file and line.
         """
-        component, path, arguments = self.checked(**extra)
+        component, path, arguments = self.resolve_call(**extra)
         try:
             return component(**arguments, **extra)
         except (Exception, SystemExit) as error:
@@ -76,7 +76,7 @@ class Component(dict[str, Any]):
                 raise (UsageFileError if isinstance(error, UsageFileError) else UsageError)(message) from error
             raise UserCodeError(f"`{self.key}:` {path} raised {errors.describe_error(error)}") from error
 
-    def checked(self, **extra: Any) -> tuple[Callable[..., Any], str, dict[str, Any]]:
+    def resolve_call(self, **extra: Any) -> tuple[Callable[..., Any], str, dict[str, Any]]:
         """Return the call that `instantiate` would make, with the same errors.
 
         Returns:
@@ -108,7 +108,7 @@ class Component(dict[str, Any]):
                 require_type(f"{name}.{key}", value, parameter.annotation, parameter.default)
         return component, path, arguments
 
-    def takes(self) -> list[str]:
+    def argument_names(self) -> list[str]:
         """Return the names of the component's arguments; an empty list for an unknown component."""
         path = str(self.get("_component_"))
         try:

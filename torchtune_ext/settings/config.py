@@ -34,7 +34,7 @@ from torchtune_ext.settings.presets import find_preset
 from torchtune_ext.settings.records import (
     coerce_yaml_values,
     nested_record,
-    option_fault,
+    option_error_text,
     option_fields,
     unknown_key_text,
 )
@@ -384,8 +384,8 @@ def _message(
     value, reference = (reduce(getitem, above, tree).get(last) for tree in (plain, unresolved))
     value = reference if "${" in str(reference) else value
     if key == "loss" and value is None and plain.get("preset") is None:
-        return f"{option_fault(key, field, value, error)}, or name a preset, which sets it"
-    return option_fault(key, field, value, error) + HINTS.get(key, "")
+        return f"{option_error_text(key, field, value, error)}, or name a preset, which sets it"
+    return option_error_text(key, field, value, error) + HINTS.get(key, "")
 
 
 def _unknown_key_text(key: str, schema: type, plain: dict[str, Any]) -> str:
@@ -406,7 +406,7 @@ def _unknown_key_text(key: str, schema: type, plain: dict[str, Any]) -> str:
     # are candidates as well.
     inside = [f"{name}.{below}" for name, record in nested.items() for below in option_fields(record)]
     components = [(name, node) for name in names if isinstance(node := plain.get(name), Component)]
-    arguments = [f"{name}.{argument}" for name, component in components for argument in component.takes()]
+    arguments = [f"{name}.{argument}" for name, component in components for argument in component.argument_names()]
     return unknown_key_text(key, [*names, *inside, *arguments])
 
 

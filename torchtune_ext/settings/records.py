@@ -72,7 +72,7 @@ def nested_record(field: FieldInfo) -> type | None:
     return record if is_pydantic_dataclass(record) else None
 
 
-def option_fault(key: str, field: FieldInfo, value: Any, error: Any) -> str:
+def option_error_text(key: str, field: FieldInfo, value: Any, error: Any) -> str:
     """Return the message for a value of a known key that pydantic refused with `error`."""
     optional = NoneType in union_members(field.annotation)
     if error["type"] == "value_error":
@@ -152,4 +152,4 @@ def _init_error_text(record: type, key: str, values: dict[str, Any], error: Any)
     if name not in fields:
         return full, unknown_key_text(full, [f"{key}.{each}" for each in fields], f"`{key}:`")
     # An error may concern an item of a list.
-    return full, option_fault(full, fields[name], values.get(name, error["input"]), error)
+    return full, option_error_text(full, fields[name], values.get(name, error["input"]), error)

@@ -61,8 +61,8 @@ def dry_run(cfg: GRPOConfig) -> None:
     if rank:
         sys.exit(0)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    machine, missing = machine_of(cfg.dry_run, cfg.device, cfg.engine.devices, ranks), None
-    plan, notes = plan_of(cfg, machine)
+    machine, missing = resolve_machine(cfg.dry_run, cfg.device, cfg.engine.devices, ranks), None
+    plan, notes = make_plan(cfg, machine)
     plan = plan.with_trainers(ranks if ranks > 1 else None, visible)
     if machine.is_local and not machine.gpus and cfg.device != "cpu":
         notes.append("no GPU is visible, so the run would use the CPU; dry_run=4x80 plans for 4 GPUs of 80 GB")
@@ -123,7 +123,7 @@ def check_planned_start(plan: RunPlan, torchrun: bool) -> None:
         )
 
 
-def machine_of(asked: bool | str | None, device: str, engine_devices: str | None, ranks: int) -> Machine:
+def resolve_machine(asked: bool | str | None, device: str, engine_devices: str | None, ranks: int) -> Machine:
     """Return the machine that a dry run plans for.
 
     Args:
@@ -194,7 +194,7 @@ def main_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
     return available if limit_text == "max" else min(available, int(limit_text))
 
 
-def plan_of(cfg: GRPOConfig, machine: Machine) -> tuple[RunPlan, list[str]]:
+def make_plan(cfg: GRPOConfig, machine: Machine) -> tuple[RunPlan, list[str]]:
     """Plan a run, still without its number of training devices.
 
     Returns:
@@ -203,8 +203,8 @@ def plan_of(cfg: GRPOConfig, machine: Machine) -> tuple[RunPlan, list[str]]:
     Raises:
         UsageError: a setting is invalid, or the sizes of the model are unknown.
     """
-    model, lines = model_of(cfg.model, cfg.model_dir)
-    trainer, sampler = fp8_configs = cfg.precision.side_configs
+    model, lines = build_meta_model(cfg.model, cfg.model_dir)
+    trainer, sampler = fp8_configs = cfg.precision.fp8_configs
     # The dtype follows the planned machine, not this machine.
     name = chosen_dtype(cfg.dtype, "cuda" if machine.gpus else "cpu", fp8=sampler is not None)
     dtype, engine = DTYPES[name], cfg.engine.with_trainer_defaults(name)
@@ -226,7 +226,7 @@ def plan_of(cfg: GRPOConfig, machine: Machine) -> tuple[RunPlan, list[str]]:
     return plan, lines
 
 
-def model_of(builder: Component, model_dir: str) -> tuple[TransformerDecoder, list[str]]:
+def build_meta_model(builder: Component, model_dir: str) -> tuple[TransformerDecoder, list[str]]:
     """Build the model on the meta device.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtune_ext.policy.memory import GIB, ModelSizes, trainer_memory
 from torchtune_ext.run.errors import UsageError
-from torchtune_ext.sampling.engine_args import CPU_KV_CACHE_BYTES, device_shares, resolve_transfer
+from torchtune_ext.sampling.engine_args import CPU_KV_CACHE_BYTES, engine_device_groups, resolve_transfer
 from torchtune_ext.sampling.types import CANARY_REQUESTS, EngineConfig
 from torchtune_ext.setup.config_records import GRPOConfig
 from torchtune_ext.setup.machine_checks import disk_need, format_bytes
@@ -119,7 +119,7 @@ class RunPlan:
             own = "shared" if engine.devices is None else "own"
             self.engine_placement = "server" if engine.address is not None else "sleeps" if engine.sleep else own
             # One engine per address, per share of `engine.devices`, or `engine.count`.
-            self.engines = len(engine.addresses or device_shares(engine)) or engine.count or 1
+            self.engines = len(engine.addresses or engine_device_groups(engine)) or engine.count or 1
             gpus = engine.tensor_parallel_size
         # GPUs that only sample, and GPUs that an engine shares with the trainer.
         self.sampling_gpus = self.engines * gpus if self.engine_placement in ("own", "server") else 0

@@ -155,7 +155,7 @@ class RunComponents:
         # If groups are sampled ahead, grading runs during training.
         cfg, tasks = self.cfg, [self.task, self.eval_task]
         return open_graders(
-            tasks, cfg.grader, beside_training=self.staleness_scheduler.prefetch_steps > 0, folder=cfg.output_dir
+            tasks, cfg.grader, during_training=self.staleness_scheduler.prefetch_steps > 0, folder=cfg.output_dir
         )
 
     def teacher_engine_config(self) -> EngineConfig:

@@ -134,13 +134,13 @@ def init_ranks(
     if world_size == 1 or dist.is_initialized():
         return Ranks(rank, world_size, rank_device, shard_within=config.shard_within)
     # Only a run of several ranks needs these imports.
-    from torchtune_ext.training.machines import choose_interface, hosts_of_ranks, rendezvous, require_shared_folder
+    from torchtune_ext.training.machines import choose_interface, hosts_of_ranks, rendezvous_progress, require_shared_folder
 
     # On GPUs, NCCL carries the tensors of the model. Messages from rank 0 use gloo: a rank that
     # waits in NCCL keeps its GPU and a core busy, and ranks may wait for rank 0 for hours.
     backend = training.get_distributed_backend(rank_device.type, offload_ops_to_cpu=rank_device.type != "cpu")
     try:
-        with rendezvous(rank, world_size, config.deadline_s):
+        with rendezvous_progress(rank, world_size, config.deadline_s):
             choose_interface()
             join(backend, config.deadline_s)
     except RuntimeError as error:

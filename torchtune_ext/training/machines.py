@@ -22,7 +22,7 @@ MAIN_NOTICE_S, OTHER_RANKS_NOTICE_S = 5.0, 60.0
 
 
 @contextmanager
-def rendezvous(rank: int, world_size: int, deadline_s: float) -> Iterator[None]:
+def rendezvous_progress(rank: int, world_size: int, deadline_s: float) -> Iterator[None]:
     """Prints a notice if the enclosed code waits long for the other ranks.
 
     Raises:

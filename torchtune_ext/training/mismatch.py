@@ -108,7 +108,7 @@ class MismatchError(RunFailure):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenDiffs:
+class PairedLogprobs:
     """Log-probs of N sampled tokens from trainer and sampler."""
 
     ours_N: np.ndarray  # the trainer's log-probs, nats
@@ -118,7 +118,7 @@ class TokenDiffs:
     buckets_2N: np.ndarray  # position bucket and age bucket (`bucket_ids`)
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], version: int | None) -> "TokenDiffs":
+    def from_rows(cls, rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], version: int | None) -> "PairedLogprobs":
         """Collects the labels of packed rows of all ranks, with ages from `version`. A collective."""
         none = np.empty(0)
         parts = [cls(none, none, none, np.empty(0, np.int64), np.empty((2, 0), np.int64))]
@@ -135,17 +135,17 @@ class TokenDiffs:
         return cls.concat(all_gather(cls.concat(parts)))
 
     @classmethod
-    def concat(cls, parts: Sequence["TokenDiffs"]) -> "TokenDiffs":
+    def concat(cls, parts: Sequence["PairedLogprobs"]) -> "PairedLogprobs":
         """All tokens of `parts`."""
         return cls(*(np.concatenate([getattr(part, f.name) for part in parts], axis=-1) for f in fields(cls)))
 
     def __len__(self) -> int:
         return len(self.ours_N)
 
-    def __getitem__(self, chosen: np.ndarray | slice) -> "TokenDiffs":
-        return TokenDiffs(*(getattr(self, field.name)[..., chosen] for field in fields(self)))
+    def __getitem__(self, chosen: np.ndarray | slice) -> "PairedLogprobs":
+        return PairedLogprobs(*(getattr(self, field.name)[..., chosen] for field in fields(self)))
 
-    def renumber_contexts(self) -> "TokenDiffs":
+    def renumber_contexts(self) -> "PairedLogprobs":
         """The same tokens with context ids from 0."""
         return replace(self, contexts_N=np.unique(self.contexts_N, return_inverse=True)[1])
 
@@ -198,7 +198,7 @@ def students_t_quantile(freedom: float) -> float:
     return math.sqrt(freedom * math.expm1(deviations**2 / freedom))
 
 
-def _mismatch_stats(tokens: TokenDiffs) -> MismatchStats:
+def _mismatch_stats(tokens: PairedLogprobs) -> MismatchStats:
     if not len(tokens):
         return MismatchStats(0.0, 0.0, 0.0, 0.0, 0.0, 1.0, {}, 0)
     d = torch.from_numpy(tokens.d_N)
@@ -309,7 +309,7 @@ class MismatchGate:
         self._min_limit = REPLAY_LIMIT_NATS if replay else MIN_AUTO_LIMIT_NATS  # minimum limit of "auto"
         self._limit = float(limit) if limit != "auto" else REPLAY_LIMIT_NATS if replay else 0.0
         self._measured: list[float] = []  # results of `measure_rounding`
-        self._recent: TokenDiffs | None = None  # the latest tokens that the then current version had sampled
+        self._recent: PairedLogprobs | None = None  # the latest tokens that the then current version had sampled
         # With different weights d correlates with the reward, which selects groups.
         self._mean_weight_enabled = test_mean_weight
         # The warning about missing current-version tokens is logged once, and never in a replay.
@@ -348,7 +348,7 @@ class MismatchGate:
             MismatchError: a test failed, or a log-prob is not finite. The message gives the numbers
                 and the likely cause.
         """
-        tokens = TokenDiffs.from_rows(rows, logprobs, version)
+        tokens = PairedLogprobs.from_rows(rows, logprobs, version)
         bad = [np.count_nonzero(~np.isfinite(each)) for each in (tokens.ours_N, tokens.theirs_N)]
         if any(bad):
             raise MismatchError(
@@ -361,7 +361,7 @@ class MismatchGate:
 
     def check_tokens(
         self,
-        tokens: TokenDiffs,
+        tokens: PairedLogprobs,
         rows: Sequence[Row],
         when: str,
         version: int | None,
@@ -373,7 +373,7 @@ class MismatchGate:
         current = tokens[tokens.buckets_2N[1] == STALENESS_0_BUCKET]
         token_sets = {"": current.renumber_contexts()}
         if version is not None and len(current):
-            recent = TokenDiffs.concat([self._recent, current]) if self._recent is not None else current
+            recent = PairedLogprobs.concat([self._recent, current]) if self._recent is not None else current
             self._recent = recent[-max(MAX_RECENT_TOKENS, len(current)) :]
             if len(self._recent) > len(current):
                 token_sets[" of the latest steps"] = self._recent.renumber_contexts()
@@ -403,10 +403,10 @@ class MismatchGate:
 
     def check_sharpness(self, rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], when: str) -> None:
         """Tests only the sharpness, by log-probs under the published weights. A collective."""
-        self._test_sharpness(TokenDiffs.from_rows(rows, logprobs, None).renumber_contexts(), when)
+        self._test_sharpness(PairedLogprobs.from_rows(rows, logprobs, None).renumber_contexts(), when)
 
     def _test_scale(
-        self, token_sets: dict[str, TokenDiffs], rows: Sequence[Row], when: str, effects: Sequence[UpdateEffect]
+        self, token_sets: dict[str, PairedLogprobs], rows: Sequence[Row], when: str, effects: Sequence[UpdateEffect]
     ) -> None:
         fits = {
             which: fit_slope(np.abs(each.d_N), np.ones(len(each)), each.contexts_N)
@@ -459,7 +459,7 @@ class MismatchGate:
             )
         return own
 
-    def _test_sharpness(self, tokens: TokenDiffs, when: str) -> None:
+    def _test_sharpness(self, tokens: PairedLogprobs, when: str) -> None:
         # At temperature T / (1 + s) the sampler's log-probs are larger by s (log p + H): likely
         # tokens gain and unlikely tokens lose. Rounding does not have this effect.
         sharpness, _ = _fit_sharpness(tokens)
@@ -485,7 +485,7 @@ class MismatchGate:
             "(logprobs_mode=processed_logprobs), and that no generation_config.json overrides it"
         )
 
-    def _test_mean_weight(self, tokens: TokenDiffs, when: str) -> None:
+    def _test_mean_weight(self, tokens: PairedLogprobs, when: str) -> None:
         # Let p be the trainer's and q the sampler's probability. The mean of exp(d) is
         # sum_y q(y) p(y) / q(y) = 1, whatever the rounding, unless q is 0 for a token with p > 0.
         excess = fit_slope(np.expm1(tokens.d_N), np.ones(len(tokens)), tokens.contexts_N)
@@ -521,11 +521,11 @@ class MismatchGate:
             likelihood_gains(ours.logprobs_L, row.logprobs_L, ours.entropy_L, sharp.logprobs_L)
             for row, ours, sharp in zip(rows, logprobs, sharper, strict=True)
         ]
-        self.judge_likelihood(
+        self.check_likelihood_gains(
             np.sum([np.zeros(len(MIXTURES)), *sum(all_gather(gains), [])], axis=0), when, engine, seed
         )
 
-    def judge_likelihood(self, gain: np.ndarray, when: str, engine: str, seed: int) -> None:
+    def check_likelihood_gains(self, gain: np.ndarray, when: str, engine: str, seed: int) -> None:
         """Tests the `likelihood_gains` of a canary, as `check_likelihood` does."""
         # The Shiryaev-Roberts statistic sums evidence over all change points, since an engine may
         # break at any time. A healthy sampler's mean is at most the number of canaries.
@@ -558,7 +558,7 @@ def likelihood_gains(*logprobs: Tensor) -> np.ndarray:
     return ((p - q)[:, None] + np.log1p(weights * np.expm1(sharp - p)[:, None])).sum(axis=0)
 
 
-def _fit_sharpness(tokens: TokenDiffs) -> tuple[SlopeFit, np.ndarray]:
+def _fit_sharpness(tokens: PairedLogprobs) -> tuple[SlopeFit, np.ndarray]:
     """Fits the sharpness of the sampler. Returns the fit and the residual of d, [N] in nats."""
     found = fit_slope(-tokens.d_N, tokens.score_N, tokens.contexts_N)
     return found, tokens.d_N + found.slope * tokens.score_N

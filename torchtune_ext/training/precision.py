@@ -94,7 +94,7 @@ class PrecisionConfig(Fp8Config):
         return self.flow != "bf16"
 
     @property
-    def side_configs(self) -> tuple[Fp8Config | None, Fp8Config | None]:
+    def fp8_configs(self) -> tuple[Fp8Config | None, Fp8Config | None]:
         """FP8 settings of the trainer's and the engine's layers; None: no FP8 on that side."""
         return self if self.flow == "fp8_unified" else None, None if self.flow == "bf16" else self
 
@@ -133,7 +133,7 @@ class Precision:
         self.dtype = DTYPES[dtype]  # dtype of the trainer's forward and backward
         engine = engine.with_trainer_defaults(dtype)
         self.engine_dtype = getattr(torch, engine.dtype)
-        self.trainer_fp8, sampler = config.side_configs
+        self.trainer_fp8, sampler = config.fp8_configs
         self.engine = engine  # settings for starting the engine
         self.engine_fp8: Fp8Plan | None = None  # which layers the engine holds in FP8
         if device.type == "cpu" and engine.dtype == "bfloat16" and not computes_in_bfloat16("cpu"):

@@ -19,7 +19,7 @@ from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import config_files, package_folder, recipe_files, recipe_for_name
 from torchtune_ext.settings.components import Component
 from torchtune_ext.settings.config import load_config
-from torchtune_ext.setup.dry_run import parse_machine, plan_of
+from torchtune_ext.setup.dry_run import parse_machine, make_plan
 
 FILES = config_files(package_folder("configs"))
 CONFIGS = {name: path for name, path in FILES.items() if recipe_for_name(name)}
@@ -106,7 +106,7 @@ def test_dry_run_counts_match_published_model_sizes(name, words, public, billion
     _, cfg = sized(name, words, public, tmp_path)
     assert cfg.engine.sleep or bool(cfg.engine.devices) != bool(cfg.engine.address)
     with nf4_in_one_piece():
-        plan, _ = plan_of(cfg, parse_machine("1x80"))
+        plan, _ = make_plan(cfg, parse_machine("1x80"))
     assert f"{plan.sizes.total_params / 1e9:.3f}" == f"{billions:.3f}"
 
 
@@ -119,7 +119,7 @@ def test_dry_run_without_config_json_reports_missing_folder():
     _, cfg = loaded("grpo/qwen2_5_7B_full")
     cfg.model_dir = cfg.model["model_dir"] = "models/Nobodys-7B"
     with pytest.raises(ValueError, match="model_dir='models/Nobodys-7B': folder not found, .*`hf download "):
-        plan_of(cfg, parse_machine("1x80"))
+        make_plan(cfg, parse_machine("1x80"))
 
 
 def test_config_paths_expand_home_folder(monkeypatch, tmp_path):

@@ -182,7 +182,7 @@ def test_measured_tasks_share_one_service(monkeypatch, bench, cores):
     opened, pinned, bench.timed_cores = [], cores(range(8)), (7,)
     monkeypatch.setattr(grading, "open_bench", lambda config: (opened.append(config), bench)[1])
     tasks = [Asked({"threads": 2}), None, Unmeasured(), Asked()]
-    graders = open_graders(tasks, GraderConfig(workers=1), beside_training=True)
+    graders = open_graders(tasks, GraderConfig(workers=1), during_training=True)
     try:
         assert [type(grader) for grader in graders] == [BenchGrader, Grader, BenchGrader]
         assert opened == [BenchConfig(threads=2)]
@@ -205,7 +205,7 @@ def test_bench_grader_closed_when_other_start_fails(monkeypatch):
 
     monkeypatch.setattr(grading, "open_bench", fail)
     with pytest.raises(BenchError, match="the service has failed"):
-        open_graders([Unmeasured(), Asked()], GraderConfig(), beside_training=True)
+        open_graders([Unmeasured(), Asked()], GraderConfig(), during_training=True)
     wait_until(lambda: len(closed) == 1)
 
 

@@ -112,7 +112,7 @@ def test_servers_of_a_pool_are_alike():
     def met(address, **facts):
         backend = ServerBackend(EngineConfig(address=address), lambda step: None)
         backend.server_info = peers
-        backend.require_alike({"model": "Qwen", "hidden_size": 64, "max_model_len": 512} | facts)
+        backend.require_same_setup({"model": "Qwen", "hidden_size": 64, "max_model_len": 512} | facts)
 
     met("http://a:1")
     met("http://b:2")

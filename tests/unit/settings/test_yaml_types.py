@@ -72,7 +72,7 @@ class Odd:
 
 def test_value_of_the_type_of_default_passes():
     node = {"_component_": f"{__name__}.Odd", "name": 4, "limit": None, "mode": "slow"}
-    assert Component(node, "task").checked()[0] is Odd
+    assert Component(node, "task").resolve_call()[0] is Odd
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torchtune_ext.training.mismatch import (
     SHARPER_LOGIT_SCALE,
     MismatchError,
     MismatchGate,
-    TokenDiffs,
+    PairedLogprobs,
     fit_slope,
     likelihood_gains,
     students_t_quantile,
@@ -57,7 +57,7 @@ def test_mismatch_samples_from_one_state_count_once(contexts_seen, stops):
     """
     d = np.random.default_rng(0).normal(-0.036, 0.012, contexts_seen).repeat(16)
     ours, where = np.full(len(d), math.log(0.95)), np.full((2, len(d)), STALENESS_0_BUCKET)
-    tokens = TokenDiffs(ours, ours - d, np.full(len(d), 0.2), np.arange(contexts_seen).repeat(16), where)
+    tokens = PairedLogprobs(ours, ours - d, np.full(len(d), 0.2), np.arange(contexts_seen).repeat(16), where)
     with pytest.raises(MismatchError, match="mean of exp") if stops else nullcontext():
         MismatchGate(1.0).check_tokens(tokens, (), "step 1", 0)
 
@@ -73,7 +73,7 @@ def canaries(sampler, rounding=0.06, seed=0):
         labels = torch.multinomial(sampler(theirs.exp()), 1, generator=generator)
         picked = [each.gather(1, labels)[:, 0] for each in (ours, theirs, (ours * SHARPER_LOGIT_SCALE).log_softmax(-1))]
         gains = likelihood_gains(picked[0], picked[1], Categorical(logits=ours).entropy(), picked[2])
-        yield partial(gate.judge_likelihood, gains, f"canary {number}", "the engine", number)
+        yield partial(gate.check_likelihood_gains, gains, f"canary {number}", "the engine", number)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ def test_canary_with_repeated_seed_adds_no_evidence():
     for gate, canaries_of_a_seed in ((once, 1), (often, 9)):
         for seed in range(8):
             for number in range(canaries_of_a_seed):
-                gate.judge_likelihood(zero - 1 if number else zero + 1.5, "", "", seed)
+                gate.check_likelihood_gains(zero - 1 if number else zero + 1.5, "", "", seed)
     assert (once._ratios[""][2] == often._ratios[""][2]).all()
     with pytest.raises(MismatchError):
-        often.judge_likelihood(zero + 4.0, "", "", 8)
+        often.check_likelihood_gains(zero + 4.0, "", "", 8)
 
 
 def test_contexts_are_equal_where_the_log_prob_is():

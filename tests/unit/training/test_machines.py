@@ -241,7 +241,7 @@ def test_waiting_rank_without_torchrun_prints_where(monkeypatch, capsys):
     ):
         if torchrun:
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-        with machines.rendezvous(rank, 4, 600.0):
+        with machines.rendezvous_progress(rank, 4, 600.0):
             time.sleep(wait)
         assert capsys.readouterr().out == says
 

@@ -107,7 +107,7 @@ def test_dry_run_counts_fp8_memory(source):
         return bytes_
 
     config, plain = PrecisionConfig(flow="fp8_unified", skip=("o_proj",)), need()
-    fp8 = need(*config.side_configs)
+    fp8 = need(*config.fp8_configs)
     converted = [
         layer.shape
         for layer in planned(source, flow="fp8_unified", skip=("o_proj",)).engine_fp8.layers
