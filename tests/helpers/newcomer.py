@@ -31,10 +31,11 @@ def walk(page: Path, folder: Path, shorter: Mapping[str, Sequence[str]] | None =
     return printed
 
 
-def typed(folder: Path, program: str, *words: str, timeout: float = 1500) -> str:
+def typed(folder: Path, program: str, *words: str, timeout: float = 1500, threads: int = 1) -> str:
     """Run a command in a folder; it must succeed. Return its output."""
     command = [sys.executable, *PROGRAMS[program], *words]
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=timeout)
+    env = environment() | {"OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
     return output

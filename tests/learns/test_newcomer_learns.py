@@ -32,7 +32,8 @@ def test_newcomer_reward_rises_beyond_its_noise(repo_root, tmp_path):
     assert statistics.fmean(last) - statistics.fmean(first) > 3 * error, (first, last)
 
 
-@pytest.mark.timeout(3600)
+# A processor without bfloat16 takes ten times as long as the 4.5 minutes of README.md.
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_newcomer_readme_run_raises_accuracy_without_warnings(repo_root, tmp_path, seed):
     env = os.environ | {"VENV": sys.prefix}
@@ -44,7 +45,8 @@ def test_newcomer_readme_run_raises_accuracy_without_warnings(repo_root, tmp_pat
     write_files({name: text for page in pages for name, text in shown_files(page).items()}, tmp_path)
     typed(tmp_path, "python", "make_rows.py")
     *first, run = shown_commands(pages[1], "tune cp -n grpo/smollm2_jsonl")
-    printed = [typed(tmp_path, *words) for words in first] + [typed(tmp_path, *run, f"seed={seed}")]
+    printed = [typed(tmp_path, *words) for words in first]
+    printed.append(typed(tmp_path, *run, f"seed={seed}", timeout=6900, threads=len(os.sched_getaffinity(0))))
     assert "warning" not in printed[-1].lower(), printed[-1]
 
     evaluated = [line for line in metrics(tmp_path / "runs" / "smollm2" / "jsonl") if "eval/accuracy_sampled" in line]
