@@ -40,7 +40,7 @@ WARM_UP = ("--config", "warmup/tiny_fp8", "num_problems=24000", LEVELS)
 TRAINING = ("evaluation.task=null", "checkpoints.every=1000000")  # neither takes time away from the steps
 TRAINING += ("prompts_per_step=64", "updates_per_step=4", "max_steps=60", LEVELS)
 TRAINING += ("sampling.max_tokens=128", "engine.max_model_len=192")
-SYNC_PINNED, ASYNC_PINNED = "sync, a core each", "async, a core each"
+SYNC_PINNED, ASYNC_PINNED = "sync, one core each", "async, one core each"
 SYNC, ASYNC = "sync, both cores", "async, both cores"
 ARMS = {SYNC_PINNED: (0, True), ASYNC_PINNED: (1, True), SYNC: (0, False), ASYNC: (1, False)}  # staleness; a core each?
 SAMPLER = "torchtune_ext.sampling.client_process"  # the engine's process is a fork of it
@@ -77,20 +77,20 @@ class Run:
 
 
 COLUMNS: dict[str, tuple[str, Callable[[Run], float]]] = {  # title -> how to write it, and what
-    "seconds, all steps": (".1f", lambda run: run.seconds()),
+    "time of all steps, s": (".1f", lambda run: run.seconds()),
     "accuracy in the first steps": (".3f", lambda run: run.accuracies()[0]),
-    "in the last": (".3f", lambda run: run.accuracies()[-1]),
+    "accuracy in the last steps": (".3f", lambda run: run.accuracies()[-1]),
     "tokens": (".1f", lambda run: run.mean("length/mean")),
-    "of the longest": (".0f", lambda run: run.mean("length/max")),
-    "waits for samples, s/step": (".3f", lambda run: run.mean("time/sample")),
-    "trains, s/step": (".3f", lambda run: run.mean("time/train")),
+    "tokens of the longest": (".0f", lambda run: run.mean("length/max")),
+    "waiting for rollouts, s/step": (".3f", lambda run: run.mean("time/sample")),
+    "training, s/step": (".3f", lambda run: run.mean("time/train")),
     "µs/token": (".0f", Run.train_us),
     "serving, CPU s/step": (".3f", lambda run: run.busy["serving"] * run.mean("time/step")),
-    "cores busy: engine": (".2f", lambda run: run.busy["engine"]),
-    "trainer": (".2f", lambda run: run.busy["trainer"]),
-    "age, mean": (".2f", lambda run: run.mean("async/staleness_mean")),
-    "max": (".0f", lambda run: max(step.get("async/staleness_max", 0.0) for step in run.steps)),
-    "tokens thrown away": (".0f", lambda run: run.steps[-1].get("async/dropped_tokens", 0.0)),
+    "busy cores: engine and client": (".2f", lambda run: run.busy["engine"]),
+    "busy cores: trainer": (".2f", lambda run: run.busy["trainer"]),
+    "mean staleness": (".2f", lambda run: run.mean("async/staleness_mean")),
+    "max staleness": (".0f", lambda run: max(step.get("async/staleness_max", 0.0) for step in run.steps)),
+    "dropped tokens": (".0f", lambda run: run.steps[-1].get("async/dropped_tokens", 0.0)),
 }
 
 
@@ -168,13 +168,13 @@ def report(runs: dict[str, list[Run]]) -> str:
     goals = [min(max(run.accuracies()) for run in repeat) for repeat in zip(*runs.values(), strict=True)]
     took = {arm: [run.seconds() for run in arm_runs] for arm, arm_runs in runs.items()}
     reached = {arm: [run.seconds_to(goals[i]) for i, run in enumerate(arm_runs)] for arm, arm_runs in runs.items()}
-    rows = [["arm", "seconds to the accuracy", *COLUMNS], ["---"] * (2 + len(COLUMNS))]
+    rows = [["arm", "time to target accuracy, s", *COLUMNS], ["---"] * (2 + len(COLUMNS))]
     for arm, arm_runs in runs.items():
         cells = [spread([value(run) for run in arm_runs], form) for form, value in COLUMNS.values()]
         rows.append([arm, spread(reached[arm], ".1f"), *cells])
-    rows += [[], ["times faster", "all steps", "to the accuracy"], ["---"] * 3]
+    rows += [[], ["speedup", "all steps", "to target accuracy"], ["---"] * 3]
     for fast, slow in ((ASYNC_PINNED, SYNC_PINNED), (ASYNC_PINNED, SYNC), (ASYNC, SYNC)):
-        rows.append([f"{fast}, over {slow}", ratio(took[slow], took[fast]), ratio(reached[slow], reached[fast])])
+        rows.append([f"{fast} over {slow}", ratio(took[slow], took[fast]), ratio(reached[slow], reached[fast])])
     lines = [f"| {' | '.join(cells)} |" if cells else "" for cells in rows]
     costs = ratio(*([run.train_us() for run in runs[arm]] for arm in (ASYNC_PINNED, SYNC_PINNED)))
     lines += ["", f"Concurrent generation makes training on a token take {costs} times as long, one core each."]

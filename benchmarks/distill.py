@@ -69,7 +69,9 @@ def main() -> None:
     args = parser.parse_args()
     curves = [learn(seed, args) for seed in args.seeds]
     print(
-        "| step | " + " | ".join(f"{arm}: held-out accuracy | seconds" for arm in ARMS) + " | difference | KL, nats |"
+        "| step | "
+        + " | ".join(f"{arm}: accuracy | {arm}: s" for arm in ARMS)
+        + " | difference | KL to teacher, nats |"
     )
     print("|" + "---|" * (2 * len(ARMS) + 3))
     for step in curves[0]["distill"]:

@@ -47,8 +47,12 @@ RAW_SAMPLERS = {
     "top-p 0.95, raw": {"top_p": 0.95},
     "top-k 20, raw": {"top_k": 20},
 }
-LOST = ("lost", "lost under its label", "lost, and the engine lies")
-TENSORS = ("one tensor random", "one tensor lost", "one tensor old", "all tensors old, and the engine lies")
+SKIPPED = (
+    "skipped weight sync",
+    "skipped weight sync, new version label",
+    "skipped weight sync, checks bypassed",
+)
+TENSORS = ("one tensor random", "one tensor zeroed", "one tensor old", "all tensors old, checks bypassed")
 RAW = "logprobs_mode: raw_logprobs"
 ROPE = "hf_overrides: {rope_parameters: {rope_type: default, rope_theta: 5000.0}}"
 ADAPTERS = ["adapters.publish=adapter", "model.lora_attn_modules=[q_proj,v_proj]", "model.lora_rank=8"]
@@ -78,12 +82,12 @@ def plant_faults(fault: Path) -> None:
         return await generate(self, call)
 
     async def lose(self, buffers, version):
-        if fault.read_text() == "lost":
+        if fault.read_text() == SKIPPED[0]:
             return 0.0, 0.0
-        return await load(self, [] if fault.read_text() in LOST[1:] else buffers, version)
+        return await load(self, [] if fault.read_text() in SKIPPED[1:] else buffers, version)
 
     def believe(self, answer):
-        return None if fault.read_text().endswith("lies") else wrong_tensors(self, answer)
+        return None if fault.read_text().endswith("checks bypassed") else wrong_tensors(self, answer)
 
     RemoteBackend.generate, RemoteBackend.load, Publisher._find_checksum_error = sample, lose, believe
 
@@ -195,8 +199,8 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=100, help="in good health")
     args = parser.parse_args()
-    faults = [*SAMPLERS, *LOST, *TENSORS]
-    rows, alarms = {name: [] for name in ["wrong rope", *faults, *RAW_SAMPLERS]}, []
+    faults = [*SAMPLERS, *SKIPPED, *TENSORS]
+    rows, alarms = {name: [] for name in ["wrong RoPE base", *faults, *RAW_SAMPLERS]}, []
     for cell in args.cells:
         for number, rate in enumerate(args.rates):
             planted = [] if number else faults
@@ -204,7 +208,7 @@ def main() -> None:
             health, *lines = run(out, args.config, CELLS[cell] + args.options, rate, args.steps, planted)
             if not number:
                 rope = run(Path(f"{out}, rope"), args.config, CELLS[cell] + args.options, rate, 1, [], ROPE)
-                lines.append(rope[0] | {"fault": "wrong rope"})
+                lines.append(rope[0] | {"fault": "wrong RoPE base"})
                 raw = Path(f"{out}, raw")
                 lines += run(raw, args.config, CELLS[cell] + args.options, rate, 1, list(RAW_SAMPLERS), RAW)[1:]
             steps = f"{args.steps} steps, {health['tokens']} tokens"

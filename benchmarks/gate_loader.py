@@ -19,7 +19,7 @@ def views(memory, manifest):
             # The wrong tensor has the right size, so that only its values are wrong.
             values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)) * tensor.float().std()
             yield name, values.to(tensor.dtype)
-        elif one and fault == "one tensor lost":
+        elif one and fault == "one tensor zeroed":
             yield name, torch.zeros_like(tensor)
         elif (one and fault == "one tensor old") or fault.startswith("all tensors old"):
             yield name, old

@@ -228,14 +228,14 @@ def main() -> None:
             "kernel",
             "registers",
             "spilled bytes",
-            "shared KiB",
-            "programs on a multiprocessor",
-            "of its threads",
+            "shared memory, KiB",
+            "programs per multiprocessor",
+            "occupancy",
         )
         table("Triton kernels for sm_90a", head, *compiled_kernels())
-    head = "rows of", "tokens", "tiles computed", "over what is allowed", "causal tiles over computed"
+    head = "rows", "tokens", "computed tiles", "computed / allowed", "causal / computed"
     table(f"Block masks, tiles of {TILE_SIZE} x {TILE_SIZE}", head, *block_masks())
-    head = "model", "rows of", "tokens", "TFLOP", "of it attention", "GB moved"
+    head = "model", "rows", "tokens", "TFLOP", "attention share", "GB moved"
     head += tuple(f"{gpu}: s for {what}" for what in ("TFLOP", "GB") for gpu in GPUS)
     steps = [row for name in ("Qwen2.5-7B", "Qwen3-8B") for again in (False, True) for row in step_of(name, again)]
     table("A row forward and backward, and an update", head, *steps)

@@ -5,7 +5,7 @@
 Models have the published widths and random weights: time and memory do not depend on what weights are. An update is forward
 and backward of GRPO's loss on one packed row of at most 16,384 tokens, as the learner makes it, then the clipped step of fused
 AdamW, in bfloat16 with float32 masters. Seconds are medians of `--repeats` updates after three. The rate uses the operations
-that gpu_compile.py counts in forward and backward; recomputation by checkpointing is not counted. "of a matmul" is the
+that gpu_compile.py counts in forward and backward; recomputation by checkpointing is not counted. "share of matmul" is the
 fraction of the rate of an 8192^3 product in the same process. "planned" is the estimate of a dry run, without its allowances.
 
 A model that does not fit with AdamW is measured without an update: `--no-update`.
@@ -114,8 +114,8 @@ def main() -> None:
     args = parser.parse_args()
     end, rate = time.monotonic() + 60 * args.minutes, matmul_rate()
     print(f"{torch.cuda.get_device_name()}; torch {torch.__version__}; a matmul of 8192^3: {rate / 1e12:.0f} TFLOP/s")
-    head = "model", "mode", "row of", "tokens", "forward and backward, s", "tokens/s", "TFLOP/s", "of a matmul"
-    head += "update, s", "first, s", "peak GiB", "planned"
+    head = "model", "mode", "row", "tokens", "forward and backward, s", "tokens/s", "TFLOP/s", "share of matmul"
+    head += "update, s", "first, s", "peak GiB", "planned GiB"
     cells, profiles = [], []
     for name in args.models:
         meta, operations = meta_model(name), {}
@@ -153,7 +153,7 @@ def main() -> None:
             del learner
     table("An update on one row", head, *cells)
     for title, rows in profiles:
-        table(title, ("kernel", "times", "ms", "of all"), *rows)
+        table(title, ("kernel", "times", "ms", "share of all"), *rows)
 
 
 if __name__ == "__main__":

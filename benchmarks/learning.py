@@ -21,8 +21,8 @@ from torchtune_ext.telemetry.metrics import read_metrics
 
 WAYS = ("sampled", "greedy")
 HEAD = (
-    "warm-up | seed | threads | sampled before | after | rise | greedy before | after | rise | entropy | worst mismatch | "
-    "minutes"
+    "warm-up | seed | threads | sampled: before | sampled: after | sampled: gain | greedy: before | greedy: after | "
+    "greedy: gain | entropy | worst mismatch | minutes"
 )
 
 

@@ -87,8 +87,20 @@ def main() -> None:
                 tune(recipe, "--config", config, *settings)
                 (run / "done").touch()
             rows.append(row(variant, seed, run, parameters(warm / "model")))
-    head = ["variant", "seed", "sampled before", "after", "rise", "greedy before", "after", "rise", "trained", "share"]
-    head += ["AdamW, MiB", "MB published a step", "ms", "s a step", "worst mismatch"]
+    head = [
+        "variant",
+        "seed",
+        *(f"{way}: {what}" for way in ("sampled", "greedy") for what in ("before", "after", "gain")),
+    ]
+    head += [
+        "trained parameters",
+        "share",
+        "AdamW, MiB",
+        "published, MB/step",
+        "weight sync, ms",
+        "s/step",
+        "worst mismatch",
+    ]
     print("| " + " | ".join(head) + " |")
     print("|" + "---|" * len(head))
     for cells in rows:

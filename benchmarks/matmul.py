@@ -172,9 +172,9 @@ def measure(runs: dict[str, Path], seed: int, size: int, out: Path) -> dict[str,
         results[name] = {
             "before": before,
             "after": after,
-            "times": after / before if before else math.inf,
-            "right before": correct_fraction(each.first),
-            "right after": correct_fraction(each.last),
+            "speedup": after / before if before else math.inf,
+            "correct before": correct_fraction(each.first),
+            "correct after": correct_fraction(each.last),
             "best": max(speeds[source] for source in each.best),
             "generated": max(speeds[source] for source in generated(GENERATED)),
             NAIVE: speeds[again.kernel.naive],
@@ -193,8 +193,8 @@ def row(cells: Sequence[object]) -> str:
 
 def comparison_rows(results: dict[int, dict[str, dict[str, float]]], names: Sequence[str]) -> list[str]:
     """Print for each figure both variants and whether their difference is significant."""
-    lines = [row(["", *names, f"{names[1]} - {names[0]}", ""]), "| --- " * (len(names) + 3) + "|"]
-    for figure in ("best", "cells", "after", "right after"):
+    lines = [row(["figure", *names, f"{names[1]} - {names[0]}", "verdict"]), "| --- " * (len(names) + 3) + "|"]
+    for figure in ("best", "cells", "after", "correct after"):
         values = {name: [each[name][figure] for each in results.values()] for name in names}
         cells = ["{:.3g} ± {:.2g}".format(*interval(values[name])) for name in names]
         mean, half = interval([b - a for a, b in zip(values[names[0]], values[names[1]], strict=True)])
@@ -253,7 +253,7 @@ def main(words: list[str] | None = None) -> dict[int, dict[str, dict[str, float]
         for name in others:
             print("", *comparison_rows(results, (base, name)), sep="\n")
         # A curriculum starts with a stage that permits only slow programs, so its own gain says little.
-        mean, half = interval([each[base]["times"] for each in results.values()])
+        mean, half = interval([each[base]["speedup"] for each in results.values()])
         print(f"\n{base}: {mean:.2f} ± {half:.2f} times the GFLOPS sampled before, over {args.seeds} seeds")
     return results
 

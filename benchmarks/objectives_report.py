@@ -118,10 +118,10 @@ COLUMNS = {
     "greedy": ("greedy", 3),
     "pass@8": ("pass@8", 3),
     "entropy": ("entropy, nats/token", 3),
-    "KL": ("KL to the start, nats/answer", 2),
+    "KL": ("KL to initial policy, nats/answer", 2),
     "loss/clip_fraction": ("`loss/clip_fraction`", 4),
     "loss/masked_fraction": ("`loss/masked_fraction`", 4),
-    "tokens": ("tokens", 2),
+    "tokens": ("tokens/answer", 2),
     "s/step": ("s/step", 2),
 }
 DIFFERENCES = ("sampled", "greedy", "pass@8", "entropy", "KL")

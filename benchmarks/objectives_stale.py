@@ -30,12 +30,12 @@ COLUMNS = {  # name -> title, digits
     "greedy": ("greedy", 3),
     "reward": ("reward, all steps", 3),
     "entropy": ("entropy, nats/token", 3),
-    "KL": ("KL to the start, nats/answer", 2),
+    "KL": ("KL to initial policy, nats/answer", 2),
     "mismatch/mean_abs": ("`mismatch/mean_abs`", 4),
     "mismatch/ess": ("`mismatch/ess`", 3),
     "loss/clip_fraction": ("`loss/clip_fraction`", 4),
-    "age": ("age of the tokens", 2),
-    "tokens": ("tokens", 1),
+    "age": ("token staleness", 2),
+    "tokens": ("tokens/answer", 1),
 }
 DIFFERENCES = ("sampled", "greedy", "reward", "entropy", "KL", "mismatch/mean_abs")
 COLORS = {  # Okabe and Ito's color-blind safe palette

@@ -11,9 +11,9 @@ cores, with its client on another. The random model is tiny, so that the engine 
 On GPUs (`--devices`) n engines of one GPU each are compared with one tensor-parallel engine on n GPUs, each GPU with the memory
 fraction of `--memory`.
 
-"computed twice": the fraction of the shareable prompt tokens of a group (full blocks of the KV cache) that was computed again,
-by the same engine or by another one, from vLLM's counts per request. The target is 0: all samples of a group go to one engine.
-It is above 0 if a prompt is evicted from a full cache, or if an engine crashed.
+"prefix tokens recomputed": the fraction of the shareable prompt tokens of a group (full blocks of the KV cache) that was
+computed again, by the same engine or by another one, from vLLM's counts per request. The target is 0: all samples of a group
+go to one engine. It is above 0 if a prompt is evicted from a full cache, or if an engine crashed.
 """
 
 import argparse
@@ -157,7 +157,7 @@ def main() -> None:
             save_model(Path(model), args.size)
         shape = AutoConfig.from_pretrained(model)
         print(f"{args.prompts} prompts of {PROMPT_TOKENS} tokens x {SAMPLES} samples of at most {MAX_TOKENS}")
-        print(f"\n| {what} | engines | tokens/s, median (range) | times one engine | computed twice, worst pass |")
+        print(f"\n| {what} | engines | tokens/s, median (range) | speedup | prefix tokens recomputed, worst pass |")
         print("|---|---|---|---|---|", flush=True)
         for number in args.engines:
             if number > len(there):

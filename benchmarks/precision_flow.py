@@ -175,7 +175,7 @@ def mismatch(model_dir: Path, questions: int, out: Path) -> tuple[str, bool]:
             f"| {kind} | {engine} | {name} | {size.size:,} | {format_error(absolute, 1e-3)} | {format_error(kl, 1e-4)} | "
             f"{np.quantile(size, 0.99):.3f} | {size.max():.2f} | {ess(parts, answers[engine][kind]):.3f} |"
         )
-    lines += ["", "| answers | engine | farther - nearer | mean \\|d\\| / 1e-3 | k3 / 1e-4 |", "|---|---|---|---|---|"]
+    lines += ["", "| answers | engine | larger - smaller | mean \\|d\\| / 1e-3 | k3 / 1e-4 |", "|---|---|---|---|---|"]
     for kind in ANSWERS:
         for engine, far, near in PAIRS:
             pairs = list(zip(d[kind, engine, far], d[kind, engine, near], strict=True))
@@ -224,7 +224,7 @@ def _gradients(model_dir: Path, policies: dict[str, PackedPolicy], answers: dict
         return torch.cat([gather_full(p.grad).flatten().double() / factor for p in policy.model.parameters()])
 
     want = gradient(exact)
-    lines = ["| gradient of | cosine with float32's | relative error |", "|---|---|---|"]
+    lines = ["| gradient of | cosine similarity with float32 | relative error |", "|---|---|---|"]
     cases = [(name, policy, 1.0) for name, policy in policies.items()]
     cases += [(f"fp8, loss x {SMALL:g}", policies["fp8"], SMALL), ("fp8 in the forward alone", forward_alone, 1.0)]
     for name, policy, factor in cases:

@@ -105,7 +105,7 @@ def values(run: Run) -> dict[str, float]:
 def report(runs: Sequence[Run], levels: Mapping[int, str]) -> str:
     """Return means over seeds ± half of the 95% interval (Student's t), and paired accuracy differences to bf16."""
     runs = [run for run in runs if run.done]
-    lines = ["| answers | flow | seeds | start | " + " | ".join(COLUMNS) + " | sampled - bf16's | greedy - bf16's |"]
+    lines = ["| answers | flow | seeds | start | " + " | ".join(COLUMNS) + " | sampled - bf16 | greedy - bf16 |"]
     lines.append("|---" * (len(COLUMNS) + 6) + "|")
     for level, name in levels.items():
         at = {(run.flow, run.seed): (run, values(run)) for run in runs if run.level == level}

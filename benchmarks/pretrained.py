@@ -179,12 +179,12 @@ def main() -> None:
         results[arm] = [run(out, arm, seed, warm, args) for seed in range(ARMS[arm][0])]
     print(f"{machine_fingerprint()}; {args.problems} held-out problems\n")
     print(
-        "| arm | seeds | solved | of the seeds | pass@8 | credit | a number | tokens | entropy | mismatch | minutes |"
+        "| arm | seeds | solved | range over seeds | pass@8 | credit | number | tokens | entropy | mismatch | minutes |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for name, runs in results.items():
         print(f"| {' | '.join(row(name, runs))} |")
-    print("\n| arm | against | points, 95% over problems |\n|---|---|---|")
+    print("\n| arm | compared with | difference in points, 95% interval over problems |\n|---|---|---|")
     for arm in args.arms:
         for other in AGAINST[arm]:
             if other in results:

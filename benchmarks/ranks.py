@@ -106,13 +106,13 @@ def main() -> None:
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         results = [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(args.ranks)]
     print(f"rank 0 sleeps for {args.seconds:g} s, and {args.ranks - 1} others wait in a broadcast, on {args.device}\n")
-    print("| over | rank | processor s | of a core | GPU busy |\n|---|---|---|---|---|")
+    print("| backend | rank | CPU time, s | share of a core | GPU busy |\n|---|---|---|---|---|")
     for turn in range(len(results[0]["waits"])):
         for each in (one["waits"][turn] for one in results):
             gpu = "-" if each["gpu"] is None else f"{each['gpu']:.0%}"
             share = f"{each['cpu'] / each['seconds']:.2%}"
             print(f"| {each['over']} | {each['rank']} | {each['cpu']:.3f} | {share} | {gpu} |")
-    print("\n| message, MB | s | range | MB/s |\n|---|---|---|---|")
+    print("\n| message, MB | median, s | range, s | MB/s |\n|---|---|---|---|")
     for each in results[0]["messages"]:
         s = median(each["seconds"])
         span = f"{min(each['seconds']):.4f} - {max(each['seconds']):.4f}"

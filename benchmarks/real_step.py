@@ -10,8 +10,8 @@ weights are bfloat16, too, which is its fastest mode, while ours keeps float32 m
 systems alternate. The first step of a process warms up; a figure is the median of the others. TRL's "backward" is the step
 minus its other phases. "GiB" is the peak resident memory of one process, sampled every half second.
 
-"of matmul" is the FLOP rate of forward and backward (6 FLOPs per layer weight and token, and per output-layer weight and label)
-over the rate of a product of two 2048 x 2048 matrices in the same process, with the same threads and dtype.
+"matmul share" is the FLOP rate of forward and backward (6 FLOPs per layer weight and token, and per output-layer weight and
+label) over the rate of a product of two 2048 x 2048 matrices in the same process, with the same threads and dtype.
 """
 
 import argparse
@@ -121,7 +121,7 @@ def ours(folder: Path, model: Path, shape: str, dtype: str, steps: int) -> dict[
             series[phase].append(line.get(name, 0.0))
         series["step"].append(line["time/step"] - line.get("time/save", 0.0))
         flops = 6 * (layers * line["pack/tokens"] + table * line["pack/labels"])
-        series["of matmul"].append(flops / line["time/train/backward"] / peak)
+        series["matmul share"].append(flops / line["time/train/backward"] / peak)
         series["reward"].append(line["reward/mean"])
         series["tokens"].append(line["length/mean"])
     series["GiB"] = [trainer[0] / 2**30]
@@ -268,8 +268,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     args = parser.parse_args()
     ways = {"ours": ours, "trl": trl} if args.against else {"ours": ours}
-    last = ["of matmul", "reward", "tokens", "GiB", "engine GiB"]
-    columns = ["shape", "dtype", "way", "step", *PHASES, "times ours", *last]
+    last = ["matmul share", "reward", "tokens", "GiB", "engine GiB"]
+    columns = ["shape", "dtype", "implementation", "step, s", *PHASES[:-1], "weight sync", "time / ours", *last]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
     for shape in args.shapes:
         results = defaultdict(lambda: defaultdict(list))

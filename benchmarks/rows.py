@@ -5,10 +5,11 @@ python benchmarks/rows.py
 The script counts tokens; nothing is trained. Batch, samples, updates and row length come from the shipped configs. Prompt and
 answer lengths fit the task that each line names: answers are lognormal (sigma 0.5), truncated at `max_tokens`.
 
-"needed" are the tokens of prompts and answers with each prompt once; "computed" are the positions that the ranks compute or
-wait for: the longest row of each round, for each rank. A split group stores its prompt again; "prompts too" counts the repeated
-prompts as needed. "cost" is the ratio of all rounds after to before, including the area of the attention masks (as in
-`balance.Layout.cost`, for a model of this width and the usual shape).
+"efficiency" is needed tokens divided by computed tokens: needed are the tokens of prompts and answers with each prompt once,
+computed are the positions that the ranks compute or wait for (the longest row of each round, for each rank). A split group
+stores its prompt again; "efficiency with repeated prompts" counts it as needed. "relative cost" is the ratio of all rounds
+after to before, including the area of the attention masks (as in `balance.Layout.cost`, for a model of this width and the
+usual shape).
 """
 
 import argparse
@@ -143,8 +144,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()
     print(
-        "| config | prompt / answer | ranks | needed / computed before | after | prompts too | rounds before | after | cost | "
-        "ms a step |"
+        "| config | prompt / answer | ranks | efficiency before | efficiency after | efficiency with repeated prompts | "
+        "rounds before | rounds after | relative cost | ms/step |"
     )
     print("|" + "---|" * 10)
     for config, (prompt, answer, _) in SHAPES.items():

@@ -118,7 +118,10 @@ def main() -> None:
     if args.way:
         return measure(args.way, args.models[0], args.passes)
     print(f"{PROMPTS} prompts of {PROMPT_TOKENS} tokens x {SAMPLES} samples of {MAX_TOKENS}, float32, one thread\n")
-    print("| model | way | tokens/s, median (range) | of bare | tokens per processor second | of bare | same draws |")
+    print(
+        "| model | implementation | tokens/s, median (range) | relative to bare | "
+        "tokens/CPU second | relative to bare | same samples |"
+    )
     print("|---|---|---|---|---|---|---|")
     for model in args.models:
         passes = {way: [] for way in WAYS}

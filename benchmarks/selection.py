@@ -118,7 +118,8 @@ def main() -> None:
     folders = {arm: [runs[seed, arm] for seed in args.seeds] for arm in ARMS}
     curves = {arm: [curve(folder) for folder in each] for arm, each in folders.items()}
     print(
-        "| | held-out accuracy before | at equal samples | minus none | at equal seconds | minus none | groups with a signal |"
+        "| arm | accuracy before | at equal samples | minus none | at equal time | minus none | "
+        "groups with nonzero variance |"
     )
     print("|---|---|---|---|---|---|---|")
     counts = {arm: [signals(folder) for folder in each] for arm, each in folders.items()}
@@ -131,7 +132,7 @@ def main() -> None:
         cells.append(spread([each["all"][0] / each["all"][1] for each in counts[arm]]))
         print(f"| {arm} | " + " | ".join(cells) + " |")
     levels = sorted(name for name in counts["none"][0] if name != "all")
-    print("\n| groups with a signal, of those asked (share of all asked) | " + " | ".join(levels) + " |")
+    print("\n| groups with nonzero variance (share of all groups) | " + " | ".join(levels) + " |")
     print("|---|" + "---|" * len(levels))
     for arm in ARMS:
         cells = []

@@ -251,7 +251,7 @@ def main() -> None:
         names = [name for name in names if not name.startswith("trl")]
         print("TRL skipped: not installed. Fix: install it as in the docstring of this script\n")
     print(f"{args.device}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
-    columns = "shape", "way", "tokens", "seconds", "times packed", "gradient differs: float64, as timed"
+    columns = "shape", "implementation", "tokens", "seconds", "time / packed", "gradient difference: float64, as timed"
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     with tempfile.TemporaryDirectory() as folder:
         small = make_model(Path(folder) / "small", SMALL)

@@ -147,8 +147,8 @@ def main() -> int:
             speeds = sorted(median(t.gflops for t in timings) for timings in quiet.values())
             print(f"{len(libraries)} programs of {speeds[0]:.2g} to {speeds[-1]:.2g} GFLOPS, {rounds} rounds and more")
             print(
-                "| rank correlation, first and last round | time: deviation | half range | ratio: deviation | half range "
-                "| flagged |"
+                "| rank correlation, first and last round | time: deviation | time: half range | ratio: deviation | "
+                "ratio: half range | flagged |"
             )
             print("| --- | --- | --- | --- | --- | --- |")
             share = np.mean([is_flagged(t) for timings in quiet.values() for t in timings])
@@ -158,7 +158,7 @@ def main() -> int:
             wrong += [] if correlation >= 0.95 else ["the rank correlation is below 0.95"]
             wrong += [] if ratio < CLOSE else ["the ratio spreads by 2% or more"]
             wrong += [] if own < 0.05 else ["the time spreads by 5% or more"]
-            print("| neighbor | measurements | flagged | within 2% | neither | changed places |")
+            print("| neighbor | measurements | flagged | within 2% | unflagged and wrong | changed ranks |")
             print("| --- | --- | --- | --- | --- | --- |")
             some = {name: libraries[name] for name in list(libraries)[:: max(1, len(libraries) // 10)]}
             for where, core in (

@@ -88,7 +88,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}\n")
-    columns = "turns", "tokens", "tokens, each turn", "seconds", "seconds, each turn", "ratio", "gradient differs"
+    columns = "turns", "tokens, packed", "tokens, sequence per turn", "seconds, packed", "seconds, sequence per turn"
+    columns += "speedup", "gradient difference, float64"
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     with tempfile.TemporaryDirectory() as name:
         folder = make_model(Path(name), replace(SMALL, max_position_embeddings=8192))

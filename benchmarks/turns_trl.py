@@ -237,11 +237,11 @@ def cells(series: dict[str, list[float]]) -> dict[str, str]:
         "step, s": f"{step:.2f} ({min(later['step']):.2f}-{max(later['step']):.2f})",
         "rollout, s": f"{rollout:.2f}",
         "rest, s": f"{step - rollout:.2f}",
-        "episode, ms": f"{1000 * step / PROMPTS / SAMPLES:.0f}",
-        "sampled a second of rollout": f"{sampled / rollout:,.0f}",
-        "sampled a step": f"{sampled:,.0f}",
-        "trained on": f"{mean(later['labels']):,.0f}",
-        "differ": f"{sum(series['differ'])} of {sum(series['sampled']):,}",
+        "ms/episode": f"{1000 * step / PROMPTS / SAMPLES:.0f}",
+        "sampled tokens/s of rollout": f"{sampled / rollout:,.0f}",
+        "sampled tokens/step": f"{sampled:,.0f}",
+        "trained tokens/step": f"{mean(later['labels']):,.0f}",
+        "differing tokens": f"{sum(series['differ'])} of {sum(series['sampled']):,}",
     }
 
 
@@ -264,7 +264,7 @@ def main() -> None:
         results = {way.__name__: way(out / f"{way.__name__}_{repeat}", model, args.steps) for way in (ours, trl)}
         base = mean(results["ours"]["step"][1:])
         for way, values in results.items():
-            row = {"way": way} | cells(values) | {"times ours": f"{mean(values['step'][1:]) / base:.1f}"}
+            row = {"run": way} | cells(values) | {"time / ours": f"{mean(values['step'][1:]) / base:.1f}"}
             if repeat == 0 and way == "ours":
                 print(f"| {' | '.join(row)} |\n{'|---' * len(row)}|")
             print("| " + " | ".join(row.values()) + " |", flush=True)

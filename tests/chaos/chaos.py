@@ -34,7 +34,7 @@ sys.path.append(str(ROOT / "tests"))
 from chaos_play import NAMES, RUN_S, Drawn, Play, draw, last_line  # noqa: E402 (it imports helpers)
 from chaos_run import Round, make_workplace  # noqa: E402
 
-HEAD = ("fault", "rounds", "survived", "lost, steps", "longest recovery, s", "phases hit", "worst message")
+HEAD = ("fault", "rounds", "passed", "repeated steps", "longest recovery, s", "phases hit", "worst message")
 MESSAGE_CHARS = 160
 
 
@@ -107,7 +107,7 @@ def table(seed: int, records: Sequence[dict[str, Any]]) -> str:
     minutes = sum(r["seconds"] for r in records) / 60
     intro = (
         f"Seed {seed}, commit {commits}, {machine()}. {len(played)} rounds in {minutes:.0f} minutes, "
-        f'{len(played) - len(failed)} survived. "Lost" is the maximum number of repeated steps in a round; recovery is the '
+        f'{len(played) - len(failed)} passed. "Repeated steps" is the maximum in one round; recovery is the '
         "time from the fault to the next new line of metrics, including exits and starts of processes."
     )
     notes = [f"- Round {r['round']} failed ({_where(r)}): {'; '.join(r['problems'])}" for r in failed]

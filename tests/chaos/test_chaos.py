@@ -44,7 +44,7 @@ def test_faults_are_survived(repo_root, tmp_path, faults):
         assert kill["phase"] == "training"
         assert (int(step), PHASES.index(phase)) >= (kill["step"], PHASES.index("training"))
     rows = [line.split(" | ") for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| ")]
-    assert [row[1:3] for row in rows] == [["rounds", "survived"], *[["1", "1"]] * len(faults)]
+    assert [row[1:3] for row in rows] == [["rounds", "passed"], *[["1", "1"]] * len(faults)]
 
 
 def test_all_faults_and_phases_come_up_evenly():
