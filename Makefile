@@ -4,7 +4,7 @@
 # make test-all     the same with the rest: further variants, and what takes a second machine or a benchmark
 # make lint         style (ruff), types (basedpyright) and spelling (codespell)
 # make test-random  the property tests with other examples than those of `make test`, which are the same in every run
-# make long         the tests that take minutes each, and 200 publications under 5,000 requests
+# make long         the tests that take minutes each, and 200 weight syncs under 5,000 requests
 # make learns       the tests that train until the reward rises (minutes to hours)
 # make chaos        faults at random moments on real runs (about 90 minutes; CHAOS_ARGS="--rounds 10 --seed 2" for less)
 # make install      only the environment
@@ -57,8 +57,8 @@ test-random: $(STAMP)
 
 long: $(STAMP) $(WANDB_SWEEPS)
 	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" -m long --timeout 1800 $(PYTEST_ARGS)
-	"$(VENV)/bin/python" benchmarks/publish_under_load.py --publications 200 --requests 5000
-	"$(VENV)/bin/python" benchmarks/publish_under_load.py --publications 200 --requests 5000 --kills 3
+	"$(VENV)/bin/python" benchmarks/publish_under_load.py --weight-syncs 200 --requests 5000
+	"$(VENV)/bin/python" benchmarks/publish_under_load.py --weight-syncs 200 --requests 5000 --kills 3
 
 learns: $(STAMP)
 	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" -m learns --timeout 7200 $(PYTEST_ARGS)
