@@ -1,4 +1,4 @@
-"""The path of a new user: the files and commands of docs/custom_reward.md, in an otherwise empty folder."""
+"""The path of a new user: the files and commands of docs/how_to/reward_function.md, in an otherwise empty folder."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ def walk(page: Path, folder: Path, shorter: Mapping[str, Sequence[str]] | None =
     """Write the files of the page and run its commands.
 
     Args:
-        page: docs/custom_reward.md.
+        page: docs/how_to/reward_function.md.
         folder: working directory.
         shorter: recipe -> arguments added to its `tune run`.
 

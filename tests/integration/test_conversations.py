@@ -17,7 +17,7 @@ from helpers.page_commands import blocks
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 
-PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how_to" / "environments.md"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -174,12 +174,12 @@ def test_the_pages_game(workplace, served):
     (game,) = [text for language, text in blocks(PAGE) if language == "python"]
     (workplace / "my_game.py").write_text(game)
     words = [
-        "task._component_=my_game.Sticks",
+        "task._component_=my_game.Guess",
         "evaluation.task=null",
-        "output_dir=sticks",
+        "output_dir=guess",
         "max_steps=1",
         runs.TALKS[-1],
     ]
     runs.run(workplace, "grpo_full", *words, served)
-    line = runs.metrics(workplace / "sticks")[-1]
+    line = runs.metrics(workplace / "guess")[-1]
     assert line["reward/mean"] < 0 and line["episode/completed"] > 0

@@ -1,4 +1,4 @@
-"""docs/custom_reward.md as a newcomer follows it, cut short: a function, a warm-up, a run; then the page's judge in its place.
+"""docs/how_to/reward_function.md as a newcomer follows it, cut short: a function, a warm-up, a run; then the page's judge.
 
 The whole path, until the reward has risen: tests/learns/test_newcomer_learns.py.
 """
@@ -17,7 +17,7 @@ SHORTER = {"warmup_sft": ["epochs=0.4"], "grpo_full": ["max_steps=2", "evaluatio
 
 @pytest.fixture(scope="module")
 def page(repo_root):
-    return repo_root / "docs" / "custom_reward.md"
+    return repo_root / "docs" / "how_to" / "reward_function.md"
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +63,13 @@ def test_newcomer_page_judge_replaces_grader(folder):
     assert len({reward for rewards in grades for reward in rewards}) > 2
 
 
-def test_the_path_with_rows_and_a_pretrained_model(page, tmp_path):
-    """As it is typed, but for its last, whole run; a tiny model lies where `make pretrained` puts SmolLM2."""
-    write_files(shown_files(page), tmp_path)
+def test_the_path_with_rows_and_a_pretrained_model(repo_root, page, tmp_path):
+    """As docs/how_to/dataset.md shows it, but for its last, whole run; a tiny model lies where `make pretrained` puts SmolLM2."""
+    dataset_page = page.with_name("dataset.md")
+    write_files(shown_files(page) | shown_files(dataset_page), tmp_path)
     write_tiny_model(tmp_path / "models" / "SmolLM2-135M-Instruct")
-    *typed_words, whole_run = shown_commands(page, "python make_rows.py")
-    readme = shown_commands(page.parents[1] / "README.md", "tune cp -n grpo/smollm2_jsonl")
+    *typed_words, whole_run = shown_commands(dataset_page, "python make_rows.py")
+    readme = shown_commands(repo_root / "README.md", "tune cp -n grpo/smollm2_jsonl")
     assert all(words in [*typed_words, whole_run] for words in readme)
     printed = [typed(tmp_path, *words) for words in typed_words]
     assert (

@@ -1,4 +1,4 @@
-"""What README and docs/custom_reward.md show, typed as it stands, raises the reward: some minutes on two cores."""
+"""What README and docs/how_to show, typed as it stands, raises the reward: some minutes on two cores."""
 
 import os
 import statistics
@@ -16,7 +16,7 @@ STEPS = 10  # so many steps at the beginning are compared with as many at the en
 
 @pytest.mark.timeout(3600)
 def test_newcomer_reward_rises_beyond_its_noise(repo_root, tmp_path):
-    printed = walk(repo_root / "docs" / "custom_reward.md", tmp_path)
+    printed = walk(repo_root / "docs" / "how_to" / "reward_function.md", tmp_path)
     lines = metrics(tmp_path / "runs" / "mine" / "grpo")
     assert [line["step"] for line in lines] == list(range(61)), printed["my_run.yaml"][-2000:]
 
@@ -41,7 +41,7 @@ def test_newcomer_readme_run_raises_accuracy_without_warnings(repo_root, tmp_pat
     if made.returncode:
         pytest.skip(made.stderr)
     (tmp_path / "models").symlink_to(repo_root / "models")
-    pages = repo_root / "docs" / "custom_reward.md", repo_root / "README.md"
+    pages = repo_root / "docs" / "how_to" / "dataset.md", repo_root / "README.md"
     write_files({name: text for page in pages for name, text in shown_files(page).items()}, tmp_path)
     typed(tmp_path, "python", "make_rows.py")
     *first, run = shown_commands(pages[1], "tune cp -n grpo/smollm2_jsonl")

@@ -302,7 +302,7 @@ def test_encode_text_beyond_model_length_without_warning(model_dir, caplog, monk
     "template, messages, words",
     [
         (ALWAYS_DROPS, conversation("a", "<think>1</think>b"), ["message 1", "drops part", "{% generation %}"]),
-        (COUNTS, conversation("a", "b"), ["does not write", "{% generation %}", "docs/tasks.md"]),
+        (COUNTS, conversation("a", "b"), ["does not write", "{% generation %}", "docs/how_to/dataset.md"]),
         (PLAIN + "{% if messages[-1].role == 'user' %}?{% endif %}", conversation("a", "b"), ["does not write"]),
         # what an assistant said is gone from the next prompt, so nothing tells where its turn ended
         (

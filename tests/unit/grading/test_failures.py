@@ -21,7 +21,7 @@ def test_grading_watch_two_all_failed_steps_end_run(caplog):
         watch.check_step(8, [LATE, LATE])
     assert str(caught.value) == (
         "the grader has failed on every text of steps 7 to 8, so nothing is learned. The first failure: problem 'p-2' "
-        "infra_failed: KeyError: 'x' (my_task.py:12). Fix: repair the grader, try it on a text (docs/custom_reward.md), then resume"
+        "infra_failed: KeyError: 'x' (my_task.py:12). Fix: repair the grader, try it on a text (docs/how_to/reward_function.md), then resume"
     )
 
 

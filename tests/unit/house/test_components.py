@@ -50,7 +50,7 @@ def test_configs_pass_only_valid_component_arguments(repo_root):
 
 
 def test_docs_pass_only_valid_component_arguments(repo_root):
-    pages = [repo_root / "README.md", *sorted((repo_root / "docs").glob("*.md"))]
+    pages = [repo_root / "README.md", *sorted((repo_root / "docs").rglob("*.md"))]
     count = 0
     for page in pages:
         for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S):

@@ -1,4 +1,4 @@
-"""What docs/measured.md says of the rewards after normalization by group, by the code that training uses."""
+"""What docs/how_to/measured_programs.md says of the rewards after normalization by group, by the code that training uses."""
 
 import math
 
@@ -44,7 +44,7 @@ def test_matmul_slow_correct_program_advantage_by_reward_kind():
 
 
 def test_the_page_has_these_figures(repo_root):
-    page = (repo_root / "docs" / "measured.md").read_text(encoding="utf-8")
+    page = (repo_root / "docs" / "how_to" / "measured_programs.md").read_text(encoding="utf-8")
     for name in DISTANCES:
         cells = [
             f"{distance(kind, name, NAIVE):.2f}, {distance(kind, name, FASTEST):.2f}"

@@ -12,7 +12,7 @@ pytest.importorskip("math_verify")
 
 from torchtune_ext.tasks.jsonl import Jsonl
 from torchtune_ext.tasks.math import DATASETS, PROMPT, Math
-from torchtune_ext.tasks.task import Problem, Score
+from torchtune_ext.tasks.task import Score
 
 ROWS = [
     {"question": "1+1?", "answer": "2", "why": "One and one.", "meta": {"source": "a", "list": [{"truth": 2}]}},
@@ -369,9 +369,9 @@ def test_right_answers_that_cannot_be_read_are_counted(tmp_path, caplog):
 
 
 def test_the_examples_of_the_page_run(repo_root, capsys):
-    blocks = re.findall(r"```python\n(.*?)```", (repo_root / "docs" / "tasks.md").read_text(), re.DOTALL)
-    names: dict = {}
+    blocks = re.findall(
+        r"```python\n(.*?)```", (repo_root / "docs" / "how_to" / "mathematics.md").read_text(), re.DOTALL
+    )
     for block in blocks:
-        exec(block, names)
+        exec(block, {})
     assert capsys.readouterr().out.startswith("Score(reward=1.0,")
-    assert names["unit_and_value"](Problem("p", (), {"unit": "m", "value": 3}), "3 km") == 1.0

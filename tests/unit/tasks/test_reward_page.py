@@ -1,4 +1,4 @@
-"""docs/custom_reward.md: its files are written to a folder, and what they define is used as the page says."""
+"""docs/how_to/reward_function.md and dataset.md: their files are written to a folder, and used as the pages say."""
 
 import json
 import runpy
@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from helpers.nodes import component
 from helpers.own_files import shown_commands, shown_files, working_in, write_files
+from helpers.page_commands import blocks
 from torchtune_ext.grading import Grader
 from torchtune_ext.tasks.arithmetic import Arithmetic
 from torchtune_ext.tasks.task import Problem
@@ -17,13 +18,13 @@ from torchtune_ext.tasks.task import Problem
 
 @pytest.fixture(scope="module")
 def page(repo_root):
-    return repo_root / "docs" / "custom_reward.md"
+    return repo_root / "docs" / "how_to" / "reward_function.md"
 
 
 @pytest.fixture
 def folder(page, tmp_path):
-    """The folder of someone who has written the page's files and run its first command."""
-    write_files(shown_files(page), tmp_path)
+    """The folder of someone who has written the files of both pages and run the first command."""
+    write_files(shown_files(page.with_name("dataset.md")) | shown_files(page), tmp_path)
     with working_in(tmp_path):
         runpy.run_path("make_questions.py")
         yield tmp_path
@@ -37,8 +38,8 @@ def rewards(task, items):
 
 
 def test_reward_page_begins_with_function_and_complete_run(page):
-    files = ["my_reward.py", "make_rows.py", "my_run.yaml", "make_questions.py", "my_warmup.yaml"]
-    assert list(shown_files(page))[:5] == files
+    files = ["my_reward.py", "my_run.yaml", "make_questions.py", "my_warmup.yaml"]
+    assert list(shown_files(page))[:4] == files
     assert shown_commands(page, "python make_questions.py") == [
         ["python", "make_questions.py"],
         ["tune", "run", "warmup_sft", "--config", "my_warmup.yaml"],
@@ -78,25 +79,28 @@ def test_reward_page_score_parts_and_custom_grade_work(folder):
     problem = Problem("p", (), 24)
     score = my_rewards.right_and_short(problem, "(12 21) 24")
     assert score.reward == pytest.approx(0.9) and score.parts == {"right": 1.0, "characters": 10}
-    task = Arithmetic(grader="my_rewards.brief", level=3)
+    (folder / "my_brief.py").write_text(
+        "def brief(problem, text):\n"
+        "    return float(text.split()[-1:] == [str(problem.answer[-1])]) - 0.01 * len(text)\n"
+    )
+    task = Arithmetic(grader="my_brief.brief", level=3)
     assert rewards(task, [(task[0], task.solution(task[0]))]) == [pytest.approx(1 - 0.01 * len(task.solution(task[0])))]
 
 
 def test_the_prompt_of_the_page(folder, page, capsys):
-    block = page.read_text().split("`Ungraded` with the reason:\n\n```python\n")[1].split("```")[0]
+    (block,) = [text for language, text in blocks(page) if language == "python" and "with Grader(" in text]
     exec(block, {})
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("Score(reward=1.0") and second.startswith("Score(reward=0.0")
 
 
 def test_a_judge_that_compares(folder, page):
-    block = page.read_text().split("group_grader: my_judge.as_good")[0].rpartition("```yaml\n")[2]
-    rest = page.read_text().split("group_grader: my_judge.as_good")[1].split("```")[0]
-    cfg = OmegaConf.create(f"{block}group_grader: my_judge.as_good{rest}")
+    (command,) = shown_commands(page, "tune run grpo_full --config my_run.yaml task.grader=null")
+    cfg = OmegaConf.merge(OmegaConf.load(command[4]), OmegaConf.from_dotlist(command[5:]))
     task, held_out = component(cfg.task).instantiate(), component(cfg.evaluation.task).instantiate()
     problem, answer = task[0], task[0].answer
     texts = [f"(1 2) {answer}", str(answer), str(answer), str(answer + 1), ""]
-    with Grader(task, **cfg.grader) as judge, Grader(held_out) as alone:
+    with Grader(task, workers=2) as judge, Grader(held_out) as alone:
         assert judge.grades_groups and not alone.grades_groups
         outcomes = judge.submit(problem, *texts).result(timeout=60)
         assert [outcome.reward for outcome in outcomes] == [0.6, 1.0, 1.0, 0.4, 0.2]
@@ -136,11 +140,11 @@ def server(monkeypatch):
     server.server_close()
 
 
-def test_reward_page_server_judge_scores_and_reports_errors(folder, server):
-    text = (folder / "my_server_judge.py").read_text()
+def test_reward_page_server_judge_scores_and_reports_errors(repo_root, folder, server):
+    text = (repo_root / "examples" / "server_judge.py").read_text()
     assert text.count("http://localhost:8000/v1/chat/completions") == 1
-    (folder / "my_server_judge.py").write_text(text.replace("http://localhost:8000/v1/chat/completions", server))
-    task = Arithmetic(group_grader="my_server_judge.ranked")
+    (folder / "server_judge.py").write_text(text.replace("http://localhost:8000/v1/chat/completions", server))
+    task = Arithmetic(group_grader="server_judge.ranked")
     with Grader(task, workers=2) as judge:
         good = judge.submit(task[0], "b", "c", "a")
         bad = judge.submit(task[0], "b", "nonsense")
@@ -149,8 +153,8 @@ def test_reward_page_server_judge_scores_and_reports_errors(folder, server):
         assert [outcome.reward for outcome in one.result(timeout=60)] == [1.0]
         for outcome in bad.result(timeout=60):
             assert outcome.kind == "infra_failed"
-            # json.loads raises, so the line of the page that calls it is named.
-            assert outcome.cause.startswith("json.decoder.JSONDecodeError") and "my_server_judge.py:" in outcome.cause
+            # json.loads raises, so the line of the file that calls it is named.
+            assert outcome.cause.startswith("json.decoder.JSONDecodeError") and "server_judge.py:" in outcome.cause
 
 
 def test_reward_page_custom_task_works(folder):
