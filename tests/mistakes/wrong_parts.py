@@ -105,7 +105,7 @@ CLASSES = {
     "evaluate: grade raises": evaluate("task._component_=mine.Mine", r"task: Mine cannot grade its own solution of problem 'sum-0': AttributeError: ", files={"mine.py": "from sums import Base\n\n\nclass Mine(Base):\n    def grade(self, problem, text): return text.foo\n"}),
     "a kernel that is not there": full(f"task._component_={MATMUL} 'task.kernels={{dgem: 256}}'", r"task.kernels: unknown kernel 'dgem'; use dgemm"),
     "a reward that is not there": full(f"task._component_={MATMUL} task.reward=speed", r"task.reward='speed': choose one of .*peak_share"),
-    "a loss that cannot be called": full("loss._component_=sums.Base", r"loss: Base is not callable\. Fix: define `def __call__\(self, t\)` \(docs/objectives.md\)"),
+    "a loss that cannot be called": full("loss._component_=sums.Base", r"loss: Base is not callable\. Fix: define `def __call__\(self, t\)` \(docs/how_to/algorithms.md\)"),
     "a loss with a wrong name": loss("def __call__(self, t): return -t.advantage, {}", r"loss: Mine, called with three labels, raised AttributeError: .*\(mine.py:2\)"),
     "a loss of one value": loss("def __call__(self, t): return (t.logprobs_L * t.advantages_L).mean(), {}", r"loss: Mine: its loss has shape \(\) for three labels; return one value per label, shape \(3,\)"),
     "a loss without metrics": loss("def __call__(self, t): return -t.logprobs_L", r"loss: Mine returned a Tensor; return \(one value per label, a dict of metrics, which may be empty\)"),

@@ -1,4 +1,4 @@
-"""The scripts of docs/several_machines.md start ranks that find each other, with settings that are taken."""
+"""The scripts of docs/how_to/multi_gpu.md start ranks that find each other, with settings that are taken."""
 
 import re
 import subprocess
@@ -25,7 +25,7 @@ FAKES = {
 
 @pytest.fixture
 def page(repo_root):
-    return repo_root / "docs" / "several_machines.md"
+    return repo_root / "docs" / "how_to" / "multi_gpu.md"
 
 
 @pytest.fixture

@@ -178,7 +178,7 @@ def test_exact_kl_without_stored_log_probs():
 
 @dataclass(frozen=True)
 class Push(Constraint):
-    """A custom constraint, as in docs/objectives.md. `factor` is not an option of other constraints."""
+    """A custom constraint, as in docs/how_to/algorithms.md. `factor` is not an option of other constraints."""
 
     delta: float = 0.1
     factor: float = 2.0

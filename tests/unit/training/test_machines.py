@@ -93,7 +93,7 @@ def test_init_ranks_unshared_folder_named_on_every_rank(across, tmp_path):
     assert others == [messages] * 2
     there = (tmp_path / "m0").resolve()
     assert unseen.startswith(f"output_dir=runs/a: {SECOND} cannot see what {FIRST} writes there ({there})")
-    assert "docs/several_machines.md" in unseen and "cannot be created or written: Not a directory" in unmade
+    assert "docs/how_to/multi_gpu.md" in unseen and "cannot be created or written: Not a directory" in unmade
     assert not any(list((tmp_path / machine).iterdir()) for machine in ("m0", "m1"))
 
 
