@@ -28,6 +28,7 @@ QUESTION = {
     "solution": "It is \\boxed{4}.",
     "final_answer": "4",
 }
+GPU_SIZES = (24, 40, 80, 141)  # GB
 # (config, model, overrides, machine) for other model sizes in the first lines of a config.
 OTHER_SIZES = [
     ("qwen2_5_7B_full", "Llama-3.1-8B-Instruct", "", "5x80"),
@@ -147,26 +148,41 @@ def test_each_other_size_that_a_config_names_fits(name, model, words, machine, p
 
 
 def launches():
-    """Return (number of 80 GB GPUs, command) for each row of "5. Launch" in docs/first_real_run.md."""
-    page = (Path(__file__).parents[3] / "docs" / "first_real_run.md").read_text()
-    table = page.partition("## 5. Launch")[2].partition("\nFirst three steps")[0]
-    return re.findall(r"^\| (\d+) \|.*\| `([^`]+)` \|$", table, re.MULTILINE)
+    """Return (number of GPUs, GB of the smallest GPU, command) for each launch command of the page gpu_run.md."""
+    page = (Path(__file__).parents[3] / "docs" / "getting_started" / "gpu_run.md").read_text()
+    table = page.partition("## Launch commands")[2].partition("\n## ")[0]
+    return re.findall(r"^\| (\d+) \| (\d+) GB \| `([^`]+)` \|$", table, re.MULTILINE)
 
 
-@pytest.mark.parametrize("gpus, command", launches())
-def test_dry_run_page_commands_fit_with_matching_ranks(gpus, command, place, capsys):
+def launch_settings(place, gpus, size, command):
+    """Return the settings of a launch command in a dry run for GPUs of a size in GB."""
     words = command.split()
     name = words[words.index("--config") + 1].removeprefix("grpo/")
     changes = words[words.index("--config") + 2 :]
-    status, out = ran(capsys, settings_in(place, name, words=changes, dry_run=f"{gpus} x 80"))
+    model = next((Path(word).name for word in changes if word.startswith("model_dir=")), None)
+    return settings_in(place, name, model, words=changes, dry_run=f"{gpus} x {size}")
+
+
+@pytest.mark.parametrize("gpus, size, command", launches())
+def test_dry_run_page_commands_fit_with_matching_ranks(gpus, size, command, place, capsys):
+    status, out = ran(capsys, launch_settings(place, gpus, size, command))
     assert status == 0, out
     ranks = ranks_of(command)
     assert re.search(rf"^GPUs: {ranks} train", out, re.MULTILINE) and ("start it" in out) == (ranks > 1)
     assert ranks == 1 or f"--nproc_per_node {ranks}" in out
 
 
+@pytest.mark.rest
+@pytest.mark.parametrize("gpus, size, command", [launch for launch in launches() if int(launch[1]) > min(GPU_SIZES)])
+def test_dry_run_page_commands_need_the_size_named(gpus, size, command, place, capsys):
+    smaller = max(each for each in GPU_SIZES if each < int(size))
+    status, out = ran(capsys, launch_settings(place, gpus, smaller, command))
+    assert status == 2 and "does NOT fit" in out, out
+
+
 def test_every_row_of_the_table_was_read():
-    assert len(launches()) == 8
+    names = [command.split()[command.split().index("--config") + 1] for *_, command in launches()]
+    assert set(names) == {name for name in CONFIGS if "qwen" in name}
 
 
 def test_dry_run_32b_does_not_fit_eight_80gb(place, capsys):
