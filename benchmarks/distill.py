@@ -29,8 +29,8 @@ def curve(run: Path) -> dict[int, tuple[float, float, float]]:
         if line["step"]:
             seconds += line["time/step"] - line.get("time/eval", 0.0)
             kl = line.get("loss/kl_teacher", kl)
-        if "eval/accuracy_sampled" in line:
-            points[line["step"]] = (line["eval/accuracy_sampled"], seconds, kl)
+        if "eval/reward_sampled" in line:
+            points[line["step"]] = (line["eval/reward_sampled"], seconds, kl)
     return points
 
 

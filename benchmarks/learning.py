@@ -48,10 +48,10 @@ def learn(out: Path, warmup: int, seed: int, threads: int, args: argparse.Namesp
     model = f"model_dir={warm}/model"
     tune(run, threads, "grpo_full", "--config", args.config, f"seed={seed}", model, *args.grpo)
     lines = read_metrics(run / "metrics.jsonl")
-    evaluated = [line for line in lines if "eval/accuracy_sampled" in line]
+    evaluated = [line for line in lines if "eval/reward_sampled" in line]
     result = {"warmup": warmup, "seed": seed, "threads": threads}
     for way in WAYS:
-        result[f"{way}/before"], result[f"{way}/after"] = (evaluated[i][f"eval/accuracy_{way}"] for i in (0, -1))
+        result[f"{way}/before"], result[f"{way}/after"] = (evaluated[i][f"eval/reward_{way}"] for i in (0, -1))
         result[f"{way}/rise"] = result[f"{way}/after"] - result[f"{way}/before"]
     result["entropy"] = [line["loss/entropy"] for line in lines if "loss/entropy" in line][-1]
     result["mismatch"] = max(line.get("mismatch/mean_abs", 0.0) for line in lines)

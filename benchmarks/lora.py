@@ -56,7 +56,7 @@ def row(variant: str, seed: int, run: Path, whole: int) -> list[str]:
     first, last, steps = lines[0], lines[-1], lines[1:]
     cells = [variant, str(seed)]
     for way in ("sampled", "greedy"):
-        before, after = first[f"eval/accuracy_{way}"], last[f"eval/accuracy_{way}"]
+        before, after = first[f"eval/reward_{way}"], last[f"eval/reward_{way}"]
         cells += [f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}"]
     trained = parameters(run / "checkpoints" / f"step_{last['step']:06d}")
     cells += [f"{trained:,}", f"{trained / whole:.1%}", f"{8 * trained / 2**20:.2f}"]

@@ -23,7 +23,7 @@ from matplotlib import pyplot as plt  # noqa: E402  (after the backend is chosen
 # 97.5% quantiles of Student's t by degrees of freedom, from 1; above 15 the value of 15, which is wider
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 LAST_STEPS = 10  # of which shares and lengths are the mean
-STARTED = ("eval/accuracy_sampled", "eval/accuracy_greedy", "eval/pass_at_8")
+STARTED = ("eval/reward_sampled", "eval/reward_greedy", "eval/pass_at_8")
 CLIPPING = ("loss/clip_fraction", "loss/masked_fraction")
 WINDOW = 5  # steps of the moving mean
 REFERENCE = "grpo"
@@ -82,8 +82,8 @@ def read(run: Run, start: Path) -> Result:
 
         measured.write_text(json.dumps(measure(run.folder, last["step"], start)))
     values = {
-        "sampled": last["eval/accuracy_sampled"],
-        "greedy": last["eval/accuracy_greedy"],
+        "sampled": last["eval/reward_sampled"],
+        "greedy": last["eval/reward_greedy"],
         "pass@8": last["eval/pass_at_8"],
         **json.loads(measured.read_text()),
         **{name: mean_over_steps(steps, name) for name in CLIPPING},

@@ -115,7 +115,7 @@ def group_results(results: list[Result]) -> dict[tuple[int, str], list[Result]]:
 def report(results: list[Result]) -> str:
     """Return the tables, in Markdown."""
     first = read_metrics(results[0].run.folder / "metrics.jsonl")[0]
-    start = ", ".join(f"{how} {first[f'eval/accuracy_{how}']:.3f}" for how in ("sampled", "greedy"))
+    start = ", ".join(f"{how} {first[f'eval/reward_{how}']:.3f}" for how in ("sampled", "greedy"))
     parts = [f"After the warm-up: {start}.", table(results), differences(results, None), differences(results, 0)]
     return "\n\n".join(parts) + "\n"
 

@@ -20,8 +20,8 @@ COLORS = {"bf16": "#000000", "fp8_rollout": "#D55E00", "fp8_unified": "#0072B2"}
 WINDOW = 5  # steps of the moving mean
 LAST_STEPS = 10  # of which mismatch and length are the mean
 COLUMNS = {  # title -> metric
-    "sampled": "eval/accuracy_sampled",
-    "greedy": "eval/accuracy_greedy",
+    "sampled": "eval/reward_sampled",
+    "greedy": "eval/reward_greedy",
     "mean \\|d\\| / 1e-3": "mismatch/mean_abs",
     "k3 / 1e-4": "mismatch/k3",
     "max \\|d\\|": "mismatch/max_abs",
@@ -113,7 +113,7 @@ def report(runs: Sequence[Run], levels: Mapping[int, str]) -> str:
             mine = {seed: entry for (f, seed), entry in at.items() if f == flow}
             if not mine:
                 continue
-            start = mean(run.lines()[0]["eval/accuracy_sampled"] for run, _ in mine.values())
+            start = mean(run.lines()[0]["eval/reward_sampled"] for run, _ in mine.values())
             cells = [_pm([facts[title] for _, facts in mine.values()]) for title in COLUMNS]
             for title in ("sampled", "greedy"):
                 pairs = [facts[title] - at["bf16", s][1][title] for s, (_, facts) in mine.items() if ("bf16", s) in at]

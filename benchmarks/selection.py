@@ -77,8 +77,8 @@ def curve(folder: Path) -> list[tuple[int, float, float]]:
         if line["step"]:
             samples += round(SAMPLES * (line["groups/used"] + line["groups/no_signal"]))
             seconds += line["time/step"] - line.get("time/eval", 0.0)
-        if "eval/accuracy_sampled" in line:
-            points.append((samples, seconds, line["eval/accuracy_sampled"]))
+        if "eval/reward_sampled" in line:
+            points.append((samples, seconds, line["eval/reward_sampled"]))
     return points
 
 

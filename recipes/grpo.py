@@ -88,7 +88,7 @@ class Config:
     preset: str | None = Field(
         default="grpo", description="published method: its loss, advantage, aggregation, ...; your keys override it"
     )
-    loss: Component = Field(description="policy loss per token")
+    loss: Component = Field(description="policy loss per token; `preset` sets it")
     teacher: config_records.TeacherConfig = Field(
         default=config_records.TeacherConfig(), description="model that scores completions for distillation"
     )
@@ -317,7 +317,7 @@ class GRPORecipe:
         while self.step < cfg.max_steps:
             self.step += 1
             self.profile.start_trace(self.step)
-            self.last_eval = None  # a checkpoint records the accuracy of its own weights only
+            self.last_eval = None  # a checkpoint records the held-out reward of its own weights only
 
             # The rollout source returns complete, graded groups. With staleness 0 the policy of
             # this step sampled all of them. Otherwise no token is older than `staleness` versions.
@@ -483,8 +483,8 @@ class GRPORecipe:
             skipped=self.components.eval_problems.num_skipped,
             first=self.step == 0,
         )
-        # The next checkpoint records this accuracy, which selects the best checkpoint.
-        self.last_eval = values.get("eval/accuracy_sampled")
+        # The next checkpoint records this reward, which selects the best checkpoint.
+        self.last_eval = values.get("eval/reward_sampled")
         return values
 
     def log(self, values: dict[str, float]) -> None:

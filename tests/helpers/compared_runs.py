@@ -47,8 +47,8 @@ def make_one(folder, config=None, steps=60, level=0.7, every=20, name=None, roll
                     "speed/sampled_tokens_s": 500.0, "memory/rss_gib": 1.0,
                 }  # fmt: skip
             if every and step % every == 0:
-                line |= {"eval/accuracy_sampled": reached, "eval/low": reached - 0.05, "eval/high": reached + 0.05,
-                         "eval/accuracy_greedy": reached + 0.01}  # fmt: skip
+                line |= {"eval/reward_sampled": reached, "eval/low": reached - 0.05, "eval/high": reached + 0.05,
+                         "eval/reward_greedy": reached + 0.01}  # fmt: skip
             line |= {key: value(step) if callable(value) else value for key, value in values.items()}
             metrics.log(step, line)
             if rollouts and step and step % 20 == 0:
@@ -72,7 +72,7 @@ def make_sweep(folder, rates=(1e-5, 3e-5, 1e-4, 3e-4, 1e-3), failed=2, clips=(0.
         runs.append({"id": f"bad{number}", "parameters": {"optimizer.lr": 0.1, "loss.clip_high": 0.2},
                      "state": "failed", "value": None, "cause": f"loss is not finite {HOSTILE}", "seconds": 3.0})  # fmt: skip
     record = {
-        "format": 1, "name": "tiny_lr", "method": "grid", "metric": {"name": "eval/accuracy_sampled", "goal": "maximize"},
+        "format": 1, "name": "tiny_lr", "method": "grid", "metric": {"name": "eval/reward_sampled", "goal": "maximize"},
         "command": ["tune", "run", "grpo_full"], "parameters": {"optimizer.lr": {"values": list(rates)}, "loss.clip_high": {"values": list(clips)}},
         "runs": runs,
     }  # fmt: skip

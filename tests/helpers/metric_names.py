@@ -1,4 +1,4 @@
-"""Metric names of docs/telemetry.md and of the report's panels, and the match of a logged name."""
+"""Metric names of docs/reference/metrics.md and of the report's panels, and the match of a logged name."""
 
 import re
 from collections.abc import Collection
@@ -8,9 +8,8 @@ from torchtune_ext.telemetry.panels import PANELS
 
 
 def documented(page: Path) -> set[str]:
-    """Return the names in the first column of the tables below "The metrics", with "*" for a `<word>`."""
-    tables = page.read_text(encoding="utf-8").partition("## The metrics")[2]
-    cells = re.findall(r"^\| (`.*?) \|", tables, re.MULTILINE)
+    """Return the names in the first column of the tables, with "*" for a `<word>`."""
+    cells = re.findall(r"^\| (`.*?) \|", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"<\w+>", "*", name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
 

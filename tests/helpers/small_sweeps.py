@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 PROGRAM = Path(__file__).with_name("swept_program.py")
-METRIC = "metric: {name: eval/accuracy_sampled, goal: maximize}\n"
+METRIC = "metric: {name: eval/reward_sampled, goal: maximize}\n"
 
 
 def write(path: Path, text: str, method: str = "grid") -> Path:

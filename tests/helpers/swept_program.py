@@ -27,7 +27,7 @@ with open(out / "metrics.jsonl", "a") as file:
     for step in range(first + 1, steps + 1):
         time.sleep(float(words.get("seconds", 0.1)))
         value = lr * step
-        line = {"step": step, "eval/accuracy_sampled": value, "eval/low": value - 0.01, "eval/high": value + 0.01}
+        line = {"step": step, "eval/reward_sampled": value, "eval/low": value - 0.01, "eval/high": value + 0.01}
         print(json.dumps(line), file=file, flush=True)
         (out / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
         if signals:

@@ -37,7 +37,7 @@ def test_grpo_full_writes_metrics_rollouts_checkpoints_report(workplace):
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert all(line["groups/used"] == 4 and line["mismatch/mean_abs"] < 1e-5 for line in lines[1:])
     assert all(line["canary/mean_abs"] < 1e-5 for line in lines[1:])
-    assert "eval/accuracy_sampled" in lines[0] and "eval/accuracy_greedy" in lines[2] and "eval/low" not in lines[1]
+    assert "eval/reward_sampled" in lines[0] and "eval/reward_greedy" in lines[2] and "eval/low" not in lines[1]
     assert lines[1]["pack/rho"] > 1.2
 
     paths = rollout_paths(workplace / "reference")
@@ -186,7 +186,7 @@ def test_grpo_full_trains_with_zero_variance_groups(workplace, served, entropy_c
         assert (line["groups/used"], line["groups/no_signal"]) == (1, 3)
         assert (line["pack/labels"] == line["length/tokens"]) == (entropy_coef > 0)
         assert 0.0 < line["reward/mean"] < 1.0
-    assert runs.metrics(workplace / name)[0]["eval/accuracy_sampled"] == line["eval/accuracy_greedy"] == 1.0
+    assert runs.metrics(workplace / name)[0]["eval/reward_sampled"] == line["eval/reward_greedy"] == 1.0
     method = "clip 0.2/0.2 per token, TIS <= 2, " + "entropy 0.01, " * (entropy_coef > 0) + "advantage mean/group_std"
     assert f"objective: {method}, sum over a constant; preset grpo\n" in output
     assert "checkpoints.every=1 but evaluation.every=2: " in output

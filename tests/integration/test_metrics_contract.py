@@ -1,4 +1,4 @@
-"""What runs write, what the report draws and what docs/telemetry.md explains are the same names; and a step is all of its phases."""
+"""What runs write, what the report draws and what docs/reference/metrics.md explains are the same names; and a step is all of its phases."""
 
 import gzip
 import json
@@ -96,7 +96,7 @@ def written(run):
 
 
 def test_written_metrics_are_all_plotted_and_documented(all_runs, repo_root):
-    explained = documented(repo_root / "docs" / "telemetry.md")
+    explained = documented(repo_root / "docs" / "reference" / "metrics.md")
     for run in all_runs:
         names = written(run)
         assert [name for name in sorted(names) if known_as(name, explained) is None] == []
@@ -105,7 +105,7 @@ def test_written_metrics_are_all_plotted_and_documented(all_runs, repo_root):
 
 def test_plotted_or_documented_metrics_are_all_written(all_runs, repo_root):
     names = set().union(*map(written, all_runs))
-    for known in (documented(repo_root / "docs" / "telemetry.md"), drawn()):
+    for known in (documented(repo_root / "docs" / "reference" / "metrics.md"), drawn()):
         metrics = {known_as(name, known) for name in names}
         assert known - metrics - AT_TIMES == ELSEWHERE.keys()
         assert known >= AT_TIMES

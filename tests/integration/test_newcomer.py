@@ -44,7 +44,7 @@ def test_newcomer_reward_function_values_are_trained_on(folder):
     assert [[sample.score.reward for sample in group.samples] for group in groups(run)] == grades
     assert [len(rewards) for rewards in grades] == [8] * 64
     assert all(0 < line["reward/mean"] < 1 and line["groups/used"] > 0 for line in lines[1:])
-    assert 0 < lines[0]["eval/accuracy_sampled"] < 1
+    assert 0 < lines[0]["eval/reward_sampled"] < 1
     assert (run / "report.html").stat().st_size > 10_000
 
 

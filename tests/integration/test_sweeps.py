@@ -180,6 +180,6 @@ def test_killed_sweep_resumes_and_completes(warmed_up):
     assert (
         "3 runs, 2 left" in done.stdout
         and "run_02 (2 of 3) resumes" in done.stdout
-        and "held-out accuracy  95% interval" in done.stdout
+        and "held-out reward  95% interval" in done.stdout
         and (out / "report.html").is_file()
     )

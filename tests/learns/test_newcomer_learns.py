@@ -21,7 +21,7 @@ def test_newcomer_reward_rises_beyond_its_noise(repo_root, tmp_path):
     assert [line["step"] for line in lines] == list(range(61)), printed["my_run.yaml"][-2000:]
 
     # On the 300 held-out sums, the 95% intervals before and after do not touch.
-    evaluated = [line for line in lines if "eval/accuracy_sampled" in line]
+    evaluated = [line for line in lines if "eval/reward_sampled" in line]
     assert evaluated[-1]["eval/low"] > evaluated[0]["eval/high"], evaluated
 
     # Of what is trained on, a step has other sums than the one before. The difference of two means of so many steps, each with
@@ -49,5 +49,5 @@ def test_newcomer_readme_run_raises_accuracy_without_warnings(repo_root, tmp_pat
     printed.append(typed(tmp_path, *run, f"seed={seed}", timeout=6900, threads=len(os.sched_getaffinity(0))))
     assert "warning" not in printed[-1].lower(), printed[-1]
 
-    evaluated = [line for line in metrics(tmp_path / "runs" / "smollm2" / "jsonl") if "eval/accuracy_sampled" in line]
+    evaluated = [line for line in metrics(tmp_path / "runs" / "smollm2" / "jsonl") if "eval/reward_sampled" in line]
     assert evaluated[-1]["eval/low"] > evaluated[0]["eval/high"], evaluated

@@ -22,8 +22,8 @@ from torchtune_ext.run.errors import UsageError
 class Constraint:
     """The interface between `PolicyLoss` and a constraint. A subclass must implement `__call__`.
 
-    A subclass is a frozen dataclass. Its fields are its options, numbers with defaults. The run
-    header shows its `str()`.
+    A subclass is a frozen dataclass. Its fields are its options, numbers with defaults, which its
+    docstring describes. The run header shows its `str()`.
     """
 
     # The supported levels of the ratio (ratios.py).
@@ -99,11 +99,16 @@ class Clip(IntervalConstraint):
     """1 - clip_low <= r <= 1 + clip_high.
 
     PPO (arXiv 1707.06347); with two different numbers: DAPO (arXiv 2503.14476).
+
+    Args:
+        clip_low: how far the ratio may fall below 1.
+        clip_high: how far the ratio may rise above 1.
+        dual_clip: upper bound of the ratio where the advantage is negative; null: no bound.
     """
 
-    clip_low: float = 0.2  # how far the ratio may fall below 1
-    clip_high: float = 0.2  # how far the ratio may rise above 1
-    dual_clip: float | None = None  # upper bound of the ratio where the advantage is negative; null: no bound
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
 
     def check(self, level: str, old: str) -> None:
         _check_clips(self.clip_low, self.clip_high)
@@ -118,10 +123,15 @@ class Clip(IntervalConstraint):
 
 @dataclass(frozen=True)
 class KL3(IntervalConstraint):
-    """r - 1 - log r <= delta (ATR-GRPO, arXiv 2602.05494), an interval of r (`kl3_bounds`)."""
+    """r - 1 - log r <= delta (ATR-GRPO, arXiv 2602.05494), an interval of r (`kl3_bounds`).
 
-    delta: float = 0.02  # maximum KL3 of a label, in nats
-    dual_clip: float | None = None  # upper bound of the ratio where the advantage is negative; null: no bound
+    Args:
+        delta: maximum KL3 of a token, in nats.
+        dual_clip: upper bound of the ratio where the advantage is negative; null: no bound.
+    """
+
+    delta: float = 0.02
+    dual_clip: float | None = None
 
     def check(self, level: str, old: str) -> None:
         _require(self.delta > 0.0, "delta", self.delta, "must be positive; kl3 uses 0.02")
@@ -140,11 +150,15 @@ class TopKL(Constraint):
     """KL(pi_old || pi) <= delta at every label (PPO with a trust region, arXiv 1903.07940).
 
     The KL is over the old policy's `top_k` likeliest tokens and one bucket for all other tokens.
+
+    Args:
+        delta: maximum KL of a token, in nats.
+        top_k: number of tokens whose log-probs are stored at every label; required, often 16.
     """
 
-    delta: float = 0.02  # maximum KL of a label, in nats
-    # Required: storing K log-probs of every label costs memory, so the user must choose K.
-    top_k: int | None = None  # number of tokens whose log-probs are stored at every label; often 16
+    delta: float = 0.02
+    # Storing K log-probs of every label costs memory, so the user must choose K.
+    top_k: int | None = None
 
     def check(self, level: str, old: str) -> None:
         if old != "trainer":
@@ -177,9 +191,13 @@ class TopKL(Constraint):
 
 @dataclass(frozen=True)
 class TotalVariation(Constraint):
-    """|p - p_old| <= delta for the probability of the sampled token (DPPO, arXiv 2602.04879)."""
+    """|p - p_old| <= delta for the probability of the sampled token (DPPO, arXiv 2602.04879).
 
-    delta: float = 0.2  # maximum difference of the probabilities
+    Args:
+        delta: maximum difference of the probabilities of a token.
+    """
+
+    delta: float = 0.2
 
     def check(self, level: str, old: str) -> None:
         _require(self.delta > 0.0, "delta", self.delta, "must be positive; tv uses 0.2")
@@ -198,11 +216,15 @@ class Cispo(Constraint):
     """sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi (CISPO, arXiv 2506.13585).
 
     sg stops the gradient.
+
+    Args:
+        clip_low: the weight is at least 1 - clip_low.
+        clip_high: the weight is at most 1 + clip_high.
     """
 
     levels = ("token", "sequence")
-    clip_low: float = 1.0  # the weight is at least 1 - clip_low
-    clip_high: float = 4.0  # the weight is at most 1 + clip_high
+    clip_low: float = 1.0
+    clip_high: float = 4.0
 
     def check(self, level: str, old: str) -> None:
         _check_clips(self.clip_low, self.clip_high)
@@ -219,11 +241,16 @@ class Cispo(Constraint):
 
 @dataclass(frozen=True)
 class Sapo(Constraint):
-    """(4 / tau) sigmoid(tau (r - 1)) A; the sign of A selects tau (SAPO, arXiv 2511.20347)."""
+    """(4 / tau) sigmoid(tau (r - 1)) A; the sign of A selects tau (SAPO, arXiv 2511.20347).
+
+    Args:
+        tau_positive: decay rate of the slope where the advantage is positive.
+        tau_negative: decay rate of the slope where the advantage is negative.
+    """
 
     levels = ("token", "sequence")
-    tau_positive: float = 1.0  # decay rate of the slope where the advantage is positive
-    tau_negative: float = 1.05  # decay rate of the slope where the advantage is negative
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
 
     def check(self, level: str, old: str) -> None:
         for field in fields(self):
@@ -244,9 +271,13 @@ class Sapo(Constraint):
 
 @dataclass(frozen=True)
 class Spo(Constraint):
-    """r A - |A| / (2 epsilon) (r - 1)^2 (Simple Policy Optimization, arXiv 2401.16025)."""
+    """r A - |A| / (2 epsilon) (r - 1)^2 (Simple Policy Optimization, arXiv 2401.16025).
 
-    epsilon: float = 0.2  # distance of the objective's maximum from r = 1
+    Args:
+        epsilon: distance of the objective's maximum from r = 1.
+    """
+
+    epsilon: float = 0.2
 
     def check(self, level: str, old: str) -> None:
         _require(self.epsilon > 0.0, "epsilon", self.epsilon, "must be positive; SPO uses 0.2")

@@ -107,38 +107,41 @@ class PolicyLoss(ConstraintOptions):
     Each option of each constraint is a field, too: `clip_low`, `delta`, `top_k`, ... The constraint
     defines its default. An option of another constraint is an error.
 
+    Args:
+        level: level of the ratio: "token", "sequence" (GSPO) or "geometric" (GMPO).
+        constraint: constraint on the ratio: "clip" (PPO), "kl3" (ATR-GRPO), "kl", "tv" (DPPO),
+            "cispo", "sapo", "spo" or "none".
+        old: source of pi_old: "trainer" (the proximal policy), "sampler" (the engine's log-probs),
+            or "interpolated" between sampler and current policy, which saves a forward pass.
+        importance: importance weight for the mismatch between pi_old and the sampler: "none",
+            "full", "tis", "mis", "icepop", "sequence_tis", "sequence_mis" or "geometric_mask".
+        importance_low: lower bound of the importance weight; null: the method's default.
+        importance_high: upper bound of the importance weight; null: the method's default (2 for
+            "tis").
+        reward_coef: coefficient of the objective with the advantages of the rewards.
+        teacher_coef: coefficient of the objective with log p_teacher - log pi_old as the advantage
+            of every token; 0: no teacher.
+        kl_coef: coefficient of the KL to the reference policy; 0: no reference policy is kept.
+        old_kl_coef: coefficient of the KL to the old policy.
+        kl: estimator of both KL terms: "k1", "k2", "k3" or "k3_unbiased".
+        entropy_coef: coefficient of the entropy bonus; the entropy is in nats.
+
     Raises:
         UsageError: an unknown name, an option that contradicts another option, or a value out of
             range.
     """
 
-    # The level of the ratio: "token", "sequence" (GSPO) or "geometric" (GMPO).
     level: str = "token"
-    # A key of `CONSTRAINTS` in constraints.py: "clip", "kl3", ...
     constraint: str = "clip"
-    # Source of pi_old (ratios.py): the proximal policy ("trainer"), the sampler's reported
-    # log-probs ("sampler"), or an interpolation between the sampler's and the current policy's
-    # log-probs ("interpolated"), which saves a forward pass.
     old: str = "trainer"
-    # The importance weight for the mismatch between pi_old and the sampler (importance.py): "full",
-    # "tis", "mis", ..., "none".
     importance: str = "none"
-    # Lower bound of the importance weight; None for the method's default.
     importance_low: float | None = None
-    # Upper bound of the importance weight; None for the method's default.
     importance_high: float | None = None
-    # Coefficient of the objective with the advantages of the rewards.
     reward_coef: float = 1.0
-    # Coefficient of the objective with log p_teacher - log pi_old as the advantage of every token.
-    # 0: no teacher.
     teacher_coef: float = 0.0
-    # Coefficient of the KL to the reference policy. 0: no reference policy is kept.
     kl_coef: float = 0.0
-    # Coefficient of the KL to the old policy.
     old_kl_coef: float = 0.0
-    # Estimator of both KL terms: "k1", "k2", "k3" or "k3_unbiased".
     kl: str = "k3"
-    # Coefficient of the entropy bonus; the entropy is in nats.
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:

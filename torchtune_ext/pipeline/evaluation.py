@@ -128,8 +128,7 @@ def confidence_interval(means: np.ndarray) -> tuple[float, float]:
 def has_partial_rewards(values: Mapping[str, float | None]) -> bool:
     """Returns `Accuracy.has_partial_rewards` from the metrics of an evaluation."""
     return any(
-        _differs(values.get(f"eval/accuracy_{kind}"), values.get(f"eval/solved_{kind}"))
-        for kind in ("sampled", "greedy")
+        _differs(values.get(f"eval/reward_{kind}"), values.get(f"eval/solved_{kind}")) for kind in ("sampled", "greedy")
     )
 
 

@@ -103,7 +103,7 @@ class Component(dict[str, Any]):
         if not callable(component):
             raise UsageError(f"{where} _component_={path} is {kind_of(component)}; name a class or a function")
         _require_arguments(component, path, name, arguments, extra)
-        for key, parameter in _parameters(component).items():
+        for key, parameter in argument_parameters(component).items():
             if key in arguments and type(value := arguments[key]) is not type(parameter.default):
                 require_type(f"{name}.{key}", value, parameter.annotation, parameter.default)
         return component, path, arguments
@@ -112,7 +112,7 @@ class Component(dict[str, Any]):
         """Return the names of the component's arguments; an empty list for an unknown component."""
         path = str(self.get("_component_"))
         try:
-            return list(_parameters(import_object(path, "") if "." in path else _in_recipe(path)))
+            return list(argument_parameters(import_object(path, "") if "." in path else _in_recipe(path)))
         except UsageError:
             return []
 
@@ -162,7 +162,7 @@ def _explain_refusal(
         # Our own components name the argument, but do not know the config section that holds it.
         unknown = re.match(r"unknown key '(\w+)\.", text := str(error))
         leading = unknown[1] if unknown else errors.leading_argument(text)
-        if leading is not None and (leading in arguments or leading in _parameters(component)):
+        if leading is not None and (leading in arguments or leading in argument_parameters(component)):
             return re.sub(rf"(?<![\w.]){leading}(?=[.=:])", f"{name}.{leading}", text)
         return text if name in text.partition(" ")[0] else f"`{name}:` {text}"
     if errors.error_location(error):
@@ -172,7 +172,7 @@ def _explain_refusal(
     quoted = [key for key in arguments if re.search(rf"(?<![\w.]){re.escape(str(arguments[key]))}(?![\w.]*\w)", text)]
     if len(quoted) != 1:
         return None
-    default = getattr(_parameters(component).get(quoted[0]), "default", inspect.Parameter.empty)
+    default = getattr(argument_parameters(component).get(quoted[0]), "default", inspect.Parameter.empty)
     default_text = "" if default is inspect.Parameter.empty else f"; the default is {default!r}"
     return (
         f"{name}.{quoted[0]}={arguments[quoted[0]]!r}: {path} rejects this value "
@@ -180,7 +180,8 @@ def _explain_refusal(
     )
 
 
-def _parameters(component: Any) -> dict[str, inspect.Parameter]:
+def argument_parameters(component: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a class or function by name; {} if it has no signature."""
     # The names in a string annotation may exist only for type checkers. Such an annotation stays
     # a string.
     for evaluate in (True, False):

@@ -34,9 +34,15 @@ def require_type(key: str, value: Any, kind: Any, default: Any = None) -> None:
     """
     if not _fits(value, kind):
         kinds = [each for each in union_members(kind) if each is not NoneType]
-        names = " or ".join(dict.fromkeys(_kind_text(each) for each in kinds))
         default_text = "" if default is None or default is inspect.Parameter.empty else f"; the default is {default!r}"
-        raise UsageError(f"{key}={value!r} must be {names}{_rewrite_hint(key, value, kinds) or default_text}")
+        hint = _rewrite_hint(key, value, kinds) or default_text
+        raise UsageError(f"{key}={value!r} must be {kinds_text(*kinds)}{hint}")
+
+
+def kinds_text(*kinds: Any) -> str:
+    """Return what annotations permit: "text or null"; "" if they are unknown."""
+    members = [each for kind in kinds for each in union_members(kind) if each not in (Any, inspect.Parameter.empty)]
+    return " or ".join(dict.fromkeys("null" if each is NoneType else _kind_text(each) for each in members))
 
 
 def type_error_text(key: str, value: Any, field: FieldInfo) -> str:

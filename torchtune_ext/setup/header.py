@@ -60,7 +60,7 @@ def print_run_header(components: RunComponents) -> None:
                 )
             )
     evaluated = components.eval_task is not None and not components.replay
-    # The best checkpoint is chosen by accuracy, which exists only for checkpoints at evaluation
+    # The best checkpoint is chosen by held-out reward, which exists only for checkpoints at evaluation
     # steps.
     every, evaluates = cfg.checkpoints.every, cfg.evaluation.every
     if evaluated and every < cfg.max_steps and every % evaluates:
@@ -68,8 +68,8 @@ def print_run_header(components: RunComponents) -> None:
             (
                 "warning",
                 f"checkpoints.every={every} but evaluation.every={evaluates}: only a checkpoint in a step with an evaluation "
-                f"has an accuracy, here every {math.lcm(every, evaluates)} steps. Fix: set checkpoints.every to a multiple of "
-                "evaluation.every",
+                f"has a held-out reward, here every {math.lcm(every, evaluates)} steps. Fix: set checkpoints.every to a "
+                "multiple of evaluation.every",
             )
         )
     print_text(format_labels(lines))

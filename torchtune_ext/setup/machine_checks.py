@@ -154,7 +154,7 @@ def disk_need(cfg: GRPOConfig, total: int, trained: int, dtype: torch.dtype) -> 
     }
     # One more checkpoint follows the last step, so the quotient rounds up.
     written = -(-cfg.max_steps // config.every)
-    # The checkpoint with the best accuracy is kept in addition to the newest.
+    # The checkpoint with the best held-out reward is kept in addition to the newest.
     evaluated = cfg.evaluation.task is not None and not cfg.replay
     free = shutil.disk_usage(nearest_existing(cfg.output_dir)).free
     if cfg.resume_from_checkpoint:

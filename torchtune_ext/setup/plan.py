@@ -35,25 +35,9 @@ DEFAULT_STEP_REQUESTS = 1024  # requests in a step if `engine.max_num_seqs` is n
 SAMPLER_BYTES = 20
 PACKED_BUFFER_BYTES = GIB  # vLLM's DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
+# Rows of a GPU that trains, for an engine that shares it and one that sleeps during training.
+SHARED_ENGINE_ROWS = ("engine on the same GPU", "awake engine on the same GPU, beyond the freed memory")
 NAME_WIDTH, FIGURE_WIDTH = 58, 12  # column widths of the table, in characters
-# Fixes for each kind of shortage, cheapest first. Another dry run shows their effect.
-SHORTAGE_FIXES = {
-    "gpus": ("fewer ranks or engines, or more GPUs",),
-    "training": (
-        "activation_checkpointing=true",
-        "row_tokens=engine.max_model_len",
-        "engine.sleep=true, if an engine is on the same GPU",
-        "more GPUs for training",
-        "adapters (docs/training.md)",
-    ),
-    "engine": (
-        "another engine.gpu_memory_utilization or engine.kv_cache_bytes",
-        "a lower engine.max_model_len",
-        "a higher engine.tensor_parallel_size",
-    ),
-    "host": ("fewer ranks", "adapters (docs/training.md)"),
-    "disk": ("checkpoints.save_optimizer=false", "checkpoints.keep_last=1"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +164,7 @@ class RunPlan:
             pack = min(self.published_bytes, PACKED_BUFFER_BYTES + self.sizes.dtype.itemsize * self.sizes.largest_param)
             rows["weight sender, only on rank 0's GPU (allowance)"] = CUDA_CONTEXT_BYTES + NCCL_BYTES + 3 * pack
         if self.engine_placement == "shared":
-            rows["engine on the same GPU"] = sum(self.engine_rows.values())
+            rows[SHARED_ENGINE_ROWS[0]] = sum(self.engine_rows.values())
         elif self.engine_placement == "sleeps":
             # The two peaks do not coincide. While the engine is awake, the trainer holds only its
             # weights and moments. A sleeping engine keeps its CUDA context and its graphs.
@@ -191,7 +175,7 @@ class RunPlan:
                 - CUDA_CONTEXT_BYTES
             )
             extra = max(sum(self.engine_rows.values()) - free, CUDA_CONTEXT_BYTES + CUDA_GRAPH_BYTES)
-            rows["awake engine on the same GPU, beyond the freed memory"] = extra
+            rows[SHARED_ENGINE_ROWS[1]] = extra
         return rows
 
     def _host_rows(self) -> dict[str, int]:
@@ -257,6 +241,45 @@ class RunPlan:
                 f"engine.max_model_len={engine.max_model_len}"
             )
         return short
+
+    def fixes(self, kind: str) -> list[str]:
+        """Return the fixes for a kind of shortage that the config does not have yet, cheapest first."""
+        # Another dry run shows the effect of a fix.
+        cfg, on_gpus, frozen = self.cfg, self.machine.gpus > 0, self.sizes.has_frozen_params
+        shared = on_gpus and self.engine_placement in ("shared", "sleeps")
+        longest = cfg.engine.max_model_len
+        engine = {
+            f"a lower {'engine.gpu_memory_utilization or ' * on_gpus}engine.kv_cache_bytes": shared or not on_gpus
+        }
+        trainer = {
+            "activation_checkpointing=true": not cfg.activation_checkpointing,
+            f"row_tokens={longest}, which is engine.max_model_len": cfg.row_tokens > longest,
+            "engine.sleep=true": shared and not cfg.engine.sleep and not cfg.staleness,
+            "another GPU for the engine (engine.devices)": shared,
+        }
+        # The engine's fix comes first if the engine takes the largest part of a shared GPU.
+        leads = max(self.device_rows, key=self.device_rows.__getitem__) in SHARED_ENGINE_ROWS
+        memory = engine | trainer if leads else trainer | engine
+        adapters = {
+            "adapters (docs/how_to/adapters.md)": not frozen,
+            "model.quantize_base=true": frozen and not self.sizes.largest_nf4 and "quantize_base" in cfg.model.takes(),
+        }
+        fixes = {
+            "gpus": {"fewer ranks or engines, or more GPUs": True},
+            "training": memory | {"more GPUs for training": True} | adapters,
+            "engine": {
+                "another engine.gpu_memory_utilization or engine.kv_cache_bytes": True,
+                "a lower engine.max_model_len": True,
+                "a higher engine.tensor_parallel_size": True,
+            },
+            "host": ({} if on_gpus else memory) | {"fewer ranks": self.trainers > 1} | adapters | {"more memory": True},
+            "disk": {
+                "checkpoints.save_optimizer=false": cfg.checkpoints.save_optimizer,
+                "checkpoints.keep_last=1": cfg.checkpoints.keep_last > 1,
+                "output_dir on a larger disk": True,
+            },
+        }
+        return [fix for fix, missing in fixes[kind].items() if missing]
 
     def servers_text(self) -> str:
         """Return e.g. "2 servers, tensor_parallel_size=2"."""
@@ -371,5 +394,5 @@ def verdict(plan: RunPlan) -> str:
         return "\n".join([f"fits {where}:", *demands])
     lines = [f"does NOT fit {where}:"]
     for kind, missing in plan.shortages.items():
-        lines += [f"  {missing}; fixes, cheapest first:", *(f"    {each}" for each in SHORTAGE_FIXES[kind])]
+        lines += [f"  {missing}; fixes, cheapest first:", *(f"    {each}" for each in plan.fixes(kind))]
     return "\n".join(lines)

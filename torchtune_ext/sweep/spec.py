@@ -150,7 +150,7 @@ def _parse_sweep(path: Path, text: str, given: Any) -> Sweep:
         or not set(target) <= {"name", "goal"}
     ):
         raise UsageError(
-            f"metric: {metric}: write metric: {{name: eval/accuracy_sampled, goal: maximize}}, or goal: minimize"
+            f"metric: {metric}: write metric: {{name: eval/reward_sampled, goal: maximize}}, or goal: minimize"
         )
     name = current_metric(target["name"])
     if name != target["name"]:

@@ -55,9 +55,8 @@ class Math(QuestionTask):
         dataset: a public dataset: gsm8k, math500, deepmath, dapo_math_17k, aime2023, aime2024,
             aime2025 or svamp. It sets the id, the split and the fields. The other arguments
             override these, so `path` reads a local copy.
-        path, hub, config, split, question, answer, solution, prompt, system, count, first: see
-            `Jsonl`. The answer field may hold a number, an answer, or a solution that ends with the
-            answer.
+        path, hub, config, split, question, solution, prompt, system, count, first: see `Jsonl`.
+        answer: field of a number, an answer, or a solution that ends with the answer.
         require_box, require_thinking, brackets, format, format_reward: see `MathGrader`.
         unmarked: see `MathGrader`. The default is "none" if `prompt` or `system` asks for a mark
             (\boxed, ####, "answer is"), else "last_number".

@@ -224,6 +224,11 @@ class ReasoningGymCurriculum(ReasoningGym):
     level rises if at least `raise_at` of the samples of its newest 32 groups at this level are
     solved.
 
+    Args:
+        generators: see `ReasoningGym`.
+        raise_at: fraction of solved samples at which the level of a generator rises.
+        **rest: further arguments of `ReasoningGym`.
+
     Raises:
         UsageError: as `ReasoningGym`; or a generator has no curriculum.
     """

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from torchtune_ext.pipeline.evaluation import has_partial_rewards
 from torchtune_ext.run.output import format_columns
 from torchtune_ext.telemetry.excerpts import elide_text, encode_json, round_digits
 from torchtune_ext.telemetry.findings import nonfinite_findings, read_curve
@@ -21,19 +20,19 @@ MAX_POINTS = 400  # per curve; with more steps, each point is the mean of neighb
 MAX_CURVE_RUNS = 40  # the best runs have curves
 MAX_BAND_RUNS = 4  # with more runs, the intervals would hide the lines
 MAX_VALUE_CHARS = 400  # of a config value
-ACCURACY, INTERVAL_LOW, INTERVAL_HIGH = "eval/accuracy_sampled", "eval/low", "eval/high"
-GREEDY_ACCURACY, REWARD, NLL = "eval/accuracy_greedy", "reward/mean", "loss/nll"
+HELD_OUT, INTERVAL_LOW, INTERVAL_HIGH = "eval/reward_sampled", "eval/low", "eval/high"
+HELD_OUT_GREEDY, REWARD, NLL = "eval/reward_greedy", "reward/mean", "loss/nll"
 # Runs are compared by the first of these metrics that at least two runs have, unless a sweep names
 # its own.
 TARGET_METRICS = {
-    ACCURACY: "held-out accuracy",
-    GREEDY_ACCURACY: "held-out accuracy (greedy)",
+    HELD_OUT: "held-out reward",
+    HELD_OUT_GREEDY: "held-out reward (greedy)",
     REWARD: "mean reward",
     NLL: "negative log-likelihood",
 }
 # These curves come first, in this order and with these titles. All other panels are folded.
 LEADING_CHARTS = {
-    ACCURACY: "Held-out accuracy",
+    HELD_OUT: "Held-out reward",
     REWARD: "Reward",
     "length/mean": "Completion length",
     "loss/nll": "Negative log-likelihood",
@@ -132,7 +131,7 @@ def choose_target(runs: Sequence[ComparedRun], sweeps: Sequence[Mapping[str, Any
         }
         metric = next((name for name in TARGET_METRICS if len(runs_with[name]) >= min(2, len(runs))), REWARD)
         higher_is_better = metric != NLL
-    return metric, _metric_labels(TARGET_METRICS, runs).get(metric, metric), higher_is_better
+    return metric, TARGET_METRICS.get(metric, metric), higher_is_better
 
 
 def run_result(run: ComparedRun, metric: str) -> RunResult | None:
@@ -144,7 +143,7 @@ def run_result(run: ComparedRun, metric: str) -> RunResult | None:
     # An evaluation is already a mean over many problems. A metric of one step is noisy, so its last
     # tenth is averaged.
     value = last[metric] if metric.startswith("eval/") else read_curve(range(len(values)), values).last
-    return (value, last.get(INTERVAL_LOW), last.get(INTERVAL_HIGH)) if metric == ACCURACY else (value, None, None)
+    return (value, last.get(INTERVAL_LOW), last.get(INTERVAL_HIGH)) if metric == HELD_OUT else (value, None, None)
 
 
 def build_charts(
@@ -167,14 +166,14 @@ def build_charts(
             round_digits(float(total / count), 5) if count else None for total, count in zip(sums, counts, strict=True)
         ]
 
-    # The ends of the interval are drawn as a band around the accuracy, not as curves.
+    # The ends of the interval are drawn as a band around the mean, not as curves.
     names = {name for run in runs for record in run.records for name in record} - {
         "step",
         "nonfinite",
         INTERVAL_LOW,
         INTERVAL_HIGH,
     }
-    first, titles = list(dict.fromkeys([target, *LEADING_CHARTS])), _metric_labels(LEADING_CHARTS, runs)
+    first = list(dict.fromkeys([target, *LEADING_CHARTS]))
     series = [(panel, metric, label) for panel in panels_for(names) for metric, label in panel.series]
     series.sort(key=lambda each: first.index(each[1]) if each[1] in first else len(first))
     charts = []
@@ -186,7 +185,7 @@ def build_charts(
             # its last tenth, nor make its curve look sparse.
             if (end := max((i + 1 for i, value in enumerate(values) if value is not None), default=0)) == 0:
                 continue
-            banded = metric == ACCURACY and len(places) <= MAX_BAND_RUNS
+            banded = metric == HELD_OUT and len(places) <= MAX_BAND_RUNS
             lines.append(
                 {
                     "run": place,
@@ -201,15 +200,11 @@ def build_charts(
             continue
         title = panel.title if len(panel.series) == 1 or not label else f"{panel.title}: {label}"
         section = "" if metric in first else panel.section
-        chart = replace(panel, section=section, title=titles.get(metric, title), note="", style="line", lead=not charts)
+        chart = replace(
+            panel, section=section, title=LEADING_CHARTS.get(metric, title), note="", style="line", lead=not charts
+        )
         charts.append(asdict(chart) | {"lines": lines})
     return steps, charts
-
-
-def _metric_labels(names: Mapping[str, str], runs: Sequence[ComparedRun]) -> dict[str, str]:
-    """Returns the labels of metrics. A mean of partial rewards is labeled reward, not accuracy."""
-    partial = any(has_partial_rewards(record) for run in runs for record in run.records)
-    return {metric: words.replace("accuracy", "reward") if partial else words for metric, words in names.items()}
 
 
 def _rank_key(result: RunResult | None, higher_is_better: bool) -> tuple[bool, float]:

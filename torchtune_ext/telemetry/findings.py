@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from torchtune_ext.pipeline.evaluation import has_partial_rewards
 from torchtune_ext.telemetry.panels import Panel
 from torchtune_ext.telemetry.report_header import RunStatus
 
@@ -48,11 +47,11 @@ class Reading:
 # The label of a tile and its metrics; the tile shows the first metric that the run has.
 _TILES = (
     ("Reward", "reward/mean"),
-    ("Held-out accuracy", "eval/accuracy_sampled", "eval/accuracy_greedy"),
+    ("Held-out reward", "eval/reward_sampled", "eval/reward_greedy"),
     ("Negative log-likelihood", "loss/nll"),
     ("Completion length, tokens", "length/mean"),
     ("Entropy, nats", "loss/entropy"),
-    ("Canary, nats", "canary/mean_abs", "mismatch/mean_abs"),
+    ("Mismatch, nats", "canary/mean_abs", "mismatch/mean_abs"),
     ("Sampled tokens/s", "speed/sampled_tokens_s"),
     ("Step time", "time/step"),
     ("Token reduction ρ", "pack/rho"),
@@ -92,10 +91,7 @@ def make_tiles(curves: Mapping[str, Reading], panels: Sequence[Panel]) -> list[d
         metric = next((metric for metric in metrics if metric in last), None)
         if metric is None:
             continue
-        # A mean of partial rewards is not an accuracy.
-        if metric.startswith("eval/") and has_partial_rewards(last):
-            label = "Held-out reward"
-        sampled = metric == "eval/accuracy_sampled" and {"eval/low", "eval/high"} <= last.keys()
+        sampled = metric == "eval/reward_sampled" and {"eval/low", "eval/high"} <= last.keys()
         note = f"95% interval {last['eval/low']:.3g} to {last['eval/high']:.3g}" if sampled else ""
         unit = units.get(metric, "")
         chosen.append({"label": label, "metric": metric, "reading": curves[metric], "unit": unit, "note": note})

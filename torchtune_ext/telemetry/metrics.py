@@ -31,6 +31,11 @@ log = logging.getLogger(__name__)
 VOLATILE_PREFIXES = ("time/", "speed/", "memory/", "engine/", "engines/", "bench/")
 _DISK_FIX = "Free disk space and resume the run; earlier lines are intact"
 _RESERVED_NAMES = ("step", "nonfinite")
+_OLD_NAMES = {
+    "pack/used": "pack/efficiency",
+    "eval/accuracy_sampled": "eval/reward_sampled",
+    "eval/accuracy_greedy": "eval/reward_greedy",
+}
 _OLD_AGE = re.compile(r"^(async/|(?:loss|mismatch)/\w+_)age_(?=\d|mean$|max$)")
 
 
@@ -180,7 +185,7 @@ class MetricLogger:
 @cache
 def current_metric(name: str) -> str:
     """Returns the current name of a metric that may have its name of an earlier version."""
-    return _OLD_AGE.sub(r"\1staleness_", "pack/efficiency" if name == "pack/used" else name)
+    return _OLD_AGE.sub(r"\1staleness_", _OLD_NAMES.get(name, name))
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

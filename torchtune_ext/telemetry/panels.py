@@ -1,7 +1,7 @@
 """The registry of metrics: the meaning of each metric, and its panel in the report.
 
-`scripts/metric_tables.py` writes the tables of docs/telemetry.md from it. Tests compare the names
-with real runs.
+`scripts/reference.py` writes the tables of docs/reference/metrics.md from it. Tests compare the
+names with real runs.
 """
 
 import re
@@ -65,22 +65,22 @@ _STAGES = ("none", "loop_order", "blocking", "vectorization", "threads", "all")
 # The report and the tables have this order. A metric that matches several patterns belongs to the
 # first panel; a metric that a panel names in full belongs to that panel.
 PANELS = (
-    Panel("Learning", "Reward", band=("eval/accuracy_sampled", "eval/low", "eval/high"), lead=True,
+    Panel("Learning", "Reward", band=("eval/reward_sampled", "eval/low", "eval/high"), lead=True,
           note="Mean reward of the step's samples, and of held-out problems with the 95% interval over them.", metrics=(
         Metric("reward/mean", "reward", "mean reward of the step's graded samples", "flat from the start"),
-        Metric("eval/accuracy_sampled", "held-out, sampled", "mean held-out reward at the training temperature",
+        Metric("eval/reward_sampled", "held-out, sampled", "mean held-out reward at the training temperature",
                "it falls while `reward/mean` rises"),
-        Metric("eval/accuracy_greedy", "held-out, greedy", "mean held-out reward at temperature 0",
+        Metric("eval/reward_greedy", "held-out, greedy", "mean held-out reward at temperature 0",
                "it falls while `reward/mean` rises"),
-        Metric("eval/low", "", "lower end of the 95% interval of `eval/accuracy_sampled`"),
-        Metric("eval/high", "", "upper end of the 95% interval of `eval/accuracy_sampled`"))),
+        Metric("eval/low", "", "lower end of the 95% interval of `eval/reward_sampled`"),
+        Metric("eval/high", "", "upper end of the 95% interval of `eval/reward_sampled`"))),
     Panel("Learning", "Spread of the rewards", zero=True, metrics=(
         Metric("reward/std", "std", "standard deviation of the step's rewards", "near 0: nothing to learn"),)),
     Panel("Learning", "Solved", unit="percent", note="Fraction of held-out problems with full reward.", metrics=(
         Metric("eval/solved_sampled", "sampled", "fraction of held-out problems with full reward, training temperature"),
         Metric("eval/solved_greedy", "greedy", "fraction of held-out problems with full reward, temperature 0"),
         Metric("eval/pass_at_<n>", "pass at ", "fraction of held-out problems with full reward in any of n samples",
-               "it falls while the accuracy rises"))),
+               "it falls while `eval/reward_sampled` rises"))),
     Panel("Learning", "Outcomes of programs", unit="percent", style="stack", zero=True, order=_OUTCOMES,
           colors=(6, 4, 5, 7, 1, 2, 3), metrics=(
         Metric("reward/outcome_<outcome>", "", "fraction of graded programs with this outcome", "`ok` stays at 0"),)),

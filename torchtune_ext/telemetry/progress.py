@@ -128,7 +128,7 @@ class Progress:
         self._columns = _COLUMNS  # the columns that fit the terminal
         self._zero_variance_steps = 0  # consecutive steps with only zero-variance groups
         self._warned_truncated = False
-        # Whether a held-out reward was neither 0 nor 1, so that the mean is not an accuracy.
+        # Whether a held-out reward was neither 0 nor 1, so that the mean is not a percentage.
         self._has_partial_rewards = False
         self._pending_values: dict[str, float] = {}  # metrics of an unfinished step
 
@@ -161,7 +161,7 @@ class Progress:
         self._has_partial_rewards = self._has_partial_rewards or has_partial_rewards(values)
         for _, room, text, names in self._columns[1:]:
             value = next((values[name] for name in names if name in values), None)
-            text = "{:.3f}" if names == _ACCURACY_METRICS and self._has_partial_rewards else text
+            text = "{:.3f}" if names == _HELD_OUT_METRICS and self._has_partial_rewards else text
             cells.append(f"{'-' if value is None else text.format(value):>{room}}")
         is_zero_variance = values.get("groups/used") == 0
         if is_zero_variance:
@@ -207,18 +207,18 @@ def _describe_rewards(values: Mapping[str, float]) -> str:
     return "rewards are equal in each group"
 
 
-_ACCURACY_METRICS = ("eval/accuracy_sampled", "eval/accuracy_greedy")
+_HELD_OUT_METRICS = ("eval/reward_sampled", "eval/reward_greedy")
 # Each column has a title, a width, a format and metric names; it shows the first metric that is
 # present.
 _COLUMNS = (
     ("step", 9, "", ()),
     ("reward", 7, "{:.4f}", ("reward/mean",)),
     ("±", 6, "{:.3f}", ("reward/std",)),
-    ("eval", 6, "{:.1%}", _ACCURACY_METRICS),
+    ("eval", 6, "{:.1%}", _HELD_OUT_METRICS),
     ("length", 6, "{:.0f}", ("length/mean",)),
     ("trunc", 6, "{:.1%}", ("length/truncated",)),
     ("grad", 7, "{:.3g}", ("optim/grad_norm",)),
-    ("canary", 8, "{:.1e}", ("canary/mean_abs", "mismatch/mean_abs")),
+    ("mismatch", 8, "{:.1e}", ("canary/mean_abs", "mismatch/mean_abs")),
     ("tok/s", 8, "{:,.0f}", ("speed/sampled_tokens_s",)),
     ("rho", 5, "{:.2f}", ("pack/rho",)),
     ("seconds", 7, "{:.1f}", ("time/step",)),
@@ -227,4 +227,4 @@ _COLUMNS = (
     ("publish", 7, "{:.1f}", ("time/publish",)),
 )
 # A narrow terminal drops these columns, one after another, until the rest fits.
-_DROP_ORDER = ("rho", "publish", "train", "sample", "grad", "trunc", "±", "tok/s", "length", "canary")
+_DROP_ORDER = ("rho", "publish", "train", "sample", "grad", "trunc", "±", "tok/s", "length", "mismatch")

@@ -119,11 +119,11 @@ def evaluation_metrics(
         several
         | ({"eval/skipped": float(skipped)} if skipped else {})
         | {
-            "eval/accuracy_sampled": drawn.mean,
+            "eval/reward_sampled": drawn.mean,
             "eval/low": drawn.low,
             "eval/high": drawn.high,
             "eval/solved_sampled": drawn.pass_at[1],
-            "eval/accuracy_greedy": best.mean,
+            "eval/reward_greedy": best.mean,
             "eval/solved_greedy": best.pass_at[1],
         }
     )

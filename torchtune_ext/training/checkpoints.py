@@ -124,7 +124,7 @@ class Checkpoints:
         return next((path for path in reversed(self.all()) if _read_if_complete(path) is not None), None)
 
     def best(self) -> tuple[Path, float] | None:
-        """The checkpoint with the highest held-out accuracy, and the accuracy, or None."""
+        """The checkpoint with the highest held-out reward, and this reward, or None."""
         return _best((path, manifest) for path in self.all() if (manifest := _read_if_complete(path)) is not None)
 
     def verify_latest(self) -> Path | None:
@@ -176,7 +176,7 @@ class Checkpoints:
                 folder that rank 0 passes. Other ranks pass None and only take part in gathering.
                 Even if it fails, it must finish gathering on every rank.
             recipe_state: JSON-serializable state of the recipe.
-            accuracy: held-out accuracy of these weights. The checkpoint with the highest accuracy
+            accuracy: held-out reward of these weights. The checkpoint with the highest value
                 is never pruned.
 
         Returns:

@@ -69,7 +69,7 @@ class Manifest:
     """The metadata of a checkpoint, readable without its tensors."""
 
     step: int
-    accuracy: float | None  # accuracy on held-out problems; None without an evaluation
+    accuracy: float | None  # mean reward on held-out problems; None without an evaluation
     identity: Identity
     files: dict[str, Entry]  # path relative to the checkpoint -> entry, of every file except the manifest
 

@@ -15,7 +15,8 @@ from torchtune import _recipe_registry
 
 from torchtune_ext.cli import config, plugin
 from torchtune_ext.cli.cli import main
-from torchtune_ext.cli.config import REQUIRED_MARK, find_options, format_options, format_yaml, json_schema, list_options
+from torchtune_ext.cli.config import find_options, format_options, json_schema
+from torchtune_ext.cli.options import REQUIRED_MARK, argument_descriptions, arguments_of, format_yaml, list_options
 from torchtune_ext.run.catalog import config_files, package_folder, recipe_files
 from torchtune_ext.settings.records import RECORD, config_record, nested_record, option_fields
 
@@ -56,6 +57,20 @@ def test_nested_mapping_has_defaults_of_its_recipe():
         (["max_tokens"], ["  sampling.max_tokens  (required)  maximum tokens of a completion"]),
         (["grpo_full", "checkpoints.every"], ["  checkpoints.every  50  steps between checkpoints"]),
         (["schedule.decay"], ["('constant', 'linear' or 'cosine')"]),
+        (
+            ["clip_low"],
+            ["  loss.clip_low  0.2  constraint clip: how far the ratio may fall below 1; constraint cispo: "],
+        ),
+        (["importance_high"], ["  loss.importance_high  null  upper bound of the importance weight"]),
+        (["lora_alpha"], ["  model.lora_alpha  16.0  an adapter's output is scaled by lora_alpha / lora_rank"]),
+        (["lr"], ["  optimizer.lr  0.001  learning rate"]),
+        (
+            ["count"],
+            ["  engine.count  null ", "  task.count    null  number of questions; null: all", "[Jsonl, Math]"],
+        ),
+        (["loss"], ["  loss  ", "  loss.entropy_coef  "]),
+        (["evaluate", "task"], ["  task.dataset  ", "  task.kernels  "]),
+        (["Math"], ["  task.format_reward  "]),
     ],
 )
 def test_config_prints_requested_options(words, expected, capsys):
@@ -75,8 +90,7 @@ def test_config_prints_requested_options(words, expected, capsys):
         (["engine.dtpe"], "did you mean engine.dtype?"),
         (["max_token"], "did you mean sampling.max_tokens?"),
         (["gate"], "did you mean max_mismatch?"),
-        (["clip_low"], "set loss.clip_low, an argument of the class"),
-        (["lora_alpha"], "set model.lora_alpha"),
+        (["learning_rate"], "did you mean optimizer.lr?"),
         (["zzz"], "`torchtune-ext config grpo_full` lists the keys"),
         (["nothing.py"], "nothing.py: file not found"),
         (["grpo_full", "engine", "dtype"], "give a recipe, a config key, or both"),
@@ -134,6 +148,53 @@ def test_options_show_defaults_as_yaml():
         ("made", "{x: [1, true]}", "d"),
     ]
     assert format_yaml({"a": [None, True, 1.5, "x/y", ""]}) == '{a: [null, true, 1.5, x/y, ""]}'
+
+
+class Base:
+    """A base.
+
+    Args:
+        first, last: ends of
+            the range; None: all.
+    """
+
+
+class Derived(Base):
+    """A class.
+
+    Args:
+        first: as in `Base`.
+        last: see `Base`. The default is the number of items.
+        **rest: not a key.
+
+    Raises:
+        UsageError: never.
+    """
+
+    def __init__(self, first: int, last: int | None = None, **rest):
+        pass
+
+
+def test_arguments_are_described_by_docstrings(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.Derived.__module__", "torchtune_ext.cli")
+    monkeypatch.setattr("torchtune_ext.cli.Base", Base, raising=False)
+    monkeypatch.setattr(Base, "__module__", "torchtune_ext.cli")
+    assert argument_descriptions(Derived) == {
+        "first": "ends of the range; null: all.",
+        "last": "ends of the range; null: all. The default is the number of items.",
+        "**rest": "not a key.",
+    }
+    listed = arguments_of("task", f"{__name__}.Derived")
+    assert [(each.name, each.default, each.values) for each in listed] == [
+        ("task.first", REQUIRED_MARK, "a whole number"),
+        ("task.last", "null", "a whole number or null"),
+    ]
+
+
+def test_optimizer_arguments_are_one_sentence():
+    described = {each.name: each.description for each in arguments_of("optimizer", "torch.optim.AdamW")}
+    assert described["optimizer.weight_decay"] == "weight decay coefficient" and "optimizer.params" not in described
+    assert all(described.values()) and "(default" not in str(described)
 
 
 def test_schema_accepts_every_shipped_config():

@@ -119,7 +119,7 @@ def test_accuracy_without_graded_samples_raises():
 
 
 def test_evaluation_grader_failure_skips_metrics_and_continues(caplog):
-    assert evaluation_metrics([group([1.0])], [group([1.0])], first=False)["eval/accuracy_sampled"] == 1.0
+    assert evaluation_metrics([group([1.0])], [group([1.0])], first=False)["eval/reward_sampled"] == 1.0
     assert evaluation_metrics([group([1.0])], [group([None])], first=False) == {}
     assert "evaluation: skipped in this step: none of 1 samples could be graded" in caplog.text
     with pytest.raises(ValueError, match="none of 1 samples"):

@@ -23,7 +23,6 @@ from torchtune_ext.setup.machine_checks import disk_need, format_bytes
 from torchtune_ext.setup.plan import (
     CUDA_CONTEXT_BYTES,
     CUDA_GRAPH_BYTES,
-    SHORTAGE_FIXES,
     Machine,
     RunPlan,
     estimate_engine_bytes,
@@ -304,8 +303,36 @@ def test_plan_verdict_shortage_lists_remedies(seven):
     lines = verdict(plan).splitlines()
     assert lines[0] == "does NOT fit on 2 x 80 GB (78.8 GiB each):" and plan.shortages.keys() == {"training"}
     assert lines[1].startswith("  training takes ") and lines[1].endswith("are free; fixes, cheapest first:")
-    assert lines[2:] == [f"    {each}" for each in SHORTAGE_FIXES["training"]]
+    assert lines[2:] == [
+        "    activation_checkpointing=true",
+        "    more GPUs for training",
+        "    adapters (docs/how_to/adapters.md)",
+    ]
     assert not planned(seven, "5x80", replace(OWN, max_model_len=4096), **settings).shortages
+
+
+def test_plan_verdict_omits_remedies_that_are_set(seven):
+    shared = replace(OWN, devices=None, max_model_len=4096)
+    everything = planned(seven, "1x40", shared, activation_checkpointing=False, row_tokens=8192)
+    lower = "a lower engine.gpu_memory_utilization or engine.kv_cache_bytes"
+    assert everything.fixes("training") == [
+        "activation_checkpointing=true",
+        "row_tokens=4096, which is engine.max_model_len",
+        "engine.sleep=true",
+        "another GPU for the engine (engine.devices)",
+        lower,
+        "more GPUs for training",
+        "adapters (docs/how_to/adapters.md)",
+    ]
+    asleep = replace(shared, sleep=True)
+    assert "engine.sleep=true" not in planned(seven, "1x40", asleep, row_tokens=4096).fixes("training")
+    assert planned(seven, "1x80", shared, row_tokens=4096, staleness=1).fixes("training")[:2] != ["engine.sleep=true"]
+    one_kept = CheckpointConfig(keep_last=1, save_optimizer=False)
+    assert planned(seven, "1x80", shared, checkpoints=one_kept).fixes("disk") == ["output_dir on a larger disk"]
+    assert planned(seven, "CPU 8", shared, trainers=1).fixes("host")[-2:] == [
+        "adapters (docs/how_to/adapters.md)",
+        "more memory",
+    ]
 
 
 def test_plan_small_disk_is_reported_with_remedies(seven, monkeypatch):

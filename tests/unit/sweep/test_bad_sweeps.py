@@ -15,7 +15,7 @@ from torchtune_ext.sweep.spec import read_sweep
 FILE = {
     "command": ["tune", "run", "grpo_full", "--config", "run.yaml", "${args_no_hyphens}"],
     "method": "grid",
-    "metric": {"name": "eval/accuracy_sampled", "goal": "maximize"},
+    "metric": {"name": "eval/reward_sampled", "goal": "maximize"},
     "parameters": {"optimizer.lr": {"values": [1e-4, 1e-3]}},
 }
 
@@ -50,10 +50,10 @@ CASES = [
     ({"method": "griddy"}, "method: griddy: did you mean grid?"),
     ({"method": "custom"}, "method: custom: expected one of grid, random, bayes"),
     ({"metrics": []}, "unknown key 'metrics'; did you mean metric? (`wandb sweep` may know more)"),
-    ({"metric": None}, "metric: None: write metric: {name: eval/accuracy_sampled, goal: maximize}"),
-    ({"metric": {"name": "eval/acuracy_sampled"}}, "metric: eval/acuracy_sampled is not a metric of grpo_full; did you mean eval/accuracy_sampled?"),
-    ({"metric": {"name": "eval/accuracy_sampled", "goal": "max"}}, "write metric: {name: eval/accuracy_sampled, goal: maximize}"),
-    ({"metric": {"name": "eval/accuracy_sampled", "target": 1}}, "write metric: {name: eval/accuracy_sampled, goal: maximize}"),
+    ({"metric": None}, "metric: None: write metric: {name: eval/reward_sampled, goal: maximize}"),
+    ({"metric": {"name": "eval/acuracy_sampled"}}, "metric: eval/acuracy_sampled is not a metric of grpo_full; did you mean eval/reward_sampled?"),
+    ({"metric": {"name": "eval/reward_sampled", "goal": "max"}}, "write metric: {name: eval/reward_sampled, goal: maximize}"),
+    ({"metric": {"name": "eval/reward_sampled", "target": 1}}, "write metric: {name: eval/reward_sampled, goal: maximize}"),
     ({"parameters": {}}, "parameters: needs at least one"),
     ({"parameters": {"optimizer.lr": 0.1}}, "parameters: optimizer.lr: 0.1: write {value: 1}, {values: [1, 2]}, or {min: "),
     (swept(optimizer__lr={"value": []}), "lr"),

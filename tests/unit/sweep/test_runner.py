@@ -53,7 +53,7 @@ def test_sweep_runs_every_point_once_and_records_it(tmp_path, capsys, monkeypatc
     assert (
         sweep["format"] == 1 and sweep["method"] == "grid" and sweep["name"] == "lr" and sweep["words"] == ["steps=2"]
     )
-    assert sweep["metric"] == {"name": "eval/accuracy_sampled", "goal": "maximize"}
+    assert sweep["metric"] == {"name": "eval/reward_sampled", "goal": "maximize"}
     assert [run["parameters"]["lr"] for run in sweep["runs"]] == [0.1, 0.2, 0.3]
     assert all(run["state"] == "finished" and run["value"] == 2 * run["parameters"]["lr"] for run in sweep["runs"])
     assert sorted(line[0] for line in starts(tmp_path)) == ["run_01", "run_02", "run_03"]

@@ -46,19 +46,11 @@ def test_the_page_holds_curves_and_results(two, tmp_path):
         {"letter": "A", "label": "lr 1e-06", "name": "one", "rank": 1},
         {"letter": "B", "label": "lr 3e-06", "name": "two", "rank": 0},
     ]
-    assert overview["heads"] == ["lr", "held-out accuracy", "95% interval", "run"]
+    assert overview["heads"] == ["lr", "held-out reward", "95% interval", "run"]
     assert overview["rows"] == [
         [1, "3e-06", "0.6872", "0.6372 to 0.7372", "two"],
         [0, "1e-06", "0.4908", "0.4408 to 0.5408", "one"],
     ]
-
-
-def test_comparison_partial_rewards_are_not_labeled_accuracy(tmp_path):
-    make_one(tmp_path / "one", settings(1e-6), **{"eval/solved_sampled": 0.0})
-    make_one(tmp_path / "two", settings(3e-6))
-    overview = overview_of(build_comparison([tmp_path]))
-    assert overview["heads"] == ["lr", "held-out reward", "95% interval", "run"]
-    assert overview["panels"][0]["title"] == "Held-out reward"
 
 
 def test_comparison_hostile_run_content_is_escaped(tmp_path):
@@ -90,7 +82,7 @@ def test_comparison_excludes_runs_that_failed_late(tmp_path):
     record["runs"][1] |= {"state": "failed", "value": None, "cause": "out of memory"}
     (folder / "sweep.json").write_text(json.dumps(record))
     report = build_comparison([folder])
-    assert report.table.splitlines()[1:] == ["A  run00  0.6185             0.5685 to 0.6685"]
+    assert report.table.splitlines()[1:] == ["A  run00  0.6185           0.5685 to 0.6685"]
     assert report.left_out == ["run10 failed: out of memory."]
 
 
@@ -205,7 +197,7 @@ def test_comparison_supports_warmup_resumed_and_unevaluated_runs(tmp_path):
     assert [row[-1] for row in overview["rows"]] == ["resumed", "warmup", "short (stopped at step 7 of 60)"]
     titles = [chart["title"] for chart in overview["panels"]]
     # What the runs are compared by comes first.
-    assert titles[:4] == ["Reward", "Held-out accuracy", "Completion length", "Negative log-likelihood"]
+    assert titles[:4] == ["Reward", "Held-out reward", "Completion length", "Negative log-likelihood"]
 
 
 def test_comparison_lines_equal_logged_values(tmp_path):
@@ -221,11 +213,11 @@ def test_comparison_lines_equal_logged_values(tmp_path):
     assert overview["steps"] == [record["step"] for record in records]
     lines = {chart["title"]: chart["lines"] for chart in overview["panels"]}
     assert [line["run"] for line in lines["own/holes"]] == [1]
-    accuracy = next(line for line in lines["Held-out accuracy"] if line["run"] == 1)
+    reward = next(line for line in lines["Held-out reward"] if line["run"] == 1)
     for column, metric in (
         (lines["own/holes"][0]["raw"], "own/holes"),
-        (accuracy["raw"], "eval/accuracy_sampled"),
-        (accuracy["band"][0], "eval/low"),
+        (reward["raw"], "eval/reward_sampled"),
+        (reward["band"][0], "eval/low"),
     ):
         values = [record.get(metric) for record in records]
         np.testing.assert_allclose(np.array(column, float), np.array(values, float), rtol=1e-4, equal_nan=True)

@@ -45,20 +45,20 @@ def test_comparison_key_missing_from_one_run_differs(tmp_path):
 
 
 def test_comparison_result_metric_depends_on_evaluations(tmp_path):
-    """Held-out accuracy at the newest step that has it, or else the mean reward of the last tenth of the steps."""
+    """Held-out reward at the newest step that has it, or else the mean reward of the last tenth of the steps."""
     for name, seed in (("a", 0), ("b", 1)):
         make_one(tmp_path / "evaluated" / name, settings(seed=seed), steps=65, rollouts=False)
         make_one(tmp_path / "trained" / name, settings(seed=seed), every=0, rollouts=False)
     runs, _, _ = find_runs([tmp_path / "evaluated"])
-    assert choose_target(runs, []) == ("eval/accuracy_sampled", "held-out accuracy", True)
+    assert choose_target(runs, []) == ("eval/reward_sampled", "held-out reward", True)
     (newest,) = [record for record in runs[0].records if record["step"] == 60]
-    expected = newest["eval/accuracy_sampled"], newest["eval/low"], newest["eval/high"]
-    assert run_result(runs[0], "eval/accuracy_sampled") == expected
+    expected = newest["eval/reward_sampled"], newest["eval/low"], newest["eval/high"]
+    assert run_result(runs[0], "eval/reward_sampled") == expected
     runs, _, _ = find_runs([tmp_path / "trained"])
     assert choose_target(runs, []) == ("reward/mean", "mean reward", True)
     rewards = [record["reward/mean"] for record in runs[0].records if "reward/mean" in record]
     assert run_result(runs[0], "reward/mean")[0] == pytest.approx(np.mean(rewards[-6:]))
-    assert run_result(runs[0], "eval/accuracy_sampled") is None
+    assert run_result(runs[0], "eval/reward_sampled") is None
 
 
 def test_comparison_sweep_metric_keeps_its_name(tmp_path):

@@ -211,7 +211,7 @@ def test_a_failing_sink_is_reported_once_and_dropped(tmp_path, monkeypatch, capl
     with caplog.at_level(logging.WARNING), MetricLogger(tmp_path, sinks=("tensorboard",)) as metrics:
         for step in range(1, 5):
             metrics.show(step, [])
-            metrics.log(step, {"a/b": 1, "eval/accuracy_sampled": 0.5})
+            metrics.log(step, {"a/b": 1, "eval/reward_sampled": 0.5})
     assert [record["step"] for record in read_metrics(metrics.path)] == [1, 2, 3, 4]
     assert [m for m in caplog.messages if "tensorboard" in m and "network is down" in m] == caplog.messages
     assert len(caplog.messages) == 1
@@ -294,6 +294,7 @@ def test_old_metric_names_are_read_as_current(tmp_path):
     old = {
         "step": 1,
         "pack/used": 0.9,
+        "eval/accuracy_sampled": 0.5,
         "async/age_mean": 1.0,
         "loss/clip_fraction_age_2_3": 0.5,
         "reward/age_mean": 2.0,
@@ -303,6 +304,7 @@ def test_old_metric_names_are_read_as_current(tmp_path):
         {
             "step": 1,
             "pack/efficiency": 0.9,
+            "eval/reward_sampled": 0.5,
             "async/staleness_mean": 1.0,
             "loss/clip_fraction_staleness_2_3": 0.5,
             "reward/age_mean": 2.0,  # a part of a user's reward

@@ -57,7 +57,7 @@ def test_summary_reads_as_a_table():
     progress.log_step(
         1, {"speed/sampled_tokens_s": 4100.2, "time/step": 61.2, "time/sample": 31.2, "time/publish": 4.0}
     )
-    values = {"reward/mean": -0.125, "eval/accuracy_greedy": 0.5, "mismatch/mean_abs": 0.00612}
+    values = {"reward/mean": -0.125, "eval/reward_greedy": 0.5, "mismatch/mean_abs": 0.00612}
     progress.log_step(200, values | {"time/step": 7.0})
     header, first, second = file.getvalue().splitlines()
     assert len(header) == len(first) == len(second)
@@ -78,9 +78,9 @@ def test_summary_reads_as_a_table():
 def test_progress_initial_evaluation_is_printed_at_once():
     file = io.StringIO()
     progress = Progress(total_steps=200, bars=False, file=file)
-    progress.log_step(0, {"eval/accuracy_sampled": 0.25})
+    progress.log_step(0, {"eval/reward_sampled": 0.25})
     assert file.getvalue().splitlines()[1].split()[:4] == ["0/200", "-", "-", "25.0%"]
-    progress.log_step(0, {"eval/accuracy_sampled": 0.25, "eval/solved_sampled": 0.125})
+    progress.log_step(0, {"eval/reward_sampled": 0.25, "eval/solved_sampled": 0.125})
     assert file.getvalue().splitlines()[2].split()[3] == "0.250", "the mean of partial rewards is no share"
 
 
@@ -133,5 +133,5 @@ def test_progress_evaluation_is_not_a_zero_variance_step(caplog):
     file = io.StringIO()
     progress = Progress(total_steps=200, bars=False, file=file)
     for _ in range(6):
-        progress.log_step(0, {"eval/accuracy_sampled": 0.25})
+        progress.log_step(0, {"eval/reward_sampled": 0.25})
     assert "no reward differences" not in file.getvalue() and not caplog.messages

@@ -26,19 +26,19 @@ def test_reading_is_mean_of_last_tenth_of_curve():
 def test_reading_sparse_and_counting_metrics_use_newest_value():
     steps = list(range(31))
     evaluated = [step / 100 if step % 10 == 0 else None for step in steps]
-    series = {"eval/accuracy_sampled": evaluated, "eval/low": evaluated, "eval/high": evaluated}
+    series = {"eval/reward_sampled": evaluated, "eval/low": evaluated, "eval/high": evaluated}
     series |= {"optim/lr": [0.1 * step for step in steps], "engines/restarts": [0.0] * 30 + [1.0]}
     curves, panels = read(series, steps)
-    assert curves["eval/accuracy_sampled"] == Reading(0.0, 0.3, 30, 30)
+    assert curves["eval/reward_sampled"] == Reading(0.0, 0.3, 30, 30)
     assert curves["optim/lr"] == Reading(0.0, pytest.approx(3.0), 30, 30)
     assert curves["engines/restarts"] == Reading(0.0, 1.0, 30, 30)
     (tile,) = make_tiles(curves, panels)
-    assert (tile["label"], tile["note"]) == ("Held-out accuracy", "95% interval 0.3 to 0.3")
+    assert (tile["label"], tile["note"]) == ("Held-out reward", "95% interval 0.3 to 0.3")
 
 
 def test_reading_newest_value_may_precede_last_step():
-    curves, _ = read({"eval/accuracy_greedy": [0.5, None, 0.75, None, None]}, [0, 1, 2, 3, 4])
-    assert curves["eval/accuracy_greedy"] == Reading(0.5, 0.75, 2, 2)
+    curves, _ = read({"eval/reward_greedy": [0.5, None, 0.75, None, None]}, [0, 1, 2, 3, 4])
+    assert curves["eval/reward_greedy"] == Reading(0.5, 0.75, 2, 2)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -54,8 +54,3 @@ def test_tile_unit_equals_unit_of_metric_panel():
     assert {tile["metric"]: tile["unit"] for tile in make_tiles(curves, panels)} == {
         name: units.get(name, "tok/s") for name in series
     }
-
-
-def test_tile_partial_reward_mean_is_not_labeled_accuracy():
-    curves, panels = read({"eval/accuracy_sampled": [0.5], "eval/solved_sampled": [0.25]}, [1])
-    assert make_tiles(curves, panels)[0]["label"] == "Held-out reward"

@@ -77,7 +77,7 @@ def shown(tmp_path_factory):
             if step % 20 == 0:
                 low = 0.4 + step / 200
                 values |= {
-                    "eval/accuracy_sampled": low + 0.05,
+                    "eval/reward_sampled": low + 0.05,
                     "eval/low": low,
                     "eval/high": low + 0.1,
                     "eval/solved_sampled": 0.2,
@@ -105,7 +105,7 @@ def test_browser_tile_shows_value_of_its_legend(shown):
         tiles, legends = copy["tiles"], copy["legends"]
         # A tenth of 61 steps are six: 55 to 60.
         assert tiles["reward/mean"] == ["0.575", "mean of steps 55–60"] and legends["Reward"][0] == "0.575"
-        assert tiles["eval/accuracy_sampled"] == ["0.75", "step 60 · 95% interval 0.7 to 0.8"]
+        assert tiles["eval/reward_sampled"] == ["0.75", "step 60 · 95% interval 0.7 to 0.8"]
         assert legends["Reward"][1] == "0.75 at step 60"
         assert tiles["length/mean"][0] == legends["Completion length"][0] == "68"
         assert tiles["loss/entropy"][0] == legends["Entropy"][0] and copy["when"] == "mean of steps 55–60"

@@ -159,7 +159,7 @@ folder = RunFolder(sys.argv[1])
 run = folder.start_run({"seed": 1}, resuming=False)
 metrics = MetricLogger(folder.path, LoggingConfig(to=("wandb",)), run, status=lambda: 143)
 for step in (1, 2, 3):
-    metrics.log(step, {"reward/mean": step / 4, "loss/total": float("nan"), "eval/accuracy_sampled": 0.1 * step})
+    metrics.log(step, {"reward/mean": step / 4, "loss/total": float("nan"), "eval/reward_sampled": 0.1 * step})
 print("logged", flush=True)
 if sys.argv[2] == "die":
     signal.pause()

@@ -24,7 +24,7 @@ MAX_FEEDBACK_CHARS = 600  # per turn; the first errors usually cause the others
 
 
 class CompileAndFix:
-    """The task.
+    """Conversation task: write a correct program, and repair it from error messages.
 
     Args:
         kernels: kernel name -> size or sizes, as in `Matmul`.

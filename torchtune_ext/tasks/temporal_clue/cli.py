@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", default="small", help=f"{sizes} (default small)")
     parser.add_argument("--out", required=True, help="output file, one JSON object per line; written atomically")
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=int, default=cores, help=f"number of processes (default: all cores, {cores})")
+    parser.add_argument("--workers", type=int, default=cores, help="number of processes (default: all cores)")
 
 
 def main(args: argparse.Namespace) -> int:
