@@ -124,7 +124,7 @@ def test_of(message: str) -> str:
     """Return the gate test that wrote a message."""
     for text, test in (
         ("reports version", "version"),
-        ("times as likely as the sampler reports", "likelihood"),
+        ("times as likely as the engine reports", "likelihood"),
         ("samples as before|samples with the old|samples without", "effect"),
         (": weights: ", "checksum"),
         ("truncated or renormalized \\(", "identity"),

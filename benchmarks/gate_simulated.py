@@ -241,7 +241,7 @@ def gate_verdict(
     try:
         gate.check_tokens(tokens, (), "", 0 if canary is None else None, canary[:1] if canary else ())
         if canary:
-            gate.check_likelihood_gains(canary[1], "", "engine", step // SEED_PERIOD)
+            gate.update_likelihood_ratio(canary[1], "", "engine", step // SEED_PERIOD)
     except MismatchError as error:
         return test_of(str(error)).split(",")[0]
     return ""

@@ -204,7 +204,7 @@ def synchronizations() -> Iterator[tuple]:
     with tempfile.TemporaryDirectory() as folder:
         source = HFModel(step.make_model(Path(folder), step.SMALL))
         policy = build_policy(partial(from_config, folder), source, torch.device("cpu"), torch.float32)
-        optimizer = torch.optim.AdamW(policy.trainable(), lr=1e-5, fused=True)
+        optimizer = torch.optim.AdamW(policy.trainable_parameters(), lr=1e-5, fused=True)
         learner = Learner(
             policy,
             PolicyLoss(),

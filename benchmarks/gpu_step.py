@@ -74,7 +74,7 @@ def learner_of(name: str, mode: str, update: bool) -> Learner:
                 activation_checkpointing="checkpointing" in mode,
                 compile_layers="compile" in mode,
             )
-    optimizer = torch.optim.AdamW(policy.trainable(), lr=1e-6, fused=True) if update else None
+    optimizer = torch.optim.AdamW(policy.trainable_parameters(), lr=1e-6, fused=True) if update else None
     return Learner(policy, PolicyLoss(), Ranks(0, 1, CUDA), optimizer=optimizer, max_grad_norm=1.0)
 
 

@@ -126,7 +126,7 @@ def run(size: str, device: str, repeats: int, folder: Path) -> None:
         assert engine.checksums() == [sums]
         share = np.median(seconds) / np.median([report.copy_s + report.pause_s for report in idle])
         print(f"  checksums  {1e3 * np.median(seconds):7.1f} ms on each side, {share:.0%} of copy + pause", flush=True)
-        groups = [engine.submit([1, 2, 3], 8, SamplingConfig(max_tokens=2000), group=g) for g in range(4)]
+        groups = [engine.submit([1, 2, 3], 8, SamplingConfig(max_tokens=2000), seed_index=g) for g in range(4)]
         time.sleep(0.5)
         reports = []
         for _ in range(repeats):

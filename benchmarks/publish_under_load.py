@@ -205,7 +205,7 @@ def run(weight_syncs: int, requests: int, kills: int, folder: Path) -> tuple[dic
             try:
                 with suppress(CancelledError):
                     while not over.is_set():
-                        queued[:] = [engine.submit(prompt, 4, SAMPLING, group=p) for p, prompt in enumerate(prompts)]
+                        queued[:] = [engine.submit(p, 4, SAMPLING, seed_index=i) for i, p in enumerate(prompts)]
                         for group in queued:
                             answered.extend(group.result())
             except Exception as error:  # noqa: BLE001 (reported at the end)

@@ -75,11 +75,11 @@ def choose_backend(gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: to
     # Backends that cannot run for the same reason share one clause of the text.
     names_by_reason: dict[str, list[str]] = {}
     for name in BACKENDS:
-        why = unsupported_reason(name, gemm, first, second, out_dtype)
-        if why is None:
-            reasons = [f"not {', '.join(names)}: {why}" for why, names in names_by_reason.items()]
+        reason = unsupported_reason(name, gemm, first, second, out_dtype)
+        if reason is None:
+            reasons = [f"not {', '.join(names)}: {reason}" for reason, names in names_by_reason.items()]
             return BackendChoice(name, "; ".join(reasons) or "the first that can run")
-        names_by_reason.setdefault(why, []).append(name)
+        names_by_reason.setdefault(reason, []).append(name)
     raise AssertionError("the reference runs everywhere")
 
 
@@ -100,8 +100,8 @@ def _run(gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: torch.dtype,
     a, b = _operands(gemm, first, second)
     if backend == "auto":
         backend = choose_backend(gemm, first, second, out_dtype).backend
-    elif why := unsupported_reason(backend, gemm, first, second, out_dtype):
-        raise UsageError(f"FP8 backend={backend!r} cannot run {gemm}: {why}; or use backend='auto'")
+    elif reason := unsupported_reason(backend, gemm, first, second, out_dtype):
+        raise UsageError(f"FP8 backend={backend!r} cannot run {gemm}: {reason}; or use backend='auto'")
     # An operand may be empty: a rank without data has no tokens.
     if 0 in (*a.shape, *b.shape):
         return a.values.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)

@@ -128,7 +128,7 @@ def _quantize(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     tiles = _tiles(x.float(), block)
     # Each step is one IEEE operation in float32, so that other implementations can produce
     # identical bits. The two divisions match vLLM's CUDA kernel for activations
-    # (per_token_group_quant.cu), which the sampler uses. DeepGEMM and torchao multiply by a
+    # (per_token_group_quant.cu), which the engine uses. DeepGEMM and torchao multiply by a
     # reciprocal, which moves a few values to the neighboring E4M3 number. The divisor is a tensor,
     # because on CUDA torch turns a division by a Python number into a product with its reciprocal.
     scales = tiles.abs().amax(dim=(1, 3)).clamp_min(AMAX_FLOOR) / torch.full((), FP8_MAX, device=x.device)
@@ -158,7 +158,7 @@ def _check(x: Tensor) -> None:
         )
     if x.shape[1] % BLOCK_SIZE:
         raise UsageError(
-            f"{x.shape[1]} features are not a multiple of 128; leave this layer in bfloat16 in trainer and sampler"
+            f"{x.shape[1]} features are not a multiple of 128; leave this layer in bfloat16 in trainer and engine"
         )
 
 

@@ -91,11 +91,11 @@ def _logit_stats(z_CV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     # The in-place operations need only two arrays of the chunk's size. torch.logsumexp would need
     # more.
     z_CV = _upcast(z_CV).mul_(scale)
-    top_C1 = z_CV.amax(dim=-1, keepdim=True)
-    z_CV.sub_(top_C1)
+    max_C1 = z_CV.amax(dim=-1, keepdim=True)
+    z_CV.sub_(max_C1)
     p_CV = z_CV.exp()
-    total_C = p_CV.sum(-1)
-    return top_C1[:, 0], total_C.log(), total_C.log() - p_CV.mul_(z_CV).sum(-1) / total_C
+    sum_C = p_CV.sum(-1)
+    return max_C1[:, 0], sum_C.log(), sum_C.log() - p_CV.mul_(z_CV).sum(-1) / sum_C
 
 
 def _logit_grad(
@@ -142,17 +142,17 @@ class _LinearLogProb(torch.autograd.Function):
         entropy_L, lse_L = torch.empty_like(logprobs_L), torch.empty_like(logprobs_L)
         statistics = _compiled(_logit_stats) if hidden_LD.is_cuda else _logit_stats
         chunks = _chunks(labels_L.numel(), weight_VD.shape[0])
-        # The backward recomputes the logits, unless there is a single chunk in half precision,
-        # which is saved. It takes half of the memory of its float32 copy in `statistics`.
+        # The backward recomputes the logits. A single chunk in half precision is saved instead: the
+        # float32 copy in `statistics` takes twice as much memory anyway.
         keep = len(chunks) == 1 and hidden_LD.dtype.itemsize == 2 and any(ctx.needs_input_grad)
         saved_CV = None
         for c in chunks:
             z_CV = hidden_LD[c] @ weight_VD.T
             # Read the labels' logits first: for float32 input `statistics` overwrites the logits.
             z_C = _upcast(z_CV.gather(1, labels_L[c, None])[:, 0]) * scale
-            top_C, rest_C, entropy_L[c] = statistics(z_CV, scale)
-            logprobs_L[c] = z_C - top_C - rest_C
-            lse_L[c] = top_C + rest_C
+            max_C, log_sum_C, entropy_L[c] = statistics(z_CV, scale)
+            logprobs_L[c] = z_C - max_C - log_sum_C
+            lse_L[c] = max_C + log_sum_C
             saved_CV = z_CV if keep else None
             # Free these logits before the next chunk is computed.
             del z_CV

@@ -8,9 +8,9 @@ For query i and key j of a row (`pipeline/packing.py`)::
   128 without an allowed pair, so the cost grows with the allowed area. The T x T mask is never
   materialized.
 * On **CPU**, FlexAttention has no backward pass, and a dense mask would waste three quarters of the
-  work. Instead, consecutive tokens with equal ends form a run, which sees itself, causally, and all
-  of its ancestor runs. Runs are stacked and computed by fused SDPA. A group takes two calls if all
-  its completions are in one stack.
+  work. Instead, consecutive tokens with equal ends form a segment, which sees itself, causally, and
+  all of its ancestor segments. Segments are stacked and computed by fused SDPA. A group takes two
+  calls if all its completions are in one stack.
 
 Both equal attention with the dense mask up to rounding, in value and gradient.
 """
@@ -28,15 +28,15 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torchtune_ext.pipeline.packing import BUCKETS_PER_OCTAVE, Row, RowLayout
 
 TILE_SIZE = 128  # queries and keys per block of FlexAttention
-LENGTHS_PER_OCTAVE = 2  # compiled lengths of FlexAttention between two powers of two
+FLEX_BUCKETS_PER_OCTAVE = 2  # compiled lengths of FlexAttention between two powers of two
 MASK_CHUNK_TILES = 8  # query tiles per step of the block mask computation
 MAX_PADDING_FRACTION = 0.25  # maximum fraction of padding in a stacked completion
 
 
 def dense_mask(ends_T: Tensor) -> Tensor:
     """Returns the reference mask, bool [T, T]: True where a query (first axis) may see a key."""
-    positions = torch.arange(ends_T.numel(), device=ends_T.device)[:, None]
-    return (positions < ends_T).tril()
+    query_index_T1 = torch.arange(ends_T.numel(), device=ends_T.device)[:, None]
+    return (query_index_T1 < ends_T).tril()
 
 
 def block_mask(ends_T: Tensor) -> BlockMask:
@@ -73,18 +73,18 @@ def _kv_block_indices(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
     The needed key tiles come first.
     """
-    which = tiles.int().argsort(dim=1, descending=True, stable=True)
-    return tiles.sum(dim=1).int()[None, None], which.int()[None, None]
+    key_tiles = tiles.int().argsort(dim=1, descending=True, stable=True)
+    return tiles.sum(dim=1).int()[None, None], key_tiles.int()[None, None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """N runs with the same ancestors that are computed together, each padded to R positions."""
+    """N segments with the same ancestors that are computed together, each padded to R tokens."""
 
-    ancestors: tuple[int, ...]  # indices of the ancestor runs, K tokens in total; each is a stack of one run
-    count: int  # N
-    # bool [R, K + R]; None without ancestors. All N runs share it: the padding of a shorter run
-    # follows its tokens, which do not see it.
+    ancestors: tuple[int, ...]  # indices of the ancestor segments, K tokens in total; each is a stack of one segment
+    num_segments: int  # N
+    # bool [R, K + R]; None without ancestors. All N segments share it: the padding of a shorter
+    # segment follows its tokens, which do not see it.
     mask: Tensor | None
 
 
@@ -92,14 +92,14 @@ class _Stack:
 class SegmentMask:
     """The plan for the attention of a row on a CPU. It is made once and used by every layer.
 
-    The row is reordered by stacks (S positions with padding), first the runs with descendants. The
+    The row is reordered by stacks (S tokens with padding), first the segments with descendants. The
     tensors of a stack are views into the reordered row.
     """
 
-    order_S: Tensor  # int64, positions in the row; a shorter run of a stack is padded with its last position
-    sizes: tuple[int, ...]  # number of positions of each stack
+    order_S: Tensor  # int64, indices into the row; a shorter segment of a stack is padded with its last index
+    sizes: tuple[int, ...]  # number of tokens of each stack, with padding
     stacks: tuple[_Stack, ...]
-    inverse_order_T: Tensor  # int64, index into S of each position of the row
+    inverse_order_T: Tensor  # int64, index into S of each token of the row
 
 
 def packed_mask(row: Row) -> BlockMask | SegmentMask:
@@ -114,58 +114,58 @@ def pad_ends(ends_T: Tensor) -> Tensor:
     """Pads to 1, 2, 3, 4, 6, 8, 12, 16, ... tiles with tokens that see only themselves."""
     # FlexAttention is compiled for each length, so only a few lengths are used.
     T = ends_T.numel()
-    length = RowLayout(tile=TILE_SIZE).length(T, LENGTHS_PER_OCTAVE)
+    length = RowLayout(tile=TILE_SIZE).length(T, FLEX_BUCKETS_PER_OCTAVE)
     return torch.cat([ends_T, torch.arange(T + 1, length + 1, dtype=ends_T.dtype, device=ends_T.device)])
 
 
 def segment_mask(ends_T: Tensor) -> SegmentMask:
-    """Returns the plan for a CPU: stacks of runs, and the order of the positions."""
-    interior_runs: list[tuple[int, int]] = []  # runs, as intervals [start, stop)
-    stack_candidates: list[tuple[tuple[int, ...], list[tuple[int, int]]]] = []  # (ancestors, their child runs)
-    leaf_runs: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # runs without descendants, by ancestors
+    """Returns the plan for a CPU: stacks of segments, and the order of the tokens."""
+    interior_segments: list[tuple[int, int]] = []  # intervals [start, stop) of segments with descendants
+    stack_candidates: list[tuple[tuple[int, ...], list[tuple[int, int]]]] = []  # (ancestors, their child segments)
+    leaf_segments: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # segments without descendants, by ancestors
     ancestors: list[int] = []
     ends = ends_T.tolist()
-    starts = [position for position, end in enumerate(ends) if not position or end != ends[position - 1]]
+    starts = [index for index, end in enumerate(ends) if not index or end != ends[index - 1]]
     for start, stop in pairwise([*starts, len(ends)]):
-        # `ancestors` is the path to this run. Leave runs that end before it.
-        while ancestors and ends[interior_runs[ancestors[-1]][0]] <= start:
+        # `ancestors` is the path to this segment. Leave segments that end before it.
+        while ancestors and ends[interior_segments[ancestors[-1]][0]] <= start:
             ancestors.pop()
-        # No other run sees this run, so it is a leaf. Leaves with the same ancestors can be
+        # No other segment sees this segment, so it is a leaf. Leaves with the same ancestors can be
         # stacked.
         if ends[start] == stop:
-            leaf_runs.setdefault(tuple(ancestors), []).append((start, stop))
+            leaf_segments.setdefault(tuple(ancestors), []).append((start, stop))
             continue
         stack_candidates.append((tuple(ancestors), [(start, stop)]))
-        ancestors.append(len(interior_runs))
-        interior_runs.append((start, stop))
-    stack_candidates += leaf_runs.items()
-    stacks, positions, valid = [], [], []
-    for run_ancestors, runs in stack_candidates:
-        context = sum(stop - start for start, stop in (interior_runs[each] for each in run_ancestors))
-        for index_NR, valid_NR in _stack_runs(runs):
-            count, longest = index_NR.shape
+        ancestors.append(len(interior_segments))
+        interior_segments.append((start, stop))
+    stack_candidates += leaf_segments.items()
+    stacks, indices, valid = [], [], []
+    for stack_ancestors, segments in stack_candidates:
+        context = sum(stop - start for start, stop in (interior_segments[i] for i in stack_ancestors))
+        for index_NR, valid_NR in _stack_segments(segments):
+            num_segments, longest = index_NR.shape
             mask = torch.ones(longest, context + longest, dtype=torch.bool).tril(context) if context else None
-            stacks.append(_Stack(run_ancestors, count, mask))
-            positions.append(index_NR.flatten())
+            stacks.append(_Stack(stack_ancestors, num_segments, mask))
+            indices.append(index_NR.flatten())
             valid.append(valid_NR.flatten())
-    order, valid = torch.cat(positions), torch.cat(valid)
-    inverse_order = torch.empty(len(ends), dtype=torch.int64)
-    inverse_order[order[valid]] = torch.arange(order.numel())[valid]
-    return SegmentMask(order, tuple(each.numel() for each in positions), tuple(stacks), inverse_order)
+    order_S, valid_S = torch.cat(indices), torch.cat(valid)
+    inverse_order_T = torch.empty(len(ends), dtype=torch.int64)
+    inverse_order_T[order_S[valid_S]] = torch.arange(order_S.numel())[valid_S]
+    return SegmentMask(order_S, tuple(index.numel() for index in indices), tuple(stacks), inverse_order_T)
 
 
-def _stack_runs(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields stacks: the positions [N, R] of their runs, and a bool mask, False for padding."""
-    # Longest first, so that runs of similar length are stacked, with little padding.
-    spans = sorted(runs, key=lambda span: span[0] - span[1])
-    while spans:
-        longest = spans[0][1] - spans[0][0]
-        stack = [span for span in spans if span[1] - span[0] >= (1 - MAX_PADDING_FRACTION) * longest]
-        spans = spans[len(stack) :]
-        start = torch.tensor([a for a, _ in stack])[:, None]
-        stop = torch.tensor([b for _, b in stack])[:, None]
-        index = start + torch.arange(longest)
-        yield index.minimum(stop - 1), index < stop
+def _stack_segments(segments: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields stacks: the row indices [N, R] of their segments, and a bool mask, False for padding."""
+    # Longest first, so that segments of similar length are stacked, with little padding.
+    unstacked = sorted(segments, key=lambda segment: segment[0] - segment[1])
+    while unstacked:
+        longest = unstacked[0][1] - unstacked[0][0]
+        stack = [(a, b) for a, b in unstacked if b - a >= (1 - MAX_PADDING_FRACTION) * longest]
+        unstacked = unstacked[len(stack) :]
+        start_N1 = torch.tensor([a for a, _ in stack])[:, None]
+        stop_N1 = torch.tensor([b for _, b in stack])[:, None]
+        index_NR = start_N1 + torch.arange(longest)
+        yield index_NR.minimum(stop_N1 - 1), index_NR < stop_N1
 
 
 @torch.compiler.disable(recursive=False)
@@ -176,13 +176,15 @@ def _segment_attention(q: Tensor, k: Tensor, v: Tensor, mask: SegmentMask) -> Te
     dtype, accumulate = q.dtype, torch.promote_types(q.dtype, torch.float32)
     # The backward of a slice allocates zeros of the row's size. The backward of one `split` does
     # not.
-    pieces = [x[0].to(accumulate).index_select(1, mask.order_S).split(mask.sizes, dim=1) for x in (q, k, v)]
+    qkv_stacks = [x[0].to(accumulate).index_select(1, mask.order_S).split(mask.sizes, dim=1) for x in (q, k, v)]
     results = []
     for i, stack in enumerate(mask.stacks):
-        queries, *own = (x[i].unflatten(1, (stack.count, -1)).transpose(0, 1) for x in pieces)  # [N, H, R, D]
+        queries, stack_keys, stack_values = (
+            x[i].unflatten(1, (stack.num_segments, -1)).transpose(0, 1) for x in qkv_stacks
+        )  # [N, H, R, D]
         keys, values = (
-            torch.cat([*(x[run].expand(stack.count, -1, -1, -1) for run in stack.ancestors), mine], dim=2)
-            for x, mine in zip(pieces[1:], own, strict=True)
+            torch.cat([*(x[j].expand(stack.num_segments, -1, -1, -1) for j in stack.ancestors), stack_x], dim=2)
+            for x, stack_x in zip(qkv_stacks[1:], (stack_keys, stack_values), strict=True)
         )
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=stack.mask, is_causal=stack.mask is None)
         results.append(out.transpose(0, 1).flatten(1, 2))
@@ -197,7 +199,8 @@ def _compile_flex_attention() -> None:
     global _flex_attention
     if _flex_attention is flex_attention:
         # Each padded length is compiled, with and without gradient, in 5 to 8 s. Beyond this limit
-        # PyTorch falls back to eager mode, whose T x T scores do not fit into GPU memory.
+        # PyTorch falls back to eager mode, whose T x T scores do not fit into GPU memory. So the
+        # limit leaves room for the 2 * FLEX_BUCKETS_PER_OCTAVE kernels of many octaves.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * BUCKETS_PER_OCTAVE)
         _flex_attention = torch.compile(flex_attention, dynamic=False)
 

@@ -89,7 +89,7 @@ class EvaluateRecipe:
         self.folder = RunFolder(cfg.output_dir)
         self.run = self.folder.start_run(settings_snapshot(cfg), resuming=False, inputs=named_paths(cfg))
         self.store = RolloutStore(cfg.output_dir)
-        print_text(format_labels([("engine", f"starting, its log: {cfg.output_dir}/{engine.log_path.name}")]))
+        print_text(format_labels([("engine", f"starting, its log: {cfg.output_dir}/{engine.log_pattern.name}")]))
         # The engine takes longest to start, so the graders start at the same time.
         engine.start()
         (self.grader,) = open_graders([self.task], cfg.grader, folder=cfg.output_dir)

@@ -278,7 +278,7 @@ class GRPORecipe:
         )
         # Master weights are float32 in every precision: bfloat16 would round away the larger part
         # of an update at lr 1e-5.
-        self.optimizer = optimizer.instantiate(params=self.policy.trainable())
+        self.optimizer = optimizer.instantiate(params=self.policy.trainable_parameters())
         self.learner = Learner(
             self.policy,
             self.loss,
@@ -388,7 +388,7 @@ class GRPORecipe:
             groups,
             self.cfg.advantage,
             self.sampling.max_tokens,
-            train_all=self.learner.needs.train_zero_advantage,
+            train_all=self.learner.loss_requirements.train_zero_advantage,
             formula=group_relative_advantages,
         )
 

@@ -122,7 +122,7 @@ class WarmupRecipe:
             cfg.activation_checkpointing,
             cfg.compile,
         )
-        optimizer = cfg.optimizer.instantiate(params=self.policy.trainable())
+        optimizer = cfg.optimizer.instantiate(params=self.policy.trainable_parameters())
         self.timer = Timer()
         self.learner = Learner(
             self.policy,

@@ -64,15 +64,15 @@ STOP = r"Stopped by {signal}.*(resume_from_checkpoint=True|no checkpoint yet, so
 FAULTS = (
     Fault("trainer_kill", "ends", PHASES, (137,), weight=3),
     Fault("trainer_pause", "goes on", ("engine", "sampling", "training", "checkpoint")),
-    Fault("core_kill", "goes on", ENGINE, weight=2),
-    Fault("core_stop", "goes on", ENGINE, weight=2),
+    Fault("engine_kill", "goes on", ENGINE, weight=2),
+    Fault("engine_stop", "goes on", ENGINE, weight=2),
     Fault("client_kill", "goes on", ENGINE),
     Fault("client_stop", "goes on", ENGINE),
     Fault("grader_kill", "goes on", ("grading", "training", "evaluation", "engine")),
     Fault("grader_stop", "goes on", ("grading", "training", "evaluation")),
     Fault("grader_pause", "goes on", ("grading", "sampling", "evaluation", "training")),
-    Fault("janitor_kill", "goes on", ("engine", "sampling", "publishing", "evaluation")),
-    Fault("janitor_core_kill", "goes on", ("sampling", "training", "grading", "publishing")),
+    Fault("reaper_kill", "goes on", ("engine", "sampling", "publishing", "evaluation")),
+    Fault("reaper_engine_kill", "goes on", ("sampling", "training", "grading", "publishing")),
     Fault("rank_kill", "ends", SAVED, (1, 137), r"(?i)SIGKILL", ranks=2),
     Fault("rank_stop", "ends", SAVED, (1,), r"ranks\.deadline_s", ranks=2, within_s=120.0),
     Fault("agent_kill", "ends", ("engine", *SAVED), (137,), ranks=2),
@@ -345,15 +345,15 @@ class Play:
         kinds: dict[str, Callable[[Run], None]] = {
             "trainer_kill": lambda run: os.kill(run.pid, signal.SIGKILL),
             "trainer_pause": lambda run: self.pause(run.pid, self.rng.uniform(2, 8)),
-            "core_kill": lambda run: os.kill(self.find(run, "core"), signal.SIGKILL),
-            "core_stop": lambda run: os.kill(self.find(run, "core"), signal.SIGSTOP),
+            "engine_kill": lambda run: os.kill(self.find(run, "core"), signal.SIGKILL),
+            "engine_stop": lambda run: os.kill(self.find(run, "core"), signal.SIGSTOP),
             "client_kill": lambda run: os.kill(self.find(run, "client"), signal.SIGKILL),
             "client_stop": lambda run: os.kill(self.find(run, "client"), signal.SIGSTOP),
             "grader_kill": lambda run: os.kill(self.find(run, "grader"), signal.SIGKILL),
             "grader_stop": lambda run: os.kill(self.find(run, "grader"), signal.SIGSTOP),
             "grader_pause": lambda run: self.pause(self.find(run, "grader"), self.rng.uniform(0.2, 2)),
-            "janitor_kill": lambda run: os.kill(self.find(run, "reaper"), signal.SIGKILL),
-            "janitor_core_kill": self.kill_janitor_and_core,
+            "reaper_kill": lambda run: os.kill(self.find(run, "reaper"), signal.SIGKILL),
+            "reaper_engine_kill": self.kill_reaper_and_engine,
             "rank_kill": lambda run: os.kill(run.trainer(self.rng.randrange(2)), signal.SIGKILL),
             "rank_stop": lambda run: os.kill(run.trainer(1), signal.SIGSTOP),
             "agent_kill": lambda run: os.kill(run.pid, signal.SIGKILL),
@@ -390,7 +390,7 @@ class Play:
         with contextlib.suppress(ProcessLookupError):  # the run has ended
             os.kill(pid, signal.SIGCONT)
 
-    def kill_janitor_and_core(self, run: Run) -> None:
+    def kill_reaper_and_engine(self, run: Run) -> None:
         os.kill(self.find(run, "reaper"), signal.SIGKILL)
         time.sleep(self.rng.choice([0.0, 0.2]))
         os.kill(self.find(run, "core"), signal.SIGKILL)
@@ -400,7 +400,7 @@ class Play:
         code = self.recovered(run, run.watch.logged())
         if code is None:
             raise Failed(f"still running {RUN_S:g} s after the fault; it stands at {run.watch.moment()}")
-        self.say(run, r"engine crashed|grad\w+ process|WARNING")
+        self.say(run, r"engine: crashed|grad\w+ process|WARNING")
         if code == 0:
             return
         starting = self.result.hit in SET_UP and "the engine did not start" in run.output()

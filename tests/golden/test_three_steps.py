@@ -47,6 +47,7 @@ def fixed_model():
 
 def fixed_groups():
     groups = []
+    # (prompt tokens, tokens of each completion)
     for g, (prompt, lengths) in enumerate([(7, [5, 1, 9]), (4, [12, 11]), (2, [1, 6, 3, 2])]):
         samples = []
         for s, n in enumerate(lengths):
@@ -65,10 +66,10 @@ def three_updates(**loss) -> list[dict[str, float]]:
     updates, _ = pack_updates(groups, 3, 40)
     loss = PolicyLoss(**{"importance": "tis", **loss})
     learner = single_process_learner(policy, loss, temperature=0.9)
-    old = [learner.logprobs(rows) for rows in updates]
-    optimizer = torch.optim.SGD(policy.trainable(), lr=0.05)
+    proximal_logprobs = [learner.logprobs(rows) for rows in updates]
+    optimizer = torch.optim.SGD(policy.trainable_parameters(), lr=0.05)
     results = []
-    for rows, proximal in zip(updates, old, strict=True):
+    for rows, proximal in zip(updates, proximal_logprobs, strict=True):
         _, metrics = learner.forward_backward(rows, proximal, proximal if loss.needs_reference else None)
         norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0).item()
         optimizer.step()
@@ -87,12 +88,12 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_three_updates_match_golden_values(case):
-    kept = json.loads(FILE.read_text())[case]
-    for result, want in zip(three_updates(**CASES[case]), kept, strict=True):
-        assert result.keys() == want.keys()
-        for name in want:
+    golden = json.loads(FILE.read_text())[case]
+    for result, expected in zip(three_updates(**CASES[case]), golden, strict=True):
+        assert result.keys() == expected.keys()
+        for name in expected:
             # The order of float32 sums over 50 tokens and 20,000 weights depends on the processor.
-            assert result[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
+            assert result[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
 if __name__ == "__main__":

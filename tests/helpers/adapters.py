@@ -5,7 +5,7 @@ from torch.func import functional_call
 from torchtune.models.qwen2 import lora_qwen2
 from torchtune.modules.peft import DoRALinear
 
-from helpers import unpacked
+from helpers import unpacked_reference
 from torchtune_ext.policy import lora
 
 CPU = torch.device("cpu")
@@ -15,7 +15,7 @@ SHAPES = [(7, [5, 1, 9, 3]), (4, [12, 11]), (1, [1, 1])]
 
 
 DIMS = dict(
-    vocab_size=unpacked.VOCAB,
+    vocab_size=unpacked_reference.VOCAB,
     num_layers=2,
     num_heads=4,
     num_kv_heads=2,
@@ -67,7 +67,7 @@ def expected_merged_weight(stored, module):
 
 
 class MergedReference(torch.nn.Module):
-    """Model for `unpacked.reference`: the stock model, called with the merged weights, with gradients."""
+    """Model for `unpacked_reference.reference`: the stock model, called with the merged weights, with gradients."""
 
     def __init__(self, model, stock):
         super().__init__()

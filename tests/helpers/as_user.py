@@ -32,7 +32,7 @@ class FolderOnly:
     def __init__(self):
         self.folder = tempfile.mkdtemp()
 
-    def set_groups(self, groups):
+    def set_process_groups(self, groups):
         pass
 
     def close(self):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 import time
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,14 @@ from torchtune_ext.sampling.weight_buffer import WeightBuffers
 CONFIG = EngineConfig(probe_interval_s=0.05, probe_deadline_s=1.0, rpc_deadline_s=5.0, start_deadline_s=5.0)
 
 
+class Load(NamedTuple):
+    """One load: the byte of each buffer's first tensor, later the byte of its second tensor, and the version."""
+
+    first_half: list[int]
+    second_half: list[int]
+    version: int
+
+
 class FakeBackend:
     """A fake backend that records its loads. It reads each buffer in two halves, with a pause between them."""
 
@@ -27,7 +36,6 @@ class FakeBackend:
         self.on_step = on_step
         self.requests, self.last_heartbeat, self.sleep_level = {}, time.monotonic(), 0
         self.stats_error, self.killed, self.num_stops = None, False, 0
-        # (bytes read at the begin, bytes read at the end, version label) of each load.
         self.loads, self.loaded_checksums = [], {}
         self.load_started = threading.Event()
         self.load_allowed = threading.Event()
@@ -70,14 +78,14 @@ class FakeBackend:
         for buffer in buffers:
             self.loaded_checksums |= buffer.checksums
         if buffers:
-            self.loads.append((first, second, version))
+            self.loads.append(Load(first, second, version))
         self.sleep_level, self.label = 0, version
         return 0.1, 0.05
 
     @staticmethod
-    def read_half(buffer, which):
+    def read_half(buffer, half):
         with open(buffer.address()["path"], "rb") as file:
-            file.seek(buffer.manifest["offsets"][which])
+            file.seek(buffer.manifest["offsets"][half])
             return file.read(1)[0]
 
     async def checksums(self):

@@ -24,7 +24,7 @@ def flown(
     on_step = core.on_step
     core.on_step = lambda step: (running.append(step.running), on_step(step))
     try:
-        futures = [engine.submit(prompt, n, sampling, group=g) for g, prompt in enumerate(prompts)]
+        futures = [engine.submit(prompt, n, sampling, seed_index=g) for g, prompt in enumerate(prompts)]
         wait_until(lambda: n * len(prompts) in running, 60)
         for publish in publications:
             begin = len(running)

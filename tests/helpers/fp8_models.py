@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers import unpacked
+from helpers import unpacked_reference
 from helpers.learners import single_process_learner
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.packing import pack
@@ -65,7 +65,7 @@ def build_policy_from(source, config=FP8_BLOCKS, dtype=F32, **options):
 
 
 def make_rows(length=256):
-    return pack(unpacked.make_groups(np.random.default_rng(0), GROUPS), length)[0]
+    return pack(unpacked_reference.make_groups(np.random.default_rng(0), GROUPS), length)[0]
 
 
 def gradients(policy, rows, factor=1.0):

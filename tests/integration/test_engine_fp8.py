@@ -133,7 +133,7 @@ def test_fp8_in_flight_tokens_label_their_version(trained):
     policy, source, engine = trained
     exact = build_policy(partial(from_config, str(source.path)), source, torch.device("cpu"), torch.float32)
     first, generator = engine.version + 1, torch.Generator().manual_seed(5)
-    begin = [param.detach().clone() for param in exact.trainable()]
+    begin = [param.detach().clone() for param in exact.trainable_parameters()]
     masters = {
         version: [p + 0.5 * p.std() * torch.randn(p.shape, generator=generator) for p in begin]
         for version in range(first, first + 4)
@@ -142,7 +142,9 @@ def test_fp8_in_flight_tokens_label_their_version(trained):
     def put(version: int) -> None:
         policy.model.reshard()  # a forward without a backward leaves gathered copies in the place of some masters
         with torch.no_grad():
-            for ours, theirs, value in zip(policy.trainable(), exact.trainable(), masters[version], strict=True):
+            for ours, theirs, value in zip(
+                policy.trainable_parameters(), exact.trainable_parameters(), masters[version], strict=True
+            ):
                 ours.to_local().copy_(value)
                 theirs.copy_(value)
 

@@ -27,7 +27,7 @@ from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
 from torchtune_ext.training.mismatch import MismatchError, MismatchGate  # noqa: E402
 from torchtune_ext.training.precision import Precision, PrecisionConfig  # noqa: E402
 from torchtune_ext.training.publish import Publisher  # noqa: E402
-from torchtune_ext.training.trainable import FullWeights  # noqa: E402
+from torchtune_ext.training.trained_weights import FullWeights  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -93,25 +93,25 @@ def test_pool_two_engines_equal_one_without_duplicate_prefill(pool, monkeypatch)
 def test_pool_engines_have_separate_cpu_cores_and_logs(pool):
     cores = [set(psutil.Process(pid).cpu_affinity()) for pid in pids(pool)]
     assert cores[0] and cores[1] and not cores[0] & cores[1]
-    assert sorted(path.name for path in pool.log_path.parent.glob("engine*.log")) == ["engine_0.log", "engine_1.log"]
+    assert sorted(path.name for path in pool.log_pattern.parent.glob("engine*.log")) == ["engine_0.log", "engine_1.log"]
 
 
 def test_pool_crashed_engine_restarts_with_published_weights(pool, models):
     version, prompts = pool.version + 1, tiny_model.prompts(4, 20)
     pool.publish(models[1].named_parameters(), version)
     undisturbed = pool.sample(prompts, 4, LONG)
-    futures = [pool.submit(prompt, 4, LONG, group=g) for g, prompt in enumerate(prompts)]
+    futures = [pool.submit(prompt, 4, LONG, seed_index=g) for g, prompt in enumerate(prompts)]
     restarts = pool.stats().restarts
     wait_until(lambda: lanes(pool)[1].last_step.running > 0)
     killed = pids(pool)[1]
     os.kill(killed, signal.SIGKILL)
     require_same([future.result(timeout=120) for future in futures], undisturbed)
-    wait_until(lambda: pool.stats().healthy == 2, 240)
+    wait_until(lambda: pool.stats().serving == 2, 240)
     assert pool.stats().restarts == restarts + 1 and killed not in pids(pool)
     assert not Path(f"/proc/{killed}").exists()
 
-    answers = pool.canary(prompts[:2], 2, SAMPLING)
-    assert [answer.engine for answer in answers] == ["engine 0", "engine 1"]
+    answers = pool.sample_canary(prompts[:2], 2, SAMPLING)
+    assert [answer.replica for answer in answers] == ["engine replica 0", "engine replica 1"]
     sums = {name: checksum(tensor) for name, tensor in models[1].named_parameters()}
     for answer in answers:
         assert answer.checksums == [sums]
@@ -147,7 +147,7 @@ def test_pool_engine_missing_weight_sync_stops_run(pool, model_dir, monkeypatch,
 
     with monkeypatch.context() as patch:
         patch.setattr(core, "load", lose)
-        words = "engine 1 reports version" if fault == "not told" else "tensors in engine 1"
+        words = "engine replica 1 reports version" if fault == "not told" else "tensors in engine replica 1"
         with pytest.raises(MismatchError, match=f"weights: .*{words}"):
             publisher.publish(pool.version + 1)
     publisher.publish(pool.version + 1)

@@ -1,4 +1,4 @@
-"""The sampler with a vLLM server that was started beside it."""
+"""The engine with a vLLM server that was started next to it."""
 
 import json
 import os
@@ -289,12 +289,12 @@ def test_engine_server_pool_refuses_mismatched_server(server, models, tmp_path):
             undisturbed = engine.sample(prompts, 4, sampling)
             check(models[1], prompts, undisturbed)
             assert all(lane.counts["completed"] == 8 for lane in engine._pool.replicas)
-            futures = [engine.submit(prompt, 4, sampling, group=g) for g, prompt in enumerate(prompts)]
+            futures = [engine.submit(prompt, 4, sampling, seed_index=g) for g, prompt in enumerate(prompts)]
             wait_until(lambda: engine.stats().running)
             second.kill()
             for future, group in zip(futures, undisturbed, strict=True):
                 assert [c.tokens.tolist() for c in future.result(120)] == [c.tokens.tolist() for c in group]
-            wait_until(lambda: engine.stats().healthy == 1)
+            wait_until(lambda: engine.stats().serving == 1)
         shorter = replace(config, max_model_len=512)
         second = Server(str(tmp_path / "model"), shorter, tmp_path / "shorter.log")
         second.wait()

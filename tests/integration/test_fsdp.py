@@ -68,7 +68,7 @@ def gradients(ranks, folder, checkpointing, row_tokens, lora, fp8):
     reference = make_reference(policy.model)
     learner = Learner(policy, loss, ranks)
     with torch.no_grad():
-        for i, p in enumerate(policy.trainable()):  # move away from the reference, the same on one and on two ranks
+        for i, p in enumerate(policy.trainable_parameters()):  # move away from the reference, the same on one and on two ranks
             p.add_(1e-3) if lora else p.mul_(1.0 + 0.01 * (i % 7))
     before = {n: t.clone() for n, t in merged_hf_tensors(policy.model, source, torch.float32)}
     rows, _ = pack(groups, row_tokens, layout=RowLayout(2))  # the same rows on one rank: FP8 scales tokens that share a row
@@ -83,7 +83,7 @@ def gradients(ranks, folder, checkpointing, row_tokens, lora, fp8):
     sent = {}
     if fp8:
         sent = dict(fp8_hf_tensors(base_hf_tensors(policy.model, source, torch.float32), policy.fp8_plan, torch.bfloat16))
-    # Roundings of 2^-24 of all numbers that are added up one after the other, as in assert_equal_to_plain of tests/helpers/unpacked.py
+    # Roundings of 2^-24 of all numbers that are added up one after the other, as in assert_equal_to_plain of tests/helpers/unpacked_reference.py
     rounding = 2.0**-24 * sum(sum(p.shape) for p in policy.model.parameters() if p.dim() == 2)
     return metrics.pop("loss/total"), metrics, grads, sent, rounding
 
@@ -197,7 +197,7 @@ class Run:
             lambda: from_config(folder, **lora), source, ranks.device, torch.float32, ranks.world_size, not lora,
             shard_within=shard_within,
         )
-        self.optimizer = torch.optim.SGD(self.policy.trainable(), lr=0.1, momentum=0.9)
+        self.optimizer = torch.optim.SGD(self.policy.trainable_parameters(), lr=0.1, momentum=0.9)
         self.learner = Learner(
             self.policy, PolicyLoss(importance="tis", kl_coef=0.2), ranks, optimizer=self.optimizer,
             max_grad_norm=0.05,

@@ -22,7 +22,7 @@ from torchtune_ext.sampling.replica import EngineReplica
 from torchtune_ext.training.mismatch import MismatchError, MismatchGate
 from torchtune_ext.training.precision import Precision, PrecisionConfig
 from torchtune_ext.training.publish import Publisher
-from torchtune_ext.training.trainable import AdapterConfig, make_trainable
+from torchtune_ext.training.trained_weights import AdapterConfig, select_trained_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -153,7 +153,7 @@ def test_canary_detects_engine_without_published_adapter(workplace, tmp_path, mo
     make = partial(from_config, str(source.path), **arguments)
     policy = build_policy(make, source, torch.device("cpu"), torch.float32)
     meta = build_on_meta(make)
-    trained, limit = make_trainable(meta, source, arguments, AdapterConfig()), 0.05
+    trained, limit = select_trained_weights(meta, source, arguments, AdapterConfig()), 0.05
     with torch.no_grad():
         for module in adapted_modules(policy.model).values():
             module.lora_b.weight.normal_(std=1e-3)
@@ -183,7 +183,7 @@ def test_canary_detects_engine_without_published_adapter(workplace, tmp_path, mo
         assert publisher.publish(1)["canary/update_applied"] == pytest.approx(1.0, abs=1e-2)
 
         async def lie(self):
-            return [publisher._sent_checksums["adapter"]]
+            return [publisher._published_checksums["adapter"]]
 
         # version N - 1 in the place of N, under its label, in an engine that lies about what it holds
         update()

@@ -129,7 +129,8 @@ def test_failing_grader_ends_run_and_keeps_checkpoint(workplace, failed):
     assert "infra_failed: AttributeError: 'Problem' object has no attribute 'solution' (rows.py:" in failed
     assert "no text was graded" in failed
     assert (
-        "It was at step 2 of 6. The newest checkpoint is failing/checkpoints/step_000001; resume from there" in failed
+        "The run was at step 2 of 6. The newest checkpoint is failing/checkpoints/step_000001; resume from there"
+        in failed
     )
     kept = [path.name for path in (workplace / "failing" / "checkpoints").glob("step_*")]
     assert "step_000001" in kept and "step_000002" not in kept
@@ -159,7 +160,7 @@ def test_resume_reports_start_step_changes_and_finished_run(workplace, served, f
     ):
         assert words in changed
     assert "output_dir" not in changed and "resume_from_checkpoint" not in changed
-    for label in ("model", "device", "objective", "problems", "files", "engine", "done", "report", "longer"):
+    for label in ("model", "device", "objective", "problems", "files", "engine", "done", "report", "extend"):
         assert f"\n{label + ':':<11}" in "\n" + output, label
     assert "engine:    ready after " in output
     assert "model:     going_on/checkpoints/step_000002, a model in Hugging Face format\n" in output

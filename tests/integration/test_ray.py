@@ -238,7 +238,7 @@ def test_ray_signal_stops_trainer_and_all_processes(started, number, name, statu
     run.process.send_signal(number)
     code, text = run.ended()
     assert code == status and "Traceback" not in text and "error:" not in text, text
-    assert f"Stopped by {name}. It was at step " in text and "The newest checkpoint is" in text, text
+    assert f"Stopped by {name}. The run was at step " in text and "The newest checkpoint is" in text, text
 
 
 @pytest.mark.long

@@ -76,7 +76,7 @@ def test_ctrl_c_reports_step_and_resume_command(workplace, served):
     status, output = stopped(workplace, signal.SIGINT, 3, *words)
     assert status == 130 and "Traceback" not in output, output
     assert re.search(
-        r"Stopped by Ctrl-C\. It was at step \d+ of 400\. The newest checkpoint is .*step_\d+; resume from there with resume_from_checkpoint=True",
+        r"Stopped by Ctrl-C\. The run was at step \d+ of 400\. The newest checkpoint is .*step_\d+; resume from there with resume_from_checkpoint=True",
         output,
     ), output
     assert "wandb sync" in output.split("Run summary")[-1], "the run was not closed for W&B"  # its last words
@@ -103,7 +103,7 @@ def test_ctrl_c_while_it_sets_up(workplace):
     assert children and not alive, f"left running: {alive}"
     output = log.read_text()
     assert (
-        "Stopped by Ctrl-C. It had not started its first step, and it has no checkpoint yet, so the next start begins at step 1"
+        "Stopped by Ctrl-C. The run had not started its first step, and has no checkpoint yet, so the next start begins at step 1"
         in output
     )
     assert "Traceback" not in output, output
@@ -145,7 +145,7 @@ def test_stop_grace_exceeded_reports_last_checkpoint(workplace, served):
     status, output = stopped(workplace, signal.SIGTERM, 3, *args, served, once="checkpoints/step_000002")
     assert status == 143 and "within 0.2 s (stop_grace_s)" in output, output
     match = re.search(
-        r"Stopped by SIGTERM\. It was at step (\d+) of 400\. The newest checkpoint is late/checkpoints/step_(\d+);",
+        r"Stopped by SIGTERM\. The run was at step (\d+) of 400\. The newest checkpoint is late/checkpoints/step_(\d+);",
         output,
     )
     assert match and int(match[1]) > int(match[2]), output

@@ -160,7 +160,8 @@ def test_severed_link_transfer_times_out_and_recovers(engine, server, models, ma
     core, published = engine._pool.replicas[0].backend, []
     prompts = tiny_model.prompts(2, 20)
     drawn = [
-        engine.submit(prompt, 2, SamplingConfig(max_tokens=900, seed=8), group=g) for g, prompt in enumerate(prompts)
+        engine.submit(prompt, 2, SamplingConfig(max_tokens=900, seed=8), seed_index=g)
+        for g, prompt in enumerate(prompts)
     ]
     wait_until(lambda: len(core.requests) == 4, 20)
     machine.slow_down(SLOW)

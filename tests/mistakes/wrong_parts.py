@@ -224,7 +224,7 @@ MODELS = {
     "a missing file of several": full("", r"model_dir='model' lacks model-00002-of-00002.safetensors \(1 of 2 files are missing\), which model.safetensors.index.json names: the download is incomplete", prepare=indexed),
     "a missing weight": full("", r"model_dir='model' lacks 1 of the model's weights \(norm.scale\)", prepare=one_less),
     "a weight too many": full("", r"model does not fit model_dir='model': layers.2.sa_norm.scale has shape \(64,\) in model.safetensors, the built model has no weight of this name", prepare=one_more),
-    "weights of another family": full("", r"model/model.safetensors holds transformer.h.0.attn.weight of shape \(64,\), which does not exist in the family qwen2", prepare=foreign),
+    "weights of another family": full("", r"model/model.safetensors: unknown weight transformer.h.0.attn.weight of shape \(64,\) for model_type=qwen2. Fix: copy config.json", prepare=foreign),
     "wrong shapes": full("", r"model does not fit model_dir='model': .* has shape \(.*\) in model.safetensors, the built model has shape \(.*\); compare `model:` in the YAML with model/config.json", prepare=changed(intermediate_size=96)),
     "tied in one of two": full("", r"model_dir='model' lacks 1 of the model's weights|tie_word_embeddings=False", prepare=changed(tie_word_embeddings=False)),
     "quantized weights": full("", r"model_dir='model' holds quantized weights .*quant_method='awq'\): use the model in bfloat16", prepare=changed(quantization_config={"quant_method": "awq"})),

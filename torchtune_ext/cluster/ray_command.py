@@ -80,10 +80,10 @@ def main(args: argparse.Namespace) -> int:
     with silence_ray() as (out, err):
         try:
             ray = connect(
-                args.address, lambda why: print(f"error: --address={args.address}: {why}", file=err, flush=True)
+                args.address, lambda reason: print(f"error: --address={args.address}: {reason}", file=err, flush=True)
             )
-        except RunFailure as refused:
-            raise UsageError(f"--address={args.address}: {refused}") from None
+        except RunFailure as error:
+            raise UsageError(f"--address={args.address}: {error}") from None
         # Ray Train is not used: its `TorchTrainer` calls a function in a thread, where Python
         # delivers no signals, so a run could not save on SIGTERM. It also creates the process group
         # itself (ours has a longer timeout for rank 0), waits forever for a placement, and uses its
@@ -169,10 +169,10 @@ def build_request(args: argparse.Namespace, each: int) -> ResourceRequest:
     train, engine = pairs[kind]
     for name, value in ((f"--train-{kind}", train), (f"--engine-{kind}", engine)):
         if value < 1:
-            raise UsageError(f"{name}={value} must be at least 1")
+            raise UsageError(f"{name}={value}: expected at least 1")
     if kind == "cpus" and each > 1:
         raise UsageError(
-            f"engine.tensor_parallel_size={each} needs GPUs: use --engine-gpus, or leave engine.tensor_parallel_size out"
+            f"engine.tensor_parallel_size={each} needs GPUs. Fix: use --engine-gpus, or remove engine.tensor_parallel_size"
         )
     if engine % each:
         raise UsageError(

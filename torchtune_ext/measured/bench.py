@@ -111,7 +111,7 @@ class BenchService(Closing):
         except Exception as error:
             # Pickling runs the user's code, which may raise any error.
             raise UsageError(
-                f"kernel {type(kernel).__name__} cannot be sent to another process: {type(error).__name__}: {error}. "
+                f"kernel {type(kernel).__name__} cannot be pickled: {type(error).__name__}: {error}. "
                 "Fix: keep open files, locks and functions out of its attributes"
             ) from error
         allowed = None if permitted is None else tuple(sorted(permitted))

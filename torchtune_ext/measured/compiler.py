@@ -52,7 +52,7 @@ def _version_of(path: str) -> str:
         return done.stdout.splitlines()[0]
     except (OSError, subprocess.SubprocessError, IndexError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"compiler: {path} is not a compiler: {path} --version fails. Fix: name gcc or clang"
+            f"compiler={path}: `{path} --version` fails; expected a C compiler. Fix: set compiler=gcc or compiler=clang"
         ) from error
 
 

@@ -72,7 +72,7 @@ class RayBench(BenchService):
                 "Ray's process",
                 "torchtune_ext.measured.ray_process",
                 path,
-                lambda kind, words: log.warning("bench on Ray: %s", words),
+                lambda kind, message: log.warning("bench on Ray: %s", message),
             )
             try:
                 for line in await self._process.send_request("start", *self._start_args):

@@ -104,14 +104,14 @@ class Sandbox(Closing):
         """During the block, the process group is killed if this process is killed."""
         with self._lock:
             self._groups.add(group)
-            self._reaper.set_groups([*self._groups])
+            self._reaper.set_process_groups([*self._groups])
         try:
             yield
         finally:
             with self._lock:
                 self._groups.discard(group)
                 # [0] stands for an empty list of groups.
-                self._reaper.set_groups([*self._groups] or [0])
+                self._reaper.set_process_groups([*self._groups] or [0])
 
     def new_folder(self) -> Path:
         """Creates a folder for one candidate, readable only by the user of its processes."""

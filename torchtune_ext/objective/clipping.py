@@ -72,17 +72,17 @@ def kl3_bounds(delta: float) -> tuple[float, float]:
     return bounds[0], bounds[1]
 
 
-def top_k_kl(old_top_LK: Tensor, top_LK: Tensor) -> Tensor:
+def top_k_kl(proximal_top_LK: Tensor, top_LK: Tensor) -> Tensor:
     """Returns KL(old || new) [L] in nats over K tokens and one bucket for all other tokens.
 
     It is a lower bound of the full KL.
 
     Args:
-        old_top_LK: log-probs of the old policy's K likeliest tokens.
+        proximal_top_LK: log-probs of the old policy's K likeliest tokens.
         top_LK: log-probs of the same tokens under the new policy.
     """
-    tail_L, old_tail_L = _tail_logprob(top_LK), _tail_logprob(old_top_LK)
-    head_L = (old_top_LK.exp() * (old_top_LK - top_LK)).sum(-1)
+    tail_L, old_tail_L = _tail_logprob(top_LK), _tail_logprob(proximal_top_LK)
+    head_L = (proximal_top_LK.exp() * (proximal_top_LK - top_LK)).sum(-1)
     # A KL divergence is never negative, but rounding can make a tiny KL negative.
     return (head_L + old_tail_L.exp() * (old_tail_L - tail_L)).clamp(min=0.0)
 

@@ -178,8 +178,8 @@ class TopKL(Constraint):
     def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
         log_ratio_L = t.logprobs_L - old_L
         if t.top_LK is not None:
-            assert t.old_top_LK is not None  # the learner sets both or neither
-            kl_L = top_k_kl(t.old_top_LK, t.top_LK)
+            assert t.proximal_top_LK is not None  # the learner sets both or neither
+            kl_L = top_k_kl(t.proximal_top_LK, t.top_LK)
         elif log_ratio_L.count_nonzero():
             raise UsageError("loss.constraint='kl' needs the proximal policy's top-k log-probs, but none were stored")
         else:
@@ -341,13 +341,14 @@ def make_constraint(name: str, settings: Mapping[str, Any]) -> Constraint:
     own = options[name]
     # A dict keeps the order of the table for the message below.
     every = dict.fromkeys(option for names in options.values() for option in names)
-    wrong = [option for option in every if option not in own and settings.get(option) is not None]
-    if wrong:
+    foreign_options = [option for option in every if option not in own and settings.get(option) is not None]
+    if foreign_options:
+        keys = ", ".join(f"loss.{option}={settings[option]}" for option in foreign_options)
+        verb, pronoun = ("contradict", "them") if foreign_options[1:] else ("contradicts", "it")
+        others = " or ".join(repr(other) for other, names in options.items() if foreign_options[0] in names)
         raise UsageError(
-            f"{', '.join(f'loss.{option}={settings[option]}' for option in wrong)} contradict{'s' * (not wrong[1:])} "
-            f"loss.constraint={name!r}, whose options are {', '.join(own) or 'none'}; set {'them' if wrong[1:] else 'it'} to "
-            f"null (preset may have set {'them' if wrong[1:] else 'it'}), or use constraint="
-            + " or ".join(repr(other) for other, names in options.items() if wrong[0] in names)
+            f"{keys} {verb} loss.constraint={name!r}, whose options are {', '.join(own) or 'none'}; set {pronoun} to null "
+            f"(preset may have set {pronoun}), or use constraint={others}"
         )
     return CONSTRAINTS[name](**{option: settings[option] for option in own if settings.get(option) is not None})
 

@@ -1,7 +1,7 @@
-"""Computes importance weights w = pi_old / pi_sampler, which multiply the objective.
+"""Computes importance weights w = pi_old / pi_behavior, which multiply the objective.
 
 They carry no gradient. They correct for the mismatch between the policy from which the updates
-start and the sampling policy: another engine, another precision, older weights.
+start and the behavior policy, which sampled: another engine, another precision, older weights.
 """
 
 from dataclasses import dataclass, replace
@@ -76,24 +76,24 @@ def check_importance(name: str, low: float | None, high: float | None, level: st
         UsageError: the method contradicts `level` or `old`, or a bound is invalid for the method.
     """
     method = IMPORTANCE_METHODS[name]
-    # If pi_old is the sampling policy, every weight is 1.
+    # If pi_old is the behavior policy, every weight is 1.
     if name != "none" and old == "sampler":
         raise UsageError(
-            f"loss.importance={name!r} contradicts loss.old='sampler': the ratio to the sampler already corrects for it; use "
-            "importance=none, or old=trainer"
+            f"loss.importance={name!r} contradicts loss.old='sampler': the ratio to the behavior policy already corrects for "
+            "it. Fix: set loss.importance=none, or loss.old=trainer"
         )
     if name != "none" and level != "token" and method.level == "token":
         raise UsageError(
-            f"loss.importance={name!r} has one weight per token, but loss.level={level!r} has one ratio per completion; use "
-            "sequence_tis, sequence_mis, geometric_mask or none"
+            f"loss.importance={name!r} has one weight per token, but loss.level={level!r} has one ratio per completion. Fix: "
+            "set loss.importance to sequence_tis, sequence_mis, geometric_mask or none"
         )
-    for bound, value, own in (("low", low, method.low), ("high", high, method.high)):
-        if value is not None and own is None:
+    for bound, value, default in (("low", low, method.low), ("high", high, method.high)):
+        if value is not None and default is None:
             raise UsageError(
-                f"loss.importance_{bound}={value}: importance={name!r} does not have this bound; remove it"
+                f"loss.importance_{bound}={value}: importance={name!r} does not have this bound. Fix: remove it"
             )
     if high is not None and not high > 0.0:
-        raise UsageError(f"loss.importance_high={high} must be positive, or all samples would be masked")
+        raise UsageError(f"loss.importance_high={high}: expected above 0; otherwise all samples would be masked")
     bounded_method = method.with_bounds(low, high)
     # A method with a lower bound has an upper one.
     if (
@@ -111,7 +111,7 @@ def importance_weights(log_weight_L: Tensor, samples_L: Tensor, method: Importan
     """Returns (weights_L, masked_L); masked_L (bool) marks out-of-bounds weights set to 0.
 
     Args:
-        log_weight_L: log pi_old - log pi_sampler of every label, in nats.
+        log_weight_L: log pi_old - log pi_behavior of every label, in nats.
         samples_L: index of the label's completion.
     """
     log_weight_L = log_weight_L.detach()

@@ -6,7 +6,7 @@ accumulation. A custom loss is a class with `__call__`::
 
     class MyLoss:
         def __call__(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-            ratio_L = (t.logprobs_L - t.old_logprobs_L).exp()
+            ratio_L = (t.logprobs_L - t.proximal_logprobs_L).exp()
             return -ratio_L * t.advantages_L, {"ratio_max": ratio_L.detach()}
 
 Class attributes declare further inputs (`loss_requirements`):
@@ -16,7 +16,7 @@ Class attributes declare further inputs (`loss_requirements`):
 * `top_k = 16`: log-probs of the proximal policy's 16 likeliest tokens.
 * `needs_all_groups = True`: also train on zero-variance groups, for a term that does not depend on
   the advantage (a KL penalty, an entropy bonus).
-* `needs_proximal = False`: skip the forward pass for `old_logprobs_L`, which is then None.
+* `needs_proximal = False`: skip the forward pass for `proximal_logprobs_L`, which is then None.
 """
 
 import math
@@ -101,7 +101,7 @@ class PolicyLoss(ConstraintOptions):
            + kl_coef KL(pi, ref) + old_kl_coef KL(pi, old) - entropy_coef H
 
     with r = pi / pi_old at a level (`ratios.py`), J_C the constrained objective (`constraints.py`),
-    w = pi_old / pi_sampler (`importance.py`) and KL an estimator (`kl.py`). The presets in
+    w = pi_old / pi_behavior (`importance.py`) and KL an estimator (`kl.py`). The presets in
     configs/presets/ set its options to published methods.
 
     Each option of each constraint is a field, too: `clip_low`, `delta`, `top_k`, ... The constraint
@@ -111,9 +111,10 @@ class PolicyLoss(ConstraintOptions):
         level: level of the ratio: "token", "sequence" (GSPO) or "geometric" (GMPO).
         constraint: constraint on the ratio: "clip" (PPO), "kl3" (ATR-GRPO), "kl", "tv" (DPPO),
             "cispo", "sapo", "spo" or "none".
-        old: source of pi_old: "trainer" (the proximal policy), "sampler" (the engine's log-probs),
-            or "interpolated" between sampler and current policy, which saves a forward pass.
-        importance: importance weight for the mismatch between pi_old and the sampler: "none",
+        old: source of pi_old: "trainer" (the proximal policy), "sampler" (the behavior policy, by
+            the engine's log-probs), or "interpolated" between behavior and current policy, which
+            saves a forward pass.
+        importance: importance weight for the mismatch between pi_old and pi_behavior: "none",
             "full", "tis", "mis", "icepop", "sequence_tis", "sequence_mis" or "geometric_mask".
         importance_low: lower bound of the importance weight; null: the method's default.
         importance_high: upper bound of the importance weight; null: the method's default (2 for
@@ -150,7 +151,7 @@ class PolicyLoss(ConstraintOptions):
         possible = [name for name, kind in CONSTRAINTS.items() if self.level in kind.levels]
         if self.constraint not in possible:
             raise UsageError(
-                f"loss.level={self.level!r} does not support constraint={self.constraint!r}; use one of {', '.join(possible)}"
+                f"loss.level={self.level!r} does not support constraint={self.constraint!r}; expected {', '.join(possible)}"
             )
         constraint = self._constraint
         for name in (*OPTION_TYPES, "importance_low", "importance_high"):
@@ -167,7 +168,7 @@ class PolicyLoss(ConstraintOptions):
         for name in ("reward_coef", "teacher_coef", "kl_coef", "old_kl_coef"):
             term = "KL term" if name.endswith("kl_coef") else "term"
             if not getattr(self, name) >= 0.0:
-                raise UsageError(f"loss.{name}={getattr(self, name)} must not be negative; 0 turns the {term} off")
+                raise UsageError(f"loss.{name}={getattr(self, name)}: expected 0 or more; 0 turns the {term} off")
 
     @cached_property
     def _constraint(self) -> Constraint:
@@ -180,7 +181,7 @@ class PolicyLoss(ConstraintOptions):
         weight = IMPORTANCE_METHODS[self.importance].with_bounds(self.importance_low, self.importance_high)
         parts = {
             self._constraint.describe(RATIO_LEVELS[self.level]): True,
-            "ratio to the sampler": self.old == "sampler",
+            "ratio to the behavior policy": self.old == "sampler",
             "old policy interpolated": self.old == "interpolated",
             str(weight): self.importance != "none",
             f"{self.kl_coef:g} KL to the reference ({self.kl})": self.kl_coef,
@@ -257,7 +258,7 @@ class PolicyLoss(ConstraintOptions):
             loss_L = loss_L + self.old_kl_coef * kl_penalty(self.kl, t.logprobs_L, old_L, token_ratio_L)
         if self.kl_coef:
             if t.ref_logprobs_L is None:
-                raise UsageError(f"loss.kl_coef={self.kl_coef} needs reference log-probs, but none were computed")
+                raise UsageError(f"loss.kl_coef={self.kl_coef} needs Tokens.ref_logprobs_L, but they are None")
             kl_L = kl_penalty(self.kl, t.logprobs_L, t.ref_logprobs_L, token_ratio_L)
             loss_L = loss_L + self.kl_coef * kl_L
             metrics["kl_ref"] = kl_L.detach()
@@ -269,7 +270,7 @@ class PolicyLoss(ConstraintOptions):
             return None
         if t.teacher_logprobs_L is None:
             raise UsageError(
-                f"loss.teacher_coef={self.teacher_coef} needs a teacher's log-probs, but none were computed"
+                f"loss.teacher_coef={self.teacher_coef} needs Tokens.teacher_logprobs_L, but they are None"
             )
         return t.teacher_logprobs_L - old_L.detach()
 
@@ -305,13 +306,13 @@ def _geometric_objective(
 def _require_choice(name: str, value: Any, known: Collection[str]) -> None:
     if not isinstance(value, str) or value not in known:
         near = closest_match(str(value), known)
-        hint = f"did you mean {near!r}?" if near else f"use one of {', '.join(known)}"
-        raise UsageError(f"loss.{name}={value!r} is unknown; {hint}")
+        fix = f". Fix: set loss.{name}={near}" if near else ""
+        raise UsageError(f"loss.{name}={value!r}: unknown value; expected one of {', '.join(known)}{fix}")
 
 
 def _require_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UsageError(f"loss.{name}={value!r} must be a number")
+        raise UsageError(f"loss.{name}={value!r}: expected a number")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from torchtune_ext.run.errors import UsageError
 
 # pi_old            log-probs
 # "trainer"         of the proximal policy, from which the updates of a step start
-# "sampler"         of the sampling policy, as the sampler reported them
-# "interpolated"    between sampler and current policy, by age (`interpolate_old_logprobs`)
+# "sampler"         of the behavior policy, which sampled the tokens, as the engine reported them
+# "interpolated"    between behavior and current policy, by staleness (`interpolate_old_logprobs`)
 OLD_POLICIES = ("trainer", "sampler", "interpolated")
 
 # level        ratio of every label of a completion y          source
@@ -29,10 +29,12 @@ def old_logprobs(old: str, t: Tokens) -> Tensor:
     Raises:
         UsageError: `t` does not hold these log-probs.
     """
-    stored = {"trainer": t.old_logprobs_L, "sampler": t.behavior_logprobs_L}
+    stored = {"trainer": t.proximal_logprobs_L, "sampler": t.behavior_logprobs_L}
     logprobs_L = interpolate_old_logprobs(t) if old == "interpolated" else stored[old]
     if logprobs_L is None:
-        raise UsageError(f"loss.old={old!r} needs log-probs of the proximal policy, but none were computed")
+        raise UsageError(
+            f"loss.old={old!r} needs Tokens.proximal_logprobs_L, but they are None. Fix: pass `proximal` to forward_backward"
+        )
     return logprobs_L
 
 
@@ -41,18 +43,21 @@ def interpolate_old_logprobs(t: Tokens) -> Tensor:
 
     As AReaL's `prox_logp` with the "loglinear" approximation::
 
-        log pi_old = log pi_sampler + alpha (log pi - log pi_sampler),   alpha = (v_old - v_sampler) / (v - v_sampler)
+        log pi_old = log pi_behavior + alpha (log pi - log pi_behavior)
+        alpha = (v_old - v_behavior) / (v - v_behavior)
 
     Raises:
         UsageError: the version of the proximal policy is unknown.
     """
     if t.version is None:
-        raise UsageError("loss.old='interpolated' needs the version of the proximal policy (Tokens.version)")
+        raise UsageError(
+            "loss.old='interpolated' needs Tokens.version, the version of the proximal policy, but it is None"
+        )
     # This assumes that each version moved the policy by the same step. The current policy pi
-    # becomes the next version, so v = v_old + 1, and a label of age a = v_old - v_sampler has
-    # alpha = a / (a + 1).
-    age_L = (t.version - t.versions_L).to(t.behavior_logprobs_L.dtype)
-    return t.behavior_logprobs_L.lerp(t.logprobs_L.detach(), age_L / (age_L + 1))
+    # becomes the next version, so v = v_old + 1, and a label of staleness s = v_old - v_behavior has
+    # alpha = s / (s + 1).
+    staleness_L = (t.version - t.versions_L).to(t.behavior_logprobs_L.dtype)
+    return t.behavior_logprobs_L.lerp(t.logprobs_L.detach(), staleness_L / (staleness_L + 1))
 
 
 def bounded_exp(log_ratio_L: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ class Tokens:
     entropy_L: Tensor
     # Log-probs under the proximal policy, from which the updates of a step start. None if the loss
     # does not need them.
-    old_logprobs_L: Tensor | None
-    # Log-probs under the sampling policy, as the sampler reported them.
+    proximal_logprobs_L: Tensor | None
+    # Log-probs under the behavior policy, which sampled the labels, as the engine reported them.
     behavior_logprobs_L: Tensor
     # Log-probs under the reference policy. None if no KL term needs them.
     ref_logprobs_L: Tensor | None
@@ -31,7 +31,7 @@ class Tokens:
     samples_L: Tensor
     # The proximal policy's K highest log-probs. None if the loss does not need them, or if the
     # current policy still equals the proximal policy.
-    old_top_LK: Tensor | None = None
+    proximal_top_LK: Tensor | None = None
     # Log-probs of the same K tokens under the current policy, without gradient.
     top_LK: Tensor | None = None
     # Log-probs under the teacher. None without a teacher.
@@ -39,3 +39,12 @@ class Tokens:
     # The version of the proximal policy, on the same scale as `versions_L`. None if versions are
     # unknown.
     version: int | None = None
+
+    # Deprecated names, for custom losses of version 1. Fix: use the names above.
+    @property
+    def old_logprobs_L(self) -> Tensor | None:  # noqa: N802
+        return self.proximal_logprobs_L
+
+    @property
+    def old_top_LK(self) -> Tensor | None:  # noqa: N802
+        return self.proximal_top_LK

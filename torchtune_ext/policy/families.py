@@ -50,7 +50,7 @@ _OLMO2_TO_TUNE = _TO_TUNE | {
     "model.layers.{}.post_attention_layernorm.weight": "layers.{}.sa_scale.scale",
     "model.layers.{}.post_feedforward_layernorm.weight": "layers.{}.mlp_scale.scale",
 }
-_TO_HF = {ours: hf for names in (_TO_TUNE, _OLMO2_TO_TUNE) for hf, ours in names.items()}
+_TO_HF = {tune: hf for names in (_TO_TUNE, _OLMO2_TO_TUNE) for hf, tune in names.items()}
 # Layers, width, heads, key/value heads, width of the MLP, and whether the embeddings are tied.
 # Sizes of Qwen2.5 and Llama come from torchtune's builders, sizes of Qwen3 from config.json on the
 # hub.
@@ -85,7 +85,7 @@ def _rename_weights(weights: dict[str, Tensor], names: dict[str, str], **_: int)
     return {get_mapped_key(name, names): weight for name, weight in weights.items()}
 
 
-def _sizes(config: HFConfig) -> dict[str, Any]:
+def _builder_arguments(config: HFConfig) -> dict[str, Any]:
     return {
         "vocab_size": config["vocab_size"],
         "num_layers": config["num_hidden_layers"],
@@ -100,22 +100,24 @@ def _sizes(config: HFConfig) -> dict[str, Any]:
     }
 
 
-def _decoder_sizes(config: HFConfig) -> dict[str, Any]:
-    return _sizes(config) | {"head_dim": config["head_dim"]}
+def _decoder_arguments(config: HFConfig) -> dict[str, Any]:
+    return _builder_arguments(config) | {"head_dim": config["head_dim"]}
 
 
-def _smollm3_sizes(config: HFConfig) -> dict[str, Any]:
+def _smollm3_arguments(config: HFConfig) -> dict[str, Any]:
     # Despite its name, `no_rope_layers` has a 1 for each layer with RoPE.
-    every, layers = config["no_rope_layer_interval"], range(config["num_hidden_layers"])
-    rotates = config.get("no_rope_layers") or [(i + 1) % every for i in layers]
-    return _decoder_sizes(config) | {"nope_layers": [i for i in layers if not rotates[i]]}
+    interval, layers = config["no_rope_layer_interval"], range(config["num_hidden_layers"])
+    has_rope = config.get("no_rope_layers") or [(i + 1) % interval for i in layers]
+    return _decoder_arguments(config) | {"nope_layers": [i for i in layers if not has_rope[i]]}
 
 
-def _llama_sizes(config: HFConfig) -> dict[str, Any]:
+def _llama_arguments(config: HFConfig) -> dict[str, Any]:
     # A factor of 1 does not change any frequency, as in Llama 3.0.
-    scaled = config["rope_type"] == "llama3"
-    factors = [config[key] for key in ("factor", "low_freq_factor", "high_freq_factor")] if scaled else [1]
-    return _sizes(config) | {"scale_factor": factors[0]}
+    scale_factor = 1
+    if config["rope_type"] == "llama3":
+        # All three factors must exist: a missing one raises KeyError, which `from_config` reports.
+        scale_factor, _, _ = (config[key] for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    return _builder_arguments(config) | {"scale_factor": scale_factor}
 
 
 def _build_llama(
@@ -205,28 +207,28 @@ def _decoder_family(
     )
 
 
-# By model_type of config.json, which is qwen2 for Qwen2.5. Converting Llama's weights permutes
-# them, because torchtune's Llama rotates neighboring values of q and k. To add a family, add a
-# line. If torchtune has no builder for it, write one first, as decoder.py does for four families.
 _QWEN_DEFAULTS = {
     "vocab_size": 151936,
     "intermediate_size": 22016,
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
 }
+# The keys are the model_type of config.json (qwen2 for Qwen2.5). Converting Llama's weights permutes
+# them, because torchtune's Llama rotates neighboring values of q and k. To add a family, add a
+# line. If torchtune has no builder for it, write one first, as decoder.py does for four families.
 FAMILIES = {
     "qwen2": Family(
         build=qwen2,
         build_lora=lora_qwen2,
         to_tune=qwen2_hf_to_tune,
         to_hf=qwen2_tune_to_hf,
-        arguments=_sizes,
+        arguments=_builder_arguments,
         supported_values=_QWEN_SUPPORTED,
         defaults=_QWEN_DEFAULTS,
     ),
-    "qwen3": _decoder_family(_decoder_sizes, defaults=_QWEN_DEFAULTS | {"head_dim": 128}, qk_norm="head"),
+    "qwen3": _decoder_family(_decoder_arguments, defaults=_QWEN_DEFAULTS | {"head_dim": 128}, qk_norm="head"),
     "smollm3": _decoder_family(
-        _smollm3_sizes,
+        _smollm3_arguments,
         defaults={
             "vocab_size": 128256,
             "hidden_size": 2048,
@@ -240,7 +242,7 @@ FAMILIES = {
         },
     ),
     "mistral": _decoder_family(
-        _decoder_sizes,
+        _decoder_arguments,
         supported_values={"sliding_window": (None,)},
         defaults={
             "vocab_size": 32000,
@@ -251,7 +253,7 @@ FAMILIES = {
         },
     ),
     "olmo2": _decoder_family(
-        _decoder_sizes,
+        _decoder_arguments,
         _OLMO2_TO_TUNE,
         defaults={"vocab_size": 50304, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
         qk_norm="whole",
@@ -262,7 +264,7 @@ FAMILIES = {
         build_lora=partial(_build_llama, lora_llama3_2, lora_llama3_1),
         to_tune=hf_to_tune,
         to_hf=tune_to_hf,
-        arguments=_llama_sizes,
+        arguments=_llama_arguments,
         supported_values=_LLAMA_SUPPORTED,
         defaults={"vocab_size": 32000, "max_position_embeddings": 2048},
     ),
@@ -290,7 +292,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_list_of(kind: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(isinstance(each, kind) for each in value)
+    return lambda value: isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
 # Key -> check of its value, and a description of valid values.
@@ -334,7 +336,7 @@ def read_hf_config(model_dir: str | Path) -> dict[str, Any]:
     if len(full.get("no_rope_layers") or range(full["num_hidden_layers"])) < full["num_hidden_layers"]:
         raise UsageError(
             f"{file} has {len(full['no_rope_layers'])} no_rope_layers; expected one for each of the "
-            f"{full['num_hidden_layers']} layers. Copy the file from the source of the weights"
+            f"{full['num_hidden_layers']} layers. Fix: copy config.json again from the model repository"
         )
     return config
 
@@ -345,7 +347,7 @@ def _require_value_types(config: HFConfig, file: Path) -> None:
         value = config.get(key)
         if value is not None and not fits(value):
             raise UsageError(
-                f"{file} has {key}={value!r}; expected {expected}. Copy the file from the source of the weights"
+                f"{file} has {key}={value!r}; expected {expected}. Fix: copy config.json again from the model repository"
             )
 
 
@@ -395,13 +397,13 @@ def _missing_config_hint(path: Path) -> str:
         return f"it holds an adapter and no model; {hint}"
     if files := sorted(path.glob("*.gguf")):
         return f"has no config.json; `torchtune-ext gguf {files[0]} OUT` converts {files[0].name} to a model directory"
-    wrong = "has no config.json" if path.is_dir() else f"folder not found, relative to {Path.cwd()}"
+    problem = "has no config.json" if path.is_dir() else f"folder not found, relative to {Path.cwd()}"
     if path.parts[-2:] == ("warmup", "model"):
         name = path.parts[-3] if len(path.parts) > 2 else "tiny"
-        return f"{wrong}: `tune run warmup_sft --config warmup/{name}` creates it"
-    steps = [each.name for each in sorted(path.parent.glob("step_*/"))]
+        return f"{problem}: `tune run warmup_sft --config warmup/{name}` creates it"
+    steps = [folder.name for folder in sorted(path.parent.glob("step_*/"))]
     if path.name.startswith("step_") and not path.is_dir() and steps:
-        return f"{wrong}; the checkpoints in {path.parent} are {', '.join(steps)}"
+        return f"{problem}; the checkpoints in {path.parent} are {', '.join(steps)}"
     # "Qwen/Qwen3-8B" may be a model id on the hub, but "models/Qwen3-8B" is most likely a folder.
     hub = _HUB_ID.fullmatch(str(path)) and path.parts[0] not in _LOCAL_FOLDER_NAMES and not path.is_dir()
     name = path.name or "MODEL"
@@ -411,8 +413,8 @@ def _missing_config_hint(path: Path) -> str:
         f"config.json --local-dir {place}` the one file that dry_run=True needs"
     )
     if hub:
-        return f"{wrong}. If it is a model id on the Hugging Face hub: {hint}; then set model_dir={place}"
-    return f"{wrong}; set it to a directory in Hugging Face format: {hint}"
+        return f"{problem}. If it is a model id on the Hugging Face hub: {hint}; then set model_dir={place}"
+    return f"{problem}; set it to a directory in Hugging Face format: {hint}"
 
 
 def hub_owner(name: str) -> str:
@@ -472,7 +474,7 @@ def from_config(
     try:
         arguments = family.arguments(config)
     except KeyError as error:
-        raise UsageError(f"{file} lacks {error.args[0]}. Copy the file from the source of the weights") from None
+        raise UsageError(f"{file} lacks {error.args[0]}. Fix: copy it again from the model repository") from None
     _require_heads(config, "head_dim" in arguments, file)
     if max_seq_len is not None:
         arguments["max_seq_len"] = max_seq_len
@@ -558,14 +560,13 @@ def _require_nf4(build: Callable[..., TransformerDecoder], modules: list[str], s
     }
     # Some builders also store layers without adapters in NF4, so the suggestion is tried.
     targets = [name for name in modules if name not in not_nf4_divisible]
-    fewer = (
-        {"apply_lora_to_mlp": False}
-        if {"w1", "w2", "w3"} & set(not_nf4_divisible) and switches["apply_lora_to_mlp"]
-        else {}
-    )
+    adapts_mlp = {"w1", "w2", "w3"} & set(not_nf4_divisible) and switches["apply_lora_to_mlp"]
+    fewer_switches = {"apply_lora_to_mlp": False} if adapts_mlp else {}
     advice = "so this model does not support QLoRA: set model.quantize_base=False"
-    if targets and fits_nf4(targets, switches | fewer):
-        advice = f"set model.lora_attn_modules=[{', '.join(targets)}]" + " model.apply_lora_to_mlp=False" * len(fewer)
+    if targets and fits_nf4(targets, switches | fewer_switches):
+        advice = f"set model.lora_attn_modules=[{', '.join(targets)}]"
+        if fewer_switches:
+            advice += " model.apply_lora_to_mlp=False"
     raise UsageError(
         f"model.quantize_base=True: NF4 needs a multiple of {NF4_MULTIPLE} values per weight, which does not hold for "
         f"{', '.join(f'{name} ({rows} x {columns})' for name, (rows, columns) in not_nf4_divisible.items())}; {advice}"

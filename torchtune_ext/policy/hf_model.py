@@ -78,7 +78,9 @@ class HFModel:
             return files
         names = read_json_object(index).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-            raise UsageError(f"{index} has no weight_map of file names. Copy the file from the source of the weights")
+            raise UsageError(
+                f"{index} has no weight_map of file names. Fix: copy the file again from the model repository"
+            )
         named = set(names.values())
         missing = sorted(named - {file.name for file in files})
         if missing:
@@ -109,10 +111,10 @@ class HFModel:
                     # The family's converter may be torchtune's, which raises errors of several
                     # classes.
                     raise UsageError(
-                        f"{file} holds {name} of shape {tuple(entry['shape'])}, which does not exist in the family "
-                        f"{self.config['model_type']}. Copy config.json from the source of the weights"
+                        f"{file}: unknown weight {name} of shape {tuple(entry['shape'])} for model_type="
+                        f"{self.config['model_type']}. Fix: copy config.json again from the model repository"
                     ) from error
-                yield from ((ours, tuple(tensor.shape), file) for ours, tensor in converted.items())
+                yield from ((tune_name, tuple(tensor.shape), file) for tune_name, tensor in converted.items())
 
     def require_readable(self) -> None:
         """Raises UsageFileError if weights are missing, UsageError if a file is damaged."""
@@ -247,12 +249,12 @@ def _read_header(file: Path) -> tuple[int, dict[str, Any]]:
             )
         except (AttributeError, KeyError, TypeError, ValueError):
             raise UsageError(
-                f"{file} is not a safetensors file, or its header is damaged. Copy the file from the source of the weights"
+                f"{file} is not a safetensors file, or its header is damaged. Fix: copy it again from the model repository"
             ) from None
     if 8 + length + end != file.stat().st_size:
         raise UsageError(
-            f"{file} has {file.stat().st_size:,} bytes; expected {8 + length + end:,} from its header. Copy the file from the "
-            "source of the weights"
+            f"{file} has {file.stat().st_size:,} bytes; expected {8 + length + end:,} from its header. Fix: copy the file "
+            "again from the model repository"
         )
     return 8 + length, header
 

@@ -25,8 +25,8 @@ class LabelLogprobs:
     logprobs_L: Tensor
     # Entropy of the distribution at each label, float32, nats.
     entropy_L: Tensor
-    # Log-probs of the K tokens that `top` requests, float32, without gradient, and their ids,
-    # int64.
+    # Log-probs of the K tokens that `top_k` or `top_ids_LK` requests, float32, without gradient, and
+    # their ids, int64.
     top_LK: Tensor | None = None
     top_ids_LK: Tensor | None = None
 
@@ -60,44 +60,52 @@ class PackedPolicy:
         # not pass them through.
         self._row: Row | None = None
         self._temperature = 1.0
-        self._top_request: int | Tensor = 0
+        self._top_k = 0
+        self._top_ids_LK: Tensor | None = None
         self._top_logprobs: tuple[Tensor | None, Tensor | None] = (None, None)
         # Both lines set attributes on instances, so parameters keep torchtune's names, and FSDP2,
         # activation checkpointing and compile can wrap the model later.
         use_packed_attention(model)
         model.unembed = self._unembed  # pyright: ignore[reportAttributeAccessIssue]  # the return type differs
 
-    def trainable(self) -> list[nn.Parameter]:
+    def trainable_parameters(self) -> list[nn.Parameter]:
         """Returns the parameters for the optimizer: all parameters, or only adapters."""
         return [param for param in self.model.parameters() if param.requires_grad]
 
-    def __call__(self, row: Row, temperature: float = 1.0, top: int | Tensor = 0) -> LabelLogprobs:
+    def __call__(
+        self,
+        row: Row,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_ids_LK: Tensor | None = None,
+    ) -> LabelLogprobs:
         """Computes log-probs of a row's labels.
 
         Args:
             row: a packed row on the model's device.
             temperature: sampling temperature.
-            top: further tokens to score at every label: the K most likely tokens, or the tokens
-                with ids [L, K].
+            top_k: also score the `top_k` most likely tokens at every label.
+            top_ids_LK: also score these token ids at every label. It replaces `top_k`.
 
         Raises:
             UsageError: a sequence is longer than the model's `max_seq_len`.
         """
         if row.max_path_len > self.max_positions:
             raise UsageError(
-                f"model.max_seq_len={self.max_positions} is too short for a sequence of {row.max_path_len} tokens; "
-                "raise it, or lower max_tokens"
+                f"model.max_seq_len={self.max_positions} is too short for a sequence of {row.max_path_len} tokens. Fix: "
+                "raise model.max_seq_len, or lower sampling.max_tokens"
             )
         # torchtune compares the *row* with max_seq_len, but only positions index the RoPE cache.
         self.model.max_seq_len = max(self.max_positions, row.tokens_T.numel())
-        self._row, self._temperature, self._top_request = row, temperature, top
+        self._row, self._temperature = row, temperature
+        self._top_k, self._top_ids_LK = top_k, top_ids_LK
         try:
             logprobs_L, entropy_L = self.model(
                 row.tokens_T[None], mask=packed_mask(row), input_pos=row.positions_T[None]
             )
             return LabelLogprobs(logprobs_L, entropy_L, *self._top_logprobs)
         finally:
-            self._row, self._top_request, self._top_logprobs = None, 0, (None, None)
+            self._row, self._top_k, self._top_ids_LK, self._top_logprobs = None, 0, None, (None, None)
 
     def _unembed(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Replaces `TransformerDecoder.unembed`: [1, T, D] -> log-probs and entropies, [L] each."""
@@ -106,9 +114,10 @@ class PackedPolicy:
         output = self.model.output
         weight_VD = effective_weight(output.tied_module if isinstance(output, TiedLinear) else output)
         hidden_LD = gather_rows(self.model.norm(hidden_BTD)[0], self._row.hidden_index_L)
-        head = hidden_LD, weight_VD.to(hidden_LD.dtype)
-        if isinstance(self._top_request, Tensor):
-            self._top_logprobs = linear_gather(*head, self._top_request, self._temperature), self._top_request
-        elif self._top_request:
-            self._top_logprobs = linear_top_k(*head, self._top_request, self._temperature)
-        return linear_logprob(*head, self._row.labels_L, self._temperature)
+        weight_VD = weight_VD.to(hidden_LD.dtype)
+        if self._top_ids_LK is not None:
+            top_LK = linear_gather(hidden_LD, weight_VD, self._top_ids_LK, self._temperature)
+            self._top_logprobs = top_LK, self._top_ids_LK
+        elif self._top_k:
+            self._top_logprobs = linear_top_k(hidden_LD, weight_VD, self._top_k, self._temperature)
+        return linear_logprob(hidden_LD, weight_VD, self._row.labels_L, self._temperature)

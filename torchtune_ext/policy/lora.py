@@ -100,8 +100,8 @@ def adapter_spec(
         if isinstance(module.weight, NF4Tensor) and module.weight.quantization_factor.numel() % shards:
             raise UsageError(
                 f"model.quantize_base=True: {name} has {module.weight.quantization_factor.numel()} groups of 256 NF4 "
-                f"blocks, which {shards} ranks cannot share; remove it from the targets, or use another number of ranks "
-                "or another ranks.shard_within"
+                f"blocks, which is not divisible by {shards} shards. Fix: remove {name.rpartition('.')[2]} from "
+                "model.lora_attn_modules, or change the number of ranks or ranks.shard_within"
             )
     first = next(iter(modules.values()))
     rank = first.lora_a.weight.shape[0]

@@ -180,7 +180,7 @@ class ProcessPool:
                 # One at a time: if a start fails, the earlier processes are ended below.
                 for _ in range(self._count):
                     self._workers.append(self._start_worker())
-                self._reaper.set_groups([worker.process.pid for worker in self._workers])
+                self._reaper.set_process_groups([worker.process.pid for worker in self._workers])
             except Exception as error:
                 started.set_exception(error)
                 raise
@@ -290,7 +290,7 @@ class ProcessPool:
         self._workers[slot].end(kill_at=0.0)
         self._workers[slot] = self._start_worker()
         assert self._reaper is not None  # set in `_run_loop`
-        self._reaper.set_groups([worker.process.pid for worker in self._workers])
+        self._reaper.set_process_groups([worker.process.pid for worker in self._workers])
 
 
 @dataclass(eq=False, slots=True)

@@ -50,7 +50,7 @@ class ProcessReaper:
     def pid(self) -> int:
         return self._process.pid
 
-    def set_groups(self, groups: Sequence[int]) -> None:
+    def set_process_groups(self, groups: Sequence[int]) -> None:
         """Set the process groups to kill when the trainer ends (0: no group).
 
         Raises:

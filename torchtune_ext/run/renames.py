@@ -63,7 +63,7 @@ RENAMED_MODULES = {
     "telemetry.summary": "telemetry.step_metrics",
     "training.agreement": "training.mismatch",
     "training.life": "training.recipe_runner",
-    "training.trained": "training.trainable",
+    "training.trained": "training.trained_weights",
     "grading.grader.results": "grading.grader.gather_results",
     "grading.rehearse": "grading.check_grading",
     "grading.results": "grading.gather_results",

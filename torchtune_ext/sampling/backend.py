@@ -1,4 +1,4 @@
-"""Shared by all sampler backends: the protocol `Backend`, requests, step counters and errors."""
+"""Shared by all engine backends: the protocol `Backend`, requests, step counters and errors."""
 
 import asyncio
 import math
@@ -63,7 +63,7 @@ class EngineRequest:
     sampling: SamplingConfig
     seed: int | None
     priority: Priority = Priority.SAMPLE  # in the engine's own queue
-    group: int = 0  # number of the group, for messages
+    seed_index: int = 0  # of the group (`Engine.submit`), for messages
     n: int = 1  # number of requests in the group; all share this prompt
     # Each engine process gets a copy of the request, with an id that is unique in the run.
     id: str = ""
@@ -119,9 +119,9 @@ class EngineRequest:
         finally:
             del requests[self.id]
 
-    def fail(self, why: str = "the engine was stopped") -> None:
+    def fail(self, reason: str = "the engine was stopped") -> None:
         """Ends the request with BackendCrashed."""
-        self.crash_reason = why
+        self.crash_reason = reason
         if self.task is not None:
             self.task.cancel()
 
@@ -172,7 +172,7 @@ class EngineRequest:
 
 
 def build_requests(
-    prompt: Sequence[int], n: int, sampling: SamplingConfig, group: int, priority: Priority, max_model_len: int
+    prompt: Sequence[int], n: int, sampling: SamplingConfig, seed_index: int, priority: Priority, max_model_len: int
 ) -> list[EngineRequest]:
     """Returns the `n` requests of a group. Arguments as in `Engine.submit`.
 
@@ -181,15 +181,17 @@ def build_requests(
     """
     ids: list[int] = np.asarray(prompt).tolist()
     if n < 1:
-        raise UsageError(f"sample: n={n} must be at least 1")
+        raise UsageError(f"sample: n={n}; expected at least 1")
     if not ids:
-        raise UsageError(f"sample: prompt {group} is empty; it needs at least one token")
+        raise UsageError(f"sample: the prompt with seed_index={seed_index} is empty; expected at least one token")
     if len(ids) + sampling.max_tokens > max_model_len:
         raise UsageError(
-            f"sample: prompt {group} has {len(ids)} tokens, sampling.max_tokens={sampling.max_tokens}: the sum "
-            f"exceeds engine.max_model_len={max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
+            f"sample: the prompt with seed_index={seed_index} has {len(ids)} tokens, and sampling.max_tokens="
+            f"{sampling.max_tokens}: the sum exceeds engine.max_model_len={max_model_len}. Fix: shorten the prompt, lower "
+            "sampling.max_tokens or raise engine.max_model_len"
         )
-    return [EngineRequest(ids, sampling, seed, priority, group, n) for seed in group_seeds(sampling.seed, group, n)]
+    seeds = group_seeds(sampling.seed, seed_index, n)
+    return [EngineRequest(ids, sampling, seed, priority, seed_index, n) for seed in seeds]
 
 
 class ProcessStatus(Protocol):
@@ -206,7 +208,7 @@ class ProcessStatus(Protocol):
 
 
 class Backend(ProcessStatus, Protocol):
-    """One process incarnation of an engine, made by a backend factory (`engine.BACKENDS`).
+    """How a replica reaches vLLM: a process, a server, or in-process code (`engine.BACKENDS`).
 
     After BackendCrashed the replica calls `stop`, and the factory makes another incarnation, which
     gets the weights by `load`. After a ValueError the engine stays in service. Coroutines run in
@@ -325,7 +327,7 @@ def mark_retrieved(task: asyncio.Future) -> None:
 
 async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:
     """Awaits all of `work` and returns the results. If one fails, the others are canceled."""
-    tasks = [asyncio.ensure_future(each) for each in work]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         return await asyncio.gather(*tasks)
     finally:

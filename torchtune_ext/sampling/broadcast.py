@@ -79,9 +79,9 @@ class GlooGroup:
         address, port, world_size = init.master_address, init.master_port, init.world_size
         limit = timedelta(seconds=init.deadline_s)
         # From here on the store owns the descriptor and closes it with the group.
-        ours: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
+        listener_options: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
         self._store = dist.TCPStore(
-            address, port, world_size, listener is not None, limit, wait_for_workers=False, **ours
+            address, port, world_size, listener is not None, limit, wait_for_workers=False, **listener_options
         )
         # torch's stub has another name for this class, and lacks the collectives of a group.
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]

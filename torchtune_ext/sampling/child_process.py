@@ -1,4 +1,4 @@
-"""A child process of the sampler: start, messages over a socket pair, and end."""
+"""A child process of the engine: start, messages over a socket pair, and end."""
 
 import asyncio
 import itertools
@@ -113,7 +113,7 @@ class MessageChannel(asyncio.Protocol):
 
 
 class ChildProcess:
-    """One process of the sampler, and the pending requests to it."""
+    """One process of the engine, and the pending requests to it."""
 
     def __init__(
         self,
@@ -147,12 +147,14 @@ class ChildProcess:
         self._answers: dict[int, asyncio.Future] = {}  # pending requests by message number
         self._loop = asyncio.get_running_loop()
         with open(log, "ab", buffering=0) as out:
-            self._process, ours = prestarted or spawn(module, out.fileno(), environ or child_environment({}))
+            self._process, trainer_socket = prestarted or spawn(module, out.fileno(), environ or child_environment({}))
         if first_frame is not None:
-            ours.sendall(pack_messages(first_frame))
-        ours.setblocking(False)
+            trainer_socket.sendall(pack_messages(first_frame))
+        trainer_socket.setblocking(False)
         self._channel = MessageChannel(self._receive, self._on_disconnect)
-        self._connected = self._loop.create_task(self._loop.create_connection(lambda: self._channel, sock=ours))
+        self._connected = self._loop.create_task(
+            self._loop.create_connection(lambda: self._channel, sock=trainer_socket)
+        )
 
     @property
     def process_group(self) -> int:

@@ -1,4 +1,4 @@
-"""The sampler: one or several engines for the whole run, with a blocking API.
+"""The engine: one or several vLLM replicas for the whole run, with a blocking API.
 
     engine = Engine(model_dir, EngineConfig(max_model_len=1024), run_dir)
     engine.start()
@@ -6,7 +6,7 @@
     groups = engine.sample([[1, 2, 3], [4, 5]], n=16, sampling=sampling)
     engine.publish(model.named_parameters(), version=1)
 
-One asyncio thread serves all engines (`pool.py`, `replica.py`). All methods are thread-safe. See
+One asyncio thread serves all replicas (`pool.py`, `replica.py`). All methods are thread-safe. See
 docs/sampling.md.
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from torchtune_ext.run.catalog import import_object
-from torchtune_ext.run.errors import DeadlineExceeded, RunFailure, UsageError
+from torchtune_ext.run.errors import DeadlineExceeded, UsageError
 from torchtune_ext.run.reaper import ProcessReaper
 from torchtune_ext.sampling import prestart
 from torchtune_ext.sampling.backend import (
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0  # deadline in seconds of each part of `close` in the engine's thread
 
-# The arguments are the model folder, the config, the log file of the engine, a folder for temporary
+# The arguments are the model folder, the config, the log file of the replica, a folder for temporary
 # files, and the callback for step counters. A factory does not wait; `Backend.launch` does.
 BackendFactory = Callable[[str, EngineConfig, Path, str, Callable[[EngineStepStats], None]], Backend]
 
@@ -81,10 +81,10 @@ class LoopThread(threading.Thread):
         self._futures: set[Future] = set()  # unfinished work
 
     def assert_not_loop_thread(self) -> None:
-        """Raises RunFailure in the loop's own thread."""
+        """Raises RuntimeError in the loop's own thread."""
         # In this thread a blocking call would deadlock.
         if threading.current_thread() is self:
-            raise RunFailure("on_completion may not call the engine: it runs in the engine's own thread")
+            raise RuntimeError("on_completion may not call the engine: it runs in the engine's own thread")
 
     def schedule(self, work: Coroutine[Any, Any, Any]) -> Future:
         """Schedules `work` without waiting; the end of the thread cancels it.
@@ -107,7 +107,7 @@ class LoopThread(threading.Thread):
         # Otherwise Python would warn of coroutines that were never awaited.
         wrapped.close()
         work.close()
-        raise EngineFailed("the engine is not running: call start() first, and make no calls after close()")
+        raise EngineFailed("the engine is not running. Fix: call start() first, and make no calls after close()")
 
     def call(self, work: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
         """Runs `work` and returns its result.
@@ -115,7 +115,7 @@ class LoopThread(threading.Thread):
         Raises:
             EngineFailed: If the thread does not run or ends.
             DeadlineExceeded: After `timeout` seconds.
-            RunFailure: If called in the loop's own thread.
+            RuntimeError: If called in the loop's own thread.
         """
         try:
             self.assert_not_loop_thread()
@@ -129,9 +129,8 @@ class LoopThread(threading.Thread):
         limit = float("inf") if timeout is None else timeout
         give_up_at = time.monotonic() + limit
         try:
-            # If the loop has died, its futures never finish. Therefore the thread is checked twice
-            # a second. `future.cancel()` makes `done()` true without waking
-            # `concurrent.futures.wait`, which only the loop would do.
+            # A dead loop never completes a future and never wakes its waiters, so the future and the
+            # thread are both polled every 0.5 s.
             while not wait([future], timeout=0.5).done and not future.done():
                 if time.monotonic() > give_up_at:
                     raise DeadlineExceeded(f"the engine's thread did not answer within {limit:g} s")
@@ -162,30 +161,30 @@ class LoopThread(threading.Thread):
         self._loop.run_forever()
         give_up_at = time.monotonic() + 2.0
         # A task that ends may create others.
-        while (rest := asyncio.all_tasks(self._loop)) and time.monotonic() < give_up_at:
-            for task in rest:
+        while (tasks := asyncio.all_tasks(self._loop)) and time.monotonic() < give_up_at:
+            for task in tasks:
                 # The cancellation is delayed by one loop iteration, so that a new task runs its
                 # first step. Otherwise Python warns that the coroutine was never awaited.
                 self._loop.call_soon(task.cancel)
-            self._loop.run_until_complete(asyncio.wait(rest, timeout=give_up_at - time.monotonic()))
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=give_up_at - time.monotonic()))
         self._loop.close()
 
 
 class Engine:
-    """Owns the sampling engines, their thread, their process reaper and the published weights."""
+    """Owns the engine replicas, their thread, their process reaper and the published weights."""
 
     def __init__(self, model_dir: str, config: EngineConfig, run_dir: str, version: int = 0, name: str = "engine"):
-        """Checks the config; `start` starts the engines.
+        """Checks the config; `start` starts the replicas.
 
         Args:
             model_dir: Folder of a Hugging Face model.
             config: The `engine:` section.
-            run_dir: Folder for `engine.log` (several engines: `engine_0.log`, ...).
+            run_dir: Folder for `engine.log` (several replicas: `engine_0.log`, ...).
             version: Policy version of the weights in `model_dir`.
             name: Name of the engine in messages.
 
         Raises:
-            UsageError: For an unknown backend, or more engines than devices.
+            UsageError: For an unknown backend, or more replicas than devices.
         """
         self.config = config
         self._backend_factory = find_backend(config.backend)
@@ -200,7 +199,8 @@ class Engine:
         self._started: Future[float] | None = None  # duration of the first start in seconds
         self._closed = False
         self._pool = Pool(config, self._make_backend, self._buffers, version, name)
-        self.log_path = Path(run_dir).absolute() / log_name(config)
+        # With several replicas `*` stands for a replica's number.
+        self.log_pattern = Path(run_dir).absolute() / log_name(config)
 
     # -- start and close ---------------------------------------------------------------------------
 
@@ -209,13 +209,13 @@ class Engine:
 
         Raises:
             EngineFailed: If the engine refuses its config.
-            RunFailure: If the engine was started before.
+            RuntimeError: If the engine was started before.
         """
         if self._started is not None or self._closed:
-            raise RunFailure("Engine.start: this engine was already started or closed; create a new one")
+            raise RuntimeError("Engine.start: this engine was already started or closed. Fix: create a new one")
         if self._backend_factory is RemoteBackend and self.config.address is None:
             warn_ignored_variables()
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.log_pattern.parent.mkdir(parents=True, exist_ok=True)
         self._reaper = ProcessReaper()
         # A strong reference in atexit would keep the engine alive until the trainer ends.
         close = weakref.WeakMethod(self.close)
@@ -225,7 +225,7 @@ class Engine:
         prestart.discard_prestarted()  # only RemoteBackend uses the prestarted client process
         try:
             # The client imports vLLM (5 s) and validates the config, so that this call raises if
-            # vLLM refuses it. The other engines have the same settings and configure themselves
+            # vLLM refuses it. The other replicas have the same settings and configure themselves
             # later.
             self._pool.backends[0].configure()
         except (ValueError, OSError) as error:
@@ -244,16 +244,16 @@ class Engine:
         Raises:
             EngineFailed: If the engine did not start.
             DeadlineExceeded: After `timeout` seconds (default `engine.start_deadline_s`).
-            RunFailure: Before `start`.
+            RuntimeError: Before `start`.
         """
         if self._started is None:
-            raise RunFailure("Engine.wait_ready: call start() first")
+            raise RuntimeError("Engine.wait_ready: the engine was not started. Fix: call start() first")
         timeout = self.config.start_deadline_s if timeout is None else timeout
         try:
             self._started.exception(timeout)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"the engine did not start within {timeout:g} s (engine.start_deadline_s); see {self.log_path}"
+                f"the engine did not start within {timeout:g} s (engine.start_deadline_s); see {self.log_pattern}"
             ) from None
         except CancelledError:
             pass  # `result` raises EngineFailed: the engine was closed
@@ -282,15 +282,16 @@ class Engine:
         self._attempt("the shared memory", self._buffers.close)
         if self._reaper is not None:
             self._attempt("the process reaper", self._reaper.close)
-        if groups := [backend.process_group for backend in backends if backend.process_group and not backend.is_dead]:
-            raise EngineFailed(f"Engine.close: process {groups[0]} of the engine did not end")
+        running = [backend.process_group for backend in backends if backend.process_group and not backend.is_dead]
+        if running:
+            raise EngineFailed(f"Engine.close: process {running[0]} of the engine did not end")
 
-    def _attempt(self, what: str, step: Callable[[], None]) -> None:
+    def _attempt(self, part: str, step: Callable[[], None]) -> None:
         try:
             step()
         # After a failed step `close` must still run the others.
         except Exception:
-            log.warning("Engine.close: %s was not closed properly", what, exc_info=True)
+            log.warning("Engine.close: %s was not closed properly", part, exc_info=True)
 
     def __enter__(self) -> "Engine":
         return self
@@ -310,7 +311,7 @@ class Engine:
     ) -> list[list[Completion]]:
         """Generates `n` completions of each prompt and waits for them.
 
-        The prompts are groups 0, 1, ... (see `submit`).
+        The prompts have the seed indices 0, 1, ... (see `submit`).
 
         Args:
             prompts: P lists of token ids.
@@ -327,18 +328,18 @@ class Engine:
             WeightsIncomplete: If the engine sleeps and the last weight sync was interrupted.
         """
         self._thread.assert_not_loop_thread()
-        groups = self._groups(prompts, n, sampling, priority)
+        group_requests = self._build_group_requests(prompts, n, sampling, priority)
 
         async def generate_all() -> list[list[Completion]]:
-            return await gather_or_cancel(*map(self._pool.generate, groups))
+            return await gather_or_cancel(*map(self._pool.generate, group_requests))
 
         return self._thread.result(self._submit(generate_all(), priority))
 
-    def _groups(
+    def _build_group_requests(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingConfig, priority: Priority
     ) -> list[list[EngineRequest]]:
-        limit = self.config.max_model_len
-        return [build_requests(prompt, n, sampling, p, priority, limit) for p, prompt in enumerate(prompts)]
+        max_len = self.config.max_model_len
+        return [build_requests(prompt, n, sampling, p, priority, max_len) for p, prompt in enumerate(prompts)]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Returns log-probs under the current weights, at temperature 1 over the full vocabulary.
@@ -352,20 +353,20 @@ class Engine:
         Raises:
             UsageError, EngineFailed, WeightsIncomplete: As `sample`.
         """
-        one = SamplingConfig(max_tokens=1, temperature=0.0)  # vLLM samples at least one token
-        scores = []
-        for row in self.sample(sequences, 1, one, priority=Priority.SCORE):
-            assert row[0].prompt_logprobs is not None  # `Priority.SCORE` asks for them
-            scores.append(row[0].prompt_logprobs)
-        return scores
+        sampling = SamplingConfig(max_tokens=1, temperature=0.0)  # vLLM samples at least one token
+        logprobs = []
+        for (completion,) in self.sample(sequences, 1, sampling, priority=Priority.SCORE):
+            assert completion.prompt_logprobs is not None  # `Priority.SCORE` asks for them
+            logprobs.append(completion.prompt_logprobs)
+        return logprobs
 
     def submit(
         self,
         prompt: Sequence[int],
         n: int,
         sampling: SamplingConfig,
-        on_completion: OnCompletion = lambda sample, completion: None,
-        group: int = 0,
+        on_completion: OnCompletion = lambda sample_index, completion: None,
+        seed_index: int = 0,
         priority: Priority = Priority.SAMPLE,
         affinity_key: object = None,
     ) -> "Future[list[Completion]]":
@@ -379,9 +380,10 @@ class Engine:
             sampling: Sampling parameters.
             on_completion: Called with (sample index, completion) in the engine's thread; may not
                 call the engine.
-            group: Number of the group; `sampling.seed`, group and sample index determine the seeds.
+            seed_index: Index of the group among groups with the same `sampling.seed`. That seed, this
+                index and the sample index determine the seeds of the requests.
             priority: Priority in the queues.
-            affinity_key: Requests with the same object go to one engine, for its prefix cache.
+            affinity_key: Requests with the same object go to one replica, for its prefix cache.
 
         Returns:
             A future of the completions; its exceptions are those of `sample`. Canceling the future,
@@ -391,7 +393,7 @@ class Engine:
             UsageError: For a prompt that does not fit.
         """
         self._thread.assert_not_loop_thread()
-        requests = build_requests(prompt, n, sampling, group, priority, self.config.max_model_len)
+        requests = build_requests(prompt, n, sampling, seed_index, priority, self.config.max_model_len)
         return self._submit(self._pool.generate(requests, on_completion, affinity_key), priority)
 
     def _submit(self, work: Coroutine[Any, Any, Any], priority: Priority) -> Future:
@@ -419,17 +421,18 @@ class Engine:
 
         Raises:
             UsageError: For unsupported tensors or a version that does not grow.
-            RunFailure: While an evaluation is in flight.
+            RuntimeError: While an evaluation is in flight.
             EngineFailed: If the engine cannot load the weights, even after a restart.
         """
         if adapter is not None and self.config.lora_rank is None:
             raise UsageError(
-                "publish: the tensors are an adapter, but the engine was started without engine.lora_rank; set it"
+                "publish: the tensors are an adapter, but the engine was started without engine.lora_rank. Fix: set "
+                "engine.lora_rank"
             )
         with self._publish_lock:
             if not all(future.done() for future in self._evaluation.copy()):
-                raise RunFailure(
-                    f"publish: cannot publish version {version} during an evaluation of version {self.version}; "
+                raise RuntimeError(
+                    f"publish: cannot publish version {version} during an evaluation of version {self.version}. Fix: "
                     "publish after the evaluation, or cancel it"
                 )
             buffer, copy_s = self._buffers.write(named_tensors, version, adapter, self.version)
@@ -446,18 +449,19 @@ class Engine:
         """
         return self._thread.call(self._pool.checksums())
 
-    def canary(self, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingConfig) -> list[CanaryAnswer]:
-        """Samples the canary prompts on every serving engine, with the highest priority.
+    def sample_canary(self, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingConfig) -> list[CanaryAnswer]:
+        """Samples the canary prompts on every serving replica, with the highest priority.
 
         Returns:
-            One answer, with checksums, per engine that does not crash meanwhile.
+            One answer, with checksums, per replica that does not crash meanwhile.
 
         Raises:
             UsageError, EngineFailed, WeightsIncomplete: As `sample`.
         """
-        # A crashed engine serves again only after its weights were verified, so its answer is not
+        # A crashed replica serves again only after its weights were verified, so its answer is not
         # needed.
-        return self._thread.call(self._pool.canary(self._groups(prompts, n, sampling, Priority.CANARY)))
+        group_requests = self._build_group_requests(prompts, n, sampling, Priority.CANARY)
+        return self._thread.call(self._pool.sample_canary(group_requests))
 
     def require_unmodified_server(self) -> None:
         """Raises UsageError if a server holds weights that another run has published."""
@@ -490,27 +494,30 @@ class Engine:
         """Restores the `state_dict` of an earlier run."""
         self._pool.load_state_dict(state)
 
+    def _log_path_of(self, replica: EngineReplica) -> Path:
+        return self.log_pattern.with_name(self.log_pattern.name.replace("*", str(replica.number)))
+
     # -- in the loop's thread ----------------------------------------------------------------------
 
     def _make_backend(self, replica: EngineReplica) -> Backend:
         """Creates a backend of a replica. Raises OSError if the process reaper has failed."""
         assert self._reaper is not None  # since `start`
-        log_path = self.log_path.with_name(self.log_path.name.replace("*", str(replica.number)))
         if replica.config.address is not None and self._backend_factory is RemoteBackend:
             # Imported here, since only runs with servers need these modules.
             from torchtune_ext.sampling.server import ServerBackend
             from torchtune_ext.sampling.weight_sender import WeightSender
 
-            self._weight_sender = self._weight_sender or WeightSender(self.log_path)
+            self._weight_sender = self._weight_sender or WeightSender(self.log_pattern)
             backend = ServerBackend(replica.config, replica.on_step)
             backend.server_info, backend.weight_sender = self._server_info, self._weight_sender
         else:
             backend = self._backend_factory(
-                self.model_dir, replica.config, log_path, self._reaper.folder, replica.on_step
+                self.model_dir, replica.config, self._log_path_of(replica), self._reaper.folder, replica.on_step
             )
         # The process reaper kills these process groups if the trainer dies.
         try:
-            self._reaper.set_groups([other.process_group for other in self._pool.backends] + [backend.process_group])
+            process_groups = [other.process_group for other in self._pool.backends] + [backend.process_group]
+            self._reaper.set_process_groups(process_groups)
         except BaseException:
             backend.kill()  # the pool does not have this backend yet
             raise
@@ -526,7 +533,7 @@ def find_backend(name: str) -> BackendFactory:
         return BACKENDS[name]
     if "." not in name:
         raise UsageError(
-            f"engine.backend={name!r} is unknown: use {', '.join(sorted(BACKENDS))}, or a class of your own "
-            "(my_module.MyBackend)"
+            f"engine.backend={name!r}: unknown backend; expected {', '.join(sorted(BACKENDS))} or the dotted path of a class. "
+            "Fix: set engine.backend=vllm, or name your class (my_module.MyBackend)"
         )
     return import_object(name, f"engine.backend={name}")

@@ -201,7 +201,7 @@ def engine_configs(config: EngineConfig) -> list[EngineConfig]:
         UsageError: For more engines than devices or cores.
     """
     if config.address is not None:
-        return [replace(config, address=each, devices=None, count=None) for each in config.addresses]
+        return [replace(config, address=address, devices=None, count=None) for address in config.addresses]
     size, shares = config.tensor_parallel_size, engine_device_groups(config)
     count, cores = config.count or len(shares) or 1, sorted(os.sched_getaffinity(0))
     if not on_cpu() and config.threads:

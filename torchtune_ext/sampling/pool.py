@@ -1,6 +1,6 @@
 """The engine replicas of a run: routes each group to one replica and syncs weights to all.
 
-A single engine is a pool of one replica. A pool fails only after its last replica is retired.
+A pool may have a single replica. It fails only after its last replica is retired.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ T = TypeVar("T")
 class Pool:
     """Owns the engine replicas of a run.
 
-    Coroutines run in the engines' asyncio thread, all other methods in any thread.
+    Coroutines run in the engine's asyncio thread, all other methods in any thread.
     """
 
     def __init__(
@@ -40,22 +40,21 @@ class Pool:
 
         Args:
             config: The `engine:` section.
-            make_backend: Creates a backend (one process incarnation) of a replica.
+            make_backend: Creates a backend of a replica.
             buffers: The published weights.
             version: Version of weights that were never published.
-            name: Name of an engine in messages.
+            name: Name of the engine in messages.
 
         Raises:
-            UsageError: For more engines than devices.
+            UsageError: For more replicas than devices.
         """
         self.make_backend, self.buffers, self.first_version = make_backend, buffers, version
         self.ids = itertools.count()  # request ids
         self.replicas: list[EngineReplica] = []
-        for number, each in enumerate(configs := engine_configs(config)):
-            self.replicas.append(
-                EngineReplica(self, number, f"the {name}" if len(configs) == 1 else f"{name} {number}", each)
-            )
-        # Affinity key -> replica that has the conversation's prefix cache.
+        for number, replica_config in enumerate(configs := engine_configs(config)):
+            replica_name = f"the {name}" if len(configs) == 1 else f"{name} replica {number}"
+            self.replicas.append(EngineReplica(self, number, replica_name, replica_config))
+        # Affinity key -> replica that has the episode's prefix cache.
         self._affinity: WeakKeyDictionary[object, EngineReplica] = WeakKeyDictionary()
         # Time of `create_backends`, and whether all replicas have started once.
         self._start_time, self.has_started = 0.0, False
@@ -102,21 +101,23 @@ class Pool:
         if replica.closed:
             return
         if replica.state is State.RETIRED and self.active_replicas and self.has_started:
-            why, rest = replica.failure_cause.removeprefix(f"{replica.name} "), len(self.active_replicas)
             log.warning(
-                "%s is retired (%s); the run continues with %d of %d engines",
-                replica.name,
-                why,
-                rest,
+                "%s: retired (%s); the run continues with %d of %d replicas",
+                replica.log_name,
+                replica.failure_cause.removeprefix(f"{replica.name} "),
+                len(self.active_replicas),
                 len(self.replicas),
             )
         elif replica.state is State.STARTING and was_serving and self.others_serve(replica) and replica.num_requests:
-            others_text = "the other" if len(self.serving_replicas) == 1 else f"{len(self.serving_replicas)} others"
-            log.warning("%s crashed; its requests go to %s until it serves again", replica.name, others_text)
-        # This includes replicas that crashed while no other served.
-        for each in self.replicas:
-            if not each.serves and self.others_serve(each):
-                each.throttle.withdraw()
+            message = "%s: crashed; %d other %s its requests until it serves again"
+            num_serving = len(self.serving_replicas)
+            serve = "replica serves" if num_serving == 1 else "replicas serve"
+            log.warning(message, replica.log_name, num_serving, serve)
+        # Reject the waiters of all replicas that do not serve, including replicas that crashed while
+        # no other replica served. Their requests then move to a serving replica.
+        for waiting_replica in self.replicas:
+            if not waiting_replica.serves and self.others_serve(waiting_replica):
+                waiting_replica.throttle.reject_waiters()
 
     # -- start and close ---------------------------------------------------------------------------
 
@@ -140,10 +141,10 @@ class Pool:
         return time.monotonic() - self._start_time
 
     def kill_all(self) -> None:
-        """Kills all engines and prevents restarts; may be called from any thread."""
+        """Kills all backends and prevents restarts; may be called from any thread."""
         for replica in self.replicas:
             replica.closed = True
-        # The start of an engine may block the loop's thread. Killing the engine unblocks it.
+        # The start of a backend may block the loop's thread. Killing the backend unblocks it.
         for backend in self.backends:
             backend.kill()
 
@@ -158,7 +159,7 @@ class Pool:
     async def generate(
         self,
         requests: Sequence[EngineRequest],
-        on_completion: OnCompletion = lambda sample, completion: None,
+        on_completion: OnCompletion = lambda sample_index, completion: None,
         affinity_key: object = None,
         target: EngineReplica | None = None,
     ) -> list[Completion]:
@@ -174,15 +175,16 @@ class Pool:
             ValueError, EngineFailed, WeightsIncomplete: As `EngineReplica.generate`.
             BackendCrashed: If `target` crashes while others serve.
         """
-        replica, unfinished = target or self._affine_replica(affinity_key) or self._choose(), set(range(len(requests)))
+        replica = target or self._affine_replica(affinity_key) or self._choose()
+        unfinished = set(range(len(requests)))
         self._assign(affinity_key, replica, len(unfinished))
 
-        async def one(sample: int) -> Completion:
+        async def generate_one(sample_index: int) -> Completion:
             nonlocal replica
             while True:
                 current = replica
                 try:
-                    completion = await current.generate(requests[sample])
+                    completion = await current.generate(requests[sample_index])
                     break
                 except (BackendCrashed, EngineFailed):
                     if target is not None or current.closed or not self.active_replicas:
@@ -192,15 +194,15 @@ class Pool:
                     replica = self._choose()
                     current.num_requests -= len(unfinished)
                     self._assign(affinity_key, replica, len(unfinished))
-            # A backend may finish a request although its group has failed and was cancelled.
-            if sample in unfinished:
-                unfinished.remove(sample)
+            # A backend may finish a request although its group has failed and was canceled.
+            if sample_index in unfinished:
+                unfinished.remove(sample_index)
                 replica.num_requests -= 1
-                on_completion(sample, completion)
+                on_completion(sample_index, completion)
             return completion
 
         try:
-            return await gather_or_cancel(*map(one, range(len(requests))))
+            return await gather_or_cancel(*map(generate_one, range(len(requests))))
         finally:
             replica.num_requests -= len(unfinished)
             unfinished.clear()
@@ -209,14 +211,14 @@ class Pool:
     #
     # A whole group goes to the replica with the fewest unfinished requests: its prompt is computed
     # only once, and the other replicas keep their caches for their own groups. The group stays
-    # there unless that replica crashes. The later turns of its conversations stay there, too,
+    # there unless that replica crashes. The later turns of its episodes stay there, too,
     # because their prefix is in that replica's cache.
     #
     # Routing by a hash of the prompt would ignore the load: in published runs with such a router,
-    # the cache hit rate of one engine fell from 98% to 5% while three engines were idle.
+    # the cache hit rate of one replica fell from 98% to 5% while three replicas were idle.
 
     def _affine_replica(self, affinity_key: object) -> EngineReplica | None:
-        """Returns the replica that ran the conversation's previous turns, if it serves."""
+        """Returns the replica that ran the episode's previous turns, if it serves."""
         replica = self._affinity.get(affinity_key) if affinity_key is not None else None
         return replica if replica is not None and replica.serves else None
 
@@ -233,10 +235,10 @@ class Pool:
 
     # -- all replicas ------------------------------------------------------------------------------
 
-    async def _each(
+    async def _call_replicas(
         self, work: Callable[[EngineReplica], Awaitable[T]], replicas: Sequence[EngineReplica]
     ) -> dict[EngineReplica, T]:
-        """Calls `work` for some replicas, or for the starting ones if `replicas` is empty.
+        """Calls `work` for `replicas`; if empty, for all that are not retired, after their start.
 
         Returns:
             Replica -> result, without the replicas that crashed.
@@ -251,13 +253,13 @@ class Pool:
             replicas = replicas or self.active_replicas or self.replicas
             results = await asyncio.gather(*map(work, replicas), return_exceptions=True)
             errors = [result for result in results if isinstance(result, BaseException)]
-            answers = {
+            returned = {
                 replica: r for replica, r in zip(replicas, results, strict=True) if not isinstance(r, BaseException)
             }
-            if refused := [error for error in errors if isinstance(error, ValueError)]:
-                raise refused[0]
-            if answers:
-                return answers
+            if refusals := [error for error in errors if isinstance(error, ValueError)]:
+                raise refusals[0]
+            if returned:
+                return returned
             if not any(isinstance(error, BackendCrashed) for error in errors):
                 raise errors[0]
             # All replicas crashed, each while another one still served. Retry after their restart.
@@ -270,53 +272,54 @@ class Pool:
             Longest pause and longest loading time, in seconds.
 
         Raises:
-            EngineFailed: If no replica loads the weights, or a serving one still has older weights.
+            EngineFailed: If no replica loads the weights, or a serving replica still has older ones.
             ValueError: If a replica refuses the weights.
         """
         try:
-            times = await self._each(lambda replica: replica.load(), self.running_replicas)
+            times = await self._call_replicas(lambda replica: replica.load(), self.running_replicas)
         finally:
             for replica in self.serving_replicas:
                 if replica.version < self.version:
                     replica.set_state(State.STALE, f"it holds version {replica.version}, others {self.version}")
         for replica in times:
-            why = f"publish: {replica.name} did not load version {version}; it holds version {replica.version}"
             if replica.version < version:
-                raise EngineFailed(why)
+                raise EngineFailed(
+                    f"publish: {replica.name} did not load version {version}; it holds version {replica.version}"
+                )
         return max(pause for pause, _ in times.values()), max(load for _, load in times.values())
 
     async def checksums(self) -> list[dict[str, int | None]]:
         """Implements `Engine.checksums`."""
-        by_replica = await self._each(lambda replica: replica.checksums(), self.serving_replicas)
+        by_replica = await self._call_replicas(lambda replica: replica.checksums(), self.serving_replicas)
         return [worker for sums in by_replica.values() for worker in sums]
 
     async def sleep(self) -> None:
-        """Frees the GPU memory of all replicas, even of starting ones.
+        """Frees the GPU memory of all replicas, also of starting ones.
 
         Raises:
             EngineFailed: If all replicas are retired.
         """
         work = [replica.sleep() for replica in self.active_replicas or self.replicas]
         errors = [error for error in await asyncio.gather(*work, return_exceptions=True) if error is not None]
-        refused = [error for error in errors if not isinstance(error, EngineFailed)]
-        if refused or (errors and not self.active_replicas):
-            raise (refused or errors)[0]
+        refusals = [error for error in errors if not isinstance(error, EngineFailed)]
+        if refusals or (errors and not self.active_replicas):
+            raise (refusals or errors)[0]
 
-    async def canary(self, groups: Sequence[list[EngineRequest]]) -> list[CanaryAnswer]:
-        """Implements `Engine.canary`. Each replica gets its own groups."""
+    async def sample_canary(self, group_requests: Sequence[list[EngineRequest]]) -> list[CanaryAnswer]:
+        """Implements `Engine.sample_canary`. Every replica runs all groups."""
 
-        async def ask(replica: EngineReplica) -> CanaryAnswer | None:
+        async def sample(replica: EngineReplica) -> CanaryAnswer | None:
             try:
-                completions = await asyncio.gather(*(self.generate(requests, target=replica) for requests in groups))
+                completions = await asyncio.gather(*(self.generate(r, target=replica) for r in group_requests))
                 return CanaryAnswer(replica.name, list(completions), await replica.checksums())
             except BackendCrashed as error:
-                message = "%s did not answer the canary (%s): it serves again after its weights are verified"
-                log.warning(message, replica.name, error)
+                message = "%s: crashed during the canary (%s); it serves again after its weights are verified"
+                log.warning(message, replica.log_name, error)
                 return None
 
-        # Without an answer, each replica crashed while another one served. Ask the restarted ones.
+        # Without an answer, each replica crashed while another one served. Repeat after the restarts.
         while True:
-            by_replica = await self._each(ask, self.running_replicas)
+            by_replica = await self._call_replicas(sample, self.running_replicas)
             if answers := [answer for answer in by_replica.values() if answer is not None]:
                 return answers
 
@@ -332,17 +335,17 @@ class Pool:
             waiting=sum(replica.last_step.waiting for replica in serving),
             concurrency=sum(replica.throttle.limit for replica in serving),
             restarts=sum(replica.restarts for replica in replicas),
-            healthy=len(serving),
+            serving=len(serving),
             retired=len(replicas) - len(self.active_replicas),
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a resumed run: the throttle's measured limit of each replica."""
-        return {"engines": [replica.throttle.controller.state_dict() for replica in self.replicas]}
+        return {"replicas": [replica.throttle.controller.state_dict() for replica in self.replicas]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores an earlier run's `state_dict`. Call it before the first request."""
-        states = state["engines"]
+        states = state["replicas"] if "replicas" in state else state["engines"]  # key of version 1
         # If there are more replicas now, several start from the same state.
         for replica in self.replicas:
             replica.throttle.controller.load_state_dict(states[replica.number % len(states)])

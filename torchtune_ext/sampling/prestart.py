@@ -17,7 +17,7 @@ CLIENT_MODULE = "torchtune_ext.sampling.client_process"
 ENGINE_MODULE = "torchtune_ext.sampling.engine"  # recipes that import it start an engine
 # With one of these arguments `tune run` needs no local vLLM engine.
 NO_PRESTART_ARGS = ("-h", "--help", "dry_run", "replay", "engine.address", "engine.backend")
-# Prefixes of torchrun's variables. They describe a trainer rank and must not reach the sampler.
+# Prefixes of torchrun's variables. They describe a trainer rank and must not reach the engine.
 TORCHRUN_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 # An engine on a CPU keeps freed memory, as the trainer does (`keep_memory`).
 MALLOC_VARIABLES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
@@ -46,7 +46,7 @@ _prestarted: ProcessHandle | None = None  # until an engine takes it
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a sampler process.
+    """Returns the environment of an engine process.
 
     It is the trainer's environment without torchrun's and ignored variables, with `sys.path` and
     `extra`.
@@ -73,18 +73,18 @@ def spawn(module: str, out: int, environ: Mapping[str, str]) -> ProcessHandle:
     Raises:
         OSError: If the process cannot be started.
     """
-    ours, theirs = socket.socketpair()
-    with theirs:
+    trainer_socket, child_socket = socket.socketpair()
+    with child_socket:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-P", "-m", module, str(child_socket.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
             env=environ,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[child_socket.fileno()],
             start_new_session=True,
         )
-    return process, ours
+    return process, trainer_socket
 
 
 def prestart_client(args: Sequence[str]) -> None:
@@ -104,7 +104,7 @@ def prestart_client(args: Sequence[str]) -> None:
 def _uses_engine(recipe: str) -> bool:
     from torchtune_ext.run.catalog import package_folder, recipe_files
 
-    named = {each.name: each.path for each in recipe_files(package_folder("recipes"), package_folder("configs"))}
+    named = {recipe.name: recipe.path for recipe in recipe_files(package_folder("recipes"), package_folder("configs"))}
     path = named.get(recipe, Path(recipe))
     return path.suffix == ".py" and path.is_file() and ENGINE_MODULE in path.read_text(errors="replace")
 

@@ -1,7 +1,7 @@
-"""One engine of a run: its requests, health checks, and restarts with the current weights.
+"""One replica of the engine: its requests, health checks, and restarts with the current weights.
 
-In-flight requests of a crashed engine are repeated with the same seeds, on another engine if one
-serves. After `max_failures` failures in a row the engine is retired (docs/sampling.md, "When the
+In-flight requests of a crashed replica are repeated with the same seeds, on another replica if one
+serves. After `max_failures` failures in a row the replica is retired (docs/sampling.md, "When the
 engine fails").
 """
 
@@ -22,20 +22,20 @@ from torchtune_ext.sampling.backend import Backend, BackendCrashed, EngineReques
 from torchtune_ext.sampling.engine_args import DEFAULT_MAX_NUM_SEQS
 from torchtune_ext.sampling.throttle import ConcurrencyController, Throttle
 from torchtune_ext.sampling.types import Completion, EngineConfig, EngineFailed, Priority, WeightsIncomplete
-from torchtune_ext.sampling.weight_buffer import WeightBuffer, WeightBuffers, find_wrong_tensors
+from torchtune_ext.sampling.weight_buffer import WeightBuffer, WeightBuffers, find_differing_tensors
 
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.2  # longest time between two health checks, seconds
-PEER_POLL_S = 0.2  # seconds between two checks for another serving engine, while this one starts
+PEER_POLL_S = 0.2  # seconds between two checks for another serving replica, while this one starts
 COUNTS = ("prefix_queries", "prefix_hits", "preemptions", "completed", "tokens")  # kept across restarts
-# An engine with requests has stalled after this many times `probe_deadline_s` without a step.
+# A replica with requests has stalled after this many times `probe_deadline_s` without a step.
 # No single step takes that long.
 STALL_FACTOR = 4
 
 
 class State(Enum):
-    """Availability of an engine."""
+    """Availability of a replica."""
 
     STARTING = "starting"  # not running, starting, or its weights are not verified yet: takes no requests
     SERVING = "serving"  # takes requests
@@ -44,10 +44,10 @@ class State(Enum):
 
 
 def shielded(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., asyncio.Future]:
-    """Runs a method to its end, even if its caller is cancelled or does not await it."""
+    """Runs a method to its end, even if its caller is canceled or does not await it."""
 
     # Ctrl-C in the trainer, or another failed request of a batch, cancels the caller. An
-    # interrupted restart or weight sync would leave an engine paused, half loaded or unused without
+    # interrupted restart or weight sync would leave a replica paused, half loaded or unused without
     # any error.
     @wraps(method)
     def run(self: Any, *args: Any) -> asyncio.Future:
@@ -76,9 +76,9 @@ class ReplicaPool(Protocol):
 
 
 class EngineReplica:
-    """Owns an engine's current backend, its throttle and its counters.
+    """Owns a replica's current backend, its throttle and its counters.
 
-    Coroutines and `on_step` run in the engines' asyncio thread, other methods in any thread. Any
+    Coroutines and `on_step` run in the engine's asyncio thread, other methods in any thread. Any
     thread may set `closed`.
     """
 
@@ -88,10 +88,11 @@ class EngineReplica:
         Args:
             pool: The pool of the run.
             number: Index of the replica in the pool.
-            name: Name of the engine in messages.
+            name: Name of the replica in messages.
             config: The `engine:` section of this replica.
         """
         self._pool, self.number, self.name, self.config = pool, number, name, config
+        self.log_name = name.removeprefix("the ")  # begins log lines: "engine replica 1: crashed"
         self._make_backend, self._buffers = pool.make_backend, pool.buffers
         self.counts = dict.fromkeys(COUNTS, 0)
         self.max_usage = 0.0  # highest fraction of the KV cache in use
@@ -103,7 +104,7 @@ class EngineReplica:
         self.state = State.STARTING
         self.failure_cause = ""  # cause of the last change to a worse state
         self.backend: Backend | None = None  # current backend; None between two of them
-        self.version = pool.first_version  # policy version of the weights that the engine holds
+        self.version = pool.first_version  # policy version of the loaded weights
         self.restarts = 0  # successful restarts
         self.failures = 0  # failures in a row, without a finished request between them
         self.error: EngineFailed | None = None  # why the replica was retired
@@ -115,7 +116,7 @@ class EngineReplica:
         # Whether this backend has ever reported a step. Without reports no stall can be detected.
         self._reports_steps = False
         self._settled = asyncio.Event()  # set while serving, retired or closed
-        self._control = asyncio.Lock()  # one restart or weight sync at a time
+        self._transition_lock = asyncio.Lock()  # one restart or weight sync at a time
         self._watch_task: asyncio.Task | None = None
         self._shielded_tasks: set[asyncio.Future] = set()
 
@@ -123,7 +124,7 @@ class EngineReplica:
 
     @property
     def serves(self) -> bool:
-        """Whether the engine takes requests."""
+        """Whether the replica takes requests."""
         return self.state is State.SERVING
 
     @property
@@ -133,7 +134,7 @@ class EngineReplica:
         return self.state in (State.SERVING, State.STALE)
 
     def set_state(self, state: State, cause: str = "") -> None:
-        """Changes the state; a retired engine stays retired.
+        """Changes the state; a retired replica stays retired.
 
         Args:
             state: The new state.
@@ -141,53 +142,59 @@ class EngineReplica:
         """
         if self.state is State.RETIRED:
             return
-        served, self.state, self.failure_cause = self.serves, state, cause or self.failure_cause
+        was_serving = self.serves
+        self.state = state
+        self.failure_cause = cause or self.failure_cause
         if state in (State.SERVING, State.RETIRED):
             self._settled.set()
         elif not self.closed:  # after `close` the waiters must wake up
             self._settled.clear()
-        self._pool.on_state_change(self, served)
+        self._pool.on_state_change(self, was_serving)
 
-    def _validate_request(self, request: EngineRequest, backend: Backend) -> None:
-        """Checks token ids, and sets the first concurrency limit from the group's longest lengths.
-
-        Raises:
-            UsageError: For token ids outside of the model's vocabulary.
-        """
+    def _check_token_ids(self, request: EngineRequest, backend: Backend) -> None:
+        """Raises UsageError for token ids outside of the model's vocabulary."""
         # vLLM does not check token ids, and an id that is too large crashes the engine.
         lowest, highest = min(request.prompt), max(request.prompt)
         if not 0 <= lowest <= highest < backend.vocab_size:
             raise UsageError(
-                f"sample: prompt {request.group} holds token ids from {lowest} to {highest}, but the model has only the "
-                f"ids 0 to {backend.vocab_size - 1}: tokenizer and model do not match; use the model's own tokenizer"
+                f"sample: the prompt with seed_index={request.seed_index} holds token ids from {lowest} to {highest}; "
+                f"expected 0 to {backend.vocab_size - 1}, as in the model's vocabulary. Fix: use the model's own tokenizer"
             )
+
+    def _set_initial_limit(self, request: EngineRequest, backend: Backend) -> None:
+        """Sets the first concurrency limit from the longest possible completions of a group."""
         # The short canary completions do not predict the length of samples.
         if request.priority is not Priority.CANARY and not self.throttle.controller.is_measured:
-            prompt, most = len(request.prompt), request.sampling.max_tokens
             self.throttle.controller.set_initial_limit(
-                backend.cache_tokens, prompt, most, request.n, backend.block_size
+                backend.cache_tokens,
+                prompt_tokens=len(request.prompt),
+                max_tokens=request.sampling.max_tokens,
+                samples=request.n,
+                block=backend.block_size,
             )
             self.throttle.admit()
 
     async def generate(self, request: EngineRequest) -> Completion:
-        """Generates one completion; after a crash it repeats the request on the restarted engine.
+        """Generates one completion; after a crash it repeats the request on the restarted replica.
 
         Raises:
-            EngineFailed: If the engine cannot be restarted.
-            WeightsIncomplete: If no complete weights can wake the engine.
+            EngineFailed: If the replica cannot be restarted.
+            WeightsIncomplete: If no complete weights can wake the replica.
             ValueError: If the request is invalid.
-            BackendCrashed: If this engine crashed and another one serves.
+            BackendCrashed: If this replica crashed and another one serves.
         """
-        self._validate_request(request, await self.wait_awake(allow_failover=True))
+        backend = await self.wait_awake(allow_failover=True)
+        self._check_token_ids(request, backend)
+        self._set_initial_limit(request, backend)
         if not await self.throttle.acquire(request.priority):
             raise BackendCrashed(f"{self.name} crashed")
         try:
             while True:
                 backend = await self.wait_awake(allow_failover=True)
-                name = f"{os.getpid()}-{next(self._pool.ids)}"
+                request_id = f"{os.getpid()}-{next(self._pool.ids)}"
                 try:
                     completion = await backend.generate(
-                        replace(request, id=name, first_version=self._pool.first_version)
+                        replace(request, id=request_id, first_version=self._pool.first_version)
                     )
                     break
                 except BackendCrashed as error:
@@ -230,32 +237,32 @@ class EngineReplica:
         """Starts the first backend. A failure retires the replica."""
         backend = self.backend
         assert backend is not None  # set by `Pool.create_backends`
-        async with self._control:
+        async with self._transition_lock:
             try:
                 await self._bring_up(backend)
             except Exception as error:  # noqa: BLE001 (EngineFailed names it)
-                await self._give_up(f"{self.name} did not start: {error}", cause=error)
+                await self._retire(f"{self.name} did not start: {error}", cause=error)
         self._watch_task = asyncio.create_task(self._watch())
 
     async def wait_ready(self, allow_failover: bool = False) -> Backend:
-        """Waits until the engine serves.
+        """Waits until the replica serves.
 
         Args:
-            allow_failover: Whether to stop waiting as soon as another engine serves.
+            allow_failover: Whether to stop waiting as soon as another replica serves.
 
         Raises:
-            EngineFailed: If the engine is retired or closed, or not ready in time.
-            BackendCrashed: With `allow_failover`, if another engine serves.
+            EngineFailed: If the replica is retired or closed, or not ready in time.
+            BackendCrashed: With `allow_failover`, if another replica serves.
         """
-        # Every start has its own deadlines, so this limit may be generous.
-        limit = self.config.max_failures * (self.config.start_deadline_s + 4 * self.config.rpc_deadline_s)
-        give_up_at = time.monotonic() + limit
+        # Every start has its own deadlines, so this timeout may be generous.
+        timeout_s = self.config.max_failures * (self.config.start_deadline_s + 4 * self.config.rpc_deadline_s)
+        give_up_at = time.monotonic() + timeout_s
         while not self._settled.is_set():
             # During the first start every replica keeps its own requests.
             if allow_failover and self._pool.has_started and self._pool.others_serve(self):
                 raise BackendCrashed(f"{self.name} crashed")
             if time.monotonic() > give_up_at:
-                raise EngineFailed(f"{self.name} was not ready within {limit:g} s")
+                raise EngineFailed(f"{self.name} was not ready within {timeout_s:g} s")
             with suppress(TimeoutError):
                 async with asyncio.timeout(PEER_POLL_S):
                     await self._settled.wait()
@@ -282,15 +289,15 @@ class EngineReplica:
         """Loads newly published weights. Returns the seconds of pause and of loading.
 
         Raises:
-            EngineFailed: If the engine cannot be restarted.
-            BackendCrashed: If the engine crashes and another one serves.
-            ValueError: If the engine refuses the weights and keeps the old ones.
+            EngineFailed: If the replica cannot be restarted.
+            BackendCrashed: If the replica crashes and another one serves.
+            ValueError: If the replica refuses the weights and keeps the old ones.
         """
-        started, cause = time.monotonic(), ""
-        # A stale engine becomes ready only by this load.
+        start_time, cause = time.monotonic(), ""
+        # A stale replica becomes ready only by this load.
         if self.state is not State.STALE:
             await self.wait_ready(allow_failover=True)
-        async with self._control:
+        async with self._transition_lock:
             # A backend that was reported as crashed meanwhile may still answer. It is about to be
             # replaced and must not serve again.
             backend = self.backend if self.is_running else None
@@ -298,26 +305,26 @@ class EngineReplica:
                 try:
                     pause_s, load_s = await self._load_buffers(backend)
                     # A pause of 0 means that a restart has just loaded the weights.
-                    return pause_s or time.monotonic() - started, load_s
+                    return pause_s or time.monotonic() - start_time, load_s
                 except BackendCrashed as error:
                     cause = f"weight sync: {error}"
         if backend is not None:
             self.restart(backend, cause)
-        await self.wait_ready(allow_failover=True)  # a restarted engine loads the weights from the buffers
-        return time.monotonic() - started, 0.0
+        await self.wait_ready(allow_failover=True)  # a restart loads the weights from the buffers
+        return time.monotonic() - start_time, 0.0
 
     @shielded
     async def sleep(self) -> None:
-        """Frees the engine's GPU memory until the next weight sync or request.
+        """Frees the replica's GPU memory until the next weight sync or request.
 
         Raises:
-            EngineFailed: If the engine cannot be restarted.
+            EngineFailed: If the replica cannot be restarted.
         """
         while True:
             backend = self.backend if self.is_running and not self.closed else await self.wait_ready()
             assert backend is not None  # a running replica has a backend
             try:
-                async with self._control:
+                async with self._transition_lock:
                     if backend is self.backend and not backend.sleep_level:
                         model = self._buffers.model
                         async with self._buffers.read_lock():
@@ -327,14 +334,14 @@ class EngineReplica:
                     if backend is self.backend:
                         return
             except BackendCrashed as error:
-                await self.restart(backend, str(error))  # the restarted engine is awake: repeat
+                await self.restart(backend, str(error))  # the new backend is awake: repeat
 
     async def checksums(self) -> list[dict[str, int | None]]:
         """Returns the checksums of each worker (`Engine.checksums`).
 
         Raises:
-            EngineFailed: If the engine cannot be restarted.
-            BackendCrashed: If the engine crashes and another one serves.
+            EngineFailed: If the replica cannot be restarted.
+            BackendCrashed: If the replica crashes and another one serves.
         """
         while True:
             backend = await self.wait_awake(allow_failover=True)
@@ -344,10 +351,10 @@ class EngineReplica:
                 self.restart(backend, str(error))
 
     async def wait_awake(self, allow_failover: bool = False) -> Backend:
-        """Waits until the engine serves and is awake. Raises as `wait_ready`.
+        """Waits until the replica serves and is awake. Raises as `wait_ready`.
 
         Raises:
-            WeightsIncomplete: If the engine sleeps and no complete weights can wake it.
+            WeightsIncomplete: If the replica sleeps and no complete weights can wake it.
         """
         while True:
             backend = await self.wait_ready(allow_failover)
@@ -358,14 +365,14 @@ class EngineReplica:
     @shielded
     async def _wake(self, backend: Backend) -> None:
         try:
-            async with self._control:
+            async with self._transition_lock:
                 if backend is self.backend and self.is_running and backend.sleep_level:
                     await self._load_buffers(backend)
         except BackendCrashed as error:
             self.restart(backend, str(error))
 
     async def close(self) -> None:
-        """Stops the backend and ends every wait for this engine."""
+        """Stops the backend and ends every wait for this replica."""
         self.closed = True
         if self._watch_task is not None:
             self._watch_task.cancel()
@@ -383,7 +390,7 @@ class EngineReplica:
         """Replaces `backend` until a new one starts, or `max_failures` have failed in a row."""
         # This method raises nothing, since its callers need not await it. Waiters in `wait_ready`
         # get the error.
-        async with self._control:
+        async with self._transition_lock:
             if backend is not self.backend or self.closed or self.error is not None:
                 return  # another call has already replaced the backend
             self.set_state(State.STARTING, cause)
@@ -391,11 +398,11 @@ class EngineReplica:
                 self.failures += 1
                 tail = backend.log_tail() if backend is not None else ""
                 if self.failures >= self.config.max_failures:
-                    why = f"{self.name} failed {self.failures} times in a row, the last time: {cause}"
-                    return await self._give_up(why, tail)
-                name = self.name.removeprefix("the ")
+                    reason = f"{self.name} failed {self.failures} times in a row, the last time: {cause}"
+                    return await self._retire(reason, tail)
                 action = "reconnecting" if self.config.address else "restarting it"
-                log.warning("%s crashed (%s), consecutive failure %d: %s", name, cause, self.failures, action)
+                message = "%s: crashed (%s), consecutive failure %d: %s"
+                log.warning(message, self.log_name, cause, self.failures, action)
                 try:
                     if backend is not None:
                         await backend.stop()
@@ -409,8 +416,8 @@ class EngineReplica:
                         return
                 except WeightsIncomplete as error:
                     # Another start would find the same incomplete weights.
-                    why = f"{self.name} crashed ({cause}) and cannot be restarted: {error}"
-                    return await self._give_up(why, tail, error)
+                    reason = f"{self.name} crashed ({cause}) and cannot be restarted: {error}"
+                    return await self._retire(reason, tail, error)
                 except Exception as error:  # noqa: BLE001 (EngineFailed names it)
                     # Any error counts as a failure, and EngineFailed names the last one.
                     cause = self.failure_cause = str(error) or repr(error)
@@ -435,7 +442,7 @@ class EngineReplica:
         await self._load_buffers(backend)
 
     async def _load_buffers(self, backend: Backend) -> tuple[float, float]:
-        """Loads the contents of the buffers. All weights reach the engine through this method.
+        """Loads the contents of the buffers. All weights reach the replica through this method.
 
         Returns:
             Seconds of pause and of loading.
@@ -444,7 +451,7 @@ class EngineReplica:
             WeightsIncomplete: If the last weight sync was interrupted.
             BackendCrashed, ValueError: As `Backend.load`.
         """
-        was_up = self.is_running
+        was_running = self.is_running
         # The lock keeps the publisher out until the weights are loaded and labeled. The version
         # comes from the same buffers, so label and weights always match.
         async with self._buffers.read_lock():
@@ -458,12 +465,12 @@ class EngineReplica:
             for buffer in stale:
                 self._loaded_versions[buffer] = buffer.loaded_version = buffer.version
             self.version, self._last_progress = version, time.monotonic()
-            if was_up and not self.is_running:
+            if was_running and not self.is_running:
                 raise BackendCrashed(self.failure_cause)
             if not self.serves:
-                # An engine that answers may still hold old weights, and no sample would show it. So
+                # A backend that answers may still hold old weights, and no sample would show it. So
                 # the weights are verified first. The read lock keeps the publisher out, so the
-                # weights are still current when the engine begins to serve.
+                # weights are still current when the replica begins to serve.
                 await self._verify_weights(backend, published, version)
                 self.set_state(State.SERVING)
             return times
@@ -471,19 +478,18 @@ class EngineReplica:
     async def _verify_weights(self, backend: Backend, published: list[WeightBuffer], version: int) -> None:
         """Raises BackendCrashed unless version and tensor checksums match the published weights."""
         # Before the first weight sync there is nothing to compare: the weights come from the disk.
-        wrong = await find_wrong_tensors(published, backend) if published else None
-        held = await backend.weight_version()
-        if held != version:
-            raise BackendCrashed(f"it holds version {held}, expected the published version {version}")
-        why = f"its weights differ from the published weights of version {version}: {wrong}"
-        if wrong is not None:
-            raise BackendCrashed(why)
+        differences = await find_differing_tensors(published, backend) if published else None
+        backend_version = await backend.weight_version()
+        if backend_version != version:
+            raise BackendCrashed(f"it holds version {backend_version}, expected the published version {version}")
+        if differences is not None:
+            raise BackendCrashed(f"its weights differ from the published weights of version {version}: {differences}")
 
-    async def _give_up(self, why: str, tail: str | None = None, cause: Exception | None = None) -> None:
+    async def _retire(self, reason: str, tail: str | None = None, cause: Exception | None = None) -> None:
         """Stops the backend, retires the replica and wakes all waiters with EngineFailed."""
         backend, self.backend = self.backend, None
         tail = backend.log_tail() if tail is None and backend is not None else tail
-        self.error = EngineFailed(f"{why}\n--- end of the engine's log ---\n{tail or '(empty)'}")
+        self.error = EngineFailed(f"{reason}\n--- end of the engine's log ---\n{tail or '(empty)'}")
         self.error.__cause__ = cause
         try:
             if backend is not None:
@@ -492,7 +498,7 @@ class EngineReplica:
             # The waiters get the original cause, not the failed stop.
             log.warning("%s did not end properly", self.name, exc_info=True)
         finally:
-            self.set_state(State.RETIRED, why)
+            self.set_state(State.RETIRED, reason)
 
     async def _watch(self) -> None:
         # This task is not awaited, so an internal error would silently end the health checks. The
@@ -503,16 +509,16 @@ class EngineReplica:
                 await self._check_health()
         except Exception as error:
             log.exception("%s: the health check failed", self.name)
-            async with self._control:
-                await self._give_up(f"{self.name}: the health check failed: {error!r}", cause=error)
+            async with self._transition_lock:
+                await self._retire(f"{self.name}: the health check failed: {error!r}", cause=error)
 
     async def _check_health(self) -> None:
         backend = self.backend
-        if backend is None or self._control.locked():
+        if backend is None or self._transition_lock.locked():
             self._last_progress = time.monotonic()  # a restart or weight sync has its own deadlines
         elif backend.stats_error is not None:
-            async with self._control:
-                await self._give_up(
+            async with self._transition_lock:
+                await self._retire(
                     f"{self.name}: reading its counters failed: {backend.stats_error!r}", cause=backend.stats_error
                 )
         elif backend.is_dead and not backend.sleep_level:
@@ -523,10 +529,11 @@ class EngineReplica:
             await self._check_liveness(backend, time.monotonic())
 
     async def _check_liveness(self, backend: Backend, now: float) -> None:
-        """Restarts an engine that has requests but does not answer or makes no steps."""
+        """Restarts a backend that has requests but does not answer or makes no steps."""
         # A ping shows that the process answers, not that it computes. `_last_progress` shows the
         # latter.
         config, idle_s = self.config, now - self._last_progress
+        stall_limit_s = STALL_FACTOR * config.probe_deadline_s
         if not backend.requests or backend.sleep_level:
             self._last_progress = now
         elif now - backend.last_heartbeat > config.probe_interval_s:
@@ -536,5 +543,9 @@ class EngineReplica:
                 # A ValueError means that the engine refuses the ping. The next `launch` reports
                 # why.
                 await self.restart(backend, str(error))
-        elif self._reports_steps and idle_s > STALL_FACTOR * config.probe_deadline_s:
-            await self.restart(backend, f"it answers, but has requests and made no step for {idle_s:.0f} s")
+        elif self._reports_steps and idle_s > stall_limit_s:
+            num_requests = len(backend.requests)
+            await self.restart(
+                backend,
+                f"stalled: {num_requests} requests, no engine step for {idle_s:.0f} s (limit {stall_limit_s:.0f} s)",
+            )

@@ -80,7 +80,7 @@ def _message(error: Exception) -> str:
 def _diff_facts(has: dict[str, Any], needs: dict[str, Any]) -> list[str] | None:
     """Returns the differing facts of `has` and of `needs` as text; None if all are equal."""
     keys = [key for key in {**needs, **has} if has.get(key) != needs.get(key)]
-    return [", ".join(f"{key}={each.get(key)}" for key in keys) for each in (has, needs)] if keys else None
+    return [", ".join(f"{key}={settings.get(key)}" for key in keys) for settings in (has, needs)] if keys else None
 
 
 class ServerBackend(VLLMBackend):
@@ -200,10 +200,10 @@ class ServerBackend(VLLMBackend):
         if needs["transfer"] not in TRANSFERS[1:]:
             needs["transfer"] = resolve_transfer(config)
         if differences := _diff_facts(has, needs):
-            theirs, ours = differences
+            server_settings, needed_settings = differences
             raise UsageError(
-                f"engine.address: {self.address} has {theirs}, but this run needs {ours}; start it like this: "
-                f"{self.start_command()}"
+                f"engine.address: {self.address} has {server_settings}, but this run needs {needed_settings}. "
+                f"Fix: start it with {self.start_command()}"
             )
         on_cpu = (info.get("device_config") or {}).get("device") == "cpu"
         if transfer == "nccl" and (on_cpu or not torch.cuda.is_available()):

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.sampling.engine_args import (
     LOOPBACK_VARIABLES,
-    engine_device_groups,
     engine_args,
+    engine_device_groups,
     engine_environment,
     is_local_server,
     on_cpu,
@@ -71,8 +71,9 @@ def server_command(
     own = is_local_server(config) and not on_cpu() and "CUDA_VISIBLE_DEVICES" not in os.environ
     if own and len(engine_device_groups(config)) > 1:
         raise UsageError(
-            f"engine.devices={config.devices} names GPUs for {len(engine_device_groups(config))} engines, but a server is one engine: "
-            f"start one server per engine, and set its {config.tensor_parallel_size} GPUs with CUDA_VISIBLE_DEVICES"
+            f"engine.devices={config.devices} names GPUs for {len(engine_device_groups(config))} replicas; a server is one "
+            f"replica. Fix: start one server per replica, and set its {config.tensor_parallel_size} GPUs with "
+            "CUDA_VISIBLE_DEVICES"
         )
     environ |= engine_environment(config if own else replace(config, devices=None)) | LOOPBACK_VARIABLES
     if resolve_transfer(config) == "nccl":

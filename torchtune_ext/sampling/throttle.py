@@ -3,7 +3,7 @@
 A low limit leaves the hardware idle. A high limit fills the cache, and vLLM preempts requests and
 recomputes them later. The right limit changes with the lengths of prompts and completions as the
 policy learns. `ConcurrencyController` measures it with the engine's counters, and `Throttle` is a
-semaphore of that size.
+semaphore with that limit.
 """
 
 import asyncio
@@ -47,15 +47,15 @@ class ConcurrencyController:
         self.target = TARGET_KV_USAGE
         # Per round: its requests, and the fraction of the cache that one request used.
         self.costs: deque[tuple[int, float]] = deque(maxlen=MEMORY_ROUNDS)
-        self.current_limit = self.limit  # lower than `limit` while the cache is nearly full
+        self.effective_limit = self.limit  # lower than `limit` while the cache is nearly full
         self.is_draining = False  # after a preemption, until the in-flight requests fit the new limit
         self.start_round()
 
     def start_round(self) -> None:
         """Resets the observations. Call it also when no request is in flight any more."""
-        # New requests use little cache, so the usage at one moment is not informative. A round has
-        # as many completions as the limit allows requests. Each request was thus new once and
-        # finished once, and the highest usage counts.
+        # New requests use little cache, so the usage at one moment is not informative. A round ends
+        # after `limit` completions, so every request slot was nearly empty and full at least once,
+        # and the peak usage of the round is representative.
         self.finished = 0  # completions in this round
         self.peak = 0.0  # highest fraction of the KV cache in use
         self.in_flight = 0  # most requests running at one time
@@ -76,15 +76,16 @@ class ConcurrencyController:
         """
         if not self.is_measured:
             # Only full blocks of the prompt are shared.
-            shared = prompt_tokens // block * block
-            own = -(-(prompt_tokens - shared + max_tokens) // block) * block
+            shared_tokens = prompt_tokens // block * block
+            unshared_tokens = -(-(prompt_tokens - shared_tokens + max_tokens) // block) * block
             # The next group's prompt also takes space: its first samples arrive while this group
             # still runs.
-            room = TARGET_KV_USAGE * cache_tokens - shared
-            limit = max(1, min(self.ceiling, int(room / (own + shared / samples))))
+            free_tokens = TARGET_KV_USAGE * cache_tokens - shared_tokens
+            tokens_per_request = unshared_tokens + shared_tokens / samples
+            limit = max(1, min(self.ceiling, int(free_tokens / tokens_per_request)))
             # Until a limit is measured, the lowest limit of all groups is used.
             if self.lowest_initial_limit is None or limit < self.lowest_initial_limit:
-                self.lowest_initial_limit = self.limit = self.current_limit = limit
+                self.lowest_initial_limit = self.limit = self.effective_limit = limit
                 self.start_round()
 
     def observe(self, usage: float, running: int, waiting: int, preempted: int, blocked: bool) -> None:
@@ -120,7 +121,7 @@ class ConcurrencyController:
             self.start_round()
         # Many long completions may coincide by chance, so a nearly full cache gets no new requests.
         free = min(HEADROOM_MAX, max(HEADROOM_MIN, HEADROOM / math.sqrt(max(running, 1))))
-        self.current_limit = min(self.limit, max(1, running + waiting)) if usage >= 1.0 - free else self.limit
+        self.effective_limit = min(self.limit, max(1, running + waiting)) if usage >= 1.0 - free else self.limit
 
     def on_finished(self) -> None:
         """Records one finished request."""
@@ -141,31 +142,31 @@ class ConcurrencyController:
         grow = limit > self.limit * (1 + TOLERANCE) and self.limit_reached and not self.cache_was_full
         shrink = limit < self.limit * (1 - TOLERANCE) and self.peak > self.target
         if grow or shrink:
-            self.limit = self.current_limit = limit
+            self.limit = self.effective_limit = limit
         self.start_round()
 
     def state_dict(self) -> dict[str, float | int | bool]:
         """Returns the state for a resumed run."""
-        return {"limit": self.limit, "known": self.is_measured, "target": self.target}
+        return {"limit": self.limit, "is_measured": self.is_measured, "target": self.target}
 
     def load_state_dict(self, state: dict[str, float | int | bool]) -> None:
         """Restores an earlier run's `state_dict`."""
         self.limit = max(1, min(int(state["limit"]), self.ceiling))
-        self.is_measured = bool(state["known"])
+        self.is_measured = bool(state["is_measured"] if "is_measured" in state else state["known"])  # key of version 1
         self.target = min(TARGET_KV_USAGE, max(MIN_TARGET_KV_USAGE, float(state["target"])))
-        self.current_limit = self.limit
+        self.effective_limit = self.limit
         self.start_round()
 
 
 class Throttle:
-    """A semaphore whose size may change while in use. All calls come from one asyncio loop."""
+    """A semaphore whose limit may change while in use. All calls come from one asyncio loop."""
 
     def __init__(self, controller: ConcurrencyController, fixed: int | None = None):
         """Creates a semaphore.
 
         Args:
-            controller: Sets the size.
-            fixed: Fixed size, which overrides the controller.
+            controller: Sets the limit.
+            fixed: Fixed limit, which overrides the controller.
         """
         self.controller, self.fixed = controller, fixed
         self.num_held = 0
@@ -180,9 +181,9 @@ class Throttle:
         return any(self._queues.values())
 
     @property
-    def size(self) -> int:
+    def effective_limit(self) -> int:
         """Current number of slots."""
-        return self.fixed or self.controller.current_limit
+        return self.fixed or self.controller.effective_limit
 
     @property
     def limit(self) -> int:
@@ -191,18 +192,18 @@ class Throttle:
 
     def admit(self) -> None:
         """Admits waiters while slots are free. Held slots are never revoked."""
-        size = self.size
+        limit = self.effective_limit
         for queue in self._queues.values():
-            while queue and self.num_held < size:
+            while queue and self.num_held < limit:
                 waiter = queue.popleft()
                 if not waiter.done():
                     self.num_held += 1
                     waiter.set_result(True)
 
     async def acquire(self, priority: Priority) -> bool:
-        """Waits for a slot, without a timeout. Returns False after `withdraw`, else True."""
+        """Waits for a slot, without a timeout. Returns False after `reject_waiters`, else True."""
         # The canary bypasses the queue: its few requests fit into the free part of the KV cache.
-        if priority is Priority.CANARY or (self.num_held < self.size and not self.has_waiters):
+        if priority is Priority.CANARY or (self.num_held < self.effective_limit and not self.has_waiters):
             self.num_held += 1
             return True
         waiter, queue = asyncio.get_running_loop().create_future(), self._queues[priority]
@@ -216,7 +217,7 @@ class Throttle:
                 queue.remove(waiter)
             raise
 
-    def withdraw(self) -> None:
+    def reject_waiters(self) -> None:
         """Rejects all waiters."""
         for queue in self._queues.values():
             while queue:

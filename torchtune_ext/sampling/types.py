@@ -22,7 +22,7 @@ class Priority(IntEnum):
 
     CANARY = 0  # bypasses the throttle: training waits for its few, short requests (CANARY_REQUESTS)
     EVALUATION = 1  # belongs to one policy version: no weight sync may start while an evaluation is in flight
-    TURN = 2  # later turn of a conversation; most of its prompt is still in the prefix cache
+    TURN = 2  # later turn of an episode; most of its prompt is still in the prefix cache
     SAMPLE = 3  # training rollouts
     SCORE = 4  # log-probs of the prompt; needs a prefill without the prefix cache
 
@@ -38,7 +38,7 @@ class WeightsIncomplete(RunFailure):
     """
 
 
-def _one_text(address: Any) -> Any:
+def _join_addresses(address: Any) -> Any:
     """Joins a list of addresses, or a comma-separated string, into one comma-separated string."""
     if address is None:
         return None
@@ -104,10 +104,12 @@ class EngineConfig:
     sleep: bool = Field(
         default=False, description="colocated engine: release GPU memory between sampling and weight sync"
     )
-    address: Annotated[str | None, BeforeValidator(_one_text, json_schema_input_type=str | list[str] | None)] = Field(
-        default=None,
-        description='"http://host:port" of running vLLM servers, a list or separated by commas; null: engines of '
-        "this run. Their API key is in TORCHTUNE_EXT_API_KEY",
+    address: Annotated[str | None, BeforeValidator(_join_addresses, json_schema_input_type=str | list[str] | None)] = (
+        Field(
+            default=None,
+            description='"http://host:port" of running vLLM servers, a list or separated by commas; null: engines of '
+            "this run. Their API key is in TORCHTUNE_EXT_API_KEY",
+        )
     )
     transfer: Literal["auto", "shm", "nccl", "gloo"] = Field(
         default="auto",
@@ -145,38 +147,41 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.kv_on_publish == "keep" and self.sleep:
             raise UsageError(
-                "engine.kv_on_publish=keep with engine.sleep: a sleeping engine drops its KV cache; use 'recompute'"
+                "engine.kv_on_publish=keep with engine.sleep: a sleeping engine drops its KV cache. Fix: set "
+                "engine.kv_on_publish=recompute"
             )
         if self.address is None and self.transfer not in ("auto", "shm"):
             raise UsageError(
-                f"engine.transfer={self.transfer} without engine.address: an engine of this run reads the trainer's memory; "
-                "leave it out, or set engine.address to a server"
+                f"engine.transfer={self.transfer} without engine.address: an engine of this run reads the trainer's memory. "
+                "Fix: remove engine.transfer, or set engine.address to a server"
             )
         if self.quantization and self.dtype == "float32":
             raise UsageError(
-                "engine.dtype=float32 with quantized weights: vLLM runs the other layers in bfloat16; "
+                "engine.dtype=float32 with quantized weights: vLLM runs the other layers in bfloat16. Fix: "
                 "set engine.dtype=bfloat16"
             )
         if not all(map(_is_address, self.addresses)):
             raise UsageError(
                 f"engine.address={self.address!r}: expected 'http://host:port', several separated by commas"
             )
-        for name, several in (("devices", self.device_names), ("address", self.addresses)):
-            if twice := [each for each in several if several.count(each) > 1]:
-                raise UsageError(f"engine.{name}={getattr(self, name)!r} names {twice[0]} twice; name each once")
+        for key, names in (("devices", self.device_names), ("address", self.addresses)):
+            if duplicates := [name for name in names if names.count(name) > 1]:
+                raise UsageError(
+                    f"engine.{key}={getattr(self, key)!r}: {duplicates[0]} is listed twice. Fix: remove one"
+                )
         count = len(self.addresses) or len(self.device_names) // self.tensor_parallel_size
         gpus = f"devices={self.devices!r} with tensor_parallel_size={self.tensor_parallel_size}"
         where = f"address={self.address!r}" if self.addresses else gpus
         if count and self.count not in (None, count):
             raise UsageError(
-                f"engine.count={self.count}: engine.{where} makes {count} engine{'s' * (count > 1)}; "
-                "leave engine.count out"
+                f"engine.count={self.count}: engine.{where} starts {count} {'replicas' if count > 1 else 'replica'}. Fix: "
+                "remove engine.count"
             )
 
     @property
     def device_names(self) -> list[str]:
         """Device names as a list; empty if `devices` is null."""
-        return [each.strip() for each in str(self.devices or "").split(",") if each.strip()]
+        return [name.strip() for name in str(self.devices or "").split(",") if name.strip()]
 
     @property
     def addresses(self) -> list[str]:
@@ -225,20 +230,22 @@ class Completion:
     tokens: np.ndarray  # [R] int32, sampled ids, including the stop token if one was sampled
     logprobs: np.ndarray  # [R] float32, nats, under the sampling temperature
     versions: np.ndarray  # [R] int32, policy version that produced each token
-    # "stop", "length", "early_stop" or "abort" from the engine; a conversation sets further
-    # reasons.
+    # "stop", "length", "early_stop" or "abort" from the engine; an episode sets further reasons.
     finish_reason: str
     cached_prompt_tokens: int = 0  # prompt tokens found in the prefix cache
     # [P - 1] float32, nats: log-probs of the prompt from its second token on (`Priority.SCORE`
     # only)
     prompt_logprobs: np.ndarray | None = None
-    # [start, stop) of each turn of a conversation in `tokens`. The tokens between two turns are the
+    # [start, stop) of each turn of an episode in `tokens`. The tokens between two turns are the
     # environment's reply. They were not sampled, and their log-probs are 0. If `turns` is empty,
     # every token was sampled.
     turns: tuple[tuple[int, int], ...] = ()
     # For each turn, the number of tokens that its context keeps from the previous path (the prompt,
-    # or the previous turn with its context). The rest of the context precedes the turn in `tokens`.
-    # If `kept_prefix_lens` is empty, every turn keeps the whole path.
+    # or the previous turn with its context); empty: every turn keeps the whole path. Example: a
+    # prompt of 10 tokens, a turn of 6 (4 of thought, 2 of answer), and a template that drops the
+    # thought. The second context is the prompt, the answer again (2) and the reply (5), so `tokens`
+    # is turn 1 (6), answer and reply (7), turn 2; `turns` is ((0, 6), (13, ...)), and
+    # `kept_prefix_lens` is (10, 10).
     kept_prefix_lens: tuple[int, ...] = ()
 
     @property
@@ -254,10 +261,10 @@ class Completion:
     def turn_paths(self, prompt_len: int) -> Iterator[np.ndarray]:
         """Yields each turn's path (context and turn) as indices into prompt + `tokens`."""
         path, begin = np.arange(prompt_len), prompt_len
-        for (_, stop), keeps in zip(
+        for (_, stop), kept_len in zip(
             self.sampled_spans, self.kept_prefix_lens or (None,) * len(self.sampled_spans), strict=True
         ):
-            path = np.concatenate([path[:keeps], np.arange(begin, prompt_len + stop)])
+            path = np.concatenate([path[:kept_len], np.arange(begin, prompt_len + stop)])
             begin = prompt_len + stop
             yield path
 
@@ -275,29 +282,29 @@ class PublishReport:
 
 @dataclass(frozen=True, slots=True)
 class CanaryAnswer:
-    """One engine's completions of the canary prompts, and the checksums of its weights."""
+    """One replica's completions of the canary prompts, and the checksums of its weights."""
 
-    engine: str  # engine name in messages
+    replica: str  # name of the replica in messages
     completions: list[list[Completion]]  # one list per prompt
     checksums: list[dict[str, int | None]]  # one dict per worker, as in `Engine.checksums`
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters of all engines since the start of the run; an engine restart does not reset them."""
+    """Counters of all replicas since the start of the run; a restart does not reset them."""
 
     prefix_queries: int  # prompt tokens looked up in the prefix cache
     prefix_hits: int  # prompt tokens found in the prefix cache
     preemptions: int  # requests evicted from a full KV cache and recomputed later
-    max_kv_usage: float  # highest fraction of an engine's KV cache in use
-    running: int  # running requests, as of each engine's last step
-    waiting: int  # requests in the engines' queues, as of each engine's last step
+    max_kv_usage: float  # highest fraction of a replica's KV cache in use
+    running: int  # running requests, as of each replica's last step
+    waiting: int  # requests in the replicas' queues, as of each replica's last step
     concurrency: int  # current limit of in-flight requests
     completed: int  # finished requests, whatever the reason
     tokens: int  # tokens sampled in finished requests
-    restarts: int  # engine restarts after a crash
-    healthy: int = 1  # engines that serve now
-    retired: int = 0  # engines that crashed `max_failures` times in a row and are not restarted
+    restarts: int  # restarts after a crash
+    serving: int = 1  # replicas that serve now
+    retired: int = 0  # replicas that failed `max_failures` times in a row and are not restarted
 
     @property
     def prefix_hit_rate(self) -> float:

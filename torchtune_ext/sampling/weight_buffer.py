@@ -79,17 +79,17 @@ def describe_differences(
         engine: Name of the engine.
         worker: Index of the worker.
     """
-    wrong = sorted(name for name in sent.keys() | taken.keys() if sent.get(name) != taken.get(name))
-    if not wrong:
+    differing = sorted(name for name in sent.keys() | taken.keys() if sent.get(name) != taken.get(name))
+    if not differing:
         return None
-    num_missing = sum(name not in taken for name in wrong)
+    num_missing = sum(name not in taken for name in differing)
     return (
-        f"{len(wrong)} of the {len(sent)} tensors in {engine} (worker {worker}) differ from the published ones: "
-        f"{num_missing} missing, the others are stale or damaged, e.g. {', '.join(wrong[:3])}"
+        f"{len(differing)} of the {len(sent)} tensors in {engine} (worker {worker}) differ from the published ones: "
+        f"{num_missing} missing, the others are stale or damaged, e.g. {', '.join(differing[:3])}"
     )
 
 
-async def find_wrong_tensors(published: "Sequence[WeightBuffer]", backend: Backend) -> str | None:
+async def find_differing_tensors(published: "Sequence[WeightBuffer]", backend: Backend) -> str | None:
     """Returns `describe_differences` of the first worker that has any, or None.
 
     The caller must hold the read lock.

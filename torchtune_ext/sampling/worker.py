@@ -89,7 +89,7 @@ class ChecksumRecorder(TorchDispatchMode):
     ) -> None:
         # The source may be a slice. Its published tensor is the last one that begins at or before
         # it.
-        begin = max(each for each in lent if each <= source.storage_offset() * source.itemsize)
+        begin = max(start for start in lent if start <= source.storage_offset() * source.itemsize)
         name, dtype, shape = lent[begin]
         # The checksum of an entire tensor is computed from the parameter, on its device. For a
         # shard, or after a change of dtype, it is computed from the source, since the parameter has
@@ -525,7 +525,9 @@ class WeightLoader:
         peft.validate_legal(lora)
         adapter = LoRAModel.from_lora_tensors(ADAPTER_ID, weights, peft, device="cpu", dtype=lora.lora_dtype)
         unused = sorted(
-            name for name in adapter.loras if not any(_applies_adapter(each, name, manager) for each in manager.modules)
+            name
+            for name in adapter.loras
+            if not any(_applies_adapter(module, name, manager) for module in manager.modules)
         )
         if unused:
             raise UsageError(

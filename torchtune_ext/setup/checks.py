@@ -119,14 +119,14 @@ def _example(needs: LossRequirements, labels: int, top_k: int) -> Tokens:
     return Tokens(
         logprobs_L=logprobs_L.clone().requires_grad_(),
         entropy_L=torch.ones(labels).requires_grad_(),
-        old_logprobs_L=logprobs_L.clone() if needs.proximal_logprobs else None,
+        proximal_logprobs_L=logprobs_L.clone() if needs.proximal_logprobs else None,
         behavior_logprobs_L=logprobs_L.clone(),
         ref_logprobs_L=logprobs_L.clone() if needs.reference_logprobs else None,
         teacher_logprobs_L=logprobs_L.clone() if needs.teacher_logprobs else None,
         advantages_L=torch.tensor([1.0, 1.0, -1.0])[:labels],
         versions_L=torch.zeros(labels, dtype=torch.int32),
         samples_L=torch.tensor([0, 0, 1])[:labels],
-        old_top_LK=top_LK,
+        proximal_top_LK=top_LK,
         top_LK=top_LK,
         version=0,
     )

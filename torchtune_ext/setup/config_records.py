@@ -14,7 +14,7 @@ from torchtune_ext.training.distributed import RanksConfig
 from torchtune_ext.training.learner import ScheduleConfig
 from torchtune_ext.training.precision import PrecisionConfig
 from torchtune_ext.training.teacher import TeacherConfig
-from torchtune_ext.training.trainable import AdapterConfig
+from torchtune_ext.training.trained_weights import AdapterConfig
 
 __all__ = [
     "AdapterConfig",

@@ -19,7 +19,7 @@ from torchtune_ext.tasks.problem_stream import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import ConversationTask, SelfGradingTask, Task
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.precision import dtype_note
-from torchtune_ext.training.trainable import FullWeights, LoRAWeights
+from torchtune_ext.training.trained_weights import FullWeights, LoRAWeights
 
 
 def print_run_header(components: RunComponents) -> None:
@@ -30,7 +30,7 @@ def print_run_header(components: RunComponents) -> None:
     grader_log_text = "; graders print into grader.log" if texts and not components.replay else ""
     interval = _interval_text(cfg.checkpoints.every) if cfg.checkpoints.every < cfg.max_steps else "at the end"
     lines = [
-        ("model", model_text(components.hf_model, components.meta_model, components.trainable)),
+        ("model", model_text(components.hf_model, components.meta_model, components.trained_weights)),
         (
             "device",
             f"{device_text(components.ranks)}; {components.precision}{dtype_note(cfg.dtype, components.ranks.device.type)}",
@@ -80,7 +80,7 @@ def print_engine_ready(seconds: float) -> None:
     print_text(f"{ENGINE_READY_PREFIX} {seconds:.0f} s")
 
 
-def model_text(hf_model: HFModel, model: nn.Module, trainable: FullWeights | LoRAWeights | str) -> str:
+def model_text(hf_model: HFModel, model: nn.Module, trained_weights: FullWeights | LoRAWeights | str) -> str:
     """Return e.g. "models/Q7: qwen2 of 28 layers, 7.62 billion parameters; trains all weights"."""
     # Adapters are counted separately, so the first number is the usual size of the model.
     adapters, sizes = adapter_names(model), {name: param.numel() for name, param in model.named_parameters()}
@@ -90,7 +90,7 @@ def model_text(hf_model: HFModel, model: nn.Module, trainable: FullWeights | LoR
         f"{parameters_text(whole)}"
     )
     part = f" ({parameters_text(sum(sizes[name] for name in adapters))})" if adapters else ""
-    return f"{text} parameters; trains {trainable}{part}"
+    return f"{text} parameters; trains {trained_weights}{part}"
 
 
 def parameters_text(number: int) -> str:

@@ -56,7 +56,7 @@ from torchtune_ext.training.manifest import Identity, identify
 from torchtune_ext.training.mismatch import MismatchGate
 from torchtune_ext.training.precision import Precision, chosen_dtype
 from torchtune_ext.training.publish import Publisher, make_canary_groups
-from torchtune_ext.training.trainable import FullWeights, LoRAWeights, make_trainable, measure_rounding
+from torchtune_ext.training.trained_weights import FullWeights, LoRAWeights, measure_rounding, select_trained_weights
 
 if TYPE_CHECKING:
     from torchtune_ext.training.replay import Replay
@@ -74,7 +74,7 @@ class RunComponents:
     ranks: Ranks
     hf_model: HFModel  # the model directory
     meta_model: TransformerDecoder  # on the meta device: names and shapes, no weights
-    trainable: FullWeights | LoRAWeights
+    trained_weights: FullWeights | LoRAWeights
     precision: Precision  # includes the engine's settings
     tokenizer: ChatTokenizer
     task: Task
@@ -132,7 +132,7 @@ class RunComponents:
 
     def checkpoint_identity(self, run: str) -> Identity:
         """Return the identity that checkpoints of this run store."""
-        return identify(run, self.hf_model, self.meta_model, self.trainable.spec)
+        return identify(run, self.hf_model, self.meta_model, self.trained_weights.spec)
 
     @property
     def prompt_source(self) -> str:
@@ -141,7 +141,7 @@ class RunComponents:
 
     def make_exporter(self, model: nn.Module) -> Callable[..., None]:
         """Return the function that exports the model into a checkpoint (`Checkpoints.save`)."""
-        return self.trainable.make_exporter(model, self.hf_model, self.precision.dtype, self.tokenizer)
+        return self.trained_weights.make_exporter(model, self.hf_model, self.precision.dtype, self.tokenizer)
 
     def open_folder(self) -> RunFolder:
         """Lock the run folder and start or resume the run; may set an earlier run aside."""
@@ -230,19 +230,19 @@ class RunComponents:
             device=self.ranks.device,
             temperature=learner.temperature,
         )
-        measure = partial(measure_rounding, self.trainable, self.precision, learner.policy.model, logprobs_fn)
+        measure = partial(measure_rounding, self.trained_weights, self.precision, learner.policy.model, logprobs_fn)
         gate = MismatchGate(
             self.cfg.max_mismatch,
             measure_rounding=measure,
             precision=self.precision.coarsest_name,
             replay=self.replay is not None,
-            test_mean_weight=self.replay is None and not self.precision.is_mixed,
+            test_distribution=self.replay is None and not self.precision.is_mixed,
             temperature=learner.temperature,
         )
         return gate, self.replay or Publisher(
             engine,
             learner,
-            self.trainable,
+            self.trained_weights,
             self.precision,
             self.hf_model,
             gate,
@@ -262,7 +262,7 @@ def build_components(cfg: GRPOConfig, ranks: Ranks) -> RunComponents:
     Raises:
         UsageError: settings or components are inconsistent; the message names key, value and fix.
     """
-    hf_model, meta_model, trainable, precision = build_model_components(cfg, ranks.device, ranks.shards)
+    hf_model, meta_model, trained_weights, precision = build_model_components(cfg, ranks.device, ranks.shards)
     tokenizer, task = cfg.tokenizer.instantiate(), cfg.task.instantiate()
     eval_task = cfg.evaluation.task.instantiate() if cfg.evaluation.task else None
     loss, sampling = cfg.loss.instantiate(), cfg.sampling.with_default_stops(tokenizer.stop_token_ids)
@@ -292,7 +292,7 @@ def build_components(cfg: GRPOConfig, ranks: Ranks) -> RunComponents:
     if cfg.replay:
         from torchtune_ext.training.replay import Replay
 
-        identity = identify("", hf_model, meta_model, trainable.spec)
+        identity = identify("", hf_model, meta_model, trained_weights.spec)
         replay = Replay(cfg.replay, settings_snapshot(cfg), identity, problems, tokenizer)
     teacher_model = (
         load_teacher_model(cfg.teacher, cfg.engine, tokenizer) if cfg.teacher.model_dir and not cfg.replay else None
@@ -303,7 +303,7 @@ def build_components(cfg: GRPOConfig, ranks: Ranks) -> RunComponents:
         ranks=ranks,
         hf_model=hf_model,
         meta_model=meta_model,
-        trainable=trainable,
+        trained_weights=trained_weights,
         precision=precision,
         tokenizer=tokenizer,
         task=task,
@@ -375,7 +375,7 @@ def build_model_components(
     hf_model, model = HFModel(cfg.model_dir), build_on_meta(cfg.model.instantiate)
     # The trained parameters and the precision also determine the engine's settings and the
     # published weights.
-    trainable = make_trainable(model, hf_model, section=cfg.model, adapters=cfg.adapters, shards=shards)
+    trained_weights = select_trained_weights(model, hf_model, section=cfg.model, adapters=cfg.adapters, shards=shards)
     dtype = chosen_dtype(cfg.dtype, device.type, cfg.precision.fp8)
     prefetches = resolve_prefetch_steps(cfg.staleness, cfg.prefetch_steps) > 0
     threads = engine_threads(cfg.engine, sum(p.numel() for p in model.parameters()), concurrent=prefetches)
@@ -384,9 +384,9 @@ def build_model_components(
         model,
         hf_model,
         dtype=dtype,
-        engine=trainable.configure_engine(cfg.engine.with_trainer_defaults(dtype, threads)),
+        engine=trained_weights.configure_engine(cfg.engine.with_trainer_defaults(dtype, threads)),
         device=device,
-        adapter=trainable.spec,
-        publish_mode=trainable.publish_mode,
+        adapter=trained_weights.spec,
+        publish_mode=trained_weights.publish_mode,
     )
-    return hf_model, model, trainable, precision
+    return hf_model, model, trained_weights, precision

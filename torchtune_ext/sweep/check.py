@@ -39,7 +39,7 @@ def run_command(sweep: Sweep, point: Point, extra_settings: Sequence[str]) -> li
     for word in map(str, sweep.command):
         if word.startswith("${") and word != ARGUMENTS_MACRO:
             raise UsageError(
-                f"command: unsupported macro {word}; recipes read {ARGUMENTS_MACRO}: {COMMAND_EXAMPLE}; "
+                f"command: unsupported macro {word}; expected {ARGUMENTS_MACRO}. Fix: use {COMMAND_EXAMPLE}; "
                 f"{OTHER_PROGRAMS_HINT}"
             )
         words += [f"{name}={value}" for name, value in point.items()] if word == ARGUMENTS_MACRO else [word]
@@ -106,5 +106,5 @@ def check_sweep(sweep: Sweep, point: Point, extra_settings: Sequence[str], out: 
         if not hasattr(cfg, "logging") or not any(fnmatchcase(sweep.metric, name) for name in known):
             near = closest_match(sweep.metric, [name for name in known if "*" not in name])
             hint = f"did you mean {near}?" if near else "docs/telemetry.md lists the metrics"
-            raise UsageError(f"metric: {sweep.metric} is not a metric of {recipe}; {hint}")
+            raise UsageError(f"metric: unknown metric {sweep.metric} of {recipe}; {hint}")
     return cfg

@@ -46,13 +46,15 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[ComparedRun], list[dict
     Raises:
         UsageError: a path is not a run, a `sweep.json` is damaged, or no run has metrics.
     """
-    sweeps, left_out = [], []
+    sweeps, skipped_runs = [], []
     folders: dict[Path, None] = {}  # each once, in order
     for path in map(Path, paths):
         if (path / SWEEP_FILE).exists():
             sweeps.append(sweep := read_sweep_record(path))
             # The metrics of a failed run say nothing about the quality of its settings.
-            left_out += [f"{run['id']} failed: {run['cause']}." for run in sweep["runs"] if run["state"] == "failed"]
+            skipped_runs += [
+                f"{run['id']} failed: {run['cause']}." for run in sweep["runs"] if run["state"] == "failed"
+            ]
             run_folders = [run["path"] for run in sweep["runs"] if run["state"] != "failed" and run["path"].exists()]
         elif not (run_folders := [path] if _is_run(path) else _run_folders(path)):
             nearby_runs = ", ".join(folder.name for folder in _run_folders(path.parent)[:MAX_SUGGESTIONS]) or "none"
@@ -67,10 +69,13 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[ComparedRun], list[dict
             runs.append(_read_run(folder, name))
         except (OSError, ValueError) as error:
             # A damaged run must not prevent the page of the others.
-            left_out.append(f"{name} is left out: {error}.")
+            skipped_runs.append(f"{name} is skipped: {error}.")
     if not runs:
-        raise UsageError(f"{', '.join(map(str, paths))}: nothing to show yet. {' '.join(left_out)}".strip())
-    return runs, sweeps, left_out
+        raise UsageError(
+            f"{', '.join(map(str, paths))}: no metrics found; expected run folders with metrics.jsonl. "
+            f"{' '.join(skipped_runs) or 'Fix: train at least one step first'}"
+        )
+    return runs, sweeps, skipped_runs
 
 
 def holds_several_runs(path: str | Path) -> bool:
@@ -154,7 +159,7 @@ def read_run_record(folder: Path) -> dict[str, Any]:
     try:
         return read_record(folder) or {}
     except ValueError as error:
-        log.warning("report: run.json left out: %s", error)
+        log.warning("report: skipping an unreadable run.json: %s", error)
         return {}
 
 

@@ -168,7 +168,7 @@ def engine_metrics(stats: EngineStats) -> dict[str, float]:
         "engine/preemptions": float(stats.preemptions),
         "engine/kv_max": stats.max_kv_usage,
         "engine/concurrency": float(stats.concurrency),
-        "engines/healthy": float(stats.healthy),
+        "engines/healthy": float(stats.serving),
         "engines/restarts": float(stats.restarts),
         "engines/retired": float(stats.retired),
     }

@@ -115,17 +115,17 @@ class Checkpoints:
         self._verified: Path | None = None
         assert identity is not None or not self._main, "rank 0 needs the identity of the run"
 
-    def all(self) -> list[Path]:
+    def paths(self) -> list[Path]:
         """Every checkpoint, oldest first, including damaged ones."""
         return checkpoint_folders(self.folder)
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose files have the right names and sizes, or None."""
-        return next((path for path in reversed(self.all()) if _read_if_complete(path) is not None), None)
+        return next((path for path in reversed(self.paths()) if _read_if_complete(path) is not None), None)
 
     def best(self) -> tuple[Path, float] | None:
         """The checkpoint with the highest held-out reward, and this reward, or None."""
-        return _best((path, manifest) for path in self.all() if (manifest := _read_if_complete(path)) is not None)
+        return _best((path, manifest) for path in self.paths() if (manifest := _read_if_complete(path)) is not None)
 
     def verify_latest(self) -> Path | None:
         """Verifies the newest checkpoint and returns it; None if the run has no checkpoint.
@@ -138,7 +138,7 @@ class Checkpoints:
         """
         # An older checkpoint never silently replaces a damaged one: the user may have a copy of the
         # damaged file.
-        newest = call_on_main(lambda: next(reversed(self.all()), None))
+        newest = call_on_main(lambda: next(reversed(self.paths()), None))
         if newest is not None:
             try:
                 self._verify(newest)
@@ -214,10 +214,10 @@ class Checkpoints:
             hashing_started = time.perf_counter()
             # Each rank reads only the files that it wrote: a network file system may show files of
             # other ranks late.
-            mine = run_on_all_ranks(lambda: flush_and_hash(partial, rank()))
+            local_files = run_on_all_ranks(lambda: flush_and_hash(partial, rank()))
             seconds = max(all_gather(time.perf_counter() - hashing_started))
-            files = {name: entry for entries in all_gather(mine) for name, entry in entries.items()}
-            call_on_main(lambda: self._complete(final, Manifest(step, accuracy, self._own, files)))
+            files = {name: entry for entries in all_gather(local_files) for name, entry in entries.items()}
+            call_on_main(lambda: self._complete(final, Manifest(step, accuracy, self._run_identity, files)))
         if self._main:
             self._prune()
         return seconds
@@ -276,29 +276,31 @@ class Checkpoints:
         """
         manifest = call_on_main(lambda: self._read_matching_manifest(path))
         shares = len(all_gather(None))
-        wrong = [text for text in all_gather(manifest.find_checksum_error(path, rank(), shares)) if text is not None]
-        if wrong:
-            raise DamagedCheckpoint(f"{path} is damaged: {min(wrong, default='')}")
+        error = manifest.find_checksum_error(path, rank(), shares)
+        errors = [error for error in all_gather(error) if error is not None]
+        if errors:
+            raise DamagedCheckpoint(f"{path} is damaged: {min(errors)}")
         self._verified = path
 
     def _read_matching_manifest(self, path: Path) -> Manifest:
         """Reads the manifest on rank 0, and checks identity, step, file names and sizes."""
         manifest = Manifest.read(path)
-        difference = self._own.explain_difference(manifest.identity)
+        difference = self._run_identity.explain_difference(manifest.identity)
         if difference is not None:
             raise UsageError(f"{path} cannot be resumed: {difference}")
         if manifest.step != checkpoint_step(path):
             raise DamagedCheckpoint(f"{path} is damaged: its manifest is of step {manifest.step}")
-        wrong = manifest.find_file_error(path)
-        if wrong is not None:
-            raise DamagedCheckpoint(f"{path} is damaged: {wrong}")
+        error = manifest.find_file_error(path)
+        if error is not None:
+            raise DamagedCheckpoint(f"{path} is damaged: {error}")
         return manifest
 
     def _complete(self, final: Path, manifest: Manifest) -> None:
-        wrong = manifest.find_file_error(partial_path(final))
-        if wrong is not None:
+        error = manifest.find_file_error(partial_path(final))
+        if error is not None:
             raise UsageFileError(
-                f"{wrong}, as seen from rank 0: the folder of another rank is not shared; all ranks need one shared output_dir"
+                f"{error}, as seen from rank 0: the folder of another rank is not shared. Fix: set output_dir to a folder that "
+                "all ranks share"
             )
         # The manifest is written last, because it holds the checksums of all other files.
         manifest.write(partial_path(final))
@@ -307,17 +309,17 @@ class Checkpoints:
     def _prune(self) -> None:
         # Damaged checkpoints do not count. Otherwise a damaged one could be kept instead of a
         # complete one.
-        complete = [(path, manifest) for path in self.all() if (manifest := _read_if_complete(path)) is not None]
-        own = [(path, manifest) for path, manifest in complete if manifest.identity.run == self._own.run]
-        keep = {path for path, _ in own[-self._config.keep_last :]}
-        if (best := _best(own)) is not None:
-            keep.add(best[0])
-        for path, _ in own:
-            if path not in keep:
+        complete = [(path, manifest) for path in self.paths() if (manifest := _read_if_complete(path)) is not None]
+        of_run = [(path, manifest) for path, manifest in complete if manifest.identity.run == self._run_identity.run]
+        paths_to_keep = {path for path, _ in of_run[-self._config.keep_last :]}
+        if (best := _best(of_run)) is not None:
+            paths_to_keep.add(best[0])
+        for path, _ in of_run:
+            if path not in paths_to_keep:
                 rename_and_remove(path)
 
     @property
-    def _own(self) -> Identity:
+    def _run_identity(self) -> Identity:
         assert self._identity is not None  # a run that saves or resumes has one
         return self._identity
 
@@ -370,12 +372,12 @@ def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tup
     # The saved optimizer state includes settings. The settings of this run are restored below.
     settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
     saved = dcp.FileSystemReader(path / "state").read_metadata().state_dict_metadata
-    mine = f"rng_{rank()}"
+    rng_key = f"rng_{rank()}"
     # DCP fails on a key that was not saved, such as the RNG state of a rank or GPU that the earlier
     # run lacked.
-    rng = {name: value for name, value in _rng_state_dict()[mine].items() if f"{mine}.{name}" in saved}
+    rng = {name: value for name, value in _rng_state_dict()[rng_key].items() if f"{rng_key}.{name}" in saved}
     has_optimizer = any(name.startswith("optimizer.") for name in saved)
-    state: dict[str, Any] = _build_state_dict(model, optimizer, has_optimizer) | ({mine: rng} if rng else {})
+    state: dict[str, Any] = _build_state_dict(model, optimizer, has_optimizer) | ({rng_key: rng} if rng else {})
     with _ignore_no_dist_warning():
         dcp.load(state, checkpoint_id=path / "state", no_dist=not is_distributed())
     if has_optimizer:
@@ -390,8 +392,8 @@ def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tup
         set_model_state_dict(model, state["model"], options=TRAINABLE_ONLY)
         # The optimizer may already have moments, which do not belong to the loaded weights.
         optimizer.state.clear()
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
+    for group, group_settings in zip(optimizer.param_groups, settings, strict=True):
+        group.update(group_settings)
     if "cpu" in rng:
         torch.set_rng_state(rng["cpu"])
     if "cuda" in rng:
@@ -434,7 +436,7 @@ class RunState:
     @classmethod
     def from_recipe_state(cls, recipe_state: Mapping[str, Any]) -> Self:
         """Reads the state from a checkpoint's recipe.json, and ignores other keys."""
-        return cls(**{each.name: recipe_state[each.name] for each in fields(cls) if each.name in recipe_state})
+        return cls(**{key.name: recipe_state[key.name] for key in fields(cls) if key.name in recipe_state})
 
 
 def find_resume_checkpoint(checkpoints: Checkpoints, folder: RunFolder | None, resume: bool, total: int) -> Path | None:
@@ -479,13 +481,13 @@ def resume_text(path: Path, step: int, run: Run, earlier_config: Mapping[str, An
     lines = [("resume", f"from step {step} of run {run.id}, started {started}: {path}")]
     # The earlier settings come from run.json. The current settings are also converted to JSON and
     # back, so that a tuple and a list do not count as a change.
-    now = json.loads(json.dumps(run.config, default=str))
-    changed = [change for change in diff_settings(earlier_config, now) if change.key not in ALWAYS_DIFFERENT_KEYS]
+    config = json.loads(json.dumps(run.config, default=str))
+    changed = [change for change in diff_settings(earlier_config, config) if change.key not in ALWAYS_DIFFERENT_KEYS]
     if not earlier_config:
         lines.append(("changed", "unknown: run.json does not hold the earlier settings"))
     elif changed:
         lines.append(("changed", ", ".join(map(str, changed))))
-        decay = (now.get("schedule") or {}).get("decay", "constant")
+        decay = (config.get("schedule") or {}).get("decay", "constant")
         if decay != "constant" and any(change.key == "max_steps" for change in changed):
             lines.append(
                 (
@@ -505,14 +507,14 @@ def status_message(step: int, total: int, checkpoints: Checkpoints | None) -> st
         checkpoints: checkpoints of the run, None if set-up failed before they existed.
     """
     newest = checkpoints.latest() if checkpoints is not None else None
-    progress = f"It was at step {step} of {total}" if step else "It had not started its first step"
+    progress = f"The run was at step {step} of {total}" if step else "The run had not started its first step"
     if checkpoints is None or newest is None:
-        return f"{progress}, and it has no checkpoint yet, so the next start begins at step 1"
+        return f"{progress}, and has no checkpoint yet, so the next start begins at step 1"
     best, report = checkpoints.best(), shlex.join(["torchtune-ext", "report", str(checkpoints.folder.parent)])
     if checkpoint_step(newest) < total:
         text = f"{progress}. The newest checkpoint is {newest}; resume from there with resume_from_checkpoint=True"
         if best is not None and best[0] != newest:
-            text += f". The best on held-out problems: {best[0]} ({best[1]:.3f})"
+            text += f". Best checkpoint: {best[0]} (held-out reward {best[1]:.3f})"
         return f"{text}. Curves and samples: {report}"
     if (newest / "config.json").exists():
         kind = "a model in Hugging Face format"
@@ -527,8 +529,8 @@ def status_message(step: int, total: int, checkpoints: Checkpoints | None) -> st
         "done": f"{max(step, checkpoint_step(newest))} of {total} steps",
         "model": f"{newest}, {kind}",
         "prompts": prompt_source if checkpoints.prompt_source else "",
-        "best": f"{best[0]}, the best on held-out problems: {best[1]:.3f}" if best is not None else "",
+        "best": f"{best[0]} (held-out reward {best[1]:.3f})" if best is not None else "",
         "report": report,
-        "longer": f"the same command with max_steps above {total} and resume_from_checkpoint=True",
+        "extend": f"the same command with max_steps above {total} and resume_from_checkpoint=True",
     }
     return format_labels([line for line in lines.items() if line[1]])

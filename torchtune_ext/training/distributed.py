@@ -134,7 +134,12 @@ def init_ranks(
     if world_size == 1 or dist.is_initialized():
         return Ranks(rank, world_size, rank_device, shard_within=config.shard_within)
     # Only a run of several ranks needs these imports.
-    from torchtune_ext.training.machines import choose_interface, hosts_of_ranks, rendezvous_progress, require_shared_folder
+    from torchtune_ext.training.machines import (
+        choose_interface,
+        hosts_of_ranks,
+        rendezvous_progress,
+        require_shared_folder,
+    )
 
     # On GPUs, NCCL carries the tensors of the model. Messages from rank 0 use gloo: a rank that
     # waits in NCCL keeps its GPU and a core busy, and ranks may wait for rank 0 for hours.
@@ -163,14 +168,16 @@ def local_device(device: str) -> torch.device:
         UsageError: the machine has no GPU for this rank.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device='cuda', but torch sees no CUDA device; use device=cpu or run `torchtune-ext doctor`")
+        raise UsageError(
+            "device='cuda', but torch sees no CUDA device. Fix: set device=cpu, or run `torchtune-ext doctor`"
+        )
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     local, count = local_rank(), torch.cuda.device_count()
     if local >= count:
         raise UsageError(
             f"rank {read_int_variable('RANK', 0)} has LOCAL_RANK={local} on {socket.gethostname()}, where torch sees "
-            f"{count} {'GPU' if count == 1 else 'GPUs'}: start at most {count} ranks there (--nproc_per_node), or set "
+            f"{count} {'GPU' if count == 1 else 'GPUs'}. Fix: start at most {count} ranks there (--nproc_per_node), or set "
             "CUDA_VISIBLE_DEVICES"
         )
     gpu = torch.device("cuda", local)
@@ -206,8 +213,8 @@ def reserve_engine_core() -> int | None:
 def reduce_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
     """Sums each value over the ranks that have it; takes the maximum of `*_max`. A collective."""
     totals: dict[str, float] = {}
-    for each in all_gather(values):
-        for name, value in each.items():
+    for rank_values in all_gather(values):
+        for name, value in rank_values.items():
             operands = (totals[name], value) if name in totals else (value,)
             totals[name] = max_or_nan(operands) if name.endswith("_max") else sum(operands)
     return totals

@@ -110,26 +110,26 @@ def require_replaceable(folder: Path, reads: Iterable[Path], setting: str) -> No
         return
     inputs_inside = [str(path) for path in reads if path.resolve().is_relative_to(folder.resolve())]
     known_patterns = (*_CONFIG_PATTERNS, *_TOKENIZER_PATTERNS, *_WEIGHT_PATTERNS)
-    settings = [each for each in read_all_settings(folder.parent) if setting in each]
+    records = [record for record in read_all_settings(folder.parent) if setting in record]
     # Earlier versions copied further files of model_dir.
-    earlier_model_dirs = [Path(each["model_dir"]) for each in settings if each.get("model_dir")]
+    earlier_model_dirs = [Path(record["model_dir"]) for record in records if record.get("model_dir")]
     if inputs_inside:
-        why = f"this run reads {inputs_inside[0]}"
+        reason = f"this run reads {inputs_inside[0]}"
     elif folder.is_symlink() or not folder.is_dir():
-        why = "it is not a folder"
-    elif not settings:
-        why = "it was not written by a run of this recipe"
+        reason = "it is not a folder"
+    elif not records:
+        reason = "it was not written by a run of this recipe"
     elif others := sorted(
         file.name
         for file in folder.iterdir()
         if not any(fnmatch(file.name, name) for name in known_patterns)
         and not any(_equal(file, start) for start in earlier_model_dirs)
     ):
-        why = f"it holds files that were not written by a run: {', '.join(others[:3])}"
+        reason = f"it holds files that were not written by a run: {', '.join(others[:3])}"
     else:
         return
     raise UsageError(
-        f"output_dir={folder.parent}: the new model would replace {folder}, but {why}. Fix: choose another output_dir, "
+        f"output_dir={folder.parent}: the new model would replace {folder}, but {reason}. Fix: choose another output_dir, "
         f"or move {folder} away"
     )
 

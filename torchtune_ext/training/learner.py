@@ -39,7 +39,7 @@ class Learner:
         ranks: the ranks of the run.
         temperature: sampling temperature. Log-probs are trained at this temperature, because the
             samples come from that distribution.
-        optimizer: over `policy.trainable()`; None if `step` is never called.
+        optimizer: over `policy.trainable_parameters()`; None if `step` is never called.
         schedule: index of an update -> learning-rate multiplier (`make_schedule`).
         max_grad_norm: limit of gradient clipping; None: no clipping.
         timer: returns a context for each stage: "logprobs" (proximal policy and reference),
@@ -62,8 +62,8 @@ class Learner:
         self.optimizer, self._schedule, self._max_grad_norm, self._timer = optimizer, schedule, max_grad_norm, timer
         self._base_lrs = [group["lr"] for group in optimizer.param_groups] if optimizer is not None else []
         self.schedule_step = 0  # index of the next update in the schedule
-        self.needs = loss_requirements(loss)
-        self._reference = make_reference(policy.model) if self.needs.reference_logprobs else None
+        self.loss_requirements = loss_requirements(loss)
+        self._reference = make_reference(policy.model) if self.loss_requirements.reference_logprobs else None
 
     @property
     def layout(self) -> RowLayout:
@@ -102,11 +102,12 @@ class Learner:
         # In the first update the policy still equals the proximal policy, so the forward pass of
         # the update computes these log-probs. With dropout every forward pass is a different
         # policy, so the first update needs this pass, too.
-        needs = [self.needs.proximal_logprobs if i else self.policy.has_dropout for i in range(len(updates))]
+        later_updates_need_it = self.loss_requirements.proximal_logprobs
+        needs_pass = [later_updates_need_it if i else self.policy.has_dropout for i in range(len(updates))]
         with self._timer("logprobs"):
             return [
-                self.logprobs(rows, top_k=self.needs.top_k) if need else None
-                for rows, need in zip(updates, needs, strict=True)
+                self.logprobs(rows, top_k=self.loss_requirements.top_k) if is_needed else None
+                for rows, is_needed in zip(updates, needs_pass, strict=True)
             ]
 
     def reference_logprobs(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelLogprobs] | None]:
@@ -133,7 +134,7 @@ class Learner:
         Args:
             proximal: log-probs under the proximal policy; None: the current policy, or not needed.
             reference: log-probs under the reference, if the loss needs one.
-            version: version of the proximal policy, from which the age of samples is counted.
+            version: version of the proximal policy, from which staleness is counted.
             on_row: called after each row, for progress.
 
         Returns:
@@ -143,27 +144,27 @@ class Learner:
         Raises:
             UsageError: the loss does not return one value per label.
         """
-        device, logprobs = self.ranks.device, []
-        values = {"total": torch.zeros((), dtype=torch.float64, device=device)}
+        device, proximal_logprobs = self.ranks.device, []
+        sums, maxima = {"total": torch.zeros((), dtype=torch.float64, device=device)}, {}
         breakdown = Breakdown(("clip_fraction", "masked_fraction", "kl_teacher"))
         with self._timer("backward"):
             for i, cpu_row in enumerate(rows):
                 row = cpu_row.to(device)
-                # Both policies are compared on the old policy's top-k tokens.
-                stored_ids = None if proximal is None else proximal[i].top_ids_LK
-                new = self.policy(row, self.temperature, 0 if stored_ids is None else stored_ids)
-                old = new.detach() if proximal is None else proximal[i]
+                # Both policies are compared on the proximal policy's top-k tokens.
+                top_ids_LK = None if proximal is None else proximal[i].top_ids_LK
+                current = self.policy(row, self.temperature, top_ids_LK=top_ids_LK)
+                row_proximal = current.detach() if proximal is None else proximal[i]
                 tokens = Tokens(
-                    logprobs_L=new.logprobs_L,
-                    entropy_L=new.entropy_L,
-                    old_logprobs_L=old.logprobs_L if self.needs.proximal_logprobs else None,
+                    logprobs_L=current.logprobs_L,
+                    entropy_L=current.entropy_L,
+                    proximal_logprobs_L=row_proximal.logprobs_L if self.loss_requirements.proximal_logprobs else None,
                     behavior_logprobs_L=row.logprobs_L,
                     ref_logprobs_L=None if reference is None else reference[i].logprobs_L,
                     advantages_L=row.advantages_L,
                     versions_L=row.versions_L,
                     samples_L=row.samples_L,
-                    old_top_LK=old.top_LK,
-                    top_LK=new.top_LK,
+                    proximal_top_LK=row_proximal.top_LK,
+                    top_LK=current.top_LK,
                     teacher_logprobs_L=row.teacher_logprobs_L,
                     version=version,
                 )
@@ -177,21 +178,21 @@ class Learner:
                 (row_loss * self.ranks.world_size).backward()
                 # All numbers stay on the device until the last row, so the CPU waits only once.
                 metrics = {name: values_L.detach() for name, values_L in metrics.items()}
-                sums = {f"loss/{name}": v.sum() for name, v in metrics.items() if not name.endswith("_max")}
-                for name, value in (sums | {"total": row_loss.detach()}).items():
-                    values[name] = values.get(name, 0.0) + value.double()
+                row_sums = {f"loss/{name}": v.sum() for name, v in metrics.items() if not name.endswith("_max")}
+                for name, value in (row_sums | {"total": row_loss.detach()}).items():
+                    sums[name] = sums.get(name, 0.0) + value.double()
                 for name, values_L in metrics.items():
                     if name.endswith("_max") and values_L.numel():
                         maximum, key = values_L.max().double(), f"loss/{name}"
-                        values[key] = maximum.maximum(values.get(key, maximum))
+                        maxima[key] = maximum.maximum(maxima.get(key, maximum))
                 breakdown.add(row, metrics, version)
-                logprobs.append(old)
+                proximal_logprobs.append(row_proximal)
                 if on_row:
                     on_row(cpu_row)
         with self._timer("wait"):
-            values |= breakdown.sums()
             # One transfer copies all numbers to the CPU, and one reduction sums them over ranks.
-            numbers = dict(zip(values, torch.stack([*values.values()]).tolist(), strict=True))
+            tensors = sums | maxima | breakdown.sums()
+            numbers = dict(zip(tensors, torch.stack([*tensors.values()]).tolist(), strict=True))
             totals = reduce_over_ranks(numbers | {"labels": sum(row.num_labels for row in rows)})
             labels = totals["labels"] or 1.0
             metrics = {
@@ -199,7 +200,7 @@ class Learner:
                 for name, value in totals.items()
                 if name.startswith("loss/")
             }
-        return logprobs, metrics | {"loss/total": totals["total"]} | breakdown.means(totals)
+        return proximal_logprobs, metrics | {"loss/total": totals["total"]} | breakdown.means(totals)
 
     def step(self, metrics: dict[str, float], advice: Callable[[], str]) -> dict[str, float]:
         """Makes one update of the weights and clears the gradient.
@@ -234,28 +235,29 @@ class Learner:
     def _require_label_shapes(self, row: Row, token_loss_L: Tensor, metrics: dict[str, Tensor]) -> None:
         # `check_loss` has tried the loss, but a user's loss may return another shape in a later
         # step.
-        name, labels = type(self.loss).__name__, tuple(row.labels_L.shape)
+        name = type(self.loss).__name__
+        labels = tuple(row.labels_L.shape)
         if token_loss_L.shape != labels:
             raise UsageError(
-                f"loss {name} returned shape {tuple(token_loss_L.shape)}; it must return one value per label, shape "
-                f"{labels} (the learner computes the weighted sum)"
+                f"loss {name} returned shape {tuple(token_loss_L.shape)}; expected one value per label, shape {labels}. "
+                "Fix: return the unreduced loss (the learner computes the weighted sum)"
             )
         for metric, values_L in metrics.items():
             if values_L.shape != labels:
                 raise UsageError(
-                    f"metric {metric!r} of loss {name} has shape {tuple(values_L.shape)}; it must hold one value per "
-                    f"label, shape {labels}"
+                    f"metric {metric!r} of loss {name} has shape {tuple(values_L.shape)}; expected one value per label, "
+                    f"shape {labels}. Fix: return the unreduced metric"
                 )
 
 
 def mean_over_updates(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
     """Combines metrics of the updates of one step: the mean, and for `*_max` the maximum."""
-    values: dict[str, list[float]] = {}
+    columns: dict[str, list[float]] = {}
     for update in metrics:
         # An update may lack a bucket of the breakdown, so each name has its own count.
         for name, value in update.items():
-            values.setdefault(name, []).append(value)
-    return {name: max_or_nan(v) if name.endswith("_max") else sum(v) / len(v) for name, v in values.items()}
+            columns.setdefault(name, []).append(value)
+    return {name: max_or_nan(v) if name.endswith("_max") else sum(v) / len(v) for name, v in columns.items()}
 
 
 def make_reference(model: nn.Module) -> "WeightCopy | AdapterDisabledReference":
@@ -273,17 +275,17 @@ class WeightCopy:
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Swaps in the weights of the copy; on exit the model has its own weights, bit for bit."""
+        """Swaps in the weights of the copy; on exit restores the model's weights, bit for bit."""
         _reshard(self._model)
         # The values change in place, because FSDP gathers from the existing tensors.
         params = [_local(p).detach() for p in self._model.parameters()]
-        own = [p.to("cpu", copy=True) for p in params]
+        model_weights = [p.to("cpu", copy=True) for p in params]
         self._copy(params, self._weights)
         try:
             yield
         finally:
             _reshard(self._model)
-            self._copy(params, own)
+            self._copy(params, model_weights)
 
     @staticmethod
     def _copy(params: list[Tensor], weights: list[Tensor]) -> None:
@@ -317,8 +319,8 @@ class ScheduleConfig:
         """Raises UsageError if the warm-up is longer than `total` updates."""
         if not 0 <= self.warmup <= total:
             raise UsageError(
-                f"schedule.warmup={self.warmup} must lie between 0 and the number of updates, {total}; set a shorter "
-                "warm-up, or train longer"
+                f"schedule.warmup={self.warmup}: expected 0 to {total}, the number of updates. Fix: set a shorter warm-up, "
+                "or train longer"
             )
 
 

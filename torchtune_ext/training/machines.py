@@ -28,18 +28,20 @@ def rendezvous_progress(rank: int, world_size: int, deadline_s: float) -> Iterat
     Raises:
         UsageError: the environment variables of the rendezvous are missing or contradictory.
     """
-    alone = "`env -u WORLD_SIZE tune run ...` starts a single process"
+    fix_single = "to train on one process, run `env -u WORLD_SIZE tune run ...`"
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
         raise UsageError(
-            f"WORLD_SIZE={world_size} in the environment without {missing[0]}: start {world_size} ranks with "
-            f"tune run --nproc_per_node {world_size}; {alone}"
+            f"WORLD_SIZE={world_size} in the environment without {missing[0]}. Fix: start {world_size} ranks with "
+            f"tune run --nproc_per_node {world_size}; {fix_single}"
         )
     if rank >= world_size:
-        raise UsageError(f"RANK={rank} in the environment must be less than WORLD_SIZE={world_size}; {alone}")
+        raise UsageError(
+            f"RANK={rank} in the environment: expected less than WORLD_SIZE={world_size}. Fix: {fix_single}"
+        )
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     text = (
         f"ranks: this is rank {rank} of WORLD_SIZE={world_size} in the environment; it waits for the others at {where}, "
-        f"up to {deadline_s:g} s; {alone}"
+        f"up to {deadline_s:g} s; {fix_single}"
     )
     note = threading.Timer(MAIN_NOTICE_S if rank == 0 else OTHER_RANKS_NOTICE_S, print_text, [text])
     note.daemon = True
@@ -83,11 +85,11 @@ def hosts_of_ranks() -> tuple[str, ...]:
 def ranks_text(hosts: Sequence[str], ranks: Sequence[int]) -> str:
     """Formats ranks with their machines, for messages: "ranks 8 to 15 on b; rank 16 on c"."""
     texts = []
-    for host in dict.fromkeys(hosts[each] for each in ranks):
-        mine = [each for each in ranks if hosts[each] == host]
-        whole = len(mine) > 2 and mine == list(range(mine[0], mine[-1] + 1))
-        numbers = f"{mine[0]} to {mine[-1]}" if whole else ", ".join(map(str, mine))
-        texts.append(f"{'ranks' if mine[1:] else 'rank'} {numbers} on {host}")
+    for host in dict.fromkeys(hosts[r] for r in ranks):
+        host_ranks = [r for r in ranks if hosts[r] == host]
+        whole = len(host_ranks) > 2 and host_ranks == list(range(host_ranks[0], host_ranks[-1] + 1))
+        numbers = f"{host_ranks[0]} to {host_ranks[-1]}" if whole else ", ".join(map(str, host_ranks))
+        texts.append(f"{'ranks' if host_ranks[1:] else 'rank'} {numbers} on {host}")
     return "; ".join(texts)
 
 
@@ -101,7 +103,7 @@ def require_shared_folder(hosts: Sequence[str], output_dir: str | Path) -> None:
     if len(set(hosts)) == 1:
         return
     probe, resolved = call_on_main(lambda: _create_probe(Path(output_dir)))
-    blind_ranks = [each for each, seen in enumerate(all_gather(_probe_is_visible(Path(probe)))) if not seen]
+    blind_ranks = [r for r, seen in enumerate(all_gather(_probe_is_visible(Path(probe)))) if not seen]
     if rank() == 0:
         Path(probe).unlink(missing_ok=True)
     if blind_ranks:
@@ -130,7 +132,7 @@ def _create_probe(output_dir: Path) -> tuple[str, str]:
         probe.touch()
     except OSError as error:
         raise UsageError(
-            f"output_dir={output_dir} cannot be created or written: {error.strerror} ({folder}). Set its permissions, or "
+            f"output_dir={output_dir} cannot be created or written: {error.strerror} ({folder}). Fix: set its permissions, or "
             "choose another output_dir"
         ) from error
     return str(probe), str(folder.resolve())

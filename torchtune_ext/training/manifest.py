@@ -57,9 +57,9 @@ class Identity:
             The differences with their fixes, or None if the identities are equal.
         """
         differences = [
-            f"it belongs to another {name} ({theirs}; this run has {ours}): {_FIXES[name]}"
-            for name, ours in asdict(self).items()
-            if (theirs := asdict(saved)[name]) != ours
+            f"it belongs to another {name} ({saved_value}; this run has {value}): {_FIXES[name]}"
+            for name, value in asdict(self).items()
+            if (saved_value := asdict(saved)[name]) != value
         ]
         return "; ".join(differences) or None
 
@@ -160,11 +160,11 @@ def flush_and_hash(folder: Path, rank: int) -> dict[str, Entry]:
     """
     # Files of other ranks are skipped, because a network file system may show them late.
     paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    mine = [name for name in paths if int(part[1] if (part := _PART.fullmatch(name)) else 0) == rank]
+    local_names = [name for name in paths if int(part[1] if (part := _PART.fullmatch(name)) else 0) == rank]
     # Checksums need the CPU and cached pages, so they are computed while the disk writes.
     with ThreadPoolExecutor() as threads:
-        written = threads.map(fsync_path, [paths[name] for name in mine])
-        entries = dict(zip(mine, threads.map(lambda name: _entry(paths[name]), mine), strict=True))
+        written = threads.map(fsync_path, [paths[name] for name in local_names])
+        entries = dict(zip(local_names, threads.map(lambda name: _entry(paths[name]), local_names), strict=True))
         # Disk errors are raised only here.
         list(written)
     return entries

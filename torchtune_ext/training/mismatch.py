@@ -1,19 +1,20 @@
-"""Checks that trainer and sampler agree on the sampled tokens, before any clipping or masking.
+"""Checks that trainer and engine agree on the sampled tokens, before any clipping or masking.
 
 test         passes if                            detects                      misses
-scale        mean |d| <= 2 x rounding + margin    other weights, RoPE          faults below rounding
-sharpness    d does not grow with log p + H       temperature, also below      other weights, top-p
+magnitude    mean |d| <= 2 x rounding + margin    wrong weights, RoPE          faults below rounding
+sharpness    d does not grow with log p + H       temperature, also below      wrong weights, top-p
                                                   the rounding
-mean weight  mean exp(d) = 1 over many tokens     top-p, top-k, any            temperature, weights
-                                                  renormalization
-likelihood   tokens are as likely as the sampler  log-probs of another         weights
+mean ratio   mean exp(d) = 1 over many tokens     top-p, top-k, any            temperature, wrong
+                                                  renormalization              weights
+likelihood   tokens are as likely as the engine   log-probs of another         wrong weights
              reports                              distribution than sampled
 arrival      versions, checksums and the effect   dropped weight syncs,        faults below noise
-             of an update (`applied_share`)       stale tensors or adapters
+             of an update (`UpdateEffect`)        stale tensors or adapters
 
-d is the trainer's log-prob minus the sampler's, in nats; H is the entropy. The context of a token
-is the sequence before it. Tokens with the same context are predicted from one hidden state and are
-rounded alike, so standard errors are over contexts.
+d is the trainer's log-prob minus the engine's, in nats; H is the entropy. exp(d) is the importance
+sampling ratio of a token. The context of a token is the sequence before it. Tokens with the same
+context are predicted from one hidden state and are rounded alike, so standard errors are over
+contexts.
 """
 
 import logging
@@ -32,16 +33,17 @@ from torchtune_ext.run.errors import RunFailure
 from torchtune_ext.run.output import format_labels, print_text
 from torchtune_ext.training.buckets import STALENESS_0_BUCKET, bucket_ids, bucket_means
 from torchtune_ext.training.collectives import all_gather, rank
+from torchtune_ext.training.estimates import Estimate, fit_slope, mean_with_error
 
 log = logging.getLogger(__name__)
 
-SAMPLER_ADVICE = (
-    "Sample with top_p=1 and top_k off, and check that the engine does not read them from generation_config.json "
+ENGINE_ADVICE = (
+    "Fix: sample with top_p=1 and top_k off, and check that the engine does not read them from generation_config.json "
     "(generation_config='vllm')"
 )
 TRUNCATION_CAUSE = (
-    "top-p / top-k: the sampler's log-probs are higher than the trainer's on nearly every token, as after "
-    f"renormalizing over a part of the vocabulary. {SAMPLER_ADVICE}"
+    "top-p / top-k: the engine's log-probs are higher than the trainer's on nearly every token, as after "
+    f"renormalizing over a part of the vocabulary. {ENGINE_ADVICE}"
 )
 
 # The cause in a replay. A replay does not sample, so engine settings cannot cause its mismatch.
@@ -56,17 +58,15 @@ MIN_TOKENS = 32
 MAX_RECENT_TOKENS = 1 << 15
 # Minimum automatic limit of mean |d|. In float32 |d| is 1e-7 to 1e-5, and far larger with a fault.
 MIN_AUTO_LIMIT_NATS = 0.001
-# With other settings the policy of a replay diverges from the sampled tokens, which is not a fault.
+# With changed settings the policy of a replay diverges from the sampled tokens. That is no fault.
 REPLAY_LIMIT_NATS = 0.05
 ROUNDING_ROWS = 4  # rows per rank for measuring the rounding
-# Allowed deviation in standard errors. It is high, because every step of a long run is tested.
-NUM_STD_ERRORS = 5.0
-MEAN_WEIGHT_TOLERANCE = 0.005  # allowed |mean exp(d) - 1|, in addition to the standard errors
+MEAN_RATIO_TOLERANCE = 0.005  # allowed |mean exp(d) - 1|, in addition to the standard errors
 # Maximum sharpness that is tolerated: a temperature of 0.98 or 1.02.
 MAX_SHARPNESS = 0.02
 # A temperature is named as the cause if at most this share of the squares of d is unexplained.
 UNEXPLAINED_SHARE = 0.25
-# A sampler that keeps less than this probability mass is not truncated: it is another model.
+# An engine that keeps less than this probability mass is not truncated: it is another model.
 MIN_KEPT_PROBABILITY = 0.1
 # Maximum of (noise of a token) / (effect of a change on the token) for a conclusion.
 MAX_NOISE_RATIO = 0.25
@@ -77,60 +77,61 @@ LOGPROB_SPACING_NATS = 2.0**-20
 SHARPER_LOGIT_SCALE = 1.25
 # Weights of that distribution in the mixtures of the test. A negative weight flattens a mixture.
 MIXTURES = np.array([1.0, 0.4, -0.4, -1.0])
-# Likelihood ratio that ends a run. A healthy sampler reaches it once in this many canaries at most.
+# Likelihood ratio that ends a run. A healthy engine reaches it once in this many canaries at most.
 MAX_LIKELIHOOD_RATIO = 1e7
 
 
 @dataclass(frozen=True, slots=True)
 class MismatchStats:
-    """Statistics of d = trainer's - sampler's log-prob (nats) over sampled tokens of all ranks."""
+    """Statistics of d = trainer's - engine's log-prob (nats) over sampled tokens of all ranks."""
 
     mean_abs: float  # mean |d|
     p99_abs: float  # 99th percentile of |d|
     max_abs: float  # largest |d|
-    mean: float  # mean d; far from 0 if one side renormalizes. -mean is k1, an estimate of KL(sampler || trainer)
-    k3: float  # mean of exp(d) - 1 - d, a non-negative estimate of KL(sampler || trainer)
-    ess: float  # effective sample size of the importance weights w = exp(d): (sum w)^2 / (n sum w^2)
-    by_bucket: dict[str, float]  # mean |d| by position in the completion and by age (`bucket_means`)
+    mean: float  # mean d; far from 0 if one side renormalizes. -mean is k1, an estimate of KL(engine || trainer)
+    k3: float  # mean of exp(d) - 1 - d, a non-negative estimate of KL(engine || trainer)
+    ess: float  # effective sample size of the ratios w = exp(d): (sum w)^2 / (n sum w^2)
+    by_bucket: dict[str, float]  # mean |d| by position in the completion and by staleness (`bucket_means`)
     tokens: int  # number of tokens compared
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """The statistics as metrics, whose names begin with `prefix`."""
-        values = {"k1": -self.mean} | {
+        metrics = {"k1": -self.mean} | {
             name: getattr(self, name) for name in ("mean_abs", "p99_abs", "max_abs", "k3", "ess")
         }
-        values |= {f"mean_abs_{bucket}": value for bucket, value in self.by_bucket.items()}
-        return {f"{prefix}/{name}": value for name, value in values.items()}
+        metrics |= {f"mean_abs_{bucket}": value for bucket, value in self.by_bucket.items()}
+        return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 class MismatchError(RunFailure):
-    """Trainer and sampler do not compute the same policy."""
+    """Trainer and engine do not compute the same policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairedLogprobs:
-    """Log-probs of N sampled tokens from trainer and sampler."""
+    """Log-probs of N sampled tokens from trainer and engine."""
 
-    ours_N: np.ndarray  # the trainer's log-probs, nats
-    theirs_N: np.ndarray  # the sampler's log-probs, nats
+    trainer_logprobs_N: np.ndarray  # the trainer's log-probs, nats
+    engine_logprobs_N: np.ndarray  # the engine's log-probs, nats
     entropy_N: np.ndarray  # entropy of the trainer's distribution, nats
     contexts_N: np.ndarray  # int64 id of the context, equal for tokens after the same path
-    buckets_2N: np.ndarray  # position bucket and age bucket (`bucket_ids`)
+    buckets_2N: np.ndarray  # position bucket and staleness bucket (`bucket_ids`)
 
     @classmethod
     def from_rows(cls, rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], version: int | None) -> "PairedLogprobs":
-        """Collects the labels of packed rows of all ranks, with ages from `version`. A collective."""
-        none = np.empty(0)
-        parts = [cls(none, none, none, np.empty(0, np.int64), np.empty((2, 0), np.int64))]
+        """Collects the labels of packed rows of all ranks, with staleness from `version`. A collective."""
+        # Without rows a rank still contributes arrays of the right dtype.
+        empty = np.empty(0)
+        parts = [cls(empty, empty, empty, np.empty(0, np.int64), np.empty((2, 0), np.int64))]
         parts += [
             cls(
-                ours.logprobs_L.cpu().double().numpy(),
+                trainer.logprobs_L.cpu().double().numpy(),
                 row.logprobs_L.cpu().double().numpy(),
-                ours.entropy_L.cpu().double().numpy(),
+                trainer.entropy_L.cpu().double().numpy(),
                 context_hashes(row)[0].numpy(),
                 bucket_ids(row, version).numpy(),
             )
-            for row, ours in zip(rows, logprobs, strict=True)
+            for row, trainer in zip(rows, logprobs, strict=True)
         ]
         return cls.concat(all_gather(cls.concat(parts)))
 
@@ -140,10 +141,10 @@ class PairedLogprobs:
         return cls(*(np.concatenate([getattr(part, f.name) for part in parts], axis=-1) for f in fields(cls)))
 
     def __len__(self) -> int:
-        return len(self.ours_N)
+        return len(self.trainer_logprobs_N)
 
-    def __getitem__(self, chosen: np.ndarray | slice) -> "PairedLogprobs":
-        return PairedLogprobs(*(getattr(self, field.name)[..., chosen] for field in fields(self)))
+    def __getitem__(self, index: np.ndarray | slice) -> "PairedLogprobs":
+        return PairedLogprobs(*(getattr(self, field.name)[..., index] for field in fields(self)))
 
     def renumber_contexts(self) -> "PairedLogprobs":
         """The same tokens with context ids from 0."""
@@ -151,77 +152,41 @@ class PairedLogprobs:
 
     @property
     def d_N(self) -> np.ndarray:  # noqa: N802
-        """The trainer's minus the sampler's log-prob."""
-        return self.ours_N - self.theirs_N
+        """The trainer's minus the engine's log-prob."""
+        return self.trainer_logprobs_N - self.engine_logprobs_N
 
     @property
-    def score_N(self) -> np.ndarray:  # noqa: N802
+    def centered_logprobs_N(self) -> np.ndarray:  # noqa: N802
         """log p + H, with the mean of both sides as log p."""
-        # The trainer's rounding then moves d and log p in the same direction, the sampler's in
+        # The trainer's rounding then moves d and log p in the same direction, the engine's in
         # opposite directions. If both sides round equally, the effects cancel in the product.
-        return (self.ours_N + self.theirs_N) / 2 + self.entropy_N
-
-
-@dataclass(frozen=True, slots=True)
-class SlopeFit:
-    """A least-squares slope, with contexts as independent observations."""
-
-    slope: float
-    error: float  # standard error of the slope
-    contexts: float  # effective number of contexts: (sum w)^2 / sum w^2 of their weights w
-    min_slope: float  # the slope without the context that raises it most
-
-    @property
-    def margin(self) -> float:
-        """Margin of error: `NUM_STD_ERRORS` standard errors, and more for few contexts."""
-        return students_t_quantile(self.contexts - 1) * self.error if self.contexts >= 2 else math.inf
-
-
-def fit_slope(y_N: np.ndarray, x_N: np.ndarray, contexts_N: np.ndarray) -> SlopeFit:
-    """Fits y = slope * x. With x = 1 the slope is the mean of y. Context ids start at 0."""
-    # The code avoids dot products, because NumPy's BLAS threads would compete with torch's threads.
-    weights = np.bincount(contexts_N, np.square(x_N))
-    size = float(weights.sum())
-    slope = float((x_N * y_N).sum()) / size if size else 0.0
-    number = size**2 / float(np.square(weights).sum()) if size else 0.0
-    if number < 2:
-        return SlopeFit(slope, math.inf, number, -math.inf)
-    # The jackknife: how far the slope would move without each context.
-    moves = np.bincount(contexts_N, x_N * (y_N - slope * x_N)) / (size - weights)
-    return SlopeFit(slope, math.sqrt(np.square(moves).sum()), number, slope - float(moves.max()))
-
-
-def students_t_quantile(freedom: float) -> float:
-    """Student's t quantile at `NUM_STD_ERRORS` normal deviations; at most 10% too large."""
-    # Wallace, A normal approximation to the t distribution (1959), solved for t.
-    deviations = NUM_STD_ERRORS * (8 * freedom + 3) / (8 * freedom + 1)
-    return math.sqrt(freedom * math.expm1(deviations**2 / freedom))
+        return (self.trainer_logprobs_N + self.engine_logprobs_N) / 2 + self.entropy_N
 
 
 def _mismatch_stats(tokens: PairedLogprobs) -> MismatchStats:
     if not len(tokens):
         return MismatchStats(0.0, 0.0, 0.0, 0.0, 0.0, 1.0, {}, 0)
     d = torch.from_numpy(tokens.d_N)
-    size = d.abs()
-    # Subtracting the maximum avoids an overflow. `ess` is invariant to scaling of all weights.
-    weights = (d - d.max()).exp()
+    abs_d = d.abs()
+    # Subtracting the maximum avoids an overflow. `ess` is invariant to scaling of all ratios.
+    ratios = (d - d.max()).exp()
     return MismatchStats(
-        mean_abs=size.mean().item(),
-        p99_abs=size.kthvalue(max(1, round(0.99 * d.numel()))).values.item(),
-        max_abs=size.max().item(),
+        mean_abs=abs_d.mean().item(),
+        p99_abs=abs_d.kthvalue(max(1, round(0.99 * d.numel()))).values.item(),
+        max_abs=abs_d.max().item(),
         mean=d.mean().item(),
         k3=kl_k3(torch.zeros_like(d), d).mean().item(),
-        ess=(weights.sum().square() / (d.numel() * weights.square().sum())).item(),
-        by_bucket=bucket_means(size, torch.from_numpy(tokens.buckets_2N)),
+        ess=(ratios.sum().square() / (d.numel() * ratios.square().sum())).item(),
+        by_bucket=bucket_means(abs_d, torch.from_numpy(tokens.buckets_2N)),
         tokens=d.numel(),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateEffect:
-    """The fraction of a weight change (an update, an adapter) that the sampler reproduces."""
+    """The fraction of a weight change (an update, an adapter) that the engine reproduces."""
 
-    slope: float  # 1: the sampler has the change; 0: the sampler does not have it
+    slope: float  # 1: the engine has the change; 0: the engine does not have it
     margin: float  # margin of error of the slope
     noise: float  # ratio: (deviation of a token from the slope) to (effect on the token); inf without an effect
     tokens: int  # number of tokens compared
@@ -231,56 +196,62 @@ class UpdateEffect:
     def estimate(
         cls, effect_N: np.ndarray, response_N: np.ndarray, contexts_N: np.ndarray, missing_cause: str
     ) -> "UpdateEffect":
-        """Compares the trainer's effect of a change (with minus without) with the sampler's response.
+        """Compares the trainer's effect of a change (with minus without) with the engine's response.
 
-        The response is the sampler's log-prob minus the trainer's without the change, in nats.
+        The response is the engine's log-prob minus the trainer's without the change, in nats.
         """
-        # The slope does not depend on the size of the effect. Both differences contain the noise of
-        # the trainer without the change. If the trainer's noise is the same with and without the
-        # change, a sampler with the change has a slope of at least 1/2 on average, and a sampler
-        # without the change a slope of at most 1/2. The larger the effect is compared with the
-        # noise, the more the two slopes differ.
+        # The slope does not depend on the magnitude of the effect. Both differences contain the
+        # noise of the trainer without the change. If the trainer's noise is the same with and
+        # without the change, an engine with the change has a slope of at least 1/2 on average, and
+        # an engine without the change a slope of at most 1/2. The larger the effect is compared
+        # with the noise, the more the two slopes differ.
         fit = fit_slope(response_N, effect_N, contexts_N)
-        size = float(np.square(effect_N).sum())
-        noise_N = np.square(response_N - fit.slope * effect_N) + LOGPROB_SPACING_NATS**2
-        noise = (float(noise_N.sum()) / size) ** 0.5 if size else math.inf
-        return cls(fit.slope, fit.margin, noise, len(effect_N), missing_cause)
+        effect_sum2 = float(np.square(effect_N).sum())
+        noise_N = np.square(response_N - fit.value * effect_N) + LOGPROB_SPACING_NATS**2
+        noise = (float(noise_N.sum()) / effect_sum2) ** 0.5 if effect_sum2 else math.inf
+        return cls(fit.value, fit.margin, noise, len(effect_N), missing_cause)
 
     @property
-    def resolved(self) -> bool:
-        """Whether the slope is reliable."""
+    def is_reliable(self) -> bool:
+        """Whether noise and margin of error are small enough for a conclusion."""
         return self.noise <= MAX_NOISE_RATIO and self.margin < 0.5
 
     @property
     def is_missing(self) -> bool:
-        """Whether the slope is reliable and shows that the sampler lacks the change."""
-        return self.resolved and self.slope < 0.5
+        """Whether the slope is reliable and shows that the engine lacks the change."""
+        return self.is_reliable and self.slope < 0.5
 
 
 def measure_update_effect(
     rows: Sequence[Row], with_change: Sequence[Tensor], without_change: Sequence[Tensor], missing_cause: str
 ) -> UpdateEffect:
-    """Measures the fraction of a weight change that the sampler reproduces. A collective.
+    """Measures the fraction of a weight change that the engine reproduces. A collective.
 
     Args:
-        rows: packed rows of this rank; they hold the sampler's log-probs.
+        rows: packed rows of this rank; they hold the engine's log-probs.
         with_change: the trainer's log-probs of each row with the change, [L]; labels with NaN are
             skipped.
         without_change: the same without the change.
         missing_cause: the cause that the message names if the change is missing.
     """
     parts = [
-        (torch.stack([new.cpu().double() - old, row.logprobs_L.double() - old]).numpy(), context_hashes(row)[0].numpy())
-        for row, new, old in zip(rows, with_change, (old.cpu().double() for old in without_change), strict=True)
+        (
+            torch.stack([changed.cpu().double() - base, row.logprobs_L.double() - base]).numpy(),
+            context_hashes(row)[0].numpy(),
+        )
+        for row, changed, base in zip(rows, with_change, (base.cpu().double() for base in without_change), strict=True)
     ]
-    changes, paths = (np.concatenate(each, axis=-1) for each in zip(*sum(all_gather(parts), []), strict=True))
-    valid = ~np.isnan(changes).any(axis=0)
-    effect_N, response_N = changes[:, valid]
-    return UpdateEffect.estimate(effect_N, response_N, np.unique(paths[valid], return_inverse=True)[1], missing_cause)
+    differences_2N, contexts_N = (
+        np.concatenate(arrays, axis=-1) for arrays in zip(*sum(all_gather(parts), []), strict=True)
+    )
+    is_valid = ~np.isnan(differences_2N).any(axis=0)
+    effect_N, response_N = differences_2N[:, is_valid]
+    context_ids_N = np.unique(contexts_N[is_valid], return_inverse=True)[1]
+    return UpdateEffect.estimate(effect_N, response_N, context_ids_N, missing_cause)
 
 
 class MismatchGate:
-    """Stops the run if trainer and sampler disagree.
+    """Stops the run if trainer and engine disagree.
 
     Args:
         limit: maximum mean |d| in nats. "auto": twice the rounding, at least 0.001, plus the margin
@@ -288,7 +259,7 @@ class MismatchGate:
         measure_rounding: a collective: rows -> mean |d| between the coarser precision and float32.
         precision: name of the precision, for messages.
         replay: the run does not sample, and "auto" is REPLAY_LIMIT_NATS.
-        test_mean_weight: whether `check` also tests mean weight and sharpness. Set it to False if
+        test_distribution: whether `check` also tests mean ratio and sharpness. Set it to False if
             the weights differ (mixed precision).
         temperature: sampling temperature, for messages.
     """
@@ -299,7 +270,7 @@ class MismatchGate:
         measure_rounding: Callable[[Sequence[Row]], float] = lambda rows: 0.0,
         precision: str = "float32",
         replay: bool = False,
-        test_mean_weight: bool = True,
+        test_distribution: bool = True,
         temperature: float = 1.0,
     ):
         self._temperature, self._measure_rounding, self._precision = temperature, measure_rounding, precision
@@ -309,12 +280,14 @@ class MismatchGate:
         self._min_limit = REPLAY_LIMIT_NATS if replay else MIN_AUTO_LIMIT_NATS  # minimum limit of "auto"
         self._limit = float(limit) if limit != "auto" else REPLAY_LIMIT_NATS if replay else 0.0
         self._measured: list[float] = []  # results of `measure_rounding`
-        self._recent: PairedLogprobs | None = None  # the latest tokens that the then current version had sampled
-        # With different weights d correlates with the reward, which selects groups.
-        self._mean_weight_enabled = test_mean_weight
+        self._recent: PairedLogprobs | None = None  # recent tokens, each on-policy when it was checked
+        # If the weights of trainer and engine differ, d correlates with the reward. Dropping
+        # zero-variance groups then biases the mean of exp(d).
+        self._distribution_tests_enabled = test_distribution
         # The warning about missing current-version tokens is logged once, and never in a replay.
         self._suppress_warning = replay
-        # Engine -> seed of the last canary, log likelihood ratios before and after its first one.
+        # Engine replica -> (seed of the last canary, log likelihood ratios before that seed, log
+        # likelihood ratios after the first canary with that seed).
         self._ratios: dict[str, tuple[int | None, np.ndarray, np.ndarray]] = {}
 
     @property
@@ -326,44 +299,45 @@ class MismatchGate:
         self,
         rows: Sequence[Row],
         logprobs: Sequence[LabelLogprobs],
-        when: str,
+        prefix: str,
         version: int | None = None,
         effects: Sequence[UpdateEffect] = (),
         describe_nonfinite: Callable[[], str] = str,
     ) -> MismatchStats:
-        """Tests scale, arrival, sharpness and mean weight. A collective.
+        """Tests magnitude, arrival, sharpness and mean ratio. A collective.
 
         Args:
-            rows: packed rows of this rank; they hold the sampler's log-probs.
+            rows: packed rows of this rank; they hold the engine's log-probs.
             logprobs: the trainer's log-probs of the labels of each row.
-            when: the beginning of the message, such as "after publishing version 7".
+            prefix: the beginning of the message, such as "after publishing version 7".
             version: the policy version; only its tokens are tested. None: the tokens of a canary.
-            effects: measured effects of changes that the sampler must have.
+            effects: measured effects of changes that the engine must have.
             describe_nonfinite: a collective that names the non-finite weights, for the message.
 
         Returns:
-            The mismatch of all tokens, of any age.
+            The mismatch of all tokens, of any staleness.
 
         Raises:
             MismatchError: a test failed, or a log-prob is not finite. The message gives the numbers
                 and the likely cause.
         """
         tokens = PairedLogprobs.from_rows(rows, logprobs, version)
-        bad = [np.count_nonzero(~np.isfinite(each)) for each in (tokens.ours_N, tokens.theirs_N)]
-        if any(bad):
+        trainer_nonfinite = np.count_nonzero(~np.isfinite(tokens.trainer_logprobs_N))
+        engine_nonfinite = np.count_nonzero(~np.isfinite(tokens.engine_logprobs_N))
+        if trainer_nonfinite or engine_nonfinite:
             raise MismatchError(
-                f"{when}: log-probs of {len(tokens)} sampled tokens are not finite: {bad[0]} of the trainer's, "
-                f"{bad[1]} of the sampler's. Likely cause: weights or activations that are NaN or "
+                f"{prefix}: log-probs of {len(tokens)} sampled tokens are not finite: {trainer_nonfinite} of the trainer's, "
+                f"{engine_nonfinite} of the engine's. Likely cause: weights or activations that are NaN or "
                 f"infinite{describe_nonfinite()}"
             )
-        self.check_tokens(tokens, rows, when, version, effects)
+        self.check_tokens(tokens, rows, prefix, version, effects)
         return _mismatch_stats(tokens)
 
     def check_tokens(
         self,
         tokens: PairedLogprobs,
         rows: Sequence[Row],
-        when: str,
+        prefix: str,
         version: int | None,
         effects: Sequence[UpdateEffect] = (),
     ) -> None:
@@ -371,6 +345,7 @@ class MismatchGate:
         # Log-probs of tokens from an earlier version differ because the policy has changed since.
         # This is not a fault. Asynchronous engines often return only such tokens.
         current = tokens[tokens.buckets_2N[1] == STALENESS_0_BUCKET]
+        # Suffix of the message -> tokens.
         token_sets = {"": current.renumber_contexts()}
         if version is not None and len(current):
             recent = PairedLogprobs.concat([self._recent, current]) if self._recent is not None else current
@@ -379,68 +354,68 @@ class MismatchGate:
                 token_sets[" of the latest steps"] = self._recent.renumber_contexts()
         # Fewer than MIN_TOKENS tokens are not tested, because one outlier can dominate their mean.
         # Exceptions: canaries, which are always short, and a limit that the user has set.
-        exact = version is None or (len(current) == len(tokens) and not self._auto)
-        scaled = {
-            which: each for which, each in token_sets.items() if len(each) >= MIN_TOKENS and (self._auto or not which)
+        test_few_tokens = version is None or (len(current) == len(tokens) and not self._auto)
+        sets_to_test = {
+            suffix: token_set
+            for suffix, token_set in token_sets.items()
+            if len(token_set) >= MIN_TOKENS and (self._auto or not suffix)
         }
-        scaled |= {"": token_sets[""]} if exact and len(current) else {}
-        if not scaled and not (self._auto and len(current)) and not self._suppress_warning:
+        if test_few_tokens and len(current):
+            sets_to_test[""] = token_sets[""]
+        if not sets_to_test and not (self._auto and len(current)) and not self._suppress_warning:
             self._suppress_warning = True
             log.warning(
                 "%s: %s sampled tokens are from the current version %s, so only the canary proves that trainer and engine "
-                "agree; later steps do not repeat this warning",
-                when,
+                "agree. Later steps do not repeat this warning",
+                prefix,
                 len(current) or "no",
                 version,
             )
-        self._test_scale(scaled, rows, when, effects)
-        for each in token_sets.values():
-            if self._mean_weight_enabled and len(each) >= MIN_TOKENS:
-                # Most canaries repeat the same tokens, so they do not estimate the mean weight.
+        self._test_magnitude(sets_to_test, rows, prefix, effects)
+        for token_set in token_sets.values():
+            if self._distribution_tests_enabled and len(token_set) >= MIN_TOKENS:
+                # Most canaries repeat the same tokens, so they do not estimate the mean ratio.
                 if version is not None:
-                    self._test_mean_weight(each, when)
-                self._test_sharpness(each, when)
+                    self._test_mean_ratio(token_set, prefix)
+                self._test_sharpness(token_set, prefix)
 
-    def check_sharpness(self, rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], when: str) -> None:
+    def check_sharpness(self, rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], prefix: str) -> None:
         """Tests only the sharpness, by log-probs under the published weights. A collective."""
-        self._test_sharpness(PairedLogprobs.from_rows(rows, logprobs, None).renumber_contexts(), when)
+        self._test_sharpness(PairedLogprobs.from_rows(rows, logprobs, None).renumber_contexts(), prefix)
 
-    def _test_scale(
-        self, token_sets: dict[str, PairedLogprobs], rows: Sequence[Row], when: str, effects: Sequence[UpdateEffect]
+    def _test_magnitude(
+        self, token_sets: dict[str, PairedLogprobs], rows: Sequence[Row], prefix: str, effects: Sequence[UpdateEffect]
     ) -> None:
-        fits = {
-            which: fit_slope(np.abs(each.d_N), np.ones(len(each)), each.contexts_N)
-            for which, each in token_sets.items()
-        }
+        means = {suffix: mean_with_error(np.abs(s.d_N), s.contexts_N) for suffix, s in token_sets.items()}
         limit = self._limit
-        if fits and self._auto and (not limit or any(self._exceeds(each, limit) for each in fits.values())):
+        if means and self._auto and (not limit or any(self._exceeds(mean, limit) for mean in means.values())):
             limit = self._measure_limit(rows)
-        failing = [which for which, each in fits.items() if self._exceeds(each, limit)]
-        if not failing and not any(change.is_missing for change in effects):
+        failed = [suffix for suffix, mean in means.items() if self._exceeds(mean, limit)]
+        if not failed and not any(effect.is_missing for effect in effects):
             return
-        which = max(failing or fits, key=lambda which: fits[which].slope)
-        found = _mismatch_stats(token_sets[which])
-        sharpness, rest = _fit_sharpness(token_sets[which])
+        suffix = max(failed or means, key=lambda suffix: means[suffix].value)
+        stats = _mismatch_stats(token_sets[suffix])
+        sharpness, residual_N = _fit_sharpness(token_sets[suffix])
         # The sharpness formula holds only near 0; d of a broken model may correlate with anything.
-        max_unexplained = UNEXPLAINED_SHARE * np.square(token_sets[which].d_N).sum()
-        explained = abs(sharpness.slope) < 1 and np.square(rest).sum() < max_unexplained
-        cause = diagnose(found, effects, self._temperature_cause(sharpness.slope) if explained else "")
+        max_unexplained = UNEXPLAINED_SHARE * np.square(token_sets[suffix].d_N).sum()
+        is_temperature = abs(sharpness.value) < 1 and np.square(residual_N).sum() < max_unexplained
+        cause = diagnose(stats, effects, self._temperature_cause(sharpness.value) if is_temperature else "")
         raise MismatchError(
-            f"{when}: trainer and sampler disagree on {found.tokens} sampled tokens{which}: mean |d log-prob| "
-            f"{found.mean_abs:.4g} +- {fits[which].error:.2g} (max_mismatch={limit:.3g}), 99th percentile "
-            f"{found.p99_abs:.4g}, max {found.max_abs:.4g}, signed mean {found.mean:+.4g}. Likely cause: "
+            f"{prefix}: trainer and engine disagree on {stats.tokens} sampled tokens{suffix}: mean |d log-prob| "
+            f"{stats.mean_abs:.4g} +- {means[suffix].error:.2g} (max_mismatch={limit:.3g}), 99th percentile "
+            f"{stats.p99_abs:.4g}, max {stats.max_abs:.4g}, signed mean {stats.mean:+.4g}. Likely cause: "
             f"{REPLAY_DRIFT_ADVICE if self._replay else cause}"
         )
 
-    def _exceeds(self, found: SlopeFit, limit: float) -> bool:
-        """Whether the mean exceeds the limit by more than the margin of error."""
+    def _exceeds(self, mean: Estimate, limit: float) -> bool:
+        """Whether a mean |d| exceeds the limit by more than the margin of error."""
         if not self._auto:
-            return not found.slope <= limit
+            return not mean.value <= limit  # a NaN also exceeds the limit
         # A few outliers also enlarge the standard error. So three times the limit ends a run,
         # whatever the error, unless the mean is below that without its most extreme context. If
         # there are fewer than MIN_TOKENS contexts, the missing contexts count with d = 0, because
         # two outliers may then dominate.
-        return found.slope > limit + found.margin or found.min_slope * min(1.0, found.contexts / MIN_TOKENS) > 3 * limit
+        return mean.value > limit + mean.margin or mean.min_value * min(1.0, mean.contexts / MIN_TOKENS) > 3 * limit
 
     def _measure_limit(self, rows: Sequence[Row]) -> float:
         """Measures the rounding of these rows and returns their limit in nats. A collective."""
@@ -450,51 +425,52 @@ class MismatchGate:
         # A few tokens may have far larger rounding errors. The limit of later steps follows the
         # mean, and only the current rows get a higher limit.
         self._limit = max(self._min_limit, 2 * sum(self._measured) / len(self._measured))
-        own = max(self._limit, 2 * noise)
+        limit_of_rows = max(self._limit, 2 * noise)
         if rank() == 0:
-            how = f"{noise:.2g} nats" if noise else "negligible"
-            here = "" if len(self._measured) == 1 else f" on tokens above the limit, whose own limit is {own:.2g}"
-            print_text(
-                format_labels([("rounding", f"{how} in {self._precision}{here}; max_mismatch {self._limit:.2g}")])
-            )
-        return own
+            text = f"{noise:.2g} nats in {self._precision}" if noise else f"negligible in {self._precision}"
+            if len(self._measured) > 1:
+                text += f", measured on this step's rows (limit for these rows {limit_of_rows:.2g})"
+            print_text(format_labels([("rounding", f"{text}; max_mismatch {self._limit:.2g}")]))
+        return limit_of_rows
 
-    def _test_sharpness(self, tokens: PairedLogprobs, when: str) -> None:
-        # At temperature T / (1 + s) the sampler's log-probs are larger by s (log p + H): likely
-        # tokens gain and unlikely tokens lose. Rounding does not have this effect.
+    def _test_sharpness(self, tokens: PairedLogprobs, prefix: str) -> None:
+        # At temperature T / (1 + s) the engine's log-probs are larger by s (log p + H): those of
+        # likely tokens rise and those of unlikely tokens fall. Rounding does not have this effect.
         sharpness, _ = _fit_sharpness(tokens)
         d = tokens.d_N
-        # Both factors contain rounding errors. Rounding adds half the difference of the two sides'
-        # squares to the product, and sharpens the side with the larger error by half its square.
-        # The square of d bounds both effects.
-        bias = np.square(d).sum() / max(np.square(tokens.score_N).sum(), 1e-30)
-        if abs(sharpness.slope) > MAX_SHARPNESS + bias + sharpness.margin:
-            # If the sampler keeps only the likeliest tokens, each gains, so most of d is negative.
+        # With rounding errors e_t and e_s of trainer and engine, d = e_t - e_s. The errors bias the
+        # slope's numerator by (e_s^2 - e_t^2) / 2, because log p is the mean of both sides, and by
+        # at most max(e_t^2, e_s^2) / 2, because errors sharpen a distribution. For independent
+        # errors d^2 bounds the sum, so |bias| <= sum d^2 / sum (log p + H)^2.
+        bias = np.square(d).sum() / max(np.square(tokens.centered_logprobs_N).sum(), 1e-30)
+        if abs(sharpness.value) > MAX_SHARPNESS + bias + sharpness.margin:
+            # If the engine keeps only the likeliest tokens, their log-probs rise, so most of d is
+            # negative.
             is_truncated = d.mean() < -np.abs(d).mean() / 2
             raise MismatchError(
-                f"{when}: on {len(d)} sampled tokens the sampler's log-probs differ from the trainer's by "
-                f"{sharpness.slope:+.3f} +- {sharpness.error:.2g} times (log p + entropy). A sharper or flatter "
+                f"{prefix}: on {len(d)} sampled tokens the engine's log-probs differ from the trainer's by "
+                f"{sharpness.value:+.3f} +- {sharpness.error:.2g} times (log p + entropy). A sharper or flatter "
                 "distribution has this effect, and rounding does not. Likely cause: "
-                f"{TRUNCATION_CAUSE if is_truncated else self._temperature_cause(sharpness.slope)}"
+                f"{TRUNCATION_CAUSE if is_truncated else self._temperature_cause(sharpness.value)}"
             )
 
     def _temperature_cause(self, sharpness: float) -> str:
         return (
-            f"temperature: the sampler's temperature is about {self._temperature / (1 + sharpness):.2f}, the trainer "
+            f"temperature: the engine's temperature is about {self._temperature / (1 + sharpness):.2f}, the trainer "
             f"computes at {self._temperature:g}. Check `temperature`, that the engine reports processed log-probs "
             "(logprobs_mode=processed_logprobs), and that no generation_config.json overrides it"
         )
 
-    def _test_mean_weight(self, tokens: PairedLogprobs, when: str) -> None:
-        # Let p be the trainer's and q the sampler's probability. The mean of exp(d) is
+    def _test_mean_ratio(self, tokens: PairedLogprobs, prefix: str) -> None:
+        # Let p be the trainer's and q the engine's probability. The mean of exp(d) is
         # sum_y q(y) p(y) / q(y) = 1, whatever the rounding, unless q is 0 for a token with p > 0.
-        excess = fit_slope(np.expm1(tokens.d_N), np.ones(len(tokens)), tokens.contexts_N)
-        if abs(excess.slope) > MEAN_WEIGHT_TOLERANCE + excess.margin:
+        excess = mean_with_error(np.expm1(tokens.d_N), tokens.contexts_N)
+        if abs(excess.value) > MEAN_RATIO_TOLERANCE + excess.margin:
             raise MismatchError(
-                f"{when}: over {len(tokens)} sampled tokens the mean of exp(trainer's - sampler's log-prob) is "
-                f"{1 + excess.slope:.4f} +- {excess.error:.4f}; expected 1, whatever the rounding, if the sampler draws "
+                f"{prefix}: over {len(tokens)} sampled tokens the mean of exp(trainer's - engine's log-prob) is "
+                f"{1 + excess.value:.4f} +- {excess.error:.4f}; expected 1, whatever the rounding, if the engine samples "
                 "from the complete distribution that it reports. Likely cause: the distribution is truncated or "
-                f"renormalized ({SAMPLER_ADVICE})"
+                f"renormalized ({ENGINE_ADVICE})"
             )
 
     def check_likelihood(
@@ -502,33 +478,33 @@ class MismatchGate:
         rows: Sequence[Row],
         logprobs: Sequence[LabelLogprobs],
         sharper: Sequence[LabelLogprobs],
-        when: str,
+        prefix: str,
         engine: str,
         seed: int,
     ) -> None:
-        """Tests whether the tokens of a canary are as likely as the sampler reports. A collective.
+        """Tests whether the tokens of a canary are as likely as the engine reports. A collective.
 
         Args:
-            rows, logprobs, when: as in `check`.
+            rows, logprobs, prefix: as in `check`.
             sharper: the trainer's log-probs with logits SHARPER_LOGIT_SCALE times as large.
-            engine: name of the engine. Each engine is tested separately.
+            engine: name of the engine replica. Each replica is tested separately.
             seed: seed of the canary. Evidence from canaries with different seeds accumulates.
 
         Raises:
             MismatchError: the tokens are far more likely under a sharper or flatter distribution.
         """
         gains = [
-            likelihood_gains(ours.logprobs_L, row.logprobs_L, ours.entropy_L, sharp.logprobs_L)
-            for row, ours, sharp in zip(rows, logprobs, sharper, strict=True)
+            likelihood_gains(trainer.logprobs_L, row.logprobs_L, trainer.entropy_L, sharp.logprobs_L)
+            for row, trainer, sharp in zip(rows, logprobs, sharper, strict=True)
         ]
-        self.check_likelihood_gains(
-            np.sum([np.zeros(len(MIXTURES)), *sum(all_gather(gains), [])], axis=0), when, engine, seed
+        self.update_likelihood_ratio(
+            np.sum([np.zeros(len(MIXTURES)), *sum(all_gather(gains), [])], axis=0), prefix, engine, seed
         )
 
-    def check_likelihood_gains(self, gain: np.ndarray, when: str, engine: str, seed: int) -> None:
-        """Tests the `likelihood_gains` of a canary, as `check_likelihood` does."""
+    def update_likelihood_ratio(self, gain: np.ndarray, prefix: str, engine: str, seed: int) -> None:
+        """Adds a canary's `likelihood_gains` to the statistic of its engine replica, and tests it."""
         # The Shiryaev-Roberts statistic sums evidence over all change points, since an engine may
-        # break at any time. A healthy sampler's mean is at most the number of canaries.
+        # break at any time. Its mean for a correct engine is at most the number of canaries.
         last_seed, before, after = self._ratios.get(engine, (None, *[np.full(len(MIXTURES), -np.inf)] * 2))
         before = before if seed == last_seed else after
         ratios = np.logaddexp(before, 0.0) + gain
@@ -536,18 +512,23 @@ class MismatchGate:
         if np.logaddexp.reduce(ratios) - math.log(len(MIXTURES)) > math.log(MAX_LIKELIHOOD_RATIO):
             better = "sharper" if MIXTURES[ratios.argmax()] > 0 else "flatter"
             raise MismatchError(
-                f"{when}: a {better} distribution makes the canary's tokens {MAX_LIKELIHOOD_RATIO:.0e} times as likely as "
-                "the sampler reports. Likely cause: the sampler applies a temperature, top-p or top-k, but reports "
-                f"log-probs without them. Set logprobs_mode=processed_logprobs in the engine. {SAMPLER_ADVICE}"
+                f"{prefix}: a {better} distribution makes the canary's tokens {MAX_LIKELIHOOD_RATIO:.0e} times as likely as "
+                "the engine reports. Likely cause: the engine applies a temperature, top-p or top-k, but reports "
+                f"log-probs without them; expected logprobs_mode=processed_logprobs. {ENGINE_ADVICE}"
             )
 
 
-def likelihood_gains(*logprobs: Tensor) -> np.ndarray:
-    """The log likelihood ratio of each mixture to the sampler's distribution, over all tokens.
+def likelihood_gains(trainer_L: Tensor, engine_L: Tensor, entropy_L: Tensor, sharper_L: Tensor) -> np.ndarray:
+    """The log likelihood ratio of each mixture to the engine's distribution, over all tokens.
 
-    `logprobs`, [L] each: trainer, sampler, entropy, trainer with sharper logits.
+    Args:
+        trainer_L: the trainer's log-probs.
+        engine_L: the engine's log-probs.
+        entropy_L: entropy of the trainer's distribution, nats.
+        sharper_L: the trainer's log-probs with logits SHARPER_LOGIT_SCALE times as large.
     """
-    p, q, entropy, sharp = (each.cpu().double().numpy() for each in logprobs)
+    tensors = trainer_L, engine_L, entropy_L, sharper_L
+    p, q, entropy, sharp = (tensor.cpu().double().numpy() for tensor in tensors)
     # The mixture p + w (p_sharp - p) sums to 1 over the vocabulary for any weight w. So if tokens
     # are drawn from q, the mixture's ratio to q has a mean of at most 1, whatever the rounding. The
     # mixture is also positive for w = -1 if every p_sharp / p is below 2. The maximum of p_sharp /
@@ -558,10 +539,10 @@ def likelihood_gains(*logprobs: Tensor) -> np.ndarray:
     return ((p - q)[:, None] + np.log1p(weights * np.expm1(sharp - p)[:, None])).sum(axis=0)
 
 
-def _fit_sharpness(tokens: PairedLogprobs) -> tuple[SlopeFit, np.ndarray]:
-    """Fits the sharpness of the sampler. Returns the fit and the residual of d, [N] in nats."""
-    found = fit_slope(-tokens.d_N, tokens.score_N, tokens.contexts_N)
-    return found, tokens.d_N + found.slope * tokens.score_N
+def _fit_sharpness(tokens: PairedLogprobs) -> tuple[Estimate, np.ndarray]:
+    """Fits the sharpness of the engine. Returns the fit and the residual of d, [N] in nats."""
+    fit = fit_slope(-tokens.d_N, tokens.centered_logprobs_N, tokens.contexts_N)
+    return fit, tokens.d_N + fit.value * tokens.centered_logprobs_N
 
 
 def diagnose(stats: MismatchStats, effects: Sequence[UpdateEffect], temperature_cause: str) -> str:
@@ -569,15 +550,15 @@ def diagnose(stats: MismatchStats, effects: Sequence[UpdateEffect], temperature_
 
     `temperature_cause` is a message if a temperature explains most of the mismatch, else "".
     """
-    for change in effects:
+    for effect in effects:
         # Versions and checksums matched, and the effect was measured with the rounded values that
         # were published. So the engine has the weights but does not use them.
-        if change.is_missing:
+        if effect.is_missing:
             return (
-                f"weights: {change.missing_cause}; the engine reproduces the fraction {change.slope:.2f} of the change's "
-                f"effect on the log-probs of {change.tokens} sampled tokens"
+                f"weights: {effect.missing_cause}; the engine reproduces the fraction {effect.slope:.2f} of the change's "
+                f"effect on the log-probs of {effect.tokens} sampled tokens"
             )
-    # A sampler that renormalizes over a share c of the probability shifts every d by log c.
+    # An engine that renormalizes over a share c of the probability shifts every d by log c.
     if math.log(MIN_KEPT_PROBABILITY) < stats.mean < -0.9 * stats.mean_abs:
         return TRUNCATION_CAUSE
     if temperature_cause:

@@ -133,7 +133,7 @@ class Precision:
         self.dtype = DTYPES[dtype]  # dtype of the trainer's forward and backward
         engine = engine.with_trainer_defaults(dtype)
         self.engine_dtype = getattr(torch, engine.dtype)
-        self.trainer_fp8, sampler = config.fp8_configs
+        self.trainer_fp8, engine_fp8 = config.fp8_configs
         self.engine = engine  # settings for starting the engine
         self.engine_fp8: Fp8Plan | None = None  # which layers the engine holds in FP8
         if device.type == "cpu" and engine.dtype == "bfloat16" and not computes_in_bfloat16("cpu"):
@@ -147,12 +147,12 @@ class Precision:
         )
         hf_model.require_unquantized()
         # The rest concerns FP8 only.
-        if sampler is None:
+        if engine_fp8 is None:
             return
         for key, value in (("dtype", self.dtype), ("engine.dtype", self.engine_dtype)):
             if value != torch.bfloat16:
                 raise UsageError(
-                    f"precision.flow={config.flow} with {key}={str(value)[6:]}: FP8 requires bfloat16; set "
+                    f"precision.flow={config.flow} with {key}={str(value)[6:]}: FP8 requires bfloat16. Fix: set "
                     f"{key}=bfloat16, or precision=bf16"
                 )
         if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:

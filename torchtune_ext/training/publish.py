@@ -1,4 +1,4 @@
-"""Publishes the weights to the engines in memory, and verifies that they sample with them."""
+"""Publishes the weights to the engine in memory, and verifies that its replicas sample with them."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +30,7 @@ from torchtune_ext.training.mismatch import (
     measure_update_effect,
 )
 from torchtune_ext.training.precision import Precision
-from torchtune_ext.training.trainable import FullWeights, LoRAWeights
+from torchtune_ext.training.trained_weights import FullWeights, LoRAWeights
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 CANARY_SAMPLES, CANARY_TOKENS = 16, 8
 CANARY_PROMPTS = CANARY_REQUESTS // CANARY_SAMPLES
 # Number of evenly spaced values per tensor to compare with the previous weight sync.
-SAMPLED_VALUES = 4096
+VALUES_PER_TENSOR = 4096
 # Fraction of changed values below which the publisher warns in mixed precision.
-FEW_CHANGED = 0.2
+MIN_CHANGED_FRACTION = 0.2
 # With the seed of the previous weight sync most tokens recur, and two policies can be compared on
 # them. With a new seed the tokens are a new sample, which adds evidence to the likelihood test, so
 # completions are longer.
@@ -50,13 +50,13 @@ SEED_PERIOD, NEW_SEED_TOKENS = 10, 32
 
 
 class Publisher:
-    """Publishes the policy's weights to the engines, and verifies their arrival with a canary.
+    """Publishes the policy's weights to the engine, and verifies their arrival with a canary.
 
-    The canary samples a few tokens from fixed prompts, with new seeds every `SEED_PERIOD` versions.
-    It requires that log-probs match the trainer's, and that:
+    The canary, a check of each weight sync, samples a few tokens from fixed prompts, with new seeds
+    every `SEED_PERIOD` versions. It requires that log-probs match the trainer's, and that:
 
     1. every token is labeled with the version that was just published;
-    2. every tensor on each worker of the engine has the checksum of the published tensor;
+    2. every tensor on each worker of each engine replica has the checksum of the published tensor;
     3. if a change (the update, an adapter) moves the trainer's log-probs by more than the noise,
        the engine's log-probs move with them;
     4. the tokens are as likely as the engine reports.
@@ -65,13 +65,13 @@ class Publisher:
         engine: the engine on rank 0; None on other ranks, which take part in gathering and in the
             canary.
         learner: the learner, whose policy is published.
-        trainable: the published part of the policy.
+        trained_weights: the published part of the policy.
         precision: precision of the published weights.
         hf_model: maps weights to their names in the engine.
         gate: the mismatch gate that the canary must pass.
         logprobs_fn: computes log-probs with other weights or another precision than the policy's
             (`streamed_logprobs`).
-        canary: prompts of the canary, as groups without samples.
+        canary_groups: prompts of the canary, as groups without samples.
         sampling: sampling settings of the run. The canary changes only length and seed.
     """
 
@@ -79,22 +79,26 @@ class Publisher:
         self,
         engine: Engine | None,
         learner: Learner,
-        trainable: FullWeights | LoRAWeights,
+        trained_weights: FullWeights | LoRAWeights,
         precision: Precision,
         hf_model: HFModel,
         gate: MismatchGate,
         logprobs_fn: Callable[..., list[Tensor]],
-        canary: Sequence[Group],
+        canary_groups: Sequence[Group],
         sampling: SamplingConfig,
     ):
         self._engine, self._learner, self._ranks = engine, learner, learner.ranks
-        self._trainable, self._precision, self._hf_model = trainable, precision, hf_model
-        self._gate, self._logprobs_fn, self._groups = gate, logprobs_fn, list(canary)
+        self._trained_weights, self._precision, self._hf_model = trained_weights, precision, hf_model
+        self._gate, self._logprobs_fn, self._canary_groups = gate, logprobs_fn, list(canary_groups)
         self._sampling = replace(sampling, early_stop_logprob=None)
-        self._sent_checksums: dict[str, dict[str, int]] = {"model": {}, "adapter": {}}  # name -> checksum, on rank 0
-        # Name -> number of values, and sampled values of the last weight sync, on rank 0.
-        self._values: dict[str, tuple[int, Tensor]] = {}
-        self._weights_differ, self._warned = trainable.weights_differ(precision), False
+        self._published_checksums: dict[str, dict[str, int]] = {
+            "model": {},
+            "adapter": {},
+        }  # name -> checksum, on rank 0
+        # Name -> number of values, and a subset of the values, of the last weight sync, on rank 0.
+        self._value_subsets: dict[str, tuple[int, Tensor]] = {}
+        self._weights_differ = trained_weights.weights_differ(precision)
+        self._has_warned = False
         # Context -> log-prob under the policy of the last weight sync, of all ranks.
         self._previous_logprobs: dict[int, float] = {}
 
@@ -106,36 +110,38 @@ class Publisher:
             metrics; elsewhere an empty dict.
 
         Raises:
-            MismatchError: an engine does not sample with these weights. The message names the
-                likely cause.
+            MismatchError: an engine replica does not sample with these weights. The message names
+                the likely cause.
         """
         # An engine that shares the trainer's GPU wakes up now and needs the memory.
         torch.cuda.empty_cache()
-        sync_metrics, canary_started = self._send(version), perf_counter()
-        canary = self._check_canary(version)
-        seconds = {"time/publish/canary": perf_counter() - canary_started}
-        return sync_metrics | seconds | canary if self._engine is not None else {}
+        sync_metrics = self._send(version)
+        canary_started = perf_counter()
+        canary_metrics = self._check_canary(version)
+        canary_metrics["time/publish/canary"] = perf_counter() - canary_started
+        return sync_metrics | canary_metrics if self._engine is not None else {}
 
     def _send(self, version: int) -> dict[str, float]:
         """Gathers the weights and sends them to the engine. Returns metrics on rank 0."""
         size = gather_s = copy_s = pause_s = 0.0
-        values: dict[str, tuple[int, Tensor]] = {}
+        value_subsets: dict[str, tuple[int, Tensor]] = {}
 
         def timed_gather(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
             nonlocal gather_s
-            began = perf_counter()
+            start_time = perf_counter()
             for name, tensor in tensors:
                 flat = tensor.detach().reshape(-1)
                 # A CPU cannot compare FP8 numbers, but it can compare their bytes.
-                some = flat[:: max(1, len(flat) // SAMPLED_VALUES)].clone()
-                values[name] = len(flat), (some.view(torch.uint8) if some.element_size() == 1 else some).cpu()
+                subset = flat[:: max(1, len(flat) // VALUES_PER_TENSOR)].clone()
+                subset = subset.view(torch.uint8) if subset.element_size() == 1 else subset
+                value_subsets[name] = len(flat), subset.cpu()
                 # The timer stops while the engine copies the tensor, because that time is `copy_s`.
-                gather_s += perf_counter() - began
+                gather_s += perf_counter() - start_time
                 yield name, tensor
-                began = perf_counter()
-            gather_s += perf_counter() - began
+                start_time = perf_counter()
+            gather_s += perf_counter() - start_time
 
-        for tensors, adapter in self._trainable.weight_streams(
+        for tensors, adapter in self._trained_weights.weight_streams(
             self._learner.policy.model, self._hf_model, self._precision
         ):
             if self._engine is None:
@@ -144,118 +150,130 @@ class Publisher:
                     pass
                 continue
             report = self._engine.publish(timed_gather(tensors), version, adapter)
-            self._sent_checksums["model" if adapter is None else "adapter"] = report.checksums
+            self._published_checksums["model" if adapter is None else "adapter"] = report.checksums
             size, copy_s, pause_s = size + report.bytes, copy_s + report.copy_s, pause_s + report.pause_s
         # The engine pulls the tensors while it copies, so its seconds include gathering.
         seconds = {"gather": gather_s, "copy": copy_s - gather_s, "pause": pause_s}
-        changed, self._values = self._changed_share(self._values, values), values
-        return {"publish/bytes": size} | changed | {f"time/publish/{part}": value for part, value in seconds.items()}
+        changed_share = self._changed_share(self._value_subsets, value_subsets)
+        self._value_subsets = value_subsets
+        return {"publish/bytes": size} | changed_share | {f"time/publish/{name}": s for name, s in seconds.items()}
 
     def _check_canary(self, version: int) -> dict[str, float]:
-        """Checks the canary of every engine and returns the worst metrics.
+        """Checks the canary of every engine replica and returns the worst metrics.
 
         Raises:
             MismatchError: a check failed.
         """
         # The limit of the gate does not detect every failed weight sync: with a small learning rate
         # an update moves log-probs by less than rounding does. Versions and checksums detect it.
-        when = f"after publishing version {version}"
-        answers, arrival_error = self._sample_canary(version)
+        prefix = f"after publishing version {version}"
+        replica_rows, arrival_error = self._sample_canary(version)
         if arrival_error:
-            raise MismatchError(f"{when}: weights: {arrival_error}")
-        # Each engine is checked separately, because a mean over all engines would hide a stale
-        # engine.
-        worst, shares, pairs = 0.0, {}, []
-        for name, rows in answers:
-            engine_context = when if len(answers) == 1 else f"{when}, {name}"
+            raise MismatchError(f"{prefix}: weights: {arrival_error}")
+        # Each replica is checked separately, because a mean over all replicas would hide a stale
+        # one.
+        max_mean_abs = 0.0
+        applied_shares: dict[str, float] = {}
+        published_pairs = []
+        for replica, rows in replica_rows:
+            replica_prefix = prefix if len(replica_rows) == 1 else f"{prefix}, {replica}"
             logprobs = self._learner.logprobs(rows)
             # The effect of a change is measured with the engine's values, which may be coarser than
             # the trainer's.
             if self._weights_differ:
                 logprobs_fn = partial(self._logprobs_fn, dtype=torch.float32)
-                sent_logprobs = logprobs_fn(
-                    rows, self._trainable.engine_weights(self._learner.policy.model, self._precision)
+                published_logprobs = logprobs_fn(
+                    rows, self._trained_weights.engine_weights(self._learner.policy.model, self._precision)
                 )
             else:
-                logprobs_fn, sent_logprobs = None, [ours.logprobs_L for ours in logprobs]
-            applied = self._trainable.measure_effects(self._learner, rows, sent_logprobs, logprobs_fn, self._precision)
-            applied["update"] = self._measure_update(rows, sent_logprobs)
+                logprobs_fn, published_logprobs = None, [scores.logprobs_L for scores in logprobs]
+            effects = self._trained_weights.measure_effects(
+                self._learner, rows, published_logprobs, logprobs_fn, self._precision
+            )
+            effects["update"] = self._measure_update(rows, published_logprobs)
             mismatch = self._gate.check(
                 rows,
                 logprobs,
-                engine_context,
-                effects=list(applied.values()),
+                replica_prefix,
+                effects=list(effects.values()),
                 describe_nonfinite=self._describe_nonfinite,
             )
             if self._weights_differ:
-                sent_rows = [replace(ours, logprobs_L=new) for ours, new in zip(logprobs, sent_logprobs, strict=True)]
-                self._gate.check_sharpness(rows, sent_rows, engine_context)
+                published = [
+                    replace(scores, logprobs_L=published_L)
+                    for scores, published_L in zip(logprobs, published_logprobs, strict=True)
+                ]
+                self._gate.check_sharpness(rows, published, replica_prefix)
             sharper = self._learner.logprobs(rows, self._learner.temperature / SHARPER_LOGIT_SCALE)
-            self._gate.check_likelihood(rows, logprobs, sharper, engine_context, name, version // SEED_PERIOD)
-            worst = max(worst, mismatch.mean_abs)
-            pairs += zip(rows, sent_logprobs, strict=True)
-            for change, share in applied.items():
-                if share.resolved:
-                    key = f"canary/{change}_applied"
-                    shares[key] = min(shares.get(key, share.slope), share.slope)
-        self._store_logprobs(pairs)
-        return {"canary/mean_abs": worst, "canary/limit": self._gate.limit} | shares
+            self._gate.check_likelihood(rows, logprobs, sharper, replica_prefix, replica, version // SEED_PERIOD)
+            max_mean_abs = max(max_mean_abs, mismatch.mean_abs)
+            published_pairs += zip(rows, published_logprobs, strict=True)
+            for name, effect in effects.items():
+                if effect.is_reliable:
+                    key = f"canary/{name}_applied"
+                    applied_shares[key] = min(applied_shares.get(key, effect.slope), effect.slope)
+        self._store_logprobs(published_pairs)
+        return {"canary/mean_abs": max_mean_abs, "canary/limit": self._gate.limit} | applied_shares
 
     def _sample_canary(self, version: int) -> tuple[list[tuple[str, list[Row]]], str | None]:
-        """Samples the canary on every engine.
+        """Samples the canary on every engine replica.
 
         Returns:
-            Engine name and this rank's share of the packed rows, for each engine; and an error if
-            an engine has other weights.
+            Name and this rank's share of the packed rows, for each replica; and an error if a
+            replica has other weights than the published ones.
         """
-        engines, wrong = [], None
+        replica_rows: list[tuple[str, list[Row]]] = []
+        error = None
         if self._engine is not None:
-            prompts = [group.prompt_tokens.tolist() for group in self._groups]
+            prompts = [group.prompt_tokens.tolist() for group in self._canary_groups]
             tokens = min(CANARY_TOKENS if version % SEED_PERIOD else NEW_SEED_TOKENS, self._sampling.max_tokens)
             sampling = replace(self._sampling, max_tokens=tokens, seed=version // SEED_PERIOD)
-            for answer in self._engine.canary(prompts, CANARY_SAMPLES, sampling):
-                wrong = wrong or self._find_version_error(answer, version) or self._find_checksum_error(answer)
+            for answer in self._engine.sample_canary(prompts, CANARY_SAMPLES, sampling):
+                error = error or self._find_version_error(answer, version) or self._find_checksum_error(answer)
                 groups = [
                     replace(group, samples=tuple(Sample(completion, in_loss=True) for completion in completions))
-                    for group, completions in zip(self._groups, answer.completions, strict=True)
+                    for group, completions in zip(self._canary_groups, answer.completions, strict=True)
                 ]
-                longest = sum(len(g.prompt_tokens) + CANARY_SAMPLES * tokens for g in groups)
-                engines.append((answer.engine, pack(groups, longest, layout=self._learner.layout)[0]))
-        engines, wrong = self._ranks.broadcast((engines, wrong))
-        return [(name, self._ranks.local_slice(rows)) for name, rows in engines], wrong
+                row_tokens = sum(len(g.prompt_tokens) + CANARY_SAMPLES * tokens for g in groups)
+                replica_rows.append((answer.replica, pack(groups, row_tokens, layout=self._learner.layout)[0]))
+        replica_rows, error = self._ranks.broadcast((replica_rows, error))
+        return [(replica, self._ranks.local_slice(rows)) for replica, rows in replica_rows], error
 
     @staticmethod
     def _find_version_error(answer: CanaryAnswer, version: int) -> str | None:
         versions = {int(label) for group in answer.completions for c in group for label in c.versions}
         if versions <= {version}:
             return None
-        return f"{answer.engine} reports version {sorted(versions)} for its tokens: the weight sync did not reach it"
+        return f"{answer.replica} reports version {sorted(versions)} for its tokens: the weight sync did not reach it"
 
     def _find_checksum_error(self, answer: CanaryAnswer) -> str | None:
-        sent = {name: value for part in self._sent_checksums.values() for name, value in part.items()}
-        messages = [
-            describe_differences(sent, loaded, answer.engine, worker) for worker, loaded in enumerate(answer.checksums)
+        published = {name: value for part in self._published_checksums.values() for name, value in part.items()}
+        errors = [
+            describe_differences(published, loaded, answer.replica, worker)
+            for worker, loaded in enumerate(answer.checksums)
         ]
-        return next(filter(None, messages), None)
+        return next(filter(None, errors), None)
 
     def _measure_update(self, rows: list[Row], new_logprobs: list[Tensor]) -> UpdateEffect:
         """Measures whether the engine has the newest update, on tokens of the last two canaries."""
-        old_logprobs = [
+        previous_logprobs = [
             torch.tensor([self._previous_logprobs.get(c, torch.nan) for c in context_hashes(row)[1].tolist()])
             for row in rows
         ]
         return measure_update_effect(
-            rows, new_logprobs, old_logprobs, "the engine has the new weights but samples with the old ones"
+            rows, new_logprobs, previous_logprobs, "the engine has the new weights but samples with the old ones"
         )
 
-    def _store_logprobs(self, pairs: Iterable[tuple[Row, Tensor]]) -> None:
+    def _store_logprobs(self, published_pairs: Iterable[tuple[Row, Tensor]]) -> None:
         """Stores the log-probs of the current policy for the next weight sync."""
         # Every rank stores all log-probs, because the next canary may assign a context to another
         # rank.
         local = {
-            c: p for row, ours in pairs for c, p in zip(context_hashes(row)[1].tolist(), ours.tolist(), strict=True)
+            context: logprob
+            for row, logprobs_L in published_pairs
+            for context, logprob in zip(context_hashes(row)[1].tolist(), logprobs_L.tolist(), strict=True)
         }
-        self._previous_logprobs = {c: p for part in all_gather(local) for c, p in part.items()}
+        self._previous_logprobs = {context: p for part in all_gather(local) for context, p in part.items()}
 
     def _describe_nonfinite(self) -> str:
         """Lists the policy's weights that are NaN or infinite, for a message. A collective."""
@@ -268,27 +286,27 @@ class Publisher:
         return "".join(f"; {n} values of {name}" for part in all_gather(counts) for name, n in part.items() if n)
 
     def _changed_share(
-        self, old_values: dict[str, tuple[int, Tensor]], new_values: dict[str, tuple[int, Tensor]]
+        self, previous: dict[str, tuple[int, Tensor]], current: dict[str, tuple[int, Tensor]]
     ) -> dict[str, float]:
         """The fraction of values that differ from the previous weight sync; {} at the first one."""
-        if not old_values:
+        if not previous:
             return {}
         # In a dtype coarser than the trainer's, the engine rounds off small changes. Tensors
         # without any change are frozen, or nearly so, and do not count.
         shares = {
-            n: (old_values[n][1] != some).float().mean().item()
-            for n, (_, some) in new_values.items()
-            if n in old_values
+            name: (previous[name][1] != subset).float().mean().item()
+            for name, (_, subset) in current.items()
+            if name in previous
         }
-        moved = sum(new_values[name][0] for name, share in shares.items() if share)
-        share = sum(new_values[name][0] * share for name, share in shares.items()) / max(1, moved)
-        if self._precision.is_mixed and 0 < share < FEW_CHANGED and not self._warned:
-            self._warned = True
+        num_values = sum(current[name][0] for name, share in shares.items() if share)
+        share = sum(current[name][0] * share for name, share in shares.items()) / max(1, num_values)
+        if self._precision.is_mixed and 0 < share < MIN_CHANGED_FRACTION and not self._has_warned:
+            self._has_warned = True
             fp8 = self._precision.engine_fp8 is not None
             log.warning(
                 "publish/changed_share %.2g: only this fraction of the engine's values, in %s, differs from the previous "
                 "weight sync. The trainer computes with the complete update, so it diverges from the sampling policy "
-                "until changes add up to half an ulp of that dtype. Set %s; later steps do not repeat this warning",
+                "until changes add up to half an ulp of that dtype. Later steps do not repeat this warning. Fix: set %s",
                 share,
                 "FP8" if fp8 else str(self._precision.engine_dtype)[6:],
                 "precision=fp8_unified"
@@ -300,6 +318,6 @@ class Publisher:
 
 def make_canary_groups(problems: ProblemStream, tokenizer: ChatTokenizer) -> list[Group]:
     """Returns the canary prompts, the same for all weight syncs, as groups without samples."""
-    chosen = problems.first_problems(CANARY_PROMPTS)
-    prompts = [tokenizer.prompt_ids(problem.messages, problem.tools) for problem in chosen]
-    return [Group(p, np.asarray(ids, dtype=np.int32), ()) for p, ids in zip(chosen, prompts, strict=True)]
+    canary_problems = problems.first_problems(CANARY_PROMPTS)
+    prompts = [tokenizer.prompt_ids(problem.messages, problem.tools) for problem in canary_problems]
+    return [Group(p, np.asarray(ids, dtype=np.int32), ()) for p, ids in zip(canary_problems, prompts, strict=True)]

@@ -22,6 +22,11 @@ from torchtune_ext.training.distributed import close_ranks
 log = logging.getLogger(__name__)
 # Seconds that the interpreter has to exit after all components are closed.
 EXIT_S = 5.0
+COLLECTIVE_TIMEOUT_NOTE = (
+    "Another rank did not reach this collective within ranks.deadline_s: it was stopped or swapped out, it hangs, or its "
+    "machine is down. Fix: find the cause (`py-spy dump --pid PID` shows the rank's stack), or raise ranks.deadline_s if "
+    "the rank needs more time"
+)
 
 
 class Recipe(Protocol):
@@ -47,7 +52,11 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
         raise UsageError(
             "run_recipe(GRPORecipe, cfg): the signature has changed. Fix: call run_recipe(partial(GRPORecipe, cfg))"
         )
-    recipe, stopped_by, ranks_in_sync, setup_done, already_complete = make(), None, True, False, ""
+    recipe = make()
+    stop_signal = None  # the signal that stopped the run
+    ranks_in_sync = True
+    is_set_up = False
+    completion_notice = ""  # of a run that had all its steps before
     is_distributed = rank_and_world_size()[1] > 1
     with recipe.stop as stop:
         # A run has failed until it succeeds. The cleanup reports the status to the metric sinks.
@@ -55,7 +64,7 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
         try:
             try:
                 recipe.setup()
-                setup_done = True
+                is_set_up = True
                 work(recipe)
                 stop.exit_status = 0
             finally:
@@ -63,57 +72,56 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
                 # cleanup below is not interrupted.
                 stop.begin_cleanup()
         except RunAlreadyComplete as notice:
-            already_complete, stop.exit_status = str(notice), 0
+            completion_notice, stop.exit_status = str(notice), 0
         except RunStopped as stopped:
-            stopped_by, ranks_in_sync = stopped.signal, stopped.at_step_end
-            stop.exit_status = 128 + stopped_by
+            stop_signal, ranks_in_sync = stopped.signal, stopped.at_step_end
+            stop.exit_status = 128 + stop_signal
         except Exception as error:
             # Other ranks may wait for rank 0 without a deadline, so rank 0 announces its failure.
             announce_main_failure()
-            # Some libraries convert an interruption into another error. If another rank was stopped
-            # a moment earlier, this rank sees a broken connection. Any other error is unrelated to
-            # the signal.
+            # After a stop signal, two errors are consequences of it: an error into which a library
+            # converted the interruption, and a broken connection to a rank that stopped earlier.
+            # All other errors are reported.
             is_peer_shutdown = stop.stop_requested and is_distributed and _is_peer_failure(error)
             if not (stop.raised_by_handler or is_peer_shutdown):
                 stop.exit_status = exit_status_of(error) or FAILURE_STATUS
-                # gloo reports the first timeout and the following ones with these phrases. On GPUs,
-                # NCCL's watchdog ends the process and names the collective.
-                if is_distributed and any(
-                    words in str(error) for words in ("Timed out waiting", "Application timeout")
-                ):
-                    error.add_note(
-                        "Another rank did not reach this collective within ranks.deadline_s: it was stopped or swapped "
-                        "out, it hangs, or its machine is down. Fix: find the cause (`py-spy dump --pid PID` shows the "
-                        "rank's stack), or raise ranks.deadline_s if the rank needs more time"
-                    )
-                if setup_done and stop.prints_messages:
+                if is_distributed and _is_collective_timeout(error):
+                    error.add_note(COLLECTIVE_TIMEOUT_NOTE)
+                if is_set_up and stop.prints_messages:
                     error.add_note(stop.status_message())
                 raise
             log.warning("stop: an error after the stop signal: %s", (str(error).splitlines() or [repr(error)])[0])
             assert stop.signal is not None  # since it raised, or was requested
-            stopped_by, ranks_in_sync = stop.signal, False
-            stop.exit_status = 128 + stopped_by
+            stop_signal, ranks_in_sync = stop.signal, False
+            stop.exit_status = 128 + stop_signal
         finally:
             recipe.cleanup()
-    message = already_complete or stop.status_message()
+    message = completion_notice or stop.status_message()
     # The recipe holds the model, and sharded weights keep the process group alive.
     del recipe
     # If the ranks did not stop together, `close_ranks` would wait for stuck ranks. torchrun ends
     # stuck ranks.
     if ranks_in_sync:
         close_ranks()
-    if stopped_by is None:
+    if stop_signal is None:
         if stop.prints_messages:
             print_text(message)
     else:
         if stop.prints_messages:
-            by_ctrl_c = stopped_by == signal.SIGINT
-            saves = ". `kill` (SIGTERM) instead of Ctrl-C saves a checkpoint after the current step" * by_ctrl_c
-            print_text(f"Stopped by {SIGNAL_NAMES[stopped_by]}. {message}{saves}", sys.stderr)
+            message = f"Stopped by {SIGNAL_NAMES[stop_signal]}. {message}"
+            if stop_signal == signal.SIGINT:
+                message += ". `kill` (SIGTERM) instead of Ctrl-C saves a checkpoint after the current step"
+            print_text(message, sys.stderr)
         # The interpreter waits for all threads at exit. If the signal interrupted the start of a
         # thread, no component knows that thread, so no component can end it.
-        threading.Thread(target=_exit_after_main_thread, args=[128 + stopped_by], daemon=True).start()
-        sys.exit(128 + stopped_by)
+        threading.Thread(target=_exit_after_main_thread, args=[128 + stop_signal], daemon=True).start()
+        sys.exit(128 + stop_signal)
+
+
+def _is_collective_timeout(error: Exception) -> bool:
+    # gloo reports the first timeout and the following ones with these phrases. On GPUs, NCCL's
+    # watchdog ends the process and names the collective.
+    return any(phrase in str(error) for phrase in ("Timed out waiting", "Application timeout"))
 
 
 def _is_peer_failure(error: Exception) -> bool:

@@ -75,13 +75,13 @@ class Replay:
     ):
         self._run, self._paths, self._step = Path(run), rollout_paths(run), 0
         if self._run.resolve() == Path(settings["output_dir"]).resolve():
-            raise UsageError(f"replay={run} is the output_dir of this run; choose another output_dir")
+            raise UsageError(f"replay={run} is the output_dir of this run. Fix: choose another output_dir")
         record = self._record()
-        self._id, self._steps, theirs = record["id"], settings["max_steps"], record.get("config", {})
+        self._id, self._steps, replayed_settings = record["id"], settings["max_steps"], record.get("config", {})
         self._require_rollouts()
-        self._changed = _differing_settings(theirs, settings)
-        self._require_same(theirs, settings)
-        self._require_model(theirs, identity)
+        self._changed = _differing_settings(replayed_settings, settings)
+        self._require_same(replayed_settings, settings)
+        self._require_model(replayed_settings, identity)
         self._require_problems(settings["prompts_per_step"], problems, tokenizer)
 
     def __str__(self) -> str:
@@ -109,10 +109,10 @@ class Replay:
         # The groups of refills are stored with their step, and were already returned.
         if refill_round:
             return [], {}
-        if (now := self._record()["id"]) != self._id:
+        if (current_id := self._record()["id"]) != self._id:
             raise UsageError(
-                f"replay={self._run}: the folder no longer holds run {self._id}, but {now}; name the current folder of "
-                f"{self._id}"
+                f"replay={self._run}: expected run {self._id} in the folder, found {current_id}. Fix: set replay to the "
+                f"current folder of {self._id}"
             )
         self._step += 1
         return read_rollouts(self._paths[self._step]), {}
@@ -129,8 +129,8 @@ class Replay:
         origin = f"replayed run {state[REPLAYED_RUN_KEY]}" if REPLAYED_RUN_KEY in state else "sampled its own groups"
         if state.get(REPLAYED_RUN_KEY) != self._id:
             raise UsageError(
-                f"replay={self._run} (run {self._id}) cannot resume from this checkpoint, whose run {origin}: set "
-                "replay to its earlier value, or start in another output_dir"
+                f"replay={self._run} (run {self._id}) cannot resume from this checkpoint, whose run {origin}. Fix: "
+                "set replay to its earlier value, or start in another output_dir"
             )
         self._step = step
 
@@ -141,9 +141,9 @@ class Replay:
         try:
             record = read_record(self._run)
         except (OSError, ValueError) as error:
-            raise UsageError(f"replay={self._run}: {error}; name the folder of a complete run") from None
+            raise UsageError(f"replay={self._run}: {error}. Fix: name the folder of a complete run") from None
         if record is None:
-            raise UsageError(f"replay={self._run}: run.json not found; name the folder of a run of a GRPO recipe")
+            raise UsageError(f"replay={self._run}: run.json not found. Fix: name the folder of a run of a GRPO recipe")
         return record
 
     def _require_rollouts(self) -> None:
@@ -152,46 +152,46 @@ class Replay:
             return
         if missing[0] == 1:
             raise UsageError(
-                f"replay={self._run} holds no rollouts of step 1: set replay to the folder of a run that has trained"
+                f"replay={self._run} holds no rollouts of step 1. Fix: set replay to the folder of a run that has trained"
             )
         more = ", or resume that run first" if missing[0] > max(self._paths) else ""
         raise UsageError(
-            f"replay={self._run} has no rollouts of step {missing[0]}, and max_steps={self._steps}: set "
+            f"replay={self._run} has no rollouts of step {missing[0]}, and max_steps={self._steps}. Fix: set "
             f"max_steps={missing[0] - 1}{more}"
         )
 
-    def _require_same(self, theirs: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    def _require_same(self, replayed_settings: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         for key in MATCHING_KEYS:
-            if theirs.get(key) != settings[key]:
+            if replayed_settings.get(key) != settings[key]:
                 raise UsageError(
-                    f"replay={self._run} has {key}={theirs.get(key)}, and this run {key}={settings[key]}: set "
-                    f"{key}={theirs.get(key)}"
+                    f"{key}={settings[key]}, but replay={self._run} has {key}={replayed_settings.get(key)}. Fix: set "
+                    f"{key}={replayed_settings.get(key)}"
                 )
         # An objective without an off-policy correction is checked against this run's staleness, so
         # this staleness must cover the samples.
-        stale = theirs.get("staleness", 0)
-        if stale > settings["staleness"]:
+        staleness = replayed_settings.get("staleness", 0)
+        if staleness > settings["staleness"]:
             raise UsageError(
-                f"replay={self._run} has samples up to staleness={stale} versions old, and this run staleness="
-                f"{settings['staleness']}: set staleness={stale}, so that the objective is checked for it"
+                f"replay={self._run}: its samples are up to {staleness} versions stale; expected at most staleness="
+                f"{settings['staleness']}. Fix: set staleness={staleness}"
             )
 
-    def _require_model(self, theirs: Mapping[str, Any], identity: Identity) -> None:
+    def _require_model(self, replayed_settings: Mapping[str, Any], identity: Identity) -> None:
         # Checkpoints name the model and the weights that a run started with. Unreadable checkpoints
         # are skipped, and a run without checkpoints is not checked.
         for checkpoint in reversed(checkpoint_folders(self._run / "checkpoints")):
             try:
-                other = Manifest.read(checkpoint).identity
+                replayed = Manifest.read(checkpoint).identity
             except ValueError:
                 continue
-            for what, there, here in (
-                ("another model", other.model, identity.model),
-                ("other weights", other.base, identity.base),
+            for name, replayed_value, value in (
+                ("model", replayed.model, identity.model),
+                ("weights", replayed.base, identity.base),
             ):
-                if there != here:
+                if replayed_value != value:
                     raise UsageError(
-                        f"replay={self._run} started from {what} ({there}; this run has {here}): set model_dir="
-                        f"{theirs.get('model_dir')} and `model:` as in that run"
+                        f"replay={self._run}: other {name} than this run ({replayed_value}; expected {value}). Fix: set "
+                        f"model_dir={replayed_settings.get('model_dir')} and `model:` as in that run"
                     )
             return
 
@@ -209,14 +209,14 @@ class Replay:
                 del groups[problem.id]
             if not groups:
                 return
-        named = [text for text in self._changed if text.startswith(("task.", "tokenizer."))]
+        task_changes = [text for text in self._changed if text.startswith(("task.", "tokenizer."))]
         cause = (
-            f"other settings in that run: {_join_settings(named)}"
-            if named
+            f"other settings in that run: {_join_settings(task_changes)}"
+            if task_changes
             else "the task's data or code has changed since"
         )
         raise UsageError(
-            f"replay={self._run} has rollouts of other problems, for instance {next(iter(groups))!r}: {cause}"
+            f"replay={self._run} has rollouts of problems that this run lacks, for instance {next(iter(groups))!r}: {cause}"
         )
 
 
@@ -225,12 +225,12 @@ def _join_settings(settings: Sequence[str]) -> str:
     return f"{', '.join(settings[:MAX_NAMED_SETTINGS])}{more}"
 
 
-def _differing_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+def _differing_settings(replayed_settings: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
     """Returns the settings that differ, for instance "optimizer.lr=0.001 (here 0.0001)"."""
     # With the dot, `model` matches `model` and `model.name`, but not another key with this prefix.
     ignored_prefixes = tuple(f"{key}." for key in IGNORED_KEYS)
     return [
         f"{change.key}={change.old} (here {change.new})"
-        for change in diff_settings(theirs, ours)
+        for change in diff_settings(replayed_settings, settings)
         if not f"{change.key}.".startswith(ignored_prefixes)
     ]

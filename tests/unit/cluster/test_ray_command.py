@@ -56,8 +56,8 @@ def place(tmp_path, monkeypatch):
         ("--config grpo/tiny --train-gpus 4", "the number of GPUs is missing"),
         ("--config grpo/tiny --train-gpus 4 --engine-cpus 4", "the number of GPUs is missing"),
         (f"--config grpo/tiny {GPUS} --train-cpus 1", "the number of GPUs is missing"),
-        ("--config grpo/tiny --train-gpus 4 --engine-gpus 0", "--engine-gpus=0 must be at least 1"),
-        ("--config grpo/tiny --train-cpus 0 --engine-cpus 1", "--train-cpus=0 must be at least 1"),
+        ("--config grpo/tiny --train-gpus 4 --engine-gpus 0", "--engine-gpus=0: expected at least 1"),
+        ("--config grpo/tiny --train-cpus 0 --engine-cpus 1", "--train-cpus=0: expected at least 1"),
         (
             f"--config grpo/tiny {GPUS} engine.tensor_parallel_size=3",
             "must be a multiple of engine.tensor_parallel_size=3",

@@ -19,7 +19,7 @@ from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import config_files, package_folder, recipe_files, recipe_for_name
 from torchtune_ext.settings.components import Component
 from torchtune_ext.settings.config import load_config
-from torchtune_ext.setup.dry_run import parse_machine, make_plan
+from torchtune_ext.setup.dry_run import make_plan, parse_machine
 
 FILES = config_files(package_folder("configs"))
 CONFIGS = {name: path for name, path in FILES.items() if recipe_for_name(name)}

@@ -8,7 +8,7 @@ from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerSelfAttentionLayer
 
 from helpers import adapters, fp8_models
-from helpers.unpacked import (
+from helpers.unpacked_reference import (
     PAD,
     as_branched_conversations,
     assert_equal_to_plain,

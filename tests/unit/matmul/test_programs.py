@@ -14,12 +14,12 @@ from torchtune_ext.measured.matmul.stages import STAGES
 
 ONE_THREAD = [stage for stage in STAGES if stage != "threads"]
 BAD = [
-    ({"sizes": 0}, "kernels.dgemm=0: a size is a whole number, 1 or more"),
+    ({"sizes": 0}, "kernels.dgemm=0: expected a whole number, 1 or more"),
     ({"sizes": []}, r"kernels.dgemm=\[\]: expected a size"),
-    ({"stages": []}, r"stages=\[\]: give some of none, loop_order"),
-    ({"stages": ["all", "none"]}, "each once and in this order"),
-    ({"stages": ["none", "none"]}, "each once and in this order"),
-    ({"stages": ["fast"]}, "give some of none, loop_order"),
+    ({"stages": []}, r"stages=\[\]: expected a subset of none, loop_order"),
+    ({"stages": ["all", "none"]}, "in this order and without repetition"),
+    ({"stages": ["none", "none"]}, "in this order and without repetition"),
+    ({"stages": ["fast"]}, "expected a subset of none, loop_order"),
     ({"new": 1.5}, "new=1.5 is a share"),
     ({"broken": -1}, "broken=-1 is a share"),
     ({"weights": {"plane": 1}}, "unknown writer plane; expected plain, tiled"),

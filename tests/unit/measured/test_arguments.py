@@ -106,7 +106,7 @@ def test_bench_invalid_compiler_is_rejected(tmp_path, text):
     program = tmp_path / "gcc"
     program.write_text(text)
     program.chmod(0o755)
-    with pytest.raises(ValueError, match="compiler: .*/gcc is not a compiler: .*/gcc --version fails"):
+    with pytest.raises(ValueError, match="compiler=.*/gcc: `.*/gcc --version` fails.*Fix: set compiler=gcc"):
         Compiler.find(str(program))
 
 

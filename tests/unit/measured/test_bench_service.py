@@ -386,7 +386,7 @@ def test_kernels_that_cannot_be_sent_are_named(service):
     kernel = CalmReduction()
     kernel.__dict__["lock"] = threading.Lock()
     kernel.__class__ = type("Locked", (CalmReduction,), {"__reduce__": object.__reduce__})
-    with pytest.raises(ValueError, match="kernel Locked cannot be sent to another process: TypeError: .*lock"):
+    with pytest.raises(ValueError, match="kernel Locked cannot be pickled: TypeError: .*lock"):
         service.submit(kernel, fenced(HONEST))
 
 

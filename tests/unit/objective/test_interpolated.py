@@ -11,13 +11,13 @@ from torchtune_ext.objective.loss import PolicyLoss, Tokens
 VERSION = 7
 
 
-def make_tokens(versions_L, logprobs_L, behavior_logprobs_L, old_logprobs_L=None):
+def make_tokens(versions_L, logprobs_L, behavior_logprobs_L, proximal_logprobs_L=None):
     """Labels in completions of three, with advantages of both signs."""
     num = len(versions_L)
     return Tokens(
         logprobs_L=logprobs_L.clone().requires_grad_(),
         entropy_L=torch.ones(num, dtype=torch.float64),
-        old_logprobs_L=old_logprobs_L,
+        proximal_logprobs_L=proximal_logprobs_L,
         behavior_logprobs_L=behavior_logprobs_L,
         ref_logprobs_L=None,
         advantages_L=torch.tensor([2.0, -1.0], dtype=torch.float64)[torch.arange(num) // 3 % 2],
@@ -77,7 +77,7 @@ def test_interpolated_loss_missing_inputs_are_named():
     t = make_tokens(torch.tensor([4]), torch.zeros(1), torch.zeros(1))
     with pytest.raises(ValueError, match="loss.old='trainer' .*proximal"):
         PolicyLoss()(t)
-    with pytest.raises(ValueError, match="loss.old='interpolated' needs the version"):
+    with pytest.raises(ValueError, match="loss.old='interpolated' needs Tokens.version"):
         PolicyLoss(old="interpolated")(replace(t, version=None))
     with pytest.raises(ValueError, match="loss.old='interpolated' .*constraint='kl'"):
         PolicyLoss(old="interpolated", constraint="kl", top_k=4)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from torchtune.models.qwen2 import qwen2
 
-from helpers import unpacked
+from helpers import unpacked_reference
 from helpers.learners import single_process_learner
 from helpers.records import make_sample
-from helpers.unpacked import keep_float64
+from helpers.unpacked_reference import keep_float64
 from torchtune_ext.objective.clipping import kl3_bounds
 from torchtune_ext.objective.constraints import CONSTRAINTS
 from torchtune_ext.objective.kl import kl_k3
@@ -68,13 +68,13 @@ def random_tokens(seed, num=40, spread=0.4, dtype=torch.float64, top_k=4, length
     return Tokens(
         logprobs_L=new.requires_grad_(),
         entropy_L=entropy.requires_grad_(),
-        old_logprobs_L=old,
+        proximal_logprobs_L=old,
         behavior_logprobs_L=sampler,
         ref_logprobs_L=ref,
         advantages_L=advantages,
         versions_L=torch.tensor(rng.integers(3, 8, len(samples)), dtype=torch.int32),
         samples_L=torch.tensor(samples),
-        old_top_LK=tops[0].log_softmax(-1)[:, :top_k],
+        proximal_top_LK=tops[0].log_softmax(-1)[:, :top_k],
         top_LK=(tops[0] + 0.2 * tops[1]).log_softmax(-1)[:, :top_k],
         teacher_logprobs_L=-ref.abs() - 0.1,
         version=7,
@@ -136,15 +136,15 @@ def test_atr_is_an_asymmetric_clip(delta):
         atr, asymmetric = PolicyLoss(constraint="kl3", delta=delta), PolicyLoss(clip_low=1 - lower, clip_high=upper - 1)
         assert_same(atr, asymmetric, t)
         # the direct test KL3 <= delta gives the same result for every label whose advantage pushes outward
-        kl3 = kl_k3(t.old_logprobs_L, t.logprobs_L.detach())
-        outward = t.advantages_L * (t.logprobs_L.detach() - t.old_logprobs_L) > 0
+        kl3 = kl_k3(t.proximal_logprobs_L, t.logprobs_L.detach())
+        outward = t.advantages_L * (t.logprobs_L.detach() - t.proximal_logprobs_L) > 0
         assert atr(t)[1]["clip_fraction"].bool().tolist() == (outward & (kl3 > delta)).tolist()
 
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_on_policy_all_constraints_have_the_policy_gradient(name):
     t = random_tokens(1)
-    t = replace(t, logprobs_L=t.old_logprobs_L.clone().requires_grad_(), top_LK=t.old_top_LK)
+    t = replace(t, logprobs_L=t.proximal_logprobs_L.clone().requires_grad_(), top_LK=t.proximal_top_LK)
     options = {"top_k": 4} if name == "kl" else {}
     _, gradient, _ = run(PolicyLoss(constraint=name, **options), t)
     assert (gradient + t.advantages_L).abs().max() < 1e-12
@@ -153,7 +153,7 @@ def test_on_policy_all_constraints_have_the_policy_gradient(name):
 @pytest.mark.parametrize("name", ["full", "tis", "mis", "icepop", "sequence_tis", "sequence_mis", "geometric_mask"])
 def test_importance_weights_one_when_sampler_is_old_policy(name):
     t = random_tokens(2)
-    t = replace(t, behavior_logprobs_L=t.old_logprobs_L)
+    t = replace(t, behavior_logprobs_L=t.proximal_logprobs_L)
     assert_same(PolicyLoss(importance=name), PolicyLoss(), t)
 
 
@@ -361,7 +361,7 @@ def test_a_constant_divides_by_all_completions():
 
 
 def test_a_constant_is_a_positive_number_of_tokens():
-    groups = unpacked.make_groups(np.random.default_rng(0), [(4, [3, 2])])
+    groups = unpacked_reference.make_groups(np.random.default_rng(0), [(4, [3, 2])])
     ((row,),) = pack_updates(groups, 1, 40, aggregation="constant", aggregation_constant=1)[0]
     assert row.loss_weights_L.tolist() == [0.5] * 5
     for constant in (0, None):

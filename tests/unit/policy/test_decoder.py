@@ -8,7 +8,7 @@ import torch
 from torchtune import training
 from torchtune.modules import TransformerSelfAttentionLayer
 
-from helpers import adapters, unpacked
+from helpers import adapters, unpacked_reference
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy.decoder import decoder, lora_decoder
@@ -36,8 +36,8 @@ def randomize(model, std=0.2):
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoder_with_cache_gives_same_logits(kind):
     model = randomize(decoder(**DIMS, **KINDS[kind], tie_word_embeddings=True)).double().eval()
-    ids = torch.randint(0, unpacked.VOCAB, (2, 9))
-    with torch.no_grad(), unpacked.keep_float64():
+    ids = torch.randint(0, unpacked_reference.VOCAB, (2, 9))
+    with torch.no_grad(), unpacked_reference.keep_float64():
         whole = model(ids)
         model.setup_caches(batch_size=2, dtype=torch.float64, decoder_max_seq_len=9)
         mask = torch.ones(9, 9, dtype=torch.bool).tril()
@@ -57,10 +57,10 @@ def test_decoder_with_cache_gives_same_logits(kind):
     ],
 )
 def test_packed_rows_equal_one_sample_at_a_time(kind, variant):
-    groups = unpacked.make_groups(np.random.default_rng(3), adapters.SHAPES)
+    groups = unpacked_reference.make_groups(np.random.default_rng(3), adapters.SHAPES)
     model = randomize(decoder(**DIMS, **KINDS[kind], tie_word_embeddings=variant != "untied")).double()
     loss = PolicyLoss(importance="tis", entropy_coef=0.01)
-    want = unpacked.reference(model, groups, loss, "token", 0.9)
+    want = unpacked_reference.reference(model, groups, loss, "token", 0.9)
     assert all(gradient.abs().max() > 0 for name, gradient in want.grads.items() if name.endswith("scale"))
     rows, _ = pack(groups, 64 if variant == "compiled" else 40)  # one row: one shape to compile
     policy = PackedPolicy(model)
@@ -70,7 +70,7 @@ def test_packed_rows_equal_one_sample_at_a_time(kind, variant):
             layer.compile(backend="eager")
     if variant in ("checkpointing", "compiled"):
         training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
-    unpacked.assert_equal_to_plain(policy, rows, groups, loss, want, 0.9)
+    unpacked_reference.assert_equal_to_plain(policy, rows, groups, loss, want, 0.9)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,10 @@ def test_packed_adapters_equal_merged_weights(kind, dora, output):
         if name.endswith("scale"):
             torch.nn.init.normal_(param, 1.0, 0.5)
     stock = adapters.MergedReference(model, decoder(**DIMS, **KINDS[kind], tie_word_embeddings=not output))
-    groups, loss = unpacked.make_groups(np.random.default_rng(3), adapters.SHAPES), PolicyLoss(importance="tis")
-    want = unpacked.reference(stock, groups, loss, "token", 0.9)
+    groups, loss = (
+        unpacked_reference.make_groups(np.random.default_rng(3), adapters.SHAPES),
+        PolicyLoss(importance="tis"),
+    )
+    want = unpacked_reference.reference(stock, groups, loss, "token", 0.9)
     assert len(want.grads) == (2 + dora) * (7 * 2 + output)
-    unpacked.assert_equal_to_plain(PackedPolicy(model), pack(groups, 40)[0], groups, loss, want, 0.9)
+    unpacked_reference.assert_equal_to_plain(PackedPolicy(model), pack(groups, 40)[0], groups, loss, want, 0.9)

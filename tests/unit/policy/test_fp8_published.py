@@ -40,7 +40,7 @@ def test_fp8_published_bytes_equal_forward_weights(source, monkeypatch):
     """In bfloat16, FSDP2 casts the float32 master weights."""
     policy = build_policy_from(source, Fp8Config(), BF16)
     with torch.no_grad():
-        for param in policy.trainable():  # master weights that bfloat16 rounds
+        for param in policy.trainable_parameters():  # master weights that bfloat16 rounds
             param.mul_(1 + 2**-10 / 3)
     used = []
 

@@ -13,7 +13,7 @@ from torchtune.models.llama3_1 import llama3_1, lora_llama3_1
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules.peft import DoRALinear
 
-from helpers import adapters, unpacked
+from helpers import adapters, unpacked_reference
 from helpers.adapters import (
     ATTENTION,
     CPU,
@@ -36,7 +36,7 @@ from torchtune_ext.policy.sharding import fill_param, gather_full
 from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.training.export import export_adapter
 from torchtune_ext.training.mismatch import MAX_NOISE_RATIO, measure_update_effect
-from torchtune_ext.training.trainable import AdapterConfig, FullWeights, LoRAWeights, make_trainable
+from torchtune_ext.training.trained_weights import AdapterConfig, FullWeights, LoRAWeights, select_trained_weights
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
@@ -49,9 +49,9 @@ def test_packed_adapters_equal_merged_weights_sample_by_sample(dora, where):
         model = build_adapted_model(use_dora=dora, tie_word_embeddings=tied, apply_lora_to_output=where == "output")
         stock = qwen2(**DIMS, tie_word_embeddings=tied)
     model.double()
-    groups = unpacked.make_groups(np.random.default_rng(3), SHAPES)
+    groups = unpacked_reference.make_groups(np.random.default_rng(3), SHAPES)
     loss = PolicyLoss(importance="tis", entropy_coef=0.01)
-    want = unpacked.reference(MergedReference(model, stock), groups, loss, "token", 0.9)
+    want = unpacked_reference.reference(MergedReference(model, stock), groups, loss, "token", 0.9)
     assert want.grads.keys() == lora.adapter_names(model)
     policy = PackedPolicy(model)
     if where == "checkpointing":
@@ -59,7 +59,7 @@ def test_packed_adapters_equal_merged_weights_sample_by_sample(dora, where):
         from torchtune.modules import TransformerSelfAttentionLayer
 
         training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
-    unpacked.assert_equal_to_plain(policy, pack(groups, 40)[0], groups, loss, want, 0.9)
+    unpacked_reference.assert_equal_to_plain(policy, pack(groups, 40)[0], groups, loss, want, 0.9)
 
 
 def test_lora_full_rank_adapter_equals_full_training():
@@ -74,15 +74,15 @@ def test_lora_full_rank_adapter_equals_full_training():
         param.requires_grad_("lora_a" not in name and not replaced)
     full = qwen2(**DIMS, tie_word_embeddings=True).double()
     full.load_state_dict({n: p for n, p in model.double().named_parameters() if n not in lora.adapter_names(model)})
-    groups = unpacked.make_groups(np.random.default_rng(5), SHAPES)
+    groups = unpacked_reference.make_groups(np.random.default_rng(5), SHAPES)
     rows, _ = pack(groups, 64)
     losses = []
     for each in (model, full):
         policy = PackedPolicy(each)
-        optimizer = torch.optim.SGD(policy.trainable(), lr=0.05)
+        optimizer = torch.optim.SGD(policy.trainable_parameters(), lr=0.05)
         values = []
         for _ in range(3):
-            with unpacked.keep_float64():
+            with unpacked_reference.keep_float64():
                 values.append(
                     single_process_learner(policy, PolicyLoss(importance="tis")).forward_backward(rows)[1]["loss/total"]
                 )
@@ -130,8 +130,8 @@ def test_lora_fresh_or_disabled_adapter_changes_nothing(source, options):
             assert torch.equal(tensor, stored[name])
         else:
             assert torch.equal(tensor, to_nf4(stored[name]).get_original_weight().to(torch.float32))
-    row = pack(unpacked.make_groups(np.random.default_rng(0), SHAPES), 64)[0][0]
-    with torch.no_grad(), unpacked.keep_float64():
+    row = pack(unpacked_reference.make_groups(np.random.default_rng(0), SHAPES), 64)[0][0]
+    with torch.no_grad(), unpacked_reference.keep_float64():
         if spec.dora:
             lora.init_adapters(model.double(), seed=1)  # the magnitudes are the norms in float64
         before = policy(row).logprobs_L
@@ -171,7 +171,7 @@ def test_lora_adapters_equal_peft(source, tmp_path, family, options):
     export_adapter(tmp_path, policy.model, source, spec, merged_dtype=torch.float32)
     whole_model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     with_adapter = peft.PeftModel.from_pretrained(base, tmp_path).eval()
-    group = unpacked.make_groups(np.random.default_rng(1), [(9, [14])])[0]
+    group = unpacked_reference.make_groups(np.random.default_rng(1), [(9, [14])])[0]
     row = pack([group], 64)[0][0]
     ids = torch.tensor([[*group.prompt_tokens, *group.samples[0].completion.tokens]])
     with torch.no_grad():
@@ -201,11 +201,11 @@ def test_vllm_reads_the_saved_adapter(source, tmp_path):
 def test_in_bfloat16_only_adapters_have_float32_masters(source, options):
     policy, _ = policy_of(source, torch.bfloat16, **options)
     frozen = [p for p in policy.model.parameters() if not p.requires_grad]
-    assert {p.dtype for p in policy.trainable()} == {torch.float32}
+    assert {p.dtype for p in policy.trainable_parameters()} == {torch.float32}
     assert {p.dtype for p in frozen if not isinstance(p, NF4Tensor)} == {torch.bfloat16}
-    row = pack(unpacked.make_groups(np.random.default_rng(0), SHAPES), 64)[0][0]
+    row = pack(unpacked_reference.make_groups(np.random.default_rng(0), SHAPES), 64)[0][0]
     single_process_learner(policy, PolicyLoss()).forward_backward([row])
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in policy.trainable())
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in policy.trainable_parameters())
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -245,14 +245,14 @@ def test_fill_and_whole_of_a_quantized_parameter():
 
 
 def rows_of(logprobs):
-    groups = unpacked.make_groups(np.random.default_rng(0), [(4, [len(logprobs)])])
+    groups = unpacked_reference.make_groups(np.random.default_rng(0), [(4, [len(logprobs)])])
     row = pack(groups, 200)[0][0]
     row.logprobs_L[:] = logprobs
     return [row]
 
 
-def share_of(sampler, on, off):
-    share = measure_update_effect(rows_of(sampler), [on], [off], "forgets the adapter")
+def share_of(engine_logprobs, on, off):
+    share = measure_update_effect(rows_of(engine_logprobs), [on], [off], "forgets the adapter")
     assert share.tokens == len(off)
     return share.slope, share.noise
 
@@ -298,7 +298,7 @@ def test_applied_share_sound_engine_passes_at_any_noise(strength, engine):
         ({"lora_attn_modules": [], "use_dora": True}, "model.use_dora=True without model.lora_attn_modules"),
         *(({"lora_alpha": value}, f"model.lora_alpha={float(value)}: expected") for value in (0, -16, float("nan"))),
         *(({"lora_dropout": value}, f"model.lora_dropout={value}: expected") for value in (1.0, float("nan"))),
-        ({"quantize_base": True, "ranks": 4}, "1 groups of 256 NF4 blocks, which 4 ranks cannot share"),
+        ({"quantize_base": True, "ranks": 4}, "1 groups of 256 NF4 blocks, which is not divisible by 4 shards"),
     ],
 )
 def test_adapters_that_cannot_be_are_named(source, options, message):
@@ -320,13 +320,15 @@ def test_attention_dropout_of_a_builder_is_refused():
 
 def test_model_without_adapters_trains_all_unless_adapters_requested(source):
     model = build_on_meta(partial(from_config, str(source.path)))
-    assert isinstance(make_trainable(model, source, {"model_dir": "m"}, AdapterConfig()), FullWeights)
-    assert isinstance(make_trainable(model, source, {"_component_": "exploration.qwen2"}, AdapterConfig()), FullWeights)
+    assert isinstance(select_trained_weights(model, source, {"model_dir": "m"}, AdapterConfig()), FullWeights)
+    assert isinstance(
+        select_trained_weights(model, source, {"_component_": "exploration.qwen2"}, AdapterConfig()), FullWeights
+    )
     for node in ({"lora_rank": 8}, {"_component_": "torchtune.models.qwen2.lora_qwen2"}, {"_component_": "my.qlora"}):
         with pytest.raises(ValueError, match="configures LoRA, but the model has no adapters"):
-            make_trainable(model, source, node, AdapterConfig())
+            select_trained_weights(model, source, node, AdapterConfig())
     with pytest.raises(ValueError, match="adapters.publish=merged, .*`model:`"):
-        make_trainable(model, source, {}, AdapterConfig(publish="merged"))
+        select_trained_weights(model, source, {}, AdapterConfig(publish="merged"))
 
 
 SPEC = lora.AdapterSpec(4, 8.0, 0.0, ("q_proj",), dora=False, quantized=False)
@@ -336,9 +338,9 @@ SPEC = lora.AdapterSpec(4, 8.0, 0.0, ("q_proj",), dora=False, quantized=False)
     ("changes", "way", "engine", "message"),
     [
         ({}, "disk", {}, "publish='disk' is unknown"),
-        ({"dora": True}, "adapter", {}, "vLLM does not support DoRA; use adapters.publish=merged"),
+        ({"dora": True}, "adapter", {}, "vLLM does not support DoRA. Fix: set adapters.publish=merged"),
         ({"rank": 1024}, "adapter", {}, "engine.lora_rank=1024 must be"),
-        ({}, "adapter", {"lora_rank": 8}, "follow from `model:`"),
+        ({}, "adapter", {"lora_rank": 8}, "the recipe sets them from `model:`"),
         ({"dropout": 0.1, "targets": ("lm_head",)}, "merged", {}, "apply_lora_to_output"),
     ],
 )
@@ -351,7 +353,7 @@ def test_lora_unsupported_publish_modes_are_refused_early(changes, way, engine, 
 @pytest.mark.parametrize(("gpus", "way"), [(False, "adapter"), (True, "merged")])
 def test_lora_publish_mode_follows_gpus_not_torch_build(monkeypatch, gpus, way):
     """CUDA builds also run on machines without a GPU. On a GPU, vLLM applies adapters only in half precision."""
-    monkeypatch.setattr("torchtune_ext.training.trainable.on_cpu", lambda: False)
+    monkeypatch.setattr("torchtune_ext.training.trained_weights.on_cpu", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     part, exact = LoRAWeights(SPEC, AdapterConfig()), EngineConfig(dtype="float32")
     assert part.configure_engine(exact).lora_rank == (None if gpus else SPEC.rank) and part.publish_mode == way
@@ -371,7 +373,7 @@ def test_compiled_layers_share_their_code(dora, monkeypatch):
     policy = PackedPolicy(model)
     for layer in model.layers:
         layer.compile(backend="eager")
-    rows, _ = pack(unpacked.make_groups(np.random.default_rng(3), SHAPES), 40)
+    rows, _ = pack(unpacked_reference.make_groups(np.random.default_rng(3), SHAPES), 40)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         learner = single_process_learner(policy, PolicyLoss())
         learner.forward_backward(rows)

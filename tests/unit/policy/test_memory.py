@@ -12,7 +12,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from helpers.fp8_models import CPU, write_model_dir
 from helpers.public_configs import PUBLIC, write_config
-from helpers.unpacked import make_groups
+from helpers.unpacked_reference import make_groups
 from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_on_meta, build_policy
@@ -44,11 +44,11 @@ def learn(policy, row):
 @pytest.mark.parametrize("adapters", [{}, LORA], ids=["all", "adapters"])
 def test_weights_gradients_and_moments_are_those_of_torch(tmp_path, adapters):
     policy, meta = policy_of(tmp_path / "m", torch.float32, **adapters)
-    optimizer, row = torch.optim.AdamW(policy.trainable()), one_row()
+    optimizer, row = torch.optim.AdamW(policy.trainable_parameters()), one_row()
     learn(policy, row)
     optimizer.step()
     rows = trainer_memory(ModelSizes(meta, torch.float32), 1000, 1, False)
-    trained = policy.trainable()
+    trained = policy.trainable_parameters()
     moments = [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
     assert rows["weights, float32 master"] == sum(p.nbytes for p in trained)
     assert rows["gradients, float32"] == sum(p.grad.nbytes for p in trained)
@@ -71,8 +71,8 @@ def test_the_rows_bound_the_peak_that_torch_tracks(tmp_path, dtype, checkpointin
     three.
     """
     policy, meta = policy_of(tmp_path / "m", dtype, checkpointing, kind)
-    optimizer, row = torch.optim.AdamW(policy.trainable()), one_row()
-    for param in policy.trainable():
+    optimizer, row = torch.optim.AdamW(policy.trainable_parameters()), one_row()
+    for param in policy.trainable_parameters():
         param.grad = torch.zeros_like(param)
     optimizer.step()
     tracker = MemTracker()

@@ -14,7 +14,7 @@ from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerSelfAttentionLayer
 
 from helpers.learners import single_process_learner
-from helpers.unpacked import (
+from helpers.unpacked_reference import (
     PAD,
     as_conversations,
     assert_equal_to_plain,

@@ -94,14 +94,14 @@ def test_pool_continues_with_remaining_replicas_until_none(monkeypatch, caplog):
         )
         await harness.publish(weights(1), 1)  # it is not waited for
         stats = harness.pool.stats()
-        assert (stats.healthy, stats.retired) == (1, 1)
+        assert (stats.serving, stats.retired) == (1, 1)
         assert (
-            "engine 0 is retired (failed 3 times in a row, the last time: GPU 0 is gone); the run continues with 1 of 2 engines"
+            "engine replica 0: retired (failed 3 times in a row, the last time: GPU 0 is gone); the run continues with 1 of 2 replicas"
             in caplog.text
         )
         assert "GPU 0 is gone" in harness.pool.replicas[0].failure_cause
         harness.current_backends[1].kill()
-        with pytest.raises(EngineFailed, match="(?s)engine 1 failed 3 times.*GPU 1 is gone.*the fake's log"):
+        with pytest.raises(EngineFailed, match="(?s)engine replica 1 failed 3 times.*GPU 1 is gone.*the fake's log"):
             while True:
                 await harness.pool.generate(harness.group_requests())
                 await asyncio.sleep(0.01)
@@ -161,7 +161,7 @@ def test_pool_first_start_requires_all_replicas(monkeypatch):
         harness.prepare_backend = lambda backend, number: setattr(
             backend, "error", ValueError("no such GPU") if number == 2 else None
         )
-        with pytest.raises(EngineFailed, match="engine 2 did not start: no such GPU"):
+        with pytest.raises(EngineFailed, match="engine replica 2 did not start: no such GPU"):
             await harness.start()
         await harness.pool.close()
 
@@ -238,7 +238,7 @@ def test_pool_replica_skipping_load_fails_publish(monkeypatch):
             return 0.0, 0.0
 
         harness.pool.replicas[1].load = forget
-        with pytest.raises(EngineFailed, match="engine 1 .*version 1; .* 0"):
+        with pytest.raises(EngineFailed, match="engine replica 1 .*version 1; .* 0"):
             await harness.publish(weights(1), 1)
         assert replica_states(harness) == [State.SERVING, State.STALE]
 
@@ -261,8 +261,8 @@ def test_pool_replica_refusing_weights_is_stale_until_loaded(monkeypatch):
 def test_pool_canary_runs_on_every_replica(monkeypatch):
     async def scenario(harness):
         await harness.publish(weights(1), 1)
-        answers = await harness.pool.canary([harness.group_requests(n=2, priority=Priority.CANARY, seed=0)])
-        assert [answer.engine for answer in answers] == ["engine 0", "engine 1", "engine 2"]
+        answers = await harness.pool.sample_canary([harness.group_requests(n=2, priority=Priority.CANARY, seed=0)])
+        assert [answer.replica for answer in answers] == ["engine replica 0", "engine replica 1", "engine replica 2"]
         assert [backend.num_generated for backend in harness.current_backends] == [2, 2, 2]
         assert {int(v) for a in answers for group in a.completions for c in group for v in c.versions} == {1}
         sums = harness.buffers.model.checksums
@@ -271,12 +271,14 @@ def test_pool_canary_runs_on_every_replica(monkeypatch):
         harness.prepare_backend = lambda backend, number: backend.load_allowed.clear()
         for backend in harness.current_backends:
             backend.length = lambda call: 200
-        future = asyncio.ensure_future(harness.pool.canary([harness.group_requests(n=2, priority=Priority.CANARY)]))
+        future = asyncio.ensure_future(
+            harness.pool.sample_canary([harness.group_requests(n=2, priority=Priority.CANARY)])
+        )
         await poll_until(lambda: all(backend.requests for backend in harness.current_backends))
         lost = harness.current_backends[2]
         lost.kill()
         await lost.stop()
-        assert [answer.engine for answer in await future] == ["engine 0", "engine 1"]
+        assert [answer.replica for answer in await future] == ["engine replica 0", "engine replica 1"]
         harness.backends[2][-1].load_allowed.set()
 
     with monkeypatch.context() as patch:

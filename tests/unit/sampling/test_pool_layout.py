@@ -70,15 +70,15 @@ def test_engine_uses_cpu_threads_of_waiting_trainer(monkeypatch):
     [
         (
             {"count": 3, "devices": "4,5"},
-            "engine.count=3: engine.devices='4,5' with tensor_parallel_size=1 makes 2",
+            "engine.count=3: engine.devices='4,5' with tensor_parallel_size=1 starts 2 replicas",
         ),
         (
             {"count": 1, "address": "http://a:1,http://b:2"},
-            "engine.count=1: engine.address='http://a:1,http://b:2' makes 2",
+            "engine.count=1: engine.address='http://a:1,http://b:2' starts 2 replicas",
         ),
-        ({"devices": "4,5,4"}, "engine.devices='4,5,4' names 4 twice"),
-        ({"address": "http://a:1,http://a:1"}, "names http://a:1 twice"),
-        ({"address": "http://a:1,http://a:1/"}, "names http://a:1 twice"),
+        ({"devices": "4,5,4"}, "engine.devices='4,5,4': 4 is listed twice"),
+        ({"address": "http://a:1,http://a:1"}, "http://a:1 is listed twice"),
+        ({"address": "http://a:1,http://a:1/"}, "http://a:1 is listed twice"),
         ({"address": "http://"}, "expected 'http://host:port'"),
         ({"address": "http://a:99999"}, "expected 'http://host:port'"),
         ({"address": "http://a:1,b:2"}, "expected 'http://host:port', several separated by commas"),

@@ -54,7 +54,7 @@ def test_engine_without_working_reaper_is_ended(make_engine, monkeypatch):
     def fail(self, groups):
         raise OSError("no more processes")
 
-    monkeypatch.setattr(reaper.ProcessReaper, "set_groups", fail)
+    monkeypatch.setattr(reaper.ProcessReaper, "set_process_groups", fail)
     SleepingBackend.instances[0].kill()
     with pytest.raises(EngineFailed, match="3 times in a row, the last time: no more processes"):
         engine.sample([[1, 2]], 1, SamplingConfig(max_tokens=4))
@@ -65,7 +65,7 @@ def test_reaper_guard_after_close_raises(make_engine):
     engine = make_engine()
     engine.close()
     with pytest.raises(OSError, match="closed"):
-        engine._reaper.set_groups([1])
+        engine._reaper.set_process_groups([1])
 
 
 SHARER = """

@@ -1,4 +1,4 @@
-"""A replica with a minimal engine: loaded weights, their versions, and waiting callers."""
+"""A replica with a fake backend: loaded weights, their versions, and waiting callers."""
 
 import asyncio
 import threading
@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from helpers.fake_backends import CONFIG, poll_until, run_scenario, weights  # noqa: E402
+from helpers.fake_backends import CONFIG, Load, poll_until, run_scenario, weights  # noqa: E402
 from torchtune_ext.sampling.types import EngineFailed  # noqa: E402
 
 pytestmark = pytest.mark.timeout(30)
@@ -23,15 +23,15 @@ def test_replica_weight_write_waits_for_restarting_backend_load():
         await poll_until(lambda: len(harness.backends) == 2 and harness.backends[1].load_started.is_set())
         writer = threading.Thread(target=harness.write, args=(2,))
         writer.start()
-        # This is enough time for the bug to show.
+        # Without the read lock, the write would finish within 50 ms.
         await asyncio.sleep(0.05)
         assert writer.is_alive()
         harness.backends[1].load_allowed.set()
         await poll_until(lambda: not writer.is_alive())
-        assert harness.backends[1].loads == [([1], [1], 1)]
+        assert harness.backends[1].loads == [Load([1], [1], version=1)]
         assert harness.replica.version == 1  # 2 is published, but not loaded yet
         await harness.replica.load()
-        assert harness.backends[1].loads[1:] == [([2], [2], 2)] and harness.replica.version == 2
+        assert harness.backends[1].loads[1:] == [Load([2], [2], version=2)] and harness.replica.version == 2
 
     run_scenario(scenario)
 
@@ -69,7 +69,7 @@ def test_replica_load_waits_for_weight_write(moment):
             await poll_until(lambda: backend.loads)
         else:
             await waiting
-        assert backend.loads[-1] == ([2], [2], 2) and harness.replica.version == 2
+        assert backend.loads[-1] == Load([2], [2], version=2) and harness.replica.version == 2
         await waiting
 
     run_scenario(scenario)
@@ -96,6 +96,7 @@ def test_replica_stuck_weight_write_raises_on_both_sides():
             while True:
                 await harness.replica.wait_awake()
                 await asyncio.sleep(0.002)
+        # The write waits for a load, whose deadline is 6 * rpc_deadline_s.
         with pytest.raises(EngineFailed, match="loading .* 0.12 s"):
             await asyncio.to_thread(harness.write, 3)  # times out while the buffers are locked
         finish.set()
@@ -109,12 +110,12 @@ def test_replica_load_labels_weights_in_buffer():
 
     async def scenario(harness):
         harness.write(1)
-        async with harness.replica._control:
+        async with harness.replica._transition_lock:
             load_task = asyncio.ensure_future(harness.replica.load())
             await asyncio.sleep(0.01)
             harness.write(2)
         await load_task
-        assert harness.backends[0].loads == [([2], [2], 2)] and harness.replica.version == 2
+        assert harness.backends[0].loads == [Load([2], [2], version=2)] and harness.replica.version == 2
 
     run_scenario(scenario)
 
@@ -127,15 +128,15 @@ def test_replica_replaced_backend_does_not_serve(work):
         backend = harness.backends[0]
         if work == "wake":
             await harness.replica.sleep()
-        async with harness.replica._control:
+        async with harness.replica._transition_lock:
             harness.write(2)
             load_task = asyncio.ensure_future(
                 harness.replica.load() if work == "load" else harness.replica.wait_awake()
             )
             await asyncio.sleep(0.01)
-            harness.replica.restart(backend, "a request found it lost")
+            harness.replica.restart(backend, "a request reported a crash")
         await load_task
-        assert len(backend.loads) == 1 and harness.backends[1].loads == [([2], [2], 2)]
+        assert len(backend.loads) == 1 and harness.backends[1].loads == [Load([2], [2], version=2)]
 
     run_scenario(scenario)
 
@@ -170,8 +171,8 @@ def test_replica_adapter_loads_with_model_only_if_needed():
         await harness.replica.load()
         harness.backends[0].kill()
         await poll_until(lambda: len(harness.backends) == 2 and harness.backends[1].loads)
-        assert [load[0] for load in harness.backends[0].loads] == [[1], [2], [3, 2]]
-        assert harness.backends[1].loads == [([3, 2], [3, 2], 3)]
+        assert [load.first_half for load in harness.backends[0].loads] == [[1], [2], [3, 2]]
+        assert harness.backends[1].loads == [Load([3, 2], [3, 2], version=3)]
 
     run_scenario(scenario)
 
@@ -193,7 +194,7 @@ def test_replica_incomplete_adapter_is_not_loaded():
         harness.write(4, adapter={"r": 1})
         harness.write(5)
         await harness.replica.load()
-        assert harness.backends[0].loads[-1] == ([5, 4], [5, 4], 5)
+        assert harness.backends[0].loads[-1] == Load([5, 4], [5, 4], version=5)
 
     run_scenario(scenario)
 
@@ -213,14 +214,14 @@ def test_replica_started_work_finishes_after_caller_cancels(work):
             caller = asyncio.ensure_future(harness.replica.load())
         else:
             harness.prepare_backend = lambda backend: backend.load_allowed.clear()
-            caller = harness.replica.restart(backend, "as it happens")
+            caller = harness.replica.restart(backend, "test crash")
         await poll_until(lambda: harness.backends[-1].load_started.is_set())
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
             await caller
         harness.backends[-1].load_allowed.set()
         assert await asyncio.wait_for(harness.replica.wait_awake(), 5) is harness.backends[-1]
-        await poll_until(lambda: harness.backends[-1].loads[-1][2] == (2 if work == "load" else 1))
+        await poll_until(lambda: harness.backends[-1].loads[-1].version == (2 if work == "load" else 1))
 
     run_scenario(scenario)
 
@@ -231,6 +232,6 @@ def test_replica_empty_weight_sync_keeps_previous_weights():
         with pytest.raises(ValueError, match="named_tensors is empty"):
             harness.buffers.write([], 2, None, 0)
         await harness.replica.load()
-        assert harness.backends[0].loads == [([1], [1], 1)]
+        assert harness.backends[0].loads == [Load([1], [1], version=1)]
 
     run_scenario(scenario)

@@ -38,7 +38,7 @@ def test_crashed_replica_restarts_with_current_weights(way, caplog):
         assert await harness.replica.wait_awake() is harness.backends[1] and harness.backends[0].num_stops == 1
         assert harness.backends[1].loads == [([1], [1], 1)] and harness.replica.version == 1
         cause = "the fake ended" if way is dies else "did not answer"
-        assert f"engine crashed ({cause}), consecutive failure 1: restarting it" in caplog.text
+        assert f"engine: crashed ({cause}), consecutive failure 1: restarting it" in caplog.text
 
     run_scenario(scenario)
 

@@ -86,7 +86,7 @@ FP8 = {"quantization": {"quant_method": "fp8"}}
     ],
 )
 def test_mismatched_server_is_refused_with_correct_command(settings, changes, fault):
-    with pytest.raises(ValueError, match=f"{ADDRESS} has {fault}; start it like this: THE COMMAND"):
+    with pytest.raises(ValueError, match=f"{ADDRESS} has {fault}. Fix: start it with THE COMMAND"):
         check(EngineConfig(address=ADDRESS, **settings), **changes)
 
 

@@ -49,7 +49,7 @@ def run(cache, controller, requests):
     """Run the requests as the engine does. Return (steps, preemptions, limits after each finished request)."""
     queue, limits, steps, preemptions = list(requests), [], cache.steps, cache.preemptions
     while queue or cache.running or cache.waiting:
-        while queue and len(cache.running) + len(cache.waiting) < controller.current_limit:
+        while queue and len(cache.running) + len(cache.waiting) < controller.effective_limit:
             cache.waiting.append(list(queue.pop(0)))
         usage, running, waiting, preempted, done = cache.step()
         controller.observe(usage, running, waiting, preempted, bool(queue))
@@ -144,10 +144,10 @@ def test_throttle_initial_limit_fits_longest_expected_group():
     """A cache of 100 blocks, 92 to be used; a completion of up to 32 tokens takes one, of up to 320 tokens ten."""
     controller = ConcurrencyController(ceiling=256)
     controller.set_initial_limit(3200, 1, 31, 4, 32)
-    assert controller.limit == controller.current_limit == 92
+    assert controller.limit == controller.effective_limit == 92
     controller.set_initial_limit(3200, 1, 319, 4, 32)
     controller.set_initial_limit(3200, 1, 31, 4, 32)
-    assert controller.limit == controller.current_limit == 9
+    assert controller.limit == controller.effective_limit == 9
     for _ in range(9):
         controller.observe(0.46, 9, 0, 0, True)
         controller.on_finished()
@@ -161,7 +161,13 @@ def test_throttle_idle_step_leaves_controller_unchanged():
     controller = ConcurrencyController(ceiling=256, limit=100)
     before = controller.state_dict()
     controller.observe(0.0, 0, 100, 100, True)
-    assert controller.state_dict() == before and not controller.is_draining and controller.current_limit == 100
+    assert controller.state_dict() == before and not controller.is_draining and controller.effective_limit == 100
+
+
+def test_controller_loads_state_of_version_1():
+    controller = ConcurrencyController(ceiling=256)
+    controller.load_state_dict({"limit": 40, "known": True, "target": 0.9})
+    assert controller.state_dict() == {"limit": 40, "is_measured": True, "target": 0.9}
 
 
 def test_growth_needs_demand_room_and_is_bounded():
@@ -282,7 +288,7 @@ def test_throttle_cancelled_waiter_keeps_its_slot_available():
     asyncio.run(scenario())
 
 
-def test_throttle_withdraws_waiters_moved_elsewhere():
+def test_throttle_rejects_waiters_moved_elsewhere():
     async def scenario():
         throttle = Throttle(ConcurrencyController(1))
         assert await throttle.acquire(Priority.SAMPLE)
@@ -290,7 +296,7 @@ def test_throttle_withdraws_waiters_moved_elsewhere():
         tasks = [asyncio.ensure_future(throttle.acquire(priority)) for priority in waits]
         await asyncio.sleep(0)
         tasks[2].cancel()  # in the same moment
-        throttle.withdraw()
+        throttle.reject_waiters()
         done = await asyncio.gather(*tasks, return_exceptions=True)
         assert done[0] is done[1] is False and isinstance(done[2], asyncio.CancelledError)
         assert throttle.num_held == 1 and not throttle.has_waiters

@@ -27,7 +27,7 @@ from torchtune_ext.setup.header import (
 from torchtune_ext.tasks.jsonl import Jsonl
 from torchtune_ext.training.checkpoints import CheckpointConfig
 from torchtune_ext.training.distributed import Ranks
-from torchtune_ext.training.trainable import FullWeights
+from torchtune_ext.training.trained_weights import FullWeights
 
 CONFIGS = config_files(package_folder("configs"))
 
@@ -96,7 +96,7 @@ def opened(cfg, every=40, processes=1):
     return SimpleNamespace(
         cfg=cfg,
         loss=cfg.loss.instantiate(),
-        trainable=FullWeights(),
+        trained_weights=FullWeights(),
         precision=Flow(EngineConfig(address=cfg.engine.address)),
         replay=None,
         teacher_model=None,

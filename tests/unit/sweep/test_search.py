@@ -105,6 +105,6 @@ def test_sweep_command_arguments_equal_wandb_agent(tmp_path):
 def test_a_macro_that_no_recipe_reads_is_named(tmp_path):
     for word in ("${args_no_hyphen}", "${args_json_file}", "${env}"):
         with pytest.raises(
-            ValueError, match=re.escape(f"command: unsupported macro {word}; recipes read ${{args_no_hyphens}}: ")
+            ValueError, match=re.escape(f"command: unsupported macro {word}; expected ${{args_no_hyphens}}. Fix: use ")
         ):
             words(tmp_path, [word], {})

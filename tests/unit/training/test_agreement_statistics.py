@@ -15,14 +15,13 @@ from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.pipeline.packing import context_hashes, pack
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.buckets import STALENESS_0_BUCKET
+from torchtune_ext.training.estimates import fit_slope, students_t_quantile
 from torchtune_ext.training.mismatch import (
     SHARPER_LOGIT_SCALE,
     MismatchError,
     MismatchGate,
     PairedLogprobs,
-    fit_slope,
     likelihood_gains,
-    students_t_quantile,
 )
 
 VOCAB = 50
@@ -34,8 +33,8 @@ def test_fit_repeated_contexts_equals_one_token_per_context():
     x, y, contexts_N = generator.standard_normal(12), generator.standard_normal(12), np.arange(12)
     one, many = fit_slope(y, x, contexts_N), fit_slope(np.tile(y, 20), np.tile(x, 20), np.tile(contexts_N, 20))
     assert astuple(many) == pytest.approx(astuple(one)) and many.margin == pytest.approx(one.margin)
-    without = [fit_slope(np.delete(y, i), np.delete(x, i), np.arange(11)).slope for i in range(12)]
-    assert one.error == pytest.approx(np.linalg.norm(np.array(without) - one.slope)) and one.min_slope == pytest.approx(
+    without = [fit_slope(np.delete(y, i), np.delete(x, i), np.arange(11)).value for i in range(12)]
+    assert one.error == pytest.approx(np.linalg.norm(np.array(without) - one.value)) and one.min_value == pytest.approx(
         min(without)
     )
     assert fit_slope(y, x, np.zeros(12, int)).margin == math.inf
@@ -50,34 +49,35 @@ def test_students_t_quantiles_match_table():
 
 @pytest.mark.parametrize("contexts_seen, stops", [(6, False), (600, True)])
 def test_mismatch_samples_from_one_state_count_once(contexts_seen, stops):
-    """All sixteen samples of each context have its likely token, which the sampler rounds up by 4%.
+    """All sixteen samples of each context have its likely token, which the engine rounds up by 4%.
 
     No sample has the rare token that would bring the mean of exp(d) to 1. This may happen for a few
     contexts, but not for hundreds.
     """
     d = np.random.default_rng(0).normal(-0.036, 0.012, contexts_seen).repeat(16)
-    ours, where = np.full(len(d), math.log(0.95)), np.full((2, len(d)), STALENESS_0_BUCKET)
-    tokens = PairedLogprobs(ours, ours - d, np.full(len(d), 0.2), np.arange(contexts_seen).repeat(16), where)
+    trainer, buckets = np.full(len(d), math.log(0.95)), np.full((2, len(d)), STALENESS_0_BUCKET)
+    tokens = PairedLogprobs(trainer, trainer - d, np.full(len(d), 0.2), np.arange(contexts_seen).repeat(16), buckets)
     with pytest.raises(MismatchError, match="mean of exp") if stops else nullcontext():
         MismatchGate(1.0).check_tokens(tokens, (), "step 1", 0)
 
 
-def canaries(sampler, rounding=0.06, seed=0):
-    """Canaries with different seeds. `sampler` changes the sampled log-probs but not the reported ones."""
+def canaries(transform, rounding=0.06, seed=0):
+    """Canaries with different seeds. `transform` changes the sampled log-probs but not the reported ones."""
     generator, gate = torch.Generator().manual_seed(seed), MismatchGate(10.0)
     for number in range(60):
         logits = torch.randn(256, VOCAB, generator=generator, dtype=torch.float64) * 2
-        ours, theirs = (
+        trainer, engine = (
             (logits + rounding * torch.randn(logits.shape, generator=generator)).log_softmax(-1) for _ in "12"
         )
-        labels = torch.multinomial(sampler(theirs.exp()), 1, generator=generator)
-        picked = [each.gather(1, labels)[:, 0] for each in (ours, theirs, (ours * SHARPER_LOGIT_SCALE).log_softmax(-1))]
-        gains = likelihood_gains(picked[0], picked[1], Categorical(logits=ours).entropy(), picked[2])
-        yield partial(gate.check_likelihood_gains, gains, f"canary {number}", "the engine", number)
+        labels = torch.multinomial(transform(engine.exp()), 1, generator=generator)
+        distributions = trainer, engine, (trainer * SHARPER_LOGIT_SCALE).log_softmax(-1)
+        trainer_L, engine_L, sharper_L = (logprobs.gather(1, labels)[:, 0] for logprobs in distributions)
+        gains = likelihood_gains(trainer_L, engine_L, Categorical(logits=trainer).entropy(), sharper_L)
+        yield partial(gate.update_likelihood_ratio, gains, f"canary {number}", "the engine", number)
 
 
 @pytest.mark.parametrize(
-    "sampler, canaries_needed, found",
+    "transform, canaries_needed, shape",
     [
         (lambda p: p ** (1 / 0.7), 1, "sharper"),
         (lambda p: p ** (1 / 0.9), 20, "sharper"),
@@ -86,16 +86,16 @@ def canaries(sampler, rounding=0.06, seed=0):
         (lambda p: p * (p >= p.topk(12).values[:, -1:]), 40, "sharper"),
     ],
 )
-def test_likelihood_check_detects_unreported_sampling_distribution(sampler, canaries_needed, found):
-    with pytest.raises(MismatchError, match=f"a {found} distribution makes .*processed_logprobs"):
-        for _, judge in zip(range(canaries_needed), canaries(sampler), strict=False):
-            judge()
+def test_likelihood_check_detects_unreported_sampling_distribution(transform, canaries_needed, shape):
+    with pytest.raises(MismatchError, match=f"a {shape} distribution makes .*processed_logprobs"):
+        for _, check in zip(range(canaries_needed), canaries(transform), strict=False):
+            check()
 
 
 @pytest.mark.parametrize("rounding", [0.0, 0.06, 1.0])
 def test_likelihood_check_passes_tokens_sampled_as_reported(rounding):
-    for judge in canaries(lambda p: p, rounding):
-        judge()
+    for check in canaries(lambda p: p, rounding):
+        check()
 
 
 def test_canary_with_repeated_seed_adds_no_evidence():
@@ -104,13 +104,13 @@ def test_canary_with_repeated_seed_adds_no_evidence():
     for gate, canaries_of_a_seed in ((once, 1), (often, 9)):
         for seed in range(8):
             for number in range(canaries_of_a_seed):
-                gate.check_likelihood_gains(zero - 1 if number else zero + 1.5, "", "", seed)
+                gate.update_likelihood_ratio(zero - 1 if number else zero + 1.5, "", "", seed)
     assert (once._ratios[""][2] == often._ratios[""][2]).all()
     with pytest.raises(MismatchError):
-        often.check_likelihood_gains(zero + 4.0, "", "", 8)
+        often.update_likelihood_ratio(zero + 4.0, "", "", 8)
 
 
-def test_contexts_are_equal_where_the_log_prob_is():
+def test_context_hashes_equal_only_for_equal_paths():
     def rows(*texts, prompt=(1, 2, 3), size=10_000):
         samples = [make_sample(t, in_loss=True) for t in texts]
         return pack([Group(Problem("p", (), None), np.array(prompt, np.int32), tuple(samples))], size)[0]

@@ -147,8 +147,8 @@ def test_checkpoint_names_sort_numerically_and_ignore_copies(folder):
     shutil.copytree(folder / "step_000002", folder / "step_000002_copy")
     (folder / "step_1000000").mkdir()
     (folder / "step_999999").mkdir()
-    assert [path.name for path in checkpoints_in(folder).all()][-2:] == ["step_999999", "step_1000000"]
-    assert len(checkpoints_in(folder).all()) == 4
+    assert [path.name for path in checkpoints_in(folder).paths()][-2:] == ["step_999999", "step_1000000"]
+    assert len(checkpoints_in(folder).paths()) == 4
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def errors_of(folder: Path) -> str:
 def require_whole(checkpoints, at_least):
     """Reads every file of every listed checkpoint completely."""
     remove_leftovers(checkpoints.folder)
-    listed = checkpoints.all()
+    listed = checkpoints.paths()
     assert len(listed) >= at_least, os.listdir(checkpoints.folder)
     for path in listed:
         manifest = Manifest.read(path)
@@ -68,7 +68,7 @@ def test_killed_before_any_change_of_a_file(tmp_path, trained):
         _, status = os.waitpid(child, 0)
         assert status == (signal.SIGKILL if kill_at else 0), f"killed at {kill_at}, {errors_of(tmp_path)}"
         require_whole(checkpoints, at_least=1)
-        return [path.name for path in checkpoints.all()]
+        return [path.name for path in checkpoints.paths()]
 
     assert listed_after(0) == ["step_000002"]  # not killed
     changes = int((tmp_path / "changes").read_text())

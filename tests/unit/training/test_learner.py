@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import unpacked
+from helpers import unpacked_reference
 from helpers.learners import single_process_learner
 from torchtune_ext.kernels.packed_attention import packed_mask
 from torchtune_ext.objective.loss import LossRequirements, NLLLoss, PolicyLoss, loss_requirements
@@ -23,6 +23,7 @@ from torchtune_ext.training import distributed
 from torchtune_ext.training.checkpoints import RunState
 from torchtune_ext.training.learner import ScheduleConfig, make_schedule, mean_over_updates
 
+# (prompt tokens, tokens of each completion)
 GROUPS = [(7, [5, 1, 9]), (4, [12, 11])]
 
 
@@ -38,17 +39,17 @@ class ReferenceLoss:
 
 class MinimalLoss:
     def __call__(self, t):
-        assert t.ref_logprobs_L is None and t.old_top_LK is None
+        assert t.ref_logprobs_L is None and t.proximal_top_LK is None
         return -t.advantages_L * t.logprobs_L, {}
 
 
 def rows():
-    return pack(unpacked.make_groups(np.random.default_rng(0), GROUPS), 40)[0]
+    return pack(unpacked_reference.make_groups(np.random.default_rng(0), GROUPS), 40)[0]
 
 
 def make_learner(loss, **options):
-    policy = PackedPolicy(unpacked.tiny_model())
-    optimizer = torch.optim.SGD(policy.trainable(), lr=0.1)
+    policy = PackedPolicy(unpacked_reference.tiny_model())
+    optimizer = torch.optim.SGD(policy.trainable_parameters(), lr=0.1)
     return single_process_learner(policy, loss, optimizer=optimizer, **options)
 
 
@@ -57,12 +58,12 @@ def test_learner_custom_loss_reference_stays_fixed():
     packed = rows()
     start = [scores.logprobs_L for scores in learner.logprobs(packed)]
     with torch.no_grad():
-        for param in learner.policy.trainable():
+        for param in learner.policy.trainable_parameters():
             param.add_(0.05 * torch.randn_like(param))
-    moved = [param.detach().clone() for param in learner.policy.trainable()]
+    moved = [param.detach().clone() for param in learner.policy.trainable_parameters()]
     (reference,) = learner.reference_logprobs([packed])
     assert all(torch.equal(a.logprobs_L, b) for a, b in zip(reference, start, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(learner.policy.trainable(), moved, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(learner.policy.trainable_parameters(), moved, strict=True))
     losses = []
     for _ in range(5):
         _, metrics = learner.forward_backward(packed, reference=learner.reference_logprobs([packed])[0])
@@ -74,7 +75,7 @@ def test_loss_receives_teacher_logprobs_per_label():
     """Each label has the teacher's log-prob of its token, whatever the order of completions in rows."""
     groups = [
         replace(g, samples=tuple(replace(s, teacher_logprobs=-s.completion.tokens / np.float32(8)) for s in g.samples))
-        for g in unpacked.make_groups(np.random.default_rng(0), GROUPS)
+        for g in unpacked_reference.make_groups(np.random.default_rng(0), GROUPS)
     ]
     received = []
 
@@ -134,39 +135,41 @@ def test_learner_computes_proximal_logprobs_only_if_loss_needs(options):
     assert moved != pytest.approx(1.0, abs=1e-6)
     learner.policy.has_dropout = True  # then the gate before the first update must compute them
     first, later = learner.proximal_logprobs([rows(), rows()])
-    assert first is not None and later is None
+    assert first is not None
+    assert later is None
 
 
 @pytest.mark.parametrize("loss", [PolicyLoss(), PolicyLoss(importance="tis"), NLLLoss()])
 def test_learner_update_synchronizes_device_twice(loss, monkeypatch):
     """Once for the numbers of all rows and once for the gradient norm, for any number of rows and metrics."""
     learner, packed, reads = make_learner(loss, max_grad_norm=1.0), rows() * 3, []
-    # A GPU uses a block mask; only a CPU plans the row from numbers that it reads.
-    plans = {id(row.ends_T): packed_mask(row) for row in packed}
-    monkeypatch.setattr(logprobs, "packed_mask", lambda row: plans[id(row.ends_T)])
+    # On a CPU `packed_mask` reads the row's ends back, so the masks are computed before the count.
+    masks = {id(row.ends_T): packed_mask(row) for row in packed}
+    monkeypatch.setattr(logprobs, "packed_mask", lambda row: masks[id(row.ends_T)])
     for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
-        theirs = getattr(torch.Tensor, name)
+        method = getattr(torch.Tensor, name)
         monkeypatch.setattr(
-            torch.Tensor, name, lambda *args, name=name, theirs=theirs: reads.append(name) or theirs(*args)
+            torch.Tensor, name, lambda *args, name=name, method=method: reads.append(name) or method(*args)
         )
     learner.step(learner.forward_backward(packed)[1], advice=str)
-    assert len(packed) > 2 and reads == ["tolist", "item"]
+    assert len(packed) > 2
+    assert reads == ["tolist", "item"]
 
 
 def test_learner_non_finite_gradient_skips_update():
     learner = make_learner(MinimalLoss())
-    before = [param.detach().clone() for param in learner.policy.trainable()]
+    before = [param.detach().clone() for param in learner.policy.trainable_parameters()]
     _, metrics = learner.forward_backward(rows())
-    learner.policy.trainable()[0].grad[0] = torch.nan
+    learner.policy.trainable_parameters()[0].grad[0] = torch.nan
     with pytest.raises(RuntimeError, match="gradient norm nan: look there"):
         learner.step(metrics, advice=lambda: "look there")
-    assert all(torch.equal(a, b) for a, b in zip(learner.policy.trainable(), before, strict=True))
-    assert learner.schedule_step == 0 and all(param.grad is None for param in learner.policy.trainable())
+    assert all(torch.equal(a, b) for a, b in zip(learner.policy.trainable_parameters(), before, strict=True))
+    assert learner.schedule_step == 0 and all(param.grad is None for param in learner.policy.trainable_parameters())
 
 
 def test_learner_learning_rate_follows_planned_update_count():
-    policy = PackedPolicy(unpacked.tiny_model())
-    optimizer = torch.optim.SGD(policy.trainable(), lr=2.0)
+    policy = PackedPolicy(unpacked_reference.tiny_model())
+    optimizer = torch.optim.SGD(policy.trainable_parameters(), lr=2.0)
     learner = single_process_learner(
         policy,
         MinimalLoss(),
@@ -177,9 +180,9 @@ def test_learner_learning_rate_follows_planned_update_count():
     for updates, rate in ((0, 2.0), (6, 0.5), (7, 0.25)):
         learner.schedule_step = updates
         _, metrics = learner.forward_backward(rows())
-        wanted = [p.detach() - rate * p.grad for p in policy.trainable()]
+        wanted = [p.detach() - rate * p.grad for p in policy.trainable_parameters()]
         assert learner.step(metrics, advice=str)["optim/lr"] == rate
-        assert all(torch.equal(p, want) for p, want in zip(policy.trainable(), wanted, strict=True))
+        assert all(torch.equal(p, want) for p, want in zip(policy.trainable_parameters(), wanted, strict=True))
         assert learner.schedule_step == updates + 1
 
 
@@ -216,15 +219,14 @@ def run_steps(updates_per_step, decay, warmup, state, steps):
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 5])
 @pytest.mark.parametrize("before, after", [(4, 1), (1, 4), (4, 4)])
-def test_resume_with_other_updates_keeps_the_schedule(decay, warmup, before, after):
+def test_resume_with_other_updates_keeps_schedule(decay, warmup, before, after):
     """Each step has the learning rates of a run with the current `updates_per_step` from its start."""
     start = asdict(RunState(0, 0, 0, {}, {}, {}))
     state, first = run_steps(before, decay, warmup, start, 2)
     whole = make_schedule(ScheduleConfig(decay, warmup), 6 * after)
     _, second = run_steps(after, decay, warmup, json.loads(json.dumps(state)), 4)
-    assert len(first) == max(1, before - 1) + before and second == [
-        whole(update) for update in range(2 * after, 6 * after)
-    ]
+    assert len(first) == max(1, before - 1) + before
+    assert second == [whole(update) for update in range(2 * after, 6 * after)]
 
 
 @pytest.mark.parametrize("loss", [PolicyLoss(entropy_coef=0.01), PolicyLoss(level="sequence"), NLLLoss()])
@@ -234,14 +236,14 @@ def test_gradient_repeated_is_bitwise_equal(loss):
     Gradients of all first labels of a group are added at one index, and so are the sums over a
     completion. A replay is bitwise equal only if the order of additions is fixed.
     """
-    packed = pack(unpacked.make_groups(np.random.default_rng(0), [(9, [12] * 256)]), 40_000)[0]
+    packed = pack(unpacked_reference.make_groups(np.random.default_rng(0), [(9, [12] * 256)]), 40_000)[0]
     learner, threads = make_learner(loss), torch.get_num_threads()
     torch.set_num_threads(4)
     try:
         first = None
         for _ in range(12):
             learner.forward_backward(packed)
-            gradient = torch.cat([param.grad.flatten() for param in learner.policy.trainable()])
+            gradient = torch.cat([param.grad.flatten() for param in learner.policy.trainable_parameters()])
             learner.optimizer.zero_grad()
             assert first is None or torch.equal(gradient, first)
             first = gradient

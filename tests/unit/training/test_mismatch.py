@@ -1,4 +1,4 @@
-"""The gate detects each fault and names its cause. A table of logits simulates the sampler."""
+"""The gate detects each fault and names its cause. A table of logits simulates the engine."""
 
 import math
 import re
@@ -28,7 +28,7 @@ VOCAB, TOKENS, SAMPLES = 50, 40, 20
 
 
 class Table:
-    """Logits per label. The trainer scores labels at a temperature; the sampler may report others."""
+    """Logits per label. The trainer scores labels at a temperature; the engine may report others."""
 
     def __init__(self, seed=0):
         generator = torch.Generator().manual_seed(seed)
@@ -49,7 +49,7 @@ class Table:
 
 def mismatch(rows, scores, version=None):
     """Measures the mismatch with a gate that never fails."""
-    return MismatchGate(math.inf, test_mean_weight=False).check(rows, scores, "now", version)
+    return MismatchGate(math.inf, test_distribution=False).check(rows, scores, "now", version)
 
 
 def check(reported, table, temperature=1.0, limit=1e-3, before=None):
@@ -215,7 +215,7 @@ def test_small_steps_are_judged_together():
     table, d = Table(), torch.zeros(SAMPLES * TOKENS, dtype=torch.float64)
     d[5::10] = 0.6
     scores = [LabelLogprobs(table.score(1.0), torch.zeros(len(d)))]
-    new, same = (MismatchGate("auto", lambda rows: 0.02, test_mean_weight=False) for _ in "12")
+    new, same = (MismatchGate("auto", lambda rows: 0.02, test_distribution=False) for _ in "12")
     for step in (1, 2, 3):
         same.check(table.rows(table.score(1.0) + d), scores, f"step {step}", version=0)
     for step in (1, 2):
@@ -234,7 +234,7 @@ def test_mismatch_replay_measures_rounding_on_demand(distance, noise):
     (row,) = table.rows(table.score(1.0) + distance)
     scores = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
     noises = iter([noise] if noise else [])
-    gate = MismatchGate("auto", lambda rows: next(noises), replay=True, test_mean_weight=False)
+    gate = MismatchGate("auto", lambda rows: next(noises), replay=True, test_distribution=False)
     if distance > 2 * (noise or 1):
         with pytest.raises(MismatchError, match=r"max_mismatch=0.1\).*replay"):
             gate.check([row], scores, "step 2", version=0)
@@ -246,7 +246,7 @@ def test_mismatch_replay_measures_rounding_on_demand(distance, noise):
 def gate_of(noise, **options):
     """A gate with "auto" whose rounding is `noise`. Each call is a step, or a canary without version."""
     table = Table()
-    gate = MismatchGate("auto", lambda rows: noise, test_mean_weight=False, **options)
+    gate = MismatchGate("auto", lambda rows: noise, test_distribution=False, **options)
 
     def scores(rows):
         return [LabelLogprobs(table.score(1.0)[: row.num_labels], torch.zeros(row.num_labels)) for row in rows]
@@ -309,7 +309,9 @@ def test_mismatch_small_batch_is_deferred_to_later_checks(caplog):
 def test_mismatch_non_finite_logprob_fails_gate(tokens, value):
     d = torch.zeros(tokens, dtype=torch.float64)
     d[3] = value
-    match = rf"log-probs of {tokens} sampled .* not finite: 0 of the trainer's, 1 of the sampler's. .*weights or activations"
+    match = (
+        rf"log-probs of {tokens} sampled .* not finite: 0 of the trainer's, 1 of the engine's. .*weights or activations"
+    )
     with pytest.raises(MismatchError, match=match):
         gate_of(0.02)(d)
 
@@ -328,7 +330,7 @@ def test_mismatch_step_without_current_version_tokens_passes_gate():
     d[::10] = 0.6
     (row,), scores = table.rows(table.score(1.0) + d), [LabelLogprobs(table.score(1.0), torch.zeros(len(d)))]
     noises = iter([0.02, 0.04])
-    gate = MismatchGate("auto", lambda rows: next(noises), test_mean_weight=False)
+    gate = MismatchGate("auto", lambda rows: next(noises), test_distribution=False)
     for step in (1, 2, 3):  # the third is above the limit of all steps, and within its own limit
         gate.check([row], scores, f"step {step}", version=0)
     gate._limit = 0.0
@@ -403,13 +405,13 @@ def test_update_effect_excludes_tokens_without_logprobs():
     table = Table()
     update, noise = draws(2, 0.1, 0.001)
     before = table.score(1.0) - update
-    sampler = table.score(1.0) + noise
+    engine_logprobs = table.score(1.0) + noise
     for known in (1, 2, 16, 64, 300):
-        old, reported = before.clone(), sampler.clone()
+        old, reported = before.clone(), engine_logprobs.clone()
         old[known:], reported[known:] = torch.nan, before[known:]  # would be a slope of 0
         share = measure_update_effect(table.rows(reported), [table.score(1.0)], [old], "")
         assert share.tokens == known and share.slope == pytest.approx(1.0, abs=0.05)
-        assert share.resolved == (known > 2) and not share.is_missing
+        assert share.is_reliable == (known > 2) and not share.is_missing
 
 
 @pytest.mark.parametrize("has_it", [True, False])
@@ -432,8 +434,8 @@ def test_update_effect_heavy_tails_cause_no_wrong_verdict(engine, has_it):
                 )
                 noisy_row = replace(row, logprobs_L=has_it * strength * change + engine * e)
                 share = measure_update_effect([noisy_row], [strength * change + new], [old], "")
-                resolved += share.resolved
-                assert not share.resolved or (share.slope > 0.5) == has_it, (strength, share)
+                resolved += share.is_reliable
+                assert not share.is_reliable or (share.slope > 0.5) == has_it, (strength, share)
         assert resolved > draws / 2 if strength == 30 else resolved == 0 or strength > 1
 
 
@@ -442,7 +444,7 @@ def test_update_effect_ignores_one_float32_grid_step():
     contexts_N = np.repeat(np.arange(16), 16)
     step = 2.0**-23 * (contexts_N < 3)
     share = UpdateEffect.estimate(step, np.zeros(256), contexts_N, "")
-    assert share.slope == share.margin == 0 and not share.resolved and not share.is_missing
+    assert share.slope == share.margin == 0 and not share.is_reliable and not share.is_missing
     assert UpdateEffect.estimate(1e4 * step, np.zeros(256), contexts_N, "").is_missing
 
 
@@ -474,9 +476,8 @@ def test_the_limit_is_twice_the_rounding(capsys):
         off_by(0.115)
     first, second = capsys.readouterr().out.splitlines()[:2]
     assert first == "rounding:  0.04 nats in bfloat16; max_mismatch 0.08"
-    assert (
-        second
-        == "rounding:  0.06 nats in bfloat16 on tokens above the limit, whose own limit is 0.12; max_mismatch 0.1"
+    assert second == (
+        "rounding:  0.06 nats in bfloat16, measured on this step's rows (limit for these rows 0.12); max_mismatch 0.1"
     )
 
 
@@ -488,7 +489,7 @@ def test_without_rounding_the_limit_is_that_of_float32(capsys):
 
 
 class Steps:
-    """Steps of a run: labels follow the sampler's distribution, and the trainer differs by rounding."""
+    """Steps of a run: labels follow the engine's distribution, and the trainer differs by rounding."""
 
     def __init__(self, reported_of, rounding=0.06, seed=0):
         self._generator = torch.Generator().manual_seed(seed)

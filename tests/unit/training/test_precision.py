@@ -146,7 +146,7 @@ def test_dry_run_counts_fp8_memory(source):
         ),
         (
             {"flow": "fp8_unified", "engine": EngineConfig(dtype="float16")},
-            "engine.dtype=float16: FP8 requires bfloat16; set engine.dtype=bfloat16",
+            "engine.dtype=float16: FP8 requires bfloat16. Fix: set engine.dtype=bfloat16",
         ),
         (
             {"flow": "fp8_unified", "backend": "scaled_mm"},

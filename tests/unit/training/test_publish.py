@@ -25,8 +25,8 @@ from torchtune_ext.sampling.types import CanaryAnswer, PublishReport  # noqa: E4
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
 from torchtune_ext.training.mismatch import MismatchError, MismatchGate  # noqa: E402
 from torchtune_ext.training.precision import Precision, PrecisionConfig  # noqa: E402
-from torchtune_ext.training.publish import CANARY_PROMPTS, SAMPLED_VALUES, SEED_PERIOD, Publisher  # noqa: E402
-from torchtune_ext.training.trainable import FullWeights, measure_rounding  # noqa: E402
+from torchtune_ext.training.publish import CANARY_PROMPTS, SEED_PERIOD, VALUES_PER_TENSOR, Publisher  # noqa: E402
+from torchtune_ext.training.trained_weights import FullWeights, measure_rounding  # noqa: E402
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7], [8] * 9]
 SAMPLING = SamplingConfig(max_tokens=40, seed=7, early_stop_logprob=-3.0)
@@ -35,22 +35,25 @@ SAMPLING = SamplingConfig(max_tokens=40, seed=7, early_stop_logprob=-3.0)
 class FakeEngine:
     """A fake engine whose name, labels, checksums and weights tests can change."""
 
-    name, label, lost = "the engine", None, ()
+    name = "the engine"
+    label = None  # version label of the tokens; None: the published version
+    dropped_tensors = ()
 
     def __init__(self):
         self.model, self.sums, self.requests, self.ignores_weights = tiny_model.build(0), {}, [], False
-        self.temperature, self.raw = 1.0, False  # raw: the engine reports log-probs without the temperature
+        self.temperature = 1.0
+        self.reports_raw_logprobs = False  # without the temperature
 
     def publish(self, tensors, version, adapter):
-        taken = {name: tensor.clone() for name, tensor in tensors}
-        self.sums = {name: checksum(tensor) for name, tensor in taken.items() if name not in self.lost}
+        published = {name: tensor.clone() for name, tensor in tensors}
+        self.sums = {name: checksum(t) for name, t in published.items() if name not in self.dropped_tensors}
         if not self.ignores_weights:
-            self.model.load_state_dict({name: tensor.float() for name, tensor in taken.items()}, strict=False)
+            self.model.load_state_dict({name: tensor.float() for name, tensor in published.items()}, strict=False)
         self.version = version
-        sums = {name: checksum(tensor) for name, tensor in taken.items()}
-        return PublishReport(sum(t.numel() * t.element_size() for t in taken.values()), sums, 0.5, 0.25, 0.125)
+        sums = {name: checksum(tensor) for name, tensor in published.items()}
+        return PublishReport(sum(t.numel() * t.element_size() for t in published.values()), sums, 0.5, 0.25, 0.125)
 
-    def canary(self, prompts, samples, sampling):
+    def sample_canary(self, prompts, samples, sampling):
         self.requests.append((prompts, samples, sampling))
         generator = torch.Generator().manual_seed(sampling.seed)
         return [CanaryAnswer(self.name, [self._sample(p, samples, sampling, generator) for p in prompts], [self.sums])]
@@ -61,39 +64,39 @@ class FakeEngine:
         ids, logprobs = torch.tensor([prompt] * samples), []
         for _ in range(sampling.max_tokens):
             logits = self.model(ids).logits[:, -1]
-            drawn = torch.multinomial((logits / self.temperature).softmax(-1), 1, generator=generator)
-            ids = torch.cat([ids, drawn], dim=1)
-            reported = logits if self.raw else logits / self.temperature
-            logprobs.append(reported.log_softmax(-1).gather(1, drawn))
+            sampled_ids = torch.multinomial((logits / self.temperature).softmax(-1), 1, generator=generator)
+            ids = torch.cat([ids, sampled_ids], dim=1)
+            reported = logits if self.reports_raw_logprobs else logits / self.temperature
+            logprobs.append(reported.log_softmax(-1).gather(1, sampled_ids))
         versions = np.full(sampling.max_tokens, self.version if self.label is None else self.label, np.int32)
         return [
-            Completion(tokens.numpy().astype(np.int32), each.numpy(), versions, "length", 0)
-            for tokens, each in zip(ids[:, len(prompt) :], torch.cat(logprobs, dim=1), strict=True)
+            Completion(tokens.numpy().astype(np.int32), logprobs_R.numpy(), versions, "length", 0)
+            for tokens, logprobs_R in zip(ids[:, len(prompt) :], torch.cat(logprobs, dim=1), strict=True)
         ]
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
+def hf_model(tmp_path_factory):
     return HFModel(tiny_model.save(tiny_model.build(0), tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture
-def make_publisher(source):
+def make_publisher(hf_model):
     """A function: settings of the engine -> (engine, policy's model, publisher) after a first weight sync."""
 
     def make(limit=0.001, prompts=PROMPTS, **settings):
         config, device = EngineConfig(**{"dtype": "float32"} | settings), torch.device("cpu")
-        policy = build_policy(partial(from_config, str(source.path)), source, device, torch.float32)
-        model = build_on_meta(partial(from_config, str(source.path)))
-        precision = Precision(PrecisionConfig(), model, source, "float32", config, device, None)
+        policy = build_policy(partial(from_config, str(hf_model.path)), hf_model, device, torch.float32)
+        model = build_on_meta(partial(from_config, str(hf_model.path)))
+        precision = Precision(PrecisionConfig(), model, hf_model, "float32", config, device, None)
         learner, engine = single_process_learner(policy, PolicyLoss()), FakeEngine()
-        scored = partial(
-            streamed_logprobs, make_model=partial(from_config, str(source.path)), device=device, temperature=1.0
+        logprobs_fn = partial(
+            streamed_logprobs, make_model=partial(from_config, str(hf_model.path)), device=device, temperature=1.0
         )
-        noise = partial(measure_rounding, FullWeights(), precision, policy.model, scored)
-        gate = MismatchGate(limit, noise, precision.coarsest_name, test_mean_weight=not precision.is_mixed)
+        noise = partial(measure_rounding, FullWeights(), precision, policy.model, logprobs_fn)
+        gate = MismatchGate(limit, noise, precision.coarsest_name, test_distribution=not precision.is_mixed)
         publisher = Publisher(
-            engine, learner, FullWeights(), precision, source, gate, scored, prompt_groups(prompts), SAMPLING
+            engine, learner, FullWeights(), precision, hf_model, gate, logprobs_fn, prompt_groups(prompts), SAMPLING
         )
         return engine, policy.model, publisher
 
@@ -129,10 +132,10 @@ def test_publish_reports_canary_metrics_and_sampling(make_publisher):
         assert sampling == dataclasses.replace(SAMPLING, max_tokens=8, seed=0, early_stop_logprob=None)
 
 
-def test_publish_canary_length_follows_max_tokens(source, make_publisher):
+def test_publish_canary_length_follows_max_tokens(hf_model, make_publisher):
     engine, _, publisher = make_publisher()
     short = Publisher(
-        engine, publisher._learner, FullWeights(), publisher._precision, source, publisher._gate, publisher._logprobs_fn,
+        engine, publisher._learner, FullWeights(), publisher._precision, hf_model, publisher._gate, publisher._logprobs_fn,
         prompt_groups(PROMPTS),
         dataclasses.replace(SAMPLING, max_tokens=3),
     )  # fmt: skip
@@ -147,7 +150,7 @@ def test_canary_two_prompts_detect_temperature_in_bfloat16(make_publisher, tempe
     update(model, 0.2)
     publisher.publish(4)
     engine.temperature = temperature
-    match = f"after publishing version 5: on 256 .* temperature: the sampler's temperature is about {temperature}"
+    match = f"after publishing version 5: on 256 .* temperature: the engine's temperature is about {temperature}"
     with pytest.raises(MismatchError, match=match):
         publisher.publish(5)
 
@@ -157,7 +160,7 @@ def test_canary_detects_unreported_sampling_temperature(make_publisher, temperat
     """An engine that reports log-probs without its temperature agrees with the trainer on every token."""
     engine, model, publisher = make_publisher(prompts=PROMPTS[:CANARY_PROMPTS])
     update(model, 0.2)
-    engine.raw = True
+    engine.reports_raw_logprobs = True
     for version in (0, 1):
         publisher.publish(version)
     engine.temperature = temperature
@@ -184,8 +187,11 @@ def test_publish_nan_weights_are_named_in_error(make_publisher):
     "fault, message",
     [
         (dict(label=2), r"after publishing version 4: weights: the engine reports version \[2\] for its tokens"),
-        (dict(lost=("model.norm.weight",)), r"1 of the \d+ tensors in the engine \(worker 0\) .*: 1 missing"),
-        # The scale limit is far above this update, so only its effect on the tokens shows the fault.
+        (
+            dict(dropped_tensors=("model.norm.weight",)),
+            r"1 of the \d+ tensors in the engine \(worker 0\) .*: 1 missing",
+        ),
+        # The limit of the magnitude is far above this update, so only its effect on the tokens shows the fault.
         (
             dict(ignores_weights=True),
             r"4: .*weights: the engine has the new weights but samples with the old ones.* fraction -?0\.0",
@@ -202,7 +208,7 @@ def test_publish_failed_weight_sync_raises_mismatch(make_publisher, fault, messa
         publisher.publish(4)
 
 
-def test_publish_too_small_update_is_not_judged(make_publisher):
+def test_publish_too_small_update_is_not_measured(make_publisher):
     engine, model, publisher = make_publisher()
     publisher.publish(3)
     engine.ignores_weights = True
@@ -210,34 +216,34 @@ def test_publish_too_small_update_is_not_judged(make_publisher):
     assert "canary/update_applied" not in publisher.publish(4)
 
 
-def test_publish_checks_each_engine_separately(make_publisher, monkeypatch):
+def test_publish_checks_each_replica_separately(make_publisher, monkeypatch):
     engine, _model, publisher = make_publisher(limit=0.1)
-    other, answer = FakeEngine(), engine.canary
+    other, answer = FakeEngine(), engine.sample_canary
     other.name = "the other"
 
     def both(*arguments):
         other.version, other.sums = engine.version, engine.sums
-        return answer(*arguments) + other.canary(*arguments)
+        return answer(*arguments) + other.sample_canary(*arguments)
 
-    monkeypatch.setattr(engine, "canary", both)
+    monkeypatch.setattr(engine, "sample_canary", both)
     update(other.model, 1e-4)
     assert 1e-5 < publisher.publish(1)["canary/mean_abs"] < 0.1  # the worse engine's value
     update(other.model, 3e-2)
-    with pytest.raises(MismatchError, match="after publishing version 2, the other: trainer and sampler disagree"):
+    with pytest.raises(MismatchError, match="after publishing version 2, the other: trainer and engine disagree"):
         publisher.publish(2)
 
 
-def test_publish_logs_lowest_update_applied_of_engines(make_publisher, monkeypatch):
+def test_publish_logs_lowest_update_applied_of_replicas(make_publisher, monkeypatch):
     engine, model, publisher = make_publisher(limit=5.0)
-    other, answer = FakeEngine(), engine.canary
+    other, answer = FakeEngine(), engine.sample_canary
 
     def both(*arguments):
         before, now = other.model.state_dict(), engine.model.state_dict()
         other.model.load_state_dict({name: before[name] + 0.8 * (now[name] - before[name]) for name in now})
         other.version, other.sums = engine.version, engine.sums
-        return other.canary(*arguments) + answer(*arguments)
+        return other.sample_canary(*arguments) + answer(*arguments)
 
-    monkeypatch.setattr(engine, "canary", both)
+    monkeypatch.setattr(engine, "sample_canary", both)
     publisher.publish(1)
     update(model, 1e-2)
     assert publisher.publish(2)["canary/update_applied"] == pytest.approx(0.8, abs=0.03)
@@ -262,23 +268,21 @@ def test_publish_logs_update_share_kept_by_engine_dtype(make_publisher, caplog):
         update(model, 2e-5, seed=1, names=("layers",))
         publisher.publish(3)
     (message,) = [record.getMessage() for record in caplog.records if "changed_share" in record.getMessage()]
-    assert (
-        "of the engine's values, in bfloat16, differs" in message
-        and "Set engine.dtype=float32, or dtype=bfloat16" in message
-    )
+    assert "of the engine's values, in bfloat16, differs" in message
+    assert "Fix: set engine.dtype=float32, or dtype=bfloat16" in message
 
 
 def test_changed_share_counts_all_values_of_a_tensor(make_publisher):
     """A large tensor is subsampled evenly."""
     _, _, publisher = make_publisher(dtype="bfloat16")
-    large, small = torch.zeros(SAMPLED_VALUES), torch.zeros(10)
-    before = {"large": (50 * SAMPLED_VALUES, large), "small": (10, small)}
-    now = {
-        "large": (50 * SAMPLED_VALUES, large + (torch.arange(SAMPLED_VALUES) < SAMPLED_VALUES // 4)),
+    large, small = torch.zeros(VALUES_PER_TENSOR), torch.zeros(10)
+    before = {"large": (50 * VALUES_PER_TENSOR, large), "small": (10, small)}
+    after = {
+        "large": (50 * VALUES_PER_TENSOR, large + (torch.arange(VALUES_PER_TENSOR) < VALUES_PER_TENSOR // 4)),
         "small": (10, small + 1),
     }
-    share = publisher._changed_share(before, now)["publish/changed_share"]
-    assert share == pytest.approx((50 * SAMPLED_VALUES / 4 + 10) / (50 * SAMPLED_VALUES + 10))
+    share = publisher._changed_share(before, after)["publish/changed_share"]
+    assert share == pytest.approx((50 * VALUES_PER_TENSOR / 4 + 10) / (50 * VALUES_PER_TENSOR + 10))
 
 
 def test_publish_representable_update_does_not_warn(make_publisher, caplog):

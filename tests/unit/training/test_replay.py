@@ -89,7 +89,7 @@ def test_replay_refuses_checkpoint_of_other_run_kind(run, state, before):
 def test_replay_detects_new_run_in_its_folder(run):
     its = replay(run)
     (run / "run.json").write_text(json.dumps({"id": "new", "config": settings()}))
-    with pytest.raises(ValueError, match="no longer holds run abc, but new"):
+    with pytest.raises(ValueError, match="expected run abc in the folder, found new"):
         its.take(BATCH)
 
 
@@ -108,7 +108,7 @@ def test_replay_uses_older_checkpoint_if_newest_is_damaged(run):
     (run / "checkpoints" / "step_000009").mkdir()
     (run / "checkpoints" / "step_000009" / "manifest.json").write_text("{")
     replay(run)
-    with pytest.raises(ValueError, match="started from other weights"):
+    with pytest.raises(ValueError, match="other weights than this run"):
         replay(run, identity=Identity("", IDENTITY.model, "ffff"))
 
 
@@ -122,27 +122,27 @@ def test_settings_of_learning_that_differ_are_named(run):
 
 
 @pytest.mark.parametrize(
-    "own, text",
+    "changes, message",
     [
-        ({"seed": 1}, "has seed=0, and this run seed=1: set seed=0"),
-        ({"samples_per_prompt": 4}, "has samples_per_prompt=2, and this run samples_per_prompt=4"),
+        ({"seed": 1}, "has seed=0. Fix: set seed=0"),
+        ({"samples_per_prompt": 4}, "has samples_per_prompt=2. Fix: set samples_per_prompt=2"),
         (
             {"task": {"_component_": "Sums", "level": 2}, "words": "is it"},
-            r"has rollouts of other problems, for instance 'sum-\d': other settings in that run: task\.level=1",
+            r"has rollouts of problems .* for instance 'sum-\d': other settings in that run: task\.level=1",
         ),
-        ({"staleness": -1}, "has samples up to staleness=0 versions old, and this run staleness=-1: set staleness=0"),
-        ({"max_steps": 5}, "has no rollouts of step 4, and max_steps=5: set max_steps=3"),
+        ({"staleness": -1}, "up to 0 versions stale; expected at most staleness=-1. Fix: set staleness=0"),
+        ({"max_steps": 5}, "has no rollouts of step 4, and max_steps=5. Fix: set max_steps=3"),
         (
             {"identity": Identity("", "llama of 2 layers", "0123abcd")},
-            "started from another model .*: set model_dir=model",
+            "other model than this run .* Fix: set model_dir=model",
         ),
-        ({"identity": Identity("", IDENTITY.model, "ffff")}, "started from other weights .0123abcd; this run has ffff"),
+        ({"identity": Identity("", IDENTITY.model, "ffff")}, "other weights than this run .0123abcd; expected ffff"),
         ({"words": "how much is"}, "the task's data or code has changed since"),
     ],
 )
-def test_replay_of_other_problems_model_seed_is_refused(run, own, text):
-    with pytest.raises(ValueError, match=f"replay={run}.*{text}"):
-        replay(run, **own)
+def test_replay_of_other_problems_model_seed_is_refused(run, changes, message):
+    with pytest.raises(ValueError, match=f"replay={run}.*{message}"):
+        replay(run, **changes)
 
 
 def test_replay_invalid_run_folder_is_refused(run, tmp_path):
@@ -151,7 +151,7 @@ def test_replay_invalid_run_folder_is_refused(run, tmp_path):
     with pytest.raises(ValueError, match="run.json not found"):
         replay(tmp_path / "nowhere")
     (run / "rollouts" / "step_000002.jsonl.gz").unlink()
-    with pytest.raises(ValueError, match="step 2, .*max_steps=3: set max_steps=1$"):
+    with pytest.raises(ValueError, match="step 2, .*max_steps=3. Fix: set max_steps=1$"):
         replay(run)
     (run / "rollouts" / "step_000001.jsonl.gz").unlink()
     with pytest.raises(ValueError, match="holds no rollouts of step 1"):

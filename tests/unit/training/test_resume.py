@@ -96,17 +96,17 @@ def test_find_resume_checkpoint_returns_newest_unless_run_finished(tmp_path, cap
         find_resume_checkpoint(kept, folder, resume=True, total=3)
     output = str(caught.value).splitlines()
     assert output[0] == "step 40 >= max_steps=3: nothing to do" and capsys.readouterr().out == ""
-    assert output[-1] == "longer:    the same command with max_steps above 40 and resume_from_checkpoint=True"
+    assert output[-1] == "extend:    the same command with max_steps above 40 and resume_from_checkpoint=True"
 
 
 def test_where_a_run_stands(tmp_path):
     kept = Kept(tmp_path / "checkpoints")
     assert status_message(0, 60, None) == (
-        "It had not started its first step, and it has no checkpoint yet, so the next start begins at step 1"
+        "The run had not started its first step, and has no checkpoint yet, so the next start begins at step 1"
     )
     assert status_message(47, 60, kept) == (
-        f"It was at step 47 of 60. The newest checkpoint is {kept.of(40)}; resume from there with "
-        f"resume_from_checkpoint=True. The best on held-out problems: {kept.of(20)} (0.742). Curves and samples: "
+        f"The run was at step 47 of 60. The newest checkpoint is {kept.of(40)}; resume from there with "
+        f"resume_from_checkpoint=True. Best checkpoint: {kept.of(20)} (held-out reward 0.742). Curves and samples: "
         f"torchtune-ext report {tmp_path}"
     )
     kept.accuracy = None
@@ -118,9 +118,9 @@ def test_status_message_of_finished_run_lists_outputs(tmp_path):
     assert status_message(40, 40, kept).splitlines() == [
         "done:      40 of 40 steps",
         f"model:     {kept.of(40)}, a model in Hugging Face format",
-        f"best:      {kept.of(20)}, the best on held-out problems: 0.742",
+        f"best:      {kept.of(20)} (held-out reward 0.742)",
         f"report:    torchtune-ext report '{tmp_path}/a b'",
-        "longer:    the same command with max_steps above 40 and resume_from_checkpoint=True",
+        "extend:    the same command with max_steps above 40 and resume_from_checkpoint=True",
     ]
     kept.prompt_source = "the chat template mine.jinja"
     assert status_message(40, 40, kept).splitlines()[2] == (

@@ -14,7 +14,7 @@ from torchtune_ext.policy.builder import build_on_meta, build_policy
 from torchtune_ext.policy.streaming import streamed_logprobs
 from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.training.precision import Precision, PrecisionConfig
-from torchtune_ext.training.trainable import AdapterConfig, FullWeights, make_trainable, measure_rounding
+from torchtune_ext.training.trained_weights import AdapterConfig, FullWeights, measure_rounding, select_trained_weights
 
 LORA = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True}
 
@@ -31,7 +31,9 @@ def measured(source):
     def make(trainer, engine, flow="bf16", publish="auto", **adapters):
         build = partial(from_config, str(source.path), **adapters)
         policy, meta = build_policy(build, source, CPU, F32), build_on_meta(build)
-        trained = make_trainable(meta, source, {}, AdapterConfig(publish=publish)) if adapters else FullWeights()
+        trained = (
+            select_trained_weights(meta, source, {}, AdapterConfig(publish=publish)) if adapters else FullWeights()
+        )
         config = trained.configure_engine(EngineConfig(dtype=engine))
         precision = Precision(
             PrecisionConfig(flow=flow), meta, source, trainer, config, CPU, trained.spec, trained.publish_mode

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from helpers.unpacked import as_branched_conversations, make_groups, paths_of
+from helpers.unpacked_reference import as_branched_conversations, make_groups, paths_of
 from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.training.teacher import Teacher
 

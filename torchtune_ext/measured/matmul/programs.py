@@ -162,7 +162,9 @@ class Programs:
         weights: Mapping[str, float] | None = None,
     ) -> None:
         if not stages or not set(stages) <= set(STAGES) or list(stages) != [name for name in STAGES if name in stages]:
-            raise UsageError(f"stages={list(stages)}: give some of {', '.join(STAGES)}, each once and in this order")
+            raise UsageError(
+                f"stages={list(stages)}: expected a subset of {', '.join(STAGES)}, in this order and without repetition"
+            )
         require_share("new", new, "the programs")
         self.seed, self.stages, self.new = seed, tuple(stages), new
         self.family, self.kernels = ProgramFamily(seed, broken, weights), make_kernels({"dgemm": sizes})

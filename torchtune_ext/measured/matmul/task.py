@@ -247,16 +247,16 @@ def make_kernels(mapping: Mapping[str, int | Sequence[int]]) -> list[Kernel]:
                 f"task.kernels: unknown kernel {name!r}; use {', '.join(KERNELS)}, or the dotted path of a class"
             )
         kind = KERNELS.get(name) or import_named(name, "task.kernels", "class", "my_kernel.Outer")
-        several = list(sizes) if isinstance(sizes, Sequence) and not isinstance(sizes, str) else [sizes]
-        if not several:
-            raise UsageError(f"task.kernels.{name}=[]: expected a size, or several ([256, 512])")
-        for size in several:
+        size_list = list(sizes) if isinstance(sizes, Sequence) and not isinstance(sizes, str) else [sizes]
+        if not size_list:
+            raise UsageError(f"task.kernels.{name}=[]: expected a size, or a list of sizes ([256, 512])")
+        for size in size_list:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise UsageError(f"task.kernels.{name}={size!r}: a size is a whole number, 1 or more")
+                raise UsageError(f"task.kernels.{name}={size!r}: expected a whole number, 1 or more")
             kernels.append(_make_kernel(kind, str(name), size))
     names = [problem_id(kernel) for kernel in kernels]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise UsageError(f"task.kernels: {', '.join(sorted(twice))} is listed twice. Fix: remove one")
+    if duplicates := {name for name in names if names.count(name) > 1}:
+        raise UsageError(f"task.kernels: {', '.join(sorted(duplicates))} is listed twice. Fix: remove one")
     return kernels
 
 

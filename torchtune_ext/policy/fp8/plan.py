@@ -207,13 +207,13 @@ def linear_layers(
     """
     adapters = adapter_names(model)
     modules, other_reasons = {}, {}
-    for ours, module in model.named_modules():
-        ours = clean_name(ours)
-        if isinstance(module, (nn.Linear, LoRALinear, DoRALinear)) and f"{ours}.weight" not in adapters:
-            name = hf_name(f"{ours}.weight").removesuffix(".weight")
+    for tune_name, module in model.named_modules():
+        tune_name = clean_name(tune_name)
+        if isinstance(module, (nn.Linear, LoRALinear, DoRALinear)) and f"{tune_name}.weight" not in adapters:
+            name = hf_name(f"{tune_name}.weight").removesuffix(".weight")
             modules[name] = module
             reason = (
-                (_unsupported_reason(module) or (hf_model and _permutation_reason(hf_model, ours, module)))
+                (_unsupported_reason(module) or (hf_model and _permutation_reason(hf_model, tune_name, module)))
                 if trains
                 else None
             )
@@ -352,12 +352,12 @@ def _unsupported_reason(module: nn.Module) -> str | None:
     return None
 
 
-def _permutation_reason(hf_model: HFModel, ours: str, module: nn.Module) -> str | None:
+def _permutation_reason(hf_model: HFModel, tune_name: str, module: nn.Module) -> str | None:
     """Why a layer whose rows are permuted in Hugging Face's layout cannot be in FP8, or None."""
     # A permutation within a tile keeps the tile's scale and values, so it is allowed. Row numbers
     # represent the weight.
     row_numbers = torch.arange(module.get_parameter("weight").shape[0], device="cpu")[:, None]
-    _, order = hf_model.to_hf(f"{ours}.weight", row_numbers)
+    _, order = hf_model.to_hf(f"{tune_name}.weight", row_numbers)
     if torch.equal(order[:, 0] // BLOCK_SIZE, torch.arange(order.shape[0]) // BLOCK_SIZE):
         return None
     return f"Hugging Face permutes its rows across tiles of {BLOCK_SIZE}: the head width must divide {BLOCK_SIZE}"

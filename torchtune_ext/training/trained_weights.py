@@ -1,9 +1,9 @@
-"""The trained part of a model: all weights, or adapters over frozen weights.
+"""The trained weights of a model: all weights, or adapters over frozen weights.
 
 Each class handles both sides: the weights that the trainer keeps and saves, and the settings and
 weights of the engine.
 
-class        reference            sent to the engine                     checkpoint
+class        reference            published                                checkpoint
 FullWeights  copy of the weights  all weights                            model
 LoRAWeights  disabled adapters    "adapter": the adapters, and once the  adapters; `save_merged`:
                                   base if it was rounded; "merged": all  also the model
@@ -79,7 +79,7 @@ def _lora_needs_half() -> bool:
     return not on_cpu() and torch.cuda.is_available()
 
 
-def make_trainable(
+def select_trained_weights(
     model: TransformerDecoder,
     hf_model: HFModel,
     section: Mapping[str, Any],
@@ -105,13 +105,13 @@ def make_trainable(
     if adapters != AdapterConfig():
         raise UsageError(
             f"adapters.publish={adapters.publish}, adapters.save_merged={adapters.save_merged}, but `model:` has no "
-            "adapters: set model.lora_attn_modules, or leave out `adapters:`"
+            "adapters. Fix: set model.lora_attn_modules, or remove `adapters:`"
         )
     return FullWeights()
 
 
 def measure_rounding(
-    trainable: "FullWeights | LoRAWeights",
+    trained_weights: "FullWeights | LoRAWeights",
     precision: Precision,
     model: nn.Module,
     logprobs_fn: LogprobsFn,
@@ -120,7 +120,7 @@ def measure_rounding(
     """Measures the mismatch of a correct engine that is due to rounding. A collective.
 
     Args:
-        trainable: the trained part of the model.
+        trained_weights: the trained part of the model.
         precision: precision of trainer and engine.
         model: the policy's model.
         logprobs_fn: `streamed_logprobs` with the model's builder, device and temperature.
@@ -138,14 +138,14 @@ def measure_rounding(
         # differs. Rounding of the weights is equal on both sides and causes no mismatch.
         return ((name, weight.to(coarse)) for name, weight in merged_tensors(model))
 
-    exact = logprobs_fn(rows, rounded_weights(), dtype=torch.float32)
+    exact_logprobs = logprobs_fn(rows, rounded_weights(), dtype=torch.float32)
     arithmetic = _mean_abs_diff(
-        exact, logprobs_fn(rows, rounded_weights(), dtype=coarse, fp8_plan=precision.engine_fp8)
+        exact_logprobs, logprobs_fn(rows, rounded_weights(), dtype=coarse, fp8_plan=precision.engine_fp8)
     )
     # The arithmetic above already includes all FP8 rounding.
     without_fp8 = copy(precision)
     without_fp8.engine_fp8 = None
-    if not trainable.weights_differ(without_fp8):
+    if not trained_weights.weights_differ(without_fp8):
         return arithmetic
 
     def round_to_compute_dtype(weight: Tensor) -> Tensor:
@@ -153,24 +153,25 @@ def measure_rounding(
 
     # The engine's weights differ from the trainer's. This error is independent of the arithmetic
     # error, so the two add in quadrature.
-    ours = logprobs_fn(
+    trainer_logprobs = logprobs_fn(
         rows,
         merged_tensors(model, lambda name, weight: round_to_compute_dtype(weight), round_to_compute_dtype),
         dtype=torch.float32,
     )
-    theirs = logprobs_fn(rows, trainable.engine_weights(model, without_fp8), dtype=torch.float32)
-    return math.hypot(arithmetic, _mean_abs_diff(ours, theirs))
+    engine_logprobs = logprobs_fn(rows, trained_weights.engine_weights(model, without_fp8), dtype=torch.float32)
+    return math.hypot(arithmetic, _mean_abs_diff(trainer_logprobs, engine_logprobs))
 
 
 def _mean_abs_diff(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
     """Mean |difference| over all ranks. A collective."""
-    sizes = [(a - b).abs().double() for a, b in zip(first, second, strict=True)]
-    totals = reduce_over_ranks({"sum": sum(size.sum().item() for size in sizes), "labels": sum(map(len, sizes))})
+    abs_diffs = [(a - b).abs().double() for a, b in zip(first, second, strict=True)]
+    sums = {"sum": sum(diff.sum().item() for diff in abs_diffs), "labels": sum(map(len, abs_diffs))}
+    totals = reduce_over_ranks(sums)
     return totals["sum"] / max(1.0, totals["labels"])
 
 
 class FullWeights:
-    """Every weight is trained."""
+    """Every weight is trained. `LoRAWeights` has the same methods."""
 
     spec: AdapterSpec | None = None
     # FullWeights publishes complete weights, as LoRAWeights does in the mode "merged".
@@ -180,7 +181,7 @@ class FullWeights:
         return "all weights"
 
     def configure_engine(self, config: EngineConfig) -> EngineConfig:
-        """Adds the adapter settings to the engine's settings."""
+        """Returns the engine's settings; `LoRAWeights` adds rank and layers of the adapters."""
         return config
 
     def weight_streams(self, model: nn.Module, hf_model: HFModel, precision: Precision) -> Iterator[WeightStream]:
@@ -199,7 +200,7 @@ class FullWeights:
         self,
         learner: Learner,
         rows: Sequence[Row],
-        sent_logprobs: Sequence[Tensor],
+        published_logprobs: Sequence[Tensor],
         logprobs_fn: LogprobsFn | None,
         precision: Precision,
     ) -> dict[str, UpdateEffect]:
@@ -208,8 +209,8 @@ class FullWeights:
         Args:
             learner: the learner of the policy.
             rows: packed rows of this rank, sampled by the engine.
-            sent_logprobs: log-probs of each row under the published weights, [L].
-            logprobs_fn: the function that computed `sent_logprobs`; None: the policy did.
+            published_logprobs: log-probs of each row under the published weights, [L].
+            logprobs_fn: the function that computed `published_logprobs`; None: the policy did.
             precision: precision of the published weights.
 
         Returns:
@@ -235,11 +236,12 @@ class LoRAWeights:
         """
         if spec.dropout and "lm_head" in spec.targets:
             raise UsageError(
-                f"lora_dropout={spec.dropout} with apply_lora_to_output: the output layer has no dropout; set it to 0"
+                f"model.lora_dropout={spec.dropout} with model.apply_lora_to_output: the output layer supports no dropout. "
+                "Fix: set model.lora_dropout=0"
             )
         if config.publish == "adapter" and spec.dora:
             raise UsageError(
-                "adapters.publish='adapter' with use_dora: vLLM does not support DoRA; use adapters.publish=merged"
+                "adapters.publish=adapter with model.use_dora: vLLM does not support DoRA. Fix: set adapters.publish=merged"
             )
         self.spec, self._config = spec, config
         # The default dtype applies until `configure_engine` receives the engine's settings.
@@ -253,14 +255,17 @@ class LoRAWeights:
 
     def configure_engine(self, config: EngineConfig) -> EngineConfig:
         if config.lora_rank is not None or config.lora_targets:
-            raise UsageError("engine.lora_rank and engine.lora_targets follow from `model:`; leave them out")
+            raise UsageError(
+                f"engine.lora_rank={config.lora_rank}, engine.lora_targets={list(config.lora_targets)}: the recipe sets them "
+                "from `model:`. Fix: remove both keys"
+            )
         self.publish_mode = self._config.resolve_publish_mode(self.spec.dora, config.dtype)
         if self.publish_mode == "merged":
             return config
         if config.dtype == "float32" and _lora_needs_half():
             raise UsageError(
-                "adapters.publish='adapter' with engine.dtype=float32: on a GPU vLLM applies adapters in half precision "
-                "only; use engine.dtype=bfloat16, or adapters.publish=merged"
+                "adapters.publish=adapter with engine.dtype=float32: on a GPU vLLM applies adapters in half precision "
+                "only. Fix: set engine.dtype=bfloat16, or adapters.publish=merged"
             )
         return replace(config, lora_rank=self.spec.rank, lora_targets=self.spec.targets)
 
@@ -289,7 +294,7 @@ class LoRAWeights:
         self,
         learner: Learner,
         rows: Sequence[Row],
-        sent_logprobs: Sequence[Tensor],
+        published_logprobs: Sequence[Tensor],
         logprobs_fn: LogprobsFn | None,
         precision: Precision,
     ) -> dict[str, UpdateEffect]:
@@ -304,7 +309,7 @@ class LoRAWeights:
             with AdapterDisabledReference(model).activate():
                 base_logprobs = [scores.logprobs_L for scores in learner.logprobs(rows)]
         missing_cause = f"the engine has the adapter but samples without it ({UNUSED_ADAPTER_FIXES[self.publish_mode]})"
-        return {"adapter": measure_update_effect(rows, sent_logprobs, base_logprobs, missing_cause)}
+        return {"adapter": measure_update_effect(rows, published_logprobs, base_logprobs, missing_cause)}
 
     def make_exporter(
         self, model: nn.Module, hf_model: HFModel, dtype: torch.dtype, tokenizer: ChatTokenizer | None = None
