@@ -5,10 +5,12 @@ A test fails if the pages differ from what this script writes.
 """
 
 import argparse
+import ast
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 
@@ -18,6 +20,7 @@ from torchtune_ext.cli.cli import OWN_COMMANDS, PASSTHROUGH_COMMANDS, TUNE_COMMA
 from torchtune_ext.cli.options import (
     USUAL_COMPONENTS,
     Option,
+    argument_descriptions,
     arguments_of,
     config_class,
     format_yaml,
@@ -103,6 +106,8 @@ def codes(names: Iterable[str]) -> str:
 
 def sentence(text: str) -> str:
     """Returns a description with a capital letter, unless it begins with a value or a name, and a period."""
+    # A tag in quotes would be HTML.
+    text = re.sub(r"(`[^`]*`)|<(?=[\w/])", lambda each: each[1] or "&lt;", text)
     is_name = text[1:2].isupper() or re.match(r"(null|true|false)\b", text)
     return (text if is_name else text[:1].upper() + text[1:]).removesuffix(".") + "."
 
@@ -126,6 +131,22 @@ def option_items(options: Iterable[Option]) -> Iterator[str]:
 def summary_of(item: object) -> str:
     """Returns the first paragraph of a docstring in one line."""
     return " ".join((inspect.getdoc(item) or "").partition("\n\n")[0].split())
+
+
+def field_items(item: object) -> Iterator[str]:
+    """Yields a list item for each annotated field of a class, with its comment above it or after it."""
+    if not inspect.isclass(item):
+        return
+    lines, described = inspect.getsource(item).splitlines(), argument_descriptions(item)
+    for node in ast.parse("\n".join(lines)).body[0].body:
+        if not isinstance(node, ast.AnnAssign) or ast.unparse(node.target).startswith("_"):
+            continue
+        above = list(takewhile(lambda line: line.startswith("#"), map(str.strip, reversed(lines[: node.lineno - 1]))))
+        trailing = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode().strip()
+        comment = " ".join(line.removeprefix("#").strip() for line in (*reversed(above), trailing) if line)
+        name, kind = ast.unparse(node.target), ast.unparse(node.annotation)
+        comment = " ".join(comment.split()) or described.get(name, "")
+        yield f"- `{name}: {kind}`" + (f": {sentence(comment)}" if comment else "")
 
 
 def source_link(item: object) -> str:
@@ -323,14 +344,14 @@ def api_page() -> Iterator[str]:
         "This page lists the classes and functions that rewards, environments, losses and other extensions import.",
         "Use it to write a task, a loss or a sink of your own; configs name them by dotted paths.",
         "", "```", 'python -c "import torchtune_ext; print(torchtune_ext.__version__)"', "```", "",
-        "On the site, each entry shows the signature and the fields; on GitHub, follow the link to the source.", "",
+        "On the site, each entry shows signature and methods; on GitHub, follow the link to the source.", "",
     )  # fmt: skip
     for section, paths in API.items():
         yield from (f"## {section}", "")
         for path in paths:
             item = import_object(path, "API")
             yield from (f"### {path.rpartition('.')[2]}", "", summary_of(item), f"Source: {source_link(item)}.", "")
-            yield from (f"::: {path}", "")
+            yield from (*field_items(item), "", f"::: {path}", "")
 
 
 PAGES = {

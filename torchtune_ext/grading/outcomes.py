@@ -16,11 +16,9 @@ MAX_NOTE_CHARS = 2000
 class Ungraded:
     """The reason why a text has no `Score`. The text is not trained on and not in the baseline."""
 
-    # kind            what happened
-    # "infra_failed"  the grader raised, crashed, or returned neither a number nor a Score
-    # "timed_out"     a user's grader (on a stalled machine, any grader) was killed at its deadline
-    # "noisy"         the text is a correct program, but other load on the machine disturbed the
-    #                 measurement of its speed (measured/)
+    # "infra_failed": the grader raised, crashed, or returned neither a number nor a Score;
+    # "timed_out": a user's grader (on a stalled machine, any grader) was killed at its deadline;
+    # "noisy": other load on the machine disturbed the measurement of a correct program's speed.
     kind: str
     cause: str  # the error, for the log
 
