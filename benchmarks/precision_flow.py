@@ -195,7 +195,8 @@ def _by_place(d: dict, answers: dict) -> list[str]:
     lines.append("|---" * (len(PLACES) + 1) + "|")
     for engine, name in (("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8")):
         where = [
-            completion_positions(pack([group], 4096)[0][0].samples_L).numpy() for group in answers[engine]["run-on"]
+            completion_positions(pack([group], 4096)[0][0].completion_index_L).numpy()
+            for group in answers[engine]["run-on"]
         ]
         cells = []
         for low, high in zip(PLACES, [*PLACES[1:], 1 << 30], strict=True):

@@ -21,7 +21,7 @@ import time
 from omegaconf import OmegaConf
 
 from torchtune_ext.kernels.packed_attention import TILE_SIZE
-from torchtune_ext.pipeline.packing import GroupSize, RowLayout, RowPlan, RowSegment, balance_rows, partition
+from torchtune_ext.pipeline.packing import GroupPart, GroupSize, RowCostModel, RowPlan, balance_rows, partition
 from torchtune_ext.run.catalog import package_folder
 
 # config: tokens of a prompt, median tokens of an answer, width of the model
@@ -52,16 +52,16 @@ def draw(config: str, rng: random.Random) -> list[GroupSize]:
 
 def unbalanced_rows(groups: list[GroupSize], row_tokens: int, ranks: int) -> list[RowPlan]:
     """The former packing: groups split at full rows, best-fit decreasing, rows in that order, empty rows last."""
-    pieces: list[RowSegment] = []
+    pieces: list[GroupPart] = []
     for index, group in enumerate(groups):
         taken: list[int] = []
-        for i, length in enumerate(group.completion_lens):
-            if taken and group.prompt + sum(group.completion_lens[j] for j in taken) + length > row_tokens:
+        for i, length in enumerate(group.completion_input_lens):
+            if taken and group.prompt + sum(group.completion_input_lens[j] for j in taken) + length > row_tokens:
                 pieces.append(part(index, group, taken))
                 taken = []
             taken.append(i)
         pieces.append(part(index, group, taken))
-    rows: list[list[RowSegment]] = []
+    rows: list[list[GroupPart]] = []
     for piece in sorted(pieces, key=lambda p: -p.tokens):
         fitting = [row for row in rows if tokens(row) + piece.tokens <= row_tokens]
         if fitting:
@@ -71,17 +71,17 @@ def unbalanced_rows(groups: list[GroupSize], row_tokens: int, ranks: int) -> lis
     return [tuple(row) for row in rows] + [()] * (-len(rows) % ranks)
 
 
-def part(index: int, group: GroupSize, taken: list[int]) -> RowSegment:
-    lengths = [group.completion_lens[i] for i in taken]
+def part(index: int, group: GroupSize, taken: list[int]) -> GroupPart:
+    lengths = [group.completion_input_lens[i] for i in taken]
     pairs = group.prompt**2 / 2 + sum(n * group.prompt + n**2 / 2 for n in lengths)
-    return RowSegment(index, tuple(taken), group.prompt + sum(lengths), int(pairs))
+    return GroupPart(index, tuple(taken), group.prompt + sum(lengths), int(pairs))
 
 
-def tokens(row: list[RowSegment] | RowPlan) -> int:
+def tokens(row: list[GroupPart] | RowPlan) -> int:
     return sum(part.tokens for part in row)
 
 
-class FullLength(RowLayout):
+class FullLength(RowCostModel):
     """Return the cost with every row padded to full length, where padding attends to all earlier padding."""
 
     def row_length(self, row: RowPlan) -> int:
@@ -99,7 +99,10 @@ def measure(config: str, ranks: int, steps: int) -> list[str]:
         random.Random(0),
     )
     pair_cost = 1 / (6 * width)  # 2 products of `width` for a pair, 12 * width^2 weights, in each layer
-    layouts = {"before": FullLength(ranks, cfg.row_tokens, pair_cost), "after": RowLayout(ranks, TILE_SIZE, pair_cost)}
+    cost_models = {
+        "before": FullLength(ranks, cfg.row_tokens, pair_cost),
+        "after": RowCostModel(ranks, TILE_SIZE, pair_cost),
+    }
     series: dict[str, list[float]] = {}
     needed, seconds = 0, 0.0
 
@@ -110,23 +113,23 @@ def measure(config: str, ranks: int, steps: int) -> list[str]:
         groups = draw(config, rng)
         needed += sum(group.tokens for group in groups)
         updates = cfg.updates_per_step
-        for way, layout in layouts.items():
+        for way, cost_model in cost_models.items():
             begin = time.perf_counter()
             if way == "before":
                 plans = [unbalanced_rows(groups[i::updates], cfg.row_tokens, ranks) for i in range(updates)]
             else:
                 hands = partition([group.tokens for group in groups], updates)
-                plans = [balance_rows([groups[i] for i in hand], cfg.row_tokens, layout) for hand in hands]
+                plans = [balance_rows([groups[i] for i in hand], cfg.row_tokens, cost_model) for hand in hands]
                 seconds += time.perf_counter() - begin
             for rows in plans:
-                add(f"{way}/computed", ranks * layout.total_round_cost(rows, layout.row_length))
-                add(f"{way}/cost", layout.total_round_cost(rows, layout.row_cost))
+                add(f"{way}/computed", ranks * cost_model.total_round_cost(rows, cost_model.row_length))
+                add(f"{way}/cost", cost_model.total_round_cost(rows, cost_model.row_cost))
                 add(f"{way}/rounds", len(rows) / ranks)
                 add(f"{way}/tokens", sum(map(tokens, rows)))
     whole = {name: sum(values) for name, values in series.items()}
-    used = {way: needed / whole[f"{way}/computed"] for way in layouts}
+    used = {way: needed / whole[f"{way}/computed"] for way in cost_models}
     prompts_too = whole["after/tokens"] / whole["after/computed"]
-    rounds = [f"{statistics.fmean(series[f'{way}/rounds']):.1f}" for way in layouts]
+    rounds = [f"{statistics.fmean(series[f'{way}/rounds']):.1f}" for way in cost_models]
     ratio = whole["after/cost"] / whole["before/cost"]
     return [
         f"{used['before']:.2f}",

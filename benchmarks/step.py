@@ -157,9 +157,9 @@ def own_variants(names: list[str], case: Case) -> dict[str, Variant]:
     if in_float64:
         policy.model.double()
     learner = Learner(policy, PolicyLoss(), Ranks(0, 1, case.device))
-    packed, _ = pack(case.groups, case.row_tokens, layout=learner.layout)
+    packed, _ = pack(case.groups, case.row_tokens, cost_model=learner.cost_model)
     alone = [replace(group, samples=(sample,)) for group in case.groups for sample in group.samples]
-    repeated = pack(alone, case.row_tokens, layout=learner.layout)[0]
+    repeated = pack(alone, case.row_tokens, cost_model=learner.cost_model)[0]
 
     def way(name: str) -> Variant:
         rows = repeated if name == "repeated" else packed

@@ -76,7 +76,7 @@ def make_variants(turns: int, thoughts: int, folder: Path, dtype: torch.dtype) -
         policy.model.double()
     learner, ways = Learner(policy, PolicyLoss(), Ranks(0, 1, CPU)), {}
     for name, groups in {"packed": [group], "each turn": split_turns(group)}.items():
-        rows, stats = pack(groups, 8192, layout=learner.layout)
+        rows, stats = pack(groups, 8192, cost_model=learner.cost_model)
         ways[name] = Variant(policy.model, source.to_hf, stats.tokens, lambda rows=rows: learner.forward_backward(rows))
     return ways
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from torchtune_ext.pipeline.packing import BUCKETS_PER_OCTAVE, Row, RowLayout
+from torchtune_ext.pipeline.packing import BUCKETS_PER_OCTAVE, Row, RowCostModel
 
 TILE_SIZE = 128  # queries and keys per block of FlexAttention
 FLEX_BUCKETS_PER_OCTAVE = 2  # compiled lengths of FlexAttention between two powers of two
@@ -114,7 +114,7 @@ def pad_ends(ends_T: Tensor) -> Tensor:
     """Pads to 1, 2, 3, 4, 6, 8, 12, 16, ... tiles with tokens that see only themselves."""
     # FlexAttention is compiled for each length, so only a few lengths are used.
     T = ends_T.numel()
-    length = RowLayout(tile=TILE_SIZE).length(T, FLEX_BUCKETS_PER_OCTAVE)
+    length = RowCostModel(tile=TILE_SIZE).padded_length(T, FLEX_BUCKETS_PER_OCTAVE)
     return torch.cat([ends_T, torch.arange(T + 1, length + 1, dtype=ends_T.dtype, device=ends_T.device)])
 
 

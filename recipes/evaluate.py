@@ -17,7 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from torchtune_ext.cli.plugin import parse
-from torchtune_ext.grading import Grader, GraderConfig, answer_faults, check_grading, open_graders
+from torchtune_ext.grading import Grader, GraderConfig, check_grading, find_answer_errors, open_graders
 from torchtune_ext.pipeline.evaluation import Accuracy, compute_accuracy
 from torchtune_ext.pipeline.rollout import sample_held_out
 from torchtune_ext.pipeline.rollout_store import RolloutStore
@@ -32,7 +32,7 @@ from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.sampling.engine_args import engine_threads, on_cpu
 from torchtune_ext.settings.components import Component
 from torchtune_ext.settings.config import load_config, named_paths, settings_snapshot
-from torchtune_ext.settings.records import RECORD, Seed
+from torchtune_ext.settings.records import FORBID_UNKNOWN_KEYS, Seed
 from torchtune_ext.setup.checks import (
     check_engine,
     check_prompts,
@@ -51,7 +51,7 @@ from torchtune_ext.training.recipe_runner import close_all, run_recipe
 SUPPORTS_DISTRIBUTED = False
 
 
-@dataclass(config=RECORD, kw_only=True)
+@dataclass(config=FORBID_UNKNOWN_KEYS, kw_only=True)
 class Config:
     """Every config key of the recipe."""
 
@@ -93,7 +93,7 @@ class EvaluateRecipe:
         # The engine takes longest to start, so the graders start at the same time.
         engine.start()
         (self.grader,) = open_graders([self.task], cfg.grader, folder=cfg.output_dir)
-        self.usable.check_answers(partial(answer_faults, self.grader))
+        self.usable.check_answers(partial(find_answer_errors, self.grader))
         self.progress = Progress()
         seconds = engine.wait_ready()
         # A server at `engine.address` may still hold weights that a training run published.
@@ -111,7 +111,7 @@ class EvaluateRecipe:
         if cfg.sampling.temperature == 0 and cfg.samples_per_problem > 1:
             raise UsageError(
                 f"sampling.temperature=0 with samples_per_problem={cfg.samples_per_problem}: greedy samples are "
-                "identical; set samples_per_problem=1, or a sampling.temperature above 0"
+                "identical. Fix: set samples_per_problem=1, or a sampling.temperature above 0"
             )
         model = HFModel(cfg.model_dir)
         self.tokenizer, self.task = cfg.tokenizer.instantiate(), cfg.task.instantiate()
@@ -130,8 +130,8 @@ class EvaluateRecipe:
         check_grading([self.task], cfg.grader, samples=cfg.samples_per_problem)
         # A problem is skipped and counted if its prompt and sampling.max_tokens exceed
         # max_model_len.
-        fault = make_prompt_check(self.tokenizer, engine.max_model_len, self.sampling.max_tokens)
-        self.usable = UsableProblems(self.task, fault)
+        prompt_check = make_prompt_check(self.tokenizer, engine.max_model_len, self.sampling.max_tokens)
+        self.usable = UsableProblems(self.task, prompt_check)
         self.usable.load()
         return Engine(cfg.model_dir, engine, cfg.output_dir)
 

@@ -46,7 +46,7 @@ from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.settings.components import Component
 from torchtune_ext.settings.config import load_config
-from torchtune_ext.settings.records import RECORD, Seed
+from torchtune_ext.settings.records import FORBID_UNKNOWN_KEYS, Seed
 from torchtune_ext.setup import config_records
 from torchtune_ext.setup.header import print_engine_ready, print_run_header
 from torchtune_ext.setup.run_components import build_components
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 TUNE_NAMES = ("grpo_full", "grpo_lora", "grpo_async")
 
 
-@dataclass(config=RECORD, kw_only=True)
+@dataclass(config=FORBID_UNKNOWN_KEYS, kw_only=True)
 class Config:
     """Every config key of the recipe."""
 
@@ -159,8 +159,9 @@ class Config:
 def group_relative_advantages(rewards_G: np.ndarray) -> np.ndarray:
     """Computes the advantages of a group from its rewards, both [G], as in GRPO (arXiv 2402.03300).
 
-    If the config changes `advantage.baseline`, `scale` or `pass_k`, the formulas of
-    `AdvantageConfig` apply instead.
+    The rewards are not all equal: `assign_advantages` handles zero-variance groups. If the config
+    changes `advantage.baseline`, `scale` or `pass_k`, the formulas of `AdvantageConfig` apply
+    instead.
     """
     baseline, scale = rewards_G.mean(), rewards_G.std()
     return (rewards_G - baseline) / scale
@@ -198,17 +199,20 @@ class GRPORecipe:
         self.components = components = build_components(cfg, self.ranks)
         self.loss, self.sampling, self.problems = components.loss, components.sampling, components.problems
         if self.ranks.is_main:
-            components.check_start()
-        resume = self._setup_checkpointing(cfg.checkpoints)
-        if self.ranks.is_main and not resume:
-            self.open_logs()
+            components.run_preflight_checks()
+        self.profile = StepProfiler(cfg.profile, cfg.output_dir, self.ranks.rank)
+        resume = self._open_run_folder(cfg.checkpoints)
+        if self.ranks.is_main:
+            print_run_header(components)
+            if not resume:
+                self.open_logs()
         # The engine loads in its own process while this process builds the policy.
-        self._setup_engine(components.precision.engine)
+        self._setup_engine(components.engine_config)
         self._setup_data(cfg.rollouts)
         self._setup_model(cfg.model, cfg.optimizer, cfg.schedule)
 
         # A resumed run truncates its metrics and rollouts to the checkpoint, so load the checkpoint
-        # first: a damaged one must not cost the logs.
+        # first: if it is damaged, the logs stay complete.
         if resume:
             self.load_checkpoint(resume)
             if self.ranks.is_main:
@@ -224,23 +228,20 @@ class GRPORecipe:
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
         # The mismatch gate stops a run if the engine samples from another policy than the trainer
         # updates. Every weight sync must pass it, too.
-        self.mismatch_gate, self.publisher = components.make_publisher(self.engine, self.learner)
+        self.mismatch_gate = components.make_mismatch_gate(self.learner)
+        self.publisher = components.make_publisher(self.engine, self.learner, self.mismatch_gate)
 
-    def _setup_checkpointing(self, config: config_records.CheckpointConfig) -> Path | None:
+    def _open_run_folder(self, config: config_records.CheckpointConfig) -> Path | None:
         """Locks the run folder. Returns the checkpoint to resume from, or None for a new run."""
-        cfg, components, run_identity = self.cfg, self.components, None
-        self.profile = StepProfiler(cfg.profile, cfg.output_dir, self.ranks.rank)
+        cfg, components = self.cfg, self.components
+        folder = run_identity = None
         if self.ranks.is_main:
-            self.folder = components.open_folder()
+            self.folder = folder = components.open_folder()
             # A checkpoint records its run, base weights and adapter, so that loading a checkpoint
             # of another run fails with an error that names the difference.
-            run_identity = components.checkpoint_identity(self.folder.run.id)
+            run_identity = components.checkpoint_identity(folder.run.id)
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", run_identity, config, components.prompt_source)
-        folder = self.folder if self.ranks.is_main else None
-        resume = find_resume_checkpoint(self.checkpoints, folder, cfg.resume_from_checkpoint, cfg.max_steps)
-        if self.ranks.is_main:
-            print_run_header(components)
-        return resume
+        return find_resume_checkpoint(self.checkpoints, folder, cfg.resume_from_checkpoint, cfg.max_steps)
 
     def _setup_engine(self, config: config_records.EngineConfig) -> None:
         """Starts the engine and the teacher's engine on rank 0. A replay starts no engine."""
@@ -296,10 +297,10 @@ class GRPORecipe:
         """Opens metrics and rollouts on rank 0. A resumed run truncates both to its checkpoint."""
         first_step = self.step + 1 if self.step else None
         self.folder.write_record()
-        self.metrics = MetricLogger(
+        self.metric_logger = MetricLogger(
             self.cfg.output_dir, self.cfg.logging, self.folder.run, first_step, status=lambda: self.stop.exit_status
         )
-        self.rollouts = RolloutStore(self.cfg.output_dir, resume_step=first_step, show=self.metrics.show)
+        self.rollouts = RolloutStore(self.cfg.output_dir, resume_step=first_step, show=self.metric_logger.show)
 
     def train(self) -> None:
         """Generates, grades, packs, trains and publishes in a loop. Change the algorithm here."""
@@ -307,7 +308,7 @@ class GRPORecipe:
         # The engine has loaded model_dir. After a resume, with an adapter or in FP8 the policy
         # differs from these files, so publish it before sampling.
         self.publisher.publish(self.version)
-        self.source.prefetch(self.version)
+        self.source.on_publish(self.version)
         if self.step == 0:
             with timer("eval"):
                 self.log(self.evaluate())
@@ -323,7 +324,7 @@ class GRPORecipe:
             # this step sampled all of them. Otherwise no token is older than `staleness` versions.
             # Advantages are computed per group.
             with timer("sample"):
-                groups, values = self.generate_rollouts()
+                groups, metrics = self.generate_rollouts()
                 groups, rollout_metrics = self.record_rollouts(groups)
 
             # The completions in a row share one copy of their prompt. The rows of all ranks take
@@ -333,52 +334,57 @@ class GRPORecipe:
 
             # One or more optimizer updates on these rows produce the next policy version.
             with timer("train"):
-                values |= rollout_metrics | pack_metrics | self.update(updates)
+                metrics |= rollout_metrics | pack_metrics | self.update(updates)
             self.version += 1
 
             # The engine loads the new weights in memory, and the canary verifies that it samples
             # with them. Then the source submits groups of later steps, as far as `staleness` and
             # `prefetch_steps` allow.
             with timer("publish"):
-                values |= self.publisher.publish(self.version)
-                self.source.prefetch(self.version)
+                metrics |= self.publisher.publish(self.version)
+                self.source.on_publish(self.version)
 
             last = self.step == cfg.max_steps
             if last or self.step % cfg.evaluation.every == 0:
                 with timer("eval"):
-                    values |= self.evaluate()
+                    metrics |= self.evaluate()
             # Metrics are written before the checkpoint, so that a run that resumes from it has
             # them. The timing metrics follow, because they include the seconds of the save.
-            self.log(values | step_metrics.memory_metrics())
+            self.log(metrics | step_metrics.memory_metrics())
 
             # The ranks agree on whether to stop, because SIGTERM may not reach all ranks in the
             # same step.
             stopping = self.stop.agree_to_stop(self.ranks.any)
             if last or stopping or self.step % cfg.checkpoints.every == 0:
                 self.save_checkpoint()
-            self.log(step_metrics.timing_metrics(values, timer.lap()))
+            self.log(step_metrics.timing_metrics(metrics, timer.lap()))
             self.profile.close()
             if stopping and not last:
                 self.stop.raise_stopped()
 
     def generate_rollouts(self) -> tuple[list[Group], dict[str, float]]:
         """Returns graded groups with advantages, and metrics; both are empty except on rank 0."""
-        cfg, groups, values, needed = self.cfg, [], {}, self.cfg.prompts_per_step
+        cfg = self.cfg
         if not self.ranks.is_main:
             return [], {}
+        groups, metrics = [], {}
+        num_missing = cfg.prompts_per_step
         for refill_round in range(1 + cfg.refill_rounds):
-            with self.progress.sampling_bar(needed * cfg.samples_per_prompt) as bar:
-                new_groups, metrics = self.source.take(needed, self.timer, bar, refill_round)
+            with self.progress.sampling_bar(num_missing * cfg.samples_per_prompt) as bar:
+                if refill_round:
+                    new_groups, source_metrics = self.source.refill(num_missing, refill_round, self.timer, bar)
+                else:
+                    new_groups, source_metrics = self.source.take(num_missing, self.timer, bar)
             if self.teacher:
                 with self.timer("teacher"):
                     new_groups = self.teacher.score_groups(new_groups)
             groups, stats = self.compute_advantages(groups + new_groups)
-            values |= metrics | stats.metrics()
-            # An extra round replaces zero-variance groups.
-            needed = cfg.prompts_per_step - stats.groups
-            if needed <= 0:
+            metrics |= source_metrics | stats.metrics()
+            # A refill replaces the zero-variance groups.
+            num_missing = cfg.prompts_per_step - stats.num_nonzero_groups
+            if num_missing <= 0:
                 break
-        return groups, values
+        return groups, metrics
 
     def compute_advantages(self, groups: list[Group]) -> tuple[list[Group], AdvantageStats]:
         """Sets the advantages of each group. Returns the groups and their counts."""
@@ -399,22 +405,22 @@ class GRPORecipe:
         """
         if not self.ranks.is_main:
             return [], {}
-        # Replaced groups are stored and included in metrics, but not trained on.
-        selected, all_groups = select_groups(groups, self.cfg.prompts_per_step)
+        # Groups that a refill has replaced are stored, with `in_loss=False`, but not trained on.
+        # The rollout metrics describe what was sampled, so they include these groups unchanged.
+        trained_groups, stored_groups = select_groups(groups, self.cfg.prompts_per_step)
         with self.timer("store"):
-            self.rollouts.write(self.step, all_groups)
+            self.rollouts.write(self.step, stored_groups)
         # An adaptive task chooses its next problems from these outcomes.
-        values = self.problems.observe(
-            self.step, outcomes_for_task(all_groups), self.folder.path
-        ) | step_metrics.rollout_metrics(groups)
+        metrics = self.problems.observe(self.step, outcomes_for_task(stored_groups), self.folder.path)
+        metrics |= step_metrics.rollout_metrics(groups)
         if self.engine:
             self.engine.sleep()  # frees GPU memory if engine and trainer share a GPU
-            values |= step_metrics.engine_metrics(self.engine.stats())
-        return selected, values
+            metrics |= step_metrics.engine_metrics(self.engine.stats())
+        return trained_groups, metrics
 
     def pack(self, groups: list[Group]) -> tuple[list[list[Row]], dict[str, float]]:
         """Returns this rank's rows for every update of the step, and packing metrics on rank 0."""
-        cfg, updates, values = self.cfg, [], {}
+        cfg, updates, metrics = self.cfg, [], {}
         if self.ranks.is_main:
             updates, stats = pack_updates(
                 groups,
@@ -423,12 +429,12 @@ class GRPORecipe:
                 aggregation=cfg.aggregation,
                 aggregation_constant=self.sampling.max_tokens,
                 pad_id=self.components.tokenizer.pad_id,
-                layout=self.learner.layout,
+                cost_model=self.learner.cost_model,
             )
-            values = stats.metrics()
+            metrics = stats.metrics()
         # FSDP all-gathers the weights layer by layer on all ranks, so every rank needs the same
         # number of rows. Some rows may be empty.
-        return [self.ranks.local_slice(rows) for rows in self.ranks.broadcast(updates)], values
+        return [self.ranks.local_slice(rows) for rows in self.ranks.broadcast(updates)], metrics
 
     def update(self, updates: list[list[Row]]) -> dict[str, float]:
         """Runs the optimizer updates of this step on this rank's rows. Returns metrics."""
@@ -440,33 +446,35 @@ class GRPORecipe:
         # gets its log-probs from its own forward pass. Later updates start from a changed policy,
         # so their proximal log-probs are computed here, before any update.
         proximal_logprobs = self.learner.proximal_logprobs(updates)
-        reference = self.learner.reference_logprobs(updates)
+        reference_logprobs = self.learner.reference_logprobs(updates)
 
-        mismatch, metrics = {}, []
+        mismatch_metrics, update_metrics = {}, []
         with self.progress.training_bar(sum(map(len, updates))) as bar:
-            for rows, old, ref in zip(updates, proximal_logprobs, reference, strict=True):
-                logprobs, values = self.learner.forward_backward(
+            for rows, proximal, reference in zip(updates, proximal_logprobs, reference_logprobs, strict=True):
+                logprobs, metrics = self.learner.forward_backward(
                     rows,
-                    proximal=old,
-                    reference=ref,
+                    proximal=proximal,
+                    reference=reference,
                     version=self.version,
                     on_row=lambda row: bar.add(1, row.num_labels),
                 )
-                if not metrics:
+                if not update_metrics:
                     # The mismatch gate checks before the first update of the step, so that no
                     # update is made on log-probs of another policy.
                     when = f"step {self.step}, before its first update"
-                    mismatch = self.mismatch_gate.check(rows, logprobs, when, self.version).metrics("mismatch")
-                metrics.append(
-                    self.learner.step(values, advice=partial(self.checkpoints.failed_update_advice, self.step))
-                )
-        return mismatch | mean_over_updates(metrics)
+                    stats = self.mismatch_gate.check(rows, logprobs, when, self.version)
+                    mismatch_metrics = stats.metrics("mismatch")
+                # If the gradient is not finite, the error names the checkpoint to resume from.
+                advice = partial(self.checkpoints.failed_update_advice, self.step)
+                update_metrics.append(self.learner.step(metrics, advice=advice))
+        return mismatch_metrics | mean_over_updates(update_metrics)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates the held-out problems, sampled and greedy; returns {} without an engine."""
         if self.components.eval_task is None or not self.engine:
             return {}
-        values = step_metrics.evaluation_metrics(
+        _, eval_grader = self.graders
+        metrics = step_metrics.evaluation_metrics(
             *sample_held_out(
                 self.components.eval_problems.problems,
                 self.cfg.evaluation.samples,
@@ -475,7 +483,7 @@ class GRPORecipe:
                 replace(self.sampling, seed=self.cfg.seed),
                 self.engine,
                 self.components.tokenizer,
-                self.graders[1],
+                eval_grader,
                 make_progress=self.progress.sampling_bar,
                 timer=self.timer,
                 deadline_s=self.cfg.rollouts.deadline_s,
@@ -484,14 +492,14 @@ class GRPORecipe:
             first=self.step == 0,
         )
         # The next checkpoint records this reward, which selects the best checkpoint.
-        self.last_eval = values.get("eval/reward_sampled")
-        return values
+        self.last_eval = metrics.get("eval/reward_sampled")
+        return metrics
 
-    def log(self, values: dict[str, float]) -> None:
+    def log(self, metrics: dict[str, float]) -> None:
         if self.ranks.is_main:
             with self.timer("log"):
-                self.metrics.log(self.step, values)
-                self.progress.log_step(self.step, values)
+                self.metric_logger.log(self.step, metrics)
+                self.progress.log_step(self.step, metrics)
 
     def save_checkpoint(self) -> None:
         """Saves weights, optimizer, random state and recipe state. Call it on all ranks."""
@@ -506,7 +514,7 @@ class GRPORecipe:
             task=self.problems.state_dict(),
         )
         with self.stop.protect_save(), self.timer("save"):
-            self.timer.seconds["save/hash"] = self.checkpoints.save(
+            hash_seconds = self.checkpoints.save(
                 self.step,
                 self.policy.model,
                 self.optimizer,
@@ -514,6 +522,7 @@ class GRPORecipe:
                 asdict(state),
                 self.last_eval,
             )
+            self.timer.seconds["save/hash"] = hash_seconds
 
     def load_checkpoint(self, path: Path) -> None:
         state = RunState.from_recipe_state(self.checkpoints.load(path, self.policy.model, self.optimizer))
@@ -528,7 +537,7 @@ class GRPORecipe:
     def cleanup(self) -> None:
         # A run that stops early may not have created all of these. The folder's lock is released
         # last.
-        names = ("source", "rollouts", "metrics", "profile", "engine", "teacher")
+        names = ("source", "rollouts", "metric_logger", "profile", "engine", "teacher")
         close_all(*(getattr(self, name, None) for name in names), *self.graders, getattr(self, "folder", None))
 
 

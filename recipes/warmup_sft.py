@@ -34,7 +34,7 @@ from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.types import Completion
 from torchtune_ext.settings.components import Component
 from torchtune_ext.settings.config import load_config, named_paths, settings_snapshot
-from torchtune_ext.settings.records import RECORD, Seed
+from torchtune_ext.settings.records import FORBID_UNKNOWN_KEYS, Seed
 from torchtune_ext.setup.checks import check_optimizer, check_task, check_tokenizer, measure_prompts
 from torchtune_ext.setup.header import device_text, model_text
 from torchtune_ext.tasks.problem_stream import UsableProblems, problem_index
@@ -49,7 +49,7 @@ from torchtune_ext.training.precision import DTYPES, chosen_dtype, dtype_note
 from torchtune_ext.training.recipe_runner import close_all, run_recipe
 
 
-@dataclass(config=RECORD, kw_only=True)
+@dataclass(config=FORBID_UNKNOWN_KEYS, kw_only=True)
 class Config:
     """Every config key of the recipe."""
 
@@ -103,7 +103,9 @@ class WarmupRecipe:
         run = None
         if self.ranks.is_main:
             self.folder = RunFolder(cfg.output_dir)
-            run = self.folder.start_run(settings_snapshot(cfg), resuming=False, inputs=named_paths(cfg), saves=True)
+            run = self.folder.start_run(
+                settings_snapshot(cfg), resuming=False, inputs=named_paths(cfg), writes_checkpoints=True
+            )
         self.start_dir = Path(cfg.model_dir or f"{cfg.output_dir}/start")
         if cfg.model_dir is None and self.ranks.is_main:
             self.make_model(self.start_dir, cfg.shape)
@@ -157,7 +159,7 @@ class WarmupRecipe:
         check_task(self.task, "task", needs_solutions=True, grades=False)
         if cfg.num_problems > len(self.task):
             raise UsageError(
-                f"num_problems={cfg.num_problems}, but the task has {len(self.task)} problems; set num_problems to at "
+                f"num_problems={cfg.num_problems}, but the task has {len(self.task)} problems. Fix: set num_problems to at "
                 "most that number"
             )
         self.num_updates = max(1, round(cfg.num_problems * cfg.epochs / cfg.batch_problems))
@@ -214,8 +216,8 @@ class WarmupRecipe:
                 # Each epoch shuffles the problems differently.
                 batch = [groups[problem_index(i, len(groups), cfg.seed)] for i in at]
                 with self.timer("pack"):
-                    layout = self.learner.layout
-                    rows, stats = pack(batch, cfg.row_tokens, pad_id=self.tokenizer.pad_id, layout=layout)
+                    cost_model = self.learner.cost_model
+                    rows, stats = pack(batch, cfg.row_tokens, pad_id=self.tokenizer.pad_id, cost_model=cost_model)
                 with self.timer("train"):
                     _, values = self.learner.forward_backward(self.ranks.local_slice(rows))
                     values = self.learner.step(values, advice=lambda: "lower the learning rate")
@@ -231,7 +233,7 @@ class WarmupRecipe:
         # The keys are object ids, because a problem may hold unhashable values.
         groups = {}
 
-        def fault(problem: Problem) -> str:
+        def check_problem(problem: Problem) -> str:
             try:
                 groups[id(problem)] = group = self.build_group(problem)
             except Exception as error:  # noqa: BLE001 (the task's code, or the template's; the error is named)
@@ -245,7 +247,8 @@ class WarmupRecipe:
             )
 
         return [
-            groups[id(problem)] for problem in UsableProblems(self.task, fault, limit=self.cfg.num_problems).problems
+            groups[id(problem)]
+            for problem in UsableProblems(self.task, check_problem, limit=self.cfg.num_problems).problems
         ]
 
     def solution(self, problem: Problem) -> list[Message]:
@@ -288,7 +291,7 @@ class WarmupRecipe:
                 )
             return format_labels(lines)
         return (
-            f"It was at update {self.finished_updates}, and a warm-up saves nothing before its end, so the next start "
+            f"The run was at update {self.finished_updates}, and a warm-up saves nothing before its end, so the next start "
             "begins from scratch"
         )
 

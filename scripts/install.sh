@@ -83,7 +83,7 @@ it also runs on a CPU"
 fi
 # One of its packages is compiled here; the installation continues without reasoning-gym.
 $pip install -c torchtune_ext/requirements/constraints.txt reasoning-gym >>"$log" 2>&1 ||
-    echo "install: reasoning-gym not installed: it needs a C compiler and Python's headers (apt install gcc python3-dev); docs/tasks.md"
+    echo "install: reasoning-gym not installed: it needs a C compiler and Python's headers (apt install gcc python3-dev); docs/how_to/mathematics.md"
 # Ray also installs a command `tune`, and the later installation wins.
 step "torchtune's command \`tune\`" $pip install --force-reinstall --no-deps torchtune==0.6.1
 echo "install: done. Next: . $VENV/bin/activate, then torchtune-ext doctor; or make quickstart"

@@ -26,7 +26,7 @@ from torchtune_ext.cli.options import (
     format_yaml,
     list_options,
 )
-from torchtune_ext.grading.environments import ENDINGS
+from torchtune_ext.grading.environments import FINISH_REASONS
 from torchtune_ext.measured.results import BenchConfig
 from torchtune_ext.run.catalog import import_object, package_folder, recipe_files
 from torchtune_ext.settings.components import Component
@@ -50,9 +50,9 @@ API = {
         "torchtune_ext.tasks.answers.MathGrader",
     ],
     "Environments": [
-        "torchtune_ext.tasks.task.ConversationTask",
+        "torchtune_ext.tasks.task.EpisodeTask",
         "torchtune_ext.tasks.task.Environment",
-        "torchtune_ext.tasks.task.Turn",
+        "torchtune_ext.tasks.task.EnvironmentReply",
         "torchtune_ext.tasks.games.GameTask",
         "torchtune_ext.tasks.tool_calls.parse_tool_calls",
     ],
@@ -258,7 +258,7 @@ def metrics_page() -> Iterator[str]:
         f"- `<place>`: position of a token in its completion: {codes(bucket_names('', POSITION_EDGES))}.",
         f"- `<age>`: staleness of a token, in policy versions: {codes(bucket_names('', STALENESS_EDGES))}.",
         "- `<versions>`: staleness of a group, from 0 to `staleness`.",
-        f"- `<ending>`: ending of a conversation: {codes(ENDINGS)}.",
+        f"- `<ending>`: ending of a conversation: {codes(FINISH_REASONS)}.",
         "- `<outcome>` and `<stage>`: outcomes and curriculum of [measured programs](../how_to/measured_programs.md).",
         "- `<level>`: level of a task that selects its problems; `<n>`: samples per held-out problem.", "",
         "[Tracking](../how_to/tracking.md) explains the report, the sinks and metrics of your own.",

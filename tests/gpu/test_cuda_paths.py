@@ -8,7 +8,7 @@ from helpers.records import make_sample
 from torchtune_ext.kernels.packed_attention import TILE_SIZE, dense_mask, packed_attention, packed_mask
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.groups import Group
-from torchtune_ext.pipeline.packing import RowLayout, pack
+from torchtune_ext.pipeline.packing import RowCostModel, pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel
@@ -30,7 +30,7 @@ def row(seed=0, length=T):
             for n in rng.integers(1, 60, 6)
         )
         groups.append(Group(Problem(f"p{g}", (), None), rng.integers(0, 200, 100).astype(np.int32), samples))
-    return pack(groups, length, layout=RowLayout(tile=length))[0][0]
+    return pack(groups, length, cost_model=RowCostModel(tile=length))[0][0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

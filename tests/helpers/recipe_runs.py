@@ -34,7 +34,7 @@ import os
 import signal
 import subprocess
 import time
-from torchtune_ext.tasks.task import Problem, Score, Turn
+from torchtune_ext.tasks.task import Problem, Score, EnvironmentReply
 
 class Letters:
     """Asks for nothing in particular and rewards what the text hashes to: signal in every group, whatever the model."""
@@ -87,8 +87,8 @@ class Talk:
         self.turns += 1
         value = hashlib.sha256(f"{self.seed}/{message['content']}".encode()).digest()[0] / 255
         if self.turns == 3:
-            return Turn(reward=value, done=True)
-        return Turn([{"role": "user", "content": f"Go on. {self.turns}"}], reward=value)
+            return EnvironmentReply(reward=value, done=True)
+        return EnvironmentReply([{"role": "user", "content": f"Go on. {self.turns}"}], reward=value)
 
 
 class Wild(Talks):
@@ -109,7 +109,7 @@ class WildTalk(Talk):
         if way == 3:
             time.sleep(600)
         if way == 4:
-            return Turn(reward=1.0, done=True)
+            return EnvironmentReply(reward=1.0, done=True)
         if way == 5:
             subprocess.Popen(["sleep", "600"])
             if os.fork() == 0:

@@ -7,7 +7,7 @@ import numpy as np
 from torchtune_ext.pipeline.episodes import Episode
 from torchtune_ext.pipeline.groups import Sample
 from torchtune_ext.sampling.types import Completion
-from torchtune_ext.tasks.task import Turn
+from torchtune_ext.tasks.task import EnvironmentReply
 
 
 def make_sample(tokens, logprobs=None, versions=None, finish_reason="stop", **rest) -> Sample:
@@ -32,7 +32,7 @@ def make_guess_conversation(ending="completed", turns=(55, 62, 58), read=(20, 21
         episode.add_turn(make_sample([guess // 10, guess % 10, 9], [-1, -2, -3], [version] * 3).completion, str(guess))
         done = version == len(turns) - 1
         answer = [] if done else [{"role": "user", "content": "higher" if guess < turns[-1] else "lower"}]
-        episode.add_answer(Turn(answer, reward=float(done), done=done))
+        episode.add_reply(EnvironmentReply(answer, reward=float(done), done=done))
         if not done:
             episode.set_next_context([*episode.path, *read], "")
     return replace(episode.to_sample(ending), **rest)

@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from torchtune_ext.tasks.task import Turn
+from torchtune_ext.tasks.task import EnvironmentReply
 
 AGAIN = {"role": "user", "content": "go"}
 
@@ -35,16 +35,16 @@ class Script:
         # A killed environment leaves its file.
         alive = sum(Path(f"/proc/{file.name[6:]}").exists() for file in self.file.parent.glob("alive-*"))
         verb, _, rest = message["content"].partition(" ")
-        return getattr(self, verb)(rest) or Turn([AGAIN], parts={"alive": alive, "drawn": self.drawn})
+        return getattr(self, verb)(rest) or EnvironmentReply([AGAIN], parts={"alive": alive, "drawn": self.drawn})
 
     def close(self):
         self.file.unlink()
 
     def more(self, rest):
-        return Turn([AGAIN], reward=float(rest or 0), note=f"note {rest}")
+        return EnvironmentReply([AGAIN], reward=float(rest or 0), note=f"note {rest}")
 
     def win(self, rest):
-        return Turn(reward=1.0, done=True, parts={"seed": self.seed % 1000, "drawn": self.drawn})
+        return EnvironmentReply(reward=1.0, done=True, parts={"seed": self.seed % 1000, "drawn": self.drawn})
 
     def look(self, rest):
         time.sleep(0.02)
@@ -60,28 +60,28 @@ class Script:
 
     def dies_later(self, rest):
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        return Turn([AGAIN])
+        return EnvironmentReply([AGAIN])
 
     def hurries(self, rest):
-        return Turn([{"role": "assistant", "content": "win"}])
+        return EnvironmentReply([{"role": "assistant", "content": "win"}])
 
     def is_silent(self, rest):
-        return Turn([])
+        return EnvironmentReply([])
 
     def uses_a_tool(self, rest):
-        return Turn([{"role": "tool", "content": "3"}])
+        return EnvironmentReply([{"role": "tool", "content": "3"}])
 
     def says_a_number(self, rest):
-        return Turn([{"role": "user", "content": 3}])
+        return EnvironmentReply([{"role": "user", "content": 3}])
 
     def breaks_a_letter(self, rest):
-        return Turn([{"role": "user", "content": "\ud83d"}])
+        return EnvironmentReply([{"role": "user", "content": "\ud83d"}])
 
     def remembers(self, rest):
-        return Turn([AGAIN | {"distance": 1 + 2j}], done=True)
+        return EnvironmentReply([AGAIN | {"distance": 1 + 2j}], done=True)
 
     def overpays(self, rest):
-        return Turn([AGAIN], reward=float("nan"))
+        return EnvironmentReply([AGAIN], reward=float("nan"))
 
     def answers_text(self, rest):
         return "go"

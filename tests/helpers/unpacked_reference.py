@@ -200,8 +200,8 @@ def packed_logprobs_by_sample(rows, scored_rows, groups):
     """Match each sample's log-probs by its tokens and behavior log-probs; every label exactly once."""
     by_key = {}
     for row, scores in zip(rows, scored_rows, strict=True):
-        for i in range(int(row.samples_L.max()) + 1 if row.num_labels else 0):
-            at = row.samples_L == i
+        for i in range(int(row.completion_index_L.max()) + 1 if row.num_labels else 0):
+            at = row.completion_index_L == i
             key = (tuple(row.labels_L[at].tolist()), tuple(row.logprobs_L[at].tolist()))
             by_key.setdefault(key, []).append(scores.logprobs_L[at])
     result = {}

@@ -67,5 +67,5 @@ def talks_workplace(tmp_path_factory, served):
     """Return a folder with `run`, a completed run of three steps on conversations."""
     folder = runs.make_workplace(tmp_path_factory.mktemp("talks"))
     output = runs.run(folder, "grpo_full", "output_dir=run", *runs.CREDITED_TALKS, served)
-    assert "conversations of up to 4 turns, 8 at a time" in output
+    assert "episodes of up to 4 turns, 8 at a time" in output
     return folder

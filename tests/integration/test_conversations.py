@@ -1,4 +1,4 @@
-"""Conversations with a real engine and real environments: the tokens, their context, killed runs, replays, the page's game."""
+"""Episodes with a real engine and real environments: the tokens, their context, killed runs, replays, the page's game."""
 
 import os
 import random

@@ -47,7 +47,7 @@ from rollouts import groups_of
 from torch.distributed.tensor import DTensor
 
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.pipeline.packing import RowLayout, pack
+from torchtune_ext.pipeline.packing import RowCostModel, pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.fp8.plan import Fp8Config, fp8_hf_tensors
 from torchtune_ext.policy.lora import base_hf_tensors, merged_hf_tensors
@@ -71,7 +71,7 @@ def gradients(ranks, folder, checkpointing, row_tokens, lora, fp8):
         for i, p in enumerate(policy.trainable_parameters()):  # move away from the reference, the same on one and on two ranks
             p.add_(1e-3) if lora else p.mul_(1.0 + 0.01 * (i % 7))
     before = {n: t.clone() for n, t in merged_hf_tensors(policy.model, source, torch.float32)}
-    rows, _ = pack(groups, row_tokens, layout=RowLayout(2))  # the same rows on one rank: FP8 scales tokens that share a row
+    rows, _ = pack(groups, row_tokens, cost_model=RowCostModel(2))  # the same rows on one rank: FP8 scales tokens that share a row
     share = rows[ranks.rank :: world_size] if world_size > 1 else rows
     with reference.activate():
         ref = learner.logprobs(share, top_k=8)
@@ -171,7 +171,7 @@ from rollouts import groups_of
 from torch.distributed.tensor import DTensor
 
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.pipeline.packing import RowLayout, pack
+from torchtune_ext.pipeline.packing import RowCostModel, pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel, clean_name
@@ -185,7 +185,7 @@ from torchtune_ext.training.checkpoints import Checkpoints
 folder, lora = sys.argv[1], json.loads(sys.argv[2])
 source, saved = HFModel(folder), Path("c")
 groups = groups_of([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2, 2, 2]), (6, [9]), (8, [11, 7])] * 3)
-rows, _ = pack(groups, 40, layout=RowLayout(4))
+rows, _ = pack(groups, 40, cost_model=RowCostModel(4))
 assert len(rows) > 4, "several rows for a rank: the copies sum their gradients with the last one"
 
 

@@ -109,7 +109,7 @@ def test_task_without_valid_problem_fails_before_engine_start(workplace):
     assert (
         "allows a prompt length of 1 in engine.max_model_len=128, but the 64 measured prompts of task have " in output
     )
-    assert "tokens; set engine.max_model_len=" in output
+    assert "tokens. Fix: set engine.max_model_len=" in output
     assert not (workplace / "none" / "engine.log").exists()
 
 

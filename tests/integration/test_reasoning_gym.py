@@ -175,8 +175,8 @@ def test_several_generators_come_by_their_weights():
         ({"generators": {"gcd": 5}}, "gcd=5: expected a mapping of options"),
         ({"generators": "n_queens"}, "n_queens executes an answer as Python"),
         ({"generators": "codeio"}, "codeio runs programs of its dataset"),
-        ({"generators": "gcd", "reward": "partly"}, "reward='partly': choose one of solved, credit"),
-        ({"generators": "gcd", "split": "test"}, "split='test': choose one of train, heldout"),
+        ({"generators": "gcd", "reward": "partly"}, "reward='partly': unknown. Fix: choose one of solved, credit"),
+        ({"generators": "gcd", "split": "test"}, "split='test': unknown. Fix: choose one of train, heldout"),
         ({"generators": "ransom_note"}, "set PYTHONHASHSEED=0 before the command"),
     ],
 )

@@ -66,7 +66,7 @@ FOLDERS = {
     "${HOME}": full("'output_dir=${HOME}/x'", r"output_dir: HOME is an environment variable, not a key\. Fix: write \$\{oc.env:HOME\}"),
     "${HOME} in preset": full("'preset=${HOME}/x.yaml'", r"preset: HOME is an environment variable, not a key\. Fix: write \$\{oc.env:HOME\}"),
     "${now}": full("'output_dir=runs/${now:%Y-%m-%d}'", r"output_dir: \$\{now:\.\.\.\} is unknown; expected .*let a shell fill it in, as in output_dir=runs/\$\(date \+%F\)"),
-    "a long name": full(f"output_dir={LONG} dry_run=True", r"output_dir=x+\.\.\. is too long: a name has at most 255 bytes, a path 3,900. Fix: choose a shorter one", real=True),
+    "a long name": full(f"output_dir={LONG} dry_run=True", r"output_dir=x+\.\.\. is too long; expected at most 255 bytes in a name and 3,900 in a path\. Fix: choose a shorter one", real=True),
     "a long name of a config": Mistake(f"run grpo_full --config {LONG}", r"--config x+: file not found"),
     "a NUL": full("dry_run=True", r"output_dir='a\\x00b' contains a character that is invalid in a path", files={"run.yaml": RUN.replace("output_dir: out", 'output_dir: "a\\0b"')}),
     "a pipe as config": Mistake("run grpo_full --config pipe", r"--config pipe: not a regular file \(a pipe, device or socket\). Fix: write its content to a file", prepare=pipe),

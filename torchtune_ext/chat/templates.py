@@ -44,7 +44,7 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PLACEHOLDER = "\ue0f1\ue0f2"
 _TAG_HINT = (
     "Fix: put {% generation %} and {% endgeneration %} around what the assistant writes (its text and the token that "
-    "ends its turn) in a copy of the template, and set `template` to the copy; docs/tasks.md has an example."
+    "ends its turn) in a copy of the template, and set `template` to the copy; docs/how_to/dataset.md has an example."
 )
 
 
@@ -107,9 +107,10 @@ class ChatTemplate:
         self.options = options or {}
         self._variables = {**special_tokens, **self.options}
         self._frame_cache: dict[str, tuple[str, str]] = {}
-        if own := sorted(_RENDERER_ARGUMENTS & set(self.options)):
+        if reserved_names := sorted(_RENDERER_ARGUMENTS & set(self.options)):
             raise UsageError(
-                f"tokenizer.template_options.{own[0]}: `{own[0]}` is an argument of the renderer, not a variable of the "
+                f"tokenizer.template_options.{reserved_names[0]}: `{reserved_names[0]}` is an argument of the "
+                "renderer, not a variable of the "
                 "template. Fix: remove it"
             )
         try:
@@ -174,8 +175,8 @@ class ChatTemplate:
         # the template's changes to older turns do not affect the result.
         mark = _unused_placeholder(problem)
         base = [*problem, {"role": "assistant", "content": mark}]
-        _, found, after = self.render([*base, *messages], tools, generation_prompt=True).partition(mark)
-        self._require(found, "an assistant's turn before further messages")
+        _, is_found, after = self.render([*base, *messages], tools, generation_prompt=True).partition(mark)
+        self._require(is_found, "an assistant's turn before further messages")
         return after
 
     def split_at_turns(

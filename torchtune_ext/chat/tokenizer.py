@@ -51,7 +51,8 @@ class ChatTokenizer:
     ):
         if history not in HISTORY_MODES:
             raise UsageError(
-                f"tokenizer.history={history!r}: use 'sampled', where a turn follows all that was sampled before it, or "
+                f"tokenizer.history={history!r}: unknown. Fix: use 'sampled', where a turn follows all that "
+                "was sampled before it, or "
                 "'template', where it follows what the template keeps of older turns. Both train a turn in the context in "
                 "which it was sampled; dropping thoughts only in training would change the context of the sampled tokens"
             )
@@ -126,11 +127,11 @@ class ChatTokenizer:
             # suffix of both texts is kept.
             kept = len(commonprefix([content[::-1], text[::-1]]))
             # The content may begin with the prompt's "<think>", which was not sampled.
-            own = self.decode(turn)
-            dropped = max(0, len(own) - kept)
+            turn_text = self.decode(turn)
+            dropped = max(0, len(turn_text) - kept)
             start = bisect_left(range(len(turn)), dropped, key=lambda n: len(self.decode(turn[:n]))) if dropped else 0
             while True:
-                rest = own[len(self.decode(turn[:start])) :]
+                rest = turn_text[len(self.decode(turn[:start])) :]
                 # A split between two tokens may be inside a character, so the split moves until the
                 # rest decodes to itself. Some tokenizers omit the space before a text.
                 if self.decode(turn[start:]).lstrip(" ") == rest.lstrip(" "):
@@ -266,12 +267,12 @@ class ChatTokenizer:
         return ids, offsets
 
     def _find_template(self, template: str | None) -> tuple[str, str]:
-        own = self._tokenizer.chat_template
+        model_templates = self._tokenizer.chat_template
         # A directory may hold several templates.
-        named = own if isinstance(own, dict) else {"default": own}
+        named = model_templates if isinstance(model_templates, dict) else {"default": model_templates}
         if template is None:
             source = named.get("default")
-            if own and source is None:
+            if model_templates and source is None:
                 raise UsageError(
                     f"{str(self.path)!r} holds the chat templates {', '.join(named)} and no `default`. Fix: set "
                     "tokenizer.template to one of these names"
@@ -303,11 +304,12 @@ class ChatTokenizer:
             file = self.path / name
             given = read_json_object(file).get("eos_token_id") if file.is_file() else None
             given = given if isinstance(given, list) else [given]
-            if wrong := [
+            if invalid_ids := [
                 i for i in given if i is not None and (not isinstance(i, int) or isinstance(i, bool) or i < 0)
             ]:
                 raise UsageError(
-                    f"{file}: eos_token_id={wrong[0]!r}; expected the id of a token, a list of ids, or null. Fix: write the id "
+                    f"{file}: eos_token_id={invalid_ids[0]!r}; expected the id of a token, a list of ids, or "
+                    "null. Fix: write the id "
                     "that tokenizer.json gives to the token that ends a turn"
                 )
             ids += given

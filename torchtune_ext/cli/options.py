@@ -19,7 +19,7 @@ from typing import Any
 from torchtune_ext.run.catalog import import_object
 from torchtune_ext.run.errors import UsageError, UserCodeError
 from torchtune_ext.settings.components import Component, argument_parameters, import_recipe
-from torchtune_ext.settings.records import nested_record, option_fields
+from torchtune_ext.settings.records import nested_section, option_fields
 from torchtune_ext.settings.yaml_types import expected_text, kinds_text, union_members
 
 # Section -> the usual components, the most usual first.
@@ -100,7 +100,7 @@ def list_options(record: type, default: Any = None, prefix: str = "") -> list[Op
         required = field.is_required() and default is None
         value = getattr(default, name, None) if default is not None else field.get_default(call_default_factory=True)
         description = field.description or ""
-        if (nested := nested_record(field)) is not None:
+        if (nested := nested_section(field)) is not None:
             options.append(Option(f"{prefix}{name}", "{...}", description, "section"))
             options += list_options(nested, None if required else value, f"{prefix}{name}.")
         else:

@@ -14,10 +14,10 @@ from typing import TypeGuard
 import cloudpickle
 from pydantic import Field
 
-from torchtune_ext.grading.outcomes import GradingWorker, Outcome, Ungraded, has_shipped_grader, timeout_score
+from torchtune_ext.grading.outcomes import GradingWorker, Outcome, Ungraded, has_builtin_grader, timeout_score
 from torchtune_ext.run.errors import RunFailure, UsageError
 from torchtune_ext.run.processes import CRASH_KINDS, Closing, ProcessPool
-from torchtune_ext.settings.records import Seconds, config_record
+from torchtune_ext.settings.records import Seconds, config_section
 from torchtune_ext.tasks.task import Problem, Score, Task
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ DIED_PREFIX = "the grading process died"  # start of the cause of a crash
 MAX_FAILED_STEPS = 2  # consecutive steps in which every text failed, after which the run ends
 
 
-@config_record("grader")
+@config_section("grader")
 class GraderConfig:
     """The keys of `grader:`."""
 
@@ -39,7 +39,57 @@ class GraderConfig:
     )
 
 
-class Grader(Closing):
+class TaskWorkers(Closing):
+    """Worker processes that run the code of a task.
+
+    The processes start in the constructor and end with this process or with `close`.
+
+    Args:
+        task: the task whose code is called. It must be picklable.
+        workers: number of processes.
+        timeout_s: time limit in seconds for one call of the task's code.
+        output: file for everything that the processes print; `close` removes it if it is empty.
+            None: they print to the output of this process.
+
+    Raises:
+        UsageError: an argument is out of range, or the task cannot be pickled.
+        RunFailure: the workers cannot start.
+    """
+
+    _worker_class: type  # the callable that runs in each process
+
+    def __init__(self, task: Task, workers: int = 1, timeout_s: float = 10.0, output: Path | None = None):
+        config = GraderConfig(workers, timeout_s)
+        self.task, self.is_builtin = task, has_builtin_grader(task)
+        try:
+            # Plain pickle stores only the name of a class, and a user's copy of a recipe may define
+            # the task in `__main__`, which the worker does not have.
+            target = cloudpickle.dumps(self._worker_class(task))
+        except Exception as error:
+            # Pickling runs code of the task, which may raise any error.
+            raise UsageError(
+                f"task {type(task).__name__} cannot be pickled: {type(error).__name__}: {error}. "
+                "Fix: keep open files, locks and models out of its attributes"
+            ) from error
+        self._timeout_s, self._output = config.timeout_s, output
+        # A process can be killed at any moment, even inside C code that holds the interpreter lock
+        # (such as a regular expression that backtracks exponentially). A process has one call at a
+        # time, so a crash affects no other text.
+        self.processes = ProcessPool(target, config.workers, "grading", "task", output=output)
+
+    def metrics(self, refill: bool = False) -> dict[str, float]:
+        """Returns metrics of grading in a step: none here; graders of tasks may override this."""
+        return {}
+
+    def close(self) -> None:
+        """Kills the workers. A second call does nothing."""
+        self.processes.close(RuntimeError("the Grader is closed"))
+        # Processes that print nothing leave no file.
+        if self._output is not None and self._output.exists() and not self._output.stat().st_size:
+            self._output.unlink()
+
+
+class Grader(TaskWorkers):
     """Grades texts with `task.grade` in worker processes.
 
     A task that compares texts defines `grade_group(problem, texts)` instead. One call grades a
@@ -48,43 +98,14 @@ class Grader(Closing):
     A text that hangs or crashes a grader of this package gets the reward 0 and the part
     "timed_out". This does not apply if the kernel kills the process to free memory, or if the
     machine stalls.
-
-    The processes start in the constructor and end with this process or with `close`.
-
-    Args:
-        task: the task whose grader is called. It must be picklable.
-        workers: number of processes.
-        timeout_s: time limit in seconds for one call of the task's grader.
-        output: file for everything that graders print; `close` removes it if it is empty. None:
-            they print to the output of this process.
-
-    Raises:
-        UsageError: an argument is out of range, or the task cannot be pickled.
-        RunFailure: the workers cannot start.
     """
 
-    _worker_class = GradingWorker  # the callable that runs in each process
+    _worker_class = GradingWorker
 
-    def __init__(self, task: Task, workers: int = 1, timeout_s: float = 10.0, output: Path | None = None):
-        config = GraderConfig(workers, timeout_s)
-        # True: one call grades all texts of a problem.
-        self.grades_groups = hasattr(task, "grade_group")
-        self.task, self.is_shipped = task, has_shipped_grader(task)
-        try:
-            # Plain pickle stores only the name of a class, and a user's copy of a recipe may define
-            # the task in `__main__`, which the worker does not have.
-            target = cloudpickle.dumps(self._worker_class(task))
-        except Exception as error:
-            # Pickling runs code of the task, which may raise any error.
-            raise UsageError(
-                f"task {type(task).__name__} cannot be sent to a grading process: {type(error).__name__}: {error}. "
-                "Fix: keep open files, locks and models out of its attributes"
-            ) from error
-        self._timeout_s, self._output = config.timeout_s, output
-        # A process can be killed at any moment, even inside C code that holds the interpreter lock
-        # (such as a regular expression that backtracks exponentially). A process has one text or
-        # one group at a time, so a crash affects no other text.
-        self.processes = ProcessPool(target, config.workers, "grading", "task", output=output)
+    @property
+    def grades_groups(self) -> bool:
+        """Whether one call grades all texts of a problem."""
+        return hasattr(self.task, "grade_group")
 
     def submit(self, problem: Problem, *texts: str) -> "Future[list[Outcome]]":
         """Queues a text, or all texts of a problem if the task compares them.
@@ -95,41 +116,30 @@ class Grader(Closing):
 
         def on_failure(kind: str, cause: str) -> list[Outcome]:
             cause = f"{DIED_PREFIX}: {cause}" if kind in CRASH_KINDS else cause
-            if self.is_shipped and kind in ("late", "died"):
+            if self.is_builtin and kind in ("timed_out", "died"):
                 return [timeout_score(cause)] * len(texts)
-            return [Ungraded("timed_out" if kind in ("late", "stalled") else "infra_failed", cause)] * len(texts)
+            return [Ungraded("timed_out" if kind in ("timed_out", "stalled") else "infra_failed", cause)] * len(texts)
 
-        # A process may exit for another reason than the text. So a shipped grader gives the reward
-        # 0 only after a second attempt.
-        return self.processes.submit((problem, texts), self._timeout_s, on_failure, retries=int(self.is_shipped))
+        # A process may exit for another reason than the text. So a grader of this package gives the
+        # reward 0 only after a second attempt.
+        return self.processes.submit((problem, texts), self._timeout_s, on_failure, retries=int(self.is_builtin))
 
     def grade(self, items: Sequence[tuple[Problem, str]]) -> list[Outcome]:
         """Returns one outcome for each (problem, text), in the same order."""
         futures = [self.submit(problem, text) for problem, text in items]
-        outcomes = [outcome for each in gather_results(futures) for outcome in each]
+        outcomes = [outcome for text_outcomes in gather_results(futures) for outcome in text_outcomes]
         log_failures(outcomes)
         return outcomes
-
-    def metrics(self, refill: bool = False) -> dict[str, float]:
-        """Returns metrics of grading in a step: none here; graders of tasks may override this."""
-        return {}
-
-    def close(self) -> None:
-        """Kills the workers. A second call does nothing."""
-        self.processes.close(RuntimeError("the Grader is closed"))
-        # Graders that print nothing leave no file.
-        if self._output is not None and self._output.exists() and not self._output.stat().st_size:
-            self._output.unlink()
 
 
 def gather_results(futures: Sequence[Future]) -> list:
     """Returns the results of the futures, in order. An interrupt cancels the unfinished ones."""
-    left = set(futures)
+    pending = set(futures)
     try:
         # This waits for all futures at once. Waking up for each of thousands of futures would
         # contend for the interpreter lock with the thread that serves the workers.
-        while left:
-            left = concurrent.futures.wait(left, timeout=INTERRUPT_POLL_S).not_done
+        while pending:
+            pending = concurrent.futures.wait(pending, timeout=INTERRUPT_POLL_S).not_done
         return [future.result() for future in futures]
     finally:
         # A worker still finishes its current text; the outcome is discarded.
@@ -190,7 +200,7 @@ class GradingMonitor:
             raise GradingFailed(
                 f"the grader has failed on every text of steps {self._failed_steps[0]} to {step}, "
                 f"so nothing is learned. The first failure: {self._first_failure}. "
-                "Fix: repair the grader, try it on a text (docs/custom_reward.md), then resume"
+                "Fix: repair the grader, try it on a text (docs/how_to/reward_function.md), then resume"
             )
 
 

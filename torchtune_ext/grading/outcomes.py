@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torchtune_ext.run.worker_process import error_line
-from torchtune_ext.tasks.grade_functions import describe_function, is_shipped
+from torchtune_ext.tasks.grade_functions import describe_function, is_builtin
 from torchtune_ext.tasks.task import Problem, Score, Task, to_score
 
 MAX_NOTE_CHARS = 2000
@@ -57,39 +57,42 @@ class GradingWorker:
                 return check_outcomes(grade_group(problem, list(texts)), len(texts), grade_group)
             return [check_outcome(self.task.grade(problem, text), self.task.grade) for text in texts]
         except BaseException as error:  # noqa: BLE001 (reported with its cause)
-            # Only a text of the policy can exhaust the stack or the memory of a shipped grader.
-            if isinstance(error, MemoryError | RecursionError) and has_shipped_grader(self.task):
+            # Only a text of the policy can exhaust the stack or the memory of a built-in grader.
+            if isinstance(error, MemoryError | RecursionError) and has_builtin_grader(self.task):
                 return [timeout_score(_cause(error))] * len(texts)
             return [Ungraded("infra_failed", _cause(error))] * len(texts)
 
 
-def has_shipped_grader(task: Task) -> bool:
+def has_builtin_grader(task: Task) -> bool:
     """Returns whether the texts of a task are graded by a function of this package."""
-    return not hasattr(task, "grade_group") and is_shipped(getattr(task, "grade", None))
+    return not hasattr(task, "grade_group") and is_builtin(getattr(task, "grade", None))
 
 
 def check_outcomes(values: object, count: int, grade: Callable) -> list[Outcome]:
     """Returns one outcome for each of `count` texts that `grade` graded together."""
     if not isinstance(values, list | tuple) or len(values) != count:
-        what = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
-        cause = f"{describe_function(grade)} returned {what} for {count} texts; return a list with a number for each"
+        returned = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
+        cause = (
+            f"{describe_function(grade)} returned {returned} for {count} texts; return a list with a number for each"
+        )
         return [Ungraded("infra_failed", cause)] * count
     return [check_outcome(value, grade) for value in values]
 
 
-def check_outcome(value: object, grade: Callable) -> Outcome:
-    """Converts the value that `grade` returned: a Score, a number, or else `Ungraded`."""
+def check_outcome(value: object, source: Callable | str) -> Outcome:
+    """Converts the value that `source` returned: a Score, a number, or else `Ungraded`."""
     try:
         score = to_score(value)
     except ValueError as error:
-        return Ungraded("infra_failed", f"{describe_function(grade)} returned {error}")
+        return Ungraded("infra_failed", f"{describe_function(source)} returned {error}")
     return score if len(score.note) <= MAX_NOTE_CHARS else replace(score, note=score.note[:MAX_NOTE_CHARS])
 
 
 def _cause(error: BaseException) -> str:
     """Returns the error, and the line of the grader's file that called the failing library."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    own = [frame for frame in frames if frame.filename == frames[0].filename]
-    if not own or own[-1] is frames[-1]:
+    grader_frames = [frame for frame in frames if frame.filename == frames[0].filename]
+    if not grader_frames or grader_frames[-1] is frames[-1]:
         return error_line(error)
-    return f"{error_line(error)}, called from {os.path.basename(own[-1].filename)}:{own[-1].lineno}"
+    caller = grader_frames[-1]
+    return f"{error_line(error)}, called from {os.path.basename(caller.filename)}:{caller.lineno}"

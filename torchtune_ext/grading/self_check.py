@@ -8,15 +8,15 @@ from typing import Any
 
 import cloudpickle
 
-from torchtune_ext.grading.environments import Conversations, Environments
-from torchtune_ext.grading.grader import DIED_PREFIX, Grader, GraderConfig, failure_cause, gather_results
+from torchtune_ext.grading.environments import EnvironmentPool, EnvironmentTask
+from torchtune_ext.grading.grader import DIED_PREFIX, Grader, GraderConfig, TaskWorkers, failure_cause, gather_results
 from torchtune_ext.grading.outcomes import Outcome, Ungraded
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.output import format_labels, print_text
 from torchtune_ext.run.worker_process import error_line
 from torchtune_ext.tasks.grade_functions import describe_function
 from torchtune_ext.tasks.problem_stream import TransientReason
-from torchtune_ext.tasks.task import ConversationTask, Message, Problem, Score, SelfGradingTask, Task, solution_messages
+from torchtune_ext.tasks.task import EpisodeTask, Message, Problem, Score, SelfGradingTask, Task, solution_messages
 
 LOG_FILE_NAME = "grader.log"
 NUM_TRIED_PROBLEMS = 4  # problems whose solutions are graded before a run starts
@@ -30,7 +30,7 @@ def open_graders(
     config: GraderConfig,
     during_training: bool = False,
     folder: str | Path | None = None,
-) -> list[Grader]:
+) -> list[Any]:
     """Starts the graders of these tasks, in order. Errors of the graders are raised unchanged.
 
     Args:
@@ -40,15 +40,15 @@ def open_graders(
         folder: run directory, in which graders print to `LOG_FILE_NAME`. None: they print to the
             output of this process.
     """
-    graders: list[Grader] = []
+    graders: list[Any] = []  # `Grader`, `EnvironmentPool` or the grader of a `SelfGradingTask`
     output = None if folder is None else Path(folder) / LOG_FILE_NAME
     # If a later task raises, the graders of the earlier tasks are closed.
     with ExitStack() as opened:
         for task in filter(None, tasks):
             if isinstance(task, SelfGradingTask):
                 grader = task.open_grader(graders, during_training)
-            elif isinstance(task, ConversationTask):
-                grader = Environments(task, config.workers, config.timeout_s, output)
+            elif isinstance(task, EpisodeTask):
+                grader = EnvironmentPool(task, config.workers, config.timeout_s, output)
             else:
                 grader = Grader(task, config.workers, config.timeout_s, output)
             graders.append(grader)
@@ -79,62 +79,65 @@ def check_grading(
     for i, (task, key) in enumerate(zip(tasks, keys, strict=False)):
         if isinstance(task, SelfGradingTask):
             task.check_grading(key, tasks[:i])
-        elif isinstance(task, ConversationTask):
+        elif isinstance(task, EpisodeTask):
             if type(task) not in checked:
                 checked.append(type(task))
                 _check_environment(task, config, key)
         elif task is not None:
             # Held-out problems mostly have the grader of the training problems: the same class, and
             # the same function if one is named. Each grader is tried once.
-            own, texts = getattr(task, "__dict__", {}), samples if hasattr(task, "grade_group") and i == 0 else 1
-            grader = (type(task), own.get("grade"), own.get("grade_group"), texts)
-            if grader not in checked:
-                checked.append(grader)
+            attributes = getattr(task, "__dict__", {})
+            texts = samples if hasattr(task, "grade_group") and i == 0 else 1
+            grader_key = (type(task), attributes.get("grade"), attributes.get("grade_group"), texts)
+            if grader_key not in checked:
+                checked.append(grader_key)
                 _check_grader(task, config, key, texts)
 
 
-def answer_faults(grader: Grader, problems: Sequence[Problem]) -> list[str]:
+def find_answer_errors(grader: Any, problems: Sequence[Problem]) -> list[str]:
     """Checks that problems can be graded.
 
-    A problem must be picklable. With a grader of this package and a task with `tries_answers`, the
-    reference answer must also get a higher reward than a wrong text.
+    A problem must be picklable. With a grader of this package and a task with
+    `checks_reference_answers`, the reference answer must also get a higher reward than a wrong
+    text.
 
     Returns:
         For each problem, the reason why it cannot be graded, or "".
     """
     # A `SelfGradingTask` sends problems in its own way.
-    if not isinstance(grader, Grader):
+    if not isinstance(grader, TaskWorkers):
         return [""] * len(problems)
-    if not grader.is_shipped or not getattr(grader.task, "tries_answers", False):
-        return [_pickling_fault(problem) for problem in problems]
-    # On a busy machine, graders may time out. So a problem with a transient fault is tried again,
+    checks_answers = grader.is_builtin and getattr(grader.task, "checks_reference_answers", False)
+    if not checks_answers or not isinstance(grader, Grader):
+        return [_pickling_error(problem) for problem in problems]
+    # On a busy machine, graders may time out. So a problem with a transient error is tried again,
     # alone.
-    first = _answer_faults(grader, problems)
+    first_errors = _grade_reference_answers(grader, problems)
     return [
-        _answer_faults(grader, [problem])[0] if isinstance(fault, TransientReason) else fault
-        for problem, fault in zip(problems, first, strict=True)
+        _grade_reference_answers(grader, [problem])[0] if isinstance(error, TransientReason) else error
+        for problem, error in zip(problems, first_errors, strict=True)
     ]
 
 
-def _answer_faults(grader: Grader, problems: Sequence[Problem]) -> list[str]:
+def _grade_reference_answers(grader: Grader, problems: Sequence[Problem]) -> list[str]:
     submitted = []
     for problem in problems:
         texts = WRONG_ANSWER, _solution(grader.task, problem)
         submitted.append([grader.submit(problem, text) for text in texts if isinstance(text, str)])
-    outcomes = iter(gather_results([future for each in submitted for future in each]))
-    return [_answer_fault([next(outcomes)[0] for _ in each]) for each in submitted]
+    outcomes = iter(gather_results([future for futures in submitted for future in futures]))
+    return [_describe_answer_error([next(outcomes)[0] for _ in futures]) for futures in submitted]
 
 
-def _pickling_fault(problem: Problem) -> str:
+def _pickling_error(problem: Problem) -> str:
     try:
         cloudpickle.dumps(problem)
     except Exception as error:  # noqa: BLE001 (pickling runs the code of classes)
-        return f"it cannot be sent to a grading process: {error_line(error)}"
+        return f"it cannot be pickled: {error_line(error)}"
     return ""
 
 
-def _answer_fault(outcomes: Sequence[Outcome]) -> str:
-    """Returns the fault in the outcomes of a wrong text and of the reference answer, or "".
+def _describe_answer_error(outcomes: Sequence[Outcome]) -> str:
+    """Returns the error in the outcomes of a wrong text and of the reference answer, or "".
 
     The reference answer may be missing.
     """
@@ -143,10 +146,15 @@ def _answer_fault(outcomes: Sequence[Outcome]) -> str:
             cause = failure_cause(outcome)
             kind = TransientReason if outcome.kind == "timed_out" or cause.startswith(DIED_PREFIX) else str
             return kind(f"its answer cannot be graded: {cause}")
-    wrong, *right = [outcome.reward for outcome in outcomes if isinstance(outcome, Score)]
-    if not right:
-        return "its grader gives a wrong text the reward 1 or more" if wrong >= 1.0 else ""
-    return "" if right[0] > wrong else f"its reference answer gets the reward {right[0]:g}, and a wrong text {wrong:g}"
+    wrong_reward, *reference_rewards = [outcome.reward for outcome in outcomes if isinstance(outcome, Score)]
+    if not reference_rewards:
+        return "its grader gives a wrong text the reward 1 or more" if wrong_reward >= 1.0 else ""
+    reward = reference_rewards[0]
+    return (
+        ""
+        if reward > wrong_reward
+        else f"its reference answer gets the reward {reward:g}, a wrong text {wrong_reward:g}"
+    )
 
 
 def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1) -> None:
@@ -160,7 +168,7 @@ def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1) ->
         return
     solutions = [_solution(task, problem) for problem in problems]
     name, has_solutions = type(task).__name__, all(text is not None for text in solutions)
-    what = "its own solution" if has_solutions else f"the text {PLACEHOLDER_ANSWER!r}"
+    text_name = "the solution" if has_solutions else f"the text {PLACEHOLDER_ANSWER!r}"
     try:
         # The output is discarded: in the run, the grader prints the same into a file that is kept.
         with TemporaryDirectory() as folder, Grader(task, 1, config.timeout_s, Path(folder) / LOG_FILE_NAME) as grader:
@@ -173,14 +181,14 @@ def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1) ->
                 outcomes.append(grader.submit(problem, *group).result()[0])
                 if outcomes[-1].kind == "timed_out":
                     raise UsageError(
-                        f"{key}: {name} took more than grader.timeout_s={config.timeout_s:g} to grade {what} of problem "
+                        f"{key}: {name} took more than grader.timeout_s={config.timeout_s:g} to grade {text_name} of problem "
                         f"{problem.id!r}. Fix: raise grader.timeout_s, or find the call in `grade` that hangs"
                     )
             rewards = [outcome.reward for outcome in outcomes if isinstance(outcome, Score)]
             if not rewards:
                 raise UsageError(
-                    f"{key}: {name} cannot grade {what} of problem {problems[0].id!r}: {outcomes[0].cause}; none of the first "
-                    f"{len(problems)} problems can be graded. Fix: repair its `grade`"
+                    f"{key}: {name} cannot grade {text_name} of problem {problems[0].id!r}: {outcomes[0].cause}; none of the "
+                    f"first {len(problems)} problems can be graded. Fix: repair its `grade`"
                 )
             # An untrained model soon samples an empty text.
             empty_outcome = grader.submit(problems[0], *[""] * texts).result()[0]
@@ -189,7 +197,9 @@ def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1) ->
                 print_text(format_labels([("grader", text)]))
             # A user's function may require more than the answer alone, so its reward 0 is only a
             # warning.
-            is_plain_function = "grade" in getattr(task, "__dict__", {}) and getattr(task, "worked", None) is None
+            # `worked_solutions`: the dataset has texts that solve its problems, not only answers.
+            has_worked_solutions = getattr(task, "worked_solutions", None) is not None
+            is_plain_function = "grade" in getattr(task, "__dict__", {}) and not has_worked_solutions
             # A task may give only negative rewards. But if every solution gets 0 and another text
             # gets at least as much, the grader is wrong. A grader that compares texts cannot be
             # checked with a single text.
@@ -199,24 +209,26 @@ def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1) ->
                 if max(rewards) <= best:
                     if is_plain_function:
                         name = describe_function(task.grade)
-                        text = f"{name} gives the answers of the first {len(problems)} problems the reward 0, and"
-                        text += f" {PLACEHOLDER_ANSWER!r} {best:g}: does it reward a right answer?"
+                        text = f"{name} gives the reward 0 to the reference answers of the first {len(problems)} problems, "
+                        text += (
+                            f"and {best:g} to the placeholder {PLACEHOLDER_ANSWER!r}: does it reward a right answer?"
+                        )
                         print_text(format_labels([("grader", text)]))
                         return
                     raise UsageError(
-                        f"{key}: {name} gives its own solution of problem {problems[0].id!r} the reward {rewards[0]:g}, and "
-                        f"{PLACEHOLDER_ANSWER!r} at least as much: `grade` and `solution` disagree. Fix: repair one "
-                        "(docs/custom_reward.md)"
+                        f"{key}: {name} gives the reward {rewards[0]:g} to the solution of problem {problems[0].id!r}; "
+                        f"expected more than {best:g}, the reward of the placeholder {PLACEHOLDER_ANSWER!r}. Fix: correct "
+                        "`grade` or `solution` (docs/how_to/dataset.md)"
                     )
     except RuntimeError as error:
         raise UsageError(f"{key}: the grader of {name} failed: {error}") from error
 
 
-def _check_environment(task: Conversations, config: GraderConfig, key: str) -> None:
+def _check_environment(task: EnvironmentTask, config: GraderConfig, key: str) -> None:
     """Plays the solution of the first problem, or one turn if it has no solution.
 
     Raises:
-        UsageError: the environment fails, or gives the reward 0 to its own solution.
+        UsageError: the environment fails, or gives the reward 0 to the solution.
     """
     problem, name = next(iter(_first_problems(task, key)), None), type(task).__name__
     if problem is None:
@@ -226,24 +238,24 @@ def _check_environment(task: Conversations, config: GraderConfig, key: str) -> N
     rewards = []
     with (
         TemporaryDirectory() as folder,
-        Environments(task, 1, config.timeout_s, Path(folder) / LOG_FILE_NAME) as grader,
+        EnvironmentPool(task, 1, config.timeout_s, Path(folder) / LOG_FILE_NAME) as pool,
     ):
-        slot = grader.acquire_slot()
+        slot = pool.acquire_slot()
         for i, message in enumerate(turns or [{"role": "assistant", "content": PLACEHOLDER_ANSWER}]):
-            turn = grader.step(slot, message, (problem, 0) if i == 0 else None).result()
-            if isinstance(turn, Ungraded):
+            reply = pool.step(slot, message, (problem, 0) if i == 0 else None).result()
+            if isinstance(reply, Ungraded):
                 raise UsageError(
                     f"{key}: the environment of {name} fails at turn {i + 1} of problem {problem.id!r}, "
-                    f"{message['content']!r:.60}: {turn.cause}. Fix: repair its `step`, or raise grader.timeout_s="
-                    f"{config.timeout_s:g} (docs/environments.md)"
+                    f"{message['content']!r:.60}: {reply.cause}. Fix: repair its `step`, or raise grader.timeout_s="
+                    f"{config.timeout_s:g} (docs/how_to/environments.md)"
                 )
-            rewards.append(turn.reward)
-            if turn.done:
+            rewards.append(reply.reward)
+            if reply.done:
                 break
         if turns and not any(rewards):
             raise UsageError(
-                f"{key}: the environment of {name} gives its own solution of problem {problem.id!r} the reward 0: "
-                "`environment` and `solution` disagree. Fix: repair one (docs/environments.md)"
+                f"{key}: the environment of {name} gives the reward 0 to the solution of problem {problem.id!r}; "
+                "expected another reward. Fix: correct `environment` or `solution` (docs/how_to/environments.md)"
             )
 
 
@@ -259,14 +271,17 @@ def _first_problems(task: Task, key: str) -> list[Problem]:
         # too.
         with suppress(Exception):
             problem = task[index]
-            if fault := _pickling_fault(problem):
-                last_error = f"problem {problem.id!r}: {fault}"
+            if error := _pickling_error(problem):
+                last_error = f"problem {problem.id!r}: {error}"
             else:
                 problems.append(problem)
         if len(problems) == NUM_TRIED_PROBLEMS:
             break
     if last_error and not problems:
-        raise UsageError(f"{key}: none of its first problems can be graded; the last error: {last_error}")
+        raise UsageError(
+            f"{key}: none of its first problems can be graded: {last_error}. Fix: keep functions, locks and open files out "
+            "of its problems"
+        )
     return problems
 
 
@@ -277,4 +292,4 @@ def _solution(task: Task, problem: Problem) -> str | Sequence[Message] | None:
     except Exception:  # noqa: BLE001 (the code of the task)
         # GRPO does not need solutions, so an error is treated as a missing solution.
         return None
-    return text if isinstance(text, str) or isinstance(task, ConversationTask) else None
+    return text if isinstance(text, str) or isinstance(task, EpisodeTask) else None

@@ -10,7 +10,7 @@ from pydantic import Field
 
 import torchtune_ext
 from torchtune_ext.run.errors import RunFailure
-from torchtune_ext.settings.records import Seconds, config_record
+from torchtune_ext.settings.records import Seconds, config_section
 
 # An outcome in addition to OUTCOMES of check.py: the program is correct, but the machine was
 # disturbed, so its speed is unknown.
@@ -56,7 +56,7 @@ class Result:
     techniques: tuple[str, ...] = ()  # techniques of the program, sorted; () before that check
 
 
-@config_record("bench")
+@config_section("bench")
 class BenchConfig:
     """The keys of `bench:`, an argument of tasks whose programs are timed."""
 

@@ -2,7 +2,7 @@
 
 The required base is `sandbox.c` (limits, Landlock, seccomp) with a clean environment, which needs
 neither namespaces nor privileges. bubblewrap adds namespaces where they are allowed.
-docs/measured.md describes the protection and its limits.
+docs/how_to/measured_programs.md describes the protection and its limits.
 """
 
 import os

@@ -107,18 +107,20 @@ def check_importance(name: str, low: float | None, high: float | None, level: st
         )
 
 
-def importance_weights(log_weight_L: Tensor, samples_L: Tensor, method: ImportanceMethod) -> tuple[Tensor, Tensor]:
+def importance_weights(
+    log_weight_L: Tensor, completion_index_L: Tensor, method: ImportanceMethod
+) -> tuple[Tensor, Tensor]:
     """Returns (weights_L, masked_L); masked_L (bool) marks out-of-bounds weights set to 0.
 
     Args:
         log_weight_L: log pi_old - log pi_behavior of every label, in nats.
-        samples_L: index of the label's completion.
+        completion_index_L: index of the label's completion.
     """
     log_weight_L = log_weight_L.detach()
     if method.level == "sequence":
-        log_weight_L = sample_sums(log_weight_L, samples_L)
+        log_weight_L = sample_sums(log_weight_L, completion_index_L)
     elif method.level == "geometric":
-        log_weight_L = sample_means(log_weight_L, samples_L)
+        log_weight_L = sample_means(log_weight_L, completion_index_L)
     weight_L = bounded_exp(log_weight_L)
     masked_L = torch.zeros_like(weight_L, dtype=torch.bool)
     if method.out_of_bounds == "truncate":

@@ -238,7 +238,7 @@ class PolicyLoss(ConstraintOptions):
                 clipped_L | teacher_clipped_L,
             )
         method = IMPORTANCE_METHODS[self.importance].with_bounds(self.importance_low, self.importance_high)
-        weight_L, masked_L = importance_weights(old_L - t.behavior_logprobs_L, t.samples_L, method)
+        weight_L, masked_L = importance_weights(old_L - t.behavior_logprobs_L, t.completion_index_L, method)
         # The weight multiplies only the objective. The terms below apply to every label, including
         # masked labels.
         loss_L = -weight_L * objective_L
@@ -282,14 +282,14 @@ class PolicyLoss(ConstraintOptions):
         if self.level == "geometric":
             constraint = self._constraint
             assert isinstance(constraint, IntervalConstraint)  # only these support this level
-            return _geometric_objective(log_ratio_L, t.advantages_L, *constraint.ratio_bounds(), t.samples_L)
+            return _geometric_objective(log_ratio_L, t.advantages_L, *constraint.ratio_bounds(), t.completion_index_L)
         if self.level == "sequence":
-            return self._constraint(t, bounded_exp(sample_means(log_ratio_L, t.samples_L)), old_L)
+            return self._constraint(t, bounded_exp(sample_means(log_ratio_L, t.completion_index_L)), old_L)
         return self._constraint(t, token_ratio_L, old_L)
 
 
 def _geometric_objective(
-    log_ratio_L: Tensor, advantages_L: Tensor, lower: float, upper: float, samples_L: Tensor
+    log_ratio_L: Tensor, advantages_L: Tensor, lower: float, upper: float, completion_index_L: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns (objective_L, clipped_L) of GMPO (arXiv 2507.20673, eq. 4).
 
@@ -300,7 +300,7 @@ def _geometric_objective(
     log_ratio_L = log_ratio_L.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # Apply `clip` to logarithms, with log r for r and sgn(A) for A.
     kept_L, clipped_L = clip(log_ratio_L, sign_L, low, high)
-    return sample_means(sign_L * kept_L, samples_L).exp() * advantages_L, clipped_L
+    return sample_means(sign_L * kept_L, completion_index_L).exp() * advantages_L, clipped_L
 
 
 def _require_choice(name: str, value: Any, known: Collection[str]) -> None:

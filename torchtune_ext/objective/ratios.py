@@ -65,17 +65,21 @@ def bounded_exp(log_ratio_L: Tensor) -> Tensor:
     return log_ratio_L.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def sample_sums(values_L: Tensor, samples_L: Tensor) -> Tensor:
+def sample_sums(values_L: Tensor, completion_index_L: Tensor) -> Tensor:
     """Returns for every label the sum of its completion's values, [L].
 
     Args:
         values_L: one value per label.
-        samples_L: int64, index of the label's completion, below L.
+        completion_index_L: int64, index of the label's completion, below L.
     """
     # L labels belong to at most L completions, so L entries hold all sums.
-    return gather_rows(add_rows_at(values_L.new_zeros(values_L.shape), samples_L, values_L), samples_L)
+    return gather_rows(
+        add_rows_at(values_L.new_zeros(values_L.shape), completion_index_L, values_L), completion_index_L
+    )
 
 
-def sample_means(values_L: Tensor, samples_L: Tensor) -> Tensor:
+def sample_means(values_L: Tensor, completion_index_L: Tensor) -> Tensor:
     """Returns for every label the mean of its completion's values; arguments as `sample_sums`."""
-    return sample_sums(values_L, samples_L) / sample_sums(values_L.new_ones(values_L.shape), samples_L)
+    return sample_sums(values_L, completion_index_L) / sample_sums(
+        values_L.new_ones(values_L.shape), completion_index_L
+    )

@@ -28,7 +28,7 @@ class Tokens:
     # The policy version that sampled the label, int32.
     versions_L: Tensor
     # The index of the label's completion in the row, int64.
-    samples_L: Tensor
+    completion_index_L: Tensor
     # The proximal policy's K highest log-probs. None if the loss does not need them, or if the
     # current policy still equals the proximal policy.
     proximal_top_LK: Tensor | None = None

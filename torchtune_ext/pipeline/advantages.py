@@ -14,7 +14,7 @@ from pydantic import Field
 from torchtune_ext.grading.environments import TRUNCATED_REASONS
 from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.run.errors import UsageError
-from torchtune_ext.settings.records import config_record
+from torchtune_ext.settings.records import config_section
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ ROUNDING_TOLERANCE = 1e-13  # largest relative difference by rounding between su
 class AdvantageStats:
     """Counts over the groups of one step."""
 
-    groups: int  # groups with a nonzero advantage
+    num_nonzero_groups: int  # groups with a nonzero advantage
     no_signal: int  # zero-variance groups: all graded samples have the same reward
     infra_failed: int  # samples whose grader or environment raised or crashed; not in the baseline
     # Samples whose grader or environment timed out. They are in the baseline, with reward 0, if the
@@ -37,10 +37,12 @@ class AdvantageStats:
     def metrics(self) -> dict[str, float]:
         """Returns the counts by metric name."""
         names = ["no_signal", "infra_failed", "timed_out"] + ["lone_turns"] * (self.lone_turns is not None)
-        return {"groups/used": float(self.groups)} | {f"groups/{name}": float(getattr(self, name)) for name in names}
+        return {"groups/used": float(self.num_nonzero_groups)} | {
+            f"groups/{name}": float(getattr(self, name)) for name in names
+        }
 
 
-@config_record("advantage")
+@config_section("advantage")
 class AdvantageConfig:
     """The `advantage:` section of a config: advantage = (value - baseline) / scale.
 
@@ -87,17 +89,18 @@ class AdvantageConfig:
     def __post_init__(self) -> None:
         if self.pass_k > 1 and (self.baseline, self.scale) not in (("mean", "group_std"), ("mean", "none")):
             raise UsageError(
-                f"advantage.pass_k={self.pass_k} defines its own baseline and standard deviation; use baseline=mean, "
+                f"advantage.pass_k={self.pass_k} defines its own baseline and standard deviation. Fix: use baseline=mean, "
                 f"and scale=group_std or none, not baseline={self.baseline}, scale={self.scale}"
             )
         if self.credit == "turn" and (self.pass_k > 1 or self.scale == "batch_std"):
             raise UsageError(
-                f"advantage.credit=turn compares turns of one group; use pass_k=1, and scale=group_std or none, not "
+                f"advantage.credit=turn compares turns of one group. Fix: use pass_k=1, and scale=group_std or none, not "
                 f"pass_k={self.pass_k}, scale={self.scale}"
             )
         if self.overlong and self.truncated != "penalize":
             raise UsageError(
-                f"advantage.overlong={self.overlong} requires truncated=penalize, not {self.truncated}; set overlong=0 (it "
+                f"advantage.overlong={self.overlong} requires truncated=penalize, not {self.truncated}. Fix: "
+                "set overlong=0 (it "
                 "may come from `preset`)"
             )
 
@@ -139,7 +142,7 @@ def assign_advantages(
     """
     if config.overlong and max_tokens is None:
         raise UsageError(
-            f"advantage.overlong={config.overlong} is a fraction of max_tokens, but max_tokens=None; pass max_tokens"
+            f"advantage.overlong={config.overlong} is a fraction of max_tokens, but max_tokens=None. Fix: pass max_tokens"
         )
     graded = [[s for s in group.samples if s.score is not None] for group in groups]
     rewards = [np.array([_shaped_reward(s, config, max_tokens) for s in samples]) for samples in graded]
@@ -166,7 +169,7 @@ def assign_advantages(
         )
     kinds = Counter(s.outcome.kind for g in groups for s in g.samples if s.outcome)
     return results, AdvantageStats(
-        groups=used,
+        num_nonzero_groups=used,
         no_signal=len(groups) - used,
         infra_failed=kinds["infra_failed"],
         timed_out=kinds["timed_out"],
@@ -285,13 +288,13 @@ def best_of_k(rewards_G: np.ndarray, k: int) -> tuple[np.ndarray, float, float]:
     std = math.sqrt(max(0.0, float(best @ (r - mean) ** 2)))
     total = math.comb(n - 1, k - 1)
     # The probability that i is the best of a subset that includes i.
-    own = np.array([math.comb(i, k - 1) for i in range(n)]) / total
+    best_given_included = np.array([math.comb(i, k - 1) for i in range(n)]) / total
     # The probability that j is the best of a subset that includes i, for i below j. The other k - 2
     # samples are chosen from the j - 1 samples that are below j and are not i.
     above = np.array([math.comb(j - 1, k - 2) if j and k > 1 else 0 for j in range(n)]) / total
     later = np.concatenate([np.cumsum((above * r)[::-1])[::-1][1:], [0.0]])
     values_G = np.empty(n)
-    values_G[order] = own * r + later
+    values_G[order] = best_given_included * r + later
     return values_G, mean, std
 
 
@@ -307,7 +310,7 @@ def _shaped_reward(sample: Sample, config: AdvantageConfig, max_tokens: int | No
         return reward
     penalty_fraction = float(_is_truncated(sample))
     # Soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13). max_tokens limits each turn of a
-    # conversation, so the longest turn counts.
+    # episode, so the longest turn counts.
     if config.overlong and max_tokens is not None:
         buffer = config.overlong * max_tokens
         longest = max(stop - start for start, stop in sample.completion.sampled_spans)
@@ -316,7 +319,7 @@ def _shaped_reward(sample: Sample, config: AdvantageConfig, max_tokens: int | No
 
 
 def _is_truncated(sample: Sample) -> bool:
-    # Truncated by max_tokens or by a limit of the conversation.
+    # Truncated by max_tokens or by a limit of the episode.
     return sample.completion.finish_reason in TRUNCATED_REASONS
 
 

@@ -1,7 +1,7 @@
-"""Tracks a conversation in progress: turns of the policy and answers of its environment.
+"""Tracks an episode in progress: turns of the policy and replies of its environment.
 
 The prompt of the next turn is the token path so far, followed by the template's tokens for the
-environment's answer (`turn_boundary_ids`). Turns are never re-tokenized, so the policy is trained
+environment's reply (`turn_boundary_ids`). Turns are never re-tokenized, so the policy is trained
 on the sampled tokens and contexts, and the engine finds the path in its prefix cache. With
 `history: template`, the prompt contains what the chat template keeps of older turns, as sampled ids
 (`context_ids`). Where it differs from the path so far, the path branches.
@@ -15,11 +15,11 @@ from torchtune_ext.grading.environments import EnvironmentSlot
 from torchtune_ext.grading.outcomes import Ungraded, check_outcome
 from torchtune_ext.pipeline.groups import Sample
 from torchtune_ext.sampling.types import Completion
-from torchtune_ext.tasks.task import Message, Score, Turn
+from torchtune_ext.tasks.task import EnvironmentReply, Message, Score
 
 
 class Episode:
-    """One conversation in progress.
+    """One episode in progress.
 
     Args:
         prompt: token ids of the prompt of the first turn.
@@ -33,7 +33,7 @@ class Episode:
         self._turns: list[Completion] = []
         self._kept_prefix_lens = [len(prompt)]  # per turn, how many ids of the path its context keeps
         self._has_branches = False  # whether any turn keeps only a part of the path
-        self._answers: list[np.ndarray] = []  # new ids between two turns, which the policy did not sample
+        self._reply_ids: list[np.ndarray] = []  # new ids between two turns, which the policy did not sample
         self._messages: list[Message] = []
         self._rewards: list[float] = []
         self._score = Score(0.0)  # the sum of the rewards so far
@@ -65,7 +65,7 @@ class Episode:
 
     @property
     def last_message(self) -> Message:
-        """The last message: the last sampled turn until it is answered."""
+        """The last message: the last sampled turn until the environment replies."""
         return self._messages[-1]
 
     def add_turn(self, completion: Completion, text: str) -> None:
@@ -73,19 +73,17 @@ class Episode:
         self._turns.append(completion)
         self._messages.append({"role": "assistant", "content": self._thought_prefix + text})
 
-    def add_answer(self, turn: Turn) -> None:
-        """Adds the environment's answer to the last turn."""
-        self._rewards.append(turn.reward)
-        self._messages += turn.messages
-        score = self._score
-        self._score = Score(
-            score.reward + turn.reward, {**score.parts, **turn.parts}, turn.note or score.note, score.facts
-        )
+    def add_reply(self, reply: EnvironmentReply) -> None:
+        """Adds the environment's reply to the last turn."""
+        self._rewards.append(reply.reward)
+        self._messages += reply.messages
+        reward, parts = self._score.reward + reply.reward, {**self._score.parts, **reply.parts}
+        self._score = Score(reward, parts, reply.note or self._score.note)
 
     def packed_size(self, context: Sequence[int]) -> int:
-        """Returns the packed tokens of the conversation with this context for the next turn."""
+        """Returns the packed tokens of the episode with this context for the next turn."""
         # All branches count, because one packed row must hold them all.
-        so_far = self._kept_prefix_lens[0] + self.num_tokens + sum(map(len, self._answers))
+        so_far = self._kept_prefix_lens[0] + self.num_tokens + sum(map(len, self._reply_ids))
         return so_far + len(context) - self._common_prefix_len(context)
 
     def set_next_context(self, context: Sequence[int], thought_prefix: str) -> None:
@@ -94,35 +92,35 @@ class Episode:
         self._has_branches |= kept < len(self.path)
         self._context, self._thought_prefix = np.asarray(context, dtype=np.int32), thought_prefix
         self._kept_prefix_lens.append(kept)
-        self._answers.append(self._context[kept:])
+        self._reply_ids.append(self._context[kept:])
 
     def _common_prefix_len(self, context: Sequence[int]) -> int:
         """Returns the length of the common prefix of a context and the path."""
         path = self.path
         length = min(len(path), len(context))
-        others = np.flatnonzero(np.not_equal(path[:length], context[:length]))
-        return int(others[0]) if len(others) else length
+        differing = np.flatnonzero(np.not_equal(path[:length], context[:length]))
+        return int(differing[0]) if len(differing) else length
 
-    def to_sample(self, ending: str, failure: Ungraded | None = None) -> Sample:
-        """Returns the conversation as a sample.
+    def to_sample(self, finish_reason: str, failure: Ungraded | None = None) -> Sample:
+        """Returns the episode as a sample.
 
         Args:
-            ending: an ending from the table in `grading/environments.py`, or the engine's finish
-                reason of a truncated last turn.
+            finish_reason: an entry of `FINISH_REASONS`, or the engine's finish reason of a
+                truncated last turn.
             failure: the reason for a missing score, if the environment failed.
         """
-        turns, answers = self._turns, self._answers
+        turns, reply_ids = self._turns, self._reply_ids
         # The ids between turns were not sampled. They get the version of the preceding turn, so
         # that no additional version appears.
-        zero_logprobs = [np.zeros(len(ids), np.float32) for ids in answers]
-        versions = [np.full(len(ids), turn.versions[-1]) for turn, ids in zip(turns, answers, strict=False)]
-        starts = np.cumsum([0] + [len(turn.tokens) + len(ids) for turn, ids in zip(turns, answers, strict=False)])
+        zero_logprobs = [np.zeros(len(ids), np.float32) for ids in reply_ids]
+        versions = [np.full(len(ids), turn.versions[-1]) for turn, ids in zip(turns, reply_ids, strict=False)]
+        starts = np.cumsum([0] + [len(turn.tokens) + len(ids) for turn, ids in zip(turns, reply_ids, strict=False)])
         return Sample(
             Completion(
-                tokens=self._interleave([turn.tokens for turn in turns], answers),
+                tokens=self._interleave([turn.tokens for turn in turns], reply_ids),
                 logprobs=self._interleave([turn.logprobs for turn in turns], zero_logprobs),
                 versions=self._interleave([turn.versions for turn in turns], versions),
-                finish_reason=ending,
+                finish_reason=finish_reason,
                 cached_prompt_tokens=turns[0].cached_prompt_tokens,
                 turns=tuple(
                     (int(start), int(start) + len(turn.tokens)) for start, turn in zip(starts, turns, strict=True)
@@ -130,7 +128,7 @@ class Episode:
                 kept_prefix_lens=tuple(self._kept_prefix_lens) if self._has_branches else (),
             ),
             text="\n".join(f"{message['role']}: {message['content']}" for message in self._messages),
-            outcome=failure or check_outcome(self._score, self.to_sample),
+            outcome=failure or check_outcome(self._score, "the environment"),
             messages=tuple(self._messages),
             turn_rewards=tuple(self._rewards),
         )

@@ -12,7 +12,7 @@ from torchtune_ext.grading import Ungraded
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.settings.components import Component
-from torchtune_ext.settings.records import config_record
+from torchtune_ext.settings.records import config_section
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ MAX_UNGRADED_FRACTION = 0.01  # above this fraction, a warning accompanies the a
 SOLVED_REWARD = 1.0 - 1e-9  # the smallest reward that pass@k counts as correct
 
 
-@config_record("evaluation")
+@config_section("evaluation")
 class EvaluationConfig:
     """The keys of `evaluation:`, the held-out evaluation of a training run."""
 

@@ -3,18 +3,18 @@
 A row is one flat sequence that holds several groups. Each group is a prefix tree, usually of depth
 2, and each path of the tree is a sampled sequence::
 
-    place        0  1  2    3  4    5  6  7    8  9   10
+    index        0  1  2    3  4    5  6  7    8  9   10
     tokens      p0 p1 p2 | a0 a1 | b0 b1 b2 | q0 q1 | c0 ...
     end          8  8  8    5  5    8  8  8   11 11   11
     position     0  1  2    3  4    3  4  5    0  1    2
 
-Query i sees key j when j <= i < end[j]. A place is an index into the row. Places are in depth-first
-order of the tree, and the end of a token is the exclusive end of its subtree. So completions do not
-see each other.
+Query i sees key j when j <= i < end[j]. An index counts the tokens of the row; a position is a RoPE
+position. Tokens are in depth-first order of the tree, and the end of a token is the
+exclusive end of its subtree. So completions do not see each other.
 
-A completion of R tokens takes R - 1 places: its last token is a label but never an input, and its
-first token is predicted from the last *prompt* token. No other file shifts labels. A conversation
-is one completion, in which the environment's answers are inputs but not labels. If a later turn
+A completion of R tokens has R - 1 input tokens: its last token is a label but never an input, and
+its first token is predicted from the last *prompt* token. No other file shifts labels. An episode
+is one completion, in which the environment's replies are inputs but not labels. If a later turn
 keeps only a part of the path before it (`Completion.kept_prefix_lens`), the tree branches, and one
 hidden state may predict several labels.
 
@@ -50,15 +50,15 @@ class Row:
 
     tokens_T: Tensor  # int64, input ids
     positions_T: Tensor  # int64, position of the token in its unpacked sequence
-    ends_T: Tensor  # int32, one past the last place that sees the token; padding sees only itself
+    ends_T: Tensor  # int32, one past the last index that sees the token; padding sees only itself
     max_path_len: int  # tokens of the longest path
     labels_L: Tensor  # int64, id of the predicted token
     hidden_index_L: Tensor  # int64, index into T of the hidden state that predicts the label
-    logprobs_L: Tensor  # float32, log-prob that the sampler reported for the label, nats
+    logprobs_L: Tensor  # float32, log-prob that the engine reported for the label, nats
     advantages_L: Tensor  # float32
     loss_weights_L: Tensor  # float32, weight of the label in the loss of the update
     versions_L: Tensor  # int32, policy version that sampled the label
-    samples_L: Tensor  # int64, index of the label's completion in the row, 0 .. number of completions - 1
+    completion_index_L: Tensor  # int64, index of the label's completion in the row, from 0
     teacher_logprobs_L: Tensor | None = None  # float32, nats; None without a teacher
 
     @property
@@ -80,7 +80,7 @@ class PackStats:
     labels: int = 0  # labels in the rows
     tokens_unshared: int = 0  # input tokens without prefix sharing
     tokens_ideal: int = 0  # input tokens if every prompt were stored exactly once
-    # Places that ranks compute or wait for: sum over rounds of (longest row length x ranks).
+    # Tokens that ranks compute or wait for: sum over rounds of (longest row length x ranks).
     tokens_computed: float = 0
 
     def __add__(self, other: "PackStats") -> "PackStats":
@@ -89,9 +89,9 @@ class PackStats:
     def metrics(self) -> dict[str, float]:
         """Returns counts and ratios by metric name."""
         counts = {f"pack/{name}": float(getattr(self, name)) for name in ("rows", "tokens", "labels")}
-        # rho is the token reduction from prefix sharing. It is at most N(P + R) / (P + NR) for N
+        # Prefix sharing reduces tokens by the factor rho, at most G(P + R) / (P + GR) for G
         # completions of R tokens after a prompt of P tokens. Padding, repeated prompts and idle
-        # ranks lower the packing efficiency `pack/efficiency`.
+        # ranks lower `pack/efficiency`.
         rho = self.tokens_unshared / self.tokens if self.tokens else 1.0
         return counts | {
             "pack/rho": rho,
@@ -101,33 +101,33 @@ class PackStats:
 
 @dataclass(frozen=True, slots=True)
 class GroupSize:
-    """The places that a group needs in a row.
+    """The number of input tokens of a group.
 
     Args:
-        prompt: tokens of the prompt that all completions share.
-        completion_lens: places of each completion after the prompt; 0 if it has one token.
+        prompt: tokens of the prompt prefix that all completions share.
+        completion_input_lens: input tokens of each completion after that prefix, 0 or more.
         attention_pairs: for each completion, the number of allowed pairs of a query in the
             completion and any key; None if no completion branches.
     """
 
     prompt: int
-    completion_lens: tuple[int, ...]
+    completion_input_lens: tuple[int, ...]
     attention_pairs: tuple[int, ...] | None = None
 
     @property
     def tokens(self) -> int:
-        """The places of the group with its prompt stored once."""
-        return self.prompt + sum(self.completion_lens)
+        """The input tokens of the group with its prompt stored once."""
+        return self.prompt + sum(self.completion_input_lens)
 
 
 @dataclass(frozen=True, slots=True)
-class RowSegment:
+class GroupPart:
     """Completions of one group in one row, after their prompt.
 
     Args:
         group: index of the group.
         completions: indices of the completions in the group, ascending.
-        tokens: places of the prompt and of these completions.
+        tokens: input tokens of the prompt and of these completions.
         attention_pairs: number of (query, key) pairs that the attention mask allows.
     """
 
@@ -137,12 +137,12 @@ class RowSegment:
     attention_pairs: int
 
 
-RowPlan = tuple[RowSegment, ...]  # the segments of a row; empty for an idle rank
+RowPlan = tuple[GroupPart, ...]  # the groups of a row; empty for an idle rank
 
 
 @dataclass(frozen=True, slots=True)
-class RowLayout:
-    """The row lengths that the ranks need, and the cost model of a row.
+class RowCostModel:
+    """The padded length and the cost of a row.
 
     Args:
         ranks: number of data-parallel ranks, which compute one row each per round.
@@ -155,30 +155,31 @@ class RowLayout:
     tile: int | None = None
     attention_pair_cost: float = 0.0
 
-    def length(self, tokens: int, buckets_per_octave: int = BUCKETS_PER_OCTAVE) -> int:
-        """Returns the padded length of a row of `tokens` tokens."""
+    def padded_length(self, tokens: int, buckets_per_octave: int = BUCKETS_PER_OCTAVE) -> int:
+        """Returns the padded length of a row: 768 for 700 tokens and tile 128."""
         # The model needs at least one token.
         tokens = max(tokens, 1)
         if self.tile is None:
             return tokens
-        # The lengths between the two powers of two around `tokens` are evenly spaced.
-        unit = math.ceil(max(1, 2 ** (tokens - 1).bit_length() // (2 * buckets_per_octave)) / self.tile) * self.tile
-        return math.ceil(tokens / unit) * unit
+        # Between two powers of two, the lengths are evenly spaced multiples of the tile.
+        octave = 2 ** (tokens - 1).bit_length() // 2
+        spacing = math.ceil(max(1, octave // buckets_per_octave) / self.tile) * self.tile
+        return math.ceil(tokens / spacing) * spacing
 
     def row_length(self, row: RowPlan) -> int:
-        """Returns the length of a row, including padding."""
-        return self.length(sum(segment.tokens for segment in row))
+        """Returns the length of a planned row, including padding."""
+        return self.padded_length(sum(part.tokens for part in row))
 
     def row_cost(self, row: RowPlan) -> float:
         """Returns the cost of a row, in tokens."""
-        return self.row_length(row) + self.attention_pair_cost * sum(segment.attention_pairs for segment in row)
+        return self.row_length(row) + self.attention_pair_cost * sum(part.attention_pairs for part in row)
 
     def total_round_cost(self, rows: Sequence[RowPlan], cost: Callable[[RowPlan], float]) -> float:
         """Returns the sum over rounds of the largest row cost, which all ranks wait for."""
         return sum(max(map(cost, rows[start : start + self.ranks])) for start in range(0, len(rows), self.ranks))
 
 
-SINGLE_RANK = RowLayout()  # one rank without padding
+SINGLE_RANK = RowCostModel()  # one rank without padding
 
 
 def pack(
@@ -187,23 +188,23 @@ def pack(
     aggregation: str = "token",
     aggregation_constant: int | None = None,
     pad_id: int = 0,
-    layout: RowLayout = SINGLE_RANK,
-    num_completions: float | None = None,
+    cost_model: RowCostModel = SINGLE_RANK,
+    completion_divisor: float | None = None,
 ) -> tuple[list[Row], PackStats]:
     """Packs the trained samples of `groups` into rows. A group may be split over rows.
 
     Args:
         groups: groups with advantages; samples with `in_loss=False` are skipped.
         row_tokens: capacity of a row in input tokens; padding may exceed it up to the next length
-            of `layout`.
+            of `cost_model`.
         aggregation: "token" (equal weight per label), "sequence" (equal weight per completion) or
             "constant" (weight 1 / (completions * `aggregation_constant`) per label; Dr.GRPO, arXiv
             2503.20783).
         aggregation_constant: tokens, for example max_tokens; required by "constant".
         pad_id: token id of padding.
-        layout: row lengths and cost model.
-        num_completions: the number of completions that "constant" divides by; None for
-            `Group.num_completions` summed over `groups`.
+        cost_model: padded length and cost of a row.
+        completion_divisor: the number of completions that "constant" divides by; `pack_updates`
+            passes a fraction. None for the sum of `Group.num_completions`.
 
     Returns:
         The rows in a deterministic order, and their counts. `Ranks.local_slice` gives every rank
@@ -217,19 +218,19 @@ def pack(
     trees = [tree for group in groups if (tree := Tree(group)).trained_samples]
     sizes = [tree.group_size(row_tokens) for tree in trees]
     # "constant" also counts completions that are not trained on: weights do not depend on rewards.
-    if num_completions is None:
-        num_completions = sum(group.num_completions for group in groups)
+    if completion_divisor is None:
+        completion_divisor = sum(group.num_completions for group in groups)
     samples = [sample for tree in trees for sample in tree.trained_samples]
-    weight_of = _label_weight_fn(samples, aggregation, aggregation_constant, num_completions)
-    plans = balance_rows(sizes, row_tokens, layout)
-    rows = [_build_row(plan, trees, weight_of, pad_id, layout.row_length(plan)) for plan in plans]
+    weight_of = _label_weight_fn(samples, aggregation, aggregation_constant, completion_divisor)
+    plans = balance_rows(sizes, row_tokens, cost_model)
+    rows = [_build_row(plan, trees, weight_of, pad_id, cost_model.row_length(plan)) for plan in plans]
     stats = PackStats(
         rows=sum(bool(plan) for plan in plans),
-        tokens=sum(segment.tokens for plan in plans for segment in plan),
+        tokens=sum(part.tokens for plan in plans for part in plan),
         labels=sum(row.num_labels for row in rows),
-        tokens_unshared=sum(size.prompt + places for size in sizes for places in size.completion_lens),
+        tokens_unshared=sum(size.prompt + length for size in sizes for length in size.completion_input_lens),
         tokens_ideal=sum(size.tokens for size in sizes),
-        tokens_computed=layout.ranks * layout.total_round_cost(plans, layout.row_length),
+        tokens_computed=cost_model.ranks * cost_model.total_round_cost(plans, cost_model.row_length),
     )
     return rows, stats
 
@@ -251,10 +252,10 @@ def pack_updates(
     trained = [group for group in groups if any(s.in_loss and len(s.completion.tokens) for s in group.samples)]
     sizes = [len(g.prompt_tokens) + sum(len(s.completion.tokens) for s in g.samples if s.in_loss) for g in trained]
     # Each update counts an equal share of all completions, however many completions it trains on.
-    share = sum(group.num_completions for group in groups) / num_updates
+    divisor = sum(group.num_completions for group in groups) / num_updates
     updates, total = [], PackStats()
     for bin_items in partition(sizes, num_updates):
-        rows, stats = pack([trained[i] for i in bin_items], row_tokens, num_completions=share, **options)
+        rows, stats = pack([trained[i] for i in bin_items], row_tokens, completion_divisor=divisor, **options)
         updates.append(rows)
         total += stats
     return updates, total
@@ -266,70 +267,68 @@ class Tree:
     def __init__(self, group: Group):
         self.group = group
         self.trained_samples = [s for s in group.samples if s.in_loss and len(s.completion.tokens)]
-        self.shared_prefix_len = min(
-            [
-                len(group.prompt_tokens),
-                *(keeps for s in self.trained_samples for keeps in s.completion.kept_prefix_lens),
-            ]
-        )
+        kept_lens = [kept_len for s in self.trained_samples for kept_len in s.completion.kept_prefix_lens]
+        self.shared_prefix_len = min([len(group.prompt_tokens), *kept_lens])
         self.layouts = [
             _lay_out_completion(len(group.prompt_tokens), self.shared_prefix_len, s.completion)
             for s in self.trained_samples
         ]
 
     def group_size(self, row_tokens: int) -> GroupSize:
-        """Returns the places of the group.
+        """Returns the number of input tokens of the group.
 
         Raises:
             UsageError: the prompt with one of its completions does not fit into a row.
         """
-        places = tuple(len(layout.positions_N) for layout in self.layouts)
-        longest = self.shared_prefix_len + max(places)
+        lengths = tuple(len(layout.positions_N) for layout in self.layouts)
+        longest = self.shared_prefix_len + max(lengths)
         if longest > row_tokens:
-            prompt = len(self.group.prompt_tokens)
             raise UsageError(
-                f"row_tokens={row_tokens} cannot hold problem {self.group.problem.id!r}: its prompt has {prompt} tokens and a "
-                f"completion {longest - prompt + 1}; raise row_tokens to at least {longest}, or lower max_tokens"
+                f"row_tokens={row_tokens}: problem {self.group.problem.id!r} needs {longest} tokens of a row for its "
+                f"prompt and one completion. Fix: raise row_tokens to at least {longest}, or lower sampling.max_tokens"
             )
-        return GroupSize(
-            self.shared_prefix_len, places, tuple(int((layout.positions_N + 1).sum()) for layout in self.layouts)
-        )
+        pairs = tuple(int((layout.positions_N + 1).sum()) for layout in self.layouts)
+        return GroupSize(self.shared_prefix_len, lengths, pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionLayout:
-    """The layout of a completion of S sampled tokens in N places after the shared prompt."""
+    """The N input tokens and S sampled tokens of a completion after the shared prompt."""
 
-    tokens_N: np.ndarray  # index of the token in the prompt followed by the completion
+    token_indices_N: np.ndarray  # index of the token in the prompt followed by the completion
     positions_N: np.ndarray  # position of the token in its path
-    ends_N: np.ndarray  # one past the last of these places that sees the token
-    hidden_index_S: np.ndarray  # place that predicts each sampled token; -1: last place of the shared prompt
+    ends_N: np.ndarray  # one past the last index in N that sees the token
+    hidden_indices_S: np.ndarray  # index in N that predicts the sampled token; -1: end of the prompt
 
 
 def _lay_out_completion(prompt_len: int, shared_len: int, completion: Completion) -> CompletionLayout:
     """Lays out a completion after the first `shared_len` tokens of its prompt."""
     # Each turn continues the path before it or branches from it.
     length = prompt_len + len(completion.tokens)
-    # A path is a list of places. Places of the shared prompt are negative. If any completion of the
-    # group branches inside the prompt, every completion stores its own copy of the prompt's rest.
-    path, tokens = np.arange(prompt_len) - shared_len, [np.arange(shared_len, prompt_len)]
-    positions, ends, hidden = [np.arange(shared_len, prompt_len)], np.full(length, -1), []
-    offset, segment_start = prompt_len - shared_len, 0
-    spans, kept = completion.sampled_spans, completion.kept_prefix_lens or (length,) * len(completion.sampled_spans)
-    for (start, stop), kept_len, kept_by_next_turn in zip(spans, kept, (*kept[1:], 0), strict=True):
-        # This turn does not see the rest of the path.
+    # A path is a list of indices. Indices of the shared prompt are negative. If any completion of
+    # the group branches inside the prompt, every completion stores a copy of the prompt's rest.
+    path = np.arange(prompt_len) - shared_len
+    indices, positions = [np.arange(shared_len, prompt_len)], [np.arange(shared_len, prompt_len)]
+    ends, hidden = np.full(length, -1), []
+    offset, new_start = prompt_len - shared_len, 0  # new_start: first token that the turn adds
+    spans = completion.sampled_spans
+    kept_lens = completion.kept_prefix_lens or (length,) * len(spans)
+    for (start, stop), kept_len, kept_by_next_turn in zip(spans, kept_lens, (*kept_lens[1:], 0), strict=True):
+        # This turn does not see the rest of the path. kept_len >= shared_len, so these indices are
+        # not negative.
         ends[path[kept_len:]] = offset
         path = path[:kept_len]
-        context, size = len(path), stop - segment_start
+        context_len, num_inputs = len(path), stop - new_start
         # The last token of a turn is an input only if the next turn keeps it.
-        size -= kept_by_next_turn < context + size
-        path = np.concatenate([path, np.arange(offset, offset + size)])
-        hidden.append(path[context + start - segment_start - 1 : context + stop - segment_start - 1])
-        tokens.append(np.arange(prompt_len + segment_start, prompt_len + segment_start + size))
-        positions.append(np.arange(context, context + size))
-        offset, segment_start = offset + size, stop
+        if kept_by_next_turn < context_len + num_inputs:
+            num_inputs -= 1
+        path = np.concatenate([path, np.arange(offset, offset + num_inputs)])
+        hidden.append(path[context_len + start - new_start - 1 : context_len + stop - new_start - 1])
+        indices.append(prompt_len + new_start + np.arange(num_inputs))
+        positions.append(np.arange(context_len, context_len + num_inputs))
+        offset, new_start = offset + num_inputs, stop
     ends[path[shared_len:]] = offset
-    return CompletionLayout(np.concatenate(tokens), np.concatenate(positions), ends[:offset], np.concatenate(hidden))
+    return CompletionLayout(np.concatenate(indices), np.concatenate(positions), ends[:offset], np.concatenate(hidden))
 
 
 def context_hashes(row: Row) -> tuple[Tensor, Tensor]:
@@ -340,14 +339,14 @@ def context_hashes(row: Row) -> tuple[Tensor, Tensor]:
     """
     tokens, positions = row.tokens_T.numpy(), row.positions_T.numpy()
     # The hash of a path is the sum of the hashes of its (position, token) pairs, modulo 2^64.
-    # Places are in depth-first order, so a running sum includes a token from its place until its
-    # end.
+    # Tokens are in depth-first order, so a cumulative sum includes a token from its index until
+    # its end.
     hashes_T = _splitmix64(positions, tokens)
-    leaving = np.zeros(len(tokens) + 1, np.uint64)
-    np.add.at(leaving, row.ends_T.numpy(), hashes_T)
-    sources = row.hidden_index_L.numpy()
-    before_L = (hashes_T.cumsum() - leaving[:-1].cumsum())[sources]
-    after_L = before_L + _splitmix64(positions[sources] + 1, row.labels_L.numpy())
+    subtree_end_sums = np.zeros(len(tokens) + 1, np.uint64)
+    np.add.at(subtree_end_sums, row.ends_T.numpy(), hashes_T)
+    hidden_index_L = row.hidden_index_L.numpy()
+    before_L = (hashes_T.cumsum() - subtree_end_sums[:-1].cumsum())[hidden_index_L]
+    after_L = before_L + _splitmix64(positions[hidden_index_L] + 1, row.labels_L.numpy())
     return torch.from_numpy(before_L.view(np.int64)), torch.from_numpy(after_L.view(np.int64))
 
 
@@ -370,34 +369,36 @@ def _label_weight_fn(
         return lambda length: 1.0 / (len(samples) * length)
     if aggregation == "constant":
         if not constant or constant < 1:
-            raise UsageError(f"aggregation_constant={constant!r} must be a positive number of tokens, e.g. max_tokens")
+            raise UsageError(
+                f"aggregation_constant={constant!r}: expected a positive number of tokens, e.g. max_tokens"
+            )
         return lambda length: 1.0 / (completions * constant)
-    raise UsageError(f"aggregation={aggregation!r} is unknown; use 'token', 'sequence' or 'constant'")
+    raise UsageError(f"aggregation={aggregation!r}: unknown; expected 'token', 'sequence' or 'constant'")
 
 
 def _build_row(
     plan: RowPlan, trees: Sequence[Tree], weight_of: Callable[[int], float], pad_id: int, row_length: int
 ) -> Row:
     tokens, positions, ends = [], [], []
-    labels, hidden_index, logprobs, advantages, weights, versions, sample_ids = [], [], [], [], [], [], []
-    teacher: list[np.ndarray] = []
-    at = next_sample = 0
-    for segment in plan:
-        tree = trees[segment.group]
+    labels, hidden_index, logprobs, advantages = [], [], [], []
+    weights, versions, completion_index, teacher = [], [], [], []
+    offset = num_completions = 0
+    for part in plan:
+        tree = trees[part.group]
         prompt, shared = tree.group.prompt_tokens, tree.shared_prefix_len
         tokens.append(prompt[:shared])
         positions.append(np.arange(shared))
-        ends.append(np.full(shared, at + segment.tokens))
-        at += shared
-        last = at - 1  # the last place of the shared prompt
-        for sample, placed in ((tree.trained_samples[i], tree.layouts[i]) for i in segment.completions):
-            # Only sampled tokens are labels. Environment tokens are masked out of the loss.
+        ends.append(np.full(shared, offset + part.tokens))
+        offset += shared
+        prompt_end = offset - 1  # index of the last token of the shared prompt
+        for sample, layout in ((tree.trained_samples[i], tree.layouts[i]) for i in part.completions):
+            # Environment tokens are masked out of the loss: only sampled tokens are labels.
             completion, sampled_S = sample.completion, sample.completion.sampled_indices
-            tokens.append(np.concatenate([prompt, completion.tokens])[placed.tokens_N])
-            positions.append(placed.positions_N)
-            ends.append(at + placed.ends_N)
+            tokens.append(np.concatenate([prompt, completion.tokens])[layout.token_indices_N])
+            positions.append(layout.positions_N)
+            ends.append(offset + layout.ends_N)
             labels.append(completion.tokens[sampled_S])
-            hidden_index.append(np.where(placed.hidden_index_S < 0, last, at + placed.hidden_index_S))
+            hidden_index.append(np.where(layout.hidden_indices_S < 0, prompt_end, offset + layout.hidden_indices_S))
             logprobs.append(completion.logprobs[sampled_S])
             if sample.teacher_logprobs is not None:
                 teacher.append(sample.teacher_logprobs[sampled_S])
@@ -405,25 +406,26 @@ def _build_row(
             advantages.append(np.repeat(sample.turn_advantages or [sample.advantage] * len(spans), spans))
             weights.append(np.full(len(sampled_S), weight_of(len(sampled_S))))
             versions.append(completion.versions[sampled_S])
-            sample_ids.append(np.full(len(sampled_S), next_sample))
-            at, next_sample = at + len(placed.tokens_N), next_sample + 1
-    # Padding sees only itself, and no other place sees padding.
-    padding = row_length - at
+            completion_index.append(np.full(len(sampled_S), num_completions))
+            offset += len(layout.token_indices_N)
+            num_completions += 1
+    # Padding sees only itself, and no other token sees padding.
+    padding = row_length - offset
     tokens.append(np.full(padding, pad_id))
     positions.append(np.zeros(padding))
-    ends.append(np.arange(at, row_length) + 1)
+    ends.append(np.arange(offset, row_length) + 1)
     return Row(
         tokens_T=_tensor(tokens, torch.int64),
         positions_T=_tensor(positions, torch.int64),
         ends_T=_tensor(ends, torch.int32),
-        max_path_len=max(int(each.max(initial=-1)) for each in positions) + 1,
+        max_path_len=max(int(part_positions.max(initial=-1)) for part_positions in positions) + 1,
         labels_L=_tensor(labels, torch.int64),
         hidden_index_L=_tensor(hidden_index, torch.int64),
         logprobs_L=_tensor(logprobs, torch.float32),
         advantages_L=_tensor(advantages, torch.float32),
         loss_weights_L=_tensor(weights, torch.float32),
         versions_L=_tensor(versions, torch.int32),
-        samples_L=_tensor(sample_ids, torch.int64),
+        completion_index_L=_tensor(completion_index, torch.int64),
         # A row without labels gets an empty tensor. None means missing teacher log-probs.
         teacher_logprobs_L=_tensor(teacher, torch.float32) if len(teacher) == len(labels) else None,
     )
@@ -433,7 +435,7 @@ def _tensor(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.concatenate(parts)).to(dtype) if parts else torch.empty(0, dtype=dtype)
 
 
-def balance_rows(groups: Sequence[GroupSize], row_tokens: int, layout: RowLayout) -> list[RowPlan]:
+def balance_rows(groups: Sequence[GroupSize], row_tokens: int, cost_model: RowCostModel) -> list[RowPlan]:
     """Distributes the completions of groups over rows of at most `row_tokens` tokens.
 
     A group may be split over rows. Each of these rows then stores the prompt once.
@@ -441,7 +443,7 @@ def balance_rows(groups: Sequence[GroupSize], row_tokens: int, layout: RowLayout
     Args:
         groups: sizes of the groups; every completion fits into a row with its prompt.
         row_tokens: capacity of a row in input tokens.
-        layout: row lengths and cost model.
+        cost_model: padded length and cost of a row.
 
     Returns:
         The rows in a deterministic order: rows [k * ranks, (k + 1) * ranks) form round k, one row
@@ -456,16 +458,17 @@ def balance_rows(groups: Sequence[GroupSize], row_tokens: int, layout: RowLayout
     # Rows are filled by best-fit decreasing up to a capacity. A group that fits nowhere is split:
     # its longest completions that fit go into the emptiest row. The search tries several capacities
     # and numbers of rounds, and returns the cheapest result.
-    total, ranks = sum(group.tokens for group in groups), layout.ranks
+    total, ranks = sum(group.tokens for group in groups), cost_model.ranks
     # The sort is stable, so items of equal length keep their order and the rows are deterministic.
     largest_first = sorted(range(len(groups)), key=lambda i: -groups[i].tokens)
-    longest_first = [sorted(range(len(g.completion_lens)), key=lambda i: -g.completion_lens[i]) for g in groups]
-    # Fewer rounds launch fewer kernels, but more rounds balance better. Start with the fewest.
+    longest_first = [
+        sorted(range(len(g.completion_input_lens)), key=lambda i: -g.completion_input_lens[i]) for g in groups
+    ]
+    # Fewer rounds launch fewer kernels, but more rounds balance better.
     fewest = rounds = max(math.ceil(total / (ranks * row_tokens)), 1)
     best, best_cost, best_rounds = None, math.inf, 0
     # Even perfectly balanced rounds cost at least `total / ranks + rounds * ROUND_OVERHEAD_TOKENS`.
-    # Once this bound exceeds the best cost, more rounds cannot win. The bound ignores attention, so
-    # it may be far below any result.
+    # Once this bound exceeds the best cost, more rounds cannot win. The bound ignores attention.
     while best is None or (
         rounds <= min(2 * fewest, best_rounds + PATIENCE) and total / ranks + rounds * ROUND_OVERHEAD_TOKENS < best_cost
     ):
@@ -474,12 +477,12 @@ def balance_rows(groups: Sequence[GroupSize], row_tokens: int, layout: RowLayout
             rounds += max(1, rounds // 32)
             continue
         tries = 0
-        for size in _candidate_capacities(total / (rounds * ranks), row_tokens):
-            filled = _fill_rows(groups, largest_first, longest_first, rounds * ranks, size)
+        for capacity in _candidate_capacities(total / (rounds * ranks), row_tokens):
+            filled = _fill_rows(groups, largest_first, longest_first, rounds * ranks, capacity)
             if filled is None:
                 continue
-            rows = _order_into_rounds([_make_row_plan(groups, row) for row in filled], layout)
-            cost = layout.total_round_cost(rows, layout.row_cost) + rounds * ROUND_OVERHEAD_TOKENS
+            rows = _order_into_rounds([_make_row_plan(groups, row) for row in filled], cost_model)
+            cost = cost_model.total_round_cost(rows, cost_model.row_cost) + rounds * ROUND_OVERHEAD_TOKENS
             if cost < best_cost:
                 best, best_cost, best_rounds = rows, cost, rounds
             tries += 1
@@ -506,12 +509,12 @@ def partition(sizes: Sequence[float], num_bins: int) -> list[list[int]]:
     return sorted(sorted(bin_items) for bin_items in items if bin_items)
 
 
-def _candidate_capacities(least: float, most: int) -> list[int]:
-    """Returns row capacities to try, in tokens, ascending from `least` to `most`."""
-    sizes = [max(math.ceil(least), 1)]
-    while sizes[-1] < most:
-        sizes.append(min(math.ceil(sizes[-1] * CAPACITY_RATIO), most))
-    return sizes
+def _candidate_capacities(smallest: float, largest: int) -> list[int]:
+    """Returns row capacities to try, in tokens, ascending from `smallest` to `largest`."""
+    capacities = [max(math.ceil(smallest), 1)]
+    while capacities[-1] < largest:
+        capacities.append(min(math.ceil(capacities[-1] * CAPACITY_RATIO), largest))
+    return capacities
 
 
 def _fill_rows(
@@ -528,7 +531,7 @@ def _fill_rows(
         groups do not fit.
     """
     rows: list[list[tuple[int, Sequence[int]]]] = [[] for _ in range(num_rows)]
-    room = [(capacity, row) for row in range(num_rows)]  # (free places, row), ascending
+    room = [(capacity, row) for row in range(num_rows)]  # (free tokens, row), ascending
     for index in largest_first:
         group, left, needed = groups[index], longest_first[index], groups[index].tokens
         while left:
@@ -541,7 +544,7 @@ def _fill_rows(
             if not taken:
                 return None
             rows[row].append((index, taken))
-            tokens = sum(group.completion_lens[i] for i in taken)
+            tokens = sum(group.completion_input_lens[i] for i in taken)
             insort(room, (free - group.prompt - tokens, row))
             needed -= tokens
             left = [] if fits else [i for i in left if i not in taken]
@@ -565,9 +568,9 @@ def _fill_empty_rows(rows: list[list[tuple[int, Sequence[int]]]]) -> list[list[t
 def _take_longest_fitting(group: GroupSize, candidates: Sequence[int], free: int) -> list[int]:
     taken, free = [], free - group.prompt
     for i in candidates:
-        if group.completion_lens[i] <= free:
+        if group.completion_input_lens[i] <= free:
             taken.append(i)
-            free -= group.completion_lens[i]
+            free -= group.completion_input_lens[i]
     return taken
 
 
@@ -575,14 +578,12 @@ def _make_row_plan(groups: Sequence[GroupSize], row: Sequence[tuple[int, Sequenc
     plan = []
     for index, taken in row:
         group, prompt = groups[index], groups[index].prompt
-        lengths = [group.completion_lens[i] for i in taken]
-        # Each of the n places of a completion sees the prompt, itself and the places before it.
-        pairs = (
-            [group.attention_pairs[i] for i in taken]
-            if group.attention_pairs
-            else [n * prompt + _causal_pairs(n) for n in lengths]
-        )
-        plan.append(RowSegment(index, tuple(sorted(taken)), prompt + sum(lengths), _causal_pairs(prompt) + sum(pairs)))
+        lengths = [group.completion_input_lens[i] for i in taken]
+        # Each of the n inputs of a completion sees the prompt, itself and the inputs before it.
+        pairs = [n * prompt + _causal_pairs(n) for n in lengths]
+        if group.attention_pairs:
+            pairs = [group.attention_pairs[i] for i in taken]
+        plan.append(GroupPart(index, tuple(sorted(taken)), prompt + sum(lengths), _causal_pairs(prompt) + sum(pairs)))
     return tuple(plan)
 
 
@@ -590,10 +591,10 @@ def _causal_pairs(n: int) -> int:
     return n * (n + 1) // 2
 
 
-def _order_into_rounds(rows: Sequence[RowPlan], layout: RowLayout) -> list[RowPlan]:
+def _order_into_rounds(rows: Sequence[RowPlan], cost_model: RowCostModel) -> list[RowPlan]:
     """Orders rows to minimize the total cost of the rounds."""
     # Sorting puts rows of similar cost into one round. Every other round is reversed, so that no
     # rank gets the most expensive row of every round.
-    ordered = sorted(rows, key=layout.row_cost, reverse=True)
-    rounds = [ordered[start : start + layout.ranks] for start in range(0, len(ordered), layout.ranks)]
+    ordered = sorted(rows, key=cost_model.row_cost, reverse=True)
+    rounds = [ordered[start : start + cost_model.ranks] for start in range(0, len(ordered), cost_model.ranks)]
     return [row for k, members in enumerate(rounds) for row in (members if k % 2 == 0 else members[::-1])]

@@ -7,23 +7,24 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader, Outcome, Ungraded, log_failures
-from torchtune_ext.grading.environments import Environments
+from torchtune_ext.grading.environments import EnvironmentPool
 from torchtune_ext.pipeline.episodes import Episode
 from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.run.errors import DeadlineExceeded, describe_error
 from torchtune_ext.sampling.backend import derive_seed
 from torchtune_ext.sampling.engine import Engine, EngineFailed, Priority, SamplingConfig
 from torchtune_ext.sampling.types import Completion
-from torchtune_ext.tasks.task import Problem, Score, Turn
+from torchtune_ext.tasks.task import EnvironmentReply, Problem, Score
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class PendingGroup:
         sampling: SamplingConfig,
         seed_index: int,
         priority: Priority,
-        environments: Environments | None,
+        environments: EnvironmentPool | None,
     ):
         self.number, self.problem, self._decode = number, problem, tokenizer.decode
         self.sampling, self.seed_index, self.priority = sampling, seed_index, priority
@@ -63,7 +64,7 @@ class PendingGroup:
         # If the prompt ends with an open "<think>", every decoded text starts with it.
         self._thought_prefix = tokenizer.thought_prefix(self.prompt)
         self.samples: list[Sample | None] = [None] * num_samples
-        # One episode per sample if the grader is an `Environments`, else empty.
+        # One episode per sample if the task has environments, else empty.
         self.episodes = [Episode(self.prompt, self._thought_prefix) for _ in range(num_samples)] if environments else []
         self._environments = environments
         self.futures: list[Future] = []  # of engine requests, grader and environment
@@ -83,7 +84,7 @@ class PendingGroup:
         self.samples[sample_index] = replace(sample, outcome=outcome)
 
     def release_environment(self, sample_index: int) -> None:
-        """Releases the environment process of a conversation."""
+        """Releases the environment process of an episode."""
         if (slot := self.episodes[sample_index].slot) is not None and self._environments is not None:
             self._environments.release(slot)
 
@@ -97,7 +98,7 @@ class PendingGroup:
 
     @property
     def engine_idle(self) -> bool:
-        """Whether no engine request is in flight. An environment's answer may start one."""
+        """Whether no engine request is in flight. An environment's reply may start one."""
         return not self.open_requests
 
     @property
@@ -121,14 +122,14 @@ class PendingGroup:
     def pending_text(self) -> str:
         since = f"submitted {time.monotonic() - self.submitted:.0f} s ago"
         if self.episodes:
-            open_ = [episode for episode, sample in zip(self.episodes, self.samples, strict=True) if sample is None]
-            # An unanswered turn waits for a free environment process, or for its answer.
-            waiting = [each for each in open_ if each.messages and each.last_message["role"] == "assistant"]
-            served = sum(each.slot is not None and each.slot.process.done() for each in waiting)
+            unfinished = [e for e, sample in zip(self.episodes, self.samples, strict=True) if sample is None]
+            # After a turn, an episode waits for a free environment process, or for the reply.
+            after_turn = [e for e in unfinished if e.messages and e.last_message["role"] == "assistant"]
+            with_process = sum(e.slot is not None and e.slot.worker_index.done() for e in after_turn)
             return (
-                f"{since}, {len(open_)} of {len(self.samples)} conversations are not finished: {len(open_) - len(waiting)} "
-                f"wait for the engine, {len(waiting) - served} for a free environment process, {served} for the "
-                "environment's answer"
+                f"{since}, {len(unfinished)} of {len(self.samples)} episodes are not finished: "
+                f"{len(unfinished) - len(after_turn)} wait for the engine, {len(after_turn) - with_process} for a free "
+                f"environment process, {with_process} for the environment's reply"
             )
         if unsampled := self.samples.count(None):
             return f"{since}, the engine has not finished {unsampled} of {len(self.samples)} completions"
@@ -141,41 +142,41 @@ class PendingGroup:
 class GroupStream:
     """Owns groups from `submit` to `pop`. Grades each completion as soon as the engine returns it.
 
-    With `Environments` as the grader, a completion is the first turn of a conversation
-    (`episodes.py`), and a group is finished when all its conversations are finished.
+    With an `EnvironmentPool` in place of the grader, a completion is the first turn of an episode
+    (`episodes.py`), and a group is finished when all its episodes are finished.
     """
 
     def __init__(
         self,
         engine: Engine,
         tokenizer: ChatTokenizer,
-        grader: Grader,
+        grader: Grader | EnvironmentPool,
         progress: ProgressSink | None = None,
     ):
         # The progress sink, and the group number below which it receives samples.
         self._progress = None if progress is None else (progress, math.inf)
         self.last_progress_at = time.monotonic()  # arrival of the last completion or grade
-        self._engine, self._tokenizer, self._grader = engine, tokenizer, grader
+        self._engine, self._tokenizer = engine, tokenizer
+        self._environments = grader if isinstance(grader, EnvironmentPool) else None
+        self._grader = None if isinstance(grader, EnvironmentPool) else grader
+        self.grading_metrics = grader.metrics
         self._warned_template_mismatch = False
         # Only the caller's thread changes these two. `wait_next` moves a group to the second.
-        self._groups: dict[int, PendingGroup] = {}
+        self._pending: dict[int, PendingGroup] = {}
         self.finished: dict[int, Group] = {}  # without advantages, until `pop`
-        # The threads of engine and graders only put events into this queue, so they never block.
-        self._events: SimpleQueue[tuple[PendingGroup, int | None, Completion | Future] | None] = SimpleQueue()
-        self._finished: SimpleQueue[PendingGroup | Exception | None] = SimpleQueue()
+        # The threads of engine and graders only put events into this queue, so they never block. An
+        # event is a group and the call that updates the group.
+        self._events: SimpleQueue[tuple[PendingGroup, Callable[[], None]] | None] = SimpleQueue()
+        # Complete groups and errors for `wait_next`; None only wakes it.
+        self._results: SimpleQueue[PendingGroup | Exception | None] = SimpleQueue()
         # This thread handles the events, so that groups advance even outside of `wait_next`.
         self._thread = Thread(target=self._event_loop, name="torchtune-ext-groups", daemon=True)
         self._thread.start()
 
-    @property
-    def grader(self) -> Grader:
-        """The grader of the texts."""
-        return self._grader
-
     def is_generating(self, numbers: Collection[int] | None = None) -> bool:
         """Whether the engine still samples for any group, or for any of `numbers`."""
         return any(
-            not group.engine_idle for number, group in self._groups.items() if numbers is None or number in numbers
+            not group.engine_idle for number, group in self._pending.items() if numbers is None or number in numbers
         )
 
     def submit(
@@ -198,16 +199,15 @@ class GroupStream:
             ValueError: `Engine.submit` or the chat template rejects the problem.
             EngineFailed: the engine has failed or is closed.
         """
-        environments = self._grader if isinstance(self._grader, Environments) else None
         group = PendingGroup(
-            number, problem, self._tokenizer, num_samples, sampling, seed_index, priority, environments
+            number, problem, self._tokenizer, num_samples, sampling, seed_index, priority, self._environments
         )
-        self._groups[number] = group
+        self._pending[number] = group
         self.last_progress_at = time.monotonic()
         try:
             self._generate(group, group.prompt, num_samples, sampling, seed_index, priority)
         except BaseException:
-            del self._groups[number]
+            del self._pending[number]
             raise
 
     def wait_next(
@@ -235,7 +235,7 @@ class GroupStream:
         while True:
             with timer("generate" if self.is_generating(awaited) else "grade"):
                 try:
-                    result = self._finished.get(timeout=max(0.0, min(end - time.monotonic(), SIGNAL_POLL_S)))
+                    result = self._results.get(timeout=max(0.0, min(end - time.monotonic(), SIGNAL_POLL_S)))
                 except Empty:
                     if time.monotonic() >= end:
                         return None
@@ -244,7 +244,7 @@ class GroupStream:
                 raise result
             # None only wakes this loop. A finished group may have been canceled.
             if result is not None and not result.cancelled:
-                self.finished[result.number] = self._groups.pop(result.number).to_group()
+                self.finished[result.number] = self._pending.pop(result.number).to_group()
                 return result.number
 
     def pop(self, number: int) -> Group:
@@ -255,7 +255,7 @@ class GroupStream:
         """Cancels and drops a group, finished or not. Returns its number of sampled tokens."""
         if (finished := self.finished.pop(number, None)) is not None:
             return sum(len(sample.completion.sampled_indices) for sample in finished.samples)
-        group = self._groups.pop(number)
+        group = self._pending.pop(number)
         group.cancel()
         return group.num_tokens
 
@@ -267,7 +267,7 @@ class GroupStream:
             for number, finished in self.finished.items():
                 if number < max_number:
                     report_samples(progress, finished.samples)
-            for number, group in self._groups.items():
+            for number, group in self._pending.items():
                 if number < max_number:
                     report_samples(progress, group.arrived)
             self._progress = progress, max_number
@@ -278,7 +278,7 @@ class GroupStream:
 
     def describe_pending(self, number: int) -> str:
         """Describes, for messages, when a group was submitted and what is still missing."""
-        return self._groups[number].pending_text
+        return self._pending[number].pending_text
 
     def check_deadline(
         self, wait_started: float, deadline_s: float, awaited: Sequence[int], describe: Callable[[int], str]
@@ -304,12 +304,12 @@ class GroupStream:
         count = "1 group" if len(awaited) == 1 else f"{len(awaited)} groups"
         raise DeadlineExceeded(
             f"no completion or grade arrived for {idle_s:.0f} s (rollouts.deadline_s={deadline_s:g}), waiting for "
-            f"{count}: {listed}{more}. Look at engine.log and grader.log, or raise rollouts.deadline_s"
+            f"{count}: {listed}{more}. Fix: look at engine.log and grader.log, or raise rollouts.deadline_s"
         )
 
     def close(self) -> None:
         """Cancels all groups and ends the thread."""
-        for number in list(self._groups):
+        for number in list(self._pending):
             self.cancel(number)
         self._events.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
@@ -323,18 +323,18 @@ class GroupStream:
 
     def _event_loop(self) -> None:
         while (event := self._events.get()) is not None:
-            group = event[0]
+            group, update = event
             if group.cancelled:
                 continue
             self.last_progress_at = time.monotonic()
             try:
-                self._handle_event(*event)
+                update()
             except Exception as error:  # noqa: BLE001 (it is raised again)
                 # `wait_next` raises it in the caller's thread.
-                self._finished.put(error)
+                self._results.put(error)
                 continue
             if group.engine_idle and not group.num_ungraded:
-                self._finished.put(group)
+                self._results.put(group)
 
     def _generate(
         self,
@@ -347,67 +347,55 @@ class GroupStream:
         first: int = 0,
     ) -> None:
         """Submits an engine request for the samples of a group from index `first` on."""
+        # The request returns all first completions, or the next turn of one episode.
+        handle = self._handle_turn if group.episodes else self._handle_completion
 
-        # The request returns all first completions, or the next turn of one conversation.
         def on_completion(index: int, completion: Completion) -> None:
-            self._events.put((group, first + index, completion))
+            self._events.put((group, partial(handle, group, first + index, completion)))
 
         group.open_requests += 1
-        # The turns of a conversation go to the replica whose prefix cache has its earlier turns.
+        # The turns of an episode go to the replica whose prefix cache has its earlier turns.
         affinity_key = group if group.episodes else None
         request = self._engine.submit(prompt, num_samples, sampling, on_completion, seed_index, priority, affinity_key)
         group.futures.append(request)
         # Another thread may have canceled the group before the future was in its list.
         if group.cancelled:
             request.cancel()
-        request.add_done_callback(lambda future: self._events.put((group, None, future)))
+        request.add_done_callback(
+            lambda future: self._events.put((group, partial(self._handle_request_done, group, future)))
+        )
 
-    def _handle_event(self, group: PendingGroup, sample_index: int | None, payload: Completion | Future) -> None:
-        # A completion is a sample or a turn of a conversation. A future without a sample index is
-        # the end of an engine request. A future with a sample index holds outcomes, or in a
-        # conversation the process of a slot or the environment's answer.
-        if isinstance(payload, Completion):
-            assert sample_index is not None
-            if group.episodes:
-                self._handle_turn(group, sample_index, payload)
-            else:
-                self._handle_completion(group, sample_index, payload)
-            return
-        if sample_index is None:
-            try:
-                payload.result()
-            except CancelledError:
-                # Another thread closed the engine.
-                raise EngineFailed("the engine was closed") from None
-            group.open_requests -= 1
-            # None wakes `wait_next`, which may now wait for grades only.
-            if group.num_ungraded:
-                self._finished.put(None)
-        elif group.episodes:
-            self._handle_answer(group, sample_index, payload.result())
-        else:
-            for index, outcome in enumerate(payload.result(), start=sample_index):
-                group.set_outcome(index, outcome)
-                self._report_reward(group, outcome)
+    def _handle_request_done(self, group: PendingGroup, request: Future) -> None:
+        try:
+            request.result()
+        except CancelledError:
+            # Another thread closed the engine.
+            raise EngineFailed("the engine was closed") from None
+        group.open_requests -= 1
+        # None wakes `wait_next`, which may now wait for grades only.
+        if group.num_ungraded:
+            self._results.put(None)
 
     def _handle_completion(self, group: PendingGroup, sample_index: int, completion: Completion) -> None:
+        assert self._grader is not None  # only episodes have no grader
         text = group.add_completion(sample_index, completion)
         if (progress := self._progress_for(group)) is not None:
             progress.add(1, len(completion.tokens))
         if not self._grader.grades_groups:
-            self._enqueue_when_done(group, sample_index, self._grader.submit(group.problem, text))
+            graded = self._grader.submit(group.problem, text)
+            self._enqueue_when_done(self._handle_outcomes, group, sample_index, graded)
         elif None not in group.samples:
             # A grader that compares samples needs all texts of a group at once.
-            self._enqueue_when_done(
-                group, 0, self._grader.submit(group.problem, *(each.text for each in group.arrived))
-            )
+            graded = self._grader.submit(group.problem, *(sample.text for sample in group.arrived))
+            self._enqueue_when_done(self._handle_outcomes, group, 0, graded)
 
-    @property
-    def _environments(self) -> Environments:
-        assert isinstance(self._grader, Environments)  # only `Environments` create episodes
-        return self._grader
+    def _handle_outcomes(self, group: PendingGroup, first: int, outcomes: Sequence[Outcome]) -> None:
+        for index, outcome in enumerate(outcomes, start=first):
+            group.set_outcome(index, outcome)
+            self._report_reward(group, outcome)
 
     def _handle_turn(self, group: PendingGroup, sample_index: int, completion: Completion) -> None:
+        assert self._environments is not None  # only environments create episodes
         episode = group.episodes[sample_index]
         episode.add_turn(completion, self._tokenizer.decode(completion.tokens.tolist()))
         if (progress := self._progress_for(group)) is not None:
@@ -416,39 +404,45 @@ class GroupStream:
             # The turn is truncated, so the environment does not get it.
             self._end_episode(group, sample_index, episode.to_sample(completion.finish_reason))
         elif episode.slot is None:
-            # A conversation acquires an environment process only with its first turn.
+            # An episode acquires an environment process only with its first turn.
             slot = episode.slot = self._environments.acquire_slot()
-            self._enqueue_when_done(group, sample_index, slot.process)
+            self._enqueue_when_done(self._handle_slot_ready, group, sample_index, slot.worker_index)
             # Another thread may have canceled the group before the episode had its slot.
             if group.cancelled:
                 group.release_environment(sample_index)
         else:
-            self._enqueue_when_done(group, sample_index, self._environments.step(episode.slot, episode.last_message))
+            self._step_environment(group, sample_index)
 
-    def _handle_answer(self, group: PendingGroup, sample_index: int, answer: int | Turn | Ungraded) -> None:
-        """Continues a conversation after it got a process (its number), an answer or a failure."""
+    def _handle_slot_ready(self, group: PendingGroup, sample_index: int, worker_index: int) -> None:
+        # All samples of a group get the same environment seed, so only the policy differs.
+        reset_args = group.problem, derive_seed(group.sampling.seed or 0, group.seed_index)
+        self._step_environment(group, sample_index, reset_args)
+
+    def _step_environment(
+        self, group: PendingGroup, sample_index: int, reset_args: tuple[Problem, int] | None = None
+    ) -> None:
         episode = group.episodes[sample_index]
-        if isinstance(answer, int):
-            # All samples of a group get the same environment seed, so only the policy differs.
-            reset_args = group.problem, derive_seed(group.sampling.seed or 0, group.seed_index)
-            assert episode.slot is not None  # it has a process
-            self._enqueue_when_done(
-                group, sample_index, self._environments.step(episode.slot, episode.last_message, reset_args)
-            )
+        assert self._environments is not None and episode.slot is not None  # the slot has a process
+        reply = self._environments.step(episode.slot, episode.last_message, reset_args)
+        self._enqueue_when_done(self._handle_reply, group, sample_index, reply)
+
+    def _handle_reply(self, group: PendingGroup, sample_index: int, reply: EnvironmentReply | Ungraded) -> None:
+        """Continues or ends an episode after the environment has replied or failed."""
+        assert self._environments is not None  # only environments reply
+        episode = group.episodes[sample_index]
+        if isinstance(reply, Ungraded):
+            finish_reason = "step_timeout" if reply.kind == "timed_out" else "environment_failed"
+            self._end_episode(group, sample_index, episode.to_sample(finish_reason, reply))
             return
-        if isinstance(answer, Ungraded):
-            ending = "step_timeout" if answer.kind == "timed_out" else "environment_failed"
-            self._end_episode(group, sample_index, episode.to_sample(ending, answer))
-            return
-        episode.add_answer(answer)
-        if answer.done or episode.num_turns == self._environments.max_turns:
-            self._end_episode(group, sample_index, episode.to_sample("completed" if answer.done else "max_turns"))
+        episode.add_reply(reply)
+        if reply.done or episode.num_turns == self._environments.max_turns:
+            self._end_episode(group, sample_index, episode.to_sample("completed" if reply.done else "max_turns"))
             return
         try:
-            prompt = self._next_context(group.problem, episode, answer)
-        except Exception as error:  # noqa: BLE001 (the template and the tokenizer, on the environment's answer)
-            # The template cannot render this answer. Other conversations are not affected.
-            failure = Ungraded("infra_failed", f"the environment's answer cannot be rendered: {describe_error(error)}")
+            prompt = self._next_context(group.problem, episode, reply)
+        except Exception as error:  # noqa: BLE001 (the template and the tokenizer, on the environment's reply)
+            # The template cannot render this reply. Other episodes are not affected.
+            failure = Ungraded("infra_failed", f"the environment's reply cannot be rendered: {describe_error(error)}")
             self._end_episode(group, sample_index, episode.to_sample("environment_failed", failure))
             return
         # A row holds at least max_model_len tokens, so all branches must fit into that.
@@ -466,11 +460,11 @@ class GroupStream:
             group, prompt, 1, turn_sampling, episode.num_turns, min(group.priority, Priority.TURN), sample_index
         )
 
-    def _next_context(self, problem: Problem, episode: Episode, answer: Turn) -> list[int]:
+    def _next_context(self, problem: Problem, episode: Episode, reply: EnvironmentReply) -> list[int]:
         """Returns the next turn's prompt ids. Raises UsageError if rendering fails."""
         tokenizer, path = self._tokenizer, episode.path
         if tokenizer.history == "sampled":
-            return [*path, *tokenizer.turn_boundary_ids(answer.messages, path[-1], problem.tools, problem.messages)]
+            return [*path, *tokenizer.turn_boundary_ids(reply.messages, path[-1], problem.tools, problem.messages)]
         context = tokenizer.context_ids(problem.messages, episode.messages, episode.sampled_ids, problem.tools)
         if not self._warned_template_mismatch and context != tokenizer.prompt_ids(
             [*problem.messages, *episode.messages], problem.tools
@@ -483,7 +477,7 @@ class GroupStream:
         return context
 
     def _end_episode(self, group: PendingGroup, sample_index: int, sample: Sample) -> None:
-        # Release the process now: other conversations can use it before the group is finished.
+        # Release the process now: other episodes can use it before the group is finished.
         group.release_environment(sample_index)
         group.samples[sample_index] = sample
         if (progress := self._progress_for(group)) is not None:
@@ -494,9 +488,14 @@ class GroupStream:
         if (progress := self._progress_for(group)) is not None and isinstance(outcome, Score):
             progress.add_reward(outcome.reward)
 
-    def _enqueue_when_done(self, group: PendingGroup, sample_index: int, future: Future) -> None:
+    def _enqueue_when_done(
+        self, handle: Callable[[PendingGroup, int, Any], None], group: PendingGroup, sample_index: int, future: Future
+    ) -> None:
         group.futures.append(future)
-        future.add_done_callback(lambda future: self._events.put((group, sample_index, future)))
+        # `result` may raise, so it is called in the stream's thread.
+        future.add_done_callback(
+            lambda future: self._events.put((group, lambda: handle(group, sample_index, future.result())))
+        )
 
 
 def sample_groups(
@@ -505,7 +504,7 @@ def sample_groups(
     sampling: SamplingConfig,
     engine: Engine,
     tokenizer: ChatTokenizer,
-    grader: Grader,
+    grader: Grader | EnvironmentPool,
     progress: ProgressSink | None = None,
     timer: Callable[[str], AbstractContextManager] = nullcontext,
     priority: Priority = Priority.SAMPLE,
@@ -555,7 +554,7 @@ def sample_held_out(
     sampling: SamplingConfig,
     engine: Engine,
     tokenizer: ChatTokenizer,
-    grader: Grader,
+    grader: Grader | EnvironmentPool,
     make_progress: Callable[[int, str], AbstractContextManager[ProgressSink]],
     timer: Callable[[str], AbstractContextManager] = nullcontext,
     deadline_s: float = DEADLINE_S,

@@ -51,7 +51,7 @@ class RolloutStore:
         for step, path in rollout_paths(run_dir).items():
             if resume_step is None:
                 raise UsageError(
-                    f"{path} belongs to an earlier run; call RunFolder.start_run to move it, or pass resume_step"
+                    f"{path} belongs to an earlier run. Fix: call RunFolder.start_run to move it, or pass resume_step"
                 )
             # The resumed run samples these steps again.
             if step >= resume_step:
@@ -117,12 +117,12 @@ def read_rollouts(path: str | Path) -> list[Group]:
         with gzip.open(path, "rt", encoding="utf-8", newline="\n") as file:
             header, *groups = map(json.loads, file)
     except (EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
-        raise UsageError(f"{path}: damaged or truncated ({error}); delete the file") from error
+        raise UsageError(f"{path}: damaged or truncated ({error}). Fix: delete the file") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT_VERSION:
         raise UsageError(
-            f"{path}: not a rollout file of format {FORMAT_VERSION}: read it with the version that wrote it"
+            f"{path}: not a rollout file of format {FORMAT_VERSION}. Fix: read it with the version that wrote it"
         )
     count = header["groups"]
     if len(groups) != count:
-        raise UsageError(f"{path}: damaged or truncated ({len(groups)} groups of {count}); delete the file")
+        raise UsageError(f"{path}: damaged or truncated ({len(groups)} groups of {count}). Fix: delete the file")
     return [group_from_record(record) for record in groups]

@@ -1,8 +1,9 @@
 """Provides the groups of each step, which the engine may sample in advance (asynchronous training).
 
-After every weight sync, `RolloutSource.prefetch` submits groups of later steps, as far as the
+After every weight sync, `RolloutSource.on_publish` submits groups of later steps, as far as the
 staleness scheduler allows. `take` waits for the groups of the next step. With `staleness: 0`,
-`take` submits them itself: sampling and training alternate.
+`take` submits them itself: sampling and training alternate. `refill` samples additional groups for
+the step that was taken last.
 """
 
 import json
@@ -24,16 +25,18 @@ from torchtune_ext.pipeline.staleness import StalenessScheduler
 from torchtune_ext.run.errors import RunFailure, UsageError, describe_error
 from torchtune_ext.sampling.backend import derive_seed
 from torchtune_ext.sampling.engine import SamplingConfig
-from torchtune_ext.settings.records import Seconds, config_record
+from torchtune_ext.settings.records import Seconds, config_section
 from torchtune_ext.tasks.problem_stream import ProblemCheck, ProblemStream
 from torchtune_ext.tasks.task import Problem
 
 log = logging.getLogger(__name__)
 
+# Names that checkpoints of version 0.1 have for keys of `RolloutSource.state_dict`.
+_OLD_STATE_KEYS = {"ledger": "scheduler", "cursors": "problem_positions", "drawn": "sampling"}
 REPLAYED_RUN_KEY = "replayed"  # in the state of a run that replays stored rollouts: the id of the replayed run
 
 
-@config_record("rollouts")
+@config_section("rollouts")
 class RolloutConfig:
     """The keys of `rollouts:`."""
 
@@ -103,21 +106,21 @@ class RolloutSource:
         self._sampling, self._seed, self._deadline_s = sampling, seed, deadline_s
         # Group number -> position of its problem in the run, for all groups that are not taken. A
         # group that is submitted again, also by a resumed run, keeps its problem.
-        self._cursors: dict[int, int] = {}
+        self._problem_positions: dict[int, int] = {}
         self._dropped_tokens = 0
         self._step = 0  # the step (from 1) whose groups were taken last
         self._grading_monitor = GradingMonitor()
         self._error: Exception | None = None  # an error in prefetched groups; the next `take` raises it
 
-    @property
-    def _active_stream(self) -> GroupStream:
+    def _require_stream(self) -> GroupStream:
         assert self._stream is not None  # only rank 0 takes groups
         return self._stream
 
-    def prefetch(self, version: int) -> None:
+    def on_publish(self, version: int) -> None:
         """Records that the engine has the weights of `version`, and submits groups of later steps.
 
-        Groups that are too old now are submitted again. Without a stream this method does nothing.
+        Groups that are too stale now are submitted again. Without a stream this method does
+        nothing.
         """
         if self._stream is None:
             return
@@ -133,17 +136,14 @@ class RolloutSource:
         count: int,
         timer: Callable[[str], AbstractContextManager] = nullcontext,
         progress: ProgressSink | None = None,
-        refill_round: int = 0,
     ) -> tuple[list[Group], dict[str, float]]:
-        """Waits for groups to train on.
+        """Waits for the groups of the next step.
 
         Args:
-            count: number of groups; without a refill it must be the scheduler's batch size.
+            count: number of groups, the scheduler's batch size.
             timer: as in `GroupStream.wait_next`.
-            progress: receives the samples of the groups up to the end of the next batch in number
-                order, including samples that have already arrived.
-            refill_round: 0 takes the groups of the next step. k > 0 samples the k-th refill of the
-                step that was taken last, without the scheduler.
+            progress: reports the samples of groups numbered below the end of the next batch,
+                including samples that have already arrived.
 
         Returns:
             The groups without advantages, in the order of their problems, and their metrics.
@@ -151,24 +151,44 @@ class RolloutSource:
         Raises:
             DeadlineExceeded: no completion or grade arrived for `deadline_s` seconds. The message
                 names the missing groups.
-            RunFailure: `prefetch` was not called after a weight sync, so groups of this step may
-                not be submitted.
+            RunFailure: `on_publish` was not called after a weight sync, so the groups of this step
+                cannot be submitted yet.
             GradingFailed: the grader has failed on every text of several steps.
             Exception: any error of `GroupStream.submit` or `GroupStream.wait_next`.
         """
         if self._error is not None:
             raise self._error
-        if refill_round:
-            with self._active_stream.report_progress(progress):
-                groups, values = self._sample_refill(count, timer, refill_round), {}
-        else:
-            with self._active_stream.report_progress(progress, self.scheduler.num_taken + self.scheduler.batch_size):
-                groups, values = self._take_batch(timer)
+        stream = self._require_stream()
+        with stream.report_progress(progress, self.scheduler.num_taken + self.scheduler.batch_size):
+            groups, metrics = self._take_batch(timer)
+        self._check_grading(groups)
+        return groups, metrics | stream.grading_metrics()
+
+    def refill(
+        self,
+        count: int,
+        refill_round: int,
+        timer: Callable[[str], AbstractContextManager] = nullcontext,
+        progress: ProgressSink | None = None,
+    ) -> tuple[list[Group], dict[str, float]]:
+        """Samples `count` more groups for the step that was taken last, without the scheduler.
+
+        Args:
+            refill_round: the number of this refill in its step, from 1. Other arguments, results
+                and errors are as in `take`.
+        """
+        if self._error is not None:
+            raise self._error
+        with self._require_stream().report_progress(progress):
+            groups = self._sample_refill(count, timer, refill_round)
+        self._check_grading(groups)
+        return groups, self._require_stream().grading_metrics(refill=True)
+
+    def _check_grading(self, groups: Sequence[Group]) -> None:
         samples = [(group.problem.id, sample.outcome) for group in groups for sample in group.samples]
         self._grading_monitor.check_step(
             self._step, [(problem, outcome) for problem, outcome in samples if outcome is not None]
         )
-        return groups, values | self._active_stream.grader.metrics(refill_round > 0)
 
     def close(self) -> None:
         if self._stream is not None:
@@ -176,21 +196,21 @@ class RolloutSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a resumed run as JSON types; {} without submitted groups."""
-        if not self._cursors:
+        if not self._problem_positions:
             return {}
         # Collect groups that have finished since the last `take`, so that they are not sampled
         # again.
         with self._defer_error():
             self._collect(timeout_s=0.0)
         return {
-            "ledger": self.scheduler.state_dict(),
-            "cursors": sorted([number, cursor] for number, cursor in self._cursors.items()),
-            # Groups stay JSON text. As records they would be formatted twice, which delays the
-            # engine's thread.
+            "scheduler": self.scheduler.state_dict(),
+            "problem_positions": sorted([number, position] for number, position in self._problem_positions.items()),
+            # Groups are stored as JSON strings. Serializing them again as part of the checkpoint
+            # would hold the interpreter lock, which the engine's thread needs.
             "finished": [
-                [number, group_to_json(group)] for number, group in sorted(self._active_stream.finished.items())
+                [number, group_to_json(group)] for number, group in sorted(self._require_stream().finished.items())
             ],
-            "drawn": self._sampling_fingerprint(),
+            "sampling": self._sampling_fingerprint(),
             "dropped_tokens": self._dropped_tokens,
         }
 
@@ -203,7 +223,7 @@ class RolloutSource:
         """
         if REPLAYED_RUN_KEY in state:
             raise UsageError(
-                f"this checkpoint is from a replay of run {state[REPLAYED_RUN_KEY]} and has no position in the task; set "
+                f"this checkpoint is from a replay of run {state[REPLAYED_RUN_KEY]} and has no position in the task. Fix: set "
                 "replay to that run, or start a new run in another output_dir (model_dir may be a checkpoint that is "
                 "a full model)"
             )
@@ -214,29 +234,30 @@ class RolloutSource:
             self.scheduler.start_at(step)
             self.scheduler.on_publish(version)
             return
-        self.scheduler.load_state_dict(state["ledger"])
-        self._cursors = dict(map(tuple, state["cursors"]))
+        state = {_OLD_STATE_KEYS.get(key, key): value for key, value in state.items()}
+        self.scheduler.load_state_dict(state["scheduler"])
+        self._problem_positions = dict(map(tuple, state["problem_positions"]))
         self._dropped_tokens = state["dropped_tokens"]
-        changed = []
+        num_resampled = 0
         # A finished group is kept unless the sampling settings or its problem have changed. A group
         # whose samples all failed in grading is sampled again, because the user may have fixed the
         # grader.
         for number, text in state["finished"]:
             group = group_from_record(json.loads(text))
-            problem = self._problems.restored_problem(self._cursors[number], group.problem)
-            failed = all(is_failure(sample.outcome) for sample in group.samples)
-            if state["drawn"] == self._sampling_fingerprint() and problem is not None and not failed:
+            problem = self._problems.restored_problem(self._problem_positions[number], group.problem)
+            has_failed = all(is_failure(sample.outcome) for sample in group.samples)
+            if state["sampling"] == self._sampling_fingerprint() and problem is not None and not has_failed:
                 # The task's own problem replaces the stored problem, because JSON may have changed
                 # its answer.
                 self._stream.finished[number] = replace(group, problem=problem)
             else:
                 self.scheduler.requeue(number)
-                changed.append(number)
-        if changed:
+                num_resampled += 1
+        if num_resampled:
             log.warning(
                 "resume: the sampling settings or the problems have changed since the checkpoint, or grading had failed: %d "
                 "finished groups are sampled again",
-                len(changed),
+                num_resampled,
             )
         self._resubmit_stale(version)
 
@@ -257,27 +278,29 @@ class RolloutSource:
             self._error = error
 
     def _take_batch(self, timer: Callable[[str], AbstractContextManager]) -> tuple[list[Group], dict[str, float]]:
-        # With staleness 0, `prefetch` submits no groups, so submit them here.
+        # With staleness 0, `on_publish` submits no groups, so submit them here.
         self._submit()
         self._collect(timeout_s=0.0)
         wait_started = time.monotonic()
-        while (ages := self.scheduler.next_batch()) is None:
+        while (staleness_by_group := self.scheduler.next_batch()) is None:
             missing = self.scheduler.awaited_groups()
             if unsubmitted := [number for number in missing if number not in self.scheduler.running]:
                 raise RunFailure(
-                    f"version={self.scheduler.version}: {len(unsubmitted)} groups of the next step may not be sampled "
-                    "before a newer version is published; call prefetch(version) after each weight sync, and publish "
-                    "once per step"
+                    f"version={self.scheduler.version}: {len(unsubmitted)} groups of the next step cannot be sampled "
+                    "before a newer version is published. Fix: call source.on_publish(version) after each weight sync, "
+                    "and publish once per step"
                 )
-            self._active_stream.check_deadline(wait_started, self._deadline_s, missing, self._describe_group)
+            self._require_stream().check_deadline(wait_started, self._deadline_s, missing, self._describe_group)
             self._collect(SIGNAL_POLL_S, timer, frozenset(missing))
-        groups = [self._active_stream.pop(number) for number in ages]
-        for number in ages:
-            del self._cursors[number]
+        groups = [self._require_stream().pop(number) for number in staleness_by_group]
+        for number in staleness_by_group:
+            del self._problem_positions[number]
         self._step = self.scheduler.num_taken // self.scheduler.batch_size
         # A run that is resumed with `prefetch_steps: 0` may have prefetched groups from before the
         # resume.
-        return groups, self._metrics(list(ages.values())) if self.scheduler.prefetch_steps or any(ages.values()) else {}
+        if not self.scheduler.prefetch_steps and not any(staleness_by_group.values()):
+            return groups, {}
+        return groups, self._metrics(list(staleness_by_group.values()))
 
     def _sample_refill(
         self, count: int, timer: Callable[[str], AbstractContextManager], refill_round: int
@@ -288,19 +311,19 @@ class RolloutSource:
         for index, problem in enumerate(self._problems.next_problems(count)):
             self._submit_one(index, problem, sampling, index, self._step)
         wait_started = time.monotonic()
-        while missing := [index for index in range(count) if index not in self._active_stream.finished]:
-            self._active_stream.check_deadline(wait_started, self._deadline_s, missing, self._describe_group)
-            self._active_stream.wait_next(timer, SIGNAL_POLL_S)
-        return [self._active_stream.pop(index) for index in range(count)]
+        while missing := [index for index in range(count) if index not in self._require_stream().finished]:
+            self._require_stream().check_deadline(wait_started, self._deadline_s, missing, self._describe_group)
+            self._require_stream().wait_next(timer, SIGNAL_POLL_S)
+        return [self._require_stream().pop(index) for index in range(count)]
 
     def _resubmit_stale(self, version: int) -> None:
-        # While the version grows by one per step, no group becomes too old. A resumed run with a
-        # smaller staleness may have groups that are too old.
+        # While the version grows by one per step, no group becomes too stale. A resumed run with a
+        # smaller staleness may have groups that are too stale.
         for number in self.scheduler.on_publish(version):
-            tokens = self._active_stream.cancel(number)
+            tokens = self._require_stream().cancel(number)
             self._dropped_tokens += tokens
             log.warning(
-                "rollouts: group %d is too old for version %d and is sampled again; %d tokens are dropped",
+                "rollouts: group %d is too stale for version %d and is sampled again; %d tokens are dropped",
                 number,
                 version,
                 tokens,
@@ -308,16 +331,17 @@ class RolloutSource:
 
     def _submit(self) -> None:
         numbers = self.scheduler.schedule()
-        new = [number for number in numbers if number not in self._cursors]
-        problems = dict(zip(new, self._problems.next_with_positions(len(new)) if new else [], strict=True))
+        new_numbers = [number for number in numbers if number not in self._problem_positions]
+        new_problems = self._problems.next_with_positions(len(new_numbers)) if new_numbers else []
+        problems = dict(zip(new_numbers, new_problems, strict=True))
         for number in numbers:
             if number not in problems:
-                cursor = self._cursors[number]
-                problem = self._problems.problem_at(cursor)
+                position = self._problem_positions[number]
+                problem = self._problems.problem_at(position)
                 # An adaptive task may have replaced the problem at this position. If the new
                 # problem is unusable, the group gets the next problem of the stream.
-                problems[number] = self._problems.next_with_positions(1)[0] if problem is None else (cursor, problem)
-        self._cursors |= {number: cursor for number, (cursor, _) in problems.items()}
+                problems[number] = self._problems.next_with_positions(1)[0] if problem is None else (position, problem)
+        self._problem_positions |= {number: position for number, (position, _) in problems.items()}
         for number in numbers:
             problem = problems[number][1]
             # The seed is derived from the group number, so a group that is submitted again has the
@@ -328,7 +352,7 @@ class RolloutSource:
 
     def _submit_one(self, number: int, problem: Problem, sampling: SamplingConfig, seed_index: int, step: int) -> None:
         try:
-            self._active_stream.submit(number, problem, self._num_samples, sampling, seed_index)
+            self._require_stream().submit(number, problem, self._num_samples, sampling, seed_index)
         except ValueError as error:
             raise UsageError(f"problem {problem.id!r} of step {step}: {error}") from error
 
@@ -340,18 +364,21 @@ class RolloutSource:
     ) -> None:
         """Marks all finished groups in the scheduler; waits up to `timeout_s` s for the first."""
         # Collect all finished groups, because the scheduler prefers the oldest.
-        while (number := self._active_stream.wait_next(timer, timeout_s, awaited)) is not None:
+        while (number := self._require_stream().wait_next(timer, timeout_s, awaited)) is not None:
             self.scheduler.mark_finished(number)
             timeout_s = 0.0
 
     def _describe_group(self, number: int) -> str:
         return f"group {number} (version {self.scheduler.running.get(number, self.scheduler.version)})"
 
-    def _metrics(self, ages: Sequence[int]) -> dict[str, float]:
-        shares = {f"async/staleness_{age}": ages.count(age) / len(ages) for age in range(self.scheduler.staleness + 1)}
-        return shares | {
-            "async/staleness_mean": fmean(ages),
-            "async/staleness_max": float(max(ages)),
+    def _metrics(self, staleness: Sequence[int]) -> dict[str, float]:
+        metrics = {
+            f"async/staleness_{versions}": staleness.count(versions) / len(staleness)
+            for versions in range(self.scheduler.staleness + 1)
+        }
+        return metrics | {
+            "async/staleness_mean": fmean(staleness),
+            "async/staleness_max": float(max(staleness)),
             "async/buffer": float(len(self.scheduler.finished)),
             "async/running": float(len(self.scheduler.running)),
             "async/dropped": float(self.scheduler.num_dropped),

@@ -14,24 +14,26 @@ MiniMax (arXiv 2605.26494, Sec. 6.2.4). Every group is trained on exactly once, 
 not underrepresented.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from heapq import nsmallest
 from itertools import chain
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from torchtune_ext.run.errors import UsageError
 
-# A finished group may overtake an unfinished group if its number is less than `window` higher, and
-# if no overtaken group becomes too old. The window is this many tenths of the maximum number of
-# groups that are between submission and training.
-PASSING_WINDOW_TENTHS = 3
+# A finished group may overtake an unfinished group if its number is less than a window higher, and
+# if no overtaken group becomes too stale. The window is this fraction of the maximum number of
+# groups in flight. An exact fraction, because a float would round some windows down.
+OVERTAKING_WINDOW_FRACTION = Fraction(3, 10)
 
 
 def resolve_prefetch_steps(staleness: int, prefetch_steps: int | None) -> int:
     """Returns `prefetch_steps`, or its default if it is None: 1, or 0 if `staleness` is 0."""
-    # Prefetching one step brings most of the gain, and more steps make every group older: AReaL on
-    # 8 GPUs reaches 92% of the throughput of 16 steps with one. tinker-cookbook (PR 822) separates
-    # the two settings, too.
+    # Prefetching more steps increases the staleness of every group, and one step brings most of the
+    # gain: AReaL on 8 GPUs reaches 92% of the throughput of prefetching 16 steps by prefetching one
+    # step. tinker-cookbook (PR 822) separates the two settings, too.
     return min(1, staleness) if prefetch_steps is None else prefetch_steps
 
 
@@ -40,11 +42,17 @@ class SchedulerState(TypedDict):
 
     prompts_per_step: int
     version: int
-    step: int
-    next: int
-    again: list[int]  # numbers of groups
+    published_step: int
+    next_number: int
+    to_resubmit: list[int]  # numbers of groups
     finished: list[list[int]]  # pairs of number and version
-    dropped: int
+    num_dropped: int
+
+
+# Names that checkpoints of version 0.1 have for keys of `SchedulerState`.
+_OLD_STATE_KEYS = {
+    "step": "published_step", "next": "next_number", "again": "to_resubmit", "dropped": "num_dropped"
+}  # fmt: skip
 
 
 class StalenessScheduler:
@@ -71,12 +79,13 @@ class StalenessScheduler:
         _require_count("prefetch_steps", prefetch_steps)
         if prefetch_steps > staleness:
             raise UsageError(
-                f"prefetch_steps={prefetch_steps} is above staleness={staleness}: these groups would be too old to "
-                f"train on; set prefetch_steps to at most {staleness}, or staleness to at least {prefetch_steps}"
+                f"prefetch_steps={prefetch_steps}: these groups would be too stale to train on; expected at most "
+                f"staleness={staleness}. Fix: set prefetch_steps={staleness} or staleness={prefetch_steps}"
             )
         self.batch_size, self.total = prompts_per_step, prompts_per_step * max_steps
         self.staleness, self.prefetch_steps = staleness, prefetch_steps
-        self.window = max(1, (prefetch_steps + 1) * self.batch_size * PASSING_WINDOW_TENTHS // 10)
+        max_in_flight = (prefetch_steps + 1) * self.batch_size
+        self.window = max(1, math.floor(max_in_flight * OVERTAKING_WINDOW_FRACTION))
 
         self.version = 0  # the version that was published last
         self.published_step = 0  # steps that had been trained at that time
@@ -100,7 +109,7 @@ class StalenessScheduler:
         """Records that `version` of the policy was published. Call it after `load_state_dict`, too.
 
         Returns:
-            The numbers of running or finished groups that are too old now, lowest first. The caller
+            The numbers of running or finished groups that are too stale now, lowest first. The caller
             cancels or drops them, and `schedule` returns them again.
 
         Raises:
@@ -108,8 +117,8 @@ class StalenessScheduler:
         """
         if version < self.version:
             raise UsageError(
-                f"version={version} is older than the published version={self.version}; resume trainer and scheduler "
-                "from the same checkpoint"
+                f"version={version}: expected at least the published version={self.version}. Fix: resume trainer and "
+                "scheduler from the same checkpoint"
             )
         if version > self.version:
             self.version, self.published_step = version, self.num_taken // self.batch_size
@@ -161,16 +170,16 @@ class StalenessScheduler:
         if len(batch) < self.batch_size:
             return None
         # A batch is chosen only when it is complete. Reserving groups as they finish would complete
-        # no batch earlier. A late choice finds more of the old groups finished, so fewer are
+        # no batch earlier. At a later choice more of the oldest groups are finished, so fewer are
         # overtaken.
         #
-        # The oldest groups may always be taken: a group that is too late after them is too late
-        # after any others.
+        # Taking the oldest groups is always safe: if another group then misses its deadline, it
+        # misses it with every other choice, too.
         if oldest < batch[-1] and not self._meets_deadlines(sorted(set(self._outstanding()).difference(batch))):
             return None
-        ages = {number: self.version - self.finished.pop(number) for number in batch}
-        assert max(ages.values()) <= self.staleness, "call on_publish() after load_state_dict()"
-        return ages
+        staleness_by_group = {number: self.version - self.finished.pop(number) for number in batch}
+        assert max(staleness_by_group.values()) <= self.staleness, "call on_publish() after load_state_dict()"
+        return staleness_by_group
 
     def awaited_groups(self) -> list[int]:
         """Returns the unfinished groups among the `batch_size` oldest, lowest number first."""
@@ -181,8 +190,8 @@ class StalenessScheduler:
     def _outstanding(self) -> Iterable[int]:
         return chain(self.to_resubmit, self.running, self.finished)
 
-    def _meets_deadlines(self, left: list[int]) -> bool:
-        """Whether the next steps can train all groups in `left`, lowest number first, in time."""
+    def _meets_deadlines(self, numbers: list[int]) -> bool:
+        """Whether the next steps can train these groups, lowest number first, in time."""
         # A group that was submitted at version v is due at step v + staleness, and a step trains B
         # groups. If any order trains all of them in time, the order in which they are due does, too
         # (earliest deadline first). Versions only grow, so that is the order of numbers, in which
@@ -199,7 +208,7 @@ class StalenessScheduler:
         submitted = self.running | self.finished
         return all(
             self.version + 1 + k // self.batch_size <= submitted.get(number, self.version) + self.staleness
-            for k, number in enumerate(left)
+            for k, number in enumerate(numbers)
         )
 
     def state_dict(self) -> SchedulerState:
@@ -208,14 +217,14 @@ class StalenessScheduler:
         return {
             "prompts_per_step": self.batch_size,
             "version": self.version,
-            "step": self.published_step,
-            "next": self.next_number,
-            "again": sorted([*self.to_resubmit, *self.running]),
+            "published_step": self.published_step,
+            "next_number": self.next_number,
+            "to_resubmit": sorted([*self.to_resubmit, *self.running]),
             "finished": sorted([number, version] for number, version in self.finished.items()),
-            "dropped": self.num_dropped,
+            "num_dropped": self.num_dropped,
         }
 
-    def load_state_dict(self, state: SchedulerState) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `state_dict`. The caller must hold the groups in `finished`.
 
         Raises:
@@ -226,15 +235,17 @@ class StalenessScheduler:
         # exceed a new bound.
         if state["prompts_per_step"] != self.batch_size:
             raise UsageError(
-                f"prompts_per_step={self.batch_size}, but the checkpoint was written with {state['prompts_per_step']}: set "
-                f"prompts_per_step={state['prompts_per_step']}, or start a new run"
+                f"prompts_per_step={self.batch_size}: the checkpoint was written with another number of groups per step; "
+                f"expected {state['prompts_per_step']}. Fix: set prompts_per_step={state['prompts_per_step']}, or start a "
+                "new run"
             )
-        self.version, self.published_step, self.next_number = state["version"], state["step"], state["next"]
-        self.to_resubmit, self.running = set(state["again"]), {}
+        state = {_OLD_STATE_KEYS.get(key, key): value for key, value in state.items()}
+        self.version, self.published_step = state["version"], state["published_step"]
+        self.next_number, self.num_dropped = state["next_number"], state["num_dropped"]
+        self.to_resubmit, self.running = set(state["to_resubmit"]), {}
         self.finished = {number: version for number, version in state["finished"]}
-        self.num_dropped = state["dropped"]
 
 
 def _require_count(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise UsageError(f"{name}={value!r} must be a whole number of at least 0")
+        raise UsageError(f"{name}={value!r}: expected a whole number of at least 0")

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from torchtune_ext.chat import CHATML
 from torchtune_ext.run.errors import UsageError
-from torchtune_ext.settings.records import config_record
+from torchtune_ext.settings.records import config_section
 
 SPECIAL_TOKENS = ("<|im_end|>", "<|im_start|>", "<|pad|>")
 # The roles as the chat template writes them.
@@ -25,7 +25,7 @@ ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 COMMON_LINE_FRACTION = 0.5
 
 
-@config_record("shape")
+@config_section("shape")
 class ModelShape:
     """The sizes of a Qwen2 or Qwen3 model with tied embeddings, named as in config.json."""
 

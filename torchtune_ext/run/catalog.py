@@ -92,8 +92,8 @@ def recipe_files(recipes: Path, configs: Path) -> list[RecipeFile]:
         lines = path.read_text(encoding="utf-8").splitlines()
         named = next((line.removeprefix(NAMES_PREFIX) for line in lines if line.startswith(NAMES_PREFIX)), None)
         for recipe in literal_eval(named) if named else [path.stem]:
-            own = {config: file for config, file in files.items() if recipe_for_name(config) == recipe}
-            entries.append(RecipeFile(recipe, path, own, SINGLE_DEVICE_LINE not in lines))
+            recipe_configs = {config: file for config, file in files.items() if recipe_for_name(config) == recipe}
+            entries.append(RecipeFile(recipe, path, recipe_configs, SINGLE_DEVICE_LINE not in lines))
     return sorted(entries, key=lambda recipe: recipe.name)
 
 
@@ -166,7 +166,9 @@ def import_object(path: str, where: str) -> Any:
         if not hasattr(target, part):
             # Submodules become attributes only after an import, but the user may mean a submodule.
             inside = [module.name for module in pkgutil.iter_modules(getattr(target, "__path__", None) or [])]
-            near = closest_match(part, [each for each in [*dir(target), *inside] if not each.startswith("_")])
+            near = closest_match(
+                part, [attribute for attribute in [*dir(target), *inside] if not attribute.startswith("_")]
+            )
             hint = _shadowing_hint(parts[0]) or (f"; did you mean {near!r}?" if near else "")
             raise UsageError(f"{where}: {'.'.join(parts[:i])} has no {part!r}{hint}")
         target = getattr(target, part)
@@ -185,14 +187,16 @@ def _shadowing_hint(name: str) -> str:
 
     The text is "" if no file is hidden.
     """
-    module, here = sys.modules[name], Path.cwd()
-    mine = next((path for path in (here / f"{name}.py", here / name) if path.is_file() or any(path.glob("*.py"))), None)
+    module, cwd = sys.modules[name], Path.cwd()
+    user_module = next(
+        (path for path in (cwd / f"{name}.py", cwd / name) if path.is_file() or any(path.glob("*.py"))), None
+    )
     file = getattr(module, "__file__", None)
     places: list[str] = [file] if file else list(getattr(module, "__path__", []))
-    if mine is None or any(Path(place).resolve().is_relative_to(mine.resolve()) for place in places):
+    if user_module is None or any(Path(place).resolve().is_relative_to(user_module.resolve()) for place in places):
         return ""
     place = places[0] if places else "built into Python"
-    return f"; {name} is {place}, which hides {mine.name} in {here}. Fix: rename yours"
+    return f"; {name} is {place}, which hides {user_module.name} in {cwd}. Fix: rename yours"
 
 
 def _no_module_message(name: str) -> str:

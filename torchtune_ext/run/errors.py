@@ -94,20 +94,20 @@ class UserCodeError(UsageError):
 def closest_match(name: str, known: Iterable[str]) -> str | None:
     """Return the known name closest to `name`, or None. Names may be dotted ("loss.level")."""
     known = list(known)
-    same = [each for each in known if each.lower() == name.lower()]
+    same = [known_name for known_name in known if known_name.lower() == name.lower()]
     if same:
         return same[0]
     # The last parts are compared as well, so that "learning_rate" finds "optimizer.lr". Of two
     # names with the same last part, the first counts. The list is reversed, because a later dict
     # item replaces an earlier item.
     last = name.rpartition(".")[2]
-    by_last = {each.rpartition(".")[2]: each for each in reversed(known)}
+    by_last = {known_name.rpartition(".")[2]: known_name for known_name in reversed(known)}
     alias_target = ALIASES.get(last)
     if alias_target in by_last:
         return by_last[alias_target]
     # A known name that starts with `name` is the closest, unless `name` is so short that many names
     # start with it.
-    longer = [each for each in known if len(name) > 3 and each.startswith(name)]
+    longer = [known_name for known_name in known if len(name) > 3 and known_name.startswith(name)]
     near = longer or get_close_matches(name, known, n=1, cutoff=0.7) or get_close_matches(last, by_last, n=1)
     return by_last.get(near[0], near[0]) if near else None
 
@@ -192,7 +192,7 @@ def wrap_user_errors(action: str, fix: str = "") -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if is_usage_error(error):
             raise
-        raise UserCodeError(f"{action} raised {describe_error(error)}{f'; {fix}' if fix else ''}") from error
+        raise UserCodeError(f"{action} raised {describe_error(error)}{f'. Fix: {fix}' if fix else ''}") from error
 
 
 @contextmanager
@@ -262,14 +262,13 @@ def leading_argument(text: str) -> str | None:
     return match[1] if match else None
 
 
-def require_seconds(key: str, value: float, least: str = "greater than 0") -> None:
-    """Raise UsageError unless a duration is finite and at most a week.
+def require_seconds(key: str, value: float) -> None:
+    """Raise UsageError unless a duration is above 0 and at most a week.
 
     Args:
         key: the config key, for messages.
         value: seconds.
-        least: the lower bound, "greater than 0" or "from 0".
     """
     # System calls count a timeout in milliseconds in 32 bits, which overflow after 24.8 days.
-    if not 0 <= value <= MAX_DURATION_S or (value == 0 and least != "from 0"):
-        raise UsageError(f"{key}={value} must be a number of seconds {least}, at most {MAX_DURATION_S:.0f} (a week)")
+    if not 0 < value <= MAX_DURATION_S:
+        raise UsageError(f"{key}={value} must be a number of seconds above 0 and at most {MAX_DURATION_S:.0f} (a week)")

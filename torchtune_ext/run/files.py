@@ -179,4 +179,4 @@ def explain_os_errors(what: str, fix: str) -> Iterator[None]:
         yield
     except OSError as error:
         # The text of an OSError, such as "[Errno 28]", names neither the file nor the fix.
-        raise UsageFileError(f"{what}: {error.strerror or error}. {fix}") from error
+        raise UsageFileError(f"{what}: {error.strerror or error}. Fix: {fix[:1].lower()}{fix[1:]}") from error

@@ -69,7 +69,7 @@ _CHECKPOINT = re.compile(r"step_\d{6,}")  # the name of a checkpoint's folder
 # The files that a run writes before its first line of metrics.
 STARTUP_FILES = (RECORD_FILE, "engine.log", "grader.log", "fp8.txt")
 _LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-_OTHER_DIR_HINT = "Choose another output_dir"
+_OTHER_DIR_HINT = "choose another output_dir"
 SWEEP_VARIABLE, RUN_VARIABLE = "WANDB_SWEEP_ID", "WANDB_RUN_ID"
 # W&B generates eight letters and digits; an id that a user sets must be a valid folder name.
 _ID = re.compile(r"\w[\w.-]*")
@@ -176,7 +176,11 @@ class RunFolder:
         return resume and has_checkpoint
 
     def start_run(
-        self, settings: Mapping[str, Any], resuming: bool, inputs: Iterable[str | Path] = (), saves: bool = False
+        self,
+        settings: Mapping[str, Any],
+        resuming: bool,
+        inputs: Iterable[str | Path] = (),
+        writes_checkpoints: bool = False,
     ) -> Run:
         """Prepare the folder for a run.
 
@@ -188,18 +192,18 @@ class RunFolder:
             resuming: True: the run in the folder continues with its id. False: the files of an
                 earlier run move into `old-N`.
             inputs: the paths that the new run reads (its model, the files of its tasks).
-            saves: whether the run will save checkpoints or a model, so the file system must
+            writes_checkpoints: whether the run saves checkpoints or a model, so the file system must
                 support renaming folders.
 
         Returns:
             The identity of the run.
 
         Raises:
-            UsageError: a path in `inputs` would be set aside, or `run.json` of the run to resume
+            UsageError: a path in `inputs` would be moved away, or `run.json` of the run to resume
                 is missing or damaged.
             UsageFileError: the folder cannot be written.
         """
-        if saves:
+        if writes_checkpoints:
             self._require_renames()
         with explain_os_errors(
             f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"
@@ -259,7 +263,8 @@ class RunFolder:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(
-                f"output_dir={self.path} is in use by another run: {_lock_holder(lock)}. {_OTHER_DIR_HINT}, or stop that run"
+                f"output_dir={self.path} is in use by another run: {_lock_holder(lock)}. Fix: "
+                f"{_OTHER_DIR_HINT}, or stop that run"
             ) from None
         except OSError as error:
             if error.errno not in _LOCKS_UNSUPPORTED:
@@ -308,7 +313,7 @@ class RunFolder:
                 if Path(read).resolve().is_relative_to(leftover.resolve()):
                     raise UsageError(
                         f"output_dir={self.path} has an earlier run, which a new run would move away together with "
-                        f"{read}, which the new run reads. {_OTHER_DIR_HINT}, or copy {read} out of the folder"
+                        f"{read}, which the new run reads. Fix: {_OTHER_DIR_HINT}, or copy {read} out of the folder"
                     )
 
     def _set_aside(self) -> None:
@@ -320,13 +325,13 @@ class RunFolder:
         for path in leftovers:
             if path.is_symlink():
                 raise UsageError(
-                    f"output_dir={self.path}: {path} is a link, so the files of an earlier run cannot be set aside. "
-                    f"{_OTHER_DIR_HINT}, or move the earlier run away"
+                    f"output_dir={self.path}: {path} is a link, so the files of an earlier run cannot be moved. "
+                    f"Fix: {_OTHER_DIR_HINT}, or move the earlier run away"
                 )
         if Path.cwd().is_relative_to(self.path.resolve()):
             raise UsageError(
                 f"output_dir={self.path} is or contains the working directory, so the earlier run in it cannot be moved to "
-                f"{self.path / 'old-N'}. {_OTHER_DIR_HINT}, or set resume_from_checkpoint=True"
+                f"{self.path / 'old-N'}. Fix: {_OTHER_DIR_HINT}, or set resume_from_checkpoint=True"
             )
         number = 1
         while os.path.lexists(target := self.path / f"old-{number}"):
@@ -346,32 +351,34 @@ def require_usable_folder(output_dir: str | Path) -> None:
     path = Path(output_dir)
     for place in (path, *path.parents):
         if os.path.islink(place) and not os.path.exists(place):
-            raise UsageError(f"output_dir={path}: {place} is a dangling link. {_OTHER_DIR_HINT}, or remove the link")
+            raise UsageError(
+                f"output_dir={path}: {place} is a dangling link. Fix: {_OTHER_DIR_HINT}, or remove the link"
+            )
         if os.path.exists(place) and not os.path.isdir(place):
-            raise UsageError(f"output_dir={path}: {place} is not a folder. {_OTHER_DIR_HINT}")
+            raise UsageError(f"output_dir={path}: {place} is not a folder. Fix: {_OTHER_DIR_HINT}")
     with explain_os_errors(f"output_dir={path} cannot be read", _OTHER_DIR_HINT):
         record, lock = path / RECORD_FILE, path / LOCK_FILE
         has_lock_record = read_json_or_empty(lock).keys() >= {"pid", "host"}
-        run_files = [each.name for each in _run_paths(path)]
+        run_files = [file.name for file in _run_paths(path)]
         if os.path.lexists(record):
             values = read_json_or_empty(record)
             # Another version of this package may write further keys, but also writes a lock.
-            unknown = [] if has_lock_record else sorted(values.keys() - {each.name for each in fields(Run)})
+            unknown = [] if has_lock_record else sorted(values.keys() - {field.name for field in fields(Run)})
             if isinstance(values.get("id"), str) and not unknown:
                 return
-            why = f"run.json has the unknown key {unknown[0]!r}" if unknown else "run.json has no id"
+            reason = f"run.json has the unknown key {unknown[0]!r}" if unknown else "run.json has no id"
             run_files = [RECORD_FILE] if has_lock_record else run_files
         elif has_lock_record:
             return
         else:
-            why = "run.json is missing"
+            reason = "run.json is missing"
             if os.path.lexists(lock) and lock.stat().st_size:
                 run_files.append(LOCK_FILE)
             if run_files == ["checkpoints"] and any(path.glob("checkpoints/step_*/manifest.json")):
                 raise UsageError(f"output_dir={path}: {_missing_record_hint(path)}")
     if run_files:
         raise UsageError(
-            f"output_dir={path} holds {', '.join(run_files)}, not written by a run ({why}); a run would overwrite or move "
+            f"output_dir={path} holds {', '.join(run_files)}, not written by a run ({reason}); a run would overwrite or move "
             "files with these names. Fix: choose another output_dir, or move them away (if a run wrote them: restore its "
             "run.json)"
         )

@@ -30,12 +30,12 @@ def read_json_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
-        what = f"not JSON in UTF-8 ({error})" if data.strip() else "empty"
-        raise UsageError(f"{file} is {what}. Copy the file from where the weights come from") from None
+        content_text = f"not JSON in UTF-8 ({error})" if data.strip() else "empty"
+        raise UsageError(f"{file} is {content_text}. Fix: copy the file again from the model repository") from None
     if not isinstance(content, dict):
         raise UsageError(
-            f"{file} holds {json.dumps(content):.40}; expected a JSON object, {{...}}. Copy the file from where the "
-            "weights come from"
+            f"{file} holds {json.dumps(content):.40}; expected a JSON object, {{...}}. Fix: copy the file again from "
+            "the model repository"
         )
     return content
 
@@ -58,5 +58,6 @@ def require_no_lfs_pointer(file: Path) -> None:
         return
     if pointer:
         raise UsageFileError(
-            f"{file} is a pointer of Git LFS, not the file itself; run `git lfs pull` in {file.parent}, or download the file"
+            f"{file} is a pointer of Git LFS, not the file itself. Fix: run `git lfs pull` in {file.parent}, "
+            "or download the file"
         )

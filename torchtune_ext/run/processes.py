@@ -4,9 +4,9 @@ kind of failure   event
 "raised"          the call raised an error
 "died"            the process ended during the call
 "killed"          the process was killed by SIGKILL, from the out-of-memory killer or a user
-"late"            the call used the CPU most of the time and missed its deadline; its process was
+"timed_out"       the call used the CPU most of the time and missed its deadline; its process was
                   killed
-"stalled"         as "late", but the call got less than `BUSY_FRACTION` of the time on the CPU
+"stalled"         as "timed_out", but the call got less than `BUSY_FRACTION` of the time on the CPU
 """
 
 import math
@@ -45,7 +45,7 @@ MAX_START_FAILURES = 3  # consecutive failed starts after which the pool fails
 # Errors in this process when a worker ends.
 _CONNECTION_ERRORS = (EOFError, OSError, pickle.UnpicklingError)
 CRASH_KINDS = "died", "killed"
-BUSY_FRACTION = 0.5  # minimum CPU time of a "late" call, as a fraction of its time limit
+BUSY_FRACTION = 0.5  # minimum CPU time of a "timed_out" call, as a fraction of its time limit
 _REMOVE_ATTEMPTS = 20  # attempts to remove a folder while a killed process may still write to it
 
 
@@ -243,8 +243,8 @@ class ProcessPool:
         )
         # `multiprocessing.connection.wait` does the same, and takes five times as long.
         poll = select.poll()
-        for each in (self._wakeup_receiver, *(worker.connection for worker in busy)):
-            poll.register(each, select.POLLIN)
+        for connection in (self._wakeup_receiver, *(worker.connection for worker in busy)):
+            poll.register(connection, select.POLLIN)
         answered = {fd for fd, _ in poll.poll(None if left_s is None else math.ceil(1000 * left_s))}
         if self._wakeup_receiver.fileno() in answered:
             self._wakeup_receiver.recv(1 << 16)
@@ -253,11 +253,10 @@ class ProcessPool:
             if worker.connection.fileno() in answered:
                 failure = worker.receive()
             # The process may have answered after `wait` returned, so the connection is polled
-            # before the call counts as late.
+            # before the call counts as timed out.
             elif worker in busy and time.monotonic() >= worker.deadline and not worker.connection.poll():
-                kind = (
-                    "late" if worker.cpu_s() - worker.cpu_before_s >= BUSY_FRACTION * worker.time_limit_s else "stalled"
-                )
+                was_busy = worker.cpu_s() - worker.cpu_before_s >= BUSY_FRACTION * worker.time_limit_s
+                kind = "timed_out" if was_busy else "stalled"
                 failure = kind, f"no answer within {worker.time_limit_s:g} s; the process was killed"
             if failure is not None:
                 self._fail(slot, *failure)
@@ -324,25 +323,25 @@ class _Worker:
         variables = {**copy_environment(), **variables, "TMPDIR": str(self.folder)}
         # In its own session, the process does not receive the trainer's Ctrl-C, and `end` can kill
         # it with all its children.
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
+        parent_socket, child_socket = socket.socketpair()
+        with parent_socket, child_socket:
             # A process of `multiprocessing` would import the trainer's `__main__` (the recipe, with
             # torch) again.
-            command = [sys.executable, "-P", worker_process.__file__, str(theirs.fileno()), str(os.getpid())]
+            command = [sys.executable, "-P", worker_process.__file__, str(child_socket.fileno()), str(os.getpid())]
             with open(output, "ab") if output is not None else nullcontext() as file:
                 self.process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=file,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[child_socket.fileno()],
                     start_new_session=True,
                     env=variables,
                 )
             # A process that is stopped in the middle of a message must not block this thread.
             for option, seconds in ((socket.SO_SNDTIMEO, START_DEADLINE_S), (socket.SO_RCVTIMEO, RECEIVE_TIMEOUT_S)):
-                ours.setsockopt(socket.SOL_SOCKET, option, _timeval(seconds))
-            self.connection = Connection(ours.detach())
+                parent_socket.setsockopt(socket.SOL_SOCKET, option, _timeval(seconds))
+            self.connection = Connection(parent_socket.detach())
         self.is_ready = False  # True: the process has unpickled the object
         self.start_refused = False  # True: the process has reported that it cannot unpickle the object
         self.is_spent = False  # True: the process has requested its replacement

@@ -122,7 +122,7 @@ def wait_for_parent(parent: int) -> list[int]:
             if not data:
                 return groups
             *lines, text = (text + data).split(b"\n")
-            groups = [int(each) for each in lines[-1].split()] if lines else groups
+            groups = [int(group) for group in lines[-1].split()] if lines else groups
         elif pidfd in ready:
             return groups
 

@@ -34,7 +34,7 @@ REPEAT_WINDOW_S = 1.0
 NEVER = float("inf")
 # The files of Python's weak collections, whose callbacks run when an object is finalized.
 WEAK_COLLECTION_FILES = {
-    each.__code__.co_filename for each in (weakref.WeakValueDictionary.__init__, weakref.WeakSet.__init__)
+    method.__code__.co_filename for method in (weakref.WeakValueDictionary.__init__, weakref.WeakSet.__init__)
 }
 
 

@@ -7,7 +7,7 @@
     engine.publish(model.named_parameters(), version=1)
 
 One asyncio thread serves all replicas (`pool.py`, `replica.py`). All methods are thread-safe. See
-docs/sampling.md.
+docs/how_to/engines.md.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """One replica of the engine: its requests, health checks, and restarts with the current weights.
 
 In-flight requests of a crashed replica are repeated with the same seeds, on another replica if one
-serves. After `max_failures` failures in a row the replica is retired (docs/sampling.md, "When the
-engine fails").
+serves. After `max_failures` failures in a row the replica is retired (docs/how_to/engines.md, "Failures
+and restarts").
 """
 
 import asyncio

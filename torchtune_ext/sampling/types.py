@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 
 from torchtune_ext.run.errors import RunFailure, UsageError
-from torchtune_ext.settings.records import Seconds, config_record
+from torchtune_ext.settings.records import Seconds, config_section
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's `max_lora_rank`; other ranks are padded to the next one
 TRANSFERS = ("auto", "shm", "nccl", "gloo")
@@ -54,7 +54,7 @@ def _is_address(text: str) -> bool:
         return False
 
 
-@config_record("engine")
+@config_section("engine")
 class EngineConfig:
     """Keys of the `engine:` section: how vLLM engines are built.
 
@@ -189,7 +189,7 @@ class EngineConfig:
         return self.address.split(",") if self.address is not None else []
 
 
-@config_record("sampling")
+@config_section("sampling")
 class SamplingConfig:
     """Keys of the `sampling:` section: the sampling parameters of completions."""
 

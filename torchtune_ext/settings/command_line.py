@@ -71,11 +71,12 @@ def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
     elif "--config" in arguments[:-1]:
         # torchtune's own configs do not fit our recipes.
         given = arguments[arguments.index("--config") + 1]
-        theirs = [entry.name for entry in recipes for config in entry.configs if config.name == given]
-        if theirs and given not in config_files(package_folder("configs")) and not Path(given).is_file():
-            ours = ", ".join(config.name for config in known[args.recipe].configs[:3])
+        torchtune_recipes = [entry.name for entry in recipes for config in entry.configs if config.name == given]
+        if torchtune_recipes and given not in config_files(package_folder("configs")) and not Path(given).is_file():
+            examples = ", ".join(config.name for config in known[args.recipe].configs[:3])
             raise UsageError(
-                f"--config {given} is a config of torchtune's {theirs[0]}; {args.recipe} takes {ours}, ... (`tune ls`), or "
+                f"--config {given} is a config of torchtune's {torchtune_recipes[0]}; {args.recipe} takes "
+                f"{examples}, ... (`tune ls`), or "
                 "your own YAML file"
             )
     if not re.fullmatch(r"\d+|auto|cpu|gpu|xpu", str(args.nproc_per_node)):
@@ -95,7 +96,7 @@ def require_rendezvous(args: Namespace, argv: Sequence[str]) -> None:
     # `--nnodes` may be a range, "1:4".
     if str(args.nnodes).rpartition(":")[2] == "1":
         return
-    page = "see docs/several_machines.md"
+    page = "see docs/how_to/multi_gpu.md"
     # Without --rdzv_endpoint, torchtune adds --standalone and ignores --master_addr and
     # --rdzv_backend.
     if not args.rdzv_endpoint:
@@ -121,9 +122,9 @@ def _resolve_user_recipe(given: str, known: Sequence[str]) -> str:
     Raises:
         UsageError: the recipe cannot be run.
     """
-    path, here = Path(given), Path.cwd()
+    path, cwd = Path(given), Path.cwd()
     if path.suffix != ".py":
-        file = here / f"{given.replace('.', '/')}.py"
+        file = cwd / f"{given.replace('.', '/')}.py"
         if file.is_file():
             require_present_imports(file)
         if file.is_file() or _importable(given):
@@ -133,15 +134,15 @@ def _resolve_user_recipe(given: str, known: Sequence[str]) -> str:
         raise UsageError(f"unknown recipe {given}; {hint} Give your own recipe with its suffix: my_grpo.py")
     if not path.is_file():
         raise UsageError(
-            f"{given}: file not found, relative to {here}; `tune cp grpo_full {path.name}` makes a copy to edit"
+            f"{given}: file not found, relative to {cwd}; `tune cp grpo_full {path.name}` makes a copy to edit"
         )
     with wrap_user_errors(f"importing {given}"):
         compile(path.read_bytes(), given, "exec", dont_inherit=True)
     require_present_imports(path)
     absolute = Path(os.path.abspath(path))
-    if not absolute.is_relative_to(here):
-        raise UsageError(f"{given} is not below {here}, where torchtune looks for recipes. Fix: cd {absolute.parent}")
-    return str(absolute.relative_to(here))
+    if not absolute.is_relative_to(cwd):
+        raise UsageError(f"{given} is not below {cwd}, where torchtune looks for recipes. Fix: cd {absolute.parent}")
+    return str(absolute.relative_to(cwd))
 
 
 def _importable(name: str) -> bool:
@@ -265,16 +266,16 @@ def _require_same_containers(config: str, settings: Sequence[str]) -> None:
 
 def _resolve_config(given: str, recipe: str | None) -> str:
     path = Path(config_path(given))
-    known = {each.name: each for each in recipe_files(package_folder("recipes"), package_folder("configs"))}
-    files = {each.path.resolve(): each.name for each in known.values()}
+    known = {entry.name: entry for entry in recipe_files(package_folder("recipes"), package_folder("configs"))}
+    files = {entry.path.resolve(): entry.name for entry in known.values()}
     # A copied recipe accepts any config, because the user may have adapted it.
     running = files.get(Path(recipe).resolve()) if recipe else None
     _require_keys(given, path)
-    theirs, name = recipe_for_config(given), config_name(path) or given
+    config_recipe, name = recipe_for_config(given), config_name(path) or given
     # Compare files, because several recipe names may share one file.
-    if running and theirs in known and known[theirs].path != known[running].path:
+    if running and config_recipe in known and known[config_recipe].path != known[running].path:
         raise UsageError(
-            f"--config {name} is written for {theirs}, not for this recipe: tune run {theirs} --config {name}"
+            f"--config {name} is written for {config_recipe}, not for this recipe: tune run {config_recipe} --config {name}"
         )
     return str(path)
 
@@ -293,16 +294,17 @@ def _require_keys(given: str, path: Path) -> None:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise UsageError(f"{where}: not valid YAML ({problem}). Fix: correct this line or the line before it") from None
     except UnicodeDecodeError as error:
-        raise UsageError(f"{given}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
+        raise UsageError(f"{given}: not UTF-8 at byte {error.start}. Fix: save the file as UTF-8") from None
     except (OSError, OmegaConfBaseException) as error:
         raise UsageError(f"{given}: not a recipe config ({' '.join(str(error).split())[:200]})") from None
     if not isinstance(loaded, DictConfig) or not len(loaded):
         raise UsageError(
             f"{given} has no keys. Fix: write `key: value` lines, or copy a config: tune cp grpo/tiny {path.name}"
         )
-    if wrong := [key for key in loaded if not isinstance(key, str)]:
+    if non_text_keys := [key for key in loaded if not isinstance(key, str)]:
         raise UsageError(
-            f"{given}: YAML reads the key {wrong[0]!r} as {type(wrong[0]).__name__}; expected text. Fix: quote or remove it"
+            f"{given}: YAML reads the key {non_text_keys[0]!r} as {type(non_text_keys[0]).__name__}; expected "
+            "text. Fix: quote or remove it"
         )
     if "config" in loaded:
         raise UsageError(f"{given}: the key 'config' is reserved by torchtune for the file. Fix: rename or remove it")

@@ -93,7 +93,7 @@ class Component(dict[str, Any]):
         path = str(given)
         if not all(part.isidentifier() for part in path.split(".")):
             raise UsageError(
-                f"{where} _component_={path} is not a dotted path; write my_task.Sums for the class Sums in my_task.py"
+                f"{where} _component_={path} is not a dotted path. Fix: write my_task.Sums for the class Sums in my_task.py"
             )
         component = _in_recipe(path) if "." not in path else import_object(path, f"{where} _component_={path}")
         if component is None:
@@ -101,7 +101,7 @@ class Component(dict[str, Any]):
                 f"{where} {path!r} is not defined in the recipe. Fix: give a dotted path, or define it there"
             )
         if not callable(component):
-            raise UsageError(f"{where} _component_={path} is {kind_of(component)}; name a class or a function")
+            raise UsageError(f"{where} _component_={path} is {kind_of(component)}. Fix: name a class or a function")
         _require_arguments(component, path, name, arguments, extra)
         for key, parameter in argument_parameters(component).items():
             if key in arguments and type(value := arguments[key]) is not type(parameter.default):
@@ -147,7 +147,7 @@ def _require_arguments(component: Any, path: str, name: str, arguments: dict[str
         ]
         if needed:
             raise UsageError(
-                f"{name}.{needed[0]} has no value, and {path} needs it; set it in the YAML or as {name}.{needed[0]}=..."
+                f"{name}.{needed[0]} has no value, and {path} needs it. Fix: set it in the YAML or as {name}.{needed[0]}=..."
             ) from None
         raise UsageError(
             f"`{name}:` {path} does not take these arguments: {error}; it takes {', '.join(takes)}"
@@ -214,8 +214,10 @@ def import_recipe(recipe: str, prefix: str) -> ModuleType:
     Raises:
         UsageError: the recipe was not found.
     """
-    ours = {each.name: each.path.stem for each in recipe_files(package_folder("recipes"), package_folder("configs"))}
-    name = f"torchtune_ext.recipes.{ours[recipe]}" if recipe in ours else recipe
+    recipe_modules = {
+        entry.name: entry.path.stem for entry in recipe_files(package_folder("recipes"), package_folder("configs"))
+    }
+    name = f"torchtune_ext.recipes.{recipe_modules[recipe]}" if recipe in recipe_modules else recipe
     if not name.endswith(".py"):
         try:
             return import_module(name)

@@ -1,6 +1,6 @@
 """Load the YAML config of a recipe into one typed settings object.
 
-Code outside the recipe receives only plain values.
+The result holds no OmegaConf nodes.
 """
 
 import json
@@ -33,7 +33,7 @@ from torchtune_ext.settings.components import Component, import_recipe
 from torchtune_ext.settings.presets import find_preset
 from torchtune_ext.settings.records import (
     coerce_yaml_values,
-    nested_record,
+    nested_section,
     option_error_text,
     option_fields,
     unknown_key_text,
@@ -42,8 +42,8 @@ from torchtune_ext.settings.yaml_types import union_members
 
 T = TypeVar("T")
 
-# `_env_references` reads a config with this resolver in place of oc.env. The resolver returns its
-# own text and does not read the environment, so run.json contains no secrets.
+# To find the values that come from the environment, `_env_references` reads a config with this
+# resolver in place of oc.env: it returns `${...}`. So run.json contains no secrets.
 _ENV_RESOLVER = "torchtune_ext.env"
 _ENV = re.compile(r"\$\{\s*oc\.env\s*:")
 _BARE = re.compile(r"[\w./+-]+")  # a resolver argument that needs no quotes
@@ -51,16 +51,16 @@ _BARE = re.compile(r"[\w./+-]+")  # a resolver argument that needs no quotes
 _PATH_KEYS = re.compile(r"([\w.]+[._])?(dir|path|file|folder)|preset|replay|tokenizer\.template")
 _SHELL = re.compile(r"\$[A-Za-z_({]")  # shell syntax: $NAME, ${NAME}, $(command)
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3900  # bytes; Linux allows 4,096, and a run writes files below its folder
-_UNREAD_KEYS = ("output_dir", "logging")  # keys that never name an input file of the run
+_NON_INPUT_KEYS = ("output_dir", "logging")  # keys that never name an input file of the run
 _SNAPSHOT_ATTRIBUTE = "_record"  # the attribute that stores the result of `settings_snapshot`
 
 # Old name -> new name of config keys. The old name works until the next version.
 RENAMED_KEYS = {"depth": "prefetch_steps"}
 # Config key -> hint that is appended to the message about an invalid value.
 HINTS = {
-    "resume_from_checkpoint": "; other weights: model_dir=PATH",
-    "evaluation": "; without held-out problems: evaluation.task=null",
-    "evaluation.every": "; without held-out problems: evaluation.task=null",
+    "resume_from_checkpoint": ". To start from other weights, set model_dir=PATH",
+    "evaluation": ". To run without held-out problems, set evaluation.task=null",
+    "evaluation.every": ". To run without held-out problems, set evaluation.task=null",
 }
 # Recipe names that share the file of grpo_full: the config key that the name implies, and the
 # behavior without this key.
@@ -74,9 +74,9 @@ MAX_UNKNOWN_KEYS = 3  # a config with more unknown keys is reported as written f
 def load_config(schema: type[T], cfg: DictConfig) -> T:
     """Validate the YAML and the overrides of a recipe against its `Config`.
 
-    `Config` is a pydantic dataclass with `config=RECORD`. A field with such a dataclass as its type
-    is a YAML mapping; a field of type `Component` becomes a `Component`. Defaults are filled in
-    before references are resolved, so `${...}` may name a key that the YAML does not set.
+    `Config` is a pydantic dataclass with `config=FORBID_UNKNOWN_KEYS`. A field with such a
+    dataclass as its type is a YAML mapping; a field of type `Component` becomes a `Component`.
+    Defaults are filled in before references are resolved, so `${...}` may name an unset key.
 
     Args:
         schema: the `Config` class of the recipe.
@@ -89,7 +89,7 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
         UsageError: a key is unknown, a value has a wrong type or is out of range, a required value
             is missing, or the preset is unknown. The message has one line per error.
     """
-    _require_record(schema)
+    _require_dataclass(schema)
     known = option_fields(schema)
     cfg = _with_current_keys(cfg, known)
     try:
@@ -121,15 +121,15 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
     unresolved: Any = OmegaConf.to_container(merged)  # run.json keeps the references
     try:
         for key in OmegaConf.missing_keys(merged):
-            raise UsageError(f"{key} has no value; set it in the YAML or on the command line as {key}=...")
+            raise UsageError(f"{key} has no value. Fix: set it in the YAML, or {key}=... on the command line")
         _read_numbers(schema, merged)
         OmegaConf.resolve(merged)
     except OmegaConfBaseException as error:
         raise UsageError(_reference_error_text(error, str(error.full_key))) from None
     plain = _expand_paths(OmegaConf.to_container(merged))
-    settings, faults = _validate(schema, plain, unresolved)
-    if settings is None or faults:
-        raise UsageError("\n".join(faults))
+    settings, messages = _validate(schema, plain, unresolved)
+    if settings is None or messages:
+        raise UsageError("\n".join(messages))
     setattr(settings, _SNAPSHOT_ATTRIBUTE, _make_snapshot(settings, plain, unresolved, given))
     return settings
 
@@ -145,12 +145,12 @@ def _with_current_keys(cfg: DictConfig, known: Container[str]) -> DictConfig:
     return cfg
 
 
-def _require_record(schema: Any) -> None:
+def _require_dataclass(schema: Any) -> None:
     """Raise UsageError if the `Config` of a recipe is not a pydantic dataclass."""
     if not is_pydantic_dataclass(schema):
         raise UsageError(
             f"{schema.__module__}.{schema.__qualname__} is not a pydantic dataclass. Fix: decorate it with "
-            "@dataclass(config=RECORD, kw_only=True), as in torchtune_ext/recipes/grpo.py"
+            "@dataclass(config=FORBID_UNKNOWN_KEYS, kw_only=True), as in recipes/grpo.py"
         )
     for name, field in option_fields(schema).items():
         if isinstance(field.default, str) and field.default == MISSING:
@@ -169,15 +169,15 @@ def _validate(schema: type[T], plain: dict[str, Any], unresolved: dict[str, Any]
     Returns:
         The settings (None after a pydantic error), and a message for each invalid value.
     """
-    faults, settings = coerce_yaml_values(schema, plain), None
+    messages, settings = coerce_yaml_values(schema, plain), None
     try:
         settings = TypeAdapter(schema).validate_python(plain)
     except ValidationError as error:
-        for each in error.errors(include_url=False):
-            key, field = _locate_error(schema, each["loc"])
-            # Pydantic reports each alternative of a union as a separate error; keep the first.
-            faults.setdefault(key, _message(schema, plain, unresolved, key, field, each))
-    return settings, list(faults.values())
+        for detail in error.errors(include_url=False):
+            key, field = _locate_error(schema, detail["loc"])
+            # Pydantic reports every alternative of a union as a separate error; keep the first.
+            messages.setdefault(key, _describe_error(schema, plain, unresolved, key, field, detail))
+    return settings, list(messages.values())
 
 
 def read_config(config: str, overrides: Sequence[str], recipe: str | None = None) -> Any:
@@ -200,7 +200,7 @@ def read_config(config: str, overrides: Sequence[str], recipe: str | None = None
         )
     schema: Any = getattr(import_recipe(named, "--recipe "), "Config", None)
     if schema is not None:
-        _require_record(schema)
+        _require_dataclass(schema)
     if schema is None or "engine" not in option_fields(schema):
         raise UsageError(
             f"--config {config} is written for {named}, which does not sample: its Config has no `engine`. Fix: use the "
@@ -254,7 +254,7 @@ def _expand_shorthand(schema: type, given: DictConfig) -> DictConfig:
     """
     given = given.copy()
     for name, field in option_fields(schema).items():
-        shorthand_key = getattr(nested_record(field), "SHORTHAND_KEY", None)
+        shorthand_key = getattr(nested_section(field), "SHORTHAND_KEY", None)
         value = _get_node(given, name)
         if shorthand_key is None or value is None or value._is_interpolation() or OmegaConf.is_config(value):
             continue
@@ -265,12 +265,12 @@ def _expand_shorthand(schema: type, given: DictConfig) -> DictConfig:
 def _read_numbers(record: type, node: Any) -> None:
     """Replace references to numeric text by numbers, in place.
 
-    References to these values then resolve to numbers as well.
+    `${oc.env:N}` with N="4" becomes 4 in an int field, and so do references to this field.
     """
     for name, field in option_fields(record).items():
         if name not in node or not (value := _get_node(node, name)):
             continue
-        if (nested := nested_record(field)) is not None and isinstance(value, DictConfig):
+        if (nested := nested_section(field)) is not None and isinstance(value, DictConfig):
             _read_numbers(nested, value)
         elif value._is_interpolation() and {int, float} & set(union_members(field.annotation)):
             kind: Any = field.annotation
@@ -294,21 +294,21 @@ def _fill_defaults(record: type, node: Any, instance: Any = None) -> None:
         instance: an instance of `record` that provides the defaults; None: the field defaults.
     """
     for name, field in option_fields(record).items():
-        nested, required = nested_record(field), field.is_required() and instance is None
+        nested, required = nested_section(field), field.is_required() and instance is None
         default = field.get_default(call_default_factory=True) if instance is None else getattr(instance, name)
         if name not in node and nested is not None:
-            node[name] = {} if required else _lists(asdict(default))
+            node[name] = {} if required else _tuples_to_lists(asdict(default))
         elif name not in node and not required:
-            node[name] = _lists(default)
+            node[name] = _tuples_to_lists(default)
         if nested is not None and isinstance(value := _get_node(node, name), DictConfig) and not value._is_none():
             _fill_defaults(nested, value, None if required else default)
 
 
-def _lists(value: Any) -> Any:
+def _tuples_to_lists(value: Any) -> Any:
     """Convert the tuples in a plain value to lists."""
     if isinstance(value, dict):
-        return {key: _lists(each) for key, each in value.items()}
-    return [_lists(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _tuples_to_lists(item) for key, item in value.items()}
+    return [_tuples_to_lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _expand_paths(value: Any, key: str = "") -> Any:
@@ -318,8 +318,8 @@ def _expand_paths(value: Any, key: str = "") -> Any:
         UsageError: the value of a path key is not a valid path.
     """
     if isinstance(value, dict):
-        return {name: _expand_paths(each, f"{key}.{name}".lstrip(".")) for name, each in value.items()}
-    return [_expand_paths(each, key) for each in value] if isinstance(value, list) else _expand_path(key, value)
+        return {name: _expand_paths(item, f"{key}.{name}".lstrip(".")) for name, item in value.items()}
+    return [_expand_paths(item, key) for item in value] if isinstance(value, list) else _expand_path(key, value)
 
 
 def _expand_path(key: str, value: Any) -> Any:
@@ -343,12 +343,11 @@ def _expand_path(key: str, value: Any) -> Any:
         )
     if max(map(len, names)) > MAX_NAME_BYTES or sum(map(len, names)) + len(names) > MAX_PATH_BYTES:
         raise UsageError(
-            f"{key}={value[:40]}... is too long: a name has at most {MAX_NAME_BYTES} bytes, a path "
-            f"{MAX_PATH_BYTES:,}. Fix: choose "
-            "a shorter one"
+            f"{key}={value[:40]}... is too long; expected at most {MAX_NAME_BYTES} bytes in a name and "
+            f"{MAX_PATH_BYTES:,} in a path. Fix: choose a shorter one"
         )
     # An existing input file may have any name.
-    if key.split(".")[0] not in _UNREAD_KEYS and os.path.exists(path):
+    if key.split(".")[0] not in _NON_INPUT_KEYS and os.path.exists(path):
         if not os.path.isfile(path) and not os.path.isdir(path):
             raise UsageError(f"{key}={value}: {NOT_REGULAR_HINT}")
         return path
@@ -368,18 +367,18 @@ def _locate_error(schema: type, location: tuple) -> tuple[str, FieldInfo | None]
     for name in location:
         names.append(str(name))
         field = option_fields(record).get(name)
-        if field is None or (nested := nested_record(field)) is None:
+        if field is None or (nested := nested_section(field)) is None:
             break
         record = nested
     return ".".join(names), field
 
 
-def _message(
+def _describe_error(
     schema: type, plain: dict[str, Any], unresolved: dict[str, Any], key: str, field: FieldInfo | None, error: Any
 ) -> str:
     """Return the message for a pydantic error."""
     if field is None:
-        return _unknown_key_text(key, schema, plain)
+        return _describe_unknown_key(key, schema, plain)
     *above, last = key.split(".")
     value, reference = (reduce(getitem, above, tree).get(last) for tree in (plain, unresolved))
     value = reference if "${" in str(reference) else value
@@ -388,11 +387,11 @@ def _message(
     return option_error_text(key, field, value, error) + HINTS.get(key, "")
 
 
-def _unknown_key_text(key: str, schema: type, plain: dict[str, Any]) -> str:
+def _describe_unknown_key(key: str, schema: type, plain: dict[str, Any]) -> str:
     """Return the message for an unknown key with the closest known key."""
     section, dot, below = key.partition(".")
     names = list(option_fields(schema))
-    nested = {name: record for name, field in option_fields(schema).items() if (record := nested_record(field))}
+    nested = {name: record for name, field in option_fields(schema).items() if (record := nested_section(field))}
     if dot:
         inside = list(option_fields(nested[section]))
         # `n` of vLLM's SamplingParams corresponds to `samples_per_prompt`.
@@ -400,7 +399,7 @@ def _unknown_key_text(key: str, schema: type, plain: dict[str, Any]) -> str:
         if section == "sampling" and below.startswith("stop"):
             return f"{message} Stop strings are not supported: a completion ends with one of these token ids"
         if section == "engine" and "did you mean" not in message:
-            return f"unknown key {key!r} in `engine:`; pass an argument of vLLM as engine.extra_args.{below}"
+            return f"unknown key {key!r} in `engine:`. Fix: pass an argument of vLLM as engine.extra_args.{below}"
         return message
     # A top-level key may belong into a section or be an argument of a component, so these names
     # are candidates as well.
@@ -423,7 +422,7 @@ def _reference_error_text(error: OmegaConfBaseException, key: str) -> str:
     if variable:
         name = variable[1]
         return (
-            f"{key}: the environment variable {name} is not set: `export {name}=...`, or write "
+            f"{key}: the environment variable {name} is not set. Fix: `export {name}=...`, or write "
             f"${{oc.env:{name},default}}"
         )
     known = re.search(r"Interpolation key '(\w+)' not found", text)
@@ -455,7 +454,7 @@ def _make_snapshot(
     snapshot = {}
     for name, field in option_fields(type(settings)).items():
         value = getattr(settings, name)
-        if nested_record(field):
+        if nested_section(field):
             # Keep only the keys of a section that were given.
             snapshot[name] = {
                 key: _snapshot_value(plain[name][key], getattr(value, key)) for key in given.get(name) or {}
@@ -491,7 +490,7 @@ def named_paths(settings: Any) -> list[Path]:
         elif isinstance(node, str) and node and len(node) < 4096 and "\0" not in node and os.path.exists(node):
             paths.append(Path(node))
 
-    walk({key: value for key, value in asdict(settings).items() if key not in _UNREAD_KEYS})
+    walk({key: value for key, value in asdict(settings).items() if key not in _NON_INPUT_KEYS})
     return paths
 
 
@@ -556,7 +555,8 @@ def load_preset(preset: str, known: list[str]) -> dict[str, Any]:
     try:
         loaded = OmegaConf.load(file)
     except yaml.YAMLError as error:
-        raise UsageError(f"preset={preset}: {file} is not valid YAML: {' '.join(str(error).split())}") from None
+        text = " ".join(str(error).split())
+        raise UsageError(f"preset={preset}: {file} is not valid YAML ({text}). Fix: correct it") from None
     if not isinstance(loaded, DictConfig):
         raise UsageError(f"preset={preset}: {file} has no config keys; expected `key: value` lines")
     loaded = _with_current_keys(loaded, known)
@@ -572,11 +572,11 @@ def _merge_preset(preset: dict[str, Any], given: DictConfig) -> DictConfig:
     merged = OmegaConf.create(preset)
     for key in given:
         # `_get_node` keeps references, which are not resolved yet.
-        mine, theirs = _get_node(given, key), merged.get(key)
-        both = isinstance(theirs, DictConfig) and isinstance(mine, DictConfig)
-        # A different component replaces the whole section, because it would not take the arguments
-        # of the preset's component.
-        merged[key] = OmegaConf.merge(theirs, mine) if both and "_component_" not in mine else mine
+        given_node, preset_node = _get_node(given, key), merged.get(key)
+        are_sections = isinstance(preset_node, DictConfig) and isinstance(given_node, DictConfig)
+        # A different component would not take the arguments of the preset's component.
+        is_merged = are_sections and "_component_" not in given_node
+        merged[key] = OmegaConf.merge(preset_node, given_node) if is_merged else given_node
     return merged
 
 
@@ -588,7 +588,7 @@ def divide(dividend: int, divisor: int) -> int:
     """
     if not isinstance(dividend, int) or not isinstance(divisor, int) or divisor < 1 or dividend % divisor:
         raise UsageError(
-            f"${{divide:{dividend},{divisor}}} is not a whole number; choose values that divide {dividend}"
+            f"${{divide:{dividend},{divisor}}} is not a whole number. Fix: set {divisor} to a divisor of {dividend}"
         )
     return dividend // divisor
 

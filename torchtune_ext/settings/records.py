@@ -1,4 +1,4 @@
-"""Typed records of config keys: pydantic dataclasses with type, range, default and help text."""
+"""Typed sections of a config: pydantic dataclasses with type, range, default and help text."""
 
 import functools
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from torchtune_ext.settings.yaml_types import expected_text, type_error_text, un
 
 T = TypeVar("T")
 
-# The config of `@dataclass(config=RECORD, kw_only=True)` for a recipe's `Config`. An unknown key
-# is an error.
-RECORD = ConfigDict(extra="forbid")
+# A recipe's `Config` is decorated with `@dataclass(config=FORBID_UNKNOWN_KEYS, kw_only=True)`, so an
+# unknown key is an error.
+FORBID_UNKNOWN_KEYS = ConfigDict(extra="forbid")
 
 
 def _in_64_bits(seed: int) -> int:
     if not -(2**63) <= seed < 2**63:
-        raise UsageError("does not fit into 64 bits; set a smaller seed")
+        raise UsageError("does not fit into 64 bits. Fix: set a smaller seed")
     return seed
 
 
@@ -33,27 +33,27 @@ Seconds = Annotated[float, Field(gt=0, le=MAX_DURATION_S)]
 
 
 @dataclass_transform(field_specifiers=(Field,), frozen_default=True)
-def config_record(key: str) -> Callable[[type[T]], type[T]]:
+def config_section(key: str) -> Callable[[type[T]], type[T]]:
     """Make a frozen pydantic dataclass from the config keys below `key`, such as "engine".
 
     Invalid values raise UsageError.
     """
 
     def decorate(cls: type[T]) -> type[T]:
-        record: Any = dataclass(config=RECORD, frozen=True, slots=True)(cls)
+        record: Any = dataclass(config=FORBID_UNKNOWN_KEYS, frozen=True, slots=True)(cls)
         init = record.__init__
 
         # Code that constructs a record gets the same messages as a config.
         @functools.wraps(init)
         def validated_init(self: Any, *args: Any, **values: Any) -> None:
-            faults = coerce_yaml_values(record, values, f"{key}.")
+            messages = coerce_yaml_values(record, values, f"{key}.")
             try:
                 init(self, *args, **values)
             except ValidationError as error:
-                for each in error.errors(include_url=False):
-                    faults.setdefault(*_init_error_text(record, key, values, each))
-            if faults:
-                raise UsageError("\n".join(faults.values()))
+                for detail in error.errors(include_url=False):
+                    messages.setdefault(*_init_error_text(record, key, values, detail))
+            if messages:
+                raise UsageError("\n".join(messages.values()))
 
         record.__init__ = validated_init
         return record
@@ -66,7 +66,7 @@ def option_fields(record: Any) -> dict[str, FieldInfo]:
     return record.__pydantic_fields__
 
 
-def nested_record(field: FieldInfo) -> type | None:
+def nested_section(field: FieldInfo) -> type | None:
     """Return the record type of a field that is a YAML mapping; None for other fields."""
     record: Any = field.annotation
     return record if is_pydantic_dataclass(record) else None
@@ -77,23 +77,23 @@ def option_error_text(key: str, field: FieldInfo, value: Any, error: Any) -> str
     optional = NoneType in union_members(field.annotation)
     if error["type"] == "value_error":
         text = str(error["ctx"]["error"])
-        return text if nested_record(field) else f"{key}={value} {text}"
+        return text if nested_section(field) else f"{key}={value} {text}"
     if error["type"] == "missing" or (value is None and not optional and field.is_required()):
-        return f"{key} has no value; set it in the YAML or on the command line as {key}=..."
+        return f"{key} has no value. Fix: set it in the YAML, or {key}=... on the command line"
     if error["type"] == "component":
         text = f": {key}._component_={value}" if isinstance(value, str) else ""
         return f"`{key}:` {error['msg']}{text}{f', or {key}=null' if optional else ''}"
-    if (record := nested_record(field)) is not None:
+    if (record := nested_section(field)) is not None:
         names = list(option_fields(record))
         if value is None:
-            return f"{key}=null is not a mapping; leave it out"
+            return f"{key}=null is not a mapping. Fix: remove it"
         if shorthand_key := getattr(record, "SHORTHAND_KEY", None):
             plain = expected_text(option_fields(record)[shorthand_key])
             return f"{key}={value} must be {plain}, or a mapping with some of the keys {', '.join(names)}"
         example = f"[{value}]" if "list" in expected_text(option_fields(record)[names[0]]) else "..."
-        return f"{key}={value} is not a mapping; write {key}.{names[0]}={example} (keys of `{key}:` are {', '.join(names)})"
+        return f"{key}={value} is not a mapping. Fix: write {key}.{names[0]}={example} (keys: {', '.join(names)})"
     if value is None and not optional:
-        return f"{key} has no value; set it, as in {key}=..., or leave it out"
+        return f"{key} has no value. Fix: set {key}=..., or remove the key"
     return type_error_text(key, value, field)
 
 
@@ -112,24 +112,24 @@ def coerce_yaml_values(record: type, plain: dict[str, Any], where: str = "") -> 
     Returns:
         A message for each value that cannot be converted, by its dotted key.
     """
-    faults = {}
+    messages = {}
     for name, field in option_fields(record).items():
         key, value = f"{where}{name}", plain.get(name)
         kinds = union_members(field.annotation)
-        if (nested := nested_record(field)) is not None:
-            faults |= coerce_yaml_values(nested, value, f"{key}.") if isinstance(value, dict) else {}
+        if (nested := nested_section(field)) is not None:
+            messages |= coerce_yaml_values(nested, value, f"{key}.") if isinstance(value, dict) else {}
         # torchtune rewrites `key=null` to `key._component_=null`.
         elif Component in kinds:
             is_null = isinstance(value, dict) and value.get("_component_", "") is None and NoneType in kinds
             plain[name] = None if is_null else value if not isinstance(value, dict) else Component(value, key)
         elif isinstance(value, bool | float) and type(value) not in kinds and {str, int, float} & set(kinds):
             if isinstance(value, bool) or not {int, float} & set(kinds):
-                faults[key] = type_error_text(key, value, field)
+                messages[key] = type_error_text(key, value, field)
         elif isinstance(value, list | tuple) and any(isinstance(item, bool) for item in value):
-            faults[key] = type_error_text(key, value, field)
+            messages[key] = type_error_text(key, value, field)
         elif type(value) is int and str in kinds and not {int, float, bool} & set(kinds):
             plain[name] = str(value)
-    return faults
+    return messages
 
 
 def unknown_key_text(key: str, known: list[str], where: str = "the config") -> str:
@@ -150,6 +150,6 @@ def _init_error_text(record: type, key: str, values: dict[str, Any], error: Any)
     name = list(fields)[name] if isinstance(name, int) else name
     full = f"{key}.{name}"
     if name not in fields:
-        return full, unknown_key_text(full, [f"{key}.{each}" for each in fields], f"`{key}:`")
+        return full, unknown_key_text(full, [f"{key}.{field_name}" for field_name in fields], f"`{key}:`")
     # An error may concern an item of a list.
     return full, option_error_text(full, fields[name], values.get(name, error["input"]), error)

@@ -47,9 +47,9 @@ def kinds_text(*kinds: Any) -> str:
 
 def type_error_text(key: str, value: Any, field: FieldInfo) -> str:
     """Return the message for a value that does not fit the field of a record."""
-    kinds = [each for each in union_members(field.annotation) if each is not NoneType]
+    kinds = [member for member in union_members(field.annotation) if member is not NoneType]
     words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-    what = f" ({field.description})" if field.description else ""
+    description = f" ({field.description})" if field.description else ""
     if isinstance(value, str) and words and all(isinstance(word, str) for word in words):
         near = closest_match(value, words)
         others = [_kind_text(kind) for kind in kinds if get_origin(kind) is not Literal]
@@ -61,7 +61,7 @@ def type_error_text(key: str, value: Any, field: FieldInfo) -> str:
     text = expected_text(field)
     if key.endswith("_s"):
         text = text.replace("a number", "a number of seconds", 1)
-    return f"{key}={value!r} must be {text}{null}{hint or what}"
+    return f"{key}={value!r} must be {text}{null}{hint or description}"
 
 
 def expected_text(field: FieldInfo) -> str:
@@ -78,30 +78,30 @@ def _bounds_text(constraints: Iterable[Any]) -> str:
     """Return the range of a number: " of at least 1", or "" if it is unbounded."""
     words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "at most"}
     bounds = [
-        f"{text} {getattr(each, name):g}"
-        for each in constraints
+        f"{text} {getattr(constraint, name):g}"
+        for constraint in constraints
         for name, text in words.items()
-        if getattr(each, name, None) is not None
+        if getattr(constraint, name, None) is not None
     ]
     return f" {' and '.join(bounds)}" if bounds else ""
 
 
 def union_members(kind: Any) -> list[Any]:
     """Return the members of a union (or the annotation itself) without `Annotated` constraints."""
-    members = [get_args(each)[0] if get_origin(each) is Annotated else each for each in _flatten_union(kind)]
+    members = [get_args(member)[0] if get_origin(member) is Annotated else member for member in _flatten_union(kind)]
     # A YAML value is never a tensor.
-    return [each for each in members if getattr(each, "__name__", "") != "Tensor"] or members
+    return [member for member in members if getattr(member, "__name__", "") != "Tensor"] or members
 
 
 def _flatten_union(kind: Any) -> list[Any]:
     union = get_origin(kind) in (Union, UnionType)
-    return [each for part in get_args(kind) for each in _flatten_union(part)] if union else [kind]
+    return [member for part in get_args(kind) for member in _flatten_union(part)] if union else [kind]
 
 
 def _fits(value: Any, kind: Any) -> bool:
     """Return whether a YAML value fits a type annotation; True for an unknown annotation."""
     if len(members := union_members(kind)) > 1:
-        return any(_fits(value, each) for each in members)
+        return any(_fits(value, member) for member in members)
     kind = members[0]
     origin, inside = get_origin(kind) or kind, get_args(kind)
     if origin in (int, float):
@@ -175,7 +175,7 @@ def _rewrite_hint(key: str, value: Any, kinds: list[Any]) -> str:
             return ""
         return f": {key}={int(number) if whole else number}" if float in origins or whole else ""
     if isinstance(value, str | int | float) and any(
-        each in LIST_TYPES and not _length(kind) for each, kind in zip(origins, kinds, strict=True)
+        origin in LIST_TYPES and not _length(kind) for origin, kind in zip(origins, kinds, strict=True)
     ):
         return f": {key}=[{value}]"
     return f", as in {key}.NAME=VALUE" if "a mapping" in map(_kind_text, kinds) else ""
@@ -185,8 +185,8 @@ def _source_text(value: Any) -> str:
     """Return the text that YAML has parsed as a mapping, a list or a number."""
     if isinstance(value, Mapping):
         # YAML reads "{question}" and "Question:" as the same mapping. "{question}" is more common.
-        braces = all(each is None and " " not in str(key) for key, each in value.items())
-        parts = [f"{key}" if braces else f"{key}: {_source_text(each)}".rstrip() for key, each in value.items()]
+        braces = all(item is None and " " not in str(key) for key, item in value.items())
+        parts = [f"{key}" if braces else f"{key}: {_source_text(item)}".rstrip() for key, item in value.items()]
         return f"{{{', '.join(parts)}}}" if braces else ", ".join(parts)
     return (
         f"[{', '.join(map(_source_text, value))}]" if isinstance(value, list) else str("" if value is None else value)

@@ -20,7 +20,7 @@ from torchtune_ext.sampling.engine_args import CPU_BLOCK_SIZE, engine_configs
 from torchtune_ext.sampling.types import EngineConfig, SamplingConfig
 from torchtune_ext.settings.yaml_types import kind_of
 from torchtune_ext.tasks.problem_stream import SHUFFLE_LIMIT
-from torchtune_ext.tasks.task import ConversationTask, Problem, SelfGradingTask, Task
+from torchtune_ext.tasks.task import EpisodeTask, Problem, SelfGradingTask, Task
 
 if TYPE_CHECKING:
     from torchtune.modules import TransformerDecoder
@@ -49,7 +49,8 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2), devi
     optimizer = make(params=params)
     if not hasattr(optimizer, "param_groups"):
         raise UsageError(
-            f"optimizer: {type(optimizer).__name__} is not a torch optimizer: it has no param_groups; name a class such as "
+            f"optimizer: {type(optimizer).__name__} is not a torch optimizer: it has no param_groups. Fix: "
+            "name a class such as "
             "torch.optim.AdamW"
         )
     rates = [group.get("lr") for group in optimizer.param_groups]
@@ -72,7 +73,7 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2), devi
     ):
         optimizer.step()
     if sum(param.sum().item() for param in params) > 0:
-        raise UsageError(f"optimizer: a step of {name} raises the loss; leave out optimizer.maximize")
+        raise UsageError(f"optimizer: a step of {name} raises the loss. Fix: leave out optimizer.maximize")
 
 
 def check_loss(loss: Any) -> None:
@@ -85,7 +86,9 @@ def check_loss(loss: Any) -> None:
     """
     name, needs = _name(loss), loss_requirements(loss)
     if not callable(loss):
-        raise UsageError(f"loss: {name} is not callable. Fix: define `def __call__(self, t)` (docs/objectives.md)")
+        raise UsageError(
+            f"loss: {name} is not callable. Fix: define `def __call__(self, t)` (docs/how_to/algorithms.md)"
+        )
     # The first update of a step has no other policy for comparing the top-k log-probs.
     top_ks = [needs.top_k, 0] if needs.top_k else [0]
     # A rank with an empty row calls the loss without labels.
@@ -95,20 +98,22 @@ def check_loss(loss: Any) -> None:
             returned = loss(_example(needs, labels, top_k))
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
             raise UsageError(
-                f"loss: {name} returned {kind_of(returned)}; return (one value per label, a dict of metrics, which "
+                f"loss: {name} returned {kind_of(returned)}. Fix: return (one value per label, a dict of metrics, which "
                 "may be empty)"
             )
         if "total" in returned[1]:
-            raise UsageError(f"loss: {name}: the metric 'total' is the loss itself (loss/total); give it another name")
+            raise UsageError(
+                f"loss: {name}: the metric 'total' is the loss itself (loss/total). Fix: give it another name"
+            )
         metrics = {f"metric {key!r}": value for key, value in returned[1].items()}
-        for what, value in {"its loss": returned[0], **metrics}.items():
+        for value_name, value in {"its loss": returned[0], **metrics}.items():
             actual = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else kind_of(value)
             if not isinstance(value, torch.Tensor) or value.shape != (labels,):
                 raise UsageError(
-                    f"loss: {name}: {what} has {actual} for {count}; return one value per label, shape ({labels},)"
+                    f"loss: {name}: {value_name} has {actual} for {count}. Fix: return one value per label, shape ({labels},)"
                 )
         if not returned[0].requires_grad:
-            raise UsageError(f"loss: {name}: its loss of {count} has no gradient; compute it from t.logprobs_L")
+            raise UsageError(f"loss: {name}: its loss of {count} has no gradient. Fix: compute it from t.logprobs_L")
 
 
 def _example(needs: LossRequirements, labels: int, top_k: int) -> Tokens:
@@ -125,7 +130,7 @@ def _example(needs: LossRequirements, labels: int, top_k: int) -> Tokens:
         teacher_logprobs_L=logprobs_L.clone() if needs.teacher_logprobs else None,
         advantages_L=torch.tensor([1.0, 1.0, -1.0])[:labels],
         versions_L=torch.zeros(labels, dtype=torch.int32),
-        samples_L=torch.tensor([0, 0, 1])[:labels],
+        completion_index_L=torch.tensor([0, 0, 1])[:labels],
         proximal_top_LK=top_LK,
         top_LK=top_LK,
         version=0,
@@ -156,20 +161,20 @@ def check_task(
     ):
         if needed and not hasattr(task, method):
             raise UsageError(
-                f"{key}: {name} has no `{method}`. Fix: define it to return {what} (docs/custom_reward.md)"
+                f"{key}: {name} has no `{method}`. Fix: define it to return {what} (docs/how_to/dataset.md)"
             )
     graders = [getattr(task, method, None) for method in ("grade", "grade_group", "environment")]
     if grades and not isinstance(task, SelfGradingTask) and not any(map(callable, graders)):
         raise UsageError(
             f"{key}: {name} has no `grade`. Fix: define `def grade(self, problem, text)`, which returns a number or a Score "
-            "(docs/custom_reward.md). For several graders, call them in one function"
+            "(docs/how_to/dataset.md). For several graders, call them in one function"
         )
     if hasattr(task, "environment"):
         turns = getattr(task, "max_turns", None)
         if not isinstance(turns, int) or turns < 1:
             raise UsageError(
                 f"{key}: {name} has an environment and max_turns={turns!r}; expected an integer of at least 1, the number of "
-                "turns after which a conversation ends (docs/environments.md)"
+                "turns after which an episode ends (docs/how_to/environments.md)"
             )
     with wrap_user_errors(f"{key}: len({name}(...))"):
         length = len(task)
@@ -201,8 +206,10 @@ def _require_problem(problem: Any, what: str) -> None:
             "messages, answer)"
         )
     messages = problem.messages
-    is_valid = isinstance(messages, tuple | list) and messages and all(isinstance(each, Mapping) for each in messages)
-    if not is_valid or not all({"role", "content"} <= set(each) for each in messages):
+    is_valid = (
+        isinstance(messages, tuple | list) and messages and all(isinstance(message, Mapping) for message in messages)
+    )
+    if not is_valid or not all({"role", "content"} <= set(message) for message in messages):
         raise UsageError(
             f'{what} has messages={messages!r:.80}; expected a tuple of dicts: ({{"role": "user", "content": "the question"}},)'
         )
@@ -266,7 +273,7 @@ def measure_prompts(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]
                 raise UsageError(
                     f"{key}: {_name(task)}(...)[{index}] has tools, which the chat template {tokenizer.template.name!r} omits. "
                     "Fix: set tokenizer.template to a template with tools, or describe them in a message "
-                    "(docs/environments.md)"
+                    "(docs/how_to/environments.md)"
                 )
     if not lengths:
         assert first is not None
@@ -322,7 +329,7 @@ def check_prompts(
     for key, task in tasks.items():
         if task is None:
             continue
-        if isinstance(task, ConversationTask):
+        if isinstance(task, EpisodeTask):
             # Some chat templates cannot be continued after an answer, which would fail only in the
             # second turn.
             with wrap_user_errors(f"{key}: {_name(task)} has several turns:"):
@@ -338,12 +345,13 @@ def check_prompts(
         if shortest > prompt_room:
             range_text = f"{shortest} to {longest}" if shortest < longest else f"{longest}"
             needed, positions = sampling.max_tokens + longest, max_positions(hf_model)
-            more = needed <= positions
-            fix = f"set engine.max_model_len={needed}, or" if more else f"the model has {positions} positions: set"
+            fits = needed <= positions
+            limit = "" if fits else f"; the model has {positions} positions"
+            fix = f"set engine.max_model_len={needed}, or" if fits else "set"
             raise UsageError(
                 f"sampling.max_tokens={sampling.max_tokens} allows a prompt length of {prompt_room} in "
                 f"engine.max_model_len={engine.max_model_len}, but the {len(lengths)} measured prompts of {key} have "
-                f"{range_text} tokens; {fix} a lower max_tokens"
+                f"{range_text} tokens{limit}. Fix: {fix} a lower max_tokens"
             )
 
 
@@ -377,7 +385,7 @@ def _ids(task: Task) -> dict[str, str]:
         try:
             problem = task[index]
             # Many conversations begin with the same text, so the hidden answer is part of the key.
-            hidden = problem.answer if isinstance(task, ConversationTask) else None
+            hidden = problem.answer if isinstance(task, EpisodeTask) else None
             ids[str((list(problem.messages), hidden))] = problem.id
         except Exception:  # noqa: BLE001 (the code of the task)
             # The run reports an invalid row when it reaches it.
@@ -431,7 +439,7 @@ def check_tokenizer(
 
 
 def _encode_probe(file: Path) -> list[int]:
-    with wrap_user_errors(f"reading {file}", "copy the file from the source of the weights"):
+    with wrap_user_errors(f"reading {file}", "copy the file again from the model repository"):
         return Tokenizer.from_file(str(file)).encode(TOKENIZER_PROBE, add_special_tokens=False).ids
 
 
@@ -440,7 +448,7 @@ def require_rows(row_tokens: int, engine: EngineConfig) -> None:
     if row_tokens < engine.max_model_len:
         raise UsageError(
             f"row_tokens={row_tokens} must be at least {engine.max_model_len}: one row holds a prompt with a completion, "
-            f"up to engine.max_model_len={engine.max_model_len} tokens; raise row_tokens, or lower max_model_len"
+            f"up to engine.max_model_len={engine.max_model_len} tokens. Fix: raise row_tokens, or lower max_model_len"
         )
 
 
@@ -460,7 +468,8 @@ def check_engine(hf_model: HFModel, engine: EngineConfig, model: "TransformerDec
     divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0 and n <= 16)
     if heads % size:
         raise UsageError(
-            f"engine.tensor_parallel_size={size} does not divide the model's {heads} attention heads; use one of {divisors}"
+            f"engine.tensor_parallel_size={size} does not divide the model's {heads} attention heads. Fix: use "
+            f"one of {divisors}"
         )
     if size > 1 and hf_model.config.get("model_type") == "olmo2":
         raise UsageError(
@@ -472,15 +481,15 @@ def check_engine(hf_model: HFModel, engine: EngineConfig, model: "TransformerDec
     if engine.max_model_len > (longest := max_positions(hf_model)):
         raise UsageError(
             f"engine.max_model_len={engine.max_model_len} is more than the {longest} positions of the model "
-            f"(max_position_embeddings in {hf_model.path / 'config.json'}); set engine.max_model_len={longest} or less"
+            f"(max_position_embeddings in {hf_model.path / 'config.json'}). Fix: set engine.max_model_len={longest} or less"
         )
     if model is not None and engine.max_model_len > model.max_seq_len:
         raise UsageError(
             f"engine.max_model_len={engine.max_model_len} is more than the {model.max_seq_len} positions of the trained "
-            f"model; set model.max_seq_len={engine.max_model_len}, or a lower max_model_len"
+            f"model. Fix: set model.max_seq_len={engine.max_model_len}, or a lower max_model_len"
         )
-    own = engine.address is None and "kv_cache_dtype" not in engine.extra_args
-    if model is not None and own and engine.kv_cache_bytes is not None:
+    starts_engine = engine.address is None and "kv_cache_dtype" not in engine.extra_args
+    if model is not None and starts_engine and engine.kv_cache_bytes is not None:
         layer: Any = model.layers[0]
         attn, itemsize = layer.attn, 4 if engine.dtype == "float32" else 2
         # Bytes of the keys and values of one token. With fewer heads than GPUs, heads are
@@ -491,7 +500,7 @@ def check_engine(hf_model: HFModel, engine: EngineConfig, model: "TransformerDec
         if engine.kv_cache_bytes < needed:
             raise UsageError(
                 f"engine.kv_cache_bytes={engine.kv_cache_bytes} holds {engine.kv_cache_bytes // token} tokens of this model, "
-                f"too few for one sequence of engine.max_model_len={engine.max_model_len}; set it to {needed} or more"
+                f"too few for one sequence of engine.max_model_len={engine.max_model_len}. Fix: set it to {needed} or more"
             )
 
 

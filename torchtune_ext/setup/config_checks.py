@@ -8,13 +8,13 @@ from torchtune_ext.pipeline.advantages import AdvantageConfig
 from torchtune_ext.pipeline.staleness import StalenessScheduler
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.sampling.types import SamplingConfig
-from torchtune_ext.setup.config_records import GRPOConfig, TeacherConfig
+from torchtune_ext.setup.config_records import RunSettings, TeacherConfig
 
 # Descriptions of the loss aggregation of an update (pipeline/packing.py).
 AGGREGATIONS = {"token": "token mean", "sequence": "sequence mean", "constant": "sum over a constant"}
 
 
-def check_settings(cfg: GRPOConfig, loss: Any) -> None:
+def check_settings(cfg: RunSettings, loss: Any) -> None:
     """Raise UsageError for inconsistent settings of a GRPO recipe.
 
     Args:
@@ -24,26 +24,26 @@ def check_settings(cfg: GRPOConfig, loss: Any) -> None:
     if cfg.updates_per_step > cfg.prompts_per_step:
         raise UsageError(
             f"updates_per_step={cfg.updates_per_step} is more than prompts_per_step={cfg.prompts_per_step}: each update needs "
-            f"at least one group; set updates_per_step={cfg.prompts_per_step} or less"
+            f"at least one group. Fix: set updates_per_step={cfg.prompts_per_step} or less"
         )
     check_needs(cfg.loss, loss_requirements(loss))
     check_teacher(cfg.teacher, cfg.sampling, loss_requirements(loss), replay=cfg.replay is not None)
     check_sampling(cfg.sampling, cfg.samples_per_prompt, cfg.advantage)
-    if wrong := [step for step in cfg.profile if not 1 <= step <= cfg.max_steps]:
+    if invalid_steps := [step for step in cfg.profile if not 1 <= step <= cfg.max_steps]:
         raise UsageError(
-            f"profile={cfg.profile} names step {wrong[0]}; expected steps from 1 to max_steps={cfg.max_steps}"
+            f"profile={cfg.profile} names step {invalid_steps[0]}; expected steps from 1 to max_steps={cfg.max_steps}"
         )
     # The scheduler refuses a staleness and prefetch_steps that do not fit together.
     StalenessScheduler(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.prefetch_steps)
     if cfg.staleness and cfg.engine.sleep:
         raise UsageError(
             f"staleness={cfg.staleness} with engine.sleep=true: a sleeping engine frees its memory during training, so it "
-            "cannot sample ahead. Fix: give it its own GPUs (engine.devices), or set staleness=0"
+            "cannot prefetch. Fix: give it its own GPUs (engine.devices), or set staleness=0"
         )
     if cfg.staleness and cfg.refill_rounds:
         raise UsageError(
             f"refill_rounds={cfg.refill_rounds} with staleness={cfg.staleness}: the next step is sampled before the "
-            "zero-variance groups of this step are known; set refill_rounds=0 and raise prompts_per_step instead"
+            "zero-variance groups of this step are known. Fix: set refill_rounds=0 and raise prompts_per_step instead"
         )
     uncorrected = cfg.staleness and isinstance(loss, PolicyLoss) and loss.importance == "none" and loss.old != "sampler"
     if uncorrected and "importance" not in cfg.loss:
@@ -72,7 +72,7 @@ def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage:
     if sampling.top_p < 1 or sampling.top_k:
         raise UsageError(
             f"sampling.top_p={sampling.top_p}, top_k={sampling.top_k}: the engine would renormalize over a part of the "
-            "vocabulary, so its log-probs would differ from the policy's; use top_p=1 and top_k=0"
+            "vocabulary, so its log-probs would differ from the policy's. Fix: use top_p=1 and top_k=0"
         )
     if sampling.seed is not None:
         raise UsageError(
@@ -84,18 +84,18 @@ def check_teacher(teacher: TeacherConfig, sampling: SamplingConfig, needs: LossR
     """Raise UsageError if teacher, loss and sampling temperature are inconsistent."""
     if teacher.model_dir is None and needs.teacher_logprobs and not replay:
         raise UsageError(
-            "teacher.model_dir is missing, but the loss uses a teacher: set teacher.model_dir to a model, or "
+            "teacher.model_dir is missing, but the loss uses a teacher. Fix: set teacher.model_dir to a model, or "
             "loss.teacher_coef=0"
         )
     if teacher.model_dir is not None and not needs.teacher_logprobs:
         raise UsageError(
-            f"teacher.model_dir={teacher.model_dir}, but this objective does not use a teacher: set preset=distill, or "
+            f"teacher.model_dir={teacher.model_dir}, but this objective does not use a teacher. Fix: set preset=distill, or "
             "loss.teacher_coef=1.0 in addition to the rewards"
         )
     if teacher.model_dir is not None and sampling.temperature != 1.0:
         raise UsageError(
             f"sampling.temperature={sampling.temperature} with a teacher: its log-probs are at temperature 1, so they "
-            "cannot be compared; set sampling.temperature=1.0"
+            "cannot be compared. Fix: set sampling.temperature=1.0"
         )
 
 
@@ -110,5 +110,5 @@ def check_needs(settings: Mapping[str, Any], needs: LossRequirements) -> None:
         if settings.get(key) and not need:
             raise UsageError(
                 f"loss.{key}={settings.get(key)}, but the loss {settings.get('_component_')} does not request it: "
-                f"give the class the attribute `{attribute}` (docs/objectives.md), or leave the setting out"
+                f"give the class the attribute `{attribute}` (docs/how_to/algorithms.md), or leave the setting out"
             )

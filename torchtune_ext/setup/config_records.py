@@ -1,4 +1,4 @@
-"""The records in the `Config` of a GRPO recipe, and the protocol that the setup of a run reads."""
+"""The sections of the `Config` of a GRPO recipe, and the protocol that the setup of a run reads."""
 
 from typing import Literal, Protocol
 
@@ -22,19 +22,19 @@ __all__ = [
     "CheckpointConfig",
     "EngineConfig",
     "EvaluationConfig",
-    "GRPOConfig",
     "GraderConfig",
     "LoggingConfig",
     "PrecisionConfig",
     "RanksConfig",
     "RolloutConfig",
+    "RunSettings",
     "SamplingConfig",
     "ScheduleConfig",
     "TeacherConfig",
 ]
 
 
-class GRPOConfig(Protocol):
+class RunSettings(Protocol):
     """The config keys that the setup of a run reads. `Config` in recipes/grpo.py documents them."""
 
     output_dir: str

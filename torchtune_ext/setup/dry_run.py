@@ -32,7 +32,7 @@ from torchtune_ext.run.output import format_labels, print_text
 from torchtune_ext.run.process_env import rank_and_world_size, read_int_variable
 from torchtune_ext.sampling.engine import find_backend
 from torchtune_ext.settings.components import Component
-from torchtune_ext.setup.config_records import GRPOConfig
+from torchtune_ext.setup.config_records import RunSettings
 from torchtune_ext.setup.header import problems_text
 from torchtune_ext.setup.machine_checks import missing_device, require_disjoint_gpus, require_gpus, training_gpus
 from torchtune_ext.setup.plan import Machine, RunPlan, plan_table, verdict
@@ -49,7 +49,7 @@ CPU_PATTERN = re.compile(r"CPU,? (\d+(?:\.\d+)?) ?(?:GB)?", re.IGNORECASE)
 MAX_GPUS = 72  # a larger number is a swapped size, as in 80x4
 
 
-def dry_run(cfg: GRPOConfig) -> None:
+def dry_run(cfg: RunSettings) -> None:
     """Print the plan of a run and exit.
 
     Raises:
@@ -105,9 +105,9 @@ def check_planned_start(plan: RunPlan, torchrun: bool) -> None:
     elif (
         plan.engine_placement == "own"
         and machine.gpus
-        and (fault := missing_device(plan.engine, machine.gpus, machine.name))
+        and (error_text := missing_device(plan.engine, machine.gpus, machine.name))
     ):
-        raise UsageError(fault)
+        raise UsageError(error_text)
     cfg.ranks.require_divisible(plan.trainers)
     # The components are built on this machine, even if the plan is for another machine.
     on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
@@ -115,7 +115,7 @@ def check_planned_start(plan: RunPlan, torchrun: bool) -> None:
     components = build_components(cfg, Ranks(0, plan.trainers, device, shard_within=cfg.ranks.shard_within))
     components.check_grading()
     if not components.replay:
-        find_backend(components.precision.engine.backend)
+        find_backend(components.engine_config.backend)
         print_text(
             format_labels(
                 [("problems", problems_text(cfg, components.task, components.eval_task, components.train_eval_overlap))]
@@ -194,7 +194,7 @@ def main_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
     return available if limit_text == "max" else min(available, int(limit_text))
 
 
-def make_plan(cfg: GRPOConfig, machine: Machine) -> tuple[RunPlan, list[str]]:
+def make_plan(cfg: RunSettings, machine: Machine) -> tuple[RunPlan, list[str]]:
     """Plan a run, still without its number of training devices.
 
     Returns:
@@ -204,9 +204,9 @@ def make_plan(cfg: GRPOConfig, machine: Machine) -> tuple[RunPlan, list[str]]:
         UsageError: a setting is invalid, or the sizes of the model are unknown.
     """
     model, lines = build_meta_model(cfg.model, cfg.model_dir)
-    trainer, sampler = fp8_configs = cfg.precision.fp8_configs
+    trainer_fp8, engine_fp8 = fp8_configs = cfg.precision.fp8_configs
     # The dtype follows the planned machine, not this machine.
-    name = chosen_dtype(cfg.dtype, "cuda" if machine.gpus else "cpu", fp8=sampler is not None)
+    name = chosen_dtype(cfg.dtype, "cuda" if machine.gpus else "cpu", fp8=engine_fp8 is not None)
     dtype, engine = DTYPES[name], cfg.engine.with_trainer_defaults(name)
     merged = cfg.adapters.resolve_publish_mode(bool(cfg.model.get("use_dora")), engine.dtype) == "merged"
     sizes = ModelSizes(model, dtype, fp8_configs, getattr(torch, engine.dtype))
@@ -219,10 +219,12 @@ def make_plan(cfg: GRPOConfig, machine: Machine) -> tuple[RunPlan, list[str]]:
         reference=loss_requirements(cfg.loss.instantiate()).reference_logprobs,
         # The engine receives adapters without the frozen weights, unless the adapters are merged,
         # or FP8 or NF4 has changed the frozen weights, which are then sent once.
-        publishes_full_weights=not sizes.has_frozen_params or merged or sampler is not None or sizes.largest_nf4 > 0,
+        publishes_full_weights=not sizes.has_frozen_params or merged or engine_fp8 is not None or sizes.largest_nf4 > 0,
     )
-    if sampler is not None:
-        lines.append(Fp8Plan(sampler, dtype, linear_layers(model, sampler, trainer is not None)[0]).format_table())
+    if engine_fp8 is not None:
+        lines.append(
+            Fp8Plan(engine_fp8, dtype, linear_layers(model, engine_fp8, trainer_fp8 is not None)[0]).format_table()
+        )
     return plan, lines
 
 

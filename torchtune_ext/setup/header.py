@@ -12,11 +12,11 @@ from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.run.output import ENGINE_READY_PREFIX, format_labels, print_text
 from torchtune_ext.sampling.engine_args import engine_configs, log_name
 from torchtune_ext.setup.config_checks import AGGREGATIONS
-from torchtune_ext.setup.config_records import AdvantageConfig, GRPOConfig
+from torchtune_ext.setup.config_records import AdvantageConfig, RunSettings
 from torchtune_ext.setup.run_components import RunComponents
 from torchtune_ext.tasks.grade_functions import describe_function
 from torchtune_ext.tasks.problem_stream import SHUFFLE_LIMIT
-from torchtune_ext.tasks.task import ConversationTask, SelfGradingTask, Task
+from torchtune_ext.tasks.task import EpisodeTask, SelfGradingTask, Task
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.precision import dtype_note
 from torchtune_ext.training.trained_weights import FullWeights, LoRAWeights
@@ -47,7 +47,7 @@ def print_run_header(components: RunComponents) -> None:
             if cfg.staleness
             else ""
         )
-        engine = components.precision.engine
+        engine = components.engine_config
         count, log = len(engine_configs(engine)), f"{output}/{log_name(engine)}"
         start_text = f"starting, its log: {log}" if count == 1 else f"starting {count} engines, their logs: {log}"
         start_text += f"; {engine.threads} threads" if (engine.threads or 1) > 1 else ""
@@ -121,7 +121,7 @@ def copies_text(ranks: int, shards: int) -> str:
     return f"; {ranks // shards} copies of the weights, each on {shards} rank{'s' * (shards > 1)}"
 
 
-def problems_text(cfg: GRPOConfig, task: Task, held_out: Task | None, overlap: Sequence[str] = ()) -> str:
+def problems_text(cfg: RunSettings, task: Task, held_out: Task | None, overlap: Sequence[str] = ()) -> str:
     """Return e.g. "Math, 7,473; 32 prompts per step, 16 samples each; held out: ..."."""
     # A task that generates problems has a length above this limit.
     number = f"{len(task):,}" if len(task) <= SHUFFLE_LIMIT else "endless"
@@ -129,8 +129,8 @@ def problems_text(cfg: GRPOConfig, task: Task, held_out: Task | None, overlap: S
         f"{_task_text(task)}, {number}; {cfg.prompts_per_step} prompts per step, {cfg.samples_per_prompt} samples each"
     )
     text += ", so some repeat" if len(task) < cfg.prompts_per_step else ""
-    if isinstance(task, ConversationTask):
-        text += f", conversations of up to {task.max_turns} turns, {cfg.grader.workers} at a time"
+    if isinstance(task, EpisodeTask):
+        text += f", episodes of up to {task.max_turns} turns, {cfg.grader.workers} at a time"
     if held_out is None:
         return f"{text}; no held-out problems"
     shared = f", {len(overlap):,} of them ALSO TRAINED ON (e.g. {overlap[0]})" if overlap else ""
@@ -147,13 +147,13 @@ def _task_text(task: Task) -> str:
     """Return a task and its grading function: "Jsonl rows by my_reward.near (my_reward.py:5)"."""
     # A user's function is an instance attribute; the method `grade` of our tasks is a class
     # attribute.
-    own = getattr(task, "__dict__", {})
-    own = own.get("grade") or own.get("grade_group")
+    attributes = getattr(task, "__dict__", {})
+    grade_function = attributes.get("grade") or attributes.get("grade_group")
     name = getattr(task, "name", None)
     words = [
         type(task).__name__,
         *([name] if isinstance(name, str) else []),
-        *([f"by {describe_function(own)}"] if own else []),
+        *([f"by {describe_function(grade_function)}"] if grade_function else []),
     ]
     return " ".join(words)
 

@@ -13,7 +13,7 @@ from torchtune_ext.run.output import print_text
 from torchtune_ext.run.process_env import local_rank, rank_and_world_size, read_int_variable
 from torchtune_ext.sampling.engine_args import on_cpu
 from torchtune_ext.sampling.types import EngineConfig
-from torchtune_ext.setup.config_records import GRPOConfig
+from torchtune_ext.setup.config_records import RunSettings
 
 # AdamW keeps two moments in float32 for each trained value. Other optimizers keep less, or
 # slightly more.
@@ -63,8 +63,9 @@ def require_gpus(engine: EngineConfig) -> None:
         ):
             if value != usual:
                 raise UsageError(
-                    f"engine.{name}={value} asks for GPUs, but the installed torch is the CPU build; leave it out, or install "
-                    "the CUDA build (docs/first_real_run.md)"
+                    f"engine.{name}={value} asks for GPUs, but the installed torch is the CPU build. Fix: "
+                    "leave it out, or install "
+                    "the CUDA build (docs/getting_started/installation.md)"
                 )
         return
     # `engine.devices` numbers all GPUs of the machine. CUDA would count only the GPUs in
@@ -100,8 +101,8 @@ def training_gpus(ranks: int | None = None) -> list[str]:
         os.environ.get("CUDA_VISIBLE_DEVICES"),
         min(read_int_variable("LOCAL_WORLD_SIZE", 0), rank_and_world_size()[1]),
     )
-    mine = local_rank()
-    numbers = range(ranks or local) if ranks or local else range(mine, mine + 1)
+    rank_index = local_rank()
+    numbers = range(ranks or local) if ranks or local else range(rank_index, rank_index + 1)
     # Without the variable, a rank and its engine see all GPUs of the machine by number.
     if visible is None:
         return [str(number) for number in numbers]
@@ -135,7 +136,7 @@ def require_disjoint_gpus(engine: EngineConfig, trainer_gpus: list[str]) -> None
     )
 
 
-def disk_need(cfg: GRPOConfig, total: int, trained: int, dtype: torch.dtype) -> DiskNeed:
+def disk_need(cfg: RunSettings, total: int, trained: int, dtype: torch.dtype) -> DiskNeed:
     """Estimate the bytes of a run's checkpoints, without metrics, rollouts and earlier runs.
 
     Args:
@@ -174,11 +175,11 @@ def require_disk(need: DiskNeed, output_dir: str) -> None:
     """
     folder = nearest_existing(output_dir)
     if not os.access(folder, os.W_OK):
-        raise UsageError(f"output_dir={output_dir}: this user cannot write to {folder}; choose another output_dir")
+        raise UsageError(f"output_dir={output_dir}: this user cannot write to {folder}. Fix: choose another output_dir")
     # A file system without any blocks, such as /proc, holds no files.
     if not shutil.disk_usage(folder).total:
         raise UsageError(
-            f"output_dir={output_dir}: the file system of {folder} cannot hold files; choose another output_dir"
+            f"output_dir={output_dir}: the file system of {folder} cannot hold files. Fix: choose another output_dir"
         )
     if need.free < need.checkpoint_bytes:
         raise UsageError(

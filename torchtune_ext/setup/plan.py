@@ -12,7 +12,7 @@ from torchtune_ext.policy.memory import GIB, ModelSizes, trainer_memory
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.sampling.engine_args import CPU_KV_CACHE_BYTES, engine_device_groups, resolve_transfer
 from torchtune_ext.sampling.types import CANARY_REQUESTS, EngineConfig
-from torchtune_ext.setup.config_records import GRPOConfig
+from torchtune_ext.setup.config_records import RunSettings
 from torchtune_ext.setup.machine_checks import disk_need, format_bytes
 from torchtune_ext.training.export import SHARD_BYTES
 
@@ -30,7 +30,7 @@ NCCL_BYTES = GIB // 2
 CUDA_GRAPH_BYTES = GIB
 DEFAULT_STEP_TOKENS = 2048  # tokens of a vLLM step if `engine.max_num_batched_tokens` is null
 DEFAULT_STEP_REQUESTS = 1024  # requests in a step if `engine.max_num_seqs` is null
-# vLLM profiles the sampler with all options before it sizes the KV cache: logits in float32
+# vLLM profiles sampling with all options before it sizes the KV cache: logits in float32
 # (4 bytes), sorted logits (4), their indices as int64 (8), and probabilities (4).
 SAMPLER_BYTES = 20
 PACKED_BUFFER_BYTES = GIB  # vLLM's DEFAULT_PACKED_BUFFER_SIZE_BYTES
@@ -63,7 +63,7 @@ class RunPlan:
         UsageError: the GPUs of `engine.devices` cannot be divided among the engines.
     """
 
-    cfg: GRPOConfig  # settings of the recipe, with resolved engine settings
+    cfg: RunSettings  # settings of the recipe, with resolved engine settings
     sizes: ModelSizes  # sizes of the model
     machine: Machine  # the machine that the run is compared with
     trainers: int = 1  # number of training devices
@@ -130,8 +130,8 @@ class RunPlan:
         if machine.is_local and sampling:
             # The trainer may see other GPUs than the engine. Only GPUs that both see are
             # unavailable for training.
-            mine = visible.split(",") if visible else [str(i) for i in range(machine.gpus)]
-            sampling = len(set(engine.device_names) & {name.strip() for name in mine})
+            visible_gpus = visible.split(",") if visible else [str(i) for i in range(machine.gpus)]
+            sampling = len(set(engine.device_names) & {name.strip() for name in visible_gpus})
         if sampling < machine.gpus:
             return replace(self, trainers=machine.gpus - sampling)
         raise UsageError(
@@ -327,7 +327,7 @@ def estimate_engine_bytes(
     sampled = min((config.max_num_seqs or DEFAULT_STEP_REQUESTS) + CANARY_REQUESTS, tokens)
     # The peak of a layer holds gate, up, their product, and two residuals.
     activations = tokens * size * (3 * sizes.mlp // gpus + 2 * sizes.width)
-    rows["activations of a step and its sampler"] = SAMPLER_BYTES * sampled * sizes.vocab + activations
+    rows["activations of a step and sampling"] = SAMPLER_BYTES * sampled * sizes.vocab + activations
     graphs = 0 if config.extra_args.get("enforce_eager") else CUDA_GRAPH_BYTES
     rows["CUDA context, NCCL, graphs (allowance)"] = CUDA_CONTEXT_BYTES + (NCCL_BYTES if gpus > 1 else 0) + graphs
     # vLLM uses the rest of its share of the GPU for the KV cache.
@@ -394,5 +394,5 @@ def verdict(plan: RunPlan) -> str:
         return "\n".join([f"fits {where}:", *demands])
     lines = [f"does NOT fit {where}:"]
     for kind, missing in plan.shortages.items():
-        lines += [f"  {missing}; fixes, cheapest first:", *(f"    {each}" for each in plan.fixes(kind))]
+        lines += [f"  {missing}; fixes, cheapest first:", *(f"    {fix}" for fix in plan.fixes(kind))]
     return "\n".join(lines)

@@ -11,7 +11,7 @@ from torch import nn
 from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.grading import Grader, answer_faults, check_grading, open_graders
+from torchtune_ext.grading import check_grading, find_answer_errors, open_graders
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.pipeline.rollout import GroupStream
 from torchtune_ext.pipeline.source import RolloutSource, make_prompt_check
@@ -39,7 +39,7 @@ from torchtune_ext.setup.checks import (
     require_rows,
 )
 from torchtune_ext.setup.config_checks import check_settings
-from torchtune_ext.setup.config_records import GRPOConfig, RolloutConfig, TeacherConfig
+from torchtune_ext.setup.config_records import RolloutConfig, RunSettings, TeacherConfig
 from torchtune_ext.setup.machine_checks import (
     disk_need,
     require_disjoint_gpus,
@@ -70,7 +70,7 @@ class RunComponents:
     Until a method is called, no process has started and no weights are loaded.
     """
 
-    cfg: GRPOConfig
+    cfg: RunSettings
     ranks: Ranks
     hf_model: HFModel  # the model directory
     meta_model: TransformerDecoder  # on the meta device: names and shapes, no weights
@@ -81,7 +81,7 @@ class RunComponents:
     eval_task: Task | None
     loss: Any
     sampling: SamplingConfig  # with the end-of-turn tokens as stops
-    staleness_scheduler: StalenessScheduler  # decides which groups may be sampled ahead
+    staleness_scheduler: StalenessScheduler  # selects the groups to prefetch
     problems: ProblemStream
     eval_problems: UsableProblems
     train_eval_overlap: list[str]  # ids of held-out problems in the training task
@@ -89,7 +89,12 @@ class RunComponents:
     replay: "Replay | None"
     teacher_model: HFModel | None  # the teacher's model directory
 
-    def check_start(self) -> None:
+    @property
+    def engine_config(self) -> EngineConfig:
+        """The engine's settings, with the defaults that depend on model and precision."""
+        return self.precision.engine
+
+    def run_preflight_checks(self) -> None:
         """Try the graders, and check the GPUs and the disk of this machine.
 
         Raises:
@@ -98,7 +103,7 @@ class RunComponents:
         """
         # Check before the run folder is touched, so a run that cannot start leaves no files.
         self.check_grading()
-        cfg, engine = self.cfg, self.precision.engine
+        cfg, engine = self.cfg, self.engine_config
         if not self.replay:
             find_backend(engine.backend)
             require_gpus(engine)
@@ -144,15 +149,15 @@ class RunComponents:
         return self.trained_weights.make_exporter(model, self.hf_model, self.precision.dtype, self.tokenizer)
 
     def open_folder(self) -> RunFolder:
-        """Lock the run folder and start or resume the run; may set an earlier run aside."""
+        """Lock the run folder and start or resume the run. Files of an earlier run move to `old-N`."""
         folder = RunFolder(self.cfg.output_dir)
         resumes = folder.should_resume(self.cfg.resume_from_checkpoint)
-        folder.start_run(settings_snapshot(self.cfg), resumes, inputs=named_paths(self.cfg), saves=True)
+        folder.start_run(settings_snapshot(self.cfg), resumes, inputs=named_paths(self.cfg), writes_checkpoints=True)
         return folder
 
-    def open_graders(self) -> list[Grader]:
+    def open_graders(self) -> list[Any]:
         """Start the graders of the task and the held-out task."""
-        # If groups are sampled ahead, grading runs during training.
+        # If groups are prefetched, grading runs during training.
         cfg, tasks = self.cfg, [self.task, self.eval_task]
         return open_graders(
             tasks, cfg.grader, during_training=self.staleness_scheduler.prefetch_steps > 0, folder=cfg.output_dir
@@ -166,15 +171,14 @@ class RunComponents:
                 engine.
         """
         cfg = self.cfg
-        # Defaults: the trainer's dtype ("torch.bfloat16" without "torch.") and the engine's
-        # threads.
-        policy = cfg.engine.with_trainer_defaults(str(self.precision.dtype)[6:], self.precision.engine.threads)
-        engine = cfg.teacher.engine_config(policy)
+        dtype = str(self.precision.dtype).removeprefix("torch.")
+        policy_engine = cfg.engine.with_trainer_defaults(dtype, self.engine_config.threads)
+        engine = cfg.teacher.engine_config(policy_engine)
         if self.ranks.device.type == "cuda" and engine.address is None:
-            taken = [*training_gpus(), *self.precision.engine.device_names]
+            taken = [*training_gpus(), *self.engine_config.device_names]
             # If trainer and engine share a GPU, a teacher with a bounded KV cache may share it as
             # well.
-            shares = engine.devices is None and self.precision.engine.devices is None and engine.kv_cache_bytes
+            shares = engine.devices is None and self.engine_config.devices is None and engine.kv_cache_bytes
             is_disjoint = engine.device_names and not set(engine.device_names) & set(taken)
             if not shares and not is_disjoint:
                 raise UsageError(
@@ -194,7 +198,7 @@ class RunComponents:
         return Teacher(self.teacher_model, self.teacher_engine_config(), Path(self.cfg.output_dir) / "teacher")
 
     def make_source(
-        self, engine: Engine | None, graders: Sequence[Grader], config: RolloutConfig
+        self, engine: Engine | None, graders: Sequence[Any], config: RolloutConfig
     ) -> "RolloutSource | Replay":
         """Return the source of the groups of each step.
 
@@ -208,7 +212,7 @@ class RunComponents:
         """
         cfg = self.cfg
         for grader, problems in zip(graders, (self.problems, self.eval_problems), strict=False):
-            problems.check_answers(partial(answer_faults, grader))
+            problems.check_answers(partial(find_answer_errors, grader))
         return self.replay or RolloutSource(
             self.staleness_scheduler,
             GroupStream(engine, self.tokenizer, graders[0]) if engine else None,
@@ -219,40 +223,49 @@ class RunComponents:
             deadline_s=config.deadline_s,
         )
 
-    def make_publisher(self, engine: Engine | None, learner: Learner) -> "tuple[MismatchGate, Publisher | Replay]":
-        """Return the mismatch gate and the publisher, which checks a canary after each weight sync.
-
-        In a replay, the publisher is the replay.
-        """
-        logprobs_fn = partial(
+    def _logprobs_fn(self, learner: Learner) -> Callable[..., Any]:
+        return partial(
             streamed_logprobs,
             make_model=self.cfg.model.instantiate,
             device=self.ranks.device,
             temperature=learner.temperature,
         )
-        measure = partial(measure_rounding, self.trained_weights, self.precision, learner.policy.model, logprobs_fn)
-        gate = MismatchGate(
+
+    def make_mismatch_gate(self, learner: Learner) -> MismatchGate:
+        """Return the check that trainer and engine have the same policy."""
+        logprobs_fn = self._logprobs_fn(learner)
+        return MismatchGate(
             self.cfg.max_mismatch,
-            measure_rounding=measure,
+            measure_rounding=partial(
+                measure_rounding, self.trained_weights, self.precision, learner.policy.model, logprobs_fn
+            ),
             precision=self.precision.coarsest_name,
             replay=self.replay is not None,
             test_distribution=self.replay is None and not self.precision.is_mixed,
             temperature=learner.temperature,
         )
-        return gate, self.replay or Publisher(
+
+    def make_publisher(
+        self, engine: Engine | None, learner: Learner, mismatch_gate: MismatchGate
+    ) -> "Publisher | Replay":
+        """Return the publisher, which checks a canary after each weight sync."""
+        # Without an engine there is nothing to publish to: `Replay.publish` does nothing.
+        if self.replay:
+            return self.replay
+        return Publisher(
             engine,
             learner,
             self.trained_weights,
             self.precision,
             self.hf_model,
-            gate,
-            logprobs_fn,
+            mismatch_gate,
+            self._logprobs_fn(learner),
             self.canary_prompts,
             self.sampling,
         )
 
 
-def build_components(cfg: GRPOConfig, ranks: Ranks) -> RunComponents:
+def build_components(cfg: RunSettings, ranks: Ranks) -> RunComponents:
     """Build and check the components of a run, without weights or processes.
 
     Args:
@@ -282,8 +295,8 @@ def build_components(cfg: GRPOConfig, ranks: Ranks) -> RunComponents:
     # A replay does not evaluate.
     overlap = [] if cfg.replay else find_eval_overlap(task, eval_task)
     # A problem whose prompt is too long is skipped, like a problem that the task cannot load.
-    fault = make_prompt_check(tokenizer, precision.engine.max_model_len, sampling.max_tokens)
-    problems = ProblemStream(task, cfg.seed, check=fault)
+    prompt_check = make_prompt_check(tokenizer, precision.engine.max_model_len, sampling.max_tokens)
+    problems = ProblemStream(task, cfg.seed, check=prompt_check)
     # The canary prompts are made before a checkpoint is loaded, because an adaptive task gives
     # other problems later.
     canary = make_canary_groups(problems, tokenizer)
@@ -297,7 +310,7 @@ def build_components(cfg: GRPOConfig, ranks: Ranks) -> RunComponents:
     teacher_model = (
         load_teacher_model(cfg.teacher, cfg.engine, tokenizer) if cfg.teacher.model_dir and not cfg.replay else None
     )
-    held_out = UsableProblems(eval_task, check=fault)
+    held_out = UsableProblems(eval_task, check=prompt_check)
     return RunComponents(
         cfg=cfg,
         ranks=ranks,
@@ -356,7 +369,7 @@ def load_teacher_model(teacher: TeacherConfig, engine: EngineConfig, tokenizer: 
 
 
 def build_model_components(
-    cfg: GRPOConfig, device: torch.device, shards: int = 1
+    cfg: RunSettings, device: torch.device, shards: int = 1
 ) -> tuple[HFModel, TransformerDecoder, FullWeights | LoRAWeights, Precision]:
     """Build the model without weights, the trained parameters and the precision.
 

@@ -105,6 +105,6 @@ def check_sweep(sweep: Sweep, point: Point, extra_settings: Sequence[str], out: 
         known = {name for panel in PANELS for name in (*(name for name, _ in panel.series), *(panel.band or ()))}
         if not hasattr(cfg, "logging") or not any(fnmatchcase(sweep.metric, name) for name in known):
             near = closest_match(sweep.metric, [name for name in known if "*" not in name])
-            hint = f"did you mean {near}?" if near else "docs/telemetry.md lists the metrics"
+            hint = f"did you mean {near}?" if near else "docs/reference/metrics.md lists the metrics"
             raise UsageError(f"metric: unknown metric {sweep.metric} of {recipe}; {hint}")
     return cfg

@@ -183,7 +183,8 @@ def _level_weights(level: int | Sequence[int] | Mapping[int, float]) -> dict[int
         level = dict.fromkeys([level] if isinstance(level, int) else level, 1.0)
     if not level or not set(level) <= LEVELS.keys() or min(level.values()) < 0 or not sum(level.values()) > 0:
         raise UsageError(
-            f"level={dict(level)}: give a level from 1 to {max(LEVELS)}, several ([3, 4]), or {{level: weight}} with "
+            f"level={dict(level)}: invalid. Fix: give a level from 1 to {max(LEVELS)}, several ([3, 4]), or "
+            f"{{level: weight}} with "
             "non-negative weights, not all 0"
         )
     return {int(key): float(weight) for key, weight in level.items()}

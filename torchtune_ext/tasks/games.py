@@ -69,7 +69,7 @@ class GameTask(ABC):
     def __getitem__(self, index: int) -> Problem:
         require_index(index, self.length)
         # The game is created here for its first messages, and again in a worker process for the
-        # conversation. The same seed gives the same game.
+        # episode. The same seed gives the same game.
         row = {} if self.rows is None else self.rows[index]
         seed = random.Random(f"{self.seed}/{self.first + index}").getrandbits(31)
         _, messages = self._make_seeded_game(row, seed)
@@ -127,4 +127,4 @@ def imported(module: str, package: str) -> Any:
 def prompt_messages(row: Mapping[str, Any]) -> list[Message]:
     """Returns the messages of a row's `prompt`. A string is one user message."""
     prompt = row.get("prompt", "")
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]

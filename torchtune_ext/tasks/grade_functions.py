@@ -97,7 +97,7 @@ def import_named(path: str, key: str, kind: str, example: str) -> Any:
     return catalog.import_object(path, setting)
 
 
-def is_shipped(function: Callable | None) -> bool:
+def is_builtin(function: Callable | None) -> bool:
     """Tells whether a function or method is defined in this package."""
     return (getattr(function, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]
 

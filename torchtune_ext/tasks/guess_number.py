@@ -16,7 +16,15 @@ import re
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.tasks.answers import strip_thinking
 from torchtune_ext.tasks.arithmetic import SPLITS, is_held_out
-from torchtune_ext.tasks.task import Message, Problem, Turn, require_choice, require_index, require_share, task_length
+from torchtune_ext.tasks.task import (
+    EnvironmentReply,
+    Message,
+    Problem,
+    require_choice,
+    require_index,
+    require_share,
+    task_length,
+)
 
 
 class GuessNumber:
@@ -108,11 +116,11 @@ class GuessNumberEnvironment:
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def step(self, message: Message) -> Turn:
+    def step(self, message: Message) -> EnvironmentReply:
         text = strip_thinking(message["content"]).strip()
         if not re.fullmatch(r"[0-9]{1,9}", text):
-            return Turn(done=True, parts={"accuracy": 0.0, "failed": 1.0}, note="no number")
+            return EnvironmentReply(done=True, parts={"accuracy": 0.0, "failed": 1.0}, note="no number")
         if int(text) == self.number:
-            return Turn(reward=1.0, done=True, parts={"accuracy": 1.0, "failed": 0.0})
+            return EnvironmentReply(reward=1.0, done=True, parts={"accuracy": 1.0, "failed": 0.0})
         answer = "higher" if int(text) < self.number else "lower"
-        return Turn([{"role": "user", "content": answer}], parts={"accuracy": 0.0, "failed": 0.0})
+        return EnvironmentReply([{"role": "user", "content": answer}], parts={"accuracy": 0.0, "failed": 0.0})

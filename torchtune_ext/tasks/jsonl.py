@@ -81,7 +81,7 @@ def require_one(**given: str | None) -> None:
 class QuestionTask:
     """The base of `Jsonl` and `Math`: questions with hidden answers and optional solutions."""
 
-    tries_answers = True
+    checks_reference_answers = True
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class QuestionTask:
             )
             for place, example in chosen
         ]
-        self.worked = (
+        self.worked_solutions = (
             [fill_template(source.solution, example, place) for place, example in chosen] if source.solution else None
         )
 
@@ -151,8 +151,8 @@ class QuestionTask:
         Raises:
             UsageError: the problem has neither.
         """
-        if self.worked is not None:
-            return str(self.worked[self.index_of(problem)])
+        if self.worked_solutions is not None:
+            return str(self.worked_solutions[self.index_of(problem)])
         if problem.answer is None:
             raise UsageError(
                 f"{problem.id}: no reference answer or solution to train on. Fix: set solution: to a field with a right text"
@@ -166,7 +166,7 @@ class QuestionTask:
     def __getstate__(self) -> dict:
         # A grading process gets the task without its examples: a problem holds everything that it
         # needs.
-        return self.__dict__ | {"examples": [], "worked": None}
+        return self.__dict__ | {"examples": [], "worked_solutions": None}
 
 
 class Jsonl(QuestionTask):
@@ -255,14 +255,14 @@ def _read_question(source: ExampleSource, example: Example, where: str) -> str |
             raise UsageError(
                 f"{where}: {source.question!r} looks like chat messages, but is not JSON ({error}). Fix: use json.dumps"
             ) from error
-    if isinstance(question, list) and question and all(isinstance(each, Mapping) for each in question):
+    if isinstance(question, list) and question and all(isinstance(message, Mapping) for message in question):
         last = question[-1].get("role")
         if last != "user":
             raise UsageError(
                 f"{where}: the last message of {source.question!r} has role {last!r}; expected 'user'. Fix: end a question "
                 "with the user's message, and store the reference answer in a separate field (answer)"
             )
-        if not all(isinstance(each.get("content"), str) for each in question):
+        if not all(isinstance(message.get("content"), str) for message in question):
             raise UsageError(
                 f"{where}: a message of {source.question!r} has no string as its content. Fix: write a string for each"
             )

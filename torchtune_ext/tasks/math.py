@@ -93,7 +93,9 @@ class Math(QuestionTask):
         fields: Sequence[str] | None = None,
     ) -> None:
         if dataset is not None and dataset not in DATASETS:
-            raise UsageError(f"dataset={dataset!r}: choose one of {', '.join(DATASETS)}, or set path: or hub:")
+            raise UsageError(
+                f"dataset={dataset!r}: unknown. Fix: choose one of {', '.join(DATASETS)}, or set path: or hub:"
+            )
         require_one(hub=hub, path=path)
         require_one(dataset=dataset, hub=hub)
         named = {
@@ -145,7 +147,7 @@ class Math(QuestionTask):
     def solution(self, problem: Problem) -> str:
         """Returns the worked solution, if the dataset has one, and the answer in a box."""
         # Marks such as <<48/2=24>> are calculator calls, which the policy cannot make.
-        worked = "" if self.worked is None else str(self.worked[self.index_of(problem)])
+        worked = "" if self.worked_solutions is None else str(self.worked_solutions[self.index_of(problem)])
         worked = re.sub(self.strip_pattern, "", worked).strip() if self.strip_pattern else worked.strip()
         box = f"The answer is $\\boxed{{{problem.answer}}}$."
         # If the grader expects a thought, the worked solution is written as a thought.

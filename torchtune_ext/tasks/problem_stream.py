@@ -234,7 +234,11 @@ class ProblemStream:
         """Grades the reference answers of new problems, and sets the reason of each candidate."""
         # Results are kept by id, because an adaptive task may have replaced the problem at an
         # index.
-        good = [each.problem for each in candidates.values() if each.problem is not None and not each.reason]
+        good = [
+            candidate.problem
+            for candidate in candidates.values()
+            if candidate.problem is not None and not candidate.reason
+        ]
         if self._answer_check is not None and (
             new := [problem for problem in good if problem.id not in self._answer_reasons]
         ):
@@ -279,7 +283,7 @@ class UsableProblems:
         """Removes ungradable problems among the first `MAX_ANSWERS_CHECKED` problems."""
         problems = self.problems[:MAX_ANSWERS_CHECKED]
         reasons = {id(each): reason for each, reason in zip(problems, check(problems), strict=True) if reason}
-        if bad := [_Candidate(None, each, reasons[id(each)]) for each in problems if id(each) in reasons]:
+        if bad := [_Candidate(None, problem, reasons[id(problem)]) for problem in problems if id(problem) in reasons]:
             log.warning(
                 "%s",
                 _bad_problems_message(
@@ -288,7 +292,7 @@ class UsableProblems:
             )
             if len(bad) == len(self.problems):
                 _raise_none_usable(f"all {len(bad)} problems", bad[-1])
-            self.problems = [each for each in self.problems if id(each) not in reasons]
+            self.problems = [problem for problem in self.problems if id(problem) not in reasons]
 
     def load(self) -> None:
         """Creates the problems now; without a task, does nothing.
@@ -349,7 +353,10 @@ def _apply_check(candidate: _Candidate, check: ProblemCheck) -> _Candidate:
 
 def _bad_problems_message(what: str, bad: Sequence[_Candidate]) -> str:
     count = "1 problem is" if len(bad) == 1 else f"{len(bad)} problems are"
-    more = [repr(each.index if each.problem is None else each.problem.id) for each in bad[MAX_BAD_NAMED:]]
+    more = [
+        repr(candidate.index if candidate.problem is None else candidate.problem.id)
+        for candidate in bad[MAX_BAD_NAMED:]
+    ]
     rest = f"; and {', '.join(more)}" if more else ""
     return f"{count} {what}: {'; '.join(map(str, bad[:MAX_BAD_NAMED]))}{rest}"
 

@@ -117,7 +117,7 @@ class ReasoningGym:
             options.
     """
 
-    tries_answers = True
+    checks_reference_answers = True
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class ReasoningGymCurriculum(ReasoningGym):
     def __init__(self, generators: Any, raise_at: float = 0.7, **rest: Any) -> None:
         super().__init__(generators, **rest)
         if not 0.0 < raise_at <= 1.0:
-            raise UsageError(f"raise_at={raise_at} is a share of solved samples: give a number above 0, at most 1")
+            raise UsageError(f"raise_at={raise_at} is a share of solved samples. Fix: give a number above 0, at most 1")
         self.raise_at = raise_at
         self.base_options, self.levels = dict(self.options), dict.fromkeys(self.options, 0)
         # Generator -> the solved fraction of each of its newest groups at its current level.
@@ -300,7 +300,7 @@ class ReasoningGymCurriculum(ReasoningGym):
         # Only the fields that the curriculum changes are copied, since the config also has a seed
         # and a size. An attribute names one field, or two: the smallest and the largest size.
         attributes = map(vars, curriculum.attributes.values())
-        changed = [field for each in attributes for key, field in each.items() if key.endswith("field_name")]
+        changed = [field for fields in attributes for key, field in fields.items() if key.endswith("field_name")]
         self.options[name] = {**self.base_options[name], **{field: getattr(config, field) for field in changed}}
         self.levels[name], self.recent_shares[name] = level, []
 
@@ -321,9 +321,9 @@ def _generator(name: str, options: str, seed: str) -> Any:
     return create_dataset(name, **json.loads(options), seed=random.Random(seed).getrandbits(31), size=BLOCK_SIZE)
 
 
-def _unknown(fault: str, name: object, known: Sequence[str], fix: str) -> NoReturn:
+def _raise_unknown(error_text: str, name: object, known: Sequence[str], fix: str) -> NoReturn:
     near = closest_match(str(name), known)
-    raise UsageError(f"{fault}; {f'did you mean {near!r}?' if near else fix}")
+    raise UsageError(f"{error_text}; {f'did you mean {near!r}?' if near else fix}")
 
 
 def _parse_generators(generators: Any, graded: bool) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
@@ -341,9 +341,9 @@ def _parse_generators(generators: Any, graded: bool) -> tuple[dict[str, float], 
     weights, options = {}, {}
     for name, given in generators.items():
         # "composite" mixes other generators, as this class does.
-        known = [each for each in DATASETS if each != "composite"]
+        known = [name for name in DATASETS if name != "composite"]
         if name not in known:
-            _unknown(
+            _raise_unknown(
                 f"generators: unknown generator {name!r} of reasoning-gym",
                 name,
                 known,
@@ -363,7 +363,7 @@ def _parse_generators(generators: Any, graded: bool) -> tuple[dict[str, float], 
         taken = [field for field in DATASETS[name][1].__dataclass_fields__ if field not in ("seed", "size")]
         if unknown := [key for key in rest if key not in taken]:
             fix = f"expected {', '.join(['weight', *taken])}"
-            _unknown(f"generators.{name}: unknown option {unknown[0]!r}", unknown[0], taken, fix)
+            _raise_unknown(f"generators.{name}: unknown option {unknown[0]!r}", unknown[0], taken, fix)
         if not isinstance(weights[name], int | float) or not weights[name] > 0:
             raise UsageError(f"generators.{name}.weight={weights[name]!r}: expected a number above 0")
         # Each generator checks its options differently, many by an assertion.

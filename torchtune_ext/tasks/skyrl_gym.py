@@ -14,7 +14,7 @@ from typing import Any
 from torchtune_ext.run.errors import UsageError, wrap_user_errors
 from torchtune_ext.tasks.answers import strip_thinking
 from torchtune_ext.tasks.games import GameTask, imported, prompt_messages
-from torchtune_ext.tasks.task import Message, Turn
+from torchtune_ext.tasks.task import EnvironmentReply, Message
 
 
 class SkyRLGym(GameTask):
@@ -69,12 +69,12 @@ class SkyRLGym(GameTask):
 
 
 class SkyRLEnvironment:
-    """One conversation with an environment of skyrl-gym."""
+    """One episode with an environment of skyrl-gym."""
 
     def __init__(self, game: Any) -> None:
         self.game = game
 
-    def step(self, message: Message) -> Turn:
+    def step(self, message: Message) -> EnvironmentReply:
         # The environment's rewritten turn (`postprocessed_action`) is not used, because the policy
         # is trained on the ids that it sampled.
         step = self.game.step(strip_thinking(message["content"]))
@@ -82,7 +82,7 @@ class SkyRLEnvironment:
         metrics: dict[str, Any] = {
             name: value for name, value in self.game.get_metrics().items() if isinstance(value, Real)
         }
-        return Turn(step["observations"], step["reward"], step["done"], metrics)
+        return EnvironmentReply(step["observations"], step["reward"], step["done"], metrics)
 
     def close(self) -> None:
         self.game.close()

@@ -1,6 +1,7 @@
 """Defines the task interface: problems with hidden answers, and a grader for the policy's texts."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -52,7 +53,7 @@ class Score:
     # Named components of the reward, for the log.
     parts: Mapping[str, float] = field(default_factory=dict)
     note: str = ""  # for people, such as a compiler's output; truncated to 2,000 characters
-    # Strings for the rollout record, such as the machine.
+    # Metadata for the stored rollouts, such as the machine.
     facts: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -87,13 +88,13 @@ def require_index(index: int, length: int, what: str = "problem") -> None:
 def require_choice(key: str, value: object, known: Sequence[str]) -> None:
     """Raises UsageError unless a config value is one of the known values."""
     if value not in known:
-        raise UsageError(f"{key}={value!r}: choose one of {', '.join(known)}")
+        raise UsageError(f"{key}={value!r}: unknown. Fix: choose one of {', '.join(known)}")
 
 
 def require_share(key: str, value: object, of: str) -> None:
     """Raises UsageError unless a config value is a number from 0 to 1: a fraction of `of`."""
     if not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
-        raise UsageError(f"{key}={value!r} is a share of {of}: give a number from 0 to 1")
+        raise UsageError(f"{key}={value!r} is a share of {of}. Fix: give a number from 0 to 1")
 
 
 def require_question(prompt: str) -> None:
@@ -126,7 +127,7 @@ def to_score(value: object) -> Score:
     parts = {_text(name): _require_finite(name, number) for name, number in value.parts.items()}
     if taken := parts.keys() & {"mean", "std"}:
         raise UsageError(
-            f"a Score with the part {min(taken)!r}, which is the name of a metric of the reward; give it another name"
+            f"a Score with the part {min(taken)!r}, which is the name of a metric of the reward. Fix: give it another name"
         )
     facts = {_text(name): _text(fact) for name, fact in value.facts.items()}
     return Score(reward, parts, _text(value.note or ""), facts)
@@ -157,8 +158,8 @@ class Task(Protocol):
     `grade_group(problem, texts) -> list[float | Score]`. It grades all samples of a problem in one
     call and returns one value per text, in order.
 
-    If a task of this package sets `tries_answers = True`, each problem is checked before its texts
-    are graded: its solution must get a higher reward than a wrong text.
+    If a task of this package sets `checks_reference_answers = True`, each problem is checked before
+    its texts are graded: its solution must get a higher reward than a wrong text.
     """
 
     def __len__(self) -> int: ...
@@ -206,8 +207,8 @@ class SelfGradingTask(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """An environment's reply to a turn of the assistant."""
+class EnvironmentReply:
+    """An environment's reply to a turn of the policy."""
 
     # The policy's input before its next turn; no assistant messages.
     messages: Sequence[Message] = ()
@@ -219,30 +220,39 @@ class Turn:
 
 
 class Environment(Protocol):
-    """The environment of one conversation. It may define `close()`, and is not reused."""
+    """The environment of one episode. It may define `close()`, and is not reused."""
 
     # It runs in its own process, which is killed if a call exceeds `grader.timeout_s`.
-    def step(self, message: Message) -> Turn:
+    def step(self, message: Message) -> EnvironmentReply:
         """Replies to a turn. `message["content"]` is its text, without the tokens that end it."""
         ...
 
 
 @runtime_checkable
-class ConversationTask(Protocol):
-    """A task whose problems start conversations. An environment replaces `grade`.
+class EpisodeTask(Protocol):
+    """A task whose problems start episodes. An environment replaces `grade`.
 
     `Problem.messages` are the first input of the policy. `solution` returns the messages that
-    follow them in a successful conversation, alternately of the assistant and of the environment.
+    follow them in a successful episode, alternately of the assistant and of the environment.
     """
 
     max_turns: int  # largest number of assistant turns
 
     def environment(self, problem: Problem, seed: int) -> Environment:
-        """Creates the environment of one conversation.
+        """Creates the environment of one episode.
 
         All samples of a group get the same problem and seed.
         """
         ...
+
+
+def __getattr__(name: str) -> Any:
+    # The old names work until the next version.
+    current = {"Turn": EnvironmentReply, "ConversationTask": EpisodeTask}.get(name)
+    if current is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{name}: deprecated. Fix: import {current.__name__}", FutureWarning, stacklevel=2)
+    return current
 
 
 def solution_messages(solution: str | Sequence[Message]) -> list[Message]:

@@ -12,7 +12,7 @@ from typing import Any
 from torchtune_ext.run.errors import UsageError, closest_match, wrap_user_errors
 from torchtune_ext.tasks.answers import strip_thinking
 from torchtune_ext.tasks.games import GameTask, imported
-from torchtune_ext.tasks.task import Message, Turn
+from torchtune_ext.tasks.task import EnvironmentReply, Message
 
 
 class TextArena(GameTask):
@@ -78,22 +78,22 @@ class TextArenaEnvironment:
         while isinstance(self.unwrapped, Wrapper):
             self.unwrapped = self.unwrapped.env
 
-    def step(self, message: Message) -> Turn:
+    def step(self, message: Message) -> EnvironmentReply:
         # Some games raise an error for an unreadable move. As an environment failure, the
-        # conversation would not be trained on.
+        # episode would not be trained on.
         try:
             done, _ = self.game.step(strip_thinking(message["content"]))
             if not done:
-                return Turn(self.read_observation())
+                return EnvironmentReply(self.read_observation())
             # TextArena returns the rewards when a game is closed.
             rewards, info = self.game.close()
         except Exception as error:  # noqa: BLE001 (the game's code, on a text of the policy)
-            return Turn(done=True, parts={"invalid_move": 1.0}, note=f"{type(error).__name__}: {error}")
+            return EnvironmentReply(done=True, parts={"invalid_move": 1.0}, note=f"{type(error).__name__}: {error}")
         parts, note = {"invalid_move": float(info[0]["invalid_move"])}, str(info[0].get("reason", ""))
         # A few games swap the arguments when they reject a move. Then the reward holds the reason.
         if isinstance(rewards[0], str):
-            return Turn(done=True, parts=parts, note=rewards[0])
-        return Turn(reward=rewards[0], done=True, parts=parts, note=note)
+            return EnvironmentReply(done=True, parts=parts, note=rewards[0])
+        return EnvironmentReply(reward=rewards[0], done=True, parts=parts, note=note)
 
     def read_observation(self) -> list[Message]:
         """Returns the game's output since the last call, without the policy's own moves."""

@@ -1,7 +1,7 @@
 '''Environments in TRL's convention: a plain class whose methods are the policy's tools.
 
 class Shop:
-    def reset(self, budget, **row):      # starts a conversation; gets the row's fields
+    def reset(self, budget, **row):      # starts an episode; gets the row's fields
         self.left = budget
         return f"You have {budget} coins."
 
@@ -14,7 +14,7 @@ Args:
         """
         ...
 
-    def get_reward(self) -> float:       # the reward of the conversation
+    def get_reward(self) -> float:       # the reward of the episode
         ...
 
 task:
@@ -32,7 +32,7 @@ from typing import Any
 from torchtune_ext.run.errors import UsageError, wrap_user_errors
 from torchtune_ext.tasks.games import GameTask, prompt_messages
 from torchtune_ext.tasks.grade_functions import import_named
-from torchtune_ext.tasks.task import Message, Turn
+from torchtune_ext.tasks.task import EnvironmentReply, Message
 from torchtune_ext.tasks.tool_calls import ToolCall, parse_tool_calls
 
 RESERVED_METHODS = ("reset", "get_reward")  # public methods that are not tools
@@ -41,7 +41,7 @@ RESERVED_METHODS = ("reset", "get_reward")  # public methods that are not tools
 class ToolClass(GameTask):
     """Task of an environment class whose methods are tools.
 
-    A turn without a tool call ends a conversation. Results and errors of a turn's calls become
+    A turn without a tool call ends an episode. Results and errors of a turn's calls become
     messages with the role "tool". The reward comes with the last turn.
 
     Args:
@@ -91,12 +91,12 @@ class ToolClass(GameTask):
 
 
 class ToolEnvironment:
-    """One conversation: calls the tools of an instance of the class."""
+    """One episode: calls the tools of an instance of the class."""
 
     def __init__(self, game: Any, max_turns: int) -> None:
         self.game, self.turns_left, self.calls, self.errors = game, max_turns, 0, 0
 
-    def step(self, message: Message) -> Turn:
+    def step(self, message: Message) -> EnvironmentReply:
         self.turns_left -= 1
         try:
             calls = parse_tool_calls(message["content"])
@@ -105,10 +105,10 @@ class ToolEnvironment:
             results = [{"role": "tool", "content": self._error_result(error)}]
         else:
             results = [{"role": "tool", "name": call.name, "content": self._run_call(call)} for call in calls]
-        # The run ends a conversation after `max_turns`, so the reward must come with that turn.
+        # The run ends an episode after `max_turns`, so the reward must come with that turn.
         is_last = not results or not self.turns_left
         reward = _run_if_async(self.game.get_reward()) if is_last else 0.0
-        return Turn(results, reward, not results, {"tool_calls": self.calls, "tool_errors": self.errors})
+        return EnvironmentReply(results, reward, not results, {"tool_calls": self.calls, "tool_errors": self.errors})
 
     def _run_call(self, call: ToolCall) -> str:
         self.calls += 1

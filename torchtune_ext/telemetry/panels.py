@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from torchtune_ext.grading.environments import ENDINGS
+from torchtune_ext.grading.environments import FINISH_REASONS
 
 
 class Metric(NamedTuple):
@@ -94,7 +94,7 @@ PANELS = (
         Metric("episode/turns", "turns", "mean turns of the policy in a conversation", "it stays at the task's `max_turns`"),)),
     Panel("Learning", "Tokens read in a conversation", unit="int", zero=True, metrics=(
         Metric("episode/read_tokens", "read", "mean environment tokens of a conversation, masked from the loss"),)),
-    Panel("Learning", "Endings of conversations", unit="percent", style="stack", zero=True, order=ENDINGS,
+    Panel("Learning", "Endings of conversations", unit="percent", style="stack", zero=True, order=FINISH_REASONS,
           colors=(3, 7, 2, 4, 6, 1, 5), metrics=(
         Metric("episode/<ending>", "", "fraction of conversations with this ending",
                "`length` or `context_overflow` exceeds 0.1; `environment_failed` or `step_timeout` exceeds 0"),)),

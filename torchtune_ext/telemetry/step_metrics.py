@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from torchtune_ext.grading.environments import ENDINGS
+from torchtune_ext.grading.environments import FINISH_REASONS
 from torchtune_ext.pipeline.evaluation import compute_accuracy
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.run.errors import UsageError
@@ -145,7 +145,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         # Tokens that were not sampled come from the environment and from the chat template.
         values["episode/turns"] = float(np.mean(turns))
         values["episode/read_tokens"] = float(np.mean([len(s.completion.tokens) for s in samples]) - lengths.mean())
-        values |= {f"episode/{ending}": endings.count(ending) / len(endings) for ending in ENDINGS}
+        values |= {f"episode/{ending}": endings.count(ending) / len(endings) for ending in FINISH_REASONS}
     if scores:
         rewards = np.array([score.reward for score in scores])
         values |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}

@@ -25,16 +25,16 @@ BUCKET_NAMES = [*bucket_names("at", POSITION_EDGES), *bucket_names("staleness", 
 STALENESS_0_BUCKET = len(POSITION_EDGES)  # index into BUCKET_NAMES of tokens that the current version sampled
 
 
-def completion_positions(samples_L: Tensor) -> Tensor:
+def completion_positions(completion_index_L: Tensor) -> Tensor:
     """The position of every label in its completion, from 0; int64 [L].
 
     The labels of a completion must be contiguous.
     """
-    index_L = torch.arange(samples_L.numel(), device=samples_L.device)
-    first_L = torch.ones_like(samples_L, dtype=torch.bool)
-    first_L[1:] = samples_L[1:] != samples_L[:-1]
+    index_L = torch.arange(completion_index_L.numel(), device=completion_index_L.device)
+    first_L = torch.ones_like(completion_index_L, dtype=torch.bool)
+    first_L[1:] = completion_index_L[1:] != completion_index_L[:-1]
     # The running maximum of the first labels' indices is the start of the completion of each label.
-    return index_L - torch.where(first_L, index_L, 0).cummax(0).values if samples_L.numel() else index_L
+    return index_L - torch.where(first_L, index_L, 0).cummax(0).values if completion_index_L.numel() else index_L
 
 
 def bucket_ids(row: Row, version: int | None) -> Tensor:
@@ -49,7 +49,9 @@ def bucket_ids(row: Row, version: int | None) -> Tensor:
     """
     staleness_L = torch.zeros_like(row.versions_L) if version is None else (version - row.versions_L).clamp(min=0)
     position_L = torch.bucketize(
-        completion_positions(row.samples_L), torch.tensor(POSITION_EDGES[1:], device=staleness_L.device), right=True
+        completion_positions(row.completion_index_L),
+        torch.tensor(POSITION_EDGES[1:], device=staleness_L.device),
+        right=True,
     )
     staleness_L = torch.bucketize(staleness_L, torch.tensor(STALENESS_EDGES[1:], device=staleness_L.device), right=True)
     return torch.stack([position_L, STALENESS_0_BUCKET + staleness_L])

@@ -40,7 +40,7 @@ from torchtune_ext.run.errors import MAX_DURATION_S, RunFailure, UsageError, Usa
 from torchtune_ext.run.files import finalize_folder, make_empty_folder, partial_path, rename_and_remove
 from torchtune_ext.run.folder import Run, RunFolder, checkpoint_folders, checkpoint_step, diff_settings
 from torchtune_ext.run.output import format_labels, print_text
-from torchtune_ext.settings.records import config_record
+from torchtune_ext.settings.records import config_section
 from torchtune_ext.training.collectives import (
     EXCEPTION_TYPES,
     all_gather,
@@ -68,7 +68,7 @@ STATE_MISMATCH_ERRORS = (
 ALWAYS_DIFFERENT_KEYS = ("output_dir", "resume_from_checkpoint", "dry_run")
 
 
-@config_record("checkpoints")
+@config_section("checkpoints")
 class CheckpointConfig:
     """The keys of `checkpoints:`."""
 

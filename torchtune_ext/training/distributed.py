@@ -26,14 +26,14 @@ from torchtune_ext.run.process_env import (
     rank_and_world_size,
     read_int_variable,
 )
-from torchtune_ext.settings.records import Seconds, config_record
+from torchtune_ext.settings.records import Seconds, config_section
 from torchtune_ext.training.collectives import all_gather, any_rank, call_on_main, join
 
 T = TypeVar("T")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # <malloc.h>
 
 
-@config_record("ranks")
+@config_section("ranks")
 class RanksConfig:
     """The keys of `ranks:`, for runs of several ranks."""
 
@@ -153,7 +153,7 @@ def init_ranks(
             f"The ranks did not find each other within ranks.deadline_s={config.deadline_s:g} s "
             f"({' '.join(str(error).split())[:300]}). gloo listens on "
             f"{os.environ.get('GLOO_SOCKET_IFNAME', 'the host name')}: set GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME "
-            "on GPUs, to the network interface that connects the machines (docs/several_machines.md)"
+            "on GPUs, to the network interface that connects the machines (docs/how_to/multi_gpu.md)"
         ) from error
     hosts = hosts_of_ranks()
     if output_dir is not None:

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from torchtune_ext.kernels.packed_attention import TILE_SIZE
 from torchtune_ext.objective.loss import Loss, Tokens, loss_requirements
-from torchtune_ext.pipeline.packing import Row, RowLayout
+from torchtune_ext.pipeline.packing import Row, RowCostModel
 from torchtune_ext.policy.logprobs import LabelLogprobs, PackedPolicy
 from torchtune_ext.policy.lora import AdapterDisabledReference, adapter_names
 from torchtune_ext.run.errors import RunFailure, UsageError
-from torchtune_ext.settings.records import config_record
+from torchtune_ext.settings.records import config_section
 from torchtune_ext.training.buckets import Breakdown
 from torchtune_ext.training.distributed import Ranks, max_or_nan, reduce_over_ranks
 
@@ -66,12 +66,12 @@ class Learner:
         self._reference = make_reference(policy.model) if self.loss_requirements.reference_logprobs else None
 
     @property
-    def layout(self) -> RowLayout:
+    def cost_model(self) -> RowCostModel:
         """How rows are packed for these ranks."""
         # On CUDA, compiled kernels need few different row lengths, so lengths are multiples of a
         # tile.
         tile = TILE_SIZE if self.ranks.device.type == "cuda" else None
-        return RowLayout(self.ranks.world_size, tile, self.policy.attention_pair_cost)
+        return RowCostModel(self.ranks.world_size, tile, self.policy.attention_pair_cost)
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None, top_k: int = 0) -> list[LabelLogprobs]:
@@ -162,7 +162,7 @@ class Learner:
                     ref_logprobs_L=None if reference is None else reference[i].logprobs_L,
                     advantages_L=row.advantages_L,
                     versions_L=row.versions_L,
-                    samples_L=row.samples_L,
+                    completion_index_L=row.completion_index_L,
                     proximal_top_LK=row_proximal.top_LK,
                     top_LK=current.top_LK,
                     teacher_logprobs_L=row.teacher_logprobs_L,
@@ -306,7 +306,7 @@ def _local(param: nn.Parameter) -> Tensor:
     return param.to_local() if isinstance(param, DTensor) else param
 
 
-@config_record("schedule")
+@config_section("schedule")
 class ScheduleConfig:
     """The keys of `schedule:`, the learning-rate schedule."""
 

@@ -110,7 +110,7 @@ def require_shared_folder(hosts: Sequence[str], output_dir: str | Path) -> None:
         raise UsageError(
             f"output_dir={output_dir}: {ranks_text(hosts, blind_ranks)} cannot see what {ranks_text(hosts, [0])} writes "
             f"there ({resolved}). Every rank writes its part of a checkpoint: name a folder that all machines share, "
-            "under the same path (docs/several_machines.md)"
+            "under the same path (docs/how_to/multi_gpu.md)"
         )
 
 

@@ -25,7 +25,7 @@ from torchtune_ext.policy.lora import AdapterSpec
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.output import print_text
 from torchtune_ext.sampling.types import EngineConfig
-from torchtune_ext.settings.records import config_record
+from torchtune_ext.settings.records import config_section
 
 if TYPE_CHECKING:
     from torchtune_ext.policy.fp8.plan import Fp8Plan
@@ -64,7 +64,7 @@ def computes_in_bfloat16(device: str) -> bool:
     return any(f" {flag}" in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-@config_record("precision")
+@config_section("precision")
 class PrecisionConfig(Fp8Config):
     """The keys of `precision:`, the precision flow."""
 

@@ -235,7 +235,7 @@ class Publisher:
                     for group, completions in zip(self._canary_groups, answer.completions, strict=True)
                 ]
                 row_tokens = sum(len(g.prompt_tokens) + CANARY_SAMPLES * tokens for g in groups)
-                replica_rows.append((answer.replica, pack(groups, row_tokens, layout=self._learner.layout)[0]))
+                replica_rows.append((answer.replica, pack(groups, row_tokens, cost_model=self._learner.cost_model)[0]))
         replica_rows, error = self._ranks.broadcast((replica_rows, error))
         return [(replica, self._ranks.local_slice(rows)) for replica, rows in replica_rows], error
 

@@ -95,20 +95,15 @@ class Replay:
         """Does nothing: a replay has no engine."""
         return {}
 
-    def prefetch(self, version: int) -> None:
+    def on_publish(self, version: int) -> None:
         """Does nothing: a replay does not sample."""
 
-    def take(
-        self, count: int, timer: Any = None, progress: Any = None, refill_round: int = 0
-    ) -> tuple[list[Group], dict[str, float]]:
+    def take(self, count: int, timer: Any = None, progress: Any = None) -> tuple[list[Group], dict[str, float]]:
         """Returns all stored groups of the next step, in the order of sampling, and no metrics.
 
         Raises:
             UsageError: the file of the step is damaged, or another run has started in the folder.
         """
-        # The groups of refills are stored with their step, and were already returned.
-        if refill_round:
-            return [], {}
         if (current_id := self._record()["id"]) != self._id:
             raise UsageError(
                 f"replay={self._run}: expected run {self._id} in the folder, found {current_id}. Fix: set replay to the "
@@ -116,6 +111,12 @@ class Replay:
             )
         self._step += 1
         return read_rollouts(self._paths[self._step]), {}
+
+    def refill(
+        self, count: int, refill_round: int, timer: Any = None, progress: Any = None
+    ) -> tuple[list[Group], dict[str, float]]:
+        """Returns no groups: `take` has returned the groups of refills, which are stored with their step."""
+        return [], {}
 
     def state_dict(self) -> dict[str, Any]:
         return {REPLAYED_RUN_KEY: self._id}

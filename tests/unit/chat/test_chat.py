@@ -357,7 +357,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("generation_config.json", "", "generation_config.json is empty. Copy the file from"),
+        ("generation_config.json", "", "generation_config.json is empty. Fix: copy the file again"),
         ("generation_config.json", "[]", r"generation_config.json holds \[\]; expected a JSON object"),
         ("generation_config.json", "null", "generation_config.json holds null; expected"),
         ("generation_config.json", "{'eos_token_id': 1}", "generation_config.json is not JSON in UTF-8"),

@@ -1,4 +1,4 @@
-"""Conversations of several turns on the templates of real models: the ids that a run appends are those of the template, wherever
+"""Episodes of several turns on the templates of real models: the ids that a run appends are those of the template, wherever
 the template lets them be.
 
 Two families run everywhere, with a small vocabulary: SmolLM2, whose template is here, and MiniCPM-V 4.5, whose template comes with
@@ -20,7 +20,7 @@ from helpers.records import make_sample
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.pipeline.episodes import Episode
 from torchtune_ext.run.errors import UsageError
-from torchtune_ext.tasks.task import Turn
+from torchtune_ext.tasks.task import EnvironmentReply
 
 # Of SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), as its GGUF file has it (scripts/pretrained.sh).
 SMOLLM2 = (
@@ -158,7 +158,7 @@ def appended(tokenizer: ChatTokenizer, messages, turns=(), history="sampled") ->
         ids = turns.pop(0) if turns else [*tokenizer.encode(text), end_of(tokenizer)]
         episode.add_turn(make_sample(ids).completion, tokenizer.decode(ids))
         answer = before_a_turn(messages[place + 1 :])
-        episode.add_answer(Turn(answer))
+        episode.add_reply(EnvironmentReply(answer))
         if history == "sampled":
             context = [*episode.path, *tokenizer.turn_boundary_ids(answer, episode.path[-1], (), prompted)]
         else:

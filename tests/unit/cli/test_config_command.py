@@ -18,7 +18,7 @@ from torchtune_ext.cli.cli import main
 from torchtune_ext.cli.config import find_options, format_options, json_schema
 from torchtune_ext.cli.options import REQUIRED_MARK, argument_descriptions, arguments_of, format_yaml, list_options
 from torchtune_ext.run.catalog import config_files, package_folder, recipe_files
-from torchtune_ext.settings.records import RECORD, config_record, nested_record, option_fields
+from torchtune_ext.settings.records import FORBID_UNKNOWN_KEYS, config_section, nested_section, option_fields
 
 RECIPES = {recipe.name: recipe for recipe in recipe_files(package_folder("recipes"), package_folder("configs"))}
 
@@ -33,7 +33,7 @@ def test_listing_has_every_field_with_description(name):
     fields = option_fields(config_of(name))
     assert [key for key in listed if "." not in key] == list(fields)
     assert all(option.description for option in listed.values())
-    nested = {key: record for key, field in fields.items() if (record := nested_record(field))}
+    nested = {key: record for key, field in fields.items() if (record := nested_section(field))}
     assert len(nested) >= 3
     for key, record in nested.items():
         assert [each for each in listed if each.startswith(f"{key}.")] == [
@@ -124,13 +124,13 @@ def test_config_listing_fits_terminal_one_key_per_line():
     assert " ".join(" ".join(short).split()) == " ".join(" ".join(long).split())
 
 
-@config_record("inner")
+@config_section("inner")
 class Inner:
     needed: int = Field(description="n")
     many: tuple[str, ...] = Field(default=(), description="m")
 
 
-@dataclass(config=RECORD, kw_only=True)
+@dataclass(config=FORBID_UNKNOWN_KEYS, kw_only=True)
 class Mine:
     inner: Inner = Field(description="i")
     own: Inner = Field(default=Inner(needed=7, many=("a b",)), description="o")

@@ -71,7 +71,7 @@ def place(tmp_path, monkeypatch):
         (f"--config grpo/tiny {GPUS} max_steps", "'max_steps' is not key=value"),
         (
             f"--config few.yaml --recipe grpo_full {GPUS}",
-            "model_dir has no value; set it in the YAML or on the command",
+            "model_dir has no value. Fix: set it in the YAML",
         ),
         ("--config grpo/tiny model_dir=${nothing} " + GPUS, "model_dir: Interpolation key 'nothing' not found"),
     ],

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from helpers.scripted_task import PROBLEM, Scripted, graded
-from torchtune_ext.grading import Grader, GraderConfig, Ungraded, answer_faults, check_grading
+from torchtune_ext.grading import Grader, GraderConfig, Ungraded, check_grading, find_answer_errors
 from torchtune_ext.grading.grader import is_failure
-from torchtune_ext.grading.outcomes import has_shipped_grader
+from torchtune_ext.grading.outcomes import has_builtin_grader
 from torchtune_ext.run import processes
 from torchtune_ext.tasks.arithmetic import Arithmetic
 from torchtune_ext.tasks.guess_number import GuessNumber
@@ -194,13 +194,13 @@ def test_shipped_grader_failed_by_the_machine_is_ungraded(tmp_path):
     ],
 )
 def test_shipped_grader_excludes_functions_of_the_user(task, shipped):
-    assert has_shipped_grader(task) is shipped
+    assert has_builtin_grader(task) is shipped
 
 
 class Golds:
     """Each right answer is a word that says how its grading goes wrong."""
 
-    tries_answers = True
+    checks_reference_answers = True
 
     def grade(self, problem, text):
         if problem.answer == "raises":
@@ -220,26 +220,26 @@ class Golds:
     grade.__module__ = "torchtune_ext.tasks.made_up"
 
 
-def test_answer_faults_useless_answers_are_named(tmp_path):
+def test_find_answer_errors_names_useless_answers(tmp_path):
     words = ["right", "raises", "hangs", "pays all", "pays none", "has none", threading.Lock(), tmp_path / "hung"]
     problems = [Problem(str(word), (), word) for word in words]
     with Grader(Golds(), timeout_s=1.0) as grader:
-        faults = answer_faults(grader, problems)
+        errors = find_answer_errors(grader, problems)
     # The last one is graded at the second try.
-    assert faults[0] == faults[5] == faults[7] == ""
-    assert [isinstance(fault, TransientReason) for fault in faults] == [False, False, True] + [False] * 5
-    assert faults[1].startswith(
+    assert errors[0] == errors[5] == errors[7] == ""
+    assert [isinstance(error, TransientReason) for error in errors] == [False, False, True] + [False] * 5
+    assert errors[1].startswith(
         "its answer cannot be graded: ValueError: Exceeds the limit (4300 digits) (test_grading"
     )
-    assert faults[2] == "its answer cannot be graded: no answer within 1 s; the process was killed"
-    assert faults[3] == "its reference answer gets the reward 1, and a wrong text 1"
-    assert faults[4] == "its reference answer gets the reward 0, and a wrong text 0"
-    assert faults[6].startswith(
+    assert errors[2] == "its answer cannot be graded: no answer within 1 s; the process was killed"
+    assert errors[3] == "its reference answer gets the reward 1, a wrong text 1"
+    assert errors[4] == "its reference answer gets the reward 0, a wrong text 0"
+    assert errors[6].startswith(
         "its answer cannot be graded: cannot be sent to a grading process: TypeError: cannot pickle"
     )
     # A grader of the user's may cost money, so its answers are not tried.
     with Grader(type("Mine", (Golds,), {"grade": lambda self, problem, text: 1.0})()) as grader:
-        assert answer_faults(grader, problems[:6]) == [""] * 6
+        assert find_answer_errors(grader, problems[:6]) == [""] * 6
 
 
 @pytest.mark.parametrize(
@@ -247,12 +247,12 @@ def test_answer_faults_useless_answers_are_named(tmp_path):
     [
         (
             [threading.Lock()] * 6,
-            "task: none of its first problems can be graded; the last error: problem '5': it cannot",
+            "task: none of its first problems can be graded: problem '5': it cannot",
         ),
         ([threading.Lock()] * 6 + ["right"], None),
     ],
 )
-def test_rehearse_unpicklable_problems_are_left_out(answers, words):
+def test_check_grading_skips_unpicklable_problems(answers, words):
     class Listed(Golds, list):
         def __reduce__(self):
             return Golds, ()
@@ -324,7 +324,7 @@ def test_grader_invalid_config_and_tasks_raise():
         Grader(Scripted(), timeout_s=0)
     task = Scripted()
     task.lock = threading.Lock()
-    with pytest.raises(ValueError, match="task Scripted cannot be sent.*lock"):
+    with pytest.raises(ValueError, match="task Scripted cannot be pickled.*lock"):
         Grader(task)
 
     class RefusesToLoad(Scripted):

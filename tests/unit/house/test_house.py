@@ -43,7 +43,7 @@ ORDER = [
 SETTINGS = ("settings", "setup", "cluster", "sweep", "cli")
 # What a room needs to declare the record of its config keys.
 RECORDS = [
-    f"torchtune_ext.settings.{name}" for name in ("records.config_record", "records.Seconds", "components.Component")
+    f"torchtune_ext.settings.{name}" for name in ("records.config_section", "records.Seconds", "components.Component")
 ]
 MAX_FILE, MAX_FUNCTION, MAX_KEYS = 600, 80, 41  # lines, lines, names
 MAX_RECIPE = 300  # statements: comments and blank lines cost nothing, and squeezing a line gains nothing

@@ -23,7 +23,7 @@ from torchtune_ext.kernels import linear_logprob
 from torchtune_ext.kernels.packed_attention import dense_mask, segment_mask
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.groups import Group
-from torchtune_ext.pipeline.packing import RowLayout, context_hashes, pack
+from torchtune_ext.pipeline.packing import RowCostModel, context_hashes, pack
 from torchtune_ext.policy import logprobs
 from torchtune_ext.policy.logprobs import PackedPolicy
 
@@ -56,10 +56,10 @@ def test_a_packed_tree_equals_every_path_alone(seeds, monkeypatch):
     for seed in seeds:
         groups, longest = trees(seed)
         aggregation, row_tokens = ["token", "sequence"][seed % 2], longest + 7 + 40 * (seed % 3)
-        layout = RowLayout(1 + seed % 2, 8 if seed % 5 == 0 else None)
+        cost_model = RowCostModel(1 + seed % 2, 8 if seed % 5 == 0 else None)
         model = tiny_model(dtype=torch.float64)
         want, policy = reference(model, groups, LOSS, aggregation, 0.9), PackedPolicy(model)
-        rows, stats = pack(groups, row_tokens, aggregation, pad_id=PAD, layout=layout)
+        rows, stats = pack(groups, row_tokens, aggregation, pad_id=PAD, cost_model=cost_model)
         assert stats.labels == sum(len(s.completion.sampled_indices) for _, s in trained_samples(groups))
         assert_equal_to_plain(policy, rows, groups, LOSS, want, 0.9)
         if seed % 4 == 0:
@@ -132,8 +132,8 @@ def test_tree_labels_with_equal_context_share_hash():
     for row_tokens in (longest, 500):
         labels = {}
         for row in pack(groups, row_tokens)[0]:
-            for number in range(int(row.samples_L.max()) + 1):
-                at = (row.samples_L == number).tolist()
+            for number in range(int(row.completion_index_L.max()) + 1):
+                at = (row.completion_index_L == number).tolist()
                 key = tuple(row.logprobs_L[torch.tensor(at)].tolist())
                 labels[key] = [each for each, own in zip(context_hashes(row)[1].tolist(), at, strict=True) if own]
         hashes[row_tokens] = labels

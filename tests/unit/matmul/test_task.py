@@ -72,9 +72,9 @@ def visit(task, *results, index=0, cursor=0):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"reward": "fast"}, "task.reward='fast': choose one of published, log_speedup, peak_share"),
-        ({"prompt": "none"}, "task.prompt='none': choose one of long, short"),
-        ({"show": 1.5}, "task.show=1.5 is a share of the prompts: give a number from 0 to 1"),
+        ({"reward": "fast"}, "task.reward='fast': unknown. Fix: choose one of published, log_speedup, peak_share"),
+        ({"prompt": "none"}, "task.prompt='none': unknown. Fix: choose one of long, short"),
+        ({"show": 1.5}, "task.show=1.5 is a share of the prompts. Fix: give a number from 0 to 1"),
         ({"show": math.nan}, "task.show=nan is a share"),
         ({"show": "half"}, "task.show='half' is a share"),
         (

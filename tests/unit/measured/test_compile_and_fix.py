@@ -10,7 +10,7 @@ from torchtune_ext.measured.matmul import CompileAndFix
 from torchtune_ext.measured.matmul.compile_and_fix import MAX_FEEDBACK_CHARS
 from torchtune_ext.measured.sandbox import SandboxError
 from torchtune_ext.run.errors import UsageError
-from torchtune_ext.tasks.task import ConversationTask
+from torchtune_ext.tasks.task import EpisodeTask
 
 SUM = "void reduction(int n, const double *x, double *total) {{ {} }}"
 RIGHT = SUM.format("double s = 0; for (int i = 0; i < n; i++) s += x[i]; *total = s;")
@@ -48,7 +48,7 @@ def test_repair_environment_feeds_back_compiler_and_test_output(task):
 
 
 def test_repair_task_problems_and_solutions(task):
-    assert isinstance(task, ConversationTask) and [task[i].id for i in range(2)] == ["reduction-64", "reduction-100"]
+    assert isinstance(task, EpisodeTask) and [task[i].id for i in range(2)] == ["reduction-64", "reduction-100"]
     with pytest.raises(IndexError):
         task[2]
     short = CompileAndFix({"reduction": 64}, prompt="short")
@@ -62,7 +62,7 @@ def test_repair_task_problems_and_solutions(task):
     "words, message",
     [
         ({"kernels": {"sum": 3}}, "task.kernels"),
-        ({"prompt": "brief"}, "prompt='brief': choose one of long, short"),
+        ({"prompt": "brief"}, "prompt='brief': unknown. Fix: choose one of long, short"),
         ({"compiler": "no-such-cc"}, "no-such-cc"),
     ],
 )

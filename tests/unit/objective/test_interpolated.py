@@ -22,7 +22,7 @@ def make_tokens(versions_L, logprobs_L, behavior_logprobs_L, proximal_logprobs_L
         ref_logprobs_L=None,
         advantages_L=torch.tensor([2.0, -1.0], dtype=torch.float64)[torch.arange(num) // 3 % 2],
         versions_L=versions_L,
-        samples_L=torch.arange(num) // 3,
+        completion_index_L=torch.arange(num) // 3,
         version=VERSION,
     )
 

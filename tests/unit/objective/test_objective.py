@@ -35,7 +35,7 @@ def tokens(new=NEW, old=OLD, sampler=SAMPLER, ref=REFERENCE, advantages=ADVANTAG
         ref_logprobs_L=None if ref is None else tensor(ref),
         advantages_L=tensor(advantages),
         versions_L=torch.zeros(len(new), dtype=torch.int32),
-        samples_L=torch.tensor(samples),
+        completion_index_L=torch.tensor(samples),
         **top,
     )
 
@@ -358,7 +358,7 @@ def test_teacher_expected_gradient_equals_reverse_kl_gradient():
                     ref_logprobs_L=None,
                     advantages_L=torch.zeros(2, dtype=torch.float64),
                     versions_L=torch.zeros(2, dtype=torch.int32),
-                    samples_L=torch.zeros(2, dtype=torch.int64),
+                    completion_index_L=torch.zeros(2, dtype=torch.int64),
                     teacher_logprobs_L=teacher[places],
                 )
             )

@@ -22,7 +22,7 @@ from torchtune_ext.objective.loss import PolicyLoss, Tokens
 from torchtune_ext.objective.ratios import sample_means, sample_sums
 from torchtune_ext.pipeline.advantages import AdvantageConfig, assign_advantages
 from torchtune_ext.pipeline.groups import Group
-from torchtune_ext.pipeline.packing import RowLayout, pack, pack_updates
+from torchtune_ext.pipeline.packing import RowCostModel, pack, pack_updates
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.run.catalog import package_folder
 from torchtune_ext.tasks.task import Problem, Score
@@ -73,7 +73,7 @@ def random_tokens(seed, num=40, spread=0.4, dtype=torch.float64, top_k=4, length
         ref_logprobs_L=ref,
         advantages_L=advantages,
         versions_L=torch.tensor(rng.integers(3, 8, len(samples)), dtype=torch.int32),
-        samples_L=torch.tensor(samples),
+        completion_index_L=torch.tensor(samples),
         proximal_top_LK=tops[0].log_softmax(-1)[:, :top_k],
         top_LK=(tops[0] + 0.2 * tops[1]).log_softmax(-1)[:, :top_k],
         teacher_logprobs_L=-ref.abs() - 0.1,
@@ -179,10 +179,14 @@ def test_policy_loss_is_independent_of_other_completions():
     for options in LOSSES.values():
         loss, kept = PolicyLoss(**options), {name: [] for name in ("values", "gradients")}
         values, gradients, _ = run(loss, t)
-        for sample in reversed(range(int(t.samples_L.max()) + 1)):
-            at = t.samples_L == sample
-            cut = {f: getattr(t, f)[at].detach() for f in Tokens.__slots__ if f not in ("samples_L", "version")}
-            isolated = Tokens(**cut, samples_L=torch.zeros(int(at.sum()), dtype=torch.int64), version=t.version)
+        for sample in reversed(range(int(t.completion_index_L.max()) + 1)):
+            at = t.completion_index_L == sample
+            cut = {
+                f: getattr(t, f)[at].detach() for f in Tokens.__slots__ if f not in ("completion_index_L", "version")
+            }
+            isolated = Tokens(
+                **cut, completion_index_L=torch.zeros(int(at.sum()), dtype=torch.int64), version=t.version
+            )
             result = run(loss, isolated)
             kept["values"].insert(0, result[0])
             kept["gradients"].insert(0, result[1])
@@ -271,7 +275,7 @@ def make_groups(seed=0):
 @keep_float64()
 def loss_and_gradients(groups, options, aggregation, row_tokens, tile=None, turned=False):
     """One update after the policy has changed, so that ratios differ from one."""
-    rows, _ = pack(groups, row_tokens, aggregation, 16, layout=RowLayout(tile=tile))
+    rows, _ = pack(groups, row_tokens, aggregation, 16, cost_model=RowCostModel(tile=tile))
     # Rows hold float32; the interpolated old policy needs one dtype for sampler and trainer.
     rows = [
         replace(row, logprobs_L=row.logprobs_L.double(), teacher_logprobs_L=row.teacher_logprobs_L.double())
@@ -392,7 +396,7 @@ class Constant:
     """A loss with known metrics."""
 
     def __call__(self, t):
-        first_L = t.samples_L == 0
+        first_L = t.completion_index_L == 0
         return t.logprobs_L, {"first": first_L.float(), "first_max": first_L.float()}
 
 

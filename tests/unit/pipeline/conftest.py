@@ -19,27 +19,27 @@ def numbered_grader():
 
 
 @pytest.fixture
-def make(numbered_grader):
+def make_source(numbered_grader):
     """Makes a rollout source of 2 groups per step for 10 steps, and its engine."""
     sources = []
 
-    def make(
+    def make_source(
         staleness=0,
         prefetch_steps=None,
-        at_once=True,
+        answers_immediately=True,
         batch=2,
         deadline_s=30.0,
         cursor=0,
-        by=numbered_grader,
+        grader=numbered_grader,
         task=None,
     ):
-        engine, problems = ManualEngine(at_once), ProblemStream(task or NumberedTask(), SEED)
+        engine, problems = ManualEngine(answers_immediately), ProblemStream(task or NumberedTask(), SEED)
         problems.cursor = cursor
-        stream = GroupStream(engine, LetterTokenizer(), by)
-        sampling, ledger = SamplingConfig(max_tokens=8), StalenessScheduler(batch, 10, staleness, prefetch_steps)
-        sources.append(RolloutSource(ledger, stream, problems, SAMPLES, sampling, SEED, deadline_s))
+        stream = GroupStream(engine, LetterTokenizer(), grader)
+        sampling, scheduler = SamplingConfig(max_tokens=8), StalenessScheduler(batch, 10, staleness, prefetch_steps)
+        sources.append(RolloutSource(scheduler, stream, problems, SAMPLES, sampling, SEED, deadline_s))
         return sources[-1], engine
 
-    yield make
+    yield make_source
     for source in sources:
         source.close()

@@ -99,11 +99,11 @@ def test_adaptive_checkpoint_of_other_task_kind_is_refused():
         ProblemStream(Adapting(), SEED).load_state_dict({})
 
 
-def test_adaptive_prefetched_groups_keep_questions_across_checkpoint(make, tmp_path):
+def test_adaptive_prefetched_groups_keep_questions_across_checkpoint(make_source, tmp_path):
     """The engine has answered them, so they keep their problems, although the task would now make others."""
     task = Adapting()
-    source, engine = make(staleness=1, task=task)
-    source.prefetch(version=0)
+    source, engine = make_source(staleness=1, task=task)
+    source.on_publish(version=0)
     wait_until(
         lambda: all("0 of 2 texts are not graded" in source._stream.describe_pending(number) for number in range(4))
     )
@@ -111,7 +111,7 @@ def test_adaptive_prefetched_groups_keep_questions_across_checkpoint(make, tmp_p
     source._problems.observe(1, outcomes_for_task(first), tmp_path)
     state = json.loads(json.dumps([source.state_dict(), source._problems.state_dict()]))
 
-    resumed, engine = make(staleness=1, cursor=4, task=Adapting())
+    resumed, engine = make_source(staleness=1, cursor=4, task=Adapting())
     resumed._problems.load_state_dict(state[1])
     resumed.load_state_dict(state[0], step=1, version=1)
     second, _ = resumed.take(2)

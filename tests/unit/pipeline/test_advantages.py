@@ -77,7 +77,7 @@ def test_equal_episodes_may_differ_by_turn():
     talks = [conversation(1.0, 0.0), conversation(0.0, 1.0)]
     (whole,), _ = assign_advantages([group(*talks)], AdvantageConfig())
     (turns,), stats = assign_advantages([group(*talks)], AdvantageConfig(credit="turn"))
-    assert not whole.has_nonzero_advantage and turns.has_nonzero_advantage and stats.groups == 1
+    assert not whole.has_nonzero_advantage and turns.has_nonzero_advantage and stats.num_nonzero_groups == 1
     assert [s.turn_advantages for s in turns.samples] == [(0.0, -1.0), (0.0, 1.0)]
 
 
@@ -111,12 +111,12 @@ def test_against_the_definition(rewards):
         if len(set(rewards)) == 1:  # also a group of one sample
             assert values == [0.0] * len(rewards)
             assert not any(s.in_loss for s in done.samples)
-            assert (stats.groups, stats.no_signal) == (0, 1)
+            assert (stats.num_nonzero_groups, stats.no_signal) == (0, 1)
             continue
         scale = statistics.pstdev(rewards) if scaling == "group_std" else 1.0
         assert values == pytest.approx([(r - statistics.fmean(rewards)) / scale for r in rewards], rel=1e-9, abs=1e-9)
         assert all(s.in_loss for s in done.samples)
-        assert (stats.groups, stats.no_signal) == (1, 0)
+        assert (stats.num_nonzero_groups, stats.no_signal) == (1, 0)
 
 
 def test_equal_fractional_rewards_have_zero_advantage():
@@ -206,7 +206,7 @@ def test_groups_stay_in_order_and_whole():
         assert [s.outcome for s in after.samples] == [s.outcome for s in before.samples]
         assert all(a.completion is b.completion for a, b in zip(after.samples, before.samples, strict=True))
     assert [[s.in_loss for s in g.samples] for g in done] == [[True, True], [False, False], [False, False]]
-    assert (stats.groups, stats.no_signal, stats.infra_failed, stats.timed_out) == (1, 2, 1, 0)
+    assert (stats.num_nonzero_groups, stats.no_signal, stats.infra_failed, stats.timed_out) == (1, 2, 1, 0)
     assert groups[0].samples[0].in_loss is False  # the input records are not changed
     assert assign_advantages([], AdvantageConfig())[0] == []
 
@@ -221,7 +221,7 @@ def test_extra_loss_terms_train_zero_variance_groups():
     assert [[s.in_loss for s in g.samples] for g in done] == [[True, True], [True, True, False, False], [False, False]]
     assert [[s.advantage for s in g.samples] for g in done] == [[1.0, -1.0], [0.0] * 4, [0.0] * 2]
     assert [g.has_nonzero_advantage for g in done] == [True, False, False]
-    assert (stats.groups, stats.no_signal) == (1, 2)  # the count of groups with nonzero advantages is unchanged
+    assert (stats.num_nonzero_groups, stats.no_signal) == (1, 2)
 
 
 @settings(max_examples=200)
@@ -261,7 +261,7 @@ def test_leave_one_out_baseline_is_mean_of_others():
 
 def test_batch_std_without_graded_samples_is_silent(recwarn):
     _, stats = assign_advantages([group(sample(FAILED), sample(TIMED_OUT))], AdvantageConfig(scale="batch_std"))
-    assert not recwarn and stats.groups == 0
+    assert not recwarn and stats.num_nonzero_groups == 0
 
 
 def test_batch_std_is_that_of_all_gradable_rewards():
@@ -335,11 +335,11 @@ def test_overlong_penalty_alone_leaves_zero_variance_group():
         ({"credit": "token"}, "advantage.credit='token' is unknown"),
         (
             {"credit": "turn", "scale": "batch_std"},
-            "advantage.credit=turn compares turns of one group; use pass_k=1, and scale=",
+            "advantage.credit=turn compares turns of one group. Fix: use pass_k=1, and scale=",
         ),
         (
             {"credit": "turn", "pass_k": 2},
-            "advantage.credit=turn compares turns of one group; use pass_k=1, and scale=",
+            "advantage.credit=turn compares turns of one group. Fix: use pass_k=1, and scale=",
         ),
         ({"pass_k": 2, "scale": "batch_std"}, "advantage.pass_k=2 defines its own baseline"),
         ({"penalty": -1.0}, "advantage.penalty=-1.0 must be"),

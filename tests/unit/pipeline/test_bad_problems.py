@@ -265,17 +265,17 @@ class Gaps(NumberedTask):
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_bad_problems_same_steps_for_any_staleness(make, staleness):
-    source, engine = make(staleness=staleness, task=Gaps())
+def test_bad_problems_same_steps_for_any_staleness(make_source, staleness):
+    source, engine = make_source(staleness=staleness, task=Gaps())
     for step in range(4):
-        source.prefetch(version=step)
+        source.on_publish(version=step)
         groups, _ = source.take(2)
         assert len(groups) == 2
     expected = [index for place in range(40) if (index := problem_index(place, 100, SEED)) % 3]
     assert [int(call.problem) for call in engine.requests] == expected[: len(engine.requests)]
 
 
-def test_resampled_group_may_receive_another_problem(make):
+def test_resampled_group_may_receive_another_problem(make_source):
     """The task makes another problem by now, and it is unusable."""
 
     class Later(NumberedTask):
@@ -295,14 +295,14 @@ def test_resampled_group_may_receive_another_problem(make):
         def load_state_dict(self, state):
             pass
 
-    source, engine = make(staleness=1, at_once=False, task=(task := Later()))
-    source.prefetch(version=0)
+    source, engine = make_source(staleness=1, answers_immediately=False, task=(task := Later()))
+    source.on_publish(version=0)
     wait_until(lambda: len(engine.requests) == 4)
     state = json.loads(json.dumps(source.state_dict()))
     task.closed = True
-    resumed, engine = make(staleness=1, cursor=4, task=task)
+    resumed, engine = make_source(staleness=1, cursor=4, task=task)
     resumed.load_state_dict(state, step=0, version=0)
-    resumed.prefetch(version=0)
+    resumed.on_publish(version=0)
     expected = [str(problem_index(place, 100, SEED)) for place in (0, 1, 2, 4)]
     assert [call.problem for call in engine.requests] == expected
-    assert resumed.state_dict()["cursors"] == [[0, 0], [1, 1], [2, 2], [3, 4]]
+    assert resumed.state_dict()["problem_positions"] == [[0, 0], [1, 1], [2, 2], [3, 4]]

@@ -12,7 +12,7 @@ from torchtune_ext.pipeline.packing import (
     SINGLE_RANK,
     GroupSize,
     PackStats,
-    RowLayout,
+    RowCostModel,
     balance_rows,
     partition,
 )
@@ -21,7 +21,9 @@ GROUPS = st.lists(
     st.builds(GroupSize, st.integers(1, 30), st.lists(st.integers(0, 40), min_size=1, max_size=8).map(tuple)),
     max_size=12,
 )
-LAYOUTS = st.builds(RowLayout, st.integers(1, 5), st.sampled_from([None, 1, 8]), st.sampled_from([0.0, 0.01, 1.0]))
+COST_MODELS = st.builds(
+    RowCostModel, st.integers(1, 5), st.sampled_from([None, 1, 8]), st.sampled_from([0.0, 0.01, 1.0])
+)
 
 
 def tokens(row):
@@ -29,45 +31,45 @@ def tokens(row):
 
 
 @settings(max_examples=300)
-@given(groups=GROUPS, layout=LAYOUTS, slack=st.integers(0, 100))
-def test_balance_places_each_completion_in_one_row(groups, layout, slack):
-    capacity = max((g.prompt + max(g.completion_lens) for g in groups), default=1) + slack
-    rows = balance_rows(groups, capacity, layout)
-    assert len(rows) >= layout.ranks and len(rows) % layout.ranks == 0
+@given(groups=GROUPS, cost_model=COST_MODELS, slack=st.integers(0, 100))
+def test_balance_places_each_completion_in_one_row(groups, cost_model, slack):
+    capacity = max((g.prompt + max(g.completion_input_lens) for g in groups), default=1) + slack
+    rows = balance_rows(groups, capacity, cost_model)
+    assert len(rows) >= cost_model.ranks and len(rows) % cost_model.ranks == 0
     placed = sorted((part.group, i) for row in rows for part in row for i in part.completions)
-    assert placed == [(g, i) for g, group in enumerate(groups) for i in range(len(group.completion_lens))]
+    assert placed == [(g, i) for g, group in enumerate(groups) for i in range(len(group.completion_input_lens))]
     for row in rows:
         assert tokens(row) <= capacity
         assert len({part.group for part in row}) == len(row), "the prompt of a group is twice in a row"
         for part in row:
             group = groups[part.group]
-            lengths = [group.completion_lens[i] for i in part.completions]
+            lengths = [group.completion_input_lens[i] for i in part.completions]
             assert part.tokens == group.prompt + sum(lengths)
             # Each query sees the keys up to itself in its own sequence.
             positions = [*range(1, group.prompt + 1)]
             positions += [position for n in lengths for position in range(group.prompt + 1, group.prompt + n + 1)]
             assert part.attention_pairs == sum(positions)
-    assert rows == balance_rows(groups, capacity, layout)
+    assert rows == balance_rows(groups, capacity, cost_model)
 
 
 @given(st.integers(1, 8), st.integers(1, 8))
 def test_balance_ranks_idle_only_with_too_few_completions(completions, ranks):
     """Completions that are long compared with their prompt: a rank is idle only if there are not enough."""
     for groups in ([GroupSize(1, (100,) * completions)], [GroupSize(1, (100,))] * completions):
-        rows = balance_rows(groups, 1000, RowLayout(ranks))
+        rows = balance_rows(groups, 1000, RowCostModel(ranks))
         assert sum(not row for row in rows) == max(ranks - completions, 0)
 
 
 def test_the_rows_of_equal_groups_are_equal():
     """32 groups on 8 ranks: 4 per rank, without a repeated prompt."""
-    rows = balance_rows([GroupSize(100, (50,) * 16)] * 32, 16_384, RowLayout(8, 128))
+    rows = balance_rows([GroupSize(100, (50,) * 16)] * 32, 16_384, RowCostModel(8, 128))
     assert [tokens(row) for row in rows] == [3600] * 8
     assert all(len(row) == 4 for row in rows)
 
 
 def test_balance_long_group_splits_into_equal_rows():
     """16 completions of 1,000 tokens on 4 ranks, in rows of 8,192: four completions per rank."""
-    rows = balance_rows([GroupSize(200, (1000,) * 16)], 8192, RowLayout(4))
+    rows = balance_rows([GroupSize(200, (1000,) * 16)], 8192, RowCostModel(4))
     assert [len(row[0].completions) for row in rows] == [4] * 4
 
 
@@ -80,13 +82,13 @@ def test_balance_unpaired_long_completions_keep_rows_short():
 def test_attention_counts():
     """One completion of 8,000 tokens costs more attention than eight of 1,000: equal tokens, unequal cost."""
     groups = [GroupSize(1, (8000,)), GroupSize(1, (8000,)), GroupSize(1, (1000,) * 8), GroupSize(1, (1000,) * 8)]
-    rows = balance_rows(groups, 8192, RowLayout(2, attention_pair_cost=1e-3))
+    rows = balance_rows(groups, 8192, RowCostModel(2, attention_pair_cost=1e-3))
     rounds = [{len(row[0].completions) for row in rows[start : start + 2]} for start in (0, 2)]
     assert rounds == [{1}, {8}], "the ranks of a round do not do the same"
 
 
-def rank_sums(rows, layout):
-    return [sum(map(layout.row_cost, rows[rank :: layout.ranks])) for rank in range(layout.ranks)]
+def rank_sums(rows, cost_model):
+    return [sum(map(cost_model.row_cost, rows[rank :: cost_model.ranks])) for rank in range(cost_model.ranks)]
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 6, 8])
@@ -98,21 +100,21 @@ def test_close_to_the_best_that_there_is(ranks):
     """
     rng = random.Random(ranks)
     groups = [GroupSize(50, tuple(int(rng.lognormvariate(6, 0.5)) for _ in range(16))) for _ in range(48)]
-    layout = RowLayout(ranks)
-    rows = balance_rows(groups, 16_384, layout)
-    mean = sum(map(layout.row_cost, rows)) / ranks
-    assert layout.total_round_cost(rows, layout.row_cost) <= 1.03 * mean
-    assert max(rank_sums(rows, layout)) <= 1.03 * mean
+    cost_model = RowCostModel(ranks)
+    rows = balance_rows(groups, 16_384, cost_model)
+    mean = sum(map(cost_model.row_cost, rows)) / ranks
+    assert cost_model.total_round_cost(rows, cost_model.row_cost) <= 1.03 * mean
+    assert max(rank_sums(rows, cost_model)) <= 1.03 * mean
 
 
 def test_few_lengths():
-    layout = RowLayout(tile=128)
-    lengths = [layout.length(n) for n in range(0, 16_385)]
+    cost_model = RowCostModel(tile=128)
+    lengths = [cost_model.padded_length(n) for n in range(0, 16_385)]
     assert all(n <= length and length % 128 == 0 for n, length in enumerate(lengths))
     assert all(length <= max(n * (1 + 1 / BUCKETS_PER_OCTAVE) + 1, n + 127) for n, length in enumerate(lengths) if n)
     assert len({length for length in lengths if 8192 < length <= 16_384}) == BUCKETS_PER_OCTAVE
-    assert all(RowLayout(tile=96).length(n) % 96 == 0 for n in range(0, 4096, 7))
-    assert lengths[0] == 128 and RowLayout().length(0) == 1 and RowLayout().length(77) == 77
+    assert all(RowCostModel(tile=96).padded_length(n) % 96 == 0 for n in range(0, 4096, 7))
+    assert lengths[0] == 128 and RowCostModel().padded_length(0) == 1 and RowCostModel().padded_length(77) == 77
 
 
 def test_many_rows_are_found_soon(monkeypatch):
@@ -123,7 +125,7 @@ def test_many_rows_are_found_soon(monkeypatch):
     rng, fills, fill = random.Random(64), [], packing._fill_rows
     groups = [GroupSize(rng.randint(400, 800), tuple(rng.randint(300, 3000) for _ in range(16))) for _ in range(64)]
     monkeypatch.setattr(packing, "_fill_rows", lambda *args: fills.append(args[3]) or fill(*args))
-    rows = balance_rows(groups, 4096, RowLayout(1, None, 1e-4))
+    rows = balance_rows(groups, 4096, RowCostModel(1, None, 1e-4))
     assert len(fills) < 500 and len(rows) < 1.03 * 563
 
 

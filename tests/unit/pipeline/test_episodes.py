@@ -1,4 +1,4 @@
-"""Conversations: a scripted engine with real environments in their own processes.
+"""Episodes: a scripted engine with real environments in their own processes.
 
 With a real engine: tests/integration/test_conversations.py.
 """
@@ -15,7 +15,7 @@ import pytest
 from helpers.letter_tokens import LetterTokenizer
 from helpers.scripted_environments import Scripted, Sticky
 from helpers.waiting import wait_until
-from torchtune_ext.grading.environments import ENDINGS, Environments, EnvironmentSlot
+from torchtune_ext.grading.environments import FINISH_REASONS, EnvironmentPool, EnvironmentSlot
 from torchtune_ext.pipeline.groups import group_from_record, group_to_json
 from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.pipeline.rollout import GroupStream, PendingGroup
@@ -68,7 +68,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environments(folder):
-    with Environments(Scripted(folder), workers=2, timeout_s=2.0) as environments:
+    with EnvironmentPool(Scripted(folder), workers=2, timeout_s=2.0) as environments:
         yield environments
 
 
@@ -82,7 +82,7 @@ class Forgetful(TurnLetters):
 
 
 def play(environments, says, samples=1, groups=1, tokenizer=None):
-    """Runs groups of conversations to their end. Returns the groups and the engine."""
+    """Runs groups of episodes to their end. Returns the groups and the engine."""
     engine = Policy(says)
     stream = GroupStream(engine, tokenizer or TurnLetters(), environments)
     for number in range(groups):
@@ -110,8 +110,8 @@ def test_episode_environment_tokens_are_appended_but_masked(environments):
     assert stored.problem == PROBLEM
 
 
-def test_branches_fit_into_a_row_together(environments):
-    """Each context is short; the conversation ends before all its branches exceed max_model_len."""
+def test_episode_branches_fit_into_one_row(environments):
+    """Each context is short; the episode ends before all its branches exceed max_model_len."""
     groups, engine = play(environments, lambda prompt, _: "more 0.0000000000000", samples=2, tokenizer=Forgetful())
     assert max(len(prompt) for prompt, *_ in engine.calls) < 20
     for sample in groups[0].samples:
@@ -127,16 +127,16 @@ def test_branches_fit_into_a_row_together(environments):
     assert stats.labels == sum(len(s.completion.sampled_indices) for s in trained.samples) and len(rows) == 2
 
 
-def test_pending_group_describes_what_it_awaits(environments):
+def test_pending_group_describes_missing_results(environments):
     group = PendingGroup(0, PROBLEM, TurnLetters(), 5, SAMPLING, 0, Priority.SAMPLE, environments)
     turn = Completion(np.ones(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
     for episode in group.episodes[1:]:
         episode.add_turn(turn, "x")
     # The second has no slot yet, the third waits for a process, the fourth for an answer, and the last is finished.
     group.episodes[2].slot, group.episodes[3].slot = EnvironmentSlot(), EnvironmentSlot()
-    group.episodes[3].slot.process.set_result(0)
+    group.episodes[3].slot.worker_index.set_result(0)
     group.samples[4] = group.episodes[4].to_sample("max_turns")
-    says = "4 of 5 conversations are not finished: 1 wait for the engine, 2 for a free environment process, 1 for the environment's"
+    says = "4 of 5 episodes are not finished: 1 wait for the engine, 2 for a free environment process, 1 for the environment's reply"
     assert says in group.pending_text
 
 
@@ -180,24 +180,24 @@ def test_episode_group_shares_environment_and_random_seed(environments):
             "environment_failed",
             "infra_failed",
             None,
-            "answer cannot be rendered: the template has no tools",
+            "reply cannot be rendered: the template has no tools",
         ),
         ("says_a_number", "environment_failed", "infra_failed", None, "step returned the message"),
         ("breaks_a_letter", "environment_failed", "infra_failed", None, "surrogates not allowed"),
-        ("answers_text", "environment_failed", "infra_failed", None, "returned str; return a Turn"),
+        ("answers_text", "environment_failed", "infra_failed", None, "returned str; expected an EnvironmentReply"),
     ],
 )
-def test_how_conversations_end(environments, says, ending, kind, reward, cause):
-    """Each group also contains a winning conversation: a failure affects only its own conversation."""
+def test_episode_finish_reason_names_its_end(environments, says, ending, kind, reward, cause):
+    """Each group also contains a winning episode: a failure affects only its own episode."""
     (group,), _ = play(environments, lambda prompt, i: says if i == 0 else "win", samples=2)
     sample, other = group.samples
-    assert ending in ENDINGS  # so the fractions of all endings add up to 1
+    assert ending in FINISH_REASONS  # so the fractions of all endings add up to 1
     assert (sample.completion.finish_reason, sample.outcome.kind) == (ending, kind)
     assert (sample.score and sample.score.reward) == reward and (reward is not None or cause in sample.outcome.cause)
     assert (other.completion.finish_reason, other.score.reward) == ("completed", 1.0)
 
 
-def test_a_message_may_have_keys_that_json_lacks(environments):
+def test_episode_message_keeps_keys_json_lacks(environments):
     (group,), _ = play(environments, lambda prompt, i: "remembers")
     (stored,) = group_from_record(json.loads(group_to_json(group))).samples
     assert stored.messages[-1] == {"role": "user", "content": "go", "distance": "(1+2j)"}
@@ -227,7 +227,7 @@ def test_open_environments_never_exceed_worker_processes(environments, folder):
 
 def test_cancelled_group_releases_its_environment_processes(tmp_path):
     """Two hang, two wait for a process; the next group needs both processes."""
-    with Environments(Scripted(tmp_path), workers=2, timeout_s=2.0) as environments:
+    with EnvironmentPool(Scripted(tmp_path), workers=2, timeout_s=2.0) as environments:
         stream = GroupStream(Policy(lambda prompt, _: "hangs"), TurnLetters(), environments)
         stream.submit(0, PROBLEM, 4, SAMPLING, seed_index=0)
         wait_until(lambda: len(list(tmp_path.glob("alive-*"))) == 2)
@@ -241,7 +241,7 @@ def test_cancelled_group_releases_its_environment_processes(tmp_path):
 
 
 def test_stream_closes_after_environments_have_closed(tmp_path):
-    with Environments(Scripted(tmp_path), workers=2, timeout_s=60.0) as environments:
+    with EnvironmentPool(Scripted(tmp_path), workers=2, timeout_s=60.0) as environments:
         stream = GroupStream(Policy(lambda prompt, _: "hangs"), TurnLetters(), environments)
         for number in (0, 1):
             stream.submit(number, PROBLEM, 1, SAMPLING, seed_index=number)
@@ -252,18 +252,18 @@ def test_stream_closes_after_environments_have_closed(tmp_path):
 
 
 def test_environment_hung_close_delays_no_other_episode(tmp_path):
-    with Environments(Sticky(tmp_path), workers=1, timeout_s=0.5) as environments:
+    with EnvironmentPool(Sticky(tmp_path), workers=1, timeout_s=0.5) as environments:
         (group,), _ = play(environments, lambda *_: "win", samples=3)
         assert [sample.score.reward for sample in group.samples] == [1.0] * 3
 
 
 def test_released_slot_cannot_step_the_next_episode(tmp_path):
-    """Another thread cancels a group during its turn, and another stream's conversation acquires the process."""
-    with Environments(Scripted(tmp_path), workers=1, timeout_s=20.0) as environments:
+    """Another thread cancels a group during its turn, and another stream's episode acquires the process."""
+    with EnvironmentPool(Scripted(tmp_path), workers=1, timeout_s=20.0) as environments:
         first, second = environments.acquire_slot(), environments.acquire_slot()
         environments.release(first)
         message = {"role": "assistant", "content": "more 1"}
-        assert second.process.result(60) == 0
+        assert second.worker_index.result(60) == 0
         begun = environments.step(second, message, (PROBLEM, 0))
         late = environments.step(first, message)
         begun.result(60)

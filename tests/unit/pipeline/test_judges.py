@@ -39,16 +39,16 @@ def values(group):
     return [sample.score.reward for sample in group.samples]
 
 
-def test_judge_grades_prefetched_groups_once_complete(make, judge):
+def test_judge_grades_prefetched_groups_once_complete(make_source, judge):
     """A group with a missing text is not graded, while a later complete group is."""
-    source, engine = make(staleness=2, prefetch_steps=1, at_once=False, by=judge)
-    source.prefetch(version=0)
+    source, engine = make_source(staleness=2, prefetch_steps=1, answers_immediately=False, grader=judge)
+    source.on_publish(version=0)
     engine.requests[3].answer("aaa", "b")
     wait_until(lambda: "0 of 2 texts are not graded" in source._stream.describe_pending(3))
     call = engine.requests[0]
     call.on_completion(1, completion("cc"))
     wait_until(lambda: "not finished 1 of 2" in source._stream.describe_pending(0))
-    assert [sample and sample.outcome for sample in source._stream._groups[0].samples] == [None, None]
+    assert [sample and sample.outcome for sample in source._stream._pending[0].samples] == [None, None]
     call.on_completion(0, completion(""))
     call.future.set_result([])
     engine.requests[1].answer("x", "x")
@@ -56,28 +56,28 @@ def test_judge_grades_prefetched_groups_once_complete(make, judge):
     assert [values(group) for group in groups] == [[0.0, 1.0], [0.0, 0.0]]
     assert [notes(group) for group in groups] == [["", "cc"], ["x", "x"]]
     engine.requests[2].answer("dd", "e")
-    source.prefetch(version=1)
+    source.on_publish(version=1)
     groups, _ = source.take(2)
     assert [notes(group) for group in groups] == [["dd", "e"], ["aaa", "b"]], "with its own texts, whenever they came"
 
 
-def test_refills_are_judged_among_themselves(make, judge):
-    source, engine = make(at_once=False, by=judge)
+def test_refills_are_judged_among_themselves(make_source, judge):
+    source, engine = make_source(answers_immediately=False, grader=judge)
     texts = iter([("a", "a"), ("b", "bb"), ("cc", "c"), ("d", "d"), ("ee", "e")])
     submit = engine.submit
     engine.submit = lambda *words: (submit(*words), engine.requests[-1].answer(*next(texts)))[0]
-    source.prefetch(version=0)
+    source.on_publish(version=0)
     first, _ = source.take(2)
-    more, _ = source.take(3, refill_round=1)
+    more, _ = source.refill(3, 1)
     assert [notes(group) for group in first + more] == [["a", "a"], ["b", "bb"], ["cc", "c"], ["d", "d"], ["ee", "e"]]
 
 
-def test_judge_failure_excludes_group_from_training(make, judge, caplog):
-    source, engine = make(at_once=False, by=judge)
+def test_judge_failure_excludes_group_from_training(make_source, judge, caplog):
+    source, engine = make_source(answers_immediately=False, grader=judge)
     texts = iter([("broken", "a"), ("b", "bb")])
     submit = engine.submit
     engine.submit = lambda *words: (submit(*words), engine.requests[-1].answer(*next(texts)))[0]
-    source.prefetch(version=0)
+    source.on_publish(version=0)
     groups, _ = source.take(2)
     assert [[sample.outcome.kind for sample in group.samples] for group in groups] == [
         ["infra_failed"] * 2,
@@ -85,7 +85,7 @@ def test_judge_failure_excludes_group_from_training(make, judge, caplog):
     ]
     assert "2 of 4 texts infra_failed: 2 x ValueError: no judge (test_judges.py:" in caplog.text
     groups, stats = assign_advantages(groups, AdvantageConfig())
-    assert (stats.groups, stats.no_signal, stats.infra_failed) == (1, 1, 2)
+    assert (stats.num_nonzero_groups, stats.no_signal, stats.infra_failed) == (1, 1, 2)
     assert [[sample.in_loss for sample in group.samples] for group in groups] == [[False] * 2, [True] * 2]
 
 

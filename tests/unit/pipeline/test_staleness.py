@@ -24,16 +24,16 @@ LENGTHS: list[Callable[[random.Random], float]] = [
 class Both:
     """Calls two schedulers and asserts equal results."""
 
-    def __init__(self, *ledgers: StalenessScheduler):
-        self.ledgers = ledgers
+    def __init__(self, *schedulers: StalenessScheduler):
+        self.schedulers = schedulers
 
     def __getattr__(self, name: str):
-        def ask(*args):
-            first, second = (getattr(ledger, name)(*args) for ledger in self.ledgers)
+        def call_both(*args):
+            first, second = (getattr(scheduler, name)(*args) for scheduler in self.schedulers)
             assert first == second, name
             return first
 
-        return ask
+        return call_both
 
 
 class Schedule:
@@ -42,31 +42,31 @@ class Schedule:
     It tracks submissions and training itself, and compares them with every result of the scheduler.
     """
 
-    def __init__(self, seed: int, losses: bool = False, resumes: bool = False):
+    def __init__(self, seed: int, requeues: bool = False, resumes: bool = False):
         self.rng = rng = random.Random(seed)
-        self.losses, self.resumes = losses, resumes
+        self.requeues, self.resumes = requeues, resumes
         self.batch, self.steps, self.staleness = rng.randint(1, 6), rng.randint(1, 7), rng.randint(0, 4)
-        self.depth = rng.randint(0, self.staleness)
-        self.ledger = self.new_ledger()
+        self.prefetch_steps = rng.randint(0, self.staleness)
+        self.scheduler = self.new_scheduler()
         self.length, self.pause = rng.choice(LENGTHS), rng.choice((0.0, 0.5, 5.0))
         self.patience = rng.choice((0.0, 0.5))  # how often the caller skips a submission
 
         self.now, self.version, self.training = 0.0, 0, False
         # (time, number of the group that finishes, or -1 if the trainer ends a step)
         self.events: list[tuple[float, int]] = []
-        self.at: dict[int, int] = {}  # number -> version at which it was submitted last
+        self.submitted_at: dict[int, int] = {}  # number -> version at which it was submitted last
         self.running: set[int] = set()
         self.finished: set[int] = set()
         self.trained: set[int] = set()
 
-    def new_ledger(self) -> StalenessScheduler:
-        return StalenessScheduler(self.batch, self.steps, self.staleness, self.depth)
+    def new_scheduler(self) -> StalenessScheduler:
+        return StalenessScheduler(self.batch, self.steps, self.staleness, self.prefetch_steps)
 
     def play(self) -> None:
         total = self.batch * self.steps
         while len(self.trained) < total:
-            if self.losses and self.running and self.rng.random() < 0.05:
-                self.lose(self.ledger, self.rng.choice(sorted(self.running)))
+            if self.requeues and self.running and self.rng.random() < 0.05:
+                self.requeue_running(self.scheduler, self.rng.choice(sorted(self.running)))
             for _ in range(2):  # sometimes twice in a row
                 if self.resumes and self.rng.random() < 0.05:
                     self.resume()
@@ -76,38 +76,38 @@ class Schedule:
                 self.take()
             self.next_event()
         assert self.trained == set(range(total)) and not self.running and not self.finished
-        if isinstance(self.ledger, StalenessScheduler):
-            assert (self.ledger.num_taken, self.ledger.num_dropped) == (total, 0)
+        if isinstance(self.scheduler, StalenessScheduler):
+            assert (self.scheduler.num_taken, self.scheduler.num_dropped) == (total, 0)
 
     def submit(self) -> None:
-        for number in self.ledger.schedule():
+        for number in self.scheduler.schedule():
             assert 0 <= number < self.batch * self.steps
             assert number not in self.trained and number not in self.finished and number not in self.running
             # AReaL, Eq. 3, with prefetch_steps. Numbers have no gaps, so this group is the (number + 1)-th.
-            assert number in self.at or number == len(self.at)
-            assert number // self.batch <= self.version + self.depth
-            self.at[number] = self.version
+            assert number in self.submitted_at or number == len(self.submitted_at)
+            assert number // self.batch <= self.version + self.prefetch_steps
+            self.submitted_at[number] = self.version
             self.running.add(number)
             heapq.heappush(self.events, (self.now + self.length(self.rng), number))
 
     def take(self) -> None:
-        waits_for = self.ledger.awaited_groups()
+        waits_for = self.scheduler.awaited_groups()
         assert not self.finished.intersection(waits_for) and not self.trained.intersection(waits_for)
-        batch = self.ledger.next_batch()
+        batch = self.scheduler.next_batch()
         if batch is None:
             assert waits_for  # each is running, or will be at the next submission
             return
         assert list(batch) == sorted(batch) and len(batch) == self.batch and self.finished.issuperset(batch)
-        assert batch == {number: self.version - self.at[number] for number in batch}
+        assert batch == {number: self.version - self.submitted_at[number] for number in batch}
         assert max(batch.values()) <= self.staleness
         self.finished.difference_update(batch)
         self.trained.update(batch)
-        if self.depth == 0:
+        if self.prefetch_steps == 0:
             step = len(self.trained) // self.batch - 1
             assert list(batch) == list(range(step * self.batch, (step + 1) * self.batch))
         # The trained groups have the lowest numbers, except within a window.
         oldest = next(number for number in itertools.count() if number not in self.trained)
-        assert max(batch) - oldest < max(1, int(0.3 * (self.depth + 1) * self.batch + 1e-9))
+        assert max(batch) - oldest < max(1, int(0.3 * (self.prefetch_steps + 1) * self.batch + 1e-9))
         self.training = True
         heapq.heappush(self.events, (self.now + self.rng.expovariate(1.0) * self.pause, -1))
 
@@ -118,76 +118,76 @@ class Schedule:
         self.now, number = heapq.heappop(self.events)
         if number < 0:
             self.training, self.version = False, self.version + 1
-            assert self.ledger.on_publish(self.version) == []  # no group becomes too old
+            assert self.scheduler.on_publish(self.version) == []  # no group becomes too stale
         else:
             self.running.remove(number)
             self.finished.add(number)
-            self.ledger.mark_finished(number)
+            self.scheduler.mark_finished(number)
 
-    def lose(self, ledger: StalenessScheduler, *numbers: int) -> None:
+    def requeue_running(self, scheduler: StalenessScheduler, *numbers: int) -> None:
         for number in numbers:
-            ledger.requeue(number)
+            scheduler.requeue(number)
         self.running.difference_update(numbers)
         self.events = [event for event in self.events if event[1] not in numbers]
         heapq.heapify(self.events)
 
     def resume(self) -> None:
         """Resumes in a new scheduler, and in the old one without its running groups: both must stay equal."""
-        old = self.ledger.ledgers[0] if isinstance(self.ledger, Both) else self.ledger
+        old = self.scheduler.schedulers[0] if isinstance(self.scheduler, Both) else self.scheduler
         state = json.dumps(old.state_dict())
-        self.lose(old, *self.running)
-        new = self.new_ledger()
+        self.requeue_running(old, *self.running)
+        new = self.new_scheduler()
         new.load_state_dict(json.loads(state))
         assert json.dumps(new.state_dict()) == json.dumps(old.state_dict()) == state
-        self.ledger = Both(new, old)
-        assert self.ledger.on_publish(self.version) == []
+        self.scheduler = Both(new, old)
+        assert self.scheduler.on_publish(self.version) == []
 
 
-@pytest.mark.parametrize("resumes", [False, True], ids=["one go", "resumed"])
-@pytest.mark.parametrize("losses", [False, True], ids=["all finish", "some are lost"])
-def test_random_schedules(losses, resumes):
+@pytest.mark.parametrize("resumes", [False, True], ids=["uninterrupted", "resumed"])
+@pytest.mark.parametrize("requeues", [False, True], ids=["all finish", "some requeued"])
+def test_scheduler_random_schedules_keep_staleness_bound(requeues, resumes):
     for seed in range(SCHEDULES):
         try:
-            Schedule(seed, losses, resumes).play()
+            Schedule(seed, requeues, resumes).play()
         except Exception as error:
             raise AssertionError(f"schedule {seed}") from error
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4, 16])
-def test_fewer_steps_than_the_bound(staleness):
-    """No group beyond max_steps is submitted, whatever prefetch_steps is."""
+def test_scheduler_short_run_submits_only_its_groups(staleness):
+    """No group beyond max_steps is submitted, with any prefetch_steps."""
     for steps in range(staleness + 1):
-        ledger = StalenessScheduler(3, steps, staleness, staleness)
-        assert ledger.schedule() == list(range(3 * steps))
+        scheduler = StalenessScheduler(3, steps, staleness, staleness)
+        assert scheduler.schedule() == list(range(3 * steps))
         for number in range(3 * steps):
-            ledger.mark_finished(number)
+            scheduler.mark_finished(number)
         for step in range(steps):
-            assert list(ledger.next_batch()) == [3 * step, 3 * step + 1, 3 * step + 2]
-            assert ledger.on_publish(step + 1) == ledger.schedule() == []
+            assert list(scheduler.next_batch()) == [3 * step, 3 * step + 1, 3 * step + 2]
+            assert scheduler.on_publish(step + 1) == scheduler.schedule() == []
 
 
-def finished(ledger: StalenessScheduler, *numbers: int) -> StalenessScheduler:
+def finished(scheduler: StalenessScheduler, *numbers: int) -> StalenessScheduler:
     for number in numbers:
-        ledger.mark_finished(number)
-    return ledger
+        scheduler.mark_finished(number)
+    return scheduler
 
 
 def at_risk() -> StalenessScheduler:
     """A scheduler at step 1, batch size 10, bound 1: only group 15, submitted at version 0, is unfinished."""
-    ledger = StalenessScheduler(10, 5, staleness=1)
-    assert ledger.schedule() == list(range(20))
-    finished(ledger, *range(5), *range(6, 11))
+    scheduler = StalenessScheduler(10, 5, staleness=1)
+    assert scheduler.schedule() == list(range(20))
+    finished(scheduler, *range(5), *range(6, 11))
     # Group 5 may be overtaken, because it can be trained at step 1 as well. The window of 6 reaches to group 10.
-    assert list(ledger.next_batch()) == [*range(5), *range(6, 11)]
-    assert ledger.on_publish(1) == [] and ledger.schedule() == list(range(20, 30))
-    return finished(ledger, 5, *range(11, 15), *range(16, 30))
+    assert list(scheduler.next_batch()) == [*range(5), *range(6, 11)]
+    assert scheduler.on_publish(1) == [] and scheduler.schedule() == list(range(20, 30))
+    return finished(scheduler, 5, *range(11, 15), *range(16, 30))
 
 
 def test_scheduler_overtaking_stops_at_staleness_bound():
-    ledger = at_risk()
-    assert ledger.next_batch() is None and ledger.awaited_groups() == [15]
-    finished(ledger, 15)
-    assert ledger.next_batch() == dict.fromkeys([5, *range(11, 20)], 1)
+    scheduler = at_risk()
+    assert scheduler.next_batch() is None and scheduler.awaited_groups() == [15]
+    finished(scheduler, 15)
+    assert scheduler.next_batch() == dict.fromkeys([5, *range(11, 20)], 1)
 
 
 @cache
@@ -201,8 +201,8 @@ def servable(due: tuple[int, ...], step: int, batch: int) -> bool:
 
 def _without(due: tuple[int, ...], choice: tuple[int, ...]) -> tuple[int, ...]:
     left = list(due)
-    for one in choice:
-        left.remove(one)
+    for step in choice:
+        left.remove(step)
     return tuple(left)
 
 
@@ -211,131 +211,132 @@ def test_scheduler_refuses_overtaking_only_beyond_staleness_bound():
     refused, rng = 0, random.Random(0)
     while refused < 200:
         size, staleness = rng.randint(3, 5), rng.randint(1, 2)
-        ledger = StalenessScheduler(size, 9, staleness, rng.randint(1, staleness))
+        scheduler = StalenessScheduler(size, 9, staleness, rng.randint(1, staleness))
         for version in range(8):
-            ledger.on_publish(version)
-            ledger.schedule()
+            scheduler.on_publish(version)
+            scheduler.schedule()
             while True:
-                due = {number: at + staleness for number, at in (ledger.running | ledger.finished).items()}
-                end = min([*ledger.running, ledger.next_number]) + ledger.window
-                batches = list(itertools.combinations([number for number in ledger.finished if number < end], size))
-                if ledger.next_batch() is not None:
+                due = {number: at + staleness for number, at in (scheduler.running | scheduler.finished).items()}
+                end = min([*scheduler.running, scheduler.next_number]) + scheduler.window
+                batches = list(itertools.combinations([number for number in scheduler.finished if number < end], size))
+                if scheduler.next_batch() is not None:
                     break
                 for batch in batches:
                     left = sorted(step for number, step in due.items() if number not in batch)
                     assert not servable(tuple(left), version + 1, size)
                 refused += bool(batches)
-                ledger.mark_finished(rng.choice(sorted(ledger.running)))
+                scheduler.mark_finished(rng.choice(sorted(scheduler.running)))
 
 
 def test_scheduler_failed_group_due_at_resubmission_version():
-    """Its earliest submission is at the present version, so the bound lets other groups overtake it."""
-    ledger = at_risk()
-    ledger.requeue(15)
-    assert list(ledger.next_batch()) == [5, *range(11, 15), *range(16, 21)]
-    assert ledger.schedule() == [15] and ledger.on_publish(2) == []
-    finished(ledger, 15)
-    assert ledger.next_batch() == {15: 1} | dict.fromkeys(range(21, 30), 1)
+    """A requeued group is due `staleness` steps after its resubmission, so others may overtake it."""
+    scheduler = at_risk()
+    scheduler.requeue(15)
+    assert list(scheduler.next_batch()) == [5, *range(11, 15), *range(16, 21)]
+    assert scheduler.schedule() == [15] and scheduler.on_publish(2) == []
+    finished(scheduler, 15)
+    assert scheduler.next_batch() == {15: 1} | dict.fromkeys(range(21, 30), 1)
 
 
-def test_a_batch_is_the_oldest_that_are_finished():
-    ledger = StalenessScheduler(2, 9, staleness=4, prefetch_steps=4)  # a window of 3
-    assert ledger.schedule() == list(range(10))
-    finished(ledger, 9, 3, 5)
-    assert ledger.next_batch() is None and ledger.awaited_groups() == [0, 1]
-    finished(ledger, 2, 1, 4)
-    assert list(ledger.next_batch()) == [1, 2]
-    assert ledger.awaited_groups() == [0] and ledger.next_batch() is None  # 3 is a window from 0
-    finished(ledger, 0)
-    assert list(ledger.next_batch()) == [0, 3]
+def test_scheduler_batch_takes_oldest_finished_groups():
+    scheduler = StalenessScheduler(2, 9, staleness=4, prefetch_steps=4)  # a window of 3
+    assert scheduler.schedule() == list(range(10))
+    finished(scheduler, 9, 3, 5)
+    assert scheduler.next_batch() is None and scheduler.awaited_groups() == [0, 1]
+    finished(scheduler, 2, 1, 4)
+    assert list(scheduler.next_batch()) == [1, 2]
+    # 3 - 0 >= window, so 3 may not overtake 0.
+    assert scheduler.awaited_groups() == [0] and scheduler.next_batch() is None
+    finished(scheduler, 0)
+    assert list(scheduler.next_batch()) == [0, 3]
 
 
 def test_scheduler_without_staleness_idles_during_training():
-    ledger = StalenessScheduler(4, 3)
+    scheduler = StalenessScheduler(4, 3)
     for step in range(3):
         numbers = list(range(4 * step, 4 * step + 4))
-        assert ledger.schedule() == numbers
-        finished(ledger, *numbers[1:])
-        assert ledger.next_batch() is None and ledger.awaited_groups() == numbers[:1]
-        finished(ledger, numbers[0])
-        assert ledger.next_batch() == dict.fromkeys(numbers, 0)
-        assert ledger.schedule() == [] and ledger.on_publish(step + 1) == []
+        assert scheduler.schedule() == numbers
+        finished(scheduler, *numbers[1:])
+        assert scheduler.next_batch() is None and scheduler.awaited_groups() == numbers[:1]
+        finished(scheduler, numbers[0])
+        assert scheduler.next_batch() == dict.fromkeys(numbers, 0)
+        assert scheduler.schedule() == [] and scheduler.on_publish(step + 1) == []
 
 
-@pytest.mark.parametrize("jump", ["of the version", "of the bound"])
+@pytest.mark.parametrize("jump", ["version", "staleness"])
 def test_scheduler_too_stale_groups_are_dropped_and_replaced(jump):
     """A version that jumps, or a smaller bound after a resume: each group is trained once, within the bound."""
     dropped = 0
     for seed in range(500):
         rng = random.Random(seed)
         batch, steps, staleness = rng.randint(1, 4), rng.randint(1, 8), rng.randint(0, 4)
-        ledger, version = StalenessScheduler(batch, steps, staleness, staleness), 0
+        scheduler, version = StalenessScheduler(batch, steps, staleness, staleness), 0
         at: dict[int, int] = {}  # number -> version at which it was submitted last
         trained: list[int] = []
         drops = 0
         while len(trained) < batch * steps:
-            at.update(dict.fromkeys(ledger.schedule(), version))
+            at.update(dict.fromkeys(scheduler.schedule(), version))
             # However far the version jumps, the trainer can consume all groups in flight in time.
-            assert len(ledger.running) + len(ledger.finished) <= (staleness + 1) * batch
-            while not (numbers := ledger.next_batch()):
-                ledger.mark_finished(rng.choice(sorted(ledger.running)))
+            assert len(scheduler.running) + len(scheduler.finished) <= (staleness + 1) * batch
+            while not (numbers := scheduler.next_batch()):
+                scheduler.mark_finished(rng.choice(sorted(scheduler.running)))
             assert numbers == {number: version - at[number] for number in numbers}
             assert max(numbers.values()) <= staleness
             trained += numbers
             version += 1
-            if jump == "of the version":
+            if jump == "version":
                 version += rng.choice((0, 0, 1, 7))
             elif staleness and rng.random() < 0.3:
-                state, staleness = ledger.state_dict(), staleness - 1
-                ledger = StalenessScheduler(batch, steps, staleness, staleness)
-                ledger.load_state_dict(state)
-            late = [n for n in [*ledger.running, *ledger.finished] if version - at[n] > staleness]
-            assert ledger.on_publish(version) == sorted(late)
-            assert ledger.to_resubmit.issuperset(late) and ledger.running.keys().isdisjoint(late)
-            drops += len(late)
-            assert (ledger.num_dropped, ledger.num_taken) == (drops, len(trained))
+                state, staleness = scheduler.state_dict(), staleness - 1
+                scheduler = StalenessScheduler(batch, steps, staleness, staleness)
+                scheduler.load_state_dict(state)
+            stale = [n for n in [*scheduler.running, *scheduler.finished] if version - at[n] > staleness]
+            assert scheduler.on_publish(version) == sorted(stale)
+            assert scheduler.to_resubmit.issuperset(stale) and scheduler.running.keys().isdisjoint(stale)
+            drops += len(stale)
+            assert (scheduler.num_dropped, scheduler.num_taken) == (drops, len(trained))
         assert sorted(trained) == list(range(batch * steps))
         dropped += drops
     assert dropped > 100
 
 
 def test_scheduler_smaller_staleness_prefetches_fewer_groups():
-    ledger = StalenessScheduler(2, 9, staleness=4, prefetch_steps=4)
-    ledger.schedule()
-    finished(ledger, 1, 5)
-    state = ledger.state_dict()
-    ledger = StalenessScheduler(2, 9, staleness=1)
-    ledger.load_state_dict(state)
-    assert ledger.on_publish(0) == []
-    assert ledger.schedule() == [0, 2, 3]  # of the running groups, as many as the new prefetch_steps allows
-    finished(ledger, 0)
-    assert ledger.next_batch() == {0: 0, 1: 0}
-    assert ledger.on_publish(1) == [] and ledger.schedule() == [4]
-    finished(ledger, 2, 3)
-    assert ledger.next_batch() == {2: 1, 3: 1}
-    assert ledger.on_publish(2) == [5] and ledger.num_dropped == 1, "it was finished by the version of the beginning"
-    assert ledger.schedule() == [5, 6, 7]
-    finished(ledger, 4, 5)
-    assert ledger.next_batch() == {4: 1, 5: 0}
+    scheduler = StalenessScheduler(2, 9, staleness=4, prefetch_steps=4)
+    scheduler.schedule()
+    finished(scheduler, 1, 5)
+    state = scheduler.state_dict()
+    scheduler = StalenessScheduler(2, 9, staleness=1)
+    scheduler.load_state_dict(state)
+    assert scheduler.on_publish(0) == []
+    assert scheduler.schedule() == [0, 2, 3]  # of the running groups, as many as the new prefetch_steps allows
+    finished(scheduler, 0)
+    assert scheduler.next_batch() == {0: 0, 1: 0}
+    assert scheduler.on_publish(1) == [] and scheduler.schedule() == [4]
+    finished(scheduler, 2, 3)
+    assert scheduler.next_batch() == {2: 1, 3: 1}
+    assert scheduler.on_publish(2) == [5] and scheduler.num_dropped == 1, "group 5 was submitted at version 0"
+    assert scheduler.schedule() == [5, 6, 7]
+    finished(scheduler, 4, 5)
+    assert scheduler.next_batch() == {4: 1, 5: 0}
 
 
 def test_scheduler_shortened_run_submits_only_needed_groups():
-    ledger = StalenessScheduler(2, 9, staleness=4, prefetch_steps=4)
-    ledger.schedule()
-    state = ledger.state_dict()
-    ledger = StalenessScheduler(2, 1, staleness=4, prefetch_steps=4)
-    ledger.load_state_dict(state)
-    assert ledger.schedule() == [0, 1]
-    finished(ledger, 0, 1)
-    assert ledger.next_batch() == {0: 0, 1: 0} and ledger.schedule() == []
+    scheduler = StalenessScheduler(2, 9, staleness=4, prefetch_steps=4)
+    scheduler.schedule()
+    state = scheduler.state_dict()
+    scheduler = StalenessScheduler(2, 1, staleness=4, prefetch_steps=4)
+    scheduler.load_state_dict(state)
+    assert scheduler.schedule() == [0, 1]
+    finished(scheduler, 0, 1)
+    assert scheduler.next_batch() == {0: 0, 1: 0} and scheduler.schedule() == []
 
 
 def test_scheduler_finished_group_can_be_resubmitted():
-    ledger = StalenessScheduler(2, 2, staleness=1)
-    ledger.schedule()
-    finished(ledger, 0, 1)
-    ledger.requeue(1)
-    assert ledger.next_batch() is None and ledger.schedule() == [1]
+    scheduler = StalenessScheduler(2, 2, staleness=1)
+    scheduler.schedule()
+    finished(scheduler, 0, 1)
+    scheduler.requeue(1)
+    assert scheduler.next_batch() is None and scheduler.schedule() == [1]
 
 
 def test_scheduler_default_prefetch_steps():
@@ -345,43 +346,53 @@ def test_scheduler_default_prefetch_steps():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"staleness": -1}, "staleness=-1 must be a whole number of at least 0"),
-        ({"staleness": 0.5}, "staleness=0.5 must be a whole number"),
-        ({"staleness": True}, "staleness=True must be a whole number"),
-        ({"staleness": 1, "prefetch_steps": -1}, "prefetch_steps=-1 must be a whole number of at least 0"),
-        ({"staleness": 2, "prefetch_steps": 1.0}, "prefetch_steps=1.0 must be a whole number"),
+        ({"staleness": -1}, "staleness=-1: expected a whole number of at least 0"),
+        ({"staleness": 0.5}, "staleness=0.5: expected a whole number"),
+        ({"staleness": True}, "staleness=True: expected a whole number"),
+        ({"staleness": 1, "prefetch_steps": -1}, "prefetch_steps=-1: expected a whole number of at least 0"),
+        ({"staleness": 2, "prefetch_steps": 1.0}, "prefetch_steps=1.0: expected a whole number"),
         (
             {"prefetch_steps": 1},
-            "prefetch_steps=1 is above staleness=0: .* set prefetch_steps to at most 0, or staleness to at least 1",
+            r"prefetch_steps=1: .*staleness=0\. Fix: set prefetch_steps=0 or staleness=1",
         ),
     ],
 )
-def test_bad_settings_are_named(options, message):
+def test_scheduler_invalid_settings_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         StalenessScheduler(**{"prompts_per_step": 2, "max_steps": 3} | options)
 
 
-def test_a_state_of_another_run_is_refused():
+def test_scheduler_state_of_another_run_is_refused():
     state = StalenessScheduler(4, 3).state_dict()
-    with pytest.raises(ValueError, match="prompts_per_step=2, .* set prompts_per_step=4"):
+    with pytest.raises(ValueError, match="prompts_per_step=2: .*Fix: set prompts_per_step=4"):
         StalenessScheduler(2, 6).load_state_dict(state)
 
 
-def test_a_version_that_goes_back_is_refused():
-    ledger = StalenessScheduler(2, 9, staleness=1)
-    ledger.on_publish(3)
-    with pytest.raises(ValueError, match="version=2 .*version=3"):
-        ledger.on_publish(2)
+def test_scheduler_state_with_old_keys_loads():
+    scheduler = StalenessScheduler(2, 3, staleness=1)
+    scheduler.schedule()
+    state = scheduler.state_dict()
+    old_names = {"published_step": "step", "next_number": "next", "to_resubmit": "again", "num_dropped": "dropped"}
+    restored = StalenessScheduler(2, 3, staleness=1)
+    restored.load_state_dict({old_names.get(key, key): value for key, value in state.items()})
+    assert restored.state_dict() == state
+
+
+def test_scheduler_decreasing_version_is_refused():
+    scheduler = StalenessScheduler(2, 9, staleness=1)
+    scheduler.on_publish(3)
+    with pytest.raises(ValueError, match="version=2: .*version=3"):
+        scheduler.on_publish(2)
 
 
 def test_scheduler_invalid_calls_raise():
-    ledger = StalenessScheduler(1, 1)
-    ledger.schedule()
-    finished(ledger, 0)
+    scheduler = StalenessScheduler(1, 1)
+    scheduler.schedule()
+    finished(scheduler, 0)
     with pytest.raises(KeyError):
-        ledger.mark_finished(0)  # it is already finished
-    ledger.next_batch()
+        scheduler.mark_finished(0)  # it is already finished
+    scheduler.next_batch()
     with pytest.raises(KeyError):
-        ledger.requeue(0)  # it is already taken
+        scheduler.requeue(0)  # it is already taken
     with pytest.raises(AssertionError, match="all 1 groups of the run have been taken"):
-        ledger.next_batch()
+        scheduler.next_batch()

@@ -32,7 +32,7 @@ from torchtune_ext.kernels.packed_attention import (
     segment_mask,
 )
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.pipeline.packing import RowLayout, pack
+from torchtune_ext.pipeline.packing import RowCostModel, pack
 from torchtune_ext.policy import logprobs
 from torchtune_ext.policy.logprobs import PackedPolicy
 
@@ -63,7 +63,7 @@ def test_logprobs_and_gradients(dtype, shapes, seed, slack, aggregation, pad, kl
             for p in ref_model.parameters():
                 p.add_(0.05 * torch.randn(p.shape, generator=noise))
     want = reference(model, groups, loss, aggregation, 0.9, ref_model)
-    rows, stats = pack(groups, row_tokens, aggregation, pad_id=PAD, layout=RowLayout(ranks, 8 if pad else None))
+    rows, stats = pack(groups, row_tokens, aggregation, pad_id=PAD, cost_model=RowCostModel(ranks, 8 if pad else None))
     assert stats.labels == sum(len(s.completion.tokens) for _, s in trained_samples(groups))
     # The weights sum to one, except for float32 rounding.
     assert abs(sum(row.loss_weights_L.double().sum().item() for row in rows) - 1.0) < 2**-24 + 1e-12
@@ -111,7 +111,7 @@ def test_conversations(row_tokens, aggregation, mask, monkeypatch):
 def test_segment_attention_equals_dense_mask_in_float64(shapes, seed, pad):
     groups = make_groups(np.random.default_rng(seed), shapes)
     row_tokens = sum(p + sum(c) - len(c) for p, c in shapes)
-    rows, _ = pack(groups, row_tokens, layout=RowLayout(tile=pad))
+    rows, _ = pack(groups, row_tokens, cost_model=RowCostModel(tile=pad))
     (row,) = rows
     T = row.tokens_T.numel()
     draw = partial(torch.randn, 1, 2, T, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -141,7 +141,7 @@ def test_rho_is_the_saving_of_shared_prompts():
 
 def test_pack_empty_rows_leave_gradients_unchanged():
     groups = make_groups(np.random.default_rng(0), [(5, [8, 3])])
-    rows, _ = pack(groups, 64, layout=RowLayout(ranks=4))
+    rows, _ = pack(groups, 64, cost_model=RowCostModel(ranks=4))
     assert [r.num_labels for r in rows] == [8, 3, 0, 0]
     model = tiny_model()
     policy = PackedPolicy(model)

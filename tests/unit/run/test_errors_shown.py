@@ -129,7 +129,7 @@ def test_blame_converts_user_errors_only(tmp_path):
 
     error = error_of(call, theirs["looks_up"])
     assert isinstance(error, UserCodeError) and exit_status_of(error) == 2
-    assert str(error) == f"task: Mine()[0] raised KeyError: 'x' ({file}:6); mend it"
+    assert str(error) == f"task: Mine()[0] raised KeyError: 'x' ({file}:6). Fix: mend it"
     assert usage_message(error).splitlines()[1] == "(TORCHTUNE_EXT_TRACEBACK=1 shows the traceback)"
     error = error_of(call, ours["on_purpose"], UsageError)
     assert str(error) == usage_message(error) == "x"

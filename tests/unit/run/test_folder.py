@@ -240,9 +240,9 @@ def test_file_system_without_folder_flush_is_warning(tmp_path, monkeypatch, capl
     with RunFolder(tmp_path) as folder:
         if code == errno.EIO:
             with pytest.raises(OSError, match="Input/output error"):
-                folder.start_run({}, resuming=False, saves=True)
+                folder.start_run({}, resuming=False, writes_checkpoints=True)
             return
-        folder.start_run({}, resuming=False, saves=True)
+        folder.start_run({}, resuming=False, writes_checkpoints=True)
         make_empty_folder(partial_path(tmp_path / "checkpoints" / "step_000001"))
         finalize_folder(tmp_path / "checkpoints" / "step_000001")
     assert len(caplog.messages) == 1 and "cannot flush a folder" in caplog.messages[0]
@@ -258,7 +258,7 @@ def test_refused_folder_rename_stops_saving_runs(tmp_path, monkeypatch):
         folder.start_run({}, resuming=False)
         says = f"output_dir={tmp_path}: the file system cannot rename a folder, .*: Operation not permitted. .* another file system"
         with pytest.raises(OSError, match=says):
-            folder.start_run({}, resuming=False, saves=True)
+            folder.start_run({}, resuming=False, writes_checkpoints=True)
 
 
 # ---------------------------------------------------------------- killed while setting aside
@@ -282,7 +282,7 @@ def killed(folder, rename, errors):
             return call
 
         os.rename, os.replace = counted(os.rename), counted(os.replace)
-        RunFolder(folder).start_run({"text": "two"}, resuming=False, saves=True)
+        RunFolder(folder).start_run({"text": "two"}, resuming=False, writes_checkpoints=True)
 
     return os.waitpid(fork(begin, errors), 0)[1]
 
@@ -374,7 +374,7 @@ def test_run_folder_dangling_link_is_refused(tmp_path, target):
 def test_a_file_in_the_place_of_the_folder(tmp_path):
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises((OSError, ValueError), match=f"output_dir={path}: .* not a folder. Choose another"):
+        with pytest.raises((OSError, ValueError), match=f"output_dir={path}: .* not a folder. Fix: choose another"):
             RunFolder(path)
     assert (tmp_path / "file").read_text() == "x"
 
@@ -406,7 +406,7 @@ def test_a_folder_without_permission(tmp_path):
             f"output_dir={parent}/run",
             f"output_dir={parent}/new",
         ], done
-        assert all("Permission denied. Choose another output_dir, or" in line for line in lines)
+        assert all("Permission denied. Fix: choose another output_dir, or" in line for line in lines)
     finally:
         (parent / "run").rmdir()
         parent.rmdir()

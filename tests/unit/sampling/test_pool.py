@@ -41,7 +41,7 @@ class Home:
 
 
 def test_pool_session_turns_stay_with_prefix_replica(monkeypatch):
-    """Affinity outweighs the load. Conversations of a crashed engine move to another one and stay there."""
+    """Affinity outweighs the load. Episodes of a crashed engine move to another one and stay there."""
 
     async def scenario(harness):
         homes = [Home() for _ in range(6)]

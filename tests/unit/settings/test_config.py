@@ -19,7 +19,7 @@ from torchtune_ext.objective.loss import PolicyLoss, loss_requirements
 from torchtune_ext.recipes import evaluate, grpo, warmup_sft
 from torchtune_ext.settings.config import RENAMED_KEYS, load_config, named_paths, settings_snapshot
 from torchtune_ext.settings.presets import find_preset
-from torchtune_ext.settings.records import RECORD, nested_record, option_fields
+from torchtune_ext.settings.records import FORBID_UNKNOWN_KEYS, nested_section, option_fields
 from torchtune_ext.setup.config_checks import check_needs
 from torchtune_ext.training.checkpoints import ALWAYS_DIFFERENT_KEYS
 from torchtune_ext.training.replay import IGNORED_KEYS
@@ -175,7 +175,7 @@ def test_config_of_an_older_recipe_is_an_error():
     with pytest.raises(ValueError, match="Plain is not a pydantic dataclass"):
         load_config(Plain, OmegaConf.create({}))
 
-    @dataclass(config=RECORD, kw_only=True)
+    @dataclass(config=FORBID_UNKNOWN_KEYS, kw_only=True)
     class Marked:
         output_dir: str = MISSING
 
@@ -272,7 +272,7 @@ NODES = {
     name: kind
     for recipe in (grpo, warmup_sft)
     for name, field in option_fields(recipe.Config).items()
-    if (kind := nested_record(field))
+    if (kind := nested_section(field))
 }
 
 
@@ -308,8 +308,8 @@ def test_config_keys_named_in_messages_exist():
         ("task.path", ["a", "$MODELS/x"], r"task.path=\$MODELS/x: `\$` is shell"),
         ("replay", "~no-such-user/x", "unknown user 'no-such-user'"),
         ("preset", "$HOME/a.yaml", r"preset=\$HOME/a.yaml: `\$` is shell"),
-        ("model_dir", "é" * 128, "model_dir=.* is too long: a name has at most 255 bytes"),
-        ("tokenizer.template", "/a" * 2000, "tokenizer.template=.* is too long: a name .* a path 3,900"),
+        ("model_dir", "é" * 128, "model_dir=.* is too long; expected at most 255 bytes in a name"),
+        ("tokenizer.template", "/a" * 2000, "tokenizer.template=.* is too long; .* 3,900 in a path"),
         ("task.path", "a\0b", r"task.path='a\\x00b' contains a character"),
         ("task.path", "\ud83d", r"task.path='\\ud83d' contains a character"),
         (

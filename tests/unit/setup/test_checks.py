@@ -70,10 +70,10 @@ def test_an_optimizer_of_matrices_may_train_matrices():
 @pytest.mark.parametrize(
     "optimizer, says",
     [
-        ({"_component_": "torch.optim.LBFGS"}, "a step of LBFGS on dense gradients raised TypeError: .*'closure'; use torch.optim.AdamW"),
+        ({"_component_": "torch.optim.LBFGS"}, "a step of LBFGS on dense gradients raised TypeError: .*'closure'. Fix: use torch.optim.AdamW"),
         ({"_component_": "torch.optim.SparseAdam"}, "a step of SparseAdam on dense gradients raised .*does not support dense"),
         ({"_component_": "torch.optim.AdamW", "capturable": True}, "a step of AdamW .*If capturable=True"),
-        ({"_component_": "torch.optim.SGD", "maximize": True}, "a step of SGD raises the loss; leave out optimizer.maximize"),
+        ({"_component_": "torch.optim.SGD", "maximize": True}, "a step of SGD raises the loss. Fix: leave out optimizer.maximize"),
     ],
 )  # fmt: skip
 def test_an_optimizer_that_cannot_step_is_refused(optimizer, says):
@@ -274,7 +274,7 @@ def test_a_task_of_which_some_prompts_fit_passes(model_dir):
         ({"rope_parameters": {"rope_type": "default"}}, {"max_model_len": 257}, "more than the 256 positions"),
         ({}, {"max_model_len": 64, "tensor_parallel_size": 2, "devices": "4,5"}, None),
         ({}, {"max_model_len": 64, "tensor_parallel_size": 2, "devices": "4"}, "names 1 GPU, .* needs 2"),
-        ({}, {"max_model_len": 64, "tensor_parallel_size": 4}, "does not divide the model's 6 attention heads; use one of 1, 2, 3, 6"),
+        ({}, {"max_model_len": 64, "tensor_parallel_size": 4}, "does not divide the model's 6 attention heads. Fix: use one of 1, 2, 3, 6"),
     ],
 )  # fmt: skip
 def test_the_engine_and_the_model(config, engine, message):

@@ -50,13 +50,13 @@ def check(loss=None, **changed):
 @pytest.mark.parametrize(
     "changed, message",
     [
-        ({"staleness": -1}, "staleness=-1 must be a whole number of at least 0"),
-        ({"prefetch_steps": -1}, "prefetch_steps=-1 must be a whole number of at least 0"),
+        ({"staleness": -1}, "staleness=-1: expected a whole number of at least 0"),
+        ({"prefetch_steps": -1}, "prefetch_steps=-1: expected a whole number of at least 0"),
         (
             {"prefetch_steps": 3},
-            "prefetch_steps=3 is above staleness=2: .*; set prefetch_steps to at most 2, or staleness to at least 3",
+            r"prefetch_steps=3: .*staleness=2\. Fix: set prefetch_steps=2 or staleness=3",
         ),
-        ({"staleness": 0, "prefetch_steps": 1}, "prefetch_steps=1 is above staleness=0"),
+        ({"staleness": 0, "prefetch_steps": 1}, "prefetch_steps=1: .*staleness=0"),
         (
             {"engine": EngineConfig(sleep=True)},
             r"staleness=2 with engine.sleep=true: .*\(engine.devices\), or set staleness=0",

@@ -108,7 +108,7 @@ def test_plan_kv_cache_is_memory_left_by_engine(seven):
     token = 2 * 28 * 4 * 128 * 2
     assert sum(rows.values()) == int(0.9 * memory) and tokens == kv // token
     assert rows["weights"] == 2 * 7_615_616_512
-    assert "activations of a step and its sampler" in rows
+    assert "activations of a step and sampling" in rows
     two = replace(OWN, tensor_parallel_size=2)
     halves, (half_kv, more) = estimate_engine_bytes(seven, two, memory), cached(seven, two, memory)
     assert halves["weights"] == rows["weights"] // 2

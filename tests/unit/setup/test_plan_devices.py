@@ -94,4 +94,4 @@ def test_check_start_overlapping_gpus_refused_before_run_folder(started, monkeyp
         ranks=SimpleNamespace(device=torch.device("cuda", 0)),
     )
     with pytest.raises(ValueError, match="engine.devices='4,5,6,7': .* train"):
-        run_parts.RunComponents.check_start(parts)
+        run_parts.RunComponents.run_preflight_checks(parts)

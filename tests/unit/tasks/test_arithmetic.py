@@ -199,11 +199,11 @@ def test_settings_come_from_yaml():
 @pytest.mark.parametrize(
     "knobs, message",
     [
-        ({"level": 11}, "level={11: 1.0}: give a level from 1 to 10"),
-        ({"level": []}, "level={}: give a level"),
+        ({"level": 11}, "level={11: 1.0}: invalid. Fix: give a level from 1 to 10"),
+        ({"level": []}, "level={}: invalid. Fix: give a level"),
         ({"level": {3: -1, 4: 2}}, "level={3: -1, 4: 2}: give"),
         ({"level": {3: 0}}, "not all 0"),
-        ({"split": "test"}, "split='test': choose one of train, heldout, all"),
+        ({"split": "test"}, "split='test': unknown. Fix: choose one of train, heldout, all"),
         ({"first": -1}, "first=-1, count=None"),
         ({"count": 0}, "count=0: out of range"),
         ({"guessed": 1.5}, "guessed=1.5 is a share"),

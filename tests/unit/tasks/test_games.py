@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from torchtune_ext.grading.environments import check_turn
-from torchtune_ext.tasks.task import Turn
+from torchtune_ext.grading.environments import check_reply
+from torchtune_ext.tasks.task import EnvironmentReply
 from torchtune_ext.tasks.tool_class import ToolClass
 
 SHOP = '''
@@ -237,9 +237,9 @@ def test_games_of_textarena():
         ("GuessTheNumber-v0", "<think>Perhaps [3]", "Player 0 did not respond with valid '[number]'"),
     ]:
         refused = TextArena(name)
-        game, turn = refused.environment(refused[0], 0), Turn()
+        game, turn = refused.environment(refused[0], 0), EnvironmentReply()
         while not turn.done:
-            turn = check_turn(say(game, text))
+            turn = check_reply(say(game, text))
         assert (turn.reward, turn.parts) == (0.0, {"invalid_move": 1.0}) and note in turn.note, name
     countdown = TextArena("Countdown-v0")  # interchanges the arguments of what the policy said
     assert "invalid move" in say(countdown.environment(countdown[0], 0), "hm").messages[0]["content"]

@@ -7,13 +7,13 @@ import pytest
 
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.tasks.guess_number import GuessNumber, GuessNumberEnvironment
-from torchtune_ext.tasks.task import ConversationTask
+from torchtune_ext.tasks.task import EpisodeTask
 
 TASK = GuessNumber(seed=3)
 
 
 def test_guess_number_is_deterministic_conversation_task():
-    assert isinstance(TASK, ConversationTask)
+    assert isinstance(TASK, EpisodeTask)
     assert TASK[7] == GuessNumber(seed=3)[7] == GuessNumber(seed=3, first=5)[2] != GuessNumber(seed=4)[7]
     problem = TASK[7]
     low, high, number = (problem.answer[name] for name in ("low", "high", "number"))
@@ -70,7 +70,7 @@ def test_answers_are_true():
     [
         ({"first": -1}, "first=-1, count=None: out of range; expected first >= 0"),
         ({"size": 1}, "below=69, size=1, max_turns=5: expected at least 1, 2 and 1"),
-        ({"split": "test"}, "split='test': choose one of train, heldout, all"),
+        ({"split": "test"}, "split='test': unknown. Fix: choose one of train, heldout, all"),
         ({"halving": 2}, "halving=2 is a share"),
         ({"prompt": "?"}, r"prompt='\?' does not show the range"),
     ],

@@ -327,10 +327,10 @@ def test_math_loads_hub_style_dataset_folder(tmp_path):
 def test_math_conflicting_arguments_raise(path):
     for options, message in (
         ({}, "path and hub are both missing"),
-        ({"dataset": "math5000"}, "dataset='math5000': choose one of gsm8k, math500"),
+        ({"dataset": "math5000"}, "dataset='math5000': unknown. Fix: choose one of gsm8k, math500"),
         ({"path": path, "hub": "a/b"}, "give one of the two"),
         ({"dataset": "svamp", "hub": "a/b"}, "give one of the two"),
-        ({"path": path, "format": "xml"}, "format='xml': choose one of box, think"),
+        ({"path": path, "format": "xml"}, "format='xml': unknown. Fix: choose one of box, think"),
     ):
         with pytest.raises(ValueError, match=message):
             Math(**options)

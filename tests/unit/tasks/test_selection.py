@@ -8,7 +8,7 @@ import pytest
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.tasks.problem_stream import ProblemStream
 from torchtune_ext.tasks.selection import NearLevel, level_names
-from torchtune_ext.tasks.task import ConversationTask, Score
+from torchtune_ext.tasks.task import EpisodeTask, Score
 
 ARITHMETIC = "torchtune_ext.tasks.arithmetic.Arithmetic"
 LEVELS = [{"level": 1}, {"level": 4}, {"level": 7}]
@@ -113,7 +113,7 @@ def test_selection_wrapper_preserves_grading_and_environment():
         assert task.grade(problem, task.solution(problem)).reward == 1.0
     assert not hasattr(task, "environment") and not hasattr(task, "grade_group")
     game = NearLevel("torchtune_ext.tasks.guess_number.GuessNumber", {"seed": 1}, [{"size": 7}, {"size": 31}])
-    assert isinstance(game, ConversationTask) and game.max_turns == 5
+    assert isinstance(game, EpisodeTask) and game.max_turns == 5
     problem = game[1]
     assert problem.id.startswith("size=31/") and game.environment(problem, 0).number == problem.answer["number"]
 

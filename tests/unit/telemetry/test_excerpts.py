@@ -12,7 +12,7 @@ from torchtune_ext.grading import Ungraded
 from torchtune_ext.pipeline.episodes import Episode
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.pipeline.rollout_store import RolloutStore, rollout_paths
-from torchtune_ext.tasks.task import Problem, Score, Turn
+from torchtune_ext.tasks.task import EnvironmentReply, Problem, Score
 from torchtune_ext.telemetry.excerpts import ExcerptLimits, collect_excerpts, sample_record
 
 
@@ -131,7 +131,7 @@ def test_excerpts_long_episode_truncated_per_message():
         if turn:
             episode.set_next_context([*episode.path, 3], "")
         episode.add_turn(make_sample([1, 2]).completion, "t" * 1000)
-        episode.add_answer(Turn([{"role": "user", "content": "yes"}]))
+        episode.add_reply(EnvironmentReply([{"role": "user", "content": "yes"}]))
     shown = sample_record(episode.to_sample("max_turns"), 3600)["messages"]
     assert [m["content"] for m in shown[1::2]] == ["yes"] * 9
     assert all(200 < len(m["content"]) < 250 and "800 characters left out" in m["content"] for m in shown[::2])

@@ -113,7 +113,7 @@ def test_metrics_full_disk_at_resume_leaves_file_unchanged(tmp_path):
         for step in range(1, 30):
             metrics.log(step, {"a/b": 1})
     before = metrics.path.read_bytes()
-    with full_disk(100), pytest.raises(OSError, match=r"metrics\.jsonl to step 20: .*Free disk space") as caught:
+    with full_disk(100), pytest.raises(OSError, match=r"metrics\.jsonl to step 20: .*free disk space") as caught:
         MetricLogger(tmp_path, sinks=(), resume_step=20)
     assert "[Errno" not in str(caught.value)
     assert metrics.path.read_bytes() == before and os.listdir(tmp_path) == ["metrics.jsonl"]
@@ -256,7 +256,7 @@ def test_metrics_sink_receives_start_step_and_exit_status(tmp_path, monkeypatch)
 def test_metrics_full_disk_raises_and_keeps_valid_lines(tmp_path):
     with MetricLogger(tmp_path, sinks=()) as metrics:
         metrics.log(1, {"a/b": 1})
-        with full_disk(metrics.path.stat().st_size + 10), pytest.raises(OSError, match="Free disk space"):
+        with full_disk(metrics.path.stat().st_size + 10), pytest.raises(OSError, match="free disk space"):
             metrics.log(2, {"a/b": 1})
         metrics.log(2, {"a/b": 2})
     assert strict_lines(metrics.path) == [{"step": 1, "a/b": 1}, {"step": 2, "a/b": 2}]

@@ -4,7 +4,7 @@ test_metrics_contract.py compares with real runs."""
 from collections import Counter
 
 from helpers.metric_names import documented, drawn, known_as
-from torchtune_ext.grading.environments import ENDINGS
+from torchtune_ext.grading.environments import FINISH_REASONS
 from torchtune_ext.measured.check import OUTCOMES
 from torchtune_ext.measured.matmul.rewards import FAILURES
 from torchtune_ext.measured.matmul.stages import STAGES
@@ -33,12 +33,12 @@ def test_panel_note_joins_meanings_of_its_metrics():
 
 
 def test_report_lists_all_episode_endings():
-    names = [f"episode/{name}" for name in (*sorted(ENDINGS), "turns", "read_tokens")]
+    names = [f"episode/{name}" for name in (*sorted(FINISH_REASONS), "turns", "read_tokens")]
     panels = {panel.title: panel for panel in panels_for(names)}
     assert panels.keys() == {"Turns of a conversation", "Tokens read in a conversation", "Endings of conversations"}
     endings = panels["Endings of conversations"]
-    assert [name for name, _ in endings.series] == [f"episode/{ending}" for ending in ENDINGS]
-    assert len(set(endings.colors)) == len(ENDINGS)
+    assert [name for name, _ in endings.series] == [f"episode/{ending}" for ending in FINISH_REASONS]
+    assert len(set(endings.colors)) == len(FINISH_REASONS)
 
 
 def test_metric_matches_exact_name_or_longest_pattern():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from helpers.records import make_guess_conversation, make_sample
-from torchtune_ext.grading.environments import ENDINGS
+from torchtune_ext.grading.environments import FINISH_REASONS
 from torchtune_ext.grading.outcomes import timeout_score
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.tasks.task import Problem, Score
@@ -82,8 +82,8 @@ def test_the_metrics_of_conversations():
     metrics = rollout_metrics([Group(Problem("game", (), 58), np.arange(3), samples)])
     assert (metrics["length/mean"], metrics["length/max"], metrics["length/tokens"]) == (7.5, 9.0, 15.0)
     assert (metrics["episode/turns"], metrics["episode/read_tokens"]) == (2.5, 4.5)
-    endings = {name: metrics[f"episode/{name}"] for name in ENDINGS}
-    assert endings == dict.fromkeys(ENDINGS, 0.0) | {"completed": 0.5, "max_turns": 0.5}
+    endings = {name: metrics[f"episode/{name}"] for name in FINISH_REASONS}
+    assert endings == dict.fromkeys(FINISH_REASONS, 0.0) | {"completed": 0.5, "max_turns": 0.5}
     plain = rollout_metrics([Group(Problem("p", (), 0), np.arange(3), (make_sample([1, 2]),))])
     assert not any(name.startswith("episode/") for name in plain)
 

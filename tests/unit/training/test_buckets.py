@@ -11,7 +11,7 @@ from torchtune_ext.training.buckets import BUCKET_NAMES, Breakdown, bucket_ids, 
 def row(lengths, versions):
     samples = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     return SimpleNamespace(
-        samples_L=samples,
+        completion_index_L=samples,
         versions_L=torch.tensor(versions, dtype=torch.int32)[samples],
         loss_weights_L=torch.ones(len(samples)),
     )

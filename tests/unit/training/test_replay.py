@@ -71,7 +71,7 @@ def test_replay_yields_each_step_once_without_refills(run):
     for _ in range(STEPS):
         groups, values = its.take(BATCH)
         assert [g.problem.id for g in groups] == [p.id for p in problems.next_problems(BATCH)] and values == {}
-        assert its.take(BATCH, refill_round=1) == ([], {})
+        assert its.refill(BATCH, 1) == ([], {})
     its.load_state_dict({"replayed": "abc"}, step=1, version=1)
     again = ProblemStream(Sums("what is"), seed=0).next_problems(2 * BATCH)[BATCH:]
     assert [g.problem.id for g in its.take(BATCH)[0]] == [p.id for p in again]

@@ -18,7 +18,7 @@ from torchtune_ext.measured.kernel import Kernel
 from torchtune_ext.measured.matmul.prompts import messages, short_messages
 from torchtune_ext.measured.matmul.task import ALL_STAGE, PROMPT_KINDS, make_kernels, problem_id
 from torchtune_ext.measured.sandbox import SandboxError
-from torchtune_ext.tasks.task import Message, Problem, Turn, require_choice
+from torchtune_ext.tasks.task import EnvironmentReply, Message, Problem, require_choice
 
 MAX_FEEDBACK_CHARS = 600  # per turn; the first errors usually cause the others
 
@@ -70,7 +70,7 @@ class CompileAndFixEnv:
     def __init__(self, kernel: Kernel, compiler: Compiler) -> None:
         self._kernel, self._compiler = kernel, compiler
 
-    def step(self, message: Message) -> Turn:
+    def step(self, message: Message) -> EnvironmentReply:
         """Checks the program of a turn.
 
         Raises:
@@ -87,6 +87,6 @@ class CompileAndFixEnv:
             raise
         parts = {"accuracy": float(verdict.outcome == "ok"), "compiled": float(verdict.stage == "verify")}
         if verdict.outcome == "ok":
-            return Turn(reward=1.0, done=True, parts=parts)
+            return EnvironmentReply(reward=1.0, done=True, parts=parts)
         answer = f"{verdict.outcome}: {verdict.note[:MAX_FEEDBACK_CHARS].strip()}\n\nWrite the whole program again."
-        return Turn([{"role": "user", "content": answer}], parts=parts, note=verdict.note)
+        return EnvironmentReply([{"role": "user", "content": answer}], parts=parts, note=verdict.note)

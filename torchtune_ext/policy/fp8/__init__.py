@@ -8,10 +8,10 @@ from typing import Literal
 from pydantic import Field
 
 from torchtune_ext.run.errors import UsageError
-from torchtune_ext.settings.records import config_record
+from torchtune_ext.settings.records import config_section
 
 
-@config_record("precision")
+@config_section("precision")
 class Fp8Config:
     """How linear layers compute in FP8."""
 

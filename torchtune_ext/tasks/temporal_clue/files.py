@@ -99,8 +99,8 @@ def _parse_puzzle(where: str, item: object) -> Puzzle:
     }
     for field, (right, what) in fields.items():
         if field not in item or not right(item[field]):
-            fault = f"is {item[field]!r:.60}; write" if field in item else "is missing; add"
-            raise UsageError(f"{where}: field {field!r} {fault} {what}")
+            problem = f"is {item[field]!r:.60}; write" if field in item else "is missing; add"
+            raise UsageError(f"{where}: field {field!r} {problem} {what}")
     return Puzzle(item["num_clues"], item["prompt"], item["solution"])
 
 

@@ -45,10 +45,11 @@ class Size:
             ("clues", tuple, "a list such as [direct, or]"),
         ):
             if not isinstance(getattr(self, name), kind):
-                raise UsageError(f"size: {name}={getattr(self, name)!r}: write {how}")
+                raise UsageError(f"size: {name}={getattr(self, name)!r}: invalid. Fix: write {how}")
         if "direct" not in self.clues or not all(kind in KINDS for kind in self.clues):
             raise UsageError(
-                f"size: clues={list(self.clues)}: choose from {', '.join(KINDS)}, and always include 'direct', which makes "
+                f"size: clues={list(self.clues)}: unknown. Fix: choose from {', '.join(KINDS)}, and always "
+                "include 'direct', which makes "
                 "every puzzle solvable"
             )
 
@@ -108,7 +109,7 @@ def parse_size(value: Size | str | Mapping) -> Size:
     value = dict(value)
     base = value.pop("like", None)
     if base is not None and str(base) not in NAMED_SIZES:
-        raise UsageError(f"size: like={base!r}: choose from {', '.join(NAMED_SIZES)}")
+        raise UsageError(f"size: like={base!r}: unknown. Fix: choose from {', '.join(NAMED_SIZES)}")
     names = [field.name for field in fields(Size)]
     if unknown := [name for name in value if name not in names]:
         raise UsageError(f"size: unknown key {unknown[0]!r}; the keys are {', '.join(names)} and like")

@@ -52,7 +52,8 @@ class TemporalClue:
     ) -> None:
         if isinstance(grader, str) and grader not in ANSWER_LETTERS and "." not in grader:
             raise UsageError(
-                f"grader={grader!r}: choose 'exact' or 'published', or name a function: grader: my_reward.f for my_reward.py"
+                f"grader={grader!r}: unknown. Fix: choose 'exact' or 'published', or name a function: grader: "
+                "my_reward.f for my_reward.py"
             )
         length = task_length(first, count)
         self.rule = grader if isinstance(grader, str) and grader in ANSWER_LETTERS else "exact"

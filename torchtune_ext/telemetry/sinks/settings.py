@@ -12,7 +12,7 @@ from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.run.catalog import import_object
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.folder import Run
-from torchtune_ext.settings.records import config_record
+from torchtune_ext.settings.records import config_section
 
 # Package name -> class. A sink is imported only if it is configured. To add a sink, write a class
 # with the methods of `Sink` in a file here, and add a line.
@@ -24,7 +24,7 @@ MAX_PROJECT_CHARS = 128
 _PROJECT_FORBIDDEN = re.compile(r"[/\\#?%:]")  # W&B rejects these characters
 
 
-@config_record("logging")
+@config_section("logging")
 class LoggingConfig:
     """The keys of `logging:`. All but `to` are for W&B, whose own variables take precedence."""
 
