@@ -262,7 +262,9 @@ class RunPlan:
         memory = engine | trainer if leads else trainer | engine
         adapters = {
             "adapters (docs/how_to/adapters.md)": not frozen,
-            "model.quantize_base=true": frozen and not self.sizes.largest_nf4 and "quantize_base" in cfg.model.argument_names(),
+            "model.quantize_base=true": frozen
+            and not self.sizes.largest_nf4
+            and "quantize_base" in cfg.model.argument_names(),
         }
         fixes = {
             "gpus": {"fewer ranks or engines, or more GPUs": True},
