@@ -150,7 +150,7 @@ def test_resume_reports_start_step_changes_and_finished_run(workplace, served, f
     # The second of two updates, though the first step had made two.
     assert runs.metrics(workplace / "going_on")[-1]["optim/lr"] == pytest.approx(5e-5)
     assert f"resume:    from step 1 of run {run_id}, started " in output
-    changed = next(line for line in output.splitlines() if line.startswith("changed:"))
+    changed = "\n".join(line for line in output.splitlines() if line.startswith("changed:"))
     for words in (
         "optimizer.lr 0.001 -> 0.0001",
         "seed 0 -> 7",
@@ -158,7 +158,7 @@ def test_resume_reports_start_step_changes_and_finished_run(workplace, served, f
         "max_steps 6 -> 2",
         "task._component_ rows.Failing -> letters.Letters",
     ):
-        assert words in changed
+        assert f"changed:   {words}" in changed
     assert "output_dir" not in changed and "resume_from_checkpoint" not in changed
     for label in ("model", "device", "objective", "problems", "files", "engine", "done", "report", "extend"):
         assert f"\n{label + ':':<11}" in "\n" + output, label

@@ -486,7 +486,9 @@ def resume_text(path: Path, step: int, run: Run, earlier_config: Mapping[str, An
     if not earlier_config:
         lines.append(("changed", "unknown: run.json does not hold the earlier settings"))
     elif changed:
-        lines.append(("changed", ", ".join(map(str, changed))))
+        lines += [("changed", str(change)) for change in changed]
+        if any(change.key == "task._component_" for change in changed):
+            lines.append(("warning", "the task is another one than before: set output_dir for a separate run"))
         decay = (config.get("schedule") or {}).get("decay", "constant")
         if decay != "constant" and any(change.key == "max_steps" for change in changed):
             lines.append(

@@ -50,8 +50,13 @@ def test_resume_reports_checkpoint_and_changed_config(monkeypatch):
     run.config.update(seed=7, preset="dapo", task={"_component_": "a.Task", "level": 2}, output_dir="old-1")
     assert resume_text(path, 40, run, earlier).splitlines() == [
         where,
-        "changed:   optimizer.lr 0.001 -> 0.0001, seed 0 -> 7, preset grpo -> dapo, task.level default -> 2",
+        "changed:   optimizer.lr 0.001 -> 0.0001",
+        "changed:   seed 0 -> 7",
+        "changed:   preset grpo -> dapo",
+        "changed:   task.level default -> 2",
     ]
+    run.config["task"] = {"_component_": "a.Other"}
+    assert "warning:   the task is another one than before" in resume_text(path, 40, run, earlier)
     run.config.update(max_steps=99, schedule={"decay": "linear"})
     assert resume_text(path, 40, run, earlier).splitlines()[-1] == (
         "rate:      schedule.decay=linear now ends with the new max_steps, so the learning rate changes abruptly here"
