@@ -63,8 +63,8 @@ class RunCommand:
 
 
 def run_command(command: Command) -> RunCommand | None:
-    """Parse a `tune run`. Return None for another command."""
-    if command.words[:2] != ("tune", "run"):
+    """Parse a `tune run` with a config. Return None for another command."""
+    if command.words[:2] != ("tune", "run") or "--config" not in command.words:
         return None
     rest = list(command.words[2:])
     torchrun = {}
