@@ -138,7 +138,7 @@ class Config:
     compile: bool = Field(default=False, description="torch.compile each layer")
     max_mismatch: PositiveFloat | Literal["auto"] = Field(
         default="auto",
-        description="mean |trainer - engine log-prob| (nats) that stops the run; auto: 2 x rounding noise, >= 0.001",
+        description="mean |trainer - engine log-prob| (nats) that stops the run; auto: 2 x rounding noise, >= 0.001, + margin",
     )
     checkpoints: config_records.CheckpointConfig = Field(
         default=config_records.CheckpointConfig(), description="checkpoint interval and retention"

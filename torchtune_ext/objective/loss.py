@@ -114,8 +114,8 @@ class PolicyLoss(ConstraintOptions):
         old: source of pi_old: "trainer" (the proximal policy), "sampler" (the behavior policy, by
             the engine's log-probs), or "interpolated" between behavior and current policy, which
             saves a forward pass.
-        importance: importance weight for the mismatch between pi_old and pi_behavior: "none",
-            "full", "tis", "mis", "icepop", "sequence_tis", "sequence_mis" or "geometric_mask".
+        importance: importance weight for the mismatch between pi_old and pi_behavior ("tis" in the
+            default preset): "none", "full", "tis", "mis", "icepop", "sequence_tis", "sequence_mis" or "geometric_mask".
         importance_low: lower bound of the importance weight; null: the method's default.
         importance_high: upper bound of the importance weight; null: the method's default (2 for
             "tis").

@@ -197,10 +197,8 @@ class SamplingConfig:
     temperature: float = Field(
         default=1.0, ge=0, allow_inf_nan=False, description="usually 1.0; 0 (greedy) only for evaluation"
     )
-    top_p: float = Field(
-        default=1.0, gt=0, le=1, description="nucleus sampling; below 1 log-probs are renormalized; 1: off"
-    )
-    top_k: int = Field(default=0, ge=0, description="top-k sampling; 0: off")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling; 1: off; below 1 only for evaluation")
+    top_k: int = Field(default=0, ge=0, description="top-k sampling; 0: off; above 0 only for evaluation")
     stop_token_ids: tuple[int, ...] = Field(
         default=(),
         description="a completion ends with, and contains, the first of these; empty: the model's end tokens",

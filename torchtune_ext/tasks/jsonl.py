@@ -183,7 +183,7 @@ class Jsonl(QuestionTask):
         question: field of the question, "a.b.0" if nested, or a template: "{Body} {Question}". The
             field may hold chat messages: a list of {"role": ..., "content": ...}, or its JSON text,
             that ends with the user's message. They are then the prompt.
-        answer: field of the answer, of any JSON type. The function gets it unchanged as
+        answer: field of the answer ("a.b.0" if nested), of any JSON type. The function gets it unchanged as
             `problem.answer`. None: the examples have no answers.
         solution: field of a text with reward 1.0, for the SFT warm-up. Default: the answer.
         prompt: the user's message, in which {question} stands for the question.

@@ -76,10 +76,10 @@ PANELS = (
         Metric("eval/high", "", "upper end of the 95% interval of `eval/reward_sampled`"))),
     Panel("Learning", "Spread of the rewards", zero=True, metrics=(
         Metric("reward/std", "std", "standard deviation of the step's rewards", "near 0: nothing to learn"),)),
-    Panel("Learning", "Solved", unit="percent", note="Fraction of held-out problems with full reward.", metrics=(
-        Metric("eval/solved_sampled", "sampled", "fraction of held-out problems with full reward, training temperature"),
-        Metric("eval/solved_greedy", "greedy", "fraction of held-out problems with full reward, temperature 0"),
-        Metric("eval/pass_at_<n>", "pass at ", "fraction of held-out problems with full reward in any of n samples",
+    Panel("Learning", "Solved", unit="percent", note="Fraction of held-out samples with full reward.", metrics=(
+        Metric("eval/solved_sampled", "sampled", "fraction of held-out samples with full reward, training temperature"),
+        Metric("eval/solved_greedy", "greedy", "fraction of held-out samples with full reward, temperature 0"),
+        Metric("eval/pass_at_<n>", "pass at ", "fraction of held-out samples with full reward in any of n samples",
                "it falls while `eval/reward_sampled` rises"))),
     Panel("Learning", "Outcomes of programs", unit="percent", style="stack", zero=True, order=_OUTCOMES,
           colors=(6, 4, 5, 7, 1, 2, 3), metrics=(

@@ -313,7 +313,7 @@ class ScheduleConfig:
     decay: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="decay after the warm-up; linear and cosine reach 0 at the end of the run"
     )
-    warmup: int = Field(default=0, ge=0, description="optimizer updates of linear warm-up")
+    warmup: int = Field(default=0, ge=0, description="optimizer updates of linear warm-up, at most those of the run")
 
     def require_fits(self, total: int) -> None:
         """Raises UsageError if the warm-up is longer than `total` updates."""
