@@ -179,9 +179,10 @@ def _segment_attention(q: Tensor, k: Tensor, v: Tensor, mask: SegmentMask) -> Te
     qkv_stacks = [x[0].to(accumulate).index_select(1, mask.order_S).split(mask.sizes, dim=1) for x in (q, k, v)]
     results = []
     for i, stack in enumerate(mask.stacks):
+        # Each is [N, H, R, D].
         queries, stack_keys, stack_values = (
             x[i].unflatten(1, (stack.num_segments, -1)).transpose(0, 1) for x in qkv_stacks
-        )  # [N, H, R, D]
+        )
         keys, values = (
             torch.cat([*(x[j].expand(stack.num_segments, -1, -1, -1) for j in stack.ancestors), stack_x], dim=2)
             for x, stack_x in zip(qkv_stacks[1:], (stack_keys, stack_values), strict=True)

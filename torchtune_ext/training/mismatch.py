@@ -58,7 +58,7 @@ MIN_TOKENS = 32
 MAX_RECENT_TOKENS = 1 << 15
 # Minimum automatic limit of mean |d|. In float32 |d| is 1e-7 to 1e-5, and far larger with a fault.
 MIN_AUTO_LIMIT_NATS = 0.001
-# With changed settings the policy of a replay diverges from the sampled tokens. That is no fault.
+# With changed settings the policy of a replay diverges from the sampled tokens, as expected.
 REPLAY_LIMIT_NATS = 0.05
 ROUNDING_ROWS = 4  # rows per rank for measuring the rounding
 MEAN_RATIO_TOLERANCE = 0.005  # allowed |mean exp(d) - 1|, in addition to the standard errors

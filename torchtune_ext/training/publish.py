@@ -91,10 +91,8 @@ class Publisher:
         self._trained_weights, self._precision, self._hf_model = trained_weights, precision, hf_model
         self._gate, self._logprobs_fn, self._canary_groups = gate, logprobs_fn, list(canary_groups)
         self._sampling = replace(sampling, early_stop_logprob=None)
-        self._published_checksums: dict[str, dict[str, int]] = {
-            "model": {},
-            "adapter": {},
-        }  # name -> checksum, on rank 0
+        # Name -> checksum, on rank 0.
+        self._published_checksums: dict[str, dict[str, int]] = {"model": {}, "adapter": {}}
         # Name -> number of values, and a subset of the values, of the last weight sync, on rank 0.
         self._value_subsets: dict[str, tuple[int, Tensor]] = {}
         self._weights_differ = trained_weights.weights_differ(precision)
