@@ -240,7 +240,7 @@ def four(ranks):
     cut = [p for p in run.policy.model.parameters() if isinstance(p, DTensor)]
     assert cut and {tuple(p.device_mesh.shape) for p in cut} == {(2, 2)}
     mesh = cut[0].device_mesh
-    groups = [torch.distributed.group.WORLD, *(mesh.get_group(dim) for dim in ("copies", "shards"))]
+    groups = [torch.distributed.group.WORLD, *(mesh.get_group(dim) for dim in ("replicate", "shard"))]
     limits = [group._get_backend(ranks.device).options._timeout for group in groups]
     assert limits[0].total_seconds() == 600 and limits == limits[:1] * 3, limits
     first = run.weights()
