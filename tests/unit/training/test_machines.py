@@ -126,8 +126,8 @@ def test_mesh_groups_use_deadline_of_all_ranks(across):
     def action():
         ranks = init_ranks("cpu", RanksConfig(deadline_s=77.0, shard_within=1))
         mesh = _mesh(ranks.device, ranks.world_size, ranks.shards)
-        assert mesh.mesh.tolist() == [[0], [1], [2]] and mesh.mesh_dim_names == ("copies", "shards")
-        groups = [dist.group.WORLD, mesh.get_group("copies"), mesh.get_group("shards")]
+        assert mesh.mesh.tolist() == [[0], [1], [2]] and mesh.mesh_dim_names == ("replicate", "shard")
+        groups = [dist.group.WORLD, mesh.get_group("replicate"), mesh.get_group("shard")]
         return [group._get_backend(ranks.device).options._timeout.total_seconds() for group in groups]
 
     assert across(action) == [[77.0] * 3] * 3, "also groups of a part of the ranks"
