@@ -32,7 +32,7 @@ from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.sampling.engine_args import engine_threads, on_cpu
 from torchtune_ext.settings.components import Component
 from torchtune_ext.settings.config import load_config, named_paths, settings_snapshot
-from torchtune_ext.settings.records import FORBID_UNKNOWN_KEYS, Seed
+from torchtune_ext.settings.sections import FORBID_UNKNOWN_KEYS, Seed
 from torchtune_ext.setup.checks import (
     check_engine,
     check_prompts,
@@ -122,7 +122,7 @@ class EvaluateRecipe:
         dtype = chosen_dtype("auto", "cpu" if on_cpu() else "cuda")
         parameters = sum(math.prod(shape) for _, shape, _ in model.shapes())
         engine = cfg.engine.with_trainer_defaults(dtype, engine_threads(cfg.engine, parameters, concurrent=False))
-        check_task(self.task, "task", must_end=True)
+        check_task(self.task, "task", require_finite=True)
         check_engine(model, engine)
         check_tokenizer(self.tokenizer, model, stop_ids=self.sampling.stop_token_ids)
         check_prompts({"task": self.task}, self.tokenizer, self.sampling, engine, model)

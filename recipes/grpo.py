@@ -46,8 +46,8 @@ from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.settings.components import Component
 from torchtune_ext.settings.config import load_config
-from torchtune_ext.settings.records import FORBID_UNKNOWN_KEYS, Seed
-from torchtune_ext.setup import config_records
+from torchtune_ext.settings.sections import FORBID_UNKNOWN_KEYS, Seed
+from torchtune_ext.setup import config_sections
 from torchtune_ext.setup.header import print_engine_ready, print_run_header
 from torchtune_ext.setup.run_components import build_components
 from torchtune_ext.telemetry import step_metrics
@@ -74,37 +74,37 @@ class Config:
     model: Component = Field(
         description="torchtune model builder that fits model_dir; a LoRA builder trains adapters only"
     )
-    adapters: config_records.AdapterConfig = Field(
-        default=config_records.AdapterConfig(), description="how LoRA adapters are published and saved"
+    adapters: config_sections.AdapterConfig = Field(
+        default=config_sections.AdapterConfig(), description="how LoRA adapters are published and saved"
     )
     tokenizer: Component = Field(description="messages -> token ids")
     task: Component = Field(description="training problems and their reward function")
-    evaluation: config_records.EvaluationConfig = Field(
-        default=config_records.EvaluationConfig(), description="held-out evaluation"
+    evaluation: config_sections.EvaluationConfig = Field(
+        default=config_sections.EvaluationConfig(), description="held-out evaluation"
     )
-    grader: config_records.GraderConfig = Field(
-        default=config_records.GraderConfig(), description="grader processes and their time limit"
+    grader: config_sections.GraderConfig = Field(
+        default=config_sections.GraderConfig(), description="grader processes and their time limit"
     )
     preset: str | None = Field(
         default="grpo", description="published method: its loss, advantage, aggregation, ...; your keys override it"
     )
     loss: Component = Field(description="policy loss per token; `preset` sets it")
-    teacher: config_records.TeacherConfig = Field(
-        default=config_records.TeacherConfig(), description="model that scores completions for distillation"
+    teacher: config_sections.TeacherConfig = Field(
+        default=config_sections.TeacherConfig(), description="model that scores completions for distillation"
     )
     optimizer: Component = Field(description="torch optimizer")
-    engine: config_records.EngineConfig = Field(
-        default=config_records.EngineConfig(), description="vLLM engines: memory, GPUs, deadlines"
+    engine: config_sections.EngineConfig = Field(
+        default=config_sections.EngineConfig(), description="vLLM engines: memory, GPUs, deadlines"
     )
-    sampling: config_records.SamplingConfig = Field(description="sampling parameters of completions")
+    sampling: config_sections.SamplingConfig = Field(description="sampling parameters of completions")
     seed: Seed = Field(default=0, description="seed of sampling, torch and the problem order")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="device of the trainer")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
         description="dtype of forward and backward; auto: bfloat16 if the device supports it; float32 master weights",
     )
-    precision: config_records.PrecisionConfig = Field(
-        default=config_records.PrecisionConfig(), description="precision of linear layers in trainer and engine"
+    precision: config_sections.PrecisionConfig = Field(
+        default=config_sections.PrecisionConfig(), description="precision of linear layers in trainer and engine"
     )
     max_steps: int = Field(ge=1, description="training steps")
     prompts_per_step: int = Field(default=32, ge=1, description="groups per step")
@@ -113,8 +113,8 @@ class Config:
     prefetch_steps: int | None = Field(
         default=None, description="steps sampled in advance, at most staleness; null: 1, or 0 if staleness is 0"
     )
-    rollouts: config_records.RolloutConfig = Field(
-        default=config_records.RolloutConfig(), description="timeout of rollouts"
+    rollouts: config_sections.RolloutConfig = Field(
+        default=config_sections.RolloutConfig(), description="timeout of rollouts"
     )
     replay: str | None = Field(
         default=None, description="run folder; train on its stored rollouts instead of sampling with an engine"
@@ -124,14 +124,14 @@ class Config:
     )
     updates_per_step: int = Field(default=1, ge=1, description="optimizer updates per step")
     row_tokens: int = Field(default=16384, description="maximum tokens per packed row")
-    advantage: config_records.AdvantageConfig = Field(
-        default=config_records.AdvantageConfig(), description="rewards of a group -> advantages"
+    advantage: config_sections.AdvantageConfig = Field(
+        default=config_sections.AdvantageConfig(), description="rewards of a group -> advantages"
     )
     aggregation: Literal["sequence", "token", "constant"] = Field(
         default="sequence", description="loss: mean over completions, mean over tokens, or sum divided by a constant"
     )
-    schedule: config_records.ScheduleConfig = Field(
-        default=config_records.ScheduleConfig(), description="learning-rate schedule"
+    schedule: config_sections.ScheduleConfig = Field(
+        default=config_sections.ScheduleConfig(), description="learning-rate schedule"
     )
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="maximum gradient norm; null: no clipping")
     activation_checkpointing: bool = Field(default=False, description="recompute activations in the backward")
@@ -140,15 +140,15 @@ class Config:
         default="auto",
         description="mean |trainer - engine log-prob| (nats) that stops the run; auto: 2 x rounding noise, >= 0.001, + margin",
     )
-    checkpoints: config_records.CheckpointConfig = Field(
-        default=config_records.CheckpointConfig(), description="checkpoint interval and retention"
+    checkpoints: config_sections.CheckpointConfig = Field(
+        default=config_sections.CheckpointConfig(), description="checkpoint interval and retention"
     )
     resume_from_checkpoint: bool = Field(default=False, description="resume from the newest checkpoint in output_dir")
-    ranks: config_records.RanksConfig = Field(
-        default=config_records.RanksConfig(), description="sharding and timeouts of several ranks"
+    ranks: config_sections.RanksConfig = Field(
+        default=config_sections.RanksConfig(), description="sharding and timeouts of several ranks"
     )
-    logging: config_records.LoggingConfig = Field(
-        default=config_records.LoggingConfig(), description="metric sinks in addition to the run folder"
+    logging: config_sections.LoggingConfig = Field(
+        default=config_sections.LoggingConfig(), description="metric sinks in addition to the run folder"
     )
     profile: list[int] = Field(default_factory=list, description="steps that torch.profiler traces, e.g. [3, 4]")
     dry_run: bool | str | None = Field(
@@ -231,7 +231,7 @@ class GRPORecipe:
         self.mismatch_gate = components.make_mismatch_gate(self.learner)
         self.publisher = components.make_publisher(self.engine, self.learner, self.mismatch_gate)
 
-    def _open_run_folder(self, config: config_records.CheckpointConfig) -> Path | None:
+    def _open_run_folder(self, config: config_sections.CheckpointConfig) -> Path | None:
         """Locks the run folder. Returns the checkpoint to resume from, or None for a new run."""
         cfg, components = self.cfg, self.components
         folder = run_identity = None
@@ -240,10 +240,12 @@ class GRPORecipe:
             # A checkpoint records its run, base weights and adapter, so that loading a checkpoint
             # of another run fails with an error that names the difference.
             run_identity = components.checkpoint_identity(folder.run.id)
-        self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", run_identity, config, components.prompt_source)
+        self.checkpoints = Checkpoints(
+            f"{cfg.output_dir}/checkpoints", run_identity, config, components.prompt_format_note
+        )
         return find_resume_checkpoint(self.checkpoints, folder, cfg.resume_from_checkpoint, cfg.max_steps)
 
-    def _setup_engine(self, config: config_records.EngineConfig) -> None:
+    def _setup_engine(self, config: config_sections.EngineConfig) -> None:
         """Starts the engine and the teacher's engine on rank 0. A replay starts no engine."""
         if not self.ranks.is_main or self.components.replay:
             return
@@ -253,7 +255,7 @@ class GRPORecipe:
         if self.teacher:
             self.teacher.start()
 
-    def _setup_data(self, config: config_records.RolloutConfig) -> None:
+    def _setup_data(self, config: config_sections.RolloutConfig) -> None:
         """Starts the graders and builds the rollout source."""
         if self.engine:
             self.graders = self.components.open_graders()
@@ -261,7 +263,7 @@ class GRPORecipe:
         # replays stored rollouts.
         self.source = self.components.make_source(self.engine, self.graders, config)
 
-    def _setup_model(self, model: Component, optimizer: Component, schedule: config_records.ScheduleConfig) -> None:
+    def _setup_model(self, model: Component, optimizer: Component, schedule: config_sections.ScheduleConfig) -> None:
         """Builds the policy from the weights in model_dir, its optimizer and its learner."""
         cfg = self.cfg
         self.timer = step_metrics.Timer()
@@ -439,8 +441,8 @@ class GRPORecipe:
     def update(self, updates: list[list[Row]]) -> dict[str, float]:
         """Runs the optimizer updates of this step on this rank's rows. Returns metrics."""
         # The learning-rate schedule counts planned updates. An update that is skipped because all
-        # groups had zero variance counts, too. Updates of earlier steps count as if
-        # `updates_per_step` had never changed.
+        # groups had zero variance counts, too. After a resume with another `updates_per_step`,
+        # earlier steps count with the new value.
         self.learner.schedule_step = (self.step - 1) * self.cfg.updates_per_step
         # The proximal policy is the policy before the first update of this step. The first update
         # gets its log-probs from its own forward pass. Later updates start from a changed policy,

@@ -34,7 +34,7 @@ from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.types import Completion
 from torchtune_ext.settings.components import Component
 from torchtune_ext.settings.config import load_config, named_paths, settings_snapshot
-from torchtune_ext.settings.records import FORBID_UNKNOWN_KEYS, Seed
+from torchtune_ext.settings.sections import FORBID_UNKNOWN_KEYS, Seed
 from torchtune_ext.setup.checks import check_optimizer, check_task, check_tokenizer, measure_prompts
 from torchtune_ext.setup.header import device_text, model_text
 from torchtune_ext.tasks.problem_stream import UsableProblems, problem_index

@@ -258,7 +258,7 @@ def metrics_page() -> Iterator[str]:
         "A word in angle brackets stands for several names:", "",
         "- `<part>` and `<term>`: names that your task and your loss return.",
         f"- `<place>`: position of a token in its completion: {codes(bucket_names('', POSITION_EDGES))}.",
-        f"- `<age>`: staleness of a token, in policy versions: {codes(bucket_names('', STALENESS_EDGES))}.",
+        f"- `<bucket>`: staleness of a token, in policy versions: {codes(bucket_names('', STALENESS_EDGES))}.",
         "- `<versions>`: staleness of a group, from 0 to `staleness`.",
         f"- `<ending>`: ending of a conversation: {codes(FINISH_REASONS)}.",
         "- `<outcome>` and `<stage>`: outcomes and curriculum of [measured programs](../how_to/measured_programs.md).",

@@ -80,7 +80,7 @@ def pytest_xdist_make_scheduler(config, log):
     """Workers get whole files. One worker gets all files with shared runs, so each run is made once."""
     from xdist.scheduler import LoadFileScheduling
 
-    runs = re.compile("full_workplace|lora_workplace|lora_served")
+    runs = re.compile("full_workspace|lora_workspace|lora_served")
     tests = (ROOT / "tests" / "integration").glob("test_*.py")
     together = {str(path.relative_to(ROOT)) for path in tests if runs.search(path.read_text())}
 

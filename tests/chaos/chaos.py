@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests"))
 
 from chaos_play import NAMES, RUN_S, Drawn, Play, draw, last_line  # noqa: E402 (it imports helpers)
-from chaos_run import Round, make_workplace  # noqa: E402
+from chaos_run import Round, make_workspace  # noqa: E402
 
 HEAD = ("fault", "rounds", "passed", "repeated steps", "longest recovery, s", "phases hit", "worst message")
 MESSAGE_CHARS = 160
@@ -49,7 +49,7 @@ def reference(out: Path, ranks: int) -> Path:
     if mark.exists() and mark.read_text() == commit():
         return folder / "run"
     shutil.rmtree(folder, ignore_errors=True)
-    home = Round(out / "workplace", folder)
+    home = Round(out / "workspace", folder)
     try:
         run = home.start(ranks=ranks)
         if (code := run.wait(RUN_S)) != 0:
@@ -65,7 +65,7 @@ def play(drawn: Drawn, out: Path) -> dict[str, Any]:
     undisturbed, folder = reference(out, drawn.fault.ranks), out / f"round_{drawn.number:04d}"
     shutil.rmtree(folder, ignore_errors=True)
     started = time.monotonic()
-    result = Play(drawn, out / "workplace", undisturbed, folder).run()
+    result = Play(drawn, out / "workspace", undisturbed, folder).run()
     seconds = round(time.monotonic() - started, 1)
     if not result.problems:
         shutil.rmtree(folder)
@@ -155,8 +155,8 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     args.out = args.out.absolute()
-    if not (args.out / "workplace").exists():
-        make_workplace(args.out / "workplace")
+    if not (args.out / "workspace").exists():
+        make_workspace(args.out / "workspace")
     file = args.out / "rounds.jsonl"
     records = kept(file, drawn)
     if args.only:

@@ -170,9 +170,9 @@ class Result:
 class Play:
     """One round: `run()` plays it, and `result` has its result."""
 
-    def __init__(self, drawn: Drawn, workplace: Path, reference: Path, folder: Path):
+    def __init__(self, drawn: Drawn, workspace: Path, reference: Path, folder: Path):
         self.drawn, self.fault, self.reference = drawn, drawn.fault, reference
-        self.home, self.result, self.rng = Round(workplace, folder), Result(), random.Random(drawn.seed)
+        self.home, self.result, self.rng = Round(workspace, folder), Result(), random.Random(drawn.seed)
         self.struck = 0.0  # time of the fault
         self.newest = 0  # step of the newest checkpoint at the exit of the disturbed run
 

@@ -64,7 +64,7 @@ ROLES = {
 FAILED = ("infra_failed", "timed_out")  # outcomes of a text without a grade
 
 
-def make_workplace(folder: Path) -> None:
+def make_workspace(folder: Path) -> None:
     """Write the run folder: a model, the config, and the task and optimizer that keep the journal."""
     folder.mkdir(parents=True)
     tiny_runs.write_tiny_model(folder / "model")
@@ -108,8 +108,8 @@ def processes(mark: str) -> list[Process]:
 class Round:
     """Shared state of the runs of a round: the folder, the mark in their environment, and a temporary folder."""
 
-    def __init__(self, workplace: Path, folder: Path):
-        self.workplace, self.folder, self.mark = workplace, folder, uuid.uuid4().hex
+    def __init__(self, workspace: Path, folder: Path):
+        self.workspace, self.folder, self.mark = workspace, folder, uuid.uuid4().hex
         self.output_dir = folder / "run"
         self.runs: list[Run] = []
         self.temp = Path(tempfile.mkdtemp(prefix="ch", dir="/tmp"))  # a short path: the engine puts sockets there
@@ -173,7 +173,7 @@ class Run:
         self.started = time.monotonic()
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                command, cwd=home.workplace, env={**tiny_runs.environment(), **environ}, start_new_session=True,
+                command, cwd=home.workspace, env={**tiny_runs.environment(), **environ}, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE if piped else log, stderr=log,
             )  # fmt: skip
         self.pid, self.watch = self.process.pid, Watch(home.output_dir, self.journal)

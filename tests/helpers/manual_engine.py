@@ -40,22 +40,22 @@ class GroupRequest:
     on_completion: object = field(compare=False)
     future: Future = field(compare=False, default_factory=Future)
 
-    def answer(self, *texts):
+    def complete(self, *texts):
         for sample, text in enumerate(texts or ["xx"] * SAMPLES):
             self.on_completion(sample, completion(text))
         self.future.set_result([])
 
 
 class ManualEngine:
-    """An engine that completes requests when the test says so, or, with `answers_immediately`, immediately."""
+    """An engine that completes requests when the test says so, or, with `completes_immediately`, immediately."""
 
-    def __init__(self, answers_immediately=False):
-        self.requests, self.answers_immediately = [], answers_immediately
+    def __init__(self, completes_immediately=False):
+        self.requests, self.completes_immediately = [], completes_immediately
 
     def submit(self, prompt, n, sampling, on_completion, group, priority, affinity_key=None):
         assert n == SAMPLES and sampling.max_tokens == 8
         step, refill = SEED_ORIGINS[sampling.seed]
         self.requests.append(GroupRequest(LetterTokenizer().decode(prompt), step, refill, group, on_completion))
-        if self.answers_immediately:
-            self.requests[-1].answer()
+        if self.completes_immediately:
+            self.requests[-1].complete()
         return self.requests[-1].future

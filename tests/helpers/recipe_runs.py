@@ -19,7 +19,7 @@ __all__ = [
     "TALKS",
     "command",
     "environment",
-    "make_workplace",
+    "make_workspace",
     "metrics",
     "run",
     "start_server",
@@ -161,7 +161,7 @@ def environment() -> dict[str, str]:
 
 
 def start_server(folder: Path, **engine) -> Server:
-    """Start a server of the model of `make_workplace`, which returns the same tokens as an engine of the run.
+    """Start a server of the model of `make_workspace`, which returns the same tokens as an engine of the run.
 
     A shared server saves the start of an engine, most of the time of a run. Use it in all runs that do not test engines.
     Args: engine: fields of `EngineConfig` in addition to those of `CONFIG`.
@@ -174,7 +174,7 @@ def start_server(folder: Path, **engine) -> Server:
         return Server(str(folder / "model"), config, folder / "server.log")
 
 
-def make_workplace(folder: Path, **larger: int) -> Path:
+def make_workspace(folder: Path, **larger: int) -> Path:
     """Write a model, a task and a config into a folder for recipe runs."""
     write_tiny_model(folder / "model", **larger)
     (folder / "letters.py").write_text(TASK)

@@ -17,9 +17,9 @@ model:
 
 
 @pytest.fixture(scope="session")
-def full_workplace(tmp_path_factory):
+def full_workspace(tmp_path_factory):
     """Return a folder with `reference`, a completed full-weight run of three steps."""
-    folder = runs.make_workplace(tmp_path_factory.mktemp("full"))
+    folder = runs.make_workspace(tmp_path_factory.mktemp("full"))
     runs.run(folder, "grpo_full", "output_dir=reference", "logging.to=[tensorboard]")
     return folder
 
@@ -47,25 +47,25 @@ def lora_served(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def kl_run(full_workplace, served):
+def kl_run(full_workspace, served):
     """Return a run of two steps, the second profiled, with a KL term, refill and several samples per held-out problem."""
-    runs.run(full_workplace, "grpo_full", "output_dir=kl", "max_steps=2", "profile=[2]", *runs.KL, served)
-    return full_workplace / "kl"
+    runs.run(full_workspace, "grpo_full", "output_dir=kl", "max_steps=2", "profile=[2]", *runs.KL, served)
+    return full_workspace / "kl"
 
 
 @pytest.fixture(scope="session")
-def lora_workplace(tmp_path_factory, lora_served):
+def lora_workspace(tmp_path_factory, lora_served):
     """Return a folder with `reference`, a completed LoRA run of three steps."""
-    folder = runs.make_workplace(tmp_path_factory.mktemp("lora"))
+    folder = runs.make_workspace(tmp_path_factory.mktemp("lora"))
     (folder / "lora.yaml").write_text(runs.CONFIG.replace(FULL_MODEL, LORA_MODEL))
     runs.run(folder, "grpo_lora", "output_dir=reference", lora_served, config="lora.yaml")
     return folder
 
 
 @pytest.fixture(scope="session")
-def talks_workplace(tmp_path_factory, served):
+def talks_workspace(tmp_path_factory, served):
     """Return a folder with `run`, a completed run of three steps on conversations."""
-    folder = runs.make_workplace(tmp_path_factory.mktemp("talks"))
+    folder = runs.make_workspace(tmp_path_factory.mktemp("talks"))
     output = runs.run(folder, "grpo_full", "output_dir=run", *runs.CREDITED_TALKS, served)
     assert "episodes of up to 4 turns, 8 at a time" in output
     return folder

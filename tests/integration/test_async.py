@@ -42,12 +42,12 @@ def weights(run):
     return {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
 
 
-def require_replayed(run, workplace, recipe, *args):
+def require_replayed(run, workspace, recipe, *args):
     """Raises AssertionError where a replay of `run`, which knows only what it has stored, does not end as it did."""
-    replay = workplace / f"{run.name}_replayed"
+    replay = workspace / f"{run.name}_replayed"
     steps = len(rollout_paths(run))
     words = [f"output_dir={replay.name}", f"replay={run.name}", f"max_steps={steps}", *args]
-    output = runs.run(workplace, recipe, *words)
+    output = runs.run(workspace, recipe, *words)
     assert f"replays {run.name}: {steps} of its {steps} steps" in output and "Other settings in that run" not in output
     assert weights(replay) == weights(run) != {}
     assert stored(replay).keys() == stored(run).keys()
@@ -62,17 +62,17 @@ def require_replayed(run, workplace, recipe, *args):
 
 
 @pytest.mark.parametrize(
-    ("workplace", "server", "recipe", "config"),
+    ("workspace", "server", "recipe", "config"),
     [
-        ("full_workplace", "served", "grpo_full", "run.yaml"),
+        ("full_workspace", "served", "grpo_full", "run.yaml"),
         # What is trained plays no part in when groups are sampled; adapters sampled ahead: the flight below.
-        pytest.param("lora_workplace", "lora_served", "grpo_lora", "lora.yaml", marks=pytest.mark.rest),
+        pytest.param("lora_workspace", "lora_served", "grpo_lora", "lora.yaml", marks=pytest.mark.rest),
     ],
     ids=["full", "lora"],
 )
-def test_async_prefetch_zero_equals_synchronous_run(request, workplace, server, recipe, config):
+def test_async_prefetch_zero_equals_synchronous_run(request, workspace, server, recipe, config):
     """Another bound of the age changes nothing where nothing is sampled ahead: no token, no loss, no weight."""
-    folder, word = map(request.getfixturevalue, (workplace, server))
+    folder, word = map(request.getfixturevalue, (workspace, server))
     runs.run(folder, recipe, "output_dir=in_turns", "staleness=1", "prefetch_steps=0", word, config=config)
     want, result = folder / "reference", folder / "in_turns"
     assert {s: record(g) for s, g in stored(result).items()} == {s: record(g) for s, g in stored(want).items()}
@@ -80,9 +80,9 @@ def test_async_prefetch_zero_equals_synchronous_run(request, workplace, server, 
     assert weights(result) == weights(want) != {}
 
 
-def test_async_run_shorter_than_staleness_limit_completes(full_workplace, served):
-    runs.run(full_workplace, "grpo_async", "output_dir=ahead", "max_steps=1", *AHEAD, served)
-    require_ahead(full_workplace / "ahead", 1)
+def test_async_run_shorter_than_staleness_limit_completes(full_workspace, served):
+    runs.run(full_workspace, "grpo_async", "output_dir=ahead", "max_steps=1", *AHEAD, served)
+    require_ahead(full_workspace / "ahead", 1)
 
 
 LAYERS = "model.lora_attn_modules=[q_proj,k_proj,v_proj,output_proj]"
@@ -102,7 +102,7 @@ def by_peft(path, base):
 @pytest.mark.parametrize(("model", "load"), [([], by_transformers), (ADAPTERS, by_peft)], ids=["full", "lora"])
 def test_in_flight_tokens_label_their_sampling_version(tmp_path, model, load):
     """Each token is of the policy that labels it: a checkpoint of that step says the same of it, to whoever loads it."""
-    folder, run, steps = runs.make_workplace(tmp_path, max_position_embeddings=512), tmp_path / "flight", 6
+    folder, run, steps = runs.make_workspace(tmp_path, max_position_embeddings=512), tmp_path / "flight", 6
     # The engine needs longer for the samples of a step than the trainer does, and so has some under way at each publication.
     busy = ["engine.max_concurrency=4", "sampling.max_tokens=400", "engine.max_model_len=512", "row_tokens=1024"]
     args = [*AHEAD, *busy, *model, "samples_per_prompt=2", "updates_per_step=1", "checkpoints.keep_last=6"]
@@ -124,26 +124,26 @@ def test_in_flight_tokens_label_their_sampling_version(tmp_path, model, load):
     require_replayed(run, folder, "grpo_async", *args)
 
 
-def test_replay_with_refills_and_reference_resumes_identically(full_workplace, kl_run):
-    require_replayed(kl_run, full_workplace, "grpo_full", *runs.KL)
-    replay, words = full_workplace / "kl_replayed", ["output_dir=kl_replayed", "max_steps=2", *runs.KL]
+def test_replay_with_refills_and_reference_resumes_identically(full_workspace, kl_run):
+    require_replayed(kl_run, full_workspace, "grpo_full", *runs.KL)
+    replay, words = full_workspace / "kl_replayed", ["output_dir=kl_replayed", "max_steps=2", *runs.KL]
     shutil.rmtree(replay / "checkpoints" / "step_000002")
-    output = runs.run(full_workplace, "grpo_full", "resume_from_checkpoint=True", *words, ok=False)
+    output = runs.run(full_workspace, "grpo_full", "resume_from_checkpoint=True", *words, ok=False)
     assert "this checkpoint is from a replay of run" in output
-    runs.run(full_workplace, "grpo_full", "resume_from_checkpoint=True", "replay=kl", *words)
+    runs.run(full_workspace, "grpo_full", "resume_from_checkpoint=True", "replay=kl", *words)
     assert weights(replay) == weights(kl_run)
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.long)])
-def test_killed_and_resumed_trains_every_problem_once(full_workplace, served, kills):
+def test_killed_and_resumed_trains_every_problem_once(full_workspace, served, kills):
     """Each kill comes at a random moment, while groups are on their way. Nothing is left of a killed run, nothing is trained
     twice in the history that survives, and this history ends with the weights that a replay of it has."""
     steps, name = PROBLEMS // GROUPS * (1 + kills // 5), f"killed{kills}"
     args = [f"output_dir={name}", f"max_steps={steps}", *AHEAD]
-    run, trained = full_workplace / name, 0
+    run, trained = full_workspace / name, 0
     for kill in range(kills):
         # A start is told to go on; step 0 has metrics, too.
-        process = start(full_workplace, *args, *([served] if kill else []))
+        process = start(full_workspace, *args, *([served] if kill else []))
         latest = max(trained + 1, (kill + 1) * steps // (kills + 1))
         runs.wait_for_steps(run, 1 + random.randint(trained + 1, latest), process)
         time.sleep(random.uniform(0.0, 0.3))
@@ -152,10 +152,10 @@ def test_killed_and_resumed_trains_every_problem_once(full_workplace, served, ki
         assert trained < steps, "the run ended before it was killed"
     first = rollout_paths(run)[1].stat().st_mtime_ns
 
-    runs.run(full_workplace, "grpo_async", "resume_from_checkpoint=True", *args, served)
+    runs.run(full_workspace, "grpo_async", "resume_from_checkpoint=True", *args, served)
     assert rollout_paths(run)[1].stat().st_mtime_ns == first, "the run began again"
     require_ahead(run, steps)
-    require_replayed(run, full_workplace, "grpo_async", *AHEAD)
+    require_replayed(run, full_workspace, "grpo_async", *AHEAD)
 
 
 def start(folder, *args):

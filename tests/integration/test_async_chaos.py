@@ -28,16 +28,16 @@ FAULTY = [*AHEAD, *BUSY, *WATCHED, *GRADERS]
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    folder = runs.make_workplace(tmp_path_factory.mktemp("chaos"), max_position_embeddings=512)
+def workspace(tmp_path_factory):
+    folder = runs.make_workspace(tmp_path_factory.mktemp("chaos"), max_position_embeddings=512)
     for name in ("faulty_task.py", "faulty_optimizer.py"):
         shutil.copyfile(Path(faulty_optimizer.__file__).with_name(name), folder / name)
     return folder
 
 
 @pytest.fixture
-def recovers(workplace, tmp_path):
-    home = Round(workplace, tmp_path / "round")
+def recovers(workspace, tmp_path):
+    home = Round(workspace, tmp_path / "round")
     yield home
     home.end()
 
@@ -67,11 +67,11 @@ def over_publication(run: Path, version: int) -> tuple[int, int]:
     return sum(versions[0] < version <= versions[-1] for versions in series), sum(v[0] == version for v in series)
 
 
-def test_async_run_survives_engine_freeze_crash_grader_hang(workplace, recovers):
+def test_async_run_survives_engine_freeze_crash_grader_hang(workspace, recovers):
     """The engine is frozen at the publication of version 3, and killed in that of version 6, while groups are on their way."""
     steps, hung = 9, problem_of(7 * GROUPS + 1)
-    (workplace / f"hang_{hung}").touch()
-    frozen = workplace / "frozen"
+    (workspace / f"hang_{hung}").touch()
+    frozen = workspace / "frozen"
     # Without checkpoints a step is short, so that the groups of the last publication are under way when the next one begins.
     args = [*FAULTY, f"max_steps={steps}", "grader.timeout_s=4", "checkpoints.every=100"]
     args += ["optimizer._component_=faulty_optimizer.Freezing", "optimizer.after=[3,6]"]
@@ -100,7 +100,7 @@ def test_async_run_survives_engine_freeze_crash_grader_hang(workplace, recovers)
         assert went_on == 0 and began > 0
 
     # The text that held its grader has no reward, and it is not trained on.
-    assert (workplace / f"hung_{hung}").exists() and "1 of 8 texts timed_out" in output
+    assert (workspace / f"hung_{hung}").exists() and "1 of 8 texts timed_out" in output
     (group,) = [g for g in stored(folder)[8] if g.problem.id == f"letters-{hung}"]
     assert Counter(s.outcome.kind for s in group.samples) == {"scored": 1, "timed_out": 1}
     assert not any(s.in_loss for s in group.samples if s.score is None)

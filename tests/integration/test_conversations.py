@@ -22,13 +22,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def workplace(talks_workplace):
-    return talks_workplace
+def workspace(talks_workspace):
+    return talks_workspace
 
 
 @pytest.fixture(scope="module")
-def run(workplace):
-    return workplace / "run"
+def run(workspace):
+    return workspace / "run"
 
 
 def weights(run):
@@ -38,10 +38,10 @@ def weights(run):
     return files
 
 
-def test_conversation_logprobs_equal_transformers_on_full_context(run, workplace):
+def test_conversation_logprobs_equal_transformers_on_full_context(run, workspace):
     """The log-probs that the engine reported turn by turn are those of transformers on the whole conversation."""
-    model = AutoModelForCausalLM.from_pretrained(workplace / "model", dtype=torch.float32)
-    tokenizer = ChatTokenizer(workplace / "model")
+    model = AutoModelForCausalLM.from_pretrained(workspace / "model", dtype=torch.float32)
+    tokenizer = ChatTokenizer(workspace / "model")
     samples = [(g, s) for g in read_rollouts(rollout_paths(run)[1]) for s in g.samples]
     assert sum(len(s.completion.turns) == 3 for _, s in samples) > len(samples) / 2
     for group, sample in samples:
@@ -84,10 +84,10 @@ FORGETS = """\
 """
 
 
-def test_template_history_logprobs_equal_transformers_per_turn(workplace, served):
+def test_template_history_logprobs_equal_transformers_per_turn(workspace, served):
     """What the engine reported is what transformers computes on each context and turn by itself, and, on the packed trees, the
     trainer: its gate of 1e-4 nats passes. A replay ends with the same weights."""
-    (workplace / "forgets.jinja").write_text(FORGETS)
+    (workspace / "forgets.jinja").write_text(FORGETS)
     words = [
         "tokenizer.template=forgets.jinja",
         "tokenizer.history=template",
@@ -95,10 +95,10 @@ def test_template_history_logprobs_equal_transformers_per_turn(workplace, served
         "max_steps=2",
         *runs.TALKS,
     ]
-    runs.run(workplace, "grpo_full", "output_dir=forgets", *words, served)
-    model = AutoModelForCausalLM.from_pretrained(workplace / "model", dtype=torch.float32)
-    tokenizer, branches = ChatTokenizer(workplace / "model", str(workplace / "forgets.jinja"), history="template"), 0
-    for group in read_rollouts(rollout_paths(workplace / "forgets")[1]):
+    runs.run(workspace, "grpo_full", "output_dir=forgets", *words, served)
+    model = AutoModelForCausalLM.from_pretrained(workspace / "model", dtype=torch.float32)
+    tokenizer, branches = ChatTokenizer(workspace / "model", str(workspace / "forgets.jinja"), history="template"), 0
+    for group in read_rollouts(rollout_paths(workspace / "forgets")[1]):
         for sample in group.samples:
             completion, ids = sample.completion, np.concatenate([group.prompt_tokens, sample.completion.tokens])
             branches += len(completion.kept_prefix_lens) > 1
@@ -111,31 +111,31 @@ def test_template_history_logprobs_equal_transformers_per_turn(workplace, served
                 messages = [*group.problem.messages, *sample.messages[: 2 * number]]
                 assert tokenizer.decode_all(ids[path][: start - stop]) == tokenizer.template.render(messages, (), True)
     assert branches
-    for line in runs.metrics(workplace / "forgets")[1:]:
+    for line in runs.metrics(workspace / "forgets")[1:]:
         assert line["mismatch/mean_abs"] < 1e-4 and line["episode/turns"] > 1
-    runs.run(workplace, "grpo_full", "output_dir=forgets_again", "replay=forgets", *words)
-    assert weights(workplace / "forgets_again") == weights(workplace / "forgets")
+    runs.run(workspace, "grpo_full", "output_dir=forgets_again", "replay=forgets", *words)
+    assert weights(workspace / "forgets_again") == weights(workspace / "forgets")
 
 
-def test_conversation_replay_reaches_identical_weights(run, workplace):
-    output = runs.run(workplace, "grpo_full", "output_dir=again", "replay=run", *runs.CREDITED_TALKS)
+def test_conversation_replay_reaches_identical_weights(run, workspace):
+    output = runs.run(workspace, "grpo_full", "output_dir=again", "replay=run", *runs.CREDITED_TALKS)
     assert "Other settings in that run" not in output, output
-    assert weights(workplace / "again") == weights(run)
+    assert weights(workspace / "again") == weights(run)
 
 
-def test_killed_between_two_turns_and_resumed_equals_uninterrupted(run, workplace, served):
+def test_killed_between_two_turns_and_resumed_equals_uninterrupted(run, workspace, served):
     words = ["output_dir=killed", "resume_from_checkpoint=True", *runs.CREDITED_TALKS, served]
     command = runs.command("grpo_full", *words)
-    process = subprocess.Popen(command, cwd=workplace, env=runs.environment(), stdout=subprocess.DEVNULL)
-    runs.wait_for_steps(workplace / "killed", 2, process)
+    process = subprocess.Popen(command, cwd=workspace, env=runs.environment(), stdout=subprocess.DEVNULL)
+    runs.wait_for_steps(workspace / "killed", 2, process)
     time.sleep(random.Random(0).random() / 4)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    runs.run(workplace, "grpo_full", *words)
-    assert weights(workplace / "killed") == weights(run)
+    runs.run(workspace, "grpo_full", *words)
+    assert weights(workspace / "killed") == weights(run)
 
 
-def test_environment_faults_affect_only_own_episode(workplace, served):
+def test_environment_faults_affect_only_own_episode(workspace, served):
     """Each costs its own conversation only; what they have started ends with them."""
     words = [
         "output_dir=wild",
@@ -144,10 +144,10 @@ def test_environment_faults_affect_only_own_episode(workplace, served):
         "evaluation.task=null",
         "max_steps=3",
     ]
-    command, mark = runs.command("grpo_full", *runs.TALKS, *words, served), f"WILD={workplace}"
+    command, mark = runs.command("grpo_full", *runs.TALKS, *words, served), f"WILD={workspace}"
     environ = runs.environment() | dict([mark.split("=", 1)])
-    subprocess.run(command, cwd=workplace, env=environ, check=True, capture_output=True)
-    lines = runs.metrics(workplace / "wild")[1:]
+    subprocess.run(command, cwd=workspace, env=environ, check=True, capture_output=True)
+    lines = runs.metrics(workspace / "wild")[1:]
     assert len(lines) == 3
     for ending in ("completed", "step_timeout", "environment_failed"):
         assert sum(line[f"episode/{ending}"] for line in lines) > 0, ending
@@ -162,17 +162,17 @@ def readable(path):
         return b""  # it has ended meanwhile
 
 
-def test_turns_of_several_versions(workplace, served):
+def test_turns_of_several_versions(workspace, served):
     """A run that samples ahead publishes in the midst of conversations."""
     words = ["output_dir=ahead", "staleness=1", "max_steps=4", "evaluation.task=null"]
-    runs.run(workplace, "grpo_full", *words, *runs.TALKS, served)
-    lines = runs.metrics(workplace / "ahead")[1:]
+    runs.run(workspace, "grpo_full", *words, *runs.TALKS, served)
+    lines = runs.metrics(workspace / "ahead")[1:]
     assert max(line["async/staleness_max"] for line in lines) == 1 and all(line["episode/turns"] > 1 for line in lines)
 
 
-def test_the_pages_game(workplace, served):
+def test_the_pages_game(workspace, served):
     (game,) = [text for language, text in blocks(PAGE) if language == "python"]
-    (workplace / "my_game.py").write_text(game)
+    (workspace / "my_game.py").write_text(game)
     words = [
         "task._component_=my_game.Guess",
         "evaluation.task=null",
@@ -180,6 +180,6 @@ def test_the_pages_game(workplace, served):
         "max_steps=1",
         runs.TALKS[-1],
     ]
-    runs.run(workplace, "grpo_full", *words, served)
-    line = runs.metrics(workplace / "guess")[-1]
+    runs.run(workspace, "grpo_full", *words, served)
+    line = runs.metrics(workspace / "guess")[-1]
     assert line["reward/mean"] < 0 and line["episode/completed"] > 0

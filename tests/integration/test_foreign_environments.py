@@ -71,7 +71,7 @@ LENGTHS = ["sampling.max_tokens=96", "engine.max_model_len=1024", "row_tokens=20
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
+def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("doors")
     (folder / "my_room.py").write_text(ROOM)
     (folder / "tools.jinja").write_text(TEMPLATE)
@@ -83,12 +83,12 @@ def workplace(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def address(workplace):
+def address(workspace):
     url = f"http://127.0.0.1:{free_port()}"
     config = EngineConfig(address=url, dtype="float32", max_model_len=1024, kv_cache_bytes=1 << 26)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(KEY_VARIABLE, runs.SERVER_KEY)
-        server = Server(str(workplace / "warmup" / "model"), config, workplace / "server.log")
+        server = Server(str(workspace / "warmup" / "model"), config, workspace / "server.log")
     try:
         server.wait()
         yield f"engine.address={url}"
@@ -96,19 +96,19 @@ def address(workplace):
         server.kill()
 
 
-def play(workplace, address, name, node):
+def play(workspace, address, name, node):
     """One step of GRPO on a task; returns its groups."""
     assert "task: {_component_: letters.Letters}" in runs.CONFIG
     config = runs.CONFIG.replace("task: {_component_: letters.Letters}", f"task: {node}", 1)
-    (workplace / f"{name}.yaml").write_text(config)
-    runs.run(workplace, "grpo_full", f"output_dir={name}", *WORDS, *LENGTHS, address, config=f"{name}.yaml")
-    return list(read_rollouts(rollout_paths(workplace / name)[1]))
+    (workspace / f"{name}.yaml").write_text(config)
+    runs.run(workspace, "grpo_full", f"output_dir={name}", *WORDS, *LENGTHS, address, config=f"{name}.yaml")
+    return list(read_rollouts(rollout_paths(workspace / name)[1]))
 
 
-def test_tool_class_tools_shown_called_and_rewarded(workplace, address):
+def test_tool_class_tools_shown_called_and_rewarded(workspace, address):
     node = "{_component_: torchtune_ext.tasks.tool_class.ToolClass, environment: my_room.Room, rows: rows.jsonl}"
-    groups = play(workplace, address, "room", node)
-    tokenizer = ChatTokenizer(workplace / "warmup" / "model", template=str(workplace / "tools.jinja"))
+    groups = play(workspace, address, "room", node)
+    tokenizer = ChatTokenizer(workspace / "warmup" / "model", template=str(workspace / "tools.jinja"))
     shown = "<|im_start|>toolslook<|im_end|><|im_start|>user\nLook around.<|im_end|><|im_start|>assistant\n"
     assert {tokenizer.decode_all(group.prompt_tokens) for group in groups} == {shown}
     assert all(group.problem.tools[0]["function"]["name"] == "look" for group in groups)
@@ -123,19 +123,19 @@ def test_tool_class_tools_shown_called_and_rewarded(workplace, address):
         assert sample.messages[1] == {"role": "tool", "name": "look", "content": "an egg"}
 
 
-def test_a_game_of_skyrl_gym_is_played(workplace, address):
+def test_a_game_of_skyrl_gym_is_played(workspace, address):
     pytest.importorskip("skyrl_gym", reason="skyrl-gym is not installed")
     node = "{_component_: torchtune_ext.tasks.skyrl_gym.SkyRLGym, environment: gsm8k_multi_turn, rows: sums.jsonl, max_turns: 2}"
-    groups = play(workplace, address, "sums", node)
+    groups = play(workspace, address, "sums", node)
     over = [s for group in groups for s in group.samples if s.completion.finish_reason == "completed"]
     assert over and all(sample.score.parts["steps"] == 2 for sample in over)
     assert all("#### ANSWER" in sample.messages[1]["content"] for sample in over)
 
 
-def test_a_game_of_textarena_is_played(workplace, address):
+def test_a_game_of_textarena_is_played(workspace, address):
     pytest.importorskip("textarena", reason="textarena is not installed")
     node = "{_component_: torchtune_ext.tasks.textarena.TextArena, game: TowerOfHanoi-v0, options: {num_disks: 2}, seed: 1}"
-    groups = play(workplace, address, "hanoi", node)
+    groups = play(workspace, address, "hanoi", node)
     over = [s for group in groups for s in group.samples if s.completion.finish_reason == "completed"]
     assert over and all("A: [2, 1]" in group.problem.messages[0]["content"] for group in groups)
     assert any(sample.score.parts["invalid_move"] for sample in over) and all(len(s.messages) > 1 for s in over)

@@ -321,7 +321,7 @@ close_ranks()
     ids=["all weights", "QLoRA"],
 )
 def test_fsdp_two_by_two_mesh_equals_one_rank(tmp_path, lora, shape):
-    runs.make_workplace(tmp_path, **shape)
+    runs.make_workspace(tmp_path, **shape)
     (tmp_path / "rollouts.py").write_text(GROUPS)
     (tmp_path / "mesh.py").write_text(MESH)
     arguments = ["mesh.py", str(tmp_path / "model"), json.dumps(lora)]

@@ -28,8 +28,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def workplace(lora_workplace):
-    return lora_workplace
+def workspace(lora_workspace):
+    return lora_workspace
 
 
 def run(folder, *args, **kwargs):
@@ -40,15 +40,15 @@ def adapter(folder, name, step=3):
     return load_file(folder / name / "checkpoints" / f"step_{step:06d}" / "adapter_model.safetensors")
 
 
-def test_grpo_lora_trains_adapters_and_engine_applies_them(workplace):
-    lines = runs.metrics(workplace / "reference")
+def test_grpo_lora_trains_adapters_and_engine_applies_them(workspace):
+    lines = runs.metrics(workspace / "reference")
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert all(line["mismatch/mean_abs"] < 1e-5 and line["canary/mean_abs"] < 1e-5 for line in lines[1:])
     assert all(line["canary/adapter_applied"] == pytest.approx(1.0, abs=1e-2) for line in lines[1:])
-    tensors = adapter(workplace, "reference")
+    tensors = adapter(workspace, "reference")
     assert len(tensors) == 2 * 7 * 2 and any(t.abs().max() > 0 for n, t in tensors.items() if "lora_B" in n)
     assert lines[1]["publish/bytes"] == sum(t.nbytes for t in tensors.values())
-    step = workplace / "reference" / "checkpoints" / "step_000003"
+    step = workspace / "reference" / "checkpoints" / "step_000003"
     assert sorted(p.name for p in step.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -59,27 +59,27 @@ def test_grpo_lora_trains_adapters_and_engine_applies_them(workplace):
         "tokenizer.json",
         "tokenizer_config.json",
     ]
-    whole = (workplace / "model" / "model.safetensors").stat().st_size
+    whole = (workspace / "model" / "model.safetensors").stat().st_size
     assert sum(p.stat().st_size for p in step.rglob("*")) < whole, "a checkpoint holds frozen weights"
 
 
 @pytest.mark.parametrize("options", [[], ["model.use_dora=True"]], ids=["lora", "dora"])
-def test_grpo_lora_merged_sync_trains_identically(workplace, served, options):
+def test_grpo_lora_merged_sync_trains_identically(workspace, served, options):
     name = f"merged{len(options)}"
-    run(workplace, f"output_dir={name}", "adapters.publish=merged", "adapters.save_merged=True", *options, served)
-    lines = runs.metrics(workplace / name)
+    run(workspace, f"output_dir={name}", "adapters.publish=merged", "adapters.save_merged=True", *options, served)
+    lines = runs.metrics(workspace / name)
     assert all(line["canary/mean_abs"] < 1e-5 and line["canary/adapter_applied"] > 0.99 for line in lines[1:])
-    folder = workplace / name / "checkpoints" / "step_000003" / "merged"
+    folder = workspace / name / "checkpoints" / "step_000003" / "merged"
     saved, before = (
         load_file(folder / "model-00001-of-00001.safetensors"),
-        load_file(workplace / "model/model.safetensors"),
+        load_file(workspace / "model/model.safetensors"),
     )
     assert saved.keys() == before.keys()
     assert torch.equal(saved["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
     if not options:
         # the same samples, and so the same adapter but for the rounding of merged weights
-        assert lines[1]["reward/mean"] == runs.metrics(workplace / "reference")[1]["reward/mean"]
-        scaled = adapter(workplace, name)
+        assert lines[1]["reward/mean"] == runs.metrics(workspace / "reference")[1]["reward/mean"]
+        scaled = adapter(workspace, name)
         stem = "model.layers.0.mlp.down_proj"
         want = before[f"{stem}.weight"].double() + 2.0 * (
             scaled[f"base_model.model.{stem}.lora_B.weight"].double()
@@ -88,26 +88,26 @@ def test_grpo_lora_merged_sync_trains_identically(workplace, served, options):
         assert (saved[f"{stem}.weight"].double() - want).abs().max() < 1e-6
 
 
-def test_killed_and_resumed_equals_uninterrupted(workplace, lora_served):
+def test_killed_and_resumed_equals_uninterrupted(workspace, lora_served):
     args = ("output_dir=killed", "resume_from_checkpoint=True", lora_served)
     command = runs.command("grpo_lora", *args, config="lora.yaml")
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, cwd=workplace, env=runs.environment(), start_new_session=True, **quiet)
-    runs.wait_for_steps(workplace / "killed", 3, process)
+    process = subprocess.Popen(command, cwd=workspace, env=runs.environment(), start_new_session=True, **quiet)
+    runs.wait_for_steps(workspace / "killed", 3, process)
     process.kill()
     process.wait(10)
-    run(workplace, *args)
-    assert runs.metrics(workplace / "killed") == runs.metrics(workplace / "reference")
-    want, result = adapter(workplace, "reference"), adapter(workplace, "killed")
+    run(workspace, *args)
+    assert runs.metrics(workspace / "killed") == runs.metrics(workspace / "reference")
+    want, result = adapter(workspace, "reference"), adapter(workspace, "killed")
     assert all(torch.equal(want[n], result[n]) for n in want)
-    output = run(workplace, *args, "model.lora_rank=8", ok=False)
+    output = run(workspace, *args, "model.lora_rank=8", ok=False)
     assert "belongs to another model" in output and "rank=4" in output and "rank=8" in output, output[-2000:]
 
 
 @pytest.mark.rest
-def test_grpo_lora_two_ranks_equal_one_rank(workplace, lora_served):
-    run(workplace, "output_dir=ranks", lora_served, ranks=2)
-    one, two = runs.metrics(workplace / "reference"), runs.metrics(workplace / "ranks")
+def test_grpo_lora_two_ranks_equal_one_rank(workspace, lora_served):
+    run(workspace, "output_dir=ranks", lora_served, ranks=2)
+    one, two = runs.metrics(workspace / "reference"), runs.metrics(workspace / "ranks")
     for a, b in zip(one, two, strict=True):
         assert a.get("reward/mean") == b.get("reward/mean")
         for name in ("loss/total", "optim/grad_norm"):
@@ -115,15 +115,15 @@ def test_grpo_lora_two_ranks_equal_one_rank(workplace, lora_served):
                 assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-4), (a["step"], name)
 
 
-def test_grpo_lora_reference_is_model_without_adapter(workplace, lora_served):
-    run(workplace, "output_dir=kl", "loss.kl_coef=0.1", "updates_per_step=1", "max_steps=2", lora_served)
-    lines = runs.metrics(workplace / "kl")
+def test_grpo_lora_reference_is_model_without_adapter(workspace, lora_served):
+    run(workspace, "output_dir=kl", "loss.kl_coef=0.1", "updates_per_step=1", "max_steps=2", lora_served)
+    lines = runs.metrics(workspace / "kl")
     assert lines[1]["loss/kl_ref"] == pytest.approx(0.0, abs=1e-9) and lines[2]["loss/kl_ref"] > 1e-7
 
 
-def test_dropout_is_off_wherever_the_policy_is_compared(workplace, lora_served):
-    run(workplace, "output_dir=dropout", "model.lora_dropout=0.3", "updates_per_step=1", "max_steps=2", lora_served)
-    lines = runs.metrics(workplace / "dropout")
+def test_dropout_is_off_wherever_the_policy_is_compared(workspace, lora_served):
+    run(workspace, "output_dir=dropout", "model.lora_dropout=0.3", "updates_per_step=1", "max_steps=2", lora_served)
+    lines = runs.metrics(workspace / "dropout")
     assert all(line["mismatch/mean_abs"] < 1e-5 and line["canary/mean_abs"] < 1e-5 for line in lines[1:])
     # The update itself has dropout, so it sees another policy than the proximal one, which is asked without. In the first step
     # all adapters are still zero, and dropout with them.
@@ -133,7 +133,7 @@ def test_dropout_is_off_wherever_the_policy_is_compared(workplace, lora_served):
 @pytest.mark.parametrize("way", ["adapter", pytest.param("merged", marks=pytest.mark.rest)])
 def test_qlora_samples_with_the_weights_that_nf4_left(tmp_path, way):
     """A larger model: NF4 cuts weights into blocks of 64 values, 256 to a group."""
-    runs.make_workplace(tmp_path, hidden_size=128, intermediate_size=256)
+    runs.make_workspace(tmp_path, hidden_size=128, intermediate_size=256)
     config = runs.CONFIG.replace(
         'model_dir: "${model_dir}"}\ntokenizer',
         'model_dir: "${model_dir}", lora_attn_modules: [q_proj, output_proj], apply_lora_to_mlp: true, lora_rank: 4, '
@@ -146,9 +146,9 @@ def test_qlora_samples_with_the_weights_that_nf4_left(tmp_path, way):
     assert json.loads((tmp_path / way / "checkpoints/step_000002/adapter_config.json").read_text())["r"] == 4
 
 
-def test_canary_detects_engine_without_published_adapter(workplace, tmp_path, monkeypatch):
+def test_canary_detects_engine_without_published_adapter(workspace, tmp_path, monkeypatch):
     """With a young adapter: what the engine then samples from differs by less than `max_mismatch`."""
-    source = HFModel(workplace / "model")
+    source = HFModel(workspace / "model")
     arguments = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4}
     make = partial(from_config, str(source.path), **arguments)
     policy = build_policy(make, source, torch.device("cpu"), torch.float32)

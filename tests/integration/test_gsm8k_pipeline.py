@@ -83,7 +83,7 @@ def write_qwen3(folder, data_dir) -> None:
 
 
 @pytest.fixture(scope="module")
-def workplace(data_dir, tmp_path_factory):
+def workspace(data_dir, tmp_path_factory):
     """A folder in which a run has ended well."""
     train, test = data_dir / "gsm8k" / "train.jsonl", data_dir / "gsm8k" / "test.jsonl"
     if not (train.is_file() and test.is_file()):
@@ -105,13 +105,13 @@ def workplace(data_dir, tmp_path_factory):
     return folder
 
 
-def graded(workplace):
+def graded(workspace):
     """What was graded, without the solutions that are graded before the run begins."""
-    return [json.loads(line) for line in (workplace / "graded.jsonl").read_text().splitlines()][NUM_TRIED_PROBLEMS:]
+    return [json.loads(line) for line in (workspace / "graded.jsonl").read_text().splitlines()][NUM_TRIED_PROBLEMS:]
 
 
-def test_gsm8k_every_question_is_sampled_and_graded(workplace, data_dir):
-    counts = Counter(problem for problem, *_ in graded(workplace))
+def test_gsm8k_every_question_is_sampled_and_graded(workspace, data_dir):
+    counts = Counter(problem for problem, *_ in graded(workspace))
     test = {name: count for name, count in counts.items() if "-test-" in name}
     # Four times each: sampled and greedy, before the first step and after the last.
     assert len(test) == QUESTIONS and set(test.values()) == {4}
@@ -119,23 +119,23 @@ def test_gsm8k_every_question_is_sampled_and_graded(workplace, data_dir):
     assert len(train) == STEPS * PROMPTS and set(train.values()) == {SAMPLES}
     gold = Math("gsm8k", str(data_dir / "gsm8k" / "test.jsonl"), split="test")
     answers = {gold[i].id: gold[i].answer for i in range(len(gold))}
-    assert {name: answer for name, answer, *_ in graded(workplace) if "-test-" in name} == answers
+    assert {name: answer for name, answer, *_ in graded(workspace) if "-test-" in name} == answers
 
 
-def test_gsm8k_logprobs_match_and_weights_change(workplace):
-    lines = runs.metrics(workplace / "run")
+def test_gsm8k_logprobs_match_and_weights_change(workspace):
+    lines = runs.metrics(workspace / "run")
     assert [line["step"] for line in lines] == list(range(STEPS + 1))
     for line in lines[1:]:
         assert line["mismatch/mean_abs"] < 1e-4 and line["canary/mean_abs"] < 1e-4
         assert line["groups/used"] == PROMPTS and line["optim/grad_norm"] > 0 and line["reward/std"] > 0
-    before = load_file(workplace / "model" / "model.safetensors")
-    after = load_file(workplace / "run" / "checkpoints" / f"step_{STEPS:06d}" / "model-00001-of-00001.safetensors")
+    before = load_file(workspace / "model" / "model.safetensors")
+    after = load_file(workspace / "run" / "checkpoints" / f"step_{STEPS:06d}" / "model-00001-of-00001.safetensors")
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert before.keys() == after.keys() and moved == before.keys()
 
 
-def test_gsm8k_prompts_equal_transformers_chat_template(workplace, data_dir):
-    theirs, ours = AutoTokenizer.from_pretrained(workplace / "model"), ChatTokenizer(workplace / "model")
+def test_gsm8k_prompts_equal_transformers_chat_template(workspace, data_dir):
+    theirs, ours = AutoTokenizer.from_pretrained(workspace / "model"), ChatTokenizer(workspace / "model")
 
     def expected(problem):
         return theirs.apply_chat_template(list(problem.messages), add_generation_prompt=True, return_dict=False)
@@ -143,7 +143,7 @@ def test_gsm8k_prompts_equal_transformers_chat_template(workplace, data_dir):
     test = Math("gsm8k", str(data_dir / "gsm8k" / "test.jsonl"), split="test")
     for index in range(QUESTIONS):
         assert ours.prompt_ids(list(test[index].messages)) == expected(test[index])
-    for groups in map(read_rollouts, rollout_paths(workplace / "run").values()):
+    for groups in map(read_rollouts, rollout_paths(workspace / "run").values()):
         for group in groups:
             assert group.prompt_tokens.tolist() == expected(group.problem)
             for sample in group.samples:

@@ -88,7 +88,7 @@ WAYS = {
 @pytest.mark.parametrize("way", ["full", *(pytest.param(way, marks=pytest.mark.rest) for way in ("adapter", "merged"))])
 def test_weights_that_do_not_arrive_stop_the_run(repo_root, tmp_path, way):
     recipe, options = WAYS[way]
-    runs.make_workplace(tmp_path)
+    runs.make_workspace(tmp_path)
     (tmp_path / "drive.py").write_text(DRIVE)
     (tmp_path / "loader.py").write_text(LOADER)
     source = (repo_root / "recipes" / "grpo.py").read_text()

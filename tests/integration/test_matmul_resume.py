@@ -80,7 +80,7 @@ SHORT = ["max_steps=5", "prompts_per_step=2", "checkpoints.every=1"]
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
+def workspace(tmp_path_factory):
     """A folder with a model that writes a handful of programs, and `reference`, a run on it that was not killed."""
     folder = tmp_path_factory.mktemp("matmul")
     for name in ("few_programs", "calm_kernels"):
@@ -101,14 +101,14 @@ def logged(run):
         return -1
 
 
-def killed_after(workplace, name, step, delay_s, *args, config="run.yaml"):
+def killed_after(workspace, name, step, delay_s, *args, config="run.yaml"):
     """Starts a run, or goes on with it, and kills it so many seconds after the metrics of a step were written. Returns whether it
     was still there to be killed. Nothing of it may be left."""
     command = runs.command("grpo_full", f"output_dir={name}", "resume_from_checkpoint=True", *args, config=config)
-    with open(workplace / f"{name}.log", "a") as log:
-        process = subprocess.Popen(command, cwd=workplace, env=runs.environment(), stdout=log, stderr=log)
+    with open(workspace / f"{name}.log", "a") as log:
+        process = subprocess.Popen(command, cwd=workspace, env=runs.environment(), stdout=log, stderr=log)
     deadline = time.monotonic() + 300
-    while logged(workplace / name) < step and process.poll() is None and time.monotonic() < deadline:
+    while logged(workspace / name) < step and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(delay_s)
     alive = process.poll() is None
@@ -147,9 +147,9 @@ def require_equal(run, reference):
     assert result.keys() == want.keys() and all(torch.equal(result[name], want[name]) for name in want)
 
 
-def test_matmul_run_advances_stages_and_keeps_programs(workplace):
+def test_matmul_run_advances_stages_and_keeps_programs(workspace):
     """Else the comparisons below would compare nothing."""
-    run = workplace / "reference"
+    run = workspace / "reference"
     lines = runs.metrics(run)
     problems = {name for _, name, _ in questions(run)}
     assert len({name.split("/")[1] for name in problems}) >= 3 and any(name.endswith("/improve") for name in problems)
@@ -171,18 +171,18 @@ def test_matmul_run_advances_stages_and_keeps_programs(workplace):
     ],
     ids=["one", "three", "six"],
 )
-def test_killed_and_resumed_equals_uninterrupted(workplace, kills):
+def test_killed_and_resumed_equals_uninterrupted(workspace, kills):
     rng, name = random.Random(len(kills)), f"killed_{len(kills)}"
-    killed = [killed_after(workplace, name, step, rng.uniform(0.0, 0.5)) for step in kills]
+    killed = [killed_after(workspace, name, step, rng.uniform(0.0, 0.5)) for step in kills]
     assert all(killed), "the run ended before it could be killed"
-    runs.run(workplace, "grpo_full", f"output_dir={name}", "resume_from_checkpoint=True")
-    require_equal(workplace / name, workplace / "reference")
+    runs.run(workspace, "grpo_full", f"output_dir={name}", "resume_from_checkpoint=True")
+    require_equal(workspace / name, workspace / "reference")
 
 
-def test_a_replay_learns_the_same(workplace):
-    output = runs.run(workplace, "grpo_full", "output_dir=replayed", "replay=reference", "task.bench.budget_s=1.0")
+def test_a_replay_learns_the_same(workspace):
+    output = runs.run(workspace, "grpo_full", "output_dir=replayed", "replay=reference", "task.bench.budget_s=1.0")
     assert "Other settings in that run" not in output
-    run, reference = workplace / "replayed", workplace / "reference"
+    run, reference = workspace / "replayed", workspace / "reference"
     assert (run / ARCHIVE_FILE).read_bytes() == (reference / ARCHIVE_FILE).read_bytes()
     assert states(run)[STEPS].task == states(reference)[STEPS].task
     result, want = weights(run, STEPS), weights(reference, STEPS)
@@ -190,14 +190,14 @@ def test_a_replay_learns_the_same(workplace):
 
 
 @pytest.mark.rest
-def test_matmul_killed_run_keeps_checkpointed_state(workplace):
-    run = workplace / "real"
-    assert killed_after(workplace, "real", 2, 0.0, *SHORT, config="real.yaml"), (
+def test_matmul_killed_run_keeps_checkpointed_state(workspace):
+    run = workspace / "real"
+    assert killed_after(workspace, "real", 2, 0.0, *SHORT, config="real.yaml"), (
         "the run ended before it could be killed"
     )
     before = states(run)[max(states(run))]
     kept = Archive.loads(before.task["learned"]["archive"])
-    runs.run(workplace, "grpo_full", "output_dir=real", "resume_from_checkpoint=True", *SHORT, config="real.yaml")
+    runs.run(workspace, "grpo_full", "output_dir=real", "resume_from_checkpoint=True", *SHORT, config="real.yaml")
 
     after = states(run)
     assert before.step < 5 == max(after) == logged(run) and after[before.step].task == before.task
@@ -216,7 +216,7 @@ def test_matmul_killed_run_keeps_checkpointed_state(workplace):
     counts = few_programs.outcomes(group for path in rollout_paths(run).values() for group in read_rollouts(path))
     assert counts["ok"] > 0 and sum(counts.values()) == 5 * 2 * 4, counts
     assert runs.metrics(run)[-1]["archive/cells"] == len(archive)
-    assert not [line for line in ps_lines() if str(workplace) in line]
+    assert not [line for line in ps_lines() if str(workspace) in line]
 
 
 def ps_lines():

@@ -64,26 +64,26 @@ log_every: 1
 
 
 @pytest.fixture(scope="module")
-def warmup(full_workplace):
+def warmup(full_workspace):
     """A warm-up of four updates. It needs no engine."""
-    (full_workplace / "warmup.yaml").write_text(WARMUP)
-    runs.run(full_workplace, "warmup_sft", config="warmup.yaml")
-    return full_workplace / "warmup"
+    (full_workspace / "warmup.yaml").write_text(WARMUP)
+    runs.run(full_workspace, "warmup_sft", config="warmup.yaml")
+    return full_workspace / "warmup"
 
 
 @pytest.fixture(scope="module")
-def async_run(full_workplace):
+def async_run(full_workspace):
     """A run of three steps whose engine samples ahead, with the model that it begins with as a teacher beside the rewards."""
     teacher = ["teacher.model_dir=model", "loss.teacher_coef=0.5"]
-    runs.run(full_workplace, "grpo_async", "output_dir=async", "staleness=1", *teacher)
-    return full_workplace / "async"
+    runs.run(full_workspace, "grpo_async", "output_dir=async", "staleness=1", *teacher)
+    return full_workspace / "async"
 
 
 @pytest.fixture(scope="module")
-def all_runs(full_workplace, kl_run, lora_workplace, async_run, warmup, talks_workplace):
+def all_runs(full_workspace, kl_run, lora_workspace, async_run, warmup, talks_workspace):
     """Runs that write, between them, all that there is: on all weights, with a reference, on adapters, of conversations, ahead,
     supervised."""
-    in_turns = (full_workplace / "reference", kl_run, lora_workplace / "reference", talks_workplace / "run")
+    in_turns = (full_workspace / "reference", kl_run, lora_workspace / "reference", talks_workspace / "run")
     return [*in_turns, async_run, warmup]
 
 
@@ -119,10 +119,10 @@ def ends(run):
     return {event.step: event.wall_time for event in events.Scalars("time/step")}
 
 
-def test_step_phases_add_up_to_step_time(full_workplace):
+def test_step_phases_add_up_to_step_time(full_workspace):
     """The steps between the ends of the first and of the last, together. An end is late by the write of its line, a part of
     `time/log` of the next step, so the difference of two ends is wrong by one such write at most."""
-    run = full_workplace / "reference"
+    run = full_workspace / "reference"
     lines = {line["step"]: line for line in read_metrics(run / "metrics.jsonl") if line["step"] > 0}
     phases = {step: {n: v for n, v in line.items() if n.startswith("time/")} for step, line in lines.items()}
     late = max(seconds["time/log"] for seconds in phases.values())

@@ -22,9 +22,9 @@ ADAPTER = (
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
+def workspace(tmp_path_factory):
     """A folder in which `unified`, a run of two steps in FP8, has ended well."""
-    folder = runs.make_workplace(tmp_path_factory.mktemp("fp8"), **WIDTHS)
+    folder = runs.make_workspace(tmp_path_factory.mktemp("fp8"), **WIDTHS)
     runs.run(folder, "grpo_full", "output_dir=unified", "max_steps=2", "precision=fp8_unified", *BFLOAT16)
     return folder
 
@@ -37,11 +37,11 @@ def parameters(folder):
     return sum(tensor.numel() for tensor in load_file(folder / "model" / "model.safetensors").values())
 
 
-def test_unified_trains_and_samples_in_the_same_blocks(workplace):
-    lines, text = runs.metrics(workplace / "unified")[1:], receipt(workplace, "unified")
+def test_unified_trains_and_samples_in_the_same_blocks(workspace):
+    lines, text = runs.metrics(workspace / "unified")[1:], receipt(workspace, "unified")
     assert [line["step"] for line in lines] == [1, 2]
     assert all(0 < line["mismatch/mean_abs"] < 0.2 and line["optim/grad_norm"] > 0 for line in lines)
-    numbers = parameters(workplace)
+    numbers = parameters(workspace)
     assert all(line["publish/bytes"] == 2 * (numbers - IN_FP8) + IN_FP8 + 4 * IN_FP8 // 128**2 for line in lines)
     assert "8 of 15 linear layers" in text and "2 x o_proj        256 x 256    FP8" in text
     assert re.search(r"2 x k_proj +64 x 256 +bfloat16: 64 out-features: vLLM fuses it", text)
@@ -49,46 +49,46 @@ def test_unified_trains_and_samples_in_the_same_blocks(workplace):
     assert "GEMMs: reference for fprop, dgrad, wgrad of" in text and "sent after each step" in text
 
 
-def test_mismatch_gate_passes_update_engine_dtype_cannot_hold(workplace):
+def test_mismatch_gate_passes_update_engine_dtype_cannot_hold(workspace):
     """A file from the hub lies on the grid of bfloat16, and so small an update leaves nearly all of its weights there: the engine
     shows next to nothing of it, and nothing is wrong but the mixture of dtypes, which is said."""
-    shutil.copytree(workplace / "model", workplace / "grid")
-    file = workplace / "grid" / "model.safetensors"
+    shutil.copytree(workspace / "model", workspace / "grid")
+    file = workspace / "grid" / "model.safetensors"
     save_file({name: w.bfloat16().float() for name, w in load_file(file).items()}, file, metadata={"format": "pt"})
     mixture = ("dtype=float32", "engine.dtype=bfloat16", "optimizer.lr=1e-5", "max_steps=3")
-    output = runs.run(workplace, "grpo_full", "output_dir=mixed", "model_dir=grid", *mixture, *BFLOAT16[2:])
+    output = runs.run(workspace, "grpo_full", "output_dir=mixed", "model_dir=grid", *mixture, *BFLOAT16[2:])
     assert "trainer in float32, engine in bfloat16: the engine rounds off" in output
     assert re.search(r"rounding: +[0-9.e-]+ nats in bfloat16; max_mismatch [0-9.]+", output)
     assert output.count("publish/changed_share 0.1") == 1 and "Set engine.dtype=float32, or dtype=bfloat16" in output
-    lines = runs.metrics(workplace / "mixed")[1:]
+    lines = runs.metrics(workspace / "mixed")[1:]
     assert all(0 < line["publish/changed_share"] < 0.2 for line in lines)
     assert [line["step"] for line in lines] == [1, 2, 3], "the gate has let all canaries pass"
 
 
 @pytest.mark.rest
-def test_run_resumes_with_other_precision_and_ranks(workplace):
+def test_run_resumes_with_other_precision_and_ranks(workspace):
     """Masters are float32 in each: what was trained in bfloat16 with FP8 in the engine goes on in FP8."""
     args = ("output_dir=resumed", *BFLOAT16)
-    runs.run(workplace, "grpo_full", "max_steps=1", "precision=fp8_rollout", *args)
-    assert "trainer: no weight in FP8" in receipt(workplace, "resumed")
+    runs.run(workspace, "grpo_full", "max_steps=1", "precision=fp8_rollout", *args)
+    assert "trainer: no weight in FP8" in receipt(workspace, "resumed")
     runs.run(
-        workplace, "grpo_full", "max_steps=2", "precision=fp8_unified", "resume_from_checkpoint=True", *args, ranks=2
+        workspace, "grpo_full", "max_steps=2", "precision=fp8_unified", "resume_from_checkpoint=True", *args, ranks=2
     )
-    assert "reference for fprop" in (text := receipt(workplace, "resumed")) and "publishing version 1:" in text
-    lines = runs.metrics(workplace / "resumed")
+    assert "reference for fprop" in (text := receipt(workspace, "resumed")) and "publishing version 1:" in text
+    lines = runs.metrics(workspace / "resumed")
     assert [line["step"] for line in lines] == [0, 1, 2] and 0 < lines[-1]["mismatch/mean_abs"] < 0.2
 
 
 @pytest.mark.rest
-def test_fp8_in_the_engine_alone_on_two_ranks(workplace):
+def test_fp8_in_the_engine_alone_on_two_ranks(workspace):
     args = ("output_dir=rollout", "precision={flow: fp8_rollout, skip: [down_proj]}", "max_steps=2", *BFLOAT16)
-    runs.run(workplace, "grpo_full", *args, ranks=2)
-    text = receipt(workplace, "rollout")
+    runs.run(workspace, "grpo_full", *args, ranks=2)
+    text = receipt(workspace, "rollout")
     assert "6 of 15 linear layers" in text and "down_proj" in text and "named in precision.skip" in text
     assert "trainer: no weight in FP8, all in bfloat16" in text and "reference for" not in text
     converted = IN_FP8 - 2 * 256 * 384
-    want = 2 * (parameters(workplace) - converted) + converted + 4 * converted // 128**2
-    assert all(line["publish/bytes"] == want for line in runs.metrics(workplace / "rollout")[1:])
+    want = 2 * (parameters(workspace) - converted) + converted + 4 * converted // 128**2
+    assert all(line["publish/bytes"] == want for line in runs.metrics(workspace / "rollout")[1:])
 
 
 @pytest.mark.rest
@@ -106,7 +106,7 @@ def test_fp8_in_the_engine_alone_on_two_ranks(workplace):
     ],
     ids=["adapter", "merged", "qlora"],
 )
-def test_adapters_over_a_base_in_fp8(workplace, name, flow, publish, settings):
+def test_adapters_over_a_base_in_fp8(workspace, name, flow, publish, settings):
     args = (
         f"precision={flow}",
         f"adapters.publish={publish}",
@@ -116,10 +116,10 @@ def test_adapters_over_a_base_in_fp8(workplace, name, flow, publish, settings):
         *ADAPTER,
         *settings,
     )
-    runs.run(workplace, "grpo_lora", *args)
-    assert "8 of 15 linear layers" in receipt(workplace, name)
-    assert ("sent once, adapters after each step" in receipt(workplace, name)) == (publish == "adapter")
-    lines = runs.metrics(workplace / name)[1:]
+    runs.run(workspace, "grpo_lora", *args)
+    assert "8 of 15 linear layers" in receipt(workspace, name)
+    assert ("sent once, adapters after each step" in receipt(workspace, name)) == (publish == "adapter")
+    lines = runs.metrics(workspace / name)[1:]
     assert all(0 < line["mismatch/mean_abs"] < 0.2 for line in lines)
-    whole = 2 * (parameters(workplace) - IN_FP8) + IN_FP8
+    whole = 2 * (parameters(workspace) - IN_FP8) + IN_FP8
     assert all((line["publish/bytes"] > whole) == (publish == "merged") for line in lines)

@@ -202,7 +202,7 @@ def test_killed_torchrun_leaves_no_processes_or_folders(tmp_path, monkeypatch):
     """kill -9 of `tune` while two ranks train: ranks, engine, graders, reaper and temporary folders are gone."""
     with tempfile.TemporaryDirectory(prefix="t") as short:  # paths of unix sockets are short
         monkeypatch.setenv("TMPDIR", short)
-        runs.make_workplace(tmp_path)
+        runs.make_workspace(tmp_path)
         with (tmp_path / "output").open("w") as output:
             command = runs.command("grpo_full", "output_dir=run", "max_steps=1000", ranks=2)
             agent = subprocess.Popen(command, cwd=tmp_path, env=runs.environment(), stdout=output, stderr=output)

@@ -137,12 +137,12 @@ class Started:
 
 
 @pytest.fixture
-def started(full_workplace, cluster):
+def started(full_workspace, cluster):
     """Makes a `Started`, which does not outlive its test."""
     instances = []
 
     def start(name, *more, **settings):
-        instances.append(Started(full_workplace, cluster, name, *more, **settings))
+        instances.append(Started(full_workspace, cluster, name, *more, **settings))
         return instances[-1]
 
     yield start
@@ -162,14 +162,14 @@ def require_same(one, other):
     assert runs.metrics(one) == runs.metrics(other)
 
 
-def test_ray_command_weights_equal_run_without_ray(full_workplace, cluster):
-    status, text = ray(full_workplace, cluster, "--train-cpus", "1", "--engine-cpus", "1", "output_dir=placed")
+def test_ray_command_weights_equal_run_without_ray(full_workspace, cluster):
+    status, text = ray(full_workspace, cluster, "--train-cpus", "1", "--engine-cpus", "1", "output_dir=placed")
     assert status == 0, text
     assert f"ray:       {cluster.address}, 2 cores on 2 machines" in text
     assert re.search(r"server 0:  http://127\.0\.0\.[23]:\d+ on 127\.0\.0\.[23], its log there: .*\.out\n", text), text
     assert "done:      3 of 3 steps" in text and text.count("engine:    ready after") == 1
     assert not of_runs(cluster)
-    require_same(full_workplace / "reference", full_workplace / "placed")
+    require_same(full_workspace / "reference", full_workspace / "placed")
     assert "test_ray" not in (log := Path(re.search(r"its log there: (\S+)", text)[1]).read_text()) and "vLLM" in log
 
 
@@ -188,21 +188,21 @@ def test_ray_trainer_raylet_killed_run_ends_with_checkpoint(cluster, started):
     load_file(kept / "model-00001-of-00001.safetensors")
 
 
-def test_ray_cluster_without_gpus_reports_available_resources(full_workplace, cluster):
+def test_ray_cluster_without_gpus_reports_available_resources(full_workspace, cluster):
     began_at = time.monotonic()
     status, text = ray(
-        full_workplace, cluster, "--train-gpus", "8", "--engine-gpus", "8", "--wait", "2", "output_dir=nowhere"
+        full_workspace, cluster, "--train-gpus", "8", "--engine-gpus", "8", "--wait", "2", "output_dir=nowhere"
     )
     assert status == 2 and time.monotonic() < began_at + 60, text
     assert (
         "error: --train-gpus 8 --engine-gpus 8: 8, 1, 1, 1, 1, 1, 1, 1, 1 GPUs (each number on one machine) were not free within 2 s"
         in text
     )
-    assert "has 0 GPUs on 0 machines; 0 are free. Request less" in text and not (full_workplace / "nowhere").exists()
+    assert "has 0 GPUs on 0 machines; 0 are free. Request less" in text and not (full_workspace / "nowhere").exists()
 
 
 @pytest.mark.long
-def test_ray_server_raylet_killed_run_ends_and_resumes(full_workplace, cluster, started):
+def test_ray_server_raylet_killed_run_ends_and_resumes(full_workspace, cluster, started):
     run = started("served", *ASKED)
     index = run.raylet_of(run.one("-m vllm"))
     assert index != run.raylet_of(run.one("-m torchtune_ext run"))
@@ -214,7 +214,7 @@ def test_ray_server_raylet_killed_run_ends_and_resumes(full_workplace, cluster, 
     assert re.search(r"error: server 0 on \S+ crashed: ", text), text
     step = int(newest(run.run_dir).name.removeprefix("step_"))
     status, text = ray(
-        full_workplace, cluster, *ASKED, "output_dir=served", f"max_steps={step + 1}", "resume_from_checkpoint=True"
+        full_workspace, cluster, *ASKED, "output_dir=served", f"max_steps={step + 1}", "resume_from_checkpoint=True"
     )
     assert status == 0 and f"done:      {step + 1} of {step + 1} steps" in text, text
 
@@ -251,11 +251,11 @@ def test_ray_command_killed_leaves_no_processes_saves_step(started):
 
 
 @pytest.mark.long
-def test_ray_server_early_exit_ends_run_at_once(full_workplace, cluster):
+def test_ray_server_early_exit_ends_run_at_once(full_workspace, cluster):
     raylet = cluster.add("CPU")
     options = ["--train-cpus", "1", "--engine-cpus", "2", *ENDLESS, "output_dir=begun"]
-    out = (full_workplace / "begun.txt").open("w+")
-    run = subprocess.Popen(words(cluster, *options), cwd=full_workplace, env=environment(), stdout=out, stderr=out)
+    out = (full_workspace / "begun.txt").open("w+")
+    run = subprocess.Popen(words(cluster, *options), cwd=full_workspace, env=environment(), stdout=out, stderr=out)
     try:
         processes = []
 
@@ -278,7 +278,7 @@ def test_ray_server_early_exit_ends_run_at_once(full_workplace, cluster):
 
 
 @pytest.mark.long
-def test_ray_cores_in_use_are_reported(full_workplace, cluster):
+def test_ray_cores_in_use_are_reported(full_workspace, cluster):
     code = f"""
 import ray, time
 ray.init({cluster.address!r}, log_to_driver=False)
@@ -290,7 +290,7 @@ time.sleep(600)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
         try:
             assert "taken\n" in iter(other.stdout.readline, "")
-            status, text = ray(full_workplace, cluster, *ASKED, "--wait", "2", "output_dir=nowhere")
+            status, text = ray(full_workspace, cluster, *ASKED, "--wait", "2", "output_dir=nowhere")
         finally:
             other.kill()
     assert (
@@ -301,17 +301,17 @@ time.sleep(600)
 
 
 @pytest.mark.long
-def test_ray_version_differences_are_reported(full_workplace, cluster, tmp_path, monkeypatch):
+def test_ray_version_differences_are_reported(full_workspace, cluster, tmp_path, monkeypatch):
     code = f"import sys, ray; ray.__version__ = '2.52.0'; sys.argv[0] = 'torchtune-ext'; from torchtune_ext.cli.cli import main; sys.exit(main({words(cluster, *ASKED, 'output_dir=mixed')[3:]!r}))"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=full_workplace, env=environment(), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=full_workspace, env=environment(), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2 and "Ray: 2.52.0" in done.stderr and "Ray: 2.6" in done.stderr, done.stderr
     package = Path(torchtune_ext.__file__).parent
     copy = shutil.copytree(package, tmp_path / "torchtune_ext", ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "__init__.py").write_text('__version__ = "0.0.9"\n')
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    status, text = ray(full_workplace, cluster, *ASKED, "output_dir=mixed")
+    status, text = ray(full_workspace, cluster, *ASKED, "output_dir=mixed")
     versions = rf"torchtune_ext {re.escape(torchtune_ext.__version__)} is installed there, but 0\.0\.9 here"
     assert status == 2 and re.search(rf"the trainer on \S+: {versions}; all machines", text), text
     assert not of_runs(cluster)

@@ -48,7 +48,7 @@ def machines(folders, *words):
 
 
 def test_two_machines_train_as_one_with_one_engine(tmp_path, served):
-    folder = runs.make_workplace(tmp_path)
+    folder = runs.make_workspace(tmp_path)
     with machines([folder, folder], "output_dir=run", "max_steps=2", "ranks.shard_within=1", served) as both:
         assert [process.wait(240) for process in both] == [0, 0], (folder / "said0").read_text()[-6000:]
     first, second = ((folder / f"said{number}").read_text() for number in (0, 1))

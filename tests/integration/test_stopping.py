@@ -19,9 +19,9 @@ STEPS = "max_steps=4"
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory, served):
+def workspace(tmp_path_factory, served):
     """A folder in which `reference`, a run of four steps, has ended well."""
-    folder = runs.make_workplace(tmp_path_factory.mktemp("work"))
+    folder = runs.make_workspace(tmp_path_factory.mktemp("work"))
     runs.run(folder, "grpo_full", "output_dir=reference", STEPS, "checkpoints.every=100", served)
     return folder
 
@@ -71,9 +71,9 @@ def same_as_reference(folder, run):
     return all(torch.equal(want[name], result[name]) for name in want)
 
 
-def test_ctrl_c_reports_step_and_resume_command(workplace, served):
+def test_ctrl_c_reports_step_and_resume_command(workspace, served):
     words = ["output_dir=at_once", "max_steps=400", "logging.to=[wandb]", served]
-    status, output = stopped(workplace, signal.SIGINT, 3, *words)
+    status, output = stopped(workspace, signal.SIGINT, 3, *words)
     assert status == 130 and "Traceback" not in output, output
     assert re.search(
         r"Stopped by Ctrl-C\. The run was at step \d+ of 400\. The newest checkpoint is .*step_\d+; resume from there with resume_from_checkpoint=True",
@@ -81,15 +81,15 @@ def test_ctrl_c_reports_step_and_resume_command(workplace, served):
     ), output
     assert "wandb sync" in output.split("Run summary")[-1], "the run was not closed for W&B"  # its last words
     assert output.index("wandb sync") < output.index("Stopped by"), "W&B was closed by the end of the interpreter"
-    (start,) = wandb_reader.starts(workplace / "at_once", 1)
+    (start,) = wandb_reader.starts(workspace / "at_once", 1)
     assert start.whole["exit_code"] == 130
 
 
-def test_ctrl_c_while_it_sets_up(workplace):
-    log, run_dir = workplace / "set_up.txt", workplace / "set_up"
+def test_ctrl_c_while_it_sets_up(workspace):
+    log, run_dir = workspace / "set_up.txt", workspace / "set_up"
     with log.open("w") as out:
         process = subprocess.Popen(
-            runs.command("grpo_full", "output_dir=set_up"), cwd=workplace, env=runs.environment(), stdout=out, stderr=out,
+            runs.command("grpo_full", "output_dir=set_up"), cwd=workspace, env=runs.environment(), stdout=out, stderr=out,
             start_new_session=True, preexec_fn=hear_signals,
         )  # fmt: skip
     deadline = time.monotonic() + 240
@@ -110,21 +110,21 @@ def test_ctrl_c_while_it_sets_up(workplace):
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.rest)])
-def test_sigterm_saves_step_and_resumed_run_is_identical(workplace, served, ranks):
+def test_sigterm_saves_step_and_resumed_run_is_identical(workspace, served, ranks):
     run = f"term_{ranks}"
     args = [f"output_dir={run}", "max_steps=400", "checkpoints.every=1000", served]
-    status, output = stopped(workplace, signal.SIGTERM, 2, *args, ranks=ranks)
+    status, output = stopped(workspace, signal.SIGTERM, 2, *args, ranks=ranks)
     assert status == 143 if ranks == 1 else status != 0, output
     assert "SIGTERM: the run stops after this step, if the step ends within 25 s (stop_grace_s)" in output
-    kept = newest(workplace / run)
+    kept = newest(workspace / run)
     assert f"The newest checkpoint is {run}/checkpoints/{kept.name}" in output, output
     step = int(kept.name.removeprefix("step_"))
-    lines = runs.metrics(workplace / run)
+    lines = runs.metrics(workspace / run)
     assert lines[-1]["step"] == step >= 1  # nothing was done in vain
     if ranks == 1:
         total = max(4, step + 1)
         runs.run(
-            workplace,
+            workspace,
             "grpo_full",
             f"output_dir={run}",
             f"max_steps={total}",
@@ -133,20 +133,20 @@ def test_sigterm_saves_step_and_resumed_run_is_identical(workplace, served, rank
             served,
         )
         if total == 4:
-            assert runs.metrics(workplace / run) == runs.metrics(workplace / "reference")
-            assert same_as_reference(workplace, run)
+            assert runs.metrics(workspace / run) == runs.metrics(workspace / "reference")
+            assert same_as_reference(workspace, run)
         else:
-            assert [line["step"] for line in runs.metrics(workplace / run)] == list(range(total + 1))
+            assert [line["step"] for line in runs.metrics(workspace / run)] == list(range(total + 1))
 
 
-def test_stop_grace_exceeded_reports_last_checkpoint(workplace, served):
+def test_stop_grace_exceeded_reports_last_checkpoint(workspace, served):
     """Half a second is less than a step takes here, with 40 samples of each prompt."""
     args = ["output_dir=late", "max_steps=400", "checkpoints={every: 1, stop_grace_s: 0.2}", "samples_per_prompt=40"]
-    status, output = stopped(workplace, signal.SIGTERM, 3, *args, served, once="checkpoints/step_000002")
+    status, output = stopped(workspace, signal.SIGTERM, 3, *args, served, once="checkpoints/step_000002")
     assert status == 143 and "within 0.2 s (stop_grace_s)" in output, output
     match = re.search(
         r"Stopped by SIGTERM\. The run was at step (\d+) of 400\. The newest checkpoint is late/checkpoints/step_(\d+);",
         output,
     )
     assert match and int(match[1]) > int(match[2]), output
-    assert not list((workplace / "late" / "checkpoints").glob(".partial_*"))
+    assert not list((workspace / "late" / "checkpoints").glob(".partial_*"))

@@ -23,9 +23,9 @@ DISTILL = ["preset=distill", "optimizer.lr=1e-2", "evaluation.task=null", "max_s
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
+def workspace(tmp_path_factory):
     """A folder with a policy, and a teacher that has its tokenizer and other weights and sizes."""
-    folder = runs.make_workplace(tmp_path_factory.mktemp("distill"))
+    folder = runs.make_workspace(tmp_path_factory.mktemp("distill"))
     write_tiny_model(folder / "teacher", hidden_size=96, num_attention_heads=3, num_hidden_layers=3)
     # Each token depends on those before it, and every fifth one is twenty times as likely as others: that can be learned.
     model = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
@@ -40,12 +40,12 @@ def workplace(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(workplace):
+def server(workspace):
     """A server of the teacher."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHTUNE_EXT_API_KEY", runs.SERVER_KEY)
         config = EngineConfig(address=f"http://127.0.0.1:{free_port()}", **SIZES)
-        server = Server(str(workplace / "teacher"), config, workplace / "server.log")
+        server = Server(str(workspace / "teacher"), config, workspace / "server.log")
         try:
             server.wait()
             yield config
@@ -62,15 +62,15 @@ def logprobs(folder, texts):
 
 
 @pytest.mark.parametrize("where", ["own", "server"])
-def test_scores_are_those_of_transformers(workplace, server, where, tmp_path):
+def test_scores_are_those_of_transformers(workspace, server, where, tmp_path):
     texts = [np.random.default_rng(length).integers(5, 300, length).tolist() for length in (2, 17, 127)]
     texts.append(texts[2][:100] + texts[1])  # a prefix that is in the cache by then, of which vLLM has no log-probs
     config = server if where == "server" else EngineConfig(**SIZES)
-    with Engine(str(workplace / "teacher"), config, str(tmp_path)) as engine:
+    with Engine(str(workspace / "teacher"), config, str(tmp_path)) as engine:
         engine.start()
         engine.wait_ready()
         scores = [*engine.score(texts[:3]), *engine.score(texts[3:])]
-    for score, expected in zip(scores, logprobs(workplace / "teacher", texts), strict=True):
+    for score, expected in zip(scores, logprobs(workspace / "teacher", texts), strict=True):
         # Rounding of float32 grows to 1e-4 in weights this large; another token or context is off by 0.1 and more.
         np.testing.assert_allclose(score, expected, atol=3e-4)
 
@@ -82,10 +82,10 @@ def taught(served, server):
 
 
 @pytest.fixture(scope="module")
-def distilled(workplace, taught):
-    output = runs.run(workplace, "grpo_full", "output_dir=distilled", *taught)
+def distilled(workspace, taught):
+    output = runs.run(workspace, "grpo_full", "output_dir=distilled", *taught)
     assert "objective: clip 0.2/0.2 per token, TIS <= 2, 1 teacher, 0 rewards" in output
-    return workplace / "distilled"
+    return workspace / "distilled"
 
 
 def test_teacher_kl_decreases_during_distillation(distilled):
@@ -96,30 +96,30 @@ def test_teacher_kl_decreases_during_distillation(distilled):
     assert np.mean(gaps[-2:]) < 0.8 * np.mean(gaps[:2])
 
 
-def test_stored_scores_are_the_teachers(distilled, workplace):
+def test_stored_scores_are_the_teachers(distilled, workspace):
     (group, *_) = read_rollouts(rollout_paths(distilled)[1])
     texts = [np.concatenate([group.prompt_tokens, s.completion.tokens]).tolist() for s in group.samples]
-    for sample, expected in zip(group.samples, logprobs(workplace / "teacher", texts), strict=True):
+    for sample, expected in zip(group.samples, logprobs(workspace / "teacher", texts), strict=True):
         np.testing.assert_allclose(sample.teacher_logprobs, expected[-len(sample.completion.tokens) :], atol=3e-4)
 
 
-def test_a_replay_needs_no_teacher(distilled, workplace):
-    output = runs.run(workplace, "grpo_full", "output_dir=again", "replay=distilled", *DISTILL)
+def test_a_replay_needs_no_teacher(distilled, workspace):
+    output = runs.run(workspace, "grpo_full", "output_dir=again", "replay=distilled", *DISTILL)
     assert "Other settings in that run" not in output
-    assert weights(workplace / "again") == weights(distilled) != {}
+    assert weights(workspace / "again") == weights(distilled) != {}
 
 
-def test_teacher_killed_run_resumes_identically(distilled, workplace, taught):
+def test_teacher_killed_run_resumes_identically(distilled, workspace, taught):
     words = ["output_dir=killed", "resume_from_checkpoint=True", *taught]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     command = runs.command("grpo_full", *words)
-    process = subprocess.Popen(command, cwd=workplace, env=runs.environment(), start_new_session=True, **quiet)
-    runs.wait_for_steps(workplace / "killed", 5, process)
+    process = subprocess.Popen(command, cwd=workspace, env=runs.environment(), start_new_session=True, **quiet)
+    runs.wait_for_steps(workspace / "killed", 5, process)
     process.kill()
     process.wait()
-    runs.run(workplace, "grpo_full", *words)
-    assert questions(workplace / "killed") == questions(distilled)
-    assert weights(workplace / "killed") == weights(distilled)
+    runs.run(workspace, "grpo_full", *words)
+    assert questions(workspace / "killed") == questions(distilled)
+    assert weights(workspace / "killed") == weights(distilled)
 
 
 def questions(run):

@@ -62,8 +62,8 @@ class Faulty(torch.optim.AdamW):
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    folder = runs.make_workplace(tmp_path_factory.mktemp("wandb"))
+def workspace(tmp_path_factory):
+    folder = runs.make_workspace(tmp_path_factory.mktemp("wandb"))
     (folder / "noted.py").write_text(NOTED)
     (folder / "faulty.py").write_text(FAULTY)
     (folder / "warmup.yaml").write_text(WARMUP)
@@ -71,15 +71,15 @@ def workplace(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def watched(workplace, served):
+def watched(workspace, served):
     """A run of two steps, and its third step as a resumed run."""
-    runs.run(workplace, "grpo_full", *WATCHED, served, "max_steps=2", typed=True)
-    first = json.loads((workplace / "watched" / "run.json").read_text())["process"]
+    runs.run(workspace, "grpo_full", *WATCHED, served, "max_steps=2", typed=True)
+    first = json.loads((workspace / "watched" / "run.json").read_text())["process"]
     more = ["max_steps=3", "resume_from_checkpoint=True"]
-    runs.run(workplace, "grpo_full", *WATCHED, served, *more)
+    runs.run(workspace, "grpo_full", *WATCHED, served, *more)
     return (
-        workplace / "watched",
-        wandb_reader.starts(workplace / "watched", 2),
+        workspace / "watched",
+        wandb_reader.starts(workspace / "watched", 2),
         [*WATCHED, served, "max_steps=2"],
         first,
     )
@@ -136,30 +136,30 @@ def test_no_file_of_the_run_is_uploaded(watched):
     assert all(one.artifacts == {} for one in watched[1])
 
 
-def test_a_crash_is_a_failure_for_wandb(workplace):
+def test_a_crash_is_a_failure_for_wandb(workspace):
     output = runs.run(
-        workplace,
+        workspace,
         "warmup_sft",
         "output_dir=crash",
         "optimizer._component_=faulty.Faulty",
         ok=False,
         config="warmup.yaml",
     )
-    (start,) = wandb_reader.starts(workplace / "crash", 1)
+    (start,) = wandb_reader.starts(workspace / "crash", 1)
     assert "no such luck" in output
     assert start.whole["exit_code"] == 1 and start.whole["state"] == "failed"
     assert sorted(start.history) == [1, 2]
 
 
 @pytest.mark.rest
-def test_two_ranks_are_one_run_of_an_agent(workplace):
+def test_two_ranks_are_one_run_of_an_agent(workspace):
     """The agent's variables name the run. Only rank 0 speaks with W&B."""
     done = subprocess.run(
-        runs.command("warmup_sft", "output_dir=ranks", ranks=2, config="warmup.yaml"), cwd=workplace, text=True,
+        runs.command("warmup_sft", "output_dir=ranks", ranks=2, config="warmup.yaml"), cwd=workspace, text=True,
         env={**runs.environment(), "WANDB_PROJECT": "theirs", "WANDB_RUN_ID": "agent7"}, capture_output=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    files = sorted((workplace / "ranks").rglob("*.wandb"))
+    files = sorted((workspace / "ranks").rglob("*.wandb"))
     assert [path.name for path in files] == ["run-agent7.wandb"], files
     start = wandb_reader._start(files[0].parent)
     assert (

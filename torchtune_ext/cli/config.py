@@ -24,7 +24,7 @@ from torchtune_ext.cli.options import USUAL_COMPONENTS, Option, config_class, re
 from torchtune_ext.run.catalog import package_folder, recipe_files
 from torchtune_ext.run.errors import UsageError, closest_match
 from torchtune_ext.run.terminal import run_until_closed, terminal_width
-from torchtune_ext.settings.records import nested_section, option_fields
+from torchtune_ext.settings.sections import nested_section, option_fields
 
 DEFAULT_RECIPE = "grpo_full"  # the recipe if the command names none
 _MAX_DEFAULT_CHARS = 24
@@ -106,11 +106,11 @@ def _shorten(default: str) -> str:
     return default if len(default) <= _MAX_DEFAULT_CHARS else default[: _MAX_DEFAULT_CHARS - 3] + "..."
 
 
-def json_schema(record: type) -> dict[str, Any]:
+def json_schema(config_class: type) -> dict[str, Any]:
     """Returns the JSON schema of a recipe's YAML. Any value may also be a reference, `${...}`."""
-    schema = TypeAdapter(record).json_schema()
+    schema = TypeAdapter(config_class).json_schema()
     definitions = schema.get("$defs", {})
-    for name, field in option_fields(record).items():
+    for name, field in option_fields(config_class).items():
         nested = nested_section(field)
         bare = getattr(nested, "SHORTHAND_KEY", None)
         if nested is not None and bare is not None:

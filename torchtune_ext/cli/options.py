@@ -1,7 +1,7 @@
 """The config keys of a recipe and the arguments of the usual components, with defaults and descriptions.
 
 `torchtune-ext config` prints them, and scripts/reference.py writes docs/reference/config.md from
-them. Keys are fields of the recipe's `Config` and of its nested records. Arguments and their
+them. Keys are fields of the recipe's `Config` and of its nested sections. Arguments and their
 descriptions come from signatures and from the section `Args:` of docstrings.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from torchtune_ext.run.catalog import import_object
 from torchtune_ext.run.errors import UsageError, UserCodeError
 from torchtune_ext.settings.components import Component, argument_parameters, import_recipe
-from torchtune_ext.settings.records import nested_section, option_fields
+from torchtune_ext.settings.sections import nested_section, option_fields
 from torchtune_ext.settings.yaml_types import expected_text, kinds_text, union_members
 
 # Section -> the usual components, the most usual first.
@@ -93,10 +93,10 @@ def recipe_options(recipe: str) -> list[Option]:
     return options
 
 
-def list_options(record: type, default: Any = None, prefix: str = "") -> list[Option]:
-    """Returns the keys of a record; the instance `default`, if given, supplies the defaults."""
+def list_options(section: type, default: Any = None, prefix: str = "") -> list[Option]:
+    """Returns the keys of a section; the instance `default`, if given, supplies the defaults."""
     options = []
-    for name, field in option_fields(record).items():
+    for name, field in option_fields(section).items():
         required = field.is_required() and default is None
         value = getattr(default, name, None) if default is not None else field.get_default(call_default_factory=True)
         description = field.description or ""

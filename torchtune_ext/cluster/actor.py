@@ -4,7 +4,7 @@ Ray kills an actor without a signal that it could handle, and then also the acto
 not its grandchildren. Therefore the parent of the command is a guard, a process that is not a child
 of the actor:
 
-    python -P -m torchtune_ext.cluster.actor PATIENCE FD COMMAND ...
+    python -P -m torchtune_ext.cluster.actor GRACE_S FD COMMAND ...
 
 Each line of the guard's stdin is `SIGNAL SECONDS`: the guard sends the signal to the command, and
 SIGKILL after that many seconds. It writes the exit status of the command (128 + N after signal N)
@@ -68,14 +68,14 @@ class Actor:
         with socket.create_server(("", 0)) as probe:
             return "", log, probe.getsockname()[1]
 
-    def start(self, words: list[str], variables: dict[str, str], folder: str, patience_s: float) -> None:
+    def start(self, words: list[str], variables: dict[str, str], folder: str, grace_s: float) -> None:
         """Starts `python WORDS` in a folder.
 
         Args:
             words: Arguments of Python.
             variables: Environment variables, which override this machine's.
             folder: Working folder of the command.
-            patience_s: Seconds between SIGTERM and SIGKILL if this actor is killed.
+            grace_s: Seconds between SIGTERM and SIGKILL if this actor is killed.
         """
         from torchtune_ext.run.process_env import copy_environment, die_with_parent
 
@@ -86,7 +86,7 @@ class Actor:
         self._status, status = os.pipe()
         fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         os.set_blocking(self._output, False)
-        guard = [sys.executable, "-P", "-m", "torchtune_ext.cluster.actor", str(patience_s), str(status)]
+        guard = [sys.executable, "-P", "-m", "torchtune_ext.cluster.actor", str(grace_s), str(status)]
         process = subprocess.Popen(
             [*guard, sys.executable, "-P", *words],
             pass_fds=[status],
@@ -125,13 +125,16 @@ class Actor:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of its orphaned descendants, in any session. Raises OSError."""
+    """Makes this process the parent of its orphaned descendants, in any session.
+
+    Raises OSError if Linux refuses.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
-def forward_signals(command: subprocess.Popen, patience_s: float) -> None:
+def forward_signals(command: subprocess.Popen, grace_s: float) -> None:
     """Forwards the signals requested on stdin, until the command has ended."""
     sources, text, sent, kill_at = [0], b"", set(), float("inf")
     while command.poll() is None:
@@ -143,7 +146,7 @@ def forward_signals(command: subprocess.Popen, patience_s: float) -> None:
         *lines, text = (text + data).split(b"\n")
         if not data:
             # The actor is dead. SIGTERM and a grace period let a trainer save its current step.
-            sources, lines = [], [f"{int(signal.SIGTERM)} {patience_s}".encode()]
+            sources, lines = [], [f"{int(signal.SIGTERM)} {grace_s}".encode()]
         for number, seconds in map(bytes.split, lines):
             # After a second SIGTERM torchrun would not wait for its ranks.
             if number not in sent:
@@ -164,7 +167,7 @@ def kill_descendants() -> None:
         psutil.wait_procs(left, timeout=POLL_S / 5)
 
 
-def main(patience: str, fd: str, *command: str) -> int:
+def main(grace_s: str, fd: str, *command: str) -> int:
     """Runs the command under guard and returns its exit status."""
     # The parent exits, so that the guard is not a child of the actor.
     if fd != "-" and os.fork():
@@ -178,7 +181,7 @@ def main(patience: str, fd: str, *command: str) -> int:
     # only one thread.
     tie = partial(die_with_parent, os.getpid())
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=tie)
-    forward_signals(process, float(patience))
+    forward_signals(process, float(grace_s))
     # Remaining processes of the command must not outlive it.
     kill_descendants()
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode

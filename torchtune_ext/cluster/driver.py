@@ -64,7 +64,7 @@ class Plan:
     folder: str  # working folder on each machine
     required_path: str  # path that must exist on each machine: the folder, or the user's own config in it
     variables: Mapping[str, str]  # environment of trainer and servers, including the servers' API key
-    patience_s: float  # seconds between a signal and SIGKILL of the trainer
+    grace_s: float  # seconds between a signal and SIGKILL of the trainer
     wait_s: float  # seconds to wait for free resources
 
 
@@ -237,7 +237,7 @@ class Driver:
     # -- commands ----------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Starts all commands. Raises RunFailure."""
+        """Starts all commands. Raises RunFailure if an actor cannot start one."""
         plan, (trainer, *servers) = self.plan, self.members
         hosts, transfer = choose_transfer(trainer.address, [each.address for each in servers], plan.request.kind)
         addresses = [f"http://{host}:{each.port}" for host, each in zip(hosts, servers, strict=True)]
@@ -253,10 +253,10 @@ class Driver:
         print_text(format_labels([("trainer", f"{ranks} rank{'s' * (ranks > 1)} on {trainer.address}")]), self.out)
         variables = {**plan.variables, "RAY_ADDRESS": self.address}
         self._started = True
-        patience = [plan.patience_s] + [SERVER_END_S] * len(servers)
+        grace_periods_s = [plan.grace_s] + [SERVER_END_S] * len(servers)
         questions = [
             each.actor.start.remote(words, variables, plan.folder, seconds)
-            for each, words, seconds in zip(self.members, commands, patience, strict=True)
+            for each, words, seconds in zip(self.members, commands, grace_periods_s, strict=True)
         ]
         self._answers(questions)
 
@@ -302,7 +302,7 @@ class Driver:
         trainer, *servers = self.members
         for number in self._signals[self._signals_sent :]:
             # The second signal kills the trainer without a grace period.
-            self._tell(trainer, number, 0.0 if self._signals_sent else self.plan.patience_s)
+            self._tell(trainer, number, 0.0 if self._signals_sent else self.plan.grace_s)
             self._signals_sent += 1
         # A server's exit does not matter after the trainer's exit, or if a signal ends the run
         # anyway.
@@ -310,7 +310,7 @@ class Driver:
         if gone and trainer.status is None and not self.cause and not self._signals_sent:
             self.cause = gone.exit_summary()
             print_text(f"ray: {self.cause.splitlines()[0]}; the run ends", self.err)
-            self._tell(trainer, signal.SIGTERM, self.plan.patience_s)
+            self._tell(trainer, signal.SIGTERM, self.plan.grace_s)
 
     def _end_all(self) -> None:
         """Ends the running commands and waits; the placement group ends the actors later."""

@@ -115,7 +115,7 @@ def silence_ray() -> Iterator[tuple[TextIO, TextIO]]:
 
 
 def build_plan(args: argparse.Namespace, engine: EngineConfig, stop_grace_s: float) -> Plan:
-    """Returns the plan of a run. Raises UsageError."""
+    """Returns the plan of a run. Raises UsageError if an argument or setting is invalid."""
     if engine.address is not None:
         raise UsageError(
             f"engine.address={engine.address}: torchtune-ext ray starts its own servers; leave engine.address out, or start "
@@ -143,7 +143,7 @@ def build_plan(args: argparse.Namespace, engine: EngineConfig, stop_grace_s: flo
         folder=str(folder),
         required_path=str(folder if config_name(Path(config_path(args.config))) else folder / args.config),
         variables=run_variables(request) | {KEY_VARIABLE: server_key() or secrets.token_urlsafe(32)},
-        patience_s=stop_grace_s + REACTION_S + CLEANUP_S,
+        grace_s=stop_grace_s + REACTION_S + CLEANUP_S,
         wait_s=args.wait,
     )
 

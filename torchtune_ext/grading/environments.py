@@ -111,7 +111,7 @@ class EnvironmentSlot:
     """An episode's claim on a worker process."""
 
     # Index of the process, set when one is free.
-    worker_index: Future[int] = field(default_factory=Future)
+    assigned_worker: Future[int] = field(default_factory=Future)
     is_released: bool = False
 
 
@@ -130,7 +130,7 @@ class EnvironmentPool(TaskWorkers):
     def acquire_slot(self) -> EnvironmentSlot:
         """Returns a slot for an episode.
 
-        The slot's `worker_index` resolves when a process is free. Call `release` when the episode
+        The slot's `assigned_worker` resolves when a process is free. Call `release` when the episode
         ends.
         """
         slot = EnvironmentSlot()
@@ -139,7 +139,7 @@ class EnvironmentPool(TaskWorkers):
                 self._waiting.append(slot)
                 return slot
             worker_index = self._free.popleft()
-        slot.worker_index.set_result(worker_index)
+        slot.assigned_worker.set_result(worker_index)
         return slot
 
     def step(
@@ -148,7 +148,7 @@ class EnvironmentPool(TaskWorkers):
         """Passes a turn to the environment.
 
         Args:
-            slot: a slot whose `worker_index` has resolved.
+            slot: a slot whose `assigned_worker` has resolved.
             message: the policy's turn.
             reset_args: problem and seed; required with the first turn.
 
@@ -168,7 +168,7 @@ class EnvironmentPool(TaskWorkers):
                 cancelled.cancel()
                 return cancelled
             return self.processes.submit(
-                (reset_args, message), self._timeout_s, on_failure, process=slot.worker_index.result()
+                (reset_args, message), self._timeout_s, on_failure, process=slot.assigned_worker.result()
             )
 
     def release(self, slot: EnvironmentSlot) -> None:
@@ -178,8 +178,8 @@ class EnvironmentPool(TaskWorkers):
                 return
             slot.is_released = True
         # A slot that still waits for a process has no environment, so it is only canceled.
-        if not slot.worker_index.cancel():
-            worker_index = slot.worker_index.result()
+        if not slot.assigned_worker.cancel():
+            worker_index = slot.assigned_worker.result()
             # An error in `close` is ignored: the process takes the next episode in either case.
             try:
                 closed = self.processes.submit((None, None), self._timeout_s, lambda *_: None, process=worker_index)
@@ -192,10 +192,10 @@ class EnvironmentPool(TaskWorkers):
             while self._waiting:
                 slot = self._waiting.popleft()
                 # False means that the waiting slot was released. After True it cannot be canceled.
-                if slot.worker_index.set_running_or_notify_cancel():
+                if slot.assigned_worker.set_running_or_notify_cancel():
                     break
             else:
                 self._free.append(worker_index)
                 return
         # This call runs the callbacks of the waiting episode, so it must not hold the lock.
-        slot.worker_index.set_result(worker_index)
+        slot.assigned_worker.set_result(worker_index)

@@ -17,7 +17,7 @@ from pydantic import Field
 from torchtune_ext.grading.outcomes import GradingWorker, Outcome, Ungraded, has_builtin_grader, timeout_score
 from torchtune_ext.run.errors import RunFailure, UsageError
 from torchtune_ext.run.processes import CRASH_KINDS, Closing, ProcessPool
-from torchtune_ext.settings.records import Seconds, config_section
+from torchtune_ext.settings.sections import Seconds, config_section
 from torchtune_ext.tasks.task import Problem, Score, Task
 
 log = logging.getLogger(__name__)

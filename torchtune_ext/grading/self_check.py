@@ -69,8 +69,8 @@ def check_grading(
         tasks: the training task, then held-out tasks; None is skipped.
         config: settings of the grading processes.
         keys: the config key of each task, for messages.
-        samples: texts per problem of the first task, if it compares texts. Other tasks get one
-            text, as in a greedy evaluation.
+        samples: texts per problem of the first task if it grades whole groups (`grade_group`).
+            Other tasks get one text, as in a greedy evaluation.
 
     Raises:
         UsageError: a task cannot be graded.

@@ -180,7 +180,7 @@ def wait_until_idle(cores: Sequence[int], deadline_s: float) -> float:
         if time.monotonic() - begin > deadline_s:
             raise DeadlineExceeded(
                 f"an engine (process {busiest}) still computes on cores {sorted(cores)} after {deadline_s:g} s. "
-                "Fix: time on cores that it may not use, or move it to other cores (taskset)"
+                "Fix: benchmark on cores that the engine may not use, or move the engine to other cores (taskset)"
             )
         if busiest not in _logged_engine_pids:
             _logged_engine_pids.add(busiest)

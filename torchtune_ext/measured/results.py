@@ -10,7 +10,7 @@ from pydantic import Field
 
 import torchtune_ext
 from torchtune_ext.run.errors import RunFailure
-from torchtune_ext.settings.records import Seconds, config_section
+from torchtune_ext.settings.sections import Seconds, config_section
 
 # An outcome in addition to OUTCOMES of check.py: the program is correct, but the machine was
 # disturbed, so its speed is unknown.

@@ -14,7 +14,7 @@ from pydantic import Field
 from torchtune_ext.grading.environments import TRUNCATED_REASONS
 from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.run.errors import UsageError
-from torchtune_ext.settings.records import config_section
+from torchtune_ext.settings.sections import config_section
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class AdvantageConfig:
         penalty = f" by {self.penalty:g}" if self.truncated == "penalize" else ""
         overlong = f" over the last {self.overlong:.0%}" if self.overlong else ""
         words = {
-            f"advantage {self.baseline}/{self.scale}": True,
+            f"advantage (baseline {self.baseline}, scale {self.scale})": True,
             "per turn": self.credit == "turn",
             f"best of {self.pass_k}": self.pass_k > 1,
             f"truncated samples: {self.truncated}{penalty}{overlong}": self.truncated != "keep",

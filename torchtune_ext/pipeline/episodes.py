@@ -136,4 +136,4 @@ class Episode:
     @staticmethod
     def _interleave(turns: Sequence[np.ndarray], between: Sequence[np.ndarray]) -> np.ndarray:
         # `between` is as long as `turns` if ids follow the last turn, else shorter by one.
-        return np.concatenate([turn for i, part in enumerate(turns) for turn in (part, *between[i : i + 1])])
+        return np.concatenate([ids for i, turn in enumerate(turns) for ids in (turn, *between[i : i + 1])])

@@ -12,7 +12,7 @@ from torchtune_ext.grading import Ungraded
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.settings.components import Component
-from torchtune_ext.settings.records import config_section
+from torchtune_ext.settings.sections import config_section
 
 log = logging.getLogger(__name__)
 

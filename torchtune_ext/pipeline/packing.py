@@ -40,7 +40,7 @@ BUCKETS_PER_OCTAVE = 32
 # Overhead of a round (one row per rank), in tokens: kernel launches and weight all-gathers.
 ROUND_OVERHEAD_TOKENS = 512
 CAPACITIES_PER_ROUND_COUNT = 5  # row capacities that are compared for each number of rounds
-PATIENCE = 8  # numbers of rounds that are tried without an improvement
+PATIENCE = 8  # successive numbers of rounds without an improvement before the search stops
 CAPACITY_RATIO = 1.02  # ratio between successive row capacities
 
 
@@ -107,7 +107,7 @@ class GroupSize:
         prompt: tokens of the prompt prefix that all completions share.
         completion_input_lens: input tokens of each completion after that prefix, 0 or more.
         attention_pairs: for each completion, the number of allowed pairs of a query in the
-            completion and any key; None if no completion branches.
+            completion and any key. None: no branches, so computed from the lengths.
     """
 
     prompt: int
@@ -203,8 +203,8 @@ def pack(
         aggregation_constant: tokens, for example max_tokens; required by "constant".
         pad_id: token id of padding.
         cost_model: padded length and cost of a row.
-        completion_divisor: the number of completions that "constant" divides by; `pack_updates`
-            passes a fraction. None for the sum of `Group.num_completions`.
+        completion_divisor: divisor of "constant": completions per update, which may be fractional.
+            None for the sum of `Group.num_completions`.
 
     Returns:
         The rows in a deterministic order, and their counts. `Ranks.local_slice` gives every rank
@@ -472,7 +472,7 @@ def balance_rows(groups: Sequence[GroupSize], row_tokens: int, cost_model: RowCo
     while best is None or (
         rounds <= min(2 * fewest, best_rounds + PATIENCE) and total / ranks + rounds * ROUND_OVERHEAD_TOKENS < best_cost
     ):
-        # If the largest capacity fails, all fail. With many rounds, the next try adds 3%.
+        # If the largest capacity fails, all fail. Then try one more round, or 3% more if many.
         if best is None and _fill_rows(groups, largest_first, longest_first, rounds * ranks, row_tokens) is None:
             rounds += max(1, rounds // 32)
             continue

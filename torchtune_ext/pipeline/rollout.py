@@ -125,7 +125,7 @@ class PendingGroup:
             unfinished = [e for e, sample in zip(self.episodes, self.samples, strict=True) if sample is None]
             # After a turn, an episode waits for a free environment process, or for the reply.
             after_turn = [e for e in unfinished if e.messages and e.last_message["role"] == "assistant"]
-            with_process = sum(e.slot is not None and e.slot.worker_index.done() for e in after_turn)
+            with_process = sum(e.slot is not None and e.slot.assigned_worker.done() for e in after_turn)
             return (
                 f"{since}, {len(unfinished)} of {len(self.samples)} episodes are not finished: "
                 f"{len(unfinished) - len(after_turn)} wait for the engine, {len(after_turn) - with_process} for a free "
@@ -347,7 +347,7 @@ class GroupStream:
         first: int = 0,
     ) -> None:
         """Submits an engine request for the samples of a group from index `first` on."""
-        # The request returns all first completions, or the next turn of one episode.
+        # Returns the completion or first turn of every sample, or the next turn of one episode.
         handle = self._handle_turn if group.episodes else self._handle_completion
 
         def on_completion(index: int, completion: Completion) -> None:
@@ -406,7 +406,7 @@ class GroupStream:
         elif episode.slot is None:
             # An episode acquires an environment process only with its first turn.
             slot = episode.slot = self._environments.acquire_slot()
-            self._enqueue_when_done(self._handle_slot_ready, group, sample_index, slot.worker_index)
+            self._enqueue_when_done(self._handle_slot_ready, group, sample_index, slot.assigned_worker)
             # Another thread may have canceled the group before the episode had its slot.
             if group.cancelled:
                 group.release_environment(sample_index)
@@ -445,7 +445,8 @@ class GroupStream:
             failure = Ungraded("infra_failed", f"the environment's reply cannot be rendered: {describe_error(error)}")
             self._end_episode(group, sample_index, episode.to_sample("environment_failed", failure))
             return
-        # A row holds at least max_model_len tokens, so all branches must fit into that.
+        # One row must hold all branches of an episode, and `row_tokens` may be as small as
+        # `max_model_len`.
         if episode.packed_size(prompt) + group.sampling.max_tokens > self._engine.config.max_model_len:
             self._end_episode(group, sample_index, episode.to_sample("context_overflow"))
             return

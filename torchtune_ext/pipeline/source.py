@@ -25,7 +25,7 @@ from torchtune_ext.pipeline.staleness import StalenessScheduler
 from torchtune_ext.run.errors import RunFailure, UsageError, describe_error
 from torchtune_ext.sampling.backend import derive_seed
 from torchtune_ext.sampling.engine import SamplingConfig
-from torchtune_ext.settings.records import Seconds, config_section
+from torchtune_ext.settings.sections import Seconds, config_section
 from torchtune_ext.tasks.problem_stream import ProblemCheck, ProblemStream
 from torchtune_ext.tasks.task import Problem
 
@@ -142,7 +142,7 @@ class RolloutSource:
         Args:
             count: number of groups, the scheduler's batch size.
             timer: as in `GroupStream.wait_next`.
-            progress: reports the samples of groups numbered below the end of the next batch,
+            progress: reports the samples of all groups up to the last group of the next batch,
                 including samples that have already arrived.
 
         Returns:
@@ -224,8 +224,8 @@ class RolloutSource:
         if REPLAYED_RUN_KEY in state:
             raise UsageError(
                 f"this checkpoint is from a replay of run {state[REPLAYED_RUN_KEY]} and has no position in the task. Fix: set "
-                "replay to that run, or start a new run in another output_dir (model_dir may be a checkpoint that is "
-                "a full model)"
+                "replay to that run, or start a new run in another output_dir. To use this checkpoint's weights, set "
+                "model_dir to its folder if it has full weights"
             )
         if self._stream is None:
             return

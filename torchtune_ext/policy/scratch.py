@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from torchtune_ext.chat import CHATML
 from torchtune_ext.run.errors import UsageError
-from torchtune_ext.settings.records import config_section
+from torchtune_ext.settings.sections import config_section
 
 SPECIAL_TOKENS = ("<|im_end|>", "<|im_start|>", "<|pad|>")
 # The roles as the chat template writes them.

@@ -33,7 +33,7 @@ class ProcessReaper:
     """
 
     def __init__(self):
-        """Create the folder and start the process. Raises OSError."""
+        """Create the folder and start the process. Raises OSError if either fails."""
         base = tempfile.gettempdir()
         # vLLM creates sockets in the folder, so its path must be short: /tmp replaces a long
         # TMPDIR.
@@ -157,12 +157,12 @@ def kill_group(group: int) -> None:
                 pass  # the process has ended
 
 
-def end_group(group: int, patience_s: float) -> None:
+def end_group(group: int, grace_s: float) -> None:
     """Kill a process group (0: no group) and wait for its end.
 
-    After `patience_s` seconds, its resource trackers are killed as well.
+    After `grace_s` seconds, its resource trackers are killed as well.
     """
-    give_up = time.monotonic() + patience_s
+    give_up = time.monotonic() + grace_s
     # A process may fork while `kill_group` iterates, so the list is rebuilt until it is empty.
     while group > 1 and live_processes(group):
         if time.monotonic() > give_up:

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 
 from torchtune_ext.run.errors import RunFailure, UsageError
-from torchtune_ext.settings.records import Seconds, config_section
+from torchtune_ext.settings.sections import Seconds, config_section
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's `max_lora_rank`; other ranks are padded to the next one
 TRANSFERS = ("auto", "shm", "nccl", "gloo")

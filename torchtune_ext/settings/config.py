@@ -31,7 +31,7 @@ from torchtune_ext.run.output import format_labels, print_text
 from torchtune_ext.settings.command_line import check_arguments
 from torchtune_ext.settings.components import Component, import_recipe
 from torchtune_ext.settings.presets import find_preset
-from torchtune_ext.settings.records import (
+from torchtune_ext.settings.sections import (
     coerce_yaml_values,
     nested_section,
     option_error_text,
@@ -42,8 +42,8 @@ from torchtune_ext.settings.yaml_types import union_members
 
 T = TypeVar("T")
 
-# To find the values that come from the environment, `_env_references` reads a config with this
-# resolver in place of oc.env: it returns `${...}`. So run.json contains no secrets.
+# This resolver returns the reference `${...}` itself. To find the values that come from the
+# environment, `_env_references` uses it in place of oc.env. So run.json contains no secrets.
 _ENV_RESOLVER = "torchtune_ext.env"
 _ENV = re.compile(r"\$\{\s*oc\.env\s*:")
 _BARE = re.compile(r"[\w./+-]+")  # a resolver argument that needs no quotes
@@ -52,7 +52,7 @@ _PATH_KEYS = re.compile(r"([\w.]+[._])?(dir|path|file|folder)|preset|replay|toke
 _SHELL = re.compile(r"\$[A-Za-z_({]")  # shell syntax: $NAME, ${NAME}, $(command)
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3900  # bytes; Linux allows 4,096, and a run writes files below its folder
 _NON_INPUT_KEYS = ("output_dir", "logging")  # keys that never name an input file of the run
-_SNAPSHOT_ATTRIBUTE = "_record"  # the attribute that stores the result of `settings_snapshot`
+_SNAPSHOT_ATTRIBUTE = "_settings_snapshot"  # the attribute that stores the result of `settings_snapshot`
 
 # Old name -> new name of config keys. The old name works until the next version.
 RENAMED_KEYS = {"depth": "prefetch_steps"}
@@ -64,7 +64,7 @@ HINTS = {
 }
 # Recipe names that share the file of grpo_full: the config key that the name implies, and the
 # behavior without this key.
-REQUIRED_KEYS = {
+IMPLIED_KEYS = {
     "grpo_lora": ("model.lora_attn_modules", "all weights are trained"),
     "grpo_async": ("staleness", "sampling and training alternate"),
 }
@@ -237,8 +237,8 @@ def warn_if_setting_missing(recipe: str, arguments: Sequence[str]) -> None:
         recipe: the name of the recipe.
         arguments: the command-line arguments after the recipe.
     """
-    if recipe in REQUIRED_KEYS and "--config" in arguments[:-1]:
-        key, consequence = REQUIRED_KEYS[recipe]
+    if recipe in IMPLIED_KEYS and "--config" in arguments[:-1]:
+        key, consequence = IMPLIED_KEYS[recipe]
         index = list(arguments).index("--config")
         cfg = merge_config(arguments[index + 1], [*arguments[:index], *arguments[index + 2 :]])
         # The recipe reports unresolvable references when it loads the config.
@@ -250,7 +250,7 @@ def warn_if_setting_missing(recipe: str, arguments: Sequence[str]) -> None:
 def _expand_shorthand(schema: type, given: DictConfig) -> DictConfig:
     """Expand shorthand values, such as `precision: bf16` to `precision: {flow: bf16}`.
 
-    A record declares the key of its shorthand in `SHORTHAND_KEY`.
+    A section declares the key of its shorthand in `SHORTHAND_KEY`.
     """
     given = given.copy()
     for name, field in option_fields(schema).items():
@@ -262,12 +262,12 @@ def _expand_shorthand(schema: type, given: DictConfig) -> DictConfig:
     return given
 
 
-def _read_numbers(record: type, node: Any) -> None:
+def _read_numbers(section: type, node: Any) -> None:
     """Replace references to numeric text by numbers, in place.
 
     `${oc.env:N}` with N="4" becomes 4 in an int field, and so do references to this field.
     """
-    for name, field in option_fields(record).items():
+    for name, field in option_fields(section).items():
         if name not in node or not (value := _get_node(node, name)):
             continue
         if (nested := nested_section(field)) is not None and isinstance(value, DictConfig):
@@ -285,15 +285,15 @@ def _get_node(config: Any, key: Any) -> Any:
     return config._get_node(key)
 
 
-def _fill_defaults(record: type, node: Any, instance: Any = None) -> None:
+def _fill_defaults(section: type, node: Any, instance: Any = None) -> None:
     """Write the defaults of missing keys into a node, in the types that YAML would give.
 
     Args:
-        record: the record type of the node.
+        section: the section type of the node.
         node: the OmegaConf node; changed in place.
-        instance: an instance of `record` that provides the defaults; None: the field defaults.
+        instance: an instance of `section` that provides the defaults; None: the field defaults.
     """
-    for name, field in option_fields(record).items():
+    for name, field in option_fields(section).items():
         nested, required = nested_section(field), field.is_required() and instance is None
         default = field.get_default(call_default_factory=True) if instance is None else getattr(instance, name)
         if name not in node and nested is not None:
@@ -363,13 +363,13 @@ def _expand_path(key: str, value: Any) -> Any:
 
 def _locate_error(schema: type, location: tuple) -> tuple[str, FieldInfo | None]:
     """Return the key of a pydantic error and its field; the field of an unknown key is None."""
-    record, field, names = schema, None, []
+    section, field, names = schema, None, []
     for name in location:
         names.append(str(name))
-        field = option_fields(record).get(name)
+        field = option_fields(section).get(name)
         if field is None or (nested := nested_section(field)) is None:
             break
-        record = nested
+        section = nested
     return ".".join(names), field
 
 
@@ -391,7 +391,7 @@ def _describe_unknown_key(key: str, schema: type, plain: dict[str, Any]) -> str:
     """Return the message for an unknown key with the closest known key."""
     section, dot, below = key.partition(".")
     names = list(option_fields(schema))
-    nested = {name: record for name, field in option_fields(schema).items() if (record := nested_section(field))}
+    nested = {name: kind for name, field in option_fields(schema).items() if (kind := nested_section(field))}
     if dot:
         inside = list(option_fields(nested[section]))
         # `n` of vLLM's SamplingParams corresponds to `samples_per_prompt`.
@@ -403,7 +403,7 @@ def _describe_unknown_key(key: str, schema: type, plain: dict[str, Any]) -> str:
         return message
     # A top-level key may belong into a section or be an argument of a component, so these names
     # are candidates as well.
-    inside = [f"{name}.{below}" for name, record in nested.items() for below in option_fields(record)]
+    inside = [f"{name}.{below}" for name, kind in nested.items() for below in option_fields(kind)]
     components = [(name, node) for name in names if isinstance(node := plain.get(name), Component)]
     arguments = [f"{name}.{argument}" for name, component in components for argument in component.argument_names()]
     return unknown_key_text(key, [*names, *inside, *arguments])
@@ -513,8 +513,8 @@ def _env_references(node: DictConfig | ListConfig) -> dict[tuple, str]:
         try:
             value = node[key]
         except Exception:  # noqa: BLE001 (the code of a resolver)
-            # Another resolver may fail on a reference in place of a value. The settings are valid
-            # nevertheless, because they were resolved before.
+            # A user's resolver may raise if it receives the text `${...}` instead of a value. The
+            # settings are valid nevertheless, because they were resolved before.
             value = None
         if _lookups:
             # If another resolver hides the reference, store the text of the YAML.

@@ -46,7 +46,7 @@ def kinds_text(*kinds: Any) -> str:
 
 
 def type_error_text(key: str, value: Any, field: FieldInfo) -> str:
-    """Return the message for a value that does not fit the field of a record."""
+    """Return the message for a value that does not fit the field of a section."""
     kinds = [member for member in union_members(field.annotation) if member is not NoneType]
     words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     description = f" ({field.description})" if field.description else ""

@@ -138,14 +138,14 @@ def _example(needs: LossRequirements, labels: int, top_k: int) -> Tokens:
 
 
 def check_task(
-    task: Task, key: str, must_end: bool = False, needs_solutions: bool = False, grades: bool = True
+    task: Task, key: str, require_finite: bool = False, needs_solutions: bool = False, grades: bool = True
 ) -> None:
     """Check the methods of a task and its first problems, until one problem is valid.
 
     Args:
         task: the task.
         key: the config key of the task, for messages.
-        must_end: all problems will be used, so the task must be finite.
+        require_finite: all problems will be used, so the task must be finite.
         needs_solutions: the task must have solutions.
         grades: the task must have a grader.
 
@@ -180,7 +180,7 @@ def check_task(
         length = len(task)
     if length < 1:
         raise UsageError(f"{key}: {name} has {length} problems; expected at least 1")
-    if must_end and length > SHUFFLE_LIMIT:
+    if require_finite and length > SHUFFLE_LIMIT:
         raise UsageError(
             f"{key}: {name} never ends ({length:,} problems), but `{key}` uses all of them. "
             f"Fix: set {key}.count=256, for instance"
@@ -443,7 +443,7 @@ def _encode_probe(file: Path) -> list[int]:
         return Tokenizer.from_file(str(file)).encode(TOKENIZER_PROBE, add_special_tokens=False).ids
 
 
-def require_rows(row_tokens: int, engine: EngineConfig) -> None:
+def require_row_capacity(row_tokens: int, engine: EngineConfig) -> None:
     """Raise UsageError if a row is too short for the engine's longest sequence."""
     if row_tokens < engine.max_model_len:
         raise UsageError(

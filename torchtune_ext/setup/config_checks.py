@@ -8,7 +8,7 @@ from torchtune_ext.pipeline.advantages import AdvantageConfig
 from torchtune_ext.pipeline.staleness import StalenessScheduler
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.sampling.types import SamplingConfig
-from torchtune_ext.setup.config_records import RunSettings, TeacherConfig
+from torchtune_ext.setup.config_sections import RunSettings, TeacherConfig
 
 # Descriptions of the loss aggregation of an update (pipeline/packing.py).
 AGGREGATIONS = {"token": "token mean", "sequence": "sequence mean", "constant": "sum over a constant"}

@@ -32,7 +32,7 @@ from torchtune_ext.run.output import format_labels, print_text
 from torchtune_ext.run.process_env import rank_and_world_size, read_int_variable
 from torchtune_ext.sampling.engine import find_backend
 from torchtune_ext.settings.components import Component
-from torchtune_ext.setup.config_records import RunSettings
+from torchtune_ext.setup.config_sections import RunSettings
 from torchtune_ext.setup.header import problems_text
 from torchtune_ext.setup.machine_checks import missing_device, require_disjoint_gpus, require_gpus, training_gpus
 from torchtune_ext.setup.plan import Machine, RunPlan, plan_table, verdict

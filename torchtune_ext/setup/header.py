@@ -12,7 +12,7 @@ from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.run.output import ENGINE_READY_PREFIX, format_labels, print_text
 from torchtune_ext.sampling.engine_args import engine_configs, log_name
 from torchtune_ext.setup.config_checks import AGGREGATIONS
-from torchtune_ext.setup.config_records import AdvantageConfig, RunSettings
+from torchtune_ext.setup.config_sections import AdvantageConfig, RunSettings
 from torchtune_ext.setup.run_components import RunComponents
 from torchtune_ext.tasks.grade_functions import describe_function
 from torchtune_ext.tasks.problem_stream import SHUFFLE_LIMIT
@@ -161,7 +161,7 @@ def _task_text(task: Task) -> str:
 def objective_text(
     loss: Any, advantage: AdvantageConfig, aggregation: str, refill_rounds: int, preset: str | None
 ) -> str:
-    """Return e.g. "clip 0.2/0.28 per token, advantage mean/group_std, token mean; preset dapo"."""
+    """Return the text of the objective, e.g. "clip 0.2/0.28 per token, ..., token mean; preset dapo"."""
     # The objective is written out next to the preset, because the user may have overridden keys of
     # the preset.
     parts = [_loss_text(loss), str(advantage), AGGREGATIONS[aggregation]]

@@ -13,7 +13,7 @@ from torchtune_ext.run.output import print_text
 from torchtune_ext.run.process_env import local_rank, rank_and_world_size, read_int_variable
 from torchtune_ext.sampling.engine_args import on_cpu
 from torchtune_ext.sampling.types import EngineConfig
-from torchtune_ext.setup.config_records import RunSettings
+from torchtune_ext.setup.config_sections import RunSettings
 
 # AdamW keeps two moments in float32 for each trained value. Other optimizers keep less, or
 # slightly more.
@@ -113,7 +113,7 @@ def training_gpus(ranks: int | None = None) -> list[str]:
 
 
 def require_disjoint_gpus(engine: EngineConfig, trainer_gpus: list[str]) -> None:
-    """Raise UsageError if an engine of this run would use GPUs that train.
+    """Raise UsageError if an engine of this run would use the trainer's GPUs.
 
     Args:
         engine: the engine's settings.

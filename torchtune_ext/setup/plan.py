@@ -12,7 +12,7 @@ from torchtune_ext.policy.memory import GIB, ModelSizes, trainer_memory
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.sampling.engine_args import CPU_KV_CACHE_BYTES, engine_device_groups, resolve_transfer
 from torchtune_ext.sampling.types import CANARY_REQUESTS, EngineConfig
-from torchtune_ext.setup.config_records import RunSettings
+from torchtune_ext.setup.config_sections import RunSettings
 from torchtune_ext.setup.machine_checks import disk_need, format_bytes
 from torchtune_ext.training.export import SHARD_BYTES
 
@@ -102,7 +102,7 @@ class RunPlan:
         if engine is not None:
             own = "shared" if engine.devices is None else "own"
             self.engine_placement = "server" if engine.address is not None else "sleeps" if engine.sleep else own
-            # One engine per address, per share of `engine.devices`, or `engine.count`.
+            # One replica per address, per share of `engine.devices`, or `engine.count`.
             self.engines = len(engine.addresses or engine_device_groups(engine)) or engine.count or 1
             gpus = engine.tensor_parallel_size
         # GPUs that only sample, and GPUs that an engine shares with the trainer.
@@ -212,7 +212,7 @@ class RunPlan:
         if machine.gpus:
             demands["training"] = ("training takes", gpu, self.device_bytes, machine.gpu_bytes)
             if self.engine_rows:
-                subject = "each server takes" if self.engine_placement == "server" else "each engine takes"
+                subject = "each server takes" if self.engine_placement == "server" else "each replica takes"
                 demands["engine"] = (subject, gpu, self.engine_bytes, machine.gpu_bytes)
         demands["host"] = ("the run takes", "of main memory", self.host_bytes, machine.host_bytes)
         demands["disk"] = (
@@ -237,7 +237,7 @@ class RunPlan:
         if self.engine_rows and self.cached_tokens < engine.max_model_len:
             # vLLM refuses to start if the KV cache cannot hold one request of maximum length.
             short["engine"] = (
-                f"each engine's KV cache would hold {self.cached_tokens:,} tokens, fewer than "
+                f"the KV cache of each replica would hold {self.cached_tokens:,} tokens, fewer than "
                 f"engine.max_model_len={engine.max_model_len}"
             )
         return short
@@ -309,7 +309,7 @@ class RunPlan:
 def estimate_engine_bytes(
     sizes: ModelSizes, config: EngineConfig, gpu_bytes: int, adapter_bytes: int = 0
 ) -> dict[str, int]:
-    """Estimate the memory of one engine or server on each of its devices.
+    """Estimate the memory of one replica or server on each of its devices.
 
     Args:
         sizes: sizes of the model.
@@ -338,7 +338,7 @@ def estimate_engine_bytes(
 
 
 def kv_cache_tokens(sizes: ModelSizes, config: EngineConfig, kv_bytes: int) -> int:
-    """Return the tokens that the KV cache of one engine holds, with `kv_bytes` per device."""
+    """Return the tokens that the KV cache of one replica holds, with `kv_bytes` per device."""
     size = 4 if config.dtype == "float32" else 2
     if str(config.extra_args.get("kv_cache_dtype", "")).startswith("fp8"):
         size = 1

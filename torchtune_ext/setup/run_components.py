@@ -36,10 +36,10 @@ from torchtune_ext.setup.checks import (
     check_tokenizer,
     find_eval_overlap,
     max_positions,
-    require_rows,
+    require_row_capacity,
 )
 from torchtune_ext.setup.config_checks import check_settings
-from torchtune_ext.setup.config_records import RolloutConfig, RunSettings, TeacherConfig
+from torchtune_ext.setup.config_sections import RolloutConfig, RunSettings, TeacherConfig
 from torchtune_ext.setup.machine_checks import (
     disk_need,
     require_disjoint_gpus,
@@ -80,7 +80,7 @@ class RunComponents:
     task: Task
     eval_task: Task | None
     loss: Any
-    sampling: SamplingConfig  # with the end-of-turn tokens as stops
+    sampling: SamplingConfig  # its stop tokens include the end-of-turn tokens
     staleness_scheduler: StalenessScheduler  # selects the groups to prefetch
     problems: ProblemStream
     eval_problems: UsableProblems
@@ -98,8 +98,8 @@ class RunComponents:
         """Try the graders, and check the GPUs and the disk of this machine.
 
         Raises:
-            UsageError: the graders fail, the engine's GPUs are missing or also train, or the disk
-                has no space for a checkpoint.
+            UsageError: the graders fail, the engine's GPUs are missing or are also the trainer's,
+                or the disk has no space for a checkpoint.
         """
         # Check before the run folder is touched, so a run that cannot start leaves no files.
         self.check_grading()
@@ -120,7 +120,7 @@ class RunComponents:
         require_disk(disk_need(cfg, total, trained, self.precision.dtype), cfg.output_dir)
 
     def check_teacher_engine(self) -> None:
-        """Check the backend and the GPUs of the teacher's engine. Raises UsageError."""
+        """Check the backend and the GPUs of the teacher's engine. Raises UsageError if one is invalid."""
         engine = self.teacher_engine_config()
         try:
             find_backend(engine.backend)
@@ -130,7 +130,7 @@ class RunComponents:
             raise UsageError(f"teacher.{error}" if str(error).startswith("engine.") else str(error)) from None
 
     def check_grading(self) -> None:
-        """Grade the tasks' own solutions in temporary processes. Raises UsageError on a failure."""
+        """Grade the tasks' own solutions in temporary processes. Raises UsageError if one fails."""
         if not self.replay:
             self.eval_problems.load()
             check_grading([self.task, self.eval_task], self.cfg.grader)
@@ -140,7 +140,7 @@ class RunComponents:
         return identify(run, self.hf_model, self.meta_model, self.trained_weights.spec)
 
     @property
-    def prompt_source(self) -> str:
+    def prompt_format_note(self) -> str:
         """The prompts' tokenizer and template if they differ from model_dir's, else ""."""
         return describe_prompt_source(self.hf_model, self.tokenizer)
 
@@ -283,13 +283,13 @@ def build_components(cfg: RunSettings, ranks: Ranks) -> RunComponents:
     cfg.logging.require_login()
     check_task(task, "task")
     if eval_task is not None:
-        check_task(eval_task, "evaluation.task", must_end=True)
+        check_task(eval_task, "evaluation.task", require_finite=True)
     adapters = adapter_names(meta_model)
     trained_dims = {param.ndim for name, param in meta_model.named_parameters() if not adapters or name in adapters}
     check_optimizer(cfg.optimizer.instantiate, trained_dims, ranks.device.type)
     check_loss(loss)
     check_engine(hf_model, precision.engine, meta_model)
-    require_rows(cfg.row_tokens, precision.engine)
+    require_row_capacity(cfg.row_tokens, precision.engine)
     check_tokenizer(tokenizer, hf_model, meta_model.tok_embeddings.num_embeddings, sampling.stop_token_ids)
     check_prompts({"task": task, "evaluation.task": eval_task}, tokenizer, sampling, precision.engine, hf_model)
     # A replay does not evaluate.

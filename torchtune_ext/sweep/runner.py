@@ -133,7 +133,7 @@ class SweepFolder:
         """Reads the record, if it exists.
 
         Raises:
-            UsageError: the sweep began with another file, other settings, or another seed.
+            UsageError: the sweep was started with another file, other settings, or another seed.
         """
         if not (self.path / SWEEP_FILE).exists():
             return
@@ -145,8 +145,8 @@ class SweepFolder:
         if not same or (self.extra_settings, self.seed) != (record["words"], record["seed"]):
             words = shlex.join(["torchtune-ext", "sweep", str(file), "--seed", str(record["seed"]), *record["words"]])
             raise UsageError(
-                f"{self.path} holds a sweep that began as {words}. Fix: resume it with that command, or choose another "
-                "folder (--out)"
+                f"{self.path} holds a sweep that was started with `{words}`. Fix: resume it with that command, or choose "
+                "another folder (--out)"
             )
 
 

@@ -245,7 +245,7 @@ class _Parser:
 
 @lru_cache(maxsize=4096)
 def parse_formula(text: str) -> tuple:
-    """Parses a normalized formula. Raises UnreadableFormula."""
+    """Parses a normalized formula, or raises UnreadableFormula."""
     try:
         return _Parser(text).parse()
     except (ValueError, IndexError, RecursionError, ZeroDivisionError) as error:

@@ -59,7 +59,7 @@ def parse_difference(sides: list[str]) -> tuple:
 
 
 def parse_set(text: str) -> tuple[str | None, list[Interval]]:
-    """Returns (symbol or None, intervals) of a set of numbers. Raises UnreadableFormula."""
+    """Returns (symbol or None, intervals) of a set of numbers, or raises UnreadableFormula."""
     if builder := _BUILDER.fullmatch(text):
         text = builder[1]
     both = split_outside(text, _AND)

@@ -127,7 +127,7 @@ def to_score(value: object) -> Score:
     parts = {_text(name): _require_finite(name, number) for name, number in value.parts.items()}
     if taken := parts.keys() & {"mean", "std"}:
         raise UsageError(
-            f"a Score with the part {min(taken)!r}, which is the name of a metric of the reward. Fix: give it another name"
+            f"a Score with parts[{min(taken)!r}]; this name is reserved for a metric of the reward. Fix: rename the part"
         )
     facts = {_text(name): _text(fact) for name, fact in value.facts.items()}
     return Score(reward, parts, _text(value.note or ""), facts)

@@ -58,7 +58,7 @@ def _json_values(text: str) -> list[Any]:
             raise UsageError(f"the tool call is not JSON: {error}") from None
         values += value if isinstance(value, list) else [value]
         between = _SEPARATOR.match(text, end)
-        assert between is not None  # it also matches nothing
+        assert between is not None  # the pattern also matches an empty text
         end = between.end()
     return values
 

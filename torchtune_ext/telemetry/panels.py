@@ -152,7 +152,7 @@ PANELS = (
           note="Log-prob under the policy minus log-prob under the teacher, in nats.", metrics=(
         Metric("loss/kl_teacher", "mean", "log π_old − log p_teacher on sampled tokens, mean in nats", "it does not fall"),
         Metric("loss/kl_teacher_at_<place>", "at ", "`loss/kl_teacher` by position", "one bucket stands out"),
-        Metric("loss/kl_teacher_staleness_<age>", "age ", "`loss/kl_teacher` by staleness", "one bucket stands out"))),
+        Metric("loss/kl_teacher_staleness_<bucket>", "staleness ", "`loss/kl_teacher` by staleness", "one bucket stands out"))),
     Panel("Policy change", "Surprise of the teacher", unit="percent", zero=True, metrics=(
         Metric("loss/teacher_surprise", "tokens", "fraction of tokens with teacher probability below 1%",
                "it does not fall"),)),
@@ -164,12 +164,12 @@ PANELS = (
     Panel("Policy change", "Clip fraction by position", unit="percent", zero=True, hide_if_zero=True, metrics=(
         Metric("loss/clip_fraction_at_<place>", "", "`loss/clip_fraction` by position", "one bucket stands out"),)),
     Panel("Policy change", "Clip fraction by staleness", unit="percent", zero=True, hide_if_zero=True, metrics=(
-        Metric("loss/clip_fraction_staleness_<age>", "", "`loss/clip_fraction` by staleness", "one bucket stands out"),)),
+        Metric("loss/clip_fraction_staleness_<bucket>", "", "`loss/clip_fraction` by staleness", "one bucket stands out"),)),
     Panel("Policy change", "Masked", unit="percent", zero=True, hide_if_zero=True,
           note="Fraction of tokens that the importance weights mask; by position and staleness.", metrics=(
         Metric("loss/masked_fraction", "masked", "fraction of tokens that the importance weights mask", "above 0.05"),
         Metric("loss/masked_fraction_at_<place>", "at ", "`loss/masked_fraction` by position", "one bucket stands out"),
-        Metric("loss/masked_fraction_staleness_<age>", "age ", "`loss/masked_fraction` by staleness",
+        Metric("loss/masked_fraction_staleness_<bucket>", "staleness ", "`loss/masked_fraction` by staleness",
                "one bucket stands out"))),
     Panel("Policy change", "Largest ratio", scale="log", metrics=(
         Metric("loss/ratio_max", "max ratio", "largest importance ratio before clipping", "above 100"),)),
@@ -188,7 +188,7 @@ PANELS = (
     Panel("Trainer/engine mismatch", "Log-prob difference by position", scale="log", metrics=(
         Metric("mismatch/mean_abs_at_<place>", "", "`mismatch/mean_abs` by position", "one bucket stands out"),)),
     Panel("Trainer/engine mismatch", "Log-prob difference by staleness", scale="log", metrics=(
-        Metric("mismatch/mean_abs_staleness_<age>", "", "`mismatch/mean_abs` by staleness", "one bucket stands out"),)),
+        Metric("mismatch/mean_abs_staleness_<bucket>", "", "`mismatch/mean_abs` by staleness", "one bucket stands out"),)),
     Panel("Trainer/engine mismatch", "Signed difference (k1)", metrics=(
         Metric("mismatch/k1", "k1", "estimate of KL(engine, trainer) of either sign", "it drifts upward"),)),
     Panel("Trainer/engine mismatch", "Effective sample size", unit="percent", metrics=(
@@ -214,7 +214,7 @@ PANELS = (
                "well above `prefetch_steps`"),
         Metric("async/staleness_max", "max", "largest staleness of the step's groups, in policy versions"))),
     Panel("Asynchronous training", "Groups by staleness", unit="percent", style="stack", zero=True, metrics=(
-        Metric("async/staleness_<versions>", "age ", "fraction of the step's groups with this staleness"),)),
+        Metric("async/staleness_<versions>", "staleness ", "fraction of the step's groups with this staleness"),)),
     Panel("Asynchronous training", "Wait for groups", unit="seconds", zero=True, metrics=(
         Metric("time/wait_for_rollouts", "wait", "trainer's wait for groups",
                "it is most of `time/step`: the engine is the bottleneck"),)),

@@ -213,7 +213,7 @@ _HELD_OUT_METRICS = ("eval/reward_sampled", "eval/reward_greedy")
 _COLUMNS = (
     ("step", 9, "", ()),
     ("reward", 7, "{:.4f}", ("reward/mean",)),
-    ("±", 6, "{:.3f}", ("reward/std",)),
+    ("std", 6, "{:.3f}", ("reward/std",)),
     ("eval", 6, "{:.1%}", _HELD_OUT_METRICS),
     ("length", 6, "{:.0f}", ("length/mean",)),
     ("trunc", 6, "{:.1%}", ("length/truncated",)),
@@ -227,4 +227,4 @@ _COLUMNS = (
     ("publish", 7, "{:.1f}", ("time/publish",)),
 )
 # A narrow terminal drops these columns, one after another, until the rest fits.
-_DROP_ORDER = ("rho", "publish", "train", "sample", "grad", "trunc", "±", "tok/s", "length", "mismatch")
+_DROP_ORDER = ("rho", "publish", "train", "sample", "grad", "trunc", "std", "tok/s", "length", "mismatch")

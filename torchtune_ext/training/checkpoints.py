@@ -40,7 +40,7 @@ from torchtune_ext.run.errors import MAX_DURATION_S, RunFailure, UsageError, Usa
 from torchtune_ext.run.files import finalize_folder, make_empty_folder, partial_path, rename_and_remove
 from torchtune_ext.run.folder import Run, RunFolder, checkpoint_folders, checkpoint_step, diff_settings
 from torchtune_ext.run.output import format_labels, print_text
-from torchtune_ext.settings.records import config_section
+from torchtune_ext.settings.sections import config_section
 from torchtune_ext.training.collectives import (
     EXCEPTION_TYPES,
     all_gather,
@@ -97,7 +97,7 @@ class Checkpoints:
         folder: str | Path,
         identity: Identity | None,
         config: CheckpointConfig | None = None,
-        prompt_source: str = "",
+        prompt_format_note: str = "",
     ):
         """Prepares the checkpoints of a run.
 
@@ -106,10 +106,10 @@ class Checkpoints:
             identity: identity of this run. Only rank 0 writes and checks it; other ranks may pass
                 None.
             config: the section `checkpoints:`; None: the defaults.
-            prompt_source: describes tokenizer and chat template of the saved models if they are not
+            prompt_format_note: describes tokenizer and chat template of the saved models if they are not
                 the files of model_dir (`export.describe_prompt_source`).
         """
-        self.prompt_source = prompt_source
+        self.prompt_format_note = prompt_format_note
         self.folder, self._identity, self._config = Path(folder), identity, config or CheckpointConfig()
         self._main = rank() == 0
         self._verified: Path | None = None
@@ -524,13 +524,13 @@ def status_message(step: int, total: int, checkpoints: Checkpoints | None) -> st
         kind = "an adapter in PEFT format; its folder merged/ holds a complete model"
     else:
         kind = "an adapter in PEFT format (adapters.save_merged=True also saves a complete model)"
-    prompt_source = (
-        f"built with {checkpoints.prompt_source}, not with the tokenizer files in model_dir; saved with the model"
+    prompt_format_note = (
+        f"built with {checkpoints.prompt_format_note}, not with the tokenizer files in model_dir; saved with the model"
     )
     lines = {
         "done": f"{max(step, checkpoint_step(newest))} of {total} steps",
         "model": f"{newest}, {kind}",
-        "prompts": prompt_source if checkpoints.prompt_source else "",
+        "prompts": prompt_format_note if checkpoints.prompt_format_note else "",
         "best": f"{best[0]} (held-out reward {best[1]:.3f})" if best is not None else "",
         "report": report,
         "extend": f"the same command with max_steps above {total} and resume_from_checkpoint=True",

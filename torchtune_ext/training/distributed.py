@@ -26,7 +26,7 @@ from torchtune_ext.run.process_env import (
     rank_and_world_size,
     read_int_variable,
 )
-from torchtune_ext.settings.records import Seconds, config_section
+from torchtune_ext.settings.sections import Seconds, config_section
 from torchtune_ext.training.collectives import all_gather, any_rank, call_on_main, join
 
 T = TypeVar("T")

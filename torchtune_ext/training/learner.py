@@ -21,7 +21,7 @@ from torchtune_ext.pipeline.packing import Row, RowCostModel
 from torchtune_ext.policy.logprobs import LabelLogprobs, PackedPolicy
 from torchtune_ext.policy.lora import AdapterDisabledReference, adapter_names
 from torchtune_ext.run.errors import RunFailure, UsageError
-from torchtune_ext.settings.records import config_section
+from torchtune_ext.settings.sections import config_section
 from torchtune_ext.training.buckets import Breakdown
 from torchtune_ext.training.distributed import Ranks, max_or_nan, reduce_over_ranks
 

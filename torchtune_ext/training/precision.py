@@ -25,7 +25,7 @@ from torchtune_ext.policy.lora import AdapterSpec
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.output import print_text
 from torchtune_ext.sampling.types import EngineConfig
-from torchtune_ext.settings.records import config_section
+from torchtune_ext.settings.sections import config_section
 
 if TYPE_CHECKING:
     from torchtune_ext.policy.fp8.plan import Fp8Plan

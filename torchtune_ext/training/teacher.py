@@ -20,7 +20,7 @@ from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.sampling.types import EngineConfig
-from torchtune_ext.settings.records import config_section
+from torchtune_ext.settings.sections import config_section
 
 BATCHED_TOKENS = 2048  # tokens per engine step; with a vocabulary of 150,000, their float32 log-probs take 1.2 GB
 

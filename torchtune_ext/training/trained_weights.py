@@ -38,7 +38,7 @@ from torchtune_ext.policy.lora import (
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.sampling.engine_args import on_cpu
 from torchtune_ext.sampling.types import EngineConfig
-from torchtune_ext.settings.records import config_section
+from torchtune_ext.settings.sections import config_section
 from torchtune_ext.training.distributed import reduce_over_ranks
 from torchtune_ext.training.export import export_adapter, export_model
 from torchtune_ext.training.learner import Learner

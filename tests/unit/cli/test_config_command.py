@@ -1,4 +1,4 @@
-"""`torchtune-ext config` lists the fields of the records themselves, and its schema accepts what `load_config` accepts."""
+"""`torchtune-ext config` lists the fields of the sections themselves, and its schema accepts what `load_config` accepts."""
 
 import importlib
 import json
@@ -18,7 +18,7 @@ from torchtune_ext.cli.cli import main
 from torchtune_ext.cli.config import find_options, format_options, json_schema
 from torchtune_ext.cli.options import REQUIRED_MARK, argument_descriptions, arguments_of, format_yaml, list_options
 from torchtune_ext.run.catalog import config_files, package_folder, recipe_files
-from torchtune_ext.settings.records import FORBID_UNKNOWN_KEYS, config_section, nested_section, option_fields
+from torchtune_ext.settings.sections import FORBID_UNKNOWN_KEYS, config_section, nested_section, option_fields
 
 RECIPES = {recipe.name: recipe for recipe in recipe_files(package_folder("recipes"), package_folder("configs"))}
 
@@ -33,11 +33,11 @@ def test_listing_has_every_field_with_description(name):
     fields = option_fields(config_of(name))
     assert [key for key in listed if "." not in key] == list(fields)
     assert all(option.description for option in listed.values())
-    nested = {key: record for key, field in fields.items() if (record := nested_section(field))}
+    nested = {key: section for key, field in fields.items() if (section := nested_section(field))}
     assert len(nested) >= 3
-    for key, record in nested.items():
+    for key, section in nested.items():
         assert [each for each in listed if each.startswith(f"{key}.")] == [
-            f"{key}.{name}" for name in option_fields(record)
+            f"{key}.{name}" for name in option_fields(section)
         ]
 
 

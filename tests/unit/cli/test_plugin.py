@@ -30,7 +30,7 @@ def python(code: str, *paths: Path) -> subprocess.CompletedProcess:
 
 
 @pytest.fixture
-def house(tmp_path):
+def repository(tmp_path):
     """Two recipes and four configs."""
     return write(
         tmp_path,
@@ -47,8 +47,8 @@ def house(tmp_path):
     )
 
 
-def test_catalog_assigns_configs_to_recipes(house):
-    full, lora = recipe_files(house / "recipes", house / "configs")
+def test_catalog_assigns_configs_to_recipes(repository):
+    full, lora = recipe_files(repository / "recipes", repository / "configs")
     assert (full.name, lora.name) == ("grpo_full", "grpo_lora")
     assert list(full.configs) == ["grpo/deep/lora/er", "grpo/tiny"]  # the end of the name counts
     assert list(lora.configs) == ["grpo/tiny_lora"]
@@ -65,18 +65,18 @@ def test_only_recipes_that_train_run_under_torchrun():
     assert several == {"evaluate": False, "grpo_async": True, "grpo_full": True, "grpo_lora": True, "warmup_sft": True}
 
 
-def test_a_recipe_may_have_several_names(house):
-    (house / "recipes/grpo_lora.py").unlink()
-    (house / "recipes/grpo_full.py").rename(house / "recipes/grpo.py")
-    (house / "recipes/grpo.py").write_text('x = 1\nTUNE_NAMES = ("grpo_lora", "grpo_full")\n')
-    full, lora = recipe_files(house / "recipes", house / "configs")
+def test_a_recipe_may_have_several_names(repository):
+    (repository / "recipes/grpo_lora.py").unlink()
+    (repository / "recipes/grpo_full.py").rename(repository / "recipes/grpo.py")
+    (repository / "recipes/grpo.py").write_text('x = 1\nTUNE_NAMES = ("grpo_lora", "grpo_full")\n')
+    full, lora = recipe_files(repository / "recipes", repository / "configs")
     assert (full.name, lora.name) == ("grpo_full", "grpo_lora")
-    assert full.path == lora.path == house / "recipes/grpo.py"
+    assert full.path == lora.path == repository / "recipes/grpo.py"
     assert list(full.configs) == ["grpo/deep/lora/er", "grpo/tiny"] and list(lora.configs) == ["grpo/tiny_lora"]
 
 
-def test_register_adds_our_recipes_first_and_once(house, monkeypatch):
-    monkeypatch.setattr("torchtune_ext.run.catalog.package_folder", lambda name: house / name)
+def test_register_adds_our_recipes_first_and_once(repository, monkeypatch):
+    monkeypatch.setattr("torchtune_ext.run.catalog.package_folder", lambda name: repository / name)
     entries = [SimpleNamespace(name="theirs")]
     registry = SimpleNamespace(
         get_all_recipes=lambda: entries,
@@ -86,7 +86,7 @@ def test_register_adds_our_recipes_first_and_once(house, monkeypatch):
     plugin.register_recipes(registry)
     plugin.register_recipes(registry)
     assert [entry.name for entry in entries] == ["grpo_full", "grpo_lora", "theirs"]
-    assert entries[1].configs == [("grpo/tiny_lora", str(house / "configs/grpo/tiny_lora.yaml"))]
+    assert entries[1].configs == [("grpo/tiny_lora", str(repository / "configs/grpo/tiny_lora.yaml"))]
 
 
 def test_installed_folders_are_those_of_the_package():
@@ -94,10 +94,10 @@ def test_installed_folders_are_those_of_the_package():
     assert package_folder("configs").is_dir() and package_folder("kernels").is_dir()
 
 
-def test_config_names_become_paths(house, monkeypatch):
-    monkeypatch.setattr("torchtune_ext.run.catalog.package_folder", lambda name: house / name)
-    monkeypatch.chdir(house)
-    tiny = str(house / "configs/grpo/tiny.yaml")
+def test_config_names_become_paths(repository, monkeypatch):
+    monkeypatch.setattr("torchtune_ext.run.catalog.package_folder", lambda name: repository / name)
+    monkeypatch.chdir(repository)
+    tiny = str(repository / "configs/grpo/tiny.yaml")
     argv = ["recipe", "--config", "grpo/tiny", "seed=3"]
     check_arguments(argv)
     assert argv == ["recipe", "--config", tiny, "seed=3"]

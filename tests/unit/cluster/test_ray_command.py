@@ -129,7 +129,7 @@ def test_ray_command_overrides_anywhere_and_config_selects_recipe(monkeypatch):
         f"{gpus.folder}/run.yaml",
     ) and gpus.request.servers == gpus.request.per_server == 2
     assert "CUDA_VISIBLE_DEVICES" not in gpus.variables
-    assert gpus.wait_s == 600 and gpus.patience_s == 7 + 5 + 60
+    assert gpus.wait_s == 600 and gpus.grace_s == 7 + 5 + 60
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert planned("--config grpo/tiny --train-cpus 2 --engine-cpus 1").variables["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in planned(f"--config grpo/tiny {GPUS}").variables

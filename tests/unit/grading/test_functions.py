@@ -104,7 +104,7 @@ def test_a_number_is_a_reward(folder):
         ("Score(1.0, {'speed': float('inf')})", "speed=inf, which is not finite"),
         (
             "Score(1.0, {'mean': 2.0})",
-            "a Score with the part 'mean', which is the name of a metric of the reward. Fix: give it another name",
+            "a Score with parts['mean']; this name is reserved for a metric of the reward. Fix: rename the part",
         ),
         ("Score(1.0, 0.5)", "a Score with parts=0.5, which is not a dict"),
         ("Score(1.0, {}, '', ['a'])", "a Score with facts=['a'], which is not a dict"),

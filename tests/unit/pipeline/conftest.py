@@ -26,14 +26,14 @@ def make_source(numbered_grader):
     def make_source(
         staleness=0,
         prefetch_steps=None,
-        answers_immediately=True,
+        completes_immediately=True,
         batch=2,
         deadline_s=30.0,
         cursor=0,
         grader=numbered_grader,
         task=None,
     ):
-        engine, problems = ManualEngine(answers_immediately), ProblemStream(task or NumberedTask(), SEED)
+        engine, problems = ManualEngine(completes_immediately), ProblemStream(task or NumberedTask(), SEED)
         problems.cursor = cursor
         stream = GroupStream(engine, LetterTokenizer(), grader)
         sampling, scheduler = SamplingConfig(max_tokens=8), StalenessScheduler(batch, 10, staleness, prefetch_steps)

@@ -355,13 +355,13 @@ def test_bad_options_are_named(options, message):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({}, "advantage mean/group_std"),
-        ({"pass_k": 2, "scale": "none"}, "advantage mean/none, best of 2"),
-        ({"truncated": "mask", "overlong": 0.0}, "advantage mean/group_std, truncated samples: mask"),
-        ({"truncated": "penalize"}, "advantage mean/group_std, truncated samples: penalize by 1"),
+        ({}, "advantage (baseline mean, scale group_std)"),
+        ({"pass_k": 2, "scale": "none"}, "advantage (baseline mean, scale none), best of 2"),
+        ({"truncated": "mask", "overlong": 0.0}, "advantage (baseline mean, scale group_std), truncated samples: mask"),
+        ({"truncated": "penalize"}, "advantage (baseline mean, scale group_std), truncated samples: penalize by 1"),
         (
             {"truncated": "penalize", "penalty": 0.5, "overlong": 0.2},
-            "advantage mean/group_std, truncated samples: penalize by 0.5 over the last 20%",
+            "advantage (baseline mean, scale group_std), truncated samples: penalize by 0.5 over the last 20%",
         ),
     ],
 )

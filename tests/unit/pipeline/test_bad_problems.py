@@ -295,7 +295,7 @@ def test_resampled_group_may_receive_another_problem(make_source):
         def load_state_dict(self, state):
             pass
 
-    source, engine = make_source(staleness=1, answers_immediately=False, task=(task := Later()))
+    source, engine = make_source(staleness=1, completes_immediately=False, task=(task := Later()))
     source.on_publish(version=0)
     wait_until(lambda: len(engine.requests) == 4)
     state = json.loads(json.dumps(source.state_dict()))

@@ -134,7 +134,7 @@ def test_pending_group_describes_missing_results(environments):
         episode.add_turn(turn, "x")
     # The second has no slot yet, the third waits for a process, the fourth for an answer, and the last is finished.
     group.episodes[2].slot, group.episodes[3].slot = EnvironmentSlot(), EnvironmentSlot()
-    group.episodes[3].slot.worker_index.set_result(0)
+    group.episodes[3].slot.assigned_worker.set_result(0)
     group.samples[4] = group.episodes[4].to_sample("max_turns")
     says = "4 of 5 episodes are not finished: 1 wait for the engine, 2 for a free environment process, 1 for the environment's reply"
     assert says in group.pending_text
@@ -263,7 +263,7 @@ def test_released_slot_cannot_step_the_next_episode(tmp_path):
         first, second = environments.acquire_slot(), environments.acquire_slot()
         environments.release(first)
         message = {"role": "assistant", "content": "more 1"}
-        assert second.worker_index.result(60) == 0
+        assert second.assigned_worker.result(60) == 0
         begun = environments.step(second, message, (PROBLEM, 0))
         late = environments.step(first, message)
         begun.result(60)

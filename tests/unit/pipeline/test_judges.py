@@ -41,9 +41,9 @@ def values(group):
 
 def test_judge_grades_prefetched_groups_once_complete(make_source, judge):
     """A group with a missing text is not graded, while a later complete group is."""
-    source, engine = make_source(staleness=2, prefetch_steps=1, answers_immediately=False, grader=judge)
+    source, engine = make_source(staleness=2, prefetch_steps=1, completes_immediately=False, grader=judge)
     source.on_publish(version=0)
-    engine.requests[3].answer("aaa", "b")
+    engine.requests[3].complete("aaa", "b")
     wait_until(lambda: "0 of 2 texts are not graded" in source._stream.describe_pending(3))
     call = engine.requests[0]
     call.on_completion(1, completion("cc"))
@@ -51,21 +51,21 @@ def test_judge_grades_prefetched_groups_once_complete(make_source, judge):
     assert [sample and sample.outcome for sample in source._stream._pending[0].samples] == [None, None]
     call.on_completion(0, completion(""))
     call.future.set_result([])
-    engine.requests[1].answer("x", "x")
+    engine.requests[1].complete("x", "x")
     groups, _ = source.take(2)
     assert [values(group) for group in groups] == [[0.0, 1.0], [0.0, 0.0]]
     assert [notes(group) for group in groups] == [["", "cc"], ["x", "x"]]
-    engine.requests[2].answer("dd", "e")
+    engine.requests[2].complete("dd", "e")
     source.on_publish(version=1)
     groups, _ = source.take(2)
     assert [notes(group) for group in groups] == [["dd", "e"], ["aaa", "b"]], "with its own texts, whenever they came"
 
 
 def test_refills_are_judged_among_themselves(make_source, judge):
-    source, engine = make_source(answers_immediately=False, grader=judge)
+    source, engine = make_source(completes_immediately=False, grader=judge)
     texts = iter([("a", "a"), ("b", "bb"), ("cc", "c"), ("d", "d"), ("ee", "e")])
     submit = engine.submit
-    engine.submit = lambda *words: (submit(*words), engine.requests[-1].answer(*next(texts)))[0]
+    engine.submit = lambda *words: (submit(*words), engine.requests[-1].complete(*next(texts)))[0]
     source.on_publish(version=0)
     first, _ = source.take(2)
     more, _ = source.refill(3, 1)
@@ -73,10 +73,10 @@ def test_refills_are_judged_among_themselves(make_source, judge):
 
 
 def test_judge_failure_excludes_group_from_training(make_source, judge, caplog):
-    source, engine = make_source(answers_immediately=False, grader=judge)
+    source, engine = make_source(completes_immediately=False, grader=judge)
     texts = iter([("broken", "a"), ("b", "bb")])
     submit = engine.submit
-    engine.submit = lambda *words: (submit(*words), engine.requests[-1].answer(*next(texts)))[0]
+    engine.submit = lambda *words: (submit(*words), engine.requests[-1].complete(*next(texts)))[0]
     source.on_publish(version=0)
     groups, _ = source.take(2)
     assert [[sample.outcome.kind for sample in group.samples] for group in groups] == [

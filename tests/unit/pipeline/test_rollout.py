@@ -61,7 +61,7 @@ class Slow:
 @pytest.fixture(scope="module")
 def grader():
     with Grader(Slow(), workers=2, timeout_s=20.0) as grader:
-        grader.grade([(PROBLEMS[0], "x")])  # it has started
+        grader.grade([(PROBLEMS[0], "x")])  # wait until the workers have started
         yield grader
 
 

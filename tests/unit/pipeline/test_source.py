@@ -63,10 +63,10 @@ def test_source_prefetch_one_submits_next_step_groups(make_source):
 
 
 def test_source_step_groups_ordered_with_staleness_metrics(make_source):
-    source, engine = make_source(staleness=2, prefetch_steps=1, answers_immediately=False)
+    source, engine = make_source(staleness=2, prefetch_steps=1, completes_immediately=False)
     source.on_publish(version=0)
     for number in (3, 1, 0):
-        engine.requests[number].answer()
+        engine.requests[number].complete()
     wait_for(source, 3, 1, 0)
     groups, metrics = source.take(2)
     assert names(groups) == [expected_request(n).problem for n in (0, 1)]
@@ -76,29 +76,30 @@ def test_source_step_groups_ordered_with_staleness_metrics(make_source):
 
     # Group 4 may overtake group 2, but does not overtake group 3.
     source.on_publish(version=1)
-    engine.requests[4].answer()
+    engine.requests[4].complete()
     wait_for(source, 4)
-    engine.requests[2].answer()
+    engine.requests[2].complete()
     groups, metrics = source.take(2)
     assert names(groups) == [expected_request(n).problem for n in (2, 3)]
     assert (metrics["async/staleness_mean"], metrics["async/staleness_max"], metrics["async/buffer"]) == (1, 1, 1)
     assert [metrics[f"async/staleness_{staleness}"] for staleness in range(3)] == [0, 1, 0]
     source.on_publish(version=2)
-    engine.requests[5].answer()
+    engine.requests[5].complete()
     groups, metrics = source.take(2)
     assert names(groups) == [expected_request(n).problem for n in (4, 5)] and metrics["async/staleness_mean"] == 1
 
 
 def test_source_version_jump_resamples_too_stale_groups(make_source, caplog):
-    source, engine = make_source(staleness=1, answers_immediately=False)
+    source, engine = make_source(staleness=1, completes_immediately=False)
     source.on_publish(version=0)
-    engine.requests[3].answer()
+    engine.requests[3].complete()
     wait_for(source, 3)
-    engine.requests[0].answer()
-    engine.requests[1].answer()
-    assert names(source.take(2)[0]) == [expected_request(n).problem for n in (0, 1)]  # it has group 3, too
+    engine.requests[0].complete()
+    engine.requests[1].complete()
+    # This call also collects group 3.
+    assert names(source.take(2)[0]) == [expected_request(n).problem for n in (0, 1)]
     source.on_publish(version=1)
-    engine.requests[4].answer("xxx", "xxx")  # finished, not yet collected
+    engine.requests[4].complete("xxx", "xxx")  # finished, not yet collected
     engine.requests[2].on_completion(1, completion("xxxxx"))
     wait_for(source, 4)
 
@@ -113,7 +114,7 @@ def test_source_version_jump_resamples_too_stale_groups(make_source, caplog):
 
     engine.requests[2].on_completion(0, completion("late"))
     for request in engine.requests[6:]:
-        request.answer("y", "y")
+        request.complete("y", "y")
     for numbers in ((2, 3), (4, 5)):
         groups, metrics = source.take(2)
         assert names(groups) == [expected_request(n).problem for n in numbers]
@@ -122,12 +123,12 @@ def test_source_version_jump_resamples_too_stale_groups(make_source, caplog):
 
 
 def test_source_resume_keeps_finished_and_resubmits_running_groups(make_source):
-    source, engine = make_source(staleness=1, answers_immediately=False)
+    source, engine = make_source(staleness=1, completes_immediately=False)
     source.on_publish(version=0)
-    engine.requests[2].answer()
+    engine.requests[2].complete()
     wait_for(source, 2)
-    engine.requests[0].answer()
-    engine.requests[1].answer()
+    engine.requests[0].complete()
+    engine.requests[1].complete()
     source.take(2)  # group 2 is finished, group 3 is running
     source.on_publish(version=1)
     state = json.loads(json.dumps(source.state_dict()))
@@ -157,7 +158,7 @@ def test_source_resume_counts_previously_dropped_tokens(make_source):
     assert (metrics["async/dropped"], metrics["async/dropped_tokens"]) == (4, 16)
 
 
-def test_source_resume_with_other_batch_requires_no_pending(make_source):
+def test_source_resume_other_batch_size_requires_empty_queue(make_source):
     source, _ = make_source(staleness=1, prefetch_steps=0)
     source.on_publish(version=0)
     source.take(2)
@@ -174,13 +175,13 @@ def test_source_resume_with_other_batch_requires_no_pending(make_source):
         make_source(staleness=1, batch=3)[0].load_state_dict(source.state_dict(), step=0, version=0)
 
 
-def test_source_timeout_names_unanswered_groups(make_source):
+def test_source_timeout_names_unfinished_groups(make_source):
     with Grader(NumberedTask(), timeout_s=90.0) as hanging:
-        source, engine = make_source(staleness=1, answers_immediately=False, batch=8, deadline_s=0.05, grader=hanging)
+        source, engine = make_source(staleness=1, completes_immediately=False, batch=8, deadline_s=0.05, grader=hanging)
         source.on_publish(version=0)
-        engine.requests[2].answer()
+        engine.requests[2].complete()
         engine.requests[1].on_completion(0, completion("x"))
-        engine.requests[0].answer("x", "long")
+        engine.requests[0].complete("x", "long")
         wait_until(lambda: "1 of 2 texts are not graded" in source._stream.describe_pending(0))
         with pytest.raises(TimeoutError) as raised:
             source.take(8)
@@ -196,8 +197,8 @@ def test_source_timeout_names_unanswered_groups(make_source):
     assert message.endswith("or raise rollouts.deadline_s")
 
 
-def test_source_idle_wait_does_not_consume_stall_timeout(make_source):
-    source, engine = make_source(staleness=1, answers_immediately=False)
+def test_source_deadline_excludes_training_time(make_source):
+    source, engine = make_source(staleness=1, completes_immediately=False)
     source.on_publish(version=0)
     source._stream.last_progress_at -= 1000.0  # a long training step
     waits = []
@@ -206,7 +207,7 @@ def test_source_idle_wait_does_not_consume_stall_timeout(make_source):
         waits.append(name)
         if len(waits) == 2:  # the first wait timed out
             for number in (0, 1):
-                engine.requests[number].answer()
+                engine.requests[number].complete()
         return nullcontext()
 
     assert len(source.take(2, watch)[0]) == 2 and waits[0] == "generate"
@@ -236,7 +237,7 @@ def test_source_refill_has_own_seeds_and_next_problems(make_source, caplog):
 def test_source_refill_past_deadline_raises(make_source):
     source, engine = make_source()
     source.take(2)
-    source._deadline_s, engine.answers_immediately = 0.05, False
+    source._deadline_s, engine.completes_immediately = 0.05, False
     with pytest.raises(
         TimeoutError, match=r"waiting for 2 groups: group 0 \(version 0\): .*; group 1 .*rollouts\.deadline_s"
     ):
@@ -336,7 +337,7 @@ def test_source_take_without_on_publish_raises(make_source):
 
 
 def test_source_close_cancels_in_flight_requests(make_source):
-    source, engine = make_source(staleness=1, answers_immediately=False)
+    source, engine = make_source(staleness=1, completes_immediately=False)
     source.on_publish(version=0)
     source.close()
     assert [request.future.cancelled() for request in engine.requests] == [True] * 4

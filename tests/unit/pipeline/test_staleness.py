@@ -49,7 +49,7 @@ class Schedule:
         self.prefetch_steps = rng.randint(0, self.staleness)
         self.scheduler = self.new_scheduler()
         self.length, self.pause = rng.choice(LENGTHS), rng.choice((0.0, 0.5, 5.0))
-        self.patience = rng.choice((0.0, 0.5))  # how often the caller skips a submission
+        self.skip_probability = rng.choice((0.0, 0.5))  # that the caller skips a submission
 
         self.now, self.version, self.training = 0.0, 0, False
         # (time, number of the group that finishes, or -1 if the trainer ends a step)
@@ -70,7 +70,7 @@ class Schedule:
             for _ in range(2):  # sometimes twice in a row
                 if self.resumes and self.rng.random() < 0.05:
                     self.resume()
-            if not self.events or self.rng.random() >= self.patience:
+            if not self.events or self.rng.random() >= self.skip_probability:
                 self.submit()
             if not self.training:
                 self.take()
@@ -112,7 +112,7 @@ class Schedule:
         heapq.heappush(self.events, (self.now + self.rng.expovariate(1.0) * self.pause, -1))
 
     def next_event(self) -> None:
-        if not self.events:  # it was requeued, or the caller did not submit
+        if not self.events:  # the last running group was requeued, or nothing was submitted
             self.submit()
         assert self.events, "nothing runs and nothing may be submitted"
         self.now, number = heapq.heappop(self.events)
@@ -166,41 +166,44 @@ def test_scheduler_short_run_submits_only_its_groups(staleness):
             assert scheduler.on_publish(step + 1) == scheduler.schedule() == []
 
 
-def finished(scheduler: StalenessScheduler, *numbers: int) -> StalenessScheduler:
+def mark_finished(scheduler: StalenessScheduler, *numbers: int) -> StalenessScheduler:
     for number in numbers:
         scheduler.mark_finished(number)
     return scheduler
 
 
-def at_risk() -> StalenessScheduler:
-    """A scheduler at step 1, batch size 10, bound 1: only group 15, submitted at version 0, is unfinished."""
+def scheduler_with_straggler() -> StalenessScheduler:
+    """A scheduler at step 1, batch size 10, bound 1: only group 15 is unfinished, and its deadline is step 1."""
     scheduler = StalenessScheduler(10, 5, staleness=1)
     assert scheduler.schedule() == list(range(20))
-    finished(scheduler, *range(5), *range(6, 11))
+    mark_finished(scheduler, *range(5), *range(6, 11))
     # Group 5 may be overtaken, because it can be trained at step 1 as well. The window of 6 reaches to group 10.
     assert list(scheduler.next_batch()) == [*range(5), *range(6, 11)]
     assert scheduler.on_publish(1) == [] and scheduler.schedule() == list(range(20, 30))
-    return finished(scheduler, 5, *range(11, 15), *range(16, 30))
+    return mark_finished(scheduler, 5, *range(11, 15), *range(16, 30))
 
 
 def test_scheduler_overtaking_stops_at_staleness_bound():
-    scheduler = at_risk()
+    scheduler = scheduler_with_straggler()
     assert scheduler.next_batch() is None and scheduler.awaited_groups() == [15]
-    finished(scheduler, 15)
+    mark_finished(scheduler, 15)
     assert scheduler.next_batch() == dict.fromkeys([5, *range(11, 20)], 1)
 
 
 @cache
-def servable(due: tuple[int, ...], step: int, batch: int) -> bool:
-    """Whether any choice of `batch` groups per step from `step` on trains all in time, by brute force."""
-    if not due or due[0] < step:
-        return not due
-    choices = set(itertools.combinations(due, min(batch, len(due))))
-    return any(servable(_without(due, choice), step + 1, batch) for choice in choices)
+def is_feasible(deadlines: tuple[int, ...], step: int, batch: int) -> bool:
+    """Whether some order trains every group by its deadline, by brute force.
+
+    `deadlines` are the sorted last steps of the groups; each step from `step` on trains `batch` groups.
+    """
+    if not deadlines or deadlines[0] < step:
+        return not deadlines
+    choices = set(itertools.combinations(deadlines, min(batch, len(deadlines))))
+    return any(is_feasible(_without(deadlines, choice), step + 1, batch) for choice in choices)
 
 
-def _without(due: tuple[int, ...], choice: tuple[int, ...]) -> tuple[int, ...]:
-    left = list(due)
+def _without(deadlines: tuple[int, ...], choice: tuple[int, ...]) -> tuple[int, ...]:
+    left = list(deadlines)
     for step in choice:
         left.remove(step)
     return tuple(left)
@@ -216,38 +219,38 @@ def test_scheduler_refuses_overtaking_only_beyond_staleness_bound():
             scheduler.on_publish(version)
             scheduler.schedule()
             while True:
-                due = {number: at + staleness for number, at in (scheduler.running | scheduler.finished).items()}
+                deadlines = {number: at + staleness for number, at in (scheduler.running | scheduler.finished).items()}
                 end = min([*scheduler.running, scheduler.next_number]) + scheduler.window
                 batches = list(itertools.combinations([number for number in scheduler.finished if number < end], size))
                 if scheduler.next_batch() is not None:
                     break
                 for batch in batches:
-                    left = sorted(step for number, step in due.items() if number not in batch)
-                    assert not servable(tuple(left), version + 1, size)
+                    left = sorted(step for number, step in deadlines.items() if number not in batch)
+                    assert not is_feasible(tuple(left), version + 1, size)
                 refused += bool(batches)
                 scheduler.mark_finished(rng.choice(sorted(scheduler.running)))
 
 
-def test_scheduler_failed_group_due_at_resubmission_version():
-    """A requeued group is due `staleness` steps after its resubmission, so others may overtake it."""
-    scheduler = at_risk()
+def test_scheduler_requeued_group_gets_later_deadline():
+    """The deadline of a requeued group is `staleness` steps after its resubmission, so others may overtake it."""
+    scheduler = scheduler_with_straggler()
     scheduler.requeue(15)
     assert list(scheduler.next_batch()) == [5, *range(11, 15), *range(16, 21)]
     assert scheduler.schedule() == [15] and scheduler.on_publish(2) == []
-    finished(scheduler, 15)
+    mark_finished(scheduler, 15)
     assert scheduler.next_batch() == {15: 1} | dict.fromkeys(range(21, 30), 1)
 
 
 def test_scheduler_batch_takes_oldest_finished_groups():
     scheduler = StalenessScheduler(2, 9, staleness=4, prefetch_steps=4)  # a window of 3
     assert scheduler.schedule() == list(range(10))
-    finished(scheduler, 9, 3, 5)
+    mark_finished(scheduler, 9, 3, 5)
     assert scheduler.next_batch() is None and scheduler.awaited_groups() == [0, 1]
-    finished(scheduler, 2, 1, 4)
+    mark_finished(scheduler, 2, 1, 4)
     assert list(scheduler.next_batch()) == [1, 2]
     # 3 - 0 >= window, so 3 may not overtake 0.
     assert scheduler.awaited_groups() == [0] and scheduler.next_batch() is None
-    finished(scheduler, 0)
+    mark_finished(scheduler, 0)
     assert list(scheduler.next_batch()) == [0, 3]
 
 
@@ -256,9 +259,9 @@ def test_scheduler_without_staleness_idles_during_training():
     for step in range(3):
         numbers = list(range(4 * step, 4 * step + 4))
         assert scheduler.schedule() == numbers
-        finished(scheduler, *numbers[1:])
+        mark_finished(scheduler, *numbers[1:])
         assert scheduler.next_batch() is None and scheduler.awaited_groups() == numbers[:1]
-        finished(scheduler, numbers[0])
+        mark_finished(scheduler, numbers[0])
         assert scheduler.next_batch() == dict.fromkeys(numbers, 0)
         assert scheduler.schedule() == [] and scheduler.on_publish(step + 1) == []
 
@@ -303,20 +306,20 @@ def test_scheduler_too_stale_groups_are_dropped_and_replaced(jump):
 def test_scheduler_smaller_staleness_prefetches_fewer_groups():
     scheduler = StalenessScheduler(2, 9, staleness=4, prefetch_steps=4)
     scheduler.schedule()
-    finished(scheduler, 1, 5)
+    mark_finished(scheduler, 1, 5)
     state = scheduler.state_dict()
     scheduler = StalenessScheduler(2, 9, staleness=1)
     scheduler.load_state_dict(state)
     assert scheduler.on_publish(0) == []
     assert scheduler.schedule() == [0, 2, 3]  # of the running groups, as many as the new prefetch_steps allows
-    finished(scheduler, 0)
+    mark_finished(scheduler, 0)
     assert scheduler.next_batch() == {0: 0, 1: 0}
     assert scheduler.on_publish(1) == [] and scheduler.schedule() == [4]
-    finished(scheduler, 2, 3)
+    mark_finished(scheduler, 2, 3)
     assert scheduler.next_batch() == {2: 1, 3: 1}
     assert scheduler.on_publish(2) == [5] and scheduler.num_dropped == 1, "group 5 was submitted at version 0"
     assert scheduler.schedule() == [5, 6, 7]
-    finished(scheduler, 4, 5)
+    mark_finished(scheduler, 4, 5)
     assert scheduler.next_batch() == {4: 1, 5: 0}
 
 
@@ -327,14 +330,14 @@ def test_scheduler_shortened_run_submits_only_needed_groups():
     scheduler = StalenessScheduler(2, 1, staleness=4, prefetch_steps=4)
     scheduler.load_state_dict(state)
     assert scheduler.schedule() == [0, 1]
-    finished(scheduler, 0, 1)
+    mark_finished(scheduler, 0, 1)
     assert scheduler.next_batch() == {0: 0, 1: 0} and scheduler.schedule() == []
 
 
 def test_scheduler_finished_group_can_be_resubmitted():
     scheduler = StalenessScheduler(2, 2, staleness=1)
     scheduler.schedule()
-    finished(scheduler, 0, 1)
+    mark_finished(scheduler, 0, 1)
     scheduler.requeue(1)
     assert scheduler.next_batch() is None and scheduler.schedule() == [1]
 
@@ -388,11 +391,11 @@ def test_scheduler_decreasing_version_is_refused():
 def test_scheduler_invalid_calls_raise():
     scheduler = StalenessScheduler(1, 1)
     scheduler.schedule()
-    finished(scheduler, 0)
+    mark_finished(scheduler, 0)
     with pytest.raises(KeyError):
-        scheduler.mark_finished(0)  # it is already finished
+        scheduler.mark_finished(0)  # group 0 is already finished
     scheduler.next_batch()
     with pytest.raises(KeyError):
-        scheduler.requeue(0)  # it is already taken
+        scheduler.requeue(0)  # group 0 is already taken
     with pytest.raises(AssertionError, match="all 1 groups of the run have been taken"):
         scheduler.next_batch()

@@ -48,7 +48,7 @@ def test_new_name(name, now):
         ("from torchtune_ext import packing", "torchtune_ext.packing moved to torchtune_ext.pipeline.packing"),
         (
             "def f():\n    from torchtune_ext.host import nodes",
-            "torchtune_ext.host.nodes moved to torchtune_ext.setup.config_records",
+            "torchtune_ext.host.nodes moved to torchtune_ext.setup.config_sections",
         ),
         (
             "from torchtune_ext.training.settings import at_least, chosen_dtype, check_settings",
@@ -65,7 +65,7 @@ def test_moved_imports(source, says):
 def test_recipe_file_with_moved_import_is_refused(tmp_path):
     recipe = tmp_path / "my_grpo.py"
     recipe.write_text("from torchtune_ext.host import nodes\n")
-    with pytest.raises(UsageError, match="my_grpo.py: torchtune_ext.host.nodes .*torchtune_ext.setup.config_records"):
+    with pytest.raises(UsageError, match="my_grpo.py: torchtune_ext.host.nodes .*torchtune_ext.setup.config_sections"):
         import_recipe(str(recipe), "")
 
 

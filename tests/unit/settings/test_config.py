@@ -19,7 +19,7 @@ from torchtune_ext.objective.loss import PolicyLoss, loss_requirements
 from torchtune_ext.recipes import evaluate, grpo, warmup_sft
 from torchtune_ext.settings.config import RENAMED_KEYS, load_config, named_paths, settings_snapshot
 from torchtune_ext.settings.presets import find_preset
-from torchtune_ext.settings.records import FORBID_UNKNOWN_KEYS, nested_section, option_fields
+from torchtune_ext.settings.sections import FORBID_UNKNOWN_KEYS, nested_section, option_fields
 from torchtune_ext.setup.config_checks import check_needs
 from torchtune_ext.training.checkpoints import ALWAYS_DIFFERENT_KEYS
 from torchtune_ext.training.replay import IGNORED_KEYS
@@ -102,7 +102,7 @@ def test_given_key_leaves_other_defaults_of_its_mapping():
     needed = {**NEEDED, "num_problems": 8}
     needed = {key: value for key, value in needed.items() if key not in ("max_steps", "sampling")}
     cfg = load_config(warmup_sft.Config, OmegaConf.create(needed | {"schedule": {"decay": "linear"}}))
-    assert (cfg.schedule.decay, cfg.schedule.warmup) == ("linear", 20)  # the recipe's default, not the record's
+    assert (cfg.schedule.decay, cfg.schedule.warmup) == ("linear", 20)  # the recipe's default, not the section's
     assert settings_snapshot(cfg)["schedule"] == {"decay": "linear"}
 
 

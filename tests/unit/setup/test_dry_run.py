@@ -227,9 +227,9 @@ def test_dry_run_indivisible_machine_is_refused(name, machine, message, place, c
 @pytest.mark.parametrize(
     "name, machine, message",
     [
-        ("qwen2_5_32B_full", "16x24", "each engine's KV cache would hold 0 tokens"),
+        ("qwen2_5_32B_full", "16x24", "the KV cache of each replica would hold 0 tokens"),
         ("qwen2_5_32B_full", "8x80", "training takes"),
-        ("qwen2_5_32B_lora", "8x40", "each engine's KV cache would hold"),
+        ("qwen2_5_32B_lora", "8x40", "the KV cache of each replica would hold"),
     ],
 )
 def test_gpus_that_are_not_there_are_refused(name, machine, message, place, capsys):

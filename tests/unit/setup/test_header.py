@@ -46,14 +46,16 @@ def line(cfg):
 
 def test_a_preset_changes_all_of_tinys_objective():
     text = line(settings("grpo/tiny", preset="atr_grpo"))
-    assert text.startswith("KL3 <= 0.02 (clip 0.187/0.214) per token, TIS <= 2, advantage mean/group_std, seq")
+    assert text.startswith(
+        "KL3 <= 0.02 (clip 0.187/0.214) per token, TIS <= 2, advantage (baseline mean, scale group_std), seq"
+    )
     assert text.endswith("; preset atr_grpo")
 
 
 @pytest.mark.parametrize(
     "own, words",
     [
-        ({}, "clip 0.2/0.2 per token, TIS <= 2, advantage mean/group_std, sequence mean; preset grpo"),
+        ({}, "clip 0.2/0.2 per token, TIS <= 2, advantage (baseline mean, scale group_std), sequence mean; preset grpo"),
         ({"loss": {"clip_high": 0.28}}, "clip 0.2/0.28 per token"),
         ({"loss": {"clip_high": 0.2}}, "; preset grpo"),  # the preset's value
         ({"loss": {"kl_coef": 0.1}}, "0.1 KL to the reference (k3), advantage"),
@@ -64,14 +66,14 @@ def test_a_preset_changes_all_of_tinys_objective():
         ({"preset": "exact_kl"}, "KL <= 0.02 over the top 16 per token"),
         ({"preset": "sapo"}, "soft gate 1/1.05 per token"),
         ({"preset": "cispo"}, "CISPO weight in [0, 5] per token"),
-        ({"preset": "rloo"}, "no constraint per token, TIS <= 2, advantage leave_one_out/none, sum over a constant"),
+        ({"preset": "rloo"}, "no constraint per token, TIS <= 2, advantage (baseline leave_one_out, scale none), sum over a constant"),
         ({"preset": "dapo"}, "truncated samples: penalize by 0.5 over the last 20%, token mean, up to 3 refills"),
         ({"preset": "dapo", "refill_rounds": 0}, "token mean; preset dapo"),
         ({"preset": "pass_at_k", "advantage": {"pass_k": 2}}, "best of 2, sequence mean; preset pass_at_k"),
-        ({"advantage": {"scale": "none"}}, "advantage mean/none, sequence mean; preset grpo"),
-        ({"loss": {"_component_": f"{__name__}.Mine"}}, "Mine, advantage mean/group_std, sequence mean; preset grpo"),
+        ({"advantage": {"scale": "none"}}, "advantage (baseline mean, scale none), sequence mean; preset grpo"),
+        ({"loss": {"_component_": f"{__name__}.Mine"}}, "Mine, advantage (baseline mean, scale group_std), sequence mean; preset grpo"),
         ({"preset": None, "loss": {"_component_": "torchtune_ext.objective.loss.PolicyLoss"}},
-         "clip 0.2/0.2 per token, advantage mean/group_std, sequence mean; no preset"),
+         "clip 0.2/0.2 per token, advantage (baseline mean, scale group_std), sequence mean; no preset"),
     ],
 )  # fmt: skip
 def test_header_describes_algorithm_settings(own, words):

@@ -148,7 +148,7 @@ def test_plan_engines_have_own_cache_and_share_weights(seven):
     assert [four.host_rows[name] - one.host_rows[name] for name in names] == [0, 3 * 3 * GIB]
     assert "4 sample (4 engines, tensor_parallel_size=1)" in plan_table(
         four, "x"
-    ) and "each engine takes 70.9 GiB of each GPU" in verdict(four)
+    ) and "each replica takes 70.9 GiB of each GPU" in verdict(four)
     assert f"the KV cache of each of 4 holds {four.cached_tokens:,} tokens" in plan_table(four, "x")
 
 
@@ -290,7 +290,7 @@ def test_plan_verdict_fit_is_one_line_with_requirements(seven):
     assert plan.fits and verdict(plan).splitlines() == [
         "fits on 5 x 80 GB (78.8 GiB each):",
         f"  training takes {format_bytes(plan.device_bytes)} of each GPU",
-        "  each engine takes 70.9 GiB of each GPU",
+        "  each replica takes 70.9 GiB of each GPU",
         f"  the run takes {format_bytes(plan.host_bytes)} of main memory",
         "  checkpoints take 397.2 GiB of disk",
         "  start it with --nproc_per_node 4",

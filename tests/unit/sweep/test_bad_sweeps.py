@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from helpers import small_sweeps
-from helpers.recipe_runs import make_workplace
+from helpers.recipe_runs import make_workspace
 from torchtune_ext.cli.cli import main
 from torchtune_ext.sweep.runner import SweepFolder
 from torchtune_ext.sweep.spec import read_sweep
@@ -21,14 +21,14 @@ FILE = {
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    return make_workplace(tmp_path_factory.mktemp("sweeps"))
+def workspace(tmp_path_factory):
+    return make_workspace(tmp_path_factory.mktemp("sweeps"))
 
 
 @pytest.fixture
-def refusal(workplace, monkeypatch, capsys):
+def refusal(workspace, monkeypatch, capsys):
     """Tries a sweep whose file differs from FILE, and returns what is said. Nothing may be left behind."""
-    monkeypatch.chdir(workplace)
+    monkeypatch.chdir(workspace)
 
     def refused(*words, remove=(), **changes):
         given = {key: value for key, value in {**FILE, **changes}.items() if key not in remove}
@@ -109,8 +109,8 @@ def test_sweep_command_arguments_are_checked(refusal):
     assert "--resume: unknown option" in refusal("--resume")
 
 
-def test_invalid_sweep_files_are_rejected(workplace, monkeypatch, capsys):
-    monkeypatch.chdir(workplace)
+def test_invalid_sweep_files_are_rejected(workspace, monkeypatch, capsys):
+    monkeypatch.chdir(workspace)
     Path("broken.yaml").write_text("a: [\n")
     for word, message in {
         "tiny_lrr": "file not found from .* did you mean tiny_lr",
@@ -129,7 +129,7 @@ def test_a_used_folder_and_another_file_are_refused(tmp_path):
     assert runner.run()
     folder.close()
     sweep = read_sweep(file)
-    began = "out holds a sweep that began as torchtune-ext sweep .*/sweep.yaml --seed 0 steps=1. Fix: resume it with"
+    began = "out holds a sweep that was started with `torchtune-ext sweep .*/sweep.yaml --seed 0 steps=1`. Fix: resume it with"
     for words, seed in ((["steps=2"], 0), ([], 0), (["steps=1"], 1)):
         with pytest.raises(ValueError, match=began):
             SweepFolder(tmp_path / "out", sweep, words, seed)

@@ -67,7 +67,7 @@ def test_resume_reports_checkpoint_and_changed_config(monkeypatch):
 class Kept:
     """Checkpoints of steps 20, the best, and 40."""
 
-    prompt_source = ""
+    prompt_format_note = ""
 
     def __init__(self, folder, accuracy=0.742):
         self.folder, self.accuracy = folder, accuracy
@@ -127,7 +127,7 @@ def test_status_message_of_finished_run_lists_outputs(tmp_path):
         f"report:    torchtune-ext report '{tmp_path}/a b'",
         "extend:    the same command with max_steps above 40 and resume_from_checkpoint=True",
     ]
-    kept.prompt_source = "the chat template mine.jinja"
+    kept.prompt_format_note = "the chat template mine.jinja"
     assert status_message(40, 40, kept).splitlines()[2] == (
         "prompts:   built with the chat template mine.jinja, not with the tokenizer files in model_dir; saved with the model"
     )

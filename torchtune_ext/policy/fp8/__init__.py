@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from torchtune_ext.run.errors import UsageError
-from torchtune_ext.settings.records import config_section
+from torchtune_ext.settings.sections import config_section
 
 
 @config_section("precision")

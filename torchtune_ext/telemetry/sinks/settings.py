@@ -12,7 +12,7 @@ from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.run.catalog import import_object
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.folder import Run
-from torchtune_ext.settings.records import config_section
+from torchtune_ext.settings.sections import config_section
 
 # Package name -> class. A sink is imported only if it is configured. To add a sink, write a class
 # with the methods of `Sink` in a file here, and add a line.

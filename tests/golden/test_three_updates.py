@@ -1,7 +1,7 @@
 """Three updates of a fixed model on fixed samples, end to end from groups to weights, against golden values.
 
 The golden values do not prove correctness (other tests compare with references). They detect unintended numerical changes.
-After an intended change, `PYTHONPATH=tests python tests/golden/test_three_steps.py` regenerates them.
+After an intended change, `PYTHONPATH=tests python tests/golden/test_three_updates.py` regenerates them.
 """
 
 import json
@@ -21,7 +21,7 @@ from torchtune_ext.pipeline.packing import pack_updates
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.tasks.task import Problem, Score
 
-FILE = Path(__file__).with_name("three_steps.json")
+FILE = Path(__file__).with_name("three_updates.json")
 VOCABULARY = 50
 
 

@@ -40,36 +40,36 @@ def config_section(key: str) -> Callable[[type[T]], type[T]]:
     """
 
     def decorate(cls: type[T]) -> type[T]:
-        record: Any = dataclass(config=FORBID_UNKNOWN_KEYS, frozen=True, slots=True)(cls)
-        init = record.__init__
+        section: Any = dataclass(config=FORBID_UNKNOWN_KEYS, frozen=True, slots=True)(cls)
+        init = section.__init__
 
-        # Code that constructs a record gets the same messages as a config.
+        # Code that constructs a section gets the same messages as a config.
         @functools.wraps(init)
         def validated_init(self: Any, *args: Any, **values: Any) -> None:
-            messages = coerce_yaml_values(record, values, f"{key}.")
+            messages = coerce_yaml_values(section, values, f"{key}.")
             try:
                 init(self, *args, **values)
             except ValidationError as error:
                 for detail in error.errors(include_url=False):
-                    messages.setdefault(*_init_error_text(record, key, values, detail))
+                    messages.setdefault(*_init_error_text(section, key, values, detail))
             if messages:
                 raise UsageError("\n".join(messages.values()))
 
-        record.__init__ = validated_init
-        return record
+        section.__init__ = validated_init
+        return section
 
     return decorate
 
 
-def option_fields(record: Any) -> dict[str, FieldInfo]:
-    """Return the pydantic fields of a record by name."""
-    return record.__pydantic_fields__
+def option_fields(section: Any) -> dict[str, FieldInfo]:
+    """Return the pydantic fields of a section by name."""
+    return section.__pydantic_fields__
 
 
 def nested_section(field: FieldInfo) -> type | None:
-    """Return the record type of a field that is a YAML mapping; None for other fields."""
-    record: Any = field.annotation
-    return record if is_pydantic_dataclass(record) else None
+    """Return the section type of a field that is a YAML mapping; None for other fields."""
+    section: Any = field.annotation
+    return section if is_pydantic_dataclass(section) else None
 
 
 def option_error_text(key: str, field: FieldInfo, value: Any, error: Any) -> str:
@@ -83,21 +83,21 @@ def option_error_text(key: str, field: FieldInfo, value: Any, error: Any) -> str
     if error["type"] == "component":
         text = f": {key}._component_={value}" if isinstance(value, str) else ""
         return f"`{key}:` {error['msg']}{text}{f', or {key}=null' if optional else ''}"
-    if (record := nested_section(field)) is not None:
-        names = list(option_fields(record))
+    if (section := nested_section(field)) is not None:
+        names = list(option_fields(section))
         if value is None:
             return f"{key}=null is not a mapping. Fix: remove it"
-        if shorthand_key := getattr(record, "SHORTHAND_KEY", None):
-            plain = expected_text(option_fields(record)[shorthand_key])
+        if shorthand_key := getattr(section, "SHORTHAND_KEY", None):
+            plain = expected_text(option_fields(section)[shorthand_key])
             return f"{key}={value} must be {plain}, or a mapping with some of the keys {', '.join(names)}"
-        example = f"[{value}]" if "list" in expected_text(option_fields(record)[names[0]]) else "..."
+        example = f"[{value}]" if "list" in expected_text(option_fields(section)[names[0]]) else "..."
         return f"{key}={value} is not a mapping. Fix: write {key}.{names[0]}={example} (keys: {', '.join(names)})"
     if value is None and not optional:
         return f"{key} has no value. Fix: set {key}=..., or remove the key"
     return type_error_text(key, value, field)
 
 
-def coerce_yaml_values(record: type, plain: dict[str, Any], where: str = "") -> dict[str, str]:
+def coerce_yaml_values(section: type, plain: dict[str, Any], where: str = "") -> dict[str, str]:
     """Convert values of `plain`, in place, to the types of their fields.
 
     An integer becomes text where the field takes text (`output_dir=2026`). A float does not,
@@ -105,7 +105,7 @@ def coerce_yaml_values(record: type, plain: dict[str, Any], where: str = "") -> 
     text ("8", "1e-6") to a number.
 
     Args:
-        record: the record type whose fields describe `plain`.
+        section: the section type whose fields describe `plain`.
         plain: the values by name.
         where: the prefix of the keys in messages.
 
@@ -113,7 +113,7 @@ def coerce_yaml_values(record: type, plain: dict[str, Any], where: str = "") -> 
         A message for each value that cannot be converted, by its dotted key.
     """
     messages = {}
-    for name, field in option_fields(record).items():
+    for name, field in option_fields(section).items():
         key, value = f"{where}{name}", plain.get(name)
         kinds = union_members(field.annotation)
         if (nested := nested_section(field)) is not None:
@@ -139,11 +139,11 @@ def unknown_key_text(key: str, known: list[str], where: str = "the config") -> s
     return f"unknown key {key!r} in {where}; {hint}"
 
 
-def _init_error_text(record: type, key: str, values: dict[str, Any], error: Any) -> tuple[str, str]:
-    """Return the key and the message for an invalid record that code constructs."""
+def _init_error_text(section: type, key: str, values: dict[str, Any], error: Any) -> tuple[str, str]:
+    """Return the key and the message for an invalid section that code constructs."""
     if not error["loc"]:
         return key, str(error["ctx"]["error"]) if error["type"] == "value_error" else f"{key}: {error['msg']}"
-    name, fields = error["loc"][0], option_fields(record)
+    name, fields = error["loc"][0], option_fields(section)
     if error["type"] in ("unexpected_positional_argument", "multiple_argument_values"):
         return key, f"{key}: {error['msg']}"
     # Pydantic locates a positional argument by its index.

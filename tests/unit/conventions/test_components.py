@@ -26,7 +26,7 @@ def check(tree):
     components = list(nodes(tree))
     for where, node in components:
         module, _, name = node["_component_"].rpartition(".")
-        if not module or module.startswith("my_"):  # it stands in a file of the user
+        if not module or module.startswith("my_"):  # a component in a file of the user
             continue
         component = getattr(importlib.import_module(module), name)
         given = {key: value for key, value in node.items() if key != "_component_"}

@@ -1,4 +1,4 @@
-"""The rules of the house, held by reading the source: who may import whom, and how long things may get."""
+"""Conventions of the repository, checked in the source: import order, lengths, style."""
 
 import ast
 import io
@@ -41,9 +41,9 @@ ORDER = [
 ]
 # Who may know the settings beside the recipes: all others take plain values. `omegaconf` is the first one's own.
 SETTINGS = ("settings", "setup", "cluster", "sweep", "cli")
-# What a room needs to declare the record of its config keys.
-RECORDS = [
-    f"torchtune_ext.settings.{name}" for name in ("records.config_section", "records.Seconds", "components.Component")
+# What a package needs to declare its config section.
+SECTION_IMPORTS = [
+    f"torchtune_ext.settings.{name}" for name in ("sections.config_section", "sections.Seconds", "components.Component")
 ]
 MAX_FILE, MAX_FUNCTION, MAX_KEYS = 600, 80, 41  # lines, lines, names
 MAX_RECIPE = 300  # statements: comments and blank lines cost nothing, and squeezing a line gains nothing
@@ -167,7 +167,7 @@ def recipes_are_leaves(files: Files) -> Iterator[str]:
 def settings_stop_at_the_recipe(library: Files) -> Iterator[str]:
     for file in library:
         for name, place in file.imports:
-            of_settings = name.startswith("torchtune_ext.settings") and name not in RECORDS
+            of_settings = name.startswith("torchtune_ext.settings") and name not in SECTION_IMPORTS
             if (name.split(".")[0] == "omegaconf" and room(file.name) != SETTINGS[0]) or (
                 of_settings and room(file.name) not in SETTINGS
             ):
