@@ -23,7 +23,7 @@ from pathlib import Path
 
 from torchtune_ext.cli.plugin import parse
 from torchtune_ext.recipes.grpo import Config, GRPORecipe
-from torchtune_ext.sampling.vllm_backend import RemoteBackend
+from torchtune_ext.sampling.vllm_backend import ProcessBackend
 from torchtune_ext.settings.config import load_config
 from torchtune_ext.training.mismatch import MismatchError
 from torchtune_ext.training.publish import Publisher
@@ -75,7 +75,7 @@ CELLS["fp8_rollout lora merged"] = PRECISIONS["fp8_rollout"] + MERGED
 
 def plant_faults(fault: Path) -> None:
     """Make the trainer's side of the engine inject the fault that the file names."""
-    generate, load, wrong_tensors = RemoteBackend.generate, RemoteBackend.load, Publisher._find_checksum_error
+    generate, load, wrong_tensors = ProcessBackend.generate, ProcessBackend.load, Publisher._find_checksum_error
 
     async def sample(self, call):
         call.sampling = replace(call.sampling, **(SAMPLERS | RAW_SAMPLERS).get(fault.read_text(), {}))
@@ -89,7 +89,7 @@ def plant_faults(fault: Path) -> None:
     def believe(self, answer):
         return None if fault.read_text().endswith("checks bypassed") else wrong_tensors(self, answer)
 
-    RemoteBackend.generate, RemoteBackend.load, Publisher._find_checksum_error = sample, lose, believe
+    ProcessBackend.generate, ProcessBackend.load, Publisher._find_checksum_error = sample, lose, believe
 
 
 def drive(recipe: GRPORecipe, fault: Path, healthy: int, faults: list[str], out: Path) -> None:
@@ -106,7 +106,7 @@ def drive(recipe: GRPORecipe, fault: Path, healthy: int, faults: list[str], out:
     for present[0] in ["none", *faults]:
         fault.write_text("none")
         gate = recipe.mismatch_gate
-        gate._recent, gate._ratios, tokens[0] = None, {}, 0
+        gate._recent, gate._evidence, tokens[0] = None, {}, 0
         begun, recipe.cfg.max_steps = recipe.version, recipe.step + (PATIENCE if present[0] != "none" else healthy)
         try:
             recipe.train()

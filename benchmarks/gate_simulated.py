@@ -31,7 +31,7 @@ from torchtune_ext.training.mismatch import (
     MismatchGate,
     PairedLogprobs,
     UpdateEffect,
-    likelihood_gains,
+    log_likelihood_ratios,
 )
 from torchtune_ext.training.publish import CANARY_PROMPTS, CANARY_SAMPLES, CANARY_TOKENS, NEW_SEED_TOKENS, SEED_PERIOD
 
@@ -183,7 +183,7 @@ class Canaries:
         self.before = None
 
     def publish(self, version: int):
-        """Yield for each run the tokens, the measured update effect, and `likelihood_gains`."""
+        """Yield for each run the tokens, the measured update effect, and `log_likelihood_ratios`."""
         if version % SEED_PERIOD == 0:
             self.begin()
         elif version % SEED_PERIOD == 1:
@@ -217,8 +217,8 @@ class Canaries:
         for i in range(self.count):
             index = np.unique(contexts[i, known[i]], return_inverse=True)[1]
             applied = UpdateEffect.estimate((p - off)[i, known[i]], (q - off)[i, known[i]], index, "samples as before")
-            gains = likelihood_gains(*(torch.from_numpy(each[i]) for each in (p, q, entropy, sharp)))
-            yield tokens_of(p[i], q[i], entropy[i], contexts[i]), applied, gains
+            log_ratios = log_likelihood_ratios(*(torch.from_numpy(each[i]) for each in (p, q, entropy, sharp)))
+            yield tokens_of(p[i], q[i], entropy[i], contexts[i]), applied, log_ratios
 
     def walk(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the context and label of each token; samples on the same path of a prompt share a context."""

@@ -34,7 +34,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from torchtune_ext.sampling.engine import BACKENDS, Engine, EngineConfig, Priority, PublishReport, SamplingConfig
 from torchtune_ext.sampling.types import CANARY_REQUESTS
-from torchtune_ext.sampling.vllm_backend import RemoteBackend
+from torchtune_ext.sampling.vllm_backend import ProcessBackend
 from torchtune_ext.sampling.weight_buffer import checksum
 
 VOCABULARY, PROMPT, TOKENS = 512, 24, 48
@@ -65,7 +65,7 @@ class Log:
 LOG = Log()
 
 
-class RecordedBackend(RemoteBackend):
+class RecordedBackend(ProcessBackend):
     """An engine that records its loads."""
 
     fresh = True

@@ -13,6 +13,9 @@ For query i and key j of a row (`pipeline/packing.py`)::
   calls if all its completions are in one stack.
 
 Both equal attention with the dense mask up to rounding, in value and gradient.
+
+Shape letters of this module: N segments of a stack, R tokens of its longest segment, A tokens of
+its ancestors, S tokens of the row in the order of the stacks, with padding, H heads, D head width.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,10 +28,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from torchtune_ext.pipeline.packing import BUCKETS_PER_OCTAVE, Row, RowCostModel
+from torchtune_ext.pipeline.packing import Row, RowCostModel
 
 TILE_SIZE = 128  # queries and keys per block of FlexAttention
 FLEX_BUCKETS_PER_OCTAVE = 2  # compiled lengths of FlexAttention between two powers of two
+# Kernels that PyTorch may compile for FlexAttention: 2 * FLEX_BUCKETS_PER_OCTAVE for each of 64
+# octaves of lengths.
+RECOMPILE_LIMIT = 256
 MASK_CHUNK_TILES = 8  # query tiles per step of the block mask computation
 MAX_PADDING_FRACTION = 0.25  # maximum fraction of padding in a stacked completion
 
@@ -81,9 +87,9 @@ def _kv_block_indices(tiles: Tensor) -> tuple[Tensor, Tensor]:
 class _Stack:
     """N segments with the same ancestors that are computed together, each padded to R tokens."""
 
-    ancestors: tuple[int, ...]  # indices of the ancestor segments, K tokens in total; each is a stack of one segment
+    ancestors: tuple[int, ...]  # indices of the ancestor segments, A tokens in total; each is a stack of one segment
     num_segments: int  # N
-    # bool [R, K + R]; None without ancestors. All N segments share it: the padding of a shorter
+    # bool [R, A + R]; None without ancestors. All N segments share it: the padding of a shorter
     # segment follows its tokens, which do not see it.
     mask: Tensor | None
 
@@ -199,10 +205,9 @@ def _compile_flex_attention() -> None:
     """Compiles FlexAttention once, on CUDA only: importing the compiler takes over a second."""
     global _flex_attention
     if _flex_attention is flex_attention:
-        # Each padded length is compiled, with and without gradient, in 5 to 8 s. Beyond this limit
-        # PyTorch falls back to eager mode, whose T x T scores do not fit into GPU memory. So the
-        # limit leaves room for the 2 * FLEX_BUCKETS_PER_OCTAVE kernels of many octaves.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * BUCKETS_PER_OCTAVE)
+        # Each padded length is compiled, with and without gradient, in 5 to 8 s. Beyond the limit
+        # PyTorch falls back to eager mode, whose T x T scores do not fit into GPU memory.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
         _flex_attention = torch.compile(flex_attention, dynamic=False)
 
 

@@ -443,7 +443,7 @@ class GRPORecipe:
         # The learning-rate schedule counts planned updates. An update that is skipped because all
         # groups had zero variance counts, too. After a resume with another `updates_per_step`,
         # earlier steps count with the new value.
-        self.learner.schedule_step = (self.step - 1) * self.cfg.updates_per_step
+        self.learner.update_index = (self.step - 1) * self.cfg.updates_per_step
         # The proximal policy is the policy before the first update of this step. The first update
         # gets its log-probs from its own forward pass. Later updates start from a changed policy,
         # so their proximal log-probs are computed here, before any update.

@@ -43,7 +43,7 @@ from torchtune_ext.telemetry.metrics import LoggingConfig, MetricLogger
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.step_metrics import Timer, memory_metrics, timing_metrics
 from torchtune_ext.training.distributed import init_ranks
-from torchtune_ext.training.export import describe_prompt_source, require_replaceable, save_model
+from torchtune_ext.training.export import describe_prompt_format, require_replaceable, save_model
 from torchtune_ext.training.learner import Learner, ScheduleConfig, make_schedule
 from torchtune_ext.training.precision import DTYPES, chosen_dtype, dtype_note
 from torchtune_ext.training.recipe_runner import close_all, run_recipe
@@ -285,7 +285,7 @@ class WarmupRecipe:
         if self.saved_model_dir is not None:
             train = shlex.quote(f"model_dir={self.saved_model_dir}")
             lines = [("model", f"{self.saved_model_dir}, in Hugging Face format: train it with {train}")]
-            if prompts := describe_prompt_source(self.hf_model, self.tokenizer):
+            if prompts := describe_prompt_format(self.hf_model, self.tokenizer):
                 lines.append(
                     ("prompts", f"made with {prompts}, not with the files of {self.start_dir}; saved with the model")
                 )

@@ -54,9 +54,9 @@ class TrainedModel:
                 p.grad = torch.randn_like(p)
             self.optimizer.step()
 
-    def save(self, checkpoints: Checkpoints, step: int, accuracy: float | None = None) -> float:
+    def save(self, checkpoints: Checkpoints, step: int, eval_reward: float | None = None) -> float:
         export = partial(export_model, model=self.model, hf_model=self.source, dtype=torch.float32)
-        return checkpoints.save(step, self.model, self.optimizer, export, {"cursor": 7 * step}, accuracy)
+        return checkpoints.save(step, self.model, self.optimizer, export, {"cursor": 7 * step}, eval_reward)
 
     def load(self, checkpoints: Checkpoints, path: Path) -> dict:
         return checkpoints.load(path, self.model, self.optimizer)

@@ -22,13 +22,13 @@ CONFIG = EngineConfig(probe_interval_s=0.05, probe_deadline_s=1.0, rpc_deadline_
 class Load(NamedTuple):
     """One load: the byte of each buffer's first tensor, later the byte of its second tensor, and the version."""
 
-    first_half: list[int]
-    second_half: list[int]
+    first_tensor: list[int]
+    second_tensor: list[int]
     version: int
 
 
 class FakeBackend:
-    """A fake backend that records its loads. It reads each buffer in two halves, with a pause between them."""
+    """A fake backend that records its loads. It reads each buffer's two tensors with a pause between them."""
 
     vocab_size, cache_tokens, block_size, process_group = 512, 4096, 32, 0
 
@@ -66,7 +66,7 @@ class FakeBackend:
             raise BackendCrashed("killed")
 
     async def load(self, buffers, version):
-        first = [self.read_half(buffer, 0) for buffer in buffers]
+        first = [self.read_tensor(buffer, 0) for buffer in buffers]
         self.load_started.set()
         while not self.load_allowed.is_set():
             await asyncio.sleep(0.001)
@@ -74,25 +74,25 @@ class FakeBackend:
             raise self.error
         if self.killed:
             raise BackendCrashed("killed in a load")
-        second = [self.read_half(buffer, 1) for buffer in buffers]
+        second = [self.read_tensor(buffer, 1) for buffer in buffers]
         for buffer in buffers:
             self.loaded_checksums |= buffer.checksums
         if buffers:
             self.loads.append(Load(first, second, version))
-        self.sleep_level, self.label = 0, version
+        self.sleep_level, self.loaded_version = 0, version
         return 0.1, 0.05
 
     @staticmethod
-    def read_half(buffer, half):
+    def read_tensor(buffer, index):
         with open(buffer.address()["path"], "rb") as file:
-            file.seek(buffer.manifest["offsets"][half])
+            file.seek(buffer.manifest["offsets"][index])
             return file.read(1)[0]
 
     async def checksums(self):
         return [self.loaded_checksums]
 
     async def weight_version(self):
-        return self.label
+        return self.loaded_version
 
     async def sleep(self, level):
         if self.error is not None:

@@ -159,9 +159,9 @@ def test_engine_stop_tokens_end_completion_and_are_kept(engine):
 
 
 def test_a_prompt_that_does_not_fit_is_refused(engine):
-    with pytest.raises(ValueError, match=r"seed_index=1 .*1000 .*max_tokens.*max_model_len=1024"):
+    with pytest.raises(ValueError, match=r"prompt 1 .*1000 .*max_tokens.*max_model_len=1024"):
         engine.sample([[1] * 10, [1] * 1000], 2, SamplingConfig(max_tokens=100))
-    with pytest.raises(ValueError, match="seed_index=0 is empty"):
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
         engine.sample([[]], 2, SamplingConfig(max_tokens=100))
     with pytest.raises(ValueError, match="517 to 517.* 0 to 511"):
         engine.sample([[tiny_model.VOCABULARY + 5]], 1, SamplingConfig(max_tokens=2))
@@ -212,7 +212,7 @@ def test_a_group_is_ended_alone(engine):
     assert [len(completion.tokens) for completion in other.result(timeout=60)] == [200, 200]
     wait_until(lambda: not engine.stats().running)
     assert not arrived
-    with pytest.raises(ValueError, match="seed_index=0 is empty"):
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
         engine.submit([], 1, sampling)
 
 

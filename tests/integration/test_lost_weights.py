@@ -16,12 +16,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 DRIVE = """
 from pathlib import Path
 
-from torchtune_ext.sampling.vllm_backend import RemoteBackend
+from torchtune_ext.sampling.vllm_backend import ProcessBackend
 from torchtune_ext.training.mismatch import MismatchError
 
 FAULT = Path("fault")
 FAULT.write_text("none")
-load = RemoteBackend.load
+load = ProcessBackend.load
 
 
 async def lose(self, buffers, version):
@@ -30,7 +30,7 @@ async def lose(self, buffers, version):
     return await load(self, [] if FAULT.read_text() == "lost under its label" else buffers, version)
 
 
-RemoteBackend.load = lose
+ProcessBackend.load = lose
 
 
 def drive(recipe):

@@ -40,7 +40,7 @@ class Tokens:
     # unknown.
     version: int | None = None
 
-    # Deprecated names, for custom losses of version 1. Fix: use the names above.
+    # Deprecated names, for custom losses of an earlier commit. Fix: use the names above.
     @property
     def old_logprobs_L(self) -> Tensor | None:  # noqa: N802
         return self.proximal_logprobs_L

@@ -41,8 +41,9 @@ _LOCAL_FOLDER_NAMES = (
 )
 
 # Qwen3 has the names of Qwen2 and two more, for the norms of q and k. Llama's names are a subset.
-# OLMo 2 gives its norm after attention the name that other families use for the norm before the
-# MLP. So only the map to Hugging Face works for all families.
+# In Hugging Face's names, post_attention_layernorm means two norms: after attention in OLMo 2,
+# before the MLP in other families. So the map to torchtune depends on the family, and only the map
+# to Hugging Face is shared.
 _TO_TUNE = _FROM_HF | {
     f"model.layers.{{}}.self_attn.{x}_norm.weight": f"layers.{{}}.attn.{x}_norm.scale" for x in ("q", "k")
 }
@@ -123,7 +124,7 @@ def _llama_arguments(config: HFConfig) -> dict[str, Any]:
 def _build_llama(
     tied: Callable, untied: Callable, *lora_args: Any, tie_word_embeddings: bool, **rest: Any
 ) -> TransformerDecoder:
-    # Except for defaults, torchtune's builders of the versions differ only in a tied output head.
+    # torchtune's builders of Llama 3.1 and 3.2 differ only in defaults and in tied embeddings.
     return tied(*lora_args, tie_word_embeddings=True, **rest) if tie_word_embeddings else untied(*lora_args, **rest)
 
 
@@ -140,15 +141,15 @@ class Family:
     to_hf: Callable[..., dict[str, Tensor]]
     # Converts a complete config (`complete_config`) into arguments of the builders.
     arguments: Callable[[HFConfig], dict[str, Any]]
-    # Key of config.json -> values that the builders support. A missing key without a default is
-    # supported.
+    # Key of config.json -> values that the builders support. A key that is absent and has no
+    # default is not checked.
     supported_values: Mapping[str, tuple]
     # Defaults of missing keys, if they differ from `_DEFAULTS`.
     defaults: Mapping[str, Any]
 
 
-# Defaults of transformers' classes for missing keys of config.json; vLLM uses them, too. Writers
-# omit keys that have their default, and some files are older than some keys.
+# Defaults of transformers' classes for missing keys of config.json; vLLM uses them, too.
+# `save_pretrained` omits keys with default values, and old files lack newer keys.
 _DEFAULTS = {
     "hidden_size": 4096,
     "intermediate_size": 11008,

@@ -105,8 +105,10 @@ RENAMED_MODULES = {
     "telemetry.summary.clock_metrics": "telemetry.step_metrics.timing_metrics",
     "training.checkpoints.checkpoint_to_go_on_from": "training.checkpoints.find_resume_checkpoint",
     "training.checkpoints.standing": "training.checkpoints.status_message",
-    "training.export.own_prompts": "training.export.describe_prompt_source",
+    "training.export.own_prompts": "training.export.describe_prompt_format",
     "training.learner.over_updates": "training.learner.mean_over_updates",
+    "training.mismatch.likelihood_gains": "training.mismatch.log_likelihood_ratios",
+    "sampling.vllm_backend.RemoteBackend": "sampling.vllm_backend.ProcessBackend",
 }
 
 

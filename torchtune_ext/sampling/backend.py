@@ -40,12 +40,12 @@ def group_seeds(seed: int | None, group: int, n: int) -> list[int | None]:
 
 
 class BackendCrashed(RunFailure):
-    """The engine process exited, does not answer, or holds half-loaded weights: restart it."""
+    """The replica's process exited, does not answer, or holds half-loaded weights: restart it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStepStats:
-    """The engine's counters after one of its steps."""
+    """The replica's counters after one of its steps."""
 
     usage: float  # fraction of the KV cache in use
     running: int  # requests
@@ -57,19 +57,19 @@ class EngineStepStats:
 
 @dataclass(slots=True)
 class EngineRequest:
-    """One request to one engine process, and the tokens sampled so far."""
+    """One request to one replica, and the tokens sampled so far."""
 
     prompt: list[int]
     sampling: SamplingConfig
     seed: int | None
-    priority: Priority = Priority.SAMPLE  # in the engine's own queue
-    seed_index: int = 0  # of the group (`Engine.submit`), for messages
+    priority: Priority = Priority.SAMPLE  # in the replica's own queue
+    seed_index: int = 0  # index of the group (`Engine.submit`), for messages
     n: int = 1  # number of requests in the group; all share this prompt
-    # Each engine process gets a copy of the request, with an id that is unique in the run.
+    # Each replica gets a copy of the request, with an id that is unique in the run.
     id: str = ""
     first_version: int = 0  # policy version of the initial weights, which were never published
     task: asyncio.Task | None = field(default=None, init=False)  # task that runs the request
-    crash_reason: str = field(default="", init=False)  # why the engine failed the request; "" if it did not
+    crash_reason: str = field(default="", init=False)  # why the replica failed the request; "" if it did not
     num_kept: int | None = field(default=None, init=False)  # tokens to keep after an early stop
     tokens: list[int] = field(default_factory=list, init=False)
     logprobs: list[float] = field(default_factory=list, init=False)
@@ -81,7 +81,7 @@ class EngineRequest:
         return self.sampling.early_stop_logprob is not None
 
     def vllm_params(self) -> dict[str, Any]:
-        """Returns the arguments of vLLM's `SamplingParams`, for an engine and for a server."""
+        """Returns the arguments of vLLM's `SamplingParams`, for a process or a server."""
         sampling = self.sampling
         return {
             "max_tokens": sampling.max_tokens,
@@ -90,7 +90,8 @@ class EngineRequest:
             "top_k": sampling.top_k,
             "seed": self.seed,
             "stop_token_ids": list(sampling.stop_token_ids),
-            # Only `stop_token_ids` end a completion; they include the end token where needed.
+            # Only `stop_token_ids` end a completion. If the config has none, the recipes set them
+            # to the EOS tokens.
             "ignore_eos": True,
             # 0 returns only the log-prob of the sampled token.
             "logprobs": 0,
@@ -159,7 +160,7 @@ class EngineRequest:
         """
         versions = np.full(len(self.tokens), self.first_version, np.int32)
         for version, start, end in spans:
-            # vLLM labels weights "default" until they get a version.
+            # vLLM reports the version "default" until a version is set.
             versions[start:end] = self.first_version if version == "default" else int(version)
         return Completion(
             tokens=np.array(self.tokens[: self.num_kept], np.int32),
@@ -183,10 +184,10 @@ def build_requests(
     if n < 1:
         raise UsageError(f"sample: n={n}; expected at least 1")
     if not ids:
-        raise UsageError(f"sample: the prompt with seed_index={seed_index} is empty; expected at least one token")
+        raise UsageError(f"sample: prompt {seed_index} is empty; expected at least one token")
     if len(ids) + sampling.max_tokens > max_model_len:
         raise UsageError(
-            f"sample: the prompt with seed_index={seed_index} has {len(ids)} tokens, and sampling.max_tokens="
+            f"sample: prompt {seed_index} has {len(ids)} tokens, and sampling.max_tokens="
             f"{sampling.max_tokens}: the sum exceeds engine.max_model_len={max_model_len}. Fix: shorten the prompt, lower "
             "sampling.max_tokens or raise engine.max_model_len"
         )
@@ -195,7 +196,7 @@ def build_requests(
 
 
 class ProcessStatus(Protocol):
-    """An engine process that `call_with_deadline` watches for a crash while it waits."""
+    """A process that `call_with_deadline` watches for a crash while it waits."""
 
     @property
     def is_dead(self) -> bool:
@@ -211,13 +212,13 @@ class Backend(ProcessStatus, Protocol):
     """How a replica reaches vLLM: a process, a server, or in-process code (`engine.BACKENDS`).
 
     After BackendCrashed the replica calls `stop`, and the factory makes another incarnation, which
-    gets the weights by `load`. After a ValueError the engine stays in service. Coroutines run in
+    gets the weights by `load`. After a ValueError the backend stays in service. Coroutines run in
     the engine's asyncio thread and bound their own waits by the deadlines of the config.
     """
 
     # In-flight requests by id.
     requests: dict[str, EngineRequest]
-    # Time of the last heartbeat (time.monotonic()). The replica pings an engine with requests but
+    # Time of the last heartbeat (time.monotonic()). The replica pings a backend with requests but
     # without a recent heartbeat.
     last_heartbeat: float
     # Known after `launch`: capacity of the KV cache in tokens, tokens per block, and vocabulary
@@ -225,7 +226,7 @@ class Backend(ProcessStatus, Protocol):
     cache_tokens: int
     block_size: int
     vocab_size: int
-    # Sleep level; 0 if the engine is awake.
+    # Sleep level; 0 if the replica is awake.
     sleep_level: int
 
     @property
@@ -235,21 +236,21 @@ class Backend(ProcessStatus, Protocol):
 
     @property
     def stats_error(self) -> Exception | None:
-        """Error in our code that reads the engine's counters; retires the replica."""
+        """Error in our code that reads the replica's counters; retires the replica."""
         ...
 
     def configure(self) -> None:
         """Does slow imports and checks the config, in the thread of `Engine.start`.
 
         Raises:
-            ValueError: If the engine refuses the config.
+            ValueError: If the replica refuses the config.
         """
 
     async def launch(self) -> None:
-        """Returns once the engine can take requests; calls `configure` if it was not called before.
+        """Returns once the replica can take requests; calls `configure` if that was not done.
 
         Raises:
-            BackendCrashed: If the engine does not start.
+            BackendCrashed: If the replica does not start.
             ValueError: As `configure`.
         """
 
@@ -259,21 +260,21 @@ class Backend(ProcessStatus, Protocol):
         The backend passes tokens to `request.add` as they arrive.
 
         Raises:
-            BackendCrashed: If the engine crashes.
-            ValueError: If the engine refuses the request.
+            BackendCrashed: If the replica crashes.
+            ValueError: If the replica refuses the request.
         """
         ...
 
     async def ping(self, deadline_s: float) -> None:
-        """Returns once the engine has answered.
+        """Returns once the replica has answered.
 
         Raises:
             BackendCrashed: Without an answer after `deadline_s` seconds.
-            ValueError: If the engine refuses the request.
+            ValueError: If the replica refuses the request.
         """
 
     async def load(self, buffers: Sequence[Any], version: int) -> tuple[float, float]:
-        """Replaces the weights between two steps, wakes a sleeping engine, and sets its version.
+        """Replaces the weights between two steps, wakes a sleeping replica, and sets its version.
 
         Args:
             buffers: `weight_buffer.WeightBuffer`s, the model's before its adapter's. If empty, only
@@ -284,33 +285,41 @@ class Backend(ProcessStatus, Protocol):
             Seconds without sampling, and the seconds of loading that they include.
 
         Raises:
-            BackendCrashed: If the engine crashes.
-            ValueError: If the engine refuses the weights and continues with the old ones.
+            BackendCrashed: If the replica crashes.
+            ValueError: If the replica refuses the weights and continues with the old ones.
         """
         ...
 
     async def checksums(self) -> list[dict[str, int | None]]:
-        """Returns `Engine.checksums` of this engine, one dict per worker. Raises BackendCrashed."""
+        """Returns `Engine.checksums` of this replica, one dict per worker.
+
+        Raises:
+            BackendCrashed: If the replica crashes.
+        """
         ...
 
     async def weight_version(self) -> int:
-        """Returns the version of the weights, as the engine reports it. Raises BackendCrashed."""
+        """Returns the version of the weights, as the replica reports it.
+
+        Raises:
+            BackendCrashed: If the replica crashes.
+        """
         ...
 
     async def sleep(self, level: int) -> None:
         """Frees GPU memory. Level 1 keeps the weights in host memory, level 2 drops them.
 
-        `load` wakes the engine from both levels. An engine with its own GPU may ignore the call.
+        `load` wakes the replica from both levels. A replica with its own GPU may ignore the call.
 
         Raises:
-            BackendCrashed: If the engine crashes.
+            BackendCrashed: If the replica crashes.
         """
 
     def kill(self) -> None:
-        """Kills the engine without waiting; may be called from any thread."""
+        """Kills the replica without waiting; may be called from any thread."""
 
     def log_tail(self) -> str:
-        """Returns the last lines of the engine's log, for an error message."""
+        """Returns the last lines of the replica's log, for an error message."""
         ...
 
     async def stop(self) -> None:
@@ -352,13 +361,13 @@ async def crash_on_timeout(limit_s: float, what: str) -> AsyncIterator[None]:
 
 
 async def call_with_deadline(backend: ProcessStatus, awaitable: Awaitable[Any], deadline_s: float, name: str) -> Any:
-    """Awaits a call into the engine.
+    """Awaits a call into the replica.
 
     Raises:
-        BackendCrashed: After `deadline_s` seconds, or if the engine crashes or the call fails.
+        BackendCrashed: After `deadline_s` seconds, or if the replica crashes or the call fails.
         ValueError: As the call.
     """
-    # If the engine crashes, the call itself never returns. Therefore `backend.is_dead` is polled.
+    # If the replica crashes, the call itself never returns. Therefore `backend.is_dead` is polled.
     give_up_at = time.monotonic() + deadline_s
     task = asyncio.ensure_future(awaitable)
     task.add_done_callback(mark_retrieved)

@@ -36,7 +36,11 @@ CHUNK_BYTES = 64 << 20  # bytes per gloo broadcast; a larger tensor is its own c
 
 
 def own_address(host: str, port: int) -> str:
-    """Returns this machine's source address for packets to `host`. Raises OSError."""
+    """Returns this machine's source address for packets to `host`.
+
+    Raises:
+        OSError: If the host is unknown or has no route.
+    """
     # Connecting a UDP socket only looks up the route and sends nothing.
     (family, kind, protocol, _, target), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     with socket.socket(family, kind, protocol) as probe:
@@ -45,7 +49,11 @@ def own_address(host: str, port: int) -> str:
 
 
 def listen(address: str) -> socket.socket:
-    """Returns a socket that listens only on `address`, on a free port. Raises OSError."""
+    """Returns a socket that listens only on `address`, on a free port.
+
+    Raises:
+        OSError: If the address does not belong to this machine.
+    """
     return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
@@ -86,7 +94,7 @@ class GlooGroup:
         # torch's stub has another name for this class, and lacks the collectives of a group.
         options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         # The group binds only to the address that faces the other end. It ignores
-        # `GLOO_SOCKET_IFNAME`, which restricts an engine's own groups to its machine.
+        # `GLOO_SOCKET_IFNAME`, which restricts a replica's own groups to its machine.
         here = address if listener is not None else own_address(address, port)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]
         options._timeout = limit

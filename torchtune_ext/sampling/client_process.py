@@ -290,7 +290,7 @@ async def serve(end: socket.socket, model_dir: str, config: EngineConfig) -> Non
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Runs the client of one engine.
+    """Runs the client of one replica.
 
     Args:
         descriptor: File descriptor of the socket.

@@ -50,7 +50,7 @@ from torchtune_ext.sampling.types import (
     PublishReport,
     SamplingConfig,
 )
-from torchtune_ext.sampling.vllm_backend import RemoteBackend
+from torchtune_ext.sampling.vllm_backend import ProcessBackend
 from torchtune_ext.sampling.weight_buffer import WeightBuffers
 
 if TYPE_CHECKING:
@@ -145,7 +145,11 @@ class LoopThread(threading.Thread):
             future.cancel()
 
     def stop(self) -> None:
-        """Ends the thread and cancels its work. Raises DeadlineExceeded."""
+        """Ends the thread and cancels its work.
+
+        Raises:
+            DeadlineExceeded: If the thread does not end.
+        """
         if self.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self.join(5.0)
@@ -213,7 +217,7 @@ class Engine:
         """
         if self._started is not None or self._closed:
             raise RuntimeError("Engine.start: this engine was already started or closed. Fix: create a new one")
-        if self._backend_factory is RemoteBackend and self.config.address is None:
+        if self._backend_factory is ProcessBackend and self.config.address is None:
             warn_ignored_variables()
         self.log_pattern.parent.mkdir(parents=True, exist_ok=True)
         self._reaper = ProcessReaper()
@@ -222,7 +226,7 @@ class Engine:
         atexit.register(lambda: (method := close()) and method())
         self._thread.start()
         self._thread.call(self._pool.create_backends(), timeout=30.0)
-        prestart.discard_prestarted()  # only RemoteBackend uses the prestarted client process
+        prestart.discard_prestarted()  # only ProcessBackend uses the prestarted client process
         try:
             # The client imports vLLM (5 s) and validates the config, so that this call raises if
             # vLLM refuses it. The other replicas have the same settings and configure themselves
@@ -442,7 +446,7 @@ class Engine:
     def checksums(self) -> list[dict[str, int | None]]:
         """Returns the `weight_buffer.checksum` of each synced tensor by name, one dict per worker.
 
-        The value is None if two copies of a tensor had different checksums.
+        The value is None if the tensor was loaded into several parameters whose checksums differ.
 
         Raises:
             EngineFailed: If the engine cannot be restarted.
@@ -502,7 +506,7 @@ class Engine:
     def _make_backend(self, replica: EngineReplica) -> Backend:
         """Creates a backend of a replica. Raises OSError if the process reaper has failed."""
         assert self._reaper is not None  # since `start`
-        if replica.config.address is not None and self._backend_factory is RemoteBackend:
+        if replica.config.address is not None and self._backend_factory is ProcessBackend:
             # Imported here, since only runs with servers need these modules.
             from torchtune_ext.sampling.server import ServerBackend
             from torchtune_ext.sampling.weight_sender import WeightSender
@@ -524,7 +528,7 @@ class Engine:
         return backend
 
 
-BACKENDS: dict[str, BackendFactory] = {"vllm": RemoteBackend}
+BACKENDS: dict[str, BackendFactory] = {"vllm": ProcessBackend}
 
 
 def find_backend(name: str) -> BackendFactory:

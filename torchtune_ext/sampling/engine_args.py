@@ -1,4 +1,4 @@
-"""Arguments and environment of vLLM, and the devices, cores and threads of each engine."""
+"""Arguments and environment of vLLM, and the devices, cores and threads of each replica."""
 
 import itertools
 import os
@@ -15,7 +15,7 @@ from torchtune_ext.sampling.prestart import IGNORED_VARIABLES, MALLOC_VARIABLES,
 from torchtune_ext.sampling.types import CANARY_REQUESTS, LORA_RANKS, EngineConfig
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
-CORES_VARIABLE = "TORCHTUNE_EXT_CORES"  # environment variable with the CPU cores of one of several engines
+CORES_VARIABLE = "TORCHTUNE_EXT_CORES"  # environment variable with the CPU cores of one of several replicas
 # These variables keep an engine's sockets on this machine, where all its processes run. Otherwise
 # gloo listens on the address of the host name and NCCL on the first network card, and both are
 # unauthenticated. The user's own values of these variables are meant for the trainer's ranks.
@@ -126,7 +126,7 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
 
 
 def engine_threads(config: EngineConfig, parameters: int, concurrent: bool) -> int | None:
-    """Returns the CPU threads of each engine; None on GPUs.
+    """Returns the CPU threads of each replica; None on GPUs.
 
     Args:
         config: The `engine:` section.
@@ -139,9 +139,9 @@ def engine_threads(config: EngineConfig, parameters: int, concurrent: bool) -> i
     # the synchronization of threads takes longer than an operation.
     if concurrent or parameters < MIN_PARALLEL_PARAMS:
         return 1
-    # The trainer is idle while the engines sample, so they share its threads.
-    engines = max(config.count or 1, len(engine_device_groups(config)))
-    return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0))) // engines)
+    # The trainer is idle while the replicas sample, so they share its threads.
+    replicas = max(config.count or 1, len(engine_device_groups(config)))
+    return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0))) // replicas)
 
 
 def engine_environment(config: EngineConfig) -> dict[str, str]:
@@ -160,7 +160,7 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
 
 @cache
 def warn_ignored_variables() -> None:
-    """Prints once which environment variables are not passed to the engines."""
+    """Prints once which environment variables are not passed to the engine."""
     for name, key in IGNORED_VARIABLES.items():
         if os.environ.get(name):
             print_text(
@@ -171,13 +171,13 @@ def warn_ignored_variables() -> None:
 
 
 def log_name(config: EngineConfig) -> str:
-    """Returns the file name of the engine log; with several engines `*` is a replica's number."""
+    """Returns the file name of the engine log; with several replicas `*` is a replica's number."""
     # Servers write their own logs. With servers this file holds only the weight sender's output.
     return "engine.log" if config.addresses or len(engine_configs(config)) == 1 else "engine_*.log"
 
 
 def engine_device_groups(config: EngineConfig) -> list[list[str]]:
-    """Returns the devices of each engine, from `engine.devices`; empty if null.
+    """Returns the devices of each replica, from `engine.devices`; empty if null.
 
     Raises:
         UsageError: If tensor_parallel_size does not divide the number of devices.
@@ -189,16 +189,16 @@ def engine_device_groups(config: EngineConfig) -> list[list[str]]:
         raise UsageError(
             f"engine.devices={config.devices!r} names {len(names)} GPU{'s' * (len(names) > 1)}, but "
             f"engine.tensor_parallel_size={size} needs "
-            + (f"{size} for each engine: name {below} or {above}" if below else advice)
+            + (f"{size} for each replica: name {below} or {above}" if below else advice)
         )
     return [names[start : start + size] for start in range(0, len(names), size)]
 
 
 def engine_configs(config: EngineConfig) -> list[EngineConfig]:
-    """Returns one config per engine: per address, per group of devices, or, on a CPU, `count`.
+    """Returns one config per replica: per address, per group of devices, or, on a CPU, `count`.
 
     Raises:
-        UsageError: For more engines than devices or cores.
+        UsageError: For more replicas than devices or cores.
     """
     if config.address is not None:
         return [replace(config, address=address, devices=None, count=None) for address in config.addresses]
@@ -206,11 +206,11 @@ def engine_configs(config: EngineConfig) -> list[EngineConfig]:
     count, cores = config.count or len(shares) or 1, sorted(os.sched_getaffinity(0))
     if not on_cpu() and config.threads:
         raise UsageError(
-            f"engine.threads={config.threads}: supported only for engines on a CPU; set it to null on GPUs"
+            f"engine.threads={config.threads}: supported only for replicas on a CPU; set it to null on GPUs"
         )
     if count <= len(cores) < count * (config.threads or 1):
         raise UsageError(
-            f"engine.threads={config.threads} with {count} engine{'s' * (count > 1)}: this process may use "
+            f"engine.threads={config.threads} with {count} replica{'s' * (count > 1)}: this process may use "
             f"{len(cores)} cores; set engine.threads={len(cores) // count} or less"
         )
     if len(shares) > 1:
@@ -219,16 +219,16 @@ def engine_configs(config: EngineConfig) -> list[EngineConfig]:
         return [config]
     if not on_cpu():
         raise UsageError(
-            f"engine.count={count} without engine.devices: on GPUs set the devices instead, {size} for each engine, as in "
+            f"engine.count={count} without engine.devices: on GPUs set the devices instead, {size} for each replica, as in "
             f"engine.devices='{','.join(map(str, range(count * size)))}'"
         )
     if count > len(cores):
         raise UsageError(
-            f"engine.count={count}: this process may use {len(cores)} cores, and each engine needs one; set "
+            f"engine.count={count}: this process may use {len(cores)} cores, and each replica needs one; set "
             f"engine.count={len(cores)} or less"
         )
-    # On a CPU `devices` are cores. Each engine's process is pinned to its share of this process's
-    # cores, so that engines do not compete for a core. A single engine is not pinned.
+    # On a CPU `devices` are cores. Each replica's process is pinned to its share of this process's
+    # cores, so that replicas do not compete for a core. A single replica is not pinned.
     bounds = [len(cores) * i // count for i in range(count + 1)]
     shares = [cores[low:high] for low, high in itertools.pairwise(bounds)]
     return [replace(config, devices=",".join(map(str, share)), count=None) for share in shares]

@@ -214,8 +214,9 @@ class Pool:
     # there unless that replica crashes. The later turns of its episodes stay there, too,
     # because their prefix is in that replica's cache.
     #
-    # Routing by a hash of the prompt would ignore the load: in published runs with such a router,
-    # the cache hit rate of one replica fell from 98% to 5% while three replicas were idle.
+    # Routing by a hash of the prompt would ignore the load: with consistent hashing, the cache hit
+    # rate of one replica fell from 98% to 5% while three replicas were idle (prime-rl, pull request
+    # 3255).
 
     def _affine_replica(self, affinity_key: object) -> EngineReplica | None:
         """Returns the replica that ran the episode's previous turns, if it serves."""
@@ -238,7 +239,9 @@ class Pool:
     async def _call_replicas(
         self, work: Callable[[EngineReplica], Awaitable[T]], replicas: Sequence[EngineReplica]
     ) -> dict[EngineReplica, T]:
-        """Calls `work` for `replicas`; if empty, for all that are not retired, after their start.
+        """Calls `work` on `replicas`.
+
+        If `replicas` is empty, waits for all non-retired replicas to start and uses these.
 
         Returns:
             Replica -> result, without the replicas that crashed.
@@ -345,7 +348,7 @@ class Pool:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores an earlier run's `state_dict`. Call it before the first request."""
-        states = state["replicas"] if "replicas" in state else state["engines"]  # key of version 1
+        states = state["replicas"] if "replicas" in state else state["engines"]  # key of an earlier commit
         # If there are more replicas now, several start from the same state.
         for replica in self.replicas:
             replica.throttle.controller.load_state_dict(states[replica.number % len(states)])

@@ -153,11 +153,11 @@ class EngineReplica:
 
     def _check_token_ids(self, request: EngineRequest, backend: Backend) -> None:
         """Raises UsageError for token ids outside of the model's vocabulary."""
-        # vLLM does not check token ids, and an id that is too large crashes the engine.
+        # vLLM does not check token ids, and an id that is too large crashes vLLM.
         lowest, highest = min(request.prompt), max(request.prompt)
         if not 0 <= lowest <= highest < backend.vocab_size:
             raise UsageError(
-                f"sample: the prompt with seed_index={request.seed_index} holds token ids from {lowest} to {highest}; "
+                f"sample: prompt {request.seed_index} holds token ids from {lowest} to {highest}; "
                 f"expected 0 to {backend.vocab_size - 1}, as in the model's vocabulary. Fix: use the model's own tokenizer"
             )
 
@@ -329,7 +329,7 @@ class EngineReplica:
                         model = self._buffers.model
                         async with self._buffers.read_lock():
                             # Level 1 copies the weights into host memory. If the weight buffer
-                            # already holds complete weights there, level 2 saves that copy.
+                            # already holds complete weights there, level 2 avoids that copy.
                             await backend.sleep(2 if model.manifest is not None and model.complete else 1)
                     if backend is self.backend:
                         return
@@ -452,17 +452,17 @@ class EngineReplica:
             BackendCrashed, ValueError: As `Backend.load`.
         """
         was_running = self.is_running
-        # The lock keeps the publisher out until the weights are loaded and labeled. The version
-        # comes from the same buffers, so label and weights always match.
+        # The lock keeps the publisher out until the weights are loaded and the version is set. The
+        # version comes from the same buffers, so version and weights always match.
         async with self._buffers.read_lock():
             published = self._buffers.published
-            stale = [buffer for buffer in published if self._loaded_versions.get(buffer) != buffer.version]
-            if self._buffers.model in stale or backend.sleep_level == 2:
+            buffers_to_load = [b for b in published if self._loaded_versions.get(b) != b.version]
+            if self._buffers.model in buffers_to_load or backend.sleep_level == 2:
                 # vLLM drops the adapter when it loads a new model, and sleep level 2 drops both.
-                stale = published
+                buffers_to_load = published
             version = max((buffer.version for buffer in published), default=self.version)
-            times = await backend.load(stale, version)
-            for buffer in stale:
+            times = await backend.load(buffers_to_load, version)
+            for buffer in buffers_to_load:
                 self._loaded_versions[buffer] = buffer.loaded_version = buffer.version
             self.version, self._last_progress = version, time.monotonic()
             if was_running and not self.is_running:
@@ -522,7 +522,7 @@ class EngineReplica:
                     f"{self.name}: reading its counters failed: {backend.stats_error!r}", cause=backend.stats_error
                 )
         elif backend.is_dead and not backend.sleep_level:
-            # A sleeping engine that crashes is restarted on demand: a restart now would take the
+            # A sleeping replica that crashes is restarted on demand: a restart now would take the
             # trainer's GPU memory.
             await self.restart(backend, backend.describe_exit())
         else:
@@ -540,7 +540,7 @@ class EngineReplica:
             try:
                 await backend.ping(config.probe_deadline_s)
             except (BackendCrashed, ValueError) as error:
-                # A ValueError means that the engine refuses the ping. The next `launch` reports
+                # A ValueError means that vLLM refuses the ping. The next `launch` reports
                 # why.
                 await self.restart(backend, str(error))
         elif self._reports_steps and idle_s > stall_limit_s:

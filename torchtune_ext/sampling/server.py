@@ -404,7 +404,7 @@ class ServerBackend(VLLMBackend):
     def _parse_step_stats(self, text: str) -> EngineStepStats | None:
         """Returns the counters since the last poll, from vLLM's Prometheus page.
 
-        Returns None if a busy engine has made no step.
+        Returns None if a busy replica has made no step.
         """
         now = dict.fromkeys(METRICS.values(), 0.0)
         for line in text.splitlines():
@@ -413,7 +413,7 @@ class ServerBackend(VLLMBackend):
                 now[name] += float(line.rsplit(" ", 1)[1])
         last = self._last or now
         busy = now["running"] or now["waiting"] or self.requests
-        # None does not count as a heartbeat, so that an engine that hangs with requests is
+        # None does not count as a heartbeat, so that a replica that hangs with requests is
         # detected.
         if self._last is not None and busy and now["steps"] and now["steps"] == last["steps"]:
             return None

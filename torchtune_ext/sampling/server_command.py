@@ -48,7 +48,7 @@ def server_command(
 
     Raises:
         UsageError: For a key that does not fit a header, addresses with several ports, or devices
-            for several engines.
+            for several replicas.
     """
     host = host or ("127.0.0.1" if is_local_server(config) else "0.0.0.0")
     command = [
@@ -66,7 +66,7 @@ def server_command(
     }
     if config.lora_rank:
         environ |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}  # lets requests name the adapter
-    # `devices` names GPUs of the trainer's machine (on a CPU: cores of an engine of this run), so
+    # `devices` names GPUs of the trainer's machine (on a CPU: cores of a replica of this run), so
     # it is ignored for other machines. CUDA_VISIBLE_DEVICES of the server's shell takes precedence.
     own = is_local_server(config) and not on_cpu() and "CUDA_VISIBLE_DEVICES" not in os.environ
     if own and len(engine_device_groups(config)) > 1:

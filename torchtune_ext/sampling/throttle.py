@@ -2,7 +2,7 @@
 
 A low limit leaves the hardware idle. A high limit fills the cache, and vLLM preempts requests and
 recomputes them later. The right limit changes with the lengths of prompts and completions as the
-policy learns. `ConcurrencyController` measures it with the engine's counters, and `Throttle` is a
+policy learns. `ConcurrencyController` measures it with the replica's counters, and `Throttle` is a
 semaphore with that limit.
 """
 
@@ -19,7 +19,7 @@ TARGET_KV_USAGE = 0.92  # target fraction of the KV cache in use
 MIN_TARGET_KV_USAGE = 0.7  # lowest target, after many preemptions
 TARGET_DECREMENT = 0.04  # decrease of the target after a preemption
 TARGET_INCREMENT = 0.0005  # increase of the target after a round without a preemption
-MEMORY_ROUNDS = 4  # the limit follows from the worst of this many rounds
+HISTORY_ROUNDS = 4  # the limit follows from the worst of this many rounds
 # HEADROOM / sqrt(requests) is the fraction of the cache kept free for the growth of requests: the
 # relative usage of many requests fluctuates less.
 HEADROOM = 1.2
@@ -28,7 +28,7 @@ TOLERANCE = 0.05  # smaller relative changes of the limit are ignored
 
 
 class ConcurrencyController:
-    """Computes the limit of in-flight requests from the engine's counters.
+    """Computes the limit of in-flight requests from the replica's counters.
 
     It uses no clock and no I/O: the same observations give the same limits.
     """
@@ -46,7 +46,7 @@ class ConcurrencyController:
         self.lowest_initial_limit: int | None = None  # lowest limit that `set_initial_limit` has set
         self.target = TARGET_KV_USAGE
         # Per round: its requests, and the fraction of the cache that one request used.
-        self.costs: deque[tuple[int, float]] = deque(maxlen=MEMORY_ROUNDS)
+        self.costs: deque[tuple[int, float]] = deque(maxlen=HISTORY_ROUNDS)
         self.effective_limit = self.limit  # lower than `limit` while the cache is nearly full
         self.is_draining = False  # after a preemption, until the in-flight requests fit the new limit
         self.start_round()
@@ -54,13 +54,13 @@ class ConcurrencyController:
     def start_round(self) -> None:
         """Resets the observations. Call it also when no request is in flight any more."""
         # New requests use little cache, so the usage at one moment is not informative. A round ends
-        # after `limit` completions, so every request slot was nearly empty and full at least once,
-        # and the peak usage of the round is representative.
+        # after `limit` completions. By then every slot has held both short and long sequences, so
+        # the peak usage of the round is representative.
         self.finished = 0  # completions in this round
         self.peak = 0.0  # highest fraction of the KV cache in use
         self.in_flight = 0  # most requests running at one time
         self.limit_reached = False  # whether requests had to wait for the limit
-        self.cache_was_full = False  # whether requests waited in the engine because the cache was full
+        self.cache_was_full = False  # whether requests waited in the replica because the cache was full
 
     def set_initial_limit(
         self, cache_tokens: int, prompt_tokens: int, max_tokens: int, samples: int, block: int
@@ -94,7 +94,7 @@ class ConcurrencyController:
         Args:
             usage: Fraction of the KV cache in use.
             running: Requests in the step.
-            waiting: Requests in the engine's queue.
+            waiting: Requests in the replica's queue.
             preempted: Requests preempted in the step.
             blocked: Whether requests wait for the throttle.
         """
@@ -152,7 +152,8 @@ class ConcurrencyController:
     def load_state_dict(self, state: dict[str, float | int | bool]) -> None:
         """Restores an earlier run's `state_dict`."""
         self.limit = max(1, min(int(state["limit"]), self.ceiling))
-        self.is_measured = bool(state["is_measured"] if "is_measured" in state else state["known"])  # key of version 1
+        # "known" is the key of an earlier commit.
+        self.is_measured = bool(state["is_measured"] if "is_measured" in state else state["known"])
         self.target = min(TARGET_KV_USAGE, max(MIN_TARGET_KV_USAGE, float(state["target"])))
         self.effective_limit = self.limit
         self.start_round()
@@ -171,7 +172,7 @@ class Throttle:
         self.controller, self.fixed = controller, fixed
         self.num_held = 0
         # Waiters by priority: each future resolves to whether its request was admitted. Equal
-        # priorities are served in order, so that the samples of a group reach the engine together
+        # priorities are served in order, so that the samples of a group reach the replica together
         # and share their prompt.
         self._queues: dict[Priority, deque[asyncio.Future[bool]]] = {priority: deque() for priority in Priority}
 

@@ -56,7 +56,7 @@ def _is_address(text: str) -> bool:
 
 @config_section("engine")
 class EngineConfig:
-    """Keys of the `engine:` section: how vLLM engines are built.
+    """Keys of the `engine:` section: how vLLM replicas are built.
 
     Raises:
         UsageError: For values that exclude each other.
@@ -68,14 +68,14 @@ class EngineConfig:
     )
     max_model_len: int = Field(default=4096, ge=1, description="maximum tokens of prompt + completion")
     kv_cache_bytes: int | None = Field(
-        default=None, ge=1, description="KV cache of each engine; null: 1 GiB on CPU, gpu_memory_utilization on GPU"
+        default=None, ge=1, description="KV cache of each replica; null: 1 GiB on CPU, gpu_memory_utilization on GPU"
     )
     gpu_memory_utilization: float = Field(
         default=0.85, gt=0, le=1, description="share of the GPU for weights + KV cache, if kv_cache_bytes is null"
     )
-    tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs of one engine")
+    tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs per replica")
     max_concurrency: int | None = Field(
-        default=None, ge=1, description="in-flight requests of one engine; null: adapts to the engine's own counters"
+        default=None, ge=1, description="in-flight requests per replica; null: adapts to the replica's own counters"
     )
     max_num_seqs: int | None = Field(
         default=None,
@@ -90,13 +90,15 @@ class EngineConfig:
     )
     devices: str | None = Field(
         default=None,
-        description="GPUs, as in CUDA_VISIBLE_DEVICES; one engine per `tensor_parallel_size` of them; null: inherited",
+        description="GPUs, as in CUDA_VISIBLE_DEVICES; one replica per `tensor_parallel_size` of them; null: inherited",
     )
-    count: int | None = Field(default=None, ge=1, description="engines on a CPU; null: from devices or address, else 1")
+    count: int | None = Field(
+        default=None, ge=1, description="replicas on a CPU; null: from devices or address, else 1"
+    )
     threads: int | None = Field(
         default=None,
         ge=1,
-        description="threads of each engine on a CPU; null: the trainer's, or 1 for a small model or async training",
+        description="threads of each replica on a CPU; null: the trainer's, or 1 for a small model or async training",
     )
     kv_on_publish: Literal["recompute", "keep"] = Field(
         default="recompute", description="KV cache of in-flight requests after a weight sync: recompute or keep"
@@ -107,8 +109,8 @@ class EngineConfig:
     address: Annotated[str | None, BeforeValidator(_join_addresses, json_schema_input_type=str | list[str] | None)] = (
         Field(
             default=None,
-            description='"http://host:port" of running vLLM servers, a list or separated by commas; null: engines of '
-            "this run. Their API key is in TORCHTUNE_EXT_API_KEY",
+            description='"http://host:port" of running vLLM servers, a list or separated by commas; null: replicas '
+            "that this run starts. Their API key is in TORCHTUNE_EXT_API_KEY",
         )
     )
     transfer: Literal["auto", "shm", "nccl", "gloo"] = Field(
@@ -130,13 +132,13 @@ class EngineConfig:
         default=300.0, description="deadline of one engine call (weights, pause, resume), seconds"
     )
     probe_interval_s: Seconds = Field(
-        default=2.0, description="seconds without output before a health check of a busy engine"
+        default=2.0, description="seconds without output before a health check of a busy replica"
     )
     probe_deadline_s: Seconds = Field(
         default=30.0, description="timeout of a health check; above the slowest engine step, seconds"
     )
     max_failures: int = Field(
-        default=3, ge=1, description="consecutive crashes, without a finished request, after which an engine is retired"
+        default=3, ge=1, description="consecutive crashes, without a finished request, after which a replica is retired"
     )
     extra_args: dict[str, Any] = Field(default_factory=dict, description="further arguments of vLLM's AsyncEngineArgs")
 
@@ -152,8 +154,8 @@ class EngineConfig:
             )
         if self.address is None and self.transfer not in ("auto", "shm"):
             raise UsageError(
-                f"engine.transfer={self.transfer} without engine.address: an engine of this run reads the trainer's memory. "
-                "Fix: remove engine.transfer, or set engine.address to a server"
+                f"engine.transfer={self.transfer} without engine.address: replicas of this run receive weights through shared "
+                "memory. Fix: remove engine.transfer, or set engine.address to a server"
             )
         if self.quantization and self.dtype == "float32":
             raise UsageError(
@@ -185,7 +187,7 @@ class EngineConfig:
 
     @property
     def addresses(self) -> list[str]:
-        """Server addresses as a list; empty if this run starts its own engines."""
+        """Server addresses as a list; empty if this run starts its own replicas."""
         return self.address.split(",") if self.address is not None else []
 
 
@@ -201,7 +203,7 @@ class SamplingConfig:
     top_k: int = Field(default=0, ge=0, description="top-k sampling; 0: off; above 0 only for evaluation")
     stop_token_ids: tuple[int, ...] = Field(
         default=(),
-        description="a completion ends with, and contains, the first of these; empty: the model's end tokens",
+        description="a completion ends with, and contains, the first of these; empty: the model's EOS tokens",
     )
     seed: int | None = Field(
         default=None, description="base seed, combined with group and sample index; null: derived from the run's `seed`"
@@ -214,7 +216,7 @@ class SamplingConfig:
     early_stop_decay: float = Field(
         default=0.992, gt=0, lt=1, description="decay of the running mean; 0.992 averages about 125 tokens"
     )
-    early_stop_min_tokens: int = Field(default=64, ge=1, description="tokens before the first early stop")
+    early_stop_min_tokens: int = Field(default=64, ge=1, description="minimum tokens before an early stop")
 
     def with_default_stops(self, ids: Sequence[int]) -> "SamplingConfig":
         """Returns a copy with `ids` as stop tokens if `stop_token_ids` is empty."""

@@ -1,4 +1,4 @@
-"""vLLM backends: the shared `VLLMBackend`, and `RemoteBackend` for an engine of this run.
+"""vLLM backends: the shared `VLLMBackend`, and `ProcessBackend` for a replica that this run starts.
 
 `server.ServerBackend` is the backend of a vLLM server.
 """
@@ -37,11 +37,11 @@ class VLLMBackend(ProcessStatus):
         Args:
             config: The `engine:` section of this replica.
             on_step: Called with the counters of each step.
-            salt_prefix: Prefix of cache salts, for an engine with other users.
+            salt_prefix: Prefix of cache salts, for a replica with other users.
         """
         self.config, self.on_step, self._salt_prefix = config, on_step, salt_prefix
         self.num_self_preempted = 0  # requests preempted by our own pauses and not yet resumed
-        self._waiting = 0  # requests in the engine's own queue, as of its last step
+        self._waiting = 0  # requests in the replica's own queue, as of its last step
         self.requests: dict[str, EngineRequest] = {}
         self.cache_tokens = self.block_size = self.vocab_size = 0  # known after the launch
         self.sleep_level = 0
@@ -63,11 +63,11 @@ class VLLMBackend(ProcessStatus):
         self.on_step(replace(step, preempted=step.preempted - own))
 
     async def quick_call(self, method: str, /, **arguments: Any) -> Any:
-        """Calls a method that the engine answers between two steps (`probe_deadline_s`).
+        """Calls a method that the replica answers between two steps (`probe_deadline_s`).
 
         Raises:
-            BackendCrashed: If the engine crashes or does not answer in time.
-            ValueError: If the engine refuses the call.
+            BackendCrashed: If the replica crashes or does not answer in time.
+            ValueError: If the replica refuses the call.
         """
         return await call_with_deadline(self, self.rpc(method, **arguments), self.config.probe_deadline_s, method)
 
@@ -93,7 +93,7 @@ class VLLMBackend(ProcessStatus):
         try:
             await self.quick_call("pause_generation", mode="keep", clear_cache=False)
             if self.config.kv_on_publish == "recompute":
-                # The reset preempts all in-flight requests; the engine recomputes their keys and
+                # The reset preempts all in-flight requests; the replica recomputes their keys and
                 # values.
                 self.num_self_preempted = max(0, len(self.requests) - self._waiting)
                 if not await self.quick_call("reset_prefix_cache", reset_running_requests=True):
@@ -113,16 +113,16 @@ class VLLMBackend(ProcessStatus):
                 self.sleep_level = 0
             await self.quick_call("resume_generation")
         except ValueError as error:
-            # The engine is paused and its weights may be half loaded, so it must be restarted.
+            # The replica is paused and its weights may be half loaded, so it must be restarted.
             raise BackendCrashed(f"the engine refused a weight update after its start: {error}") from error
         return time.monotonic() - started, loaded - loading
 
     async def init_transfer(self, buffers: Sequence[WeightBuffer]) -> None:
-        """Lets the engine open (on a GPU: pin) the trainer's memory; sampling continues."""
+        """Lets the replica open (on a GPU: pin) the trainer's memory; sampling continues."""
         await self.slow_call("init_weight_transfer_engine", init_info=buffers[0].address())
 
     async def load_buffer(self, buffer: WeightBuffer, version: int) -> None:
-        """Loads a buffer into the paused engine."""
+        """Loads a buffer into the paused replica."""
         await self.begin_update(buffer)
         await self.transfer_tensors(buffer)
         await self.finish_update(buffer, version)
@@ -147,7 +147,7 @@ class VLLMBackend(ProcessStatus):
             ) from error
 
     async def transfer_tensors(self, buffer: WeightBuffer, broadcast: bool = False) -> None:
-        """Lets the engine read the tensors, from the trainer's memory or the sender's broadcast."""
+        """Lets the replica read the tensors, from the trainer's memory or by a broadcast."""
         if buffer.adapter is None:
             await self.slow_call("update_weights", update_info=buffer.manifest)
         else:
@@ -175,8 +175,8 @@ class VLLMBackend(ProcessStatus):
         self.sleep_level = level
 
 
-class RemoteBackend(ChildProcess, VLLMBackend):
-    """The client process of a vLLM engine of this run. `Backend` documents the methods."""
+class ProcessBackend(ChildProcess, VLLMBackend):
+    """The client process of a replica that this run starts. `Backend` documents the methods."""
 
     def __init__(
         self,

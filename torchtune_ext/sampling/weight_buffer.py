@@ -110,7 +110,7 @@ class WeightBuffer:
     def __init__(self):
         self.adapter: dict[str, Any] | None = None  # PEFT's config if this is an adapter
         self.version = -1  # policy version of the weights; -1: never published
-        self.loaded_version = -1  # last version that an engine has loaded
+        self.loaded_version = -1  # last version that a replica has loaded
         # The file has no name in a file system, so it disappears when the trainer dies.
         self._fd = os.memfd_create("torchtune-ext-weights", os.MFD_CLOEXEC)
         self._token = os.urandom(TOKEN_BYTES)
@@ -235,28 +235,32 @@ def iter_views(memory: torch.Tensor, manifest: Mapping[str, Sequence]) -> Iterat
 
 
 class WeightBuffers:
-    """The model's and the adapter's buffer of a run: one thread writes, all engines read."""
+    """The model's and the adapter's buffer of a run: one thread writes, all replicas read."""
 
     def __init__(self, deadline_s: float):
         """Creates empty buffers.
 
         Args:
-            deadline_s: Deadline in seconds of one engine call, and of a copy that an engine waits
+            deadline_s: Deadline in seconds of one engine call, and of a copy that a replica waits
                 for.
         """
         self.model, self.adapter = WeightBuffer(), WeightBuffer()
         self.deadline_s = deadline_s
-        # No engine may load half-written weights. The publisher holds the lock while it copies, and
-        # releases it before it waits for the engines. The engines' loop holds the lock while any
-        # engine loads. This order prevents a deadlock.
+        # No replica may load half-written weights. The publisher holds the lock while it copies, and
+        # releases it before it waits for the replicas. The engine's loop holds the lock while any
+        # replica loads. This order prevents a deadlock.
         self._lock = threading.Lock()
-        self._readers = 0  # engines that load now and share the lock
+        self._readers = 0  # replicas that load now and share the lock
         self._writer_waits = False
         self._closed = False
 
     @property
     def published(self) -> list[WeightBuffer]:
-        """Buffers with weights, the model's before the adapter's. Raises WeightsIncomplete."""
+        """Buffers with weights, the model's before the adapter's.
+
+        Raises:
+            WeightsIncomplete: If a write was interrupted.
+        """
         buffers = [buffer for buffer in (self.model, self.adapter) if buffer.manifest is not None]
         if not all(buffer.complete for buffer in buffers):
             raise WeightsIncomplete(
@@ -346,7 +350,7 @@ class WeightBuffers:
         give_up_at = time.monotonic() + self.deadline_s
         # The first reader takes the lock. Other readers share it unless the writer waits, which
         # would otherwise starve. The wait polls, since a blocking `acquire` would stop the loop of
-        # all engines.
+        # all replicas.
         while not ((self._readers and not self._writer_waits) or self._lock.acquire(blocking=False)):
             if self._closed:
                 raise BackendCrashed("the engine is closed")

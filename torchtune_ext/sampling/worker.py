@@ -45,7 +45,8 @@ from torchtune_ext.sampling.weight_buffer import (
 
 KV_SCALES = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
 SCALE_SUFFIX = "weight_scale_inv"  # block scales of a weight; multipliers, despite the name
-# Tensor name -> checksum of the tensors that this process has loaded; None if two copies differed.
+# Tensor name -> checksum of the tensors that this process has loaded. None if a tensor was loaded
+# into several parameters whose checksums differ.
 LOADED_CHECKSUMS: dict[str, dict[str, int | None]] = {"model": {}, "adapter": {}}
 UNFINISHED_MARKER = "(an update that was not finished)"  # entry for a model that may be half loaded
 

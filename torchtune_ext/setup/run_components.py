@@ -50,7 +50,7 @@ from torchtune_ext.setup.machine_checks import (
 from torchtune_ext.tasks.problem_stream import ProblemStream, UsableProblems
 from torchtune_ext.tasks.task import Task
 from torchtune_ext.training.distributed import Ranks
-from torchtune_ext.training.export import describe_prompt_source
+from torchtune_ext.training.export import describe_prompt_format
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.manifest import Identity, identify
 from torchtune_ext.training.mismatch import MismatchGate
@@ -142,7 +142,7 @@ class RunComponents:
     @property
     def prompt_format_note(self) -> str:
         """The prompts' tokenizer and template if they differ from model_dir's, else ""."""
-        return describe_prompt_source(self.hf_model, self.tokenizer)
+        return describe_prompt_format(self.hf_model, self.tokenizer)
 
     def make_exporter(self, model: nn.Module) -> Callable[..., None]:
         """Return the function that exports the model into a checkpoint (`Checkpoints.save`)."""

@@ -3,7 +3,7 @@
 checkpoints/step_000040/
     config.json  model-00001-of-00001.safetensors  tokenizer files  model directory for any tool
     (or adapter_config.json  adapter_model.safetensors  [merged/]   adapter, maybe merged model)
-    recipe.json     step, version, cursor, task, throttle, accuracy
+    recipe.json     step, version, cursor, task, throttle, eval_reward
     state/          float32 weights, optimizer (if saved), RNG; written by DCP
     manifest.json   run, model and base weights; size and SHA-256 of every file
 
@@ -64,8 +64,8 @@ STATE_MISMATCH_ERRORS = (
     "doesn't match",
     "different number of parameter groups",
 )
-# A resumed run always has other values of these settings, so they are not listed as changes.
-ALWAYS_DIFFERENT_KEYS = ("output_dir", "resume_from_checkpoint", "dry_run")
+# These settings describe one start, not the run, so a resumed run does not list their changes.
+UNREPORTED_KEYS = ("output_dir", "resume_from_checkpoint", "dry_run")
 
 
 @config_section("checkpoints")
@@ -107,7 +107,7 @@ class Checkpoints:
                 None.
             config: the section `checkpoints:`; None: the defaults.
             prompt_format_note: describes tokenizer and chat template of the saved models if they are not
-                the files of model_dir (`export.describe_prompt_source`).
+                the files of model_dir (`export.describe_prompt_format`).
         """
         self.prompt_format_note = prompt_format_note
         self.folder, self._identity, self._config = Path(folder), identity, config or CheckpointConfig()
@@ -164,7 +164,7 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         export: Callable[..., None],
         recipe_state: dict[str, Any],
-        accuracy: float | None = None,
+        eval_reward: float | None = None,
     ) -> float:
         """Writes a checkpoint. A collective.
 
@@ -176,7 +176,7 @@ class Checkpoints:
                 folder that rank 0 passes. Other ranks pass None and only take part in gathering.
                 Even if it fails, it must finish gathering on every rank.
             recipe_state: JSON-serializable state of the recipe.
-            accuracy: held-out reward of these weights. The checkpoint with the highest value
+            eval_reward: held-out reward of these weights. The checkpoint with the highest value
                 is never pruned.
 
         Returns:
@@ -188,7 +188,7 @@ class Checkpoints:
         """
         final = self.folder / f"step_{step:06d}"
         partial = partial_path(final)
-        content = json.dumps({"step": step, "accuracy": accuracy, **recipe_state})
+        content = json.dumps({"step": step, "eval_reward": eval_reward, **recipe_state})
 
         def begin() -> None:
             make_empty_folder(partial)
@@ -217,7 +217,7 @@ class Checkpoints:
             local_files = run_on_all_ranks(lambda: flush_and_hash(partial, rank()))
             seconds = max(all_gather(time.perf_counter() - hashing_started))
             files = {name: entry for entries in all_gather(local_files) for name, entry in entries.items()}
-            call_on_main(lambda: self._complete(final, Manifest(step, accuracy, self._run_identity, files)))
+            call_on_main(lambda: self._complete(final, Manifest(step, eval_reward, self._run_identity, files)))
         if self._main:
             self._prune()
         return seconds
@@ -246,7 +246,7 @@ class Checkpoints:
             recipe_state, has_optimizer = run_on_all_ranks(lambda: _load(path, model, optimizer))
         except EXCEPTION_TYPES as error:
             cause = root_cause(error)
-            # The files do not cause a KeyboardInterrupt or SystemExit.
+            # A KeyboardInterrupt or SystemExit is not an error of the checkpoint.
             if not isinstance(cause, Exception):
                 raise cause from None
             text = f"{path} could not be loaded: {describe(cause).rstrip('.')}"
@@ -325,7 +325,7 @@ class Checkpoints:
 
 
 def _best(checkpoints: Iterable[tuple[Path, Manifest]]) -> tuple[Path, float] | None:
-    evaluated = [(path, manifest.accuracy) for path, manifest in checkpoints if manifest.accuracy is not None]
+    evaluated = [(path, manifest.eval_reward) for path, manifest in checkpoints if manifest.eval_reward is not None]
     return max(evaluated, key=lambda pair: pair[1], default=None)
 
 
@@ -482,7 +482,7 @@ def resume_text(path: Path, step: int, run: Run, earlier_config: Mapping[str, An
     # The earlier settings come from run.json. The current settings are also converted to JSON and
     # back, so that a tuple and a list do not count as a change.
     config = json.loads(json.dumps(run.config, default=str))
-    changed = [change for change in diff_settings(earlier_config, config) if change.key not in ALWAYS_DIFFERENT_KEYS]
+    changed = [change for change in diff_settings(earlier_config, config) if change.key not in UNREPORTED_KEYS]
     if not earlier_config:
         lines.append(("changed", "unknown: run.json does not hold the earlier settings"))
     elif changed:

@@ -257,9 +257,9 @@ def _copy_files(source: Path, folder: Path, names: Sequence[str]) -> None:
 
 
 def _save_tokenizer(folder: Path, hf_model: HFModel, tokenizer: ChatTokenizer | None) -> None:
-    """Writes tokenizer files that reproduce the prompts and end tokens of the training."""
+    """Writes tokenizer files that reproduce the prompts and EOS tokens of the training."""
     _copy_files(Path(getattr(tokenizer, "path", hf_model.path)), folder, _TOKENIZER_PATTERNS)
-    if tokenizer is None or not describe_prompt_source(hf_model, tokenizer):
+    if tokenizer is None or not describe_prompt_format(hf_model, tokenizer):
         return
     text, settings = inline_template_options(tokenizer.template), folder / "tokenizer_config.json"
     (folder / TEMPLATE).write_text(text, encoding="utf-8")
@@ -274,7 +274,7 @@ def _save_tokenizer(folder: Path, hf_model: HFModel, tokenizer: ChatTokenizer | 
         generation.write_text(json.dumps(values, indent=2))
 
 
-def describe_prompt_source(hf_model: HFModel, tokenizer: ChatTokenizer | None) -> str:
+def describe_prompt_format(hf_model: HFModel, tokenizer: ChatTokenizer | None) -> str:
     """Describes the prompts' tokenizer and template if they differ from the model's, else ""."""
     template, parts = getattr(tokenizer, "template", None), []
     if tokenizer is None or not isinstance(template, ChatTemplate):

@@ -61,9 +61,18 @@ class Learner:
         self.policy, self.loss, self.ranks, self.temperature = policy, loss, ranks, temperature
         self.optimizer, self._schedule, self._max_grad_norm, self._timer = optimizer, schedule, max_grad_norm, timer
         self._base_lrs = [group["lr"] for group in optimizer.param_groups] if optimizer is not None else []
-        self.schedule_step = 0  # index of the next update in the schedule
+        self.update_index = 0  # index of the next update in the schedule
         self.loss_requirements = loss_requirements(loss)
         self._reference = make_reference(policy.model) if self.loss_requirements.reference_logprobs else None
+
+    # Deprecated name, for recipes of an earlier commit. Fix: use `update_index`.
+    @property
+    def schedule_step(self) -> int:
+        return self.update_index
+
+    @schedule_step.setter
+    def schedule_step(self, index: int) -> None:
+        self.update_index = index
 
     @property
     def cost_model(self) -> RowCostModel:
@@ -224,11 +233,11 @@ class Learner:
             if not (math.isfinite(norm) and math.isfinite(metrics["loss/total"])):
                 optimizer.zero_grad(set_to_none=True)
                 raise RunFailure(f"loss is {metrics['loss/total']}, gradient norm {norm}: {advice()}")
-            factor = self._schedule(self.schedule_step)
+            factor = self._schedule(self.update_index)
             for group, base_lr in zip(optimizer.param_groups, self._base_lrs, strict=True):
                 group["lr"] = base_lr * factor
             optimizer.step()
-            self.schedule_step += 1
+            self.update_index += 1
             optimizer.zero_grad(set_to_none=True)
             return metrics | {"optim/grad_norm": norm, "optim/lr": float(self._base_lrs[0] * factor)}
 

@@ -69,7 +69,7 @@ class Manifest:
     """The metadata of a checkpoint, readable without its tensors."""
 
     step: int
-    accuracy: float | None  # mean reward on held-out problems; None without an evaluation
+    eval_reward: float | None  # mean reward on held-out problems; None without an evaluation
     identity: Identity
     files: dict[str, Entry]  # path relative to the checkpoint -> entry, of every file except the manifest
 
@@ -106,7 +106,9 @@ class Manifest:
                 "in another output_dir (model_dir may be a checkpoint that holds a complete model)"
             )
         files = {name: (size, checksum) for name, (size, checksum) in content["files"].items()}
-        return cls(content["step"], content["accuracy"], Identity(**content["identity"]), files)
+        # "accuracy" is the key of an earlier commit.
+        eval_reward = content["eval_reward"] if "eval_reward" in content else content["accuracy"]
+        return cls(content["step"], eval_reward, Identity(**content["identity"]), files)
 
     def find_file_error(self, folder: Path) -> str | None:
         """Compares file names and sizes only.

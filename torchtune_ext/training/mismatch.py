@@ -2,7 +2,7 @@
 
 test         passes if                            detects                      misses
 magnitude    mean |d| <= 2 x rounding + margin    wrong weights, RoPE          faults below rounding
-sharpness    d does not grow with log p + H       temperature, also below      wrong weights, top-p
+sharpness    d is uncorrelated with log p + H     temperature, also below      wrong weights, top-p
                                                   the rounding
 mean ratio   mean exp(d) = 1 over many tokens     top-p, top-k, any            temperature, wrong
                                                   renormalization              weights
@@ -12,15 +12,16 @@ arrival      versions, checksums and the effect   dropped weight syncs,        f
              of an update (`UpdateEffect`)        stale tensors or adapters
 
 d is the trainer's log-prob minus the engine's, in nats; H is the entropy. exp(d) is the importance
-sampling ratio of a token. The context of a token is the sequence before it. Tokens with the same
-context are predicted from one hidden state and are rounded alike, so standard errors are over
-contexts.
+sampling ratio of a token. A temperature changes log-probs in proportion to log p + H. The context
+of a token is the sequence before it. Tokens with the same context are predicted from one hidden
+state and are rounded alike, so standard errors are clustered by context.
 """
 
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -64,9 +65,11 @@ ROUNDING_ROWS = 4  # rows per rank for measuring the rounding
 MEAN_RATIO_TOLERANCE = 0.005  # allowed |mean exp(d) - 1|, in addition to the standard errors
 # Maximum sharpness that is tolerated: a temperature of 0.98 or 1.02.
 MAX_SHARPNESS = 0.02
-# A temperature is named as the cause if at most this share of the squares of d is unexplained.
-UNEXPLAINED_SHARE = 0.25
-# An engine that keeps less than this probability mass is not truncated: it is another model.
+# A temperature is named as the cause if the residual sum of squares is below this fraction of the
+# sum of squares of d (1 - R^2).
+MAX_RESIDUAL_FRACTION = 0.25
+# If top-p or top-k would have to keep less than this probability mass to explain d, the cause named
+# is another model.
 MIN_KEPT_PROBABILITY = 0.1
 # Maximum of (noise of a token) / (effect of a change on the token) for a conclusion.
 MAX_NOISE_RATIO = 0.25
@@ -75,8 +78,9 @@ MAX_NOISE_RATIO = 0.25
 LOGPROB_SPACING_NATS = 2.0**-20
 # The likelihood test compares with a distribution whose logits are this many times the trainer's.
 SHARPER_LOGIT_SCALE = 1.25
-# Weights of that distribution in the mixtures of the test. A negative weight flattens a mixture.
-MIXTURES = np.array([1.0, 0.4, -0.4, -1.0])
+# The test's alternatives are mixtures p + w (p_sharp - p) of the trainer's distribution p and that
+# sharper distribution, with these weights w. A negative weight flattens p.
+MIXTURE_WEIGHTS = np.array([1.0, 0.4, -0.4, -1.0])
 # Likelihood ratio that ends a run. A healthy engine reaches it once in this many canaries at most.
 MAX_LIKELIHOOD_RATIO = 1e7
 
@@ -200,11 +204,11 @@ class UpdateEffect:
 
         The response is the engine's log-prob minus the trainer's without the change, in nats.
         """
-        # The slope does not depend on the magnitude of the effect. Both differences contain the
-        # noise of the trainer without the change. If the trainer's noise is the same with and
-        # without the change, an engine with the change has a slope of at least 1/2 on average, and
-        # an engine without the change a slope of at most 1/2. The larger the effect is compared
-        # with the noise, the more the two slopes differ.
+        # The slope does not depend on the magnitude of the effect. Let S be the variance of the
+        # effect without noise, and N the variance of the trainer's noise, equal with and without
+        # the change. Effect and response contain the same noise of the trainer without the change.
+        # So the mean slope is (S + N) / (S + 2N) >= 1/2 for an engine with the change, and
+        # N / (S + 2N) <= 1/2 for an engine without it. A larger S / N separates the two further.
         fit = fit_slope(response_N, effect_N, contexts_N)
         effect_sum2 = float(np.square(effect_N).sum())
         noise_N = np.square(response_N - fit.value * effect_N) + LOGPROB_SPACING_NATS**2
@@ -250,6 +254,14 @@ def measure_update_effect(
     return UpdateEffect.estimate(effect_N, response_N, context_ids_N, missing_cause)
 
 
+class LikelihoodEvidence(NamedTuple):
+    """The likelihood test of one engine replica: log statistics, one per mixture."""
+
+    seed: int | None  # seed of the last canary
+    before_seed: np.ndarray  # without the canaries of this seed
+    with_seed: np.ndarray  # with the first canary of this seed
+
+
 class MismatchGate:
     """Stops the run if trainer and engine disagree.
 
@@ -286,9 +298,7 @@ class MismatchGate:
         self._distribution_tests_enabled = test_distribution
         # The warning about missing current-version tokens is logged once, and never in a replay.
         self._suppress_warning = replay
-        # Engine replica -> (seed of the last canary, log likelihood ratios before that seed, log
-        # likelihood ratios after the first canary with that seed).
-        self._ratios: dict[str, tuple[int | None, np.ndarray, np.ndarray]] = {}
+        self._evidence: dict[str, LikelihoodEvidence] = {}  # by name of the engine replica
 
     @property
     def limit(self) -> float:
@@ -397,8 +407,8 @@ class MismatchGate:
         stats = _mismatch_stats(token_sets[suffix])
         sharpness, residual_N = _fit_sharpness(token_sets[suffix])
         # The sharpness formula holds only near 0; d of a broken model may correlate with anything.
-        max_unexplained = UNEXPLAINED_SHARE * np.square(token_sets[suffix].d_N).sum()
-        is_temperature = abs(sharpness.value) < 1 and np.square(residual_N).sum() < max_unexplained
+        max_residual = MAX_RESIDUAL_FRACTION * np.square(token_sets[suffix].d_N).sum()
+        is_temperature = abs(sharpness.value) < 1 and np.square(residual_N).sum() < max_residual
         cause = diagnose(stats, effects, self._temperature_cause(sharpness.value) if is_temperature else "")
         raise MismatchError(
             f"{prefix}: trainer and engine disagree on {stats.tokens} sampled tokens{suffix}: mean |d log-prob| "
@@ -411,10 +421,10 @@ class MismatchGate:
         """Whether a mean |d| exceeds the limit by more than the margin of error."""
         if not self._auto:
             return not mean.value <= limit  # a NaN also exceeds the limit
-        # A few outliers also enlarge the standard error. So three times the limit ends a run,
-        # whatever the error, unless the mean is below that without its most extreme context. If
-        # there are fewer than MIN_TOKENS contexts, the missing contexts count with d = 0, because
-        # two outliers may then dominate.
+        # A few outliers also enlarge the standard error. So a mean above 3 x limit fails with any
+        # standard error, if it stays above 3 x limit without its most extreme context. With fewer
+        # than MIN_TOKENS contexts two outliers may dominate, so contexts with d = 0 are added up to
+        # that number.
         return mean.value > limit + mean.margin or mean.min_value * min(1.0, mean.contexts / MIN_TOKENS) > 3 * limit
 
     def _measure_limit(self, rows: Sequence[Row]) -> float:
@@ -438,9 +448,9 @@ class MismatchGate:
         # likely tokens rise and those of unlikely tokens fall. Rounding does not have this effect.
         sharpness, _ = _fit_sharpness(tokens)
         d = tokens.d_N
-        # With rounding errors e_t and e_s of trainer and engine, d = e_t - e_s. The errors bias the
-        # slope's numerator by (e_s^2 - e_t^2) / 2, because log p is the mean of both sides, and by
-        # at most max(e_t^2, e_s^2) / 2, because errors sharpen a distribution. For independent
+        # With rounding errors e_t of the trainer and e_e of the engine, d = e_t - e_e. They bias
+        # the slope's numerator by (e_e^2 - e_t^2) / 2, because log p is the mean of both sides, and
+        # by at most max(e_t^2, e_e^2) / 2, because errors sharpen a distribution. For independent
         # errors d^2 bounds the sum, so |bias| <= sum d^2 / sum (log p + H)^2.
         bias = np.square(d).sum() / max(np.square(tokens.centered_logprobs_N).sum(), 1e-30)
         if abs(sharpness.value) > MAX_SHARPNESS + bias + sharpness.margin:
@@ -493,24 +503,26 @@ class MismatchGate:
         Raises:
             MismatchError: the tokens are far more likely under a sharper or flatter distribution.
         """
-        gains = [
-            likelihood_gains(trainer.logprobs_L, row.logprobs_L, trainer.entropy_L, sharp.logprobs_L)
+        log_ratios = [
+            log_likelihood_ratios(trainer.logprobs_L, row.logprobs_L, trainer.entropy_L, sharp.logprobs_L)
             for row, trainer, sharp in zip(rows, logprobs, sharper, strict=True)
         ]
         self.update_likelihood_ratio(
-            np.sum([np.zeros(len(MIXTURES)), *sum(all_gather(gains), [])], axis=0), prefix, engine, seed
+            np.sum([np.zeros(len(MIXTURE_WEIGHTS)), *sum(all_gather(log_ratios), [])], axis=0), prefix, engine, seed
         )
 
-    def update_likelihood_ratio(self, gain: np.ndarray, prefix: str, engine: str, seed: int) -> None:
-        """Adds a canary's `likelihood_gains` to the statistic of its engine replica, and tests it."""
+    def update_likelihood_ratio(self, log_ratios: np.ndarray, prefix: str, engine: str, seed: int) -> None:
+        """Adds a canary's `log_likelihood_ratios` to its replica's statistic, and tests the sum."""
         # The Shiryaev-Roberts statistic sums evidence over all change points, since an engine may
         # break at any time. Its mean for a correct engine is at most the number of canaries.
-        last_seed, before, after = self._ratios.get(engine, (None, *[np.full(len(MIXTURES), -np.inf)] * 2))
-        before = before if seed == last_seed else after
-        ratios = np.logaddexp(before, 0.0) + gain
-        self._ratios[engine] = seed, before, after if seed == last_seed else ratios
-        if np.logaddexp.reduce(ratios) - math.log(len(MIXTURES)) > math.log(MAX_LIKELIHOOD_RATIO):
-            better = "sharper" if MIXTURES[ratios.argmax()] > 0 else "flatter"
+        no_evidence = np.full(len(MIXTURE_WEIGHTS), -np.inf)
+        last = self._evidence.get(engine, LikelihoodEvidence(None, no_evidence, no_evidence))
+        before_seed = last.before_seed if seed == last.seed else last.with_seed
+        statistics = np.logaddexp(before_seed, 0.0) + log_ratios
+        with_seed = last.with_seed if seed == last.seed else statistics
+        self._evidence[engine] = LikelihoodEvidence(seed, before_seed, with_seed)
+        if np.logaddexp.reduce(statistics) - math.log(len(MIXTURE_WEIGHTS)) > math.log(MAX_LIKELIHOOD_RATIO):
+            better = "sharper" if MIXTURE_WEIGHTS[statistics.argmax()] > 0 else "flatter"
             raise MismatchError(
                 f"{prefix}: a {better} distribution makes the canary's tokens {MAX_LIKELIHOOD_RATIO:.0e} times as likely as "
                 "the engine reports. Likely cause: the engine applies a temperature, top-p or top-k, but reports "
@@ -518,7 +530,7 @@ class MismatchGate:
             )
 
 
-def likelihood_gains(trainer_L: Tensor, engine_L: Tensor, entropy_L: Tensor, sharper_L: Tensor) -> np.ndarray:
+def log_likelihood_ratios(trainer_L: Tensor, engine_L: Tensor, entropy_L: Tensor, sharper_L: Tensor) -> np.ndarray:
     """The log likelihood ratio of each mixture to the engine's distribution, over all tokens.
 
     Args:
@@ -535,7 +547,7 @@ def likelihood_gains(trainer_L: Tensor, engine_L: Tensor, entropy_L: Tensor, sha
     # p is at most exp((SHARPER_LOGIT_SCALE - 1) H), because log sum_y p(y)^SHARPER_LOGIT_SCALE is
     # convex in the exponent.
     max_weight = np.minimum(1.0, 0.99 / np.expm1(np.maximum((SHARPER_LOGIT_SCALE - 1) * entropy, 1e-6)))
-    weights = np.where(MIXTURES > 0, MIXTURES, MIXTURES * max_weight[:, None])
+    weights = np.where(MIXTURE_WEIGHTS > 0, MIXTURE_WEIGHTS, MIXTURE_WEIGHTS * max_weight[:, None])
     return ((p - q)[:, None] + np.log1p(weights * np.expm1(sharp - p)[:, None])).sum(axis=0)
 
 
@@ -558,7 +570,7 @@ def diagnose(stats: MismatchStats, effects: Sequence[UpdateEffect], temperature_
                 f"weights: {effect.missing_cause}; the engine reproduces the fraction {effect.slope:.2f} of the change's "
                 f"effect on the log-probs of {effect.tokens} sampled tokens"
             )
-    # An engine that renormalizes over a share c of the probability shifts every d by log c.
+    # An engine that renormalizes over a probability mass c shifts every d by log c.
     if math.log(MIN_KEPT_PROBABILITY) < stats.mean < -0.9 * stats.mean_abs:
         return TRUNCATION_CAUSE
     if temperature_cause:

@@ -55,7 +55,7 @@ class Publisher:
     The canary, a check of each weight sync, samples a few tokens from fixed prompts, with new seeds
     every `SEED_PERIOD` versions. It requires that log-probs match the trainer's, and that:
 
-    1. every token is labeled with the version that was just published;
+    1. every token has the version that was just published;
     2. every tensor on each worker of each engine replica has the checksum of the published tensor;
     3. if a change (the update, an adapter) moves the trainer's log-probs by more than the noise,
        the engine's log-probs move with them;
@@ -239,7 +239,7 @@ class Publisher:
 
     @staticmethod
     def _find_version_error(answer: CanaryAnswer, version: int) -> str | None:
-        versions = {int(label) for group in answer.completions for c in group for label in c.versions}
+        versions = {int(v) for group in answer.completions for c in group for v in c.versions}
         if versions <= {version}:
             return None
         return f"{answer.replica} reports version {sorted(versions)} for its tokens: the weight sync did not reach it"

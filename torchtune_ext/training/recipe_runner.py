@@ -56,7 +56,7 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
     stop_signal = None  # the signal that stopped the run
     ranks_in_sync = True
     is_set_up = False
-    completion_notice = ""  # of a run that had all its steps before
+    already_complete_message = ""  # set if the run was complete before this start
     is_distributed = rank_and_world_size()[1] > 1
     with recipe.stop as stop:
         # A run has failed until it succeeds. The cleanup reports the status to the metric sinks.
@@ -72,16 +72,16 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
                 # cleanup below is not interrupted.
                 stop.begin_cleanup()
         except RunAlreadyComplete as notice:
-            completion_notice, stop.exit_status = str(notice), 0
+            already_complete_message, stop.exit_status = str(notice), 0
         except RunStopped as stopped:
             stop_signal, ranks_in_sync = stopped.signal, stopped.at_step_end
             stop.exit_status = 128 + stop_signal
         except Exception as error:
             # Other ranks may wait for rank 0 without a deadline, so rank 0 announces its failure.
             announce_main_failure()
-            # After a stop signal, two errors are consequences of it: an error into which a library
-            # converted the interruption, and a broken connection to a rank that stopped earlier.
-            # All other errors are reported.
+            # Two errors are consequences of a stop signal: an error that a library raised in place
+            # of the interrupt, and a broken connection to a rank that stopped earlier. All other
+            # errors are reported.
             is_peer_shutdown = stop.stop_requested and is_distributed and _is_peer_failure(error)
             if not (stop.raised_by_handler or is_peer_shutdown):
                 stop.exit_status = exit_status_of(error) or FAILURE_STATUS
@@ -91,12 +91,12 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
                     error.add_note(stop.status_message())
                 raise
             log.warning("stop: an error after the stop signal: %s", (str(error).splitlines() or [repr(error)])[0])
-            assert stop.signal is not None  # since it raised, or was requested
+            assert stop.signal is not None  # set, because its handler raised or a stop was requested
             stop_signal, ranks_in_sync = stop.signal, False
             stop.exit_status = 128 + stop_signal
         finally:
             recipe.cleanup()
-    message = completion_notice or stop.status_message()
+    message = already_complete_message or stop.status_message()
     # The recipe holds the model, and sharded weights keep the process group alive.
     del recipe
     # If the ranks did not stop together, `close_ranks` would wait for stuck ranks. torchrun ends

@@ -185,13 +185,13 @@ class Replay:
                 replayed = Manifest.read(checkpoint).identity
             except ValueError:
                 continue
-            for name, replayed_value, value in (
-                ("model", replayed.model, identity.model),
-                ("weights", replayed.base, identity.base),
+            for difference, replayed_value, value in (
+                ("a different model", replayed.model, identity.model),
+                ("different weights", replayed.base, identity.base),
             ):
                 if replayed_value != value:
                     raise UsageError(
-                        f"replay={self._run}: other {name} than this run ({replayed_value}; expected {value}). Fix: set "
+                        f"replay={self._run}: the replayed run has {difference} ({replayed_value}; expected {value}). Fix: set "
                         f"model_dir={replayed_settings.get('model_dir')} and `model:` as in that run"
                     )
             return

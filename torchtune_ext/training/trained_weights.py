@@ -5,9 +5,10 @@ weights of the engine.
 
 class        reference            published                                checkpoint
 FullWeights  copy of the weights  all weights                            model
-LoRAWeights  disabled adapters    "adapter": the adapters, and once the  adapters; `save_merged`:
-                                  base if it was rounded; "merged": all  also the model
-                                  weights, with adapters merged
+LoRAWeights  disabled adapters    "adapter": the adapters; if the base   adapters; `save_merged`:
+                                  was rounded, also the base, one time;  also the model
+                                  "merged": all weights, with adapters
+                                  merged
 """
 
 import math
@@ -251,7 +252,8 @@ class LoRAWeights:
     def __str__(self) -> str:
         kind = ("Q" if self.spec.quantized else "") + ("DoRA" if self.spec.dora else "LoRA")
         where = " ".join(self.spec.targets)
-        return f"{kind} of rank {self.spec.rank}, alpha {self.spec.alpha:g}, on {where}, published {self.publish_mode}"
+        form = "adapter" if self.publish_mode == "adapter" else "merged weights"
+        return f"{kind} of rank {self.spec.rank}, alpha {self.spec.alpha:g}, on {where}, published as {form}"
 
     def configure_engine(self, config: EngineConfig) -> EngineConfig:
         if config.lora_rank is not None or config.lora_targets:

@@ -48,8 +48,8 @@ def test_interpolated_loss_exact_for_equal_version_steps(options):
     options = {"importance": "full", **options}
     noise = torch.Generator().manual_seed(0)
     sampler, step = (torch.randn(30, dtype=torch.float64, generator=noise) for _ in range(2))
-    sampler, step, age = sampler - 4, 0.02 * step, torch.arange(30) % 5
-    t = make_tokens(VERSION - age, sampler + (age + 1) * step, sampler, sampler + age * step)
+    sampler, step, staleness = sampler - 4, 0.02 * step, torch.arange(30) % 5
+    t = make_tokens(VERSION - staleness, sampler + (staleness + 1) * step, sampler, sampler + staleness * step)
     for result, want in zip(gradient({"old": "interpolated", **options}, t)[:2], gradient(options, t)[:2], strict=True):
         assert (result - want).abs().max() < 1e-12 * want.abs().max()
 
@@ -62,7 +62,7 @@ def test_interpolated_current_version_token_equals_sampler_old_policy():
 
 
 def test_interpolated_loss_matches_hand_computed_example():
-    """One token of age 3, so alpha = 3/4. log pi = -1.0 and log pi_sampler = -1.4.
+    """One token of staleness 3, so alpha = 3/4. log pi = -1.0 and log pi_sampler = -1.4.
 
     Hence log pi_old = -1.1, r = e^0.1 and w = e^0.3.
     """

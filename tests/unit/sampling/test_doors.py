@@ -187,7 +187,7 @@ def test_engine_process_does_not_inherit_trainer_network_variables(monkeypatch, 
     monkeypatch.setattr(child_process.subprocess, "Popen", lambda words, env, **options: started.append(env))
 
     async def make():
-        vllm_backend.RemoteBackend("model", EngineConfig(), tmp_path / "engine.log", str(tmp_path), lambda step: None)
+        vllm_backend.ProcessBackend("model", EngineConfig(), tmp_path / "engine.log", str(tmp_path), lambda step: None)
 
     with pytest.raises(BrokenPipeError):  # the other end is closed
         asyncio.run(make())

@@ -30,7 +30,7 @@ def test_pool_serving_replicas_always_have_published_weights(monkeypatch, seed):
         monkeypatch.setattr(weight_buffer.asyncio, "to_thread", at_once)  # virtual time has no threads
 
         def fault(backend, number):
-            kind = rng.choice(["none", "none", "none", "launch", "load", "liar", "old label"])
+            kind = rng.choice(["none", "none", "none", "launch", "load", "liar", "old version"])
             if kind in ("launch", "load"):
                 backend.error = BackendCrashed(kind)
                 if kind == "load":
@@ -42,7 +42,7 @@ def test_pool_serving_replicas_always_have_published_weights(monkeypatch, seed):
                     return [dict.fromkeys(sums, 1) for sums in await honest()]
 
                 backend.checksums = lie
-            elif kind == "old label":
+            elif kind == "old version":
 
                 async def old():
                     return backend.version - 1

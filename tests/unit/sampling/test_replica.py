@@ -14,12 +14,17 @@ from torchtune_ext.sampling.types import EngineFailed  # noqa: E402
 pytestmark = pytest.mark.timeout(30)
 
 
+def complete_load(versions, version):
+    """The load of buffers whose tensors are all of `versions`, one version per buffer."""
+    return Load(first_tensor=versions, second_tensor=versions, version=version)
+
+
 def test_replica_weight_write_waits_for_restarting_backend_load():
     async def scenario(harness):
         harness.write(1)
         await harness.replica.load()
         harness.prepare_backend = lambda backend: backend.load_allowed.clear()
-        harness.backends[0].kill()  # the health check starts another backend, which stops during its load
+        harness.backends[0].kill()  # the health check starts another backend, which blocks in `load`
         await poll_until(lambda: len(harness.backends) == 2 and harness.backends[1].load_started.is_set())
         writer = threading.Thread(target=harness.write, args=(2,))
         writer.start()
@@ -28,10 +33,10 @@ def test_replica_weight_write_waits_for_restarting_backend_load():
         assert writer.is_alive()
         harness.backends[1].load_allowed.set()
         await poll_until(lambda: not writer.is_alive())
-        assert harness.backends[1].loads == [Load([1], [1], version=1)]
+        assert harness.backends[1].loads == [complete_load([1], version=1)]
         assert harness.replica.version == 1  # 2 is published, but not loaded yet
         await harness.replica.load()
-        assert harness.backends[1].loads[1:] == [Load([2], [2], version=2)] and harness.replica.version == 2
+        assert harness.backends[1].loads[1:] == [complete_load([2], version=2)] and harness.replica.version == 2
 
     run_scenario(scenario)
 
@@ -69,13 +74,13 @@ def test_replica_load_waits_for_weight_write(moment):
             await poll_until(lambda: backend.loads)
         else:
             await waiting
-        assert backend.loads[-1] == Load([2], [2], version=2) and harness.replica.version == 2
+        assert backend.loads[-1] == complete_load([2], version=2) and harness.replica.version == 2
         await waiting
 
     run_scenario(scenario)
 
 
-def test_replica_stuck_weight_write_raises_on_both_sides():
+def test_replica_stuck_write_fails_waiters_and_next_write():
     config = replace(CONFIG, rpc_deadline_s=0.02, max_failures=2)
 
     async def scenario(harness):
@@ -105,7 +110,7 @@ def test_replica_stuck_weight_write_raises_on_both_sides():
     run_scenario(scenario, config)
 
 
-def test_replica_load_labels_weights_in_buffer():
+def test_replica_load_uses_version_of_written_weights():
     """A load for version 1 that runs after version 2 was written loads version 2."""
 
     async def scenario(harness):
@@ -115,7 +120,7 @@ def test_replica_load_labels_weights_in_buffer():
             await asyncio.sleep(0.01)
             harness.write(2)
         await load_task
-        assert harness.backends[0].loads == [Load([2], [2], version=2)] and harness.replica.version == 2
+        assert harness.backends[0].loads == [complete_load([2], version=2)] and harness.replica.version == 2
 
     run_scenario(scenario)
 
@@ -136,7 +141,7 @@ def test_replica_replaced_backend_does_not_serve(work):
             await asyncio.sleep(0.01)
             harness.replica.restart(backend, "a request reported a crash")
         await load_task
-        assert len(backend.loads) == 1 and harness.backends[1].loads == [Load([2], [2], version=2)]
+        assert len(backend.loads) == 1 and harness.backends[1].loads == [complete_load([2], version=2)]
 
     run_scenario(scenario)
 
@@ -171,8 +176,8 @@ def test_replica_adapter_loads_with_model_only_if_needed():
         await harness.replica.load()
         harness.backends[0].kill()
         await poll_until(lambda: len(harness.backends) == 2 and harness.backends[1].loads)
-        assert [load.first_half for load in harness.backends[0].loads] == [[1], [2], [3, 2]]
-        assert harness.backends[1].loads == [Load([3, 2], [3, 2], version=3)]
+        assert [load.first_tensor for load in harness.backends[0].loads] == [[1], [2], [3, 2]]
+        assert harness.backends[1].loads == [complete_load([3, 2], version=3)]
 
     run_scenario(scenario)
 
@@ -194,7 +199,7 @@ def test_replica_incomplete_adapter_is_not_loaded():
         harness.write(4, adapter={"r": 1})
         harness.write(5)
         await harness.replica.load()
-        assert harness.backends[0].loads[-1] == Load([5, 4], [5, 4], version=5)
+        assert harness.backends[0].loads[-1] == complete_load([5, 4], version=5)
 
     run_scenario(scenario)
 
@@ -232,6 +237,6 @@ def test_replica_empty_weight_sync_keeps_previous_weights():
         with pytest.raises(ValueError, match="named_tensors is empty"):
             harness.buffers.write([], 2, None, 0)
         await harness.replica.load()
-        assert harness.backends[0].loads == [Load([1], [1], version=1)]
+        assert harness.backends[0].loads == [complete_load([1], version=1)]
 
     run_scenario(scenario)

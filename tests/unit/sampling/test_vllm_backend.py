@@ -32,7 +32,9 @@ def test_a_client_that_does_not_start_is_reaped(program, message, tmp_path, monk
     config = EngineConfig(start_deadline_s=5.0)
 
     async def launch() -> None:
-        backend = vllm_backend.RemoteBackend("model", config, tmp_path / "engine.log", str(tmp_path), lambda step: None)
+        backend = vllm_backend.ProcessBackend(
+            "model", config, tmp_path / "engine.log", str(tmp_path), lambda step: None
+        )
         try:
             await backend.launch()
         finally:

@@ -239,7 +239,7 @@ def test_gpus_that_are_not_there_are_refused(name, machine, message, place, caps
 
 def test_gpus_that_engines_cannot_share_out_are_refused(place, capsys):
     cfg = settings_in(place, "qwen2_5_7B_node", words=["engine.tensor_parallel_size=3"], dry_run="8x80")
-    refused(capsys, cfg, "names 4 GPUs, but engine.tensor_parallel_size=3 needs 3 for each engine: name 3 or 6")
+    refused(capsys, cfg, "names 4 GPUs, but engine.tensor_parallel_size=3 needs 3 for each replica: name 3 or 6")
 
 
 def test_several_machines_under_torchrun_are_to_be_named(place, monkeypatch, capsys):

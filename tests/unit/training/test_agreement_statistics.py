@@ -21,7 +21,7 @@ from torchtune_ext.training.mismatch import (
     MismatchError,
     MismatchGate,
     PairedLogprobs,
-    likelihood_gains,
+    log_likelihood_ratios,
 )
 
 VOCAB = 50
@@ -72,8 +72,8 @@ def canaries(transform, rounding=0.06, seed=0):
         labels = torch.multinomial(transform(engine.exp()), 1, generator=generator)
         distributions = trainer, engine, (trainer * SHARPER_LOGIT_SCALE).log_softmax(-1)
         trainer_L, engine_L, sharper_L = (logprobs.gather(1, labels)[:, 0] for logprobs in distributions)
-        gains = likelihood_gains(trainer_L, engine_L, Categorical(logits=trainer).entropy(), sharper_L)
-        yield partial(gate.update_likelihood_ratio, gains, f"canary {number}", "the engine", number)
+        log_ratios = log_likelihood_ratios(trainer_L, engine_L, Categorical(logits=trainer).entropy(), sharper_L)
+        yield partial(gate.update_likelihood_ratio, log_ratios, f"canary {number}", "the engine", number)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_canary_with_repeated_seed_adds_no_evidence():
         for seed in range(8):
             for number in range(canaries_of_a_seed):
                 gate.update_likelihood_ratio(zero - 1 if number else zero + 1.5, "", "", seed)
-    assert (once._ratios[""][2] == often._ratios[""][2]).all()
+    assert (once._evidence[""].with_seed == often._evidence[""].with_seed).all()
     with pytest.raises(MismatchError):
         often.update_likelihood_ratio(zero + 4.0, "", "", 8)
 

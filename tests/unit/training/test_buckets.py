@@ -1,4 +1,4 @@
-"""Buckets by position and age equal a count by hand."""
+"""Buckets by position and staleness equal a count by hand."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ def row(lengths, versions):
     )
 
 
-def test_places():
+def test_completion_positions_restart_per_completion():
     assert completion_positions(torch.tensor([0, 0, 0, 1, 2, 2])).tolist() == [0, 1, 2, 0, 0, 1]
     assert completion_positions(torch.empty(0, dtype=torch.int64)).tolist() == []
 
@@ -25,11 +25,11 @@ def test_places():
 def test_every_position_and_staleness_has_its_bucket():
     assert BUCKET_NAMES == ["at_0", "at_1_15", "at_16_255", "at_256_1023", "at_1024_4095", "at_4096_up",
                      "staleness_0", "staleness_1", "staleness_2_3", "staleness_4_7", "staleness_8_up"]  # fmt: skip
-    place, age = bucket_ids(row([5000], [3]), version=3)
-    assert [int((place == i).sum()) for i in range(6)] == [1, 15, 240, 768, 3072, 904]
-    ages = [int(bucket_ids(row([1], [0]), version)[1]) - 6 for version in range(10)]
-    assert ages == [0, 1, 2, 2, 3, 3, 3, 3, 4, 4]
-    assert age.unique().tolist() == [6] and bucket_ids(row([2], [7]), None)[1].tolist() == [6, 6]
+    position, staleness = bucket_ids(row([5000], [3]), version=3)
+    assert [int((position == i).sum()) for i in range(6)] == [1, 15, 240, 768, 3072, 904]
+    staleness_buckets = [int(bucket_ids(row([1], [0]), version)[1]) - 6 for version in range(10)]
+    assert staleness_buckets == [0, 1, 2, 2, 3, 3, 3, 3, 4, 4]
+    assert staleness.unique().tolist() == [6] and bucket_ids(row([2], [7]), None)[1].tolist() == [6, 6]
 
 
 def test_bucket_means_cover_rows_and_skip_excluded_labels():

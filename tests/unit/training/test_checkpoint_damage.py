@@ -256,6 +256,16 @@ def test_manifest_write_read_round_trips(tmp_path):
     assert Manifest.read(tmp_path) == manifest
 
 
+def test_manifest_of_earlier_commit_is_read(tmp_path):
+    written = Manifest(3, 0.25, Identity("a", "b", "c"), {"y": (0, "cd")})
+    written.write(tmp_path)
+    content = json.loads((tmp_path / "manifest.json").read_text())["content"]
+    content["accuracy"] = content.pop("eval_reward")
+    document = {"content": content, "sha256": manifest._digest_of(content)}
+    (tmp_path / "manifest.json").write_text(json.dumps(document))
+    assert Manifest.read(tmp_path) == written
+
+
 def test_adapters_with_their_merged_model(source, tmp_path):
     """The checkpoint holds the adapters. The merged model in its subfolder is verified, too."""
     adapter = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4, "lora_alpha": 8.0}

@@ -88,7 +88,7 @@ def test_killed_at_random_moments(tmp_path, trained):
 
         def save_on(step=step):
             for i in range(1, 1000):
-                trained.save(checkpoints, step + i, accuracy=float(-i))
+                trained.save(checkpoints, step + i, eval_reward=float(-i))
 
         child = fork(save_on, tmp_path / "errors")
         path, deadline = folder / f"step_{step + rng.randrange(2):06d}", time.monotonic() + 60

@@ -143,8 +143,8 @@ def test_large_models_are_sharded(tmp_path, source, trained, monkeypatch):
 
 def test_last_and_best_are_kept(tmp_path, trained):
     checkpoints = checkpoints_in(tmp_path / "c", keep_last=2)
-    for step, accuracy in ((1, 0.1), (2, 0.9), (3, 0.2), (4, None), (5, 0.3)):
-        trained.save(checkpoints, step, accuracy)
+    for step, eval_reward in ((1, 0.1), (2, 0.9), (3, 0.2), (4, None), (5, 0.3)):
+        trained.save(checkpoints, step, eval_reward)
     assert names(tmp_path / "c") == ["step_000002", "step_000004", "step_000005"]
 
 
@@ -162,18 +162,18 @@ def test_checkpoint_lower_keep_last_prunes_before_writing(tmp_path, trained):
     assert names(tmp_path / "c") == ["step_000003"]
 
 
-def test_checkpoint_best_returns_folder_and_accuracy(tmp_path, trained):
+def test_checkpoint_best_returns_folder_and_eval_reward(tmp_path, trained):
     checkpoints = checkpoints_in(tmp_path / "c", keep_last=5)
     assert checkpoints.best() is None
-    for step, accuracy in ((1, None), (2, 0.9), (3, 0.2)):
-        trained.save(checkpoints, step, accuracy)
+    for step, eval_reward in ((1, None), (2, 0.9), (3, 0.2)):
+        trained.save(checkpoints, step, eval_reward)
     assert checkpoints.best() == (tmp_path / "c" / "step_000002", 0.9)
 
 
 def test_checkpoint_pruning_ignores_other_runs_and_damaged(tmp_path, trained):
     """Later steps of an older run do not prune this run's checkpoints and are not pruned."""
     theirs = checkpoints_in(tmp_path / "c", replace(MINE, run="run-b"), keep_last=1)
-    trained.save(theirs, 100, accuracy=0.9)
+    trained.save(theirs, 100, eval_reward=0.9)
     mine = checkpoints_in(tmp_path / "c", keep_last=1)
     trained.save(mine, 1)
     trained.save(mine, 2)

@@ -10,7 +10,7 @@ import torch
 from helpers.checkpoint_runs import build, make_source
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.policy.lora import AdapterSpec
-from torchtune_ext.training.export import describe_prompt_source, export_adapter, require_replaceable, save_model
+from torchtune_ext.training.export import describe_prompt_format, export_adapter, require_replaceable, save_model
 
 # Each template reads its options differently: at the top, in a loop, in a macro, as a list, after
 # significant white space.
@@ -62,7 +62,7 @@ def test_saved_model_makes_trained_prompts(tmp_path, source, model, name):
     saved = ChatTokenizer(folder)
     assert saved.prompt_ids(MESSAGES) == tokenizer.prompt_ids(MESSAGES)
     assert set(saved.stop_token_ids) == set(tokenizer.stop_token_ids)
-    assert bool(describe_prompt_source(source, tokenizer)) == (name != "its own")
+    assert bool(describe_prompt_format(source, tokenizer)) == (name != "its own")
     if name != "its own":
         assert json.loads((folder / "tokenizer_config.json").read_text())["chat_template"] != "old"
     # Saving again with the same settings does not add the options twice.
@@ -98,7 +98,7 @@ def test_saved_model_has_tokenizer_of_another_folder(tmp_path, source, model):
         tokenizer.eos_id,
     )
     assert (folder / "special_tokens_map.json").is_file()
-    assert describe_prompt_source(source, tokenizer) == f"the tokenizer of {other}"
+    assert describe_prompt_format(source, tokenizer) == f"the tokenizer of {other}"
 
 
 def test_saved_model_contains_only_known_files(tmp_path, source, model):

@@ -133,7 +133,8 @@ def test_learner_computes_proximal_logprobs_only_if_loss_needs(options):
     # The second update gets no proximal log-probs, and log-probs of the current policy would be wrong.
     moved = learner.forward_backward(rows(), version=0)[1]["loss/ratio_max"]
     assert moved != pytest.approx(1.0, abs=1e-6)
-    learner.policy.has_dropout = True  # then the gate before the first update must compute them
+    # With dropout the learner computes them for the first update, too, for the mismatch gate.
+    learner.policy.has_dropout = True
     first, later = learner.proximal_logprobs([rows(), rows()])
     assert first is not None
     assert later is None
@@ -164,7 +165,7 @@ def test_learner_non_finite_gradient_skips_update():
     with pytest.raises(RuntimeError, match="gradient norm nan: look there"):
         learner.step(metrics, advice=lambda: "look there")
     assert all(torch.equal(a, b) for a, b in zip(learner.policy.trainable_parameters(), before, strict=True))
-    assert learner.schedule_step == 0 and all(param.grad is None for param in learner.policy.trainable_parameters())
+    assert learner.update_index == 0 and all(param.grad is None for param in learner.policy.trainable_parameters())
 
 
 def test_learner_learning_rate_follows_planned_update_count():
@@ -178,12 +179,12 @@ def test_learner_learning_rate_follows_planned_update_count():
         max_grad_norm=None,
     )
     for updates, rate in ((0, 2.0), (6, 0.5), (7, 0.25)):
-        learner.schedule_step = updates
+        learner.update_index = updates
         _, metrics = learner.forward_backward(rows())
         wanted = [p.detach() - rate * p.grad for p in policy.trainable_parameters()]
         assert learner.step(metrics, advice=str)["optim/lr"] == rate
         assert all(torch.equal(p, want) for p, want in zip(policy.trainable_parameters(), wanted, strict=True))
-        assert learner.schedule_step == updates + 1
+        assert learner.update_index == updates + 1
 
 
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
@@ -233,8 +234,8 @@ def test_resume_with_other_updates_keeps_schedule(decay, warmup, before, after):
 def test_gradient_repeated_is_bitwise_equal(loss):
     """Sums are deterministic with several threads and rows that operations split among them.
 
-    Gradients of all first labels of a group are added at one index, and so are the sums over a
-    completion. A replay is bitwise equal only if the order of additions is fixed.
+    `index_add` accumulates the gradients of all first labels of a group at one index, and the sums
+    of a completion at another. A replay is bitwise equal only if the order of additions is fixed.
     """
     packed = pack(unpacked_reference.make_groups(np.random.default_rng(0), [(9, [12] * 256)]), 40_000)[0]
     learner, threads = make_learner(loss), torch.get_num_threads()
@@ -254,10 +255,10 @@ def test_gradient_repeated_is_bitwise_equal(loss):
 def test_mean_over_updates_averages_metrics_and_keeps_maximum():
     updates = [
         {"loss": 1.0, "ratio_max": 3.0},
-        {"loss": 2.0, "ratio_max": 5.0, "age_1": 7.0},
+        {"loss": 2.0, "ratio_max": 5.0, "staleness_1": 7.0},
         {"loss": 6.0, "ratio_max": 4.0},
     ]
-    assert mean_over_updates(updates) == {"loss": 3.0, "ratio_max": 5.0, "age_1": 7.0}
+    assert mean_over_updates(updates) == {"loss": 3.0, "ratio_max": 5.0, "staleness_1": 7.0}
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

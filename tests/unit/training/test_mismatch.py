@@ -101,7 +101,7 @@ def test_mismatch_is_reported_by_position_and_staleness():
     by_age = {"staleness_1": mean, "staleness_2_3": mean, "staleness_4_7": 10 * mean}
     # float32 log-probs around -4 are stored to 2.4e-7
     assert buckets == pytest.approx({name: 3.25 * v for name, v in by_place.items()} | by_age, abs=3e-7)
-    assert mismatch([row], scores).by_bucket.keys() == by_place.keys()  # a single age bucket is omitted
+    assert mismatch([row], scores).by_bucket.keys() == by_place.keys()  # a single staleness bucket is omitted
 
 
 @pytest.mark.parametrize("stale", [True, False])

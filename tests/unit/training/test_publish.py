@@ -33,10 +33,10 @@ SAMPLING = SamplingConfig(max_tokens=40, seed=7, early_stop_logprob=-3.0)
 
 
 class FakeEngine:
-    """A fake engine whose name, labels, checksums and weights tests can change."""
+    """A fake engine whose name, versions, checksums and weights tests can change."""
 
     name = "the engine"
-    label = None  # version label of the tokens; None: the published version
+    reported_version = None  # version of the tokens; None: the published version
     dropped_tensors = ()
 
     def __init__(self):
@@ -68,7 +68,8 @@ class FakeEngine:
             ids = torch.cat([ids, sampled_ids], dim=1)
             reported = logits if self.reports_raw_logprobs else logits / self.temperature
             logprobs.append(reported.log_softmax(-1).gather(1, sampled_ids))
-        versions = np.full(sampling.max_tokens, self.version if self.label is None else self.label, np.int32)
+        version = self.version if self.reported_version is None else self.reported_version
+        versions = np.full(sampling.max_tokens, version, np.int32)
         return [
             Completion(tokens.numpy().astype(np.int32), logprobs_R.numpy(), versions, "length", 0)
             for tokens, logprobs_R in zip(ids[:, len(prompt) :], torch.cat(logprobs, dim=1), strict=True)
@@ -186,7 +187,10 @@ def test_publish_nan_weights_are_named_in_error(make_publisher):
 @pytest.mark.parametrize(
     "fault, message",
     [
-        (dict(label=2), r"after publishing version 4: weights: the engine reports version \[2\] for its tokens"),
+        (
+            dict(reported_version=2),
+            r"after publishing version 4: weights: the engine reports version \[2\] for its tokens",
+        ),
         (
             dict(dropped_tensors=("model.norm.weight",)),
             r"1 of the \d+ tensors in the engine \(worker 0\) .*: 1 missing",
@@ -218,12 +222,12 @@ def test_publish_too_small_update_is_not_measured(make_publisher):
 
 def test_publish_checks_each_replica_separately(make_publisher, monkeypatch):
     engine, _model, publisher = make_publisher(limit=0.1)
-    other, answer = FakeEngine(), engine.sample_canary
+    other, sample_canary = FakeEngine(), engine.sample_canary
     other.name = "the other"
 
     def both(*arguments):
         other.version, other.sums = engine.version, engine.sums
-        return answer(*arguments) + other.sample_canary(*arguments)
+        return sample_canary(*arguments) + other.sample_canary(*arguments)
 
     monkeypatch.setattr(engine, "sample_canary", both)
     update(other.model, 1e-4)
@@ -235,13 +239,13 @@ def test_publish_checks_each_replica_separately(make_publisher, monkeypatch):
 
 def test_publish_logs_lowest_update_applied_of_replicas(make_publisher, monkeypatch):
     engine, model, publisher = make_publisher(limit=5.0)
-    other, answer = FakeEngine(), engine.sample_canary
+    other, sample_canary = FakeEngine(), engine.sample_canary
 
     def both(*arguments):
         before, now = other.model.state_dict(), engine.model.state_dict()
         other.model.load_state_dict({name: before[name] + 0.8 * (now[name] - before[name]) for name in now})
         other.version, other.sums = engine.version, engine.sums
-        return other.sample_canary(*arguments) + answer(*arguments)
+        return other.sample_canary(*arguments) + sample_canary(*arguments)
 
     monkeypatch.setattr(engine, "sample_canary", both)
     publisher.publish(1)

@@ -108,7 +108,7 @@ def test_replay_uses_older_checkpoint_if_newest_is_damaged(run):
     (run / "checkpoints" / "step_000009").mkdir()
     (run / "checkpoints" / "step_000009" / "manifest.json").write_text("{")
     replay(run)
-    with pytest.raises(ValueError, match="other weights than this run"):
+    with pytest.raises(ValueError, match="the replayed run has different weights"):
         replay(run, identity=Identity("", IDENTITY.model, "ffff"))
 
 
@@ -134,9 +134,12 @@ def test_settings_of_learning_that_differ_are_named(run):
         ({"max_steps": 5}, "has no rollouts of step 4, and max_steps=5. Fix: set max_steps=3"),
         (
             {"identity": Identity("", "llama of 2 layers", "0123abcd")},
-            "other model than this run .* Fix: set model_dir=model",
+            "the replayed run has a different model .* Fix: set model_dir=model",
         ),
-        ({"identity": Identity("", IDENTITY.model, "ffff")}, "other weights than this run .0123abcd; expected ffff"),
+        (
+            {"identity": Identity("", IDENTITY.model, "ffff")},
+            "the replayed run has different weights .0123abcd; expected ffff",
+        ),
         ({"words": "how much is"}, "the task's data or code has changed since"),
     ],
 )

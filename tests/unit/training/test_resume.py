@@ -69,8 +69,8 @@ class Kept:
 
     prompt_format_note = ""
 
-    def __init__(self, folder, accuracy=0.742):
-        self.folder, self.accuracy = folder, accuracy
+    def __init__(self, folder, eval_reward=0.742):
+        self.folder, self.eval_reward = folder, eval_reward
         for step in (20, 40):
             self.of(step).mkdir(parents=True)
             (self.of(step) / "config.json").write_text("{}")
@@ -85,7 +85,7 @@ class Kept:
     verify_latest = latest
 
     def best(self):
-        return None if self.accuracy is None else (self.of(20), self.accuracy)
+        return None if self.eval_reward is None else (self.of(20), self.eval_reward)
 
 
 def test_find_resume_checkpoint_returns_newest_unless_run_finished(tmp_path, capsys):
@@ -114,7 +114,7 @@ def test_where_a_run_stands(tmp_path):
         f"resume_from_checkpoint=True. Best checkpoint: {kept.of(20)} (held-out reward 0.742). Curves and samples: "
         f"torchtune-ext report {tmp_path}"
     )
-    kept.accuracy = None
+    kept.eval_reward = None
     assert "accurate" not in status_message(47, 60, kept)
 
 
