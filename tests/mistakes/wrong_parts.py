@@ -134,7 +134,7 @@ CLASSES = {
     "a field of answers that is not there": rows("rows.jsonl task.answer=completion", r"rows.jsonl:1: missing field 'completion'; fields: .*\. Fix: set answer=NAME"),
     "CSV under another name": rows("rows.txt", r"rows.txt:1: not JSON \(.*\)\. Fix: write one object per line, or name a file with the ending .parquet, .csv, .tsv or .jsonl"),
     "broken CSV": rows("rows.csv", r"task.path='rows.csv': not CSV \(.*\)\. Fix: separate values with commas, and quote strings"),
-    "a grader that takes an answer": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.same", r"takes an answer first, but gets the problem", files={"mine.py": "def same(answer, text): return 1.0\n", "rows.jsonl": ROWS}),
+    "a grader that takes an answer": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.same", r"its first parameter is `answer`; expected `problem`", files={"mine.py": "def same(answer, text): return 1.0\n", "rows.jsonl": ROWS}),
     "a grader that is not there": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.sam", r"mine.*sam", files={"mine.py": "def same(problem, text): return 1.0\n", "rows.jsonl": ROWS}),
 }
 # fmt: on

@@ -1,6 +1,6 @@
 """Runs the environments of episodes, each in its own process that can be killed.
 
-An episode holds a slot, one process, from its first turn to its last. The process then takes the
+An episode reserves one process (an `EnvironmentSlot`) from its first turn to its last. The process then takes the
 next episode. At most `grader.workers` environments run at a time; other episodes wait.
 """
 
@@ -35,7 +35,7 @@ TRUNCATED_REASONS = ("length", "max_turns", "context_overflow")
 
 
 class EnvironmentTask(Task, EpisodeTask, Protocol):
-    """An episode task with its problems and their solutions."""
+    """Both protocols of an episode task: `Task` (problems, solutions) and `EpisodeTask`."""
 
 
 class EnvironmentWorker:
@@ -62,7 +62,7 @@ class EnvironmentWorker:
             getattr(environment, "close", lambda: None)()
             return None
         if reset_args is not None:
-            # Games draw from Python's global random generator.
+            # Some environments (tasks/games.py) use Python's global random generator.
             random.seed(reset_args[1])
             self.environment = self.task.environment(*reset_args)
         # A restarted process does not have the episode's environment.
@@ -108,7 +108,7 @@ def check_reply(reply: Any) -> EnvironmentReply:
 
 @dataclass(eq=False, slots=True)
 class EnvironmentSlot:
-    """An episode's claim on a worker process."""
+    """An episode's reservation of a worker process."""
 
     # Index of the process, set when one is free.
     assigned_worker: Future[int] = field(default_factory=Future)

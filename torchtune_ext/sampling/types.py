@@ -75,7 +75,9 @@ class EngineConfig:
     )
     tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs per replica")
     max_concurrency: int | None = Field(
-        default=None, ge=1, description="in-flight requests per replica; null: adapts to the replica's own counters"
+        default=None,
+        ge=1,
+        description="in-flight requests per replica; null: adapts to KV cache usage and preemptions of each replica",
     )
     max_num_seqs: int | None = Field(
         default=None,

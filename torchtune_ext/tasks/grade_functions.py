@@ -69,7 +69,8 @@ def import_grader(path: str, key: str, what: str) -> Callable:
     if next(iter(signature.parameters)) == "answer":
         # A function (answer, text) would compare the text with a `Problem`, and reward no answer.
         raise UsageError(
-            f"{setting} takes an answer first, but gets the problem. Fix: write f(problem, {what}), and use problem.answer"
+            f"{setting}: its first parameter is `answer`; expected `problem`. Fix: write f(problem, {what}), and use "
+            "problem.answer"
         )
     return function
 

@@ -110,7 +110,7 @@ class QuestionTask:
         if examples and (known := [name for name in named if name.split(".")[0] in examples[0][1]]):
             fix = f"write it in the question, as in question='{{{source.question.strip('{}')}}} {{{known[0]}}}'"
             raise UsageError(
-                f"prompt={prompt!r:.80}: {{{known[0]}}} is a field of the examples, but a prompt fills only {{question}}. Fix: "
+                f"prompt={prompt!r:.80}: unknown placeholder {{{known[0]}}}; expected {{question}} only. Fix: "
                 + (fix if known[0] != source.answer else "remove the answer")
             )
         chosen = list(islice(examples, first, first + length))

@@ -236,7 +236,7 @@ class ReasoningGymCurriculum(ReasoningGym):
     def __init__(self, generators: Any, raise_at: float = 0.7, **rest: Any) -> None:
         super().__init__(generators, **rest)
         if not 0.0 < raise_at <= 1.0:
-            raise UsageError(f"raise_at={raise_at} is a share of solved samples. Fix: give a number above 0, at most 1")
+            raise UsageError(f"raise_at={raise_at}: expected a fraction of solved samples, above 0 and at most 1")
         self.raise_at = raise_at
         self.base_options, self.levels = dict(self.options), dict.fromkeys(self.options, 0)
         # Generator -> the solved fraction of each of its newest groups at its current level.

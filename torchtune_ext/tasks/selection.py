@@ -64,7 +64,7 @@ class NearLevel:
         seed: int = 0,
     ) -> None:
         if not 0 < floor <= 1:
-            raise UsageError(f"floor={floor} is a share of the highest weight. Fix: give a number above 0 and up to 1")
+            raise UsageError(f"floor={floor}: expected a fraction of the highest weight, above 0 and at most 1")
         several = isinstance(levels, Sequence) and all(isinstance(level, Mapping) for level in levels)
         if levels is not None and (not several or len(levels) < 2):
             raise UsageError(f"levels={levels}: expected null, or two or more mappings of settings")

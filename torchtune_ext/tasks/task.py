@@ -94,7 +94,7 @@ def require_choice(key: str, value: object, known: Sequence[str]) -> None:
 def require_share(key: str, value: object, of: str) -> None:
     """Raises UsageError unless a config value is a number from 0 to 1: a fraction of `of`."""
     if not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
-        raise UsageError(f"{key}={value!r} is a share of {of}. Fix: give a number from 0 to 1")
+        raise UsageError(f"{key}={value!r}: expected a fraction of {of}, from 0 to 1")
 
 
 def require_question(prompt: str) -> None:

@@ -159,7 +159,7 @@ class Learner:
         with self._timer("backward"):
             for i, cpu_row in enumerate(rows):
                 row = cpu_row.to(device)
-                # Both policies are compared on the proximal policy's top-k tokens.
+                # Current and proximal policy are compared on the proximal policy's top-k tokens.
                 top_ids_LK = None if proximal is None else proximal[i].top_ids_LK
                 current = self.policy(row, self.temperature, top_ids_LK=top_ids_LK)
                 row_proximal = current.detach() if proximal is None else proximal[i]

@@ -71,7 +71,7 @@ MAX_RESIDUAL_FRACTION = 0.25
 # If top-p or top-k would have to keep less than this probability mass to explain d, the cause named
 # is another model.
 MIN_KEPT_PROBABILITY = 0.1
-# Maximum of (noise of a token) / (effect of a change on the token) for a conclusion.
+# Largest noise-to-effect ratio of a token at which an `UpdateEffect` is reliable.
 MAX_NOISE_RATIO = 0.25
 # Spacing of log-probs in nats: the spacing of float32 logits between 8 and 16. Smaller effects of a
 # change are rounded to this grid. Two healthy sides may differ by exactly zero or one step.
@@ -258,8 +258,9 @@ class LikelihoodEvidence(NamedTuple):
     """The likelihood test of one engine replica: log statistics, one per mixture."""
 
     seed: int | None  # seed of the last canary
-    before_seed: np.ndarray  # without the canaries of this seed
-    with_seed: np.ndarray  # with the first canary of this seed
+    # Canaries with one seed repeat tokens, so only the first canary of a seed is evidence.
+    before_seed: np.ndarray  # from the canaries of earlier seeds
+    with_seed: np.ndarray  # in addition, from the first canary of `seed`
 
 
 class MismatchGate:
@@ -272,7 +273,7 @@ class MismatchGate:
         precision: name of the precision, for messages.
         replay: the run does not sample, and "auto" is REPLAY_LIMIT_NATS.
         test_distribution: whether `check` also tests mean ratio and sharpness. Set it to False if
-            the weights differ (mixed precision).
+            trainer and engine hold different values.
         temperature: sampling temperature, for messages.
     """
 

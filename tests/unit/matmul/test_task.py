@@ -74,7 +74,7 @@ def visit(task, *results, index=0, cursor=0):
     [
         ({"reward": "fast"}, "task.reward='fast': unknown. Fix: choose one of published, log_speedup, peak_share"),
         ({"prompt": "none"}, "task.prompt='none': unknown. Fix: choose one of long, short"),
-        ({"show": 1.5}, "task.show=1.5 is a share of the prompts. Fix: give a number from 0 to 1"),
+        ({"show": 1.5}, "task.show=1.5: expected a fraction of the prompts, from 0 to 1"),
         ({"show": math.nan}, "task.show=nan is a share"),
         ({"show": "half"}, "task.show='half' is a share"),
         (

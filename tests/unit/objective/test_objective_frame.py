@@ -369,7 +369,7 @@ def test_a_constant_is_a_positive_number_of_tokens():
     ((row,),) = pack_updates(groups, 1, 40, aggregation="constant", aggregation_constant=1)[0]
     assert row.loss_weights_L.tolist() == [0.5] * 5
     for constant in (0, None):
-        with pytest.raises(ValueError, match=f"aggregation_constant={constant} "):
+        with pytest.raises(ValueError, match=f"aggregation_constant={constant}: "):
             pack_updates(groups, 1, 40, aggregation="constant", aggregation_constant=constant)
 
 

@@ -401,7 +401,7 @@ QWEN, LLAMA = "Qwen3-1.7B", "Llama-3.1-8B-Instruct"
         (
             LLAMA,
             {"rope_scaling": {"rope_type": "llama3", "original_max_position_embeddings": 8192}},
-            "config.json lacks factor. Copy the file from the source",
+            "config.json lacks factor. Fix: copy it again from the model repository",
         ),
         (LLAMA, {"head_dim": 64}, "has head_dim=64, but the builder of llama supports only .* = 128"),
         (LLAMA, {"hidden_act": "gelu"}, "has hidden_act='gelu', but the builder of llama supports only silu"),

@@ -1,4 +1,4 @@
-"""The checks of a weight sync, with a fake engine: a model of transformers with faults on demand.
+"""The checks of a weight sync, with a fake engine: a Hugging Face `transformers` model with injected faults.
 
 The real engine: tests/integration/test_engine_pool.py, test_lost_weights.py.
 """
