@@ -141,7 +141,7 @@ def test_selection_ignores_ungraded_samples():
             "unexpected keyword argument 'levle'; expected seed, count",
         ),
         ({"task": ARITHMETIC, "levels": [{"level": 1}] * 2}, "two levels are equal"),
-        ({"task": ARITHMETIC, "levels": LEVELS, "floor": 0.0}, r"floor=0.0 is a share"),
+        ({"task": ARITHMETIC, "levels": LEVELS, "floor": 0.0}, r"floor=0.0: expected a fraction"),
         ({"task": ARITHMETIC, "levels": [{"level": 1}, {"level": 11}]}, "give a level from 1 to 10"),
         (
             {"task": "torchtune_ext.tasks.selection.NearLevel", "settings": {"task": ARITHMETIC, "levels": LEVELS}},
