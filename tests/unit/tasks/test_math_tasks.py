@@ -283,9 +283,9 @@ def test_two_columns_of_one_name_are_refused(tmp_path):
 def test_a_field_in_the_prompt_is_refused(tmp_path):
     path = jsonl(tmp_path, [{"question": "1+1?", "answer": 2, "unit": "m"}])
     for prompt, message in (
-        ("{question} In {unit}.", "{unit} is a field of the examples, .* as in question='{question} {unit}'"),
-        ("{question} {{unit}}", "{unit} is a field of the examples"),
-        ("{question} Not {answer}!", "{answer} is a field of the examples, .*Fix: remove the answer"),
+        ("{question} In {unit}.", "unknown placeholder {unit}; .* as in question='{question} {unit}'"),
+        ("{question} {{unit}}", "unknown placeholder {unit}"),
+        ("{question} Not {answer}!", "unknown placeholder {answer}; .*Fix: remove the answer"),
     ):
         with pytest.raises(ValueError, match=message):
             Jsonl(strict, path=path, prompt=prompt)
