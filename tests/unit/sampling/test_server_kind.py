@@ -153,7 +153,7 @@ def test_server_command_uses_shell_gpus_and_one_port(monkeypatch):
         "CUDA_VISIBLE_DEVICES" not in server_command("model", EngineConfig(address="http://node2:1", devices="4,5"))[1]
     )
     assert server_command("model", EngineConfig(devices="4"))[1]["CUDA_VISIBLE_DEVICES"] == "4"
-    with pytest.raises(ValueError, match="GPUs for 2 engines"):
+    with pytest.raises(ValueError, match="GPUs for 2 replicas"):
         server_command("model", EngineConfig(devices="4,5"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     assert "CUDA_VISIBLE_DEVICES" not in server_command("model", EngineConfig(devices="4,5"))[1]
