@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 # The counters of the engine and of the benchmark service depend on request timing, and restart at 0
 # when a run resumes.
 VOLATILE_PREFIXES = ("time/", "speed/", "memory/", "engine/", "engines/", "bench/")
-_DISK_FIX = "Free disk space and resume the run; earlier lines are intact"
+_DISK_FIX = "free disk space and resume the run; earlier lines are intact"
 _RESERVED_NAMES = ("step", "nonfinite")
 _OLD_NAMES = {
     "pack/used": "pack/efficiency",
@@ -173,7 +173,7 @@ class MetricLogger:
         except OSError as error:
             # Remove the incomplete line, so that the file stays valid.
             os.ftruncate(self._fd, size)
-            raise UsageFileError(f"cannot write {self.path}: {error}. {_DISK_FIX}") from error
+            raise UsageFileError(f"cannot write {self.path}: {error}. Fix: {_DISK_FIX}") from error
 
     def _drop_sink(self, name: str, error: Exception) -> None:
         # A dropped sink is not called again, so its failure is logged only once.

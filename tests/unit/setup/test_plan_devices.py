@@ -91,6 +91,7 @@ def test_check_start_overlapping_gpus_refused_before_run_folder(started, monkeyp
         replay=None,
         check_grading=lambda: None,
         precision=SimpleNamespace(engine=config),
+        engine_config=config,
         ranks=SimpleNamespace(device=torch.device("cuda", 0)),
     )
     with pytest.raises(ValueError, match="engine.devices='4,5,6,7': .* train"):

@@ -336,8 +336,8 @@ def test_answers_unreadable_by_math_verify_compare_as_text():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"format": "boxed"}, "format='boxed': choose"),
-        ({"unmarked": "first"}, "unmarked='first': choose"),
+        ({"format": "boxed"}, "format='boxed': unknown. Fix: choose"),
+        ({"unmarked": "first"}, "unmarked='first': unknown. Fix: choose"),
         ({"format_reward": 1.0}, "format_reward=1.0: expected"),
     ],
 )

@@ -201,7 +201,7 @@ def test_settings_come_from_yaml():
     [
         ({"level": 11}, "level={11: 1.0}: invalid. Fix: give a level from 1 to 10"),
         ({"level": []}, "level={}: invalid. Fix: give a level"),
-        ({"level": {3: -1, 4: 2}}, "level={3: -1, 4: 2}: give"),
+        ({"level": {3: -1, 4: 2}}, "level={3: -1, 4: 2}: invalid. Fix: give"),
         ({"level": {3: 0}}, "not all 0"),
         ({"split": "test"}, "split='test': unknown. Fix: choose one of train, heldout, all"),
         ({"first": -1}, "first=-1, count=None"),

@@ -197,7 +197,7 @@ def test_wrong_variables_of_a_launcher_are_named(monkeypatch, capsys):
         ({"WORLD_SIZE": "2", "MASTER_PORT": "http"}, "MASTER_PORT='http' in the environment must be a whole number"),
         (
             {"WORLD_SIZE": "2", "RANK": ""},
-            "WORLD_SIZE=2 in the environment without RANK: .*`env -u WORLD_SIZE tune run",
+            "WORLD_SIZE=2 in the environment without RANK. .*`env -u WORLD_SIZE tune run",
         ),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE=2 in the environment without MASTER_ADDR"),
         ({"WORLD_SIZE": "2", "RANK": "2", **here}, "RANK=2 in the environment must be less than WORLD_SIZE=2"),
@@ -231,7 +231,7 @@ def test_waiting_rank_without_torchrun_prints_where(monkeypatch, capsys):
     monkeypatch.setattr(machines, "MAIN_NOTICE_S", 0.05)
     text = (
         "ranks: this is rank 0 of WORLD_SIZE=4 in the environment; it waits for the others at 10.0.0.1:29500, up to 600 s; "
-        "`env -u WORLD_SIZE tune run ...` starts a single process\n"
+        "to train on one process, run `env -u WORLD_SIZE tune run ...`\n"
     )
     for rank, wait, torchrun, says in (
         (0, 0.3, False, text),
@@ -266,7 +266,7 @@ def test_local_device_too_many_ranks_reported_with_machine(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
     assert local_device("auto") == torch.device("cuda", 0)
     monkeypatch.setenv("WORLD_SIZE", "12")
-    with pytest.raises(ValueError, match=rf"rank 11 .*{HOST}, .*4 GPUs: .*at most 4 ranks"):
+    with pytest.raises(ValueError, match=rf"rank 11 .*{HOST}, .*4 GPUs. Fix: start at most 4 ranks"):
         local_device("cuda")
 
 

@@ -49,7 +49,8 @@ def test_gpus_that_a_teacher_may_have(policy, teacher, taken, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     parts = SimpleNamespace(
         cfg=SimpleNamespace(engine=replace(POLICY, **policy), teacher=TeacherConfig("teacher", teacher)),
-        precision=SimpleNamespace(engine=replace(POLICY, **policy), dtype=torch.bfloat16),
+        precision=SimpleNamespace(dtype=torch.bfloat16),
+        engine_config=replace(POLICY, **policy),
         ranks=SimpleNamespace(device=torch.device("cuda")),
     )
     if taken is None:
