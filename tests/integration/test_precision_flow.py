@@ -59,7 +59,9 @@ def test_mismatch_gate_passes_update_engine_dtype_cannot_hold(workspace):
     output = runs.run(workspace, "grpo_full", "output_dir=mixed", "model_dir=grid", *mixture, *BFLOAT16[2:])
     assert "trainer in float32, engine in bfloat16: the engine rounds off" in output
     assert re.search(r"rounding: +[0-9.e-]+ nats in bfloat16; max_mismatch [0-9.]+", output)
-    assert output.count("publish/changed_share 0.1") == 1 and "Fix: set engine.dtype=float32, or dtype=bfloat16" in output
+    assert (
+        output.count("publish/changed_share 0.1") == 1 and "Fix: set engine.dtype=float32, or dtype=bfloat16" in output
+    )
     lines = runs.metrics(workspace / "mixed")[1:]
     assert all(0 < line["publish/changed_share"] < 0.2 for line in lines)
     assert [line["step"] for line in lines] == [1, 2, 3], "the gate has let all canaries pass"

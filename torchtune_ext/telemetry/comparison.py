@@ -56,12 +56,12 @@ class Comparison:
     num_bytes: int
     runs: int  # number of runs in the page
     table: str  # results of the runs, best run first
-    left_out: Sequence[str]  # one sentence per run that the page leaves out
+    skipped_runs: Sequence[str]  # one sentence per run that the page leaves out
 
     def summary(self) -> str:
         """Returns the lines for the terminal."""
         page = f"{self.path}: {self.num_bytes / 2**20:.1f} MiB, {self.runs} run{'s' * (self.runs != 1)}"
-        return "\n".join([*self.left_out, "", self.table, "", page])
+        return "\n".join([*self.skipped_runs, "", self.table, "", page])
 
 
 def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None) -> Comparison:
@@ -76,7 +76,7 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
         UsageError: a path is not a run, a `sweep.json` is damaged, or no run has metrics.
         OSError: the page cannot be written.
     """
-    runs, sweeps, left_out = find_runs(paths)
+    runs, sweeps, skipped_runs = find_runs(paths)
     metric, words, higher_is_better = choose_target(runs, sweeps)
     results = [run_result(run, metric) for run in runs]
     ranking = sorted(range(len(runs)), key=lambda place: _rank_key(results[place], higher_is_better))
@@ -93,7 +93,7 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
     overview = {
         "written": time.time(),
         "state": {"kind": "several", "text": f"{len(runs)} run{'s' * (len(runs) != 1)}"},
-        "notices": [{"text": text, "section": ""} for text in [*left_out, *_notices(runs)]],
+        "notices": [{"text": text, "section": ""} for text in [*skipped_runs, *_notices(runs)]],
         "runs": [
             {"letter": letter, "label": label, "name": run.name, "rank": ranking.index(place)}
             for place, (letter, label, run) in enumerate(zip(letters, labels, runs, strict=True))
@@ -115,7 +115,9 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
     }
     num_bytes = write_page(out, name, {"overview": encode_json(overview)})
     rows = [(letters[place], labels[place], *_result_cells(results[place])) for place in ranking]
-    return Comparison(out, num_bytes, len(runs), format_columns([("", "run", words, "95% interval"), *rows]), left_out)
+    return Comparison(
+        out, num_bytes, len(runs), format_columns([("", "run", words, "95% interval"), *rows]), skipped_runs
+    )
 
 
 def choose_target(runs: Sequence[ComparedRun], sweeps: Sequence[Mapping[str, Any]]) -> tuple[str, str, bool]:

@@ -83,7 +83,7 @@ def test_comparison_excludes_runs_that_failed_late(tmp_path):
     (folder / "sweep.json").write_text(json.dumps(record))
     report = build_comparison([folder])
     assert report.table.splitlines()[1:] == ["A  run00  0.6185           0.5685 to 0.6685"]
-    assert report.left_out == ["run10 failed: out of memory."]
+    assert report.skipped_runs == ["run10 failed: out of memory."]
 
 
 def test_comparison_of_fully_failed_sweep_raises(tmp_path):
@@ -139,12 +139,12 @@ def test_comparison_empty_run_is_reported_and_skipped(two, tmp_path):
         shutil.copytree(two[0], tmp_path / name)
         (tmp_path / name / "metrics.jsonl").write_text(text)
     report = build_comparison([tmp_path], tmp_path / "page.html")
-    assert report.runs == 2 and len(report.left_out) == 3
+    assert report.runs == 2 and len(report.skipped_runs) == 3
     notices = texts(overview_of(report))
-    assert any(line.startswith("new is left out: no metrics yet") for line in notices)
-    assert any(line.startswith("broken is left out: metrics.jsonl is damaged") and "line 2" in line for line in notices)
-    assert any(line.startswith("odd is left out: metrics.jsonl is damaged") for line in notices)
-    assert "new is left out" in report.summary()
+    assert any(line.startswith("new is skipped: no metrics yet") for line in notices)
+    assert any(line.startswith("broken is skipped: metrics.jsonl is damaged") and "line 2" in line for line in notices)
+    assert any(line.startswith("odd is skipped: metrics.jsonl is damaged") for line in notices)
+    assert "new is skipped" in report.summary()
     with pytest.raises(ValueError, match="no metrics found; .*new is skipped"):
         build_comparison([tmp_path / "new", tmp_path / "odd"], tmp_path / "page.html")
 

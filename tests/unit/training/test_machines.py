@@ -200,7 +200,7 @@ def test_wrong_variables_of_a_launcher_are_named(monkeypatch, capsys):
             "WORLD_SIZE=2 in the environment without RANK. .*`env -u WORLD_SIZE tune run",
         ),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE=2 in the environment without MASTER_ADDR"),
-        ({"WORLD_SIZE": "2", "RANK": "2", **here}, "RANK=2 in the environment must be less than WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "2", "RANK": "2", **here}, "RANK=2 in the environment: expected less than WORLD_SIZE=2"),
     ):
         with monkeypatch.context() as patch:
             for name in names:
