@@ -79,7 +79,7 @@ PANELS = (
     Panel("Learning", "Solved", unit="percent", note="Fraction of held-out samples with full reward.", metrics=(
         Metric("eval/solved_sampled", "sampled", "fraction of held-out samples with full reward, training temperature"),
         Metric("eval/solved_greedy", "greedy", "fraction of held-out samples with full reward, temperature 0"),
-        Metric("eval/pass_at_<n>", "pass at ", "fraction of held-out samples with full reward in any of n samples",
+        Metric("eval/pass_at_<n>", "pass at ", "fraction of held-out problems that any of n samples solves",
                "it falls while `eval/reward_sampled` rises"))),
     Panel("Learning", "Outcomes of programs", unit="percent", style="stack", zero=True, order=_OUTCOMES,
           colors=(6, 4, 5, 7, 1, 2, 3), metrics=(
@@ -159,7 +159,7 @@ PANELS = (
     Panel("Policy change", "Entropy", zero=True, metrics=(
         Metric("loss/entropy", "entropy", "entropy of the policy, nats per token", "it falls toward 0: collapse"),)),
     Panel("Policy change", "Clip fraction", unit="percent", zero=True, metrics=(
-        Metric("loss/clip_fraction", "clipped", "fraction of tokens with clipped gradient (CISPO: importance weight)",
+        Metric("loss/clip_fraction", "clipped", "fraction of tokens with clipped gradient (CISPO: clipped ratio)",
                "above 0.1 to 0.2"),)),
     Panel("Policy change", "Clip fraction by position", unit="percent", zero=True, hide_if_zero=True, metrics=(
         Metric("loss/clip_fraction_at_<place>", "", "`loss/clip_fraction` by position", "one bucket stands out"),)),
@@ -172,7 +172,7 @@ PANELS = (
         Metric("loss/masked_fraction_staleness_<bucket>", "staleness ", "`loss/masked_fraction` by staleness",
                "one bucket stands out"))),
     Panel("Policy change", "Largest ratio", scale="log", metrics=(
-        Metric("loss/ratio_max", "max ratio", "largest importance ratio before clipping", "above 100"),)),
+        Metric("loss/ratio_max", "max ratio", "largest ratio of current to old policy, before clipping", "above 100"),)),
     Panel("Policy change", "Gradient norm", zero=True, metrics=(
         Metric("optim/grad_norm", "norm", "gradient norm before clipping", "it spikes"),)),
     Panel("Policy change", "Learning rate", zero=True, uses_latest=True, metrics=(
