@@ -206,7 +206,7 @@ def test_settings_come_from_yaml():
         ({"split": "test"}, "split='test': unknown. Fix: choose one of train, heldout, all"),
         ({"first": -1}, "first=-1, count=None"),
         ({"count": 0}, "count=0: out of range"),
-        ({"guessed": 1.5}, "guessed=1.5 is a share"),
+        ({"guessed": 1.5}, "guessed=1.5: expected a fraction"),
         ({"prompt": "Compute"}, "prompt='Compute': no place for the question"),
     ],
 )
