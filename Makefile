@@ -27,7 +27,7 @@ STAMP := $(VENV)/.installed
 TRITON := $(VENV)/triton
 WANDB_SWEEPS := $(VENV)/wandb_sweeps
 # Pages of the site, and files that pages link to.
-SITE_SOURCES := README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs benchmarks configs examples kernels recipes scripts tests torchtune_ext
+SITE_SOURCES := mkdocs.yml README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs benchmarks configs examples kernels recipes scripts tests torchtune_ext
 
 # Bytecode makes `import vllm` twice as fast; a set PYTHONPATH would hide what was installed.
 unexport PYTHONDONTWRITEBYTECODE
