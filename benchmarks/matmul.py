@@ -155,7 +155,10 @@ def generated(count: int) -> list[str]:
 def measure(runs: dict[str, Path], seed: int, size: int, out: Path) -> dict[str, dict[str, float]]:
     """Measure the samples of all runs of one seed once, together, and store the numbers in a file."""
     if out.is_file():
-        return json.loads(out.read_text())
+        # A file of an earlier commit has other names.
+        old = {"times": "speedup", "right before": "correct before", "right after": "correct after"}
+        runs_of_file = json.loads(out.read_text()).items()
+        return {name: {old.get(key, key): value for key, value in run.items()} for name, run in runs_of_file}
     held = {name: programs_of(run) for name, run in runs.items()}
     again = Remeasurement(size)
     try:

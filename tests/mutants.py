@@ -24,18 +24,18 @@ ROOT = Path(__file__).resolve().parents[1]
 HEART = [
     "pipeline/packing",
     "pipeline/advantages",
-    "pipeline/buffer",
+    "pipeline/staleness",
     "training/learner",
     "training/publish",
-    "training/agreement",
+    "training/mismatch",
+    "training/estimates",
     "objective/*",
 ]
 HEART_TESTS = ["tests/golden", "tests/unit/objective", "tests/unit/policy/test_packed_equals_unpacked.py"]
 HEART_TESTS += [
-    f"tests/unit/training/test_{name}.py"
-    for name in ("learner", "agreement", "agreement_statistics", "breakdown", "publish")
+    f"tests/unit/training/test_{name}.py" for name in ("learner", "mismatch", "agreement_statistics", "publish")
 ]
-HEART_TESTS += [f"tests/unit/pipeline/test_{name}.py" for name in ("advantages", "balance", "buffer", "source")]
+HEART_TESTS += [f"tests/unit/pipeline/test_{name}.py" for name in ("advantages", "balance", "staleness", "source")]
 SECONDS = 600  # A mutant whose tests take longer counts as noticed, since some mutants make a loop endless.
 
 COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

@@ -17,7 +17,7 @@ from types import NoneType
 from typing import Any
 
 from torchtune_ext.run.catalog import import_object
-from torchtune_ext.run.errors import UsageError, UserCodeError
+from torchtune_ext.run.errors import UsageError
 from torchtune_ext.settings.components import Component, argument_parameters, import_recipe
 from torchtune_ext.settings.sections import nested_section, option_fields
 from torchtune_ext.settings.yaml_types import expected_text, kinds_text, union_members
@@ -87,7 +87,7 @@ def recipe_options(recipe: str) -> list[Option]:
         arguments = []
         for path in USUAL_COMPONENTS.get(option.name, ()) if option.is_component else ():
             # A class is left out if the package that it needs is not installed.
-            with suppress(UserCodeError):
+            with suppress(UsageError):
                 arguments += arguments_of(option.name, path)
         options += _merged(arguments)
     return options

@@ -46,5 +46,9 @@ class Tokens:
         return self.proximal_logprobs_L
 
     @property
+    def samples_L(self) -> Tensor:  # noqa: N802
+        return self.completion_index_L
+
+    @property
     def old_top_LK(self) -> Tensor | None:  # noqa: N802
         return self.proximal_top_LK

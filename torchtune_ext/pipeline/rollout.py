@@ -159,7 +159,7 @@ class GroupStream:
         self._engine, self._tokenizer = engine, tokenizer
         self._environments = grader if isinstance(grader, EnvironmentPool) else None
         self._grader = None if isinstance(grader, EnvironmentPool) else grader
-        self.grading_metrics = grader.metrics
+        self.grading_metrics = lambda is_refill: grader.metrics(is_refill)
         self._warned_template_mismatch = False
         # Only the caller's thread changes these two. `wait_next` moves a group to the second.
         self._pending: dict[int, PendingGroup] = {}

@@ -162,7 +162,7 @@ class RolloutSource:
         with stream.report_progress(progress, self.scheduler.num_taken + self.scheduler.batch_size):
             groups, metrics = self._take_batch(timer)
         self._check_grading(groups)
-        return groups, metrics | stream.grading_metrics()
+        return groups, metrics | stream.grading_metrics(False)
 
     def refill(
         self,
@@ -182,7 +182,7 @@ class RolloutSource:
         with self._require_stream().report_progress(progress):
             groups = self._sample_refill(count, timer, refill_round)
         self._check_grading(groups)
-        return groups, self._require_stream().grading_metrics(refill=True)
+        return groups, self._require_stream().grading_metrics(True)
 
     def _check_grading(self, groups: Sequence[Group]) -> None:
         samples = [(group.problem.id, sample.outcome) for group in groups for sample in group.samples]

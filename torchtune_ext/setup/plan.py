@@ -249,7 +249,8 @@ class RunPlan:
         shared = on_gpus and self.engine_placement in ("shared", "sleeps")
         longest = cfg.engine.max_model_len
         engine = {
-            f"a lower {'engine.gpu_memory_utilization or ' * on_gpus}engine.kv_cache_bytes": shared or not on_gpus
+            f"a lower {'engine.gpu_memory_utilization or ' * on_gpus}engine.kv_cache_bytes": shared
+            or (not on_gpus and bool(self.engine_rows) and self.engine_placement != "server")
         }
         trainer = {
             "activation_checkpointing=true": not cfg.activation_checkpointing,

@@ -20,8 +20,8 @@ BAD = [
     ({"stages": ["all", "none"]}, "in this order and without repetition"),
     ({"stages": ["none", "none"]}, "in this order and without repetition"),
     ({"stages": ["fast"]}, "expected a subset of none, loop_order"),
-    ({"new": 1.5}, "new=1.5 is a share"),
-    ({"broken": -1}, "broken=-1 is a share"),
+    ({"new": 1.5}, "new=1.5: expected a fraction"),
+    ({"broken": -1}, "broken=-1: expected a fraction"),
     ({"weights": {"plane": 1}}, "unknown writer plane; expected plain, tiled"),
     ({"weights": {"plain": -1}}, "must not be negative, nor all 0"),
     # Who only copies panels writes nothing that the first stage permits.

@@ -75,8 +75,8 @@ def visit(task, *results, index=0, cursor=0):
         ({"reward": "fast"}, "task.reward='fast': unknown. Fix: choose one of published, log_speedup, peak_share"),
         ({"prompt": "none"}, "task.prompt='none': unknown. Fix: choose one of long, short"),
         ({"show": 1.5}, "task.show=1.5: expected a fraction of the prompts, from 0 to 1"),
-        ({"show": math.nan}, "task.show=nan is a share"),
-        ({"show": "half"}, "task.show='half' is a share"),
+        ({"show": math.nan}, "task.show=nan: expected a fraction"),
+        ({"show": "half"}, "task.show='half': expected a fraction"),
         (
             {"show": 0.1, "prompt": "short"},
             "task.show=0.1: short prompts cannot show a program. Fix: set prompt=long, or show=0",

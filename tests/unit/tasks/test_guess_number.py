@@ -71,7 +71,7 @@ def test_answers_are_true():
         ({"first": -1}, "first=-1, count=None: out of range; expected first >= 0"),
         ({"size": 1}, "below=69, size=1, max_turns=5: expected at least 1, 2 and 1"),
         ({"split": "test"}, "split='test': unknown. Fix: choose one of train, heldout, all"),
-        ({"halving": 2}, "halving=2 is a share"),
+        ({"halving": 2}, "halving=2: expected a fraction of the guesses"),
         ({"prompt": "?"}, r"prompt='\?' does not show the range"),
     ],
 )
