@@ -127,7 +127,7 @@ def test_parquet_is_read_without_unneeded_columns(parquet, monkeypatch):
         ParquetFile, "iter_batches", lambda file, columns: read.append(columns) or batches(file, columns=columns)
     )
     Jsonl(strict, path=parquet, prompt="{question} {other}", fields=())
-    with pytest.raises(ValueError, match="{why} is a field"):
+    with pytest.raises(ValueError, match="unknown placeholder {why}"):
         Jsonl(strict, path=parquet, prompt="{question} {why}", fields=())
     assert [sorted(columns) for columns in read] == [["answer", "question"], ["answer", "question", "why"]]
 
