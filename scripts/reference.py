@@ -279,7 +279,7 @@ def metrics_page() -> Iterator[str]:
             rows += [(code(name), unit, meaning, investigate)] if meaning else []
     yield from (
         "## Notes", "",
-        "- The clock is that of rank 0; a phase ends when the GPU has finished its work.",
+        "- Rank 0 measures the time; a phase ends when the GPU has finished its work.",
         "- `speed/sampled_tokens_s` divides by `time/sample/generate`, with `staleness` above 0 by `time/step`.",
         "- `time/wait_for_rollouts` is the sum of `time/sample/generate` and `time/sample/grade`.",
         "- `canary/update_applied` and `canary/adapter_applied` have no value while the change is below the noise.",

@@ -53,7 +53,7 @@ def find_options(words: Sequence[str]) -> tuple[str, list[Option]]:
         usual = USUAL_COMPONENTS["task"][0].rpartition(".")[2]
         return (
             f"{recipe}: `key: value` in YAML, key=value on the command line, and section.key=value for a key of a section. "
-            "Another class in `_component_` takes other arguments; `torchtune-ext config task` lists those of all tasks",
+            "Another class in `_component_` takes other arguments; `torchtune-ext config task` lists all tasks",
             [option for option in options if not option.name.startswith("task.") or usual in option.components],
         )
     # A key matches by its full name, by its last part in any section, or by its section. A class
