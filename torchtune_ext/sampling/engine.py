@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from torchtune_ext.sampling.weight_sender import WeightSender
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 30.0  # deadline in seconds of each part of `close` in the engine's thread
 
@@ -337,7 +339,7 @@ class Engine:
         async def generate_all() -> list[list[Completion]]:
             return await gather_or_cancel(*map(self._pool.generate, group_requests))
 
-        return self._thread.result(self._submit(generate_all(), priority))
+        return self._thread.result(self.schedule(generate_all(), priority))
 
     def _build_group_requests(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingConfig, priority: Priority
@@ -398,9 +400,19 @@ class Engine:
         """
         self._thread.assert_not_loop_thread()
         requests = build_requests(prompt, n, sampling, seed_index, priority, self.config.max_model_len)
-        return self._submit(self._pool.generate(requests, on_completion, affinity_key), priority)
+        return self.schedule(self._pool.generate(requests, on_completion, affinity_key), priority)
 
-    def _submit(self, work: Coroutine[Any, Any, Any], priority: Priority) -> Future:
+    async def generate(self, request: EngineRequest, affinity_key: object = None) -> Completion:
+        """Generates one completion in the engine's thread (`schedule`). Raises as `sample`.
+
+        Args:
+            request: One of the requests of `build_requests`.
+            affinity_key: As in `submit`.
+        """
+        return (await self._pool.generate([request], affinity_key=affinity_key))[0]
+
+    def schedule(self, work: Coroutine[Any, Any, T], priority: Priority = Priority.SAMPLE) -> "Future[T]":
+        """Runs a coroutine in the engine's thread. A weight sync waits for work of an evaluation."""
         if priority is not Priority.EVALUATION:
             return self._thread.schedule(work)
         # An evaluation belongs to one version, so it waits for a running weight sync and starts
