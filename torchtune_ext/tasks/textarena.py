@@ -24,7 +24,7 @@ class TextArena(GameTask):
         game: name in TextArena.
         options: options of the game, which override the defaults of its name.
         max_turns: largest number of assistant turns. Most games end earlier; an unfinished game has
-            no reward.
+            reward 0.
         count: number of problems; None: endless.
         first, seed: as in `GameTask`.
         system: a system message before the game's first message.
