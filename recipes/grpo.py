@@ -122,7 +122,9 @@ class Config:
     refill_rounds: int = Field(
         default=0, ge=0, description="maximum extra sampling rounds per step to replace zero-variance groups"
     )
-    updates_per_step: int = Field(default=1, ge=1, description="optimizer updates per step")
+    updates_per_step: int = Field(
+        default=1, ge=1, description="optimizer updates per step, each on its share of the groups"
+    )
     row_tokens: int = Field(default=16384, description="maximum tokens per packed row")
     advantage: config_sections.AdvantageConfig = Field(
         default=config_sections.AdvantageConfig(), description="rewards of a group -> advantages"

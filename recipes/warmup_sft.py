@@ -207,7 +207,7 @@ class WarmupRecipe:
         cfg = self.cfg
         assert self.metrics is not None  # since `setup`
         groups = self.build_groups()
-        with self.progress.training_bar(self.num_updates, "warm-up") as bar:
+        with self.progress.training_bar(self.num_updates, "warm-up", "update") as bar:
             for update in range(self.num_updates):
                 self.timer.lap()
                 # Every rank packs the whole batch into the same rows, and trains on its share of

@@ -171,7 +171,7 @@ def config_page() -> Iterator[str]:
     yield from (
         "# Configuration keys", "", NOTE, "",
         "This page lists every config key of the recipes with its type, its default and its meaning.",
-        "Use it to look up a key; `torchtune-ext config` prints the same list, also for a copied recipe.",
+        "Use it to look up a key; `torchtune-ext config` prints keys, defaults and meanings, also for a copied recipe.",
         "", "```", "torchtune-ext config sampling.max_tokens", "```", "",
         "A key is written as `key: value` in the YAML, and as `key=value` on the command line.",
         "A key of a section is `section.key=value` on the command line.",
@@ -263,7 +263,7 @@ def metrics_page() -> Iterator[str]:
         f"- `<ending>`: ending of a conversation: {codes(FINISH_REASONS)}.",
         "- `<outcome>` and `<stage>`: outcomes and curriculum of [measured programs](../how_to/measured_programs.md).",
         "- `<level>`: level of a task that selects its problems; `<n>`: samples per held-out problem.", "",
-        "[Tracking](../how_to/tracking.md) explains the report, the sinks and metrics of your own.",
+        "[Tracking](../how_to/tracking.md) explains the report and the sinks.",
     )  # fmt: skip
     section, rows = "", []
     for panel in (*PANELS, None):

@@ -151,7 +151,10 @@ def print_help(recipe: str) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `torchtune-ext config`."""
     parser.add_argument(
-        "words", nargs="*", metavar="NAME", help="one recipe (default: grpo_full), one config key or section, or both"
+        "words",
+        nargs="*",
+        metavar="RECIPE or KEY",
+        help="a recipe (default: grpo_full), then one config key or section",
     )
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of the recipe's YAML")
 

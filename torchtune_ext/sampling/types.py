@@ -71,7 +71,10 @@ class EngineConfig:
         default=None, ge=1, description="KV cache of each replica; null: 1 GiB on CPU, gpu_memory_utilization on GPU"
     )
     gpu_memory_utilization: float = Field(
-        default=0.85, gt=0, le=1, description="share of the GPU for weights + KV cache, if kv_cache_bytes is null"
+        default=0.85,
+        gt=0,
+        le=1,
+        description="share of the GPU that vLLM may use; the KV cache gets the rest of it. Unused if kv_cache_bytes is set",
     )
     tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs per replica")
     max_concurrency: int | None = Field(

@@ -68,8 +68,8 @@ def print_run_header(components: RunComponents) -> None:
             (
                 "warning",
                 f"checkpoints.every={every} but evaluation.every={evaluates}: only a checkpoint in a step with an evaluation "
-                f"has a held-out reward, here every {math.lcm(every, evaluates)} steps. Fix: set checkpoints.every to a "
-                "multiple of evaluation.every",
+                f"has a held-out reward, here every {math.lcm(every, evaluates)} steps and at the last. Fix: set "
+                "checkpoints.every to a multiple of evaluation.every",
             )
         )
     print_text(format_labels(lines))

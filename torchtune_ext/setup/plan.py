@@ -392,10 +392,12 @@ def verdict(plan: RunPlan) -> str:
         demands = [
             f"  {subject} {format_bytes(bytes_)} {resource}" for subject, resource, bytes_, _ in plan.demands().values()
         ]
+        if plan.engine_placement == "sleeps":
+            demands.append("  not at the same time: the engine sleeps while the trainer updates")
         if plan.trainers > 1:
             demands.append(f"  start it with --nproc_per_node {plan.trainers}")
         return "\n".join([f"fits {where}:", *demands])
     lines = [f"does NOT fit {where}:"]
     for kind, missing in plan.shortages.items():
-        lines += [f"  {missing}; fixes, cheapest first:", *(f"    {fix}" for fix in plan.fixes(kind))]
+        lines += [f"  {missing}; possible fixes, cheapest first:", *(f"    {fix}" for fix in plan.fixes(kind))]
     return "\n".join(lines)

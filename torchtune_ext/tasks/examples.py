@@ -219,6 +219,6 @@ def field_value(field: str, example: Example, where: str, key: str = "") -> Any:
         else:
             # With cutoff 0, the result holds all names, most similar first.
             near = difflib.get_close_matches(field, example, n=len(example), cutoff=0.0)
-            fix = f". Fix: set {key}=NAME" if key else ""
+            fix = f". Fix: set {key}=NAME in the task" if key else ""
             raise UsageError(f"{where}: missing field {field!r}; fields: {', '.join(near)}{fix}")
     return value

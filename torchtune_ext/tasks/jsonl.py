@@ -185,7 +185,7 @@ class Jsonl(QuestionTask):
             that ends with the user's message. They are then the prompt.
         answer: field of the answer ("a.b.0" if nested), of any JSON type. The function gets it unchanged as
             `problem.answer`. None: the examples have no answers.
-        solution: field of a text with reward 1.0, for the SFT warm-up. Default: the answer.
+        solution: field of a right text, for the SFT warm-up. Default: the answer.
         prompt: the user's message, in which {question} stands for the question.
         system: a system message before the prompt.
         count: number of questions; None: all, starting with `first`.

@@ -77,8 +77,8 @@ PANELS = (
     Panel("Learning", "Spread of the rewards", zero=True, metrics=(
         Metric("reward/std", "std", "standard deviation of the step's rewards", "near 0: nothing to learn"),)),
     Panel("Learning", "Solved", unit="percent", note="Fraction of held-out samples with full reward.", metrics=(
-        Metric("eval/solved_sampled", "sampled", "fraction of held-out samples with full reward, training temperature"),
-        Metric("eval/solved_greedy", "greedy", "fraction of held-out samples with full reward, temperature 0"),
+        Metric("eval/solved_sampled", "sampled", "fraction of held-out samples with reward >= 1, training temperature"),
+        Metric("eval/solved_greedy", "greedy", "fraction of held-out samples with reward >= 1, temperature 0"),
         Metric("eval/pass_at_<n>", "pass at ", "fraction of held-out problems that any of n samples solves",
                "it falls while `eval/reward_sampled` rises"))),
     Panel("Learning", "Outcomes of programs", unit="percent", style="stack", zero=True, order=_OUTCOMES,

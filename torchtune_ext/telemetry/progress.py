@@ -76,7 +76,8 @@ class ProgressBar:
             parts.append(f"reward {self.reward_sum / self.num_rewards:.3f}")
         if self.tokens:
             # A conversation counts at its end, but the tokens of its turns count earlier.
-            parts += [f"length {self.tokens / self.count:.0f}"] if self.count else []
+            name = "length" if self.unit == "sample" else f"tokens per {self.unit}"
+            parts += [f"{name} {self.tokens / self.count:.0f}"] if self.count else []
             parts.append(f"{self.tokens / max(self._clock() - self._start, 1e-9):,.0f} tok/s")
         return ", ".join(parts)
 
@@ -135,8 +136,8 @@ class Progress:
     def sampling_bar(self, num_samples: int, label: str = "sample") -> ProgressBar:
         return self._make_bar(label, num_samples, "sample")
 
-    def training_bar(self, num_rows: int, label: str = "train") -> ProgressBar:
-        return self._make_bar(label, num_rows, "row")
+    def training_bar(self, total: int, label: str = "train", unit: str = "row") -> ProgressBar:
+        return self._make_bar(label, total, unit)
 
     def log_step(self, step: int, values: Mapping[str, float]) -> None:
         """Collects metrics of a step, and prints its line when they include `time/step`.

@@ -50,7 +50,7 @@ TRUNCATION_CAUSE = (
 # The cause in a replay. A replay does not sample, so engine settings cannot cause its mismatch.
 REPLAY_DRIFT_ADVICE = (
     "the policy of this replay has diverged from the policy that sampled, as it may with other settings (the first "
-    "lines name them), or it computes in another precision. If this is intended, set max_mismatch above the mean"
+    "lines name them), or it computes in another precision. If this is intended, set max_mismatch to 1.5 times the mean"
 )
 
 # Minimum number of current-version tokens for a test. A single token can dominate a smaller mean.
@@ -584,8 +584,8 @@ def diagnose(stats: MismatchStats, effects: Sequence[UpdateEffect], temperature_
     if stats.mean_abs < 0.2 and abs(stats.mean) < 0.3 * stats.mean_abs:
         return (
             "precision: small errors of both signs, larger than the settings explain: look for a coarser precision in "
-            "trainer or engine (keys and values in FP8, a quantized model). If this is intended, set "
-            "max_mismatch above the mean"
+            "trainer or engine (keys and values in FP8, a quantized model). If this is intended, or max_mismatch is below "
+            "the rounding, set max_mismatch to 1.5 times the mean"
         )
     return (
         "model: no sampling parameter explains the mismatch, so the engine uses a different forward pass: "

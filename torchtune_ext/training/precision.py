@@ -71,7 +71,9 @@ class PrecisionConfig(Fp8Config):
     SHORTHAND_KEY: ClassVar[str] = "flow"  # the key of a plain value: `precision: bf16` is `precision: {flow: bf16}`
 
     flow: Literal["bf16", "fp8_rollout", "fp8_unified"] = Field(
-        default="bf16", description="bf16; fp8_rollout: FP8 in the engine only; fp8_unified: FP8 in engine and trainer"
+        default="bf16",
+        description="bf16; fp8_rollout: FP8 in the engine only; fp8_unified: FP8 in engine and trainer; "
+        "`precision: bf16` is short for it",
     )
 
     def __post_init__(self) -> None:
