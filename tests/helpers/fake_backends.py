@@ -6,12 +6,14 @@ import signal
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 
 from torchtune_ext.sampling.backend import BackendCrashed
 from torchtune_ext.sampling.pool import Pool
+from torchtune_ext.sampling.replica import ReplicaLost
 from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.sampling.weight_buffer import WeightBuffers
 
@@ -172,6 +174,14 @@ class ReplicaHarness:
     async def start(self):
         await self.pool.create_backends()
         await self.replica.start()
+
+    async def awake_backend(self):
+        """Return the backend once the replica serves and is awake, as a request does."""
+        while True:
+            await self.pool.wait_for(lambda: self.replica.serves)
+            with suppress(ReplicaLost):
+                async with self.replica.attempt() as backend:
+                    return backend
 
     def write(self, value, adapter=None):
         self.buffers.write(weights(value), value, adapter, self.replica.version)

@@ -122,8 +122,9 @@ class EngineRequest:
 
     def fail(self, reason: str = "the engine was stopped") -> None:
         """Ends the request with BackendCrashed."""
-        self.crash_reason = reason
-        if self.task is not None:
+        # A second cancellation would count as the caller's.
+        if self.task is not None and not self.crash_reason:
+            self.crash_reason = reason
             self.task.cancel()
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> bool:

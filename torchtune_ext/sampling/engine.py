@@ -337,7 +337,7 @@ class Engine:
         group_requests = self._build_group_requests(prompts, n, sampling, priority)
 
         async def generate_all() -> list[list[Completion]]:
-            return await gather_or_cancel(*map(self._pool.generate, group_requests))
+            return await gather_or_cancel(*map(self._pool.generate_group, group_requests))
 
         return self._thread.result(self.schedule(generate_all(), priority))
 
@@ -400,7 +400,7 @@ class Engine:
         """
         self._thread.assert_not_loop_thread()
         requests = build_requests(prompt, n, sampling, seed_index, priority, self.config.max_model_len)
-        return self.schedule(self._pool.generate(requests, on_completion, affinity_key), priority)
+        return self.schedule(self._pool.generate_group(requests, on_completion, affinity_key), priority)
 
     async def generate(self, request: EngineRequest, affinity_key: object = None) -> Completion:
         """Generates one completion in the engine's thread (`schedule`). Raises as `sample`.
@@ -409,7 +409,7 @@ class Engine:
             request: One of the requests of `build_requests`.
             affinity_key: As in `submit`.
         """
-        return (await self._pool.generate([request], affinity_key=affinity_key))[0]
+        return await self._pool.generate(request, affinity_key)
 
     def schedule(self, work: Coroutine[Any, Any, T], priority: Priority = Priority.SAMPLE) -> "Future[T]":
         """Runs a coroutine in the engine's thread. A weight sync waits for work of an evaluation."""

@@ -8,18 +8,23 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from torchtune_ext.sampling.backend import Backend, BackendCrashed, EngineRequest, OnCompletion, gather_or_cancel
+from torchtune_ext.sampling.backend import Backend, EngineRequest, OnCompletion, gather_or_cancel
 from torchtune_ext.sampling.engine_args import engine_configs
-from torchtune_ext.sampling.replica import COUNTS, EngineReplica, State
+from torchtune_ext.sampling.replica import COUNTS, EngineReplica, ReplicaLost, State
 from torchtune_ext.sampling.types import CanaryAnswer, Completion, EngineConfig, EngineFailed, EngineStats
 from torchtune_ext.sampling.weight_buffer import WeightBuffers
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class GroupKey:
+    """Affinity key of the requests of a group."""
 
 
 class Pool:
@@ -54,16 +59,20 @@ class Pool:
         for number, replica_config in enumerate(configs := engine_configs(config)):
             replica_name = f"the {name}" if len(configs) == 1 else f"{name} replica {number}"
             self.replicas.append(EngineReplica(self, number, replica_name, replica_config))
-        # Affinity key -> replica that has the episode's prefix cache.
+        # Affinity key -> replica that has the prefix cache of the group or episode.
         self._affinity: WeakKeyDictionary[object, EngineReplica] = WeakKeyDictionary()
-        # Time of `create_backends`, and whether all replicas have started once.
-        self._start_time, self.has_started = 0.0, False
+        self._start_time = 0.0  # time of `create_backends`
+        self.changed = asyncio.Condition()  # notified of each change of a replica's state
+        self.error: EngineFailed | None = None  # why the last retired replica was retired
+        # Every start has its own deadlines, so this timeout may be generous.
+        self._wait_timeout_s = config.max_failures * (config.start_deadline_s + 4 * config.rpc_deadline_s)
+        self._name = f"the {name}"
 
     # -- availability ------------------------------------------------------------------------------
 
     @property
     def serving_replicas(self) -> list[EngineReplica]:
-        """Replicas that take requests."""
+        """Replicas that generate completions."""
         return [replica for replica in self.replicas if replica.serves]
 
     @property
@@ -73,8 +82,13 @@ class Pool:
 
     @property
     def active_replicas(self) -> list[EngineReplica]:
-        """Replicas that are not retired."""
-        return [replica for replica in self.replicas if replica.state is not State.RETIRED]
+        """Replicas that are neither retired nor closed."""
+        return [replica for replica in self.replicas if replica.is_active]
+
+    @property
+    def accepting_replicas(self) -> list[EngineReplica]:
+        """Replicas that the pool may send requests to."""
+        return [replica for replica in self.replicas if replica.accepts_requests]
 
     @property
     def version(self) -> int:
@@ -87,37 +101,49 @@ class Pool:
         # A restart may clear `replica.backend` while another thread reads it, so it is read once.
         return [backend for replica in self.replicas if (backend := replica.backend) is not None]
 
-    def others_serve(self, replica: EngineReplica) -> bool:
-        """Whether another replica serves."""
-        return any(other is not replica for other in self.serving_replicas)
+    def others_accept(self, replica: EngineReplica) -> bool:
+        """Whether another replica accepts requests."""
+        return any(other is not replica for other in self.accepting_replicas)
 
-    def on_state_change(self, replica: EngineReplica, was_serving: bool) -> None:
-        """Logs a state change and lets other replicas take the waiting requests.
+    def on_state_change(self, replica: EngineReplica, previous: State) -> None:
+        """Logs a state change.
 
         Args:
             replica: The replica whose state has changed.
-            was_serving: Whether it served before.
+            previous: Its state before.
         """
-        if replica.closed:
-            return
-        if replica.state is State.RETIRED and self.active_replicas and self.has_started:
-            log.warning(
-                "%s: retired (%s); the run continues with %d of %d replicas",
-                replica.log_name,
-                replica.failure_cause.removeprefix(f"{replica.name} "),
-                len(self.active_replicas),
-                len(self.replicas),
-            )
-        elif replica.state is State.STARTING and was_serving and self.others_serve(replica) and replica.num_requests:
+        if replica.state is State.RETIRED:
+            self.error = replica.error
+            if self.active_replicas and previous is not State.STARTING:
+                log.warning(
+                    "%s: retired (%s); the run continues with %d of %d replicas",
+                    replica.log_name,
+                    replica.failure_cause.removeprefix(f"{replica.name} "),
+                    len(self.active_replicas),
+                    len(self.replicas),
+                )
+        num_serving = len(self.serving_replicas)
+        if previous is State.SERVING and replica.state is State.RESTARTING and num_serving and replica.num_requests:
             message = "%s: crashed; %d other %s its requests until it serves again"
-            num_serving = len(self.serving_replicas)
             serve = "replica serves" if num_serving == 1 else "replicas serve"
             log.warning(message, replica.log_name, num_serving, serve)
-        # Reject the waiters of all replicas that do not serve, including replicas that crashed while
-        # no other replica served. Their requests then move to a serving replica.
-        for waiting_replica in self.replicas:
-            if not waiting_replica.serves and self.others_serve(waiting_replica):
-                waiting_replica.throttle.reject_waiters()
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Waits until the states of the replicas meet a condition.
+
+        Raises:
+            EngineFailed: If the engine is closed, no replica is left, or the wait takes too long.
+        """
+        if not condition():
+            try:
+                async with asyncio.timeout(self._wait_timeout_s), self.changed:
+                    await self.changed.wait_for(lambda: condition() or not self.active_replicas)
+            except TimeoutError:
+                raise EngineFailed(f"{self._name} was not ready within {self._wait_timeout_s:g} s") from None
+        if not condition():
+            if self.error is None or any(replica.state is State.CLOSED for replica in self.replicas):
+                raise EngineFailed("the engine is closed")
+            raise EngineFailed(str(self.error)) from self.error.__cause__
 
     # -- start and close ---------------------------------------------------------------------------
 
@@ -135,15 +161,15 @@ class Pool:
         """
         # At the start every replica must come up: a failure here usually means a wrong config.
         await asyncio.gather(*(replica.start() for replica in self.replicas))
-        for replica in self.replicas:
-            await replica.wait_ready()
-        self.has_started = True
+        await self.wait_for(lambda: all(replica.state in (State.SERVING, State.RETIRED) for replica in self.replicas))
+        for error in filter(None, (replica.error for replica in self.replicas)):
+            raise error
         return time.monotonic() - self._start_time
 
     def kill_all(self) -> None:
         """Kills all backends and prevents restarts; may be called from any thread."""
         for replica in self.replicas:
-            replica.closed = True
+            replica.set_state(State.CLOSED)
         # The start of a backend may block the loop's thread. Killing the backend unblocks it.
         for backend in self.backends:
             backend.kill()
@@ -157,103 +183,92 @@ class Pool:
     # -- requests ----------------------------------------------------------------------------------
 
     async def generate(
+        self, request: EngineRequest, affinity_key: object = None, target: EngineReplica | None = None
+    ) -> Completion:
+        """Generates one completion, and repeats the request if its replica is lost.
+
+        Args:
+            request: The request.
+            affinity_key: As in `Engine.submit`.
+            target: The replica that must run the request; None: any.
+
+        Raises:
+            EngineFailed: If no replica can be restarted.
+            ValueError, WeightsIncomplete: As `EngineReplica.generate`.
+            ReplicaLost: If `target` is lost while other replicas accept requests.
+        """
+        while True:
+            await self.wait_for(lambda: bool(self.accepting_replicas))
+            replica = target or self._route(affinity_key)
+            try:
+                return await replica.generate(request)
+            except ReplicaLost:
+                if target is not None and self.others_accept(target):
+                    raise
+
+    async def generate_group(
         self,
         requests: Sequence[EngineRequest],
         on_completion: OnCompletion = lambda sample_index, completion: None,
         affinity_key: object = None,
         target: EngineReplica | None = None,
     ) -> list[Completion]:
-        """Generates a group's completions.
-
-        Args:
-            requests: The group's requests.
-            on_completion: As in `Engine.submit`.
-            affinity_key: As in `Engine.submit`.
-            target: The replica that must run the requests; None: any.
-
-        Raises:
-            ValueError, EngineFailed, WeightsIncomplete: As `EngineReplica.generate`.
-            BackendCrashed: If `target` crashes while others serve.
-        """
-        replica = target or self._affine_replica(affinity_key) or self._choose()
-        unfinished = set(range(len(requests)))
-        self._assign(affinity_key, replica, len(unfinished))
+        """Generates a group's completions. Arguments as in `Engine.submit`. Raises as `generate`."""
+        key = GroupKey() if affinity_key is None else affinity_key
 
         async def generate_one(sample_index: int) -> Completion:
-            nonlocal replica
-            while True:
-                current = replica
-                try:
-                    completion = await current.generate(requests[sample_index])
-                    break
-                except (BackendCrashed, EngineFailed):
-                    if target is not None or current.closed or not self.active_replicas:
-                        raise  # no other replica can take the request
-                # The first failed request moves its group to another replica. The others follow.
-                if replica is current:
-                    replica = self._choose()
-                    current.num_requests -= len(unfinished)
-                    self._assign(affinity_key, replica, len(unfinished))
+            completion = await self.generate(requests[sample_index], key, target)
+            task = asyncio.current_task()
             # A backend may finish a request although its group has failed and was canceled.
-            if sample_index in unfinished:
-                unfinished.remove(sample_index)
-                replica.num_requests -= 1
+            if task is not None and not task.cancelling():
                 on_completion(sample_index, completion)
             return completion
 
-        try:
-            return await gather_or_cancel(*map(generate_one, range(len(requests))))
-        finally:
-            replica.num_requests -= len(unfinished)
-            unfinished.clear()
+        return await gather_or_cancel(*map(generate_one, range(len(requests))))
 
     # -- routing -----------------------------------------------------------------------------------
     #
     # A whole group goes to the replica with the fewest unfinished requests: its prompt is computed
     # only once, and the other replicas keep their caches for their own groups. The group stays
-    # there unless that replica crashes. The later turns of its episodes stay there, too,
-    # because their prefix is in that replica's cache.
+    # there unless that replica crashes; the first of its lost requests then chooses another one. The
+    # later turns of its episodes stay there, too, because their prefix is in that replica's cache.
     #
     # Routing by a hash of the prompt would ignore the load: with consistent hashing, the cache hit
     # rate of one replica fell from 98% to 5% while three replicas were idle (prime-rl, pull request
     # 3255).
 
-    def _affine_replica(self, affinity_key: object) -> EngineReplica | None:
-        """Returns the replica that ran the episode's previous turns, if it serves."""
-        replica = self._affinity.get(affinity_key) if affinity_key is not None else None
-        return replica if replica is not None and replica.serves else None
+    def _route(self, affinity_key: object) -> EngineReplica:
+        """Returns the replica of the affinity key if it accepts requests, else another one."""
+        if affinity_key is None:
+            return self._choose()
+        replica = self._affinity.get(affinity_key)
+        if replica is None or not replica.accepts_requests:
+            replica = self._affinity[affinity_key] = self._choose()
+        return replica
 
     def _choose(self) -> EngineReplica:
-        """Returns the serving replica with the fewest requests, else one that may serve later."""
-        return min(
-            self.serving_replicas or self.active_replicas or self.replicas, key=lambda replica: replica.num_requests
-        )
-
-    def _assign(self, affinity_key: object, replica: EngineReplica, requests: int) -> None:
-        replica.num_requests += requests
-        if affinity_key is not None:
-            self._affinity[affinity_key] = replica
+        """Returns the serving replica with the fewest requests; during the first start, any replica."""
+        return min(self.serving_replicas or self.accepting_replicas, key=lambda replica: replica.num_requests)
 
     # -- all replicas ------------------------------------------------------------------------------
 
     async def _call_replicas(
-        self, work: Callable[[EngineReplica], Awaitable[T]], replicas: Sequence[EngineReplica]
+        self, work: Callable[[EngineReplica], Awaitable[T]], choose: Callable[[], list[EngineReplica]]
     ) -> dict[EngineReplica, T]:
-        """Calls `work` on `replicas`.
-
-        If `replicas` is empty, waits for all non-retired replicas to start and uses these.
+        """Calls `work` on the chosen replicas, once there are any; repeats it if all of them are lost.
 
         Returns:
-            Replica -> result, without the replicas that crashed.
+            Replica -> result, without the replicas that were lost.
 
         Raises:
             ValueError: If a replica refuses the call.
             Exception: The error of the first replica, if every call fails.
         """
-        # A replica that crashes while another one serves raises BackendCrashed. The call does not
-        # wait for its restart, because a restarted replica serves only with the current weights.
+        # The call does not wait for the restart of a lost replica while others return, because a
+        # restarted replica serves only with the current weights.
         while True:
-            replicas = replicas or self.active_replicas or self.replicas
+            await self.wait_for(lambda: bool(choose()))
+            replicas = choose()
             results = await asyncio.gather(*map(work, replicas), return_exceptions=True)
             errors = [result for result in results if isinstance(result, BaseException)]
             returned = {
@@ -263,10 +278,8 @@ class Pool:
                 raise refusals[0]
             if returned:
                 return returned
-            if not any(isinstance(error, BackendCrashed) for error in errors):
+            if not any(isinstance(error, ReplicaLost) for error in errors):
                 raise errors[0]
-            # All replicas crashed, each while another one still served. Retry after their restart.
-            replicas = self.active_replicas
 
     async def load(self, version: int) -> tuple[float, float]:
         """Loads newly published weights into every replica.
@@ -278,8 +291,15 @@ class Pool:
             EngineFailed: If no replica loads the weights, or a serving replica still has older ones.
             ValueError: If a replica refuses the weights.
         """
+        start_time = time.monotonic()
+
+        async def load_into(replica: EngineReplica) -> tuple[float, float]:
+            pause_s, load_s = await replica.load()
+            # A pause of 0 means that a restart has just loaded the weights.
+            return pause_s or time.monotonic() - start_time, load_s
+
         try:
-            times = await self._call_replicas(lambda replica: replica.load(), self.running_replicas)
+            times = await self._call_replicas(load_into, lambda: self.running_replicas)
         finally:
             for replica in self.serving_replicas:
                 if replica.version < self.version:
@@ -293,7 +313,7 @@ class Pool:
 
     async def checksums(self) -> list[dict[str, int | None]]:
         """Implements `Engine.checksums`."""
-        by_replica = await self._call_replicas(lambda replica: replica.checksums(), self.serving_replicas)
+        by_replica = await self._call_replicas(EngineReplica.checksums, lambda: self.serving_replicas)
         return [worker for sums in by_replica.values() for worker in sums]
 
     async def sleep(self) -> None:
@@ -302,29 +322,34 @@ class Pool:
         Raises:
             EngineFailed: If all replicas are retired.
         """
-        work = [replica.sleep() for replica in self.active_replicas or self.replicas]
-        errors = [error for error in await asyncio.gather(*work, return_exceptions=True) if error is not None]
-        refusals = [error for error in errors if not isinstance(error, EngineFailed)]
-        if refusals or (errors and not self.active_replicas):
-            raise (refusals or errors)[0]
+
+        async def put_to_sleep(replica: EngineReplica) -> None:
+            while True:
+                await self.wait_for(lambda: replica.is_running or not replica.is_active)
+                if not replica.is_active:
+                    return
+                with suppress(ReplicaLost):  # the restarted backend is awake
+                    return await replica.sleep()
+
+        results = await asyncio.gather(*map(put_to_sleep, self.replicas), return_exceptions=True)
+        for error in filter(None, results):
+            raise error
+        await self.wait_for(lambda: bool(self.active_replicas))
 
     async def sample_canary(self, group_requests: Sequence[list[EngineRequest]]) -> list[CanaryAnswer]:
         """Implements `Engine.sample_canary`. Every replica runs all groups."""
 
-        async def sample(replica: EngineReplica) -> CanaryAnswer | None:
+        async def sample(replica: EngineReplica) -> CanaryAnswer:
             try:
-                completions = await asyncio.gather(*(self.generate(r, target=replica) for r in group_requests))
-                return CanaryAnswer(replica.name, list(completions), await replica.checksums())
-            except BackendCrashed as error:
-                message = "%s: crashed during the canary (%s); it serves again after its weights are verified"
-                log.warning(message, replica.log_name, error)
-                return None
+                groups = (self.generate_group(requests, target=replica) for requests in group_requests)
+                return CanaryAnswer(replica.name, await asyncio.gather(*groups), await replica.checksums())
+            except ReplicaLost as error:
+                if self.others_accept(replica):
+                    message = "%s: crashed during the canary (%s); it serves again after its weights are verified"
+                    log.warning(message, replica.log_name, error)
+                raise
 
-        # Without an answer, each replica crashed while another one served. Repeat after the restarts.
-        while True:
-            by_replica = await self._call_replicas(sample, self.running_replicas)
-            if answers := [answer for answer in by_replica.values() if answer is not None]:
-                return answers
+        return list((await self._call_replicas(sample, lambda: self.serving_replicas)).values())
 
     # -- counters and state ------------------------------------------------------------------------
 
@@ -339,7 +364,7 @@ class Pool:
             concurrency=sum(replica.throttle.limit for replica in serving),
             restarts=sum(replica.restarts for replica in replicas),
             serving=len(serving),
-            retired=len(replicas) - len(self.active_replicas),
+            retired=sum(replica.state is State.RETIRED for replica in replicas),
         )
 
     def state_dict(self) -> dict[str, Any]:

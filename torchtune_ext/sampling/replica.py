@@ -1,23 +1,24 @@
 """One replica of the engine: its requests, health checks, and restarts with the current weights.
 
-In-flight requests of a crashed replica are repeated with the same seeds, on another replica if one
-serves. After `max_failures` failures in a row the replica is retired (docs/how_to/engines.md, "Failures
-and restarts").
+Each call is one attempt: it raises ReplicaLost if the replica does not serve or crashes, and the pool
+repeats it, with the same seeds. After `max_failures` failures in a row the replica is retired
+(docs/how_to/engines.md, "Failures and restarts").
 """
 
 import asyncio
 import itertools
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import wraps
 from typing import Any, Protocol
 
-from torchtune_ext.run.errors import UsageError
+from torchtune_ext.run.errors import RunFailure, UsageError
 from torchtune_ext.sampling.backend import Backend, BackendCrashed, EngineRequest, EngineStepStats, mark_retrieved
 from torchtune_ext.sampling.engine_args import DEFAULT_MAX_NUM_SEQS
 from torchtune_ext.sampling.throttle import ConcurrencyController, Throttle
@@ -27,7 +28,6 @@ from torchtune_ext.sampling.weight_buffer import WeightBuffer, WeightBuffers, fi
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.2  # longest time between two health checks, seconds
-PEER_POLL_S = 0.2  # seconds between two checks for another serving replica, while this one starts
 COUNTS = ("prefix_queries", "prefix_hits", "preemptions", "completed", "tokens")  # kept across restarts
 # A replica with requests has stalled after this many times `probe_deadline_s` without a step.
 # No single step takes that long.
@@ -35,12 +35,18 @@ STALL_FACTOR = 4
 
 
 class State(Enum):
-    """Availability of a replica."""
+    """Availability of a replica. `Pool.wait_for` waits for a change."""
 
-    STARTING = "starting"  # not running, starting, or its weights are not verified yet: takes no requests
-    SERVING = "serving"  # takes requests
+    STARTING = "starting"  # first start; the requests that the pool sends here wait for its end
+    SERVING = "serving"  # generates completions
     STALE = "stale"  # running, but others have newer weights: takes no requests until it has loaded them
+    RESTARTING = "restarting"  # crashed: takes no requests until a new backend's weights are verified
     RETIRED = "retired"  # failed too often and is not restarted; `error` holds the cause
+    CLOSED = "closed"  # `Engine.close` was called
+
+
+class ReplicaLost(RunFailure):
+    """The replica does not serve, or crashed during the call. It restarts without its caller."""
 
 
 def shielded(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., asyncio.Future]:
@@ -67,19 +73,18 @@ class ReplicaPool(Protocol):
     make_backend: "Callable[[EngineReplica], Backend]"
     buffers: WeightBuffers
     first_version: int
-    has_started: bool
     ids: "itertools.count[int]"
+    changed: asyncio.Condition
 
-    def others_serve(self, replica: "EngineReplica") -> bool: ...
+    def wait_for(self, condition: Callable[[], bool]) -> Awaitable[None]: ...
 
-    def on_state_change(self, replica: "EngineReplica", was_serving: bool) -> None: ...
+    def on_state_change(self, replica: "EngineReplica", previous: State) -> None: ...
 
 
 class EngineReplica:
     """Owns a replica's current backend, its throttle and its counters.
 
-    Coroutines and `on_step` run in the engine's asyncio thread, other methods in any thread. Any
-    thread may set `closed`.
+    All methods run in the engine's asyncio thread. Any thread may set the state CLOSED.
     """
 
     def __init__(self, pool: ReplicaPool, number: int, name: str, config: EngineConfig):
@@ -97,35 +102,39 @@ class EngineReplica:
         self.counts = dict.fromkeys(COUNTS, 0)
         self.max_usage = 0.0  # highest fraction of the KV cache in use
         self.last_step = EngineStepStats(0.0, 0, 0, 0, 0, 0)
-        self.num_requests = 0  # unfinished requests of the groups that the pool has assigned here
+        self.num_requests = 0  # unfinished requests that the pool has sent here
         self.throttle = Throttle(
             ConcurrencyController(config.max_num_seqs or DEFAULT_MAX_NUM_SEQS), config.max_concurrency
         )
         self.state = State.STARTING
+        self._state_lock = threading.Lock()
         self.failure_cause = ""  # cause of the last change to a worse state
         self.backend: Backend | None = None  # current backend; None between two of them
         self.version = pool.first_version  # policy version of the loaded weights
         self.restarts = 0  # successful restarts
         self.failures = 0  # failures in a row, without a finished request between them
         self.error: EngineFailed | None = None  # why the replica was retired
-        self.closed = False  # another thread may set it, to end a running restart
         # Version that the current backend has loaded from each buffer.
         self._loaded_versions: dict[WeightBuffer, int] = {}
         self._watch_interval_s = min(WATCH_INTERVAL_S, config.probe_interval_s / 10)
         self._last_progress = time.monotonic()  # last time without requests, or with an engine step
         # Whether this backend has ever reported a step. Without reports no stall can be detected.
         self._reports_steps = False
-        self._settled = asyncio.Event()  # set while serving, retired or closed
         self._transition_lock = asyncio.Lock()  # one restart or weight sync at a time
         self._watch_task: asyncio.Task | None = None
         self._shielded_tasks: set[asyncio.Future] = set()
 
-    # -- requests ----------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     @property
     def serves(self) -> bool:
-        """Whether the replica takes requests."""
+        """Whether the replica generates completions."""
         return self.state is State.SERVING
+
+    @property
+    def accepts_requests(self) -> bool:
+        """Whether the pool may send requests here; during the first start they wait."""
+        return self.state in (State.STARTING, State.SERVING)
 
     @property
     def is_running(self) -> bool:
@@ -133,23 +142,62 @@ class EngineReplica:
         # A starting backend loads the weights by itself.
         return self.state in (State.SERVING, State.STALE)
 
+    @property
+    def is_active(self) -> bool:
+        """Whether the replica is neither retired nor closed."""
+        return self.state not in (State.RETIRED, State.CLOSED)
+
     def set_state(self, state: State, cause: str = "") -> None:
-        """Changes the state; a retired replica stays retired.
+        """Changes the state; a retired or closed replica stays so.
 
         Args:
             state: The new state.
             cause: Reason for a change to a worse state.
         """
-        if self.state is State.RETIRED:
-            return
-        was_serving = self.serves
-        self.state = state
+        # Another thread closes the engine, perhaps while the loop's thread is blocked.
+        with self._state_lock:
+            if not self.is_active:
+                return
+            previous, self.state = self.state, state
+        if state is State.CLOSED:
+            return  # `close` wakes the waiters, in the loop's thread
         self.failure_cause = cause or self.failure_cause
-        if state in (State.SERVING, State.RETIRED):
-            self._settled.set()
-        elif not self.closed:  # after `close` the waiters must wake up
-            self._settled.clear()
-        self._pool.on_state_change(self, was_serving)
+        if not self.serves:
+            self.throttle.admit(everyone=True)  # `attempt` then raises ReplicaLost
+        self._pool.on_state_change(self, previous)
+        self._notify()
+
+    @shielded
+    async def _notify(self) -> None:
+        """Wakes the waits of `Pool.wait_for`."""
+        async with self._pool.changed:
+            self._pool.changed.notify_all()
+
+    @asynccontextmanager
+    async def attempt(self, is_transition: bool = False, prefix: str = "") -> AsyncIterator[Backend]:
+        """Yields the backend. If the body raises BackendCrashed, the backend is restarted.
+
+        Args:
+            is_transition: Whether the body loads weights or sleeps, under `_transition_lock`: the
+                replica may then be stale or asleep. Otherwise it has to serve, and is awake.
+            prefix: Begins the cause of the restart.
+
+        Raises:
+            ReplicaLost: If the replica does not serve (transition: run), or crashes.
+            WeightsIncomplete: If the replica sleeps and no complete weights can wake it.
+        """
+        if not is_transition and self.backend is not None and self.backend.sleep_level:
+            await self._wake()
+        backend = self.backend
+        if backend is None or not (self.serves or (is_transition and self.is_running)):
+            raise ReplicaLost(f"{self.name} crashed")
+        try:
+            yield backend
+        except BackendCrashed as error:
+            self.restart(backend, f"{prefix}{error}")
+            raise ReplicaLost(str(error)) from error
+
+    # -- requests ----------------------------------------------------------------------------------
 
     def _check_token_ids(self, request: EngineRequest, backend: Backend) -> None:
         """Raises UsageError for token ids outside of the model's vocabulary."""
@@ -175,37 +223,33 @@ class EngineReplica:
             self.throttle.admit()
 
     async def generate(self, request: EngineRequest) -> Completion:
-        """Generates one completion; after a crash it repeats the request on the restarted replica.
+        """Generates one completion.
 
         Raises:
-            EngineFailed: If the replica cannot be restarted.
+            ReplicaLost: If the replica does not serve, or crashes.
             WeightsIncomplete: If no complete weights can wake the replica.
             ValueError: If the request is invalid.
-            BackendCrashed: If this replica crashed and another one serves.
         """
-        backend = await self.wait_awake(allow_failover=True)
-        self._check_token_ids(request, backend)
-        self._set_initial_limit(request, backend)
-        if not await self.throttle.acquire(request.priority):
-            raise BackendCrashed(f"{self.name} crashed")
+        self.num_requests += 1
         try:
-            while True:
-                backend = await self.wait_awake(allow_failover=True)
-                request_id = f"{os.getpid()}-{next(self._pool.ids)}"
-                try:
+            # During the first start every replica keeps its own requests.
+            await self._pool.wait_for(lambda: self.state is not State.STARTING)
+            await self.throttle.acquire(request.priority)
+            try:
+                async with self.attempt() as backend:
+                    self._check_token_ids(request, backend)
+                    self._set_initial_limit(request, backend)
+                    request_id = f"{os.getpid()}-{next(self._pool.ids)}"
                     completion = await backend.generate(
                         replace(request, id=request_id, first_version=self._pool.first_version)
                     )
-                    break
-                except BackendCrashed as error:
-                    self.restart(backend, str(error))
-                    if self._pool.others_serve(self):
-                        raise
+            finally:
+                self.throttle.release()
+                # If no request is left, the next one starts a new round of the controller.
+                if not self.throttle.num_held:
+                    self.throttle.controller.start_round()
         finally:
-            self.throttle.release()
-            # If no request is left, the next one starts a new round of the controller.
-            if not self.throttle.num_held:
-                self.throttle.controller.start_round()
+            self.num_requests -= 1
         self.report_finished()
         self.counts["completed"] += 1
         self.counts["tokens"] += len(completion.tokens)
@@ -244,156 +288,81 @@ class EngineReplica:
                 await self._retire(f"{self.name} did not start: {error}", cause=error)
         self._watch_task = asyncio.create_task(self._watch())
 
-    async def wait_ready(self, allow_failover: bool = False) -> Backend:
-        """Waits until the replica serves.
-
-        Args:
-            allow_failover: Whether to stop waiting as soon as another replica serves.
-
-        Raises:
-            EngineFailed: If the replica is retired or closed, or not ready in time.
-            BackendCrashed: With `allow_failover`, if another replica serves.
-        """
-        # Every start has its own deadlines, so this timeout may be generous.
-        timeout_s = self.config.max_failures * (self.config.start_deadline_s + 4 * self.config.rpc_deadline_s)
-        give_up_at = time.monotonic() + timeout_s
-        while not self._settled.is_set():
-            # During the first start every replica keeps its own requests.
-            if allow_failover and self._pool.has_started and self._pool.others_serve(self):
-                raise BackendCrashed(f"{self.name} crashed")
-            if time.monotonic() > give_up_at:
-                raise EngineFailed(f"{self.name} was not ready within {timeout_s:g} s")
-            with suppress(TimeoutError):
-                async with asyncio.timeout(PEER_POLL_S):
-                    await self._settled.wait()
-        if self.closed:
-            raise EngineFailed("the engine is closed")
-        if self.error is not None:
-            raise EngineFailed(str(self.error)) from self.error.__cause__
-        assert self.backend is not None  # otherwise `_settled` would be clear
-        return self.backend
-
-    def restart(self, backend: Backend | None, cause: str) -> asyncio.Future:
+    def restart(self, backend: Backend, cause: str) -> asyncio.Future:
         """Takes a crashed backend out of service and starts its replacement.
 
         The returned future need not be awaited.
         """
         # Several requests may report the same crash. Only the first one finds `backend` still in
         # place.
-        if backend is not None and backend is self.backend and self.is_running:
-            self.set_state(State.STARTING, cause)
+        if backend is self.backend and self.is_running:
+            # The requests in flight leave before those that wait for a slot, and are repeated first.
+            for request in list(backend.requests.values()):
+                request.fail(cause)
+            self.set_state(State.RESTARTING, cause)
         return self._replace(backend, cause)
 
     @shielded
     async def load(self) -> tuple[float, float]:
         """Loads newly published weights. Returns the seconds of pause and of loading.
 
+        Both are 0 if a restart has already loaded the weights.
+
         Raises:
-            EngineFailed: If the replica cannot be restarted.
-            BackendCrashed: If the replica crashes and another one serves.
+            ReplicaLost: If the replica does not run, or crashes.
             ValueError: If the replica refuses the weights and keeps the old ones.
         """
-        start_time, cause = time.monotonic(), ""
-        # A stale replica becomes ready only by this load.
-        if self.state is not State.STALE:
-            await self.wait_ready(allow_failover=True)
-        async with self._transition_lock:
-            # A backend that was reported as crashed meanwhile may still answer. It is about to be
-            # replaced and must not serve again.
-            backend = self.backend if self.is_running else None
-            if backend is not None:
-                try:
-                    pause_s, load_s = await self._load_buffers(backend)
-                    # A pause of 0 means that a restart has just loaded the weights.
-                    return pause_s or time.monotonic() - start_time, load_s
-                except BackendCrashed as error:
-                    cause = f"weight sync: {error}"
-        if backend is not None:
-            self.restart(backend, cause)
-        await self.wait_ready(allow_failover=True)  # a restart loads the weights from the buffers
-        return time.monotonic() - start_time, 0.0
+        # A backend that was reported as crashed while this call waited for the lock may still
+        # answer. It is about to be replaced and must not serve again.
+        async with self._transition_lock, self.attempt(is_transition=True, prefix="weight sync: ") as backend:
+            return await self._load_buffers(backend)
 
     @shielded
     async def sleep(self) -> None:
         """Frees the replica's GPU memory until the next weight sync or request.
 
         Raises:
-            EngineFailed: If the replica cannot be restarted.
+            ReplicaLost: If the replica does not run, or crashes.
         """
-        while True:
-            backend = self.backend if self.is_running and not self.closed else await self.wait_ready()
-            assert backend is not None  # a running replica has a backend
-            try:
-                async with self._transition_lock:
-                    if backend is self.backend and not backend.sleep_level:
-                        model = self._buffers.model
-                        async with self._buffers.read_lock():
-                            # Level 1 copies the weights into host memory. If the weight buffer
-                            # already holds complete weights there, level 2 avoids that copy.
-                            await backend.sleep(2 if model.manifest is not None and model.complete else 1)
-                    if backend is self.backend:
-                        return
-            except BackendCrashed as error:
-                await self.restart(backend, str(error))  # the new backend is awake: repeat
+        async with self._transition_lock, self.attempt(is_transition=True) as backend:
+            if not backend.sleep_level:
+                model = self._buffers.model
+                async with self._buffers.read_lock():
+                    # Level 1 copies the weights into host memory. If the weight buffer already
+                    # holds complete weights there, level 2 avoids that copy.
+                    await backend.sleep(2 if model.manifest is not None and model.complete else 1)
 
     async def checksums(self) -> list[dict[str, int | None]]:
-        """Returns the checksums of each worker (`Engine.checksums`).
-
-        Raises:
-            EngineFailed: If the replica cannot be restarted.
-            BackendCrashed: If the replica crashes and another one serves.
-        """
-        while True:
-            backend = await self.wait_awake(allow_failover=True)
-            try:
-                return await backend.checksums()
-            except BackendCrashed as error:
-                self.restart(backend, str(error))
-
-    async def wait_awake(self, allow_failover: bool = False) -> Backend:
-        """Waits until the replica serves and is awake. Raises as `wait_ready`.
-
-        Raises:
-            WeightsIncomplete: If the replica sleeps and no complete weights can wake it.
-        """
-        while True:
-            backend = await self.wait_ready(allow_failover)
-            if not backend.sleep_level:
-                return backend
-            await self._wake(backend)
+        """Returns the checksums of each worker (`Engine.checksums`). Raises as `attempt`."""
+        async with self.attempt() as backend:
+            return await backend.checksums()
 
     @shielded
-    async def _wake(self, backend: Backend) -> None:
-        try:
-            async with self._transition_lock:
-                if backend is self.backend and self.is_running and backend.sleep_level:
-                    await self._load_buffers(backend)
-        except BackendCrashed as error:
-            self.restart(backend, str(error))
+    async def _wake(self) -> None:
+        async with self._transition_lock, self.attempt(is_transition=True) as backend:
+            if backend.sleep_level:
+                await self._load_buffers(backend)
 
     async def close(self) -> None:
         """Stops the backend and ends every wait for this replica."""
-        self.closed = True
+        self.set_state(State.CLOSED)
+        self._notify()
         if self._watch_task is not None:
             self._watch_task.cancel()
         backend, self.backend = self.backend, None
-        try:
-            if backend is not None:
-                await backend.stop()
-        finally:
-            self._settled.set()
+        if backend is not None:
+            await backend.stop()
         if self._shielded_tasks:  # a running restart or weight sync notices that its backend has ended
             await asyncio.wait(set(self._shielded_tasks), timeout=5.0)
 
     @shielded
-    async def _replace(self, backend: Backend | None, cause: str) -> None:
-        """Replaces `backend` until a new one starts, or `max_failures` have failed in a row."""
-        # This method raises nothing, since its callers need not await it. Waiters in `wait_ready`
-        # get the error.
+    async def _replace(self, crashed: Backend, cause: str) -> None:
+        """Replaces `crashed` until a new one starts, or `max_failures` have failed in a row."""
+        # This method raises nothing, since its callers need not await it.
         async with self._transition_lock:
-            if backend is not self.backend or self.closed or self.error is not None:
+            if crashed is not self.backend or not self.is_active:
                 return  # another call has already replaced the backend
-            self.set_state(State.STARTING, cause)
+            backend: Backend | None = crashed
             while True:
                 self.failures += 1
                 tail = backend.log_tail() if backend is not None else ""
@@ -409,7 +378,7 @@ class EngineReplica:
                     backend = self.backend = None
                     # Without complete weights a start, which can take minutes, would be useless.
                     self._buffers.check_complete()
-                    if not self.closed:
+                    if self.is_active:
                         backend = self.backend = self._make_backend(self)
                         await self._bring_up(backend)
                         self.restarts += 1
@@ -421,7 +390,7 @@ class EngineReplica:
                 except Exception as error:  # noqa: BLE001 (EngineFailed names it)
                     # Any error counts as a failure, and EngineFailed names the last one.
                     cause = self.failure_cause = str(error) or repr(error)
-                if self.closed:
+                if not self.is_active:
                     if backend is not None:
                         await backend.stop()
                     return  # `close` has woken all waiters
@@ -435,7 +404,7 @@ class EngineReplica:
         """
         self._loaded_versions = {}
         # `close` may have run before this backend was created, and would then not have stopped it.
-        if self.closed:
+        if not self.is_active:
             raise BackendCrashed("the engine is closed")
         self._reports_steps = False
         await backend.launch()
@@ -486,11 +455,12 @@ class EngineReplica:
             raise BackendCrashed(f"its weights differ from the published weights of version {version}: {differences}")
 
     async def _retire(self, reason: str, tail: str | None = None, cause: Exception | None = None) -> None:
-        """Stops the backend, retires the replica and wakes all waiters with EngineFailed."""
-        backend, self.backend = self.backend, None
+        """Retires the replica and stops the backend."""
+        backend = self.backend
         tail = backend.log_tail() if tail is None and backend is not None else tail
         self.error = EngineFailed(f"{reason}\n--- end of the engine's log ---\n{tail or '(empty)'}")
         self.error.__cause__ = cause
+        self.set_state(State.RETIRED, reason)
         try:
             if backend is not None:
                 await backend.stop()
@@ -498,13 +468,13 @@ class EngineReplica:
             # The waiters get the original cause, not the failed stop.
             log.warning("%s did not end properly", self.name, exc_info=True)
         finally:
-            self.set_state(State.RETIRED, reason)
+            self.backend = None
 
     async def _watch(self) -> None:
         # This task is not awaited, so an internal error would silently end the health checks. The
         # replica is retired instead.
         try:
-            while not self.closed and self.error is None:
+            while self.is_active:
                 await asyncio.sleep(self._watch_interval_s)
                 await self._check_health()
         except Exception as error:

@@ -171,10 +171,9 @@ class Throttle:
         """
         self.controller, self.fixed = controller, fixed
         self.num_held = 0
-        # Waiters by priority: each future resolves to whether its request was admitted. Equal
-        # priorities are served in order, so that the samples of a group reach the replica together
-        # and share their prompt.
-        self._queues: dict[Priority, deque[asyncio.Future[bool]]] = {priority: deque() for priority in Priority}
+        # Waiters by priority. Equal priorities are served in order, so that the samples of a group
+        # reach the replica together and share their prompt.
+        self._queues: dict[Priority, deque[asyncio.Future[None]]] = {priority: deque() for priority in Priority}
 
     @property
     def has_waiters(self) -> bool:
@@ -191,40 +190,36 @@ class Throttle:
         """Number of slots, without the temporary reduction for a nearly full cache."""
         return self.fixed or self.controller.limit
 
-    def admit(self) -> None:
-        """Admits waiters while slots are free. Held slots are never revoked."""
-        limit = self.effective_limit
+    def admit(self, everyone: bool = False) -> None:
+        """Admits waiters while slots are free. Held slots are never revoked.
+
+        Args:
+            everyone: Whether to admit all waiters, because the replica is lost.
+        """
+        limit = math.inf if everyone else self.effective_limit
         for queue in self._queues.values():
             while queue and self.num_held < limit:
                 waiter = queue.popleft()
                 if not waiter.done():
                     self.num_held += 1
-                    waiter.set_result(True)
+                    waiter.set_result(None)
 
-    async def acquire(self, priority: Priority) -> bool:
-        """Waits for a slot, without a timeout. Returns False after `reject_waiters`, else True."""
+    async def acquire(self, priority: Priority) -> None:
+        """Waits for a slot, without a timeout."""
         # The canary bypasses the queue: its few requests fit into the free part of the KV cache.
         if priority is Priority.CANARY or (self.num_held < self.effective_limit and not self.has_waiters):
             self.num_held += 1
-            return True
+            return
         waiter, queue = asyncio.get_running_loop().create_future(), self._queues[priority]
         queue.append(waiter)
         try:
-            return await waiter
+            await waiter
         except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled() and waiter.result():
+            if waiter.done() and not waiter.cancelled():
                 self.release()  # the slot was granted before the cancellation
             elif waiter in queue:
                 queue.remove(waiter)
             raise
-
-    def reject_waiters(self) -> None:
-        """Rejects all waiters."""
-        for queue in self._queues.values():
-            while queue:
-                waiter = queue.popleft()
-                if not waiter.done():
-                    waiter.set_result(False)
 
     def release(self) -> None:
         """Releases a slot."""

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(60)
 def test_a_group_of_the_pool_stays_together(monkeypatch):
     async def scenario(harness):
         prompts = [[p] * 50 for p in range(12)]
-        await asyncio.gather(*(harness.pool.generate(harness.group_requests(prompt, 6)) for prompt in prompts))
+        await asyncio.gather(*(harness.pool.generate_group(harness.group_requests(prompt, 6)) for prompt in prompts))
         # One engine computed each prompt, and the load is even: four groups of six for each of three engines.
         assert sum(len(backend.cached_prompts) for backend in harness.current_backends) == 12
         assert {backend.num_generated for backend in harness.current_backends} == {24}
@@ -50,7 +50,9 @@ def test_pool_session_turns_stay_with_prefix_replica(monkeypatch):
         async def turns(homes):
             """Generate a turn of each conversation. Return the engines that ran it."""
             groups = [harness.group_requests([next(prompts)] * 50, 3) for _ in homes]
-            work = [harness.pool.generate(calls, affinity_key=home) for calls, home in zip(groups, homes, strict=True)]
+            work = [
+                harness.pool.generate_group(calls, affinity_key=home) for calls, home in zip(groups, homes, strict=True)
+            ]
             await asyncio.gather(*work)
             serving = harness.pool.serving_replicas
             drawn = [
@@ -89,7 +91,7 @@ def test_pool_continues_with_remaining_replicas_until_none(monkeypatch, caplog):
         harness.current_backends[0].kill()
         await poll_until(lambda: replica_states(harness)[0] is State.RETIRED)
         assert (
-            len(await harness.pool.generate(harness.group_requests())) == 4
+            len(await harness.pool.generate_group(harness.group_requests())) == 4
             and harness.backends[1][0].num_generated == 4
         )
         await harness.publish(weights(1), 1)  # it is not waited for
@@ -103,7 +105,7 @@ def test_pool_continues_with_remaining_replicas_until_none(monkeypatch, caplog):
         harness.current_backends[1].kill()
         with pytest.raises(EngineFailed, match="(?s)engine replica 1 failed 3 times.*GPU 1 is gone.*the fake's log"):
             while True:
-                await harness.pool.generate(harness.group_requests())
+                await harness.pool.generate_group(harness.group_requests())
                 await asyncio.sleep(0.01)
         with pytest.raises(EngineFailed, match="GPU"):
             await harness.publish(weights(2), 2)
@@ -126,7 +128,7 @@ def test_pool_requests_waiting_for_start_are_balanced(monkeypatch):
 
         harness.prepare_backend = slow
         await harness.pool.create_backends()
-        groups = [asyncio.ensure_future(harness.pool.generate(harness.group_requests())) for _ in range(4)]
+        groups = [asyncio.ensure_future(harness.pool.generate_group(harness.group_requests())) for _ in range(4)]
         await asyncio.sleep(0)
         await harness.pool.start()
         await asyncio.gather(*groups)
@@ -145,7 +147,7 @@ def test_pool_crash_of_last_replica_moves_groups(monkeypatch):
             backend.launch = never
 
         harness.prepare_backend = late
-        groups = [asyncio.ensure_future(harness.pool.generate(harness.group_requests(n=8))) for _ in range(4)]
+        groups = [asyncio.ensure_future(harness.pool.generate_group(harness.group_requests(n=8))) for _ in range(4)]
         await poll_until(lambda: all(backend.requests for backend in harness.current_backends))
         for replica in harness.pool.replicas:
             replica.restart(replica.backend, "gone")  # both have crashed before any request notices
@@ -195,10 +197,10 @@ def test_pool_replica_crash_in_publish_restarts_with_weights(monkeypatch):
         lost.error = BackendCrashed("broken in the load")
         harness.prepare_backend = lambda backend, number: backend.load_allowed.clear()
         await harness.publish(weights(2), 2)  # returns with engine 0 alone
-        assert replica_states(harness)[1] is State.STARTING and harness.pool.version == 2
-        assert len(await harness.pool.generate(harness.group_requests())) == 4  # no call waits for it
+        assert replica_states(harness)[1] is State.RESTARTING and harness.pool.version == 2
+        assert len(await harness.pool.generate_group(harness.group_requests())) == 4  # no call waits for it
         await poll_until(lambda: len(harness.backends[1]) == 2 and harness.backends[1][1].load_started.is_set())
-        assert replica_states(harness)[1] is State.STARTING
+        assert replica_states(harness)[1] is State.RESTARTING
         harness.backends[1][1].load_allowed.set()
         await poll_until(lambda: replica_states(harness)[1] is State.SERVING)
         assert harness.backends[1][1].loads == [([2], [2], 2)]
@@ -296,7 +298,7 @@ def test_50_restarts_leave_a_pool_as_it_was(monkeypatch):
 
         async def restart(number):
             before = harness.pool.replicas[number].restarts
-            work = asyncio.ensure_future(harness.pool.generate(harness.group_requests(n=2)))
+            work = asyncio.ensure_future(harness.pool.generate_group(harness.group_requests(n=2)))
             harness.current_backends[number].kill()
             await poll_until(lambda: harness.pool.replicas[number].restarts == before + 1)
             await work

@@ -38,7 +38,7 @@ def test_pool_late_replica_starts_with_published_weights(monkeypatch):
         await fresh.publish(weights(1), 1)
         late.set()
         await starting
-        groups = await asyncio.gather(*(fresh.pool.generate(fresh.group_requests()) for _ in range(6)))
+        groups = await asyncio.gather(*(fresh.pool.generate_group(fresh.group_requests()) for _ in range(6)))
         assert {replica.version for replica in fresh.pool.replicas} == {1}
         assert all(life[0].num_generated for life in fresh.backends)
         assert {v for group in groups for c in group for v in c.versions.tolist()} == {1}
@@ -64,7 +64,7 @@ def test_pool_with_stale_replica_answers_and_sleeps(monkeypatch):
 
 def test_pool_group_cancelled_early_leaves_no_load(monkeypatch):
     async def scenario(harness):
-        drawing = asyncio.create_task(harness.pool.generate(harness.group_requests(n=8, max_tokens=1000)))
+        drawing = asyncio.create_task(harness.pool.generate_group(harness.group_requests(n=8, max_tokens=1000)))
         while not any(replica.num_requests for replica in harness.pool.replicas):
             await asyncio.sleep(0)
         drawing.cancel()
@@ -79,7 +79,7 @@ def test_requests_that_are_repeated_elsewhere_are_counted_there(monkeypatch):
         harness.prepare_backend = lambda backend, number: backend.load_allowed.clear()
         for backend in harness.current_backends:
             backend.length = lambda call: 40
-        drawing = [asyncio.create_task(harness.pool.generate(harness.group_requests(n=5))) for _ in range(2)]
+        drawing = [asyncio.create_task(harness.pool.generate_group(harness.group_requests(n=5))) for _ in range(2)]
         await poll_until(lambda: [len(backend.requests) for backend in harness.current_backends] == [5, 5])
         harness.current_backends[0].kill()
         await poll_until(lambda: len(harness.current_backends[1].requests) == 10)
@@ -110,7 +110,9 @@ def test_pool_request_outliving_its_group_is_ignored(monkeypatch):
         for backend in harness.current_backends:
             backend.generate = generate
         with pytest.raises(ValueError, match="refused"):
-            await harness.pool.generate(harness.group_requests(n=3), lambda *completion: completions.append(completion))
+            await harness.pool.generate_group(
+                harness.group_requests(n=3), lambda *completion: completions.append(completion)
+            )
         await poll_until(lambda: not any(replica.throttle.num_held for replica in harness.pool.replicas))
         await asyncio.sleep(0)
         assert [replica.num_requests for replica in harness.pool.replicas] == [0, 0] and completions == []

@@ -76,7 +76,7 @@ def test_pool_serving_replicas_always_have_published_weights(monkeypatch, seed):
                     if replica.serves:
                         assert replica.backend.version == version and replica.backend.loaded_checksums == sums[version]
                 work = [
-                    asyncio.ensure_future(harness.pool.generate(harness.group_requests([version, i], 3, 30)))
+                    asyncio.ensure_future(harness.pool.generate_group(harness.group_requests([version, i], 3, 30)))
                     for i in range(8)
                 ]
                 for _ in range(rng.randint(0, 3)):
@@ -117,7 +117,7 @@ def test_pool_replica_without_step_progress_is_replaced(monkeypatch):
             await asyncio.sleep(3600)
 
         wedged.step = stand_still
-        work = [asyncio.ensure_future(harness.pool.generate(harness.group_requests([i], 2))) for i in range(2)]
+        work = [asyncio.ensure_future(harness.pool.generate_group(harness.group_requests([i], 2))) for i in range(2)]
         began = asyncio.get_running_loop().time()
         while not all(task.done() for task in work):
             await asyncio.sleep(0.01)

@@ -64,7 +64,7 @@ def test_replica_load_waits_for_weight_write(moment):
         if moment == "restart":
             harness.backends[0].kill()
             await poll_until(lambda: len(harness.backends) == 2)
-        waiting = asyncio.ensure_future(harness.replica.wait_awake())
+        waiting = asyncio.ensure_future(harness.awake_backend())
         await asyncio.sleep(0.05)
         backend = harness.backends[-1]
         assert len(harness.backends) == (2 if moment == "restart" else 1)
@@ -99,7 +99,7 @@ def test_replica_stuck_write_fails_waiters_and_next_write():
         harness.backends[0].kill()
         with pytest.raises(EngineFailed, match="rpc_deadline_s=0.02"):
             while True:
-                await harness.replica.wait_awake()
+                await harness.awake_backend()
                 await asyncio.sleep(0.002)
         # The write waits for a load, whose deadline is 6 * rpc_deadline_s.
         with pytest.raises(EngineFailed, match="loading .* 0.12 s"):
@@ -135,9 +135,7 @@ def test_replica_replaced_backend_does_not_serve(work):
             await harness.replica.sleep()
         async with harness.replica._transition_lock:
             harness.write(2)
-            load_task = asyncio.ensure_future(
-                harness.replica.load() if work == "load" else harness.replica.wait_awake()
-            )
+            load_task = asyncio.ensure_future(harness.pool.load(2) if work == "load" else harness.awake_backend())
             await asyncio.sleep(0.01)
             harness.replica.restart(backend, "a request reported a crash")
         await load_task
@@ -225,7 +223,7 @@ def test_replica_started_work_finishes_after_caller_cancels(work):
         with pytest.raises(asyncio.CancelledError):
             await caller
         harness.backends[-1].load_allowed.set()
-        assert await asyncio.wait_for(harness.replica.wait_awake(), 5) is harness.backends[-1]
+        assert await asyncio.wait_for(harness.awake_backend(), 5) is harness.backends[-1]
         await poll_until(lambda: harness.backends[-1].loads[-1].version == (2 if work == "load" else 1))
 
     run_scenario(scenario)
@@ -238,5 +236,39 @@ def test_replica_empty_weight_sync_keeps_previous_weights():
             harness.buffers.write([], 2, None, 0)
         await harness.replica.load()
         assert harness.backends[0].loads == [complete_load([1], version=1)]
+
+    run_scenario(scenario)
+
+
+def test_replica_crash_reported_during_load_replaces_backend(caplog):
+    """The crashed engine may still finish the load. It must not serve again."""
+
+    async def scenario(harness):
+        harness.write(1)
+        backend = harness.backends[0]
+        backend.load_started.clear()
+        backend.load_allowed.clear()
+        load_task = asyncio.ensure_future(harness.pool.load(1))
+        await poll_until(backend.load_started.is_set)
+        harness.replica.restart(backend, "a request reported a crash")
+        backend.load_allowed.set()
+        await load_task
+        assert harness.replica.backend is harness.backends[1] and harness.replica.restarts == 1
+        assert harness.backends[1].loads == [complete_load([1], version=1)]
+        assert "crashed (a request reported a crash), consecutive failure 1" in caplog.text
+
+    run_scenario(scenario)
+
+
+def test_replica_load_without_pause_reports_elapsed_time():
+    async def scenario(harness):
+        async def load(buffers, version):
+            await asyncio.sleep(0.01)
+            return 0.0, 0.0
+
+        harness.write(1)
+        harness.backends[0].load = load
+        pause_s, load_s = await harness.pool.load(1)
+        assert 0.01 <= pause_s < 5 and load_s == 0.0
 
     run_scenario(scenario)

@@ -288,19 +288,21 @@ def test_throttle_cancelled_waiter_keeps_its_slot_available():
     asyncio.run(scenario())
 
 
-def test_throttle_rejects_waiters_moved_elsewhere():
+def test_throttle_of_lost_replica_admits_all_waiters():
     async def scenario():
         throttle = Throttle(ConcurrencyController(1))
-        assert await throttle.acquire(Priority.SAMPLE)
+        await throttle.acquire(Priority.SAMPLE)
         waits = [Priority.SAMPLE, Priority.EVALUATION, Priority.SAMPLE]
         tasks = [asyncio.ensure_future(throttle.acquire(priority)) for priority in waits]
         await asyncio.sleep(0)
         tasks[2].cancel()  # in the same moment
-        throttle.reject_waiters()
+        throttle.admit(everyone=True)
         done = await asyncio.gather(*tasks, return_exceptions=True)
-        assert done[0] is done[1] is False and isinstance(done[2], asyncio.CancelledError)
-        assert throttle.num_held == 1 and not throttle.has_waiters
-        throttle.release()
-        assert await throttle.acquire(Priority.SAMPLE)
+        assert done[0] is done[1] is None and isinstance(done[2], asyncio.CancelledError)
+        assert throttle.num_held == 3 and not throttle.has_waiters
+        for _ in range(3):
+            throttle.release()
+        await throttle.acquire(Priority.SAMPLE)
+        assert throttle.num_held == 1
 
     asyncio.run(scenario())
