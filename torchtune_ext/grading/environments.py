@@ -1,15 +1,14 @@
 """Runs the environments of episodes, each in its own process that can be killed.
 
-An episode reserves one process (an `EnvironmentSlot`) from its first turn to its last. The process then takes the
+An episode reserves one process (`EnvironmentPool.slot`) from its first turn to its last. The process then takes the
 next episode. At most `grader.workers` environments run at a time; other episodes wait.
 """
 
+import asyncio
 import random
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from threading import Lock
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
 from torchtune_ext.grading.grader import TaskWorkers
@@ -106,49 +105,44 @@ def check_reply(reply: Any) -> EnvironmentReply:
     )
 
 
-@dataclass(eq=False, slots=True)
-class EnvironmentSlot:
-    """An episode's reservation of a worker process."""
-
-    # Index of the process, set when one is free.
-    assigned_worker: Future[int] = field(default_factory=Future)
-    is_released: bool = False
-
-
 class EnvironmentPool(TaskWorkers):
-    """Starts the worker processes of a task's environments and assigns them to episodes."""
+    """Starts the worker processes of a task's environments and assigns them to episodes.
+
+    All episodes of a pool run in one asyncio loop.
+    """
 
     _worker_class = EnvironmentWorker
 
     def __init__(self, task: EnvironmentTask, workers: int = 1, *args: Any, **options: Any):
         super().__init__(task, workers, *args, **options)
         self.max_turns = task.max_turns
-        self._lock = Lock()  # guards the two queues
-        self._free = deque(range(workers))
-        self._waiting: deque[EnvironmentSlot] = deque()
+        self._free: asyncio.Queue[int] = asyncio.Queue()  # indices of processes
+        for worker_index in range(workers):
+            self._free.put_nowait(worker_index)
+        self._closing: set[asyncio.Task] = set()  # asyncio keeps only weak references to tasks
 
-    def acquire_slot(self) -> EnvironmentSlot:
-        """Returns a slot for an episode.
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[int]:
+        """Reserves a process for an episode: waits for a free one and yields its index.
 
-        The slot's `assigned_worker` resolves when a process is free. Call `release` when the episode
-        ends.
+        After the body, the environment is closed. The process then takes the next episode.
         """
-        slot = EnvironmentSlot()
-        with self._lock:
-            if not self._free:
-                self._waiting.append(slot)
-                return slot
-            worker_index = self._free.popleft()
-        slot.assigned_worker.set_result(worker_index)
-        return slot
+        worker_index = await self._free.get()
+        try:
+            yield worker_index
+        finally:
+            # An environment may hang in `close`, so the episode does not wait for it.
+            closing = asyncio.create_task(self._close_environment(worker_index))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     def step(
-        self, slot: EnvironmentSlot, message: Message, reset_args: tuple[Problem, int] | None = None
+        self, worker_index: int, message: Message, reset_args: tuple[Problem, int] | None = None
     ) -> "Future[EnvironmentReply | Ungraded]":
         """Passes a turn to the environment.
 
         Args:
-            slot: a slot whose `assigned_worker` has resolved.
+            worker_index: the process, as yielded by `slot`.
             message: the policy's turn.
             reset_args: problem and seed; required with the first turn.
 
@@ -160,42 +154,12 @@ class EnvironmentPool(TaskWorkers):
             cause = f"the environment's process crashed: {cause}" if kind in CRASH_KINDS else cause
             return Ungraded("timed_out" if kind in ("timed_out", "stalled") else "infra_failed", cause)
 
-        with self._lock:
-            # Another thread may have released the slot. Its process then belongs to another
-            # episode.
-            if slot.is_released:
-                cancelled: Future[EnvironmentReply | Ungraded] = Future()
-                cancelled.cancel()
-                return cancelled
-            return self.processes.submit(
-                (reset_args, message), self._timeout_s, on_failure, process=slot.assigned_worker.result()
-            )
+        return self.processes.submit((reset_args, message), self._timeout_s, on_failure, process=worker_index)
 
-    def release(self, slot: EnvironmentSlot) -> None:
-        """Closes an episode's environment and frees its process. A second call does nothing."""
-        with self._lock:
-            if slot.is_released:
-                return
-            slot.is_released = True
-        # A slot that still waits for a process has no environment, so it is only canceled.
-        if not slot.assigned_worker.cancel():
-            worker_index = slot.assigned_worker.result()
-            # An error in `close` is ignored: the process takes the next episode in either case.
-            try:
-                closed = self.processes.submit((None, None), self._timeout_s, lambda *_: None, process=worker_index)
-            except Exception:  # noqa: BLE001 (the pool has failed or is closed)
-                return
-            closed.add_done_callback(lambda _: self._assign_next(worker_index))
-
-    def _assign_next(self, worker_index: int) -> None:
-        with self._lock:
-            while self._waiting:
-                slot = self._waiting.popleft()
-                # False means that the waiting slot was released. After True it cannot be canceled.
-                if slot.assigned_worker.set_running_or_notify_cancel():
-                    break
-            else:
-                self._free.append(worker_index)
-                return
-        # This call runs the callbacks of the waiting episode, so it must not hold the lock.
-        slot.assigned_worker.set_result(worker_index)
+    async def _close_environment(self, worker_index: int) -> None:
+        # An error in `close` is ignored, also of a pool that has failed or is closed: the process
+        # takes the next episode in either case, which then raises the pool's error.
+        with suppress(Exception):
+            closed = self.processes.submit((None, None), self._timeout_s, lambda *_: None, process=worker_index)
+            await asyncio.wrap_future(closed)
+        self._free.put_nowait(worker_index)

@@ -240,9 +240,8 @@ def _check_environment(task: EnvironmentTask, config: GraderConfig, key: str) ->
         TemporaryDirectory() as folder,
         EnvironmentPool(task, 1, config.timeout_s, Path(folder) / LOG_FILE_NAME) as pool,
     ):
-        slot = pool.acquire_slot()
         for i, message in enumerate(turns or [{"role": "assistant", "content": PLACEHOLDER_ANSWER}]):
-            reply = pool.step(slot, message, (problem, 0) if i == 0 else None).result()
+            reply = pool.step(0, message, (problem, 0) if i == 0 else None).result()
             if isinstance(reply, Ungraded):
                 raise UsageError(
                     f"{key}: the environment of {name} fails at turn {i + 1} of problem {problem.id!r}, "

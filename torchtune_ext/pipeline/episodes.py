@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchtune_ext.grading.environments import EnvironmentSlot
 from torchtune_ext.grading.outcomes import Ungraded, check_outcome
 from torchtune_ext.pipeline.groups import Sample
 from torchtune_ext.sampling.types import Completion
@@ -27,7 +26,7 @@ class Episode:
     """
 
     def __init__(self, prompt: Sequence[int] = (), thought_prefix: str = "") -> None:
-        self.slot: EnvironmentSlot | None = None  # None before the first turn
+        self.has_environment = False  # whether it has an environment process
         # The context and text prefix of the last turn.
         self._context, self._thought_prefix = np.asarray(prompt, dtype=np.int32), thought_prefix
         self._turns: list[Completion] = []
@@ -42,6 +41,11 @@ class Episode:
     def num_turns(self) -> int:
         """The number of sampled turns."""
         return len(self._turns)
+
+    @property
+    def waits_for_engine(self) -> bool:
+        """Whether the next turn is missing. Otherwise the reply to the last turn is missing."""
+        return len(self._turns) == len(self._rewards)
 
     @property
     def num_tokens(self) -> int:

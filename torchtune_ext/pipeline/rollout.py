@@ -1,17 +1,16 @@
 """Samples and grades groups: problems -> prompt ids -> completions -> texts -> outcomes."""
 
+import asyncio
 import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from operator import itemgetter
 from queue import Empty, SimpleQueue
-from threading import Thread
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -21,17 +20,18 @@ from torchtune_ext.grading.environments import EnvironmentPool
 from torchtune_ext.pipeline.episodes import Episode
 from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.run.errors import DeadlineExceeded, describe_error
-from torchtune_ext.sampling.backend import derive_seed
+from torchtune_ext.sampling.backend import EngineRequest, build_requests, derive_seed, gather_or_cancel
 from torchtune_ext.sampling.engine import Engine, EngineFailed, Priority, SamplingConfig
 from torchtune_ext.sampling.types import Completion
 from torchtune_ext.tasks.task import EnvironmentReply, Problem, Score
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # A wait in the main thread wakes up after this many seconds. Python handles Ctrl-C only in the main
 # thread, but the kernel may deliver the signal to another thread, which does not end the wait.
 SIGNAL_POLL_S = 1.0
-CLOSE_TIMEOUT_S = 10.0  # timeout for the thread of a stream to end
 DEADLINE_S = 1800.0  # a wait fails after this many seconds without a completion or grade
 MAX_GROUPS_IN_MESSAGE = 5  # an error message names at most this many groups
 
@@ -47,6 +47,8 @@ class ProgressSink(Protocol):
 class PendingGroup:
     """A group in progress. Its completions and outcomes arrive in any order."""
 
+    future: Future[None]  # of the coroutine that generates and grades the samples
+
     def __init__(
         self,
         number: int,
@@ -56,50 +58,32 @@ class PendingGroup:
         sampling: SamplingConfig,
         seed_index: int,
         priority: Priority,
-        environments: EnvironmentPool | None,
+        has_environments: bool,
     ):
-        self.number, self.problem, self._decode = number, problem, tokenizer.decode
+        self.number, self.problem = number, problem
         self.sampling, self.seed_index, self.priority = sampling, seed_index, priority
         self.prompt = tokenizer.prompt_ids(problem.messages, problem.tools)
         # If the prompt ends with an open "<think>", every decoded text starts with it.
-        self._thought_prefix = tokenizer.thought_prefix(self.prompt)
+        self.thought_prefix = tokenizer.thought_prefix(self.prompt)
         self.samples: list[Sample | None] = [None] * num_samples
         # One episode per sample if the task has environments, else empty.
-        self.episodes = [Episode(self.prompt, self._thought_prefix) for _ in range(num_samples)] if environments else []
-        self._environments = environments
-        self.futures: list[Future] = []  # of engine requests, grader and environment
-        self.open_requests = 0  # engine requests in flight
+        self.episodes = (
+            [Episode(self.prompt, self.thought_prefix) for _ in range(num_samples)] if has_environments else []
+        )
         self.submitted = time.monotonic()
-        self.cancelled = False
-
-    def add_completion(self, sample_index: int, completion: Completion) -> str:
-        """Stores a completion and returns its text."""
-        sample = Sample(completion, text=self._thought_prefix + self._decode(completion.tokens.tolist()))
-        self.samples[sample_index] = sample
-        return sample.text
-
-    def set_outcome(self, sample_index: int, outcome: Outcome) -> None:
-        sample = self.samples[sample_index]
-        assert sample is not None  # only arrived completions are graded
-        self.samples[sample_index] = replace(sample, outcome=outcome)
-
-    def release_environment(self, sample_index: int) -> None:
-        """Releases the environment process of an episode."""
-        if (slot := self.episodes[sample_index].slot) is not None and self._environments is not None:
-            self._environments.release(slot)
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        # Canceling a slot's future is not enough: the slot may already hold a process.
-        for sample_index in range(len(self.episodes)):
-            self.release_environment(sample_index)
-        for future in list(self.futures):
-            future.cancel()
 
     @property
-    def engine_idle(self) -> bool:
-        """Whether no engine request is in flight. An environment's reply may start one."""
-        return not self.open_requests
+    def unfinished_episodes(self) -> list[Episode]:
+        """The episodes that have not ended."""
+        # Not strict: without environments, `episodes` is empty.
+        return [episode for episode, sample in zip(self.episodes, self.samples, strict=False) if sample is None]
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether the engine samples for the group. An environment's reply may start a request."""
+        if self.episodes:
+            return any(episode.waits_for_engine for episode in self.unfinished_episodes)
+        return None in self.samples
 
     @property
     def arrived(self) -> list[Sample]:
@@ -122,10 +106,10 @@ class PendingGroup:
     def pending_text(self) -> str:
         since = f"submitted {time.monotonic() - self.submitted:.0f} s ago"
         if self.episodes:
-            unfinished = [e for e, sample in zip(self.episodes, self.samples, strict=True) if sample is None]
+            unfinished = self.unfinished_episodes
             # After a turn, an episode waits for a free environment process, or for the reply.
-            after_turn = [e for e in unfinished if e.messages and e.last_message["role"] == "assistant"]
-            with_process = sum(e.slot is not None and e.slot.assigned_worker.done() for e in after_turn)
+            after_turn = [episode for episode in unfinished if not episode.waits_for_engine]
+            with_process = sum(episode.has_environment for episode in after_turn)
             return (
                 f"{since}, {len(unfinished)} of {len(self.samples)} episodes are not finished: "
                 f"{len(unfinished) - len(after_turn)} wait for the engine, {len(after_turn) - with_process} for a free "
@@ -144,6 +128,10 @@ class GroupStream:
 
     With an `EnvironmentPool` in place of the grader, a completion is the first turn of an episode
     (`episodes.py`), and a group is finished when all its episodes are finished.
+
+    One coroutine per sample waits in the engine's loop for the engine, the grader and the
+    environment. Code of the tokenizer, the task and the progress sink runs in the stream's thread,
+    so that the loop never blocks: the tokenizer decodes 16 completions of 2,000 tokens in 0.07 s.
     """
 
     def __init__(
@@ -164,19 +152,15 @@ class GroupStream:
         # Only the caller's thread changes these two. `wait_next` moves a group to the second.
         self._pending: dict[int, PendingGroup] = {}
         self.finished: dict[int, Group] = {}  # without advantages, until `pop`
-        # The threads of engine and graders only put events into this queue, so they never block. An
-        # event is a group and the call that updates the group.
-        self._events: SimpleQueue[tuple[PendingGroup, Callable[[], None]] | None] = SimpleQueue()
-        # Complete groups and errors for `wait_next`; None only wakes it.
-        self._results: SimpleQueue[PendingGroup | Exception | None] = SimpleQueue()
-        # This thread handles the events, so that groups advance even outside of `wait_next`.
-        self._thread = Thread(target=self._event_loop, name="torchtune-ext-groups", daemon=True)
-        self._thread.start()
+        # Groups whose coroutine has ended, for `wait_next`; None only wakes it.
+        self._results: SimpleQueue[PendingGroup | None] = SimpleQueue()
+        # A single thread, so that completions are handled in the order of their arrival.
+        self._executor = ThreadPoolExecutor(1, "torchtune-ext-groups")
 
     def is_generating(self, numbers: Collection[int] | None = None) -> bool:
         """Whether the engine still samples for any group, or for any of `numbers`."""
         return any(
-            not group.engine_idle for number, group in self._pending.items() if numbers is None or number in numbers
+            group.is_generating for number, group in self._pending.items() if numbers is None or number in numbers
         )
 
     def submit(
@@ -196,19 +180,18 @@ class GroupStream:
             seed_index: index among groups with the same `sampling.seed` (`Engine.submit`).
 
         Raises:
-            ValueError: `Engine.submit` or the chat template rejects the problem.
+            ValueError: the chat template rejects the problem, or its prompt does not fit.
             EngineFailed: the engine has failed or is closed.
         """
+        has_environments = self._environments is not None
         group = PendingGroup(
-            number, problem, self._tokenizer, num_samples, sampling, seed_index, priority, self._environments
+            number, problem, self._tokenizer, num_samples, sampling, seed_index, priority, has_environments
         )
-        self._pending[number] = group
+        requests = self._build_requests(group.prompt, num_samples, sampling, seed_index, priority)
         self.last_progress_at = time.monotonic()
-        try:
-            self._generate(group, group.prompt, num_samples, sampling, seed_index, priority)
-        except BaseException:
-            del self._pending[number]
-            raise
+        group.future = self._engine.schedule(self._run_group(group, requests), priority)
+        self._pending[number] = group
+        group.future.add_done_callback(lambda _: self._results.put(group))
 
     def wait_next(
         self,
@@ -235,17 +218,21 @@ class GroupStream:
         while True:
             with timer("generate" if self.is_generating(awaited) else "grade"):
                 try:
-                    result = self._results.get(timeout=max(0.0, min(end - time.monotonic(), SIGNAL_POLL_S)))
+                    group = self._results.get(timeout=max(0.0, min(end - time.monotonic(), SIGNAL_POLL_S)))
                 except Empty:
                     if time.monotonic() >= end:
                         return None
                     continue
-            if isinstance(result, Exception):
-                raise result
-            # None only wakes this loop. A finished group may have been canceled.
-            if result is not None and not result.cancelled:
-                self.finished[result.number] = self._pending.pop(result.number).to_group()
-                return result.number
+            # A canceled group is not pending, and its number may belong to a new group.
+            if group is None or self._pending.get(group.number) is not group:
+                continue
+            try:
+                group.future.result()
+            except CancelledError:
+                # Another thread closed the engine.
+                raise EngineFailed("the engine was closed") from None
+            self.finished[group.number] = self._pending.pop(group.number).to_group()
+            return group.number
 
     def pop(self, number: int) -> Group:
         """Removes and returns a finished group."""
@@ -256,7 +243,7 @@ class GroupStream:
         if (finished := self.finished.pop(number, None)) is not None:
             return sum(len(sample.completion.sampled_indices) for sample in finished.samples)
         group = self._pending.pop(number)
-        group.cancel()
+        group.future.cancel()
         return group.num_tokens
 
     @contextmanager
@@ -311,145 +298,122 @@ class GroupStream:
         """Cancels all groups and ends the thread."""
         for number in list(self._pending):
             self.cancel(number)
-        self._events.put(None)
-        self._thread.join(CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            log.warning("rollouts: the event thread did not end within %g s", CLOSE_TIMEOUT_S)
+        self._progress = None
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _progress_for(self, group: PendingGroup) -> ProgressSink | None:
-        # The main thread may remove the progress sink at any moment, so read it once.
-        progress = self._progress
-        return progress[0] if progress is not None and group.number < progress[1] else None
+    def _build_requests(
+        self, prompt: Sequence[int], n: int, sampling: SamplingConfig, seed_index: int, priority: Priority
+    ) -> list[EngineRequest]:
+        return build_requests(prompt, n, sampling, seed_index, priority, self._engine.config.max_model_len)
 
-    def _event_loop(self) -> None:
-        while (event := self._events.get()) is not None:
-            group, update = event
-            if group.cancelled:
-                continue
-            self.last_progress_at = time.monotonic()
-            try:
-                update()
-            except Exception as error:  # noqa: BLE001 (it is raised again)
-                # `wait_next` raises it in the caller's thread.
-                self._results.put(error)
-                continue
-            if group.engine_idle and not group.num_ungraded:
-                self._results.put(group)
+    # -- in the engine's loop ----------------------------------------------------------------------
 
-    def _generate(
-        self,
-        group: PendingGroup,
-        prompt: Sequence[int],
-        num_samples: int,
-        sampling: SamplingConfig,
-        seed_index: int,
-        priority: Priority,
-        first: int = 0,
-    ) -> None:
-        """Submits an engine request for the samples of a group from index `first` on."""
-        # Returns the completion or first turn of every sample, or the next turn of one episode.
-        handle = self._handle_turn if group.episodes else self._handle_completion
+    async def _run_group(self, group: PendingGroup, requests: Sequence[EngineRequest]) -> None:
+        """Generates and grades all samples of a group."""
+        # The first error cancels the other samples of the group, and `wait_next` raises it.
+        run_sample = self._converse if group.episodes else self._sample_one
+        await gather_or_cancel(*(run_sample(group, index, request) for index, request in enumerate(requests)))
+        # A grader that compares samples needs all texts of a group at once.
+        if self._grader is not None and self._grader.grades_groups:
+            await self._grade(group, 0, *(sample.text for sample in group.arrived))
 
-        def on_completion(index: int, completion: Completion) -> None:
-            self._events.put((group, partial(handle, group, first + index, completion)))
-
-        group.open_requests += 1
-        # The turns of an episode go to the replica whose prefix cache has its earlier turns.
-        affinity_key = group if group.episodes else None
-        request = self._engine.submit(prompt, num_samples, sampling, on_completion, seed_index, priority, affinity_key)
-        group.futures.append(request)
-        # Another thread may have canceled the group before the future was in its list.
-        if group.cancelled:
-            request.cancel()
-        request.add_done_callback(
-            lambda future: self._events.put((group, partial(self._handle_request_done, group, future)))
-        )
-
-    def _handle_request_done(self, group: PendingGroup, request: Future) -> None:
-        try:
-            request.result()
-        except CancelledError:
-            # Another thread closed the engine.
-            raise EngineFailed("the engine was closed") from None
-        group.open_requests -= 1
-        # None wakes `wait_next`, which may now wait for grades only.
-        if group.num_ungraded:
-            self._results.put(None)
-
-    def _handle_completion(self, group: PendingGroup, sample_index: int, completion: Completion) -> None:
+    async def _sample_one(self, group: PendingGroup, sample_index: int, request: EngineRequest) -> None:
+        """Generates a completion and grades it."""
         assert self._grader is not None  # only episodes have no grader
-        text = group.add_completion(sample_index, completion)
-        if (progress := self._progress_for(group)) is not None:
-            progress.add(1, len(completion.tokens))
+        completion = await self._engine.generate(request, affinity_key=group)
+        text = await self._in_thread(self._add_completion, group, sample_index, completion)
         if not self._grader.grades_groups:
-            graded = self._grader.submit(group.problem, text)
-            self._enqueue_when_done(self._handle_outcomes, group, sample_index, graded)
-        elif None not in group.samples:
-            # A grader that compares samples needs all texts of a group at once.
-            graded = self._grader.submit(group.problem, *(sample.text for sample in group.arrived))
-            self._enqueue_when_done(self._handle_outcomes, group, 0, graded)
+            await self._grade(group, sample_index, text)
 
-    def _handle_outcomes(self, group: PendingGroup, first: int, outcomes: Sequence[Outcome]) -> None:
-        for index, outcome in enumerate(outcomes, start=first):
-            group.set_outcome(index, outcome)
-            self._report_reward(group, outcome)
+    async def _grade(self, group: PendingGroup, first: int, *texts: str) -> None:
+        """Grades the samples of a group from index `first` on."""
+        assert self._grader is not None  # only episodes have no grader
+        outcomes = await asyncio.wrap_future(await self._in_thread(self._grader.submit, group.problem, *texts))
+        await self._in_thread(self._set_outcomes, group, first, outcomes)
 
-    def _handle_turn(self, group: PendingGroup, sample_index: int, completion: Completion) -> None:
+    async def _converse(self, group: PendingGroup, sample_index: int, request: EngineRequest) -> None:
+        """Generates the turns of an episode, and passes each to its environment, until it ends."""
         assert self._environments is not None  # only environments create episodes
         episode = group.episodes[sample_index]
-        episode.add_turn(completion, self._tokenizer.decode(completion.tokens.tolist()))
-        if (progress := self._progress_for(group)) is not None:
-            progress.add(0, len(completion.tokens))
+        if not await self._generate_turn(group, sample_index, request):
+            return
+        # An episode reserves an environment process only after its first turn. Another episode can
+        # use the process before the group is finished.
+        async with self._environments.slot() as process:
+            self.last_progress_at, episode.has_environment = time.monotonic(), True
+            # All samples of a group get the same environment seed, so only the policy differs.
+            reset_args = group.problem, derive_seed(group.sampling.seed or 0, group.seed_index)
+            while True:
+                # Called in the loop, not in the stream's thread, where the call could follow a
+                # cancellation, when the process belongs to the next episode.
+                reply = await asyncio.wrap_future(self._environments.step(process, episode.last_message, reset_args))
+                next_request = await self._in_thread(self._add_reply, group, sample_index, reply)
+                if next_request is None or not await self._generate_turn(group, sample_index, next_request):
+                    return
+                reset_args = None
+
+    async def _generate_turn(self, group: PendingGroup, sample_index: int, request: EngineRequest) -> bool:
+        """Generates a turn of an episode. Returns whether the environment gets it."""
+        # The turns of an episode go to the replica whose prefix cache has its earlier turns.
+        completion = await self._engine.generate(request, affinity_key=group)
+        return await self._in_thread(self._add_turn, group, sample_index, completion)
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Calls a function in the stream's thread, after a completion, a grade or a reply arrived."""
+        self.last_progress_at = time.monotonic()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+
+    # -- in the stream's thread --------------------------------------------------------------------
+
+    def _add_completion(self, group: PendingGroup, sample_index: int, completion: Completion) -> str:
+        """Adds a completion to its group and returns its text."""
+        text = group.thought_prefix + self._tokenizer.decode(completion.tokens.tolist())
+        group.samples[sample_index] = Sample(completion, text=text)
+        self._report_tokens(group, 1, completion)
+        return text
+
+    def _set_outcomes(self, group: PendingGroup, first: int, outcomes: Sequence[Outcome]) -> None:
+        for index, outcome in enumerate(outcomes, start=first):
+            sample = group.samples[index]
+            assert sample is not None  # only arrived completions are graded
+            group.samples[index] = replace(sample, outcome=outcome)
+            self._report_reward(group, outcome)
+
+    def _add_turn(self, group: PendingGroup, sample_index: int, completion: Completion) -> bool:
+        """Adds a turn to its episode. Returns whether the environment gets it."""
+        group.episodes[sample_index].add_turn(completion, self._tokenizer.decode(completion.tokens.tolist()))
+        self._report_tokens(group, 0, completion)
+        # The environment does not get a truncated turn.
         if completion.finish_reason != "stop":
-            # The turn is truncated, so the environment does not get it.
-            self._end_episode(group, sample_index, episode.to_sample(completion.finish_reason))
-        elif episode.slot is None:
-            # An episode acquires an environment process only with its first turn.
-            slot = episode.slot = self._environments.acquire_slot()
-            self._enqueue_when_done(self._handle_slot_ready, group, sample_index, slot.assigned_worker)
-            # Another thread may have canceled the group before the episode had its slot.
-            if group.cancelled:
-                group.release_environment(sample_index)
-        else:
-            self._step_environment(group, sample_index)
+            self._end_episode(group, sample_index, completion.finish_reason)
+        return completion.finish_reason == "stop"
 
-    def _handle_slot_ready(self, group: PendingGroup, sample_index: int, worker_index: int) -> None:
-        # All samples of a group get the same environment seed, so only the policy differs.
-        reset_args = group.problem, derive_seed(group.sampling.seed or 0, group.seed_index)
-        self._step_environment(group, sample_index, reset_args)
+    def _add_reply(
+        self, group: PendingGroup, sample_index: int, reply: EnvironmentReply | Ungraded
+    ) -> EngineRequest | None:
+        """Adds the environment's reply or failure to an episode.
 
-    def _step_environment(
-        self, group: PendingGroup, sample_index: int, reset_args: tuple[Problem, int] | None = None
-    ) -> None:
-        episode = group.episodes[sample_index]
-        assert self._environments is not None and episode.slot is not None  # the slot has a process
-        reply = self._environments.step(episode.slot, episode.last_message, reset_args)
-        self._enqueue_when_done(self._handle_reply, group, sample_index, reply)
-
-    def _handle_reply(self, group: PendingGroup, sample_index: int, reply: EnvironmentReply | Ungraded) -> None:
-        """Continues or ends an episode after the environment has replied or failed."""
+        Returns:
+            The request of the next turn, or None if the episode has ended.
+        """
         assert self._environments is not None  # only environments reply
         episode = group.episodes[sample_index]
         if isinstance(reply, Ungraded):
             finish_reason = "step_timeout" if reply.kind == "timed_out" else "environment_failed"
-            self._end_episode(group, sample_index, episode.to_sample(finish_reason, reply))
-            return
+            return self._end_episode(group, sample_index, finish_reason, reply)
         episode.add_reply(reply)
         if reply.done or episode.num_turns == self._environments.max_turns:
-            self._end_episode(group, sample_index, episode.to_sample("completed" if reply.done else "max_turns"))
-            return
+            return self._end_episode(group, sample_index, "completed" if reply.done else "max_turns")
         try:
             prompt = self._next_context(group.problem, episode, reply)
         except Exception as error:  # noqa: BLE001 (the template and the tokenizer, on the environment's reply)
             # The template cannot render this reply. Other episodes are not affected.
             failure = Ungraded("infra_failed", f"the environment's reply cannot be rendered: {describe_error(error)}")
-            self._end_episode(group, sample_index, episode.to_sample("environment_failed", failure))
-            return
+            return self._end_episode(group, sample_index, "environment_failed", failure)
         # One row must hold all branches of an episode, and `row_tokens` may be as small as
         # `max_model_len`.
         if episode.packed_size(prompt) + group.sampling.max_tokens > self._engine.config.max_model_len:
-            self._end_episode(group, sample_index, episode.to_sample("context_overflow"))
-            return
+            return self._end_episode(group, sample_index, "context_overflow")
         episode.set_next_context(prompt, self._tokenizer.thought_prefix(prompt))
         seed = group.sampling.seed
         # The seed of a later turn depends on its sample and turn number, not on timing.
@@ -457,9 +421,8 @@ class GroupStream:
             group.sampling, seed=None if seed is None else derive_seed(seed, group.seed_index, sample_index)
         )
         # A later turn has priority over new groups, while its context is still in the prefix cache.
-        self._generate(
-            group, prompt, 1, turn_sampling, episode.num_turns, min(group.priority, Priority.TURN), sample_index
-        )
+        priority = min(group.priority, Priority.TURN)
+        return self._build_requests(prompt, 1, turn_sampling, episode.num_turns, priority)[0]
 
     def _next_context(self, problem: Problem, episode: Episode, reply: EnvironmentReply) -> list[int]:
         """Returns the next turn's prompt ids. Raises UsageError if rendering fails."""
@@ -477,26 +440,29 @@ class GroupStream:
             )
         return context
 
-    def _end_episode(self, group: PendingGroup, sample_index: int, sample: Sample) -> None:
-        # Release the process now: other episodes can use it before the group is finished.
-        group.release_environment(sample_index)
-        group.samples[sample_index] = sample
+    def _end_episode(
+        self, group: PendingGroup, sample_index: int, finish_reason: str, failure: Ungraded | None = None
+    ) -> None:
+        sample = group.samples[sample_index] = group.episodes[sample_index].to_sample(finish_reason, failure)
         if (progress := self._progress_for(group)) is not None:
             progress.add(1, 0)
         self._report_reward(group, sample.outcome)
 
+    def _progress_for(self, group: PendingGroup) -> ProgressSink | None:
+        # The main thread may remove the progress sink at any moment, so read it once.
+        progress = self._progress
+        return progress[0] if progress is not None and group.number < progress[1] else None
+
+    def _report_tokens(self, group: PendingGroup, count: int, completion: Completion) -> None:
+        if (progress := self._progress_for(group)) is not None:
+            progress.add(count, len(completion.tokens))
+        # `wait_next` may now wait for grades only.
+        if not group.is_generating:
+            self._results.put(None)
+
     def _report_reward(self, group: PendingGroup, outcome: Outcome | None) -> None:
         if (progress := self._progress_for(group)) is not None and isinstance(outcome, Score):
             progress.add_reward(outcome.reward)
-
-    def _enqueue_when_done(
-        self, handle: Callable[[PendingGroup, int, Any], None], group: PendingGroup, sample_index: int, future: Future
-    ) -> None:
-        group.futures.append(future)
-        # `result` may raise, so it is called in the stream's thread.
-        future.add_done_callback(
-            lambda future: self._events.put((group, lambda: handle(group, sample_index, future.result())))
-        )
 
 
 def sample_groups(

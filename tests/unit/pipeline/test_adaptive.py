@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from helpers.manual_engine import NumberedTask
-from helpers.waiting import wait_until
+from helpers.manual_engine import NumberedTask, wait_for_groups
 from torchtune_ext.pipeline.groups import outcomes_for_task
 from torchtune_ext.tasks.problem_stream import ProblemStream, problem_index
 from torchtune_ext.tasks.task import Problem
@@ -104,9 +103,7 @@ def test_adaptive_prefetched_groups_keep_questions_across_checkpoint(make_source
     task = Adapting()
     source, engine = make_source(staleness=1, task=task)
     source.on_publish(version=0)
-    wait_until(
-        lambda: all("0 of 2 texts are not graded" in source._stream.describe_pending(number) for number in range(4))
-    )
+    wait_for_groups(source._stream, 0, 1, 2, 3)
     first, _ = source.take(2)
     source._problems.observe(1, outcomes_for_task(first), tmp_path)
     state = json.loads(json.dumps([source.state_dict(), source._problems.state_dict()]))

@@ -3,19 +3,20 @@
 With a real engine: tests/integration/test_conversations.py.
 """
 
+import asyncio
 import json
+import threading
 import time
-from concurrent.futures import Future
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from helpers.letter_tokens import LetterTokenizer
+from helpers.loop_engine import LoopEngine, sample_index, settle
 from helpers.scripted_environments import Scripted, Sticky
 from helpers.waiting import wait_until
-from torchtune_ext.grading.environments import FINISH_REASONS, EnvironmentPool, EnvironmentSlot
+from torchtune_ext.grading.environments import FINISH_REASONS, EnvironmentPool
 from torchtune_ext.pipeline.groups import group_from_record, group_to_json
 from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.pipeline.rollout import GroupStream, PendingGroup
@@ -38,26 +39,22 @@ class TurnLetters(LetterTokenizer):
         return [*"".join(f"[{message['content']}]" for message in messages).encode()]
 
 
-class Policy:
+class Policy(LoopEngine):
     """A fake engine: `says` maps prompt and index to the text of a completion, or to a finish reason."""
 
-    config = SimpleNamespace(max_model_len=60)
-
     def __init__(self, says):
+        super().__init__(max_model_len=60)
         self.says, self.calls, self.homes, self.version = says, [], [], 0
 
-    def submit(self, prompt, n, sampling, on_completion, group, priority, home=None):
-        self.calls.append(("".join(map(chr, prompt)), sampling.seed, group, priority))
-        self.homes.append(home)
-        for index in range(n):
-            text, *reason = self.says(self.calls[-1][0], index).split("|")
-            ids = np.array([ord(letter) for letter in text], np.int32)
-            versions = np.full(len(ids), len(self.calls), np.int32)
-            logprobs = np.full(len(ids), -0.5, np.float32)
-            on_completion(index, Completion(ids, logprobs, versions, reason[0] if reason else "stop"))
-        done = Future()
-        done.set_result([])
-        return done
+    async def generate(self, request, affinity_key=None):
+        sampling = request.sampling
+        self.calls.append(("".join(map(chr, request.prompt)), sampling.seed, request.seed_index, request.priority))
+        self.homes.append(affinity_key)
+        text, *reason = self.says(self.calls[-1][0], sample_index(request)).split("|")
+        ids = np.array([ord(letter) for letter in text], np.int32)
+        versions = np.full(len(ids), len(self.calls), np.int32)
+        logprobs = np.full(len(ids), -0.5, np.float32)
+        return Completion(ids, logprobs, versions, reason[0] if reason else "stop")
 
 
 @pytest.fixture(scope="module")
@@ -127,14 +124,13 @@ def test_episode_branches_fit_into_one_row(environments):
     assert stats.labels == sum(len(s.completion.sampled_indices) for s in trained.samples) and len(rows) == 2
 
 
-def test_pending_group_describes_missing_results(environments):
-    group = PendingGroup(0, PROBLEM, TurnLetters(), 5, SAMPLING, 0, Priority.SAMPLE, environments)
+def test_pending_group_describes_missing_results():
+    group = PendingGroup(0, PROBLEM, TurnLetters(), 5, SAMPLING, 0, Priority.SAMPLE, True)
     turn = Completion(np.ones(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
     for episode in group.episodes[1:]:
         episode.add_turn(turn, "x")
-    # The second has no slot yet, the third waits for a process, the fourth for an answer, and the last is finished.
-    group.episodes[2].slot, group.episodes[3].slot = EnvironmentSlot(), EnvironmentSlot()
-    group.episodes[3].slot.assigned_worker.set_result(0)
+    # The second and third wait for a process, the fourth for an answer, and the last is finished.
+    group.episodes[3].has_environment = True
     group.samples[4] = group.episodes[4].to_sample("max_turns")
     says = "4 of 5 episodes are not finished: 1 wait for the engine, 2 for a free environment process, 1 for the environment's reply"
     assert says in group.pending_text
@@ -143,7 +139,7 @@ def test_pending_group_describes_missing_results(environments):
 def test_episode_turns_have_own_seeds_and_priority(environments):
     _, engine = play(environments, lambda prompt, _: "more" if prompt.count("go") < 2 else "win", samples=3, groups=2)
     first, later = [call for call in engine.calls if call[0] == "?"], [call for call in engine.calls if call[0] != "?"]
-    assert [call[1:] for call in first] == [(7, 0, Priority.SAMPLE), (7, 1, Priority.SAMPLE)]
+    assert [call[1:] for call in first] == [(7, 0, Priority.SAMPLE)] * 3 + [(7, 1, Priority.SAMPLE)] * 3
     assert len(later) == 12 == len({(seed, group) for _, seed, group, _ in later})
     assert {priority for *_, priority in later} == {Priority.TURN} and Priority.TURN < Priority.SAMPLE
     assert len(set(map(id, engine.homes))) == 2 and None not in engine.homes
@@ -222,7 +218,7 @@ def test_open_environments_never_exceed_worker_processes(environments, folder):
     samples = [sample for group in groups for sample in group.samples]
     assert {sample.completion.finish_reason for sample in samples} == {"completed"} and len(samples) == 15
     assert {sample.score.parts["alive"] for sample in samples} <= {1.0, 2.0}
-    wait_until(lambda: len(environments._free) == 2)
+    wait_until(lambda: environments._free.qsize() == 2)
 
 
 def test_cancelled_group_releases_its_environment_processes(tmp_path):
@@ -236,11 +232,11 @@ def test_cancelled_group_releases_its_environment_processes(tmp_path):
         stream.submit(1, PROBLEM, 2, SAMPLING, seed_index=1)
         assert stream.wait_next(timeout_s=30.0) == 1
         assert [sample.score.reward for sample in stream.pop(1).samples] == [1.0, 1.0]
-        wait_until(lambda: len(environments._free) == 2)
+        wait_until(lambda: environments._free.qsize() == 2)
         stream.close()
 
 
-def test_stream_closes_after_environments_have_closed(tmp_path):
+def test_stream_closes_after_environments_have_closed(tmp_path, caplog):
     with EnvironmentPool(Scripted(tmp_path), workers=2, timeout_s=60.0) as environments:
         stream = GroupStream(Policy(lambda prompt, _: "hangs"), TurnLetters(), environments)
         for number in (0, 1):
@@ -248,7 +244,9 @@ def test_stream_closes_after_environments_have_closed(tmp_path):
         wait_until(lambda: len(list(tmp_path.glob("alive-*"))) == 2)
         environments.close()
         stream.close()
-    assert not stream._thread.is_alive()
+    settle()
+    assert not caplog.records
+    wait_until(lambda: not any(thread.name.startswith("torchtune-ext-groups") for thread in threading.enumerate()))
 
 
 def test_environment_hung_close_delays_no_other_episode(tmp_path):
@@ -257,14 +255,26 @@ def test_environment_hung_close_delays_no_other_episode(tmp_path):
         assert [sample.score.reward for sample in group.samples] == [1.0] * 3
 
 
-def test_released_slot_cannot_step_the_next_episode(tmp_path):
-    """Another thread cancels a group during its turn, and another stream's episode acquires the process."""
+def test_cancelled_episode_leaves_process_to_next(tmp_path):
+    """A group is canceled during its turn. The next episode gets the process after its environment is closed."""
+    message = {"role": "assistant", "content": "more 1"}
+
+    async def play(environments, folder):
+        async with environments.slot() as process:
+            reply = await asyncio.wrap_future(environments.step(process, message, (PROBLEM, 0)))
+            await asyncio.sleep(60 if folder else 0)
+        return reply
+
+    async def play_two(environments):
+        first = asyncio.create_task(play(environments, tmp_path))
+        second = asyncio.create_task(play(environments, None))
+        while not list(tmp_path.glob("alive-*")):
+            await asyncio.sleep(0.01)
+        assert not second.done()
+        first.cancel()
+        reply = await second
+        assert first.cancelled()
+        return reply
+
     with EnvironmentPool(Scripted(tmp_path), workers=1, timeout_s=20.0) as environments:
-        first, second = environments.acquire_slot(), environments.acquire_slot()
-        environments.release(first)
-        message = {"role": "assistant", "content": "more 1"}
-        assert second.assigned_worker.result(60) == 0
-        begun = environments.step(second, message, (PROBLEM, 0))
-        late = environments.step(first, message)
-        begun.result(60)
-        assert late.cancelled()
+        assert asyncio.run(play_two(environments)).reward == 1.0

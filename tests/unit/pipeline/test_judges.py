@@ -1,11 +1,10 @@
 """Graders that compare samples, end to end: real source, stream and processes, and a scripted engine."""
 
-from concurrent.futures import Future
-
 import pytest
 
 from helpers.letter_tokens import LetterTokenizer, completion
-from helpers.manual_engine import NumberedTask
+from helpers.loop_engine import LoopEngine, sample_index
+from helpers.manual_engine import SEED, NumberedTask
 from helpers.waiting import wait_until
 from torchtune_ext.grading import Grader
 from torchtune_ext.pipeline.advantages import AdvantageConfig, assign_advantages
@@ -46,11 +45,10 @@ def test_judge_grades_prefetched_groups_once_complete(make_source, judge):
     engine.requests[3].complete("aaa", "b")
     wait_until(lambda: "0 of 2 texts are not graded" in source._stream.describe_pending(3))
     call = engine.requests[0]
-    call.on_completion(1, completion("cc"))
+    call.complete_sample(1, "cc")
     wait_until(lambda: "not finished 1 of 2" in source._stream.describe_pending(0))
     assert [sample and sample.outcome for sample in source._stream._pending[0].samples] == [None, None]
-    call.on_completion(0, completion(""))
-    call.future.set_result([])
+    call.complete_sample(0, "")
     engine.requests[1].complete("x", "x")
     groups, _ = source.take(2)
     assert [values(group) for group in groups] == [[0.0, 1.0], [0.0, 0.0]]
@@ -64,8 +62,8 @@ def test_judge_grades_prefetched_groups_once_complete(make_source, judge):
 def test_refills_are_judged_among_themselves(make_source, judge):
     source, engine = make_source(completes_immediately=False, grader=judge)
     texts = iter([("a", "a"), ("b", "bb"), ("cc", "c"), ("d", "d"), ("ee", "e")])
-    submit = engine.submit
-    engine.submit = lambda *words: (submit(*words), engine.requests[-1].complete(*next(texts)))[0]
+    schedule = engine.schedule
+    engine.schedule = lambda *words: (schedule(*words), engine.requests[-1].complete(*next(texts)))[0]
     source.on_publish(version=0)
     first, _ = source.take(2)
     more, _ = source.refill(3, 1)
@@ -75,8 +73,8 @@ def test_refills_are_judged_among_themselves(make_source, judge):
 def test_judge_failure_excludes_group_from_training(make_source, judge, caplog):
     source, engine = make_source(completes_immediately=False, grader=judge)
     texts = iter([("broken", "a"), ("b", "bb")])
-    submit = engine.submit
-    engine.submit = lambda *words: (submit(*words), engine.requests[-1].complete(*next(texts)))[0]
+    schedule = engine.schedule
+    engine.schedule = lambda *words: (schedule(*words), engine.requests[-1].complete(*next(texts)))[0]
     source.on_publish(version=0)
     groups, _ = source.take(2)
     assert [[sample.outcome.kind for sample in group.samples] for group in groups] == [
@@ -89,22 +87,18 @@ def test_judge_failure_excludes_group_from_training(make_source, judge, caplog):
     assert [[sample.in_loss for sample in group.samples] for group in groups] == [[False] * 2, [True] * 2]
 
 
-class Once:
+class Once(LoopEngine):
     """An engine that answers at once; sample s has s + 1 characters."""
 
-    def submit(self, prompt, n, sampling, on_completion, group, priority, home=None):
-        for sample in range(n):
-            on_completion(sample, completion("x" * (sample + 1)))
-        done = Future()
-        done.set_result([])
-        return done
+    async def generate(self, request, affinity_key=None):
+        return completion("x" * (sample_index(request) + 1))
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_judge_evaluates_groups_of_any_size(judge, n):
     task = Longer()
     problems = [task[i] for i in range(4)]
-    groups = dict(sample_groups(problems, n, SamplingConfig(max_tokens=8), Once(), LetterTokenizer(), judge))
+    groups = dict(sample_groups(problems, n, SamplingConfig(max_tokens=8, seed=SEED), Once(), LetterTokenizer(), judge))
     assert sorted(groups) == [0, 1, 2, 3]
     for group in groups.values():
         assert values(group) == [float(sample) for sample in range(n)] and len(notes(group)) == n

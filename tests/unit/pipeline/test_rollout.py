@@ -1,7 +1,7 @@
 """GroupStream with a scripted engine and real graders in their own processes."""
 
+import threading
 import time
-from concurrent.futures import Future
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.letter_tokens import LetterTokenizer, completion
+from helpers.loop_engine import LoopEngine, ManualRequest, loop_thread, sample_index, settle
+from helpers.manual_engine import wait_for_groups
 from helpers.waiting import wait_until
 from torchtune_ext.grading import Grader
 from torchtune_ext.pipeline import rollout
@@ -18,35 +20,35 @@ from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry.step_metrics import Timer
 
 PROBLEMS = [Problem(str(i), ({"role": "user", "content": f"{i}?"},), i) for i in range(3)]
-SAMPLING = SamplingConfig(max_tokens=8)
+SAMPLING = SamplingConfig(max_tokens=8, seed=5)
 
 
-class Told:
+class Told(LoopEngine):
     """A scripted engine: `script` runs once all problems are submitted, then the test completes requests."""
 
     def __init__(self):
-        self.prompts, self.say, self.futures, self.script, self.drawn = [], [], [], [], set()
+        super().__init__(max_model_len=10)
+        self.prompts, self.requests, self.script = [], {}, []
 
-    def submit(self, prompt, n, sampling, on_completion, group, priority, home=None):
-        if len(prompt) > 2:
-            raise ValueError("the prompt does not fit")
-        assert group == len(self.futures)
-        self.prompts.append(prompt)
-        self.say.append(on_completion)
-        self.futures.append(Future())
+    def schedule(self, work, priority):
+        super().schedule(work, priority)
         if len(self.futures) == len(PROBLEMS):
             self.play()
         return self.futures[-1]
+
+    async def generate(self, request, affinity_key=None):
+        p, s = request.seed_index, sample_index(request)
+        assert p == len(self.prompts) - (s > 0)
+        self.prompts[p:] = [request.prompt]
+        self.requests[p, s] = ManualRequest()
+        return await self.requests[p, s].wait()
 
     def play(self):
         for drawn in self.script:
             self.draw(*drawn)
 
     def draw(self, p, s, text):
-        self.say[p](s, completion(text))
-        self.drawn.add((p, s))
-        if {(p, 0), (p, 1)} <= self.drawn and not self.futures[p].cancelled():
-            self.futures[p].set_result([])
+        self.requests[p, s].complete(completion(text))
 
 
 class Slow:
@@ -132,7 +134,7 @@ def test_stream_close_cancels_pending_requests(engine, grader):
 
 def test_stream_request_refused_by_engine_raises_at_once(engine, grader):
     wrong = [Problem("long", ({"role": "user", "content": "far too long"},), 0)]
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match="exceeds engine.max_model_len"):
         next(sample_groups([PROBLEMS[0], *wrong], 2, SAMPLING, engine, LetterTokenizer(), grader))
     assert engine.futures[0].cancelled(), "the group before it is sampled for nobody"
 
@@ -141,7 +143,7 @@ def test_groups_that_were_whole_come_before_the_error(engine, grader):
     engine.script = [(1, 0, "a"), (1, 1, "a"), (0, 0, "a")]
     stream = stream_of(engine, grader)
     assert next(stream)[0] == 1
-    engine.futures[0].set_exception(EngineFailed("beyond help"))
+    engine.requests[0, 1].fail(EngineFailed("beyond help"))
     with pytest.raises(EngineFailed, match="beyond help"):
         next(stream)
 
@@ -220,6 +222,7 @@ def test_stream_grades_without_a_waiting_caller(engine, stream, arrivals):
     assert "0 of 2 texts are not graded" in stream.describe_pending(
         0
     ) and "not finished 1 of 2 completions" in stream.describe_pending(1)
+    wait_for_groups(stream, 0)
     assert stream.wait_next(timeout_s=0.0) == 0 and rewards(stream.pop(0)) == [0.0, 1.0]
     assert stream.wait_next(timeout_s=0.0) is None
 
@@ -234,6 +237,26 @@ def test_stream_ignores_late_results_of_cancelled_group(engine, stream, arrivals
     assert {stream.wait_next(timeout_s=20.0) for _ in range(2)} == {0, 1}
     assert [rewards(stream.pop(number)) for number in (0, 1)] == [[1.0, 2.0], [0.0, 0.0]]
     assert stream.wait_next(timeout_s=0.0) is None and not stream.is_generating()
+
+
+def test_stream_group_cancelled_before_start_requests_nothing(grader):
+    class Unsettled(Told):
+        def schedule(self, work, priority):
+            return loop_thread().schedule(work)
+
+    engine, busy = Unsettled(), threading.Event()
+
+    async def block():
+        busy.wait(20.0)
+
+    stream = GroupStream(engine, LetterTokenizer(), grader)
+    loop_thread().schedule(block())
+    stream.submit(0, PROBLEMS[0], 2, SAMPLING, seed_index=0)
+    assert stream.is_generating() and stream.cancel(0) == 0
+    busy.set()
+    settle()
+    assert not engine.requests and stream.wait_next(timeout_s=0.0) is None
+    stream.close()
 
 
 def test_stream_finished_group_can_be_cancelled_until_taken(engine, stream, arrivals):
@@ -261,6 +284,7 @@ def test_stream_progress_includes_earlier_arrivals_of_own_groups(engine, stream,
     for p, s, text in ((0, 0, "a"), (0, 1, "bb"), (1, 1, "ccc"), (2, 0, "dddd")):
         engine.draw(p, s, text)
     wait_until(lambda: len(arrivals) == 4)
+    wait_for_groups(stream, 0)
     assert stream.wait_next(timeout_s=0.0) == 0
     watcher = SeenWhole()
     with stream.report_progress(watcher, max_number=2):

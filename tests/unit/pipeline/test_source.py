@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from helpers.letter_tokens import completion
-from helpers.manual_engine import PROBLEMS, SAMPLES, SEED, GroupRequest, NumberedTask
+from helpers.manual_engine import PROBLEMS, SAMPLES, SEED, GroupRequest, NumberedTask, wait_for_groups
 from helpers.waiting import wait_until
 from torchtune_ext.grading import Grader, Ungraded
 from torchtune_ext.pipeline.groups import group_from_record, group_to_json
@@ -21,7 +20,7 @@ from torchtune_ext.tasks.problem_stream import ProblemStream, problem_index
 def expected_request(number, batch=2):
     """The expected engine request for group `number` of a run."""
     problem = str(problem_index(number, PROBLEMS, SEED))
-    return GroupRequest(problem, step=number // batch + 1, refill=0, seed_index=number % batch, on_completion=None)
+    return GroupRequest(problem, step=number // batch + 1, refill=0, seed_index=number % batch)
 
 
 def expected_requests(*numbers):
@@ -34,9 +33,7 @@ def names(groups):
 
 def wait_for(source, *numbers):
     """Waits until these groups are finished but not yet collected."""
-    wait_until(
-        lambda: all("0 of 2 texts are not graded" in source._stream.describe_pending(number) for number in numbers)
-    )
+    wait_for_groups(source._stream, *numbers)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -100,7 +97,7 @@ def test_source_version_jump_resamples_too_stale_groups(make_source, caplog):
     assert names(source.take(2)[0]) == [expected_request(n).problem for n in (0, 1)]
     source.on_publish(version=1)
     engine.requests[4].complete("xxx", "xxx")  # finished, not yet collected
-    engine.requests[2].on_completion(1, completion("xxxxx"))
+    engine.requests[2].complete_sample(1, "xxxxx")
     wait_for(source, 4)
 
     source.on_publish(version=3)  # groups 2 and 3 have version 0, groups 4 and 5 version 1
@@ -112,7 +109,7 @@ def test_source_version_jump_resamples_too_stale_groups(make_source, caplog):
     }
     assert dropped == {2: 5, 3: 4, 4: 6, 5: 0}
 
-    engine.requests[2].on_completion(0, completion("late"))
+    engine.requests[2].complete_sample(0, "late")
     for request in engine.requests[6:]:
         request.complete("y", "y")
     for numbers in ((2, 3), (4, 5)):
@@ -180,7 +177,7 @@ def test_source_timeout_names_unfinished_groups(make_source):
         source, engine = make_source(staleness=1, completes_immediately=False, batch=8, deadline_s=0.05, grader=hanging)
         source.on_publish(version=0)
         engine.requests[2].complete()
-        engine.requests[1].on_completion(0, completion("x"))
+        engine.requests[1].complete_sample(0, "x")
         engine.requests[0].complete("x", "long")
         wait_until(lambda: "1 of 2 texts are not graded" in source._stream.describe_pending(0))
         with pytest.raises(TimeoutError) as raised:
@@ -304,11 +301,7 @@ def test_source_later_group_error_is_deferred_until_take(make_source):
     source, engine = make_source(staleness=1)
     source.on_publish(version=0)
     source.take(2)
-
-    def refuse(*args):
-        raise ValueError("the prompt does not fit")
-
-    engine.submit = refuse
+    engine.config.max_model_len = 8
     source.on_publish(version=1)
     assert source.state_dict()["scheduler"]["version"] == 1
     with pytest.raises(ValueError, match=r"problem '\d+' of step 3: .*prompt"):
@@ -319,11 +312,7 @@ def test_source_refill_long_prompt_names_problem_and_step(make_source):
     source, engine = make_source()
     source.on_publish(version=0)
     source.take(2)
-
-    def refuse(*args):
-        raise ValueError("the prompt does not fit")
-
-    engine.submit = refuse
+    engine.config.max_model_len = 8
     with pytest.raises(ValueError, match=r"problem '\d+' of step 1: .*prompt"):
         source.refill(1, 1)
 

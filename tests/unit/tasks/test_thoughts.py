@@ -1,7 +1,6 @@
 """A thought that the template opens: the text of a completion, and what graders make of it."""
 
 import json
-from concurrent.futures import Future
 from importlib.util import find_spec
 
 import numpy as np
@@ -10,6 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 pytest.importorskip("math_verify")
 
+from helpers.loop_engine import LoopEngine, sample_index
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader
 from torchtune_ext.pipeline.rollout import collect_in_order, sample_groups
@@ -42,21 +42,18 @@ class Thoughtful:
         return self.grader(problem.answer, text)
 
 
-class Recorded:
+class Recorded(LoopEngine):
     """An engine that samples the same texts for every prompt."""
 
     def __init__(self, tokenizer, texts):
+        super().__init__(max_model_len=10_000)
         self.completions = []
         for text in texts:
             ids = np.asarray(tokenizer.encode(text + "<|im_end|>"), dtype=np.int32)
             self.completions.append(Completion(ids, np.zeros(len(ids)), np.zeros(len(ids), dtype=np.int32), "stop", 0))
 
-    def submit(self, prompt, n, sampling, on_completion, group, priority, home=None):
-        for s, completion in enumerate(self.completions):
-            on_completion(s, completion)
-        done = Future()
-        done.set_result(self.completions)
-        return done
+    async def generate(self, request, affinity_key=None):
+        return self.completions[sample_index(request)]
 
 
 def model_dir(path, special):
@@ -86,7 +83,7 @@ def graded(grader, tokenizer, texts):
     problems = [Problem(answer, ({"role": "user", "content": "?"},), answer) for answer in ("3", "4")]
     engine = Recorded(tokenizer, texts)
     groups = collect_in_order(
-        sample_groups(problems, len(texts), SamplingConfig(max_tokens=99), engine, tokenizer, grader)
+        sample_groups(problems, len(texts), SamplingConfig(max_tokens=99, seed=1), engine, tokenizer, grader)
     )
     return {
         (group.problem.answer, text): (s.text, s.score.reward, s.score.parts["format"])
