@@ -107,17 +107,20 @@ def drive(recipe: GRPORecipe, fault: Path, healthy: int, faults: list[str], out:
         fault.write_text("none")
         gate = recipe.mismatch_gate
         gate._recent, gate._evidence, tokens[0] = None, {}, 0
-        begun, recipe.cfg.max_steps = recipe.version, recipe.step + (PATIENCE if present[0] != "none" else healthy)
+        begun = recipe.step
+        recipe.cfg.max_steps = begun + (PATIENCE if present[0] != "none" else healthy)
         try:
             recipe.train()
             message = ""
         except MismatchError as error:
             message = str(error)
-        line = {"fault": present[0], "weight_syncs": recipe.version - begun, "tokens": tokens[0], "message": message}
+        # A step that fails before its first update has no weight sync.
+        weight_syncs = recipe.engine.version - begun
+        line = {"fault": present[0], "weight_syncs": weight_syncs, "tokens": tokens[0], "message": message}
         line |= {"limit": gate.limit}
         with out.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        recipe.version += 1  # `train` begins with a weight sync
+        recipe.step += 1  # `train` begins with a weight sync, which needs a new version
 
 
 def test_of(message: str) -> str:

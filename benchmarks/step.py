@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torchtune_ext.kernels.packed_attention import dense_mask, packed_mask
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.groups import Group, Sample
-from torchtune_ext.pipeline.packing import Row, pack
+from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel, clean_name
@@ -175,8 +175,8 @@ def own_variants(names: list[str], case: Case) -> dict[str, Variant]:
     return {name: way(name) for name in names}
 
 
-def whole_mask(row: Row) -> Tensor:
-    return dense_mask(row.ends_T)[None]
+def whole_mask(ends_T: Tensor) -> Tensor:
+    return dense_mask(ends_T)[None]
 
 
 def trl_variants(names: list[str], case: Case) -> dict[str, Variant]:

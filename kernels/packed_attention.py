@@ -1,6 +1,6 @@
 """Computes attention over packed rows, in which a token sees only its own path in the prefix tree.
 
-For query i and key j of a row (`pipeline/packing.py`)::
+For query i and key j of a row::
 
     allowed[i, j] = j <= i < end[j]
 
@@ -18,6 +18,7 @@ Shape letters of this module: N segments of a stack, R tokens of its longest seg
 its ancestors, S tokens of the row in the order of the stacks, with padding, H heads, D head width.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,8 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-
-from torchtune_ext.pipeline.packing import Row, RowCostModel
 
 TILE_SIZE = 128  # queries and keys per block of FlexAttention
 FLEX_BUCKETS_PER_OCTAVE = 2  # compiled lengths of FlexAttention between two powers of two
@@ -108,19 +107,32 @@ class SegmentMask:
     inverse_order_T: Tensor  # int64, index into S of each token of the row
 
 
-def packed_mask(row: Row) -> BlockMask | SegmentMask:
-    """Returns the mask of a row for the device of its tensors."""
-    if not row.tokens_T.is_cuda:
-        return segment_mask(row.ends_T)
+def packed_mask(ends_T: Tensor) -> BlockMask | SegmentMask:
+    """Returns the mask of a row for the device of its ends."""
+    if not ends_T.is_cuda:
+        return segment_mask(ends_T)
     _compile_flex_attention()
-    return block_mask(pad_ends(row.ends_T))
+    return block_mask(pad_ends(ends_T))
+
+
+def padded_length(tokens: int, tile: int, buckets_per_octave: int) -> int:
+    """Rounds up to one of a few lengths, which are evenly spaced between two powers of two.
+
+    Args:
+        tokens: tokens of a row, at least 1.
+        tile: every length is a multiple of it.
+        buckets_per_octave: number of lengths between two powers of two, if the tile allows as many.
+    """
+    octave = 2 ** (tokens - 1).bit_length() // 2
+    spacing = math.ceil(max(1, octave // buckets_per_octave) / tile) * tile
+    return math.ceil(tokens / spacing) * spacing
 
 
 def pad_ends(ends_T: Tensor) -> Tensor:
     """Pads to 1, 2, 3, 4, 6, 8, 12, 16, ... tiles with tokens that see only themselves."""
     # FlexAttention is compiled for each length, so only a few lengths are used.
     T = ends_T.numel()
-    length = RowCostModel(tile=TILE_SIZE).padded_length(T, FLEX_BUCKETS_PER_OCTAVE)
+    length = padded_length(T, TILE_SIZE, FLEX_BUCKETS_PER_OCTAVE)
     return torch.cat([ends_T, torch.arange(T + 1, length + 1, dtype=ends_T.dtype, device=ends_T.device)])
 
 

@@ -184,7 +184,8 @@ class GRPORecipe:
             cfg.checkpoints.stop_grace_s,
             lambda: status_message(self.step, cfg.max_steps, getattr(self, "checkpoints", None)),
         )
-        self.step = self.version = 0
+        # The running step, or the last one. Its updates make the policy version of the same number.
+        self.step = 0
         self.last_eval: float | None = None
 
     def setup(self) -> None:
@@ -311,8 +312,8 @@ class GRPORecipe:
         cfg, timer = self.cfg, self.timer
         # The engine has loaded model_dir. After a resume, with an adapter or in FP8 the policy
         # differs from these files, so publish it before sampling.
-        self.publisher.publish(self.version)
-        self.source.on_publish(self.version)
+        self.publisher.publish(self.step)
+        self.source.on_publish(self.step)
         if self.step == 0:
             with timer("eval"):
                 self.log(self.evaluate())
@@ -336,17 +337,16 @@ class GRPORecipe:
             with timer("pack"):
                 updates, pack_metrics = self.pack(groups)
 
-            # One or more optimizer updates on these rows produce the next policy version.
+            # One or more optimizer updates on these rows produce the policy version of this step.
             with timer("train"):
                 metrics |= rollout_metrics | pack_metrics | self.update(updates)
-            self.version += 1
 
             # The engine loads the new weights in memory, and the canary verifies that it samples
             # with them. Then the source submits groups of later steps, as far as `staleness` and
             # `prefetch_steps` allow.
             with timer("publish"):
-                metrics |= self.publisher.publish(self.version)
-                self.source.on_publish(self.version)
+                metrics |= self.publisher.publish(self.step)
+                self.source.on_publish(self.step)
 
             last = self.step == cfg.max_steps
             if last or self.step % cfg.evaluation.every == 0:
@@ -442,10 +442,12 @@ class GRPORecipe:
 
     def update(self, updates: list[list[Row]]) -> dict[str, float]:
         """Runs the optimizer updates of this step on this rank's rows. Returns metrics."""
+        # The policy still has the version of the previous step.
+        version = self.step - 1
         # The learning-rate schedule counts planned updates. An update that is skipped because all
         # groups had zero variance counts, too. After a resume with another `updates_per_step`,
         # earlier steps count with the new value.
-        self.learner.update_index = (self.step - 1) * self.cfg.updates_per_step
+        self.learner.update_index = version * self.cfg.updates_per_step
         # The proximal policy is the policy before the first update of this step. The first update
         # gets its log-probs from its own forward pass. Later updates start from a changed policy,
         # so their proximal log-probs are computed here, before any update.
@@ -459,14 +461,14 @@ class GRPORecipe:
                     rows,
                     proximal=proximal,
                     reference=reference,
-                    version=self.version,
+                    version=version,
                     on_row=lambda row: bar.add(1, row.num_labels),
                 )
                 if not update_metrics:
                     # The mismatch gate checks before the first update of the step, so that no
                     # update is made on log-probs of another policy.
                     when = f"step {self.step}, before its first update"
-                    stats = self.mismatch_gate.check(rows, logprobs, when, self.version)
+                    stats = self.mismatch_gate.check(rows, logprobs, when, version)
                     mismatch_metrics = stats.metrics("mismatch")
                 # If the gradient is not finite, the error names the checkpoint to resume from.
                 advice = partial(self.checkpoints.failed_update_advice, self.step)
@@ -511,7 +513,6 @@ class GRPORecipe:
         # concurrency limit. With both, a resumed run makes the same steps as an uninterrupted run.
         state = RunState(
             step=self.step,
-            version=self.version,
             cursor=self.problems.cursor,
             throttle=self.engine.state_dict() if self.engine else {},
             source=self.source.state_dict(),
@@ -530,11 +531,11 @@ class GRPORecipe:
 
     def load_checkpoint(self, path: Path) -> None:
         state = RunState.from_recipe_state(self.checkpoints.load(path, self.policy.model, self.optimizer))
-        self.step, self.version = state.step, state.version
+        self.step = state.step
         # A finite task continues after the problems that were already used.
         self.problems.cursor = state.cursor
         self.problems.load_state_dict(state.task)
-        self.source.load_state_dict(state.source, self.step, self.version)
+        self.source.load_state_dict(state.source, self.step)
         if self.engine:
             self.engine.load_state_dict(state.throttle)
 

@@ -43,7 +43,7 @@ def test_flex_attention_equals_the_dense_mask(dtype, T):
     dense = torch.nn.functional.scaled_dot_product_attention(
         q.double(), k.double(), v.double(), attn_mask=dense_mask(cuda.ends_T)[None, None]
     )
-    fast = packed_attention(q, k, v, packed_mask(cuda), 0.0, True)
+    fast = packed_attention(q, k, v, packed_mask(cuda.ends_T), 0.0, True)
     # one rounding of inputs to TF32 / of the result to bfloat16: 2^-10 and 2^-8 of values below 4
     bound = 4 * (2**-8 if dtype == torch.bfloat16 else 2**-9)
     assert (dense - fast).abs().max() < bound
@@ -62,7 +62,7 @@ def test_no_length_is_left_uncompiled():
         q, k, v = (
             torch.randn(1, H, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
         )
-        packed_attention(q, k, v, packed_mask(cuda), 0.0, True).sum().backward()
+        packed_attention(q, k, v, packed_mask(cuda.ends_T), 0.0, True).sum().backward()
     scores = H * T * T * 4
     assert torch.cuda.max_memory_allocated() < scores
 

@@ -126,6 +126,9 @@ def test_in_flight_tokens_label_their_sampling_version(tmp_path, model, load):
 
 def test_replay_with_refills_and_reference_resumes_identically(full_workspace, kl_run):
     require_replayed(kl_run, full_workspace, "grpo_full", *runs.KL)
+    for step, groups in stored(kl_run).items():
+        versions = {int(v) for g in groups for s in g.samples for v in s.completion.versions}
+        assert versions == {step - 1}, "a policy version is the step that made it"
     replay, words = full_workspace / "kl_replayed", ["output_dir=kl_replayed", "max_steps=2", *runs.KL]
     shutil.rmtree(replay / "checkpoints" / "step_000002")
     output = runs.run(full_workspace, "grpo_full", "resume_from_checkpoint=True", *words, ok=False)

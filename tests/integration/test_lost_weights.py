@@ -44,14 +44,14 @@ def drive(recipe):
     recipe.update = update_then_break
     for kind in ("none", "lost", "lost under its label", "one tensor old", "all tensors old"):
         FAULT.write_text("none")
-        begun, recipe.cfg.max_steps = recipe.version, recipe.step + 2
+        begun, recipe.cfg.max_steps = recipe.step, recipe.step + 2
         try:
             recipe.train()
             outcome = "ended well"
         except MismatchError as error:
             outcome = str(error).replace("\\n", " ")
-        print(f"FAULT {kind} | {recipe.version - begun} | {outcome}", flush=True)
-        recipe.version += 1
+        print(f"FAULT {kind} | {recipe.step - begun} | {outcome}", flush=True)
+        recipe.step += 1
 """
 
 # in the engine's process: tensors of the publication before

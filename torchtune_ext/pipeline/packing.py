@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtune_ext.kernels.packed_attention import padded_length
 from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.sampling.types import Completion
@@ -155,16 +156,11 @@ class RowCostModel:
     tile: int | None = None
     attention_pair_cost: float = 0.0
 
-    def padded_length(self, tokens: int, buckets_per_octave: int = BUCKETS_PER_OCTAVE) -> int:
+    def padded_length(self, tokens: int) -> int:
         """Returns the padded length of a row: 768 for 700 tokens and tile 128."""
         # The model needs at least one token.
         tokens = max(tokens, 1)
-        if self.tile is None:
-            return tokens
-        # Between two powers of two, the lengths are evenly spaced multiples of the tile.
-        octave = 2 ** (tokens - 1).bit_length() // 2
-        spacing = math.ceil(max(1, octave // buckets_per_octave) / self.tile) * self.tile
-        return math.ceil(tokens / spacing) * spacing
+        return tokens if self.tile is None else padded_length(tokens, self.tile, BUCKETS_PER_OCTAVE)
 
     def row_length(self, row: RowPlan) -> int:
         """Returns the length of a planned row, including padding."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import Field
 
@@ -77,6 +77,33 @@ def sampling_seed(seed: int, step: int, refill_round: int = 0) -> int:
     return derive_seed(seed, step, refill_round)
 
 
+class GroupSource(Protocol):
+    """Provides the groups of each step: a `RolloutSource`, or a `ReplaySource` in a replay."""
+
+    def on_publish(self, version: int) -> None: ...
+
+    def take(
+        self,
+        count: int,
+        timer: Callable[[str], AbstractContextManager] = ...,
+        progress: ProgressSink | None = ...,
+    ) -> tuple[list[Group], dict[str, float]]: ...
+
+    def refill(
+        self,
+        count: int,
+        refill_round: int,
+        timer: Callable[[str], AbstractContextManager] = ...,
+        progress: ProgressSink | None = ...,
+    ) -> tuple[list[Group], dict[str, float]]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class RolloutSource:
     """Submits problems and returns finished groups, in the order that the scheduler decides.
 
@@ -108,7 +135,6 @@ class RolloutSource:
         # group that is submitted again, also by a resumed run, keeps its problem.
         self._problem_positions: dict[int, int] = {}
         self._dropped_tokens = 0
-        self._step = 0  # the step (from 1) whose groups were taken last
         self._grading_monitor = GradingMonitor()
         self._error: Exception | None = None  # an error in prefetched groups; the next `take` raises it
 
@@ -187,7 +213,7 @@ class RolloutSource:
     def _check_grading(self, groups: Sequence[Group]) -> None:
         samples = [(group.problem.id, sample.outcome) for group in groups for sample in group.samples]
         self._grading_monitor.check_step(
-            self._step, [(problem, outcome) for problem, outcome in samples if outcome is not None]
+            self.scheduler.step, [(problem, outcome) for problem, outcome in samples if outcome is not None]
         )
 
     def close(self) -> None:
@@ -214,8 +240,13 @@ class RolloutSource:
             "dropped_tokens": self._dropped_tokens,
         }
 
-    def load_state_dict(self, state: dict[str, Any], step: int, version: int) -> None:
-        """Resumes after step `step` from the result of `state_dict`, with weights of `version`.
+    def load_state_dict(self, state: dict[str, Any], step: int, version: int | None = None) -> None:
+        """Resumes after step `step` from the result of `state_dict`.
+
+        Args:
+            state: the result of `state_dict`.
+            step: the last step that has ended, which is also the version of the policy.
+            version: unused; copies of earlier recipes pass it.
 
         Raises:
             UsageError: `prompts_per_step` has changed while groups were in progress, or the
@@ -232,7 +263,6 @@ class RolloutSource:
         # No groups were in progress. This is always the case with staleness 0.
         if not state:
             self.scheduler.start_at(step)
-            self.scheduler.on_publish(version)
             return
         state = {_OLD_STATE_KEYS.get(key, key): value for key, value in state.items()}
         self.scheduler.load_state_dict(state["scheduler"])
@@ -259,7 +289,7 @@ class RolloutSource:
                 "finished groups are sampled again",
                 num_resampled,
             )
-        self._resubmit_stale(version)
+        self._resubmit_stale(step)
 
     def _sampling_fingerprint(self) -> dict[str, Any]:
         """Returns the settings that determine how a group is sampled."""
@@ -295,7 +325,6 @@ class RolloutSource:
         groups = [self._require_stream().pop(number) for number in staleness_by_group]
         for number in staleness_by_group:
             del self._problem_positions[number]
-        self._step = self.scheduler.num_taken // self.scheduler.batch_size
         # A run that is resumed with `prefetch_steps: 0` may have prefetched groups from before the
         # resume.
         if not self.scheduler.prefetch_steps and not any(staleness_by_group.values()):
@@ -305,11 +334,11 @@ class RolloutSource:
     def _sample_refill(
         self, count: int, timer: Callable[[str], AbstractContextManager], refill_round: int
     ) -> list[Group]:
-        sampling = replace(self._sampling, seed=sampling_seed(self._seed, self._step, refill_round))
+        sampling = replace(self._sampling, seed=sampling_seed(self._seed, self.scheduler.step, refill_round))
         # A refill requires staleness 0, so no other groups are in the stream and their numbers can
         # be reused.
         for index, problem in enumerate(self._problems.next_problems(count)):
-            self._submit_one(index, problem, sampling, index, self._step)
+            self._submit_one(index, problem, sampling, index, self.scheduler.step)
         wait_started = time.monotonic()
         while missing := [index for index in range(count) if index not in self._require_stream().finished]:
             self._require_stream().check_deadline(wait_started, self._deadline_s, missing, self._describe_group)

@@ -42,7 +42,6 @@ class SchedulerState(TypedDict):
 
     prompts_per_step: int
     version: int
-    published_step: int
     next_number: int
     to_resubmit: list[int]  # numbers of groups
     finished: list[list[int]]  # pairs of number and version
@@ -50,9 +49,7 @@ class SchedulerState(TypedDict):
 
 
 # Names that checkpoints of version 0.1 have for keys of `SchedulerState`.
-_OLD_STATE_KEYS = {
-    "step": "published_step", "next": "next_number", "again": "to_resubmit", "dropped": "num_dropped"
-}  # fmt: skip
+_OLD_STATE_KEYS = {"next": "next_number", "again": "to_resubmit", "dropped": "num_dropped"}
 
 
 class StalenessScheduler:
@@ -88,7 +85,6 @@ class StalenessScheduler:
         self.window = max(1, math.floor(max_in_flight * OVERTAKING_WINDOW_FRACTION))
 
         self.version = 0  # the version that was published last
-        self.published_step = 0  # steps that had been trained at that time
         self.next_number = 0  # the lowest number that was never submitted
         self.to_resubmit: set[int] = set()  # lower numbers that must be submitted again
         self.running: dict[int, int] = {}  # number -> version at which it was submitted
@@ -100,9 +96,14 @@ class StalenessScheduler:
         """The number of groups that have been taken."""
         return self.next_number - len(self.to_resubmit) - len(self.running) - len(self.finished)
 
+    @property
+    def step(self) -> int:
+        """The step (from 1) whose groups were taken last; 0: none."""
+        return self.num_taken // self.batch_size
+
     def start_at(self, step: int) -> None:
         """Starts after step `step`, without groups in progress."""
-        self.version = self.published_step = step
+        self.version = step
         self.next_number = step * self.batch_size
 
     def on_publish(self, version: int) -> list[int]:
@@ -120,8 +121,7 @@ class StalenessScheduler:
                 f"version={version}: expected at least the published version={self.version}. Fix: resume trainer and "
                 "scheduler from the same checkpoint"
             )
-        if version > self.version:
-            self.version, self.published_step = version, self.num_taken // self.batch_size
+        self.version = version
         submitted = self.running | self.finished
         stale = sorted(number for number, start in submitted.items() if version - start > self.staleness)
         for number in stale:
@@ -135,10 +135,9 @@ class StalenessScheduler:
         """Marks all groups that may be submitted as running. Returns their numbers, ascending."""
         # This is AReaL's rule with d = `prefetch_steps` in place of the staleness: the N-th group
         # may be submitted if floor((N - 1) / B) <= i + d, that is, if N <= (i + d + 1) B. Here i is
-        # the number of steps that were trained when the policy was last published. It equals the
-        # version, unless the caller's versions have jumped. After a jump, the version would admit
-        # more groups than can be trained in time.
-        end = min(self.total, (self.published_step + self.prefetch_steps + 1) * self.batch_size)
+        # the version. If the caller's versions have jumped, the version would admit more groups
+        # than can be trained in time, so i is at most the number of steps that were taken.
+        end = min(self.total, (min(self.version, self.step) + self.prefetch_steps + 1) * self.batch_size)
         numbers = [*sorted(number for number in self.to_resubmit if number < end), *range(self.next_number, end)]
         self.running.update(dict.fromkeys(numbers, self.version))
         self.next_number = max(self.next_number, end)
@@ -217,7 +216,6 @@ class StalenessScheduler:
         return {
             "prompts_per_step": self.batch_size,
             "version": self.version,
-            "published_step": self.published_step,
             "next_number": self.next_number,
             "to_resubmit": sorted([*self.to_resubmit, *self.running]),
             "finished": sorted([number, version] for number, version in self.finished.items()),
@@ -240,8 +238,8 @@ class StalenessScheduler:
                 "new run"
             )
         state = {_OLD_STATE_KEYS.get(key, key): value for key, value in state.items()}
-        self.version, self.published_step = state["version"], state["published_step"]
-        self.next_number, self.num_dropped = state["next_number"], state["num_dropped"]
+        self.version, self.next_number = state["version"], state["next_number"]
+        self.num_dropped = state["num_dropped"]
         self.to_resubmit, self.running = set(state["to_resubmit"]), {}
         self.finished = {number: version for number, version in state["finished"]}
 

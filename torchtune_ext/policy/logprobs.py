@@ -101,7 +101,7 @@ class PackedPolicy:
         self._top_k, self._top_ids_LK = top_k, top_ids_LK
         try:
             logprobs_L, entropy_L = self.model(
-                row.tokens_T[None], mask=packed_mask(row), input_pos=row.positions_T[None]
+                row.tokens_T[None], mask=packed_mask(row.ends_T), input_pos=row.positions_T[None]
             )
             return LabelLogprobs(logprobs_L, entropy_L, *self._top_logprobs)
         finally:

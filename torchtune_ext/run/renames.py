@@ -65,6 +65,8 @@ RENAMED_MODULES = {
     "telemetry.summary": "telemetry.step_metrics",
     "training.agreement": "training.mismatch",
     "training.life": "training.recipe_runner",
+    "training.replay.Replay": "training.replay.ReplaySource",
+    "replay.Replay": "training.replay.ReplaySource",
     "training.trained": "training.trained_weights",
     "training.trainable": "training.trained_weights",
     "training.trainable.make_trainable": "training.trained_weights.select_trained_weights",

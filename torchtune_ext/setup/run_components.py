@@ -14,7 +14,7 @@ from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import check_grading, find_answer_errors, open_graders
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.pipeline.rollout import GroupStream
-from torchtune_ext.pipeline.source import RolloutSource, make_prompt_check
+from torchtune_ext.pipeline.source import GroupSource, RolloutSource, make_prompt_check
 from torchtune_ext.pipeline.staleness import StalenessScheduler, resolve_prefetch_steps
 from torchtune_ext.policy.builder import build_on_meta
 from torchtune_ext.policy.hf_model import HFModel
@@ -55,11 +55,11 @@ from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.manifest import Identity, identify
 from torchtune_ext.training.mismatch import MismatchGate
 from torchtune_ext.training.precision import Precision, chosen_dtype
-from torchtune_ext.training.publish import Publisher, make_canary_groups
+from torchtune_ext.training.publish import NoPublisher, Publisher, WeightPublisher, make_canary_groups
 from torchtune_ext.training.trained_weights import FullWeights, LoRAWeights, measure_rounding, select_trained_weights
 
 if TYPE_CHECKING:
-    from torchtune_ext.training.replay import Replay
+    from torchtune_ext.training.replay import ReplaySource
     from torchtune_ext.training.teacher import Teacher
 
 
@@ -86,7 +86,7 @@ class RunComponents:
     eval_problems: UsableProblems
     train_eval_overlap: list[str]  # ids of held-out problems in the training task
     canary_prompts: list[Group]  # fixed prompts, without samples
-    replay: "Replay | None"
+    replay: "ReplaySource | None"
     teacher_model: HFModel | None  # the teacher's model directory
 
     @property
@@ -197,9 +197,7 @@ class RunComponents:
 
         return Teacher(self.teacher_model, self.teacher_engine_config(), Path(self.cfg.output_dir) / "teacher")
 
-    def make_source(
-        self, engine: Engine | None, graders: Sequence[Any], config: RolloutConfig
-    ) -> "RolloutSource | Replay":
+    def make_source(self, engine: Engine | None, graders: Sequence[Any], config: RolloutConfig) -> GroupSource:
         """Return the source of the groups of each step.
 
         The graders check the reference answers of held-out problems now, and of other problems
@@ -245,13 +243,10 @@ class RunComponents:
             temperature=learner.temperature,
         )
 
-    def make_publisher(
-        self, engine: Engine | None, learner: Learner, mismatch_gate: MismatchGate
-    ) -> "Publisher | Replay":
+    def make_publisher(self, engine: Engine | None, learner: Learner, mismatch_gate: MismatchGate) -> WeightPublisher:
         """Return the publisher, which checks a canary after each weight sync."""
-        # Without an engine there is nothing to publish to: `Replay.publish` does nothing.
         if self.replay:
-            return self.replay
+            return NoPublisher()
         return Publisher(
             engine,
             learner,
@@ -303,10 +298,10 @@ def build_components(cfg: RunSettings, ranks: Ranks) -> RunComponents:
     hf_model.require_fits(meta_model, new_params=adapters)
     replay = None
     if cfg.replay:
-        from torchtune_ext.training.replay import Replay
+        from torchtune_ext.training.replay import ReplaySource
 
         identity = identify("", hf_model, meta_model, trained_weights.spec)
-        replay = Replay(cfg.replay, settings_snapshot(cfg), identity, problems, tokenizer)
+        replay = ReplaySource(cfg.replay, settings_snapshot(cfg), identity, problems, tokenizer)
     teacher_model = (
         load_teacher_model(cfg.teacher, cfg.engine, tokenizer) if cfg.teacher.model_dir and not cfg.replay else None
     )

@@ -3,7 +3,7 @@
 checkpoints/step_000040/
     config.json  model-00001-of-00001.safetensors  tokenizer files  model directory for any tool
     (or adapter_config.json  adapter_model.safetensors  [merged/]   adapter, maybe merged model)
-    recipe.json     step, version, cursor, task, throttle, eval_reward
+    recipe.json     step, cursor, task, throttle, source, eval_reward
     state/          float32 weights, optimizer (if saved), RNG; written by DCP
     manifest.json   run, model and base weights; size and SHA-256 of every file
 
@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -424,19 +424,24 @@ class RunAlreadyComplete(Exception):
 class RunState:
     """The progress of a run, as a checkpoint stores it."""
 
-    step: int  # the last step that has ended
-    version: int  # version of the policy
+    step: int  # the last step that has ended, which is also the version of the policy
     cursor: int  # position in the shuffled problem order
     throttle: dict[str, Any]  # state of the engine's throttle
     source: dict[str, Any]  # groups between submission and training
     # State of the task: what it learned from outcomes, and which problems it skips.
     task: dict[str, Any] = field(default_factory=dict)
-    updates: int = 0  # used only by copies of earlier recipes
+    # Only copies of earlier recipes pass and read these two.
+    updates: int = 0
+    version: InitVar[Any] = None
 
     @classmethod
     def from_recipe_state(cls, recipe_state: Mapping[str, Any]) -> Self:
         """Reads the state from a checkpoint's recipe.json, and ignores other keys."""
         return cls(**{key.name: recipe_state[key.name] for key in fields(cls) if key.name in recipe_state})
+
+
+# The version that copies of earlier recipes pass and store is the step.
+RunState.version = property(lambda state: state.step)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def find_resume_checkpoint(checkpoints: Checkpoints, folder: RunFolder | None, resume: bool, total: int) -> Path | None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -47,6 +48,20 @@ MIN_CHANGED_FRACTION = 0.2
 # them. With a new seed the tokens are a new sample, which adds evidence to the likelihood test, so
 # completions are longer.
 SEED_PERIOD, NEW_SEED_TOKENS = 10, 32
+
+
+class WeightPublisher(Protocol):
+    """Publishes the policy's weights: a `Publisher`, or a `NoPublisher` in a replay."""
+
+    def publish(self, version: int) -> dict[str, float]: ...
+
+
+class NoPublisher:
+    """The publisher of a run without an engine."""
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Publishes nothing, and returns no metrics."""
+        return {}
 
 
 class Publisher:

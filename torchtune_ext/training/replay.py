@@ -50,8 +50,8 @@ MAX_NAMED_SETTINGS = 8  # the maximum number of differing settings in one line
 MAX_SEARCHED_BATCHES = 32
 
 
-class Replay:
-    """Replaces the rollout source by the stored groups of each step, and the publisher by a no-op.
+class ReplaySource:
+    """The source of a replay: returns the stored groups of each step.
 
     Args:
         run: folder of the replayed run.
@@ -91,14 +91,10 @@ class Replay:
             text += f". Other settings in that run, so the weights may differ: {_join_settings(self._changed)}"
         return text
 
-    def publish(self, version: int) -> dict[str, float]:
-        """Does nothing: a replay has no engine."""
-        return {}
-
     def on_publish(self, version: int) -> None:
         """Does nothing: a replay does not sample."""
 
-    def take(self, count: int, timer: Any = None, progress: Any = None) -> tuple[list[Group], dict[str, float]]:
+    def take(self, count: int, timer: object = None, progress: object = None) -> tuple[list[Group], dict[str, float]]:
         """Returns all stored groups of the next step, in the order of sampling, and no metrics.
 
         Raises:
@@ -113,7 +109,7 @@ class Replay:
         return read_rollouts(self._paths[self._step]), {}
 
     def refill(
-        self, count: int, refill_round: int, timer: Any = None, progress: Any = None
+        self, count: int, refill_round: int, timer: object = None, progress: object = None
     ) -> tuple[list[Group], dict[str, float]]:
         """Returns no groups: `take` has returned the groups of refills, which are stored with their step."""
         return [], {}
@@ -121,8 +117,8 @@ class Replay:
     def state_dict(self) -> dict[str, Any]:
         return {REPLAYED_RUN_KEY: self._id}
 
-    def load_state_dict(self, state: Mapping[str, Any], step: int, version: int) -> None:
-        """Resumes after `step`.
+    def load_state_dict(self, state: Mapping[str, Any], step: int, version: int | None = None) -> None:
+        """Resumes after `step`. Copies of earlier recipes pass `version`, which is unused.
 
         Raises:
             UsageError: the checkpoint's run was not a replay, or replayed another run.

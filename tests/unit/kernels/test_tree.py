@@ -64,7 +64,7 @@ def test_a_packed_tree_equals_every_path_alone(seeds, monkeypatch):
         assert_equal_to_plain(policy, rows, groups, LOSS, want, 0.9)
         if seed % 4 == 0:
             with monkeypatch.context() as patch:
-                patch.setattr(logprobs, "packed_mask", lambda row: dense_mask(row.ends_T)[None])
+                patch.setattr(logprobs, "packed_mask", lambda ends_T: dense_mask(ends_T)[None])
                 model.zero_grad()
                 assert_equal_to_plain(policy, rows, groups, LOSS, want, 0.9)
         depths |= {depth_of(row) for row in rows}

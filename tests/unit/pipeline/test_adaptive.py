@@ -110,7 +110,7 @@ def test_adaptive_prefetched_groups_keep_questions_across_checkpoint(make_source
 
     resumed, engine = make_source(staleness=1, cursor=4, task=Adapting())
     resumed._problems.load_state_dict(state[1])
-    resumed.load_state_dict(state[0], step=1, version=1)
+    resumed.load_state_dict(state[0], step=1)
     second, _ = resumed.take(2)
     assert [group.problem.answer for group in second] == [{"level": 0}] * 2
     # Later groups get new problems.

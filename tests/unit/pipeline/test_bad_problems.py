@@ -301,7 +301,7 @@ def test_resampled_group_may_receive_another_problem(make_source):
     state = json.loads(json.dumps(source.state_dict()))
     task.closed = True
     resumed, engine = make_source(staleness=1, cursor=4, task=task)
-    resumed.load_state_dict(state, step=0, version=0)
+    resumed.load_state_dict(state, step=0)
     resumed.on_publish(version=0)
     expected = [str(problem_index(place, 100, SEED)) for place in (0, 1, 2, 4)]
     assert [call.problem for call in engine.requests] == expected

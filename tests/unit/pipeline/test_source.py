@@ -15,6 +15,7 @@ from torchtune_ext.pipeline.source import RolloutSource
 from torchtune_ext.pipeline.staleness import StalenessScheduler
 from torchtune_ext.sampling.engine import SamplingConfig
 from torchtune_ext.tasks.problem_stream import ProblemStream, problem_index
+from torchtune_ext.training.checkpoints import RunState
 
 
 def expected_request(number, batch=2):
@@ -132,7 +133,7 @@ def test_source_resume_keeps_finished_and_resubmits_running_groups(make_source):
     finished = source._stream.finished[2]
 
     resumed, engine = make_source(staleness=1, cursor=6)
-    resumed.load_state_dict(state, step=1, version=1)
+    resumed.load_state_dict(state, step=1)
     assert engine.requests == []
     for step in (2, 3):
         groups, metrics = resumed.take(2)
@@ -150,7 +151,7 @@ def test_source_resume_counts_previously_dropped_tokens(make_source):
     wait_for(source, 0, 1, 2, 3)
     source.on_publish(version=2)
     resumed, _ = make_source(staleness=1, cursor=4)
-    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())), step=0, version=2)
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())), step=2)
     metrics = resumed.take(2)[1]
     assert (metrics["async/dropped"], metrics["async/dropped_tokens"]) == (4, 16)
 
@@ -161,7 +162,7 @@ def test_source_resume_other_batch_size_requires_empty_queue(make_source):
     source.take(2)
     assert source.state_dict() == {}
     resumed, engine = make_source(staleness=0, batch=3, cursor=2)
-    resumed.load_state_dict({}, step=1, version=1)
+    resumed.load_state_dict({}, step=1)
     resumed.take(3)
     assert [(request.step, request.seed_index) for request in engine.requests] == [(2, 0), (2, 1), (2, 2)]
     assert [request.problem for request in engine.requests] == [expected_request(n).problem for n in (2, 3, 4)]
@@ -169,7 +170,7 @@ def test_source_resume_other_batch_size_requires_empty_queue(make_source):
     source, _ = make_source(staleness=1)
     source.on_publish(version=0)
     with pytest.raises(ValueError, match="prompts_per_step=3: .*checkpoint.* 2"):
-        make_source(staleness=1, batch=3)[0].load_state_dict(source.state_dict(), step=0, version=0)
+        make_source(staleness=1, batch=3)[0].load_state_dict(source.state_dict(), step=0)
 
 
 def test_source_timeout_names_unfinished_groups(make_source):
@@ -254,7 +255,7 @@ def test_source_rank_without_stream_does_nothing(make_source):
     main, _ = make_source(staleness=1)
     main.on_publish(version=0)
     wait_for(main, 0, 1)
-    source.load_state_dict(main.state_dict(), step=0, version=0)
+    source.load_state_dict(main.state_dict(), step=0)
     source.on_publish(version=5)
     assert source.state_dict() == {}
     source.close()
@@ -277,7 +278,7 @@ def test_source_resume_resamples_finished_groups_after_changes(make_source, chan
         failed = tuple(replace(sample, outcome=Ungraded("infra_failed", "down")) for sample in group.samples)
         state["finished"][2][1] = group_to_json(replace(group, samples=failed))
     resumed, engine = make_source(staleness=1, cursor=4)
-    resumed.load_state_dict(state, step=0, version=0)
+    resumed.load_state_dict(state, step=0)
     resampled = [0, 1, 2, 3] if change == "settings" else [2]
     assert f"{len(resampled)} finished groups are sampled again" in caplog.text
     resumed.on_publish(version=0)
@@ -292,8 +293,25 @@ def test_source_state_with_old_keys_loads(make_source):
     state = json.loads(json.dumps(source.state_dict()))
     old_names = {"scheduler": "ledger", "problem_positions": "cursors", "sampling": "drawn"}
     resumed, engine = make_source(staleness=1, cursor=4)
-    resumed.load_state_dict({old_names.get(key, key): value for key, value in state.items()}, step=0, version=0)
+    resumed.load_state_dict({old_names.get(key, key): value for key, value in state.items()}, step=0)
     assert resumed.state_dict() == state and engine.requests == []
+
+
+def test_source_resumes_checkpoint_with_three_step_numbers(make_source, repo_root):
+    """The file was written before version, updates and the scheduler's step were computed from the step."""
+    file = repo_root / "tests" / "golden" / "recipe_before_one_step_number.json"
+    recipe = json.loads(file.read_text())
+    assert (recipe["step"], recipe["version"], recipe["source"]["scheduler"]["published_step"]) == (1, 1, 1)
+    state = RunState.from_recipe_state(recipe)
+    resumed, engine = make_source(staleness=1, cursor=state.cursor)
+    resumed.load_state_dict(state.source, state.step)
+    del recipe["source"]["scheduler"]["published_step"]
+    assert resumed.state_dict() == recipe["source"]
+    resumed.on_publish(state.step)
+    assert engine.requests == expected_requests(3, 4, 5)
+    groups, metrics = resumed.take(2)
+    assert names(groups) == [expected_request(n).problem for n in (2, 3)] and metrics["async/staleness_max"] == 1
+    assert groups[0].samples[0].completion.versions.tolist() == [0, 0]
 
 
 def test_source_later_group_error_is_deferred_until_take(make_source):
@@ -336,4 +354,4 @@ def test_source_close_cancels_in_flight_requests(make_source):
 def test_source_replay_checkpoint_is_refused(make_source):
     source, _ = make_source()
     with pytest.raises(ValueError, match="this checkpoint is from a replay of run abc"):
-        source.load_state_dict({"replayed": "abc"}, step=1, version=1)
+        source.load_state_dict({"replayed": "abc"}, step=1)

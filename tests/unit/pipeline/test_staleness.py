@@ -375,9 +375,9 @@ def test_scheduler_state_with_old_keys_loads():
     scheduler = StalenessScheduler(2, 3, staleness=1)
     scheduler.schedule()
     state = scheduler.state_dict()
-    old_names = {"published_step": "step", "next_number": "next", "to_resubmit": "again", "num_dropped": "dropped"}
+    old_names = {"next_number": "next", "to_resubmit": "again", "num_dropped": "dropped"}
     restored = StalenessScheduler(2, 3, staleness=1)
-    restored.load_state_dict({old_names.get(key, key): value for key, value in state.items()})
+    restored.load_state_dict({old_names.get(key, key): value for key, value in state.items()} | {"step": 0})
     assert restored.state_dict() == state
 
 

@@ -81,7 +81,7 @@ def test_variants(variant, monkeypatch):
     if variant == "checkpointing":
         training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
     if variant == "dense":  # the reference mask itself, through the stock SDPA call
-        monkeypatch.setattr(logprobs, "packed_mask", lambda row: dense_mask(row.ends_T)[None])
+        monkeypatch.setattr(logprobs, "packed_mask", lambda ends_T: dense_mask(ends_T)[None])
     assert_equal_to_plain(policy, rows, groups, loss, want, 1.0)
 
 
@@ -102,7 +102,7 @@ def test_conversations(row_tokens, aggregation, mask, monkeypatch):
     rows, stats = pack(groups, row_tokens, aggregation)
     assert (stats.rows == 1) == (row_tokens == 200) and stats.labels == sum(turns)
     if mask == "dense":
-        monkeypatch.setattr(logprobs, "packed_mask", lambda row: dense_mask(row.ends_T)[None])
+        monkeypatch.setattr(logprobs, "packed_mask", lambda ends_T: dense_mask(ends_T)[None])
     assert_equal_to_plain(PackedPolicy(model), rows, groups, loss, want, 0.9)
 
 

@@ -71,7 +71,7 @@ def test_recipe_file_with_moved_import_is_refused(tmp_path):
 
 def test_moved_component_is_refused():
     with pytest.raises(
-        UsageError, match="^here: torchtune_ext.replay.Replay moved to torchtune_ext.training.replay.Replay$"
+        UsageError, match="^here: torchtune_ext.replay.Replay moved to torchtune_ext.training.replay.ReplaySource$"
     ):
         import_object("torchtune_ext.replay.Replay", "here")
 

@@ -15,7 +15,7 @@ from torchtune_ext.pipeline.rollout_store import RolloutStore
 from torchtune_ext.tasks.problem_stream import ProblemStream
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.training.manifest import Identity, Manifest
-from torchtune_ext.training.replay import Replay
+from torchtune_ext.training.replay import ReplaySource
 
 BATCH, STEPS = 2, 3
 IDENTITY = Identity("", "qwen2 of 2 layers", "0123abcd")
@@ -60,7 +60,7 @@ def run(tmp_path):
 
 
 def replay(run, words="what is", identity=IDENTITY, **own):
-    return Replay(
+    return ReplaySource(
         run, settings(replay=str(run), **own), identity, ProblemStream(Sums(words), seed=0), LetterTokenizer()
     )
 
@@ -72,10 +72,10 @@ def test_replay_yields_each_step_once_without_refills(run):
         groups, values = its.take(BATCH)
         assert [g.problem.id for g in groups] == [p.id for p in problems.next_problems(BATCH)] and values == {}
         assert its.refill(BATCH, 1) == ([], {})
-    its.load_state_dict({"replayed": "abc"}, step=1, version=1)
+    its.load_state_dict({"replayed": "abc"}, step=1)
     again = ProblemStream(Sums("what is"), seed=0).next_problems(2 * BATCH)[BATCH:]
     assert [g.problem.id for g in its.take(BATCH)[0]] == [p.id for p in again]
-    assert its.publish(1) == {} and its.state_dict() == {"replayed": "abc"}
+    assert its.state_dict() == {"replayed": "abc"}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_replay_yields_each_step_once_without_refills(run):
 )
 def test_replay_refuses_checkpoint_of_other_run_kind(run, state, before):
     with pytest.raises(ValueError, match=f"cannot resume from this checkpoint, whose run {before}"):
-        replay(run).load_state_dict(state, step=1, version=1)
+        replay(run).load_state_dict(state, step=1)
 
 
 def test_replay_detects_new_run_in_its_folder(run):
