@@ -438,7 +438,7 @@ class GRPORecipe:
             metrics = stats.metrics()
         # FSDP all-gathers the weights layer by layer on all ranks, so every rank needs the same
         # number of rows. Some rows may be empty.
-        return [self.ranks.local_slice(rows) for rows in self.ranks.broadcast(updates)], metrics
+        return self.ranks.scatter(updates), metrics
 
     def update(self, updates: list[list[Row]]) -> dict[str, float]:
         """Runs the optimizer updates of this step on this rank's rows. Returns metrics."""

@@ -1,15 +1,17 @@
-"""Means over labels, by position in the completion and by staleness.
+"""Metrics of labels: over all labels, and by position in the completion and by staleness.
 
 The staleness of a label is the number of policy versions since it was sampled.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchtune_ext.pipeline.packing import Row
+from torchtune_ext.training.collectives import all_gather, is_distributed
 
 POSITION_EDGES = (0, 1, 16, 256, 1024, 4096)  # first position of each bucket; 0: first token of a completion
 STALENESS_EDGES = (0, 1, 2, 4, 8)  # lowest staleness of each bucket, in versions
@@ -58,7 +60,7 @@ def bucket_ids(row: Row, version: int | None) -> Tensor:
 
 
 def bucket_means(values_L: Tensor, buckets_2L: Tensor) -> dict[str, float]:
-    """The mean of each bucket that has a label. Age buckets are omitted if only one has labels."""
+    """The mean of each bucket that has a label. Staleness buckets are omitted if only one has labels."""
     sums, counts = _sums(values_L, buckets_2L), _sums(torch.ones_like(values_L), buckets_2L)
     return _means("", sums.tolist(), counts.tolist())
 
@@ -79,35 +81,69 @@ def _means(prefix: str, sums: Sequence[float], counts: Sequence[float]) -> dict[
     }
 
 
-class Breakdown:
-    """Accumulates loss metrics over the rows of an update, by position and staleness.
+class Accumulator:
+    """Accumulates metrics over the rows of an update: sums, and means and maxima over labels.
 
-    The means show where in completions the loss clips or masks.
+    A mean is over all labels, also of rows without the metric. All numbers stay on the device until
+    `reduce`, so that the CPU waits for the device only once.
     """
 
-    def __init__(self, names: Sequence[str]):
-        self._names = names
-        self._sums: dict[str, Tensor] = {}  # metric of the loss -> sum per bucket; "" -> counts
+    # In the order of the reduced metrics; the count of labels is first.
+    KINDS = ("count", "mean", "max", "sum", "buckets")
 
-    def add(self, row: Row, metrics: Mapping[str, Tensor], version: int | None) -> None:
-        """Adds the loss metrics of a row: detached tensors of one value per label, [L]."""
-        buckets_2L = bucket_ids(row, version)
-        columns = {name: metrics[name] for name in self._names if name in metrics}
-        for name, values_L in (columns | {"": torch.ones_like(row.loss_weights_L)}).items():
-            self._sums[name] = self._sums.get(name, 0.0) + _sums(values_L, buckets_2L)
+    def __init__(self, device: torch.device):
+        self._zero = torch.zeros((), dtype=torch.float64, device=device)
+        # (kind, name) -> a scalar, or one number per bucket. For a maximum: NaN if it is NaN, else 0.
+        self._totals = {("count", ""): self._zero}
+        self._maxima: dict[tuple[str, str], Tensor] = {}
 
-    def sums(self) -> dict[str, Tensor]:
-        """The sums and counts of this rank, to be summed over all ranks; scalars on the device."""
-        return {f"{name}/{i}": value for name, column in self._sums.items() for i, value in enumerate(column)}
+    def add_labels(self, buckets_2L: Tensor) -> None:
+        """Counts the labels of a row, given their `bucket_ids`."""
+        self._add(("count", ""), _sums(torch.ones_like(buckets_2L[0]), buckets_2L))
 
-    def means(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """The means, such as "loss/clip_fraction_at_0", from sums over all ranks."""
+    def add_sum(self, name: str, value: Tensor) -> None:
+        """Adds a scalar to a sum."""
+        self._add(("sum", name), value)
 
-        def column(name: str) -> list[float]:
-            return [totals[f"{name}/{i}"] for i in range(len(BUCKET_NAMES))]
+    def add_mean(self, name: str, values_L: Tensor) -> None:
+        """Adds the labels of a row to a mean."""
+        self._add(("mean", name), values_L.sum())
 
-        means = {}
-        for name in self._names:
-            if f"{name}/0" in totals:
-                means |= _means(f"loss/{name}_", column(name), column(""))
-        return means
+    def add_bucketed(self, name: str, values_L: Tensor, buckets_2L: Tensor) -> None:
+        """Adds the labels of a row to the means of their buckets, such as "<name>_at_0"."""
+        self._add(("buckets", name), _sums(values_L, buckets_2L))
+
+    def add_max(self, name: str, values_L: Tensor) -> None:
+        """Adds the labels of a row to a maximum, which is NaN if any value is NaN."""
+        if values_L.numel():
+            key, maximum = ("max", name), values_L.max().double()
+            self._maxima[key] = maximum.maximum(self._maxima.get(key, maximum))
+            # The maximum over ranks may drop a NaN, but their sum does not.
+            self._add(key, torch.where(maximum.isnan(), maximum, 0.0))
+
+    def _add(self, key: tuple[str, str], value: Tensor) -> None:
+        self._totals[key] = self._totals.get(key, self._zero) + value.double()
+
+    def reduce(self) -> dict[str, float]:
+        """Returns the metrics over the rows of all ranks, on every rank. A collective."""
+        # Ranks may have different metrics: a rank without labels has no maxima, and a loss may
+        # return a metric for some rows only.
+        keys = dict.fromkeys(key for rank_keys in all_gather([*self._totals]) for key in rank_keys)
+        keys = sorted(keys, key=lambda key: self.KINDS.index(key[0]))
+        # One tensor holds all numbers, so a scalar fills all buckets.
+        maxima = torch.stack([self._maxima.get(key, self._zero - torch.inf) for key in keys])
+        sums = torch.stack([self._totals.get(key, self._zero).expand(len(BUCKET_NAMES)) for key in keys], dim=1)
+        numbers = torch.vstack([maxima, sums]).to("cpu")
+        if is_distributed():
+            dist.all_reduce(numbers[0], op=dist.ReduceOp.MAX)
+            dist.all_reduce(numbers[1:])
+        (_, *counts), *columns = numbers.T.tolist()
+        # Every label is in one position bucket.
+        num_labels = sum(counts[: len(POSITION_EDGES)]) or 1.0
+        metrics: dict[str, float] = {}
+        for (kind, name), (maximum, *column) in zip(keys[1:], columns, strict=True):
+            if kind == "buckets":
+                metrics |= _means(f"{name}_", column, counts)
+            else:
+                metrics[name] = {"mean": column[0] / num_labels, "max": column[0] or maximum, "sum": column[0]}[kind]
+        return metrics

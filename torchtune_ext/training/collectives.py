@@ -4,7 +4,7 @@ Otherwise the other ranks would wait in a collective for the failed rank.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -145,6 +145,20 @@ def call_on_main(make: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return value
+
+
+def scatter_from_main(values: Sequence[T]) -> T:
+    """Returns rank 0's value for this rank, pickled. A collective.
+
+    Args:
+        values: on rank 0, one value per rank. Other ranks pass any sequence.
+    """
+    if not is_distributed():
+        return values[0]
+    wait_for_main()
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, list(values), src=0)
+    return received[0]
 
 
 def any_rank(flag: bool) -> bool:

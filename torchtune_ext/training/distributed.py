@@ -5,10 +5,9 @@ A process without torchrun is rank 0 of 1. Every function here also works in suc
 
 import ctypes
 import gc
-import math
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,7 +26,7 @@ from torchtune_ext.run.process_env import (
     read_int_variable,
 )
 from torchtune_ext.settings.sections import Seconds, config_section
-from torchtune_ext.training.collectives import all_gather, any_rank, call_on_main, join
+from torchtune_ext.training.collectives import any_rank, call_on_main, join, scatter_from_main
 
 T = TypeVar("T")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # <malloc.h>
@@ -88,6 +87,10 @@ class Ranks:
     def local_slice(self, items: list) -> list:
         """This rank's share of a list. The length must be a multiple of the number of ranks."""
         return items[self.rank :: self.world_size]
+
+    def scatter(self, lists: Sequence[list[T]]) -> list[list[T]]:
+        """This rank's share (`local_slice`) of each list of rank 0, pickled. A collective."""
+        return scatter_from_main([[items[r :: self.world_size] for items in lists] for r in range(self.world_size)])
 
 
 def init_ranks(
@@ -208,21 +211,6 @@ def reserve_engine_core() -> int | None:
         torch.set_num_threads(cores - 1)
         return cores
     return None
-
-
-def reduce_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
-    """Sums each value over the ranks that have it; takes the maximum of `*_max`. A collective."""
-    totals: dict[str, float] = {}
-    for rank_values in all_gather(values):
-        for name, value in rank_values.items():
-            operands = (totals[name], value) if name in totals else (value,)
-            totals[name] = max_or_nan(operands) if name.endswith("_max") else sum(operands)
-    return totals
-
-
-def max_or_nan(values: Sequence[float]) -> float:
-    """The maximum, or NaN if any value is NaN. `max` ignores a NaN that does not come first."""
-    return max(values, key=lambda value: (math.isnan(value), value))
 
 
 def close_ranks() -> None:

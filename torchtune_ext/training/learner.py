@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -22,8 +23,12 @@ from torchtune_ext.policy.logprobs import LabelLogprobs, PackedPolicy
 from torchtune_ext.policy.lora import AdapterDisabledReference, adapter_names
 from torchtune_ext.run.errors import RunFailure, UsageError
 from torchtune_ext.settings.sections import config_section
-from torchtune_ext.training.buckets import Breakdown
-from torchtune_ext.training.distributed import Ranks, max_or_nan, reduce_over_ranks
+from torchtune_ext.training.buckets import Accumulator, bucket_ids
+from torchtune_ext.training.distributed import Ranks
+
+# Metrics of a loss that are also reported by position and staleness, to show where in completions
+# it clips or masks.
+BUCKETED_METRICS = ("clip_fraction", "masked_fraction", "kl_teacher")
 
 
 class Learner:
@@ -154,8 +159,9 @@ class Learner:
             UsageError: the loss does not return one value per label.
         """
         device, proximal_logprobs = self.ranks.device, []
-        sums, maxima = {"total": torch.zeros((), dtype=torch.float64, device=device)}, {}
-        breakdown = Breakdown(("clip_fraction", "masked_fraction", "kl_teacher"))
+        accumulator = Accumulator(device)
+        # An update without rows has a loss, too.
+        accumulator.add_sum("loss/total", torch.zeros((), device=device))
         with self._timer("backward"):
             for i, cpu_row in enumerate(rows):
                 row = cpu_row.to(device)
@@ -185,31 +191,18 @@ class Learner:
                     self.policy.model.set_requires_all_reduce(i == len(rows) - 1)  # pyright: ignore[reportCallIssue]
                 # FSDP averages gradients over ranks, but loss weights sum to one over all ranks.
                 (row_loss * self.ranks.world_size).backward()
-                # All numbers stay on the device until the last row, so the CPU waits only once.
-                metrics = {name: values_L.detach() for name, values_L in metrics.items()}
-                row_sums = {f"loss/{name}": v.sum() for name, v in metrics.items() if not name.endswith("_max")}
-                for name, value in (row_sums | {"total": row_loss.detach()}).items():
-                    sums[name] = sums.get(name, 0.0) + value.double()
+                accumulator.add_sum("loss/total", row_loss.detach())
+                accumulator.add_labels(buckets_2L := bucket_ids(row, version))
                 for name, values_L in metrics.items():
-                    if name.endswith("_max") and values_L.numel():
-                        maximum, key = values_L.max().double(), f"loss/{name}"
-                        maxima[key] = maximum.maximum(maxima.get(key, maximum))
-                breakdown.add(row, metrics, version)
+                    add = accumulator.add_max if name.endswith("_max") else accumulator.add_mean
+                    add(f"loss/{name}", values_L.detach())
+                    if name in BUCKETED_METRICS:
+                        accumulator.add_bucketed(f"loss/{name}", values_L.detach(), buckets_2L)
                 proximal_logprobs.append(row_proximal)
                 if on_row:
                     on_row(cpu_row)
         with self._timer("wait"):
-            # One transfer copies all numbers to the CPU, and one reduction sums them over ranks.
-            tensors = sums | maxima | breakdown.sums()
-            numbers = dict(zip(tensors, torch.stack([*tensors.values()]).tolist(), strict=True))
-            totals = reduce_over_ranks(numbers | {"labels": sum(row.num_labels for row in rows)})
-            labels = totals["labels"] or 1.0
-            metrics = {
-                name: value if name.endswith("_max") else value / labels
-                for name, value in totals.items()
-                if name.startswith("loss/")
-            }
-        return proximal_logprobs, metrics | {"loss/total": totals["total"]} | breakdown.means(totals)
+            return proximal_logprobs, accumulator.reduce()
 
     def step(self, metrics: dict[str, float], advice: Callable[[], str]) -> dict[str, float]:
         """Makes one update of the weights and clears the gradient.
@@ -266,7 +259,8 @@ def mean_over_updates(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
         # An update may lack a bucket of the breakdown, so each name has its own count.
         for name, value in update.items():
             columns.setdefault(name, []).append(value)
-    return {name: max_or_nan(v) if name.endswith("_max") else sum(v) / len(v) for name, v in columns.items()}
+    # NumPy's maximum, unlike Python's, is NaN if any value is NaN.
+    return {name: float(np.max(v)) if name.endswith("_max") else sum(v) / len(v) for name, v in columns.items()}
 
 
 def make_reference(model: nn.Module) -> "WeightCopy | AdapterDisabledReference":

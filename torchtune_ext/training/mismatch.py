@@ -124,10 +124,7 @@ class PairedLogprobs:
     @classmethod
     def from_rows(cls, rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], version: int | None) -> "PairedLogprobs":
         """Collects the labels of packed rows of all ranks, with staleness from `version`. A collective."""
-        # Without rows a rank still contributes arrays of the right dtype.
-        empty = np.empty(0)
-        parts = [cls(empty, empty, empty, np.empty(0, np.int64), np.empty((2, 0), np.int64))]
-        parts += [
+        parts = [
             cls(
                 trainer.logprobs_L.cpu().double().numpy(),
                 row.logprobs_L.cpu().double().numpy(),
@@ -137,7 +134,13 @@ class PairedLogprobs:
             )
             for row, trainer in zip(rows, logprobs, strict=True)
         ]
-        return cls.concat(all_gather(cls.concat(parts)))
+        return cls.concat(all_gather(cls.concat([cls.empty(), *parts])))
+
+    @classmethod
+    def empty(cls) -> "PairedLogprobs":
+        """No tokens, in arrays of the right dtype."""
+        nothing = np.empty(0)
+        return cls(nothing, nothing, nothing, np.empty(0, np.int64), np.empty((2, 0), np.int64))
 
     @classmethod
     def concat(cls, parts: Sequence["PairedLogprobs"]) -> "PairedLogprobs":
@@ -293,7 +296,7 @@ class MismatchGate:
         self._min_limit = REPLAY_LIMIT_NATS if replay else MIN_AUTO_LIMIT_NATS  # minimum limit of "auto"
         self._limit = float(limit) if limit != "auto" else REPLAY_LIMIT_NATS if replay else 0.0
         self._measured: list[float] = []  # results of `measure_rounding`
-        self._recent: PairedLogprobs | None = None  # recent tokens, each on-policy when it was checked
+        self._recent = PairedLogprobs.empty()  # recent tokens, each on-policy when it was checked
         # If the weights of trainer and engine differ, d correlates with the reward. Dropping
         # zero-variance groups then biases the mean of exp(d).
         self._distribution_tests_enabled = test_distribution
@@ -359,7 +362,7 @@ class MismatchGate:
         # Suffix of the message -> tokens.
         token_sets = {"": current.renumber_contexts()}
         if version is not None and len(current):
-            recent = PairedLogprobs.concat([self._recent, current]) if self._recent is not None else current
+            recent = PairedLogprobs.concat([self._recent, current])
             self._recent = recent[-max(MAX_RECENT_TOKENS, len(current)) :]
             if len(self._recent) > len(current):
                 token_sets[" of the latest steps"] = self._recent.renumber_contexts()
@@ -369,10 +372,8 @@ class MismatchGate:
         sets_to_test = {
             suffix: token_set
             for suffix, token_set in token_sets.items()
-            if len(token_set) >= MIN_TOKENS and (self._auto or not suffix)
+            if len(token_set) >= (1 if test_few_tokens else MIN_TOKENS) and (self._auto or not suffix)
         }
-        if test_few_tokens and len(current):
-            sets_to_test[""] = token_sets[""]
         if not sets_to_test and not (self._auto and len(current)) and not self._suppress_warning:
             self._suppress_warning = True
             log.warning(

@@ -40,7 +40,7 @@ from torchtune_ext.run.errors import UsageError
 from torchtune_ext.sampling.engine_args import on_cpu
 from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.settings.sections import config_section
-from torchtune_ext.training.distributed import reduce_over_ranks
+from torchtune_ext.training.collectives import all_gather
 from torchtune_ext.training.export import export_adapter, export_model
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.mismatch import UpdateEffect, measure_update_effect
@@ -166,9 +166,9 @@ def measure_rounding(
 def _mean_abs_diff(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
     """Mean |difference| over all ranks. A collective."""
     abs_diffs = [(a - b).abs().double() for a, b in zip(first, second, strict=True)]
-    sums = {"sum": sum(diff.sum().item() for diff in abs_diffs), "labels": sum(map(len, abs_diffs))}
-    totals = reduce_over_ranks(sums)
-    return totals["sum"] / max(1.0, totals["labels"])
+    rank_sum = sum(diff.sum().item() for diff in abs_diffs), sum(map(len, abs_diffs))
+    total, num_labels = map(sum, zip(*all_gather(rank_sum), strict=True))
+    return total / max(1.0, num_labels)
 
 
 class FullWeights:

@@ -6,6 +6,7 @@ invalid settings of ranks.
 
 import ast
 import json
+import math
 import os
 import socket
 import time
@@ -20,14 +21,14 @@ from helpers.checkpoint_runs import fork
 from torchtune_ext.policy.builder import _mesh
 from torchtune_ext.run import process_env
 from torchtune_ext.training import machines
-from torchtune_ext.training.collectives import all_gather
+from torchtune_ext.training.buckets import Accumulator
+from torchtune_ext.training.collectives import MainRankFailure, all_gather, announce_main_failure
 from torchtune_ext.training.distributed import (
     Ranks,
     RanksConfig,
     close_ranks,
     init_ranks,
     local_device,
-    reduce_over_ranks,
 )
 
 HOST = socket.gethostname()
@@ -113,13 +114,85 @@ def test_ranks_control_messages_work_without_gpu_backend(across, monkeypatch, tm
             ranks.any(False),
             all_gather(ranks.rank),
         ]
-        # A metric of a user's loss may occur on one rank only.
-        own = {"c": 5.0} if ranks.rank == 1 else {}
-        results.append(reduce_over_ranks({"a": 1.0, "b": float(ranks.rank), "b_max": float(ranks.rank), **own}))
+        accumulator = Accumulator(torch.device("cpu"))
+        accumulator.add_max("largest", torch.tensor([float(ranks.rank)]))
+        results.append(accumulator.reduce())
+        results.append(ranks.scatter([[10, 11, 12, 13, 14, 15], []] if ranks.is_main else []))
         dist.barrier()
         return results
 
-    assert across(action) == [[{"rank": 0}, True, False, [0, 1, 2], {"a": 3.0, "b": 3.0, "b_max": 2.0, "c": 5.0}]] * 3
+    shares = [[10, 13], []], [[11, 14], []], [[12, 15], []]
+    assert across(action) == [[{"rank": 0}, True, False, [0, 1, 2], {"largest": 2.0}, share] for share in shares]
+
+
+@pytest.mark.parametrize("rank_with_nan", [None, 0, 1, 2])
+def test_accumulator_reduces_metrics_over_ranks(across, rank_with_nan):
+    def action():
+        ranks = init_ranks("cpu")
+        accumulator = Accumulator(ranks.device)
+        accumulator.add_sum("total", torch.tensor(1.0 + ranks.rank))
+        # Rank 2 has only empty rows.
+        values_L = torch.full((4 * (2 - ranks.rank),), float(-1 - ranks.rank))
+        buckets_2L = torch.tensor([[0], [6 + ranks.rank]]).expand(2, len(values_L))
+        accumulator.add_labels(buckets_2L)
+        accumulator.add_mean("mean", values_L)
+        accumulator.add_max("largest", values_L)
+        accumulator.add_bucketed("bucketed", values_L, buckets_2L)
+        # A metric of a user's loss may occur on one rank only.
+        if ranks.rank == 1:
+            accumulator.add_mean("some", 3 * values_L)
+            accumulator.add_max("some_largest", values_L * torch.inf)
+        if rank_with_nan is not None:
+            accumulator.add_max("broken", torch.tensor([torch.nan if ranks.rank == rank_with_nan else ranks.rank]))
+        return {name: str(value) for name, value in accumulator.reduce().items()}
+
+    metrics = {
+        "mean": -16 / 12,
+        "some": -2.0,
+        "largest": -1.0,
+        "some_largest": -math.inf,
+        "total": 6.0,
+        "bucketed_at_0": -16 / 12,
+        "bucketed_staleness_0": -1.0,
+        "bucketed_staleness_1": -2.0,
+    }
+    if rank_with_nan is not None:
+        metrics["broken"] = math.nan
+    assert across(action) == [{name: str(float(value)) for name, value in metrics.items()}] * 3
+
+
+class Parcel:
+    """Counts the objects that this process has unpickled."""
+
+    unpickled = 0
+
+    def __setstate__(self, state):
+        Parcel.unpickled += 1
+
+
+def test_scatter_sends_only_own_share_to_rank(across):
+    def action():
+        ranks = init_ranks("cpu")
+        parcels = [Parcel() for _ in range(6)]
+        for parcel in parcels:
+            parcel.content = 1  # without state, pickle would not call __setstate__
+        (share,) = ranks.scatter([parcels])
+        return [len(share), Parcel.unpickled]
+
+    assert across(action) == [[2, 2]] * 3
+
+
+def test_scatter_ends_when_rank_0_fails(across):
+    def action():
+        ranks = init_ranks("cpu")
+        if ranks.is_main:
+            announce_main_failure()  # as `run_recipe` does when packing raises
+            return "failed"
+        with pytest.raises(MainRankFailure):
+            ranks.scatter([])
+        return "ended"
+
+    assert across(action) == ["failed", "ended", "ended"]
 
 
 def test_mesh_groups_use_deadline_of_all_ranks(across):
