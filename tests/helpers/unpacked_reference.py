@@ -77,16 +77,21 @@ def as_conversations(rng, groups):
 
 
 def as_branched_conversations(rng, groups):
-    """Return conversations as in `as_conversations`, where the context of a turn may be a prefix of the earlier context: of the
-    previous turn with its context, or of the prompt."""
+    """Return conversations as in `as_conversations`, where the context of a turn may be a prefix of an earlier context: of the
+    previous turn with its context, in every other conversation of any turn, or of the prompt. A few keep nothing."""
 
     def branching(group, sample):
-        path, begin, kept = len(group.prompt_tokens), 0, []
-        for _, stop in sample.completion.turns:
-            near, anywhere = rng.integers(max(1, path - 4), path + 1), rng.integers(1, path + 1)
+        lengths, begin, kept, parents = [len(group.prompt_tokens)], 0, [], []  # lengths[-1]: of the prompt
+        is_tree = bool(rng.integers(2))
+        for turn, (start, stop) in enumerate(sample.completion.turns):
+            parents.append(int(rng.integers(-1, turn)) if is_tree else turn - 1)
+            path = lengths[parents[-1]]
+            near, anywhere = rng.integers(max(1, path - 4), path + 1), rng.integers(start == begin, path + 1)
             kept.append(int(rng.choice([path, near, near, anywhere])))
-            path, begin = kept[-1] + stop - begin, stop
-        return replace(sample, completion=replace(sample.completion, kept_prefix_lens=tuple(kept)))
+            lengths.insert(turn, kept[-1] + stop - begin)
+            begin = stop
+        parents = tuple(parents) if is_tree else ()
+        return replace(sample, completion=replace(sample.completion, kept_prefix_lens=tuple(kept), parents=parents))
 
     return [
         replace(group, samples=tuple(branching(group, s) for s in group.samples))
@@ -100,9 +105,10 @@ def paths_of(group, sample):
     if not completion.kept_prefix_lens:
         yield [*ids, *completion.tokens.tolist()], len(ids) + completion.sampled_indices
         return
-    begin = 0
-    for (start, stop), keeps in zip(completion.turns, completion.kept_prefix_lens, strict=True):
-        ids = ids[:keeps] + completion.tokens[begin:stop].tolist()
+    begin, paths = 0, {-1: ids}
+    for turn, ((start, stop), keeps) in enumerate(zip(completion.turns, completion.kept_prefix_lens, strict=True)):
+        parent = completion.parents[turn] if completion.parents else turn - 1
+        paths[turn] = ids = paths[parent][:keeps] + completion.tokens[begin:stop].tolist()
         yield ids, np.arange(len(ids) - (stop - start), len(ids))
         begin = stop
 

@@ -106,6 +106,8 @@ def _sample_to_json(sample: Sample) -> str:
         head |= {"turns": completion.turns, "turn_rewards": sample.turn_rewards, "messages": sample.messages}
     if completion.kept_prefix_lens:
         head["kept"] = completion.kept_prefix_lens
+    if completion.parents:
+        head["parents"] = completion.parents
     if sample.turn_advantages:
         head["turn_advantages"] = sample.turn_advantages
     # The arrays are formatted in bulk and inserted before the closing brace of json.dumps' output.
@@ -147,6 +149,7 @@ def _sample_from_record(record: dict[str, Any]) -> Sample:
             finish_reason=record["finish_reason"],
             turns=tuple(map(tuple, record.get("turns", ()))),
             kept_prefix_lens=tuple(record.get("kept", ())),
+            parents=tuple(record.get("parents", ())),
         ),
         text=record["text"],
         outcome=outcome,

@@ -14,9 +14,9 @@ exclusive end of its subtree. So completions do not see each other.
 
 A completion of R tokens has R - 1 input tokens: its last token is a label but never an input, and
 its first token is predicted from the last *prompt* token. No other file shifts labels. An episode
-is one completion, in which the environment's replies are inputs but not labels. If a later turn
-keeps only a part of the path before it (`Completion.kept_prefix_lens`), the tree branches, and one
-hidden state may predict several labels.
+is one completion, in which the environment's replies are inputs but not labels. If a turn keeps only a
+part of its parent's path, or several turns have one parent (`Completion.parents`), the tree
+branches, and one hidden state may predict several labels.
 
 The loss of an update is the sum of weight * token loss over all labels of its rows.
 """
@@ -32,8 +32,8 @@ from torch import Tensor
 
 from torchtune_ext.kernels.packed_attention import padded_length
 from torchtune_ext.pipeline.groups import Group, Sample
+from torchtune_ext.pipeline.prefix_tree import GroupSize, Tree
 from torchtune_ext.run.errors import UsageError
-from torchtune_ext.sampling.types import Completion
 
 # Number of padded row lengths between two powers of two. Kernels are compiled for each length, so
 # there should be few. With 32 lengths, at most 3% of a row is padding.
@@ -98,27 +98,6 @@ class PackStats:
             "pack/rho": rho,
             "pack/efficiency": self.tokens_ideal / self.tokens_computed if self.tokens_computed else 0.0,
         }
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSize:
-    """The number of input tokens of a group.
-
-    Args:
-        prompt: tokens of the prompt prefix that all completions share.
-        completion_input_lens: input tokens of each completion after that prefix, 0 or more.
-        attention_pairs: for each completion, the number of allowed pairs of a query in the
-            completion and any key. None: no branches, so computed from the lengths.
-    """
-
-    prompt: int
-    completion_input_lens: tuple[int, ...]
-    attention_pairs: tuple[int, ...] | None = None
-
-    @property
-    def tokens(self) -> int:
-        """The input tokens of the group with its prompt stored once."""
-        return self.prompt + sum(self.completion_input_lens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,76 +234,6 @@ def pack_updates(
         updates.append(rows)
         total += stats
     return updates, total
-
-
-class Tree:
-    """The prefix tree of a group: a shared prompt prefix, then the trained completions."""
-
-    def __init__(self, group: Group):
-        self.group = group
-        self.trained_samples = [s for s in group.samples if s.in_loss and len(s.completion.tokens)]
-        kept_lens = [kept_len for s in self.trained_samples for kept_len in s.completion.kept_prefix_lens]
-        self.shared_prefix_len = min([len(group.prompt_tokens), *kept_lens])
-        self.layouts = [
-            _lay_out_completion(len(group.prompt_tokens), self.shared_prefix_len, s.completion)
-            for s in self.trained_samples
-        ]
-
-    def group_size(self, row_tokens: int) -> GroupSize:
-        """Returns the number of input tokens of the group.
-
-        Raises:
-            UsageError: the prompt with one of its completions does not fit into a row.
-        """
-        lengths = tuple(len(layout.positions_N) for layout in self.layouts)
-        longest = self.shared_prefix_len + max(lengths)
-        if longest > row_tokens:
-            raise UsageError(
-                f"row_tokens={row_tokens}: problem {self.group.problem.id!r} needs {longest} tokens of a row for its "
-                f"prompt and one completion. Fix: raise row_tokens to at least {longest}, or lower sampling.max_tokens"
-            )
-        pairs = tuple(int((layout.positions_N + 1).sum()) for layout in self.layouts)
-        return GroupSize(self.shared_prefix_len, lengths, pairs)
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionLayout:
-    """The N input tokens and S sampled tokens of a completion after the shared prompt."""
-
-    token_indices_N: np.ndarray  # index of the token in the prompt followed by the completion
-    positions_N: np.ndarray  # position of the token in its path
-    ends_N: np.ndarray  # one past the last index in N that sees the token
-    hidden_indices_S: np.ndarray  # index in N that predicts the sampled token; -1: end of the prompt
-
-
-def _lay_out_completion(prompt_len: int, shared_len: int, completion: Completion) -> CompletionLayout:
-    """Lays out a completion after the first `shared_len` tokens of its prompt."""
-    # Each turn continues the path before it or branches from it.
-    length = prompt_len + len(completion.tokens)
-    # A path is a list of indices. Indices of the shared prompt are negative. If any completion of
-    # the group branches inside the prompt, every completion stores a copy of the prompt's rest.
-    path = np.arange(prompt_len) - shared_len
-    indices, positions = [np.arange(shared_len, prompt_len)], [np.arange(shared_len, prompt_len)]
-    ends, hidden = np.full(length, -1), []
-    offset, new_start = prompt_len - shared_len, 0  # new_start: first token that the turn adds
-    spans = completion.sampled_spans
-    kept_lens = completion.kept_prefix_lens or (length,) * len(spans)
-    for (start, stop), kept_len, kept_by_next_turn in zip(spans, kept_lens, (*kept_lens[1:], 0), strict=True):
-        # This turn does not see the rest of the path. kept_len >= shared_len, so these indices are
-        # not negative.
-        ends[path[kept_len:]] = offset
-        path = path[:kept_len]
-        context_len, num_inputs = len(path), stop - new_start
-        # The last token of a turn is an input only if the next turn keeps it.
-        if kept_by_next_turn < context_len + num_inputs:
-            num_inputs -= 1
-        path = np.concatenate([path, np.arange(offset, offset + num_inputs)])
-        hidden.append(path[context_len + start - new_start - 1 : context_len + stop - new_start - 1])
-        indices.append(prompt_len + new_start + np.arange(num_inputs))
-        positions.append(np.arange(context_len, context_len + num_inputs))
-        offset, new_start = offset + num_inputs, stop
-    ends[path[shared_len:]] = offset
-    return CompletionLayout(np.concatenate(indices), np.concatenate(positions), ends[:offset], np.concatenate(hidden))
 
 
 def context_hashes(row: Row) -> tuple[Tensor, Tensor]:

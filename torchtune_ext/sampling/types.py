@@ -1,6 +1,6 @@
 """Config, result and error types of the sampling stage."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Annotated, Any, Literal
@@ -245,13 +245,17 @@ class Completion:
     # environment's reply. They were not sampled, and their log-probs are 0. If `turns` is empty,
     # every token was sampled.
     turns: tuple[tuple[int, int], ...] = ()
-    # For each turn, the number of tokens that its context keeps from the previous path (the prompt,
-    # or the previous turn with its context); empty: every turn keeps the whole path. Example: a
+    # For each turn, the number of tokens that its context keeps from its parent's path (the parent
+    # turn with its context, or the prompt); empty: every turn keeps the whole path. Example: a
     # prompt of 10 tokens, a turn of 6 (4 of thought, 2 of answer), and a template that drops the
     # thought. The second context is the prompt, the answer again (2) and the reply (5), so `tokens`
     # is turn 1 (6), answer and reply (7), turn 2; `turns` is ((0, 6), (13, ...)), and
     # `kept_prefix_lens` is (10, 10).
     kept_prefix_lens: tuple[int, ...] = ()
+    # For each turn, the index of its parent, an earlier turn, or -1 for the prompt; empty: the
+    # previous turn. Turns are in the order in which they were sampled. Example: two conversations
+    # A1 A2 and B1 B2 after one prompt, sampled as A1 B1 A2 B2, have the parents (-1, -1, 0, 1).
+    parents: tuple[int, ...] = ()
 
     @property
     def sampled_spans(self) -> tuple[tuple[int, int], ...]:
@@ -263,15 +267,21 @@ class Completion:
         """Indices [S] of the sampled tokens in `tokens`."""
         return np.concatenate([np.arange(*span) for span in self.sampled_spans])
 
-    def turn_paths(self, prompt_len: int) -> Iterator[np.ndarray]:
-        """Yields each turn's path (context and turn) as indices into prompt + `tokens`."""
-        path, begin = np.arange(prompt_len), prompt_len
-        for (_, stop), kept_len in zip(
-            self.sampled_spans, self.kept_prefix_lens or (None,) * len(self.sampled_spans), strict=True
-        ):
-            path = np.concatenate([path[:kept_len], np.arange(begin, prompt_len + stop)])
+    @property
+    def has_branches(self) -> bool:
+        """Whether the turns may form a tree, so that no single path contains all of them."""
+        return bool(self.kept_prefix_lens or self.parents)
+
+    def turn_paths(self, prompt_len: int) -> list[np.ndarray]:
+        """Returns each turn's path (context and turn) as indices into prompt + `tokens`."""
+        prompt, paths, begin = np.arange(prompt_len), [], prompt_len
+        for turn, (_, stop) in enumerate(self.sampled_spans):
+            parent = self.parents[turn] if self.parents else turn - 1
+            kept_len = self.kept_prefix_lens[turn] if self.kept_prefix_lens else None
+            parent_path = paths[parent] if parent >= 0 else prompt
+            paths.append(np.concatenate([parent_path[:kept_len], np.arange(begin, prompt_len + stop)]))
             begin = prompt_len + stop
-            yield path
+        return paths
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class Teacher:
         for group, s in samples:
             prompt, ids = len(group.prompt_tokens), np.concatenate([group.prompt_tokens, s.completion.tokens])
             # Without branches the last path contains all others, so one prefill scores all of them.
-            for path in list(s.completion.turn_paths(prompt))[0 if s.completion.kept_prefix_lens else -1 :]:
+            for path in s.completion.turn_paths(prompt)[0 if s.completion.has_branches else -1 :]:
                 paths.append((s, path - prompt))
                 texts.append(ids[path])
         logprobs = {id(s): np.zeros(len(s.completion.tokens), np.float32) for _, s in samples}

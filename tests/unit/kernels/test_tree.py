@@ -1,5 +1,7 @@
 """Packed trees against separate paths: one forward of stock torchtune per turn, in its sampled context."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -72,13 +74,18 @@ def test_a_packed_tree_equals_every_path_alone(seeds, monkeypatch):
             sources = row.hidden_index_L.tolist()
             kinds |= {"several labels"} if len(set(sources)) < len(sources) else set()
         for group, sample in trained_samples(groups):
-            path, begin = len(group.prompt_tokens), 0
+            path, begin, parents = len(group.prompt_tokens), 0, sample.completion.parents
+            kinds |= {"siblings"} if len(set(parents)) < len(parents) else set()
+            # Two conversations in turns: A1 B1 A2 B2.
+            kinds |= {"interleaved"} if any(b > a >= 0 for a, b in pairwise(parents)) else set()
             for (start, stop), keeps in zip(sample.completion.turns, sample.completion.kept_prefix_lens, strict=True):
                 kinds |= {"one token"} if stop - start == 1 else set()
-                kinds |= {"inside the prompt"} if keeps < len(group.prompt_tokens) else set()
-                kinds |= {"inside a turn"} if path - keeps in (1, 2) and begin else set()
+                kinds |= {"nothing kept"} if not keeps else set()
+                kinds |= {"inside the prompt"} if 0 < keeps < len(group.prompt_tokens) else set()
+                kinds |= {"inside a turn"} if path - keeps in (1, 2) and begin and not parents else set()
                 path, begin = keeps + stop - begin, stop
-    assert kinds == {"several labels", "one token", "inside the prompt", "inside a turn"}
+    branches = {"inside the prompt", "inside a turn", "nothing kept", "siblings", "interleaved"}
+    assert kinds == {"several labels", "one token", *branches}
     assert {1, 2, 3, 4, 5, 6} <= depths
 
 

@@ -46,7 +46,7 @@ def assert_same(a: Group, b: Group):
             x, y = getattr(one.completion, name), getattr(other.completion, name)
             assert x.dtype == y.dtype
             np.testing.assert_array_equal(x, y)
-        for name in ("finish_reason", "turns", "kept_prefix_lens"):
+        for name in ("finish_reason", "turns", "kept_prefix_lens", "parents"):
             assert getattr(one.completion, name) == getattr(other.completion, name)
         for name in ("text", "advantage", "turn_advantages", "in_loss", "outcome", "messages", "turn_rewards"):
             assert getattr(one, name) == getattr(other, name)
@@ -67,7 +67,8 @@ def test_round_trip(tmp_path):
         make_sample(outcome=Score(float("-inf"), {"x": float("inf")})),
         make_guess_conversation("max_turns", advantage=-0.5, in_loss=True),
         replace(
-            branched := make_guess_conversation(), completion=replace(branched.completion, kept_prefix_lens=(7, 5, 11))
+            branched := make_guess_conversation(),
+            completion=replace(branched.completion, kept_prefix_lens=(7, 5, 11), parents=(-1, -1, 0)),
         ),
         make_guess_conversation(advantage=0.0, turn_advantages=(-0.25, 0.0, 0.25), in_loss=True),
     ]
