@@ -185,7 +185,7 @@ class Pool:
     async def generate(
         self, request: EngineRequest, affinity_key: object = None, target: EngineReplica | None = None
     ) -> Completion:
-        """Generates one completion, and repeats the request if its replica is lost.
+        """Generates one completion, and repeats the request after ReplicaLost.
 
         Args:
             request: The request.
@@ -195,7 +195,7 @@ class Pool:
         Raises:
             EngineFailed: If no replica can be restarted.
             ValueError, WeightsIncomplete: As `EngineReplica.generate`.
-            ReplicaLost: If `target` is lost while other replicas accept requests.
+            ReplicaLost: If `target` crashes while other replicas accept requests.
         """
         while True:
             await self.wait_for(lambda: bool(self.accepting_replicas))
@@ -255,16 +255,16 @@ class Pool:
     async def _call_replicas(
         self, work: Callable[[EngineReplica], Awaitable[T]], choose: Callable[[], list[EngineReplica]]
     ) -> dict[EngineReplica, T]:
-        """Calls `work` on the chosen replicas, once there are any; repeats it if all of them are lost.
+        """Calls `work` on the chosen replicas, once there are any; repeats it if all crash.
 
         Returns:
-            Replica -> result, without the replicas that were lost.
+            Replica -> result, without the replicas that crashed.
 
         Raises:
             ValueError: If a replica refuses the call.
             Exception: The error of the first replica, if every call fails.
         """
-        # The call does not wait for the restart of a lost replica while others return, because a
+        # The call does not wait for the restart of a crashed replica while others return, because a
         # restarted replica serves only with the current weights.
         while True:
             await self.wait_for(lambda: bool(choose()))

@@ -194,7 +194,7 @@ class Throttle:
         """Admits waiters while slots are free. Held slots are never revoked.
 
         Args:
-            everyone: Whether to admit all waiters, because the replica is lost.
+            everyone: Whether to admit all waiters, because the replica does not serve.
         """
         limit = math.inf if everyone else self.effective_limit
         for queue in self._queues.values():

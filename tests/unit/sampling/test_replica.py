@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from helpers.fake_backends import CONFIG, Load, poll_until, run_scenario, weights  # noqa: E402
+from torchtune_ext.sampling.replica import State  # noqa: E402
 from torchtune_ext.sampling.types import EngineFailed  # noqa: E402
 
 pytestmark = pytest.mark.timeout(30)
@@ -245,7 +246,13 @@ def test_replica_crash_reported_during_load_replaces_backend(caplog):
 
     async def scenario(harness):
         harness.write(1)
-        backend = harness.backends[0]
+        backend, states, set_state = harness.backends[0], [], harness.replica.set_state
+
+        def record(state, cause=""):
+            states.append((state, harness.backends.index(harness.replica.backend)))
+            set_state(state, cause)
+
+        harness.replica.set_state = record
         backend.load_started.clear()
         backend.load_allowed.clear()
         load_task = asyncio.ensure_future(harness.pool.load(1))
@@ -253,6 +260,7 @@ def test_replica_crash_reported_during_load_replaces_backend(caplog):
         harness.replica.restart(backend, "a request reported a crash")
         backend.load_allowed.set()
         await load_task
+        assert states == [(State.RESTARTING, 0), (State.SERVING, 1)]
         assert harness.replica.backend is harness.backends[1] and harness.replica.restarts == 1
         assert harness.backends[1].loads == [complete_load([1], version=1)]
         assert "crashed (a request reported a crash), consecutive failure 1" in caplog.text
