@@ -21,6 +21,7 @@ from torchtune_ext.measured.ray_bench import RayBench
 from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result
 from torchtune_ext.measured.sandbox import SandboxError
 from torchtune_ext.run.errors import UsageError
+from torchtune_ext.tasks.grade_functions import describe_function
 from torchtune_ext.tasks.task import Problem, Score
 
 
@@ -209,6 +210,9 @@ class BenchGrader:
             outcome.set_result([self._to_outcome(problem, result_future.result())])
         except (BenchError, CancelledError) as error:
             outcome.set_result([Ungraded("infra_failed", str(error) or "cancelled")])
+        except StopIteration as error:
+            # The rollouts await the future, and asyncio refuses this error, so they would wait forever.
+            outcome.set_exception(RuntimeError(f"{describe_function(self._task.score)} raised StopIteration({error})"))
         except Exception as error:  # noqa: BLE001 (user code of the task; the future propagates it)
             outcome.set_exception(error)
 

@@ -1,5 +1,6 @@
 """Grading by the benchmark service, which answers here when the test says so. The real one: tests/integration/test_matmul_resume.py."""
 
+import asyncio
 import os
 import statistics
 from concurrent.futures import CancelledError, Future
@@ -55,6 +56,8 @@ class Asked(MeasuredTask):
     def score(self, problem, bench_result):
         if bench_result.note == "a bug":
             raise ZeroDivisionError("a bug of the task")
+        if bench_result.note == "exhausted":
+            next(iter(()))
         return Score(float(bench_result.note or 1.0), {"gflops": 3.0}, "", {"machine": bench_result.fingerprint})
 
 
@@ -115,6 +118,20 @@ def test_bench_grader_task_bug_raises_to_caller(grader, bench):
     bench.futures[0].set_result(result(note="a bug"))
     with pytest.raises(ZeroDivisionError, match="a bug of the task"):
         outcome.result(5)
+
+
+def test_bench_grader_stop_iteration_reaches_awaiting_caller(grader, bench):
+    async def wait():
+        await asyncio.wait_for(asyncio.wrap_future(grader.submit(PROBLEM, "a text")), 5)
+
+    def submit(*_, **__):
+        future = Future()
+        future.set_result(result(note="exhausted"))
+        return future
+
+    bench.submit = submit
+    with pytest.raises(RuntimeError, match=r"Asked.score .* raised StopIteration"):
+        asyncio.run(wait())
 
 
 def test_bench_grader_cancelled_text_result_is_dropped(grader, bench):
