@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from torchtune_ext.cli.plugin import parse
 from torchtune_ext.grading import Grader, GraderConfig, check_grading, find_answer_errors, open_graders
+from torchtune_ext.grading.agents import AgentConfig
 from torchtune_ext.pipeline.evaluation import Accuracy, compute_accuracy
 from torchtune_ext.pipeline.rollout import sample_held_out
 from torchtune_ext.pipeline.rollout_store import RolloutStore
@@ -65,6 +66,7 @@ class Config:
     greedy: bool = Field(default=True, description="also draw one greedy sample per problem")
     pass_at: list[int] = Field(default_factory=lambda: [1], description="k of pass@k, at most samples_per_problem")
     grader: GraderConfig = Field(default=GraderConfig(), description="grader processes and their time limit")
+    agent: AgentConfig = Field(default=AgentConfig(), description="time limits of a task's agents")
     rollouts: RolloutConfig = Field(default=RolloutConfig(), description="timeout of rollouts")
     seed: Seed = Field(default=0, description="seed of sampling")
 
@@ -92,7 +94,7 @@ class EvaluateRecipe:
         print_text(format_labels([("engine", f"starting, its log: {cfg.output_dir}/{engine.log_pattern.name}")]))
         # The engine takes longest to start, so the graders start at the same time.
         engine.start()
-        (self.grader,) = open_graders([self.task], cfg.grader, folder=cfg.output_dir)
+        (self.grader,) = open_graders([self.task], cfg.grader, folder=cfg.output_dir, agent=cfg.agent)
         self.usable.check_answers(partial(find_answer_errors, self.grader))
         self.progress = Progress()
         seconds = engine.wait_ready()

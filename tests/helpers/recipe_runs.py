@@ -91,6 +91,32 @@ class Talk:
         return EnvironmentReply([{"role": "user", "content": f"Go on. {self.turns}"}], reward=value)
 
 
+class SeedlessTalks(Talks):
+    def environment(self, problem, seed):
+        return Talk(0)
+
+
+class TalkAgent(Letters):
+    """Plays SeedlessTalks from outside, by the openai package."""
+
+    def run_agent(self, problem, client):
+        import openai
+
+        openai_client = openai.OpenAI(base_url=client.base_url, api_key=client.api_key)
+        messages, rewards, talk = list(problem.messages), {}, Talk(0)
+        while True:
+            response = openai_client.chat.completions.create(model=client.model, messages=messages)
+            (choice,) = response.choices
+            if choice.finish_reason != "stop":
+                break
+            reply = talk.step({"role": "assistant", "content": choice.message.content})
+            rewards[response.id] = reply.reward
+            if reply.done:
+                break
+            messages += [choice.message.model_dump(exclude_none=True), *reply.messages]
+        return Score(sum(rewards.values()), response_rewards=rewards)
+
+
 class Wild(Talks):
     """Of six samples each but the first goes wrong in its own way, in the second turn."""
 

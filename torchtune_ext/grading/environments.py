@@ -26,8 +26,11 @@ from torchtune_ext.tasks.task import Environment, EnvironmentReply, EpisodeTask,
 # "step_timeout"        the environment exceeded its deadline; the episode is not trained on
 # "environment_failed"  the environment raised, crashed, or returned another type than
 #                       `EnvironmentReply`; the episode is not trained on
+# "agent_timeout"       an agent exceeded agent.timeout_s (agents.py)
+# "agent_failed"        an agent raised, crashed, or returned neither a number nor a Score
 FINISH_REASONS = (
     "completed", "max_turns", "length", "context_overflow", "early_stop", "step_timeout", "environment_failed",
+    "agent_timeout", "agent_failed",
 )  # fmt: skip
 # Finish reasons that a limit of the run causes.
 TRUNCATED_REASONS = ("length", "max_turns", "context_overflow")

@@ -8,6 +8,7 @@ from typing import Any
 
 import cloudpickle
 
+from torchtune_ext.grading.agents import AgentConfig, AgentPool
 from torchtune_ext.grading.environments import EnvironmentPool, EnvironmentTask
 from torchtune_ext.grading.grader import DIED_PREFIX, Grader, GraderConfig, TaskWorkers, failure_cause, gather_results
 from torchtune_ext.grading.outcomes import Outcome, Ungraded
@@ -16,7 +17,16 @@ from torchtune_ext.run.output import format_labels, print_text
 from torchtune_ext.run.worker_process import error_line
 from torchtune_ext.tasks.grade_functions import describe_function
 from torchtune_ext.tasks.problem_stream import TransientReason
-from torchtune_ext.tasks.task import EpisodeTask, Message, Problem, Score, SelfGradingTask, Task, solution_messages
+from torchtune_ext.tasks.task import (
+    AgentTask,
+    EpisodeTask,
+    Message,
+    Problem,
+    Score,
+    SelfGradingTask,
+    Task,
+    solution_messages,
+)
 
 LOG_FILE_NAME = "grader.log"
 NUM_TRIED_PROBLEMS = 4  # problems whose solutions are graded before a run starts
@@ -30,6 +40,7 @@ def open_graders(
     config: GraderConfig,
     during_training: bool = False,
     folder: str | Path | None = None,
+    agent: AgentConfig | None = None,
 ) -> list[Any]:
     """Starts the graders of these tasks, in order. Errors of the graders are raised unchanged.
 
@@ -39,14 +50,17 @@ def open_graders(
         during_training: True if texts are graded while this process trains.
         folder: run directory, in which graders print to `LOG_FILE_NAME`. None: they print to the
             output of this process.
+        agent: settings of agents.
     """
-    graders: list[Any] = []  # `Grader`, `EnvironmentPool` or the grader of a `SelfGradingTask`
+    graders: list[Any] = []  # `Grader`, `EnvironmentPool`, `AgentPool` or the grader of a `SelfGradingTask`
     output = None if folder is None else Path(folder) / LOG_FILE_NAME
     # If a later task raises, the graders of the earlier tasks are closed.
     with ExitStack() as opened:
         for task in filter(None, tasks):
             if isinstance(task, SelfGradingTask):
                 grader = task.open_grader(graders, during_training)
+            elif isinstance(task, AgentTask):
+                grader = AgentPool(task, agent or AgentConfig(), config.workers, output)
             elif isinstance(task, EpisodeTask):
                 grader = EnvironmentPool(task, config.workers, config.timeout_s, output)
             else:
@@ -79,6 +93,8 @@ def check_grading(
     for i, (task, key) in enumerate(zip(tasks, keys, strict=False)):
         if isinstance(task, SelfGradingTask):
             task.check_grading(key, tasks[:i])
+        elif isinstance(task, AgentTask):
+            continue  # its reward needs a policy
         elif isinstance(task, EpisodeTask):
             if type(task) not in checked:
                 checked.append(type(task))

@@ -16,6 +16,7 @@ import numpy as np
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader, Outcome, Ungraded, log_failures
+from torchtune_ext.grading.agents import AgentPool
 from torchtune_ext.grading.environments import EnvironmentPool
 from torchtune_ext.pipeline.episodes import Episode
 from torchtune_ext.pipeline.groups import Group, Sample
@@ -70,6 +71,7 @@ class PendingGroup:
         self.episodes = (
             [Episode(self.prompt, self.thought_prefix) for _ in range(num_samples)] if has_environments else []
         )
+        self.agent_episodes: dict[int, AgentEpisode] = {}  # by sample, if the task has an agent
         self.submitted = time.monotonic()
 
     @property
@@ -98,8 +100,8 @@ class PendingGroup:
     @property
     def num_tokens(self) -> int:
         """The number of sampled tokens in the completions or turns that have arrived."""
-        if self.episodes:
-            return sum(episode.num_tokens for episode in self.episodes)
+        if episodes := self.episodes or [episode.session for episode in self.agent_episodes.values()]:
+            return sum(episode.num_tokens for episode in episodes)
         return sum(len(sample.completion.tokens) for sample in self.arrived)
 
     @property
@@ -115,19 +117,30 @@ class PendingGroup:
                 f"{len(unfinished) - len(after_turn)} wait for the engine, {len(after_turn) - with_process} for a free "
                 f"environment process, {with_process} for the environment's reply"
             )
-        if unsampled := self.samples.count(None):
+        if (unsampled := self.samples.count(None)) and self.agent_episodes:
+            waiting = sum(episode.is_generating for episode in self.agent_episodes.values())
+            return (
+                f"{since}, {unsampled} of {len(self.samples)} agents have not finished, {waiting} wait for the engine"
+            )
+        if unsampled:
             return f"{since}, the engine has not finished {unsampled} of {len(self.samples)} completions"
         return f"{since}, {self.num_ungraded} of {len(self.samples)} texts are not graded"
 
     def to_group(self) -> Group:
-        return Group(self.problem, np.asarray(self.prompt, dtype=np.int32), tuple(self.arrived))
+        group = Group(self.problem, np.asarray(self.prompt, dtype=np.int32), tuple(self.arrived))
+        if not self.agent_episodes:
+            return group
+        from torchtune_ext.pipeline.agent_session import share_prefix
+
+        return share_prefix(group, [episode.session for _, episode in sorted(self.agent_episodes.items())])
 
 
 class GroupStream:
     """Owns groups from `submit` to `pop`. Grades each completion as soon as the engine returns it.
 
     With an `EnvironmentPool` in place of the grader, a completion is the first turn of an episode
-    (`episodes.py`), and a group is finished when all its episodes are finished.
+    (`episodes.py`), and a group is finished when all its episodes are finished. With an `AgentPool`,
+    a sample is what an agent requests from the endpoint until it returns the reward.
 
     One coroutine per sample waits in the engine's loop for the engine, the grader and the
     environment. Code of the tokenizer, the task and the progress sink runs in the stream's thread,
@@ -138,7 +151,7 @@ class GroupStream:
         self,
         engine: Engine,
         tokenizer: ChatTokenizer,
-        grader: Grader | EnvironmentPool,
+        grader: Grader | EnvironmentPool | AgentPool,
         progress: ProgressSink | None = None,
     ):
         # The progress sink, and the group number below which it receives samples.
@@ -146,7 +159,8 @@ class GroupStream:
         self.last_progress_at = time.monotonic()  # arrival of the last completion or grade
         self._engine, self._tokenizer = engine, tokenizer
         self._environments = grader if isinstance(grader, EnvironmentPool) else None
-        self._grader = None if isinstance(grader, EnvironmentPool) else grader
+        self._agents = grader if isinstance(grader, AgentPool) else None
+        self._grader = None if isinstance(grader, EnvironmentPool | AgentPool) else grader
         self.grading_metrics = lambda is_refill: grader.metrics(is_refill)
         self._warned_template_mismatch = False
         # Only the caller's thread changes these two. `wait_next` moves a group to the second.
@@ -311,7 +325,7 @@ class GroupStream:
     async def _run_group(self, group: PendingGroup, requests: Sequence[EngineRequest]) -> None:
         """Generates and grades all samples of a group."""
         # The first error cancels the other samples of the group, and `wait_next` raises it.
-        run_sample = self._converse if group.episodes else self._sample_one
+        run_sample = self._run_agent if self._agents else self._converse if group.episodes else self._sample_one
         await gather_or_cancel(*(run_sample(group, index, request) for index, request in enumerate(requests)))
         # A grader that compares samples needs all texts of a group at once.
         if self._grader is not None and self._grader.grades_groups:
@@ -324,6 +338,26 @@ class GroupStream:
         text = await self._in_thread(self._add_completion, group, sample_index, completion)
         if not self._grader.grades_groups:
             await self._grade(group, sample_index, text)
+
+    async def _run_agent(self, group: PendingGroup, sample_index: int, request: EngineRequest) -> None:
+        """Runs an agent, which requests responses from the endpoint until it returns the reward."""
+        # Imported here, since only runs with agents need the server.
+        from torchtune_ext.pipeline.endpoint import run_agent
+
+        assert self._agents is not None  # otherwise the stream samples by itself
+
+        def on_response(completion: Completion) -> None:
+            self.last_progress_at = time.monotonic()
+            self._report_tokens(group, 0, completion)
+
+        sample = await run_agent(
+            self._agents, self._engine, self._tokenizer, group.problem, group.prompt, group.sampling, request,
+            sample_index, group.priority, on_response, group.agent_episodes,
+        )  # fmt: skip
+        self.last_progress_at, group.samples[sample_index] = time.monotonic(), sample
+        if (progress := self._progress_for(group)) is not None:
+            progress.add(1, 0)
+        self._report_reward(group, sample.outcome)
 
     async def _grade(self, group: PendingGroup, first: int, *texts: str) -> None:
         """Grades the samples of a group from index `first` on."""
@@ -471,7 +505,7 @@ def sample_groups(
     sampling: SamplingConfig,
     engine: Engine,
     tokenizer: ChatTokenizer,
-    grader: Grader | EnvironmentPool,
+    grader: Grader | EnvironmentPool | AgentPool,
     progress: ProgressSink | None = None,
     timer: Callable[[str], AbstractContextManager] = nullcontext,
     priority: Priority = Priority.SAMPLE,
@@ -521,7 +555,7 @@ def sample_held_out(
     sampling: SamplingConfig,
     engine: Engine,
     tokenizer: ChatTokenizer,
-    grader: Grader | EnvironmentPool,
+    grader: Grader | EnvironmentPool | AgentPool,
     make_progress: Callable[[int, str], AbstractContextManager[ProgressSink]],
     timer: Callable[[str], AbstractContextManager] = nullcontext,
     deadline_s: float = DEADLINE_S,

@@ -163,7 +163,7 @@ def check_task(
             raise UsageError(
                 f"{key}: {name} has no `{method}`. Fix: define it to return {what} (docs/how_to/dataset.md)"
             )
-    graders = [getattr(task, method, None) for method in ("grade", "grade_group", "environment")]
+    graders = [getattr(task, method, None) for method in ("grade", "grade_group", "environment", "run_agent")]
     if grades and not isinstance(task, SelfGradingTask) and not any(map(callable, graders)):
         raise UsageError(
             f"{key}: {name} has no `grade`. Fix: define `def grade(self, problem, text)`, which returns a number or a Score "

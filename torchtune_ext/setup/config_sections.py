@@ -3,6 +3,7 @@
 from typing import Literal, Protocol
 
 from torchtune_ext.grading import GraderConfig
+from torchtune_ext.grading.agents import AgentConfig
 from torchtune_ext.pipeline.advantages import AdvantageConfig
 from torchtune_ext.pipeline.evaluation import EvaluationConfig
 from torchtune_ext.pipeline.source import RolloutConfig
@@ -19,6 +20,7 @@ from torchtune_ext.training.trained_weights import AdapterConfig
 __all__ = [
     "AdapterConfig",
     "AdvantageConfig",
+    "AgentConfig",
     "CheckpointConfig",
     "EngineConfig",
     "EvaluationConfig",
@@ -45,6 +47,7 @@ class RunSettings(Protocol):
     task: Component
     evaluation: EvaluationConfig
     grader: GraderConfig
+    agent: AgentConfig
     preset: str | None
     loss: Component
     teacher: TeacherConfig

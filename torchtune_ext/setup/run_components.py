@@ -160,7 +160,11 @@ class RunComponents:
         # If groups are prefetched, grading runs during training.
         cfg, tasks = self.cfg, [self.task, self.eval_task]
         return open_graders(
-            tasks, cfg.grader, during_training=self.staleness_scheduler.prefetch_steps > 0, folder=cfg.output_dir
+            tasks,
+            cfg.grader,
+            during_training=self.staleness_scheduler.prefetch_steps > 0,
+            folder=cfg.output_dir,
+            agent=cfg.agent,
         )
 
     def teacher_engine_config(self) -> EngineConfig:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.errors import UsageError
+from torchtune_ext.tasks.agent_functions import Agent, find_agent
 from torchtune_ext.tasks.examples import Example, field_names, field_value, fill_template, hub_examples, read_examples
 from torchtune_ext.tasks.grade_functions import GradeFunction, GroupGradeFunction, use_graders
 from torchtune_ext.tasks.task import Message, Problem, Score, require_index, require_question, task_length, to_score
@@ -193,6 +194,11 @@ class Jsonl(QuestionTask):
         group_grader: instead of `grader`, a function (problem, texts) -> list of floats or Scores,
             one for each text. It gets all samples of a question in one call.
         fields: fields of the example that the function also gets, as `problem.example`; None: all.
+        agent: instead of `grader`, dotted path of a function (problem, client) -> float or Score, which
+            may be a coroutine function. It plays an episode through the endpoint `client.base_url`.
+        command: instead of `agent`, a program and its arguments. It gets OPENAI_BASE_URL,
+            OPENAI_API_KEY and OPENAI_MODEL, the problem as JSON on stdin, and prints its reward, or a
+            JSON object with `reward`, as the last line.
 
     Raises:
         UsageError: the source is missing or unreadable, an example lacks a field or has an empty
@@ -218,11 +224,22 @@ class Jsonl(QuestionTask):
         first: int = 0,
         group_grader: str | GroupGradeFunction | None = None,
         fields: Sequence[str] | None = None,
+        agent: str | Agent | None = None,
+        command: Sequence[str] | None = None,
     ) -> None:
-        if grader is None and group_grader is None and type(self).grade is Jsonl.grade:
+        given = {"grader": grader, "group_grader": group_grader, "agent": agent, "command": command}
+        given = {key: value for key, value in given.items() if value is not None}
+        if not given and type(self).grade is Jsonl.grade:
             raise UsageError(
-                "grader is missing. Fix: name a function f(problem, text), such as grader: my_reward.f for my_reward.py"
+                "grader is missing. Fix: name a function f(problem, text), such as grader: my_reward.f for my_reward.py, or "
+                "an agent f(problem, client)"
             )
+        if ("agent" in given or "command" in given) and len(given) > 1:
+            raise UsageError(
+                f"{', '.join(given)}: mutually exclusive, since an agent returns the reward. Fix: keep one"
+            )
+        if agent is not None or command is not None:
+            self.run_agent = find_agent(agent, command)
         require_one(hub=hub, path=path)
         source = ExampleSource(hub, config, split, path, question, answer, solution)
         super().__init__(source, prompt, system, count, first, "", grader, group_grader, fields)

@@ -55,6 +55,8 @@ class Score:
     note: str = ""  # for people, such as a compiler's output; truncated to 2,000 characters
     # Metadata for the stored rollouts, such as the machine.
     facts: Mapping[str, str] = field(default_factory=dict)
+    # Of an agent's episode: rewards of single responses by their `id`, for `advantage.credit: turn`.
+    response_rewards: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def kind(self) -> str:
@@ -120,7 +122,7 @@ def to_score(value: object) -> Score:
         kind = type(value)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         raise UsageError(f"{'None' if value is None else name}, neither a number nor a Score")
-    for name, named in (("parts", value.parts), ("facts", value.facts)):
+    for name, named in (("parts", value.parts), ("facts", value.facts), ("response_rewards", value.response_rewards)):
         if not isinstance(named, Mapping):
             raise UsageError(f"a Score with {name}={named!r:.60}, which is not a dict")
     reward = _require_finite("reward", value.reward)
@@ -130,7 +132,10 @@ def to_score(value: object) -> Score:
             f"a Score with parts[{min(taken)!r}]; this name is reserved for a metric of the reward. Fix: rename the part"
         )
     facts = {_text(name): _text(fact) for name, fact in value.facts.items()}
-    return Score(reward, parts, _text(value.note or ""), facts)
+    rewards = {
+        str(name): _require_finite("response_rewards", number) for name, number in value.response_rewards.items()
+    }
+    return Score(reward, parts, _text(value.note or ""), facts, rewards)
 
 
 def _text(value: Any) -> str:
@@ -243,6 +248,27 @@ class EpisodeTask(Protocol):
 
         All samples of a group get the same problem and seed.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AgentClient:
+    """Where an agent reaches the policy: arguments of any OpenAI client."""
+
+    base_url: str
+    api_key: str
+    model: str = "policy"
+    # The same weights without training, for titles, summaries or judges.
+    untrained_model: str = "policy-untrained"
+
+
+@runtime_checkable
+class AgentTask(Protocol):
+    """A task whose agent owns its loop: it requests responses and returns the reward."""
+
+    # It runs in a process of its own, which is killed with its children after `agent.timeout_s`.
+    def run_agent(self, problem: Problem, client: AgentClient) -> float | Score:
+        """Plays one episode and returns its reward. May be a coroutine function."""
         ...
 
 

@@ -45,7 +45,7 @@ SETTINGS = ("settings", "setup", "cluster", "sweep", "cli")
 SECTION_IMPORTS = [
     f"torchtune_ext.settings.{name}" for name in ("sections.config_section", "sections.Seconds", "components.Component")
 ]
-MAX_FILE, MAX_FUNCTION, MAX_KEYS = 600, 80, 41  # lines, lines, names
+MAX_FILE, MAX_FUNCTION, MAX_KEYS = 600, 80, 42  # lines, lines, names
 MAX_RECIPE = 300  # statements: comments and blank lines cost nothing, and squeezing a line gains nothing
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|Users/\w+|home/\w+|opt/(wheels|pypi))/")
 TEXTS = {".py", ".yaml", ".md", ".cfg", ".toml", ".sh", ".txt", ".pth", ".start"}
@@ -307,8 +307,8 @@ PLANTED = [
     (recipes_describe_their_keys, {"recipes/a.py": "class Config:\n pass"}, "recipes/a.py needs one dataclass"),
     (
         recipes_describe_their_keys,
-        {"recipes/a.py": "class Config:\n" + " a: int = Field(description='a')\n" * 42},
-        "1 to 41 knobs: 42",
+        {"recipes/a.py": "class Config:\n" + " a: int = Field(description='a')\n" * 43},
+        "1 to 42 knobs: 43",
     ),
     (
         recipes_describe_their_keys,
@@ -365,4 +365,4 @@ def test_recipe_imports_exclude_optional_modules():
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     modules = [name for name in printed.split() if name.startswith("torchtune_ext.")]
     assert not [name for name in modules if "measured" in name or "fp8." in name or "fp8_" in name]
-    assert len(modules) <= 114, f"{len(modules)} modules, one of which is new here: {sorted(modules)}"
+    assert len(modules) <= 115, f"{len(modules)} modules, one of which is new here: {sorted(modules)}"

@@ -1,0 +1,376 @@
+"""The endpoint for agents: histories as token ids, trees, requests of the openai package, errors, retries. With a real engine:
+tests/integration/test_agents.py."""
+
+import asyncio
+import json
+import threading
+import time
+from types import SimpleNamespace
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.tiny_runs import write_tiny_model
+from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.grading.agents import AgentConfig
+from torchtune_ext.pipeline import endpoint as endpoint_module
+from torchtune_ext.pipeline.agent_session import AgentSession, build_tree, shared_prompt
+from torchtune_ext.pipeline.endpoint import Endpoint
+from torchtune_ext.sampling.backend import build_requests, derive_seed
+from torchtune_ext.sampling.engine import LoopThread, Priority, SamplingConfig
+from torchtune_ext.sampling.types import Completion
+
+ASK = {"role": "user", "content": "Write about 3."}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder)
+    return ChatTokenizer(folder)
+
+
+def completion(ids, finish_reason="stop"):
+    ids = np.asarray(ids, np.int32)
+    return Completion(ids, -np.arange(len(ids), dtype=np.float32), np.zeros(len(ids), np.int32), finish_reason)
+
+
+class ScriptedEngine:
+    """An engine that answers requests with the next text."""
+
+    config = SimpleNamespace(max_model_len=600)
+
+    def __init__(self, tokenizer):
+        self.thread, self.tokenizer, self.texts, self.requests = LoopThread("scripted"), tokenizer, [], []
+        self.released, self.cancelled, self.error = threading.Event(), 0, None
+        self.released.set()
+        self.thread.start()
+
+    def schedule(self, work, priority=None):
+        return self.thread.schedule(work)
+
+    def call(self, function, *args):
+        async def work():
+            return function(*args)
+
+        return self.schedule(work()).result(10)
+
+    async def generate(self, request, affinity_key=None):
+        self.requests.append(request)
+        try:
+            while not self.released.is_set():
+                await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.error is not None:
+            raise self.error
+        text = self.texts.pop(0) if self.texts else "ok"
+        return completion([*self.tokenizer.encode(text), self.tokenizer.eos_id])
+
+
+@pytest.fixture
+def engine(tokenizer):
+    engine = ScriptedEngine(tokenizer)
+    yield engine
+    engine.thread.stop()
+
+
+@pytest.fixture
+def open_episode(engine, tokenizer):
+    """Opens an episode at an endpoint with the given settings; returns it and an openai client."""
+    endpoints, responses = [], []
+
+    def open_episode(max_retries=0, **config):
+        endpoint = Endpoint(engine, tokenizer, AgentConfig(**config))
+        endpoints.append(endpoint)
+        prompt, sampling = tokenizer.prompt_ids([ASK]), SamplingConfig(max_tokens=64, seed=5)
+        request = build_requests(prompt, 4, sampling, 2, Priority.SAMPLE, 600)[1]
+        episode = engine.call(endpoint.open, prompt, sampling, request, 1, Priority.SAMPLE, responses.append)
+        episode.endpoint = endpoint
+        return episode, openai.OpenAI(base_url=endpoint.url, api_key=episode.key, max_retries=max_retries)
+
+    yield open_episode
+    for endpoint in endpoints:
+        endpoint.close()
+
+
+def chat(client, messages, **options):
+    (choice,) = client.chat.completions.create(model="policy", messages=messages, **options).choices
+    return choice
+
+
+# -- trees -------------------------------------------------------------------------------------------
+
+turn_ids = st.lists(st.integers(0, 3), min_size=1, max_size=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=8), turn_ids), min_size=1, max_size=6))
+def test_tree_stores_each_response_behind_its_context(responses):
+    responses = [(np.array(context, np.int32), completion(ids)) for context, ids in responses]
+    prompt = responses[0][0][:2]
+    tree = build_tree(prompt, responses, "completed")
+    ids = np.concatenate([prompt, tree.tokens])
+    for path, (start, stop), (context, turn) in zip(tree.turn_paths(len(prompt)), tree.turns, responses, strict=True):
+        np.testing.assert_array_equal(ids[path], [*context, *turn.tokens])
+        np.testing.assert_array_equal(tree.logprobs[start:stop], turn.logprobs)
+    # No prefix is stored twice: as many ids as a trie has nodes.
+    paths = [[*prompt], *([*context, *turn.tokens] for context, turn in responses)]
+    nodes = {tuple(path[: n + 1]) for path in paths for n in range(len(path))}
+    assert len(ids) <= len(nodes) + sum(len(turn.tokens) for _, turn in responses)
+
+
+def test_linear_history_is_a_path(tokenizer):
+    session = AgentSession(tokenizer)
+    messages = [ASK]
+    for text in ("one", "two", "three"):
+        context = session.find_context(messages, [])
+        turn = completion([*tokenizer.encode(text), tokenizer.eos_id])
+        message = {"role": "assistant", "content": text}
+        session.add("id", messages, [], context, turn, text, message, True)
+        messages = [*messages, message, {"role": "user", "content": "Go on."}]
+    prompt = np.array(tokenizer.prompt_ids([ASK]), np.int32)
+    tree = session.to_completion(prompt, "completed")
+    assert len(tree.turns) == 3 and not tree.parents and not tree.kept_prefix_lens
+    ids = [*prompt, *tree.tokens]
+    assert ids[-len(tokenizer.encode("three")) - 1 : -1] == tokenizer.encode("three")
+    reply = tokenizer.turn_boundary_ids([{"role": "user", "content": "Go on."}], tokenizer.eos_id, (), [ASK])
+    start = tree.turns[0][1]
+    assert tree.tokens[start : start + len(reply)].tolist() == reply
+
+
+def test_interleaved_histories_have_two_paths(tokenizer):
+    session, histories = AgentSession(tokenizer), {name: [{"role": "user", "content": name}] for name in "AB"}
+    for name in "ABAB":
+        context = session.find_context(histories[name], [])
+        message = {"role": "assistant", "content": f"{name} says"}
+        turn = completion([*tokenizer.encode(message["content"]), tokenizer.eos_id])
+        session.add("id", histories[name], [], context, turn, message["content"], message, True)
+        histories[name] = [*histories[name], message, {"role": "user", "content": "and?"}]
+    prompt = shared_prompt(np.empty(0, np.int32), [session])
+    tree = session.to_completion(prompt, "completed")
+    assert tree.parents[2:] == (0, 1)
+    assert tokenizer.decode_all(prompt).endswith("A<|im_end|><|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m | {"content": m["content"] + "\n"},
+        lambda m: {"content": m["content"], "role": "assistant", "tool_calls": m["tool_calls"]},
+        lambda m: m | {"tool_calls": [call(arguments='{"b":2,\n "a":1}', id="other")]},
+        lambda m: m | {"content": [{"type": "text", "text": m["content"]}]},
+    ],
+    ids=["white space", "key order", "arguments and id", "text parts"],
+)
+def test_history_matches_despite_client_rewriting(tokenizer, change):
+    session, message = AgentSession(tokenizer), {"role": "assistant", "content": "I add.", "tool_calls": [call()]}
+    context = session.find_context([ASK], TOOLS)
+    turn = completion([*tokenizer.encode("I add." + CALL), tokenizer.eos_id])
+    response = session.add("id", [ASK], TOOLS, context, turn, "I add." + CALL, message, True)
+    result = {"role": "tool", "content": "3", "tool_call_id": "x"}
+    follow = session.find_context([ASK, change(message), result], TOOLS)
+    assert follow.extended is response and follow.ids[: len(response.path)] == response.path.tolist()
+    assert session.find_context([ASK, message | {"content": "I do not."}, result], TOOLS).extended is None
+    assert session.find_context([ASK, message, result], []).extended is None
+
+
+def call(arguments='{"a": 1, "b": 2}', id="call_1"):
+    return {"id": id, "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+# -- requests ----------------------------------------------------------------------------------------
+
+
+def test_chat_response_has_openai_fields(engine, tokenizer, open_episode):
+    _, client = open_episode()
+    engine.texts = ["12 or more"]
+    response = client.chat.completions.create(model="policy", messages=[ASK], logprobs=True, max_completion_tokens=9)
+    (choice,) = response.choices
+    assert (choice.message.content, choice.finish_reason) == ("12 or more", "stop")
+    sampled = [*tokenizer.encode("12 or more"), tokenizer.eos_id]
+    assert [entry.logprob for entry in choice.logprobs.content] == [-float(i) for i in range(len(sampled))]
+    assert response.usage.completion_tokens == len(sampled)
+    assert response.usage.prompt_tokens == len(tokenizer.prompt_ids([ASK]))
+    assert engine.requests[0].prompt == tokenizer.prompt_ids([ASK])
+    assert engine.requests[0].sampling.max_tokens == 9
+    assert [model.id for model in client.models.list()] == ["policy", "policy-untrained"]
+
+
+def test_tool_calls_are_parsed_and_kept_as_ids(engine, tokenizer, open_episode):
+    _, client = open_episode()
+    engine.texts = ["I add." + CALL, "3"]
+    choice = chat(client, [ASK], tools=TOOLS)
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "I add."
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"a": 1, "b": 2}
+    message = choice.message.model_dump(exclude_none=True)
+    chat(
+        client,
+        [ASK, message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"}],
+        tools=TOOLS,
+    )
+    first, second = engine.requests
+    path = [*first.prompt, *tokenizer.encode("I add." + CALL), tokenizer.eos_id]
+    assert second.prompt[: len(path)] == path
+
+
+def test_thought_is_reasoning_content_and_may_be_dropped(engine, tokenizer, open_episode):
+    _, client = open_episode()
+    engine.texts = ["<think>hm</think>Yes", "No"]
+    choice = chat(client, [ASK])
+    assert (choice.message.content, choice.message.reasoning_content) == ("Yes", "hm")
+    chat(client, [ASK, {"role": "assistant", "content": "Yes"}, ASK])
+    sampled = [*tokenizer.encode("<think>hm</think>Yes"), tokenizer.eos_id]
+    assert engine.requests[1].prompt[: len(engine.requests[0].prompt) + len(sampled)] == [
+        *engine.requests[0].prompt,
+        *sampled,
+    ]
+
+
+def test_stop_cuts_text_but_not_ids(engine, tokenizer, open_episode):
+    _, client = open_episode()
+    engine.texts = ["one two three", "four"]
+    choice = chat(client, [ASK], stop=[" two"])
+    assert choice.message.content == "one"
+    chat(client, [ASK, {"role": "assistant", "content": "one"}, ASK])
+    assert tokenizer.encode(" two three")[0] in engine.requests[1].prompt
+
+
+def test_stream_has_message_and_usage(engine, open_episode):
+    _, client = open_episode()
+    engine.texts = ["I add." + CALL]
+    chunks = list(
+        client.chat.completions.create(
+            model="policy", messages=[ASK], tools=TOOLS, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == "I add."
+    assert [delta.tool_calls[0].function.name for delta in deltas if delta.tool_calls] == ["add"]
+    assert chunks[-1].usage.completion_tokens and chunks[-2].choices[0].finish_reason == "tool_calls"
+
+
+REFUSED = [
+    ({"temperature": 0.3}, 400, "temperature=0.3"),
+    ({"top_p": 0.9}, 400, "top_p=0.9"),
+    ({"n": 2}, 400, "n=2"),
+    ({"extra_body": {"best_of": 3}}, 400, "best_of=3"),
+    ({"model": "gpt-4o"}, 404, "gpt-4o"),
+    ({"messages": []}, 400, "messages"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, 400, "robot"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400, "image_url"),
+    ({"max_tokens": 0}, 400, "max_tokens"),
+    ({"messages": [{"role": "user", "content": "long " * 900}]}, 400, "exceed engine.max_model_len=600"),
+]
+
+
+@pytest.mark.parametrize(("options", "status", "words"), REFUSED, ids=[words for *_, words in REFUSED])
+def test_request_that_cannot_be_trained_is_refused(open_episode, options, status, words):
+    episode, client = open_episode()
+    with pytest.raises(openai.APIStatusError, match=words) as caught:
+        client.chat.completions.create(**{"model": "policy", "messages": [ASK]} | options)
+    assert caught.value.status_code == status and not episode.session.responses
+
+
+def test_client_sampling_can_be_ignored(engine, open_episode, caplog):
+    _, client = open_episode(ignore_client_sampling=True)
+    for _ in range(2):
+        chat(client, [ASK], temperature=0.3, top_p=0.5)
+    assert caplog.text.count("temperature=0.3 of a client is ignored") == 1
+    assert {request.sampling.temperature for request in engine.requests} == {1.0}
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"[" * 100_000, b"x" * (17 << 20)], ids=["cut", "list", "deep", "17 MB"])
+def test_broken_body_is_an_openai_error(open_episode, body):
+    episode, _ = open_episode()
+    headers = {"authorization": f"Bearer {episode.key}"}
+    answer = httpx.post(f"{episode.endpoint.url}/chat/completions", content=body, headers=headers)
+    assert answer.status_code in (400, 413) and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_key_is_valid_during_its_episode_only(engine, open_episode):
+    episode, client = open_episode()
+    with pytest.raises(openai.AuthenticationError, match="unknown key"):
+        chat(client.with_options(api_key="sk-other"), [ASK])
+    chat(client, [ASK])
+    engine.call(episode.endpoint.finish, episode)
+    with pytest.raises(openai.AuthenticationError, match="has finished"):
+        chat(client, [ASK])
+
+
+def test_request_in_flight_ends_with_episode(engine, open_episode):
+    episode, client = open_episode()
+    engine.released.clear()
+    with pytest.raises(openai.AuthenticationError, match="has finished"):
+        threading.Timer(0.5, lambda: engine.call(episode.endpoint.finish, episode)).start()
+        chat(client, [ASK])
+    assert engine.cancelled == 1 and not episode.session.responses
+
+
+def test_turn_limit_is_429(open_episode):
+    episode, client = open_episode(max_turns=2)
+    chat(client, [ASK]), chat(client, [ASK])
+    with pytest.raises(openai.RateLimitError, match="max_turns=2"):
+        chat(client, [ASK])
+    assert episode.finish_reason == "max_turns" and len(episode.session.responses) == 2
+
+
+def test_untrained_model_is_not_stored(engine, tokenizer, open_episode):
+    episode, client = open_episode()
+    client.chat.completions.create(model="policy-untrained", messages=[ASK])
+    assert not episode.session.trained and episode.session.num_tokens == 0
+    tree = episode.session.to_completion(np.array(tokenizer.prompt_ids([ASK]), np.int32), "completed")
+    assert len(tree.tokens) == 0 and tree.turns == ()
+
+
+def test_retry_attaches_to_first_generation(engine, open_episode):
+    _, client = open_episode(max_retries=1)
+    engine.released.clear()
+    threading.Timer(2.0, engine.released.set).start()
+    choice = chat(client.with_options(timeout=1.0), [ASK])
+    assert choice.message.content == "ok" and len(engine.requests) == 1
+    # Equal requests that are not retries are two responses with two seeds.
+    chat(client, [ASK]), chat(client, [ASK])
+    assert len({request.seed for request in engine.requests}) == 3
+
+
+def test_disconnected_client_drops_its_turn(engine, open_episode, monkeypatch):
+    monkeypatch.setattr(endpoint_module, "RETRY_GRACE_S", 0.2)
+    episode, client = open_episode()
+    engine.released.clear()
+    with pytest.raises(openai.APITimeoutError):
+        chat(client.with_options(timeout=0.5), [ASK])
+    deadline = time.monotonic() + 20
+    while not engine.cancelled and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert engine.cancelled == 1 and not episode.session.responses
+
+
+def test_failed_engine_is_503_with_retry_after(engine, open_episode):
+    from torchtune_ext.sampling.types import EngineFailed
+
+    _, client = open_episode()
+    engine.error = EngineFailed("the engine failed 3 times in a row")
+    with pytest.raises(openai.InternalServerError, match="3 times") as caught:
+        chat(client, [ASK])
+    assert caught.value.status_code == 503 and caught.value.response.headers["retry-after"]
+
+
+def test_seed_depends_on_path_not_on_arrival(engine, open_episode):
+    other = [{"role": "user", "content": "Another agent"}]
+    seeds = []
+    for order in ([ASK], other), (other, [ASK]):
+        _, client = open_episode()
+        start = len(engine.requests)
+        for messages in order:
+            chat(client, messages)
+        seeds.append({tuple(request.prompt): request.seed for request in engine.requests[start:]})
+    assert seeds[0] == seeds[1] and len(set(seeds[0].values())) == 2
+    assert derive_seed(5, 2, 1) in seeds[0].values()  # the seed of the group's sample

@@ -1,0 +1,59 @@
+"""Agents as functions of the user, or as programs in any language."""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtune_ext.run.errors import RunFailure, UsageError
+from torchtune_ext.tasks.grade_functions import import_grader
+from torchtune_ext.tasks.task import AgentClient, Problem, Score
+
+Agent = Callable[[Problem, AgentClient], Any]  # returns a number, a Score, or a coroutine of these
+
+
+def find_agent(agent: str | Agent | None, command: Sequence[str] | None) -> Agent:
+    """Returns the agent of a task.
+
+    Raises:
+        UsageError: the function is not found, or the command is not a list of strings.
+    """
+    if command is not None:
+        if isinstance(command, str) or not all(isinstance(part, str) for part in command) or not command:
+            raise UsageError(f"command={command!r}: expected a list of strings, such as [python, agent.py]")
+        return CommandAgent(tuple(command))
+    return import_grader(agent, "agent", "client") if isinstance(agent, str) else agent  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True, slots=True)
+class CommandAgent:
+    """An agent that is a program."""
+
+    command: tuple[str, ...]
+
+    def __call__(self, problem: Problem, client: AgentClient) -> Score:
+        variables = {
+            "OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key, "OPENAI_MODEL": client.model,
+        }  # fmt: skip
+        given = {
+            "id": problem.id, "messages": list(problem.messages), "answer": problem.answer, "example": dict(problem.example),
+        }  # fmt: skip
+        # Standard error goes to grader.log. The program is in the process group that is killed at a
+        # timeout.
+        done = subprocess.run(
+            self.command, input=json.dumps(given, default=repr), stdout=subprocess.PIPE, text=True, check=False,
+            env={**os.environ, **variables},
+        )  # fmt: skip
+        *output, last = done.stdout.rstrip("\n").split("\n")
+        print(*output, sep="\n", end="\n" if output else "")
+        if done.returncode:
+            raise RunFailure(f"{self.command[0]} exited with status {done.returncode}")
+        try:
+            value = json.loads(last)
+            return Score(**value) if isinstance(value, dict) else Score(float(value))
+        except (ValueError, TypeError):
+            raise UsageError(
+                f"the last line of {self.command[0]} is {last!r:.60}; expected a number, or a JSON object with `reward`"
+            ) from None
