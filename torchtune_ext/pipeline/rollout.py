@@ -71,7 +71,7 @@ class PendingGroup:
         self.episodes = (
             [Episode(self.prompt, self.thought_prefix) for _ in range(num_samples)] if has_environments else []
         )
-        self.agent_episodes: dict[int, AgentEpisode] = {}  # by sample, if the task has an agent
+        self.agent_episodes: dict[int, Any] = {}  # `AgentEpisode` by sample, if the task has an agent
         self.submitted = time.monotonic()
 
     @property

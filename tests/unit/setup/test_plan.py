@@ -302,7 +302,7 @@ def test_plan_verdict_shortage_lists_remedies(seven):
     plan = planned(seven, "2x80", replace(OWN, max_model_len=4096), **settings)
     lines = verdict(plan).splitlines()
     assert lines[0] == "does NOT fit on 2 x 80 GB (78.8 GiB each):" and plan.shortages.keys() == {"training"}
-    assert lines[1].startswith("  training takes ") and lines[1].endswith("are free; fixes, cheapest first:")
+    assert lines[1].startswith("  training takes ") and lines[1].endswith("are free; possible fixes, cheapest first:")
     assert lines[2:] == [
         "    activation_checkpointing=true",
         "    more GPUs for training",
