@@ -209,7 +209,7 @@ class GRPORecipe:
         self.profile = StepProfiler(cfg.profile, cfg.output_dir, self.ranks.rank)
         resume = self._open_run_folder(cfg.checkpoints)
         if self.ranks.is_main:
-            print_run_header(components)
+            print_run_header(components, group_relative_advantages)
             if not resume:
                 self.open_logs()
         # The engine loads in its own process while this process builds the policy.

@@ -117,6 +117,24 @@ class TalkAgent(Letters):
         return Score(sum(rewards.values()), response_rewards=rewards)
 
 
+class WildAgent(TalkAgent):
+    """Two of four samples return a reward, the others go wrong."""
+
+    def run_agent(self, problem, client):
+        way = int(hashlib.sha256(client.api_key.encode()).digest()[0]) % 6
+        if way == 1:
+            raise KeyError("lost")
+        if way == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if way == 3:
+            subprocess.Popen(["sleep", "600"])
+            time.sleep(600)
+        if way == 4:
+            return 1.0  # without a response
+        score = super().run_agent(problem, client)
+        return "no number" if way == 5 else score
+
+
 class Wild(Talks):
     """Of six samples each but the first goes wrong in its own way, in the second turn."""
 

@@ -64,6 +64,8 @@ def find_options(words: Sequence[str]) -> tuple[str, list[Option]]:
         for option in options
         if word in (option.name, option.name.rpartition(".")[2], option.name.partition(".")[0], *option.components)
     ]:
+        # The section or key itself comes before keys of the same name in other sections.
+        found.sort(key=lambda option: word not in (option.name, option.name.partition(".")[0]))
         return f"{recipe}, {word}:", found
     recipes = [each.name for each in recipe_files(package_folder("recipes"), package_folder("configs"))]
     # Of two names that are equally near, the less deeply nested name is the likelier.

@@ -118,7 +118,7 @@ class PolicyLoss(ConstraintOptions):
             default preset): "none", "full", "tis", "mis", "icepop", "sequence_tis", "sequence_mis" or "geometric_mask".
         importance_low: lower bound of the importance weight; null: the method's default.
         importance_high: upper bound of the importance weight; null: the method's default (2 for
-            "tis").
+            "tis", others in docs/concepts/objectives.md).
         reward_coef: coefficient of the objective with the advantages of the rewards.
         teacher_coef: coefficient of the objective with log p_teacher - log pi_old as the advantage
             of every token; 0: no teacher.

@@ -104,6 +104,11 @@ class AdvantageConfig:
                 "may come from `preset`)"
             )
 
+    @property
+    def uses_formula(self) -> bool:
+        """Whether the recipe's `group_relative_advantages` applies, not a formula of these keys."""
+        return (self.baseline, self.scale, self.pass_k) == ("mean", "group_std", 1)
+
     def __str__(self) -> str:
         penalty = f" by {self.penalty:g}" if self.truncated == "penalize" else ""
         overlong = f" over the last {self.overlong:.0%}" if self.overlong else ""
@@ -116,12 +121,17 @@ class AdvantageConfig:
         return ", ".join(word for word, shown in words.items() if shown)
 
 
+def default_formula(rewards_G: np.ndarray) -> np.ndarray:
+    """GRPO's advantages of a group, both [G]; the rewards are not all equal."""
+    return (rewards_G - rewards_G.mean()) / rewards_G.std()
+
+
 def assign_advantages(
     groups: list[Group],
     config: AdvantageConfig,
     max_tokens: int | None = None,
     train_all: bool = False,
-    formula: Callable[[np.ndarray], np.ndarray] = lambda rewards_G: (rewards_G - rewards_G.mean()) / rewards_G.std(),
+    formula: Callable[[np.ndarray], np.ndarray] = default_formula,
 ) -> tuple[list[Group], AdvantageStats]:
     """Sets the advantage of every sample, and whether it is trained on.
 
@@ -211,7 +221,7 @@ def _group_advantages(
         values_G, mean, std = best_of_k(rewards_G, config.pass_k)
     if _all_equal(values_G):
         return None
-    if (config.baseline, config.scale, config.pass_k) == ("mean", "group_std", 1):
+    if config.uses_formula:
         return formula(rewards_G)
     advantages_G = values_G - mean
     # For sample i: R_i - mean of the others = G / (G - 1) * (R_i - mean of all).

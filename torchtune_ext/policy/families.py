@@ -411,7 +411,7 @@ def _missing_config_hint(path: Path) -> str:
     owner, place = (path.parts[0], f"models/{name}") if hub else (hub_owner(name), str(path))
     hint = (
         f"`hf download {owner}/{name} --local-dir {place}` fetches a model, and `hf download {owner}/{name} "
-        f"config.json --local-dir {place}` the one file that the plan of dry_run=True needs"
+        f"config.json --local-dir {place}` the file that a plan of other models needs"
     )
     if hub:
         return f"{problem}. If it is a model id on the Hugging Face hub: {hint}; then set model_dir={place}"

@@ -75,7 +75,7 @@ def dry_run(cfg: RunSettings) -> None:
         missing = error
     print_text("\n".join([plan_table(plan, Path(cfg.model_dir).name), *notes, "", verdict(plan)]))
     if missing:
-        print_text(f"problem: {missing}\nThe plan above does not depend on it, but a start would fail with this error")
+        print_text(f"problem: {missing}\nA start would fail with this error")
     elif plan.fits:
         checked = "settings" if cfg.replay else "settings, first problems, grader"
         print_text(f"checked without errors: {checked}")

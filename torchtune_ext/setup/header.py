@@ -1,12 +1,14 @@
 """Print the header of a run: model, device, objective, problems, files and engine."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from torchtune_ext.pipeline.advantages import default_formula
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.run.output import ENGINE_READY_PREFIX, format_labels, print_text
@@ -22,8 +24,8 @@ from torchtune_ext.training.precision import dtype_note
 from torchtune_ext.training.trained_weights import FullWeights, LoRAWeights
 
 
-def print_run_header(components: RunComponents) -> None:
-    """Print the header of a GRPO run before its engine starts."""
+def print_run_header(components: RunComponents, formula: Callable[[np.ndarray], np.ndarray] | None = None) -> None:
+    """Print the header of a GRPO run before its engine starts. `formula`: as in `advantage_text`."""
     cfg, output = components.cfg, components.cfg.output_dir
     # Only our own graders write grader.log. A self-grading task starts other processes.
     texts = [task for task in (components.task, components.eval_task) if task and not isinstance(task, SelfGradingTask)]
@@ -35,7 +37,16 @@ def print_run_header(components: RunComponents) -> None:
             "device",
             f"{device_text(components.ranks)}; {components.precision}{dtype_note(cfg.dtype, components.ranks.device.type)}",
         ),
-        ("objective", objective_text(components.loss, cfg.advantage, cfg.aggregation, cfg.refill_rounds, cfg.preset)),
+        (
+            "objective",
+            objective_text(
+                components.loss,
+                advantage_text(cfg.advantage, formula),
+                cfg.aggregation,
+                cfg.refill_rounds,
+                cfg.preset,
+            ),
+        ),
         ("problems", problems_text(cfg, components.task, components.eval_task, components.train_eval_overlap)),
         ("files", f"{output}; a checkpoint {interval}{grader_log_text}"),
     ]
@@ -158,13 +169,28 @@ def _task_text(task: Task) -> str:
     return " ".join(words)
 
 
-def objective_text(
-    loss: Any, advantage: AdvantageConfig, aggregation: str, refill_rounds: int, preset: str | None
-) -> str:
+def advantage_text(config: AdvantageConfig, formula: Callable[[np.ndarray], np.ndarray] | None) -> str:
+    """Return the text of the advantage.
+
+    Args:
+        config: the `advantage:` section.
+        formula: a recipe's rewards [G] -> advantages [G], which a copy may have changed; it is named
+            if it differs from the default on an example. None: the default.
+    """
+    rewards_G = np.array([0.0, 1.0, 1.0, 3.0])
+    if formula is None or np.allclose(formula(rewards_G), default_formula(rewards_G)):
+        return str(config)
+    name = describe_function(formula)
+    if config.uses_formula:
+        return f"advantage {name}"
+    return f"{config} ({name} is not used: it needs baseline=mean, scale=group_std, pass_k=1)"
+
+
+def objective_text(loss: Any, advantage: str, aggregation: str, refill_rounds: int, preset: str | None) -> str:
     """Return the text of the objective, e.g. "clip 0.2/0.28 per token, ..., token mean; preset dapo"."""
     # The objective is written out next to the preset, because the user may have overridden keys of
     # the preset.
-    parts = [_loss_text(loss), str(advantage), AGGREGATIONS[aggregation]]
+    parts = [_loss_text(loss), advantage, AGGREGATIONS[aggregation]]
     if refill_rounds:
         parts.append(f"up to {refill_rounds} refills")
     return f"{', '.join(parts)}; {'no preset' if preset is None else f'preset {preset}'}"

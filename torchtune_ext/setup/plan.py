@@ -399,5 +399,5 @@ def verdict(plan: RunPlan) -> str:
         return "\n".join([f"fits {where}:", *demands])
     lines = [f"does NOT fit {where}:"]
     for kind, missing in plan.shortages.items():
-        lines += [f"  {missing}; possible fixes, cheapest first:", *(f"    {fix}" for fix in plan.fixes(kind))]
+        lines += [f"  {missing}; settings that need less, cheapest first:", *(f"    {fix}" for fix in plan.fixes(kind))]
     return "\n".join(lines)

@@ -44,7 +44,7 @@ ENGINE_ADVICE = (
 )
 TRUNCATION_CAUSE = (
     "top-p / top-k: the engine's log-probs are higher than the trainer's on nearly every token, as after "
-    f"renormalizing over a part of the vocabulary. {ENGINE_ADVICE}"
+    f"renormalizing over a part of the vocabulary. {ENGINE_ADVICE}. If both are off: another model or checkpoint"
 )
 
 # The cause in a replay. A replay does not sample, so engine settings cannot cause its mismatch.

@@ -189,7 +189,11 @@ def test_dry_run_32b_does_not_fit_eight_80gb(place, capsys):
     status, out = ran(capsys, settings_in(place, "qwen2_5_32B_full", dry_run="8x80"))
     assert status == 2 and "does NOT fit on 8 x 80 GB (78.8 GiB each):" in out
     # 16 bytes for 32.76 billion parameters on four GPUs are 122 GiB each, plus activations and gathered weights.
-    assert "training takes" in out and "fixes, cheapest first:" in out and "    more GPUs for training" in out
+    assert (
+        "training takes" in out
+        and "settings that need less, cheapest first:" in out
+        and "    more GPUs for training" in out
+    )
 
 
 def test_dry_run_lists_only_remedies_that_are_missing(place, capsys):
@@ -197,7 +201,7 @@ def test_dry_run_lists_only_remedies_that_are_missing(place, capsys):
     words = ["engine.devices=null", "engine.sleep=true", "engine.max_model_len=4096", "row_tokens=4096"]
     words += ["sampling.max_tokens=2048"]
     status, out = ran(capsys, settings_in(place, "qwen2_5_7B_lora", words=words, dry_run="1x24"))
-    listed = out.partition("fixes, cheapest first:\n")[2].splitlines()
+    listed = out.partition("settings that need less, cheapest first:\n")[2].splitlines()
     assert status == 2 and "awake engine on the same GPU" in out
     assert [line.strip() for line in listed if line.startswith("    ")][:4] == [
         "a lower engine.gpu_memory_utilization or engine.kv_cache_bytes",
@@ -278,7 +282,7 @@ def test_dry_run_needs_only_config_json_lists_gaps(place, tmp_path, capsys):
     cfg.model_dir = str(write_config(tmp_path, "Qwen2.5-7B-Instruct"))
     status, out = ran(capsys, OmegaConf.merge(cfg, {"dry_run": "5x80"}))
     assert status == 2 and "7.616 B parameters" in out and "\nfits on 5 x 80 GB" in out
-    assert "problem: " in out and "a start would fail with this error" in out
+    assert "problem: " in out and "A start would fail with this error" in out
 
 
 def test_dry_run_missing_data_is_listed_after_plan(place, capsys):

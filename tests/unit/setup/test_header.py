@@ -1,22 +1,26 @@
 """The header of a run describes its objective, problems, device and files."""
 
+import re
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from torchtune_ext.pipeline.advantages import AdvantageConfig
 from torchtune_ext.pipeline.staleness import StalenessScheduler
 from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import config_files, package_folder
 from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.settings.config import load_config
 from torchtune_ext.setup.header import (
+    advantage_text,
     device_text,
     objective_text,
     parameters_text,
@@ -41,7 +45,9 @@ def settings(config="grpo/tiny_arithmetic", **own):
 
 
 def line(cfg):
-    return objective_text(cfg.loss.instantiate(), cfg.advantage, cfg.aggregation, cfg.refill_rounds, cfg.preset)
+    return objective_text(
+        cfg.loss.instantiate(), advantage_text(cfg.advantage, None), cfg.aggregation, cfg.refill_rounds, cfg.preset
+    )
 
 
 def test_a_preset_changes_all_of_tinys_objective():
@@ -204,3 +210,22 @@ def test_header_reports_checkpoints_without_evaluation_score():
 )
 def test_header_reports_asynchronous_sampling(own, words):
     assert lines(settings("grpo/tiny_async", **own))[5].endswith(words)
+
+
+def median_formula(rewards_G):
+    return rewards_G - np.median(rewards_G)
+
+
+def shipped_formula(rewards_G):
+    baseline, scale = rewards_G.mean(), rewards_G.std()
+    return (rewards_G - baseline) / scale
+
+
+def test_header_names_changed_advantage_formula():
+    plain, pass_at_2 = AdvantageConfig(), AdvantageConfig(pass_k=2)
+    assert advantage_text(plain, shipped_formula) == str(plain)
+    assert re.fullmatch(
+        r"advantage test_header.median_formula \(test_header.py:\d+\)", advantage_text(plain, median_formula)
+    )
+    text = advantage_text(pass_at_2, median_formula)
+    assert text.startswith(str(pass_at_2)) and "median_formula (test_header.py" in text and "is not used" in text

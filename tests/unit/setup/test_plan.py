@@ -302,7 +302,9 @@ def test_plan_verdict_shortage_lists_remedies(seven):
     plan = planned(seven, "2x80", replace(OWN, max_model_len=4096), **settings)
     lines = verdict(plan).splitlines()
     assert lines[0] == "does NOT fit on 2 x 80 GB (78.8 GiB each):" and plan.shortages.keys() == {"training"}
-    assert lines[1].startswith("  training takes ") and lines[1].endswith("are free; possible fixes, cheapest first:")
+    assert lines[1].startswith("  training takes ") and lines[1].endswith(
+        "are free; settings that need less, cheapest first:"
+    )
     assert lines[2:] == [
         "    activation_checkpointing=true",
         "    more GPUs for training",
@@ -341,7 +343,7 @@ def test_plan_small_disk_is_reported_with_remedies(seven, monkeypatch):
     plan = planned(seven, here, replace(OWN, devices="7"))
     text = verdict(plan)
     assert "checkpoints take 397.2 GiB of disk, but 300.0 GiB are free" in text
-    assert "fixes, cheapest first:\n    checkpoints.save_optimizer=false" in text
+    assert "settings that need less, cheapest first:\n    checkpoints.save_optimizer=false" in text
     other = planned(seven, "8x80", replace(OWN, devices="7"))
     assert other.fits  # the disk of another machine is unknown
 

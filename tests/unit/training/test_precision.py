@@ -222,7 +222,7 @@ def test_a_quantized_checkpoint_is_refused_in_every_flow(source, flow):
         ("tiny_fp8/warmup/model", "tune run warmup_sft --config warmup/tiny_fp8"),
         (
             "Qwen3-8B",
-            "hf download Qwen/Qwen3-8B config.json --local-dir .*Qwen3-8B` the one file that the plan of dry_run=True needs",
+            "hf download Qwen/Qwen3-8B config.json --local-dir .*Qwen3-8B` the file that a plan of other models needs",
         ),
     ],
     ids=["tiny", "other"],
