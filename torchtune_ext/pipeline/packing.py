@@ -36,7 +36,7 @@ from torchtune_ext.pipeline.prefix_tree import GroupSize, Tree
 from torchtune_ext.run.errors import UsageError
 
 # Number of padded row lengths between two powers of two. Kernels are compiled for each length, so
-# there should be few. With 32 lengths, at most 3% of a row is padding.
+# there should be few. With 32 lengths, padding is at most 3% of a row, or less than a tile.
 BUCKETS_PER_OCTAVE = 32
 # Overhead of a round (one row per rank), in tokens: kernel launches and weight all-gathers.
 ROUND_OVERHEAD_TOKENS = 512

@@ -72,7 +72,7 @@ class StopSignals:
         self._grace_s, self.status_message, self._reaction_s = grace_s, status_message, reaction_s
         self.signal: signal.Signals | None = None  # the signal that ends the run
         self._received_at = NEVER  # the time.monotonic() of the signal
-        self._waits_for_step = False  # True: SIGTERM waits for the end of the step
+        self.waits_for_step = False  # True: SIGTERM waits for the end of the step
         self._saving = False  # True: a checkpoint is being written, and the grace time does not interrupt it
         self._ranks_agreed = False  # True: all ranks stop after this step, and the grace time does not interrupt it
         self._must_retry = False  # True: the handler could not raise `RunStopped` and must be called again
@@ -97,7 +97,7 @@ class StopSignals:
 
     def defer_sigterm(self) -> None:
         """Defer SIGTERM to the end of the step from now on."""
-        self._waits_for_step = True
+        self.waits_for_step = True
 
     @contextmanager
     def protect_save(self) -> Iterator[None]:
@@ -160,7 +160,7 @@ class StopSignals:
 
     def _raise_deadline(self) -> float:
         """Return the time.monotonic() at which the main thread must raise `RunStopped`."""
-        if self.signal != signal.SIGTERM or not self._waits_for_step:
+        if self.signal != signal.SIGTERM or not self.waits_for_step:
             return self._received_at
         return NEVER if self._saving or self._ranks_agreed else self._received_at + self._grace_s
 

@@ -99,8 +99,8 @@ PANELS = (
         Metric("episode/<ending>", "", "fraction of conversations with this ending",
                "`length` or `context_overflow` exceeds 0.1; `environment_failed` or `step_timeout` exceeds 0"),)),
     Panel("Learning", "Groups", unit="int", zero=True, metrics=(
-        Metric("groups/used", "different rewards", "groups whose rewards differ"),
-        Metric("groups/no_signal", "zero variance", "zero-variance groups: all rewards equal",
+        Metric("groups/used", "different rewards", "groups with nonzero advantages"),
+        Metric("groups/no_signal", "zero variance", "zero-variance groups: all advantages zero",
                "more than half of the groups"))),
     Panel("Learning", "Groups with different rewards, by level", unit="percent", zero=True, uses_latest=True, metrics=(
         Metric("selection/<level>", "", "fraction of a level's latest groups whose rewards differ"),)),
@@ -147,7 +147,7 @@ PANELS = (
         Metric("loss/nll", "nll", "negative log-likelihood of the SFT warm-up's solutions, nats per token", "it rises"),)),
     Panel("Policy change", "KL", metrics=(
         Metric("loss/kl_ref", "reference", "KL to the reference policy, with `loss.kl_coef`", "it grows quickly"),
-        Metric("loss/approx_kl", "step's first", "KL to the policy at the start of the step", "it grows quickly"))),
+        Metric("loss/approx_kl", "step's first", "KL to the old policy", "it grows quickly"))),
     Panel("Policy change", "KL to the teacher", zero=True,
           note="Log-prob under the policy minus log-prob under the teacher, in nats.", metrics=(
         Metric("loss/kl_teacher", "mean", "log π_old − log p_teacher on sampled tokens, mean in nats", "it does not fall"),

@@ -166,7 +166,7 @@ class Progress:
             cells.append(f"{'-' if value is None else text.format(value):>{room}}")
         is_zero_variance = values.get("groups/used") == 0
         if is_zero_variance:
-            cells.append(f"no reward differences: {_describe_rewards(values)}")
+            cells.append(f"no signal: {_describe_rewards(values)}")
         print_text("  ".join(cells), self._file)
         self._zero_variance_steps = self._zero_variance_steps + 1 if is_zero_variance else 0
         # Warn once, and again only after a step with a group whose rewards differ.
@@ -205,7 +205,7 @@ def _describe_rewards(values: Mapping[str, float]) -> str:
         return "no text was graded"
     if values["reward/std"] < _MIN_REWARD_STD:
         return f"all rewards are {values['reward/mean']:.4g}"
-    return "rewards are equal in each group"
+    return "no group has a nonzero advantage"
 
 
 _HELD_OUT_METRICS = ("eval/reward_sampled", "eval/reward_greedy")

@@ -441,7 +441,7 @@ class MismatchGate:
         if rank() == 0:
             text = f"{noise:.2g} nats in {self._precision}" if noise else f"negligible in {self._precision}"
             if len(self._measured) > 1:
-                text += f", measured on this step's rows (limit for these rows {limit_of_rows:.2g})"
+                text += f", measured on this step's rows (limit for these rows {limit_of_rows:.2g}; then as follows)"
             print_text(format_labels([("rounding", f"{text}; max_mismatch {self._limit:.2g}")]))
         return limit_of_rows
 

@@ -109,7 +109,7 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
     else:
         if stop.prints_messages:
             message = f"Stopped by {SIGNAL_NAMES[stop_signal]}. {message}"
-            if stop_signal == signal.SIGINT:
+            if stop_signal == signal.SIGINT and stop.waits_for_step:
                 message += ". `kill` (SIGTERM) instead of Ctrl-C saves a checkpoint after the current step"
             print_text(message, sys.stderr)
         # The interpreter waits for all threads at exit. If the signal interrupted the start of a

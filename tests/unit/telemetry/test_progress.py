@@ -99,7 +99,7 @@ STEP = {"time/step": 1.0, "groups/used": 0.0}
     ("rewards", "words"),
     [
         ({"reward/mean": 0.1, "reward/std": 1e-17}, "all rewards are 0.1"),
-        ({"reward/mean": 0.5, "reward/std": 0.5}, "rewards are equal in each group"),
+        ({"reward/mean": 0.5, "reward/std": 0.5}, "no group has a nonzero advantage"),
         ({}, "no text was graded"),
     ],
 )
@@ -108,14 +108,14 @@ def test_progress_zero_variance_steps_warn_after_five(rewards, words, caplog):
     progress = Progress(total_steps=200, bars=False, file=file)
     for step in range(1, 9):
         progress.log_step(step, STEP | rewards)
-        assert file.getvalue().splitlines()[-1].endswith(f"  no reward differences: {words}")
+        assert file.getvalue().splitlines()[-1].endswith(f"  no signal: {words}")
         assert len(caplog.messages) == (step >= 5), "said once"
     assert caplog.messages[0].startswith(
         f"rewards: 5 steps with only zero-variance groups, so the rewards gave no gradient: {words}. "
     )
     assert "too hard for the model (run an SFT warm-up on it first)" in caplog.messages[0]
     progress.log_step(9, STEP | rewards | {"groups/used": 3.0})
-    assert "no reward differences" not in file.getvalue().splitlines()[-1]
+    assert "no signal" not in file.getvalue().splitlines()[-1]
     for step in range(10, 15):
         progress.log_step(step, STEP | rewards)
     assert len(caplog.messages) == 2, "there was a signal between"
@@ -134,4 +134,4 @@ def test_progress_evaluation_is_not_a_zero_variance_step(caplog):
     progress = Progress(total_steps=200, bars=False, file=file)
     for _ in range(6):
         progress.log_step(0, {"eval/reward_sampled": 0.25})
-    assert "no reward differences" not in file.getvalue() and not caplog.messages
+    assert "no signal" not in file.getvalue() and not caplog.messages

@@ -477,7 +477,7 @@ def test_the_limit_is_twice_the_rounding(capsys):
     first, second = capsys.readouterr().out.splitlines()[:2]
     assert first == "rounding:  0.04 nats in bfloat16; max_mismatch 0.08"
     assert second == (
-        "rounding:  0.06 nats in bfloat16, measured on this step's rows (limit for these rows 0.12); max_mismatch 0.1"
+        "rounding:  0.06 nats in bfloat16, measured on this step's rows (limit for these rows 0.12; then as follows); max_mismatch 0.1"
     )
 
 
