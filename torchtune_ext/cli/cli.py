@@ -19,7 +19,7 @@ from torchtune_ext.run.terminal import replace_unencodable, run_until_closed
 OWN_COMMANDS = {
     "doctor": ("torchtune_ext.cli.doctor", "check this environment and print what to change"),
     "bench": ("torchtune_ext.measured.cli", "compile, verify and time programs in C"),
-    "clue": ("torchtune_ext.tasks.temporal_clue.cli", "make and grade Temporal Clue puzzles"),
+    "clue": ("torchtune_ext.tasks.temporal_clue.cli", "generate Temporal Clue puzzles"),
     "gguf": ("torchtune_ext.cli.gguf", "convert a GGUF file to a model directory: gguf FILE OUT"),
     "install-engine": ("torchtune_ext.cli.engine_install", "install the vLLM build for this machine"),
     "config": ("torchtune_ext.cli.config", "list the config keys of a recipe: config [RECIPE] [KEY] [--schema]"),

@@ -22,7 +22,7 @@ RAY_VARIABLES = {
 
 def member_command(address: str) -> str:
     """Returns the command that makes a machine a member of the cluster."""
-    return f"ray start --address={address} --num-cpus=0 --disable-usage-stats"
+    return f"RAY_worker_niceness=0 ray start --address={address} --num-cpus=0 --disable-usage-stats"
 
 
 def connect(address: str, on_timeout: Callable[[str], Any]) -> Any:
@@ -43,7 +43,7 @@ def connect(address: str, on_timeout: Callable[[str], Any]) -> Any:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
         except (OSError, ValueError) as error:
             raise RunFailure(
-                f"no answer at {named} ({error}). Start Ray there: ray start --head --node-ip-address={host} "
+                f"no answer at {named} ({error}). Start Ray there: RAY_worker_niceness=0 ray start --head --node-ip-address={host} "
                 f"--port={port} --num-cpus=0 --include-dashboard=false --disable-usage-stats"
             ) from error
     member = f"this machine must be a member of the cluster: {member_command(named)}"

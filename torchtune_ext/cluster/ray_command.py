@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
             raise UsageError(f"--address={args.address}: {error}") from None
         # Ray Train is not used: its `TorchTrainer` calls a function in a thread, where Python
         # delivers no signals, so a run could not save on SIGTERM. It also creates the process group
-        # itself (ours has a longer timeout for rank 0), waits forever for a placement, and uses its
+        # itself (ours waits for rank 0 without a limit), waits forever for a placement, and uses its
         # own placement group, so trainer and servers could not be placed together.
         driver = Driver(ray, plan, ray.get_runtime_context().gcs_address, out, err)
         try:
@@ -195,5 +195,5 @@ def status_message(output_dir: str) -> str:
     """Returns a line with the newest checkpoint, as seen from this machine."""
     checkpoints = checkpoint_folders(Path(output_dir, "checkpoints"))
     if not checkpoints:
-        return f"{output_dir} has no checkpoint yet, so the next start begins at step 0"
+        return f"{output_dir} has no checkpoint yet, so the next start begins at step 1"
     return f"The newest checkpoint is {checkpoints[-1]}; resume from it with resume_from_checkpoint=True"

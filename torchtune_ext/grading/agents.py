@@ -15,6 +15,7 @@ from pydantic import Field
 
 from torchtune_ext.grading.grader import TaskWorkers
 from torchtune_ext.grading.outcomes import Outcome, Ungraded, check_outcome
+from torchtune_ext.run.errors import RunFailure
 from torchtune_ext.settings.sections import Seconds, config_section
 from torchtune_ext.tasks.task import AgentClient, AgentTask, Problem, Score, Task
 
@@ -47,7 +48,10 @@ class AgentWorker:
 
     def __call__(self, problem: Problem, client: AgentClient) -> tuple[str, Outcome]:
         value = self.task.run_agent(problem, client)
-        return "", check_outcome(asyncio.run(value) if inspect.iscoroutine(value) else value, "the agent")
+        outcome = check_outcome(asyncio.run(value) if inspect.iscoroutine(value) else value, "the agent")
+        if isinstance(outcome, Ungraded):
+            raise RunFailure(outcome.cause)  # an agent's failure, as any other
+        return "", outcome
 
 
 class AgentPool(TaskWorkers):

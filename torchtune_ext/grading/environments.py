@@ -96,8 +96,7 @@ def check_reply(reply: Any) -> EnvironmentReply:
             )
         if message["role"] == "assistant":
             raise UsageError(
-                "step returned a message of the assistant, whose turns only the policy writes; "
-                "expected the role user or tool"
+                "step returned a message of the assistant, whose turns only the policy writes; expected another role"
             )
     if not messages and not reply.done:
         raise UsageError(

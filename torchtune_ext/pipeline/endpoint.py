@@ -35,7 +35,6 @@ MODEL, UNTRAINED_MODEL = "policy", "policy-untrained"
 MAX_BODY_BYTES = 16 << 20
 RETRY_GRACE_S = 10.0  # a generation without a client waits this long for the client's retry
 START_TIMEOUT_S = 30.0
-MAX_CONNECTIONS = 128  # others wait in the listening socket's queue
 RETRY_HEADER = "x-stainless-retry-count"  # set by the openai package
 
 # Request keys without an effect on sampling.
@@ -103,7 +102,7 @@ class AgentEpisode:
     on_response: Callable[[Completion], None]
     finish_reason: str = "completed"
     closed: bool = False
-    num_requests: int = 0
+    num_running: int = 0  # requests that are being answered
     generations: dict[str, Generation] = field(default_factory=dict)  # by digest of the request
     seeds_used: Counter[int] = field(default_factory=Counter)
 
@@ -241,7 +240,8 @@ class Endpoint:
         parsed = self._parse(body, episode.sampling)
         digest = hashlib.sha256(body).hexdigest()
         generation = episode.generations.get(digest) if _retry_count(request) else None
-        if generation is None or generation.task.cancelled():
+        # A retry after an error is a new request.
+        if generation is None or (generation.task.done() and not _has_result(generation.task)):
             generation = Generation(asyncio.create_task(self._respond(episode, parsed)))
             episode.generations[digest] = generation
         if parsed.stream:
@@ -334,7 +334,9 @@ class Endpoint:
                 continue
             reason = "unknown parameter"
             if key in allowed:
-                expected = " or ".join(dict.fromkeys(str(one) for one in reversed(allowed[key])))
+                expected = " or ".join(
+                    dict.fromkeys(f"{one:g}" if isinstance(one, float) else str(one) for one in allowed[key])
+                )
                 reason = f"expected {expected}, as in the run: another value would be off-policy"
             if not self._config.ignore_client_sampling:
                 raise ApiError(
@@ -345,12 +347,19 @@ class Endpoint:
 
     async def _respond(self, episode: AgentEpisode, request: ChatRequest) -> dict[str, Any]:
         """Generates one response and adds it to the episode."""
-        session = episode.session
-        max_turns, timeout_s = self._config.max_turns, self._config.request_timeout_s
-        if max_turns is not None and episode.num_requests >= max_turns:
+        max_turns = self._config.max_turns
+        # Requests in progress count, too, so that concurrent ones cannot exceed the limit.
+        if max_turns is not None and len(episode.session.responses) + episode.num_running >= max_turns:
             episode.finish_reason = "max_turns"
             raise ApiError(429, "max_turns", f"the episode has had agent.max_turns={max_turns} responses")
-        episode.num_requests += 1
+        episode.num_running += 1
+        try:
+            return await self._generate(episode, request)
+        finally:
+            episode.num_running -= 1
+
+    async def _generate(self, episode: AgentEpisode, request: ChatRequest) -> dict[str, Any]:
+        session, timeout_s = episode.session, self._config.request_timeout_s
         try:
             context = await asyncio.to_thread(session.find_context, request.messages, request.tools)
         except UsageError as error:
@@ -524,6 +533,10 @@ def _check_message(index: int, message: Any) -> None:
 
 def _invalid(message: str) -> ApiError:
     return ApiError(400, "invalid_request", message)
+
+
+def _has_result(task: asyncio.Task) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 def _retry_count(request: Any) -> int:

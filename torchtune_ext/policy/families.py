@@ -19,6 +19,7 @@ from torchtune.models.qwen2._convert_weights import _FROM_HF
 from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.policy.decoder import decoder, lora_decoder
+from torchtune_ext.run.catalog import package_folder
 from torchtune_ext.run.errors import UsageError, UsageFileError
 from torchtune_ext.run.json_files import read_json_object
 
@@ -401,7 +402,8 @@ def _missing_config_hint(path: Path) -> str:
     problem = "has no config.json" if path.is_dir() else f"folder not found, relative to {Path.cwd()}"
     if path.parts[-2:] == ("warmup", "model"):
         name = path.parts[-3] if len(path.parts) > 2 else "tiny"
-        return f"{problem}: `tune run warmup_sft --config warmup/{name}` creates it"
+        config = f" --config warmup/{name}" if (package_folder("configs") / "warmup" / f"{name}.yaml").is_file() else ""
+        return f"{problem}: `tune run warmup_sft{config}` creates it"
     steps = [folder.name for folder in sorted(path.parent.glob("step_*/"))]
     if path.name.startswith("step_") and not path.is_dir() and steps:
         return f"{problem}; the checkpoints in {path.parent} are {', '.join(steps)}"

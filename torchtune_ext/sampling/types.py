@@ -88,7 +88,7 @@ class EngineConfig:
         description="maximum requests per engine step, without the canary; null: 256 on CPU, 1024 on GPU",
     )
     max_num_batched_tokens: int | None = Field(
-        default=None, ge=1, description="maximum tokens per engine step; null: vLLM's choice"
+        default=None, ge=1, description="maximum tokens per engine step; null: 4096 on CPU, vLLM's choice on GPU"
     )
     block_size: int | None = Field(
         default=None, ge=1, description="tokens per KV-cache block; null: 32 on CPU, vLLM's choice on GPU"

@@ -474,7 +474,7 @@ def check_engine(hf_model: HFModel, engine: EngineConfig, model: "TransformerDec
     if size > 1 and hf_model.config.get("model_type") == "olmo2":
         raise UsageError(
             f"engine.tensor_parallel_size={size} with olmo2: vLLM has no olmo2 model that norms queries and keys over "
-            "all heads when they are sharded. Fix: set it to 1, and engine.count for more GPUs"
+            "all heads when they are sharded. Fix: set it to 1, and engine.devices for more GPUs"
         )
     # This call raises for inconsistent settings.
     engine_configs(engine)

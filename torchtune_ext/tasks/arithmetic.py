@@ -54,7 +54,7 @@ LEVELS = {
 
 
 class Arithmetic:
-    """Arithmetic task. The reward is 1 if the last number is the answer, else 0.
+    """Arithmetic task. The reward is 1 if the last word is the answer, else 0.
 
     Args:
         seed: seed of the questions. Question i depends only on (seed, first + i, level, split).
