@@ -43,8 +43,8 @@ def connect(address: str, on_timeout: Callable[[str], Any]) -> Any:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
         except (OSError, ValueError) as error:
             raise RunFailure(
-                f"no answer at {named} ({error}). Start Ray there: RAY_worker_niceness=0 ray start --head --node-ip-address={host} "
-                f"--port={port} --num-cpus=0 --include-dashboard=false --disable-usage-stats"
+                f"no answer at {named} ({error}). Start Ray there: RAY_worker_niceness=0 ray start --head "
+                f"--node-ip-address={host} --port={port} --num-cpus=0 --include-dashboard=false --disable-usage-stats"
             ) from error
     member = f"this machine must be a member of the cluster: {member_command(named)}"
 

@@ -6,6 +6,7 @@ tokens for the new messages, so no turn is re-tokenized. Any other history is re
 episode becomes a tree (`Completion.parents`).
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,8 +59,9 @@ class AgentSession:
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
         self.responses: list[Response] = []
-        self._by_history: dict[str, Response] = {}
-        self._paths: list[np.ndarray] = []
+        self._by_history: dict[bytes, Response] = {}  # by digest of the messages and the tools
+        self._paths: list[np.ndarray] = []  # of the trained responses
+        self._packed_tokens = 0  # tokens of these paths, with shared prefixes counted once
 
     def find_context(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Context:
         """Returns the context of a request.
@@ -67,10 +69,10 @@ class AgentSession:
         Raises:
             UsageError: the chat template cannot render the messages.
         """
-        tokenizer, keys = self._tokenizer, [_canonical(message) for message in messages]
+        tokenizer, digests = self._tokenizer, _history_digests(messages, tools)
         rendered = tuple(map(_for_template, messages))
         for length in range(len(messages), 0, -1):
-            known = self._by_history.get(_history_key(keys[:length], tools))
+            known = self._by_history.get(digests[length - 1])
             new = rendered[length:]
             # A turn that the policy did not sample can only be rendered.
             if known is None or any(message["role"] == "assistant" for message in new):
@@ -85,14 +87,17 @@ class AgentSession:
         """The number of sampled turns on the path of a context."""
         return len(context.extended.sampled) if context.extended else 0
 
-    def packed_size(self, context: Sequence[int]) -> int:
-        """Returns the packed tokens of the episode with this context for another response."""
-        ids = np.asarray(context, np.int32)
-        used, paths = 0, []
-        for path in [*self._paths, ids]:
-            used += len(path) - max((common_prefix_len(path, other) for other in paths), default=0)
-            paths.append(path)
+    def packed_size(self, contexts: Sequence[Sequence[int]]) -> int:
+        """Returns the packed tokens of the episode with further contexts: of requests in flight and of a new one."""
+        paths, used = list(self._paths), self._packed_tokens
+        for context in contexts:
+            paths.append(ids := np.asarray(context, np.int32))
+            used += _new_tokens(ids, paths[:-1])
         return used
+
+    def forget_histories(self) -> None:
+        """Drops what only further requests need."""
+        self._by_history, self._paths = {}, []
 
     def add(
         self,
@@ -129,9 +134,9 @@ class AgentSession:
         )
         self.responses.append(response)
         if is_trained:
+            self._packed_tokens += _new_tokens(response.path, self._paths)
             self._paths.append(response.path)
-        keys = [_canonical(message) for message in (*messages, message)]
-        self._by_history[_history_key(keys, tools)] = response
+        self._by_history[_history_digests([*messages, message], tools)[-1]] = response
         return response
 
     @property
@@ -186,9 +191,12 @@ def agent_sample(session: AgentSession, prompt: Sequence[int], finish_reason: st
     """
     if finish_reason == "completed" and session.trained and session.trained[-1].completion.finish_reason != "stop":
         finish_reason = session.trained[-1].completion.finish_reason  # the agent ended after a truncated response
-    messages = ()
+    messages: list[Message] = []
     for response in session.trained:
-        messages += response.new_messages[-1:] if response.context.tolist() == prompt else response.new_messages
+        if not np.array_equal(response.context, prompt):
+            # Other assistant messages, as in a history that the agent has edited, have no reward.
+            messages += [m | {"sampled": "no"} if m["role"] == "assistant" else m for m in response.new_messages[:-1]]
+        messages.append(response.new_messages[-1])
     rewards = ()
     if isinstance(outcome, Score) and session.trained:
         # The last response gets what the rewards of single responses leave of the reward.
@@ -198,7 +206,7 @@ def agent_sample(session: AgentSession, prompt: Sequence[int], finish_reason: st
         session.to_completion(session.trained[0].context if session.trained else np.empty(0, np.int32), finish_reason),
         text="\n".join(f"{message['role']}: {message['content']}" for message in messages),
         outcome=outcome,
-        messages=messages,
+        messages=tuple(messages),
         turn_rewards=rewards,
     )
 
@@ -259,6 +267,10 @@ def common_prefix_len(first: np.ndarray, second: np.ndarray) -> int:
     return int(differing[0]) if len(differing) else length
 
 
+def _new_tokens(path: np.ndarray, paths: Sequence[np.ndarray]) -> int:
+    return len(path) - max((common_prefix_len(path, other) for other in paths), default=0)
+
+
 def message_text(content: Any) -> str:
     """Returns the text of a message's `content`: a string, None, or OpenAI's list of text parts."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
@@ -289,5 +301,10 @@ def _canonical(message: Message) -> str:
     return json.dumps([message["role"], message_text(message.get("content")).strip(), calls], sort_keys=True)
 
 
-def _history_key(keys: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> str:
-    return json.dumps([*keys, list(tools)], sort_keys=True)
+def _history_digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """Returns the digest of the history that ends with each message."""
+    digest, digests = hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode()), []
+    for message in messages:
+        digest.update(_canonical(message).encode() + b"\0")
+        digests.append(digest.digest())
+    return digests

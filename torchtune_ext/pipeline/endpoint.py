@@ -22,10 +22,10 @@ from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading.agents import AgentConfig, AgentPool
 from torchtune_ext.pipeline.agent_session import AgentSession, Context, agent_sample
 from torchtune_ext.pipeline.groups import Sample
-from torchtune_ext.run.errors import DeadlineExceeded, UsageError
+from torchtune_ext.run.errors import DeadlineExceeded, RunFailure, UsageError
 from torchtune_ext.sampling.backend import derive_seed
 from torchtune_ext.sampling.engine import Engine, EngineFailed, EngineRequest, Priority, SamplingConfig
-from torchtune_ext.sampling.types import Completion
+from torchtune_ext.sampling.types import Completion, WeightsIncomplete
 from torchtune_ext.tasks.task import AgentClient, Problem, strip_thinking
 from torchtune_ext.tasks.tool_calls import parse_tool_calls
 
@@ -102,14 +102,17 @@ class AgentEpisode:
     on_response: Callable[[Completion], None]
     finish_reason: str = "completed"
     closed: bool = False
-    num_running: int = 0  # requests that are being answered
+    tasks: set[asyncio.Task] = field(default_factory=set)  # all unfinished generations
+    # Contexts and `max_tokens` of trained requests in flight.
+    in_flight: list[tuple[list[int], int]] = field(default_factory=list)
+    failure: Exception | None = None  # an error of the engine, which ends the run
     generations: dict[str, Generation] = field(default_factory=dict)  # by digest of the request
     seeds_used: Counter[int] = field(default_factory=Counter)
 
     @property
     def is_generating(self) -> bool:
         """Whether the agent waits for a response."""
-        return any(not generation.task.done() for generation in self.generations.values())
+        return bool(self.tasks)
 
     def seed(self, context: Context) -> int | None:
         """The seed of a request: a function of the problem, the sample and the path."""
@@ -161,6 +164,8 @@ class Endpoint:
 
     def open(self, *settings: Any) -> AgentEpisode:
         """Opens an episode with a key of its own. `settings` are the fields of `AgentEpisode`."""
+        if self._serving.done():
+            raise RunFailure("the endpoint of agents has ended") from self._serving.exception()
         episode = AgentEpisode(f"sk-{secrets.token_hex(16)}", AgentSession(self._tokenizer), *settings)
         self._episodes[episode.key] = episode
         return episode
@@ -172,12 +177,16 @@ class Endpoint:
         self._finished[episode.key] = None
         while len(self._finished) > 10_000:
             del self._finished[next(iter(self._finished))]
-        for generation in episode.generations.values():
-            generation.task.cancel()
+        for task in list(episode.tasks):
+            task.cancel()
+        episode.generations.clear()
+        episode.session.forget_histories()
 
     def close(self) -> None:
         """Stops the server."""
-        if self._server is not None:
+        if self._server is None:
+            self._serving.cancel()
+        else:
             self._server.should_exit = True
         with suppress(Exception):
             self._serving.result(START_TIMEOUT_S)
@@ -237,28 +246,32 @@ class Endpoint:
 
         episode = self._authenticate(request)
         body = await _read_body(request)
-        parsed = self._parse(body, episode.sampling)
+        parsed = await asyncio.to_thread(self._parse, body, episode.sampling)
+        if episode.closed:
+            raise ApiError(401, "episode_finished", "the episode of this key has finished")
         digest = hashlib.sha256(body).hexdigest()
         generation = episode.generations.get(digest) if _retry_count(request) else None
         # A retry after an error is a new request.
         if generation is None or (generation.task.done() and not _has_result(generation.task)):
             generation = Generation(asyncio.create_task(self._respond(episode, parsed)))
             episode.generations[digest] = generation
-        if parsed.stream:
-            chunks = self._stream(episode, parsed, generation)
-            return StreamingResponse(chunks, media_type="text/event-stream")
+            episode.tasks.add(generation.task)
+            generation.task.add_done_callback(episode.tasks.discard)
         disconnected = asyncio.create_task(_wait_disconnected(request))
         try:
             answer = await self._attach(generation, disconnected)
         finally:
             disconnected.cancel()
+        # The events follow when the response is complete, so that errors have their status.
+        if parsed.stream:
+            return StreamingResponse(_events(answer, parsed), media_type="text/event-stream")
         return JSONResponse(answer)
 
-    async def _attach(self, generation: Generation, disconnected: asyncio.Task | None = None) -> dict[str, Any]:
+    async def _attach(self, generation: Generation, disconnected: asyncio.Task) -> dict[str, Any]:
         """Waits for a generation. Without a client it is aborted, unless the client retries soon."""
         generation.clients += 1
         try:
-            await asyncio.wait({generation.task, *filter(None, [disconnected])}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({generation.task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
             if not generation.task.done():
                 raise ApiError(499, "disconnected", "the client has disconnected")
             if generation.task.cancelled():
@@ -347,34 +360,37 @@ class Endpoint:
 
     async def _respond(self, episode: AgentEpisode, request: ChatRequest) -> dict[str, Any]:
         """Generates one response and adds it to the episode."""
-        max_turns = self._config.max_turns
-        # Requests in progress count, too, so that concurrent ones cannot exceed the limit.
-        if max_turns is not None and len(episode.session.responses) + episode.num_running >= max_turns:
-            episode.finish_reason = "max_turns"
-            raise ApiError(429, "max_turns", f"the episode has had agent.max_turns={max_turns} responses")
-        episode.num_running += 1
-        try:
-            return await self._generate(episode, request)
-        finally:
-            episode.num_running -= 1
-
-    async def _generate(self, episode: AgentEpisode, request: ChatRequest) -> dict[str, Any]:
-        session, timeout_s = episode.session, self._config.request_timeout_s
+        session, max_turns = episode.session, self._config.max_turns
         try:
             context = await asyncio.to_thread(session.find_context, request.messages, request.tools)
         except UsageError as error:
             raise _invalid(str(error)) from None
-        # One row must hold all branches of an episode, and `row_tokens` may be as small as
-        # `max_model_len`.
-        limit = self._engine.config.max_model_len
-        branches = session.packed_size(context.ids) if request.is_trained else 0
+        # Concurrent requests count, too, so that they cannot exceed a limit together. One row must hold
+        # all branches of an episode, and `row_tokens` may be as small as `max_model_len`.
+        contexts, reserved = [ids for ids, _ in episode.in_flight], sum(tokens for _, tokens in episode.in_flight)
+        limit, is_trained = self._engine.config.max_model_len, request.is_trained
+        branches = session.packed_size([*contexts, context.ids]) + reserved if is_trained else 0
         used, what = max((len(context.ids), "the context"), (branches, "all branches of the episode"))
+        if is_trained and max_turns is not None and len(session.trained) + len(contexts) >= max_turns:
+            episode.finish_reason = "max_turns"
+            raise ApiError(429, "max_turns", f"the episode has had agent.max_turns={max_turns} responses")
         if used + request.max_tokens > limit:
-            episode.finish_reason = "context_overflow"
+            if is_trained:
+                episode.finish_reason = "context_overflow"
             raise ApiError(
                 400, "context_length_exceeded",
                 f"{what}: {used} tokens and {request.max_tokens} for the response exceed engine.max_model_len={limit}",
             )  # fmt: skip
+        if not is_trained:
+            return await self._generate(episode, request, context)
+        episode.in_flight.append(reservation := (context.ids, request.max_tokens))
+        try:
+            return await self._generate(episode, request, context)
+        finally:
+            episode.in_flight.remove(reservation)
+
+    async def _generate(self, episode: AgentEpisode, request: ChatRequest, context: Context) -> dict[str, Any]:
+        session, timeout_s = episode.session, self._config.request_timeout_s
         priority = min(episode.priority, Priority.TURN) if session.responses else episode.priority
         engine_request = EngineRequest(
             context.ids,
@@ -388,7 +404,9 @@ class Endpoint:
                 completion = await self._engine.generate(engine_request, affinity_key=episode)
         except UsageError as error:
             raise _invalid(str(error)) from None
-        except (EngineFailed, DeadlineExceeded) as error:
+        except (EngineFailed, WeightsIncomplete, DeadlineExceeded) as error:
+            # The agent may end with any reward, but the run must not go on without its engine.
+            episode.failure = error
             raise ApiError(503, "engine_unavailable", str(error), {"Retry-After": "10"}) from None
         except TimeoutError:
             message = f"no response within agent.request_timeout_s={timeout_s:g}"
@@ -396,11 +414,16 @@ class Endpoint:
         response_id = f"chatcmpl-{secrets.token_hex(12)}"
         raw = self._tokenizer.thought_prefix(context.ids) + self._tokenizer.decode(completion.tokens.tolist())
         message, finish_reason = make_message(raw, request, completion)
+        entries = await asyncio.to_thread(self._logprob_entries, completion) if request.logprobs else None
+        if episode.closed:
+            raise ApiError(401, "episode_finished", "the episode of this key has finished")
+        if request.is_trained:
+            episode.finish_reason = "completed"  # the agent has recovered from a limit
         session.add(response_id, request.messages, request.tools, context, completion, raw, message, request.is_trained)
         episode.on_response(completion)
         choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}
-        if request.logprobs:
-            choice["logprobs"] = {"content": self._logprob_entries(completion)}
+        if entries is not None:
+            choice["logprobs"] = {"content": entries}
         prompt_tokens, completion_tokens = len(context.ids), len(completion.tokens)
         return {
             "id": response_id,
@@ -423,32 +446,28 @@ class Endpoint:
             entries.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
         return entries
 
-    async def _stream(self, episode: AgentEpisode, request: ChatRequest, generation: Generation) -> AsyncIterator[str]:
-        """Yields a response as server-sent events, after it was generated as a whole."""
-        try:
-            answer = await self._attach(generation)
-        except ApiError as error:
-            yield f"data: {json.dumps(error.body)}\n\n"
-            return
-        (choice,) = answer["choices"]
-        head = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-        message = choice["message"]
-        calls = [call | {"index": index} for index, call in enumerate(message.get("tool_calls", ()))]
-        deltas = [{"role": "assistant"} | {k: message[k] for k in ("reasoning_content", "content") if message.get(k)}]
-        deltas += [{"tool_calls": calls}] if calls else []
-        for delta in deltas:
-            one = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
-            yield f"data: {json.dumps(head | {'choices': [one]})}\n\n"
-        last = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
-        yield f"data: {json.dumps(head | {'choices': [last]})}\n\n"
-        if request.include_usage:
-            yield f"data: {json.dumps(head | {'choices': [], 'usage': answer['usage']})}\n\n"
-        yield "data: [DONE]\n\n"
-
     def _warn_once(self, key: str, message: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
             log.warning("endpoint: %s", message)
+
+
+async def _events(answer: dict[str, Any], request: ChatRequest) -> AsyncIterator[str]:
+    """Yields a response as server-sent events."""
+    (choice,) = answer["choices"]
+    head = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    message = choice["message"]
+    calls = [call | {"index": index} for index, call in enumerate(message.get("tool_calls", ()))]
+    deltas = [{"role": "assistant"} | {k: message[k] for k in ("reasoning_content", "content") if message.get(k)}]
+    deltas += [{"tool_calls": calls}] if calls else []
+    for delta in deltas:
+        one = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
+        yield f"data: {json.dumps(head | {'choices': [one]})}\n\n"
+    last = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    yield f"data: {json.dumps(head | {'choices': [last]})}\n\n"
+    if request.include_usage:
+        yield f"data: {json.dumps(head | {'choices': [], 'usage': answer['usage']})}\n\n"
+    yield "data: [DONE]\n\n"
 
 
 async def run_agent(
@@ -479,7 +498,13 @@ async def run_agent(
         failure, outcome = await asyncio.wrap_future(agents.submit(problem, client))
     finally:
         endpoint.finish(episode)
-    return agent_sample(episode.session, prompt, failure or episode.finish_reason, outcome)
+    if episode.failure is not None:
+        raise episode.failure
+    # An agent that fails at a limit of the run ends with that limit.
+    finish_reason = failure if failure == "agent_timeout" or episode.finish_reason == "completed" else ""
+    return await asyncio.to_thread(
+        agent_sample, episode.session, prompt, finish_reason or episode.finish_reason, outcome
+    )
 
 
 def make_message(raw: str, request: ChatRequest, completion: Completion) -> tuple[dict[str, Any], str]:

@@ -40,7 +40,8 @@ class Sample:
         The reward is None for an unanswered turn and for a message of the environment.
         """
         rewards = iter(self.turn_rewards)
-        return [(m, next(rewards, None) if m["role"] == "assistant" else None) for m in self.messages]
+        sampled = [m["role"] == "assistant" and m.get("sampled") != "no" for m in self.messages]
+        return [(m, next(rewards, None) if turn else None) for m, turn in zip(self.messages, sampled, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

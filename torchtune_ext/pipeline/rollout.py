@@ -100,7 +100,7 @@ class PendingGroup:
     @property
     def num_tokens(self) -> int:
         """The number of sampled tokens in the completions or turns that have arrived."""
-        if episodes := self.episodes or [episode.session for episode in self.agent_episodes.values()]:
+        if episodes := self.episodes or [episode.session for episode in list(self.agent_episodes.values())]:
             return sum(episode.num_tokens for episode in episodes)
         return sum(len(sample.completion.tokens) for sample in self.arrived)
 
@@ -118,7 +118,7 @@ class PendingGroup:
                 f"environment process, {with_process} for the environment's reply"
             )
         if (unsampled := self.samples.count(None)) and self.agent_episodes:
-            waiting = sum(episode.is_generating for episode in self.agent_episodes.values())
+            waiting = sum(episode.is_generating for episode in list(self.agent_episodes.values()))
             return (
                 f"{since}, {unsampled} of {len(self.samples)} agents have not finished, {waiting} wait for the engine"
             )

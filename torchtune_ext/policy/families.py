@@ -30,16 +30,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # divisions must be exact.
 NF4_MULTIPLE = 64 * 256
 # A path that begins with one of these names is a local folder, not a model id on the hub.
-_LOCAL_FOLDER_NAMES = (
-    "models",
-    "model",
-    "runs",
-    "run",
-    "checkpoints",
-    "data",
-    "weights",
-    "tmp",
-)
+_LOCAL_FOLDER_NAMES = ("models", "model", "runs", "run", "checkpoints", "data", "weights", "tmp")
 
 # Qwen3 has the names of Qwen2 and two more, for the norms of q and k. Llama's names are a subset.
 # In Hugging Face's names, post_attention_layernorm means two norms: after attention in OLMo 2,
@@ -401,8 +392,8 @@ def _missing_config_hint(path: Path) -> str:
         return f"has no config.json; `torchtune-ext gguf {files[0]} OUT` converts {files[0].name} to a model directory"
     problem = "has no config.json" if path.is_dir() else f"folder not found, relative to {Path.cwd()}"
     if path.parts[-2:] == ("warmup", "model"):
-        name = path.parts[-3] if len(path.parts) > 2 else "tiny"
-        config = f" --config warmup/{name}" if (package_folder("configs") / "warmup" / f"{name}.yaml").is_file() else ""
+        name = f"warmup/{path.parts[-3] if len(path.parts) > 2 else 'tiny'}"
+        config = f" --config {name}" if (package_folder("configs") / f"{name}.yaml").is_file() else ""
         return f"{problem}: `tune run warmup_sft{config}` creates it"
     steps = [folder.name for folder in sorted(path.parent.glob("step_*/"))]
     if path.name.startswith("step_") and not path.is_dir() and steps:

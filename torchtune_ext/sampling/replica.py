@@ -234,6 +234,9 @@ class EngineReplica:
         try:
             # During the first start every replica keeps its own requests.
             await self._pool.wait_for(lambda: self.state is not State.STARTING)
+            # Groups that wait for a slot count in the first limit, too.
+            if self.backend is not None and self.serves:
+                self._set_initial_limit(request, self.backend)
             await self.throttle.acquire(request.priority)
             try:
                 async with self.attempt() as backend:

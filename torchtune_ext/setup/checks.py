@@ -20,7 +20,7 @@ from torchtune_ext.sampling.engine_args import CPU_BLOCK_SIZE, engine_configs
 from torchtune_ext.sampling.types import EngineConfig, SamplingConfig
 from torchtune_ext.settings.yaml_types import kind_of
 from torchtune_ext.tasks.problem_stream import SHUFFLE_LIMIT
-from torchtune_ext.tasks.task import EpisodeTask, Problem, SelfGradingTask, Task
+from torchtune_ext.tasks.task import AgentTask, EpisodeTask, Problem, SelfGradingTask, Task
 
 if TYPE_CHECKING:
     from torchtune.modules import TransformerDecoder
@@ -329,7 +329,7 @@ def check_prompts(
     for key, task in tasks.items():
         if task is None:
             continue
-        if isinstance(task, EpisodeTask):
+        if isinstance(task, EpisodeTask | AgentTask):
             # Some chat templates cannot be continued after an answer, which would fail only in the
             # second turn.
             with wrap_user_errors(f"{key}: {_name(task)} has several turns:"):

@@ -17,6 +17,7 @@ from torchtune_ext.pipeline.source import REPLAYED_RUN_KEY
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.folder import checkpoint_folders, diff_settings, read_record
 from torchtune_ext.tasks.problem_stream import ProblemStream
+from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.manifest import Identity, Manifest
 
 # If the value of one of these keys differs, the stored groups belong to other steps or problems.
@@ -201,7 +202,7 @@ class ReplaySource:
             if (
                 problem is not None
                 and (group := groups.get(problem.id)) is not None
-                and group.prompt_tokens.tolist() == tokenizer.prompt_ids(problem.messages, problem.tools)
+                and _has_prompt(group, problem, tokenizer)
             ):
                 del groups[problem.id]
             if not groups:
@@ -231,3 +232,11 @@ def _differing_settings(replayed_settings: Mapping[str, Any], settings: Mapping[
         for change in diff_settings(replayed_settings, settings)
         if not f"{change.key}.".startswith(ignored_prefixes)
     ]
+
+
+def _has_prompt(group: Group, problem: Problem, tokenizer: ChatTokenizer) -> bool:
+    if group.prompt_tokens.tolist() == tokenizer.prompt_ids(problem.messages, problem.tools):
+        return True
+    # An agent writes its first request itself, so only the problem can be compared.
+    is_episode = any(sample.completion.turns for sample in group.samples)
+    return is_episode and list(group.problem.messages) == list(problem.messages)

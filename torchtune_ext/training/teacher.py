@@ -113,8 +113,11 @@ class Teacher:
         paths, texts = [], []
         for group, s in samples:
             prompt, ids = len(group.prompt_tokens), np.concatenate([group.prompt_tokens, s.completion.tokens])
-            # Without branches the last path contains all others, so one prefill scores all of them.
-            for path in s.completion.turn_paths(prompt)[0 if s.completion.has_branches else -1 :]:
+            turn_paths = s.completion.turn_paths(prompt)
+            for i, path in enumerate(turn_paths):
+                end, last = len(path), path[-1]
+                if any(len(other) > end and other[end - 1] == last for other in turn_paths[i + 1 :]):
+                    continue  # a later path contains this one
                 paths.append((s, path - prompt))
                 texts.append(ids[path])
         logprobs = {id(s): np.zeros(len(s.completion.tokens), np.float32) for _, s in samples}

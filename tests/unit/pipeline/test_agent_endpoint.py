@@ -5,6 +5,8 @@ import asyncio
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import httpx
@@ -18,11 +20,12 @@ from helpers.tiny_runs import write_tiny_model
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading.agents import AgentConfig
 from torchtune_ext.pipeline import endpoint as endpoint_module
-from torchtune_ext.pipeline.agent_session import AgentSession, build_tree, shared_prompt
+from torchtune_ext.pipeline.agent_session import AgentSession, agent_sample, build_tree, shared_prompt
 from torchtune_ext.pipeline.endpoint import Endpoint
 from torchtune_ext.sampling.backend import build_requests, derive_seed
 from torchtune_ext.sampling.engine import LoopThread, Priority, SamplingConfig
-from torchtune_ext.sampling.types import Completion
+from torchtune_ext.sampling.types import Completion, EngineFailed
+from torchtune_ext.tasks.task import Score
 
 ASK = {"role": "user", "content": "Write about 3."}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -317,9 +320,10 @@ def test_request_in_flight_ends_with_episode(engine, open_episode):
 def test_turn_limit_is_429(open_episode):
     episode, client = open_episode(max_turns=2)
     chat(client, [ASK]), chat(client, [ASK])
+    client.chat.completions.create(model="policy-untrained", messages=[ASK])  # not limited
     with pytest.raises(openai.RateLimitError, match="max_turns=2"):
         chat(client, [ASK])
-    assert episode.finish_reason == "max_turns" and len(episode.session.responses) == 2
+    assert episode.finish_reason == "max_turns" and len(episode.session.trained) == 2
 
 
 def test_untrained_model_is_not_stored(engine, tokenizer, open_episode):
@@ -353,14 +357,58 @@ def test_disconnected_client_drops_its_turn(engine, open_episode, monkeypatch):
     assert engine.cancelled == 1 and not episode.session.responses
 
 
-def test_failed_engine_is_503_with_retry_after(engine, open_episode):
-    from torchtune_ext.sampling.types import EngineFailed
-
-    _, client = open_episode()
+def test_failed_engine_is_503_and_ends_the_run(engine, open_episode):
+    episode, client = open_episode(max_retries=1)
     engine.error = EngineFailed("the engine failed 3 times in a row")
     with pytest.raises(openai.InternalServerError, match="3 times") as caught:
         chat(client, [ASK])
     assert caught.value.status_code == 503 and caught.value.response.headers["retry-after"]
+    assert len(engine.requests) == 2 and episode.failure is engine.error  # the retry was a new request
+
+
+def test_parallel_requests_share_the_space_of_a_row(engine, open_episode):
+    """Each of three contexts fits into 600 tokens, all of them do not."""
+    episode, client = open_episode()
+    engine.released.clear()
+    threading.Timer(1.5, engine.released.set).start()
+    ask = partial(chat, client, max_tokens=64)
+    with ThreadPoolExecutor(3) as executor:
+        asks = [[{"role": "user", "content": f"{i}" + " word" * 40}] for i in range(3)]
+        futures = [executor.submit(ask, messages) for messages in asks]
+        errors = [future.exception() for future in futures]
+    (error,) = [error for error in errors if error is not None]
+    assert "all branches of the episode" in str(error) and len(episode.session.trained) == 2
+    # The agent has recovered if it gets another response.
+    assert episode.finish_reason == "completed"
+
+
+def test_equal_requests_in_flight_all_end_with_episode(engine, open_episode):
+    episode, client = open_episode()
+    engine.released.clear()
+    with ThreadPoolExecutor(2) as executor:
+        futures = [executor.submit(chat, client, [ASK]) for _ in range(2)]
+        while len(engine.requests) < 2:
+            time.sleep(0.05)
+        engine.call(episode.endpoint.finish, episode)
+        assert all("has finished" in str(future.exception()) for future in futures)
+    assert engine.cancelled == 2 and not episode.session.responses
+
+
+def test_streamed_request_error_has_a_status(open_episode):
+    _, client = open_episode()
+    with pytest.raises(openai.BadRequestError, match="max_model_len=600"):
+        client.chat.completions.create(model="policy", messages=[ASK | {"content": "x " * 900}], stream=True)
+
+
+def test_only_sampled_turns_get_rewards(tokenizer):
+    """An edited history has an assistant message that the policy did not sample."""
+    session = AgentSession(tokenizer)
+    edited = [ASK, {"role": "assistant", "content": "shot"}, ASK]
+    turn = completion([*tokenizer.encode("yes"), tokenizer.eos_id])
+    message = {"role": "assistant", "content": "yes"}
+    session.add("a", edited, [], session.find_context(edited, []), turn, "yes", message, True)
+    sample = agent_sample(session, tokenizer.prompt_ids([ASK]), "completed", Score(0.5))
+    assert [reward for _, reward in sample.rated_messages] == [None, None, None, 0.5]
 
 
 def test_seed_depends_on_path_not_on_arrival(engine, open_episode):
