@@ -405,7 +405,7 @@ class Endpoint:
         except UsageError as error:
             raise _invalid(str(error)) from None
         except (EngineFailed, WeightsIncomplete, DeadlineExceeded) as error:
-            # The agent may end with any reward, but the run must not go on without its engine.
+            # The agent may end with any reward, but the run must end without its engine.
             episode.failure = error
             raise ApiError(503, "engine_unavailable", str(error), {"Retry-After": "10"}) from None
         except TimeoutError:

@@ -95,9 +95,9 @@ PANELS = (
     Panel("Learning", "Tokens read in a conversation", unit="int", zero=True, metrics=(
         Metric("episode/read_tokens", "read", "mean environment tokens of a conversation, masked from the loss"),)),
     Panel("Learning", "Endings of conversations", unit="percent", style="stack", zero=True, order=FINISH_REASONS,
-          colors=(3, 7, 2, 4, 6, 1, 5), metrics=(
+          colors=(3, 7, 2, 4, 6, 1, 5, 1, 5), metrics=(
         Metric("episode/<ending>", "", "fraction of conversations with this ending",
-               "`length` or `context_overflow` exceeds 0.1; `environment_failed` or `step_timeout` exceeds 0"),)),
+               "`length` or `context_overflow` exceeds 0.1; a failure or timeout exceeds 0"),)),
     Panel("Learning", "Groups", unit="int", zero=True, metrics=(
         Metric("groups/used", "different rewards", "groups with nonzero advantages"),
         Metric("groups/no_signal", "zero variance", "zero-variance groups: all advantages zero",

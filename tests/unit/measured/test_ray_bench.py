@@ -96,7 +96,7 @@ def test_ray_bench_cluster_without_bench_host_is_refused(monkeypatch):
     monkeypatch.setattr(ray_process, "connect", lambda address, refuse: driver._ray)
     driver._ray.nodes = lambda: [{"Alive": True, "NodeID": "a", "Resources": {"CPU": 4.0}, "NodeManagerHostname": "h", "NodeManagerAddress": "10.0.0.2"}]  # fmt: skip
     driver._ray.get_runtime_context = lambda: SimpleNamespace(gcs_address="10.0.0.1:6379")
-    command = "ray start --address=10.0.0.1:6379 --num-cpus=0 --disable-usage-stats --resources='{\"bench_host\": 1}'"
+    command = "RAY_worker_niceness=0 ray start --address=10.0.0.1:6379 --num-cpus=0 --disable-usage-stats --resources='{\"bench_host\": 1}'"
     with pytest.raises(RunFailure, match=f"at 10.0.0.1:6379 carries the resource 'bench_host'.*: {re.escape(command)}"):
         asyncio.run(driver.start("auto"))
 
