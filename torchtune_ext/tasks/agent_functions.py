@@ -22,7 +22,7 @@ def find_agent(agent: str | Agent | None, command: Sequence[str] | None) -> Agen
     """
     if command is not None:
         if isinstance(command, str) or not all(isinstance(part, str) for part in command) or not command:
-            raise UsageError(f"command={command!r}: expected a list of strings, such as [python, agent.py]")
+            raise UsageError(f"command={command!r}: expected a list of strings, such as [python, my_agent.py]")
         return CommandAgent(tuple(command))
     return import_grader(agent, "agent", "client") if isinstance(agent, str) else agent  # pyright: ignore[reportReturnType]
 
