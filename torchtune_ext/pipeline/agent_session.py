@@ -26,7 +26,6 @@ class Response:
     """One response of the policy to a request of the agent."""
 
     id: str
-    message: Message  # as returned to the agent
     new_messages: tuple[Message, ...]  # messages of the request that no earlier response contains, and the raw turn
     context: np.ndarray  # [C] int32, the ids that the engine was given
     completion: Completion
@@ -122,7 +121,6 @@ class AgentSession:
         turn, known = {"role": "assistant", "content": raw_text}, context.extended
         response = Response(
             request_id,
-            message,
             (*context.new_messages, turn),
             np.asarray(context.ids, np.int32),
             completion,

@@ -83,7 +83,7 @@ def _lay_out_completion(prompt_len: int, shared_len: int, completion: Completion
     spans, paths = completion.sampled_spans, completion.turn_paths(prompt_len)
     firsts = [shared_len, prompt_len, *(prompt_len + stop for _, stop in spans)]
     segments = range(1, len(spans) + 1)
-    # Before each segment, its path has `depths` tokens, the last of which is the token `before`. A
+    # Before each segment, its path has `depths` tokens and ends with the token `before`. A
     # turn that keeps nothing starts a tree of its own.
     depths = [shared_len, *(len(path) - firsts[s + 1] + firsts[s] for s, path in zip(segments, paths, strict=True))]
     before = [shared_len - 1]

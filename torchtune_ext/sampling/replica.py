@@ -299,7 +299,7 @@ class EngineReplica:
         # Several requests may report the same crash. Only the first one finds `backend` still in
         # place.
         if backend is self.backend and self.is_running:
-            # The requests in flight leave before those that wait for a slot, and are repeated first.
+            # Requests in flight fail before the waiting ones are admitted, so they are repeated first.
             for request in list(backend.requests.values()):
                 request.fail(cause)
             self.set_state(State.RESTARTING, cause)
