@@ -1,0 +1,210 @@
+"""Throughput of agents at the endpoint against environments and against vLLM's own OpenAI server.
+
+    python benchmarks/endpoint.py [--model models/SmolLM2-135M-Instruct] [--agents 16] [--turns 3] [--passes 3]
+
+All play the same conversations of up to four responses. With "environments" the rollout stage owns the loop, with "endpoint"
+agent processes own it, by the openai package, and "vllm" are the same processes at a server of vLLM. Each way is a process with
+an engine of its own, and the three alternate. Each pass has new problems, and the first pass of a process warms up.
+"environments" and "endpoint" have equal seeds, so the script checks that their tokens are equal. CPU seconds of the agents are
+apart from the rest: on few cores the agents take their time from the engine.
+"""
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import psutil
+
+from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.grading.agents import AgentConfig, AgentPool
+from torchtune_ext.grading.environments import EnvironmentPool
+from torchtune_ext.pipeline.rollout import sample_groups
+from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
+from torchtune_ext.sampling.server_command import server_command
+from torchtune_ext.tasks.task import AgentClient, EnvironmentReply, Problem, Score
+
+WAYS = ("environments", "endpoint", "vllm")
+RESPONSES, MAX_TOKENS = 4, 48
+PORT, START_S = 8471, 300.0
+GO_ON = {"role": "user", "content": "Now write another one."}
+TOPICS = ("the sea", "a dog", "winter", "bread", "a train", "the moon", "music", "a river")
+CONFIG = EngineConfig(max_model_len=512, dtype="float32", kv_cache_bytes=1 << 29, threads=1)
+# Arguments of our servers that vLLM's own server does not need.
+OURS_ONLY = ("--skip-tokenizer-init", "--worker-extension-cls", "--weight-transfer-config", "--middleware")
+
+# Returns sampled tokens of a pass, and a digest of them.
+Play = Callable[[list[Problem], int], tuple[int, str]]
+
+
+class Talk:
+    """Asks for another response until there are enough."""
+
+    def __init__(self) -> None:
+        self.responses = 0
+
+    def step(self, message) -> EnvironmentReply:
+        self.responses += 1
+        return EnvironmentReply([GO_ON], reward=1.0, done=self.responses == RESPONSES)
+
+
+class Talks:
+    """The conversation, as an environment and as an agent."""
+
+    max_turns = RESPONSES
+
+    def environment(self, problem, seed):
+        return Talk()
+
+    def run_agent(self, problem, client):
+        import openai
+
+        policy = openai.OpenAI(base_url=client.base_url, api_key=client.api_key, timeout=600)
+        messages, tokens = list(problem.messages), 0
+        for _ in range(RESPONSES):
+            response = policy.chat.completions.create(model=client.model, messages=messages, max_tokens=MAX_TOKENS)
+            (choice,), tokens = response.choices, tokens + response.usage.completion_tokens
+            if choice.finish_reason != "stop":
+                break
+            messages += [{"role": "assistant", "content": choice.message.content}, GO_ON]
+        return Score(float(tokens))
+
+
+def ours(way: str, model: str, agents: int, stack: ExitStack) -> tuple[Play, set[int]]:
+    engine = stack.enter_context(Engine(model, CONFIG, stack.enter_context(tempfile.TemporaryDirectory())))
+    engine.start()
+    engine.wait_ready()
+    known = worker_pids()
+    pool = EnvironmentPool(Talks(), agents) if way == "environments" else AgentPool(Talks(), AgentConfig(), agents)
+    stack.callback(pool.close)
+    tokenizer = ChatTokenizer(model)
+    sampling = SamplingConfig(max_tokens=MAX_TOKENS).with_default_stops([tokenizer.eos_id])
+
+    def play(problems: list[Problem], seed: int) -> tuple[int, str]:
+        digest, tokens, groups = hashlib.sha256(), 0, {}
+        for number, group in sample_groups(problems, 1, replace(sampling, seed=seed), engine, tokenizer, pool):
+            groups[number] = group
+        for _, group in sorted(groups.items()):
+            (sample,) = group.samples
+            assert sample.score is not None, sample.outcome
+            digest.update(np.concatenate([group.prompt_tokens, sample.completion.tokens]).tobytes())
+            tokens += len(sample.completion.sampled_indices)
+        return tokens, digest.hexdigest()[:12]
+
+    return play, worker_pids() - known if way == "endpoint" else set()
+
+
+def vllm(model: str, agents: int, stack: ExitStack) -> tuple[Play, set[int]]:
+    words, environment = server_command(model, CONFIG, port=PORT)
+    command, skip = [], False
+    for word in words:
+        skip = word in OURS_ONLY or (skip and not word.startswith("--"))
+        command += [] if skip else [word]
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    log = stack.enter_context(Path(folder, "server.log").open("w"))
+    server = subprocess.Popen([*command, "--served-model-name", "policy"], env=environment, stdout=log, stderr=log)
+    stack.callback(server.wait)
+    stack.callback(server.terminate)
+    end = time.monotonic() + START_S
+    while True:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=5).close()
+            break
+        except OSError:
+            if server.poll() is not None or time.monotonic() > end:
+                sys.exit(f"vLLM's server did not start:\n{Path(log.name).read_text()[-2000:]}")
+            time.sleep(0.5)
+    known = worker_pids()
+    pool = AgentPool(Talks(), AgentConfig(), agents)
+    stack.callback(pool.close)
+    client = AgentClient(f"http://127.0.0.1:{PORT}/v1", environment["VLLM_API_KEY"])
+
+    def play(problems: list[Problem], seed: int) -> tuple[int, str]:
+        futures = [pool.submit(problem, client) for problem in problems]
+        return int(sum(future.result()[1].reward for future in futures)), ""
+
+    return play, worker_pids() - known
+
+
+def worker_pids() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def cpu_s(agents: set[int]) -> tuple[float, float]:
+    """Return the CPU seconds of the agents' processes, and of all others of this process."""
+    seconds = [0.0, 0.0]
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        seconds[process.pid not in agents] += sum(process.cpu_times()[:2])
+    return seconds[0], seconds[1]
+
+
+def measure(way: str, model: str, agents: int, passes: int) -> None:
+    """Print a line per pass except the first."""
+    with ExitStack() as stack:
+        play, pids = vllm(model, agents, stack) if way == "vllm" else ours(way, model, agents, stack)
+        for number in range(passes + 1):
+            problems = [
+                Problem(str(n), ({"role": "user", "content": f"Write {n % 9 + 3} words about {TOPICS[n % 8]}."},), None)
+                for n in range(number * agents, (number + 1) * agents)
+            ]
+            began, used = time.perf_counter(), cpu_s(pids)
+            tokens, digest = play(problems, number)
+            seconds, (of_agents, others) = time.perf_counter() - began, np.subtract(cpu_s(pids), used)
+            line = {"tokens": tokens, "seconds": seconds, "agents": of_agents, "others": others, "digest": digest}
+            if number:
+                print("PASS", json.dumps(line), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
+    parser.add_argument("--agents", type=int, default=16, help="episodes at a time")
+    parser.add_argument("--turns", type=int, default=3, help="processes of each way")
+    parser.add_argument("--passes", type=int, default=3, help="of each process")
+    parser.add_argument("--way", choices=WAYS, help="measure this way in this process (internal)")
+    args = parser.parse_args()
+    if args.way:
+        return measure(args.way, args.model, args.agents, args.passes)
+    passes: dict[str, list[dict]] = {way: [] for way in WAYS}
+    for _ in range(args.turns):
+        for way in WAYS:
+            sizes = ["--agents", str(args.agents), "--passes", str(args.passes)]
+            done = subprocess.run(
+                [sys.executable, __file__, "--way", way, "--model", args.model, *sizes],
+                check=True, stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            lines = [line for line in done.stdout.splitlines() if line.startswith("PASS")]
+            passes[way] += [json.loads(line.removeprefix("PASS")) for line in lines]
+    digests = [[each["digest"] for each in passes[way]] for way in WAYS[:2]]
+    print(
+        f"{args.model}, {args.agents} agents; environments and endpoint sample equal tokens: {digests[0] == digests[1]}\n"
+    )
+    columns = (
+        "way",
+        "tokens/s, median (range)",
+        "endpoint relative to it",
+        "tokens/CPU second without agents",
+        "CPU s of agents",
+    )
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    rates = {way: [each["tokens"] / each["seconds"] for each in each_way] for way, each_way in passes.items()}
+    for way, each_way in passes.items():
+        spread = f"{median(rates[way]):.0f} ({min(rates[way]):.0f}-{max(rates[way]):.0f})"
+        per_cpu = median(each["tokens"] / each["others"] for each in each_way)
+        ratio = median(rates["endpoint"]) / median(rates[way])
+        cells = way, spread, f"{ratio:.2f}", f"{per_cpu:.0f}", f"{median(each['agents'] for each in each_way):.1f}"
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
