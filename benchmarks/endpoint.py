@@ -110,8 +110,7 @@ def vllm(model: str, agents: int, stack: ExitStack) -> tuple[Play, set[int]]:
     for word in words:
         skip = word in OURS_ONLY or (skip and not word.startswith("--"))
         command += [] if skip else [word]
-    folder = stack.enter_context(tempfile.TemporaryDirectory())
-    log = stack.enter_context(Path(folder, "server.log").open("w"))
+    log = stack.enter_context(tempfile.NamedTemporaryFile("w+"))  # noqa: SIM115 (the stack closes it)
     server = subprocess.Popen([*command, "--served-model-name", "policy"], env=environment, stdout=log, stderr=log)
     stack.callback(server.wait)
     stack.callback(server.terminate)
