@@ -178,7 +178,7 @@ def config_page() -> Iterator[str]:
         "A key whose default is `(required)` must be in the config, in the preset or on the command line.",
         "A key of type *component* is a section: `_component_`, the dotted path of a class, and the arguments of the class.",
         "The arguments of the usual classes are in [Components](#components) and [Tasks](#tasks).",
-        "The default preset, `grpo`, sets keys of `loss`, `advantage` and `aggregation`.",
+        "The default preset, `grpo`, sets `loss.importance: tis` and `aggregation: sequence`.",
         "The tables show the defaults without a preset.",
         "A term of art has an entry in the [glossary](../concepts/glossary.md).", "",
     )  # fmt: skip
