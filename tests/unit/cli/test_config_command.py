@@ -70,6 +70,7 @@ def test_nested_mapping_has_defaults_of_its_recipe():
         ),
         (["loss"], ["  loss  ", "  loss.entropy_coef  "]),
         (["evaluate", "task"], ["  task.dataset  ", "  task.kernels  "]),
+        (["evaluation.task.count"], ["  task.count  null  number of questions; null: all"]),
         (["Math"], ["  task.format_reward  "]),
     ],
 )
