@@ -7,7 +7,7 @@
 # make test-random  the property tests with other examples than those of `make test`, which are the same in every run
 # make long         the tests that take minutes each, and 200 weight syncs under 5,000 requests
 # make learns       the tests that train until the reward rises (minutes to hours)
-# make chaos        faults at random moments on real runs (about 90 minutes; CHAOS_ARGS="--rounds 10 --seed 2" for less)
+# make chaos        faults at random moments on real runs (about 90 minutes; CHAOS_ARGS="--rounds 10 --agents" for others)
 # make install      only the environment
 #
 # PYTHON=python3.12   interpreter of the environment (3.11 or later)
@@ -75,7 +75,7 @@ learns: $(STAMP)
 	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" -m learns --timeout 7200 $(PYTEST_ARGS)
 
 chaos: $(STAMP)
-	"$(VENV)/bin/python" tests/chaos/chaos.py --out runs/chaos --table runs/chaos/table.md $(CHAOS_ARGS)
+	"$(VENV)/bin/python" tests/chaos/chaos.py $(CHAOS_ARGS)
 
 install: $(STAMP)
 

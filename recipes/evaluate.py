@@ -35,6 +35,7 @@ from torchtune_ext.settings.components import Component
 from torchtune_ext.settings.config import load_config, named_paths, settings_snapshot
 from torchtune_ext.settings.sections import FORBID_UNKNOWN_KEYS, Seed
 from torchtune_ext.setup.checks import (
+    check_agents,
     check_engine,
     check_prompts,
     check_task,
@@ -130,6 +131,7 @@ class EvaluateRecipe:
         check_prompts({"task": self.task}, self.tokenizer, self.sampling, engine, model)
         model.require_readable()
         check_grading([self.task], cfg.grader, samples=cfg.samples_per_problem)
+        check_agents([self.task], self.tokenizer, self.sampling, engine.max_model_len, cfg.agent)
         # A problem is skipped and counted if its prompt and sampling.max_tokens exceed
         # max_model_len.
         prompt_check = make_prompt_check(self.tokenizer, engine.max_model_len, self.sampling.max_tokens)

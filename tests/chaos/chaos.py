@@ -3,6 +3,7 @@
     python tests/chaos/chaos.py --rounds 100 --seed 1 --table chaos.md
     python tests/chaos/chaos.py --rounds 100 --seed 1 --list         # the drawn rounds
     python tests/chaos/chaos.py --rounds 100 --seed 1 --only 17      # repeat one round
+    python tests/chaos/chaos.py --rounds 100 --seed 1 --agents       # with an agent in place of a grader
 
 A round is a run of four small steps (a random model, a real vLLM) with one fault in a drawn phase, and the expected reaction:
 either the run continues, or it exits in time with the right status and a message that names the cause, and resumes with
@@ -139,12 +140,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("runs/chaos"), help="folder for the runs (runs/chaos)")
+    parser.add_argument("--out", type=Path, help="folder for the runs (runs/chaos, or runs/chaos_agents)")
+    parser.add_argument("--agents", action="store_true", help="runs whose task is an agent at the endpoint")
     parser.add_argument(
         "--faults", nargs="+", choices=NAMES, default=NAMES, metavar="FAULT", help="draw from these only"
     )
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="play these rounds, even if they are complete")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="also write the table to this file")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="file for the table (OUT/table.md)")
     parser.add_argument("--list", action="store_true", help="print the drawn rounds and stop")
     args = parser.parse_args()
     drawn = [draw(args.seed, number, tuple(args.faults)) for number in range(1, args.rounds + 1)]
@@ -154,14 +156,19 @@ def main() -> int:
     # The runs would inherit an ignored signal.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    args.out = args.out.absolute()
+    args.out = (args.out or Path("runs/chaos_agents" if args.agents else "runs/chaos")).absolute()
     if not (args.out / "workspace").exists():
-        make_workspace(args.out / "workspace")
+        make_workspace(args.out / "workspace", args.agents)
+    if ("LettersAgent" in (args.out / "workspace" / "run.yaml").read_text()) != args.agents:
+        parser.error(
+            f"--out {args.out} has runs {'without' if args.agents else 'with'} --agents. Fix: choose another folder"
+        )
     file = args.out / "rounds.jsonl"
     records = kept(file, drawn)
     if args.only:
         records = {number: record for number, record in records.items() if number not in args.only}
     faults = f" --faults {' '.join(args.faults)}" if tuple(args.faults) != NAMES else ""
+    faults += " --agents" if args.agents else ""
     for d in drawn:
         if d.number in records or (args.only and d.number not in args.only):
             continue
@@ -173,8 +180,7 @@ def main() -> int:
     done = [records[number] for number in sorted(records)]
     text = table(args.seed, done)
     print(f"\n{text}")
-    if args.table:
-        args.table.write_text(text)
+    (args.table or args.out / "table.md").write_text(text)
     return 1 if any(record["problems"] for record in done) else 0
 
 

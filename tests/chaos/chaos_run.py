@@ -64,11 +64,13 @@ ROLES = {
 FAILED = ("infra_failed", "timed_out")  # outcomes of a text without a grade
 
 
-def make_workspace(folder: Path) -> None:
-    """Write the run folder: a model, the config, and the task and optimizer that keep the journal."""
+def make_workspace(folder: Path, agents: bool = False) -> None:
+    """Write the run folder: a model, the config, and the task (`agents`: with an agent) and optimizer that keep the journal."""
     folder.mkdir(parents=True)
     tiny_runs.write_tiny_model(folder / "model")
-    (folder / "run.yaml").write_text(CONFIG)
+    # An agent waits for the restart of an engine, so its time limit is longer than that of a grader.
+    config = CONFIG.replace("chaos_task.Letters", "chaos_task.LettersAgent") + "agent: {timeout_s: 40}\n"
+    (folder / "run.yaml").write_text(config if agents else CONFIG)
     for name in ("chaos_task.py", "chaos_optimizer.py"):
         shutil.copyfile(Path(__file__).with_name(name), folder / name)
 
@@ -307,7 +309,7 @@ def lost_sample(run: Path, reference: Path) -> tuple[int | None, list[str]]:
         if failed:
             if failed > 1:
                 wrong.append(f"step {step}: {failed} samples without a grade; one fault costs one")
-            if any(a.text != b.text or a.completion.tokens.tolist() != b.completion.tokens.tolist() for a, b in pairs):
+            if not all(_same(a, b) for a, b in pairs):
                 wrong.append(f"step {step}: other samples than in the reference")
             metrics = zip(tiny_runs.metrics(run), tiny_runs.metrics(reference), strict=True)
             wrong += [f"metrics of step {a['step']}" for a, b in metrics if a["step"] < step and a != b]
@@ -319,6 +321,13 @@ def lost_sample(run: Path, reference: Path) -> tuple[int | None, list[str]]:
 
 def _samples(path: Path) -> list:
     return [sample for group in read_rollouts(path) for sample in group.samples]
+
+
+def _same(sample, reference) -> bool:
+    """Whether a sample equals its reference. A failed agent may have ended after some of its turns."""
+    length = len(sample.completion.tokens) if sample.outcome.kind in FAILED else None
+    tokens = reference.completion.tokens[:length].tolist()
+    return reference.text.startswith(sample.text) and sample.completion.tokens.tolist() == tokens
 
 
 def last_checkpoint(run: Path) -> Path:

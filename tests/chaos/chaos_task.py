@@ -5,10 +5,12 @@ clock, process id, event.
 """
 
 import hashlib
+import json
 import os
 import time
+import urllib.request
 
-from torchtune_ext.tasks.task import Problem, Score
+from torchtune_ext.tasks.task import AgentClient, Problem, Score
 
 
 def note(event: str) -> None:
@@ -43,3 +45,19 @@ class Letters:
         time.sleep(self.seconds)
         value = hashlib.sha256(f"{problem.answer}/{text}".encode()).digest()[0] / 255
         return Score(value, {"hash": value})
+
+
+class LettersAgent(Letters):
+    """The same rewards, from an agent that requests two responses in its own loop (`chaos.py --agents`)."""
+
+    def run_agent(self, problem: Problem, client: AgentClient) -> Score:
+        messages, texts = list(problem.messages), []
+        for _ in range(2):
+            body = json.dumps({"messages": messages, "max_tokens": 12}).encode()
+            headers = {"authorization": f"Bearer {client.api_key}"}
+            request = urllib.request.Request(f"{client.base_url}/chat/completions", body, headers)
+            with urllib.request.urlopen(request) as response:
+                message = json.load(response)["choices"][0]["message"]
+            texts.append(message["content"])
+            messages += [message, {"role": "user", "content": "Go on."}]
+        return self.grade(problem, "\n".join(texts))

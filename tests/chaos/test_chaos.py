@@ -19,12 +19,16 @@ from torchtune_ext.pipeline.rollout_store import RolloutStore
 @pytest.mark.rest
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "faults",
-    # Killed and signaled runs have their own tests (test_grpo_full.py, test_stopping.py).
-    [["damage_flip"], pytest.param(["trainer_kill", "sigterm", "damage_flip"], marks=pytest.mark.long)],
-    ids=["damage", "three faults"],
+    ("faults", "options"),
+    # Killed and signaled runs have their own tests (test_grpo_full.py, test_agents.py, test_stopping.py).
+    [
+        (["damage_flip"], []),
+        pytest.param(["trainer_kill", "sigterm", "damage_flip"], [], marks=pytest.mark.long),
+        pytest.param(["trainer_kill", "engine_kill", "grader_kill"], ["--agents"], marks=pytest.mark.long),
+    ],
+    ids=["damage", "three faults", "agents"],
 )
-def test_faults_are_survived(repo_root, tmp_path, faults):
+def test_faults_are_survived(repo_root, tmp_path, faults, options):
     command = [
         sys.executable,
         str(repo_root / "tests" / "chaos" / "chaos.py"),
@@ -33,7 +37,7 @@ def test_faults_are_survived(repo_root, tmp_path, faults):
         "--seed",
         "293",
     ]
-    command += ["--out", str(tmp_path / "out"), "--table", str(tmp_path / "table.md"), "--faults", *faults]
+    command += [*options, "--out", str(tmp_path / "out"), "--table", str(tmp_path / "table.md"), "--faults", *faults]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
     records = [json.loads(line) for line in (tmp_path / "out" / "rounds.jsonl").read_text().splitlines()]

@@ -121,7 +121,7 @@ class WildAgent(TalkAgent):
     """Two of four samples return a reward, the others go wrong."""
 
     def run_agent(self, problem, client):
-        way = int(hashlib.sha256(client.api_key.encode()).digest()[0]) % 6
+        way = int(hashlib.sha256(client.api_key.encode()).digest()[0]) % 6 if problem.answer else 0
         if way == 1:
             raise KeyError("lost")
         if way == 2:

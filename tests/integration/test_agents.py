@@ -1,8 +1,11 @@
 """Agents that own their loop, with a real engine: equal to environments, failures, programs in another process."""
 
 import json
+import random
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 
 from helpers import recipe_runs as runs
 from helpers.page_commands import blocks
+from helpers.waiting import wait_until
 from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 
 PAGE = Path(__file__).parents[2] / "docs" / "how_to" / "agents.md"
@@ -27,10 +31,23 @@ def task_args(name, workers):
     return [*tasks, stops, f"grader.workers={workers}", "advantage.credit=turn", "max_steps=2"]
 
 
-def test_agent_trains_bit_equal_to_environment(workspace, served):
+@pytest.fixture(scope="module")
+def agent_run(workspace, served):
+    """Return a completed run of two steps with an agent."""
+    runs.run(workspace, "grpo_full", "output_dir=agent", *task_args("TalkAgent", 2), served)
+    return workspace / "agent"
+
+
+def weights(run):
+    last = max((run / "checkpoints").glob("step_*"))
+    files = {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
+    assert files
+    return files
+
+
+def test_agent_trains_bit_equal_to_environment(workspace, agent_run, served):
     """The same rows, log-probs, advantages and weights, whether the recipe or the agent owns the loop."""
     runs.run(workspace, "grpo_full", "output_dir=environment", *task_args("SeedlessTalks", 8), served)
-    runs.run(workspace, "grpo_full", "output_dir=agent", *task_args("TalkAgent", 2), served)
     turns = 0
     for step in (1, 2):
         groups, expected = (read_rollouts(rollout_paths(workspace / run)[step]) for run in ("agent", "environment"))
@@ -47,9 +64,63 @@ def test_agent_trains_bit_equal_to_environment(workspace, served):
                 assert sample.messages == reference.messages
                 turns += len(sample.completion.turns)
     assert turns > 2 * 2 * 16
-    checkpoints = [max((workspace / run / "checkpoints").glob("step_*")) for run in ("agent", "environment")]
-    weights = [{path.name: path.read_bytes() for path in folder.glob("*.safetensors")} for folder in checkpoints]
-    assert weights[0] and weights[0] == weights[1]
+    assert weights(agent_run) == weights(workspace / "environment")
+    assert all(line["episode/forks"] == line["episode/no_response"] == 0 for line in runs.metrics(agent_run)[1:])
+
+
+def test_killed_run_with_agents_resumes_bit_equal(workspace, agent_run, served):
+    """Killed while agents of the second step run; none of them, nor their workers, is left."""
+    words = ["output_dir=killed", "resume_from_checkpoint=True", *task_args("TalkAgent", 2), served]
+    mark = f"AGENTS={workspace}"
+    environ = runs.environment() | dict([mark.split("=", 1)])
+    command = runs.command("grpo_full", *words)
+    process = subprocess.Popen(command, cwd=workspace, env=environ, stdout=subprocess.DEVNULL)
+    runs.wait_for_steps(workspace / "killed", 2, process)
+    time.sleep(random.Random(0).random() / 4)
+    assert len(processes(mark)) > 2
+    process.kill()
+    process.wait()
+    wait_until(lambda: not processes(mark), 20)
+    assert not (workspace / "killed" / "checkpoints" / "step_000002").exists()
+    runs.run(workspace, "grpo_full", *words)
+    assert weights(workspace / "killed") == weights(agent_run)
+    assert runs.metrics(workspace / "killed") == runs.metrics(agent_run)
+    for step, path in rollout_paths(agent_run).items():
+        assert rollout_paths(workspace / "killed")[step].read_bytes() == path.read_bytes()
+
+
+def processes(mark):
+    """Return the processes whose environment has the mark."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended meanwhile, or belongs to another user
+            found += [path.parent.name] if mark.encode() in path.read_bytes() else []
+    return found
+
+
+def test_agent_without_package_ends_before_the_engine(workspace):
+    (workspace / "late.py").write_text("def run(problem, client):\n    import no_such_package\n")
+    (workspace / "few.jsonl").write_text('{"question": "1 + 1?", "answer": 2}\n' * 4)
+    (workspace / "eval.yaml").write_text(EVALUATION)
+    rows = ["task._component_=torchtune_ext.tasks.jsonl.Jsonl", "task.path=few.jsonl", "task.agent=late.run"]
+    for recipe, config, *words in (
+        ("grpo_full", "run.yaml", "evaluation.task=null"),
+        ("grpo_full", "run.yaml", "evaluation.task=null", "dry_run=True"),
+        ("evaluate", "eval.yaml"),
+    ):
+        output = runs.run(workspace, recipe, "output_dir=lacking", *rows, *words, config=config, ok=False)
+        assert "the agent of Jsonl gets no response on problem" in output
+        assert "No module named 'no_such_package'" in output and not (workspace / "lacking").exists()
+
+
+EVALUATION = """
+output_dir: ???
+model_dir: model
+tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer, path: "${model_dir}"}
+task: {_component_: letters.Letters}
+sampling: {max_tokens: 8}
+engine: {dtype: float32, max_model_len: 128, kv_cache_bytes: 16777216}
+"""
 
 
 def test_failing_agents_are_ungraded_and_end(workspace, served):

@@ -34,6 +34,10 @@ class AgentConfig:
         default=False,
         description="ignore an agent's sampling parameters that differ from the run's; false: refuse them",
     )
+    host: str = Field(
+        default="127.0.0.1",
+        description="address of this machine at which agents reach the policy, e.g. from containers",
+    )
 
 
 class AgentRunTask(Task, AgentTask, Protocol):

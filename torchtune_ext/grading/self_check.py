@@ -179,7 +179,7 @@ def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1) ->
     Raises:
         UsageError: grading fails, times out, or gives the reward 0 to every solution.
     """
-    problems = _first_problems(task, key)
+    problems = first_problems(task, key)
     if not problems:
         return
     solutions = [_solution(task, problem) for problem in problems]
@@ -246,7 +246,7 @@ def _check_environment(task: EnvironmentTask, config: GraderConfig, key: str) ->
     Raises:
         UsageError: the environment fails, or gives the reward 0 to the solution.
     """
-    problem, name = next(iter(_first_problems(task, key)), None), type(task).__name__
+    problem, name = next(iter(first_problems(task, key)), None), type(task).__name__
     if problem is None:
         return
     solution = _solution(task, problem)
@@ -274,7 +274,7 @@ def _check_environment(task: EnvironmentTask, config: GraderConfig, key: str) ->
             )
 
 
-def _first_problems(task: Task, key: str) -> list[Problem]:
+def first_problems(task: Task, key: str) -> list[Problem]:
     """Returns the first problems that can be created and pickled.
 
     Raises:

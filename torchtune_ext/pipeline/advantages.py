@@ -334,7 +334,8 @@ def _is_truncated(sample: Sample) -> bool:
 
 
 def _set_advantage(sample: Sample, advantage: float | np.ndarray | None, config: AdvantageConfig) -> Sample:
-    if advantage is None:
+    # An agent may end without a response of the policy.
+    if advantage is None or not len(sample.completion.tokens):
         return replace(sample, advantage=0.0, turn_advantages=(), in_loss=False)
     trained = not (config.truncated == "mask" and _is_truncated(sample))
     turns = tuple(advantage.tolist()) if isinstance(advantage, np.ndarray) else ()

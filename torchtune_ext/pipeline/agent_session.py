@@ -59,7 +59,8 @@ class AgentSession:
         self._tokenizer = tokenizer
         self.responses: list[Response] = []
         self._by_history: dict[bytes, Response] = {}  # by digest of the messages and the tools
-        self._paths: list[np.ndarray] = []  # of the trained responses
+        # Paths of the trained responses, without those that another one continues.
+        self._paths: list[np.ndarray] = []
         self._packed_tokens = 0  # tokens of these paths, with shared prefixes counted once
 
     def find_context(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Context:
@@ -132,8 +133,9 @@ class AgentSession:
         )
         self.responses.append(response)
         if is_trained:
-            self._packed_tokens += _new_tokens(response.path, self._paths)
-            self._paths.append(response.path)
+            path = response.path
+            self._packed_tokens += _new_tokens(path, self._paths)
+            self._paths = [other for other in self._paths if common_prefix_len(path, other) < len(other)] + [path]
         self._by_history[_history_digests([*messages, message], tools)[-1]] = response
         return response
 
@@ -219,16 +221,15 @@ def build_tree(
         responses: (context, completion) in the order in which they were sampled.
         finish_reason: why the episode ended.
     """
-    paths: list[np.ndarray] = []
-    turns, kept_lens, parents = [], [], []
+    # By turn, without paths that a later turn continues: whatever extends them extends that turn, too.
+    ends: dict[int, np.ndarray] = {}
+    turns, kept_lens, parents, path_lens = [], [], [], []
     tokens, logprobs, versions = [np.empty(0, np.int32)], [np.empty(0, np.float32)], [np.empty(0, np.int32)]
     length = 0
     for context, completion in responses:
         # The longest common prefix; of equal ones the latest, which is the previous turn if nothing
         # branches.
-        shared = [common_prefix_len(context, path) for path in paths]
-        parent = max(range(len(shared)), key=lambda i: (shared[i], i), default=-1)
-        kept = shared[parent] if parent >= 0 else 0
+        kept, parent = max(((common_prefix_len(context, path), turn) for turn, path in ends.items()), default=(0, -1))
         if (kept_prompt := common_prefix_len(context, prompt)) >= kept:
             parent, kept = -1, kept_prompt
         between = context[kept:]
@@ -240,11 +241,14 @@ def build_tree(
         versions += [np.full(len(between), version, np.int32), completion.versions]
         start = length + len(between)
         length = start + len(completion.tokens)
+        if parent >= 0 and kept == path_lens[parent]:
+            ends.pop(parent, None)
+        ends[len(turns)] = np.concatenate([context, completion.tokens])
+        path_lens.append(len(context) + len(completion.tokens))
         turns.append((start, length))
         kept_lens.append(kept)
         parents.append(parent)
-        paths.append(np.concatenate([context, completion.tokens]))
-    whole = [len(prompt), *map(len, paths)]
+    whole = [len(prompt), *path_lens]
     is_path = parents == list(range(-1, len(parents) - 1)) and kept_lens == whole[: len(kept_lens)]
     return Completion(
         tokens=np.concatenate(tokens),

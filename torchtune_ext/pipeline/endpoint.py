@@ -9,11 +9,14 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
+import resource
 import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,63 +24,34 @@ from typing import Any
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading.agents import AgentConfig, AgentPool
 from torchtune_ext.pipeline.agent_session import AgentSession, Context, agent_sample
+from torchtune_ext.pipeline.chat_requests import (
+    MODEL,
+    UNTRAINED_MODEL,
+    ApiError,
+    ChatRequest,
+    invalid_request,
+    make_message,
+    parse_request,
+    response_events,
+)
 from torchtune_ext.pipeline.groups import Sample
 from torchtune_ext.run.errors import DeadlineExceeded, RunFailure, UsageError
-from torchtune_ext.sampling.backend import derive_seed
+from torchtune_ext.sampling.backend import derive_seed, mark_retrieved
 from torchtune_ext.sampling.engine import Engine, EngineFailed, EngineRequest, Priority, SamplingConfig
 from torchtune_ext.sampling.types import Completion, WeightsIncomplete
-from torchtune_ext.tasks.task import AgentClient, Problem, strip_thinking
-from torchtune_ext.tasks.tool_calls import parse_tool_calls
+from torchtune_ext.tasks.task import AgentClient, Problem
 
 log = logging.getLogger(__name__)
 
-MODEL, UNTRAINED_MODEL = "policy", "policy-untrained"
 MAX_BODY_BYTES = 16 << 20
 RETRY_GRACE_S = 10.0  # a generation without a client waits this long for the client's retry
 START_TIMEOUT_S = 30.0
 RETRY_HEADER = "x-stainless-retry-count"  # set by the openai package
-
-# Request keys without an effect on sampling.
-IGNORED_KEYS = {
-    "user", "store", "metadata", "seed", "parallel_tool_calls", "stream_options", "service_tier", "prompt_cache_key",
-    "safety_identifier", "top_logprobs",
-}  # fmt: skip
-READ_KEYS = {
-    "model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "logprobs", "stream",
-}  # fmt: skip
-# Sampling keys and the values that change nothing.
-NEUTRAL_VALUES = {
-    "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "n": (1,), "presence_penalty": (0,), "frequency_penalty": (0,),
-    "repetition_penalty": (1,), "logit_bias": ({},), "response_format": ({"type": "text"},),
-}  # fmt: skip
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-class ApiError(Exception):
-    """An error response in OpenAI's JSON shape."""
-
-    def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None):
-        super().__init__(message)
-        self.status, self.code, self.headers = status, code, dict(headers or {})
-
-    @property
-    def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
-
-
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A validated request."""
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-    max_tokens: int
-    stop: list[str]
-    logprobs: bool
-    stream: bool
-    include_usage: bool
-    is_trained: bool
+NO_RETRY = {"x-should-retry": "false"}  # read by the openai package
+MAX_CONNECTIONS = 4096
+FIRST_REQUEST_TIMEOUT_S = 30.0  # a connection without a request is closed after this many seconds
+KEEP_ALIVE_S = 10  # above the 5 s of httpx, so that a client does not reuse a connection that closes
+ACCEPT_PAUSE_S = 0.2  # before the next attempt if no file descriptor is left
 
 
 @dataclass(eq=False, slots=True)
@@ -105,7 +79,8 @@ class AgentEpisode:
     tasks: set[asyncio.Task] = field(default_factory=set)  # all unfinished generations
     # Contexts and `max_tokens` of trained requests in flight.
     in_flight: list[tuple[list[int], int]] = field(default_factory=list)
-    failure: Exception | None = None  # an error of the engine, which ends the run
+    # Its result is an error of the engine, which ends the run.
+    failure: Future[Exception] = field(default_factory=Future)
     generations: dict[str, Generation] = field(default_factory=dict)  # by digest of the request
     seeds_used: Counter[int] = field(default_factory=Counter)
 
@@ -140,24 +115,25 @@ class Endpoint:
         engine: the started engine.
         tokenizer: renders messages.
         config: the `agent:` section.
-        host, port: address; port 0 takes a free one.
+        host, port: an address in place of `agent.host`; port 0 takes a free one.
+
+    Raises:
+        UsageError: this machine does not have the address `agent.host`.
+        OSError: `host` and `port` are given, and not free.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        tokenizer: ChatTokenizer,
-        config: AgentConfig,
-        host: str = "127.0.0.1",
-        port: int = 0,
+        self, engine: Engine, tokenizer: ChatTokenizer, config: AgentConfig, host: str | None = None, port: int = 0
     ) -> None:
         self._engine, self._tokenizer, self._config = engine, tokenizer, config
         self._episodes: dict[str, AgentEpisode] = {}
         self._finished: dict[str, None] = {}  # keys of finished episodes, the latest ones
         self._warned: set[str] = set()
-        self._socket = socket.create_server((host, port), backlog=2048)
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}/v1"
+        self._socket = socket.create_server((host, port), backlog=2048) if host else _listen(config.host)
+        self._socket.setblocking(False)
+        self.url = f"http://{host or config.host}:{self._socket.getsockname()[1]}/v1"
         self._server: Any = None
+        self._free_connections = asyncio.Semaphore(max_connections())
         self._serving = engine.schedule(self._serve())
 
     # -- episodes; in the engine's thread --------------------------------------------------------------
@@ -197,17 +173,63 @@ class Endpoint:
     async def _serve(self) -> None:
         import uvicorn
         from starlette.applications import Starlette
+        from starlette.responses import JSONResponse
         from starlette.routing import Route
+
+        async def not_found(request: Any, error: Exception) -> Any:
+            message = f"{request.method} {request.url.path:.80}: expected POST /v1/chat/completions or GET /v1/models"
+            return JSONResponse(ApiError(404, "not_found", message).body, 404)
 
         routes = [
             Route("/v1/chat/completions", self._handle(self._chat), methods=["POST"]),
             Route("/v1/models", self._handle(self._models), methods=["GET"]),
         ]
         config = uvicorn.Config(
-            Starlette(routes=routes), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2
-        )
+            Starlette(routes=routes, exception_handlers={404: not_found, 405: not_found}),
+            log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2,
+            timeout_keep_alive=KEEP_ALIVE_S, ws="none",
+        )  # fmt: skip
+        config.load()
         self._server = uvicorn.Server(config)
-        await self._server.serve(sockets=[self._socket])
+        async with asyncio.TaskGroup() as group:
+            accepting = group.create_task(self._accept(config, self._server.server_state))
+            await self._server.serve(sockets=[])
+            accepting.cancel()
+
+    async def _accept(self, config: Any, server_state: Any) -> None:
+        """Accepts connections up to a limit. Further ones wait in the backlog of the socket.
+
+        The run needs descriptors for its own files, too. asyncio's server accepts without a limit,
+        and uvicorn's `limit_concurrency` counts connections that have a descriptor already.
+        """
+        from uvicorn.protocols.http.h11_impl import H11Protocol
+
+        free, loop = self._free_connections, asyncio.get_running_loop()
+
+        class Connection(H11Protocol):
+            def connection_made(self, transport: Any) -> None:
+                super().connection_made(transport)
+                loop.call_later(FIRST_REQUEST_TIMEOUT_S, lambda: self.cycle or transport.close())
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                super().connection_lost(exc)
+                free.release()
+
+        while True:
+            if free.locked():
+                self._warn_once(
+                    "connections",
+                    "all connections are in use; others wait. Fix: raise the limit of open files, ulimit -n",
+                )
+            await free.acquire()
+            try:
+                client, _ = await loop.sock_accept(self._socket)
+                await loop.connect_accepted_socket(lambda: Connection(config, server_state, {}), client)
+            except OSError as error:
+                # No descriptor is left, or the client has gone.
+                free.release()
+                self._warn_once("accept", f"a connection was not accepted: {error}")
+                await asyncio.sleep(ACCEPT_PAUSE_S)
 
     def _handle(self, handler):
         from starlette.requests import Request
@@ -215,12 +237,16 @@ class Endpoint:
 
         async def handle(request: Request) -> Response:
             try:
-                return await handler(request)
+                response = await handler(request)
             except ApiError as error:
-                return JSONResponse(error.body, error.status, error.headers)
+                response = JSONResponse(error.body, error.status, error.headers)
             except Exception as error:
                 log.exception("endpoint: a request failed")
-                return JSONResponse(ApiError(500, "internal_error", str(error)).body, 500)
+                response = JSONResponse(ApiError(500, "internal_error", str(error)).body, 500)
+            # An idle connection must not keep others waiting.
+            if self._free_connections.locked():
+                response.headers["connection"] = "close"
+            return response
 
         return handle
 
@@ -246,17 +272,20 @@ class Endpoint:
 
         episode = self._authenticate(request)
         body = await _read_body(request)
-        parsed = await asyncio.to_thread(self._parse, body, episode.sampling)
+        parsed = await asyncio.to_thread(
+            parse_request, body, episode.sampling, self._config.ignore_client_sampling, self._warn_once
+        )
         if episode.closed:
             raise ApiError(401, "episode_finished", "the episode of this key has finished")
         digest = hashlib.sha256(body).hexdigest()
-        generation = episode.generations.get(digest) if _retry_count(request) else None
+        generation = episode.generations.get(digest) if request.headers.get(RETRY_HEADER, "0") != "0" else None
         # A retry after an error is a new request.
         if generation is None or (generation.task.done() and not _has_result(generation.task)):
             generation = Generation(asyncio.create_task(self._respond(episode, parsed)))
             episode.generations[digest] = generation
             episode.tasks.add(generation.task)
             generation.task.add_done_callback(episode.tasks.discard)
+            generation.task.add_done_callback(mark_retrieved)  # no client may be left for its error
         disconnected = asyncio.create_task(_wait_disconnected(request))
         try:
             answer = await self._attach(generation, disconnected)
@@ -264,7 +293,7 @@ class Endpoint:
             disconnected.cancel()
         # The events follow when the response is complete, so that errors have their status.
         if parsed.stream:
-            return StreamingResponse(_events(answer, parsed), media_type="text/event-stream")
+            return StreamingResponse(response_events(answer, parsed), media_type="text/event-stream")
         return JSONResponse(answer)
 
     async def _attach(self, generation: Generation, disconnected: asyncio.Task) -> dict[str, Any]:
@@ -287,84 +316,13 @@ class Endpoint:
 
                 asyncio.get_running_loop().call_later(RETRY_GRACE_S, abort)
 
-    # -- requests --------------------------------------------------------------------------------------
-
-    def _parse(self, body: bytes, sampling: SamplingConfig) -> ChatRequest:
-        try:
-            fields = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, "invalid_json", f"the body is not JSON: {error}") from None
-        if not isinstance(fields, dict):
-            raise ApiError(400, "invalid_json", "the body is not a JSON object")
-        fields = {key: value for key, value in fields.items() if value is not None}
-        if fields.get("model", MODEL) not in (MODEL, UNTRAINED_MODEL):
-            raise ApiError(
-                404, "model_not_found", f"model={fields['model']!r}: expected {MODEL!r} or {UNTRAINED_MODEL!r}"
-            )
-        self._check_sampling(fields, sampling)
-        messages = fields.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise _invalid("messages: expected a list of messages")
-        for index, message in enumerate(messages):
-            _check_message(index, message)
-        tools = fields.get("tools", [])
-        if not isinstance(tools, list) or not all(
-            isinstance(t, dict) and isinstance(t.get("function"), dict) and isinstance(t["function"].get("name"), str)
-            for t in tools
-        ):
-            raise _invalid('tools: expected a list of {"type": "function", "function": {"name": ..., ...}}')
-        choice = fields.get("tool_choice", "auto")
-        if choice not in ("auto", "none"):
-            self._warn_once(
-                "tool_choice", f"tool_choice={choice!r} is not enforced: the policy may answer without a call"
-            )
-        limits = [fields[key] for key in ("max_tokens", "max_completion_tokens") if key in fields]
-        if not all(isinstance(limit, int) and limit >= 1 for limit in limits):
-            raise _invalid(f"max_tokens={limits[0]!r}: expected a positive integer")
-        stop = fields.get("stop", [])
-        stop = [stop] if isinstance(stop, str) else stop
-        if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop):
-            raise _invalid(f"stop={stop!r}: expected a string or a list of strings")
-        options = fields.get("stream_options") or {}
-        return ChatRequest(
-            messages=[
-                message | {"role": "system"} if message["role"] == "developer" else message for message in messages
-            ],
-            tools=tools if choice != "none" else [],
-            max_tokens=min([sampling.max_tokens, *limits]),
-            stop=[text for text in stop if text],
-            logprobs=bool(fields.get("logprobs")),
-            stream=bool(fields.get("stream")),
-            include_usage=bool(options.get("include_usage")) if isinstance(options, dict) else False,
-            is_trained=fields.get("model", MODEL) == MODEL,
-        )
-
-    def _check_sampling(self, fields: dict[str, Any], sampling: SamplingConfig) -> None:
-        """Refuses sampling parameters that would make the response off-policy."""
-        allowed = NEUTRAL_VALUES | {"temperature": (1, sampling.temperature)}
-        for key, value in fields.items():
-            if key in IGNORED_KEYS or key in READ_KEYS or (key in allowed and value in allowed[key]):
-                continue
-            reason = "unknown parameter"
-            if key in allowed:
-                expected = " or ".join(
-                    dict.fromkeys(f"{one:g}" if isinstance(one, float) else str(one) for one in allowed[key])
-                )
-                reason = f"expected {expected}, as in the run: another value would be off-policy"
-            if not self._config.ignore_client_sampling:
-                raise ApiError(
-                    400, "unsupported_parameter",
-                    f"{key}={value!r}: {reason}. Fix: leave it out, or set agent.ignore_client_sampling=true",
-                )  # fmt: skip
-            self._warn_once(key, f"{key}={value!r} of a client is ignored: {reason}")
-
     async def _respond(self, episode: AgentEpisode, request: ChatRequest) -> dict[str, Any]:
         """Generates one response and adds it to the episode."""
         session, max_turns = episode.session, self._config.max_turns
         try:
             context = await asyncio.to_thread(session.find_context, request.messages, request.tools)
         except UsageError as error:
-            raise _invalid(str(error)) from None
+            raise invalid_request(str(error)) from None
         # Concurrent requests count, too, so that they cannot exceed a limit together. One row must hold
         # all branches of an episode, and `row_tokens` may be as small as `max_model_len`.
         contexts, reserved = [ids for ids, _ in episode.in_flight], sum(tokens for _, tokens in episode.in_flight)
@@ -373,7 +331,7 @@ class Endpoint:
         used, what = max((len(context.ids), "the context"), (branches, "all branches of the episode"))
         if is_trained and max_turns is not None and len(session.trained) + len(contexts) >= max_turns:
             episode.finish_reason = "max_turns"
-            raise ApiError(429, "max_turns", f"the episode has had agent.max_turns={max_turns} responses")
+            raise ApiError(429, "max_turns", f"the episode has had agent.max_turns={max_turns} responses", NO_RETRY)
         if used + request.max_tokens > limit:
             if is_trained:
                 episode.finish_reason = "context_overflow"
@@ -403,27 +361,24 @@ class Endpoint:
             async with asyncio.timeout(timeout_s):
                 completion = await self._engine.generate(engine_request, affinity_key=episode)
         except UsageError as error:
-            raise _invalid(str(error)) from None
+            raise invalid_request(str(error)) from None
         except (EngineFailed, WeightsIncomplete, DeadlineExceeded) as error:
             # The agent may end with any reward, but the run must end without its engine.
-            episode.failure = error
+            if not episode.failure.done():
+                episode.failure.set_result(error)
             raise ApiError(503, "engine_unavailable", str(error), {"Retry-After": "10"}) from None
         except TimeoutError:
             message = f"no response within agent.request_timeout_s={timeout_s:g}"
             raise ApiError(504, "timeout", message) from None
         response_id = f"chatcmpl-{secrets.token_hex(12)}"
-        raw = self._tokenizer.thought_prefix(context.ids) + self._tokenizer.decode(completion.tokens.tolist())
-        message, finish_reason = make_message(raw, request, completion)
-        entries = await asyncio.to_thread(self._logprob_entries, completion) if request.logprobs else None
+        raw, message, finish_reason, logprobs = await asyncio.to_thread(self._read, context, request, completion)
         if episode.closed:
             raise ApiError(401, "episode_finished", "the episode of this key has finished")
         if request.is_trained:
             episode.finish_reason = "completed"  # the agent has recovered from a limit
         session.add(response_id, request.messages, request.tools, context, completion, raw, message, request.is_trained)
         episode.on_response(completion)
-        choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}
-        if entries is not None:
-            choice["logprobs"] = {"content": entries}
+        choice = {"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": logprobs}
         prompt_tokens, completion_tokens = len(context.ids), len(completion.tokens)
         return {
             "id": response_id,
@@ -439,35 +394,23 @@ class Endpoint:
             },
         }
 
-    def _logprob_entries(self, completion: Completion) -> list[dict[str, Any]]:
+    def _read(
+        self, context: Context, request: ChatRequest, completion: Completion
+    ) -> tuple[str, dict[str, Any], str, dict[str, Any] | None]:
+        """Returns the text, the message, the finish reason and the log-probs of a response."""
+        ids = completion.tokens.tolist()
+        raw = self._tokenizer.thought_prefix(context.ids) + self._tokenizer.decode(ids)
+        message, finish_reason = make_message(raw, request, completion)
         entries = []
-        for token, logprob in zip(completion.tokens.tolist(), completion.logprobs.tolist(), strict=True):
+        for token, logprob in zip(ids, completion.logprobs.tolist(), strict=True) if request.logprobs else ():
             text = self._tokenizer.decode_all([token])
             entries.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
-        return entries
+        return raw, message, finish_reason, {"content": entries} if request.logprobs else None
 
     def _warn_once(self, key: str, message: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
             log.warning("endpoint: %s", message)
-
-
-async def _events(answer: dict[str, Any], request: ChatRequest) -> AsyncIterator[str]:
-    """Yields a response as server-sent events."""
-    (choice,) = answer["choices"]
-    head = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    message = choice["message"]
-    calls = [call | {"index": index} for index, call in enumerate(message.get("tool_calls", ()))]
-    deltas = [{"role": "assistant"} | {k: message[k] for k in ("reasoning_content", "content") if message.get(k)}]
-    deltas += [{"tool_calls": calls}] if calls else []
-    for delta in deltas:
-        one = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
-        yield f"data: {json.dumps(head | {'choices': [one]})}\n\n"
-    last = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
-    yield f"data: {json.dumps(head | {'choices': [last]})}\n\n"
-    if request.include_usage:
-        yield f"data: {json.dumps(head | {'choices': [], 'usage': answer['usage']})}\n\n"
-    yield "data: [DONE]\n\n"
 
 
 async def run_agent(
@@ -494,12 +437,18 @@ async def run_agent(
     episode = endpoint.open(prompt, sampling, first_request, sample_index, priority, on_response)
     episodes[sample_index] = episode
     try:
-        client = AgentClient(endpoint.url, episode.key)
-        failure, outcome = await asyncio.wrap_future(agents.submit(problem, client))
+        agent = asyncio.wrap_future(agents.submit(problem, AgentClient(endpoint.url, episode.key)))
+        failed = asyncio.wrap_future(episode.failure)
+        try:
+            await asyncio.wait({agent, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if episode.failure.done():
+                raise episode.failure.result()
+            failure, outcome = agent.result()
+        finally:
+            failed.cancel()
+            agent.cancel()  # without an effect on a finished agent; one in the queue is not started
     finally:
         endpoint.finish(episode)
-    if episode.failure is not None:
-        raise episode.failure
     # An agent that fails at a limit of the run ends with that limit.
     finish_reason = failure if failure == "agent_timeout" or episode.finish_reason == "completed" else ""
     return await asyncio.to_thread(
@@ -507,66 +456,30 @@ async def run_agent(
     )
 
 
-def make_message(raw: str, request: ChatRequest, completion: Completion) -> tuple[dict[str, Any], str]:
-    """Returns the message that the agent gets, and its finish reason."""
-    content = strip_thinking(raw)
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if (thought := raw[: len(raw) - len(content)]).strip():
-        message["reasoning_content"] = thought.replace("<think>", "").replace("</think>", "").strip("\n")
-    finish_reason = "stop" if completion.finish_reason == "stop" else "length"
-    if request.tools:
-        try:
-            calls = parse_tool_calls(raw)
-        except ValueError:
-            calls = []  # the agent reads the broken call as text
-        if calls:
-            message["content"] = content.partition("<tool_call>")[0].strip() or None
-            if content.lstrip().startswith("{"):  # Llama's calls are the whole turn
-                message["content"] = None
-            message["tool_calls"] = [
-                {
-                    "id": f"call_{secrets.token_hex(8)}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-                }
-                for call in calls
-            ]
-            finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
-    if message["content"] and request.stop:
-        cuts = [at for text in request.stop if (at := message["content"].find(text)) >= 0]
-        if cuts:
-            message["content"], finish_reason = message["content"][: min(cuts)], "stop"
-    return message, finish_reason
+def max_connections() -> int:
+    """Returns half of the file descriptors that this process may still open, at most `MAX_CONNECTIONS`."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return min(max((limit - len(os.listdir("/proc/self/fd"))) // 2, 2), MAX_CONNECTIONS)
 
 
-def _check_message(index: int, message: Any) -> None:
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        role = message.get("role") if isinstance(message, dict) else message
-        raise _invalid(f"messages[{index}].role={role!r}: expected {', '.join(ROLES)}")
-    content = message.get("content")
-    if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else part
-                raise _invalid(f"messages[{index}].content: part {kind!r:.40}; the policy reads text only")
-    elif not isinstance(content, str) and not (content is None and message["role"] == "assistant"):
-        raise _invalid(f"messages[{index}].content={content!r:.40}: expected a text or a list of text parts")
-    for call in message.get("tool_calls") or ():
-        if not isinstance(call, dict) or not isinstance(call.get("function"), dict) or "name" not in call["function"]:
-            raise _invalid(f"messages[{index}].tool_calls: expected {{'function': {{'name': ..., 'arguments': ...}}}}")
-
-
-def _invalid(message: str) -> ApiError:
-    return ApiError(400, "invalid_request", message)
+def _listen(host: str) -> socket.socket:
+    try:
+        # Agents connect to it, so it has to be one address, not all of the machine.
+        if host in ("", "0.0.0.0"):
+            raise OSError("it is not one address")
+        return socket.create_server((host, 0), backlog=2048)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"agent.host={host!r}: {reason}; expected an IPv4 address or a name of this machine. "
+            "Fix: choose one that `ip address` lists, or 127.0.0.1 for agents on this machine"
+        ) from None
 
 
 def _has_result(task: asyncio.Task) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
-
-
-def _retry_count(request: Any) -> int:
-    value = request.headers.get(RETRY_HEADER, "0")
-    return int(value) if value.isdigit() else 0
 
 
 async def _read_body(request: Any) -> bytes:

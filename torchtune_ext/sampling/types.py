@@ -272,6 +272,20 @@ class Completion:
         """Whether the turns may form a tree, so that no single path contains all of them."""
         return bool(self.kept_prefix_lens or self.parents)
 
+    @property
+    def num_forks(self) -> int:
+        """The number of branches beyond the first: 0 if each turn continues the path of the previous one."""
+        if not self.has_branches:
+            return 0
+        path_lens, continued, begin = [], set(), 0
+        for turn, (_, stop) in enumerate(self.turns):
+            parent = self.parents[turn] if self.parents else turn - 1
+            if parent >= 0 and self.kept_prefix_lens[turn] == path_lens[parent]:
+                continued.add(parent)
+            path_lens.append(self.kept_prefix_lens[turn] + stop - begin)
+            begin = stop
+        return len(self.turns) - len(continued) - 1
+
     def turn_paths(self, prompt_len: int) -> list[np.ndarray]:
         """Returns each turn's path (context and turn) as indices into prompt + `tokens`."""
         prompt, paths, begin = np.arange(prompt_len), [], prompt_len

@@ -25,6 +25,8 @@ from torchtune_ext.tasks.task import AgentTask, EpisodeTask, Problem, SelfGradin
 if TYPE_CHECKING:
     from torchtune.modules import TransformerDecoder
 
+    from torchtune_ext.grading.agents import AgentConfig
+
 # Limits of the prompt measurement: problems and seconds.
 MAX_PROBED_PROBLEMS, PROBE_LIMIT_S = 64, 1.0
 # Two tokenizers that encode this text to the same ids are treated as equal.
@@ -517,3 +519,31 @@ def max_positions(hf_model: HFModel) -> float:
 
 def _name(part: Any) -> str:
     return getattr(part, "__name__", type(part).__name__)
+
+
+def check_agents(
+    tasks: Sequence[Task | None],
+    tokenizer: ChatTokenizer,
+    sampling: SamplingConfig,
+    max_model_len: int,
+    config: "AgentConfig",
+    keys: Sequence[str] = ("task", "evaluation.task"),
+) -> None:
+    """Run the agent of each task on its first problem, with fixed texts in place of the policy.
+
+    Args:
+        tasks: the tasks of the run; those without an agent are skipped.
+        keys: the config key of each task, for messages.
+
+    Raises:
+        UsageError: the agent ends without a response, or `agent.host` is not an address of this machine.
+    """
+    checked = []
+    for task, key in zip(tasks, keys, strict=False):
+        agent = (type(task), getattr(task, "__dict__", {}).get("run_agent"))
+        if isinstance(task, AgentTask) and agent not in checked:
+            # Imported here, since only runs with agents need the server.
+            from torchtune_ext.setup.agent_check import check_agent
+
+            checked.append(agent)
+            check_agent(task, key, tokenizer, sampling, max_model_len, config)

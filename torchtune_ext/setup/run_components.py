@@ -28,6 +28,7 @@ from torchtune_ext.sampling.engine_args import engine_configs, engine_threads
 from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.settings.config import named_paths, settings_snapshot
 from torchtune_ext.setup.checks import (
+    check_agents,
     check_engine,
     check_loss,
     check_optimizer,
@@ -130,10 +131,12 @@ class RunComponents:
             raise UsageError(f"teacher.{error}" if str(error).startswith("engine.") else str(error)) from None
 
     def check_grading(self) -> None:
-        """Grade the tasks' own solutions in temporary processes. Raises UsageError if one fails."""
+        """Grade the tasks' own solutions, or run their agents once, in temporary processes. Raises UsageError if one fails."""
         if not self.replay:
             self.eval_problems.load()
-            check_grading([self.task, self.eval_task], self.cfg.grader)
+            tasks = [self.task, self.eval_task]
+            check_grading(tasks, self.cfg.grader)
+            check_agents(tasks, self.tokenizer, self.sampling, self.engine_config.max_model_len, self.cfg.agent)
 
     def checkpoint_identity(self, run: str) -> Identity:
         """Return the identity that checkpoints of this run store."""

@@ -2,12 +2,16 @@
 
 import json
 import os
+import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from torchtune_ext.run.errors import RunFailure, UsageError
+from torchtune_ext.run.reaper import live_processes
 from torchtune_ext.tasks.grade_functions import import_grader
 from torchtune_ext.tasks.task import AgentClient, Problem, Score
 
@@ -41,12 +45,15 @@ class CommandAgent:
             "id": problem.id, "messages": list(problem.messages), "answer": problem.answer, "example": dict(problem.example),
         }  # fmt: skip
         # Standard error goes to grader.log. The program is in the process group that is killed at a
-        # timeout.
-        done = subprocess.run(
-            self.command, input=json.dumps(given, default=repr), stdout=subprocess.PIPE, text=True, check=False,
-            env={**os.environ, **variables},
-        )  # fmt: skip
-        *output, last = done.stdout.rstrip("\n").split("\n")
+        # timeout. Its output is a file, since a child that it leaves running would keep a pipe open.
+        with tempfile.TemporaryFile("w+", errors="replace") as file:
+            done = subprocess.run(
+                self.command, input=json.dumps(given, default=repr), stdout=file, text=True, check=False,
+                env={**os.environ, **variables},
+            )  # fmt: skip
+            _kill_remaining_children()
+            file.seek(0)
+            *output, last = file.read().rstrip("\n").split("\n")
         print(*output, sep="\n", end="\n" if output else "")
         if done.returncode:
             raise RunFailure(f"{self.command[0]} exited with status {done.returncode}")
@@ -57,3 +64,12 @@ class CommandAgent:
             raise UsageError(
                 f"the last line of {self.command[0]} is {last!r:.60}; expected a number, or a JSON object with `reward`"
             ) from None
+
+
+def _kill_remaining_children() -> None:
+    """Kills what a program has left running, if this process leads its group, as a worker does."""
+    own = os.getpid()
+    for pid in live_processes(own) if os.getpgrp() == own else ():
+        if pid != own:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

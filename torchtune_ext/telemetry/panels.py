@@ -92,6 +92,12 @@ PANELS = (
         Metric("length/truncated", "truncated", "fraction of samples truncated at the token limit", "above 0.1 to 0.2"),)),
     Panel("Learning", "Turns of a conversation", zero=True, metrics=(
         Metric("episode/turns", "turns", "mean turns of the policy in a conversation", "it stays at the task's `max_turns`"),)),
+    Panel("Learning", "Forks of a conversation", zero=True, hide_if_zero=True, metrics=(
+        Metric("episode/forks", "forks", "mean branches of a conversation beyond its first path",
+               "above 0, though the agent only appends to its history"),)),
+    Panel("Learning", "Episodes without a response", unit="int", zero=True, hide_if_zero=True, metrics=(
+        Metric("episode/no_response", "episodes", "episodes whose agent got no trained response; not trained on",
+               "above 0"),)),
     Panel("Learning", "Tokens read in a conversation", unit="int", zero=True, metrics=(
         Metric("episode/read_tokens", "read", "mean environment tokens of a conversation, masked from the loss"),)),
     Panel("Learning", "Endings of conversations", unit="percent", style="stack", zero=True, order=FINISH_REASONS,

@@ -140,10 +140,13 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "length/truncated": sum(s.completion.finish_reason == "length" for s in samples) / len(samples),
         "length/tokens": float(lengths.sum()),
     }
-    if any(s.completion.turns for s in samples):
+    # Only an episode may be without a token: of an agent that requested no response.
+    if any(s.completion.turns or not len(s.completion.tokens) for s in samples):
         turns, endings = [len(s.completion.turns) for s in samples], [s.completion.finish_reason for s in samples]
         # Tokens that were not sampled come from the environment and from the chat template.
         values["episode/turns"] = float(np.mean(turns))
+        values["episode/forks"] = float(np.mean([s.completion.num_forks for s in samples]))
+        values["episode/no_response"] = float(turns.count(0))
         values["episode/read_tokens"] = float(np.mean([len(s.completion.tokens) for s in samples]) - lengths.mean())
         values |= {f"episode/{ending}": endings.count(ending) / len(endings) for ending in FINISH_REASONS}
     if scores:

@@ -88,6 +88,18 @@ def test_turn_credit_truncated_episode_penalizes_all_turns():
     assert [s.turn_advantages for s in done.samples] == [(-0.5, -0.5), (0.5, 0.5)]
 
 
+def test_episode_without_a_response_is_not_trained_on():
+    """An agent may return a reward without a request."""
+    empty = replace(conversation(), outcome=Score(1.0))
+    for credit in "turn", "episode":
+        (given,), _ = assign_advantages(
+            [group(empty, conversation(1.0), conversation(0.0))], AdvantageConfig(credit=credit)
+        )
+        first, *others = given.samples
+        assert not first.in_loss and first.advantage == 0 and first.turn_advantages == ()
+        assert all(sample.in_loss and sample.advantage for sample in others)
+
+
 @settings(max_examples=200)
 @given(
     rewards=st.lists(REWARDS, min_size=2, max_size=9),

@@ -2,12 +2,15 @@
 tests/integration/test_agents.py."""
 
 import asyncio
+import contextlib
 import json
+import resource
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -16,18 +19,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.scripted_engine import ASK, ScriptedEngine, completion
 from helpers.tiny_runs import write_tiny_model
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.grading.agents import AgentConfig
+from torchtune_ext.grading.agents import AgentConfig, AgentPool
 from torchtune_ext.pipeline import endpoint as endpoint_module
-from torchtune_ext.pipeline.agent_session import AgentSession, agent_sample, build_tree, shared_prompt
-from torchtune_ext.pipeline.endpoint import Endpoint
+from torchtune_ext.pipeline.agent_session import AgentSession, agent_sample, build_tree, share_prefix, shared_prompt
+from torchtune_ext.pipeline.endpoint import Endpoint, run_agent
+from torchtune_ext.pipeline.groups import Group, group_from_record, group_to_json
+from torchtune_ext.run.errors import UsageError
 from torchtune_ext.sampling.backend import build_requests, derive_seed
-from torchtune_ext.sampling.engine import LoopThread, Priority, SamplingConfig
-from torchtune_ext.sampling.types import Completion, EngineFailed
-from torchtune_ext.tasks.task import Score
+from torchtune_ext.sampling.types import EngineFailed, Priority, SamplingConfig
+from torchtune_ext.tasks.task import Problem, Score
 
-ASK = {"role": "user", "content": "Write about 3."}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
@@ -37,45 +41,6 @@ def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     write_tiny_model(folder)
     return ChatTokenizer(folder)
-
-
-def completion(ids, finish_reason="stop"):
-    ids = np.asarray(ids, np.int32)
-    return Completion(ids, -np.arange(len(ids), dtype=np.float32), np.zeros(len(ids), np.int32), finish_reason)
-
-
-class ScriptedEngine:
-    """An engine that answers requests with the next text."""
-
-    config = SimpleNamespace(max_model_len=600)
-
-    def __init__(self, tokenizer):
-        self.thread, self.tokenizer, self.texts, self.requests = LoopThread("scripted"), tokenizer, [], []
-        self.released, self.cancelled, self.error = threading.Event(), 0, None
-        self.released.set()
-        self.thread.start()
-
-    def schedule(self, work, priority=None):
-        return self.thread.schedule(work)
-
-    def call(self, function, *args):
-        async def work():
-            return function(*args)
-
-        return self.schedule(work()).result(10)
-
-    async def generate(self, request, affinity_key=None):
-        self.requests.append(request)
-        try:
-            while not self.released.is_set():
-                await asyncio.sleep(0.01)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        if self.error is not None:
-            raise self.error
-        text = self.texts.pop(0) if self.texts else "ok"
-        return completion([*self.tokenizer.encode(text), self.tokenizer.eos_id])
 
 
 @pytest.fixture
@@ -93,9 +58,7 @@ def open_episode(engine, tokenizer):
     def open_episode(max_retries=0, **config):
         endpoint = Endpoint(engine, tokenizer, AgentConfig(**config))
         endpoints.append(endpoint)
-        prompt, sampling = tokenizer.prompt_ids([ASK]), SamplingConfig(max_tokens=64, seed=5)
-        request = build_requests(prompt, 4, sampling, 2, Priority.SAMPLE, 600)[1]
-        episode = engine.call(endpoint.open, prompt, sampling, request, 1, Priority.SAMPLE, responses.append)
+        episode = engine.open(endpoint, responses.append)
         episode.endpoint = endpoint
         return episode, openai.OpenAI(base_url=endpoint.url, api_key=episode.key, max_retries=max_retries)
 
@@ -290,12 +253,37 @@ def test_client_sampling_can_be_ignored(engine, open_episode, caplog):
     assert {request.sampling.temperature for request in engine.requests} == {1.0}
 
 
-@pytest.mark.parametrize("body", [b"{", b"[]", b"[" * 100_000, b"x" * (17 << 20)], ids=["cut", "list", "deep", "17 MB"])
+USER = '{"messages": [{"role": "user", "content": "x"}, %s]}'
+BROKEN = {
+    "cut": "{",
+    "list": "[]",
+    "deep": "[" * 100_000,
+    "deep value": f'{{"messages": {"[" * 900}{"]" * 900}}}',
+    "50 MB": "x" * (50 << 20),
+    "not UTF-8": b'{"messages": [{"role": "user", "content": "\xff"}]}',
+    "half a character": USER % r'{"role": "user", "content": "\ud83d"}',
+    "calls": USER % '{"role": "assistant", "content": "", "tool_calls": 5}',
+    "name": USER % '{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": [1]}}]}',
+    "long role": USER % '{"role": "%s", "content": "x"}' % ("robot" * 1_000_000),
+}
+
+
+@pytest.mark.parametrize("body", BROKEN.values(), ids=BROKEN)
 def test_broken_body_is_an_openai_error(open_episode, body):
+    """A connection serves the next request after it, too."""
     episode, _ = open_episode()
-    headers = {"authorization": f"Bearer {episode.key}"}
-    answer = httpx.post(f"{episode.endpoint.url}/chat/completions", content=body, headers=headers)
-    assert answer.status_code in (400, 413) and answer.json()["error"]["type"] == "invalid_request_error"
+    headers = {"authorization": f"Bearer {episode.key}", "x-stainless-retry-count": b"\xb2"}
+    with httpx.Client(base_url=episode.endpoint.url, headers=headers, timeout=30) as client:
+        answer = client.post("/chat/completions", content=body)
+        assert answer.status_code in (400, 413) and answer.json()["error"]["type"] == "invalid_request_error"
+        assert len(answer.content) < 1000
+        assert client.get("/models").status_code == 200
+
+
+def test_unknown_route_names_the_known_ones(open_episode):
+    _, client = open_episode()
+    with pytest.raises(openai.NotFoundError, match="POST /v1/responses: expected POST /v1/chat/completions"):
+        client.responses.create(model="policy", input="x")
 
 
 def test_key_is_valid_during_its_episode_only(engine, open_episode):
@@ -321,8 +309,9 @@ def test_turn_limit_is_429(open_episode):
     episode, client = open_episode(max_turns=2)
     chat(client, [ASK]), chat(client, [ASK])
     client.chat.completions.create(model="policy-untrained", messages=[ASK])  # not limited
-    with pytest.raises(openai.RateLimitError, match="max_turns=2"):
+    with pytest.raises(openai.RateLimitError, match="max_turns=2") as caught:
         chat(client, [ASK])
+    assert caught.value.response.headers["x-should-retry"] == "false"
     assert episode.finish_reason == "max_turns" and len(episode.session.trained) == 2
 
 
@@ -363,7 +352,46 @@ def test_failed_engine_is_503_and_ends_the_run(engine, open_episode):
     with pytest.raises(openai.InternalServerError, match="3 times") as caught:
         chat(client, [ASK])
     assert caught.value.status_code == 503 and caught.value.response.headers["retry-after"]
-    assert len(engine.requests) == 2 and episode.failure is engine.error  # the retry was a new request
+    assert len(engine.requests) == 2 and episode.failure.result() is engine.error  # the retry was a new request
+
+
+class StubbornAgent:
+    """An agent that ignores errors. It is pickled for its process."""
+
+    def run_agent(self, problem, client):
+        with contextlib.suppress(openai.APIError):
+            chat(openai.OpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0), [ASK])
+        time.sleep(100)
+        return 1.0
+
+
+def test_failed_engine_ends_the_run_without_the_agent(engine, tokenizer, tmp_path):
+    engine.error, prompt = EngineFailed("the engine failed 3 times in a row"), tokenizer.prompt_ids([ASK])
+    sampling = SamplingConfig(max_tokens=64, seed=5)
+    (request,) = build_requests(prompt, 1, sampling, 0, Priority.SAMPLE, 600)
+    with AgentPool(StubbornAgent(), AgentConfig(timeout_s=90), output=tmp_path / "log") as pool:
+        problem = Problem("p", (ASK,), 3)
+        work = run_agent(
+            pool, engine, tokenizer, problem, prompt, sampling, request, 0, Priority.SAMPLE, lambda _: None, {}
+        )
+        with pytest.raises(EngineFailed, match="3 times"):
+            engine.thread.call(work, timeout=60)
+
+
+def test_stored_episodes_of_agents_are_restored(tokenizer):
+    """A resumed run keeps finished groups: two paths in one episode, and an episode without a response."""
+    session, empty = AgentSession(tokenizer), AgentSession(tokenizer)
+    for name in "AB":
+        messages = [{"role": "user", "content": name}]
+        turn = completion([*tokenizer.encode(name), tokenizer.eos_id])
+        message = {"role": "assistant", "content": name}
+        session.add(name, messages, [], session.find_context(messages, []), turn, name, message, True)
+    prompt = tokenizer.prompt_ids([ASK])
+    samples = tuple(agent_sample(each, prompt, "completed", Score(0.5, {"x": 1.0})) for each in (session, empty))
+    group = share_prefix(Group(Problem("p", (ASK,), 3), np.array(prompt, np.int32), samples), [session, empty])
+    text = group_to_json(group)
+    assert group.samples[0].completion.num_forks == 1 and not len(group.samples[1].completion.tokens)
+    assert group_to_json(group_from_record(json.loads(text))) == text
 
 
 def test_parallel_requests_share_the_space_of_a_row(engine, open_episode):
@@ -422,3 +450,85 @@ def test_seed_depends_on_path_not_on_arrival(engine, open_episode):
         seeds.append({tuple(request.prompt): request.seed for request in engine.requests[start:]})
     assert seeds[0] == seeds[1] and len(set(seeds[0].values())) == 2
     assert derive_seed(5, 2, 1) in seeds[0].values()  # the seed of the group's sample
+
+
+async def ask_once(url, key):
+    """Send a request over a connection that then stays open; return its status."""
+    host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps({"model": "policy-untrained", "messages": [ASK]})
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+    writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+    return (await reader.readline()).decode().split()[1], writer
+
+
+def test_thousand_connections_leave_files_to_the_run(tokenizer, tmp_path, repo_root):
+    """With 256 files, of which connections without a request hold some for 5 s."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2000:
+        pytest.skip("needs ulimit -n 2000")
+    write_tiny_model(tmp_path)
+    command = [sys.executable, "-m", "helpers.scripted_engine", str(tmp_path), "256"]
+    server = subprocess.Popen(
+        command,
+        cwd=repo_root / "tests",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    try:
+        url, key = server.stdout.readline().split()
+
+        async def ask_all():
+            port = int(url.rpartition(":")[2].removesuffix("/v1"))
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
+            answers = await asyncio.wait_for(asyncio.gather(*(ask_once(url, key) for _ in range(1000))), 120)
+            return [status for status, _ in answers], silent
+
+        statuses, _ = asyncio.run(ask_all())
+        assert statuses == ["200"] * 1000
+        assert chat(openai.OpenAI(base_url=url, api_key=key), [ASK]).message.content == "ok"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        output, errors = server.communicate(timeout=30)
+    assert (output.strip(), server.returncode) == ("0", 0), errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "0.0.0.0", "no.such.host.invalid", "::1", "x" * 100])
+def test_foreign_host_is_refused(engine, tokenizer, host):
+    with pytest.raises(UsageError, match=f"agent.host='{host}': .*expected an IPv4 address or a name of this machine"):
+        Endpoint(engine, tokenizer, AgentConfig(host=host))
+
+
+def test_named_host_serves_agents(open_episode):
+    episode, client = open_episode(host="localhost")
+    assert "//localhost:" in episode.endpoint.url and chat(client, [ASK]).message.content == "ok"
+
+
+def test_linear_history_keeps_one_path(tokenizer):
+    """Memory and time of a turn do not grow with the turns before."""
+    session, messages = AgentSession(tokenizer), [ASK]
+    for turn in range(40):
+        context = session.find_context(messages, [])
+        assert session.packed_size([context.ids]) == len(context.ids)
+        ids = completion([*tokenizer.encode(f"turn {turn}"), tokenizer.eos_id])
+        message = {"role": "assistant", "content": f"turn {turn}"}
+        session.add("id", messages, [], context, ids, message["content"], message, True)
+        messages = [*messages, message, ASK]
+        assert len(session._paths) == 1
+    tree = session.to_completion(np.array(tokenizer.prompt_ids([ASK]), np.int32), "completed")
+    assert len(tree.turns) == 40 and tree.num_forks == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), turn_ids), min_size=1, max_size=6))
+def test_forks_are_the_leaves_but_one(responses):
+    responses = [(np.array(context, np.int32), completion(ids)) for context, ids in responses]
+    tree = build_tree(responses[0][0][:1], responses, "completed")
+    paths = tree.turn_paths(1)
+    # Positions, not ids: equal turns are two branches.
+    continued = [any(other is not path and set(path) <= set(other) for other in paths) for path in paths]
+    assert tree.num_forks == continued.count(False) - 1

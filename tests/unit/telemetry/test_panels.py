@@ -33,9 +33,12 @@ def test_panel_note_joins_meanings_of_its_metrics():
 
 
 def test_report_lists_all_episode_endings():
-    names = [f"episode/{name}" for name in (*sorted(FINISH_REASONS), "turns", "read_tokens")]
+    names = [f"episode/{name}" for name in (*sorted(FINISH_REASONS), "turns", "forks", "no_response", "read_tokens")]
     panels = {panel.title: panel for panel in panels_for(names)}
-    assert panels.keys() == {"Turns of a conversation", "Tokens read in a conversation", "Endings of conversations"}
+    assert panels.keys() == {
+        "Turns of a conversation", "Forks of a conversation", "Episodes without a response",
+        "Tokens read in a conversation", "Endings of conversations",
+    }  # fmt: skip
     endings = panels["Endings of conversations"]
     assert [name for name, _ in endings.series] == [f"episode/{ending}" for ending in FINISH_REASONS]
     # A run has environments or agents, so their failures share colors.

@@ -1,6 +1,8 @@
 """The stopwatch: phases add up to the step, details stand below their phase, and nothing between two laps is lost. And what is
 counted of conversations."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -84,8 +86,21 @@ def test_the_metrics_of_conversations():
     assert (metrics["episode/turns"], metrics["episode/read_tokens"]) == (2.5, 4.5)
     endings = {name: metrics[f"episode/{name}"] for name in FINISH_REASONS}
     assert endings == dict.fromkeys(FINISH_REASONS, 0.0) | {"completed": 0.5, "max_turns": 0.5}
+    assert (metrics["episode/forks"], metrics["episode/no_response"]) == (0.0, 0.0)
     plain = rollout_metrics([Group(Problem("p", (), 0), np.arange(3), (make_sample([1, 2]),))])
     assert not any(name.startswith("episode/") for name in plain)
+
+
+def test_forks_and_empty_episodes_of_agents_are_counted():
+    """Two concurrent paths of two turns each, and an agent that requested nothing."""
+    tree = replace(make_sample(range(8)).completion, turns=((0, 2), (2, 4), (4, 6), (6, 8)), finish_reason="completed")
+    tree = replace(tree, kept_prefix_lens=(3, 3, 5, 5), parents=(-1, -1, 0, 1))
+    empty = make_sample([], outcome=Score(1.0), finish_reason="completed")
+    samples = (replace(empty, completion=tree), empty)
+    metrics = rollout_metrics([Group(Problem("game", (), 58), np.arange(3), samples)])
+    assert (metrics["episode/forks"], metrics["episode/no_response"], metrics["length/max"]) == (0.5, 1.0, 8.0)
+    alone = rollout_metrics([Group(Problem("game", (), 58), np.arange(3), (empty,))])
+    assert (alone["episode/no_response"], alone["episode/completed"]) == (1.0, 1.0)
 
 
 def test_rollout_metrics_hung_text_counts_as_zero():
