@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -9,10 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import openai
 import pytest
 
 from helpers import recipe_runs as runs
-from helpers.page_commands import blocks
+from helpers.newcomer import typed
+from helpers.own_files import shown_commands, shown_files, write_files
+from helpers.tiny_runs import write_tiny_model
 from helpers.waiting import wait_until
 from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 
@@ -149,22 +153,65 @@ answer = json.load(urllib.request.urlopen(request))
 print("a line of the program")
 print(json.dumps({"reward": float(answer["usage"]["completion_tokens"]), "note": str(problem["answer"])}))
 """
+EVALUATION = """
+output_dir: ???
+model_dir: model
+tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer, path: model}
+task: {_component_: ???}
+sampling: {max_tokens: 12}
+engine: {dtype: float32, max_model_len: 128, kv_cache_bytes: 16777216}
+"""
 
 
-def test_program_and_page_agent_train_on_rows(workspace, served):
-    """The page's agent, and a program in another process, on rows of a file."""
-    code = next(text for _, text in blocks(PAGE) if "def run(problem, client)" in text)
-    (workspace / "my_agent.py").write_text(code)
+def test_program_trains_and_evaluates_on_rows(workspace, served):
+    """A program in another process; `evaluate` draws a sample and a greedy one of each row."""
     (workspace / "agent.py").write_text(COMMAND)
     rows = [json.dumps({"question": f"{a} + {a}?", "answer": 2 * a}) for a in range(8)]
     (workspace / "rows.jsonl").write_text("\n".join(rows))
     rows_task = ["task._component_=torchtune_ext.tasks.jsonl.Jsonl", "task.path=rows.jsonl"]
-    for name, agent in ("page", "agent=my_agent.run"), ("program", f"command=[{sys.executable},agent.py]"):
-        words = ["evaluation.task=null", "max_steps=1", "grader.workers=2", f"output_dir={name}"]
-        runs.run(workspace, "grpo_full", *rows_task, f"task.{agent}", *words, served)
-        samples = [s for g in read_rollouts(rollout_paths(workspace / name)[1]) for s in g.samples]
-        assert all(sample.score is not None for sample in samples)
-        if name == "page":
-            assert max(len(sample.completion.turns) for sample in samples) == 3
-        else:
-            assert all(sample.score.reward == len(sample.completion.tokens) for sample in samples)
+    rows_task += [f"task.command=[{sys.executable},agent.py]", "grader.workers=2", "output_dir=program"]
+    runs.run(workspace, "grpo_full", *rows_task, "evaluation.task=null", "max_steps=1", served)
+    (workspace / "eval.yaml").write_text(EVALUATION)
+    output = runs.run(workspace, "evaluate", *rows_task, "output_dir=evaluated", config="eval.yaml")
+    assert "temperature 1" in output
+    for run, steps in (("program", (1,)), ("evaluated", (0, 1))):
+        for step in steps:
+            samples = [s for g in read_rollouts(rollout_paths(workspace / run)[step]) for s in g.samples]
+            assert all(sample.score.reward == len(sample.completion.tokens) > 0 for sample in samples)
+
+
+def test_page_agent_is_trained_evaluated_and_served(tmp_path):
+    """The files and commands of the page, with a tiny model in place of SmolLM2."""
+    pages = [PAGE.with_name(name) for name in ("dataset.md", "reward_function.md", "agents.md")]
+    write_files({name: text for page in pages for name, text in shown_files(page).items()}, tmp_path)
+    write_tiny_model(tmp_path / "models" / "SmolLM2-135M-Instruct")
+    typed(tmp_path, "python", "make_rows.py")
+    for words in shown_commands(PAGE, "tune run grpo_full"):
+        typed(tmp_path, *words)
+    run = tmp_path / "runs" / "my_agent"
+    samples = [s for path in rollout_paths(run).values() for g in read_rollouts(path) for s in g.samples]
+    assert max(len(sample.completion.turns) for sample in samples) == 3
+    assert all(sample.score is not None for sample in samples) and (run / "report.html").exists()
+
+    for words in shown_commands(PAGE, "tune run evaluate"):
+        assert "temperature 1" in typed(tmp_path, *words)
+    groups = read_rollouts(rollout_paths(run / "eval")[1])
+    assert len(groups) == 64 and all(len(s.completion.turns) >= 1 for g in groups for s in g.samples)
+
+    (words,) = shown_commands(PAGE, "torchtune-ext serve")
+    command = [sys.executable, "-m", "torchtune_ext", *words[1:]]
+    server = subprocess.Popen(command, cwd=tmp_path, env=runs.environment(), stdout=subprocess.PIPE, text=True)
+    try:
+        variables = [server.stdout.readline().removeprefix("export ").strip().partition("=") for _ in range(3)]
+        url, key, model = (value for _, _, value in variables)
+        client = openai.OpenAI(base_url=url, api_key=key)
+        # More tokens than one episode may have.
+        for _ in range(12):
+            choice = client.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hi"}]).choices[
+                0
+            ]
+            assert choice.finish_reason in ("stop", "length")
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
+    finally:
+        server.kill()

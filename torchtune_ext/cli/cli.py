@@ -26,7 +26,10 @@ OWN_COMMANDS = {
     "presets": ("torchtune_ext.settings.presets", "list the published methods, or print one: presets [NAME]"),
     "ray": ("torchtune_ext.cluster.ray_command", "start a run and its vLLM servers on an existing Ray cluster"),
     "report": ("torchtune_ext.telemetry.report", "write the HTML report of one run or several: report RUN [RUN ...]"),
-    "serve": ("torchtune_ext.cli.serve", "start vLLM's server for a run: serve --config CONFIG [--print]"),
+    "serve": (
+        "torchtune_ext.cli.serve",
+        "start vLLM's server for a run, or the endpoint of agents: serve --config CONFIG",
+    ),
     "sweep": (
         "torchtune_ext.cli.sweep",
         "run a sweep in W&B's format: sweep FILE [--jobs N] [--out DIR] [key=value ...]",

@@ -1,22 +1,30 @@
-"""`torchtune-ext serve` starts vLLM's own server with the flags that a run needs.
+"""`torchtune-ext serve` starts vLLM's own server with the flags that a run needs, or the endpoint of agents.
 
     torchtune-ext serve --config grpo/qwen2_5_7B_full
     torchtune-ext serve --config my.yaml engine.address=http://node2:8000 --print
     torchtune-ext serve --config my.yaml --tensor-parallel-size 4       # other options go to vLLM
+    torchtune-ext serve --endpoint --config my.yaml model_dir=runs/my/checkpoints/step_000020
 
 The run connects to the server with `engine.address`. Every route requires the key in
-TORCHTUNE_EXT_API_KEY.
+TORCHTUNE_EXT_API_KEY. With `--endpoint`, an agent reaches the model as in a run
+(`pipeline/endpoint.py`).
 """
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
+from torchtune_ext.pipeline.endpoint import UNTRAINED_MODEL, Endpoint
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.output import print_text
+from torchtune_ext.sampling.engine import Engine, EngineRequest, Priority
 from torchtune_ext.sampling.engine_args import warn_ignored_variables
 from torchtune_ext.sampling.prestart import IGNORED_VARIABLES
 from torchtune_ext.sampling.server_command import KEY_VARIABLE, redact_command, server_command, server_key
@@ -32,7 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", help="address to listen on (default: 127.0.0.1; all addresses if engine.address is another machine)"
     )
-    parser.add_argument("--port", type=int, help="port to listen on (default: the port of engine.address, or 8000)")
+    parser.add_argument(
+        "--port",
+        type=int,
+        help="port to listen on (default: the port of engine.address, or 8000; with --endpoint a free one)",
+    )
+    parser.add_argument(
+        "--endpoint", action="store_true", help="serve model_dir at the endpoint of agents, to try an agent by hand"
+    )
     parser.add_argument(
         "--print", action="store_true", dest="show", help="print the command without starting the server"
     )
@@ -51,7 +66,15 @@ def main(arguments: argparse.Namespace, extra: Sequence[str] = ()) -> int:
     # Overrides come first and vLLM's options after them, with or without a `--` between.
     first = next((i for i, word in enumerate(extra) if word.startswith("-")), len(extra))
     settings, vllm_arguments = extra[:first], [word for word in extra[first:] if word != "--"]
-    model_dir, engine = read_engine_config(arguments.config, settings, arguments.recipe)
+    cfg = read_config(arguments.config, settings, arguments.recipe)
+    model_dir, engine = str(cfg.model_dir), engine_config(cfg)
+    if arguments.endpoint:
+        if arguments.show or vllm_arguments:
+            raise UsageError(
+                f"--endpoint with {' '.join(vllm_arguments) or '--print'}: starts no server of vLLM. Fix: remove one of the two"
+            )
+        serve_endpoint(cfg, engine, arguments.host or "127.0.0.1", arguments.port or 0)
+        return 0
     command, environ = server_command(model_dir, engine, arguments.host, arguments.port)
     command += vllm_arguments
     if arguments.show:
@@ -71,17 +94,45 @@ def main(arguments: argparse.Namespace, extra: Sequence[str] = ()) -> int:
     os.execve(command[0], command, {**kept, **environ})
 
 
-def read_engine_config(config: str, settings: Sequence[str], recipe: str | None = None) -> tuple[str, EngineConfig]:
-    """Returns a run's model directory and its engine config, adapters and FP8 included.
+def serve_endpoint(cfg: Any, config: EngineConfig, host: str, port: int) -> None:
+    """Serves a model at the endpoint of agents until Ctrl-C, as one episode that is not trained on.
 
     Args:
-        config: name or path of a config.
-        settings: config overrides (key=value).
-        recipe: name, file or module of the recipe; None: the recipe that the config names.
+        cfg: the config of a GRPO recipe.
+        config: as `engine_config` returns it.
+        host, port: address; port 0 takes a free one.
 
     Raises:
-        UsageError: the config or an override is invalid.
+        UsageError: the address is in use or unknown.
     """
-    cfg = read_config(config, settings, recipe)
+    tokenizer = cfg.tokenizer.instantiate()
+    sampling = cfg.sampling.with_default_stops(tokenizer.stop_token_ids)
+    with TemporaryDirectory() as folder, Engine(cfg.model_dir, config, folder) as engine:
+        engine.start()
+        try:
+            endpoint = Endpoint(engine, tokenizer, cfg.agent, host, port)
+        except OSError as error:
+            raise UsageError(f"--host {host} --port {port}: {error.strerror}. Fix: choose another address") from None
+        engine.wait_ready()
+        request = EngineRequest([], sampling, seed=None)
+        episode = endpoint.open([], sampling, request, 0, Priority.SAMPLE, lambda completion: None)
+        names = {"BASE_URL": endpoint.url, "API_KEY": episode.key, "MODEL": UNTRAINED_MODEL}
+        print_text("\n".join(f"export OPENAI_{name}={value}" for name, value in names.items()))
+        print_text("Ctrl-C ends the server.", sys.stderr)
+        with suppress(KeyboardInterrupt):
+            while True:
+                signal.pause()
+        endpoint.close()
+
+
+def engine_config(cfg: Any) -> EngineConfig:
+    """Returns the engine config of a run, adapters and FP8 included.
+
+    Args:
+        cfg: the config of a GRPO recipe (`read_config`).
+
+    Raises:
+        UsageError: the model, its adapters or its precision are unsupported.
+    """
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    return str(cfg.model_dir), build_model_components(cfg, device)[-1].engine
+    return build_model_components(cfg, device)[-1].engine

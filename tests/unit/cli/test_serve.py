@@ -59,6 +59,11 @@ def test_serve_reports_invalid_arguments(capsys, model, monkeypatch):
         (["--config", "no/such"], "no/such"),
         (["--config", "warmup/tiny"], "is written for warmup_sft"),
         (["--config", "grpo/tiny", model, "engin.dtype=float32"], "engin"),
+        (
+            ["--endpoint", "--config", "grpo/tiny", model, "--print"],
+            "--endpoint with --print: starts no server of vLLM",
+        ),
+        (["--endpoint", "--config", "grpo/tiny", model, "--foo=3"], "--endpoint with --foo=3"),
     ):
         with pytest.raises(SystemExit) as ended:
             cli.main(["serve", *words])
