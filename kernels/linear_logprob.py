@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Logits per chunk: 512 MiB in float32.
-CHUNK_ELEMENTS = 1 << 27
+# Logits per chunk: 512 MiB in float32, and 2 GiB on a GPU of 80 GB or more.
+CHUNK_ELEMENTS, LARGE_CHUNK_ELEMENTS = 1 << 27, 1 << 29
+LARGE_GPU_BYTES = 80 * 10**9
 
 
 def linear_logprob_reference(
@@ -55,7 +56,7 @@ def linear_top_k(hidden_LD: Tensor, weight_VD: Tensor, k: int, temperature: floa
     num_labels = hidden_LD.shape[0]
     logprobs_LK = _upcast(hidden_LD).new_empty(num_labels, k)
     ids_LK = torch.empty(num_labels, k, dtype=torch.int64, device=hidden_LD.device)
-    for c in _chunks(num_labels, weight_VD.shape[0]):
+    for c in _chunks(num_labels, weight_VD):
         z = _upcast(hidden_LD[c] @ weight_VD.T).mul_(1.0 / temperature)
         top, ids_LK[c] = z.topk(k, dim=-1)
         logprobs_LK[c] = top - torch.logsumexp(z, dim=-1, keepdim=True)
@@ -66,19 +67,31 @@ def linear_top_k(hidden_LD: Tensor, weight_VD: Tensor, k: int, temperature: floa
 def linear_gather(hidden_LD: Tensor, weight_VD: Tensor, ids_LK: Tensor, temperature: float = 1.0) -> Tensor:
     """Returns the log-probs [L, K] of the given ids, in nats, without gradient."""
     logprobs_LK = _upcast(hidden_LD).new_empty(ids_LK.shape)
-    for c in _chunks(hidden_LD.shape[0], weight_VD.shape[0]):
+    for c in _chunks(hidden_LD.shape[0], weight_VD):
         z = _upcast(hidden_LD[c] @ weight_VD.T).mul_(1.0 / temperature)
         logprobs_LK[c] = z.gather(1, ids_LK[c]) - torch.logsumexp(z, dim=-1, keepdim=True)
     return logprobs_LK
+
+
+def chunk_elements(gpu_bytes: int) -> int:
+    """Returns the number of logits per chunk on a GPU with this memory; 0: on a CPU."""
+    # Each chunk of the backward reads and writes a gradient of the weight's size in float32. With
+    # small chunks and a wide model this takes longer than the chunk's matrix products.
+    return LARGE_CHUNK_ELEMENTS if gpu_bytes >= LARGE_GPU_BYTES else CHUNK_ELEMENTS
+
+
+@cache
+def _gpu_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 def _upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _chunks(num_labels: int, vocab: int) -> list[slice]:
+def _chunks(num_labels: int, weight_VD: Tensor) -> list[slice]:
     # Zero labels make one empty chunk, so that the weight still gets a gradient (zeros).
-    size = max(1, CHUNK_ELEMENTS // vocab)
+    size = max(1, chunk_elements(_gpu_bytes(weight_VD.device)) // weight_VD.shape[0])
     return [slice(start, min(start + size, num_labels)) for start in range(0, max(num_labels, 1), size)]
 
 
@@ -141,7 +154,7 @@ class _LinearLogProb(torch.autograd.Function):
         logprobs_L = torch.empty(labels_L.shape, dtype=accumulate, device=hidden_LD.device)
         entropy_L, lse_L = torch.empty_like(logprobs_L), torch.empty_like(logprobs_L)
         statistics = _compiled(_logit_stats) if hidden_LD.is_cuda else _logit_stats
-        chunks = _chunks(labels_L.numel(), weight_VD.shape[0])
+        chunks = _chunks(labels_L.numel(), weight_VD)
         # The backward recomputes the logits. A single chunk in half precision is saved instead: the
         # float32 copy in `statistics` takes twice as much memory anyway.
         keep = len(chunks) == 1 and hidden_LD.dtype.itemsize == 2 and any(ctx.needs_input_grad)
@@ -170,7 +183,7 @@ class _LinearLogProb(torch.autograd.Function):
         # memory of its size and a third of the work.
         d_weight_VD = None
         gradient = _compiled(_scaled_logit_grad) if hidden_LD.is_cuda else _scaled_logit_grad
-        for c in _chunks(labels_L.numel(), weight_VD.shape[0]):
+        for c in _chunks(labels_L.numel(), weight_VD):
             # The gradient is dz = d_logprob * (onehot - p) - d_entropy * p * (log p + H).
             z_CV = hidden_LD[c] @ weight_VD.T if saved_CV is None else saved_CV
             d_entropy_C1 = None if d_entropy_L is None else d_entropy_L[c, None]

@@ -21,19 +21,21 @@ its ancestors, S tokens of the row in the order of the stacks, with padding, H h
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex_attention
 
 TILE_SIZE = 128  # queries and keys per block of FlexAttention
 FLEX_BUCKETS_PER_OCTAVE = 2  # compiled lengths of FlexAttention between two powers of two
 # Kernels that PyTorch may compile for FlexAttention: 2 * FLEX_BUCKETS_PER_OCTAVE for each of 64
 # octaves of lengths.
 RECOMPILE_LIMIT = 256
+FLOAT32_SHARED_MEMORY = 160 << 10  # bytes of shared memory for FlexAttention's default tiles in float32
 MASK_CHUNK_TILES = 8  # query tiles per step of the block mask computation
 MAX_PADDING_FRACTION = 0.25  # maximum fraction of padding in a stacked completion
 
@@ -210,6 +212,7 @@ def _segment_attention(q: Tensor, k: Tensor, v: Tensor, mask: SegmentMask) -> Te
     return torch.cat(results, dim=1).index_select(1, mask.inverse_order_T)[None].to(dtype)
 
 
+# FlexAttention as `packed_attention` calls it: compiled on CUDA.
 _flex_attention = flex_attention
 
 
@@ -223,6 +226,39 @@ def _compile_flex_attention() -> None:
         _flex_attention = torch.compile(flex_attention, dynamic=False)
 
 
+def flex_kernel_options(dtype: torch.dtype, shared_memory: int) -> FlexKernelOptions | None:
+    """Returns the options of FlexAttention's kernels; None: its defaults.
+
+    Args:
+        dtype: dtype of q, k and v.
+        shared_memory: bytes of shared memory that a block may use on the GPU.
+    """
+    # In float32 with heads of 128, the defaults need up to 148,224 bytes, and these tiles 57,344. A
+    # consumer GPU (compute capability 8.6, 8.9, 12.0) has 101,376 bytes.
+    if dtype == torch.float32 and shared_memory < FLOAT32_SHARED_MEMORY:
+        return {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 1}
+    return None
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    # torch's stub lacks this property.
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# A compiled layer must not inline FlexAttention: its graph gets a symbolic length at the second
+# length, for which FlexAttention has slower kernels.
+@torch.compiler.disable(recursive=False)
+def _block_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    """Computes attention by FlexAttention. q, k, v and the result are [1, H, T, D]."""
+    # The mask has the padded length. Padded or not, the layout is the same, because each layout
+    # would be compiled, too.
+    T, length = q.shape[2], mask.seq_lengths[0]
+    q, k, v = (F.pad(x, (0, 0, 0, length - T)) if length > T else x.contiguous() for x in (q, k, v))
+    options = flex_kernel_options(q.dtype, _shared_memory(q.device)) if q.is_cuda else None
+    return _flex_attention(q, k, v, block_mask=mask, kernel_options=options)[:, :, :T]
+
+
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | SegmentMask | Tensor | None, dropout_p: float, is_causal: bool
 ) -> Tensor:
@@ -233,11 +269,7 @@ def packed_attention(
     if isinstance(mask, SegmentMask):
         return _segment_attention(q, k, v, mask)
     if isinstance(mask, BlockMask):
-        # The mask has the padded length.
-        T, length = q.shape[2], mask.seq_lengths[0]
-        if length > T:
-            q, k, v = (F.pad(x, (0, 0, 0, length - T)) for x in (q, k, v))
-        return _flex_attention(q, k, v, block_mask=mask)[:, :, :T]
+        return _block_attention(q, k, v, mask)
     dense = None if mask is None else mask[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, dropout_p=dropout_p, is_causal=is_causal)
 

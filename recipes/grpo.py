@@ -212,8 +212,9 @@ class GRPORecipe:
             print_run_header(components, group_relative_advantages)
             if not resume:
                 self.open_logs()
-        # The engine loads in its own process while this process builds the policy.
-        self._setup_engine(components.engine_config)
+        # The engine loads in its own process while this process builds the policy. With
+        # `engine.sleep` it has measured its GPUs before any rank allocates memory there.
+        self.ranks.call_on_main(lambda: self._setup_engine(components.engine_config))
         self._setup_data(cfg.rollouts)
         self._setup_model(cfg.model, cfg.optimizer, cfg.schedule)
 
@@ -253,7 +254,7 @@ class GRPORecipe:
 
     def _setup_engine(self, config: config_sections.EngineConfig) -> None:
         """Starts the engine and the teacher's engine on rank 0. A replay starts no engine."""
-        if not self.ranks.is_main or self.components.replay:
+        if self.components.replay:
             return
         self.engine = Engine(self.cfg.model_dir, config, self.cfg.output_dir)
         self.teacher = self.components.make_teacher()

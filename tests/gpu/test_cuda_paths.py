@@ -35,11 +35,12 @@ def row(seed=0, length=T):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("T", [8 * TILE_SIZE, 9 * TILE_SIZE], ids=["whole", "padded to 12 tiles"])
-def test_flex_attention_equals_the_dense_mask(dtype, T):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_flex_attention_equals_the_dense_mask(dtype, T, head_dim):
     cuda = row(length=T).to(torch.device("cuda"))
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 4, T, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
-    upstream = torch.randn(1, 4, T, 64, device="cuda", dtype=dtype)
+    q, k, v = (torch.randn(1, 4, T, head_dim, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+    upstream = torch.randn(1, 4, T, head_dim, device="cuda", dtype=dtype)
     dense = torch.nn.functional.scaled_dot_product_attention(
         q.double(), k.double(), v.double(), attn_mask=dense_mask(cuda.ends_T)[None, None]
     )
@@ -76,7 +77,8 @@ def test_weights_pass_through_pinned_memory():
         memory = pin(map_memory(buffer.address()["path"]))
         taken = dict(iter_views(memory, buffer.manifest))
         assert all(torch.equal(taken[name].cuda(), tensor) for name, tensor in named)
-        assert buffer.checksums == {name: checksum(tensor) for name, tensor in taken.items()}
+        for device in ("cpu", "cuda"):
+            assert buffer.checksums == {name: checksum(tensor, torch.device(device)) for name, tensor in taken.items()}
         unpin(memory)
     buffer.close()
 

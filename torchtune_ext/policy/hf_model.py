@@ -295,4 +295,4 @@ def named_hf_tensors(model: nn.Module, hf_model: HFModel, dtype: torch.dtype) ->
     """Yields (Hugging Face name, unsharded tensor) of every parameter in `dtype`. A collective."""
     # It gathers one sharded parameter at a time, so all ranks must exhaust it together.
     for name, param in model.named_parameters():
-        yield hf_model.to_hf(clean_name(name), gather_full(param).to(dtype))
+        yield hf_model.to_hf(clean_name(name), gather_full(param, dtype))

@@ -7,7 +7,7 @@ from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune.modules import TiedLinear, TransformerDecoder
 
 from torchtune_ext.kernels.fp8_quantize import LINE_BYTES_PER_VALUE, TILE_BYTES_PER_VALUE
-from torchtune_ext.kernels.linear_logprob import CHUNK_ELEMENTS
+from torchtune_ext.kernels.linear_logprob import chunk_elements
 from torchtune_ext.policy import lora
 from torchtune_ext.policy.fp8 import Fp8Config
 from torchtune_ext.policy.fp8.plan import linear_layers
@@ -101,6 +101,7 @@ def trainer_memory(
     activation_checkpointing: bool,
     optimizer_bytes: float = 8.0,
     shard_within: int | None = None,
+    gpu_bytes: int = 0,
 ) -> dict[str, int]:
     """Estimates the memory of each training device, without the allowances of a GPU.
 
@@ -114,6 +115,7 @@ def trainer_memory(
         optimizer_bytes: bytes of optimizer state per trained value; AdamW has two moments in
             float32.
         shard_within: number of devices that share one copy of the states (HSDP); None: all.
+        gpu_bytes: memory of each GPU, which determines the chunks of logits; 0: a CPU.
 
     Returns:
         Name of an entry -> bytes.
@@ -127,7 +129,7 @@ def trainer_memory(
     inputs = sizes.layers * row_tokens * sizes.width * itemsize
     activation_bytes = (inputs + layer_bytes if activation_checkpointing else sizes.layers * layer_bytes) + other_bytes
     # Logits and probabilities of a chunk exist at the same time, in float32: 8 bytes per logit.
-    chunk = min(CHUNK_ELEMENTS, row_tokens * sizes.vocab)
+    chunk = min(chunk_elements(gpu_bytes), row_tokens * sizes.vocab)
     # On one device only a model without adapters goes through FSDP2 (`build_policy`).
     sharded = world_size > 1 or (itemsize < 4 and not sizes.has_frozen_params)
     # FSDP2 gathers the next layer while one computes. Frozen weights are gathered in their stored

@@ -36,15 +36,20 @@ def fill_param(param: Tensor, full: Tensor) -> None:
 
 
 @torch.no_grad()
-def gather_full(param: Tensor) -> Tensor:
-    """Returns the unsharded, dequantized tensor. It is a collective if the parameter is sharded."""
+def gather_full(param: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns the unsharded, dequantized tensor. It is a collective if the parameter is sharded.
+
+    Args:
+        param: the parameter.
+        dtype: dtype of the result; None: the parameter's.
+    """
     if not isinstance(param, DTensor):
-        return dequantize_nf4(param.detach())
+        return dequantize_nf4(param.detach()).to(dtype=dtype)
+    # Each rank dequantizes or rounds its shard, then the values are gathered, as fewer bytes.
     local = param._local_tensor
     if not isinstance(local, NF4Tensor):
-        return param.full_tensor().detach()
-    # Each rank dequantizes its shard, then the values are gathered.
-    local_values = dequantize_nf4(local)
+        return param.detach().to(dtype=dtype).full_tensor()
+    local_values = dequantize_nf4(local).to(dtype=dtype)
     dim = _sharded_dim(param)
     parts = [torch.empty_like(local_values) for _ in range(param.device_mesh.size(dim))]
     dist.all_gather(parts, local_values, group=param.device_mesh.get_group(dim))

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torchtune_ext.run.errors import RunFailure
 from torchtune_ext.run.process_env import die_with_parent
 from torchtune_ext.sampling.child_process import pack_messages, receive_messages
-from torchtune_ext.sampling.weight_buffer import MANIFEST, iter_tensors, manifest_of, map_memory
+from torchtune_ext.sampling.weight_buffer import MANIFEST, iter_views, manifest_of, map_memory, pin, unpin
 
 log = logging.getLogger(__name__)
 
@@ -171,6 +171,19 @@ class GlooSender:
             self._group.broadcast(memory[begin:end], give_up_at)
 
 
+_MAPPED: dict[str, torch.Tensor] = {}  # path -> memory of the trainer, for all servers
+
+
+def pinned_memory(path: str) -> torch.Tensor:
+    """Maps and pins the trainer's memory [bytes] at `path`, until its size changes: pinning is slow."""
+    memory = _MAPPED.get(path)
+    if memory is None or memory.numel() != os.stat(path).st_size:
+        if memory is not None:
+            unpin(memory)
+        memory = _MAPPED[path] = pin(map_memory(path))
+    return memory
+
+
 class NcclSender:
     """Broadcasts weights by NCCL from the first visible GPU, as vLLM's own trainer side does."""
 
@@ -203,8 +216,9 @@ class NcclSender:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         # NCCL has no timeout. The trainer enforces the deadline and kills this process.
+        views = iter_views(pinned_memory(path), manifest)
         packed_nccl_broadcast_producer(
-            iterator=((name, tensor.to("cuda")) for name, tensor in iter_tensors(path, manifest)),
+            iterator=((name, tensor.to("cuda", non_blocking=True)) for name, tensor in views),
             group=self._group,
             src=0,
             post_iter_func=lambda named: named[1],

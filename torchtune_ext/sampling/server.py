@@ -13,6 +13,7 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -325,10 +326,26 @@ class ServerBackend(VLLMBackend):
         # weights.
         if self.model_replaced and buffers and only_adapter:
             raise UsageError(f"publish: an adapter, but {self.replaced_model_message()}")
-        times = await super().load(buffers, version)
+        async with self._sender_turn(buffers):
+            times = await super().load(buffers, version)
         if buffers:
             self.model_replaced = self.model_replaced and only_adapter
         return times
+
+    def _sender_turn(self, buffers: Sequence[WeightBuffer]) -> AbstractAsyncContextManager[None]:
+        # The weight sender updates one server after the other. A server samples until its turn,
+        # instead of waiting for the others while it is paused.
+        if self.transfer == "shm" or not buffers:
+            return nullcontext()
+        assert self.weight_sender is not None
+        # The deadlines of one server: a model and an adapter, and the short calls before and after.
+        limit_s = 2 * self._update_limit_s + 5 * self.config.probe_deadline_s
+        return self.weight_sender.turn((1 + len(self.server_info)) * limit_s)
+
+    @property
+    def _update_limit_s(self) -> float:
+        """The sum of the deadlines in `WeightSender.update_server`, in seconds."""
+        return self.config.rpc_deadline_s + SENDER_START_S
 
     async def init_transfer(self, buffers: Sequence[WeightBuffer]) -> None:
         if self.transfer != "shm":
@@ -347,13 +364,10 @@ class ServerBackend(VLLMBackend):
     async def load_buffer(self, buffer: WeightBuffer, version: int) -> None:
         if self.transfer == "shm":
             return await super().load_buffer(buffer, version)
-        # The weight sender updates one server after the other, each with a deadline. This limit is
-        # the sum of these deadlines, for a sender that hangs.
         assert self.weight_sender is not None
-        limit_s = (1 + len(self.server_info)) * (self.config.rpc_deadline_s + SENDER_START_S)
-        await call_with_deadline(
-            self, self.weight_sender.update_server(self, buffer, version), limit_s, "update_server"
-        )
+        # Twice the sum of the deadlines, for a sender that hangs.
+        update = self.weight_sender.update_server(self, buffer, version)
+        await call_with_deadline(self, update, 2 * self._update_limit_s, "update_server")
 
     async def finish_update(self, buffer: WeightBuffer, version: int) -> None:
         await super().finish_update(buffer, version)

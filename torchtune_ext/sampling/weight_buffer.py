@@ -1,14 +1,15 @@
 """Holds the last published weights in an anonymous memory file that vLLM opens through /proc."""
 
 import asyncio
+import logging
 import math
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from functools import lru_cache
+from contextlib import asynccontextmanager, suppress
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from torchtune_ext.run.errors import DeadlineExceeded, UsageError
 from torchtune_ext.sampling.backend import Backend, BackendCrashed
 from torchtune_ext.sampling.types import EngineFailed, WeightsIncomplete
 
+log = logging.getLogger(__name__)
+
 UNREADABLE = "cannot read the trainer's weights"  # start of the engine's error if it cannot open the memory file
 ADAPTER_ID = 1  # vLLM's id of the run's adapter
 ALIGNMENT = 64  # bytes; every tensor starts at a multiple
@@ -26,33 +29,40 @@ MANIFEST = ("names", "dtype_names", "shapes", "offsets")  # columns of a buffer'
 MAX_WRITE_BYTES = 1 << 30  # bytes per write: the kernel writes at most 2 GiB at a time
 LOCK_POLL_S = 0.02  # seconds between two attempts of a coroutine to get the lock
 LINE_WORDS = 1 << 12  # 32-bit words that a checksum sums at once (one line)
+_PINNED: set[int] = set()  # addresses of memory that `pin` has pinned
 LINES_PER_BATCH = {"cpu": 16, "cuda": 1 << 12}  # lines per batch: fits a core's cache, or keeps a GPU busy
 
 
 @torch.no_grad()
-def checksum(tensor: torch.Tensor) -> int:
-    """Returns a 64-bit checksum of a tensor's bytes, computed on its device; not cryptographic."""
+def checksum(tensor: torch.Tensor, device: torch.device | None = None) -> int:
+    """Returns a 64-bit checksum of a tensor's bytes; not cryptographic.
+
+    Args:
+        tensor: The tensor.
+        device: The device that computes. It gets one batch of lines at a time. None: the tensor's.
+    """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    size, weights = data.numel(), _checksum_weights(tensor.device)
+    device = device or tensor.device
+    size, weights = data.numel(), _checksum_weights(device)
     # Each line of 32-bit words x_i becomes the sum of w_i x_i modulo 2^64. The sums are the words
     # of the next round, until one sum is left. The w_i are odd, so a change of one word is always
     # detected. They are pseudo-random, so any other change, for instance two swapped words, is
     # missed with a probability of 2^-32 per round.
     while True:
         whole = data.numel() // (4 * LINE_WORDS) * (4 * LINE_WORDS)
-        rest = torch.zeros(4 * LINE_WORDS, dtype=torch.uint8, device=tensor.device)
+        rest = torch.zeros(4 * LINE_WORDS, dtype=torch.uint8, device=data.device)
         rest[: data.numel() - whole] = data[whole:]
         # A view as 32-bit words requires four-byte alignment.
         body = data[:whole] if data.storage_offset() % 4 == 0 else data[:whole].clone()
         lines = [
             *body.view(torch.int32)
             .view(-1, LINE_WORDS)
-            .split(LINES_PER_BATCH.get(tensor.device.type, LINES_PER_BATCH["cuda"]))
+            .split(LINES_PER_BATCH.get(device.type, LINES_PER_BATCH["cuda"]))
         ]
         lines.append(rest.view(torch.int32)[None])
         # All products share one buffer, because new pages for each would be slow.
-        room = torch.empty(max(map(len, lines)), LINE_WORDS, dtype=torch.int64, device=tensor.device)
-        sums = [torch.mul(part, weights, out=room[: len(part)]).sum(1) for part in lines]
+        room = torch.empty(max(map(len, lines)), LINE_WORDS, dtype=torch.int64, device=device)
+        sums = [torch.mul(part.to(device, non_blocking=True), weights, out=room[: len(part)]).sum(1) for part in lines]
         data = torch.cat(sums).view(torch.uint8)
         if data.numel() == 8:
             return int(data.view(torch.int64).item()) ^ size
@@ -118,7 +128,8 @@ class WeightBuffer:
         self.bytes = 0  # total size of the tensors
         self.complete = True  # False during a copy, or after an interrupted one
         self.checksums: dict[str, int] = {}  # tensor name -> checksum
-        self._pinned: torch.Tensor | None = None  # the whole memory [bytes], once weights came from a GPU
+        # The whole memory [bytes], pinned if possible, once weights came from a GPU.
+        self._mapped: torch.Tensor | None = None
 
     def address(self) -> dict[str, str]:
         """Returns the path at which other processes of this user open the memory, and its token."""
@@ -144,8 +155,8 @@ class WeightBuffer:
             flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             on_gpu = tensor.is_cuda
             rows.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end))
-            if self._pinned is not None and end + flat.numel() <= self._pinned.numel():
-                self._pinned[end : end + flat.numel()].copy_(flat)
+            if self._mapped is not None and end + flat.numel() <= self._mapped.numel():
+                self._mapped[end : end + flat.numel()].copy_(flat)
             else:
                 self._write(flat.cpu().numpy().data, end)
             size += flat.numel()
@@ -157,13 +168,13 @@ class WeightBuffer:
             raise UsageError(
                 f"publish: named_tensors holds {double!r} twice; leave out tied copies such as lm_head.weight"
             )
-        if self._pinned is None or self._pinned.numel() < end:
-            self._unpin()
+        if self._mapped is None or self._mapped.numel() < end:
+            self._unmap()
             os.ftruncate(self._fd, end)
             # Pinning needs the total size, which is known only at the end of the first weight sync.
             # So only the first one is slow.
             if on_gpu:
-                self._pinned = pin(map_memory(self.address()["path"]))
+                self._mapped = pin(map_memory(self.address()["path"]))
         self.manifest = manifest_of(rows)
         self.bytes, self.checksums, self.complete = size, sums, True
         return time.monotonic() - started
@@ -173,15 +184,15 @@ class WeightBuffer:
             size = os.pwrite(self._fd, data[:MAX_WRITE_BYTES], offset)
             data, offset = data[size:], offset + size
 
-    def _unpin(self) -> None:
-        if self._pinned is not None:
-            unpin(self._pinned)
-            self._pinned = None
+    def _unmap(self) -> None:
+        if self._mapped is not None:
+            unpin(self._mapped)
+            self._mapped = None
 
     def close(self) -> None:
         """Frees the memory. May be called twice."""
         if self._fd >= 0:
-            self._unpin()
+            self._unmap()
             os.close(self._fd)
             self._fd = -1
 
@@ -203,18 +214,32 @@ def _cudart() -> Any:
 
 
 def pin(memory: torch.Tensor) -> torch.Tensor:
-    """Pins mapped memory [bytes] for GPU copies, until `unpin`. Raises torch.cuda.CudaError."""
+    """Pins main memory [bytes] for GPU copies, until `unpin`. If that fails, copies are slow."""
     # The 15 GB of a 7B model then take 0.3 s on an H100. Without pinning, the driver's staging
     # buffers take 11 s in one direction and 3 s in the other.
-    torch.cuda.check_error(_cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    try:
+        torch.cuda.check_error(_cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        _PINNED.add(memory.data_ptr())
+    except RuntimeError as error:  # under WSL2, in containers with a limit, ...
+        _warn_unpinned(str(error))
+        # CUDA keeps the error for the next kernel launch, which would raise it again.
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
     return memory
+
+
+@cache
+def _warn_unpinned(reason: str) -> None:
+    log.warning("memory: this process cannot pin main memory (%s), so copies to and from the GPU are slower", reason)
 
 
 def unpin(memory: torch.Tensor) -> None:
     """Unpins memory of `pin`."""
     # The result is not checked: an error would only follow from an earlier GPU failure and hide its
     # message.
-    _cudart().cudaHostUnregister(memory.data_ptr())
+    if memory.data_ptr() in _PINNED:
+        _PINNED.remove(memory.data_ptr())
+        _cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def iter_tensors(path: str, manifest: dict[str, list]) -> Iterator[tuple[str, torch.Tensor]]:

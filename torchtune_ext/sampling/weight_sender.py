@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -49,7 +51,7 @@ class WeightSender:
         # The sender has a separate group with each server, so that no server waits for another's
         # network.
         self._joined: dict[str, str] = {}  # server address -> connection id whose group the sender has joined
-        self._turn = asyncio.Lock()  # one transfer at a time
+        self._turn = asyncio.Lock()  # one server at a time
         self._closed = False
 
     def start(self) -> ChildProcess:
@@ -70,24 +72,39 @@ class WeightSender:
         self._closed = True
         await self._kill()
 
+    @asynccontextmanager
+    async def turn(self, limit_s: float) -> AsyncIterator[None]:
+        """Excludes the updates of other servers while the body pauses, updates and resumes a server.
+
+        Raises:
+            BackendCrashed: If other servers take longer than `limit_s` seconds.
+        """
+        async with crash_on_timeout(limit_s, "the weight syncs of other servers did not end"):
+            await self._turn.acquire()
+        try:
+            yield
+        finally:
+            self._turn.release()
+
     async def update_server(self, backend: Receiver, buffer: WeightBuffer, version: int) -> None:
         """Sends a buffer to the server of `backend`, and sets the server's policy version.
+
+        The caller must have the `turn`.
 
         Raises:
             BackendCrashed: If the transfer fails or exceeds its deadline.
         """
-        async with self._turn:
-            try:
-                await self._send(backend, buffer, version)
-            except BaseException as error:
-                # After an interrupted transfer the state of the sender's groups is undefined. The
-                # next transfer starts a new sender.
-                await self._kill()
-                if not isinstance(error, Exception):
-                    raise
-                message = f"weights did not reach {backend.address}: {error or repr(error)}"
-                log.warning(message)
-                raise BackendCrashed(message) from error
+        try:
+            await self._send(backend, buffer, version)
+        except BaseException as error:
+            # After an interrupted transfer the state of the sender's groups is undefined. The next
+            # transfer starts a new sender.
+            await self._kill()
+            if not isinstance(error, Exception):
+                raise
+            message = f"weights did not reach {backend.address}: {error or repr(error)}"
+            log.warning(message)
+            raise BackendCrashed(message) from error
 
     async def _send(self, backend: Receiver, buffer: WeightBuffer, version: int) -> None:
         limit_s, address = backend.config.rpc_deadline_s, backend.address

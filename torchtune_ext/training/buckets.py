@@ -5,6 +5,7 @@ The staleness of a label is the number of policy versions since it was sampled.
 
 import itertools
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -50,13 +51,17 @@ def bucket_ids(row: Row, version: int | None) -> Tensor:
         Indices into BUCKET_NAMES, int64 [2, L].
     """
     staleness_L = torch.zeros_like(row.versions_L) if version is None else (version - row.versions_L).clamp(min=0)
-    position_L = torch.bucketize(
-        completion_positions(row.completion_index_L),
-        torch.tensor(POSITION_EDGES[1:], device=staleness_L.device),
-        right=True,
-    )
-    staleness_L = torch.bucketize(staleness_L, torch.tensor(STALENESS_EDGES[1:], device=staleness_L.device), right=True)
+    position_edges, staleness_edges = _edges_on(staleness_L.device)
+    position_L = torch.bucketize(completion_positions(row.completion_index_L), position_edges, right=True)
+    staleness_L = torch.bucketize(staleness_L, staleness_edges, right=True)
     return torch.stack([position_L, STALENESS_0_BUCKET + staleness_L])
+
+
+@cache
+def _edges_on(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The first values of all buckets but the first, of positions and of staleness."""
+    # A copy to a GPU waits for the GPU, so it is not made for each row.
+    return torch.tensor(POSITION_EDGES[1:], device=device), torch.tensor(STALENESS_EDGES[1:], device=device)
 
 
 def bucket_means(values_L: Tensor, buckets_2L: Tensor) -> dict[str, float]:

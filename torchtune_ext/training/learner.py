@@ -22,6 +22,7 @@ from torchtune_ext.pipeline.packing import Row, RowCostModel
 from torchtune_ext.policy.logprobs import LabelLogprobs, PackedPolicy
 from torchtune_ext.policy.lora import AdapterDisabledReference, adapter_names
 from torchtune_ext.run.errors import RunFailure, UsageError
+from torchtune_ext.sampling.weight_buffer import pin
 from torchtune_ext.settings.sections import config_section
 from torchtune_ext.training.buckets import Accumulator, bucket_ids
 from torchtune_ext.training.distributed import Ranks
@@ -274,27 +275,50 @@ class WeightCopy:
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self._weights = [_local(p).detach().to("cpu", copy=True) for p in model.parameters()]
+        self._weights = self._host_copy()
+        # Where the model's weights wait while the copy is swapped in. With a GPU, this memory is
+        # kept, because pinning takes seconds.
+        self._model_weights: list[Tensor] | None = None
 
     @contextmanager
     def activate(self) -> Iterator[None]:
         """Swaps in the weights of the copy; on exit restores the model's weights, bit for bit."""
         _reshard(self._model)
         # The values change in place, because FSDP gathers from the existing tensors.
-        params = [_local(p).detach() for p in self._model.parameters()]
-        model_weights = [p.to("cpu", copy=True) for p in params]
+        params = self._params()
+        if self._model_weights is None:
+            self._model_weights = self._host_copy()
+        else:
+            self._copy(self._model_weights, params)
         self._copy(params, self._weights)
         try:
             yield
         finally:
             _reshard(self._model)
-            self._copy(params, model_weights)
+            self._copy(params, self._model_weights)
+            if not params[0].is_cuda:
+                self._model_weights = None
+
+    def _params(self) -> list[Tensor]:
+        return [_local(p).detach() for p in self._model.parameters()]
+
+    def _host_copy(self) -> list[Tensor]:
+        """Copies the weights to one block of main memory, which is pinned for a GPU."""
+        params = self._params()
+        sizes = [p.numel() for p in params]
+        assert len({p.dtype for p in params}) == 1  # all master weights are in float32
+        block = torch.empty(sum(sizes), dtype=params[0].dtype)
+        if params[0].is_cuda:
+            pin(block.view(torch.uint8))
+        weights = [part.view_as(p) for part, p in zip(block.split(sizes), params, strict=True)]
+        self._copy(weights, params)
+        return weights
 
     @staticmethod
-    def _copy(params: list[Tensor], weights: list[Tensor]) -> None:
-        with torch.no_grad():
-            for param, weight in zip(params, weights, strict=True):
-                param.copy_(weight)
+    def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+        # Pinned memory is copied without waiting, in the order of the device's stream.
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
 
 
 def _reshard(model: nn.Module) -> None:

@@ -1,5 +1,7 @@
 """linear_logprob against full logits and finite differences."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -76,6 +78,25 @@ def test_linear_logprob_half_precision_chunk_logits_computed_once(monkeypatch, d
     # A logit is rounded to 8 bits, and so is its share of the gradient. The sums over 500 and 64 average the errors.
     for a, b in zip(grads, want, strict=True):
         assert (a - b).norm() < (2**-5 if dtype == torch.bfloat16 else 1e-5) * b.norm()
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu_bytes", "labels"),
+    [
+        ("cpu", 0, 883),
+        ("cuda", 24 << 30, 883),
+        ("cuda", 48 << 30, 883),
+        ("cuda", 79 << 30, 3533),
+        ("cuda", 139 << 30, 3533),
+    ],
+)
+def test_head_chunks_are_larger_on_large_gpu(device, gpu_bytes, labels, monkeypatch):
+    """The vocabulary of Qwen2.5 7B, on the named device in place of a GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gpu_bytes))
+    module._gpu_bytes.cache_clear()
+    chunks = module._chunks(16_000, SimpleNamespace(shape=(151_936, 8), device=torch.device(device)))
+    module._gpu_bytes.cache_clear()
+    assert {c.stop - c.start for c in chunks[:-1]} == {labels} and chunks[-1].stop == 16_000
 
 
 def test_extreme_logits_stay_finite():

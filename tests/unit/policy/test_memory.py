@@ -93,6 +93,8 @@ def test_memory_plan_divides_only_sharded_tensors_among_ranks(tmp_path):
     assert alone["optimizer state"] == 8 * 7_615_616_512  # two moments for each parameter of Qwen2.5 7B
     same = ("activations of a row of 16384 tokens", "logits of one chunk, with gradient")
     assert all(alone[name] == four[name] > 0 for name in same)
+    large = trainer_memory(sizes, 16384, 1, True, gpu_bytes=85 * 10**9)
+    assert large[same[1]] == 4 * alone[same[1]] == 8 << 29  # logits and probabilities
     # The output projection's gradient: summed up in float32, 4 bytes, and then rounded to bfloat16, 2.
     assert four["unsharded gradients, before the reduction"] >= 6 * 152064 * 3584
 

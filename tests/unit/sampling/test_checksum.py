@@ -4,7 +4,9 @@ import random
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtune_ext.sampling import weight_buffer
 from torchtune_ext.sampling.weight_buffer import LINE_WORDS, checksum
 
 WORDS = 1 << 64
@@ -58,6 +60,37 @@ def some(shape, dtype=torch.bfloat16, seed=0) -> torch.Tensor:
 def test_checksum_equals_reference_implementation(size):
     tensor = torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(size), dtype=torch.uint8)
     assert checksum(tensor) % WORDS == reference(tensor.numpy().tobytes(), weights())
+
+
+class Copies(TorchDispatchMode):
+    """Records the size of every tensor that is copied to another device, and the devices of all products."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.products = [], set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") not in (None, args[0].device):
+            assert kwargs["non_blocking"]
+            self.sizes.append(args[0].nbytes)
+        if func is torch.ops.aten.mul.out:
+            self.products.add(kwargs["out"].device.type)
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("lines_per_batch", [1, 16, 1000])
+def test_checksum_device_gets_one_batch_at_a_time(lines_per_batch, monkeypatch):
+    """A tensor in main memory is summed by a GPU in batches, with the same result. "meta" stands for the GPU, without results."""
+    tensor, line = some((41, LINE_WORDS), torch.float32), 4 * LINE_WORDS
+    value = checksum(tensor)
+    monkeypatch.setattr(weight_buffer, "LINES_PER_BATCH", {"cpu": lines_per_batch, "cuda": lines_per_batch})
+    assert checksum(tensor, torch.device("cpu")) == checksum(tensor) == value
+    weight_buffer._checksum_weights(torch.device("meta"))
+    with Copies() as copies, pytest.raises(RuntimeError, match="meta"):
+        checksum(tensor, torch.device("meta"))
+    assert max(copies.sizes) == min(lines_per_batch, 41) * line and sum(copies.sizes) == 42 * line
+    assert copies.products == {"meta"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

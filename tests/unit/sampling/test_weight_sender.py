@@ -119,8 +119,49 @@ def sender_pid(sender):
 
 async def both(sender, servers, weights, version, **settings):
     """Return the results of updates of two servers, in order."""
-    work = (sender.update_server(server.backend(**settings), weights, version) for server in servers)
-    return await asyncio.gather(*work, return_exceptions=True)
+
+    async def update(server):
+        async with sender.turn(LONG_S):
+            await sender.update_server(server.backend(**settings), weights, version)
+
+    return await asyncio.gather(*map(update, servers), return_exceptions=True)
+
+
+def test_servers_pause_one_after_the_other(pair, weights, tmp_path, monkeypatch):
+    """A server samples while another one is updated. A failed server does not keep its turn."""
+
+    async def scenario(sender):
+        calls = []
+
+        def backend(server):
+            backend = server.backend(kv_on_publish="keep")
+            backend.weight_sender, request = sender, backend._request
+
+            async def recorded(method, path, body=None):
+                calls.append((pair.index(server), path.split("?")[0]))
+                return await request(method, path, body)
+
+            backend._request = recorded
+            return backend
+
+        steps = ["/pause", "/update_weights", "/resume"]
+        backends = [backend(server) for server in pair]
+        pauses = await asyncio.gather(*(each.load([weights], 1) for each in backends))
+        assert [call for call in calls if call[1] in steps] == [(i, step) for i in (0, 1) for step in steps]
+        assert all(load_s <= pause_s for pause_s, load_s in pauses)
+        pair[0].ask("/fault", fault="refuse")
+        calls.clear()
+        results = await asyncio.gather(*(each.load([weights], 2) for each in backends), return_exceptions=True)
+        assert isinstance(results[0], BackendCrashed) and not isinstance(results[1], Exception)
+        assert [call for call in calls if call[1] in steps] == [(0, step) for step in steps[:2]] + [
+            (1, s) for s in steps
+        ]
+        async with sender.turn(LONG_S):
+            with pytest.raises(BackendCrashed, match="weight syncs of other servers did not end within 0.1 s"):
+                async with sender.turn(0.1):
+                    pass
+
+    with_sender(tmp_path, monkeypatch, scenario)
 
 
 def test_each_server_is_in_a_group_that_stays(pair, weights, tmp_path, monkeypatch):

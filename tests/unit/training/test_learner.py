@@ -10,6 +10,7 @@ from unittest.mock import MagicMock, Mock
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import unpacked_reference
 from helpers.learners import single_process_learner
@@ -20,7 +21,7 @@ from torchtune_ext.policy import logprobs
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.recipes.grpo import GRPORecipe
 from torchtune_ext.training.checkpoints import RunState
-from torchtune_ext.training.learner import ScheduleConfig, make_schedule, mean_over_updates
+from torchtune_ext.training.learner import ScheduleConfig, make_reference, make_schedule, mean_over_updates
 
 # (prompt tokens, tokens of each completion)
 GROUPS = [(7, [5, 1, 9]), (4, [12, 11])]
@@ -40,6 +41,22 @@ class MinimalLoss:
     def __call__(self, t):
         assert t.ref_logprobs_L is None and t.proximal_top_LK is None
         return -t.advantages_L * t.logprobs_L, {}
+
+
+class Calls(TorchDispatchMode):
+    """Records the operations and their keyword arguments. `torch.tensor` is `lift_fresh`."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    @property
+    def operations(self):
+        return [func for func, *_ in self.calls]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def rows():
@@ -68,6 +85,29 @@ def test_learner_custom_loss_reference_stays_fixed():
         _, metrics = learner.forward_backward(packed, reference=learner.reference_logprobs([packed])[0])
         losses.append(learner.step(metrics, advice=str)["loss/total"])
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_reference_on_gpu_uses_same_pinned_memory(monkeypatch):
+    """Every copy to or from the GPU is asynchronous, between the parameters and two blocks that are pinned once."""
+    model, blocks = unpacked_reference.tiny_model(), []
+    monkeypatch.setattr("torchtune_ext.training.learner.pin", blocks.append)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    start = [p.detach().clone() for p in model.parameters()]
+    reference = make_reference(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+    with Calls() as calls:
+        for _ in range(3):
+            with reference.activate():
+                assert all(map(torch.equal, model.parameters(), start))
+            assert all(torch.equal(p, value + 1.0) for p, value in zip(model.parameters(), start, strict=True))
+    copies = [(args, kwargs) for func, args, kwargs in calls.calls if func is torch.ops.aten.copy_.default]
+    assert len(copies) == 9 * len(start)
+    assert all([*args[2:], *kwargs.values()] == [True] for args, kwargs in copies)
+    memory = {block.untyped_storage().data_ptr() for block in blocks}
+    memory |= {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert len(blocks) == 2 and {t.untyped_storage().data_ptr() for args, _ in copies for t in args[:2]} <= memory
 
 
 def test_loss_receives_teacher_logprobs_per_label():
@@ -154,6 +194,11 @@ def test_learner_update_synchronizes_device_twice(loss, monkeypatch):
     learner.step(learner.forward_backward(packed)[1], advice=str)
     assert len(packed) > 2
     assert reads == ["tolist", "item"]
+    # A copy from main memory to a GPU waits, too: rows make no tensor from Python numbers.
+    with Calls() as calls:
+        learner.forward_backward(packed)
+    assert torch.ops.aten.mm.default in calls.operations
+    assert torch.ops.aten.lift_fresh.default not in calls.operations
 
 
 def test_learner_non_finite_gradient_skips_update():

@@ -8,10 +8,13 @@ import sys
 import time
 import traceback
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from torchtune_ext.recipes import grpo
 from torchtune_ext.run import errors
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.types import EngineFailed
@@ -272,3 +275,22 @@ def test_recipe_runner_signal_before_cleanup_still_cleans_up():
         recipe_runner.run_recipe(lambda: recipe)
     assert isinstance(caught.value, SystemExit) and caught.value.code == 130
     assert recipe.calls == ["setup", "train", "cleanup"]
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_other_ranks_wait_until_engine_has_started(is_main, monkeypatch):
+    """With `engine.sleep` the engine measures its GPUs in `Engine.start`, so no rank may load weights before."""
+    order, recipe = [], object.__new__(grpo.GRPORecipe)
+    call_on_main = (lambda make: make()) if is_main else (lambda make: order.append("waits for rank 0"))
+    ranks = SimpleNamespace(rank=int(not is_main), is_main=is_main, call_on_main=call_on_main)
+    monkeypatch.setattr(grpo, "init_ranks", lambda *args, **options: ranks)
+    for name in ("build_components", "StepProfiler", "print_run_header"):
+        monkeypatch.setattr(grpo, name, MagicMock())
+    for name in ("_open_run_folder", "_setup_engine", "_setup_data", "open_logs"):
+        monkeypatch.setattr(recipe, name, lambda *args, name=name: order.append(name), raising=False)
+    monkeypatch.setattr(recipe, "_setup_model", lambda *args: 1 / 0, raising=False)
+    recipe.cfg = MagicMock(staleness=0, prefetch_steps=None, replay=None, seed=0)
+    with pytest.raises(ZeroDivisionError):
+        recipe.setup()
+    start = ["open_logs", "_setup_engine"] if is_main else ["waits for rank 0"]
+    assert order == ["_open_run_folder", *start, "_setup_data"]
