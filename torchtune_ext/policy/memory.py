@@ -14,6 +14,7 @@ from torchtune_ext.policy.fp8.plan import linear_layers
 
 GIB = 1 << 30
 # 4 bits per value, 8 bits per block of 64 values, and a float32 per 256 blocks.
+FROZEN_ROW = "frozen weights, as stored"
 NF4_BYTES_PER_VALUE = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
@@ -21,7 +22,8 @@ class ModelSizes:
     """Sizes of a model that determine its memory: numbers of values, unless the name says bytes.
 
     Args:
-        model: the model; it may be on the meta device and is not changed.
+        model: the model; it may be on the meta device. Its layers then share RoPE tables as in
+            `lora.freeze_base`.
         compute_dtype: dtype of forward and backward.
         fp8: FP8 settings of trainer and engine, as in `PrecisionConfig.fp8_configs`.
         engine_dtype: dtype of the engine; None: `compute_dtype`.
@@ -37,6 +39,8 @@ class ModelSizes:
         trainer_fp8, engine_fp8 = fp8
         params, adapters = dict(model.named_parameters()), lora.adapter_names(model)
         trained = adapters or params.keys()
+        if adapters:
+            lora.share_rope(model)
         frozen = [param for name, param in params.items() if name not in trained]
         layers: list[Any] = [*model.layers]  # torch types a layer's attributes as any tensor or module
         layer, itemsize = layers[0], compute_dtype.itemsize
@@ -139,7 +143,7 @@ def trainer_memory(
         sizes.frozen_bytes / (sizes.total_params - sizes.trained_params) if sizes.has_frozen_params else itemsize
     )
     return {
-        "frozen weights, as stored": sizes.frozen_bytes // shards,
+        FROZEN_ROW: sizes.frozen_bytes // shards,
         "weights, float32 master": 4 * sizes.trained_params // shards,
         "gradients, float32": 4 * sizes.trained_params // shards,
         f"activations of a row of {row_tokens} tokens": int(activation_bytes),

@@ -19,7 +19,7 @@ from torchtune_ext.pipeline.packing import Row
 from torchtune_ext.policy.builder import build_on_meta, init_rope
 from torchtune_ext.policy.families import hf_name
 from torchtune_ext.policy.fp8 import Fp8Config
-from torchtune_ext.policy.lora import adapted_modules
+from torchtune_ext.policy.lora import adapted_modules, share_rope
 
 if TYPE_CHECKING:
     from torchtune_ext.policy.fp8.plan import Fp8Plan
@@ -66,6 +66,7 @@ def streamed_logprobs(
                 # torch's annotation allows only tensors and modules as attributes of a module.
                 module.fp8 = Fp8Config(backend="reference")  # pyright: ignore[reportArgumentType]
     use_packed_attention(model)
+    share_rope(model)
     init_rope(model, device)
 
     rows = [row.to(device) for row in rows]

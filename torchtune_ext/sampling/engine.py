@@ -424,7 +424,11 @@ class Engine:
         return future
 
     def publish(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, adapter: dict[str, Any] | None = None
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        adapter: dict[str, Any] | None = None,
+        before_load: Callable[[], None] = lambda: None,
     ) -> PublishReport:
         """Syncs new weights to the engine; in-flight requests use them from their next token on.
 
@@ -434,6 +438,8 @@ class Engine:
             version: Policy version, larger than the last one.
             adapter: PEFT's config if the tensors belong to an adapter (needs `engine.lora_rank`).
                 All requests use the adapter from now on.
+            before_load: Called after the copy, before the engine wakes up and loads it; frees the
+                trainer's GPU memory.
 
         Raises:
             UsageError: For unsupported tensors or a version that does not grow.
@@ -452,6 +458,7 @@ class Engine:
                     "publish after the evaluation, or cancel it"
                 )
             buffer, copy_s = self._buffers.write(named_tensors, version, adapter, self.version)
+            before_load()
             pause_s, load_s = self._thread.call(self._pool.load(version))
             return PublishReport(buffer.bytes, buffer.checksums, copy_s, pause_s, load_s)
 

@@ -1,5 +1,6 @@
 """Arguments and environment of vLLM, and the devices, cores and threads of each replica."""
 
+import ctypes
 import itertools
 import os
 from dataclasses import replace
@@ -29,6 +30,7 @@ CPU_BLOCK_SIZE = 32  # tokens per KV-cache block
 # Number of parameters from which threads speed up a CPU engine (benchmarks/engine_threads.py).
 MIN_PARALLEL_PARAMS = 5_000_000
 MIN_GPU_UTILIZATION = 0.01  # gpu_memory_utilization if kv_cache_bytes is set
+LARGE_GPU_BYTES = 70 << 30  # vLLM's own bound for more requests per step
 
 
 @cache
@@ -38,7 +40,25 @@ def on_cpu() -> bool:
     return (torch.version.cuda is None and torch.version.hip is None) or vllm_cpu()
 
 
-DEFAULT_MAX_NUM_SEQS = 256 if on_cpu() else 1024
+def default_max_num_seqs(gpu_bytes: int) -> int:
+    """Returns the requests per engine step on a GPU of this size (0: a CPU), without the canary."""
+    return 1024 if gpu_bytes >= LARGE_GPU_BYTES else 256
+
+
+@cache
+def local_gpu_bytes() -> int:
+    """Returns the memory of this machine's first GPU, without a CUDA context; 0 without a GPU."""
+    if on_cpu():
+        return 0
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:  # the GPU is on another machine
+        return 0
+    handle, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free, used
+    nvml.nvmlInit_v2()
+    nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle))
+    nvml.nvmlDeviceGetMemoryInfo(handle, memory)
+    return memory[0]
 
 
 def resolve_transfer(config: EngineConfig) -> str:
@@ -75,7 +95,7 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
         "config_format": "hf",
         "load_format": "hf",
         "tensor_parallel_size": config.tensor_parallel_size,
-        "max_num_seqs": (config.max_num_seqs or DEFAULT_MAX_NUM_SEQS) + CANARY_REQUESTS,
+        "max_num_seqs": (config.max_num_seqs or default_max_num_seqs(local_gpu_bytes())) + CANARY_REQUESTS,
         # A weight sync returns all running requests to the engine's queue. The canary must not wait
         # for them.
         "scheduling_policy": "priority",

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from torchtune_ext.run.errors import RunFailure, UsageError
 from torchtune_ext.sampling.backend import Backend, BackendCrashed, EngineRequest, EngineStepStats, mark_retrieved
-from torchtune_ext.sampling.engine_args import DEFAULT_MAX_NUM_SEQS
+from torchtune_ext.sampling.engine_args import default_max_num_seqs, local_gpu_bytes
 from torchtune_ext.sampling.throttle import ConcurrencyController, Throttle
 from torchtune_ext.sampling.types import Completion, EngineConfig, EngineFailed, Priority, WeightsIncomplete
 from torchtune_ext.sampling.weight_buffer import WeightBuffer, WeightBuffers, find_differing_tensors
@@ -104,7 +104,8 @@ class EngineReplica:
         self.last_step = EngineStepStats(0.0, 0, 0, 0, 0, 0)
         self.num_requests = 0  # unfinished requests that the pool has sent here
         self.throttle = Throttle(
-            ConcurrencyController(config.max_num_seqs or DEFAULT_MAX_NUM_SEQS), config.max_concurrency
+            ConcurrencyController(config.max_num_seqs or default_max_num_seqs(local_gpu_bytes())),
+            config.max_concurrency,
         )
         self.state = State.STARTING
         self._state_lock = threading.Lock()

@@ -85,7 +85,7 @@ class EngineConfig:
     max_num_seqs: int | None = Field(
         default=None,
         ge=1,
-        description="maximum requests per engine step, without the canary; null: 256 on CPU, 1024 on GPU",
+        description="maximum requests per engine step, without the canary; null: 1024 on GPUs of 70 GB or more, else 256",
     )
     max_num_batched_tokens: int | None = Field(
         default=None, ge=1, description="maximum tokens per engine step; null: 4096 on CPU, vLLM's choice on GPU"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tokenizers import Tokenizer
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.objective.loss import LossRequirements, loss_requirements
@@ -19,6 +20,7 @@ from torchtune_ext.run.errors import UsageError, wrap_user_errors
 from torchtune_ext.sampling.engine_args import CPU_BLOCK_SIZE, engine_configs
 from torchtune_ext.sampling.types import EngineConfig, SamplingConfig
 from torchtune_ext.settings.yaml_types import kind_of
+from torchtune_ext.setup.machine_checks import ADAMW_BYTES
 from torchtune_ext.tasks.problem_stream import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import AgentTask, EpisodeTask, Problem, SelfGradingTask, Task
 
@@ -76,6 +78,37 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2), devi
         optimizer.step()
     if sum(param.sum().item() for param in params) > 0:
         raise UsageError(f"optimizer: a step of {name} raises the loss. Fix: leave out optimizer.maximize")
+
+
+def measure_optimizer_state(make: Callable[..., Any]) -> float:
+    """Measure the bytes of optimizer state per trained value, by a step on one matrix.
+
+    Args:
+        make: builds the optimizer from `params`.
+
+    Returns:
+        The bytes; those of AdamW for an optimizer that takes no step on this machine's CPU.
+    """
+    # Optimizers with quantized state quantize only tensors of some thousand values.
+    param = nn.Parameter(torch.zeros(256, 1024))
+    param.grad = torch.zeros_like(param)
+    try:
+        optimizer = make(params=[param])
+        # torchao compiles its step, which would take seconds.
+        with torch.compiler.set_stance("force_eager"):
+            optimizer.step()
+        tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    except Exception:  # noqa: BLE001  (`check_optimizer` reports errors of optimizers for the CPU)
+        return ADAMW_BYTES
+    # A single value counts steps.
+    return sum(_stored_bytes(tensor) for tensor in tensors if tensor.numel() > 1) / param.numel()
+
+
+def _stored_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor, which may be quantized."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.nbytes
+    return sum(_stored_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
 def check_loss(loss: Any) -> None:

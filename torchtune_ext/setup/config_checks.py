@@ -40,6 +40,11 @@ def check_settings(cfg: RunSettings, loss: Any) -> None:
             f"staleness={cfg.staleness} with engine.sleep=true: a sleeping engine frees its memory during training, so it "
             "cannot prefetch. Fix: give it its own GPUs (engine.devices), or set staleness=0"
         )
+    if cfg.engine.sleep and cfg.engine.address is not None:
+        raise UsageError(
+            f"engine.sleep=true with engine.address={cfg.engine.address}: a server does not share the trainer's GPU and "
+            "cannot sleep. Fix: set engine.sleep=false"
+        )
     if cfg.staleness and cfg.refill_rounds:
         raise UsageError(
             f"refill_rounds={cfg.refill_rounds} with staleness={cfg.staleness}: the next step is sampled before the "

@@ -32,6 +32,7 @@ from torchtune_ext.run.output import format_labels, print_text
 from torchtune_ext.run.process_env import rank_and_world_size, read_int_variable
 from torchtune_ext.sampling.engine import find_backend
 from torchtune_ext.settings.components import Component
+from torchtune_ext.setup.checks import measure_optimizer_state
 from torchtune_ext.setup.config_sections import RunSettings
 from torchtune_ext.setup.header import problems_text
 from torchtune_ext.setup.machine_checks import missing_device, require_disjoint_gpus, require_gpus, training_gpus
@@ -220,6 +221,7 @@ def make_plan(cfg: RunSettings, machine: Machine) -> tuple[RunPlan, list[str]]:
         # The engine receives adapters without the frozen weights, unless the adapters are merged,
         # or FP8 or NF4 has changed the frozen weights, which are then sent once.
         publishes_full_weights=not sizes.has_frozen_params or merged or engine_fp8 is not None or sizes.largest_nf4 > 0,
+        optimizer_bytes=measure_optimizer_state(cfg.optimizer.instantiate),
     )
     if engine_fp8 is not None:
         lines.append(

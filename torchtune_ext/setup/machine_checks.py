@@ -61,7 +61,8 @@ def require_gpus(engine: EngineConfig) -> None:
             ("tensor_parallel_size", engine.tensor_parallel_size, 1),
             ("sleep", engine.sleep, False),
         ):
-            if value != usual:
+            # Another backend may support these on a CPU.
+            if value != usual and engine.backend == "vllm":
                 raise UsageError(
                     f"engine.{name}={value} asks for GPUs, but the installed torch is the CPU build. Fix: "
                     "leave it out, or install "
@@ -136,7 +137,9 @@ def require_disjoint_gpus(engine: EngineConfig, trainer_gpus: list[str]) -> None
     )
 
 
-def disk_need(cfg: RunSettings, total: int, trained: int, dtype: torch.dtype) -> DiskNeed:
+def disk_need(
+    cfg: RunSettings, total: int, trained: int, dtype: torch.dtype, optimizer_bytes: float = ADAMW_BYTES
+) -> DiskNeed:
     """Estimate the bytes of a run's checkpoints, without metrics, rollouts and earlier runs.
 
     Args:
@@ -144,12 +147,13 @@ def disk_need(cfg: RunSettings, total: int, trained: int, dtype: torch.dtype) ->
         total: number of parameters of the model, including adapters.
         trained: number of trained parameters; fewer than `total` if adapters are trained.
         dtype: dtype of the exported model.
+        optimizer_bytes: bytes of optimizer state per trained value (`measure_optimizer_state`).
     """
     config, is_adapter = cfg.checkpoints, trained < total
     model_bytes = dtype.itemsize * (total - trained * is_adapter)
     rows = {
         "trained weights for resuming, float32": 4 * trained,
-        "optimizer state": ADAMW_BYTES * trained if config.save_optimizer else 0,
+        "optimizer state": int(optimizer_bytes * trained) if config.save_optimizer else 0,
         "exported adapters, float32": 4 * trained if is_adapter else 0,
         f"exported model, {str(dtype)[6:]}": model_bytes if cfg.adapters.save_merged or not is_adapter else 0,
     }

@@ -4,20 +4,27 @@ The numbers follow from shapes and settings. Memory without a shape (a CUDA cont
 estimated as an allowance.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtune_ext.policy.memory import GIB, ModelSizes, trainer_memory
+from torchtune_ext.kernels.linear_logprob import CHUNK_ELEMENTS
+from torchtune_ext.policy.memory import FROZEN_ROW, GIB, ModelSizes, trainer_memory
 from torchtune_ext.run.errors import UsageError
-from torchtune_ext.sampling.engine_args import CPU_KV_CACHE_BYTES, engine_device_groups, resolve_transfer
+from torchtune_ext.sampling.engine_args import (
+    CPU_KV_CACHE_BYTES,
+    default_max_num_seqs,
+    engine_device_groups,
+    resolve_transfer,
+)
 from torchtune_ext.sampling.types import CANARY_REQUESTS, EngineConfig
 from torchtune_ext.setup.config_sections import RunSettings
-from torchtune_ext.setup.machine_checks import disk_need, format_bytes
+from torchtune_ext.setup.machine_checks import ADAMW_BYTES, disk_need, format_bytes
 from torchtune_ext.training.export import SHARD_BYTES
+from torchtune_ext.training.publish import NEW_SEED_TOKENS
 
 # PyTorch's allocator keeps free blocks that are too small for the next tensors, because rows
-# differ in length.
+# differ in length. Frozen weights are allocated before them and in one piece.
 FRAGMENTATION_SHARE = 0.05
 # Allowance for each rank, engine process and engine client: Python, PyTorch, libraries. CUDA maps
 # the same amount again.
@@ -29,7 +36,6 @@ NCCL_BYTES = GIB // 2
 # Allowance for captured CUDA graphs. vLLM measures them at startup and reduces the KV cache.
 CUDA_GRAPH_BYTES = GIB
 DEFAULT_STEP_TOKENS = 2048  # tokens of a vLLM step if `engine.max_num_batched_tokens` is null
-DEFAULT_STEP_REQUESTS = 1024  # requests in a step if `engine.max_num_seqs` is null
 # vLLM profiles sampling with all options before it sizes the KV cache: logits in float32
 # (4 bytes), sorted logits (4), their indices as int64 (8), and probabilities (4).
 SAMPLER_BYTES = 20
@@ -37,6 +43,7 @@ PACKED_BUFFER_BYTES = GIB  # vLLM's DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
 # Rows of a GPU that trains, for an engine that shares it and one that sleeps during training.
 SHARED_ENGINE_ROWS = ("engine on the same GPU", "awake engine on the same GPU, beyond the freed memory")
+CHECK_ROW = "float32 check of a weight sync, beyond the freed memory"
 NAME_WIDTH, FIGURE_WIDTH = 58, 12  # column widths of the table, in characters
 
 
@@ -69,6 +76,7 @@ class RunPlan:
     trainers: int = 1  # number of training devices
     reference: bool = False  # whether the loss uses a reference policy
     publishes_full_weights: bool = True  # True: the engine receives full weights, not only adapters
+    optimizer_bytes: float = ADAMW_BYTES  # bytes of optimizer state per trained value
 
     def __post_init__(self):
         machine, sizes, itemsize = self.machine, self.sizes, self.sizes.dtype.itemsize
@@ -90,7 +98,7 @@ class RunPlan:
         # On a CPU, trainer and engines take main memory.
         if not machine.gpus:
             self.host_bytes += self.device_bytes + self.engines * self.engine_bytes
-        self.disk = disk_need(self.cfg, sizes.total_params, sizes.trained_params, sizes.dtype)
+        self.disk = disk_need(self.cfg, sizes.total_params, sizes.trained_params, sizes.dtype, self.optimizer_bytes)
         self.shortages = self._shortages()
         self.fits = not self.shortages
 
@@ -105,6 +113,10 @@ class RunPlan:
             # One replica per address, per share of `engine.devices`, or `engine.count`.
             self.engines = len(engine.addresses or engine_device_groups(engine)) or engine.count or 1
             gpus = engine.tensor_parallel_size
+        # One rank with adapters moves its frozen weights to main memory while the engine is awake.
+        self.offloads = bool(
+            self.engine_placement == "sleeps" and machine.gpus and self.trainers == 1 and self.sizes.has_frozen_params
+        )
         # GPUs that only sample, and GPUs that an engine shares with the trainer.
         self.sampling_gpus = self.engines * gpus if self.engine_placement in ("own", "server") else 0
         self.shared_gpus = gpus if self.engine_placement in ("shared", "sleeps") else 0
@@ -144,11 +156,16 @@ class RunPlan:
         """Return the bytes of each training GPU, by content; on a CPU, the bytes of all ranks."""
         cfg, ranks = self.cfg, self.trainers
         rows = trainer_memory(
-            self.sizes, cfg.row_tokens, ranks, cfg.activation_checkpointing, shard_within=cfg.ranks.shard_within
+            self.sizes,
+            cfg.row_tokens,
+            ranks,
+            cfg.activation_checkpointing,
+            self.optimizer_bytes,
+            cfg.ranks.shard_within,
         )
         if not self.machine.gpus:
             return {name: bytes_ * self.trainers for name, bytes_ in rows.items()}
-        fragments = int(FRAGMENTATION_SHARE * sum(rows.values()))
+        fragments = int(FRAGMENTATION_SHARE * (sum(rows.values()) - rows[FROZEN_ROW]))
         rows["CUDA context, NCCL, fragmentation (allowance)"] = (
             CUDA_CONTEXT_BYTES + (NCCL_BYTES if ranks > 1 else 0) + fragments
         )
@@ -168,15 +185,22 @@ class RunPlan:
         elif self.engine_placement == "sleeps":
             # The two peaks do not coincide. While the engine is awake, the trainer holds only its
             # weights and moments. A sleeping engine keeps its CUDA context and its graphs.
-            resident = ("frozen weights, as stored", "weights, float32 master", "optimizer state")
-            free = (
-                sum(rows.values())
-                - int((1 + FRAGMENTATION_SHARE) * sum(rows[name] for name in resident))
-                - CUDA_CONTEXT_BYTES
-            )
-            extra = max(sum(self.engine_rows.values()) - free, CUDA_CONTEXT_BYTES + CUDA_GRAPH_BYTES)
-            rows[SHARED_ENGINE_ROWS[1]] = extra
+            resident = ("weights, float32 master", "optimizer state", "RoPE table, float32", FROZEN_ROW)
+            # Offloaded weights return before the canary is checked, while the engine sleeps.
+            awake = resident[:-1] if self.offloads else resident
+            check = float32_check_bytes(self.sizes)
+            if self.offloads:
+                rows[CHECK_ROW] = max(0, check - self._free_bytes(rows, resident))
+                check = 0
+            extra = sum(self.engine_rows.values()) + check - self._free_bytes(rows, awake)
+            rows[SHARED_ENGINE_ROWS[1]] = max(extra, CUDA_CONTEXT_BYTES + CUDA_GRAPH_BYTES)
         return rows
+
+    @staticmethod
+    def _free_bytes(rows: Mapping[str, int], resident: Iterable[str]) -> int:
+        """Return the part of the bytes that is free while the trainer holds only `resident` rows."""
+        held = sum(rows[name] * (1 + FRAGMENTATION_SHARE * (name != FROZEN_ROW)) for name in resident)
+        return int(sum(rows.values()) - held) - CUDA_CONTEXT_BYTES
 
     def _host_rows(self) -> dict[str, int]:
         """Return the main memory of all processes in bytes, by content."""
@@ -201,6 +225,7 @@ class RunPlan:
             "weights of the sleeping engine": sizes.engine_bytes
             if self.engine_placement == "sleeps" and on_gpus
             else 0,
+            "frozen weights while the engine is awake": sizes.frozen_bytes if self.offloads else 0,
             "reference and weights swapped out, float32": swapped,
             "largest tensor on each rank, while weights are read": ranks * sizes.largest_param * (2 if on_gpus else 4),
             "a checkpoint file while it is written": 2 * file,
@@ -250,7 +275,7 @@ class RunPlan:
         longest = cfg.engine.max_model_len
         engine = {
             f"a lower {'engine.gpu_memory_utilization or ' * on_gpus}engine.kv_cache_bytes": shared
-            or (not on_gpus and bool(self.engine_rows) and self.engine_placement != "server")
+            or (not on_gpus and bool(self.engine_rows) and self.engine_placement != "server"),
         }
         trainer = {
             "activation_checkpointing=true": not cfg.activation_checkpointing,
@@ -258,8 +283,10 @@ class RunPlan:
             "engine.sleep=true": shared and not cfg.engine.sleep and not cfg.staleness,
             "another GPU for the engine (engine.devices)": shared,
         }
-        # The engine's fix comes first if the engine takes the largest part of a shared GPU.
+        # The engine's fix comes first if the engine takes the largest part of a shared GPU, or if the
+        # peak is not in the update.
         leads = max(self.device_rows, key=self.device_rows.__getitem__) in SHARED_ENGINE_ROWS
+        leads |= self.device_rows.get(SHARED_ENGINE_ROWS[1], 0) > CUDA_CONTEXT_BYTES + CUDA_GRAPH_BYTES
         memory = engine | trainer if leads else trainer | engine
         adapters = {
             "adapters (docs/how_to/adapters.md)": not frozen,
@@ -275,7 +302,11 @@ class RunPlan:
                 "a lower engine.max_model_len": True,
                 "a higher engine.tensor_parallel_size": True,
             },
-            "host": ({} if on_gpus else memory) | {"fewer ranks": self.trainers > 1} | adapters | {"more memory": True},
+            "host": ({} if on_gpus else memory)
+            | {"another GPU for the engine instead of engine.sleep": self.offloads}
+            | {"fewer ranks": self.trainers > 1}
+            | adapters
+            | {"more memory": True},
             "disk": {
                 "checkpoints.save_optimizer=false": cfg.checkpoints.save_optimizer,
                 "checkpoints.keep_last=1": cfg.checkpoints.keep_last > 1,
@@ -327,7 +358,7 @@ def estimate_engine_bytes(
         return rows | {"KV cache": config.kv_cache_bytes or CPU_KV_CACHE_BYTES}
     tokens = config.max_num_batched_tokens or DEFAULT_STEP_TOKENS
     # Each request samples one token of a step, so the number of tokens bounds the requests.
-    sampled = min((config.max_num_seqs or DEFAULT_STEP_REQUESTS) + CANARY_REQUESTS, tokens)
+    sampled = min((config.max_num_seqs or default_max_num_seqs(gpu_bytes)) + CANARY_REQUESTS, tokens)
     # The peak of a layer holds gate, up, their product, and two residuals.
     activations = tokens * size * (3 * sizes.mlp // gpus + 2 * sizes.width)
     rows["activations of a step and sampling"] = SAMPLER_BYTES * sampled * sizes.vocab + activations
@@ -336,6 +367,12 @@ def estimate_engine_bytes(
     # vLLM uses the rest of its share of the GPU for the KV cache.
     left = int(config.gpu_memory_utilization * gpu_bytes) - sum(rows.values())
     return rows | {"KV cache": config.kv_cache_bytes or max(0, left)}
+
+
+def float32_check_bytes(sizes: ModelSizes) -> int:
+    """Estimate the memory of the canary's check in float32: a layer, the output table, and logits."""
+    weights = sizes.vocab * sizes.width + sizes.layer_params
+    return 4 * weights + 8 * min(CHUNK_ELEMENTS, CANARY_REQUESTS * NEW_SEED_TOKENS * sizes.vocab)
 
 
 def kv_cache_tokens(sizes: ModelSizes, config: EngineConfig, kv_bytes: int) -> int:

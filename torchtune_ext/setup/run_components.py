@@ -19,6 +19,7 @@ from torchtune_ext.pipeline.staleness import StalenessScheduler, resolve_prefetc
 from torchtune_ext.policy.builder import build_on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
+from torchtune_ext.policy.offload import FrozenOffload
 from torchtune_ext.policy.streaming import streamed_logprobs
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.folder import RunFolder
@@ -37,6 +38,7 @@ from torchtune_ext.setup.checks import (
     check_tokenizer,
     find_eval_overlap,
     max_positions,
+    measure_optimizer_state,
     require_row_capacity,
 )
 from torchtune_ext.setup.config_checks import check_settings
@@ -118,7 +120,8 @@ class RunComponents:
         adapters = adapter_names(self.meta_model)
         total = sum(sizes.values())
         trained = sum(size for name, size in sizes.items() if not adapters or name in adapters)
-        require_disk(disk_need(cfg, total, trained, self.precision.dtype), cfg.output_dir)
+        state = measure_optimizer_state(cfg.optimizer.instantiate)
+        require_disk(disk_need(cfg, total, trained, self.precision.dtype, state), cfg.output_dir)
 
     def check_teacher_engine(self) -> None:
         """Check the backend and the GPUs of the teacher's engine. Raises UsageError if one is invalid."""
@@ -254,6 +257,8 @@ class RunComponents:
         """Return the publisher, which checks a canary after each weight sync."""
         if self.replay:
             return NoPublisher()
+        # FSDP2 allocates sharded weights itself, so they stay on the device.
+        offloads = self.engine_config.sleep and self.trained_weights.spec and self.ranks.world_size == 1
         return Publisher(
             engine,
             learner,
@@ -264,6 +269,7 @@ class RunComponents:
             self._logprobs_fn(learner),
             self.canary_prompts,
             self.sampling,
+            FrozenOffload(learner.policy.model) if offloads else None,
         )
 
 

@@ -98,6 +98,7 @@ def init_ranks(
     config: RanksConfig | None = None,
     concurrent_engine: bool = False,
     output_dir: str | None = None,
+    shares_gpu: bool = False,
 ) -> Ranks:
     """Joins the process group of torchrun, if torchrun started this process.
 
@@ -107,6 +108,7 @@ def init_ranks(
         concurrent_engine: an engine samples while this process trains. On a CPU, PyTorch then
             leaves one core to the engine.
         output_dir: the run's folder, which all machines must see; None: not checked.
+        shares_gpu: an engine uses this rank's GPU in turns (`use_expandable_segments`).
 
     Raises:
         UsageError: the device, `shard_within` or torchrun's environment variables are invalid, or a
@@ -126,6 +128,8 @@ def init_ranks(
     # torchrun starts the ranks from its main thread.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
+    if shares_gpu:
+        use_expandable_segments()
     rank_device = local_device(device)
     if rank_device.type == "cpu":
         disable_malloc_trim()
@@ -186,6 +190,14 @@ def local_device(device: str) -> torch.device:
     gpu = torch.device("cuda", local)
     torch.cuda.set_device(gpu)
     return gpu
+
+
+def use_expandable_segments() -> None:
+    """Lets PyTorch return free GPU memory next to used blocks, unless the user configured it."""
+    # `empty_cache` otherwise keeps each segment in which a small block is used. An environment
+    # variable would also change the engine's allocator.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def disable_malloc_trim() -> None:

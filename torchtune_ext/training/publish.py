@@ -17,6 +17,7 @@ from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.pipeline.packing import Row, context_hashes, pack
 from torchtune_ext.policy.families import hf_name
 from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.policy.offload import FrozenOffload
 from torchtune_ext.sampling.engine import Engine, SamplingConfig
 from torchtune_ext.sampling.types import CANARY_REQUESTS, CanaryAnswer
 from torchtune_ext.sampling.weight_buffer import describe_differences
@@ -55,12 +56,18 @@ class WeightPublisher(Protocol):
 
     def publish(self, version: int) -> dict[str, float]: ...
 
+    def check_canary(self) -> dict[str, float]: ...
+
 
 class NoPublisher:
     """The publisher of a run without an engine."""
 
     def publish(self, version: int) -> dict[str, float]:
         """Publishes nothing, and returns no metrics."""
+        return {}
+
+    def check_canary(self) -> dict[str, float]:
+        """Returns no metrics, because there is no canary."""
         return {}
 
 
@@ -76,6 +83,10 @@ class Publisher:
        the engine's log-probs move with them;
     4. the tokens are as likely as the engine reports.
 
+    With `offload`, trainer and engine use the GPU in turns: the frozen weights move to main memory
+    before the engine wakes up. So `publish` checks only versions and checksums, and `check_canary`
+    checks the log-probs after the engine sleeps again, before the next update.
+
     Args:
         engine: the engine on rank 0; None on other ranks, which take part in gathering and in the
             canary.
@@ -88,6 +99,8 @@ class Publisher:
             (`streamed_logprobs`).
         canary_groups: prompts of the canary, as groups without samples.
         sampling: sampling settings of the run. The canary changes only length and seed.
+        offload: moves the frozen weights to main memory while the engine is awake; None: they stay
+            on the device.
     """
 
     def __init__(
@@ -101,11 +114,15 @@ class Publisher:
         logprobs_fn: Callable[..., list[Tensor]],
         canary_groups: Sequence[Group],
         sampling: SamplingConfig,
+        offload: FrozenOffload | None = None,
     ):
         self._engine, self._learner, self._ranks = engine, learner, learner.ranks
         self._trained_weights, self._precision, self._hf_model = trained_weights, precision, hf_model
         self._gate, self._logprobs_fn, self._canary_groups = gate, logprobs_fn, list(canary_groups)
         self._sampling = replace(sampling, early_stop_logprob=None)
+        self._offload = offload
+        # Version and rows of a canary that `check_canary` has not checked yet.
+        self._pending: tuple[int, list[tuple[str, list[Row]]]] | None = None
         # Name -> checksum, on rank 0.
         self._published_checksums: dict[str, dict[str, int]] = {"model": {}, "adapter": {}}
         # Name -> number of values, and a subset of the values, of the last weight sync, on rank 0.
@@ -120,19 +137,48 @@ class Publisher:
 
         Returns:
             On rank 0 the size of the weight sync, the seconds of its stages, and the canary's
-            metrics; elsewhere an empty dict.
+            metrics (with `offload`: those of an earlier canary); elsewhere an empty dict.
 
         Raises:
             MismatchError: an engine replica does not sample with these weights. The message names
                 the likely cause.
         """
-        # An engine that shares the trainer's GPU wakes up now and needs the memory.
-        torch.cuda.empty_cache()
-        sync_metrics = self._send(version)
+        metrics = self.check_canary()
+        metrics |= self._send(version)
         canary_started = perf_counter()
-        canary_metrics = self._check_canary(version)
-        canary_metrics["time/publish/canary"] = perf_counter() - canary_started
-        return sync_metrics | canary_metrics if self._engine is not None else {}
+        self._pending = version, self._sample_canary(version)
+        if self._offload is None:
+            metrics |= self.check_canary()
+        metrics["time/publish/canary"] = perf_counter() - canary_started
+        return metrics if self._engine is not None else {}
+
+    def check_canary(self) -> dict[str, float]:
+        """Checks the log-probs of the last canary, unless `publish` has checked them. A collective.
+
+        With `offload`, the engine sleeps and the frozen weights are on the device afterwards. Call
+        it before each update and after the last weight sync.
+
+        Returns:
+            The canary's metrics; an empty dict if there is nothing to check.
+
+        Raises:
+            MismatchError: as `publish`.
+        """
+        if self._offload is not None and self._offload.is_on_host:
+            if self._engine is not None:
+                self._engine.sleep()
+            self._offload.to_device()
+        if self._pending is None:
+            return {}
+        (version, replica_rows), self._pending = self._pending, None
+        return self._check_rows(version, replica_rows)
+
+    def _free_memory(self) -> None:
+        """Frees GPU memory for an engine that shares the trainer's GPU and wakes up now."""
+        if self._offload is not None:
+            self._offload.to_host()
+        if self._precision.engine.sleep:
+            torch.cuda.empty_cache()
 
     def _send(self, version: int) -> dict[str, float]:
         """Gathers the weights and sends them to the engine. Returns metrics on rank 0."""
@@ -161,8 +207,9 @@ class Publisher:
                 # Rank 0 gathers each weight, so the other ranks must take part.
                 for _ in tensors:
                     pass
+                self._free_memory()
                 continue
-            report = self._engine.publish(timed_gather(tensors), version, adapter)
+            report = self._engine.publish(timed_gather(tensors), version, adapter, self._free_memory)
             self._published_checksums["model" if adapter is None else "adapter"] = report.checksums
             size, copy_s, pause_s = size + report.bytes, copy_s + report.copy_s, pause_s + report.pause_s
         # The engine pulls the tensors while it copies, so its seconds include gathering.
@@ -171,18 +218,13 @@ class Publisher:
         self._value_subsets = value_subsets
         return {"publish/bytes": size} | changed_share | {f"time/publish/{name}": s for name, s in seconds.items()}
 
-    def _check_canary(self, version: int) -> dict[str, float]:
-        """Checks the canary of every engine replica and returns the worst metrics.
+    def _check_rows(self, version: int, replica_rows: list[tuple[str, list[Row]]]) -> dict[str, float]:
+        """Checks the canary rows of every engine replica and returns the worst metrics.
 
         Raises:
             MismatchError: a check failed.
         """
-        # The limit of the gate does not detect every failed weight sync: with a small learning rate
-        # an update moves log-probs by less than rounding does. Versions and checksums detect it.
         prefix = f"after publishing version {version}"
-        replica_rows, arrival_error = self._sample_canary(version)
-        if arrival_error:
-            raise MismatchError(f"{prefix}: weights: {arrival_error}")
         # Each replica is checked separately, because a mean over all replicas would hide a stale
         # one.
         max_mean_abs = 0.0
@@ -228,12 +270,14 @@ class Publisher:
         self._store_logprobs(published_pairs)
         return {"canary/mean_abs": max_mean_abs, "canary/limit": self._gate.limit} | applied_shares
 
-    def _sample_canary(self, version: int) -> tuple[list[tuple[str, list[Row]]], str | None]:
+    def _sample_canary(self, version: int) -> list[tuple[str, list[Row]]]:
         """Samples the canary on every engine replica.
 
         Returns:
-            Name and this rank's share of the packed rows, for each replica; and an error if a
-            replica has other weights than the published ones.
+            Name and this rank's share of the packed rows, for each replica.
+
+        Raises:
+            MismatchError: a replica has other weights than the published ones.
         """
         replica_rows: list[tuple[str, list[Row]]] = []
         error = None
@@ -250,7 +294,11 @@ class Publisher:
                 row_tokens = sum(len(g.prompt_tokens) + CANARY_SAMPLES * tokens for g in groups)
                 replica_rows.append((answer.replica, pack(groups, row_tokens, cost_model=self._learner.cost_model)[0]))
         replica_rows, error = self._ranks.broadcast((replica_rows, error))
-        return [(replica, self._ranks.local_slice(rows)) for replica, rows in replica_rows], error
+        # The limit of the gate does not detect every failed weight sync: with a small learning rate
+        # an update moves log-probs by less than rounding does. Versions and checksums detect it.
+        if error:
+            raise MismatchError(f"after publishing version {version}: weights: {error}")
+        return [(replica, self._ranks.local_slice(rows)) for replica, rows in replica_rows]
 
     @staticmethod
     def _find_version_error(answer: CanaryAnswer, version: int) -> str | None:

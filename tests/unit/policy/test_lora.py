@@ -380,3 +380,15 @@ def test_compiled_layers_share_their_code(dora, monkeypatch):
         learner.logprobs(rows)
         with lora.AdapterDisabledReference(model).activate():
             learner.logprobs(rows)
+
+
+def test_lora_layers_share_rope_table_with_equal_base(source):
+    policy, _ = policy_of(source)
+    tables = {id(layer.attn.pos_embeddings) for layer in policy.model.layers}
+    assert len(tables) == 1 and len(policy.model.layers) == 2
+    # A layer with another base keeps its own table.
+    model = build_on_meta(partial(from_config, str(source.path), lora_attn_modules=ATTENTION))
+    other = model.layers[1].attn.pos_embeddings
+    other.base *= 2
+    lora.share_rope(model)
+    assert model.layers[1].attn.pos_embeddings is other and model.layers[0].attn.pos_embeddings is not other

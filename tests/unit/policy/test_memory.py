@@ -17,7 +17,7 @@ from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_on_meta, build_policy
 from torchtune_ext.policy.families import hub_model_config
-from torchtune_ext.policy.memory import ModelSizes, trainer_memory
+from torchtune_ext.policy.memory import GIB, ModelSizes, trainer_memory
 
 SIZE = dict(hidden_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024)
 LORA = dict(lora_attn_modules=["q_proj", "v_proj", "output_proj"], apply_lora_to_mlp=True, lora_rank=4)
@@ -82,6 +82,23 @@ def test_the_rows_bound_the_peak_that_torch_tracks(tmp_path, dtype, checkpointin
     peak = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
     estimate = sum(trainer_memory(ModelSizes(meta, dtype), row.tokens_T.numel(), 1, checkpointing).values())
     assert peak <= estimate <= 1.25 * peak
+
+
+@pytest.mark.parametrize(
+    "name, tokens, checkpointing, optimizer_bytes, planned",
+    [
+        ("Qwen2.5-0.5B", 14848, False, 8.0, 29.0),
+        ("Qwen2.5-0.5B", 16128, False, 8.0, 30.7),
+        ("Qwen2.5-3B", 14848, True, 8.0, 54.6),
+        ("Qwen2.5-7B", 14848, True, 0.0, 71.7),
+    ],
+)
+def test_memory_plan_equals_published_h100_figures(tmp_path, name, tokens, checkpointing, optimizer_bytes, planned):
+    """The column "planned GiB" of benchmarks/results/one_h100.md, beside the measured peaks."""
+    (tmp_path / "config.json").write_text(json.dumps(hub_model_config(name)))
+    sizes = ModelSizes(build_on_meta(partial(from_config, str(tmp_path))), torch.bfloat16)
+    rows = trainer_memory(sizes, tokens, 1, checkpointing, optimizer_bytes)
+    assert f"{sum(rows.values()) / GIB:.1f}" == f"{planned}"
 
 
 def test_memory_plan_divides_only_sharded_tensors_among_ranks(tmp_path):

@@ -1,6 +1,8 @@
 """Engines of a config, their devices, and their state after a resume."""
 
+import ctypes
 import os
+import subprocess
 
 import pytest
 
@@ -143,3 +145,36 @@ def limits(monkeypatch, count, state):
     harness.pool.load_state_dict(state)
     harness.buffers.close()
     return [replica.throttle.limit for replica in harness.pool.replicas]
+
+
+# The three functions of NVIDIA's library, with its argument types (nvml.h), and a GPU of a given size.
+NVML = """
+typedef struct { unsigned long long total, free, used; } nvmlMemory_t;
+static int started, device;
+int nvmlInit_v2(void) { started = 1; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = &device; return index; }
+int nvmlDeviceGetMemoryInfo(void *handle, nvmlMemory_t *memory) {
+    if (!started || handle != &device) return 1;
+    *memory = (nvmlMemory_t){SIZE, 5, SIZE - 5};
+    return 0;
+}
+"""
+
+
+@pytest.mark.parametrize("gib, requests", [(24, 256), (69, 256), (80, 1024), (None, 256)])
+def test_engine_requests_default_follows_gpu_memory(monkeypatch, tmp_path, gib, requests):
+    monkeypatch.setattr(engine_args, "on_cpu", lambda: False)
+    load = ctypes.CDLL
+    if gib is not None:  # None: no driver, because the GPU is on another machine
+        subprocess.run(
+            ["gcc", "-shared", "-fPIC", f"-DSIZE={gib << 30}ull", "-xc", "-", "-o", tmp_path / "nvml.so"],
+            input=NVML,
+            text=True,
+            check=True,
+        )
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: load(str(tmp_path / "nvml.so")))
+    monkeypatch.setattr(engine_args, "local_gpu_bytes", engine_args.local_gpu_bytes.__wrapped__)
+    assert engine_args.local_gpu_bytes() == (gib or 0) << 30
+    args = engine_args.engine_args("model", EngineConfig())
+    assert args["max_num_seqs"] == requests + engine_args.CANARY_REQUESTS
+    assert engine_args.engine_args("model", EngineConfig(max_num_seqs=8))["max_num_seqs"] == 8 + 32

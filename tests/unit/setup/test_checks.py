@@ -84,6 +84,23 @@ def test_an_optimizer_that_cannot_step_is_refused(optimizer, says):
         checks.check_optimizer(make, device="cuda")
 
 
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({"_component_": "torch.optim.AdamW", "lr": 1e-5}, 8.0),
+        ({"_component_": "torch.optim.AdamW", "lr": 1e-5, "fused": True, "amsgrad": True}, 12.0),
+        ({"_component_": "torch.optim.SGD", "lr": 1e-5}, 0.0),
+        ({"_component_": "torch.optim.SGD", "lr": 1e-5, "momentum": 0.9}, 4.0),
+        # Two bytes, and for each moment a float32 scale per 256 values and one table of 256 values.
+        ({"_component_": "torchao.optim.AdamW8bit", "lr": 1e-5}, 2 + 8 / 256 + 2 * 1024 / 2**18),
+        # For GPUs only: AdamW's moments are assumed.
+        ({"_component_": "torchao.optim.CPUOffloadOptimizer", "lr": 1e-5}, 8.0),
+    ],
+)
+def test_optimizer_state_bytes_are_measured(settings, expected):
+    assert checks.measure_optimizer_state(Component(settings, "optimizer").instantiate) == expected
+
+
 def test_weights_fit_their_model_and_no_other(model_dir):
     source, model = HFModel(model_dir), build_on_meta(partial(from_config, str(model_dir)))
     source.require_fits(model)

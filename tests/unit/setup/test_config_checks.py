@@ -61,6 +61,10 @@ def check(loss=None, **changed):
             {"engine": EngineConfig(sleep=True)},
             r"staleness=2 with engine.sleep=true: .*\(engine.devices\), or set staleness=0",
         ),
+        (
+            {"staleness": 0, "engine": EngineConfig(sleep=True, address="http://a:1")},
+            r"engine.sleep=true with engine.address=http://a:1: .* Fix: set engine.sleep=false",
+        ),
         ({"refill_rounds": 1}, "refill_rounds=1 with staleness=2: .* set refill_rounds=0 and raise prompts_per_step"),
     ],
 )

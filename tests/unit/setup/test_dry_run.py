@@ -199,7 +199,7 @@ def test_dry_run_32b_does_not_fit_eight_80gb(place, capsys):
 def test_dry_run_lists_only_remedies_that_are_missing(place, capsys):
     """A LoRA run with checkpointing, a sleeping engine and short rows: what is left concerns the engine."""
     words = ["engine.devices=null", "engine.sleep=true", "engine.max_model_len=4096", "row_tokens=4096"]
-    words += ["sampling.max_tokens=2048"]
+    words += ["sampling.max_tokens=2048", "engine.gpu_memory_utilization=0.99"]
     status, out = ran(capsys, settings_in(place, "qwen2_5_7B_lora", words=words, dry_run="1x24"))
     listed = out.partition("settings that need less, cheapest first:\n")[2].splitlines()
     assert status == 2 and "awake engine on the same GPU" in out

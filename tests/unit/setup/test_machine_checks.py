@@ -31,7 +31,9 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch):
         monkeypatch.setattr(machine_checks.Path, "glob", lambda self, pattern: [f"/dev/nvidia{i}" for i in range(8)])
         with pytest.raises(ValueError, match=message):
             machine_checks.require_gpus(EngineConfig(max_model_len=64, **values))
-        # A server has its own GPUs.
+        # A server has its own GPUs, and another backend may have what it asks for.
+        if on_cpu:
+            machine_checks.require_gpus(EngineConfig(max_model_len=64, backend="my_backend.MyBackend", **values))
         machine_checks.require_gpus(EngineConfig(max_model_len=64, address="http://127.0.0.1:1"))
 
 

@@ -84,3 +84,24 @@ def test_large_tensor_reallocation_reuses_memory_pages():
         for way in ("kept", "given back")
     )
     assert kept < 32 and given_back >= (1 << 27) // 2**21, "128 MiB, of 4 KiB or at least of 2 MiB each"
+
+
+@pytest.mark.parametrize(
+    ("shares", "environ", "settings"),
+    [
+        (True, {}, "expandable_segments:True"),
+        (False, {}, ""),
+        (True, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        (True, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+    ],
+)
+def test_init_ranks_sharing_gpu_uses_expandable_segments(shares, environ, settings):
+    """The settings belong to the process, so it is another one. An engine does not inherit them."""
+    code = (
+        "import os, torch; from torchtune_ext.training.distributed import init_ranks; before = dict(os.environ); "
+        f"init_ranks('cpu', shares_gpu={shares}); assert dict(os.environ) == before; "
+        "print(torch._C._accelerator_getAllocatorSettings())"
+    )
+    clean = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    output = subprocess.run([sys.executable, "-c", code], env=clean | environ, capture_output=True, text=True)
+    assert output.returncode == 0 and output.stdout.strip() == settings, output.stderr

@@ -13,20 +13,30 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from safetensors.torch import load_file  # noqa: E402
+
 from helpers import tiny_model  # noqa: E402
+from helpers.fp8_models import make_rows  # noqa: E402
 from helpers.learners import prompt_groups, single_process_learner  # noqa: E402
 from torchtune_ext.objective.loss import PolicyLoss  # noqa: E402
 from torchtune_ext.policy import from_config  # noqa: E402
 from torchtune_ext.policy.builder import build_on_meta, build_policy  # noqa: E402
 from torchtune_ext.policy.hf_model import HFModel  # noqa: E402
+from torchtune_ext.policy.offload import FrozenOffload  # noqa: E402
 from torchtune_ext.policy.streaming import streamed_logprobs  # noqa: E402
 from torchtune_ext.sampling.engine import Completion, EngineConfig, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.types import CanaryAnswer, PublishReport  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
+from torchtune_ext.training.export import export_adapter  # noqa: E402
 from torchtune_ext.training.mismatch import MismatchError, MismatchGate  # noqa: E402
 from torchtune_ext.training.precision import Precision, PrecisionConfig  # noqa: E402
 from torchtune_ext.training.publish import CANARY_PROMPTS, SEED_PERIOD, VALUES_PER_TENSOR, Publisher  # noqa: E402
-from torchtune_ext.training.trained_weights import FullWeights, measure_rounding  # noqa: E402
+from torchtune_ext.training.trained_weights import (  # noqa: E402
+    AdapterConfig,
+    FullWeights,
+    measure_rounding,
+    select_trained_weights,
+)
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7], [8] * 9]
 SAMPLING = SamplingConfig(max_tokens=40, seed=7, early_stop_logprob=-3.0)
@@ -44,8 +54,9 @@ class FakeEngine:
         self.temperature = 1.0
         self.reports_raw_logprobs = False  # without the temperature
 
-    def publish(self, tensors, version, adapter):
+    def publish(self, tensors, version, adapter, before_load):
         published = {name: tensor.clone() for name, tensor in tensors}
+        before_load()
         self.sums = {name: checksum(t) for name, t in published.items() if name not in self.dropped_tensors}
         if not self.ignores_weights:
             self.model.load_state_dict({name: tensor.float() for name, tensor in published.items()}, strict=False)
@@ -297,3 +308,94 @@ def test_publish_representable_update_does_not_warn(make_publisher, caplog):
         assert publisher.publish(2)["publish/changed_share"] > 0.5
         assert publisher.publish(3)["publish/changed_share"] == 0.0  # an update of size 0 changes nothing
     assert not [record for record in caplog.records if "changed_share" in record.getMessage()]
+
+
+class RestingEngine(FakeEngine):
+    """Sleeps in turns with a trainer whose frozen weights are offloaded. `events` holds the order."""
+
+    def __init__(self, offload):
+        super().__init__()
+        self.events, self.asleep = [], True
+        self._offload = offload
+
+    def publish(self, tensors, version, adapter, before_load):
+        def record():
+            self.events.append("copied")
+            before_load()
+            assert self._offload is None or self._offload.is_on_host, "the engine wakes beside the frozen weights"
+            self.asleep = False
+            self.events.append("wake")
+
+        return super().publish(tensors, version, adapter, record)
+
+    def sample_canary(self, prompts, samples, sampling):
+        assert not self.asleep
+        self.events.append("draw")
+        return super().sample_canary(prompts, samples, sampling)
+
+    def sleep(self):
+        self.asleep = True
+        self.events.append("sleep")
+
+
+def train_adapters(hf_model, offloads, dora=False):
+    """Train three steps of merged adapters. Return the engine, the publisher, the metrics and the weights."""
+    arguments = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4, "use_dora": dora}
+    make, device = partial(from_config, str(hf_model.path), **arguments), torch.device("cpu")
+    policy, meta = build_policy(make, hf_model, device, torch.float32), build_on_meta(make)
+    trained = select_trained_weights(meta, hf_model, arguments, AdapterConfig(publish="merged"))
+    precision = Precision(
+        PrecisionConfig(), meta, hf_model, "float32", EngineConfig(dtype="float32", sleep=True), device, trained.spec
+    )
+    offload = FrozenOffload(policy.model) if offloads else None
+    learner, engine = single_process_learner(policy, PolicyLoss()), RestingEngine(offload)
+    gate, logprobs_fn = MismatchGate(0.001), partial(streamed_logprobs, make_model=make, device=device)
+    check = gate.check
+    gate.check = lambda *args, **kwargs: (engine.events.append("check"), check(*args, **kwargs))[1]
+    publisher = Publisher(
+        engine, learner, trained, precision, hf_model, gate, logprobs_fn, prompt_groups(PROMPTS), SAMPLING, offload
+    )
+    row, metrics = make_rows()[0], []
+    optimizer = torch.optim.AdamW(policy.trainable_parameters(), lr=1e-2)
+    for version in range(4):
+        line = publisher.publish(version) | publisher.check_canary()
+        metrics.append({name: value for name, value in line.items() if not name.startswith("time/")})
+        engine.events.append("update")
+        policy(row).logprobs_L.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return engine, publisher, metrics, [param.detach().clone() for param in policy.model.parameters()]
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_publish_with_offload_alternates_and_trains_identically(hf_model, dora):
+    engine, _, metrics, weights = train_adapters(hf_model, offloads=True, dora=dora)
+    assert engine.events == 4 * ["copied", "wake", "draw", "sleep", "check", "update"]
+    together, _, expected_metrics, expected = train_adapters(hf_model, offloads=False, dora=dora)
+    assert together.events == 4 * ["copied", "wake", "draw", "check", "update"]
+    assert metrics == expected_metrics and "canary/adapter_applied" in metrics[-1]
+    assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+
+
+def test_publish_checks_the_canary_of_a_skipped_update(hf_model):
+    """Whoever forgets `check_canary` cannot lose a canary, or compute with weights that are elsewhere."""
+    engine, publisher, *_ = train_adapters(hf_model, offloads=True)
+    publisher.publish(4)
+    del engine.events[:]
+    with pytest.raises(RuntimeError, match=r"publisher.check_canary\(\) before the update"):
+        publisher._learner.logprobs(make_rows())
+    assert publisher.publish(5)["canary/mean_abs"] < 1e-5  # of version 4
+    assert engine.events == ["sleep", "check", "copied", "wake", "draw"]
+    assert publisher.check_canary()["canary/mean_abs"] < 1e-5 and publisher.check_canary() == {}
+
+
+def test_canary_failure_while_offloaded_leaves_readable_weights(hf_model, tmp_path):
+    engine, publisher, *_ = train_adapters(hf_model, offloads=True)
+    engine.dropped_tensors = ("model.norm.weight",)
+    with pytest.raises(MismatchError, match="version 4: weights: 1 of the"):
+        publisher.publish(4)
+    assert publisher._offload.is_on_host
+    model, trained = publisher._learner.policy.model, publisher._trained_weights
+    export_adapter(tmp_path, model, hf_model, trained.spec, merged_dtype=torch.float32)
+    assert len(load_file(tmp_path / "merged" / "model-00001-of-00001.safetensors")) > 20
+    assert publisher.check_canary() == {} and not publisher._offload.is_on_host

@@ -1,0 +1,101 @@
+"""Runs whose frozen weights move to main memory while the engine is awake: the same bits as without."""
+
+import shutil
+import signal
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers import recipe_runs as runs
+from helpers import resting_backend
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SLEEPS = ("engine.sleep=True", "engine.backend=resting_backend.RestingBackend")
+# The reference policy computes with the frozen weights, and a checkpoint merges them in main memory.
+KL = ("loss.kl_coef=0.1", "adapters.save_merged=True")
+# Without `engine.sleep` these have the values of the current weight sync, with it those of the one before.
+SHIFTED = ("canary/", "publish/")
+
+
+@pytest.fixture(scope="module")
+def workspace(lora_workspace):
+    shutil.copy(resting_backend.__file__, lora_workspace)
+    return lora_workspace
+
+
+def run(folder, name, *args):
+    return runs.run(folder, "grpo_lora", f"output_dir={name}", *args, config="lora.yaml")
+
+
+def steps(folder):
+    return [
+        {name: value for name, value in line.items() if not name.startswith(SHIFTED)} for line in runs.metrics(folder)
+    ]
+
+
+def require_equal(folder, name, expected, step=3):
+    """Compare the metrics, and every tensor of the last checkpoint, with those of another run."""
+    assert steps(folder / name) == steps(folder / expected)
+    checkpoint = Path("checkpoints") / f"step_{step:06d}"
+    files = sorted(
+        path.relative_to(folder / expected) for path in (folder / expected / checkpoint).rglob("*.safetensors")
+    )
+    assert files
+    for file in files:
+        want, result = load_file(folder / expected / file), load_file(folder / name / file)
+        assert want.keys() == result.keys() and all(torch.equal(want[key], result[key]) for key in want), file
+
+
+def test_lora_with_offload_equals_run_without(workspace):
+    run(workspace, "turns", *SLEEPS)
+    require_equal(workspace, "turns", "reference")
+    lines = runs.metrics(workspace / "turns")
+    # The canary of version 0 is checked in step 1, and the last one before the end.
+    assert all(line["canary/mean_abs"] < 1e-5 for line in lines[1:]) and lines[0].keys().isdisjoint(["canary/mean_abs"])
+    assert lines[-1]["canary/adapter_applied"] == pytest.approx(1.0, abs=1e-2)
+    # The engine starts, sleeps for the trainer, and wakes up once for each weight sync.
+    assert (workspace / "turns" / "transitions.txt").read_text().splitlines() == [
+        "load 0 of nothing, sleep level 0",
+        "sleep at level 1",
+        *(event for version in range(4) for event in (f"load {version} of adapter, sleep level 1", "sleep at level 1")),
+    ]
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("option", ["use_dora: true", "quantize_base: true"], ids=["dora", "qlora"])
+def test_adapters_with_offload_equal_run_without(tmp_path, option):
+    runs.make_workspace(tmp_path, hidden_size=128, intermediate_size=256)
+    adapters = f"lora_attn_modules: [q_proj, output_proj], apply_lora_to_mlp: true, lora_rank: 4, {option}"
+    model = 'model_dir: "${model_dir}"'
+    (tmp_path / "lora.yaml").write_text(
+        runs.CONFIG.replace(f"{model}}}\ntokenizer", f"{model}, {adapters}}}\ntokenizer")
+    )
+    shutil.copy(resting_backend.__file__, tmp_path)
+    run(tmp_path, "together", *KL)
+    run(tmp_path, "turns", *SLEEPS, *KL)
+    require_equal(tmp_path, "turns", "together")
+
+
+@pytest.mark.rest
+def test_offload_killed_and_resumed_equals_uninterrupted(workspace):
+    args = ("output_dir=killed_in_turns", "resume_from_checkpoint=True", *SLEEPS)
+    command = runs.command("grpo_lora", *args, config="lora.yaml")
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=workspace, env=runs.environment(), start_new_session=True, **quiet)
+    runs.wait_for_steps(workspace / "killed_in_turns", 3, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+    run(workspace, "killed_in_turns", *args[1:])
+    require_equal(workspace, "killed_in_turns", "reference")
+
+
+def test_sleep_with_server_is_refused_in_dry_run(workspace, lora_served):
+    refused = partial(
+        runs.run, workspace, "grpo_lora", "output_dir=none", "engine.sleep=True", config="lora.yaml", ok=False
+    )
+    assert "engine.sleep=true with engine.address=http://127.0.0.1" in refused(lora_served, "dry_run=True")
