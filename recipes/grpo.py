@@ -3,7 +3,7 @@
     tune run grpo_full --config grpo/tiny
     tune run grpo_lora --config grpo/tiny_lora
     tune run grpo_async --config grpo/tiny_async
-    CUDA_VISIBLE_DEVICES=0,1,2,3 tune run --nproc_per_node 4 grpo_full --config grpo/qwen2_5_7B_full
+    CUDA_VISIBLE_DEVICES=0,1,2 tune run --nproc_per_node 3 grpo_full --config grpo/qwen2_5_7B_full
 
 `tune` lists this one file under three names. The config selects full weights or LoRA adapters, the
 precision, and synchronous or asynchronous training.

@@ -89,10 +89,10 @@ def learner_on(device, path, dtype, level="token"):
     return Learner(policy, PolicyLoss(level=level), Ranks(0, 1, torch.device(device)))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
+@pytest.fixture(scope="module", params=[64, 128], ids=["heads of 64", "heads of 128"])
+def model(request, tmp_path_factory):
     shape = ModelShape(
-        hidden_size=128,
+        hidden_size=2 * request.param,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,

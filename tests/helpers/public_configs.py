@@ -43,6 +43,7 @@ def _llama3(*sizes, factor=None, tied=False, **more):
 # Layers, width, heads, heads of keys and values, width of the MLP.
 PUBLIC = {
     "Qwen2.5-0.5B-Instruct": _qwen2_5(24, 896, 14, 2, 4864, vocab=151936, tied=True),
+    "Qwen2.5-1.5B-Instruct": _qwen2_5(28, 1536, 12, 2, 8960, vocab=151936, tied=True),
     "Qwen2.5-3B-Instruct": _qwen2_5(36, 2048, 16, 2, 11008, vocab=151936, tied=True),
     "Qwen2.5-7B": _qwen2_5(28, 3584, 28, 4, 18944, positions=131072),
     "Qwen2.5-7B-Instruct": _qwen2_5(28, 3584, 28, 4, 18944),
@@ -51,6 +52,7 @@ PUBLIC = {
     "Qwen2.5-32B": _qwen2_5(64, 5120, 40, 8, 27648, positions=131072, eps=1e-5),
     "Qwen2.5-32B-Instruct": _qwen2_5(64, 5120, 40, 8, 27648),
     "Qwen3-1.7B": _qwen3(28, 2048, 16, 8, 6144, tied=True),
+    "Qwen3-4B": _qwen3(36, 2560, 32, 8, 9728, tied=True),
     "Qwen3-8B": _qwen3(36, 4096, 32, 8, 12288),
     "Qwen3-8B-Base": _qwen3(36, 4096, 32, 8, 12288, positions=32768),
     "Meta-Llama-3-8B-Instruct": _llama3(32, 4096, 32, 8, 14336),

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from packaging.requirements import Requirement
 from torchtune_ext.cli import plugin
 from torchtune_ext.measured.compiler import INSTALL_HINT, Compiler
 from torchtune_ext.measured.sandbox import SandboxError, probe_layers
-from torchtune_ext.run.catalog import package_folder, recipe_files
+from torchtune_ext.run.catalog import config_files, package_folder, recipe_files
+from torchtune_ext.run.nvidia import capability_problem, driver_fix
 from torchtune_ext.run.terminal import RED, YELLOW, apply_style
 
 OK, WARN, FAIL = "ok", "WARN", "FAIL"
@@ -45,11 +47,17 @@ MIN_MEMORY_GB, MIN_DISK_GB = 4.0, 5.0
 # torch and vLLM may crash or hang when they are imported, so a separate process with a deadline
 # imports each.
 PROBE_TIMEOUT_S = 120.0  # for importing torch or vLLM
+# The first line of a config names its machine: "# for: 1 x 24 GB" or "# for: CPU, 4 GB".
+FOR_MACHINE = re.compile(r"(?:(?P<count>\d+) x|CPU,) (?P<size>\d+) GB")
+GIB = 1 << 30
+# GPUs with error correction in their main memory, such as L4, A10 and L40S, report 92% of their size.
+USABLE_SHARE = 0.91
+LISTED_CONFIGS = 6
 TORCH_PROBE = """
 import json, torch
-names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-free = [torch.cuda.mem_get_info(i)[0] / 1e9 for i in range(len(names))]
-print(json.dumps([torch.version.cuda or "", [f"{n} ({f:.0f} GB free)" for n, f in zip(names, free)]]))
+indices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
+facts = [[torch.cuda.get_device_name(i), *torch.cuda.mem_get_info(i), torch.cuda.get_device_capability(i)] for i in indices]
+print(json.dumps([torch.version.cuda or "", facts]))
 """
 VLLM_PROBE = "import vllm.v1.engine.async_llm"
 
@@ -113,23 +121,50 @@ def check_torch(versions: Mapping[str, str], has_gpu: bool) -> Iterator[CheckRes
         yield CheckResult(FAIL, "import torch", error, 'pip install "torch==2.13.0"' if has_gpu else INSTALL_CPU_TORCH)
         return
     # Packages may print when they are imported, so only the last line comes from the probe.
-    cuda, devices = json.loads(printed.splitlines()[-1])
-    if devices:
-        yield CheckResult(OK, "devices", ", ".join(devices))
+    cuda, gpus = json.loads(printed.splitlines()[-1])
+    if gpus:
+        yield CheckResult(OK, "devices", ", ".join(f"{name} ({free / 1e9:.0f} GB free)" for name, free, *_ in gpus))
+        for name, _, _, capability in gpus:
+            if problem := capability_problem(name, tuple(capability)):
+                yield CheckResult(FAIL, "devices", problem, "use another GPU (CUDA_VISIBLE_DEVICES), or set device=cpu")
+        yield from check_configs([total for _, _, total, _ in gpus])
     elif has_gpu:
         yield CheckResult(
             FAIL,
             "devices",
             f"a GPU that torch {versions.get('torch', '')} (CUDA: {cuda or 'none'}) cannot use",
-            "install the CUDA build of torch==2.13.0; if it is installed, compare its CUDA version with `nvidia-smi`",
+            driver_fix() if cuda else "pip install --force-reinstall torch==2.13.0  (the CUDA build)",
         )
     else:
         yield CheckResult(OK, "devices", f"cpu, {os.cpu_count()} cores")
+        yield from check_configs([])
     wrong = [name for name in ("torchvision", "torchaudio", "torchcodec") if "+cpu" not in versions.get(name, "+cpu")]
     if wrong and not cuda:
         # With a torch without CUDA they break `import transformers` and `import vllm`.
         text = f"{' and '.join(wrong)}: built for CUDA, but torch is not"
         yield CheckResult(FAIL, wrong[0], text, f"pip uninstall -y {' '.join(wrong)}  (text models do not need them)")
+
+
+def check_configs(gpu_bytes: Sequence[int]) -> Iterator[CheckResult]:
+    """Names the configs of grpo/ for this machine, the largest first.
+
+    Args:
+        gpu_bytes: memory of each GPU; empty: the machine has no GPU.
+    """
+    fitting = {}
+    for name, path in config_files(package_folder("configs")).items():
+        first = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# for: ")
+        if name.startswith("grpo/") and (match := FOR_MACHINE.fullmatch(first)):
+            count, size = int(match["count"] or 0), int(match["size"])
+            least = size * GIB * USABLE_SHARE if count else size * 1e9
+            smallest = min(gpu_bytes) if gpu_bytes else psutil.virtual_memory().available
+            if least <= smallest and (0 < count <= len(gpu_bytes) or count == len(gpu_bytes) == 0):
+                fitting[f"{name.removeprefix('grpo/')} ({first})"] = count * size or size
+    largest = sorted(fitting, key=lambda name: -fitting[name])
+    text = ", ".join(largest[:LISTED_CONFIGS]) + (
+        f", and {more} smaller" if (more := len(largest) - LISTED_CONFIGS) > 0 else ""
+    )
+    yield CheckResult(OK, "configs that fit", text or "none of grpo/; `dry_run=True` plans another one")
 
 
 def check_vllm(versions: Mapping[str, str], has_gpu: bool) -> Iterator[CheckResult]:

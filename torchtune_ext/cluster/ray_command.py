@@ -1,6 +1,6 @@
 """`torchtune-ext ray`: starts trainer and vLLM servers of a run on an existing Ray cluster.
 
-    torchtune-ext ray --config grpo/qwen2_5_7B_full --train-gpus 4 --engine-gpus 1 max_steps=100
+    torchtune-ext ray --config grpo/qwen2_5_7B_full --train-gpus 3 --engine-gpus 2 max_steps=100
 
 Ray chooses machines and GPUs. The commands on them are the same that a user would run by hand
 (cluster/driver.py). The run ends with this command, and this command ends with any part of the run.

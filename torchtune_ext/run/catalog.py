@@ -4,6 +4,7 @@ import importlib
 import logging
 import os
 import pkgutil
+import re
 import sys
 from ast import literal_eval
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from torchtune_ext.run.renames import current_name
 log = logging.getLogger(__name__)
 
 # A config is a YAML file below configs/. Its name is its path without the suffix. Its folder, and
-# in grpo/ also the last part of its name, determine its recipe.
+# in grpo/ also the last part of its name before a GPU size ("_24G"), determine its recipe.
 FOLDER_RECIPES = {"grpo": "grpo_full", "warmup": "warmup_sft", "eval": "evaluate"}
 # For example, grpo/tiny_lora is a config of grpo_lora.
 SUFFIX_RECIPES = {"lora": "grpo_lora", "qlora": "grpo_lora", "async": "grpo_async"}
@@ -71,7 +72,9 @@ def recipe_for_name(name: str) -> str | None:
     if first in ("", "presets", "sweeps"):
         return None
     recipe = FOLDER_RECIPES.get(first, first)
-    return SUFFIX_RECIPES.get(name.rpartition("_")[2], recipe) if recipe == "grpo_full" else recipe
+    return (
+        SUFFIX_RECIPES.get(re.sub(r"_\d+G$", "", name).rpartition("_")[2], recipe) if recipe == "grpo_full" else recipe
+    )
 
 
 def config_name(path: Path) -> str:

@@ -121,6 +121,7 @@ class EngineReplica:
         self._last_progress = time.monotonic()  # last time without requests, or with an engine step
         # Whether this backend has ever reported a step. Without reports no stall can be detected.
         self._reports_steps = False
+        self._has_finished = False  # whether this backend has finished a request
         self._transition_lock = asyncio.Lock()  # one restart or weight sync at a time
         self._watch_task: asyncio.Task | None = None
         self._shielded_tasks: set[asyncio.Future] = set()
@@ -264,7 +265,7 @@ class EngineReplica:
 
     def report_finished(self) -> None:
         """Records a finished request, which resets the count of failures in a row."""
-        self.failures, self._last_progress = 0, time.monotonic()
+        self.failures, self._last_progress, self._has_finished = 0, time.monotonic(), True
 
     def on_step(self, step: EngineStepStats) -> None:
         """Adds the counters of one engine step."""
@@ -410,7 +411,7 @@ class EngineReplica:
         # `close` may have run before this backend was created, and would then not have stopped it.
         if not self.is_active:
             raise BackendCrashed("the engine is closed")
-        self._reports_steps = False
+        self._reports_steps = self._has_finished = False
         await backend.launch()
         await self._load_buffers(backend)
 
@@ -507,12 +508,15 @@ class EngineReplica:
         # A ping shows that the process answers, not that it computes. `_last_progress` shows the
         # latter.
         config, idle_s = self.config, now - self._last_progress
-        stall_limit_s = STALL_FACTOR * config.probe_deadline_s
+        # vLLM and its kernel libraries compile some GPU kernels at the first request, which blocks
+        # every answer.
+        ping_deadline_s = max(config.probe_deadline_s, 0.0 if self._has_finished else config.start_deadline_s)
+        stall_limit_s = max(STALL_FACTOR * config.probe_deadline_s, ping_deadline_s)
         if not backend.requests or backend.sleep_level:
             self._last_progress = now
         elif now - backend.last_heartbeat > config.probe_interval_s:
             try:
-                await backend.ping(config.probe_deadline_s)
+                await backend.ping(ping_deadline_s)
             except (BackendCrashed, ValueError) as error:
                 # A ValueError means that vLLM refuses the ping. The next `launch` reports
                 # why.

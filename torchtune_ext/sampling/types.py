@@ -132,7 +132,9 @@ class EngineConfig:
         default_factory=dict, description="quantization_config of published weights; set by the recipe"
     )
     seed: int = Field(default=0, description="seed of requests without a seed")
-    start_deadline_s: Seconds = Field(default=600.0, description="deadline of the engine's start")
+    start_deadline_s: Seconds = Field(
+        default=600.0, description="deadline of the engine's start, and of a health check before its first completion"
+    )
     rpc_deadline_s: Seconds = Field(
         default=300.0, description="deadline of one engine call (weights, pause, resume), seconds"
     )

@@ -38,12 +38,12 @@ from torchtune_ext.setup.header import problems_text
 from torchtune_ext.setup.machine_checks import missing_device, require_disjoint_gpus, require_gpus, training_gpus
 from torchtune_ext.setup.plan import Machine, RunPlan, plan_table, verdict
 from torchtune_ext.setup.run_components import build_components
-from torchtune_ext.training.distributed import Ranks
+from torchtune_ext.training.distributed import Ranks, has_usable_gpus, require_capability
 from torchtune_ext.training.precision import DTYPES, chosen_dtype
 
 # The memory that CUDA reports, as a share of the nominal size. Users' error messages show 39.5 of
-# 40 GiB for an A100, 23.7 of 24 for a 4090 and 15.8 of 16 for a V100. Other GPUs of these sizes
-# differ by less than 1%.
+# 40 GiB for an A100, 23.7 of 24 for a 4090 and 15.8 of 16 for a V100. GPUs with error correction
+# in GDDR memory report a sixteenth less: L4 and A10 22.0 of 24 GiB, L40S 44.4 of 48.
 USABLE_MEMORY_SHARE = 0.985
 GPU_PATTERN = re.compile(r"(\d+) ?x ?(\d+(?:\.\d+)?) ?(?:GB)?", re.IGNORECASE)
 CPU_PATTERN = re.compile(r"CPU,? (\d+(?:\.\d+)?) ?(?:GB)?", re.IGNORECASE)
@@ -176,10 +176,16 @@ def parse_machine(text: Any) -> Machine:
 
 
 def this_machine(device: str) -> Machine:
-    """Return this machine: its visible GPUs, or its main memory without GPUs or for "cpu"."""
+    """Return this machine: its visible GPUs, or its main memory without GPUs or for "cpu".
+
+    Raises:
+        UsageError: torch cannot use the GPUs, or a GPU is too old.
+    """
     host = main_memory()
-    if device != "cpu" and torch.cuda.is_available():
+    if has_usable_gpus(device):
         # The weights are sharded evenly, so the smallest GPU is the limit.
+        for i in range(torch.cuda.device_count()):
+            require_capability(i)
         sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
         name = f"the {len(sizes)} GPUs of this machine" if len(sizes) > 1 else "the GPU of this machine"
         return Machine(len(sizes), min(sizes), host, name, is_local=True)

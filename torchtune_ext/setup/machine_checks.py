@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from torchtune_ext.run.errors import UsageError
+from torchtune_ext.run.nvidia import gpu_count
 from torchtune_ext.run.output import print_text
 from torchtune_ext.run.process_env import local_rank, rank_and_world_size, read_int_variable
 from torchtune_ext.sampling.engine_args import on_cpu
@@ -71,7 +72,7 @@ def require_gpus(engine: EngineConfig) -> None:
         return
     # `engine.devices` numbers all GPUs of the machine. CUDA would count only the GPUs in
     # CUDA_VISIBLE_DEVICES.
-    count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    count = gpu_count()
     if count and (problem := missing_device(engine, count, "this machine")):
         raise UsageError(problem)
 

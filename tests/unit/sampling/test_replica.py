@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -141,6 +142,31 @@ def test_replica_replaced_backend_does_not_serve(work):
             harness.replica.restart(backend, "a request reported a crash")
         await load_task
         assert len(backend.loads) == 1 and harness.backends[1].loads == [complete_load([2], version=2)]
+
+    run_scenario(scenario)
+
+
+def test_replica_health_check_waits_for_first_completion():
+    """Kernels are compiled at the first request of a backend, also after a restart."""
+
+    async def scenario(harness):
+        async def watched_deadline():
+            backend, deadlines = harness.backends[-1], []
+
+            async def ping(deadline_s):
+                deadlines.append(deadline_s)
+
+            backend.ping, backend.last_heartbeat = ping, 0.0
+            backend.requests = {"a": SimpleNamespace(fail=lambda cause: None)}
+            await poll_until(lambda: len(deadlines) > 1)
+            return deadlines[-1]
+
+        assert await watched_deadline() == CONFIG.start_deadline_s
+        harness.replica.report_finished()
+        assert await watched_deadline() == CONFIG.probe_deadline_s
+        harness.backends[-1].kill()
+        await poll_until(lambda: len(harness.backends) == 2 and harness.replica.serves)
+        assert await watched_deadline() == CONFIG.start_deadline_s
 
     run_scenario(scenario)
 

@@ -20,7 +20,8 @@ from torchtune import training
 from helpers.checkpoint_runs import fork
 from torchtune_ext.policy.builder import _mesh
 from torchtune_ext.run import process_env
-from torchtune_ext.training import machines
+from torchtune_ext.run.nvidia import driver_version
+from torchtune_ext.training import distributed, machines
 from torchtune_ext.training.buckets import Accumulator
 from torchtune_ext.training.collectives import MainRankFailure, all_gather, announce_main_failure
 from torchtune_ext.training.distributed import (
@@ -319,6 +320,25 @@ def test_waiting_rank_without_torchrun_prints_where(monkeypatch, capsys):
         assert capsys.readouterr().out == says
 
 
+def test_sharding_across_machines_warns_once(across, monkeypatch):
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+
+    monkeypatch.setattr(training, "get_distributed_backend", lambda kind, offload_ops_to_cpu: "cuda:fake,cpu:gloo")
+    monkeypatch.setattr(distributed, "local_device", torch.device)
+
+    def action(device, shard_within):
+        said = []
+        monkeypatch.setattr(distributed, "print_text", said.append)
+        init_ranks(device, RanksConfig(shard_within=shard_within))
+        return said
+
+    first, *others = across(lambda: action("cuda", None))
+    assert (
+        "3 ranks on 2 machines share one copy" in first[0] and "ranks.shard_within=1" in first[0] and others == [[], []]
+    )
+    assert across(lambda: action("cuda", 3)) == across(lambda: action("cpu", None)) == [[], [], []]
+
+
 def test_ranks_shards_equal_shard_within():
     assert (
         Ranks(0, 16, torch.device("cpu"), shard_within=8).shards == 8 and Ranks(0, 16, torch.device("cpu")).shards == 16
@@ -330,6 +350,8 @@ def test_local_device_too_many_ranks_reported_with_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     taken = []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA L4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 9))
     monkeypatch.setenv("RANK", "11")
     monkeypatch.setenv("WORLD_SIZE", "12")
     monkeypatch.setenv("LOCAL_RANK", "3")
@@ -341,6 +363,53 @@ def test_local_device_too_many_ranks_reported_with_machine(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "12")
     with pytest.raises(ValueError, match=rf"rank 11 .*{HOST}, .*4 GPUs. Fix: start at most 4 ranks"):
         local_device("cuda")
+
+
+def test_local_device_old_gpu_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    for device in ("auto", "cuda"):
+        with pytest.raises(ValueError, match=r"^GPU 0 \(Tesla T4\) has compute capability 7.5; expected 8.0 .* Fix: "):
+            local_device(device)
+    assert local_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_local_device_unusable_driver_is_named(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(distributed, "gpu_count", lambda: 2)
+    monkeypatch.setattr(distributed, "driver_fix", lambda: "install NVIDIA driver 580 or later")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(
+        ValueError, match=rf"^device='{device}': torch .*CUDA 13.0\) cannot use the 2 GPUs .*driver 580"
+    ):
+        local_device(device)
+    # The user hides the GPUs.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    if device == "auto":
+        assert local_device(device) == torch.device("cpu")
+
+
+def test_local_device_cpu_build_beside_gpu_warns(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(distributed, "gpu_count", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert local_device("cpu").type == "cpu" and not capsys.readouterr().out
+    assert local_device("auto").type == "cpu"
+    assert "is a CPU build, although the machine has 1 NVIDIA GPU. Fix: " in capsys.readouterr().out
+    with pytest.raises(ValueError, match="torch sees no CUDA device"):
+        local_device("cuda")
+
+
+def test_driver_version_is_read_from_its_file(tmp_path):
+    file = tmp_path / "version"
+    assert driver_version(file) == ""
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\nGCC version:  gcc 12.2.0\n")
+    assert driver_version(file) == "550.54.15"
 
 
 def test_ranks_are_named_by_machine():
