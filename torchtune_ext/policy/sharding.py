@@ -48,7 +48,9 @@ def gather_full(param: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     # Each rank dequantizes or rounds its shard, then the values are gathered, as fewer bytes.
     local = param._local_tensor
     if not isinstance(local, NF4Tensor):
-        return param.detach().to(dtype=dtype).full_tensor()
+        rounded = param.detach().to(dtype=dtype)
+        assert isinstance(rounded, DTensor)  # for the type checker
+        return rounded.full_tensor()
     local_values = dequantize_nf4(local).to(dtype=dtype)
     dim = _sharded_dim(param)
     parts = [torch.empty_like(local_values) for _ in range(param.device_mesh.size(dim))]
