@@ -4,7 +4,7 @@ The numbers follow from shapes and settings. Memory without a shape (a CUDA cont
 estimated as an allowance.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,8 +41,7 @@ DEFAULT_STEP_TOKENS = 2048  # tokens of a vLLM step if `engine.max_num_batched_t
 SAMPLER_BYTES = 20
 PACKED_BUFFER_BYTES = GIB  # vLLM's DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
-# Rows of a GPU that trains, for an engine that shares it and one that sleeps during training.
-SHARED_ENGINE_ROWS = ("engine on the same GPU", "awake engine on the same GPU, beyond the freed memory")
+SHARED_ENGINE_ROW = "engine on the same GPU"
 CHECK_ROW = "float32 check of a weight sync, beyond the freed memory"
 NAME_WIDTH, FIGURE_WIDTH = 58, 12  # column widths of the table, in characters
 
@@ -91,9 +90,14 @@ class RunPlan:
             adapter_bytes = 0 if self.publishes_full_weights else self.published_bytes
             self.engine_rows = estimate_engine_bytes(sizes, self.engine, machine.gpu_bytes, adapter_bytes)
             self.cached_tokens = kv_cache_tokens(sizes, self.engine, self.engine_rows["KV cache"])
+        # Bytes of each training GPU, by content: in an update, and while an engine that sleeps during
+        # updates is awake.
+        self.awake_rows: dict[str, int] = {}
         self.device_rows = self._device_rows()
         self.host_rows = self._host_rows()
-        self.device_bytes, self.engine_bytes = sum(self.device_rows.values()), sum(self.engine_rows.values())
+        self.update_bytes, self.awake_bytes = sum(self.device_rows.values()), sum(self.awake_rows.values())
+        self.device_bytes = max(self.update_bytes, self.awake_bytes)
+        self.engine_bytes = sum(self.engine_rows.values())
         self.host_bytes = sum(self.host_rows.values())
         # On a CPU, trainer and engines take main memory.
         if not machine.gpus:
@@ -181,26 +185,23 @@ class RunPlan:
             pack = min(self.published_bytes, PACKED_BUFFER_BYTES + self.sizes.dtype.itemsize * self.sizes.largest_param)
             rows["weight sender, only on rank 0's GPU (allowance)"] = CUDA_CONTEXT_BYTES + NCCL_BYTES + 3 * pack
         if self.engine_placement == "shared":
-            rows[SHARED_ENGINE_ROWS[0]] = sum(self.engine_rows.values())
+            rows[SHARED_ENGINE_ROW] = sum(self.engine_rows.values())
         elif self.engine_placement == "sleeps":
-            # The two peaks do not coincide. While the engine is awake, the trainer holds only its
-            # weights and moments. A sleeping engine keeps its CUDA context and its graphs.
-            resident = ("weights, float32 master", "optimizer state", "RoPE table, float32", FROZEN_ROW)
-            # Offloaded weights return before the canary is checked, while the engine sleeps.
-            awake = resident[:-1] if self.offloads else resident
-            check = float32_check_bytes(self.sizes)
+            # While the engine is awake, the trainer holds only its weights and moments.
+            resident = ["weights, float32 master", "optimizer state", "RoPE table, float32"]
+            if not self.offloads:
+                resident.append(FROZEN_ROW)
+            held = int(sum(rows[name] * (1 + FRAGMENTATION_SHARE * (name != FROZEN_ROW)) for name in resident))
+            check, context = float32_check_bytes(self.sizes), {"CUDA context (allowance)": CUDA_CONTEXT_BYTES}
+            self.awake_rows = {"engine": sum(self.engine_rows.values()), "weights and optimizer state": held} | context
             if self.offloads:
-                rows[CHECK_ROW] = max(0, check - self._free_bytes(rows, resident))
-                check = 0
-            extra = sum(self.engine_rows.values()) + check - self._free_bytes(rows, awake)
-            rows[SHARED_ENGINE_ROWS[1]] = max(extra, CUDA_CONTEXT_BYTES + CUDA_GRAPH_BYTES)
+                # Offloaded weights return before the canary is checked, while the engine sleeps.
+                free = sum(rows.values()) - held - rows[FROZEN_ROW] - CUDA_CONTEXT_BYTES
+                rows[CHECK_ROW] = max(0, check - free)
+            else:
+                self.awake_rows["float32 check of a weight sync"] = check
+            rows["sleeping engine: CUDA context, graphs (allowance)"] = CUDA_CONTEXT_BYTES + CUDA_GRAPH_BYTES
         return rows
-
-    @staticmethod
-    def _free_bytes(rows: Mapping[str, int], resident: Iterable[str]) -> int:
-        """Return the part of the bytes that is free while the trainer holds only `resident` rows."""
-        held = sum(rows[name] * (1 + FRAGMENTATION_SHARE * (name != FROZEN_ROW)) for name in resident)
-        return int(sum(rows.values()) - held) - CUDA_CONTEXT_BYTES
 
     def _host_rows(self) -> dict[str, int]:
         """Return the main memory of all processes in bytes, by content."""
@@ -235,8 +236,11 @@ class RunPlan:
         """Return the demands by kind: subject, resource, bytes, available bytes (None: unknown)."""
         machine, gpu, demands = self.machine, "of each GPU", {}
         if machine.gpus:
-            demands["training"] = ("training takes", gpu, self.device_bytes, machine.gpu_bytes)
-            if self.engine_rows:
+            subject = "an update takes" if self.awake_rows else "training takes"
+            demands["training"] = (subject, gpu, self.update_bytes, machine.gpu_bytes)
+            if self.awake_rows:
+                demands["awake"] = ("sampling takes", gpu, self.awake_bytes, machine.gpu_bytes)
+            elif self.engine_rows:
                 subject = "each server takes" if self.engine_placement == "server" else "each replica takes"
                 demands["engine"] = (subject, gpu, self.engine_bytes, machine.gpu_bytes)
         demands["host"] = ("the run takes", "of main memory", self.host_bytes, machine.host_bytes)
@@ -271,23 +275,24 @@ class RunPlan:
         """Return the fixes for a kind of shortage that the config does not have yet, cheapest first."""
         # Another dry run shows the effect of a fix.
         cfg, on_gpus, frozen = self.cfg, self.machine.gpus > 0, self.sizes.has_frozen_params
-        shared = on_gpus and self.engine_placement in ("shared", "sleeps")
-        longest = cfg.engine.max_model_len
+        shared = on_gpus and self.engine_placement == "shared"
+        longest, kv_keys = (
+            cfg.engine.max_model_len,
+            f"{'engine.gpu_memory_utilization or ' * on_gpus}engine.kv_cache_bytes",
+        )
         engine = {
-            f"a lower {'engine.gpu_memory_utilization or ' * on_gpus}engine.kv_cache_bytes": shared
+            f"a lower {kv_keys}": shared
             or (not on_gpus and bool(self.engine_rows) and self.engine_placement != "server"),
         }
+        own = {"another GPU for the engine (engine.devices)": shared or bool(self.awake_rows)}
         trainer = {
             "activation_checkpointing=true": not cfg.activation_checkpointing,
             f"row_tokens={longest}, which is engine.max_model_len": cfg.row_tokens > longest,
-            "engine.sleep=true": shared and not cfg.engine.sleep and not cfg.staleness,
-            "another GPU for the engine (engine.devices)": shared,
+            "engine.sleep=true": shared and not cfg.staleness,
         }
-        # The engine's fix comes first if the engine takes the largest part of a shared GPU, or if the
-        # peak is not in the update.
-        leads = max(self.device_rows, key=self.device_rows.__getitem__) in SHARED_ENGINE_ROWS
-        leads |= self.device_rows.get(SHARED_ENGINE_ROWS[1], 0) > CUDA_CONTEXT_BYTES + CUDA_GRAPH_BYTES
-        memory = engine | trainer if leads else trainer | engine
+        # The engine's fix comes first if the engine takes the largest part of a shared GPU.
+        leads = max(self.device_rows, key=self.device_rows.__getitem__) == SHARED_ENGINE_ROW
+        memory = engine | trainer | own if leads else trainer | own | engine
         adapters = {
             "adapters (docs/how_to/adapters.md)": not frozen,
             "model.quantize_base=true": frozen
@@ -297,8 +302,13 @@ class RunPlan:
         fixes = {
             "gpus": {"fewer ranks or engines, or more GPUs": True},
             "training": memory | {"more GPUs for training": True} | adapters,
+            # A KV cache that is too small does not get smaller, nor larger if the GPU is full.
+            "awake": {f"a lower {kv_keys}": "engine" not in self.shortages}
+            | own
+            | {"a higher engine.tensor_parallel_size": True, "more GPUs for training": not self.offloads}
+            | adapters,
             "engine": {
-                "another engine.gpu_memory_utilization or engine.kv_cache_bytes": True,
+                f"a higher {kv_keys}": "awake" not in self.shortages,
                 "a lower engine.max_model_len": True,
                 "a higher engine.tensor_parallel_size": True,
             },
@@ -401,7 +411,10 @@ def plan_table(plan: RunPlan, name: str) -> str:
         figures = {title: sum(rows.values())} | {f"  {name}": bytes_ for name, bytes_ in rows.items() if bytes_}
         lines.extend(f"{name:<{NAME_WIDTH}}{format_bytes(bytes_):>{FIGURE_WIDTH}}" for name, bytes_ in figures.items())
 
-    add("each GPU that trains" if machine.gpus else "main memory for the trainer", plan.device_rows)
+    during = ", during an update" if plan.awake_rows else ""
+    add(f"each GPU that trains{during}" if machine.gpus else "main memory for the trainer", plan.device_rows)
+    if plan.awake_rows:
+        add("the same GPU while the engine is awake", plan.awake_rows)
     if plan.engine_rows:
         kind = "server" if plan.engine_placement == "server" else "engine"
         where = f"each {kind} GPU (engine.tensor_parallel_size={engine.tensor_parallel_size})"
@@ -429,8 +442,6 @@ def verdict(plan: RunPlan) -> str:
         demands = [
             f"  {subject} {format_bytes(bytes_)} {resource}" for subject, resource, bytes_, _ in plan.demands().values()
         ]
-        if plan.engine_placement == "sleeps":
-            demands.append("  not at the same time: the engine sleeps while the trainer updates")
         if plan.trainers > 1:
             demands.append(f"  start it with --nproc_per_node {plan.trainers}")
         return "\n".join([f"fits {where}:", *demands])

@@ -210,11 +210,11 @@ def test_dry_run_lists_only_remedies_that_are_missing(place, capsys):
     words += ["sampling.max_tokens=2048", "engine.gpu_memory_utilization=0.99"]
     status, out = ran(capsys, settings_in(place, "qwen2_5_7B_lora", words=words, dry_run="1x24"))
     listed = out.partition("settings that need less, cheapest first:\n")[2].splitlines()
-    assert status == 2 and "awake engine on the same GPU" in out
+    assert status == 2 and "the same GPU while the engine is awake" in out and "sampling takes" in out
     assert [line.strip() for line in listed if line.startswith("    ")][:4] == [
         "a lower engine.gpu_memory_utilization or engine.kv_cache_bytes",
         "another GPU for the engine (engine.devices)",
-        "more GPUs for training",
+        "a higher engine.tensor_parallel_size",
         "model.quantize_base=true",
     ], out
 
