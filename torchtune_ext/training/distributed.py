@@ -222,8 +222,8 @@ def has_usable_gpus(device: str) -> bool:
         )
     if gpus and torch.version.hip is None and read_int_variable("RANK", 0) == 0:
         print_text(
-            f"WARNING: device: this run uses the CPU, because torch {torch.__version__} is a CPU build, although the machine "
-            f"has {gpus} NVIDIA {'GPU' if gpus == 1 else 'GPUs'}. Fix: install the CUDA build (make install), or set device=cpu"
+            f"device: the CPU, although this machine has {gpus} NVIDIA {'GPU' if gpus == 1 else 'GPUs'}: torch "
+            f"{torch.__version__} is a CPU build. Fix: install the CUDA build (make install), or set device=cpu"
         )
     return False
 

@@ -400,7 +400,7 @@ def test_local_device_cpu_build_beside_gpu_warns(monkeypatch, capsys):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert local_device("cpu").type == "cpu" and not capsys.readouterr().out
     assert local_device("auto").type == "cpu"
-    assert "is a CPU build, although the machine has 1 NVIDIA GPU. Fix: " in capsys.readouterr().out
+    assert "device: the CPU, although this machine has 1 NVIDIA GPU: torch " in capsys.readouterr().out
     with pytest.raises(ValueError, match="torch sees no CUDA device"):
         local_device("cuda")
 
