@@ -134,7 +134,7 @@ def test_servers_pause_one_after_the_other(pair, weights, tmp_path, monkeypatch)
         calls = []
 
         def backend(server):
-            backend = server.backend(kv_on_publish="keep")
+            backend = server.backend(kv_on_publish="keep", rpc_deadline_s=LONG_S, probe_deadline_s=LONG_S)
             backend.weight_sender, request = sender, backend._request
 
             async def recorded(method, path, body=None):
