@@ -186,9 +186,10 @@ def test_package_agent_extends_sampled_ids(workspace, address, package, steps):
         assert not sample.completion.parents
         turns, completion = sampled_turns(tokenizer, sample), sample.completion
         called += len(turns) > 1 and has_call(turns[0])
+        # After the question and the first turn.
         results = "".join(
             f"<|im_start|>tool\n{m['content']}<|im_end|>" if m["role"] == "tool" else "<|im_start|>assistant\n"
-            for m in sample.messages[2:]  # after the question and the first turn
+            for m in sample.messages[2:]
         )
         between = [completion.tokens[end:start] for (_, end), (start, _) in pairwise(completion.turns)]
         assert "".join(map(tokenizer.decode_all, between)) == results
