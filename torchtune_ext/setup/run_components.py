@@ -19,7 +19,6 @@ from torchtune_ext.pipeline.staleness import StalenessScheduler, resolve_prefetc
 from torchtune_ext.policy.builder import build_on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
-from torchtune_ext.policy.offload import FrozenOffload
 from torchtune_ext.policy.streaming import streamed_logprobs
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.folder import RunFolder
@@ -257,8 +256,13 @@ class RunComponents:
         """Return the publisher, which checks a canary after each weight sync."""
         if self.replay:
             return NoPublisher()
+        offload = None
         # FSDP2 allocates sharded weights itself, so they stay on the device.
-        offloads = self.engine_config.sleep and self.trained_weights.spec and self.ranks.world_size == 1
+        if self.engine_config.sleep and self.trained_weights.spec and self.ranks.world_size == 1:
+            # Other runs do not import this module.
+            from torchtune_ext.policy.offload import FrozenOffload
+
+            offload = FrozenOffload(learner.policy.model)
         return Publisher(
             engine,
             learner,
@@ -269,7 +273,7 @@ class RunComponents:
             self._logprobs_fn(learner),
             self.canary_prompts,
             self.sampling,
-            FrozenOffload(learner.policy.model) if offloads else None,
+            offload,
         )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.pipeline.packing import Row, context_hashes, pack
 from torchtune_ext.policy.families import hf_name
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.policy.offload import FrozenOffload
 from torchtune_ext.sampling.engine import Engine, SamplingConfig
 from torchtune_ext.sampling.types import CANARY_REQUESTS, CanaryAnswer
 from torchtune_ext.sampling.weight_buffer import describe_differences
@@ -33,6 +32,9 @@ from torchtune_ext.training.mismatch import (
 )
 from torchtune_ext.training.precision import Precision
 from torchtune_ext.training.trained_weights import FullWeights, LoRAWeights
+
+if TYPE_CHECKING:
+    from torchtune_ext.policy.offload import FrozenOffload
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +69,7 @@ class NoPublisher:
         return {}
 
     def check_canary(self) -> dict[str, float]:
-        """Returns no metrics, because there is no canary."""
+        """Returns no metrics, because nothing was published."""
         return {}
 
 
@@ -114,7 +116,7 @@ class Publisher:
         logprobs_fn: Callable[..., list[Tensor]],
         canary_groups: Sequence[Group],
         sampling: SamplingConfig,
-        offload: FrozenOffload | None = None,
+        offload: "FrozenOffload | None" = None,
     ):
         self._engine, self._learner, self._ranks = engine, learner, learner.ranks
         self._trained_weights, self._precision, self._hf_model = trained_weights, precision, hf_model

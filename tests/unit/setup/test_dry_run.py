@@ -222,7 +222,7 @@ def test_dry_run_lists_only_remedies_that_are_missing(place, capsys):
 @pytest.mark.parametrize(
     "name, machine, message",
     [
-        ("qwen2_5_7B_full", "1x80", "^1 x 80 GB: sampling needs 1 GPU .*, which leaves no GPU for training"),
+        ("qwen2_5_7B_full", "1x80", "^1 x 80 GB: sampling needs 2 GPUs .*, which leaves no GPU for training"),
         ("qwen2_5_7B_node", "7x80", "^engine.devices=4,5,6,7 names GPU 7, but 7 x 80 GB has 7, from 0 to 6"),
         ("qwen2_5_7B_node", "4x80", "^4 x 80 GB: sampling needs 4 GPUs .*, which leaves no GPU"),
         (
@@ -366,7 +366,7 @@ def test_dry_run_without_gpu_plans_for_cpu(place, monkeypatch, capsys):
     status, out = ran(capsys, settings_in(place, "qwen2_5_7B_full", words=words, dry_run=True))
     assert status == 2 and "does NOT fit into main memory (8.0 GiB)" in out
     assert "no GPU is visible, so the run would use the CPU; dry_run=4x80 plans" in out
-    for device, named in (("cuda", "device=cuda"), ("auto", "engine.devices=4")):
+    for device, named in (("cuda", "device=cuda"), ("auto", "engine.devices=3,4")):
         cfg = settings_in(place, "qwen2_5_7B_full", dry_run=True, device=device)
         refused(capsys, cfg, f"dry_run=True with {named}: this machine has no GPU. Fix: name a machine")
 
