@@ -49,7 +49,7 @@ def gather_full(param: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     local = param._local_tensor
     if not isinstance(local, NF4Tensor):
         rounded = param.detach().to(dtype=dtype)
-        assert isinstance(rounded, DTensor)  # for the type checker
+        assert isinstance(rounded, DTensor)  # torch annotates a plain tensor
         return rounded.full_tensor()
     local_values = dequantize_nf4(local).to(dtype=dtype)
     dim = _sharded_dim(param)

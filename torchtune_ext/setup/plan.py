@@ -166,6 +166,7 @@ class RunPlan:
             cfg.activation_checkpointing,
             self.optimizer_bytes,
             cfg.ranks.shard_within,
+            gpu_bytes=self.machine.gpu_bytes,
         )
         if not self.machine.gpus:
             return {name: bytes_ * self.trainers for name, bytes_ in rows.items()}
