@@ -404,7 +404,7 @@ def update_of_7b_qlora(bench: Bench) -> None:
     seconds = training_operations(learner, row) / operations
     bench.expect(f"{seconds:.2g} s an update (forward twice, backward without weights), {planned / GIB:.2f} GiB")
     seconds = bench.timed(partial(update, learner, row), 3, 2)
-    bench.say(f"QLoRA update of {row.tokens_T.numel():,} tokens, compiled", f"{seconds:.3f} s")
+    bench.say(f"QLoRA update of {row.tokens_T.numel():,} tokens", f"{seconds:.3f} s")
     if bench.is_cpu:
         return bench.needs_gpu("peak memory")
     bench.say("peak memory", f"{torch.cuda.max_memory_allocated() / GIB:.1f} GiB")
