@@ -69,7 +69,7 @@ def make_workspace(folder: Path, agents: bool = False) -> None:
     folder.mkdir(parents=True)
     tiny_runs.write_tiny_model(folder / "model")
     # An agent waits for the restart of an engine, so its time limit is longer than that of a grader.
-    config = CONFIG.replace("chaos_task.Letters", "chaos_task.LettersAgent") + "agent: {timeout_s: 40}\n"
+    config = CONFIG.replace("chaos_task.Letters", "chaos_task.LettersAgent") + "agent: {timeout_s: 120}\n"
     (folder / "run.yaml").write_text(config if agents else CONFIG)
     for name in ("chaos_task.py", "chaos_optimizer.py"):
         shutil.copyfile(Path(__file__).with_name(name), folder / name)
