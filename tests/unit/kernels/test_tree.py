@@ -106,7 +106,12 @@ def test_tree_packing_equals_plain_with_model_options(way, monkeypatch):
 
 
 def test_trees_in_fp8(tmp_path):
-    """Packed trees score like paths, apart from input rounding, which moves a few values to neighboring codes."""
+    """Packed trees score like paths, apart from input rounding, which moves a few values to neighboring codes.
+
+    A sum of k float32 products has other last bits in another row: sqrt(k) 2^-24 of its size. Codes are 2^-4 of a value
+    apart, so a share of 2 sqrt(k) 2^-20 of all inputs is rounded to the neighboring code, an error of sqrt(12) times the
+    deviation of a usual rounding. Errors add up like independent ones.
+    """
     source = fp8_models.write_model_dir(tmp_path)
     policy, in_full = (
         fp8_models.build_policy_from(source),
@@ -129,7 +134,8 @@ def test_trees_in_fp8(tmp_path):
         gaps.append((torch.cat(alone) - packed[id(sample)]).abs())
         rounding.append((torch.cat(alone) - torch.cat(full)).abs())
     assert torch.cat(gaps).median() < 1e-5
-    assert torch.cat(gaps).mean() < 0.01 * torch.cat(rounding).mean()
+    moved = 2 * 384**0.5 * 2.0**-20  # sums of at most 384 products
+    assert torch.cat(gaps).mean() < (12 * moved) ** 0.5 * torch.cat(rounding).mean()
 
 
 def test_tree_labels_with_equal_context_share_hash():
