@@ -189,8 +189,10 @@ def test_page_agent_is_trained_evaluated_and_served(tmp_path):
     write_tiny_model(tmp_path / "models" / "SmolLM2-135M-Instruct", max_position_embeddings=1024)
     longer = "engine.max_model_len=1024"
     typed(tmp_path, "python", "make_rows.py")
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(held_out.read_text().splitlines(keepends=True)[:8]))
     train, report = shown_commands(PAGE, "tune run grpo_full")
-    typed(tmp_path, *train, longer)
+    typed(tmp_path, *train, longer, "prompts_per_step=2", "samples_per_prompt=4")
     typed(tmp_path, *report)
     run = tmp_path / "runs" / "my_agent"
     samples = [s for path in rollout_paths(run).values() for g in read_rollouts(path) for s in g.samples]
@@ -200,7 +202,7 @@ def test_page_agent_is_trained_evaluated_and_served(tmp_path):
     (evaluate,) = shown_commands(PAGE, "tune run evaluate")
     assert "temperature 1" in typed(tmp_path, *evaluate, longer)
     groups = read_rollouts(rollout_paths(run / "eval")[1])
-    assert len(groups) == 64 and all(len(s.completion.turns) >= 1 for g in groups for s in g.samples)
+    assert len(groups) == 8 and all(len(s.completion.turns) >= 1 for g in groups for s in g.samples)
 
     (words,) = shown_commands(PAGE, "torchtune-ext serve")
     command = [sys.executable, "-m", "torchtune_ext", *words[1:]]

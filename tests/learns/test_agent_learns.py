@@ -50,13 +50,13 @@ class Products:
 COMMON = """
 device: cpu
 dtype: auto
-tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer, path: models/SmolLM2-135M-Instruct, template: tools.jinja}
 row_tokens: 2048
 """
 WARMUP = """
 output_dir: runs/warmup
 model_dir: models/SmolLM2-135M-Instruct
 model: {_component_: torchtune_ext.policy.from_config}
+tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer, template: tools.jinja}
 task: {_component_: products.Products}
 num_problems: 64
 batch_problems: 8
@@ -67,6 +67,7 @@ GRPO = """
 output_dir: runs/grpo
 model_dir: runs/warmup/model
 model: {_component_: torchtune_ext.policy.from_config, model_dir: "${model_dir}"}
+tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer, path: "${model_dir}", template: tools.jinja}
 task: {_component_: products.Products}
 evaluation: {every: 10, task: {_component_: products.Products, held_out: true, count: 96}}
 grader: {workers: 8}
