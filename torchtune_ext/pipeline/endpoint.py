@@ -129,6 +129,7 @@ class Endpoint:
         self._episodes: dict[str, AgentEpisode] = {}
         self._finished: dict[str, None] = {}  # keys of finished episodes, the latest ones
         self._warned: set[str] = set()
+        self._has_checked_tools = False
         self._socket = socket.create_server((host, port), backlog=2048) if host else _listen(config.host)
         self._socket.setblocking(False)
         self.url = f"http://{host or config.host}:{self._socket.getsockname()[1]}/v1"
@@ -321,6 +322,9 @@ class Endpoint:
         session, max_turns = episode.session, self._config.max_turns
         try:
             context = await asyncio.to_thread(session.find_context, request.messages, request.tools)
+            if request.tools and context.extended is None and not self._has_checked_tools:
+                self._has_checked_tools = True
+                await asyncio.to_thread(self._check_tools, context)
         except UsageError as error:
             raise invalid_request(str(error)) from None
         # Concurrent requests count, too, so that they cannot exceed a limit together. One row must hold
@@ -406,6 +410,14 @@ class Endpoint:
             text = self._tokenizer.decode_all([token])
             entries.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
         return raw, message, finish_reason, {"content": entries} if request.logprobs else None
+
+    def _check_tools(self, context: Context) -> None:
+        if context.ids == self._tokenizer.prompt_ids(context.new_messages):
+            self._warn_once(
+                "tools",
+                "the chat template does not render tools, so the policy does not see them. Fix: set tokenizer.template to a "
+                "template that does (docs/how_to/agents.md)",
+            )
 
     def _warn_once(self, key: str, message: str) -> None:
         if key not in self._warned:
