@@ -349,6 +349,7 @@ class GRPORecipe:
 
             # One or more optimizer updates on these rows produce the policy version of this step.
             with timer("train"):
+                self.publisher.onload()  # frozen weights, if adapters share the GPU with the engine
                 metrics |= rollout_metrics | pack_metrics | self.update(updates)
 
             # The engine loads the new weights in memory, and the canary verifies that it samples
@@ -362,7 +363,6 @@ class GRPORecipe:
             if last or self.step % cfg.evaluation.every == 0:
                 with timer("eval"):
                     metrics |= self.evaluate()
-            metrics |= self.publisher.check_canary() if last else {}
             # Metrics are written before the checkpoint, so that a run that resumes from it has
             # them. The timing metrics follow, because they include the seconds of the save.
             self.log(metrics | step_metrics.memory_metrics())
@@ -453,9 +453,6 @@ class GRPORecipe:
 
     def update(self, updates: list[list[Row]]) -> dict[str, float]:
         """Runs the optimizer updates of this step on this rank's rows. Returns metrics."""
-        # If adapters and a sleeping engine share the GPU, the frozen weights now return to it, and
-        # the canary of the last weight sync is checked.
-        mismatch_metrics, update_metrics = self.publisher.check_canary(), []
         # The policy still has the version of the previous step.
         version = self.step - 1
         # The learning-rate schedule counts planned updates. An update that is skipped because all
@@ -468,6 +465,7 @@ class GRPORecipe:
         proximal_logprobs = self.learner.proximal_logprobs(updates)
         reference_logprobs = self.learner.reference_logprobs(updates)
 
+        mismatch_metrics, update_metrics = {}, []
         with self.progress.training_bar(sum(map(len, updates))) as bar:
             for rows, proximal, reference in zip(updates, proximal_logprobs, reference_logprobs, strict=True):
                 logprobs, metrics = self.learner.forward_backward(
@@ -482,7 +480,7 @@ class GRPORecipe:
                     # update is made on log-probs of another policy.
                     when = f"step {self.step}, before its first update"
                     stats = self.mismatch_gate.check(rows, logprobs, when, version)
-                    mismatch_metrics |= stats.metrics("mismatch")
+                    mismatch_metrics = stats.metrics("mismatch")
                 # If the gradient is not finite, the error names the checkpoint to resume from.
                 advice = partial(self.checkpoints.failed_update_advice, self.step)
                 update_metrics.append(self.learner.step(metrics, advice=advice))

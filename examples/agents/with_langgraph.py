@@ -3,6 +3,7 @@
 tune run grpo_full --config my.yaml task.grader=null task.agent=with_langgraph.run
 """
 
+import openai
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.errors import GraphRecursionError
@@ -20,6 +21,6 @@ def run(problem, client):
     agent = create_react_agent(policy, [multiply])
     try:
         state = agent.invoke({"messages": list(problem.messages)}, {"recursion_limit": 6})
-    except GraphRecursionError:
+    except (GraphRecursionError, openai.BadRequestError, openai.RateLimitError):  # limits, also of the run
         return 0.0
     return float(str(problem.answer) in str(state["messages"][-1].content))

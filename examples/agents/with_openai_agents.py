@@ -20,6 +20,7 @@ async def run(problem, client):
         agent = agents.Agent("multiplier", tools=[multiply], model=model)
         try:
             result = await agents.Runner.run(agent, list(problem.messages), max_turns=3)
-        except agents.AgentsException:  # unknown tools and too many turns
+        # Unknown tools, too many turns, and limits of the run.
+        except (agents.AgentsException, openai.BadRequestError, openai.RateLimitError):
             return 0.0
     return float(str(problem.answer) in str(result.final_output))

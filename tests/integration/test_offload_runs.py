@@ -18,8 +18,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SLEEPS = ("engine.sleep=True", "engine.backend=resting_backend.RestingBackend")
 # The reference policy computes with the frozen weights, and a checkpoint merges them in main memory.
 KL = ("loss.kl_coef=0.1", "adapters.save_merged=True")
-# Without `engine.sleep` these have the values of the current weight sync, with it those of the one before.
-SHIFTED = ("canary/", "publish/")
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +30,9 @@ def run(folder, name, *args):
     return runs.run(folder, "grpo_lora", f"output_dir={name}", *args, config="lora.yaml")
 
 
-def steps(folder):
-    return [
-        {name: value for name, value in line.items() if not name.startswith(SHIFTED)} for line in runs.metrics(folder)
-    ]
-
-
 def require_equal(folder, name, expected, step=3):
     """Compare the metrics, and every tensor of the last checkpoint, with those of another run."""
-    assert steps(folder / name) == steps(folder / expected)
+    assert runs.metrics(folder / name) == runs.metrics(folder / expected)
     checkpoint = Path("checkpoints") / f"step_{step:06d}"
     files = sorted(
         path.relative_to(folder / expected) for path in (folder / expected / checkpoint).rglob("*.safetensors")
@@ -55,10 +47,9 @@ def test_lora_with_offload_equals_run_without(workspace):
     run(workspace, "turns", *SLEEPS)
     require_equal(workspace, "turns", "reference")
     lines = runs.metrics(workspace / "turns")
-    # The canary of version 0 is checked in step 1, and the last one before the end.
-    assert all(line["canary/mean_abs"] < 1e-5 for line in lines[1:]) and lines[0].keys().isdisjoint(["canary/mean_abs"])
     assert lines[-1]["canary/adapter_applied"] == pytest.approx(1.0, abs=1e-2)
-    # The engine starts, sleeps for the trainer, and wakes up once for each weight sync.
+    # The engine starts, sleeps for the trainer, wakes up for each weight sync, sleeps while its canary is checked, and
+    # wakes up for the next step (not after the last one).
     assert (workspace / "turns" / "transitions.txt").read_text().splitlines() == [
         "load 0 of nothing, sleep level 0",
         "sleep at level 1",

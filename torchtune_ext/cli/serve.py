@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from torchtune_ext.pipeline.endpoint import UNTRAINED_MODEL, Endpoint
+from torchtune_ext.pipeline.endpoint import MODEL, Endpoint
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.output import print_text
 from torchtune_ext.sampling.engine import Engine, EngineRequest, Priority
@@ -73,7 +73,7 @@ def main(arguments: argparse.Namespace, extra: Sequence[str] = ()) -> int:
             raise UsageError(
                 f"--endpoint with {' '.join(vllm_arguments) or '--print'}: starts no server of vLLM. Fix: remove one of the two"
             )
-        serve_endpoint(cfg, engine, arguments.host or "127.0.0.1", arguments.port or 0)
+        serve_endpoint(cfg, engine, arguments.host or cfg.agent.host, arguments.port or 0)
         return 0
     command, environ = server_command(model_dir, engine, arguments.host, arguments.port)
     command += vllm_arguments
@@ -111,12 +111,15 @@ def serve_endpoint(cfg: Any, config: EngineConfig, host: str, port: int) -> None
         engine.start()
         try:
             endpoint = Endpoint(engine, tokenizer, cfg.agent, host, port)
-        except OSError as error:
-            raise UsageError(f"--host {host} --port {port}: {error.strerror}. Fix: choose another address") from None
+        except (OSError, OverflowError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(f"--host {host} --port {port}: {reason}. Fix: choose another address") from None
         engine.wait_ready()
+        engine.require_unmodified_server()
         request = EngineRequest([], sampling, seed=None)
         episode = endpoint.open([], sampling, request, 0, Priority.SAMPLE, lambda completion: None)
-        names = {"BASE_URL": endpoint.url, "API_KEY": episode.key, "MODEL": UNTRAINED_MODEL}
+        episode.is_trained = False
+        names = {"BASE_URL": endpoint.url, "API_KEY": episode.key, "MODEL": MODEL}
         print_text("\n".join(f"export OPENAI_{name}={value}" for name, value in names.items()))
         print_text("Ctrl-C ends the server.", sys.stderr)
         with suppress(KeyboardInterrupt):

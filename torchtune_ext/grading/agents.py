@@ -6,10 +6,12 @@ the reward of the episode. At most `grader.workers` agents run at a time; other 
 
 import asyncio
 import inspect
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -51,6 +53,9 @@ class AgentWorker:
         self.task = task
 
     def __call__(self, problem: Problem, client: AgentClient) -> tuple[str, Outcome]:
+        # A proxy of the environment does not reach an address of this machine.
+        hosts = {urlsplit(client.base_url).hostname or "", *os.environ.get("NO_PROXY", "").split(",")}
+        os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(sorted(filter(None, hosts)))
         value = self.task.run_agent(problem, client)
         outcome = check_outcome(asyncio.run(value) if inspect.iscoroutine(value) else value, "the agent")
         if isinstance(outcome, Ungraded):

@@ -118,8 +118,13 @@ def _check_sampling(
     fields: dict[str, Any], sampling: SamplingConfig, ignores_sampling: bool, warn: Callable[[str, str], None]
 ) -> None:
     """Refuses sampling parameters that would make the response off-policy."""
-    allowed = NEUTRAL_VALUES | {"temperature": (1, sampling.temperature)}
+    allowed = NEUTRAL_VALUES | {
+        "temperature": (1, sampling.temperature), "top_p": (1, sampling.top_p), "top_k": (0, -1, sampling.top_k),
+    }  # fmt: skip
     for key, value in fields.items():
+        # An agent sends the temperature of training also in a greedy evaluation.
+        if key == "temperature" and sampling.temperature == 0:
+            continue
         if key in IGNORED_KEYS or key in READ_KEYS or (key in allowed and value in allowed[key]):
             continue
         reason = "unknown parameter"

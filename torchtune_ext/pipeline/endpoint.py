@@ -76,6 +76,7 @@ class AgentEpisode:
     on_response: Callable[[Completion], None]
     finish_reason: str = "completed"
     closed: bool = False
+    is_trained: bool = True  # False: requests for the trained model are not stored either
     tasks: set[asyncio.Task] = field(default_factory=set)  # all unfinished generations
     # Contexts and `max_tokens` of trained requests in flight.
     in_flight: list[tuple[list[int], int]] = field(default_factory=list)
@@ -136,6 +137,7 @@ class Endpoint:
         self._server: Any = None
         self._free_connections = asyncio.Semaphore(max_connections())
         self._serving = engine.schedule(self._serve())
+        self._serving.add_done_callback(self._fail_episodes)
 
     # -- episodes; in the engine's thread --------------------------------------------------------------
 
@@ -168,6 +170,15 @@ class Endpoint:
         with suppress(Exception):
             self._serving.result(START_TIMEOUT_S)
         self._socket.close()
+
+    def _fail_episodes(self, serving: Future) -> None:
+        """Ends the episodes of a server that has failed, whose agents would wait."""
+        if serving.cancelled() or (error := serving.exception()) is None:
+            return
+        failure = RunFailure(f"the endpoint of agents has ended: {error!r}")
+        for episode in list(self._episodes.values()):
+            if not episode.failure.done():
+                episode.failure.set_result(failure)
 
     # -- server ----------------------------------------------------------------------------------------
 
@@ -210,7 +221,15 @@ class Endpoint:
         class Connection(H11Protocol):
             def connection_made(self, transport: Any) -> None:
                 super().connection_made(transport)
-                loop.call_later(FIRST_REQUEST_TIMEOUT_S, lambda: self.cycle or transport.close())
+                loop.call_later(FIRST_REQUEST_TIMEOUT_S, self.close_if_idle, None)
+
+            def close_if_idle(self, last: Any) -> None:
+                # uvicorn's own timer ends with the first bytes of a request, even of one that stalls.
+                cycle = self.cycle
+                if cycle is last and (cycle is None or cycle.response_complete or cycle.more_body):
+                    self.transport.close()
+                elif not self.transport.is_closing():
+                    loop.call_later(FIRST_REQUEST_TIMEOUT_S, self.close_if_idle, cycle)
 
             def connection_lost(self, exc: Exception | None) -> None:
                 super().connection_lost(exc)
@@ -278,6 +297,7 @@ class Endpoint:
         )
         if episode.closed:
             raise ApiError(401, "episode_finished", "the episode of this key has finished")
+        parsed = replace(parsed, is_trained=parsed.is_trained and episode.is_trained)
         digest = hashlib.sha256(body).hexdigest()
         generation = episode.generations.get(digest) if request.headers.get(RETRY_HEADER, "0") != "0" else None
         # A retry after an error is a new request.
@@ -469,11 +489,12 @@ async def run_agent(
 
 
 def max_connections() -> int:
-    """Returns half of the file descriptors that this process may still open, at most `MAX_CONNECTIONS`."""
+    """Returns a quarter of the file descriptors that this process may still open, at most `MAX_CONNECTIONS`."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
-    return min(max((limit - len(os.listdir("/proc/self/fd"))) // 2, 2), MAX_CONNECTIONS)
+    # `task` and `evaluation.task` may each have an endpoint.
+    return min(max((limit - len(os.listdir("/proc/self/fd"))) // 4, 2), MAX_CONNECTIONS)
 
 
 def _listen(host: str) -> socket.socket:

@@ -170,7 +170,7 @@ def share_rope(model: nn.Module) -> None:
     tables: dict[tuple, nn.Module] = {}
     for module in model.modules():
         if (rope := getattr(module, "pos_embeddings", None)) is not None:
-            settings = sorted((key, value) for key, value in vars(rope).items() if isinstance(value, int | float))
+            settings = sorted((key, repr(value)) for key, value in vars(rope).items() if not key.startswith("_"))
             module.pos_embeddings = tables.setdefault((type(rope), *settings), rope)
 
 

@@ -1,5 +1,6 @@
 """Keeps the frozen weights of adapters in main memory while an engine on the same GPU is awake."""
 
+import weakref
 from itertools import accumulate
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torchao.dtypes.nf4tensor import NF4Tensor
 
 from torchtune_ext.run.errors import UsageError
-from torchtune_ext.sampling.weight_buffer import ALIGNMENT, pin
+from torchtune_ext.sampling.weight_buffer import ALIGNMENT, pin, unpin
 
 
 class FrozenOffload:
@@ -71,6 +72,7 @@ class FrozenOffload:
         memory = torch.empty(size, dtype=torch.uint8)
         if any(device.type == "cuda" for device in self._devices):
             pin(memory)
+            weakref.finalize(self, unpin, memory).atexit = False
         views = [
             memory[offset : offset + t.nbytes].view(t.dtype).view(t.shape)
             for t, offset in zip(tensors, offsets, strict=True)
@@ -83,5 +85,5 @@ class FrozenOffload:
 def _refuse_forward(module: nn.Module, inputs: Any) -> None:
     raise RuntimeError(
         "the frozen weights are in main memory while the engine is awake (engine.sleep with adapters). Fix: call "
-        "publisher.check_canary() before the update, as recipes/grpo.py does"
+        "publisher.onload() before the update, as recipes/grpo.py does"
     )

@@ -23,6 +23,8 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
 def driver_fix() -> str:
     """Return how to repair a driver that torch cannot use."""
     version = driver_version()
+    if version and int(version.partition(".")[0]) >= MIN_DRIVER:
+        return f"let this process use a GPU (CUDA_VISIBLE_DEVICES, `docker run --gpus all`); driver {version} is new enough"
     found = f" (driver {version} is loaded)" if version else ""
     return f"install NVIDIA driver {MIN_DRIVER} or later, which CUDA 13 requires{found}"
 

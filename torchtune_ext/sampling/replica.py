@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from torchtune_ext.run.errors import RunFailure, UsageError
 from torchtune_ext.sampling.backend import Backend, BackendCrashed, EngineRequest, EngineStepStats, mark_retrieved
-from torchtune_ext.sampling.engine_args import default_max_num_seqs, local_gpu_bytes
+from torchtune_ext.sampling.engine_args import LARGE_GPU_BYTES, default_max_num_seqs, local_gpu_bytes, on_cpu
 from torchtune_ext.sampling.throttle import ConcurrencyController, Throttle
 from torchtune_ext.sampling.types import Completion, EngineConfig, EngineFailed, Priority, WeightsIncomplete
 from torchtune_ext.sampling.weight_buffer import WeightBuffer, WeightBuffers, find_differing_tensors
@@ -104,7 +104,11 @@ class EngineReplica:
         self.last_step = EngineStepStats(0.0, 0, 0, 0, 0, 0)
         self.num_requests = 0  # unfinished requests that the pool has sent here
         self.throttle = Throttle(
-            ConcurrencyController(config.max_num_seqs or default_max_num_seqs(local_gpu_bytes())),
+            # The GPU of a server is unknown here, and its own queue is the limit.
+            ConcurrencyController(
+                config.max_num_seqs
+                or default_max_num_seqs(LARGE_GPU_BYTES if config.address and not on_cpu() else local_gpu_bytes())
+            ),
             config.max_concurrency,
         )
         self.state = State.STARTING

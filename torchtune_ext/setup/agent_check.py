@@ -16,6 +16,7 @@ from torchtune_ext.grading.environments import TRUNCATED_REASONS
 from torchtune_ext.grading.outcomes import Ungraded
 from torchtune_ext.grading.self_check import LOG_FILE_NAME, PLACEHOLDER_ANSWER, first_problems
 from torchtune_ext.pipeline.endpoint import AgentEpisode, run_agent
+from torchtune_ext.pipeline.source import make_prompt_check
 from torchtune_ext.run.errors import RunFailure, UsageError
 from torchtune_ext.run.output import format_labels, print_text
 from torchtune_ext.sampling.backend import EngineRequest, build_requests
@@ -51,13 +52,11 @@ def check_agent(
     config: AgentConfig,
 ) -> None:
     """Run the agent of a task on its first problem, for at most `TIME_LIMIT_S` seconds. See `checks.check_agents`."""
-    prompts = [
-        (problem, tokenizer.prompt_ids(problem.messages, problem.tools)) for problem in first_problems(task, key)
-    ]
-    fitting = [(problem, ids) for problem, ids in prompts if len(ids) + sampling.max_tokens <= max_model_len]
-    if not fitting:
+    why_unusable = make_prompt_check(tokenizer, max_model_len, sampling.max_tokens)
+    problem = next((problem for problem in first_problems(task, key) if not why_unusable(problem)), None)
+    if problem is None:
         return
-    problem, prompt = fitting[0]
+    prompt = tokenizer.prompt_ids(problem.messages, problem.tools)
     (request,) = build_requests(prompt, 1, sampling, 0, Priority.SAMPLE, max_model_len)
     engine: Any = ScriptedEngine(tokenizer, max_model_len)
     config = replace(config, timeout_s=min(config.timeout_s, TIME_LIMIT_S), on_error="ungraded")

@@ -184,7 +184,8 @@ def this_machine(device: str) -> Machine:
     host = main_memory()
     if has_usable_gpus(device):
         # The weights are sharded evenly, so the smallest GPU is the limit.
-        for i in range(torch.cuda.device_count()):
+        # Each rank checks its own GPU; a run without torchrun has one.
+        for i in range(min(torch.cuda.device_count(), read_int_variable("LOCAL_WORLD_SIZE", 1))):
             require_capability(i)
         sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
         name = f"the {len(sizes)} GPUs of this machine" if len(sizes) > 1 else "the GPU of this machine"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtune_ext.kernels.linear_logprob import CHUNK_ELEMENTS
+from torchtune_ext.kernels.linear_logprob import chunk_elements
 from torchtune_ext.policy.memory import FROZEN_ROW, GIB, ModelSizes, trainer_memory
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.sampling.engine_args import (
@@ -143,6 +143,9 @@ class RunPlan:
         sampling = 0 if self.remote_servers else self.sampling_gpus
         if ranks or not machine.gpus:
             return replace(self, trainers=ranks or 1)
+        # Only one rank offloads its frozen weights, and `tune run` without torchrun starts one.
+        if (one := replace(self, trainers=1)).offloads and one.fits:
+            return one
         if machine.is_local and sampling:
             # The trainer may see other GPUs than the engine. Only GPUs that both see are
             # unavailable for training.
@@ -193,8 +196,12 @@ class RunPlan:
             if not self.offloads:
                 resident.append(FROZEN_ROW)
             held = int(sum(rows[name] * (1 + FRAGMENTATION_SHARE * (name != FROZEN_ROW)) for name in resident))
-            check, context = float32_check_bytes(self.sizes), {"CUDA context (allowance)": CUDA_CONTEXT_BYTES}
-            self.awake_rows = {"engine": sum(self.engine_rows.values()), "weights and optimizer state": held} | context
+            check = float32_check_bytes(self.sizes, self.machine.gpu_bytes)
+            self.awake_rows = {
+                "engine": sum(self.engine_rows.values()),
+                "weights and optimizer state": held,
+                "CUDA context (allowance)": CUDA_CONTEXT_BYTES,
+            }
             if self.offloads:
                 # Offloaded weights return before the canary is checked, while the engine sleeps.
                 free = sum(rows.values()) - held - rows[FROZEN_ROW] - CUDA_CONTEXT_BYTES
@@ -380,10 +387,10 @@ def estimate_engine_bytes(
     return rows | {"KV cache": config.kv_cache_bytes or max(0, left)}
 
 
-def float32_check_bytes(sizes: ModelSizes) -> int:
+def float32_check_bytes(sizes: ModelSizes, gpu_bytes: int) -> int:
     """Estimate the memory of the canary's check in float32: a layer, the output table, and logits."""
     weights = sizes.vocab * sizes.width + sizes.layer_params
-    return 4 * weights + 8 * min(CHUNK_ELEMENTS, CANARY_REQUESTS * NEW_SEED_TOKENS * sizes.vocab)
+    return 4 * weights + 8 * min(chunk_elements(gpu_bytes), CANARY_REQUESTS * NEW_SEED_TOKENS * sizes.vocab)
 
 
 def kv_cache_tokens(sizes: ModelSizes, config: EngineConfig, kv_bytes: int) -> int:

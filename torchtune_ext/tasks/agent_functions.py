@@ -69,7 +69,8 @@ class CommandAgent:
 def _kill_remaining_children() -> None:
     """Kills what a program has left running, if this process leads its group, as a worker does."""
     own = os.getpid()
-    for pid in live_processes(own) if os.getpgrp() == own else ():
-        if pid != own:
-            with suppress(ProcessLookupError):
+    for pid, is_tracker in live_processes(own).items() if os.getpgrp() == own else ():
+        # A Python resource tracker ends by itself, after it has removed shared memory.
+        if pid != own and not is_tracker:
+            with suppress(OSError):  # it has ended, or belongs to another user
                 os.kill(pid, signal.SIGKILL)

@@ -6,6 +6,7 @@ A process without torchrun is rank 0 of 1. Every function here also works in suc
 import ctypes
 import gc
 import os
+import re
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -209,8 +210,10 @@ def has_usable_gpus(device: str) -> bool:
         return False
     if torch.cuda.is_available():
         return True
-    # An empty CUDA_VISIBLE_DEVICES hides the GPUs on purpose.
-    gpus = gpu_count() if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") else 0
+    # CUDA ignores all names from the first invalid one on: "", "-1" and Slurm's "NoDevFiles" hide all GPUs.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    is_hidden = visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible)
+    gpus = 0 if is_hidden else gpu_count()
     if gpus and torch.version.cuda:
         raise UsageError(
             f"device={device!r}: torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the "

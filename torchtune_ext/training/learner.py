@@ -5,6 +5,7 @@ the algorithm.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
@@ -22,7 +23,7 @@ from torchtune_ext.pipeline.packing import Row, RowCostModel
 from torchtune_ext.policy.logprobs import LabelLogprobs, PackedPolicy
 from torchtune_ext.policy.lora import AdapterDisabledReference, adapter_names
 from torchtune_ext.run.errors import RunFailure, UsageError
-from torchtune_ext.sampling.weight_buffer import pin
+from torchtune_ext.sampling.weight_buffer import pin, unpin
 from torchtune_ext.settings.sections import config_section
 from torchtune_ext.training.buckets import Accumulator, bucket_ids
 from torchtune_ext.training.distributed import Ranks
@@ -309,7 +310,8 @@ class WeightCopy:
         assert len({p.dtype for p in params}) == 1  # all master weights are in float32
         block = torch.empty(sum(sizes), dtype=params[0].dtype)
         if params[0].is_cuda:
-            pin(block.view(torch.uint8))
+            pin(memory := block.view(torch.uint8))
+            weakref.finalize(self, unpin, memory).atexit = False
         weights = [part.view_as(p) for part, p in zip(block.split(sizes), params, strict=True)]
         self._copy(weights, params)
         return weights

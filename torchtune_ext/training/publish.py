@@ -58,7 +58,7 @@ class WeightPublisher(Protocol):
 
     def publish(self, version: int) -> dict[str, float]: ...
 
-    def check_canary(self) -> dict[str, float]: ...
+    def onload(self) -> None: ...
 
 
 class NoPublisher:
@@ -68,9 +68,8 @@ class NoPublisher:
         """Publishes nothing, and returns no metrics."""
         return {}
 
-    def check_canary(self) -> dict[str, float]:
-        """Returns no metrics, because nothing was published."""
-        return {}
+    def onload(self) -> None:
+        """Does nothing: no engine shares the GPU."""
 
 
 class Publisher:
@@ -86,8 +85,7 @@ class Publisher:
     4. the tokens are as likely as the engine reports.
 
     With `offload`, trainer and engine use the GPU in turns: the frozen weights move to main memory
-    before the engine wakes up. So `publish` checks only versions and checksums, and `check_canary`
-    checks the log-probs after the engine sleeps again, before the next update.
+    before the engine wakes up. The engine samples the canary and sleeps while the trainer checks it.
 
     Args:
         engine: the engine on rank 0; None on other ranks, which take part in gathering and in the
@@ -123,8 +121,6 @@ class Publisher:
         self._gate, self._logprobs_fn, self._canary_groups = gate, logprobs_fn, list(canary_groups)
         self._sampling = replace(sampling, early_stop_logprob=None)
         self._offload = offload
-        # Version and rows of a canary that `check_canary` has not checked yet.
-        self._pending: tuple[int, list[tuple[str, list[Row]]]] | None = None
         # Name -> checksum, on rank 0.
         self._published_checksums: dict[str, dict[str, int]] = {"model": {}, "adapter": {}}
         # Name -> number of values, and a subset of the values, of the last weight sync, on rank 0.
@@ -139,48 +135,40 @@ class Publisher:
 
         Returns:
             On rank 0 the size of the weight sync, the seconds of its stages, and the canary's
-            metrics (with `offload`: those of an earlier canary); elsewhere an empty dict.
+            metrics; elsewhere an empty dict.
 
         Raises:
             MismatchError: an engine replica does not sample with these weights. The message names
                 the likely cause.
         """
-        metrics = self.check_canary()
-        metrics |= self._send(version)
+        metrics = self._send(version)
         canary_started = perf_counter()
-        self._pending = version, self._sample_canary(version)
-        if self._offload is None:
-            metrics |= self.check_canary()
+        replica_rows = self._sample_canary(version)
+        self.onload()
+        metrics |= self._check_rows(version, replica_rows)
+        if self._offload is not None:
+            self._free_memory()  # the next request wakes the engine
         metrics["time/publish/canary"] = perf_counter() - canary_started
         return metrics if self._engine is not None else {}
 
-    def check_canary(self) -> dict[str, float]:
-        """Checks the log-probs of the last canary, unless `publish` has checked them. A collective.
-
-        With `offload`, the engine sleeps and the frozen weights are on the device afterwards. Call
-        it before each update and after the last weight sync.
-
-        Returns:
-            The canary's metrics; an empty dict if there is nothing to check.
-
-        Raises:
-            MismatchError: as `publish`.
-        """
+    def onload(self) -> None:
+        """With `offload`, brings the frozen weights back to the GPU while the engine sleeps, for an update."""
         if self._offload is not None and self._offload.is_on_host:
             if self._engine is not None:
                 self._engine.sleep()
             self._offload.to_device()
-        if self._pending is None:
-            return {}
-        (version, replica_rows), self._pending = self._pending, None
-        return self._check_rows(version, replica_rows)
 
     def _free_memory(self) -> None:
         """Frees GPU memory for an engine that shares the trainer's GPU and wakes up now."""
         if self._offload is not None:
             self._offload.to_host()
-        if self._precision.engine.sleep:
+        engine = self._precision.engine
+        # The sender to servers allocates on this GPU, too.
+        if engine.sleep or engine.address is not None:
             torch.cuda.empty_cache()
+        # A tensor-parallel engine wakes up on the GPUs of all ranks.
+        if engine.sleep:
+            self._ranks.any(False)
 
     def _send(self, version: int) -> dict[str, float]:
         """Gathers the weights and sends them to the engine. Returns metrics on rank 0."""

@@ -58,3 +58,10 @@ def test_children_of_failed_program_end_with_it(play):
 def test_last_line_without_a_reward_is_named(play, line):
     reason, outcome = play(f"print({line!r})")
     assert reason == "agent_failed" and "expected a number, or a JSON object with `reward`" in outcome.cause
+
+
+def test_proxy_of_the_environment_is_not_used(play, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    reason, outcome = play("import os; print(0.5 if os.environ['no_proxy'] == '127.0.0.1,example.org' else 0)")
+    assert (reason, outcome.reward) == ("", 0.5)

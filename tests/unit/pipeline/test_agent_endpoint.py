@@ -5,12 +5,14 @@ import asyncio
 import contextlib
 import json
 import resource
+import socket
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from unittest.mock import AsyncMock
 
 import httpx
 import numpy as np
@@ -255,6 +257,15 @@ def test_client_sampling_can_be_ignored(engine, open_episode, caplog):
     assert {request.sampling.temperature for request in engine.requests} == {1.0}
 
 
+def test_evaluation_accepts_sampling_of_training(engine, open_episode):
+    """A greedy evaluation gets the temperature of training, and one with top_p its own."""
+    first, client = open_episode()
+    for sampling, options in (({"temperature": 0.0}, {"temperature": 0.7}), ({"top_p": 0.95}, {"top_p": 0.95})):
+        episode = engine.open(first.endpoint, **sampling)
+        chat(client.with_options(api_key=episode.key), [ASK], **options)
+    assert [request.sampling.temperature for request in engine.requests] == [0.0, 1.0]
+
+
 USER = '{"messages": [{"role": "user", "content": "x"}, %s]}'
 BROKEN = {
     "cut": "{",
@@ -323,6 +334,40 @@ def test_untrained_model_is_not_stored(engine, tokenizer, open_episode):
     assert not episode.session.trained and episode.session.num_tokens == 0
     tree = episode.session.to_completion(np.array(tokenizer.prompt_ids([ASK]), np.int32), "completed")
     assert len(tree.tokens) == 0 and tree.turns == ()
+
+
+def test_episode_by_hand_is_never_stored(open_episode):
+    """As `torchtune-ext serve --endpoint` opens it: no limit of an episode applies."""
+    episode, client = open_episode(max_turns=2)
+    episode.is_trained = False
+    for _ in range(4):
+        chat(client, [ASK])
+    assert not episode.session.trained
+
+
+def test_failed_server_ends_waiting_episodes(open_episode, monkeypatch):
+    episode, _ = open_episode()
+    failed = Future()
+    failed.set_exception(TypeError("uvicorn has changed"))
+    episode.endpoint._fail_episodes(failed)
+    assert "uvicorn has changed" in str(episode.failure.result(10))
+    # The constructor registers it.
+    serving = Future()
+    monkeypatch.setattr(episode.endpoint._engine, "schedule", lambda work: (work.close(), serving)[1])
+    waiting = Endpoint(episode.endpoint._engine, episode.endpoint._tokenizer, AgentConfig())
+    waiting._episodes["key"] = other = AsyncMock(failure=Future())
+    serving.set_exception(TypeError("it ends"))
+    assert "it ends" in str(other.failure.result(10))
+    waiting._socket.close()
+
+
+def test_stalled_body_closes_the_connection(open_episode, monkeypatch):
+    monkeypatch.setattr(endpoint_module, "FIRST_REQUEST_TIMEOUT_S", 0.5)
+    episode, _ = open_episode()
+    with socket.create_connection(("127.0.0.1", httpx.URL(episode.endpoint.url).port), timeout=20) as client:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {episode.key}\r\n"
+        client.sendall(head.encode() + b"Content-Length: 100\r\n\r\n{")
+        assert client.recv(1000) == b""
 
 
 def test_retry_attaches_to_first_generation(engine, open_episode):

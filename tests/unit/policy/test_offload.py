@@ -59,7 +59,7 @@ def test_offload_frees_device_and_restores_bits(source, kind):
         # The weights can be saved and merged meanwhile.
         now = dict(lora.merged_hf_tensors(policy.model, source, torch.float32))
         assert all(torch.equal(now[name], tensor) for name, tensor in merged.items())
-        with pytest.raises(RuntimeError, match=r"main memory .*publisher.check_canary\(\) before the update"):
+        with pytest.raises(RuntimeError, match=r"main memory .*publisher.onload\(\) before the update"):
             policy(row)
         offload.to_device()
         offload.to_device()

@@ -358,8 +358,9 @@ def train_adapters(hf_model, offloads, dora=False):
     row, metrics = make_rows()[0], []
     optimizer = torch.optim.AdamW(policy.trainable_parameters(), lr=1e-2)
     for version in range(4):
-        line = publisher.publish(version) | publisher.check_canary()
+        line = publisher.publish(version)
         metrics.append({name: value for name, value in line.items() if not name.startswith("time/")})
+        publisher.onload()
         engine.events.append("update")
         policy(row).logprobs_L.sum().backward()
         optimizer.step()
@@ -370,23 +371,21 @@ def train_adapters(hf_model, offloads, dora=False):
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_publish_with_offload_alternates_and_trains_identically(hf_model, dora):
     engine, _, metrics, weights = train_adapters(hf_model, offloads=True, dora=dora)
-    assert engine.events == 4 * ["copied", "wake", "draw", "sleep", "check", "update"]
+    assert engine.events == 4 * ["copied", "wake", "draw", "sleep", "check", "sleep", "update"]
     together, _, expected_metrics, expected = train_adapters(hf_model, offloads=False, dora=dora)
     assert together.events == 4 * ["copied", "wake", "draw", "check", "update"]
     assert metrics == expected_metrics and "canary/adapter_applied" in metrics[-1]
     assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
 
 
-def test_publish_checks_the_canary_of_a_skipped_update(hf_model):
-    """Whoever forgets `check_canary` cannot lose a canary, or compute with weights that are elsewhere."""
-    engine, publisher, *_ = train_adapters(hf_model, offloads=True)
+def test_update_without_onload_is_refused(hf_model):
+    _, publisher, *_ = train_adapters(hf_model, offloads=True)
     publisher.publish(4)
-    del engine.events[:]
-    with pytest.raises(RuntimeError, match=r"publisher.check_canary\(\) before the update"):
+    with pytest.raises(RuntimeError, match=r"publisher.onload\(\) before the update"):
         publisher._learner.logprobs(make_rows())
-    assert publisher.publish(5)["canary/mean_abs"] < 1e-5  # of version 4
-    assert engine.events == ["sleep", "check", "copied", "wake", "draw"]
-    assert publisher.check_canary()["canary/mean_abs"] < 1e-5 and publisher.check_canary() == {}
+    publisher.publish(5)  # as if the update were skipped
+    publisher.onload()
+    publisher._learner.logprobs(make_rows())
 
 
 def test_canary_failure_while_offloaded_leaves_readable_weights(hf_model, tmp_path):
@@ -398,4 +397,5 @@ def test_canary_failure_while_offloaded_leaves_readable_weights(hf_model, tmp_pa
     model, trained = publisher._learner.policy.model, publisher._trained_weights
     export_adapter(tmp_path, model, hf_model, trained.spec, merged_dtype=torch.float32)
     assert len(load_file(tmp_path / "merged" / "model-00001-of-00001.safetensors")) > 20
-    assert publisher.check_canary() == {} and not publisher._offload.is_on_host
+    publisher.onload()
+    assert not publisher._offload.is_on_host
