@@ -292,7 +292,7 @@ def test_plan_offloads_frozen_weights_of_one_rank(seven_lora, machine, offloads)
     assert plan.device_bytes == pytest.approx(awake, abs=1e6)
 
 
-def test_plan_of_several_small_cards_uses_the_one_that_fits(seven_lora):
+def test_plan_of_two_cards_offloads_on_one(seven_lora):
     """`tune run` without torchrun starts one rank, and only one rank offloads."""
     engine = replace(
         SHARED, gpu_memory_utilization=0.8, max_num_seqs=64, max_model_len=2048, max_num_batched_tokens=2048
