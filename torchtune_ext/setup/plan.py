@@ -284,10 +284,8 @@ class RunPlan:
         # Another dry run shows the effect of a fix.
         cfg, on_gpus, frozen = self.cfg, self.machine.gpus > 0, self.sizes.has_frozen_params
         shared = on_gpus and self.engine_placement == "shared"
-        longest, kv_keys = (
-            cfg.engine.max_model_len,
-            f"{'engine.gpu_memory_utilization or ' * on_gpus}engine.kv_cache_bytes",
-        )
+        longest = cfg.engine.max_model_len
+        kv_keys = f"{'engine.gpu_memory_utilization or ' * on_gpus}engine.kv_cache_bytes"
         engine = {
             f"a lower {kv_keys}": shared
             or (not on_gpus and bool(self.engine_rows) and self.engine_placement != "server"),
@@ -300,24 +298,27 @@ class RunPlan:
         }
         # The engine's fix comes first if the engine takes the largest part of a shared GPU.
         leads = max(self.device_rows, key=self.device_rows.__getitem__) == SHARED_ENGINE_ROW
-        memory = engine | trainer | own if leads else trainer | own | engine
-        adapters = {
-            "adapters (docs/how_to/adapters.md)": not frozen,
+        adapters = {"adapters (docs/how_to/adapters.md)": not frozen}
+        quantize = {
             "model.quantize_base=true": frozen
             and not self.sizes.largest_nf4
             and "quantize_base" in cfg.model.argument_names(),
         }
+        trainer |= quantize
+        memory = engine | trainer | own if leads else trainer | own | engine
         fixes = {
             "gpus": {"fewer ranks or engines, or more GPUs": True},
             "training": memory | {"more GPUs for training": True} | adapters,
             # A KV cache that is too small does not get smaller, nor larger if the GPU is full.
             "awake": {f"a lower {kv_keys}": "engine" not in self.shortages}
             | own
-            | {"a higher engine.tensor_parallel_size": True, "more GPUs for training": not self.offloads}
-            | adapters,
+            | {"a higher engine.tensor_parallel_size": True}
+            # Offloaded weights do not count while the engine is awake.
+            | ({} if self.offloads else {"more GPUs for training": True} | adapters | quantize),
             "engine": {
                 f"a higher {kv_keys}": "awake" not in self.shortages,
-                "a lower engine.max_model_len": True,
+                "a lower engine.max_num_seqs or engine.max_num_batched_tokens": on_gpus,
+                "a lower engine.max_model_len": not self.engine_rows or self.cached_tokens > 0,
                 "a higher engine.tensor_parallel_size": True,
             },
             "host": ({} if on_gpus else memory)
