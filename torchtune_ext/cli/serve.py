@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", required=True, help="a config of a GRPO recipe, by name or path")
     parser.add_argument("--recipe", help="the recipe, if it is a file of your own: my_grpo.py")
     parser.add_argument(
-        "--host", help="address to listen on (default: 127.0.0.1; all addresses if engine.address is another machine)"
+        "--host", help="address (default: 127.0.0.1, or all if engine.address is another machine; with --endpoint agent.host)"
     )
     parser.add_argument(
         "--port",
@@ -72,6 +72,10 @@ def main(arguments: argparse.Namespace, extra: Sequence[str] = ()) -> int:
         if arguments.show or vllm_arguments:
             raise UsageError(
                 f"--endpoint with {' '.join(vllm_arguments) or '--print'}: starts no server of vLLM. Fix: remove one of the two"
+            )
+        if engine.quantization:
+            raise UsageError(
+                "--endpoint with precision in FP8: the engine gets its weights from a run only. Fix: precision=bf16"
             )
         serve_endpoint(cfg, engine, arguments.host or cfg.agent.host, arguments.port or 0)
         return 0
