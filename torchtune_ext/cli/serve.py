@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", required=True, help="a config of a GRPO recipe, by name or path")
     parser.add_argument("--recipe", help="the recipe, if it is a file of your own: my_grpo.py")
     parser.add_argument(
-        "--host", help="address (default: 127.0.0.1, or all if engine.address is another machine; with --endpoint agent.host)"
+        "--host",
+        help="address (default: 127.0.0.1, or all if engine.address is another machine; with --endpoint agent.host)",
     )
     parser.add_argument(
         "--port",

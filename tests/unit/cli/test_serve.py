@@ -64,6 +64,18 @@ def test_serve_reports_invalid_arguments(capsys, model, monkeypatch):
             "--endpoint with --print: starts no server of vLLM",
         ),
         (["--endpoint", "--config", "grpo/tiny", model, "--foo=3"], "--endpoint with --foo=3"),
+        (
+            [
+                "--endpoint",
+                "--config",
+                "grpo/tiny",
+                model,
+                "dtype=bfloat16",
+                "engine.dtype=bfloat16",
+                "precision=fp8_unified",
+            ],
+            "--endpoint with precision in FP8",
+        ),
     ):
         with pytest.raises(SystemExit) as ended:
             cli.main(["serve", *words])
