@@ -48,13 +48,15 @@ def test_lora_with_offload_equals_run_without(workspace):
     require_equal(workspace, "turns", "reference")
     lines = runs.metrics(workspace / "turns")
     assert lines[-1]["canary/adapter_applied"] == pytest.approx(1.0, abs=1e-2)
-    # The engine starts, sleeps for the trainer, wakes up for each weight sync, sleeps while its canary is checked, and
-    # wakes up for the next step (not after the last one).
-    assert (workspace / "turns" / "transitions.txt").read_text().splitlines() == [
-        "load 0 of nothing, sleep level 0",
-        "sleep at level 1",
-        *(event for version in range(4) for event in (f"load {version} of adapter, sleep level 1", "sleep at level 1")),
+    # The engine starts and sleeps for the trainer. It wakes up for each weight sync, sleeps while its canary is checked, and
+    # wakes up for the next step; after the last one for the evaluation.
+    turns = [
+        (f"load {version} of {what}, sleep level 1", "sleep at level 1")
+        for version in range(4)
+        for what in ("adapter", "nothing")
     ]
+    events = ["load 0 of nothing, sleep level 0", "sleep at level 1", *(event for turn in turns for event in turn)]
+    assert (workspace / "turns" / "transitions.txt").read_text().splitlines() == events[:-1]
 
 
 @pytest.mark.rest
