@@ -27,6 +27,7 @@ from torchtune_ext.sampling.engine import Engine, EngineConfig, Priority, Sampli
 from torchtune_ext.sampling.engine_args import on_cpu  # noqa: E402
 
 pytestmark = [
+    pytest.mark.rest,
     pytest.mark.slow,
     pytest.mark.timeout(400),
     pytest.mark.skipif(not on_cpu(), reason="engine.count is for a CPU"),

@@ -72,6 +72,7 @@ def test_agent_trains_bit_equal_to_environment(workspace, agent_run, served):
     assert all(line["episode/forks"] == line["episode/no_response"] == 0 for line in runs.metrics(agent_run)[1:])
 
 
+@pytest.mark.rest
 def test_killed_run_with_agents_resumes_bit_equal(workspace, agent_run, served):
     """Killed while agents of the second step run; none of them, nor their workers, is left."""
     words = ["output_dir=killed", "resume_from_checkpoint=True", *task_args("TalkAgent", 2), served]
@@ -102,6 +103,7 @@ def processes(mark):
     return found
 
 
+@pytest.mark.rest
 def test_agent_without_package_ends_before_the_engine(workspace):
     (workspace / "late.py").write_text("def run(problem, client):\n    import no_such_package\n")
     (workspace / "few.jsonl").write_text('{"question": "1 + 1?", "answer": 2}\n' * 4)
