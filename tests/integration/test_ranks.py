@@ -158,7 +158,7 @@ def listening(pid: int) -> set[str]:
 
 
 def test_ranks_wait_longer_for_rank_zero_on_localhost(start):
-    run = start("sample", 1.0)
+    run = start("sample", 3.0)
     for rank in (0, 1):
         assert listening(run.pid(rank)) == {"0100007F"}, "gloo listens on 127.0.0.1"
         run.find(f"rank {rank} computes")

@@ -165,7 +165,7 @@ def test_plan_kv_cache_is_memory_left_by_engine(seven):
 
 
 def test_plan_engine_without_room_for_longest_request_fails(seven):
-    tight = planned(seven, "5x18", trainers=4)
+    tight = planned(seven, "5x19", trainers=4)
     assert "fewer than engine.max_model_len=16384" in verdict(tight)
     assert "\n    a lower engine.max_model_len" in verdict(tight)
 
