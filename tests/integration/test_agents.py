@@ -183,6 +183,7 @@ def test_program_trains_and_evaluates_on_rows(workspace, served):
             assert all(sample.score.reward == len(sample.completion.tokens) > 0 for sample in samples)
 
 
+@pytest.mark.rest
 def test_page_agent_is_trained_evaluated_and_served(tmp_path):
     """The files and commands of the page, with a tiny model in place of SmolLM2."""
     pages = [PAGE.with_name(name) for name in ("dataset.md", "reward_function.md", "agents.md")]
