@@ -215,7 +215,6 @@ def test_dry_run_lists_only_remedies_that_are_missing(place, capsys):
         "a lower engine.gpu_memory_utilization or engine.kv_cache_bytes",
         "another GPU for the engine (engine.devices)",
         "a higher engine.tensor_parallel_size",
-        "model.quantize_base=true",
     ], out
 
 
