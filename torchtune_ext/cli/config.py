@@ -59,7 +59,7 @@ def find_options(words: Sequence[str]) -> tuple[str, list[Option]]:
     # A key matches by its full name, by its last part in any section, or by its section. A class
     # matches by its name.
     word = rest[0]
-    if word.startswith("evaluation.task."):  # its arguments are those of `task`
+    if word.startswith("evaluation.task."):  # it takes the arguments of `task`
         word = word.removeprefix("evaluation.")
     if found := [
         option

@@ -59,7 +59,7 @@ class AgentSession:
         self._tokenizer = tokenizer
         self.responses: list[Response] = []
         self._by_history: dict[bytes, Response] = {}  # by digest of the messages and the tools
-        # Paths of the trained responses, without those that another one continues.
+        # Paths of the trained responses that no other response continues.
         self._paths: list[np.ndarray] = []
         self._packed_tokens = 0  # tokens of these paths, with shared prefixes counted once
 

@@ -87,7 +87,7 @@ def measure_optimizer_state(make: Callable[..., Any]) -> float:
         make: builds the optimizer from `params`.
 
     Returns:
-        The bytes; those of AdamW for an optimizer that takes no step on this machine's CPU.
+        The bytes. For an optimizer that takes no step on a CPU, the bytes of AdamW.
     """
     # Optimizers with quantized state quantize only tensors of some thousand values.
     param = nn.Parameter(torch.zeros(256, 1024))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torchtune.models.qwen2 import qwen2
 
+from helpers.scripted_engine import ScriptedEngine
 from helpers.tiny_runs import write_tiny_model
 from helpers.unpacked_reference import assert_equal_to_plain, paths_of, reference
 from torchtune_ext.chat import ChatTokenizer
@@ -23,7 +24,7 @@ from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.sampling.backend import build_requests
-from torchtune_ext.sampling.engine import LoopThread, Priority, SamplingConfig
+from torchtune_ext.sampling.engine import Priority, SamplingConfig
 from torchtune_ext.sampling.types import Completion
 from torchtune_ext.tasks.task import Problem, Score
 
@@ -41,24 +42,14 @@ def model_dir(tmp_path_factory):
     return folder
 
 
-class RandomEngine:
+class RandomEngine(ScriptedEngine):
     """An engine that answers with random ids, and keeps what it was sent and what it answered."""
 
     config = SimpleNamespace(max_model_len=MAX_LEN)
 
     def __init__(self, tokenizer, seed):
-        self.thread, self.tokenizer, self.rng = LoopThread("random"), tokenizer, np.random.default_rng(seed)
-        self.sent = []  # prompt and sampled ids, by episode
-        self.thread.start()
-
-    def schedule(self, work, priority=None):
-        return self.thread.schedule(work)
-
-    def call(self, function, *args):
-        async def work():
-            return function(*args)
-
-        return self.schedule(work()).result(10)
+        super().__init__(tokenizer)
+        self.rng, self.sent = np.random.default_rng(seed), []  # prompt and sampled ids, by episode
 
     async def generate(self, request, affinity_key=None):
         await asyncio.sleep(float(self.rng.random()) * 0.002)  # responses come in another order than requests
