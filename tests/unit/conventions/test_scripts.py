@@ -24,7 +24,7 @@ def run(tmp_path, repo_root):
     """run(script, *words, **variables) -> (exit status, what was called, what was printed)."""
     base = tmp_path / "base"  # the few system programs that the scripts use, and no nvidia-smi
     base.mkdir()
-    for name in ("sh", "dirname", "basename", "sed", "date", "tail", "grep"):
+    for name in ("sh", "dirname", "basename", "sed", "date", "tail", "grep", "env"):
         (base / name).symlink_to(shutil.which(name))
     (tmp_path / "run").mkdir()
 
@@ -70,8 +70,9 @@ def test_quickstart_stops_at_the_first_failure(tmp_path, run):
 
 def test_install_selects_engine_for_machine(tmp_path, run):
     env = tmp_path / "env"
-    answers = 'case "$*" in *torch.version*) echo "$CUDA" ;; *--dry-run*) exit "$MISSING" ;; esac\n'
+    answers = 'case "$*" in *torch.version*) echo "$CUDA" ;; *--dry-run*) exit "$MISSING" ;; *uv==*) exit "$NO_UV" ;; esac\n'
     program(env / "bin" / "python", RECORD + answers)
+    program(env / "bin" / "uv", RECORD)
     settings = {"VENV": str(env), "PYTHON": sys.executable, "EXTRAS": "dev"}
     rest = [
         "--no-deps -r torchtune_ext/requirements/cpu.txt",
@@ -80,16 +81,22 @@ def test_install_selects_engine_for_machine(tmp_path, run):
         "-c torchtune_ext/requirements/constraints.txt reasoning-gym",
     ]
 
-    def steps(cuda, missing="0"):
-        status, called, printed = run("install.sh", CUDA=cuda, MISSING=missing, TORCH_INDEX="its index", **settings)
+    def steps(cuda, missing="0", no_uv="1"):
+        variables = settings | {"CUDA": cuda, "MISSING": missing, "NO_UV": no_uv, "TORCH_INDEX": "its index"}
+        status, called, printed = run("install.sh", **variables)
+        assert sum("install --quiet --retries 1 uv==" in line for line in called) == 1
+        called = [line for line in called if "uv==" not in line]
+        assert sum(line.startswith("uv pip install ") for line in called) == (0 if no_uv == "1" else 6)
         # Ray's command of that name must not stand, whatever has been installed last.
         installed = [line.partition(" install ")[2] for line in called if " install " in line]
-        assert (installed[-1] == "--force-reinstall --no-deps torchtune==0.6.1") == (status == 0)
+        assert installed[-1].endswith("--force-reinstall --no-deps torchtune==0.6.1") == (status == 0)
         return status, installed[:-1] if status == 0 else installed, printed
 
     dry_run = "--dry-run --quiet --retries 1 --no-deps torch==2.13.0+cpu"
     status, called, printed = steps("None")
     assert (status, called) == (0, [dry_run, "torch==2.13.0+cpu", *rest])
+    with_uv = f"--python {env}/bin/python "
+    assert steps("None", no_uv="0")[1] == [dry_run] + [with_uv + words for words in ("torch==2.13.0+cpu", *rest)]
     lines = printed.splitlines()
     assert "install: this project, " in printed and lines[-1].startswith("install: done. Next: . ") and len(lines) <= 8
     status, called, printed = steps("None", missing="1")
@@ -104,6 +111,24 @@ def test_install_selects_engine_for_machine(tmp_path, run):
 
     program(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\necho No devices were found\nexit 6\n")
     assert steps("None")[:2] == (0, [dry_run, "torch==2.13.0+cpu", *rest])
+
+
+def test_uv_gets_settings_of_pip(repo_root):
+    settings = """global.index-url='https://pip.example.org/simple'
+global.extra-index-url='https://a.example.org/simple\\nhttps://b.example.org/simple'
+global.find-links='/wheels /more'
+list.format='columns'
+:env:.index-url='https://env.example.org/simple'
+"""
+    command = [sys.executable, repo_root / "scripts" / "uv_settings.py"]
+    done = subprocess.run(command, input=settings, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "export UV_FIND_LINKS=/wheels,/more",
+        "export UV_INDEX='https://a.example.org/simple https://b.example.org/simple'",
+        "export UV_DEFAULT_INDEX=https://pip.example.org/simple",
+        "export UV_DEFAULT_INDEX=https://env.example.org/simple",
+        "export UV_INDEX_STRATEGY=unsafe-best-match",
+    ]
 
 
 def torch_index(folder: Path, *builds: str) -> str:

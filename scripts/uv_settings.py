@@ -1,0 +1,34 @@
+"""Prints pip's settings as uv's environment variables, in the syntax of sh: uv does not read pip.conf.
+
+    pip config list | python scripts/uv_settings.py
+"""
+
+import ast
+import shlex
+import sys
+
+NAMES = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "no-index": "UV_NO_INDEX",
+    "trusted-host": "UV_INSECURE_HOST",
+    "constraint": "UV_CONSTRAINT",
+    "cert": "SSL_CERT_FILE",
+    "proxy": "ALL_PROXY",
+    "timeout": "UV_HTTP_TIMEOUT",
+    "default-timeout": "UV_HTTP_TIMEOUT",
+}
+SECTIONS = "global", "install", ":env:"  # pip's order: a later one wins
+
+settings = {}
+for line in sys.stdin:
+    key, _, value = line.strip().partition("=")
+    section, _, name = key.rpartition(".")
+    if section in SECTIONS and name in NAMES:
+        values = ast.literal_eval(value).split()
+        settings[SECTIONS.index(section), NAMES[name]] = (",".join if name == "find-links" else " ".join)(values)
+for (_, name), value in sorted(settings.items(), key=lambda item: item[0][0]):
+    print(f"export {name}={shlex.quote(value)}")
+# pip takes the best version of all indexes, uv by default that of the first index that has the package.
+print("export UV_INDEX_STRATEGY=unsafe-best-match")
