@@ -1,6 +1,6 @@
 """Prints pip's settings as uv's environment variables, in the syntax of sh: uv does not read pip.conf.
 
-    pip config list | python scripts/uv_settings.py
+pip config list | python scripts/uv_settings.py
 """
 
 import ast

@@ -70,7 +70,9 @@ def test_quickstart_stops_at_the_first_failure(tmp_path, run):
 
 def test_install_selects_engine_for_machine(tmp_path, run):
     env = tmp_path / "env"
-    answers = 'case "$*" in *torch.version*) echo "$CUDA" ;; *--dry-run*) exit "$MISSING" ;; *uv==*) exit "$NO_UV" ;; esac\n'
+    answers = (
+        'case "$*" in *torch.version*) echo "$CUDA" ;; *--dry-run*) exit "$MISSING" ;; *uv==*) exit "$NO_UV" ;; esac\n'
+    )
     program(env / "bin" / "python", RECORD + answers)
     program(env / "bin" / "uv", RECORD)
     settings = {"VENV": str(env), "PYTHON": sys.executable, "EXTRAS": "dev"}
@@ -123,9 +125,9 @@ list.format='columns'
     command = [sys.executable, repo_root / "scripts" / "uv_settings.py"]
     done = subprocess.run(command, input=settings, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
-        "export UV_FIND_LINKS=/wheels,/more",
-        "export UV_INDEX='https://a.example.org/simple https://b.example.org/simple'",
         "export UV_DEFAULT_INDEX=https://pip.example.org/simple",
+        "export UV_INDEX='https://a.example.org/simple https://b.example.org/simple'",
+        "export UV_FIND_LINKS=/wheels,/more",
         "export UV_DEFAULT_INDEX=https://env.example.org/simple",
         "export UV_INDEX_STRATEGY=unsafe-best-match",
     ]
