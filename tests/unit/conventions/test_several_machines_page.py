@@ -1,4 +1,4 @@
-"""The scripts of docs/how_to/multi_gpu.md start ranks that find each other, with settings that are taken."""
+"""The commands of docs/how_to/multi_gpu.md, examples/slurm.sh and examples/kubernetes.yaml start ranks that find each other."""
 
 import re
 import subprocess
@@ -69,16 +69,16 @@ def require_a_run(lines, first):
     assert {nnodes for _, nnodes, *_ in machines} == {"2"}
 
 
-def test_page_manual_and_slurm_lines_start_one_run(page, printed):
-    by_hand, slurm = (text for language, text in blocks(page) if language == "bash" and "--nnodes" in text)
+def test_page_manual_and_slurm_lines_start_one_run(repo_root, page, printed):
+    (by_hand,) = (text for language, text in blocks(page) if language == "bash" and "--nnodes" in text)
     require_a_run(printed(by_hand), "node-a")
+    slurm = (repo_root / "examples" / "slurm.sh").read_text()
     environ = {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
     require_a_run(printed(slurm, **environ), "node-a")
 
 
-def test_the_manifest_starts_one_run_on_two_pods(page, printed):
-    (text,) = [text for language, text in blocks(page) if language == "yaml" and "kind: Job" in text]
-    service, job = yaml.safe_load_all(text)
+def test_the_manifest_starts_one_run_on_two_pods(repo_root, printed):
+    service, job = yaml.safe_load_all((repo_root / "examples" / "kubernetes.yaml").read_text())
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     name = job["metadata"]["name"]
