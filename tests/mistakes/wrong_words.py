@@ -201,6 +201,7 @@ VALUES = {
     "prefetch_steps above staleness": full("staleness=1 prefetch_steps=3", r"prefetch_steps=3: .*expected at most staleness=1\. Fix: set prefetch_steps=1 or staleness=3"),
     "refills with staleness": full("staleness=1 refill_rounds=1", r"refill_rounds=1 with staleness=1: .*. Fix: set refill_rounds=0"),
     "samples ahead, nothing corrects": full(f"staleness=1 preset=null loss._component_={TWO_SIDED}", r"staleness=1, but this objective has no correction .*preset=decoupled_ppo or preset=grpo"),
+    "samples ahead, no correction of sequence ratios": full("staleness=1 preset=gspo", r"staleness=1, but .*\(sequence_tis, sequence_mis, geometric_mask\)"),
     "samples ahead of a sleeping engine": full("staleness=1 engine.sleep=true", r"staleness=1 with engine.sleep=true: .*\(engine.devices\), or set staleness=0"),
     "bench.cores=1": full(f"task._component_={MATMUL} task.bench.cores=1", r"task\.bench\.cores=1 must be a list, each item a whole number, or null: task\.bench\.cores=\[1\]"),
     "bench.threads=0": full(f"task._component_={MATMUL} task.bench.threads=0", r"task\.bench\.threads=0 must be a whole number of at least 1"),

@@ -52,10 +52,11 @@ def check_settings(cfg: RunSettings, loss: Any) -> None:
         )
     uncorrected = cfg.staleness and isinstance(loss, PolicyLoss) and loss.importance == "none" and loss.old != "sampler"
     if uncorrected and "importance" not in cfg.loss:
+        methods = "full, tis, ..." if loss.level == "token" else "sequence_tis, sequence_mis, geometric_mask"
         raise UsageError(
             f"staleness={cfg.staleness}, but this objective has no correction for off-policy samples. Fix: use "
-            "preset=decoupled_ppo or preset=grpo, or set loss.importance (full, tis, ...). To train without a correction, "
-            "set loss.importance=none"
+            f"preset=decoupled_ppo or preset=grpo, or set loss.importance ({methods}). To train without a correction, set "
+            "loss.importance=none"
         )
     cfg.schedule.require_fits(cfg.max_steps * cfg.updates_per_step)
 
