@@ -53,8 +53,9 @@ METHODS = {
     "gspo": ("preset=gspo",),
     "cispo": ("preset=cispo",),
     "dr_grpo": ("preset=dr_grpo",),
+    "length 0.3": ("preset=grpo", "advantage.length_coef=0.3"),
 }
-DISTINCT_ON_POLICY = ("grpo", "dapo", "cispo", "dr_grpo")
+DISTINCT_ON_POLICY = ("grpo", "dapo", "cispo", "dr_grpo", "length 0.3")
 # Folder -> key=value. Each warm-up continues from the model of the previous one.
 WARM_UPS: dict[str, tuple[str, ...]] = {"warmup": ()}
 

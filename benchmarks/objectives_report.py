@@ -37,6 +37,7 @@ COLORS = {  # Okabe and Ito's color-blind safe palette
     "gspo": "#CC79A7",
     "cispo": "#009E73",
     "dr_grpo": "#8C564B",
+    "length 0.3": "#999999",
 }
 
 

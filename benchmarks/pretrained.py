@@ -8,7 +8,7 @@ runs are read, not repeated, so a later call continues.
 
     grpo         `grpo/smollm2` in bfloat16; the arms below add settings to it
     supervised   equally many minutes of further `warmup_sft`, on new examples
-    shuffled     the rewards of each group are permuted at random
+    shuffled     `advantage.rewards=shuffled`: the rewards of each group are permuted at random
 
 An arm and its reference are compared by problem: the mean over problems of the difference in solved fraction, each averaged
 over seeds, with the 95% interval over problems. The interval does not include the variance over seeds: the table shows the
@@ -20,7 +20,6 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -29,7 +28,6 @@ from omegaconf import OmegaConf
 
 from torchtune_ext.measured.machine import machine_fingerprint
 from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
-from torchtune_ext.recipes import grpo
 from torchtune_ext.telemetry.metrics import read_metrics
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -37,7 +35,7 @@ LORA = "model.lora_attn_modules=[q_proj,k_proj,v_proj,output_proj] model.apply_l
 ARMS = {  # seeds, recipe and settings
     "grpo": (3, "grpo_full", ""),
     "supervised": (3, "warmup_sft", ""),
-    "shuffled": (3, __file__, ""),
+    "shuffled": (3, "grpo_full", "advantage.rewards=shuffled"),
     "lora": (2, "grpo_lora", f"{LORA} optimizer.lr=2e-4 adapters.save_merged=True"),
     "atr_grpo": (2, "grpo_full", "preset=atr_grpo"),
     "staleness 0": (2, "grpo_async", "staleness=0 preset=decoupled_ppo"),
@@ -52,24 +50,6 @@ AGAINST = {name: ["grpo"] for name in ARMS} | {
 AGAINST |= {name: ["warm-up"] for name in ("supervised", "shuffled", "lora")}
 EXAMPLES = 36  # supervised ones in the minutes of a step of GRPO
 SAMPLES = 8
-
-
-@grpo.parse
-def recipe_main(cfg) -> None:
-    """The recipe with shuffled rewards."""
-    advantages, generator = grpo.assign_advantages, np.random.default_rng(cfg.seed)
-
-    def shuffled(groups, *rest):
-        dealt = []
-        for group in groups:
-            order = generator.permutation(len(group.samples))
-            dealt_to = zip(group.samples, order, strict=True)
-            samples = tuple(replace(sample, outcome=group.samples[place].outcome) for sample, place in dealt_to)
-            dealt.append(replace(group, samples=samples))
-        return advantages(dealt, *rest)
-
-    grpo.assign_advantages = shuffled
-    grpo.run_recipe(grpo.partial(grpo.GRPORecipe, grpo.load_config(grpo.Config, cfg)))
 
 
 def tune(folder: Path, *args: str) -> float:
@@ -192,4 +172,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(recipe_main() if "--config" in sys.argv else main())
+    sys.exit(main())

@@ -2,16 +2,18 @@
 
 import logging
 import math
+import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
 
 from torchtune_ext.grading.environments import TRUNCATED_REASONS
+from torchtune_ext.pipeline.evaluation import SOLVED_REWARD
 from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.settings.sections import config_section
@@ -52,6 +54,7 @@ class AdvantageConfig:
     RLOO            "leave_one_out"     "none"         R                              arXiv 2402.14740
     LitePPO         "mean"              "batch_std"    R                              arXiv 2508.08221
     pass@k          "mean"              "group_std"    mean best of k, pass_k = k     arXiv 2508.10751
+    MaxRL           "mean"              "group_mean"   R, 0 or 1                      arXiv 2602.02710
 
     Raises:
         UsageError: options exclude each other, or a value is out of range.
@@ -60,9 +63,10 @@ class AdvantageConfig:
     baseline: Literal["mean", "leave_one_out"] = Field(
         default="mean", description="mean reward of the group, or of the other samples of the group"
     )
-    scale: Literal["group_std", "batch_std", "none"] = Field(
+    scale: Literal["group_std", "batch_std", "group_mean", "none"] = Field(
         default="group_std",
-        description="standard deviation of the group's rewards, of all rewards of the step, or none",
+        description="standard deviation of the group's rewards or of all rewards of the step, the group's mean "
+        "(rewards of 0 and 1), or none",
     )
     pass_k: int = Field(
         default=1,
@@ -72,6 +76,16 @@ class AdvantageConfig:
     credit: Literal["episode", "turn"] = Field(
         default="episode",
         description="one advantage per episode, or per turn (its return, compared with samples that reached it)",
+    )
+    rewards: Literal["graded", "shuffled"] = Field(
+        default="graded",
+        description="shuffled: a placebo that permutes the rewards of each group at random; rollouts keep the graded ones",
+    )
+    length_coef: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="largest advantage that short right answers (reward >= 1) take from long right answers of their group",
     )
     truncated: Literal["keep", "mask", "penalize"] = Field(
         default="keep", description="truncated samples: keep, mask (count in the baseline only), or penalize"
@@ -92,10 +106,19 @@ class AdvantageConfig:
                 f"advantage.pass_k={self.pass_k} defines its own baseline and standard deviation. Fix: use baseline=mean, "
                 f"and scale=group_std or none, not baseline={self.baseline}, scale={self.scale}"
             )
-        if self.credit == "turn" and (self.pass_k > 1 or self.scale == "batch_std"):
+        if self.scale == "group_mean" and (self.baseline != "mean" or self.truncated == "penalize"):
+            raise UsageError(
+                f"advantage.scale=group_mean needs rewards of 0 and 1, and their mean as the baseline. Fix: use baseline=mean, "
+                f"and truncated=keep or mask, not baseline={self.baseline}, truncated={self.truncated}"
+            )
+        if self.credit == "turn" and (self.pass_k > 1 or self.scale in ("batch_std", "group_mean")):
             raise UsageError(
                 f"advantage.credit=turn compares turns of one group. Fix: use pass_k=1, and scale=group_std or none, not "
                 f"pass_k={self.pass_k}, scale={self.scale}"
+            )
+        if self.rewards == "shuffled" and self.credit == "turn":
+            raise UsageError(
+                "advantage.rewards=shuffled permutes one advantage per completion. Fix: use credit=episode, not credit=turn"
             )
         if self.overlong and self.truncated != "penalize":
             raise UsageError(
@@ -114,8 +137,10 @@ class AdvantageConfig:
         overlong = f" over the last {self.overlong:.0%}" if self.overlong else ""
         words = {
             f"advantage (baseline {self.baseline}, scale {self.scale})": True,
+            "placebo: shuffled rewards": self.rewards == "shuffled",
             "per turn": self.credit == "turn",
             f"best of {self.pass_k}": self.pass_k > 1,
+            f"right answers compete on length by {self.length_coef:g}": self.length_coef > 0,
             f"truncated samples: {self.truncated}{penalty}{overlong}": self.truncated != "keep",
         }
         return ", ".join(word for word, shown in words.items() if shown)
@@ -148,13 +173,16 @@ def assign_advantages(
         All groups in order, and the counts. In a zero-variance group every advantage is 0.
 
     Raises:
-        UsageError: `config.overlong` is set without `max_tokens`.
+        UsageError: `config.overlong` is set without `max_tokens`, or `scale` is "group_mean" and a
+            reward is not 0 or 1.
     """
     if config.overlong and max_tokens is None:
         raise UsageError(
             f"advantage.overlong={config.overlong} is a fraction of max_tokens, but max_tokens=None. Fix: pass max_tokens"
         )
     graded = [[s for s in group.samples if s.score is not None] for group in groups]
+    if config.scale == "group_mean":
+        _require_binary_rewards(groups)
     rewards = [np.array([_shaped_reward(s, config, max_tokens) for s in samples]) for samples in graded]
     batch_std = np.concatenate(rewards).std() if config.scale == "batch_std" and any(map(len, rewards)) else 1.0
     results, used, lone_turns = [], 0, 0
@@ -168,6 +196,10 @@ def assign_advantages(
             lone_turns += lone
         else:
             values = _group_advantages(rewards_G, config, batch_std, formula)
+        if config.length_coef:
+            values = _add_length_term(values, samples, config.length_coef)
+        if values is not None and config.rewards == "shuffled":
+            values = _shuffle(values, samples)
         used += values is not None
         if values is None and train_all:
             values = np.zeros(len(samples))
@@ -227,7 +259,7 @@ def _group_advantages(
     # For sample i: R_i - mean of the others = G / (G - 1) * (R_i - mean of all).
     if config.baseline == "leave_one_out":
         advantages_G = advantages_G * len(rewards_G) / (len(rewards_G) - 1)
-    return advantages_G / {"group_std": std, "batch_std": batch_std, "none": 1.0}[config.scale]
+    return advantages_G / {"group_std": std, "batch_std": batch_std, "group_mean": mean, "none": 1.0}[config.scale]
 
 
 def _turn_advantages(
@@ -257,6 +289,45 @@ def _turn_advantages(
         for i, value in zip(reached, () if values is None else values, strict=False):
             advantages[i][t] = value
     return advantages if any(map(np.any, advantages)) else None, lone
+
+
+def _require_binary_rewards(groups: list[Group]) -> None:
+    # With other rewards the mean may be close to 0 or negative, and the advantages change their
+    # size or sign.
+    for group in groups:
+        for sample in group.samples:
+            if sample.score is not None and sample.score.reward not in (0.0, 1.0):
+                raise UsageError(
+                    f"advantage.scale=group_mean (MaxRL): problem {group.problem.id!r} has a completion with reward "
+                    f"{sample.score.reward:g}; expected 0 or 1. Fix: return 0 or 1 from the grader, or set another scale"
+                )
+
+
+def _add_length_term(
+    values: Sequence[Any] | np.ndarray | None, samples: list[Sample], coef: float
+) -> Sequence[Any] | np.ndarray | None:
+    """Adds coef * (mean length - length) / maximum length, over the right answers of the group, to their advantages.
+
+    The terms of a group sum to 0, and wrong answers keep their advantage, so none is paid for brevity.
+    """
+    # The term is added after the division by the standard deviation, which would inflate it in a
+    # group of right answers. Since `coef` <= 1, a right answer (1) stays above a wrong one (0).
+    right_G = np.array([_raw_reward(sample) >= SOLVED_REWARD for sample in samples], dtype=bool)
+    lengths_G = np.array([len(sample.completion.sampled_indices) for sample in samples])
+    if np.unique(lengths_G[right_G]).size < 2:
+        return values
+    terms_G = coef * np.where(right_G, lengths_G[right_G].mean() - lengths_G, 0.0) / lengths_G[right_G].max()
+    if values is None:
+        return terms_G
+    return [value + term for value, term in zip(values, terms_G, strict=True)]
+
+
+def _shuffle(advantages_G: Sequence[Any] | np.ndarray, samples: list[Sample]) -> np.ndarray:
+    """Returns the advantages of a group in a random order, as if its rewards had been permuted."""
+    # The sampled tokens and their versions are the seed, so that refills, replays and resumed runs
+    # get the same order.
+    arrays = [array for s in samples for array in (s.completion.tokens, s.completion.versions)]
+    return np.random.default_rng(zlib.crc32(np.concatenate(arrays).tobytes())).permutation(advantages_G)
 
 
 def _all_equal(values_G: np.ndarray) -> bool:

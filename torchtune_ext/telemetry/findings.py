@@ -135,7 +135,8 @@ def collect_findings(
         # A counter of the whole run may restart at 0 when the run resumes, so its maximum counts.
         if number := int((sum if is_per_step else max)(record.get(name) or 0 for record in records)):
             notices.append(Finding(text.format(_pluralize(number, noun)), section))
-    notices += _learning_findings(first, last) + _mismatch_findings(first, last, config)
+    notices += _zero_variance_findings(records) + _learning_findings(first, last)
+    notices += _mismatch_findings(first, last, config)
     return notices + _slow_step_findings(records)
 
 
@@ -153,6 +154,18 @@ def nonfinite_findings(records: Sequence[Mapping[str, Any]], panels: Sequence[Pa
         )
         for name, steps in broken.items()
     ]
+
+
+def _zero_variance_findings(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    # A teacher gives a gradient without rewards.
+    steps = [r["step"] for r in records if r.get("groups/used") == 0 and r.get("loss/kl_teacher") is None]
+    if not steps:
+        return []
+    text = (
+        f"{_pluralize(len(steps), 'step')} had only zero-variance groups, so the rewards gave no gradient, first at step "
+        f"{steps[0]:,}: check the grader, raise samples_per_prompt, or set refill_rounds."
+    )
+    return [Finding(text, "Learning")]
 
 
 def _learning_findings(first: Mapping[str, float], last: Mapping[str, float]) -> list[Finding]:

@@ -128,6 +128,7 @@ class Progress:
         self._lines = 0
         self._columns = _COLUMNS  # the columns that fit the terminal
         self._zero_variance_steps = 0  # consecutive steps with only zero-variance groups
+        self._warned_zero_variance = False
         self._warned_truncated = False
         # Whether a held-out reward was neither 0 nor 1, so that the mean is not a percentage.
         self._has_partial_rewards = False
@@ -165,16 +166,20 @@ class Progress:
             text = "{:.3f}" if names == _HELD_OUT_METRICS and self._has_partial_rewards else text
             cells.append(f"{'-' if value is None else text.format(value):>{room}}")
         is_zero_variance = values.get("groups/used") == 0
+        reason, advice = _explain_zero_variance(values)
         if is_zero_variance:
-            cells.append(f"no signal: {_describe_rewards(values)}")
+            cells.append(f"no signal: {reason}")
         print_text("  ".join(cells), self._file)
         self._zero_variance_steps = self._zero_variance_steps + 1 if is_zero_variance else 0
-        # Warn once, and again only after a step with a group whose rewards differ.
-        if self._zero_variance_steps == _ZERO_VARIANCE_STEPS:
-            log.warning("rewards: %d steps with only zero-variance groups, so the rewards gave no gradient: %s. Check samples "
-                        "(torchtune-ext report): the task is too hard for the model (run an SFT warm-up on it first) or "
-                        "too easy, or the grader scores all texts alike",
-                        self._zero_variance_steps, _describe_rewards(values))  # fmt: skip
+        # Warn at the first such step of the run, and once in each series of several. A teacher gives a
+        # gradient without rewards.
+        streak = self._zero_variance_steps
+        if streak == _ZERO_VARIANCE_STEPS or (streak and not self._warned_zero_variance):
+            self._warned_zero_variance = True
+            if "loss/kl_teacher" not in values:
+                log.warning("rewards: %d %s with only zero-variance groups (%.0f in step %d), so the rewards gave no gradient: "
+                            "%s. %s", streak, "step" if streak == 1 else "steps", values.get("groups/no_signal", 0.0), step,
+                            reason, advice)  # fmt: skip
 
         if values.get("length/truncated", 0.0) > _MAX_TRUNCATED and not self._warned_truncated:
             self._warned_truncated = True
@@ -200,12 +205,19 @@ def _fit_columns(max_width: int | None) -> tuple[tuple, ...]:
     return columns
 
 
-def _describe_rewards(values: Mapping[str, float]) -> str:
+def _explain_zero_variance(values: Mapping[str, float]) -> tuple[str, str]:
+    """Returns why a step has only zero-variance groups, and advice."""
     if "reward/mean" not in values:
-        return "no text was graded"
-    if values["reward/std"] < _MIN_REWARD_STD:
-        return f"all rewards are {values['reward/mean']:.4g}"
-    return "no group has a nonzero advantage"
+        return "no text was graded", "Repair the grader or environment: the log names its errors"
+    if values.get("reward/std", math.inf) < _MIN_REWARD_STD:
+        return f"all rewards are {values['reward/mean']:.4g}", (
+            "Check samples (torchtune-ext report): the task is too hard for the model (run an SFT warm-up on it first) or "
+            "too easy, or the grader scores all texts alike"
+        )
+    return "no group has a nonzero advantage", (
+        "All completions of a problem have the same reward: raise samples_per_prompt or sampling.temperature, or set "
+        "refill_rounds to replace such groups"
+    )
 
 
 _HELD_OUT_METRICS = ("eval/reward_sampled", "eval/reward_greedy")

@@ -166,6 +166,7 @@ PUBLISHED = {
     "rloo": (dict(constraint="none"), {"baseline": "leave_one_out", "scale": "none"}, {"aggregation": "constant"}),
     "lite_ppo": (dict(constraint="clip"), {"baseline": "mean", "scale": "batch_std"}, {"aggregation": "token"}),
     "pass_at_k": (dict(constraint="clip"), {"pass_k": 4, "scale": "group_std"}, {}),
+    "maxrl": (dict(clip_low=0.2, clip_high=0.2), {"baseline": "mean", "scale": "group_mean"}, {"aggregation": "token"}),
 }  # fmt: skip
 
 

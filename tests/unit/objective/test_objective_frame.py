@@ -26,12 +26,14 @@ from torchtune_ext.pipeline.packing import RowCostModel, pack, pack_updates
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.run.catalog import package_folder
 from torchtune_ext.tasks.task import Problem, Score
+from torchtune_ext.training.distributed import Ranks
+from torchtune_ext.training.learner import Learner
 
 PRESETS = {
-    path.stem: {k: v for k, v in OmegaConf.to_container(OmegaConf.load(path).loss).items() if k != "_component_"}
+    path.stem: OmegaConf.to_container(OmegaConf.load(path))
     for path in sorted((package_folder("configs") / "presets").glob("*.yaml"))
 }
-LOSSES = PRESETS | {
+LOSSES = {name: {k: v for k, v in keys["loss"].items() if k != "_component_"} for name, keys in PRESETS.items()} | {
     **{kl: {"kl_coef": 0.1, "kl": kl} for kl in ("k1", "k2", "k3_unbiased")},
     "k3": {"kl_coef": 0.1, "entropy_coef": 0.02},
     "sequence_mis": {"importance": "sequence_mis"},
@@ -259,10 +261,13 @@ def tiny_model():
     return model.double()
 
 
-def make_groups(seed=0):
+SHAPES = [(7, [5, 1, 9]), (4, [12, 11]), (2, [1, 6, 3, 2])]  # (prompt tokens, tokens of each completion)
+
+
+def make_groups(seed=0, shapes=SHAPES):
     rng = np.random.default_rng(seed)
     groups = []
-    for g, (prompt, lengths) in enumerate([(7, [5, 1, 9]), (4, [12, 11]), (2, [1, 6, 3, 2])]):
+    for g, (prompt, lengths) in enumerate(shapes):
         samples = []
         for n in lengths:
             ids, noise, advantage = rng.integers(0, 60, n), 0.3 * rng.normal(size=n), float(rng.normal())
@@ -273,23 +278,26 @@ def make_groups(seed=0):
 
 
 @keep_float64()
-def loss_and_gradients(groups, options, aggregation, row_tokens, tile=None, turned=False):
-    """One update after the policy has changed, so that ratios differ from one."""
-    rows, _ = pack(groups, row_tokens, aggregation, 16, cost_model=RowCostModel(tile=tile))
+def loss_and_gradients(groups, options, aggregation, row_tokens, tile=None, turned=False, ranks=1):
+    """One update after the policy has changed, so that ratios differ from one. Of several ranks, the last one's metrics."""
+    rows, _ = pack(groups, row_tokens, aggregation, 16, cost_model=RowCostModel(ranks, tile))
     # Rows hold float32; the interpolated old policy needs one dtype for sampler and trainer.
     rows = [
         replace(row, logprobs_L=row.logprobs_L.double(), teacher_logprobs_L=row.teacher_logprobs_L.double())
         for row in (rows[::-1] if turned else rows)
     ]
-    policy = PackedPolicy(tiny_model())
-    learner = single_process_learner(policy, PolicyLoss(**options))
-    old = learner.logprobs(rows, top_k=options.get("top_k") or 0)
-    ref = old if options.get("kl_coef") else None
+    policy, total = PackedPolicy(tiny_model()), 0.0
+    learners = [Learner(policy, PolicyLoss(**options), Ranks(r, ranks, torch.device("cpu"))) for r in range(ranks)]
+    shares = [learner.ranks.local_slice(rows) for learner in learners]
+    olds = [learners[0].logprobs(share, top_k=options.get("top_k") or 0) for share in shares]
     with torch.no_grad():
         for i, param in enumerate(policy.model.parameters()):
             param.add_(0.03 * torch.rand(param.shape, generator=torch.Generator().manual_seed(i)) - 0.015)
-    _, metrics = learner.forward_backward(rows, old, ref, version=7)
-    return metrics["loss/total"], torch.cat([p.grad.flatten() for p in policy.model.parameters()]), metrics
+    for learner, share, old in zip(learners, shares, olds, strict=True):
+        _, metrics = learner.forward_backward(share, old, old if options.get("kl_coef") else None, version=7)
+        total += metrics["loss/total"]
+    # As in FSDP, the gradient is the mean over ranks.
+    return total, torch.cat([p.grad.flatten() for p in policy.model.parameters()]) / ranks, metrics
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -311,6 +319,32 @@ def test_loss_is_invariant_to_rows_padding_order(name, aggregation):
         assert metrics == pytest.approx(want_metrics, rel=BOUND, abs=BOUND)
     turned_loss, _, _ = loss_and_gradients(groups[::-1], options, aggregation, 200)
     assert abs(turned_loss - want_loss) < BOUND
+
+
+METHODS = PRESETS | {"length": PRESETS["grpo"] | {"advantage": {"length_coef": 0.5}}}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_preset_gradient_is_invariant_to_division(name):
+    """From rewards to the gradient, with the preset's advantages and aggregation: any division of the same samples into rows
+    (micro-batches) and ranks, in any order."""
+    keys, rng = METHODS[name], np.random.default_rng(0)
+    options = {key: value for key, value in keys["loss"].items() if key != "_component_"}
+    rewards = [[1, 0, 0, 1, 0], [0, 0, 0, 0, 1], [1, 1, 1, 1, 1]]
+    groups = make_groups(0, [(7, [5, 1, 9, 4, 2]), (4, [12, 15, 3, 8, 6]), (2, [1, 6, 3, 2, 7])])
+    graded = [
+        replace(g, samples=tuple(replace(s, outcome=Score(float(r))) for s, r in zip(g.samples, rs, strict=True)))
+        for g, rs in zip(groups, rewards, strict=True)
+    ]
+    train_all = PolicyLoss(**options).needs_all_groups
+    groups, _ = assign_advantages(graded, AdvantageConfig(**keys.get("advantage", {})), 16, train_all)
+    total, want, _ = loss_and_gradients(groups, options, keys["aggregation"], 400)
+    assert want.abs().max() > 1e-4, "the case must have a gradient to compare"
+    for row_tokens, ranks in ((26, 1), (45, 2), (26, 3)):
+        groups = [replace(g, samples=tuple(g.samples[i] for i in rng.permutation(5))) for g in groups[1:] + groups[:1]]
+        divided = loss_and_gradients(groups, options, keys["aggregation"], row_tokens, ranks=ranks)
+        assert abs(divided[0] - total) < BOUND
+        assert (divided[1] - want).abs().max() < BOUND * want.abs().max()
 
 
 # --- zero-variance groups ---------------------------------------------------------------------------------------------

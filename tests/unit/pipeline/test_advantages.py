@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -266,6 +267,38 @@ def _expected(signal: list[bool], size: int) -> list[bool]:
     return [flag or i in silent for i, flag in enumerate(signal)]
 
 
+@pytest.mark.parametrize("rewards", [(1, 0, 0, 0), (1, 1, 0), (1, 0), (0, 0, 0), (1, 1), (0, 1, 0, 0, 1, 1, 0)])
+def test_maxrl_advantages_equal_prime_rl(rewards):
+    """Of prime-rl's `MaxRLAlgorithm`. SkyRL and the authors add 1e-6 to the mean."""
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    mean = rewards.mean()
+    theirs = torch.zeros_like(rewards) if mean <= 0 else (rewards - mean) / mean
+    assert advantages(*rewards.tolist(), scale="group_mean") == pytest.approx(theirs.tolist(), rel=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 5, 8])
+def test_maxrl_expected_gradient_is_truncated_likelihood(n):
+    """Over all groups of n samples of a policy that is right with probability p: the gradient of the first n - 1 terms of
+    log p = -sum of (1 - p)^k / k. The paper's n-th term is lost because a group without a right sample has advantage 0."""
+    logit = torch.tensor(-1.2, dtype=torch.float64, requires_grad=True)
+    p = logit.sigmoid()
+    (want,) = torch.autograd.grad(-sum((1 - p) ** k / k for k in range(1, n)), logit)
+    expected, p = 0.0, p.item()
+    for right in range(n + 1):
+        values = advantages(*[1.0] * right, *[0.0] * (n - right), scale="group_mean")
+        scores = [1 - p] * right + [-p] * (n - right)  # gradients of the log-probs in the logit
+        chance = math.comb(n, right) * p**right * (1 - p) ** (n - right)
+        expected += chance * statistics.fmean(a * score for a, score in zip(values, scores, strict=True))
+    assert expected == pytest.approx(want.item(), rel=1e-12)
+
+
+def test_maxrl_rejects_rewards_other_than_binary():
+    assert advantages(1.0, FAILED, 0.0, scale="group_mean") == [1.0, 0.0, -1.0]
+    message = "problem 'p' has a completion with reward 0.5; expected 0 or 1. Fix: return 0 or 1"
+    with pytest.raises(ValueError, match=message):
+        advantages(1.0, 0.5, scale="group_mean")
+
+
 def test_leave_one_out_baseline_is_mean_of_others():
     values = advantages(4.0, 0.0, 2.0, 1.0, baseline="leave_one_out", scale="none")
     assert values == pytest.approx([4 - 3 / 3, 0 - 7 / 3, 2 - 5 / 3, 1 - 6 / 3])
@@ -336,9 +369,90 @@ def test_overlong_penalty_alone_leaves_zero_variance_group():
         assign_advantages([], config)
 
 
+def of_lengths(pairs, **options):
+    """Advantages of completions with these (reward, length)."""
+    (done,), _ = assign_advantages([group(*(sample(r, length=n) for r, n in pairs))], AdvantageConfig(**options))
+    return [s.advantage for s in done.samples]
+
+
+def test_length_term_matches_hand_computed_example():
+    pairs = [(1.0, 10), (1.0, 20), (0.0, 5), (1.0, 30), (0.0, 50)]
+    plain = of_lengths(pairs)
+    # The right answers have 20 tokens on average and at most 30.
+    terms = [0.3 * (20 - n) / 30 if r else 0.0 for r, n in pairs]
+    assert of_lengths(pairs, length_coef=0.3) == pytest.approx([a + b for a, b in zip(plain, terms, strict=True)])
+    turns = of_lengths(pairs, length_coef=0.3, credit="turn")
+    assert turns == pytest.approx(of_lengths(pairs, length_coef=0.3))
+
+
+@pytest.mark.parametrize("lengths", [(3, 9, 7, 7), (1, 2), (40, 8, 8)])
+def test_length_term_of_right_answers_equals_prime_rl(lengths):
+    """Of prime-rl's `GRPOAlgorithm` with a penalty on output tokens, for a group that is all right: elsewhere prime-rl
+    pays wrong answers for brevity, too, and scales the penalty by the fraction of right answers."""
+    rewards, output, weight = torch.ones(len(lengths)).double(), torch.tensor(lengths).double(), 0.25
+    shaped = rewards - rewards.mean() * weight * (output / output.max().clamp(min=1))
+    ours = of_lengths([(1.0, n) for n in lengths], length_coef=weight, scale="none")
+    assert ours == pytest.approx((shaped - shaped.mean()).tolist(), rel=1e-12, abs=1e-15)
+    # The standard deviation does not inflate the term.
+    assert of_lengths([(1.0, n) for n in lengths], length_coef=weight) == ours
+
+
+@settings(max_examples=200)
+@given(
+    pairs=st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.integers(1, 60)), min_size=2, max_size=9),
+    options=st.sampled_from(
+        [{}, {"scale": "none"}, {"scale": "group_mean"}, {"scale": "none", "baseline": "leave_one_out"}]
+    ),
+)
+def test_length_never_pays_wrong_answers(pairs, options):
+    plain, ours = of_lengths(pairs, **options), of_lengths(pairs, length_coef=1.0, **options)
+    right = [i for i, (reward, _) in enumerate(pairs) if reward]
+    wrong = [i for i, (reward, _) in enumerate(pairs) if not reward]
+    assert [ours[i] for i in wrong] == [plain[i] for i in wrong]
+    assert sum(ours) == pytest.approx(sum(plain), abs=1e-9)
+    assert all(ours[i] > ours[j] for i in right for j in wrong)
+    assert all((ours[i] > ours[j]) == (pairs[i][1] < pairs[j][1]) for i in right for j in right)
+
+
+def test_length_term_trains_groups_of_right_answers():
+    config = AdvantageConfig(length_coef=0.5, truncated="penalize", overlong=0.2)
+    groups = [
+        group(*(sample(reward, length=n) for n in lengths))
+        for reward, lengths in ((1.0, (4, 8)), (1.0, (4, 4)), (0.0, (4, 8)), (0.25, (4, 8)))
+    ]
+    done, stats = assign_advantages(groups, config, max_tokens=20)
+    assert [[s.advantage for s in g.samples] for g in done] == [[0.125, -0.125], [0.0] * 2, [0.0] * 2, [0.0] * 2]
+    assert [g.samples[0].in_loss for g in done] == [True, False, False, False] and stats.no_signal == 3
+
+
+def test_shuffled_rewards_permute_advantages_of_each_group():
+    rewards = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.25]
+    orders, sums = set(), np.zeros(len(rewards))
+    for version in range(400):
+        samples = [make_sample([5, i], versions=[version] * 2, outcome=Score(r, {})) for i, r in enumerate(rewards)]
+        mixed = group(sample(FAILED), *samples)
+        (done,), stats = assign_advantages([mixed], AdvantageConfig(rewards="shuffled"))
+        values = [s.advantage for s in done.samples[1:]]
+        assert sorted(values) == sorted(advantages(*rewards)) and stats.num_nonzero_groups == 1
+        assert [s.outcome for s in done.samples] == [s.outcome for s in mixed.samples], "rollouts keep what was graded"
+        assert not done.samples[0].in_loss and all(s.in_loss for s in done.samples[1:])
+        (again,), _ = assign_advantages([done], AdvantageConfig(rewards="shuffled"))
+        assert [s.advantage for s in again.samples[1:]] == values, "the same order after a refill"
+        orders.add(tuple(values))
+        sums += values
+    # Each position has each advantage (standard deviation 1) equally often: five standard errors of a mean of 400.
+    assert len(orders) > 50 and np.abs(sums / 400).max() < 5 / 400**0.5
+    assert advantages(1.0, 1.0, rewards="shuffled") == [0.0, 0.0]
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
+        (
+            {"rewards": "shuffled", "credit": "turn"},
+            "advantage.rewards=shuffled permutes one .* Fix: use credit=episode",
+        ),
+        ({"length_coef": 1.5}, "advantage.length_coef=1.5 must be"),
         ({"baseline": "median"}, "advantage.baseline='median' is unknown"),
         ({"scale": "std"}, "advantage.scale='std' is unknown: use 'group_std'"),
         ({"truncated": "drop"}, "advantage.truncated='drop' is unknown"),
@@ -354,6 +468,16 @@ def test_overlong_penalty_alone_leaves_zero_variance_group():
             "advantage.credit=turn compares turns of one group. Fix: use pass_k=1, and scale=",
         ),
         ({"pass_k": 2, "scale": "batch_std"}, "advantage.pass_k=2 defines its own baseline"),
+        ({"pass_k": 2, "scale": "group_mean"}, "advantage.pass_k=2 defines its own baseline"),
+        ({"credit": "turn", "scale": "group_mean"}, "advantage.credit=turn compares turns of one group"),
+        (
+            {"scale": "group_mean", "baseline": "leave_one_out"},
+            "group_mean needs .* use baseline=mean, .* leave_one_out",
+        ),
+        (
+            {"scale": "group_mean", "truncated": "penalize"},
+            "and truncated=keep or mask, not baseline=mean, truncated=penal",
+        ),
         ({"penalty": -1.0}, "advantage.penalty=-1.0 must be"),
         ({"overlong": 1.5, "truncated": "penalize"}, "advantage.overlong=1.5 must be"),
         ({"overlong": 0.2}, "advantage.overlong=0.2 requires truncated=penalize, not keep"),
@@ -371,6 +495,8 @@ def test_bad_options_are_named(options, message):
         ({"pass_k": 2, "scale": "none"}, "advantage (baseline mean, scale none), best of 2"),
         ({"truncated": "mask", "overlong": 0.0}, "advantage (baseline mean, scale group_std), truncated samples: mask"),
         ({"truncated": "penalize"}, "advantage (baseline mean, scale group_std), truncated samples: penalize by 1"),
+        ({"length_coef": 0.2}, "advantage (baseline mean, scale group_std), right answers compete on length by 0.2"),
+        ({"rewards": "shuffled"}, "advantage (baseline mean, scale group_std), placebo: shuffled rewards"),
         (
             {"truncated": "penalize", "penalty": 0.5, "overlong": 0.2},
             "advantage (baseline mean, scale group_std), truncated samples: penalize by 0.5 over the last 20%",

@@ -46,6 +46,11 @@ def test_findings_of_healthy_run_are_empty():
         ({"groups/infra_failed": 1.0}, "40 samples not graded", "Learning"),
         ({"problems/skipped": lambda step: step // 20}, "2 problems skipped: invalid, or too long", "Learning"),
         ({"eval/skipped": 1.0}, "1 held-out problem skipped", "Learning"),
+        (
+            {"groups/used": lambda step: 20.0 * (step not in (4, 7))},
+            "2 steps had only zero-variance groups, so the rewards gave no gradient, first at step 4: check the grader",
+            "Learning",
+        ),
         ({"length/truncated": 0.25}, "25% of the latest samples were truncated at sampling.max_tokens", "Learning"),
         ({"engines/restarts": lambda step: float(step > 30)}, "restarted 1 time.", "Machine"),
         ({"engines/retired": lambda step: float(step > 20)}, "1 engine failed too often", "Machine"),
@@ -89,6 +94,11 @@ def test_findings_rising_reward_with_its_target_is_healthy():
     rising = {"reward/mean": lambda step: 0.07 + 0.002 * step}
     assert texts(HEALTHY | rising) == texts(HEALTHY | rising | {"eval/solved_sampled": lambda step: 0.001 * step}) == []
     assert texts(HEALTHY | {"reward/mean": 0.3, "reward/solved": 0.0}) == []
+
+
+def test_findings_teacher_needs_no_reward_signal():
+    silent = HEALTHY | {"groups/used": lambda step: 20.0 * (step > 1)}
+    assert len(texts(silent)) == 1 and texts(silent | {"loss/kl_teacher": 0.5}) == []
 
 
 def test_findings_mismatch_limit_ignores_older_policy_tokens():

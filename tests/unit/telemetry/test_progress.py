@@ -1,6 +1,7 @@
 """Bars and the table of steps."""
 
 import io
+import re
 import time
 
 import pytest
@@ -92,33 +93,39 @@ def test_other_ranks_print_no_table(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-STEP = {"time/step": 1.0, "groups/used": 0.0}
+STEP = {"time/step": 1.0, "groups/used": 0.0, "groups/no_signal": 32.0}
 
 
 @pytest.mark.parametrize(
-    ("rewards", "words"),
+    ("rewards", "words", "advice"),
     [
-        ({"reward/mean": 0.1, "reward/std": 1e-17}, "all rewards are 0.1"),
-        ({"reward/mean": 0.5, "reward/std": 0.5}, "no group has a nonzero advantage"),
-        ({}, "no text was graded"),
+        ({"reward/mean": 0.1, "reward/std": 1e-17}, "all rewards are 0.1", "too hard .*run an SFT warm-up on it first"),
+        (
+            {"reward/mean": 0.5, "reward/std": 0.5},
+            "no group has a nonzero advantage",
+            "raise samples_per_prompt or samp",
+        ),
+        ({}, "no text was graded", "Repair the grader"),
     ],
 )
-def test_progress_zero_variance_steps_warn_after_five(rewards, words, caplog):
+def test_progress_zero_variance_step_warns_first_and_fifth(rewards, words, advice, caplog):
     file = io.StringIO()
     progress = Progress(total_steps=200, bars=False, file=file)
     for step in range(1, 9):
         progress.log_step(step, STEP | rewards)
         assert file.getvalue().splitlines()[-1].endswith(f"  no signal: {words}")
-        assert len(caplog.messages) == (step >= 5), "said once"
-    assert caplog.messages[0].startswith(
-        f"rewards: 5 steps with only zero-variance groups, so the rewards gave no gradient: {words}. "
-    )
-    assert "too hard for the model (run an SFT warm-up on it first)" in caplog.messages[0]
+        assert len(caplog.messages) == 1 + (step >= 5), "said twice"
+    for number, message in zip(("1 step", "5 steps"), caplog.messages, strict=True):
+        start = f"rewards: {number} with only zero-variance groups (32 in step {number[0]}), so the rewards gave no gradient: "
+        assert message.startswith(f"{start}{words}. ") and re.search(advice, message)
     progress.log_step(9, STEP | rewards | {"groups/used": 3.0})
     assert "no signal" not in file.getvalue().splitlines()[-1]
     for step in range(10, 15):
         progress.log_step(step, STEP | rewards)
-    assert len(caplog.messages) == 2, "there was a signal between"
+    assert len(caplog.messages) == 3, "there was a signal between"
+    caplog.clear()
+    Progress(bars=False, file=file).log_step(1, STEP | rewards | {"loss/kl_teacher": 0.5})
+    assert not caplog.messages, "a teacher needs no rewards"
 
 
 def test_progress_mostly_truncated_samples_warned_once(caplog):
