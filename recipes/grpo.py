@@ -128,6 +128,9 @@ class Config:
     updates_per_step: int = Field(
         default=1, ge=1, description="optimizer updates per step, each on its share of the groups"
     )
+    iterations_per_step: int = Field(
+        default=1, ge=1, description="passes of a step over its updates; each pass trains on all samples of the step"
+    )
     row_tokens: int = Field(default=16384, description="maximum tokens per packed row")
     advantage: config_sections.AdvantageConfig = Field(
         default=config_sections.AdvantageConfig(), description="rewards of a group -> advantages"
@@ -303,7 +306,7 @@ class GRPORecipe:
             # trainer's logits, too.
             temperature=self.sampling.temperature,
             optimizer=self.optimizer,
-            schedule=make_schedule(schedule, cfg.max_steps * cfg.updates_per_step),
+            schedule=make_schedule(schedule, cfg.max_steps * cfg.updates_per_step * cfg.iterations_per_step),
             max_grad_norm=cfg.max_grad_norm,
             timer=self.timer,
         )
@@ -372,7 +375,7 @@ class GRPORecipe:
             stopping = self.stop.agree_to_stop(self.ranks.any)
             if last or stopping or self.step % cfg.checkpoints.every == 0:
                 self.save_checkpoint()
-            self.log(step_metrics.timing_metrics(metrics, timer.lap()))
+            self.log(step_metrics.timing_metrics(metrics, timer.lap(), cfg.iterations_per_step))
             self.profile.close()
             if stopping and not last:
                 self.stop.raise_stopped()
@@ -454,33 +457,36 @@ class GRPORecipe:
     def update(self, updates: list[list[Row]]) -> dict[str, float]:
         """Runs the optimizer updates of this step on this rank's rows. Returns metrics."""
         # The policy still has the version of the previous step.
-        version = self.step - 1
+        cfg, version = self.cfg, self.step - 1
         # The learning-rate schedule counts planned updates. An update that is skipped because all
-        # groups had zero variance counts, too. After a resume with another `updates_per_step`,
-        # earlier steps count with the new value.
-        self.learner.update_index = version * self.cfg.updates_per_step
+        # groups had zero variance counts, too. After a resume with another `updates_per_step` or
+        # `iterations_per_step`, earlier steps count with the new value.
+        self.learner.update_index = version * cfg.updates_per_step * cfg.iterations_per_step
         # The proximal policy is the policy before the first update of this step. The first update
         # gets its log-probs from its own forward pass. Later updates start from a changed policy,
         # so their proximal log-probs are computed here, before any update.
-        proximal_logprobs = self.learner.proximal_logprobs(updates)
+        proximal_logprobs = self.learner.proximal_logprobs(updates, cfg.iterations_per_step)
         reference_logprobs = self.learner.reference_logprobs(updates)
 
         mismatch_metrics, update_metrics = {}, []
-        with self.progress.training_bar(sum(map(len, updates))) as bar:
-            for rows, proximal, reference in zip(updates, proximal_logprobs, reference_logprobs, strict=True):
+        with self.progress.training_bar(sum(map(len, updates)) * cfg.iterations_per_step) as bar:
+            # Every iteration makes the same updates in the same order.
+            for i in [*range(len(updates))] * cfg.iterations_per_step:
+                # `logprobs` are the proximal policy's in every iteration.
                 logprobs, metrics = self.learner.forward_backward(
-                    rows,
-                    proximal=proximal,
-                    reference=reference,
+                    updates[i],
+                    proximal=proximal_logprobs[i],
+                    reference=reference_logprobs[i],
                     version=version,
                     on_row=lambda row: bar.add(1, row.num_labels),
                 )
+                proximal_logprobs[i] = logprobs
                 if not update_metrics:
                     # The mismatch gate checks before the first update of the step, so that no
                     # update is made on log-probs of another policy.
-                    when = f"step {self.step}, before its first update"
-                    stats = self.mismatch_gate.check(rows, logprobs, when, version)
-                    mismatch_metrics = stats.metrics("mismatch")
+                    mismatch_metrics = self.mismatch_gate.check(
+                        updates[i], logprobs, f"step {self.step}, before its first update", version
+                    ).metrics("mismatch")
                 # If the gradient is not finite, the error names the checkpoint to resume from.
                 advice = partial(self.checkpoints.failed_update_advice, self.step)
                 update_metrics.append(self.learner.step(metrics, advice=advice))

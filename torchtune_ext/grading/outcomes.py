@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torchtune_ext.run.worker_process import error_line
+from torchtune_ext.tasks import grade_functions
 from torchtune_ext.tasks.grade_functions import describe_function, is_builtin
 from torchtune_ext.tasks.task import Problem, Score, Task, to_score
 
@@ -90,7 +91,8 @@ def check_outcome(value: object, source: Callable | str) -> Outcome:
 
 def _cause(error: BaseException) -> str:
     """Returns the error, and the line of the grader's file that called the failing library."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own_files = (__file__, grade_functions.__file__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in own_files]
     grader_frames = [frame for frame in frames if frame.filename == frames[0].filename]
     if not grader_frames or grader_frames[-1] is frames[-1]:
         return error_line(error)

@@ -1,6 +1,6 @@
 """Opens the graders of a run's tasks, and tries them on reference answers before the run starts."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +25,7 @@ from torchtune_ext.tasks.task import (
     Score,
     SelfGradingTask,
     Task,
+    require_part,
     solution_messages,
 )
 
@@ -76,6 +77,7 @@ def check_grading(
     config: GraderConfig,
     keys: Sequence[str] = ("task", "evaluation.task"),
     samples: int = 2,
+    parts: Collection[str] = (),
 ) -> None:
     """Checks that the tasks of a run can be graded.
 
@@ -85,9 +87,10 @@ def check_grading(
         keys: the config key of each task, for messages.
         samples: texts per problem of the first task if it grades whole groups (`grade_group`).
             Other tasks get one text, as in a greedy evaluation.
+        parts: reward parts that the training task must return (`advantage.parts`).
 
     Raises:
-        UsageError: a task cannot be graded.
+        UsageError: a task cannot be graded, or the training task lacks a part.
     """
     checked: list[Any] = []
     for i, (task, key) in enumerate(zip(tasks, keys, strict=False)):
@@ -107,7 +110,7 @@ def check_grading(
             grader_key = (type(task), attributes.get("grade"), attributes.get("grade_group"), texts)
             if grader_key not in checked:
                 checked.append(grader_key)
-                _check_grader(task, config, key, texts)
+                _check_grader(task, config, key, texts, parts if i == 0 else ())
 
 
 def find_answer_errors(grader: Any, problems: Sequence[Problem]) -> list[str]:
@@ -173,11 +176,11 @@ def _describe_answer_error(outcomes: Sequence[Outcome]) -> str:
     )
 
 
-def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1) -> None:
+def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1, parts: Collection[str] = ()) -> None:
     """Grades the solutions of the first problems.
 
     Raises:
-        UsageError: grading fails, times out, or gives the reward 0 to every solution.
+        UsageError: grading fails, times out, lacks a part, or gives the reward 0 to every solution.
     """
     problems = first_problems(task, key)
     if not problems:
@@ -206,6 +209,9 @@ def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1) ->
                     f"{key}: {name} cannot grade {text_name} of problem {problems[0].id!r}: {outcomes[0].cause}; none of the "
                     f"first {len(problems)} problems can be graded. Fix: repair its `grade`"
                 )
+            for score in (outcome for outcome in outcomes if isinstance(outcome, Score)):
+                for name in parts:
+                    require_part(score, name)
             # An untrained model soon samples an empty text.
             empty_outcome = grader.submit(problems[0], *[""] * texts).result()[0]
             if isinstance(empty_outcome, Ungraded):

@@ -17,10 +17,12 @@ from torchtune_ext.pipeline.evaluation import SOLVED_REWARD
 from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.settings.sections import config_section
+from torchtune_ext.tasks.task import require_part
 
 log = logging.getLogger(__name__)
 
 TIE_TOLERANCE = 1e-9  # rewards of a group that differ by less, relative to their magnitude, are equal
+WHOLE_REWARD = {"": 1.0}  # `parts` if none are given
 ROUNDING_TOLERANCE = 1e-13  # largest relative difference by rounding between sums of the same numbers
 
 
@@ -55,6 +57,10 @@ class AdvantageConfig:
     LitePPO         "mean"              "batch_std"    R                              arXiv 2508.08221
     pass@k          "mean"              "group_std"    mean best of k, pass_k = k     arXiv 2508.10751
     MaxRL           "mean"              "group_mean"   R, 0 or 1                      arXiv 2602.02710
+
+    With `parts`, R is their weighted sum. GDPO (`combine: normalize_then_sum`, arXiv 2601.05242)
+    computes GRPO's advantages of each part, and whitens their weighted sum over the step:
+    advantage = (sum - mean of all sums) / standard deviation of all sums.
 
     Raises:
         UsageError: options exclude each other, or a value is out of range.
@@ -99,6 +105,14 @@ class AdvantageConfig:
         le=1,
         description="last fraction of max_tokens over which the penalty grows from 0 to `penalty` (DAPO: 0.2)",
     )
+    parts: dict[str, float] = Field(
+        default_factory=dict,
+        description="weights of reward parts whose sum replaces the reward, e.g. {correct: 1.0, short: 0.5}",
+    )
+    combine: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
+        default="sum_then_normalize",
+        description="normalize the sum of the parts, or each part within its group and the sum over the step (GDPO)",
+    )
 
     def __post_init__(self) -> None:
         if self.pass_k > 1 and (self.baseline, self.scale) not in (("mean", "group_std"), ("mean", "none")):
@@ -126,6 +140,25 @@ class AdvantageConfig:
                 "set overlong=0 (it "
                 "may come from `preset`)"
             )
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        weights = self.parts.values()
+        if self.parts and not (all(map(math.isfinite, weights)) and any(weights)):
+            raise UsageError(f"advantage.parts={self.parts}: expected finite weights, at least one of them not 0")
+        if self.parts and self.credit == "turn":
+            raise UsageError(
+                "advantage.parts with credit=turn: a turn has one reward, without parts. Fix: set credit=episode"
+            )
+        if self.combine == "normalize_then_sum" and not (
+            self.uses_formula and self.credit == "episode" and self.truncated != "penalize"
+        ):
+            raise UsageError(
+                "advantage.combine=normalize_then_sum defines its own baseline and scale, and has no reward to penalize. "
+                "Fix: use baseline=mean, scale=group_std, pass_k=1, credit=episode, and truncated=keep or mask, not "
+                f"baseline={self.baseline}, scale={self.scale}, pass_k={self.pass_k}, credit={self.credit}, "
+                f"truncated={self.truncated}"
+            )
 
     @property
     def uses_formula(self) -> bool:
@@ -138,12 +171,17 @@ class AdvantageConfig:
         words = {
             f"advantage (baseline {self.baseline}, scale {self.scale})": True,
             "placebo: shuffled rewards": self.rewards == "shuffled",
+            f"{self._parts_text()} normalized, then summed": self.combine == "normalize_then_sum",
+            f"of {self._parts_text()}": self.parts and self.combine == "sum_then_normalize",
             "per turn": self.credit == "turn",
             f"best of {self.pass_k}": self.pass_k > 1,
             f"right answers compete on length by {self.length_coef:g}": self.length_coef > 0,
             f"truncated samples: {self.truncated}{penalty}{overlong}": self.truncated != "keep",
         }
         return ", ".join(word for word, shown in words.items() if shown)
+
+    def _parts_text(self) -> str:
+        return " + ".join(f"{weight:g} {name}" for name, weight in self.parts.items())
 
 
 def default_formula(rewards_G: np.ndarray) -> np.ndarray:
@@ -173,8 +211,8 @@ def assign_advantages(
         All groups in order, and the counts. In a zero-variance group every advantage is 0.
 
     Raises:
-        UsageError: `config.overlong` is set without `max_tokens`, or `scale` is "group_mean" and a
-            reward is not 0 or 1.
+        UsageError: `config.overlong` is set without `max_tokens`, `scale` is "group_mean" and a reward
+            is not 0 or 1, or a sample lacks a part.
     """
     if config.overlong and max_tokens is None:
         raise UsageError(
@@ -182,15 +220,20 @@ def assign_advantages(
         )
     graded = [[s for s in group.samples if s.score is not None] for group in groups]
     if config.scale == "group_mean":
-        _require_binary_rewards(groups)
+        _require_binary_rewards(groups, config)
     rewards = [np.array([_shaped_reward(s, config, max_tokens) for s in samples]) for samples in graded]
     batch_std = np.concatenate(rewards).std() if config.scale == "batch_std" and any(map(len, rewards)) else 1.0
+    whitened: list[np.ndarray | None] = [None] * len(groups)
+    if config.combine == "normalize_then_sum":
+        whitened = _whitened_part_advantages(graded, config, formula)
     results, used, lone_turns = [], 0, 0
-    for group, samples, rewards_G in zip(groups, graded, rewards, strict=True):
+    for group, samples, rewards_G, whitened_G in zip(groups, graded, rewards, whitened, strict=True):
         # If all grader rewards are equal, only the length penalty differs. Dividing by the std
         # would inflate the penalty.
-        if config.overlong and _all_equal(np.array([_raw_reward(sample) for sample in samples])):
+        if config.overlong and _all_equal(np.array([_base_reward(sample, config) for sample in samples])):
             values = None
+        elif config.combine == "normalize_then_sum":
+            values = whitened_G
         elif config.credit == "turn":
             values, lone = _turn_advantages(samples, rewards_G, config, formula)
             lone_turns += lone
@@ -262,6 +305,24 @@ def _group_advantages(
     return advantages_G / {"group_std": std, "batch_std": batch_std, "group_mean": mean, "none": 1.0}[config.scale]
 
 
+def _whitened_part_advantages(
+    graded: list[list[Sample]], config: AdvantageConfig, formula: Callable[[np.ndarray], np.ndarray]
+) -> list[np.ndarray | None]:
+    """Returns GDPO's advantages of each group (arXiv 2601.05242), float64 [G]; None: zero variance in every part."""
+    sums = []
+    for samples in graded:
+        sum_G = np.zeros(len(samples))
+        for name, weight in (config.parts or WHOLE_REWARD).items():
+            part_G = np.array([_part(sample, name) for sample in samples])
+            # A part whose values are all equal does not distinguish samples.
+            if (advantages_G := _group_advantages(part_G, config, 1.0, formula)) is not None:
+                sum_G += weight * advantages_G
+        sums.append(sum_G)
+    # As in the paper and in TRL, zero-variance groups count in the standard deviation.
+    step = np.concatenate([np.zeros(0), *sums])
+    return [None if _all_equal(sum_G) else (sum_G - step.mean()) / step.std() for sum_G in sums]
+
+
 def _turn_advantages(
     samples: list[Sample],
     rewards_G: np.ndarray,
@@ -291,15 +352,15 @@ def _turn_advantages(
     return advantages if any(map(np.any, advantages)) else None, lone
 
 
-def _require_binary_rewards(groups: list[Group]) -> None:
+def _require_binary_rewards(groups: list[Group], config: AdvantageConfig) -> None:
     # With other rewards the mean may be close to 0 or negative, and the advantages change their
     # size or sign.
     for group in groups:
         for sample in group.samples:
-            if sample.score is not None and sample.score.reward not in (0.0, 1.0):
+            if sample.score is not None and (reward := _base_reward(sample, config)) not in (0.0, 1.0):
                 raise UsageError(
                     f"advantage.scale=group_mean (MaxRL): problem {group.problem.id!r} has a completion with reward "
-                    f"{sample.score.reward:g}; expected 0 or 1. Fix: return 0 or 1 from the grader, or set another scale"
+                    f"{reward:g}; expected 0 or 1. Fix: return 0 or 1 from the grader, or set another scale"
                 )
 
 
@@ -384,9 +445,20 @@ def _raw_reward(sample: Sample) -> float:
     return sample.score.reward
 
 
+def _part(sample: Sample, name: str) -> float:
+    """Returns a part of the score; "": the reward."""
+    assert sample.score is not None  # only graded samples get here
+    return require_part(sample.score, name) if name else _raw_reward(sample)
+
+
+def _base_reward(sample: Sample, config: AdvantageConfig) -> float:
+    """Returns the weighted sum of the parts, or without `parts` the grader's reward."""
+    return sum(weight * _part(sample, name) for name, weight in (config.parts or WHOLE_REWARD).items())
+
+
 def _shaped_reward(sample: Sample, config: AdvantageConfig, max_tokens: int | None) -> float:
     """Returns the grader's reward minus the penalty of `truncated: penalize`."""
-    reward = _raw_reward(sample)
+    reward = _base_reward(sample, config)
     if config.truncated != "penalize":
         return reward
     penalty_fraction = float(_is_truncated(sample))

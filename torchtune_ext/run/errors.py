@@ -42,6 +42,8 @@ ALIASES = {
     "train_batch_size": "prompts_per_step",
     "num_steps": "max_steps",
     "steps": "max_steps",
+    "num_iterations": "iterations_per_step",
+    "ppo_epochs": "iterations_per_step",
     "max_new_tokens": "max_tokens",
     "max_completion_length": "max_tokens",
     "max_seq_length": "max_model_len",

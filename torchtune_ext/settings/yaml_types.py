@@ -142,7 +142,8 @@ def _kind_text(kind: Any) -> str:
         items = " or ".join(map(_kind_text, union_members(inside[0]))) if inside and inside[0] is not Any else ""
         return f"a list{f' of {_length(kind)}' if _length(kind) else ''}{f', each item {items}' if items else ''}"
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return "a mapping"
+        values = " or ".join(map(_kind_text, union_members(inside[1]))) if inside and inside[1] is not Any else ""
+        return f"a mapping{f', each value {values}' if values else ''}"
     others = {Path: "a path", os.PathLike: "a path", Callable: "a function"}
     return (TYPE_TEXTS | others).get(origin) or f"a {getattr(origin, '__name__', origin)}"
 
@@ -178,7 +179,8 @@ def _rewrite_hint(key: str, value: Any, kinds: list[Any]) -> str:
         origin in LIST_TYPES and not _length(kind) for origin, kind in zip(origins, kinds, strict=True)
     ):
         return f": {key}=[{value}]"
-    return f", as in {key}.NAME=VALUE" if "a mapping" in map(_kind_text, kinds) else ""
+    is_mapping = any(_kind_text(kind).startswith("a mapping") for kind in kinds)
+    return f", as in {key}.NAME=VALUE" if is_mapping else ""
 
 
 def _source_text(value: Any) -> str:

@@ -26,6 +26,11 @@ def check_settings(cfg: RunSettings, loss: Any) -> None:
             f"updates_per_step={cfg.updates_per_step} is more than prompts_per_step={cfg.prompts_per_step}: each update needs "
             f"at least one group. Fix: set updates_per_step={cfg.prompts_per_step} or less"
         )
+    if cfg.advantage.combine == "normalize_then_sum" and not cfg.advantage.parts:
+        raise UsageError(
+            "advantage.parts is missing, but advantage.combine=normalize_then_sum (preset: gdpo) normalizes reward parts. Fix: "
+            "set advantage.parts, as in advantage.parts.correct=1.0 advantage.parts.short=0.5, or combine=sum_then_normalize"
+        )
     check_needs(cfg.loss, loss_requirements(loss))
     check_teacher(cfg.teacher, cfg.sampling, loss_requirements(loss), replay=cfg.replay is not None)
     check_sampling(cfg.sampling, cfg.samples_per_prompt, cfg.advantage)
@@ -58,7 +63,7 @@ def check_settings(cfg: RunSettings, loss: Any) -> None:
             f"preset=decoupled_ppo or preset=grpo, or set loss.importance ({methods}). To train without a correction, set "
             "loss.importance=none"
         )
-    cfg.schedule.require_fits(cfg.max_steps * cfg.updates_per_step)
+    cfg.schedule.require_fits(cfg.max_steps * cfg.updates_per_step * cfg.iterations_per_step)
 
 
 def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage: AdvantageConfig) -> None:

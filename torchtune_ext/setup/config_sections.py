@@ -66,6 +66,7 @@ class RunSettings(Protocol):
     replay: str | None
     refill_rounds: int
     updates_per_step: int
+    iterations_per_step: int
     row_tokens: int
     advantage: AdvantageConfig
     aggregation: Literal["sequence", "token", "constant"]

@@ -137,7 +137,7 @@ class RunComponents:
         if not self.replay:
             self.eval_problems.load()
             tasks = [self.task, self.eval_task]
-            check_grading(tasks, self.cfg.grader)
+            check_grading(tasks, self.cfg.grader, parts=self.cfg.advantage.parts)
             check_agents(tasks, self.tokenizer, self.sampling, self.engine_config.max_model_len, self.cfg.agent)
 
     def checkpoint_identity(self, run: str) -> Identity:

@@ -2,16 +2,63 @@
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torchtune_ext.run import catalog
 from torchtune_ext.run.errors import UsageError
-from torchtune_ext.tasks.task import Problem, Score
+from torchtune_ext.tasks.task import Problem, Score, to_score
 
 GradeFunction = Callable[[Problem, str], float | Score]  # grades one text
 # Grades all texts of a problem, in order.
 GroupGradeFunction = Callable[[Problem, list[str]], list[float | Score]]
+
+
+@dataclass(frozen=True)
+class CombinedGrader:
+    """Grades a text with several functions. The reward is the sum of their rewards.
+
+    Each reward is also a part with the name of its function. If one function fails, the text is
+    ungraded.
+    """
+
+    functions: Mapping[str, GradeFunction]
+
+    def __call__(self, problem: Problem, text: str) -> Score:
+        """Returns the score of a text. Errors of the functions are raised unchanged.
+
+        Raises:
+            UsageError: a function returned neither a number nor a Score.
+        """
+        scores = {}
+        for name, function in self.functions.items():
+            value = function(problem, text)
+            try:
+                scores[name] = to_score(value)
+            except UsageError as error:
+                raise UsageError(f"{describe_function(function)} returned {error}") from None
+        rewards = {name: score.reward for name, score in scores.items()}
+        parts = {name: part for score in scores.values() for name, part in score.parts.items()}
+        facts = {name: fact for score in scores.values() for name, fact in score.facts.items()}
+        note = "\n".join(f"{name}: {score.note}" for name, score in scores.items() if score.note)
+        return Score(sum(rewards.values()), parts | rewards, note, facts)
+
+
+def combine_graders(graders: Mapping[str, str | GradeFunction]) -> CombinedGrader:
+    """Imports the functions of the argument `graders`, by name.
+
+    Raises:
+        UsageError: `graders` is not a mapping with at least one function, or a function is not found.
+    """
+    if not isinstance(graders, Mapping) or not graders:
+        raise UsageError(f"graders={graders!r}: expected names and functions. Fix: write graders.correct=my_reward.f")
+    return CombinedGrader(
+        {
+            str(name): import_grader(given, f"graders.{name}", "text") if isinstance(given, str) else given
+            for name, given in graders.items()
+        }
+    )
 
 
 def use_graders(task: Any, grader: str | GradeFunction | None, group_grader: str | GroupGradeFunction | None) -> None:
@@ -100,6 +147,8 @@ def import_named(path: str, key: str, kind: str, example: str) -> Any:
 
 def is_builtin(function: Callable | None) -> bool:
     """Tells whether a function or method is defined in this package."""
+    if isinstance(function, CombinedGrader):
+        return all(map(is_builtin, function.functions.values()))
     return (getattr(function, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]
 
 
@@ -107,6 +156,8 @@ def describe_function(function: str | Callable) -> str:
     """Returns the name of a function, with file and line: "my_reward.short (my_reward.py:3)"."""
     if isinstance(function, str):
         return function
+    if isinstance(function, CombinedGrader):
+        return " + ".join(map(describe_function, function.functions.values()))
     # Methods and decorators wrap the function that has a file and a line.
     plain = inspect.unwrap(getattr(function, "__func__", function))
     if not inspect.isfunction(plain):

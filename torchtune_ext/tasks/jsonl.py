@@ -11,7 +11,7 @@ from typing import Any
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.tasks.agent_functions import Agent, find_agent
 from torchtune_ext.tasks.examples import Example, field_names, field_value, fill_template, hub_examples, read_examples
-from torchtune_ext.tasks.grade_functions import GradeFunction, GroupGradeFunction, use_graders
+from torchtune_ext.tasks.grade_functions import GradeFunction, GroupGradeFunction, combine_graders, use_graders
 from torchtune_ext.tasks.task import Message, Problem, Score, require_index, require_question, task_length, to_score
 
 # A field in a prompt. The braces of \boxed{answer} and x^{n} are LaTeX, not fields.
@@ -199,6 +199,8 @@ class Jsonl(QuestionTask):
         command: instead of `agent`, a program and its arguments. It gets OPENAI_BASE_URL,
             OPENAI_API_KEY and OPENAI_MODEL, the problem as JSON on stdin, and prints its reward, or a
             JSON object with `reward`, as the last line.
+        graders: instead of `grader`, several functions by name: {correct: my.f, short: my.g}. The reward
+            is the sum, and each reward is a part (`advantage.parts`).
 
     Raises:
         UsageError: the source is missing or unreadable, an example lacks a field or has an empty
@@ -226,8 +228,9 @@ class Jsonl(QuestionTask):
         fields: Sequence[str] | None = None,
         agent: str | Agent | None = None,
         command: Sequence[str] | None = None,
+        graders: Mapping[str, str | GradeFunction] | None = None,
     ) -> None:
-        given = {"grader": grader, "group_grader": group_grader, "agent": agent, "command": command}
+        given = {"grader": grader, "group_grader": group_grader, "agent": agent, "command": command, "graders": graders}
         given = {key: value for key, value in given.items() if value is not None}
         if not given and type(self).grade is Jsonl.grade:
             raise UsageError(
@@ -238,10 +241,13 @@ class Jsonl(QuestionTask):
             raise UsageError(
                 f"{', '.join(given)}: mutually exclusive, since an agent returns the reward. Fix: keep one"
             )
+        if graders is not None and len(given) > 1:
+            raise UsageError(f"{', '.join(given)}: mutually exclusive. Fix: keep one")
         if agent is not None or command is not None:
             self.run_agent = find_agent(agent, command)
         require_one(hub=hub, path=path)
         source = ExampleSource(hub, config, split, path, question, answer, solution)
+        grader = grader if graders is None else combine_graders(graders)
         super().__init__(source, prompt, system, count, first, "", grader, group_grader, fields)
         if prompt != "{question}" and not all(isinstance(question, str) for question, _, _ in self.examples):
             raise UsageError(

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from torchtune_ext.run.errors import UsageError
+from torchtune_ext.run.errors import UsageError, closest_match
 
 # The largest absolute reward. Advantages are float32; a sum of larger rewards may overflow.
 MAX_REWARD = 1e30
@@ -68,6 +68,22 @@ class Score:
         if self.parts.get("timed_out"):
             return "timed_out"
         return "policy_failed" if self.parts.get("failed") else "scored"
+
+
+def require_part(score: Score, name: str) -> float:
+    """Returns a part of a score: 0 if the text hung the grader, which then returned no parts.
+
+    Raises:
+        UsageError: the score lacks the part.
+    """
+    if name in score.parts or score.kind == "timed_out":
+        return score.parts.get(name, 0.0)
+    near = closest_match(name, score.parts)
+    hint = f"did you mean {near!r}?" if near else f"it has {', '.join(score.parts) or 'no parts'}."
+    raise UsageError(
+        f"advantage.parts.{name}: a Score of the grader lacks the part {name!r}; {hint} Fix: return it in every Score, or "
+        "change advantage.parts"
+    )
 
 
 def task_length(first: int, count: int | None) -> int:

@@ -58,14 +58,16 @@ class Timer:
         return values
 
 
-def timing_metrics(values: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
+def timing_metrics(values: Mapping[str, float], seconds: Mapping[str, float], iterations: int = 1) -> dict[str, float]:
     """Returns the seconds of a step, and the throughput of generation and training (tokens/s).
 
-    The trained tokens are the tokens in packed rows, where a shared prompt counts once.
+    The trained tokens are the tokens in packed rows, where a shared prompt counts once. They count
+    once per iteration.
 
     Args:
         values: the metrics of the step; without token counts the result has no throughput.
         seconds: the return value of `Timer.lap` for the same step.
+        iterations: how often the step was trained on its rows.
     """
     metrics, is_async = dict(seconds), "async/staleness_mean" in values
     # In asynchronous training the engine generates during the whole step, so its tokens are divided
@@ -74,12 +76,12 @@ def timing_metrics(values: Mapping[str, float], seconds: Mapping[str, float]) ->
         metrics["time/wait_for_rollouts"] = sum(
             seconds.get(f"time/sample/{part}", 0.0) for part in ("generate", "grade")
         )
-    for name, tokens, phase in (
-        ("sampled", "length/tokens", "time/step" if is_async else "time/sample/generate"),
-        ("trained", "pack/tokens", "time/train"),
+    for name, tokens, times, phase in (
+        ("sampled", "length/tokens", 1, "time/step" if is_async else "time/sample/generate"),
+        ("trained", "pack/tokens", iterations, "time/train"),
     ):
         if tokens in values and seconds.get(phase):
-            metrics[f"speed/{name}_tokens_s"] = values[tokens] / seconds[phase]
+            metrics[f"speed/{name}_tokens_s"] = values[tokens] * times / seconds[phase]
     return metrics
 
 

@@ -107,19 +107,28 @@ class Learner:
             self.policy.model.train(training)
             _reshard(self.policy.model)
 
-    def proximal_logprobs(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelLogprobs] | None]:
+    def proximal_logprobs(
+        self, updates: Sequence[Sequence[Row]], iterations: int = 1
+    ) -> list[list[LabelLogprobs] | None]:
         """Computes the proximal policy's log-probs of the rows of each update.
 
         The proximal policy is the policy before the first update.
 
+        Args:
+            updates: rows of each update.
+            iterations: how often each update is made.
+
         Returns:
-            The log-probs of each row, for each update; None for an update that does not need them.
+            The log-probs of each row, for each update; None for an update that does not need them,
+            or whose first `forward_backward` returns them.
         """
         # In the first update the policy still equals the proximal policy, so the forward pass of
         # the update computes these log-probs. With dropout every forward pass is a different
-        # policy, so the first update needs this pass, too.
+        # policy, so the first update needs this pass, too. That forward pass also has no top k,
+        # which the first update needs when it is made again.
+        first_needs_it = self.policy.has_dropout or (iterations > 1 and self.loss_requirements.top_k > 0)
         later_updates_need_it = self.loss_requirements.proximal_logprobs
-        needs_pass = [later_updates_need_it if i else self.policy.has_dropout for i in range(len(updates))]
+        needs_pass = [later_updates_need_it if i else first_needs_it for i in range(len(updates))]
         with self._timer("logprobs"):
             return [
                 self.logprobs(rows, top_k=self.loss_requirements.top_k) if is_needed else None

@@ -147,6 +147,7 @@ def test_every_preset_fits(preset, name):
 # What the papers say, as (loss, advantage, the rest); the docs' table has the same.
 PUBLISHED = {
     "grpo": (dict(constraint="clip", clip_low=0.2, clip_high=0.2, importance="tis"), {}, {"aggregation": "sequence"}),
+    "gdpo": (dict(clip_low=0.2, clip_high=0.2), {"combine": "normalize_then_sum"}, {"aggregation": "sequence"}),
     "clip_higher": (dict(clip_low=0.2, clip_high=0.28), {}, {"aggregation": "sequence"}),
     "atr_grpo": (dict(constraint="kl3", delta=0.02), {}, {"aggregation": "sequence"}),
     "exact_kl": (dict(constraint="kl", delta=0.02, top_k=16), {}, {"aggregation": "sequence"}),

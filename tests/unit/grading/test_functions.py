@@ -6,8 +6,10 @@ import re
 import pytest
 
 from helpers.own_files import working_in
-from torchtune_ext.grading import Grader, Ungraded
+from torchtune_ext.grading import Grader, GraderConfig, Ungraded, check_grading
+from torchtune_ext.settings.components import Component
 from torchtune_ext.tasks.arithmetic import Arithmetic
+from torchtune_ext.tasks.grade_functions import describe_function
 from torchtune_ext.tasks.jsonl import Jsonl
 from torchtune_ext.tasks.task import Score
 from torchtune_ext.tasks.temporal_clue import TemporalClue
@@ -58,6 +60,10 @@ def ranks(problem, texts):
 
 def alone(text):
     return 1.0
+
+
+def noted(problem, text):
+    return Score(float("km" in text), {"units": 1.0}, note="a unit", facts={"by": "hand"})
 
 
 limit = 3
@@ -191,6 +197,55 @@ def test_shipped_tasks_accept_reward_functions(folder, make):
     assert task.grade(task[0], "one two three") == 3
     assert graded(task, ["one two three", ""]) == [Score(3.0), Score(0.0)]
     assert isinstance(task.solution(task[0]), str), "what the warm-up learns is still the task's"
+
+
+# ---- several functions
+
+GRADERS = {"long": "mine.words", "unit": "mine.noted"}
+
+
+def test_gdpo_several_graders_return_named_parts(folder):
+    settings = {"_component_": "torchtune_ext.tasks.jsonl.Jsonl", "path": "questions.jsonl", "graders": GRADERS}
+    task = Component(settings, "task").instantiate()
+    right, wrong = graded(task, ["two km", "two"], workers=2)
+    assert right == Score(3.0, {"units": 1.0, "long": 2.0, "unit": 1.0}, "unit: a unit", {"by": "hand"})
+    assert (wrong.reward, wrong.parts) == (1.0, {"units": 1.0, "long": 1.0, "unit": 0.0})
+    assert re.fullmatch(r"mine.words \(mine.py:\d+\) \+ mine.noted \(mine.py:\d+\)", describe_function(task.grade))
+
+
+def test_gdpo_failing_grader_leaves_sample_ungraded(folder):
+    """Other samples keep their scores; a hung function of the user's is not the policy's failure."""
+    task = Jsonl(path="questions.jsonl", graders={"long": "mine.words", "says": "mine.says"})
+    outcomes = graded(task, ["1", "1 +", "None", "time.sleep(60)", "2"], timeout_s=1.0)
+    assert [outcome.kind for outcome in outcomes] == ["scored", "infra_failed", "infra_failed", "timed_out", "scored"]
+    assert isinstance(outcomes[3], Ungraded) and outcomes[4] == Score(3.0, {"long": 1.0, "says": 2.0})
+    assert re.search(r"SyntaxError: .*mine.py:\d+", outcomes[1].cause)
+    assert re.search(r"mine.says \(mine.py:\d+\) returned None, neither a number nor a Score", outcomes[2].cause)
+
+
+def test_gdpo_unknown_part_refused_before_start(folder):
+    task = Jsonl(path="questions.jsonl", graders=GRADERS)
+    check_grading([task, None], GraderConfig(), parts=["long", "units"])
+    with pytest.raises(ValueError, match="advantage.parts.lang: .* lacks the part 'lang'; did you mean 'long'[?]"):
+        check_grading([task, None], GraderConfig(), parts=["lang"])
+    # Held-out problems need no parts.
+    check_grading([task, Jsonl("mine.words", path="questions.jsonl")], GraderConfig(), parts=["long"])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"graders": {}}, "graders={}: expected names and functions. Fix: write graders.correct=my_reward.f"),
+        ({"graders": ["mine.words"]}, r"graders=\['mine.words'\]: expected names and functions"),
+        ({"graders": {"a": "mine.word"}}, "graders.a='mine.word': mine has no 'word'; did you mean 'words'[?]"),
+        ({"graders": GRADERS, "grader": "mine.words"}, "grader, graders: mutually exclusive. Fix: keep one"),
+        ({"graders": GRADERS, "group_grader": "mine.ranks"}, "group_grader, graders: mutually exclusive"),
+        ({"graders": GRADERS, "agent": "mine.words"}, "agent, graders: mutually exclusive"),
+    ],
+)
+def test_bad_graders_are_named(folder, options, message):
+    with pytest.raises(ValueError, match=message):
+        Jsonl(path="questions.jsonl", **options)
 
 
 # ---- judges

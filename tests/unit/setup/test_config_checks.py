@@ -26,6 +26,7 @@ def check(loss=None, **changed):
         "prompts_per_step": 4,
         "samples_per_prompt": 4,
         "updates_per_step": 1,
+        "iterations_per_step": 1,
         "max_steps": 10,
         "staleness": 2,
         "prefetch_steps": None,
@@ -57,6 +58,10 @@ def check(loss=None, **changed):
             r"prefetch_steps=3: .*staleness=2\. Fix: set prefetch_steps=2 or staleness=3",
         ),
         ({"staleness": 0, "prefetch_steps": 1}, "prefetch_steps=1: .*staleness=0"),
+        (
+            {"advantage": AdvantageConfig(combine="normalize_then_sum")},
+            r"advantage.parts is missing, but advantage.combine=normalize_then_sum \(preset: gdpo\) .*Fix: set advantage.parts",
+        ),
         (
             {"engine": EngineConfig(sleep=True)},
             r"staleness=2 with engine.sleep=true: .*\(engine.devices\), or set staleness=0",

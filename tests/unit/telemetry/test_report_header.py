@@ -69,6 +69,7 @@ def test_the_facts_of_a_run():
     }
     assert heading(CONFIG | {"device": "cpu"}, records)["Device"] == ("CPU", "")
     assert heading(CONFIG | {"updates_per_step": 1})["A step"] == ("32 × 16 samples", "1 update")
+    assert heading(CONFIG | {"iterations_per_step": 3})["A step"] == ("32 × 16 samples", "6 updates")
     own = CONFIG | {"preset": None, "loss": {"_component_": "my_losses.Reinforce"}}
     assert heading(own)["Preset"] == ("none", "loss Reinforce")
 

@@ -59,6 +59,7 @@ def test_speeds_are_tokens_over_their_seconds():
     seconds = {"time/sample/generate": 2.0, "time/train": 4.0, "time/step": 9.0}
     values = {"length/tokens": 100.0, "pack/tokens": 300.0}
     assert timing_metrics(values, seconds) == seconds | {"speed/sampled_tokens_s": 50.0, "speed/trained_tokens_s": 75.0}
+    assert timing_metrics(values, seconds, iterations=2)["speed/trained_tokens_s"] == 150.0
     assert timing_metrics({"pack/tokens": 300.0}, {"time/step": 9.0}) == {"time/step": 9.0}
 
 

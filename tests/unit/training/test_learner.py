@@ -160,6 +160,9 @@ def test_proximal_logprobs_first_update_skips_forward():
     learner = make_learner(PolicyLoss(constraint="kl", top_k=4))
     first, second = learner.proximal_logprobs([rows(), rows()])
     assert first is None and [scores.top_LK.shape[-1] for scores in second] == [4] * len(second)
+    # That forward pass has no top k, which a second iteration of the first update needs.
+    assert learner.proximal_logprobs([rows()], iterations=2)[0][0].top_LK.shape[-1] == 4
+    assert make_learner(PolicyLoss()).proximal_logprobs([rows()], iterations=2) == [None]
     learner.policy.has_dropout = True  # with dropout every forward pass is a different policy
     assert None not in learner.proximal_logprobs([rows(), rows()])
 
@@ -240,20 +243,25 @@ def test_schedule_after_its_end_stays_within_bounds(decay, warmup):
     assert all(factor(update) == ends for update in range(max(8, warmup), 100)) or warmup == 8
 
 
-def run_steps(updates_per_step, decay, warmup, state, steps):
-    """Runs `steps` steps of the recipe after `state`. Returns its state and the learning rate of every update."""
-    recipe, rates = object.__new__(GRPORecipe), []
-    recipe.cfg = SimpleNamespace(updates_per_step=updates_per_step)
-    schedule = make_schedule(ScheduleConfig(decay, warmup), 6 * updates_per_step)
-    learner = recipe.learner = make_learner(
-        MinimalLoss(), schedule=lambda update: rates.append(schedule(update)) or rates[-1]
-    )
+def make_recipe(learner, updates_per_step=1, iterations_per_step=1, state=None):
+    """A recipe in `state` without engine and run folder."""
+    recipe = object.__new__(GRPORecipe)
+    recipe.cfg = SimpleNamespace(updates_per_step=updates_per_step, iterations_per_step=iterations_per_step)
+    recipe.learner, recipe.policy, recipe.optimizer = learner, learner.policy, learner.optimizer
+    state = state or asdict(RunState(0, 0, {}, {}))
     recipe.checkpoints = SimpleNamespace(load=lambda *_: state, failed_update_advice=str)
     recipe.problems, recipe.source = Mock(), Mock()
-    recipe.policy, recipe.engine, recipe.progress, recipe.mismatch_gate = learner.policy, None, MagicMock(), Mock()
-    recipe.optimizer = learner.optimizer
-    recipe.mismatch_gate.check().metrics.return_value = {}
+    recipe.engine, recipe.progress, recipe.mismatch_gate = None, MagicMock(), MagicMock()
+    recipe.mismatch_gate.check.return_value.metrics.return_value = {}
     recipe.load_checkpoint(Path())
+    return recipe
+
+
+def run_steps(updates_per_step, decay, warmup, state, steps, iterations=1):
+    """Runs `steps` steps of the recipe after `state`. Returns its state and the learning rate of every update."""
+    schedule, rates = make_schedule(ScheduleConfig(decay, warmup), 6 * updates_per_step * iterations), []
+    learner = make_learner(MinimalLoss(), schedule=lambda update: rates.append(schedule(update)) or rates[-1])
+    recipe = make_recipe(learner, updates_per_step, iterations, state)
     for _ in range(steps):
         recipe.step += 1
         # The first step has a zero-variance group, so an update is skipped.
@@ -272,6 +280,93 @@ def test_resume_with_other_updates_keeps_schedule(decay, warmup, before, after):
     _, second = run_steps(after, decay, warmup, json.loads(json.dumps(state)), 4)
     assert len(first) == max(1, before - 1) + before
     assert second == [whole(update) for update in range(2 * after, 6 * after)]
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+@pytest.mark.parametrize("before, after", [(1, 3), (3, 1), (2, 3)])
+def test_iterations_resume_keeps_schedule(decay, before, after):
+    """The schedule counts every update of every iteration, also of a run that resumes with other iterations."""
+    state, first = run_steps(2, decay, 3, asdict(RunState(0, 0, {}, {})), 2, iterations=before)
+    whole = make_schedule(ScheduleConfig(decay, 3), 6 * 2 * after)
+    _, second = run_steps(2, decay, 3, json.loads(json.dumps(state)), 4, iterations=after)
+    assert len(first) == (1 + 2) * before
+    assert second == [whole(update) for update in range(2 * 2 * after, 6 * 2 * after)]
+
+
+def trl_updates(model, groups, iterations, lr):
+    """TRL's loss and its reuse of a batch, one completion at a time: all groups in order, `iterations` times.
+
+    `old_per_token_logps` are those of the policy before the first update; the importance weight is TIS. Returns the losses
+    and the fractions of clipped tokens.
+    """
+
+    def logprobs(group, sample):
+        ids = torch.tensor([*group.prompt_tokens, *sample.completion.tokens])
+        scores = model(ids[None, :-1])[0][len(group.prompt_tokens) - 1 :].log_softmax(-1)
+        return scores.gather(1, ids[len(group.prompt_tokens) :, None])[:, 0]
+
+    with torch.no_grad():
+        old = [[logprobs(group, sample) for sample in group.samples] for group in groups]
+    losses, clipped = [], []
+    for group, old_logprobs in list(zip(groups, old, strict=True)) * iterations:
+        losses.append(torch.zeros((), dtype=torch.float64))
+        clipped.append([])
+        for sample, old_R in zip(group.samples, old_logprobs, strict=True):
+            ratio_R = (logprobs(group, sample) - old_R).exp()
+            gain_R = torch.minimum(ratio_R * sample.advantage, ratio_R.clamp(0.8, 1.2) * sample.advantage)
+            tis_R = (old_R - torch.tensor(sample.completion.logprobs).double()).exp().clamp(max=2.0)
+            losses[-1] = losses[-1] - (tis_R * gain_R).mean() * float(np.float32(1 / len(group.samples)))
+            clipped[-1] += (gain_R < ratio_R * sample.advantage).tolist()
+        for param, grad in zip(model.parameters(), torch.autograd.grad(losses[-1], [*model.parameters()]), strict=True):
+            param.data -= lr * grad
+    return [loss.item() for loss in losses], [sum(each) / len(each) for each in clipped]
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 4])
+def test_iterations_equal_unpacked_trl_in_float64(iterations):
+    """Weights and metrics of a step whose two updates are made several times, on packed rows and one completion at a time."""
+    # Lengths are powers of 2, so that the float32 weights of labels are exact.
+    groups = unpacked_reference.make_groups(np.random.default_rng(0), [(7, [4, 1, 8, 2]), (4, [8, 16])])
+    updates = [pack([group], 30, aggregation="sequence")[0] for group in groups]
+    plain = unpacked_reference.tiny_model(dtype=torch.float64)
+    policy = PackedPolicy(unpacked_reference.tiny_model(dtype=torch.float64))
+    optimizer = torch.optim.SGD(policy.trainable_parameters(), lr=0.2)
+    with unpacked_reference.keep_float64():
+        losses, clipped = trl_updates(plain, groups, iterations, 0.2)
+        recipe = make_recipe(
+            single_process_learner(policy, PolicyLoss(importance="tis"), optimizer=optimizer), 2, iterations
+        )
+        recipe.step = 1
+        metrics = recipe.update(updates)
+    for param, expected in zip(policy.model.parameters(), plain.parameters(), strict=True):
+        assert (param - expected).abs().max() < 1e-10
+    assert metrics["loss/total"] == pytest.approx(np.mean(losses), abs=1e-10)
+    assert metrics["loss/clip_fraction"] == pytest.approx(np.mean(clipped), abs=1e-6)
+    assert iterations == 1 or any(clipped[2:])
+    assert recipe.learner.update_index == 2 * iterations
+    # The mismatch gate sees the log-probs before the first update of the step, once.
+    (((rows, scored, _, version), _),) = recipe.mismatch_gate.check.call_args_list
+    assert rows is updates[0] and len(scored) == len(rows) and version == 0
+    recipe.progress.training_bar.assert_called_once_with(sum(map(len, updates)) * iterations)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"constraint": "kl", "delta": 1e-3, "top_k": 8}, {"old": "sampler"}, {"kl_coef": 0.1}]
+)
+def test_iterations_equal_given_proximal_logprobs(options):
+    """Any loss gets the log-probs of the policy before the step in every iteration; the first update needs no own pass."""
+    loss, updates = PolicyLoss(**options), [rows(), rows()]
+    recipe, manual = make_recipe(make_learner(loss), 2, 3), make_learner(loss)
+    recipe.step = 1
+    metrics = recipe.update(updates)
+    proximal = [manual.logprobs(update, top_k=loss.top_k or 0) for update in updates]
+    reference = [proximal[i] if loss.kl_coef else None for i in range(2)]
+    done = []
+    for i in [0, 1] * 3:
+        done.append(manual.step(manual.forward_backward(updates[i], proximal[i], reference[i], 0)[1], advice=str))
+    for param, expected in zip(recipe.policy.model.parameters(), manual.policy.model.parameters(), strict=True):
+        assert (param - expected).abs().max() < 1e-6
+    assert metrics == pytest.approx(mean_over_updates(done), rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("loss", [PolicyLoss(entropy_coef=0.01), PolicyLoss(level="sequence"), NLLLoss()])
