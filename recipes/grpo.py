@@ -266,7 +266,7 @@ class GRPORecipe:
         if self.components.replay:
             return
         self.engine = Engine(self.cfg.model_dir, config, self.cfg.output_dir)
-        self.teacher = self.components.make_teacher()
+        self.teacher = self.components.make_teacher(self.engine)
         self.engine.start()
         if self.teacher:
             self.teacher.start()
@@ -429,8 +429,9 @@ class GRPORecipe:
         with self.timer("store"):
             self.rollouts.write(self.step, stored_groups)
         # An adaptive task chooses its next problems from these outcomes.
-        metrics = self.problems.observe(self.step, outcomes_for_task(stored_groups), self.folder.path)
-        metrics |= step_metrics.rollout_metrics(groups)
+        metrics = step_metrics.rollout_metrics(groups) | self.problems.observe(
+            self.step, outcomes_for_task(stored_groups), self.folder.path
+        )
         if self.engine:
             self.engine.sleep()  # frees GPU memory if engine and trainer share a GPU
             metrics |= step_metrics.engine_metrics(self.engine.stats())
@@ -534,6 +535,7 @@ class GRPORecipe:
             throttle=self.engine.state_dict() if self.engine else {},
             source=self.source.state_dict(),
             task=self.problems.state_dict(),
+            loss=self.learner.loss_state,
         )
         with self.stop.protect_save(), self.timer("save"):
             hash_seconds = self.checkpoints.save(
@@ -552,6 +554,7 @@ class GRPORecipe:
         # A finite task continues after the problems that were already used.
         self.problems.cursor = state.cursor
         self.problems.load_state_dict(state.task)
+        self.learner.loss_state.update(state.loss)
         self.source.load_state_dict(state.source, self.step)
         if self.engine:
             self.engine.load_state_dict(state.throttle)

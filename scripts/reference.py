@@ -218,7 +218,7 @@ def presets_page() -> Iterator[str]:
     """Yields the lines of the page of presets."""
     yield from (
         "# Presets", "", NOTE, "",
-        "A preset is a published method: a file of defaults for `loss`, `advantage`, `aggregation` and `refill_rounds`.",
+        "A preset is a published method: defaults for `loss`, `advantage`, `aggregation`, `refill_rounds` and `teacher`.",
         "Set `preset` in a config or on the command line, and override single keys next to it.",
         "", "```", "tune run grpo_full --config grpo/tiny preset=dapo", "torchtune-ext presets dapo", "```", "",
         "`preset: null` sets nothing, and `preset: my_preset.yaml` reads your own file.",

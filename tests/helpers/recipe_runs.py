@@ -58,6 +58,12 @@ class Letters:
         return "x"
 
 
+def with_feedback(group, sample):
+    """The prompt of a self-teacher."""
+    (message,) = group.problem.messages
+    return [{**message, "content": f"{message['content']} {sample.score.reward:.3f}"}]
+
+
 class Seldom(Letters):
     """Of four problems one has a signal."""
 

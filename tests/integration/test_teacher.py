@@ -1,5 +1,6 @@
-"""On-policy distillation with a real second engine: its log-probs, a run that comes closer to it, replays without it, a kill."""
+"""On-policy distillation with a real second engine, and with the run's own: log-probs, learning, replays, a kill."""
 
+import re
 import subprocess
 
 import numpy as np
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from helpers import recipe_runs as runs
 from helpers.servers import Server, free_port
 from helpers.tiny_runs import write_tiny_model
+from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 from torchtune_ext.sampling.engine import Engine, EngineConfig
 
@@ -120,6 +122,24 @@ def test_teacher_killed_run_resumes_identically(distilled, workspace, taught):
     runs.run(workspace, "grpo_full", *words)
     assert questions(workspace / "killed") == questions(distilled)
     assert weights(workspace / "killed") == weights(distilled)
+
+
+def test_self_teacher_has_live_weights_and_other_prompt(workspace, served):
+    names = {}
+    exec(runs.TASK, names)
+    words = ["preset=self_distill", "evaluation.task=null", "max_steps=2", "optimizer.lr=1e-2"]
+    own = ["output_dir=self", "teacher.prompt=letters.with_feedback"]
+    output = runs.run(workspace, "grpo_full", *own, *words, served)
+    assert re.search("teacher: +the policy, with the prompt of letters.with_feedback", output)
+    run, tokenizer = workspace / "self", ChatTokenizer(str(workspace / "model"))
+    for step, weights_of in ((1, workspace / "model"), (2, run / "checkpoints" / "step_000001")):
+        (group, *_) = read_rollouts(rollout_paths(run)[step])
+        prompts = [tokenizer.prompt_ids(names["with_feedback"](group, sample)) for sample in group.samples]
+        texts = [[*ids, *s.completion.tokens.tolist()] for ids, s in zip(prompts, group.samples, strict=True)]
+        for sample, expected in zip(group.samples, logprobs(weights_of, texts), strict=True):
+            np.testing.assert_allclose(sample.teacher_logprobs, expected[-len(sample.completion.tokens) :], atol=3e-4)
+    runs.run(workspace, "grpo_full", "output_dir=self_again", "replay=self", *words)
+    assert weights(workspace / "self_again") == weights(run) != {}
 
 
 def questions(run):

@@ -132,3 +132,19 @@ def importance_weights(
     if not method.keeps_ratio:
         weight_L = torch.ones_like(weight_L)
     return weight_L.masked_fill(masked_L, 0.0), masked_L
+
+
+def off_policy_labels(drift_L: Tensor, advantages_L: Tensor, completion_index_L: Tensor, bound: float) -> Tensor:
+    """Returns the labels that the off-policy sequence mask drops (DeepSeek-V3.2, arXiv 2512.02556), bool [L].
+
+    They have a negative advantage, and the mean drift of their completion is above the bound.
+
+    Args:
+        drift_L: log pi_behavior - log pi of every label, in nats.
+        advantages_L: advantage of every label.
+        completion_index_L: index of the label's completion.
+        bound: the paper's delta, in nats per token.
+    """
+    # The paper and TRL measure from the policy that sampled, so that the drift includes the
+    # trainer/engine mismatch. slime may measure from the proximal policy.
+    return (advantages_L < 0) & (sample_means(drift_L.detach(), completion_index_L) > bound)

@@ -17,10 +17,13 @@ Class attributes declare further inputs (`loss_requirements`):
 * `needs_all_groups = True`: also train on zero-variance groups, for a term that does not depend on
   the advantage (a KL penalty, an entropy bonus).
 * `needs_proximal = False`: skip the forward pass for `proximal_logprobs_L`, which is then None.
+
+A loss may adapt to its metrics: the learner calls `observe(metrics)` after each update, and
+checkpoints hold the dict `adaptive_state`.
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -36,7 +39,12 @@ from torchtune_ext.objective.constraints import (
     IntervalConstraint,
     make_constraint,
 )
-from torchtune_ext.objective.importance import IMPORTANCE_METHODS, check_importance, importance_weights
+from torchtune_ext.objective.importance import (
+    IMPORTANCE_METHODS,
+    check_importance,
+    importance_weights,
+    off_policy_labels,
+)
 from torchtune_ext.objective.kl import KL_ESTIMATORS, kl_k3, kl_penalty
 from torchtune_ext.objective.ratios import (
     MAX_LOG_RATIO,
@@ -119,6 +127,8 @@ class PolicyLoss(ConstraintOptions):
         importance_low: lower bound of the importance weight; null: the method's default.
         importance_high: upper bound of the importance weight; null: the method's default (2 for
             "tis", others in docs/concepts/objectives.md).
+        off_policy_mask: drops completions with a negative advantage whose mean log pi_behavior - log pi
+            is above this bound, in nats (DeepSeek-V3.2); often 0.5; null: none.
         reward_coef: coefficient of the objective with the advantages of the rewards.
         teacher_coef: coefficient of the objective with log p_teacher - log pi_old as the advantage
             of every token; 0: no teacher.
@@ -126,6 +136,9 @@ class PolicyLoss(ConstraintOptions):
         old_kl_coef: coefficient of the KL to the old policy.
         kl: estimator of both KL terms: "k1", "k2", "k3" or "k3_unbiased".
         entropy_coef: coefficient of the entropy bonus; the entropy is in nats.
+        entropy_target: mean entropy per token, in nats, below which the bonus acts. entropy_coef is then
+            the first coefficient, which follows the entropy (Skywork-OR1); null: a fixed coefficient.
+        entropy_delta: change of the coefficient after each update, up below the target, else down.
 
     Raises:
         UsageError: an unknown name, an option that contradicts another option, or a value out of
@@ -138,12 +151,15 @@ class PolicyLoss(ConstraintOptions):
     importance: str = "none"
     importance_low: float | None = None
     importance_high: float | None = None
+    off_policy_mask: float | None = None
     reward_coef: float = 1.0
     teacher_coef: float = 0.0
     kl_coef: float = 0.0
     old_kl_coef: float = 0.0
     kl: str = "k3"
     entropy_coef: float = 0.0
+    entropy_target: float | None = None
+    entropy_delta: float = 0.005
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
@@ -154,10 +170,10 @@ class PolicyLoss(ConstraintOptions):
                 f"loss.level={self.level!r} does not support constraint={self.constraint!r}; expected {', '.join(possible)}"
             )
         constraint = self._constraint
-        for name in (*OPTION_TYPES, "importance_low", "importance_high"):
+        for name in (*OPTION_TYPES, "importance_low", "importance_high", "off_policy_mask", "entropy_target"):
             if getattr(self, name) is not None:
                 _require_number(name, getattr(self, name))
-        for name in ("reward_coef", "teacher_coef", "kl_coef", "old_kl_coef", "entropy_coef"):
+        for name in ("reward_coef", "teacher_coef", "kl_coef", "old_kl_coef", "entropy_coef", "entropy_delta"):
             _require_number(name, getattr(self, name))
         constraint.check(self.level, self.old)
         # Fill in the constraint's defaults, so that losses are shown and compared by their
@@ -165,6 +181,12 @@ class PolicyLoss(ConstraintOptions):
         for option in fields(constraint):
             object.__setattr__(self, option.name, getattr(constraint, option.name))
         check_importance(self.importance, self.importance_low, self.importance_high, self.level, self.old)
+        for name, usual in (("off_policy_mask", 0.5), ("entropy_target", 0.2), ("entropy_delta", 0.005)):
+            value = getattr(self, name)
+            if value is not None and not value > 0.0:
+                raise UsageError(f"loss.{name}={value}: expected above 0, often {usual}")
+        if self.entropy_target is not None and self.entropy_coef < 0.0:
+            raise UsageError(f"loss.entropy_coef={self.entropy_coef} with an entropy_target: expected 0 or more")
         for name in ("reward_coef", "teacher_coef", "kl_coef", "old_kl_coef"):
             term = "KL term" if name.endswith("kl_coef") else "term"
             if not getattr(self, name) >= 0.0:
@@ -176,6 +198,27 @@ class PolicyLoss(ConstraintOptions):
         # It is not a dataclass field, so that losses are built and compared by their options only.
         return make_constraint(self.constraint, vars(self))
 
+    @cached_property
+    def adaptive_state(self) -> dict[str, float]:
+        """The entropy coefficient, and the coefficient of the next update; {} if it is fixed."""
+        if self.entropy_target is None:
+            return {}
+        return {"entropy_coef": self.entropy_coef, "applied_entropy_coef": self.entropy_coef}
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Adapts the entropy coefficient to the mean entropy of an update over all ranks.
+
+        Skywork-OR1 (arXiv 2505.22312) adds or subtracts entropy_delta, and applies the coefficient
+        only while the entropy is at or below the target. As in TRL, an update measures the entropy,
+        and the next update applies the coefficient.
+        """
+        if self.entropy_target is None or "loss/entropy" not in metrics:
+            return
+        below = metrics["loss/entropy"] <= self.entropy_target
+        coef = self.adaptive_state["entropy_coef"] + (self.entropy_delta if below else -self.entropy_delta)
+        coef = max(coef, 0.0)
+        self.adaptive_state.update(entropy_coef=coef, applied_entropy_coef=coef if below else 0.0)
+
     def __str__(self) -> str:
         """The loss in one line, for example "clip 0.2/0.28 per token, TIS <= 2, entropy 0.03"."""
         weight = IMPORTANCE_METHODS[self.importance].with_bounds(self.importance_low, self.importance_high)
@@ -184,11 +227,13 @@ class PolicyLoss(ConstraintOptions):
             "ratio to the behavior policy": self.old == "sampler",
             "old policy interpolated": self.old == "interpolated",
             str(weight): self.importance != "none",
+            f"off-policy mask {self.off_policy_mask} nats": self.off_policy_mask,
             f"{self.kl_coef:g} KL to the reference ({self.kl})": self.kl_coef,
             f"{self.old_kl_coef:g} KL to the old policy ({self.kl})": self.old_kl_coef,
             f"{self.teacher_coef:g} teacher": self.teacher_coef,
             f"{self.reward_coef:g} rewards": self.reward_coef != 1.0,
-            f"entropy {self.entropy_coef:g}": self.entropy_coef,
+            f"entropy {self.entropy_coef:g}": self.entropy_coef and self.entropy_target is None,
+            f"entropy {self.entropy_coef:g} +- {self.entropy_delta:g} towards {self.entropy_target} nats": self.entropy_target,
         }
         return ", ".join(part for part, shown in parts.items() if shown)
 
@@ -212,7 +257,7 @@ class PolicyLoss(ConstraintOptions):
         """Whether a term has a gradient on zero-variance groups, too."""
         # These terms do not depend on the rewards' advantages, which are 0 in a zero-variance
         # group.
-        return any((self.teacher_coef, self.kl_coef, self.old_kl_coef, self.entropy_coef))
+        return any((self.teacher_coef, self.kl_coef, self.old_kl_coef, self.entropy_coef, self.entropy_target))
 
     def __call__(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns loss and metrics per label, all [L].
@@ -239,6 +284,10 @@ class PolicyLoss(ConstraintOptions):
             )
         method = IMPORTANCE_METHODS[self.importance].with_bounds(self.importance_low, self.importance_high)
         weight_L, masked_L = importance_weights(old_L - t.behavior_logprobs_L, t.completion_index_L, method)
+        if self.off_policy_mask is not None:
+            drift_L = t.behavior_logprobs_L - t.logprobs_L
+            dropped_L = off_policy_labels(drift_L, t.advantages_L, t.completion_index_L, self.off_policy_mask)
+            weight_L, masked_L = weight_L.masked_fill(dropped_L, 0.0), masked_L | dropped_L
         # The weight multiplies only the objective. The terms below apply to every label, including
         # masked labels.
         loss_L = -weight_L * objective_L
@@ -252,8 +301,12 @@ class PolicyLoss(ConstraintOptions):
         if teacher_advantages_L is not None and t.teacher_logprobs_L is not None:
             metrics["kl_teacher"] = -teacher_advantages_L
             metrics["teacher_surprise"] = (t.teacher_logprobs_L < math.log(SURPRISE_PROBABILITY)).float()
-        if self.entropy_coef:
-            loss_L = loss_L - self.entropy_coef * t.entropy_L
+        entropy_coef = self.entropy_coef
+        if self.entropy_target is not None:
+            entropy_coef = self.adaptive_state["applied_entropy_coef"]
+            metrics["entropy_coef"] = t.entropy_L.new_full(t.entropy_L.shape, entropy_coef)
+        if entropy_coef:
+            loss_L = loss_L - entropy_coef * t.entropy_L
         if self.old_kl_coef:
             loss_L = loss_L + self.old_kl_coef * kl_penalty(self.kl, t.logprobs_L, old_L, token_ratio_L)
         if self.kl_coef:

@@ -45,7 +45,7 @@ def config_section(key: str) -> Callable[[type[T]], type[T]]:
 
         # Code that constructs a section gets the same messages as a config.
         @functools.wraps(init)
-        def validated_init(self: Any, *args: Any, **values: Any) -> None:
+        def validated_init(self: Any, /, *args: Any, **values: Any) -> None:  # `self` may be a key, too
             messages = coerce_yaml_values(section, values, f"{key}.")
             try:
                 init(self, *args, **values)

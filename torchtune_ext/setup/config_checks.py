@@ -93,17 +93,35 @@ def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage:
 
 def check_teacher(teacher: TeacherConfig, sampling: SamplingConfig, needs: LossRequirements, replay: bool) -> None:
     """Raise UsageError if teacher, loss and sampling temperature are inconsistent."""
-    if teacher.model_dir is None and needs.teacher_logprobs and not replay:
+    if teacher.self and (teacher.model_dir is not None or teacher.engine):
+        key = "model_dir" if teacher.model_dir is not None else "engine"
+        raise UsageError(
+            f"teacher.{key}={getattr(teacher, key)} contradicts teacher.self=true: the policy is the teacher, in the run's "
+            f"engine. Fix: remove teacher.{key}, or set teacher.self=false"
+        )
+    if teacher.self and teacher.prompt is None and not replay:
+        raise UsageError(
+            "teacher.prompt is missing: with teacher.self=true the teacher needs another prompt. Fix: set the dotted path "
+            "of a function (group, sample) -> messages, e.g. teacher.prompt=my_task.with_solution"
+        )
+    if teacher.prompt is not None and not teacher.self:
+        raise UsageError(
+            f"teacher.prompt={teacher.prompt} needs teacher.self=true: another model scores the policy's own prompt. Fix: "
+            "set preset=self_distill or teacher.self=true, or remove teacher.prompt"
+        )
+    model = "teacher.self=true" if teacher.self else f"teacher.model_dir={teacher.model_dir}"
+    has_teacher = teacher.self or teacher.model_dir is not None
+    if not has_teacher and needs.teacher_logprobs and not replay:
         raise UsageError(
             "teacher.model_dir is missing, but the loss uses a teacher. Fix: set teacher.model_dir to a model, or "
             "loss.teacher_coef=0"
         )
-    if teacher.model_dir is not None and not needs.teacher_logprobs:
+    if has_teacher and not needs.teacher_logprobs:
         raise UsageError(
-            f"teacher.model_dir={teacher.model_dir}, but this objective does not use a teacher. Fix: set preset=distill, or "
+            f"{model}, but this objective does not use a teacher. Fix: set preset=distill, or "
             "loss.teacher_coef=1.0 in addition to the rewards"
         )
-    if teacher.model_dir is not None and sampling.temperature != 1.0:
+    if has_teacher and sampling.temperature != 1.0:
         raise UsageError(
             f"sampling.temperature={sampling.temperature} with a teacher: its log-probs are at temperature 1, so they "
             "cannot be compared. Fix: set sampling.temperature=1.0"

@@ -63,6 +63,8 @@ def print_run_header(components: RunComponents, formula: Callable[[np.ndarray], 
         start_text = f"starting, its log: {log}" if count == 1 else f"starting {count} engines, their logs: {log}"
         start_text += f"; {engine.threads} threads" if (engine.threads or 1) > 1 else ""
         lines.append(("engine", f"{f'connecting to {engine.address}' if engine.address else start_text}{async_text}"))
+        if cfg.teacher.self:
+            lines.append(("teacher", f"the policy, with the prompt of {cfg.teacher.prompt}"))
         if components.teacher_model:
             lines.append(
                 (

@@ -1,18 +1,19 @@
 """Build the components of a GRPO run from its settings and check that they are consistent."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import check_grading, find_answer_errors, open_graders
-from torchtune_ext.pipeline.groups import Group
+from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.pipeline.rollout import GroupStream
 from torchtune_ext.pipeline.source import GroupSource, RolloutSource, make_prompt_check
 from torchtune_ext.pipeline.staleness import StalenessScheduler, resolve_prefetch_steps
@@ -25,7 +26,7 @@ from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.sampling import prestart
 from torchtune_ext.sampling.engine import Engine, SamplingConfig, find_backend
 from torchtune_ext.sampling.engine_args import engine_configs, engine_threads
-from torchtune_ext.sampling.types import EngineConfig
+from torchtune_ext.sampling.types import Completion, EngineConfig
 from torchtune_ext.settings.config import named_paths, settings_snapshot
 from torchtune_ext.setup.checks import (
     check_agents,
@@ -50,7 +51,7 @@ from torchtune_ext.setup.machine_checks import (
     training_gpus,
 )
 from torchtune_ext.tasks.problem_stream import ProblemStream, UsableProblems
-from torchtune_ext.tasks.task import Task
+from torchtune_ext.tasks.task import AgentTask, Score, Task
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.export import describe_prompt_format
 from torchtune_ext.training.learner import Learner
@@ -58,11 +59,11 @@ from torchtune_ext.training.manifest import Identity, identify
 from torchtune_ext.training.mismatch import MismatchGate
 from torchtune_ext.training.precision import Precision, chosen_dtype
 from torchtune_ext.training.publish import NoPublisher, Publisher, WeightPublisher, make_canary_groups
+from torchtune_ext.training.teacher import BATCHED_TOKENS, SelfTeacher, Teacher
 from torchtune_ext.training.trained_weights import FullWeights, LoRAWeights, measure_rounding, select_trained_weights
 
 if TYPE_CHECKING:
     from torchtune_ext.training.replay import ReplaySource
-    from torchtune_ext.training.teacher import Teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +198,16 @@ class RunComponents:
                 )
         return engine
 
-    def make_teacher(self) -> "Teacher | None":
-        """Return the teacher, not started; None without a teacher."""
+    def make_teacher(self, engine: Engine | None = None) -> Teacher | None:
+        """Return the teacher, not started; None without a teacher.
+
+        Args:
+            engine: the run's engine, for `teacher.self`.
+        """
+        if self.cfg.teacher.self:
+            return SelfTeacher(engine, self.tokenizer, str(self.cfg.teacher.prompt))
         if self.teacher_model is None:
             return None
-        # A run without a teacher does not import its module.
-        from torchtune_ext.training.teacher import Teacher
-
         return Teacher(self.teacher_model, self.teacher_engine_config(), Path(self.cfg.output_dir) / "teacher")
 
     def make_source(self, engine: Engine | None, graders: Sequence[Any], config: RolloutConfig) -> GroupSource:
@@ -322,6 +326,8 @@ def build_components(cfg: RunSettings, ranks: Ranks) -> RunComponents:
     teacher_model = (
         load_teacher_model(cfg.teacher, cfg.engine, tokenizer) if cfg.teacher.model_dir and not cfg.replay else None
     )
+    if cfg.teacher.self and not cfg.replay:
+        check_self_teacher(cfg.teacher, task, tokenizer, canary[0], sampling, precision.engine)
     held_out = UsableProblems(eval_task, check=prompt_check)
     return RunComponents(
         cfg=cfg,
@@ -380,6 +386,38 @@ def load_teacher_model(teacher: TeacherConfig, engine: EngineConfig, tokenizer: 
     return model
 
 
+def check_self_teacher(
+    teacher: TeacherConfig,
+    task: Task,
+    tokenizer: ChatTokenizer,
+    group: Group,
+    sampling: SamplingConfig,
+    engine: EngineConfig,
+) -> None:
+    """Try the prompt of `teacher.self` on a problem, with an empty sample whose reward is 0.
+
+    Raises:
+        UsageError: the task has an agent, the function of `teacher.prompt` was not found, or its
+            prompt leaves no room for a completion.
+        UserCodeError: the function raised an error.
+    """
+    if isinstance(task, AgentTask):
+        raise UsageError(
+            "teacher.self=true does not support a task with an agent, which writes its own prompts. Fix: use a task "
+            "with a grader or an environment, or set teacher.model_dir"
+        )
+    none = np.empty(0, np.int32)
+    sample = Sample(Completion(none, none.astype(np.float32), none, "stop"), outcome=Score(0.0))
+    ids = SelfTeacher(None, tokenizer, str(teacher.prompt)).prompt_ids(replace(group, samples=(sample,)), sample)
+    # vLLM samples one more token when it scores a text.
+    if (needed := len(ids) + sampling.max_tokens + 1) > engine.max_model_len:
+        raise UsageError(
+            f"engine.max_model_len={engine.max_model_len}: the teacher's prompt of problem {group.problem.id!r} has "
+            f"{len(ids)} tokens, and sampling.max_tokens={sampling.max_tokens}. Fix: set engine.max_model_len={needed} "
+            "or more, or shorten the prompt of teacher.prompt"
+        )
+
+
 def build_model_components(
     cfg: RunSettings, device: torch.device, shards: int = 1
 ) -> tuple[HFModel, TransformerDecoder, FullWeights | LoRAWeights, Precision]:
@@ -404,12 +442,16 @@ def build_model_components(
     dtype = chosen_dtype(cfg.dtype, device.type, cfg.precision.fp8)
     prefetches = resolve_prefetch_steps(cfg.staleness, cfg.prefetch_steps) > 0
     threads = engine_threads(cfg.engine, sum(p.numel() for p in model.parameters()), concurrent=prefetches)
+    engine = cfg.engine.with_trainer_defaults(dtype, threads)
+    if cfg.teacher.self:
+        # This engine scores texts, too.
+        engine = replace(engine, max_num_batched_tokens=engine.max_num_batched_tokens or BATCHED_TOKENS)
     precision = Precision(
         cfg.precision,
         model,
         hf_model,
         dtype=dtype,
-        engine=trained_weights.configure_engine(cfg.engine.with_trainer_defaults(dtype, threads)),
+        engine=trained_weights.configure_engine(engine),
         device=device,
         adapter=trained_weights.spec,
         publish_mode=trained_weights.publish_mode,

@@ -164,6 +164,9 @@ PANELS = (
                "it does not fall"),)),
     Panel("Policy change", "Entropy", zero=True, metrics=(
         Metric("loss/entropy", "entropy", "entropy of the policy, nats per token", "it falls toward 0: collapse"),)),
+    Panel("Policy change", "Entropy coefficient", zero=True, metrics=(
+        Metric("loss/entropy_coef", "coefficient", "applied `loss.entropy_coef`, with `loss.entropy_target`",
+               "it keeps rising"),)),
     Panel("Policy change", "Clip fraction", unit="percent", zero=True, metrics=(
         Metric("loss/clip_fraction", "clipped", "fraction of tokens with clipped gradient (CISPO: clipped ratio)",
                "above 0.1 to 0.2"),)),
@@ -173,7 +176,8 @@ PANELS = (
         Metric("loss/clip_fraction_staleness_<bucket>", "", "`loss/clip_fraction` by staleness", "one bucket stands out"),)),
     Panel("Policy change", "Masked", unit="percent", zero=True, hide_if_zero=True,
           note="Fraction of tokens that the importance weights mask; by position and staleness.", metrics=(
-        Metric("loss/masked_fraction", "masked", "fraction of tokens that the importance weights mask", "above 0.05"),
+        Metric("loss/masked_fraction", "masked", "fraction of tokens masked by importance weights or `off_policy_mask`",
+               "above 0.05"),
         Metric("loss/masked_fraction_at_<place>", "at ", "`loss/masked_fraction` by position", "one bucket stands out"),
         Metric("loss/masked_fraction_staleness_<bucket>", "staleness ", "`loss/masked_fraction` by staleness",
                "one bucket stands out"))),

@@ -3,7 +3,7 @@
 checkpoints/step_000040/
     config.json  model-00001-of-00001.safetensors  tokenizer files  model directory for any tool
     (or adapter_config.json  adapter_model.safetensors  [merged/]   adapter, maybe merged model)
-    recipe.json     step, cursor, task, throttle, source, eval_reward
+    recipe.json     step, cursor, task, throttle, source, loss, eval_reward
     state/          float32 weights, optimizer (if saved), RNG; written by DCP
     manifest.json   run, model and base weights; size and SHA-256 of every file
 
@@ -430,6 +430,7 @@ class RunState:
     source: dict[str, Any]  # groups between submission and training
     # State of the task: what it learned from outcomes, and which problems it skips.
     task: dict[str, Any] = field(default_factory=dict)
+    loss: dict[str, float] = field(default_factory=dict)  # `Learner.loss_state`
     # Only copies of earlier recipes pass and read these two.
     updates: int = 0
     version: InitVar[Any] = None

@@ -82,6 +82,11 @@ class Learner:
         self.update_index = index
 
     @property
+    def loss_state(self) -> dict[str, float]:
+        """The numbers that the loss adapts to its metrics, for checkpoints; {} if it has none."""
+        return getattr(self.loss, "adaptive_state", {})
+
+    @property
     def cost_model(self) -> RowCostModel:
         """How rows are packed for these ranks."""
         # On CUDA, compiled kernels need few different row lengths, so lengths are multiples of a
@@ -243,6 +248,8 @@ class Learner:
             optimizer.step()
             self.update_index += 1
             optimizer.zero_grad(set_to_none=True)
+            if observe := getattr(self.loss, "observe", None):
+                observe(metrics)
             return metrics | {"optim/grad_norm": norm, "optim/lr": float(self._base_lrs[0] * factor)}
 
     def _require_label_shapes(self, row: Row, token_loss_L: Tensor, metrics: dict[str, Tensor]) -> None:

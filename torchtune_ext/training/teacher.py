@@ -2,8 +2,9 @@
 
 log p_teacher - log p_old is an advantage for every token (`PolicyLoss.teacher_coef`). Its mean is
 the negative reverse KL on the policy's own samples (arXiv 2306.13649, 2306.08543). The teacher runs
-in a separate engine and uses no memory of the trainer. Rollouts are stored with the teacher's
-log-probs, so a replay needs no teacher.
+in a separate engine and uses no memory of the trainer, or it is the policy itself with another
+prompt (`SelfTeacher`). Rollouts are stored with the teacher's log-probs, so a replay needs no
+teacher.
 """
 
 import re
@@ -15,12 +16,14 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
+from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.run.errors import UsageError
+from torchtune_ext.run.errors import UsageError, wrap_user_errors
 from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.settings.sections import config_section
+from torchtune_ext.tasks.grade_functions import import_named
 
 BATCHED_TOKENS = 2048  # tokens per engine step; with a vocabulary of 150,000, their float32 log-probs take 1.2 GB
 
@@ -33,6 +36,12 @@ class TeacherConfig:
         default=None, description="Hugging Face format, with the policy's tokenizer; null: no teacher"
     )
     engine: dict[str, Any] = Field(default_factory=dict, description="values that differ from `engine:`, e.g. devices")
+    self: bool = Field(
+        default=False, description="true: the teacher is the policy, with the prompt of `teacher.prompt`"
+    )
+    prompt: str | None = Field(
+        default=None, description="with self: function (group, sample) -> messages, e.g. my_task.with_solution"
+    )
 
     def engine_config(self, policy: EngineConfig) -> EngineConfig:
         """Returns the settings of the teacher's engine.
@@ -100,6 +109,10 @@ class Teacher:
     def close(self) -> None:
         self.engine.close()
 
+    def prompt_ids(self, group: Group, sample: Sample) -> np.ndarray | None:
+        """Returns the teacher's prompt of a sample; None: the policy's own prompt."""
+        return None
+
     def score_groups(self, groups: Sequence[Group]) -> list[Group]:
         """Returns the groups with the teacher's log-probs of each graded sample.
 
@@ -110,23 +123,73 @@ class Teacher:
         # the prefix cache holds no log-probs.
         samples = [(group, s) for group in groups for s in group.samples if s.score is not None]
         samples = [(group, s) for group, s in samples if len(s.completion.tokens)]
-        paths, texts = [], []
+        scored, texts = [], []
         for group, s in samples:
-            prompt, ids = len(group.prompt_tokens), np.concatenate([group.prompt_tokens, s.completion.tokens])
+            prompt, other_prompt = len(group.prompt_tokens), self.prompt_ids(group, s)
+            ids = np.concatenate([group.prompt_tokens, s.completion.tokens])
             turn_paths = s.completion.turn_paths(prompt)
             for i, path in enumerate(turn_paths):
                 end, last = len(path), path[-1]
                 if any(len(other) > end and other[end - 1] == last for other in turn_paths[i + 1 :]):
                     continue  # a later path contains this one
-                paths.append((s, path - prompt))
-                texts.append(ids[path])
+                own = path >= prompt  # tokens of the completion, not of the prompt
+                scored.append((s, path[own] - prompt))
+                context = ids[path[~own]] if other_prompt is None else other_prompt
+                texts.append(np.concatenate([context, ids[path[own]]]))
+                if other_prompt is not None and len(texts[-1]) >= self.engine.config.max_model_len:
+                    raise UsageError(
+                        f"engine.max_model_len={self.engine.config.max_model_len}: the teacher's prompt of problem "
+                        f"{group.problem.id!r} and the completion have {len(texts[-1])} tokens. Fix: set "
+                        f"engine.max_model_len={len(texts[-1]) + 1} or more, or shorten the prompt of teacher.prompt"
+                    )
         logprobs = {id(s): np.zeros(len(s.completion.tokens), np.float32) for _, s in samples}
-        for (s, path), row in zip(paths, self.engine.score(texts), strict=True):
-            # `row` has no value for the first token of a path, because that token has no context.
-            own = path[1:] >= 0  # tokens of the completion, not of the prompt
-            logprobs[id(s)][path[1:][own]] = row[own]
+        for (s, places), row in zip(scored, self.engine.score(texts), strict=True):
+            # `row` has no value for the first token of a text, because that token has no context.
+            count = min(len(places), len(row))
+            logprobs[id(s)][places[-count:]] = row[-count:]
 
         def with_teacher(sample: Sample) -> Sample:
             return replace(sample, teacher_logprobs=logprobs.get(id(sample)))
 
         return [replace(group, samples=tuple(map(with_teacher, group.samples))) for group in groups]
+
+
+class SelfTeacher(Teacher):
+    """The policy as its own teacher: the run's engine scores each sample after another prompt.
+
+    The teacher has the current weights and more information, such as a solution or the grader's
+    feedback (OPSD, arXiv 2601.18734; SDFT, 2601.19897; SDPO, 2601.20802).
+
+    Args:
+        engine: the run's engine; None if only `prompt_ids` is called.
+        tokenizer: renders the messages of the prompt.
+        prompt: dotted path of the function (group, sample) -> messages.
+
+    Raises:
+        UsageError: the function is not found.
+    """
+
+    def __init__(self, engine: Engine | None, tokenizer: ChatTokenizer, prompt: str):
+        self._tokenizer, self._key = tokenizer, f"teacher.prompt={prompt}"
+        self._make_prompt = import_named(prompt, "teacher.prompt", "function", "my_task.with_solution")
+        if engine:
+            self.engine = engine
+
+    def start(self) -> None:
+        """Does nothing, like `wait_ready` and `close`: the run starts and closes its engine."""
+
+    def wait_ready(self) -> float:
+        return 0.0
+
+    def close(self) -> None:
+        pass
+
+    def prompt_ids(self, group: Group, sample: Sample) -> np.ndarray:
+        """Returns the prompt that the user's function makes for a sample.
+
+        Raises:
+            UserCodeError: the function raises an error, or its messages cannot be rendered.
+        """
+        with wrap_user_errors(f"{self._key}, called for a sample of problem {group.problem.id!r},"):
+            messages = self._make_prompt(group, sample)
+            return np.array(self._tokenizer.prompt_ids(messages, group.problem.tools), np.int32)

@@ -160,6 +160,7 @@ PUBLISHED = {
     "sapo": (dict(constraint="sapo", tau_positive=1.0, tau_negative=1.05), {}, {}),
     "dppo": (dict(constraint="tv", delta=0.2, old="sampler", old_kl_coef=2e-3, kl="k2"), {"scale": "none"}, {}),
     "distill": (dict(teacher_coef=1.0, reward_coef=0.0, constraint="clip"), {}, {"aggregation": "token"}),
+    "self_distill": (dict(teacher_coef=1.0, reward_coef=0.0, constraint="clip"), {}, {"aggregation": "token"}),
     "two_sided": (dict(constraint="clip", dual_clip=4.0), {}, {}),
     "decoupled_ppo": (dict(constraint="clip", clip_low=0.2, clip_high=0.2, importance="full"), {}, {}),
     "icepop": (dict(importance="icepop", importance_low=None, importance_high=None), {}, {}),

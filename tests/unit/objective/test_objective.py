@@ -9,6 +9,7 @@ import torch
 
 from torchtune_ext.objective.clipping import clip
 from torchtune_ext.objective.constraints import CONSTRAINTS, Constraint
+from torchtune_ext.objective.importance import off_policy_labels
 from torchtune_ext.objective.loss import NLLLoss, PolicyLoss, Tokens
 
 # Two completions, of three and two labels, with one advantage each; ratios on both sides of every bound.
@@ -281,6 +282,49 @@ def test_importance_weights(settings, weights):
     assert metrics["masked_fraction"] == [float(w == 0.0) for w in weights]
 
 
+# Mean log pi_sampler - log pi of both completions.
+DRIFTS = [
+    sum(sampler - new for sampler, new in zip(SAMPLER[part], NEW[part], strict=True)) / len(NEW[part])
+    for part in (slice(3), slice(3, 5))
+]
+
+
+@pytest.mark.parametrize("shift, dropped", [(-1e-9, True), (1e-9, False)])
+@pytest.mark.parametrize("negative", [0, 1])
+def test_off_policy_mask_drops_drifted_negative_completions(negative, shift, dropped):
+    """DeepSeek-V3.2: M = 0 where A < 0 and mean log(pi_old / pi) > delta; only one completion has A < 0."""
+    advantages = [-1.5 if sample == negative else 2.0 for sample in SAMPLES]
+    behavior = [logprob + 2.0 for logprob in SAMPLER]  # both completions drifted
+    bound = DRIFTS[negative] + 2.0 + shift
+    t, plain = (tokens(sampler=behavior, advantages=advantages) for _ in range(2))
+    loss = PolicyLoss(importance="tis", kl_coef=0.1, off_policy_mask=bound)
+    values, gradients, metrics = value_and_gradient(loss, t)
+    want, want_gradients, _ = value_and_gradient(PolicyLoss(importance="tis", kl_coef=0.1), plain)
+    kl, kl_gradients, _ = value_and_gradient(PolicyLoss(reward_coef=0.0, kl_coef=0.1), tokens(sampler=behavior))
+    mask = [dropped and sample == negative for sample in SAMPLES]
+    # The KL term keeps every label.
+    assert values == pytest.approx([k if m else v for m, v, k in zip(mask, want, kl, strict=True)], abs=1e-12)
+    expected = [k if m else g for m, g, k in zip(mask, want_gradients, kl_gradients, strict=True)]
+    assert gradients == pytest.approx(expected, abs=1e-12)
+    assert metrics["masked_fraction"] == mask
+    assert str(PolicyLoss(off_policy_mask=0.5)) == "clip 0.2/0.2 per token, off-policy mask 0.5 nats"
+
+
+def test_off_policy_mask_equals_trl():
+    """TRL's `get_off_policy_mask` on padded completions, restated, with random numbers in float64."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 7, (50,), generator=generator)
+    mask = torch.arange(6) < lengths[:, None]
+    new, sampling = (-torch.rand(50, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+    advantages = torch.randn(50, 1, generator=generator, dtype=torch.float64)
+    drift = ((sampling - new) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1.0)
+    kept = (advantages >= 0) | (drift <= 0.1)
+    index = torch.arange(50)[:, None].expand_as(mask)[mask]
+    dropped = off_policy_labels((sampling - new)[mask], advantages.expand_as(mask)[mask], index, 0.1)
+    assert dropped.tolist() == (~kept).expand_as(mask)[mask].tolist()
+    assert 0 < dropped.sum() < (advantages.expand_as(mask)[mask] < 0).sum()
+
+
 def test_the_sampler_as_the_old_policy():
     shifted = [sampler + math.log(r) for sampler, r in zip(SAMPLER, RATIOS, strict=True)]
     result = value_and_gradient(PolicyLoss(old="sampler"), tokens(new=shifted))
@@ -333,6 +377,28 @@ def test_teacher_surrogate_is_clipped_by_own_advantage():
         loss(tokens())
 
 
+def test_teacher_gradient_equals_prime_rl_and_sdpo():
+    """At the first update, with a small mismatch: prime-rl's `ref_kl_loss_fn` and SDPO's sampled-token loss, restated.
+
+    prime-rl's trust region and its penalty of the squared log-ratio are left out.
+    """
+    teacher, behavior = (
+        [-0.5, -3.0, -0.4, -0.2, -4.0],
+        [old + d for old, d in zip(OLD, [0.1, -0.2, 0, -0.3, 0.2], strict=True)],
+    )
+    loss = PolicyLoss(teacher_coef=1.0, reward_coef=0.0, importance="tis")
+    t = tokens(new=OLD, sampler=behavior, teacher_logprobs_L=torch.tensor(teacher, dtype=torch.float64))
+    _, gradient, _ = value_and_gradient(loss, t)
+    target, sampled = torch.tensor(teacher, dtype=torch.float64), torch.tensor(behavior, dtype=torch.float64)
+    logprobs = torch.tensor(OLD, dtype=torch.float64, requires_grad=True)
+    prime_rl = -(target - logprobs).detach() * (logprobs - sampled).exp()
+    # SDPO with `is_clip` = 2 and, at the first update, the ratio of trainer to sampler.
+    sdpo = (logprobs - target).detach() * logprobs * (logprobs - sampled).detach().exp().clamp(max=2.0)
+    for peer in (prime_rl, sdpo):
+        (want,) = torch.autograd.grad(peer.sum(), logprobs, retain_graph=True)
+        assert gradient == pytest.approx(want.tolist(), abs=1e-12)
+
+
 def test_teacher_expected_gradient_equals_reverse_kl_gradient():
     """A tabular policy of three tokens and two steps, with every answer weighted by its probability.
 
@@ -376,6 +442,35 @@ def test_entropy_bonus():
     assert values == pytest.approx([v - 0.05 * h for v, h in zip(plain, ENTROPY, strict=True)], abs=1e-12)
     assert t.entropy_L.grad.tolist() == pytest.approx([-0.05] * 5)
     assert metrics["entropy"] == ENTROPY
+
+
+# Entropies of updates around the target 0.5, one of them equal to it.
+ENTROPIES = [0.6, 0.4, 0.5, 0.3, 0.7, 0.8, 0.9, 0.8, 0.9, 0.45, 0.51, 0.2]
+
+
+def test_adaptive_entropy_coefficient_follows_skywork_and_trl():
+    """Skywork-OR1's `EntController` and TRL's adaptive entropy, restated: coefficient and gate after each update."""
+    loss, value, applied = PolicyLoss(entropy_coef=0.01, entropy_target=0.5, entropy_delta=0.004), 0.01, 0.01
+    for entropy in ENTROPIES:
+        t = tokens()
+        values, _, metrics = value_and_gradient(loss, t)
+        plain, _, _ = value_and_gradient(PolicyLoss(), tokens())
+        assert values == pytest.approx([v - applied * h for v, h in zip(plain, ENTROPY, strict=True)], abs=1e-12)
+        assert metrics["entropy_coef"] == pytest.approx([applied] * 5, abs=1e-15)
+        assert (t.entropy_L.grad is None) == (applied == 0.0)
+        loss.observe({"loss/entropy": entropy})
+        # TRL: <=; Skywork: <. TRL bounds the coefficient by 0 and 1, Skywork by 0 and 0.005 of its scripts.
+        value = max(value + 0.004, 0.0) if entropy <= 0.5 else max(value - 0.004, 0.0)
+        applied = value if entropy <= 0.5 else 0.0
+    assert loss.adaptive_state == pytest.approx({"entropy_coef": value, "applied_entropy_coef": applied}, abs=1e-15)
+    assert value > 0.0 and loss == PolicyLoss(entropy_coef=0.01, entropy_target=0.5, entropy_delta=0.004)
+    assert str(loss).endswith("entropy 0.01 +- 0.004 towards 0.5 nats") and loss.needs_all_groups
+
+
+def test_entropy_coefficient_without_target_is_fixed():
+    loss = PolicyLoss(entropy_coef=0.05)
+    loss.observe({"loss/entropy": 0.1})
+    assert loss.adaptive_state == {} and "entropy_coef" not in loss(tokens())[1]
 
 
 def test_kl_without_reference_is_an_error():
@@ -435,6 +530,12 @@ def test_nll():
             {"importance": "icepop", "importance_low": 6.0},
             "loss.importance_low=6.0 must lie in [0, importance_high=5.0)",
         ),
+        ({"off_policy_mask": 0.0}, "loss.off_policy_mask=0.0: expected above 0, often 0.5"),
+        ({"entropy_target": -0.1}, "loss.entropy_target=-0.1: expected above 0, often 0.2"),
+        ({"entropy_target": "low"}, "loss.entropy_target='low': expected a number"),
+        ({"entropy_delta": 0}, "loss.entropy_delta=0: expected above 0, often 0.005"),
+        ({"entropy_target": 0.2, "entropy_coef": -0.1}, "loss.entropy_coef=-0.1 with an entropy_target"),
+        ({"off_policy_mask": "0.5"}, "loss.off_policy_mask='0.5': expected a number"),
         ({"kl": "k4"}, "loss.kl='k4': unknown value"),
         ({"kl_coef": None}, "loss.kl_coef=None: expected a number"),
         ({"entropy_coef": float("nan")}, "loss.entropy_coef=nan: expected a number"),

@@ -47,6 +47,8 @@ LOSSES = {name: {k: v for k, v in keys["loss"].items() if k != "_component_"} fo
     },
     "sequence cispo": {"level": "sequence", "constraint": "cispo"},
     "interpolated": {"old": "interpolated", "importance": "full"},
+    "off_policy_mask": {"importance": "tis", "off_policy_mask": 0.05},
+    "entropy_target": {"entropy_coef": 0.02, "entropy_target": 1.0},
 }
 # The same properties must hold for every other constraint.
 NAMED = {options.get("constraint", "clip") for options in LOSSES.values()}

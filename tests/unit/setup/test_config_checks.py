@@ -103,3 +103,32 @@ def test_off_policy_loss_without_correction_is_refused(loss):
 @pytest.mark.parametrize("loss", [{"importance": "full"}, {"old": "sampler"}, Own()])
 def test_off_policy_check_accepts_correcting_and_custom_losses(loss):
     check(loss)
+
+
+SELF = {"loss": {"importance": "tis", "teacher_coef": 1.0}}
+PROMPT = "my_task.with_solution"
+
+
+@pytest.mark.parametrize(
+    "teacher, changed, message",
+    [
+        ({"self": True}, SELF, r"teacher.prompt is missing: .*\(group, sample\) -> messages"),
+        ({"self": True, "prompt": PROMPT}, {}, "teacher.self=true, but this objective does not use a teacher"),
+        ({"self": True, "prompt": PROMPT, "model_dir": "m"}, SELF, "teacher.model_dir=m contradicts teacher.self=true"),
+        ({"self": True, "prompt": PROMPT, "engine": {"count": 1}}, SELF, "teacher.engine={'count': 1} contradicts"),
+        ({"model_dir": "m", "prompt": PROMPT}, SELF, "teacher.prompt=my_task.with_solution needs teacher.self=true"),
+        (
+            {"self": True, "prompt": PROMPT},
+            {**SELF, "sampling": SamplingConfig(max_tokens=8, temperature=0.5)},
+            "sampling.temperature=0.5 with a teacher",
+        ),
+    ],
+)
+def test_inconsistent_self_teacher_is_named(teacher, changed, message):
+    with pytest.raises(ValueError, match=message):
+        check(teacher=TeacherConfig(**teacher), **changed)
+
+
+def test_consistent_self_teacher_passes():
+    check(teacher=TeacherConfig(self=True, prompt=PROMPT), **SELF)
+    check(teacher=TeacherConfig(self=True), replay="runs/x", **SELF)

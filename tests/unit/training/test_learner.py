@@ -391,6 +391,33 @@ def test_gradient_repeated_is_bitwise_equal(loss):
         torch.set_num_threads(threads)
 
 
+def adaptive_updates(learner, count):
+    """Returns the entropy coefficients of `count` updates, and the weights after them."""
+    coefs = []
+    for _ in range(count):
+        _, metrics = learner.forward_backward(rows())
+        coefs.append(learner.step(metrics, advice=str)["loss/entropy_coef"])
+    return coefs, [param.detach().clone() for param in learner.policy.trainable_parameters()]
+
+
+def test_resumed_entropy_coefficient_continues_exactly():
+    """The state of a checkpoint, through JSON, continues the coefficients and the weights bit for bit."""
+    loss = {"entropy_coef": 0.1, "entropy_target": 9.0, "entropy_delta": 0.03}
+    learner = make_learner(PolicyLoss(**loss))
+    first, weights = adaptive_updates(learner, 2)
+    state = json.loads(json.dumps(asdict(RunState(2, 0, {}, {}, loss=learner.loss_state))))
+    second, end = adaptive_updates(learner, 2)
+    assert first + second == pytest.approx([0.1, 0.13, 0.16, 0.19])
+    resumed = make_learner(PolicyLoss(**loss))
+    with torch.no_grad():
+        for param, value in zip(resumed.policy.trainable_parameters(), weights, strict=True):
+            param.copy_(value)
+    resumed.loss_state.update(RunState.from_recipe_state(state).loss)
+    again, resumed_end = adaptive_updates(resumed, 2)
+    assert again == second and all(map(torch.equal, resumed_end, end))
+    assert make_learner(MinimalLoss()).loss_state == {}
+
+
 def test_mean_over_updates_averages_metrics_and_keeps_maximum():
     updates = [
         {"loss": 1.0, "ratio_max": 3.0},
