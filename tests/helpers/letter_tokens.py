@@ -13,6 +13,9 @@ class LetterTokenizer:
     def prompt_ids(self, messages, tools=()):
         return [ord(letter) for letter in messages[0]["content"]]
 
+    def content_spans(self, context, messages, tools=(), problem=()):
+        return []
+
     def thought_prefix(self, prompt):
         return ""
 

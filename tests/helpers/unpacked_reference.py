@@ -99,17 +99,35 @@ def as_branched_conversations(rng, groups):
     ]
 
 
-def paths_of(group, sample):
-    """Yield each path of a sample as ids, with the positions of its labels, which are the sampled tokens in order."""
+def with_content(rng, groups):
+    """Return conversations in which a part of some replies is content of the environment."""
+
+    def marked(sample):
+        completion, begin, spans = sample.completion, 0, []
+        for turn, (start, stop) in enumerate(completion.turns):
+            # Content follows a token of its context.
+            first = begin + (completion.kept_prefix_lens[turn : turn + 1] == (0,))
+            if first < start and rng.integers(4):
+                spans.append((low := int(rng.integers(first, start)), int(rng.integers(low + 1, start + 1))))
+            begin = stop
+        return replace(sample, completion=replace(completion, content_spans=tuple(spans)))
+
+    return [replace(group, samples=tuple(map(marked, group.samples))) for group in groups]
+
+
+def paths_of(group, sample, indices=None):
+    """Yield each path of a sample as ids, with the positions of its labels: the tokens of the completion at `indices`, which
+    are the sampled ones by default, in order."""
     completion, ids = sample.completion, group.prompt_tokens.tolist()
+    indices = completion.sampled_indices if indices is None else indices
     if not completion.kept_prefix_lens:
-        yield [*ids, *completion.tokens.tolist()], len(ids) + completion.sampled_indices
+        yield [*ids, *completion.tokens.tolist()], len(ids) + indices
         return
     begin, paths = 0, {-1: ids}
-    for turn, ((start, stop), keeps) in enumerate(zip(completion.turns, completion.kept_prefix_lens, strict=True)):
+    for turn, ((_, stop), keeps) in enumerate(zip(completion.turns, completion.kept_prefix_lens, strict=True)):
         parent = completion.parents[turn] if completion.parents else turn - 1
         paths[turn] = ids = paths[parent][:keeps] + completion.tokens[begin:stop].tolist()
-        yield ids, np.arange(len(ids) - (stop - start), len(ids))
+        yield ids, len(ids) - stop + indices[(indices >= begin) & (indices < stop)]
         begin = stop
 
 
@@ -159,19 +177,23 @@ def reference(model, groups, loss, aggregation, temperature, ref_model=None):
     model, ref_model = (None if m is None else copy.deepcopy(m).double() for m in (model, ref_model))
 
     def logprobs_and_entropy(m, group, sample):
-        paths = [(torch.tensor(ids), places) for ids, places in paths_of(group, sample)]
+        indices = np.sort(np.concatenate([sample.completion.sampled_indices, sample.completion.content_indices]))
+        is_content = torch.from_numpy(np.isin(indices, sample.completion.content_indices))
+        paths = [(torch.tensor(ids), places) for ids, places in paths_of(group, sample, indices)]
         logits = torch.cat([m(ids[None, :-1])[0][places - 1] for ids, places in paths]) / temperature
         logp, labels = torch.log_softmax(logits, -1), torch.cat([ids[places] for ids, places in paths])
-        return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1), logits.abs().max().item()
+        of_label, entropy = logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+        return of_label[~is_content], entropy[~is_content], logits.abs().max().item(), of_label[is_content]
 
     pairs = trained_samples(groups)
     labels = sum(len(s.completion.sampled_indices) for _, s in pairs)
+    contents = sum(len(s.completion.content_indices) for _, s in pairs)
     total, loss_size, logit_size, scored = 0.0, 0.0, 0.0, {}
     params = dict(model.named_parameters())
     grads, sizes = {name: torch.zeros_like(p) for name, p in params.items()}, dict.fromkeys(params, 0.0)
     with keep_float64():
         for group, sample in pairs:
-            logp, entropy, largest = logprobs_and_entropy(model, group, sample)
+            logp, entropy, largest, content = logprobs_and_entropy(model, group, sample)
             ratio = (logp - logp.detach()).exp()
             behavior = torch.tensor(sample.completion.logprobs[sample.completion.sampled_indices]).double()
             importance = (logp.detach() - behavior).exp().clamp(max=2.0)  # TIS
@@ -186,14 +208,18 @@ def reference(model, groups, loss, aggregation, temperature, ref_model=None):
             of_label = (
                 1 / labels if aggregation == "token" else 1 / (len(pairs) * len(sample.completion.sampled_indices))
             )
-            weight = float(np.float32(of_label))
-            for term in terms:
+            weights = [float(np.float32(of_label))] * len(terms)
+            if loss.environment_coef and len(content):
+                terms.append(-content)
+                weights.append(loss.environment_coef * float(np.float32(1 / contents)))
+                loss_size += weights[-1] * terms[-1].sum().item()
+            for weight, term in zip(weights, terms, strict=True):
                 total += weight * term.sum().item()
                 term_grads = torch.autograd.grad(weight * term.sum(), params.values(), retain_graph=True)
                 for name, grad in zip(params, term_grads, strict=True):
                     grads[name] += grad
                     sizes[name] += grad.abs().max().item()
-            loss_size += weight * sum(change.abs().sum().item() for change in changes)
+            loss_size += weights[0] * sum(change.abs().sum().item() for change in changes)
             logit_size = max(logit_size, largest)
             scored[id(sample)] = logp.detach()
     matrices = [p for m in model.modules() for p in m.parameters(recurse=False) if p.dim() == 2]

@@ -32,7 +32,10 @@ def groups_of(shapes):
             for n in lengths
         )
         if g == 1:  # a conversation whose second turn forgets a part of its first, and whose third goes on from all
-            turns = replace(samples[0].completion, turns=((0, 6), (9, 12), (14, 20)), kept_prefix_lens=(4, 7, 12))
+            turns = replace(
+                samples[0].completion, turns=((0, 6), (9, 12), (14, 20)), kept_prefix_lens=(4, 7, 12),
+                content_spans=((7, 9), (12, 14)),
+            )
             samples = (replace(samples[0], completion=turns), samples[1])
         made.append(Group(Problem(f"p{g}", (), None), rng.integers(0, 300, prompt).astype(np.int32), samples))
     return made
@@ -57,7 +60,7 @@ from torchtune_ext.training.distributed import close_ranks, init_ranks
 from torchtune_ext.training.learner import Learner, make_reference
 
 groups = groups_of([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2, 2, 2]), (6, [9])])
-loss = PolicyLoss(constraint="kl", delta=1e-4, top_k=8, importance="tis", kl_coef=0.2, entropy_coef=0.01)
+loss = PolicyLoss(constraint="kl", delta=1e-4, top_k=8, importance="tis", kl_coef=0.2, entropy_coef=0.01, environment_coef=0.5)
 
 
 def gradients(ranks, folder, checkpointing, row_tokens, lora, fp8):

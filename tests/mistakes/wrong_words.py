@@ -218,6 +218,7 @@ VALUES = {
     "DoRA without adapters": full("model.use_dora=True", r"model.use_dora=True without model.lora_attn_modules: "),
     "an unused teacher": full("teacher.model_dir=model", r"teacher.model_dir=model, but this objective does not use a teacher. Fix: set preset=distill, or loss.teacher_coef=1.0"),
     "a loss without its teacher": full("loss.teacher_coef=1.0", r"teacher.model_dir is missing, but the loss uses a teacher. Fix: set teacher\.model_dir to a model, or loss\.teacher_coef=0"),
+    "an environment loss without an environment": full("loss.environment_coef=0.05", r"loss\.environment_coef=0\.05, but the task \w+ has no environment; .*Fix: set loss\.environment_coef=0"),
     "a teacher at another temperature": full("preset=distill teacher.model_dir=model sampling.temperature=0.8", r"sampling.temperature=0.8 with a teacher: its log-probs are at temperature 1"),
     "a self-teacher without its prompt": full("preset=self_distill", r"teacher.prompt is missing: .*Fix: set the dotted path"),
     "a teacher's engine": full("preset=distill teacher.model_dir=model teacher.engine.device=1", r"unknown key 'teacher\.engine\.device' in `teacher\.engine:`; did you mean 'teacher\.engine\.devices'\?", real=True),

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from os.path import commonprefix
 from typing import Any
 
@@ -178,6 +178,31 @@ class ChatTemplate:
         _, is_found, after = self.render([*base, *messages], tools, generation_prompt=True).partition(mark)
         self._require(is_found, "an assistant's turn before further messages")
         return after
+
+    def content_spans(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), problem: Sequence[Message] = SAMPLE_QUESTION
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Returns the text of `turn_boundary`, and the [start, stop) characters of the messages' content in it.
+
+        The spans omit white space around a content. They are empty if the template writes a content
+        between two placeholders in another way, so that the content cannot be located.
+        """
+        text = self.turn_boundary(messages, tools, problem)
+        mark = _unused_placeholder([*problem, *messages])
+        # A template may strip white space around a content, so it stays outside the placeholders.
+        marked = [
+            message | {"content": content.replace(content.strip(), f"{mark}{content.strip()}{mark}", 1)}
+            if (content := message["content"]).strip()
+            else message
+            for message in messages
+        ]
+        try:
+            pieces = self.turn_boundary(marked, tools, problem).split(mark)
+        except UsageError:
+            return text, []  # the template accepts the content, but no placeholder in it
+        # The pieces alternate between the template's text and a content.
+        ends = list(accumulate(map(len, pieces)))
+        return text, list(zip(ends[::2], ends[1::2], strict=False)) if "".join(pieces) == text else []
 
     def split_at_turns(
         self, problem: Sequence[Message], messages: Sequence[Message], tools: Sequence[Tool] = ()

@@ -98,6 +98,37 @@ class ChatTokenizer:
         """
         return self._continuation_ids(self.template.turn_boundary(messages, tools, problem), end)
 
+    def content_spans(
+        self,
+        context: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        problem: Sequence[Message] = SAMPLE_QUESTION,
+    ) -> list[tuple[int, int]]:
+        """Returns the spans [start, stop) of a context that hold content of its last messages and nothing else.
+
+        Args:
+            context: ids of a context that ends with `messages` and the generation prompt.
+            messages: the environment's reply.
+            tools: the tools that the template shows.
+            problem: the messages before the first turn.
+
+        Returns:
+            The spans; none if the template does not write the content as it is.
+        """
+        text, contents = self.template.content_spans(messages, tools, problem)
+        ids, offsets = self._encode_pieces(text, [])
+        # A token may begin or end with white space around the content.
+        pieces = [(begin, text[begin:end]) for begin, end in offsets]
+        cores = [(begin + piece.find(core), core) for begin, piece in pieces for core in [piece.strip() or piece]]
+        first, spans = len(context) - len(ids), []
+        for start, stop in contents:
+            inside = [t for t, (begin, core) in enumerate(cores) if core and start <= begin <= stop - len(core)]
+            # In another conversation, a template may write the reply in another way.
+            if inside and list(context[first + inside[0] :]) == ids[inside[0] :]:
+                spans.append((first + inside[0], first + inside[-1] + 1))
+        return spans
+
     def context_ids(
         self,
         problem: Sequence[Message],
@@ -261,7 +292,8 @@ class ChatTokenizer:
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-            encoding = self._tokenizer(text[start:end], add_special_tokens=False, return_offsets_mapping=True)
+            piece = text[start:end]
+            encoding = self._tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             ids += encoding["input_ids"]
             offsets += [(start + a, start + b) for a, b in encoding["offset_mapping"]]
         return ids, offsets

@@ -16,6 +16,7 @@ Class attributes declare further inputs (`loss_requirements`):
 * `top_k = 16`: log-probs of the proximal policy's 16 likeliest tokens.
 * `needs_all_groups = True`: also train on zero-variance groups, for a term that does not depend on
   the advantage (a KL penalty, an entropy bonus).
+* `environment_coef = 0.05`: add the cross-entropy on the environment's content with this coefficient.
 * `needs_proximal = False`: skip the forward pass for `proximal_logprobs_L`, which is then None.
 
 A loss may adapt to its metrics: the learner calls `observe(metrics)` after each update, and
@@ -69,6 +70,8 @@ CHOICES = {
 }
 
 
+# Coefficients of `PolicyLoss` that must not be negative.
+NONNEGATIVE_COEFFICIENTS = "reward_coef", "teacher_coef", "kl_coef", "old_kl_coef", "environment_coef"
 SURPRISE_PROBABILITY = 0.01  # `teacher_surprise`: fraction of tokens with a lower teacher probability
 
 
@@ -87,6 +90,8 @@ class LossRequirements:
     # The number of likeliest tokens of the proximal policy whose log-probs are needed at every
     # label; 0 for none.
     top_k: int
+    # The coefficient of the cross-entropy on the environment's content; 0 for none.
+    environment_coef: float = 0.0
 
 
 def loss_requirements(loss: Loss) -> LossRequirements:
@@ -98,6 +103,7 @@ def loss_requirements(loss: Loss) -> LossRequirements:
         teacher_logprobs=bool(getattr(loss, "needs_teacher", False)),
         train_zero_advantage=bool(getattr(loss, "needs_all_groups", False)),
         top_k=getattr(loss, "top_k", None) or 0,
+        environment_coef=getattr(loss, "environment_coef", 0.0),
     )
 
 
@@ -139,6 +145,9 @@ class PolicyLoss(ConstraintOptions):
         entropy_target: mean entropy per token, in nats, below which the bonus acts. entropy_coef is then
             the first coefficient, which follows the entropy (Skywork-OR1); null: a fixed coefficient.
         entropy_delta: change of the coefficient after each update, up below the target, else down.
+        environment_coef: coefficient of the mean cross-entropy on the content of the environment's replies
+            (ECHO, arXiv 2605.24517; 0.01 to 0.1); 0: off. The learner adds this term, so it has no part in
+            ratios, weights and aggregation.
 
     Raises:
         UsageError: an unknown name, an option that contradicts another option, or a value out of
@@ -160,6 +169,7 @@ class PolicyLoss(ConstraintOptions):
     entropy_coef: float = 0.0
     entropy_target: float | None = None
     entropy_delta: float = 0.005
+    environment_coef: float = 0.0
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
@@ -173,7 +183,7 @@ class PolicyLoss(ConstraintOptions):
         for name in (*OPTION_TYPES, "importance_low", "importance_high", "off_policy_mask", "entropy_target"):
             if getattr(self, name) is not None:
                 _require_number(name, getattr(self, name))
-        for name in ("reward_coef", "teacher_coef", "kl_coef", "old_kl_coef", "entropy_coef", "entropy_delta"):
+        for name in (*NONNEGATIVE_COEFFICIENTS, "entropy_coef", "entropy_delta"):
             _require_number(name, getattr(self, name))
         constraint.check(self.level, self.old)
         # Fill in the constraint's defaults, so that losses are shown and compared by their
@@ -187,7 +197,7 @@ class PolicyLoss(ConstraintOptions):
                 raise UsageError(f"loss.{name}={value}: expected above 0, often {usual}")
         if self.entropy_target is not None and self.entropy_coef < 0.0:
             raise UsageError(f"loss.entropy_coef={self.entropy_coef} with an entropy_target: expected 0 or more")
-        for name in ("reward_coef", "teacher_coef", "kl_coef", "old_kl_coef"):
+        for name in NONNEGATIVE_COEFFICIENTS:
             term = "KL term" if name.endswith("kl_coef") else "term"
             if not getattr(self, name) >= 0.0:
                 raise UsageError(f"loss.{name}={getattr(self, name)}: expected 0 or more; 0 turns the {term} off")
@@ -234,6 +244,7 @@ class PolicyLoss(ConstraintOptions):
             f"{self.reward_coef:g} rewards": self.reward_coef != 1.0,
             f"entropy {self.entropy_coef:g}": self.entropy_coef and self.entropy_target is None,
             f"entropy {self.entropy_coef:g} +- {self.entropy_delta:g} towards {self.entropy_target} nats": self.entropy_target,
+            f"environment {self.environment_coef:g}": self.environment_coef,
         }
         return ", ".join(part for part, shown in parts.items() if shown)
 
@@ -257,7 +268,8 @@ class PolicyLoss(ConstraintOptions):
         """Whether a term has a gradient on zero-variance groups, too."""
         # These terms do not depend on the rewards' advantages, which are 0 in a zero-variance
         # group.
-        return any((self.teacher_coef, self.kl_coef, self.old_kl_coef, self.entropy_coef, self.entropy_target))
+        coefficients = self.teacher_coef, self.kl_coef, self.old_kl_coef, self.entropy_coef, self.environment_coef
+        return any(coefficients) or self.entropy_target is not None
 
     def __call__(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns loss and metrics per label, all [L].

@@ -28,6 +28,7 @@ class Response:
     id: str
     new_messages: tuple[Message, ...]  # messages of the request that no earlier response contains, and the raw turn
     context: np.ndarray  # [C] int32, the ids that the engine was given
+    content: Sequence[tuple[int, int]]  # spans of `context` with the content of the new messages
     completion: Completion
     is_trained: bool
     # What the template needs to continue the path without its sampled text: the request that was
@@ -50,6 +51,9 @@ class Context:
     ids: list[int]
     new_messages: tuple[Message, ...]
     extended: Response | None  # None: rendered as a whole
+    # Spans of `ids` with the content of the new messages; none if it is rendered as a whole, because such a
+    # history may repeat earlier messages.
+    content: Sequence[tuple[int, int]] = ()
 
 
 class AgentSession:
@@ -79,8 +83,10 @@ class AgentSession:
                 continue
             if tokenizer.history == "sampled":
                 path = known.path.tolist()
-                return Context(path + tokenizer.turn_boundary_ids(new, path[-1], tools, known.root), new, known)
-            return Context(tokenizer.context_ids(known.root, [*known.history, *new], known.sampled, tools), new, known)
+                ids = path + tokenizer.turn_boundary_ids(new, path[-1], tools, known.root)
+            else:
+                ids = tokenizer.context_ids(known.root, [*known.history, *new], known.sampled, tools)
+            return Context(ids, new, known, tokenizer.content_spans(ids, new, tools, known.root))
         return Context(tokenizer.prompt_ids(rendered, tools), rendered, None)
 
     def num_turns(self, context: Context) -> int:
@@ -124,6 +130,7 @@ class AgentSession:
             request_id,
             (*context.new_messages, turn),
             np.asarray(context.ids, np.int32),
+            context.content,
             completion,
             is_trained,
             known.root if known else context.new_messages,
@@ -156,7 +163,12 @@ class AgentSession:
             prompt: [P] int32, a prefix of the first trained response's context.
             finish_reason: why the episode ended.
         """
-        return build_tree(prompt, [(response.context, response.completion) for response in self.trained], finish_reason)
+        return build_tree(
+            prompt,
+            [(response.context, response.completion) for response in self.trained],
+            finish_reason,
+            [response.content for response in self.trained],
+        )
 
 
 def shared_prompt(prompt: np.ndarray, sessions: Sequence[AgentSession]) -> np.ndarray:
@@ -212,7 +224,10 @@ def agent_sample(session: AgentSession, prompt: Sequence[int], finish_reason: st
 
 
 def build_tree(
-    prompt: np.ndarray, responses: Sequence[tuple[np.ndarray, Completion]], finish_reason: str
+    prompt: np.ndarray,
+    responses: Sequence[tuple[np.ndarray, Completion]],
+    finish_reason: str,
+    contents: Sequence[Sequence[tuple[int, int]]] = (),
 ) -> Completion:
     """Stores responses, each after the context that was really sent, with shared prefixes stored once.
 
@@ -220,13 +235,14 @@ def build_tree(
         prompt: [P] int32.
         responses: (context, completion) in the order in which they were sampled.
         finish_reason: why the episode ended.
+        contents: for each response, the spans of its context with the environment's content.
     """
     # By turn, without paths that a later turn continues: whatever extends them extends that turn, too.
     ends: dict[int, np.ndarray] = {}
-    turns, kept_lens, parents, path_lens = [], [], [], []
+    turns, kept_lens, parents, path_lens, content_spans = [], [], [], [], []
     tokens, logprobs, versions = [np.empty(0, np.int32)], [np.empty(0, np.float32)], [np.empty(0, np.int32)]
     length = 0
-    for context, completion in responses:
+    for (context, completion), content in zip(responses, contents or [()] * len(responses), strict=True):
         # The longest common prefix; of equal ones the latest, which is the previous turn if nothing
         # branches.
         kept, parent = max(((common_prefix_len(context, path), turn) for turn, path in ends.items()), default=(0, -1))
@@ -239,6 +255,9 @@ def build_tree(
         tokens += [between, completion.tokens]
         logprobs += [np.zeros(len(between), np.float32), completion.logprobs]
         versions += [np.full(len(between), version, np.int32), completion.versions]
+        # A token that an earlier turn stores is content of that turn, or none.
+        shift = length - kept
+        content_spans += [(max(begin, kept) + shift, stop + shift) for begin, stop in content if stop > kept]
         start = length + len(between)
         length = start + len(completion.tokens)
         if parent >= 0 and kept == path_lens[parent]:
@@ -259,6 +278,7 @@ def build_tree(
         turns=tuple(turns),
         kept_prefix_lens=() if is_path else tuple(kept_lens),
         parents=() if is_path else tuple(parents),
+        content_spans=tuple(content_spans),
     )
 
 

@@ -33,6 +33,7 @@ class Episode:
         self._kept_prefix_lens = [len(prompt)]  # per turn, how many ids of the path its context keeps
         self._has_branches = False  # whether any turn keeps only a part of the path
         self._reply_ids: list[np.ndarray] = []  # new ids between two turns, which the policy did not sample
+        self._content_spans: list[tuple[int, int]] = []  # the environment's content in the tokens after the prompt
         self._messages: list[Message] = []
         self._rewards: list[float] = []
         self._score = Score(0.0)  # the sum of the rewards so far
@@ -90,9 +91,13 @@ class Episode:
         so_far = self._kept_prefix_lens[0] + self.num_tokens + sum(map(len, self._reply_ids))
         return so_far + len(context) - self._common_prefix_len(context)
 
-    def set_next_context(self, context: Sequence[int], thought_prefix: str) -> None:
-        """Sets the context of the next turn and the start of its text."""
+    def set_next_context(
+        self, context: Sequence[int], thought_prefix: str, content: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """Sets the context of the next turn, the start of its text and the spans of the reply's content."""
         kept = self._common_prefix_len(context)
+        shift = self.num_tokens + sum(map(len, self._reply_ids)) - kept
+        self._content_spans += [(max(start, kept) + shift, stop + shift) for start, stop in content if stop > kept]
         self._has_branches |= kept < len(self.path)
         self._context, self._thought_prefix = np.asarray(context, dtype=np.int32), thought_prefix
         self._kept_prefix_lens.append(kept)
@@ -130,6 +135,7 @@ class Episode:
                     (int(start), int(start) + len(turn.tokens)) for start, turn in zip(starts, turns, strict=True)
                 ),
                 kept_prefix_lens=tuple(self._kept_prefix_lens) if self._has_branches else (),
+                content_spans=tuple(self._content_spans),
             ),
             text="\n".join(f"{message['role']}: {message['content']}" for message in self._messages),
             outcome=failure or check_outcome(self._score, "the environment"),

@@ -109,6 +109,8 @@ def _sample_to_json(sample: Sample) -> str:
         head["kept"] = completion.kept_prefix_lens
     if completion.parents:
         head["parents"] = completion.parents
+    if completion.content_spans:
+        head["content"] = completion.content_spans
     if sample.turn_advantages:
         head["turn_advantages"] = sample.turn_advantages
     # The arrays are formatted in bulk and inserted before the closing brace of json.dumps' output.
@@ -151,6 +153,7 @@ def _sample_from_record(record: dict[str, Any]) -> Sample:
             turns=tuple(map(tuple, record.get("turns", ()))),
             kept_prefix_lens=tuple(record.get("kept", ())),
             parents=tuple(record.get("parents", ())),
+            content_spans=tuple(map(tuple, record.get("content", ()))),
         ),
         text=record["text"],
         outcome=outcome,

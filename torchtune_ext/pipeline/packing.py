@@ -14,9 +14,10 @@ exclusive end of its subtree. So completions do not see each other.
 
 A completion of R tokens has R - 1 input tokens: its last token is a label but never an input, and
 its first token is predicted from the last *prompt* token. No other file shifts labels. An episode
-is one completion, in which the environment's replies are inputs but not labels. If a turn keeps only a
-part of its parent's path, or several turns have one parent (`Completion.parents`), the tree
-branches, and one hidden state may predict several labels.
+is one completion, in which the environment's replies are inputs, and their content is the labels of
+a separate term of the loss (`env_labels_E`). If a turn keeps only a part of its parent's path, or
+several turns have one parent (`Completion.parents`), the tree branches, and one hidden state may
+predict several labels.
 
 The loss of an update is the sum of weight * token loss over all labels of its rows.
 """
@@ -60,6 +61,11 @@ class Row:
     loss_weights_L: Tensor  # float32, weight of the label in the loss of the update
     versions_L: Tensor  # int32, policy version that sampled the label
     completion_index_L: Tensor  # int64, index of the label's completion in the row, from 0
+    # The environment's content, E tokens. They are labels of one term of the loss (`environment_coef`), so
+    # they have no log-prob, advantage or version, and no L tensor contains them.
+    env_labels_E: Tensor  # int64, ids
+    env_sources_E: Tensor  # int64, index into T of the hidden state that predicts the label
+    env_weights_E: Tensor  # float32, 1 / (content tokens of the update)
     teacher_logprobs_L: Tensor | None = None  # float32, nats; None without a teacher
 
     @property
@@ -197,8 +203,9 @@ def pack(
         completion_divisor = sum(group.num_completions for group in groups)
     samples = [sample for tree in trees for sample in tree.trained_samples]
     weight_of = _label_weight_fn(samples, aggregation, aggregation_constant, completion_divisor)
+    env_weight = 1.0 / max(1, sum(len(sample.completion.content_indices) for sample in samples))
     plans = balance_rows(sizes, row_tokens, cost_model)
-    rows = [_build_row(plan, trees, weight_of, pad_id, cost_model.row_length(plan)) for plan in plans]
+    rows = [_build_row(plan, trees, weight_of, env_weight, pad_id, cost_model.row_length(plan)) for plan in plans]
     stats = PackStats(
         rows=sum(bool(plan) for plan in plans),
         tokens=sum(part.tokens for plan in plans for part in plan),
@@ -282,11 +289,17 @@ def _label_weight_fn(
 
 
 def _build_row(
-    plan: RowPlan, trees: Sequence[Tree], weight_of: Callable[[int], float], pad_id: int, row_length: int
+    plan: RowPlan,
+    trees: Sequence[Tree],
+    weight_of: Callable[[int], float],
+    env_weight: float,
+    pad_id: int,
+    row_length: int,
 ) -> Row:
     tokens, positions, ends = [], [], []
     labels, hidden_index, logprobs, advantages = [], [], [], []
     weights, versions, completion_index, teacher = [], [], [], []
+    env_labels, env_sources = [], []
     offset = num_completions = 0
     for part in plan:
         tree = trees[part.group]
@@ -297,13 +310,14 @@ def _build_row(
         offset += shared
         prompt_end = offset - 1  # index of the last token of the shared prompt
         for sample, layout in ((tree.trained_samples[i], tree.layouts[i]) for i in part.completions):
-            # Environment tokens are masked out of the loss: only sampled tokens are labels.
+            # Only sampled tokens are labels of the policy's loss.
             completion, sampled_S = sample.completion, sample.completion.sampled_indices
             tokens.append(np.concatenate([prompt, completion.tokens])[layout.token_indices_N])
             positions.append(layout.positions_N)
             ends.append(offset + layout.ends_N)
             labels.append(completion.tokens[sampled_S])
-            hidden_index.append(np.where(layout.hidden_indices_S < 0, prompt_end, offset + layout.hidden_indices_S))
+            hidden_R = np.where(layout.hidden_indices_R < 0, prompt_end, offset + layout.hidden_indices_R)
+            hidden_index.append(hidden_R[sampled_S])
             logprobs.append(completion.logprobs[sampled_S])
             if sample.teacher_logprobs is not None:
                 teacher.append(sample.teacher_logprobs[sampled_S])
@@ -312,6 +326,8 @@ def _build_row(
             weights.append(np.full(len(sampled_S), weight_of(len(sampled_S))))
             versions.append(completion.versions[sampled_S])
             completion_index.append(np.full(len(sampled_S), num_completions))
+            env_labels.append(completion.tokens[completion.content_indices])
+            env_sources.append(hidden_R[completion.content_indices])
             offset += len(layout.token_indices_N)
             num_completions += 1
     # Padding sees only itself, and no other token sees padding.
@@ -331,6 +347,9 @@ def _build_row(
         loss_weights_L=_tensor(weights, torch.float32),
         versions_L=_tensor(versions, torch.int32),
         completion_index_L=_tensor(completion_index, torch.int64),
+        env_labels_E=_tensor(env_labels, torch.int64),
+        env_sources_E=_tensor(env_sources, torch.int64),
+        env_weights_E=torch.full((sum(map(len, env_labels)),), env_weight, dtype=torch.float32),
         # A row without labels gets an empty tensor. None means missing teacher log-probs.
         teacher_logprobs_L=_tensor(teacher, torch.float32) if len(teacher) == len(labels) else None,
     )

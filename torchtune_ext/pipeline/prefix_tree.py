@@ -67,12 +67,13 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class CompletionLayout:
-    """The N input tokens and S sampled tokens of a completion after the shared prompt."""
+    """The N input tokens of a completion of R tokens, after the shared prompt."""
 
     token_indices_N: np.ndarray  # index of the token in the prompt followed by the completion
     positions_N: np.ndarray  # position of the token in its path
     ends_N: np.ndarray  # one past the last index in N that sees the token
-    hidden_indices_S: np.ndarray  # index in N that predicts the sampled token; -1: end of the prompt
+    # Index in N that predicts the token; -1: end of the shared prompt. R ends with the last turn.
+    hidden_indices_R: np.ndarray
 
 
 def _lay_out_completion(prompt_len: int, shared_len: int, completion: Completion) -> CompletionLayout:
@@ -111,12 +112,10 @@ def _lay_out_completion(prompt_len: int, shared_len: int, completion: Completion
             end += subtrees[child]
             ends_N[start : max(start, start + before[child] + 1 - firsts[s])] = end
     hidden = []
-    for s, (begin, stop) in zip(segments, spans, strict=True):
-        offset = starts[s] - 1 - (firsts[s] - prompt_len)
-        indices_S = np.arange(begin + offset, stop + offset)
-        if prompt_len + begin == firsts[s]:
-            # The shared prefix or another segment predicts the first token.
-            owner = owners[s]
-            indices_S[0] = starts[owner] + before[s] - firsts[owner] if before[s] >= shared_len else -1
-        hidden.append(indices_S)
+    for s in segments:
+        indices_R = np.arange(starts[s] - 1, starts[s] - 1 + firsts[s + 1] - firsts[s])
+        # The shared prefix or another segment predicts the first token.
+        owner = owners[s]
+        indices_R[0] = starts[owner] + before[s] - firsts[owner] if before[s] >= shared_len else -1
+        hidden.append(indices_R)
     return CompletionLayout(tokens_N, positions_N, ends_N, np.concatenate(hidden))

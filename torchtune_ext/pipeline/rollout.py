@@ -439,16 +439,16 @@ class GroupStream:
         if reply.done or episode.num_turns == self._environments.max_turns:
             return self._end_episode(group, sample_index, "completed" if reply.done else "max_turns")
         try:
-            prompt = self._next_context(group.problem, episode, reply)
+            prompt, problem = self._next_context(group.problem, episode, reply), group.problem
+            content = self._tokenizer.content_spans(prompt, reply.messages, problem.tools, problem.messages)
         except Exception as error:  # noqa: BLE001 (the template and the tokenizer, on the environment's reply)
             # The template cannot render this reply. Other episodes are not affected.
             failure = Ungraded("infra_failed", f"the environment's reply cannot be rendered: {describe_error(error)}")
             return self._end_episode(group, sample_index, "environment_failed", failure)
-        # One row must hold all branches of an episode, and `row_tokens` may be as small as
-        # `max_model_len`.
+        # One row must hold all branches, and `row_tokens` may be as small as `max_model_len`.
         if episode.packed_size(prompt) + group.sampling.max_tokens > self._engine.config.max_model_len:
             return self._end_episode(group, sample_index, "context_overflow")
-        episode.set_next_context(prompt, self._tokenizer.thought_prefix(prompt))
+        episode.set_next_context(prompt, self._tokenizer.thought_prefix(prompt), content)
         seed = group.sampling.seed
         # The seed of a later turn depends on its sample and turn number, not on timing.
         turn_sampling = replace(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torchtune.modules import TiedLinear, TransformerDecoder
 
@@ -29,10 +30,14 @@ class LabelLogprobs:
     # their ids, int64.
     top_LK: Tensor | None = None
     top_ids_LK: Tensor | None = None
+    # Log-prob of each environment label, float32, nats, if requested.
+    env_logprobs_E: Tensor | None = None
 
     def detach(self) -> "LabelLogprobs":
-        """Returns the values without gradient."""
-        return replace(self, logprobs_L=self.logprobs_L.detach(), entropy_L=self.entropy_L.detach())
+        """Returns the values without gradient, and without the environment labels."""
+        return replace(
+            self, logprobs_L=self.logprobs_L.detach(), entropy_L=self.entropy_L.detach(), env_logprobs_E=None
+        )
 
 
 class PackedPolicy:
@@ -62,6 +67,7 @@ class PackedPolicy:
         self._temperature = 1.0
         self._top_k = 0
         self._top_ids_LK: Tensor | None = None
+        self._environment = False
         self._top_logprobs: tuple[Tensor | None, Tensor | None] = (None, None)
         # Both lines set attributes on instances, so parameters keep torchtune's names, and FSDP2,
         # activation checkpointing and compile can wrap the model later.
@@ -78,6 +84,7 @@ class PackedPolicy:
         temperature: float = 1.0,
         top_k: int = 0,
         top_ids_LK: Tensor | None = None,
+        environment: bool = False,
     ) -> LabelLogprobs:
         """Computes log-probs of a row's labels.
 
@@ -86,6 +93,7 @@ class PackedPolicy:
             temperature: sampling temperature.
             top_k: also score the `top_k` most likely tokens at every label.
             top_ids_LK: also score these token ids at every label. It replaces `top_k`.
+            environment: also score the environment labels.
 
         Raises:
             UsageError: a sequence is longer than the model's `max_seq_len`.
@@ -98,26 +106,37 @@ class PackedPolicy:
         # torchtune compares the *row* with max_seq_len, but only positions index the RoPE cache.
         self.model.max_seq_len = max(self.max_positions, row.tokens_T.numel())
         self._row, self._temperature = row, temperature
-        self._top_k, self._top_ids_LK = top_k, top_ids_LK
+        self._top_k, self._top_ids_LK, self._environment = top_k, top_ids_LK, environment
         try:
             logprobs_L, entropy_L = self.model(
                 row.tokens_T[None], mask=packed_mask(row.ends_T), input_pos=row.positions_T[None]
             )
-            return LabelLogprobs(logprobs_L, entropy_L, *self._top_logprobs)
+            if not environment:
+                return LabelLogprobs(logprobs_L, entropy_L, *self._top_logprobs)
+            logprobs_L, env_logprobs_E = logprobs_L.tensor_split([row.num_labels])
+            return LabelLogprobs(logprobs_L, entropy_L[: row.num_labels], *self._top_logprobs, env_logprobs_E)
         finally:
             self._row, self._top_k, self._top_ids_LK, self._top_logprobs = None, 0, None, (None, None)
 
     def _unembed(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Replaces `TransformerDecoder.unembed`: [1, T, D] -> log-probs and entropies, [L] each."""
+        """Replaces `TransformerDecoder.unembed`: [1, T, D] -> log-probs and entropies, [L] each.
+
+        With `environment`, both are [L + E]: the environment labels follow.
+        """
         # This runs inside the forward, when FSDP2 has gathered the weights.
         assert self._row is not None
         output = self.model.output
         weight_VD = effective_weight(output.tied_module if isinstance(output, TiedLinear) else output)
-        hidden_LD = gather_rows(self.model.norm(hidden_BTD)[0], self._row.hidden_index_L)
+        hidden_TD, labels_L = self.model.norm(hidden_BTD)[0], self._row.labels_L
+        hidden_LD = gather_rows(hidden_TD, self._row.hidden_index_L)
         weight_VD = weight_VD.to(hidden_LD.dtype)
         if self._top_ids_LK is not None:
             top_LK = linear_gather(hidden_LD, weight_VD, self._top_ids_LK, self._temperature)
             self._top_logprobs = top_LK, self._top_ids_LK
         elif self._top_k:
             self._top_logprobs = linear_top_k(hidden_LD, weight_VD, self._top_k, self._temperature)
-        return linear_logprob(hidden_LD, weight_VD, self._row.labels_L, self._temperature)
+        if self._environment:
+            # A second call would have another gradient of the weight's size.
+            hidden_LD = torch.cat([hidden_LD, gather_rows(hidden_TD, self._row.env_sources_E)])
+            labels_L = torch.cat([labels_L, self._row.env_labels_E])
+        return linear_logprob(hidden_LD, weight_VD, labels_L, self._temperature)

@@ -258,6 +258,9 @@ class Completion:
     # previous turn. Turns are in the order in which they were sampled. Example: two conversations
     # A1 A2 and B1 B2 after one prompt, sampled as A1 B1 A2 B2, have the parents (-1, -1, 0, 1).
     parents: tuple[int, ...] = ()
+    # [start, stop) in `tokens` of text that the environment wrote: the content of its messages, without
+    # the template's tokens around it. Each message counts once, after the turn that it answers.
+    content_spans: tuple[tuple[int, int], ...] = ()
 
     @property
     def sampled_spans(self) -> tuple[tuple[int, int], ...]:
@@ -268,6 +271,11 @@ class Completion:
     def sampled_indices(self) -> np.ndarray:
         """Indices [S] of the sampled tokens in `tokens`."""
         return np.concatenate([np.arange(*span) for span in self.sampled_spans])
+
+    @property
+    def content_indices(self) -> np.ndarray:
+        """Indices [E] of the environment's content in `tokens`."""
+        return np.concatenate([np.empty(0, np.int64), *(np.arange(*span) for span in self.content_spans)])
 
     @property
     def has_branches(self) -> bool:

@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.objective.loss import LossRequirements, PolicyLoss, loss_requirements
 from torchtune_ext.pipeline.advantages import AdvantageConfig
 from torchtune_ext.pipeline.staleness import StalenessScheduler
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.sampling.types import SamplingConfig
 from torchtune_ext.setup.config_sections import RunSettings, TeacherConfig
+from torchtune_ext.tasks.task import AgentTask, EpisodeTask
 
 # Descriptions of the loss aggregation of an update (pipeline/packing.py).
 AGGREGATIONS = {"token": "token mean", "sequence": "sequence mean", "constant": "sum over a constant"}
@@ -125,6 +127,24 @@ def check_teacher(teacher: TeacherConfig, sampling: SamplingConfig, needs: LossR
         raise UsageError(
             f"sampling.temperature={sampling.temperature} with a teacher: its log-probs are at temperature 1, so they "
             "cannot be compared. Fix: set sampling.temperature=1.0"
+        )
+
+
+def check_environment_loss(loss: Any, task: Any, tokenizer: ChatTokenizer) -> None:
+    """Raise UsageError if a loss on the environment's content would have no labels."""
+    coef = loss_requirements(loss).environment_coef
+    if not coef:
+        return
+    if not isinstance(task, EpisodeTask | AgentTask):
+        raise UsageError(
+            f"loss.environment_coef={coef}, but the task {type(task).__name__} has no environment; expected a task with "
+            "several turns (docs/how_to/environments.md). Fix: set loss.environment_coef=0"
+        )
+    reply = [{"role": "user", "content": "one two"}]
+    if not tokenizer.content_spans(tokenizer.turn_boundary_ids(reply, tokenizer.eos_id), reply):
+        raise UsageError(
+            f"loss.environment_coef={coef}: chat template {tokenizer.template.name!r} does not write the content of a reply "
+            "as it is, so its tokens are unknown. Fix: set tokenizer.template to another template, or loss.environment_coef=0"
         )
 
 

@@ -41,7 +41,7 @@ from torchtune_ext.setup.checks import (
     measure_optimizer_state,
     require_row_capacity,
 )
-from torchtune_ext.setup.config_checks import check_settings
+from torchtune_ext.setup.config_checks import check_environment_loss, check_settings
 from torchtune_ext.setup.config_sections import RolloutConfig, RunSettings, TeacherConfig
 from torchtune_ext.setup.machine_checks import (
     disk_need,
@@ -308,6 +308,7 @@ def build_components(cfg: RunSettings, ranks: Ranks) -> RunComponents:
     require_row_capacity(cfg.row_tokens, precision.engine)
     check_tokenizer(tokenizer, hf_model, meta_model.tok_embeddings.num_embeddings, sampling.stop_token_ids)
     check_prompts({"task": task, "evaluation.task": eval_task}, tokenizer, sampling, precision.engine, hf_model)
+    check_environment_loss(loss, task, tokenizer)
     # A replay does not evaluate.
     overlap = [] if cfg.replay else find_eval_overlap(task, eval_task)
     # A problem whose prompt is too long is skipped, like a problem that the task cannot load.

@@ -151,6 +151,9 @@ PANELS = (
         Metric("loss/total", "loss", "minimized loss; its level means little in GRPO", "it jumps"),)),
     Panel("Policy change", "Negative log-likelihood", zero=True, lead=True, metrics=(
         Metric("loss/nll", "nll", "negative log-likelihood of the SFT warm-up's solutions, nats per token", "it rises"),)),
+    Panel("Policy change", "Environment's content", zero=True, metrics=(
+        Metric("loss/environment_nll", "nll", "cross-entropy on the environment's content, nats per token, with "
+               "`loss.environment_coef`", "it does not fall"),)),
     Panel("Policy change", "KL", metrics=(
         Metric("loss/kl_ref", "reference", "KL to the reference policy, with `loss.kl_coef`", "it grows quickly"),
         Metric("loss/approx_kl", "step's first", "KL to the old policy", "it grows quickly"))),

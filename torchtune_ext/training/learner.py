@@ -161,6 +161,8 @@ class Learner:
     ) -> tuple[list[LabelLogprobs], dict[str, float]]:
         """Accumulates the gradient of sum(loss weight * loss) over the rows of all ranks.
 
+        With `environment_coef`, the loss includes the mean cross-entropy on the environment's content.
+
         Args:
             proximal: log-probs under the proximal policy; None: the current policy, or not needed.
             reference: log-probs under the reference, if the loss needs one.
@@ -174,7 +176,7 @@ class Learner:
         Raises:
             UsageError: the loss does not return one value per label.
         """
-        device, proximal_logprobs = self.ranks.device, []
+        device, proximal_logprobs, env_coef = self.ranks.device, [], self.loss_requirements.environment_coef
         accumulator = Accumulator(device)
         # An update without rows has a loss, too.
         accumulator.add_sum("loss/total", torch.zeros((), device=device))
@@ -183,7 +185,7 @@ class Learner:
                 row = cpu_row.to(device)
                 # Current and proximal policy are compared on the proximal policy's top-k tokens.
                 top_ids_LK = None if proximal is None else proximal[i].top_ids_LK
-                current = self.policy(row, self.temperature, top_ids_LK=top_ids_LK)
+                current = self.policy(row, self.temperature, top_ids_LK=top_ids_LK, environment=bool(env_coef))
                 row_proximal = current.detach() if proximal is None else proximal[i]
                 tokens = Tokens(
                     logprobs_L=current.logprobs_L,
@@ -202,6 +204,10 @@ class Learner:
                 token_loss_L, metrics = self.loss(tokens)
                 self._require_label_shapes(row, token_loss_L, metrics)
                 row_loss = (row.loss_weights_L * token_loss_L).sum()
+                if current.env_logprobs_E is not None:
+                    env_loss = -(row.env_weights_E * current.env_logprobs_E).sum()
+                    row_loss = row_loss + env_coef * env_loss
+                    accumulator.add_sum("loss/environment_nll", env_loss.detach())
                 if self.ranks.shards < self.ranks.world_size:
                     # FSDP2 sums gradients over replicas (HSDP) only once, at the last row.
                     self.policy.model.set_requires_all_reduce(i == len(rows) - 1)  # pyright: ignore[reportCallIssue]

@@ -83,7 +83,7 @@ class ReplaySource:
         self._changed = _differing_settings(replayed_settings, settings)
         self._require_same(replayed_settings, settings)
         self._require_model(replayed_settings, identity)
-        self._require_problems(settings["prompts_per_step"], problems, tokenizer)
+        self._require_problems(settings, problems, tokenizer)
 
     def __str__(self) -> str:
         """Describes the replayed run and the differing settings in one line."""
@@ -193,10 +193,16 @@ class ReplaySource:
                     )
             return
 
-    def _require_problems(self, batch: int, problems: ProblemStream, tokenizer: ChatTokenizer) -> None:
+    def _require_problems(self, settings: Mapping[str, Any], problems: ProblemStream, tokenizer: ChatTokenizer) -> None:
         """Requires that this run's first prompts include the prompts of the stored first step."""
+        batch, coef = settings["prompts_per_step"], settings["loss"].get("environment_coef")
         # A problem may keep its id while the task's data changes, so prompt tokens are compared.
         groups = {group.problem.id: group for group in read_rollouts(self._paths[1])}
+        if coef and not any(s.completion.content_spans for group in groups.values() for s in group.samples):
+            raise UsageError(
+                f"loss.environment_coef={coef}, but the rollouts of replay={self._run} do not record the environment's "
+                "content: they are of an earlier version, or have no replies. Fix: set loss.environment_coef=0"
+            )
         for cursor in range(MAX_SEARCHED_BATCHES * batch):
             problem = problems.problem_at(cursor)
             if (

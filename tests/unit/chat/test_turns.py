@@ -177,6 +177,32 @@ def test_appended_ids_are_those_of_the_whole_conversation(tokenizer, messages):
     assert appended(tokenizer, messages)[0] == tokenizer.prompt_ids(messages)
 
 
+@families(*KEEPING, *SILENCED)
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_content_spans_hold_only_the_reply(tokenizer, messages):
+    context, prompt, _ = appended(tokenizer, messages)
+    answer = before_a_turn(messages[::-1])[::-1]
+    spans = tokenizer.content_spans(context, answer, (), before_a_turn(messages))
+    texts = [tokenizer.decode_all(context[start:stop]).strip() for start, stop in spans]
+    assert texts == [message["content"].strip() for message in answer if message["content"].strip()]
+    assert all(start > prompt for start, _ in spans)
+    # A context that ends otherwise, as a template may write an earlier reply, has no known content.
+    assert not tokenizer.content_spans([*context, *context[-1:]], answer, (), before_a_turn(messages))
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "message['content'] + message['content'] | length | string +",
+        "(raise_exception('long') if message['content'] | length > 2 else message['content']) +",
+    ],
+)
+def test_content_that_a_template_changes_has_no_spans(small_dir, written):
+    tokenizer = ChatTokenizer(small_dir, SMOLLM2.replace("message['content'] +", written))
+    ids = tokenizer.turn_boundary_ids([user("go")], 0)
+    assert "go" in tokenizer.decode_all(ids) and not tokenizer.content_spans(ids, [user("go")])
+
+
 # But for the last one: what a warm-up learns is no stranger's text, and there the mark would not be found in it.
 @families(*KEEPING, *SILENCED)
 @pytest.mark.parametrize("messages", list(CONVERSATIONS.values())[:-1], ids=list(CONVERSATIONS)[:-1])

@@ -20,6 +20,7 @@ from helpers.unpacked_reference import (
     reference,
     tiny_model,
     trained_samples,
+    with_content,
 )
 from torchtune_ext.kernels import linear_logprob
 from torchtune_ext.kernels.packed_attention import dense_mask, segment_mask
@@ -29,7 +30,7 @@ from torchtune_ext.pipeline.packing import RowCostModel, context_hashes, pack
 from torchtune_ext.policy import logprobs
 from torchtune_ext.policy.logprobs import PackedPolicy
 
-LOSS = PolicyLoss(importance="tis", entropy_coef=0.01)
+LOSS = PolicyLoss(importance="tis", entropy_coef=0.01, environment_coef=0.05)
 
 
 def trees(seed, number=2, length=34):
@@ -38,7 +39,7 @@ def trees(seed, number=2, length=34):
     shapes = [
         (int(rng.integers(1, 8)), rng.integers(1, length, int(rng.integers(1, 3))).tolist()) for _ in range(number)
     ]
-    groups = as_branched_conversations(rng, make_groups(rng, shapes))
+    groups = with_content(rng, as_branched_conversations(rng, make_groups(rng, shapes)))
     return groups, max(p + max(c) for p, c in shapes)
 
 
@@ -72,6 +73,8 @@ def test_a_packed_tree_equals_every_path_alone(seeds, monkeypatch):
         depths |= {depth_of(row) for row in rows}
         for row in rows:
             sources = row.hidden_index_L.tolist()
+            kinds |= {"content"} if row.env_labels_E.numel() else set()
+            kinds |= {"content and turn after one token"} if {*row.env_sources_E.tolist()} & {*sources} else set()
             kinds |= {"several labels"} if len(set(sources)) < len(sources) else set()
         for group, sample in trained_samples(groups):
             path, begin, parents = len(group.prompt_tokens), 0, sample.completion.parents
@@ -85,7 +88,7 @@ def test_a_packed_tree_equals_every_path_alone(seeds, monkeypatch):
                 kinds |= {"inside a turn"} if path - keeps in (1, 2) and begin and not parents else set()
                 path, begin = keeps + stop - begin, stop
     branches = {"inside the prompt", "inside a turn", "nothing kept", "siblings", "interleaved"}
-    assert kinds == {"several labels", "one token", *branches}
+    assert kinds == {"several labels", "one token", "content", "content and turn after one token", *branches}
     assert {1, 2, 3, 4, 5, 6} <= depths
 
 

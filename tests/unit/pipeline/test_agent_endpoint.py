@@ -112,6 +112,26 @@ def test_linear_history_is_a_path(tokenizer):
     reply = tokenizer.turn_boundary_ids([{"role": "user", "content": "Go on."}], tokenizer.eos_id, (), [ASK])
     start = tree.turns[0][1]
     assert tree.tokens[start : start + len(reply)].tolist() == reply
+    assert [tokenizer.decode(tree.tokens[span[0] : span[1]]) for span in tree.content_spans] == ["Go on.", "Go on."]
+
+
+def test_reply_that_several_branches_keep_counts_once(tokenizer):
+    session, message = AgentSession(tokenizer), {"role": "assistant", "content": "one"}
+    turn = completion([*tokenizer.encode("one"), tokenizer.eos_id])
+    session.add("first", [ASK], [], session.find_context([ASK], []), turn, "one", message, True)
+    # The first two requests are equal, the third begins like them, and an edited history is rendered as a whole.
+    for reply, asked in (
+        ("Go on.", ASK),
+        ("Go on.", ASK),
+        ("Go up.", ASK),
+        ("Go on.", {"role": "user", "content": "?"}),
+    ):
+        history = [asked, message, {"role": "user", "content": reply}]
+        session.add(reply, history, [], session.find_context(history, []), turn, "one", message, True)
+    prompt = np.array(tokenizer.prompt_ids([ASK]), np.int32)
+    tree = session.to_completion(prompt, "completed")
+    texts = [tokenizer.decode(tree.tokens[start:stop]) for start, stop in tree.content_spans]
+    assert len(tree.turns) == 5 and texts[0] == "Go on." and len(texts) == 2 and "Go up.".endswith(texts[1])
 
 
 def test_interleaved_histories_have_two_paths(tokenizer):

@@ -143,7 +143,7 @@ def test_random_agents_train_as_each_response_alone(model_dir, seeds):
     for weight in model.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.2)
-    model, loss = model.double(), PolicyLoss(importance="tis", entropy_coef=0.01)
+    model, loss = model.double(), PolicyLoss(importance="tis", entropy_coef=0.01, environment_coef=0.05)
     for seed in seeds:
         rng, tokenizer = np.random.default_rng(seed), ChatTokenizer(model_dir, history=MODES[seed % 2])
         engine = RandomEngine(tokenizer, seed)

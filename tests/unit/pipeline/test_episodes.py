@@ -38,6 +38,10 @@ class TurnLetters(LetterTokenizer):
             raise UsageError("the template has no tools")
         return [*"".join(f"[{message['content']}]" for message in messages).encode()]
 
+    def content_spans(self, context, messages, tools=(), problem=()):
+        (message,) = messages
+        return [(len(context) - 1 - len(message["content"]), len(context) - 1)]
+
 
 class Policy(LoopEngine):
     """A fake engine: `says` maps prompt and index to the text of a completion, or to a finish reason."""
@@ -99,12 +103,16 @@ def test_episode_environment_tokens_are_appended_but_masked(environments):
     assert completion.turns == ((0, 6), (10, 14), (18, 21)) and completion.finish_reason == "completed"
     assert (completion.logprobs == np.array([-0.5] * 6 + [0] * 4 + [-0.5] * 4 + [0] * 4 + [-0.5] * 3, np.float32)).all()
     assert completion.sampled_indices.tolist() == [*range(6), *range(10, 14), *range(18, 21)]
+    assert completion.content_spans == ((7, 9), (15, 17))  # "go" without its brackets
     assert completion.versions[completion.sampled_indices].tolist() == [1] * 6 + [2] * 4 + [3] * 3
     assert (sample.score.reward, sample.turn_rewards, sample.score.note) == (3.0, (2.0, 0.0, 1.0), "note 2")
     assert sample.text == "assistant: more 2\nuser: go\nassistant: look\nuser: go\nassistant: win"
-    stored = group_from_record(json.loads(group_to_json(group)))
+    record = json.loads(group_to_json(group))
+    stored = group_from_record(record)
     assert group_to_json(stored) == group_to_json(group) and stored.samples[0].messages == sample.messages
-    assert stored.problem == PROBLEM
+    assert stored.problem == PROBLEM and stored.samples[0].completion.content_spans == completion.content_spans
+    del record["samples"][0]["content"]  # as in a file of an earlier version
+    assert group_from_record(record).samples[0].completion.content_spans == ()
 
 
 def test_episode_branches_fit_into_one_row(environments):

@@ -22,6 +22,7 @@ from helpers.unpacked_reference import (
     reference,
     tiny_model,
     trained_samples,
+    with_content,
 )
 from torchtune_ext.kernels.packed_attention import (
     TILE_SIZE,
@@ -90,16 +91,19 @@ def test_variants(variant, monkeypatch):
     [(200, "token", "segments"), (200, "sequence", "dense"), (40, "sequence", "segments"), (40, "token", "dense")],
 )
 def test_conversations(row_tokens, aggregation, mask, monkeypatch):
-    """Environment tokens are masked out of the loss. "dense" is the plain mask in the stock SDPA call."""
+    """Environment tokens are labels of a separate term only. "dense" is the plain mask in the stock SDPA call."""
     rng = np.random.default_rng(5)
-    groups = as_conversations(rng, make_groups(rng, [(7, [26, 1, 19, 8]), (4, [12, 23, 1]), (1, [9, 30])]))
+    shapes = [(7, [26, 1, 19, 8]), (4, [12, 23, 1]), (1, [9, 30])]
+    groups = with_content(rng, as_conversations(rng, make_groups(rng, shapes)))
     assert len({bool(sample.turn_advantages) for _, sample in trained_samples(groups)}) == 2
     samples = [sample.completion for _, sample in trained_samples(groups)]
     turns = [stop - start for sample in samples for start, stop in sample.turns]
     assert 1 in turns and max(len(sample.turns) for sample in samples) > 3
-    loss, model = PolicyLoss(importance="tis", entropy_coef=0.01), tiny_model(dtype=torch.float64)
+    loss = PolicyLoss(importance="tis", entropy_coef=0.01, environment_coef=0.05)
+    model = tiny_model(dtype=torch.float64)
     want = reference(model, groups, loss, aggregation, 0.9)
     rows, stats = pack(groups, row_tokens, aggregation)
+    assert sum(row.env_labels_E.numel() for row in rows) == sum(len(sample.content_indices) for sample in samples) > 9
     assert (stats.rows == 1) == (row_tokens == 200) and stats.labels == sum(turns)
     if mask == "dense":
         monkeypatch.setattr(logprobs, "packed_mask", lambda ends_T: dense_mask(ends_T)[None])

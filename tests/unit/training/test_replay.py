@@ -148,6 +148,12 @@ def test_replay_of_other_problems_model_seed_is_refused(run, changes, message):
         replay(run, **changes)
 
 
+def test_replay_without_content_refuses_environment_loss(run):
+    loss = {"_component_": "PolicyLoss", "environment_coef": 0.05}
+    with pytest.raises(ValueError, match=f"environment_coef=0.05, but the rollouts of replay={run} do not record.*=0$"):
+        replay(run, loss=loss)
+
+
 def test_replay_invalid_run_folder_is_refused(run, tmp_path):
     with pytest.raises(ValueError, match="is the output_dir of this run"):
         replay(run, output_dir=str(run))
