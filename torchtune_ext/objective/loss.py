@@ -69,7 +69,6 @@ CHOICES = {
     "kl": KL_ESTIMATORS,
 }
 
-
 # Coefficients of `PolicyLoss` that must not be negative.
 NONNEGATIVE_COEFFICIENTS = "reward_coef", "teacher_coef", "kl_coef", "old_kl_coef", "environment_coef"
 SURPRISE_PROBABILITY = 0.01  # `teacher_surprise`: fraction of tokens with a lower teacher probability
