@@ -472,7 +472,7 @@ def test_shuffled_rewards_permute_advantages_of_each_group():
         ({"credit": "turn", "scale": "group_mean"}, "advantage.credit=turn compares turns of one group"),
         (
             {"scale": "group_mean", "baseline": "leave_one_out"},
-            "group_mean needs .* use baseline=mean, .* leave_one_out",
+            "group_mean needs .* use baseline=mean, .*=leave_one_out",
         ),
         (
             {"scale": "group_mean", "truncated": "penalize"},
