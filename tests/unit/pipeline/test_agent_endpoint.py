@@ -128,8 +128,7 @@ def test_reply_that_several_branches_keep_counts_once(tokenizer):
     ):
         history = [asked, message, {"role": "user", "content": reply}]
         session.add(reply, history, [], session.find_context(history, []), turn, "one", message, True)
-    prompt = np.array(tokenizer.prompt_ids([ASK]), np.int32)
-    tree = session.to_completion(prompt, "completed")
+    tree = session.to_completion(np.array(tokenizer.prompt_ids([ASK]), np.int32), "completed")
     texts = [tokenizer.decode(tree.tokens[start:stop]) for start, stop in tree.content_spans]
     assert len(tree.turns) == 5 and texts[0] == "Go on." and len(texts) == 2 and "Go up.".endswith(texts[1])
 
