@@ -307,8 +307,8 @@ PLANTED = [
     (recipes_describe_their_keys, {"recipes/a.py": "class Config:\n pass"}, "recipes/a.py needs one dataclass"),
     (
         recipes_describe_their_keys,
-        {"recipes/a.py": "class Config:\n" + " a: int = Field(description='a')\n" * 43},
-        "1 to 42 knobs: 43",
+        {"recipes/a.py": "class Config:\n" + " a: int = Field(description='a')\n" * 44},
+        "1 to 43 knobs: 44",
     ),
     (
         recipes_describe_their_keys,
