@@ -45,11 +45,11 @@ def score_paths(texts):
 
 
 def rewarded(groups):
-    """The groups with another reward for each sample."""
+    """The groups with another reward for each sample, and prompts of other tokens than the samples."""
     return [
         Group(
             group.problem,
-            group.prompt_tokens,
+            group.prompt_tokens + 1000,
             tuple(Sample(s.completion, outcome=Score(float(i))) for i, s in enumerate(group.samples)),
         )
         for group in groups
@@ -61,10 +61,9 @@ def test_self_teacher_scores_after_the_samples_prompt():
     groups = make_groups(rng, [(5, [30, 1, 12]), (3, [24])])
     groups = rewarded([*as_branched_conversations(rng, groups), *groups])
     for group in teacher(score_paths).score_groups(groups):
-        prompt = len(group.prompt_tokens)
         for i, sample in enumerate(group.samples):
             expected = [
-                of_path([901, 900 + i, *ids[prompt : place + 1]])
+                of_path([901, 900 + i, *(token for token in ids[: place + 1] if token < 1000)])
                 for ids, places in paths_of(group, sample)
                 for place in places
             ]
