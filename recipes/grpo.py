@@ -112,7 +112,9 @@ class Config:
     max_steps: int = Field(ge=1, description="training steps")
     prompts_per_step: int = Field(default=32, ge=1, description="groups per step")
     samples_per_prompt: int = Field(default=16, ge=2, description="completions per group")
-    staleness: int = Field(default=0, description="maximum staleness of a group in policy versions; 0: on-policy")
+    staleness: int = Field(
+        default=0, description="weight syncs by which the policy that samples a group may lag; 0: on-policy"
+    )
     prefetch_steps: int | None = Field(
         default=None, description="steps sampled in advance, at most staleness; null: 1, or 0 if staleness is 0"
     )
@@ -131,7 +133,7 @@ class Config:
     iterations_per_step: int = Field(
         default=1, ge=1, description="passes of a step over its updates; each pass trains on all samples of the step"
     )
-    row_tokens: int = Field(default=16384, description="maximum tokens per packed row")
+    row_tokens: int = Field(default=16384, description="maximum tokens per packed row, at least engine.max_model_len")
     advantage: config_sections.AdvantageConfig = Field(
         default=config_sections.AdvantageConfig(), description="rewards of a group -> advantages"
     )

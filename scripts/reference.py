@@ -282,7 +282,7 @@ def metrics_page() -> Iterator[str]:
         "- Rank 0 measures the time; a phase ends when the GPU has finished its work.",
         "- `speed/sampled_tokens_s` divides by `time/sample/generate`, with `staleness` above 0 by `time/step`.",
         "- `time/wait_for_rollouts` is the sum of `time/sample/generate` and `time/sample/grade`.",
-        "- `canary/update_applied` and `canary/adapter_applied` have no value while the change is below the noise.",
+        "- `canary/update_applied` and `canary/adapter_applied` have no value while the change is below four times the noise.",
         "- An SFT warm-up writes those metrics of `loss/`, `optim/`, `pack/`, `time/`, `speed/` and `memory/` that it has.",
     )  # fmt: skip
 
@@ -306,7 +306,7 @@ def cli_page() -> Iterator[str]:
         import_module(module).add_arguments(parser)
         actions = sorted(parser._actions, key=lambda each: bool(each.option_strings))
         rest = " ..." if name in PASSTHROUGH_COMMANDS else ""
-        usage = " ".join(["torchtune-ext", name, *map(usage_of, actions)]) + rest
+        usage = parser.usage or " ".join(["torchtune-ext", name, *map(usage_of, actions)]) + rest
         yield from (f"### {name}", "", sentence(text.partition(": ")[0]), "", "```text", usage, "```")
         rows = [(code(argument_name(each)), each.help or "") for each in actions]
         yield from table(("argument", "description"), rows) if rows else ("",)

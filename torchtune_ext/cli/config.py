@@ -154,6 +154,7 @@ def print_help(recipe: str) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `torchtune-ext config`."""
+    parser.usage = "torchtune-ext config [RECIPE] [KEY] [--schema]"
     parser.add_argument(
         "words",
         nargs="*",

@@ -32,7 +32,7 @@ from torchtune_ext.run.output import format_labels, print_text
 from torchtune_ext.run.process_env import rank_and_world_size, read_int_variable
 from torchtune_ext.sampling.engine import find_backend
 from torchtune_ext.settings.components import Component
-from torchtune_ext.setup.checks import measure_optimizer_state
+from torchtune_ext.setup.checks import measure_optimizer_state, require_row_capacity
 from torchtune_ext.setup.config_sections import RunSettings
 from torchtune_ext.setup.header import problems_text
 from torchtune_ext.setup.machine_checks import missing_device, require_disjoint_gpus, require_gpus, training_gpus
@@ -110,6 +110,7 @@ def check_planned_start(plan: RunPlan, torchrun: bool) -> None:
     ):
         raise UsageError(error_text)
     cfg.ranks.require_divisible(plan.trainers)
+    require_row_capacity(cfg.row_tokens, cfg.engine)
     # The components are built on this machine, even if the plan is for another machine.
     on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")

@@ -590,5 +590,6 @@ def diagnose(stats: MismatchStats, effects: Sequence[UpdateEffect], temperature_
         )
     return (
         "model: no sampling parameter explains the mismatch, so the engine uses a different forward pass: "
-        "another model definition (rope_base, norm_eps, tied embeddings), another checkpoint, a stale prefix cache"
+        "another precision (engine.dtype), another model definition (rope_base, norm_eps, tied embeddings), another "
+        "checkpoint, a stale prefix cache"
     )
