@@ -79,7 +79,7 @@ class Config:
     )
     activation_checkpointing: bool = Field(default=False, description="recompute activations in the backward")
     compile: bool = Field(default=False, description="torch.compile each layer")
-    log_every: int = Field(default=10, ge=1, description="optimizer updates between log lines")
+    log_every: int = Field(default=10, ge=1, description="optimizer updates between records of metrics.jsonl")
     logging: LoggingConfig = Field(default=LoggingConfig(), description="metric sinks in addition to the run folder")
 
 

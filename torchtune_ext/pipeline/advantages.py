@@ -318,7 +318,7 @@ def _whitened_part_advantages(
             if (advantages_G := _group_advantages(part_G, config, 1.0, formula)) is not None:
                 sum_G += weight * advantages_G
         sums.append(sum_G)
-    # As in the paper and in TRL, zero-variance groups count in the standard deviation.
+    # As in TRL, zero-variance groups count in the standard deviation.
     step = np.concatenate([np.zeros(0), *sums])
     return [None if _all_equal(sum_G) else (sum_G - step.mean()) / step.std() for sum_G in sums]
 

@@ -312,14 +312,14 @@ class RunPlan:
             # A KV cache that is too small does not get smaller, nor larger if the GPU is full.
             "awake": {f"a lower {kv_keys}": "engine" not in self.shortages}
             | own
-            | {"a higher engine.tensor_parallel_size": True}
+            | {"a higher engine.tensor_parallel_size": self.machine.gpus > 1}
             # Offloaded weights do not count while the engine is awake.
             | ({} if self.offloads else {"more GPUs for training": True} | adapters | quantize),
             "engine": {
                 f"a higher {kv_keys}": "awake" not in self.shortages,
                 "a lower engine.max_num_seqs or engine.max_num_batched_tokens": on_gpus,
                 "a lower engine.max_model_len": not self.engine_rows or self.cached_tokens > 0,
-                "a higher engine.tensor_parallel_size": True,
+                "a higher engine.tensor_parallel_size": self.machine.gpus > 1,
             },
             "host": ({} if on_gpus else memory)
             | {"another GPU for the engine instead of engine.sleep": self.offloads}

@@ -414,19 +414,24 @@ class MismatchGate:
         cause = diagnose(stats, effects, self._temperature_cause(sharpness.value) if is_temperature else "")
         raise MismatchError(
             f"{prefix}: trainer and engine disagree on {stats.tokens} sampled tokens{suffix}: mean |d log-prob| "
-            f"{stats.mean_abs:.4g} +- {means[suffix].error:.2g} (max_mismatch={limit:.3g}), 99th percentile "
+            f"{stats.mean_abs:.4g} +- {means[suffix].error:.2g} ({self._limit_text(means[suffix], limit)}), 99th percentile "
             f"{stats.p99_abs:.4g}, max {stats.max_abs:.4g}, signed mean {stats.mean:+.4g}. Likely cause: "
             f"{REPLAY_DRIFT_ADVICE if self._replay else cause}"
         )
+
+    def _limit_text(self, mean: Estimate, limit: float) -> str:
+        text, over = f"max_mismatch={limit:.3g}", mean.value > limit + mean.margin
+        if not self._auto or not self._exceeds(mean, limit):
+            return text
+        return f"{text} + margin {mean.margin:.2g}" if over else f"3 x {text} without the most extreme context"
 
     def _exceeds(self, mean: Estimate, limit: float) -> bool:
         """Whether a mean |d| exceeds the limit by more than the margin of error."""
         if not self._auto:
             return not mean.value <= limit  # a NaN also exceeds the limit
-        # A few outliers also enlarge the standard error. So a mean above 3 x limit fails with any
-        # standard error, if it stays above 3 x limit without its most extreme context. With fewer
-        # than MIN_TOKENS contexts two outliers may dominate, so contexts with d = 0 are added up to
-        # that number.
+        # A few outliers also enlarge the standard error. So a mean that stays above 3 x limit without
+        # its most extreme context fails with any standard error. With fewer than MIN_TOKENS contexts
+        # two outliers may dominate, so contexts with d = 0 are added up to that number.
         return mean.value > limit + mean.margin or mean.min_value * min(1.0, mean.contexts / MIN_TOKENS) > 3 * limit
 
     def _measure_limit(self, rows: Sequence[Row]) -> float:
