@@ -236,7 +236,7 @@ def test_mismatch_replay_measures_rounding_on_demand(distance, noise):
     noises = iter([noise] if noise else [])
     gate = MismatchGate("auto", lambda rows: next(noises), replay=True, test_distribution=False)
     if distance > 2 * (noise or 1):
-        with pytest.raises(MismatchError, match=r"max_mismatch=0.1\).*replay"):
+        with pytest.raises(MismatchError, match=r"max_mismatch=0.1 .*replay"):
             gate.check([row], scores, "step 2", version=0)
     else:
         gate.check([row], scores, "step 2", version=0)
