@@ -26,6 +26,7 @@ REQUIREMENTS := $(wildcard torchtune_ext/requirements/*.txt)
 STAMP := $(VENV)/.installed
 TRITON := $(VENV)/triton
 WANDB_SWEEPS := $(VENV)/wandb_sweeps
+TRACKERS := $(VENV)/trackers
 # Pages of the site, and files that pages link to.
 SITE_SOURCES := mkdocs.yml README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs benchmarks configs examples kernels recipes scripts tests torchtune_ext
 
@@ -43,7 +44,7 @@ pretrained: $(STAMP)
 
 test: WITHOUT := rest,long,learns
 test-all: WITHOUT := long,learns
-test test-all: lint docs $(TRITON) $(WANDB_SWEEPS)
+test test-all: lint docs $(TRITON) $(WANDB_SWEEPS) $(TRACKERS)
 	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" --without $(WITHOUT) -n $(WORKERS) --maxprocesses 4 \
 		--dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 	PYTHONPATH="$(abspath $(TRITON))" "$(VENV)/bin/pytest" tests/unit/kernels/test_fp8_triton.py
@@ -92,6 +93,12 @@ $(TRITON): | $(STAMP)
 # W&B's schema of sweeps is in a package that needs an older numpy than vLLM, so it lies beside the environment, too.
 $(WANDB_SWEEPS): | $(STAMP)
 	"$(VENV)/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps --target "$@" sweeps==0.3.0
+
+# MLflow and trackio need an older cachetools and pillow than the pinned ones.
+$(TRACKERS): | $(STAMP)
+	"$(VENV)/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps --target "$@" \
+		mlflow-skinny==3.17.2 databricks-sdk==0.162.0 gitpython==3.2.1 gitdb==4.0.12 smmap==5.0.3 importlib_metadata==9.1.0 \
+		zipp==4.1.2 sqlparse==0.6.1 trackio==0.43.0 gradio-client==2.7.2 brotli==1.2.1 python-multipart==0.0.34
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -247,7 +247,9 @@ class Play:
         """Damage a file of the newest checkpoint: the run must reject it by name, then resume from the previous checkpoint."""
         shutil.copytree(self.reference, self.home.output_dir)
         newest = last_checkpoint(self.home.output_dir)
-        victim = self.rng.choice(sorted(path for path in newest.rglob("*") if path.is_file()))
+        victim = self.rng.choice(
+            sorted(path for path in newest.rglob("*") if path.is_file() and path.name != "README.md")
+        )
         size = victim.stat().st_size
         how = self.fault.name.removeprefix("damage_")
         self.result.hit = f"{how} {victim.relative_to(newest)}"

@@ -50,6 +50,7 @@ def test_grpo_lora_trains_adapters_and_engine_applies_them(workspace):
     assert lines[1]["publish/bytes"] == sum(t.nbytes for t in tensors.values())
     step = workspace / "reference" / "checkpoints" / "step_000003"
     assert sorted(p.name for p in step.iterdir()) == [
+        "README.md",
         "adapter_config.json",
         "adapter_model.safetensors",
         "chat_template.jinja",

@@ -11,7 +11,7 @@ from helpers import recipe_runs as runs
 from helpers import wandb_reader
 from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 from torchtune_ext.telemetry.metrics import read_metrics
-from torchtune_ext.telemetry.sinks.wandb_sink import COLUMNS, clean_text
+from torchtune_ext.telemetry.sinks.tables import COLUMNS, clean_text
 
 pytest.importorskip("wandb")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

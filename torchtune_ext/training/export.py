@@ -3,11 +3,13 @@
 import filecmp
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,8 +22,9 @@ from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import AdapterSpec, adapter_hf_tensors, merged_hf_tensors
 from torchtune_ext.run.errors import RunFailure, UsageError, UsageFileError
 from torchtune_ext.run.files import finalize_folder, make_empty_folder, partial_path
-from torchtune_ext.run.folder import read_all_settings, require_usable_folder
+from torchtune_ext.run.folder import RECORD_FILE, read_all_settings, require_usable_folder
 from torchtune_ext.run.json_files import read_json_or_empty
+from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.training.collectives import (
     EXCEPTION_TYPES,
     call_on_main,
@@ -31,7 +34,9 @@ from torchtune_ext.training.collectives import (
     run_on_all_ranks,
 )
 
-TEMPLATE, INDEX = "chat_template.jinja", "model.safetensors.index.json"
+TEMPLATE, INDEX, CARD = "chat_template.jinja", "model.safetensors.index.json", "README.md"
+CARD_MARK = "<!-- Written by torchtune-ext. Remove this line if you edit the card. -->"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SHARD_BYTES = 4 << 30  # largest size of one safetensors file
 # Files to copy from a model directory. Other files there may be data, logs, weights or the state of
 # a checkpoint.
@@ -123,6 +128,7 @@ def require_replaceable(folder: Path, reads: Iterable[Path], setting: str) -> No
         file.name
         for file in folder.iterdir()
         if not any(fnmatch(file.name, name) for name in known_patterns)
+        and not (file.name == CARD and CARD_MARK in file.read_text(encoding="utf-8", errors="replace"))
         and not any(_equal(file, start) for start in earlier_model_dirs)
     ):
         reason = f"it holds files that were not written by a run: {', '.join(others[:3])}"
@@ -192,6 +198,7 @@ def export_adapter(
             config = adapter.peft_config(os.path.abspath(hf_model.path))
             (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
             _save_tokenizer(folder, hf_model, tokenizer)
+            write_card(folder, hf_model.path, adapter=True)
         if merged_dtype is not None:
             if merged_folder is not None:
                 merged_folder.mkdir()
@@ -221,6 +228,7 @@ def _write_model(
         return
     _copy_files(hf_model.path, folder, _CONFIG_PATTERNS)
     _save_tokenizer(folder, hf_model, tokenizer)
+    write_card(folder, hf_model.path)
     shards: list[tuple[Path, list[str]]] = []
     pending: dict[str, Tensor] = {}
     size = total = 0
@@ -248,6 +256,78 @@ def _write_model(
         os.replace(path, final)
         weight_map |= dict.fromkeys(names, final.name)
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+
+
+def write_card(folder: Path, base: Path, adapter: bool = False) -> None:
+    """Writes the model card from the records of the run that `folder` is in; without a run, none.
+
+    A README.md of the base model is not copied, because it describes other weights. Its license
+    and Hub id are kept.
+    """
+    from huggingface_hub import metadata_load
+    from yaml import YAMLError, safe_dump
+
+    run_dir = next((path for path in list(folder.absolute().parents)[:3] if (path / RECORD_FILE).is_file()), None)
+    if run_dir is None:
+        return
+    record, state = read_json_or_empty(run_dir / RECORD_FILE), read_json_or_empty(folder / "recipe.json")
+    state = state or read_json_or_empty(folder.parent / "recipe.json")  # of the folder `merged`
+    config, process = record.get("config") or {}, record.get("process") or {}
+    try:
+        given = metadata_load(base / CARD) or {} if (base / CARD).is_file() else {}
+    except (OSError, ValueError, YAMLError):
+        given = {}  # a damaged card of the base does not stop the export
+    # The Hub's cache has folders such as models--org--name/snapshots/COMMIT.
+    cached = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots", str(base.absolute()))
+    names = ["/".join(cached.groups()) if cached else "", read_json_or_empty(base / "config.json").get("_name_or_path")]
+    hub_id = next((name for name in names if name and _HUB_ID.fullmatch(name)), given.get("base_model"))
+    method = config.get("preset") or ("sft" if "tokenizer_problems" in config else "custom loss")
+    front = {
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "base_model": hub_id,
+        **{key: given.get(key) for key in ("license", "license_name", "license_link", "language")},
+        "tags": ["torchtune-ext", *([] if method == "custom loss" else [method])],
+    }
+    rows = {
+        "base": hub_id or base,
+        "recipe": "warmup_sft" if "tokenizer_problems" in config else "grpo",
+        "preset": config.get("preset"),
+        "task": _component_text(config.get("task")),
+        "steps": state.get("step"),
+        "held-out task": _component_text((config.get("evaluation") or {}).get("task")),
+        "held-out reward": _held_out_text(run_dir / "metrics.jsonl"),
+        "license of the base": given.get("license"),
+        "versions": ", ".join(f"{name} {number}" for name, number in (process.get("versions") or {}).items() if number),
+    }
+    table = "\n".join(f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in rows.items() if value)
+    text = (
+        f"---\n{safe_dump({key: value for key, value in front.items() if value}, sort_keys=False)}---\n{CARD_MARK}\n\n"
+        f"# {record.get('name') or run_dir.name}\n\n| | |\n|---|---|\n{table}\n"
+    )
+    if process.get("command"):
+        text += f"\n```\n{process['command']}\n```\n"
+    (folder / CARD).write_text(text, encoding="utf-8")
+
+
+def _component_text(section: Mapping[str, Any] | None) -> str:
+    """Returns "Math(dataset=gsm8k)" for the section of a component, and "" without one."""
+    if not section:
+        return ""
+    values = ", ".join(f"{key}={value}" for key, value in section.items() if key != "_component_" and value is not None)
+    return f"`{str(section.get('_component_')).rpartition('.')[2]}({values})`"
+
+
+def _held_out_text(path: Path) -> str:
+    """Returns the last held-out reward with its 95% interval and step, and "" without one."""
+    records = (
+        [one for one in read_metrics(path) if one.get("eval/reward_sampled") is not None] if path.is_file() else []
+    )
+    if not records:
+        return ""
+    reward, low, high = (records[-1].get(f"eval/{name}") for name in ("reward_sampled", "low", "high"))
+    interval = f" (95% interval {low:.3f} to {high:.3f})" if low is not None and high is not None else ""
+    return f"{reward:.3f}{interval} at step {records[-1]['step']}"
 
 
 def _copy_files(source: Path, folder: Path, names: Sequence[str]) -> None:

@@ -161,7 +161,9 @@ def flush_and_hash(folder: Path, rank: int) -> dict[str, Entry]:
         Path relative to `folder` -> entry.
     """
     # Files of other ranks are skipped, because a network file system may show them late.
-    paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    # The user may edit a model card.
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "README.md"]
+    paths = {str(path.relative_to(folder)): path for path in files}
     local_names = [name for name in paths if int(part[1] if (part := _PART.fullmatch(name)) else 0) == rank]
     # Checksums need the CPU and cached pages, so they are computed while the disk writes.
     with ThreadPoolExecutor() as threads:

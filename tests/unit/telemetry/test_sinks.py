@@ -19,7 +19,8 @@ from torchtune_ext.pipeline.rollout_store import RolloutStore
 from torchtune_ext.run.folder import Run
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry.sinks import LoggingConfig, SinkContext
-from torchtune_ext.telemetry.sinks.wandb_sink import COLUMNS, MAX_SAMPLES, init_arguments, sample_rows
+from torchtune_ext.telemetry.sinks.tables import COLUMNS, MAX_SAMPLES, sample_rows
+from torchtune_ext.telemetry.sinks.wandb_sink import init_arguments
 
 HOSTILE = "</script>\x00🙂\ud800\u2028\x1b[31m=cmd|' /C calc'!A0"
 
@@ -124,7 +125,7 @@ def test_a_fresh_run_does_not_resume(tmp_path):
         ({"project": ""}, "logging.project=''"),
         ({"samples": -1}, "logging.samples=-1 must be"),
         ({"samples_every": 0}, "logging.samples_every=0 must be"),
-        ({"to": ("trackio",)}, r"unknown sink 'trackio'; expected one of \['tensorboard', 'wandb'\]"),
+        ({"to": ("comet",)}, r"unknown sink 'comet'; expected one of \['mlflow', 'tensorboard', 'trackio', 'wandb'\]"),
     ],
 )
 def test_wrong_settings(wrong, says):

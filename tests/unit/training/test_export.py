@@ -6,11 +6,19 @@ from functools import partial
 
 import pytest
 import torch
+from huggingface_hub import metadata_load
 
 from helpers.checkpoint_runs import build, make_source
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.policy.lora import AdapterSpec
-from torchtune_ext.training.export import describe_prompt_format, export_adapter, require_replaceable, save_model
+from torchtune_ext.training.export import (
+    CARD_MARK,
+    describe_prompt_format,
+    export_adapter,
+    require_replaceable,
+    save_model,
+    write_card,
+)
 
 # Each template reads its options differently: at the top, in a loop, in a macro, as a list, after
 # significant white space.
@@ -131,3 +139,70 @@ def test_saved_adapter_names_base_and_includes_tokenizer(tmp_path, source, model
     assert not (tmp_path / "config.json").exists()
     for folder in (tmp_path, tmp_path / "merged"):
         assert ChatTokenizer(folder).prompt_ids(MESSAGES) == tokenizer.prompt_ids(MESSAGES)
+
+
+def make_run(folder, preset="dr_grpo"):
+    """The files of a run that its model cards need."""
+    record = {
+        "name": "letters",
+        "config": {
+            "preset": preset,
+            "task": {"_component_": "torchtune_ext.tasks.math.Math", "dataset": "a|b", "split": None},
+            "evaluation": {"task": {"_component_": "my.Held"}},
+        },
+        "process": {"command": "tune run grpo_full --config x", "versions": {"torch": "2.13.0", "vllm": None}},
+    }
+    (folder / "checkpoints" / "step_000040").mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps(record))
+    lines = [{"step": 20, "eval/reward_sampled": 0.5}, {"step": 40, "eval/reward_sampled": 0.75}]
+    lines[1] |= {"eval/low": 0.7, "eval/high": 0.8}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "checkpoints" / "step_000040"
+
+
+def test_model_card_names_run_base_and_accuracy(tmp_path):
+    folder, base = make_run(tmp_path / "run"), tmp_path / "models--org--small-1B" / "snapshots" / "abc"
+    base.mkdir(parents=True)
+    (base / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: other/one\ntags: [x]\n---\nTheir text\n")
+    (folder / "recipe.json").write_text('{"step": 40}')
+    write_card(folder, base)
+    assert metadata_load(folder / "README.md") == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "base_model": "org/small-1B",
+        "license": "apache-2.0",
+        "tags": ["torchtune-ext", "dr_grpo"],
+    }
+    text = (folder / "README.md").read_text()
+    assert "| task | `Math(dataset=a&#124;b)` |\n| steps | 40 |\n| held-out task | `Held()` |" in text
+    assert "| held-out reward | 0.750 (95% interval 0.700 to 0.800) at step 40 |" in text
+    assert "| versions | torch 2.13.0 |" in text and "\ntune run grpo_full --config x\n" in text
+    assert "Their text" not in text
+
+
+@pytest.mark.parametrize("card", ["no front matter", "---\n[: broken\n---\n", "---\n- a list\n---\n", None])
+def test_model_card_without_facts_omits_them(tmp_path, card):
+    folder = make_run(tmp_path / "run", preset=None)
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    if card:
+        (tmp_path / "README.md").write_text(card)
+    write_card(folder, tmp_path, adapter=True)
+    assert metadata_load(folder / "README.md") == {
+        "library_name": "peft", "pipeline_tag": "text-generation", "tags": ["torchtune-ext"],
+    }  # fmt: skip
+    assert "None" not in (folder / "README.md").read_text()
+
+
+def test_model_card_needs_a_run(tmp_path, source, model):
+    """Also, an edited card is not replaced, and a card of a run is."""
+    folder = save_model(tmp_path / "model", model, source, torch.float32)
+    assert not (folder / "README.md").exists()
+    record = {"config": {"tokenizer_problems": 1}}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    save_model(folder, model, source, torch.float32)
+    card = (folder / "README.md").read_text()
+    assert "| recipe | warmup_sft |" in card
+    require_replaceable(folder, [], "tokenizer_problems")
+    (folder / "README.md").write_text(card.replace(CARD_MARK, ""))
+    with pytest.raises(ValueError, match=r"it holds files that were not written by a run: README\.md"):
+        require_replaceable(folder, [], "tokenizer_problems")

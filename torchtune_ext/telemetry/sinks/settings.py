@@ -14,10 +14,12 @@ from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.folder import Run
 from torchtune_ext.settings.sections import config_section
 
-# Package name -> class. A sink is imported only if it is configured. To add a sink, write a class
+# Package -> class. A sink is imported only if it is configured. To add a sink, write a class
 # with the methods of `Sink` in a file here, and add a line.
 SINKS = {
+    "mlflow": "torchtune_ext.telemetry.sinks.mlflow_sink.MLflow",
     "tensorboard": "torchtune_ext.telemetry.sinks.tensorboard_sink.TensorBoard",
+    "trackio": "torchtune_ext.telemetry.sinks.trackio_sink.Trackio",
     "wandb": "torchtune_ext.telemetry.sinks.wandb_sink.WeightsAndBiases",
 }
 MAX_PROJECT_CHARS = 128
@@ -26,14 +28,15 @@ _PROJECT_FORBIDDEN = re.compile(r"[/\\#?%:]")  # W&B rejects these characters
 
 @config_section("logging")
 class LoggingConfig:
-    """The keys of `logging:`. All but `to` are for W&B, whose own variables take precedence."""
+    """The keys of `logging:`. All but `to` are for trackers, whose own variables take precedence."""
 
     to: tuple[str, ...] = Field(
         default=(),
-        description='metric sinks: "wandb", "tensorboard", or the dotted path of a class, e.g. my_module.MySink',
+        description="metric sinks: mlflow, tensorboard, trackio, wandb, or the dotted path of a class, e.g. my_module.MySink",
     )
     project: str = Field(
-        default="torchtune-ext", description="W&B project; the variable WANDB_PROJECT takes precedence"
+        default="torchtune-ext",
+        description="project of W&B and trackio, experiment of MLflow; WANDB_PROJECT takes precedence",
     )
     samples: int = Field(
         default=3, ge=0, description="groups per table of samples, widest spread of rewards first; 0: no tables"
