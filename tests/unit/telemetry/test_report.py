@@ -118,7 +118,7 @@ def test_report_omits_all_zero_failure_panels(tmp_path):
     def titles(failed):
         run = tmp_path / f"run-{failed}"
         with MetricLogger(run, sinks=()) as metrics:
-            metrics.log(1, {"groups/used": 0.0, "groups/infra_failed": failed})
+            metrics.log(1, {"groups/used": 2.0, "groups/infra_failed": failed})
         overview = Scripts(build_report(run).path.read_text()).data()["overview"]
         return [panel["title"] for panel in overview["panels"]], [notice["text"] for notice in overview["notices"]]
 
