@@ -197,7 +197,7 @@ def test_model_card_needs_a_run(tmp_path, source, model):
     """Also, an edited card is not replaced, and a card of a run is."""
     folder = save_model(tmp_path / "model", model, source, torch.float32)
     assert not (folder / "README.md").exists()
-    record = {"config": {"tokenizer_problems": 1}}
+    record = {"id": "a1", "name": "w", "started": 0.0, "config": {"tokenizer_problems": 1}, "process": {}}
     (tmp_path / "run.json").write_text(json.dumps(record))
     save_model(folder, model, source, torch.float32)
     card = (folder / "README.md").read_text()
