@@ -56,8 +56,9 @@ log=$VENV/install.log
 : >"$log"
 
 # uv is faster than pip.
-if $pip install --quiet --retries 1 "uv==$uv" >>"$log" 2>&1; then
-    eval "$($pip config list | "$VENV/bin/python" scripts/uv_settings.py)"
+if $pip install --quiet --retries 1 "uv==$uv" >>"$log" 2>&1 &&
+    settings=$($pip config list | "$VENV/bin/python" scripts/uv_settings.py); then
+    eval "$settings"
 else
     uv=
 fi

@@ -209,11 +209,11 @@ def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1, pa
                     f"{key}: {name} cannot grade {text_name} of problem {problems[0].id!r}: {outcomes[0].cause}; none of the "
                     f"first {len(problems)} problems can be graded. Fix: repair its `grade`"
                 )
-            for score in (outcome for outcome in outcomes if isinstance(outcome, Score)):
-                for name in parts:
-                    require_part(score, name)
             # An untrained model soon samples an empty text.
             empty_outcome = grader.submit(problems[0], *[""] * texts).result()[0]
+            for score in (outcome for outcome in (*outcomes, empty_outcome) if isinstance(outcome, Score)):
+                for part in parts:
+                    require_part(score, part)
             if isinstance(empty_outcome, Ungraded):
                 text = f"{name} fails on an empty text, which would count as ungraded: {empty_outcome.cause}"
                 print_text(format_labels([("grader", text)]))

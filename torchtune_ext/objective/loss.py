@@ -145,8 +145,8 @@ class PolicyLoss(ConstraintOptions):
             the first coefficient, which follows the entropy (Skywork-OR1); null: a fixed coefficient.
         entropy_delta: change of the coefficient after each update, up below the target, else down.
         environment_coef: coefficient of the mean cross-entropy on the content of the environment's replies
-            (ECHO, arXiv 2605.24517; 0.01 to 0.1); 0: off. The learner adds this term, so it has no part in
-            ratios, weights and aggregation.
+            (ECHO, arXiv 2605.24517; 0.01 to 0.1), at `sampling.temperature`; 0: off. The learner adds this
+            term, so it has no part in ratios, weights and aggregation.
 
     Raises:
         UsageError: an unknown name, an option that contradicts another option, or a value out of

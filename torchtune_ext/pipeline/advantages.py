@@ -240,7 +240,7 @@ def assign_advantages(
         else:
             values = _group_advantages(rewards_G, config, batch_std, formula)
         if config.length_coef:
-            values = _add_length_term(values, samples, config.length_coef)
+            values = _add_length_term(values, samples, config)
         if values is not None and config.rewards == "shuffled":
             values = _shuffle(values, samples)
         used += values is not None
@@ -365,19 +365,21 @@ def _require_binary_rewards(groups: list[Group], config: AdvantageConfig) -> Non
 
 
 def _add_length_term(
-    values: Sequence[Any] | np.ndarray | None, samples: list[Sample], coef: float
+    values: Sequence[Any] | np.ndarray | None, samples: list[Sample], config: AdvantageConfig
 ) -> Sequence[Any] | np.ndarray | None:
-    """Adds coef * (mean length - length) / maximum length, over the right answers of the group, to their advantages.
+    """Adds length_coef * (mean length - length) / maximum length, over the right answers of the group, to their advantages.
 
     The terms of a group sum to 0, and wrong answers keep their advantage, so none is paid for brevity.
     """
     # The term is added after the division by the standard deviation, which would inflate it in a
-    # group of right answers. Since `coef` <= 1, a right answer (1) stays above a wrong one (0).
-    right_G = np.array([_raw_reward(sample) >= SOLVED_REWARD for sample in samples], dtype=bool)
+    # group of right answers. Since `length_coef` <= 1, a right answer (1) stays above a wrong one (0).
+    right_G = np.array([_base_reward(sample, config) >= SOLVED_REWARD for sample in samples], dtype=bool)
     lengths_G = np.array([len(sample.completion.sampled_indices) for sample in samples])
     if np.unique(lengths_G[right_G]).size < 2:
         return values
-    terms_G = coef * np.where(right_G, lengths_G[right_G].mean() - lengths_G, 0.0) / lengths_G[right_G].max()
+    terms_G = (
+        config.length_coef * np.where(right_G, lengths_G[right_G].mean() - lengths_G, 0.0) / lengths_G[right_G].max()
+    )
     if values is None:
         return terms_G
     return [value + term for value, term in zip(values, terms_G, strict=True)]
@@ -448,7 +450,12 @@ def _raw_reward(sample: Sample) -> float:
 def _part(sample: Sample, name: str) -> float:
     """Returns a part of the score; "": the reward."""
     assert sample.score is not None  # only graded samples get here
-    return require_part(sample.score, name) if name else _raw_reward(sample)
+    if not name:
+        return _raw_reward(sample)
+    # An episode that is truncated, or whose agent fails, may end without a score of the task.
+    if sample.score.parts.get("agent_failed") or (sample.completion.turns and _is_truncated(sample)):
+        return sample.score.parts.get(name, 0.0)
+    return require_part(sample.score, name)
 
 
 def _base_reward(sample: Sample, config: AdvantageConfig) -> float:

@@ -23,8 +23,8 @@ class Priority(IntEnum):
     CANARY = 0  # bypasses the throttle: training waits for its few, short requests (CANARY_REQUESTS)
     EVALUATION = 1  # belongs to one policy version: no weight sync may start while an evaluation is in flight
     TURN = 2  # later turn of an episode; most of its prompt is still in the prefix cache
-    SAMPLE = 3  # training rollouts
-    SCORE = 4  # log-probs of the prompt; needs a prefill without the prefix cache
+    SCORE = 3  # log-probs of the prompt, for which training waits; needs a prefill without the prefix cache
+    SAMPLE = 4  # training rollouts
 
 
 class EngineFailed(RunFailure):

@@ -65,7 +65,13 @@ def check_settings(cfg: RunSettings, loss: Any) -> None:
             f"preset=decoupled_ppo or preset=grpo, or set loss.importance ({methods}). To train without a correction, set "
             "loss.importance=none"
         )
-    cfg.schedule.require_fits(cfg.max_steps * cfg.updates_per_step * cfg.iterations_per_step)
+    if cfg.advantage.rewards == "shuffled" and getattr(loss, "reward_coef", 1.0) == 0:
+        raise UsageError(
+            "advantage.rewards=shuffled with loss.reward_coef=0, which trains without rewards, so the placebo would be the "
+            "same run. Fix: set advantage.rewards=graded, or loss.reward_coef=1"
+        )
+    # Copies of earlier recipes have no `iterations_per_step`.
+    cfg.schedule.require_fits(cfg.max_steps * cfg.updates_per_step * getattr(cfg, "iterations_per_step", 1))
 
 
 def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage: AdvantageConfig) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -280,7 +280,9 @@ def write_card(folder: Path, base: Path, adapter: bool = False) -> None:
     # The Hub's cache has folders such as models--org--name/snapshots/COMMIT.
     cached = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots", str(base.absolute()))
     names = ["/".join(cached.groups()) if cached else "", read_json_or_empty(base / "config.json").get("_name_or_path")]
-    hub_id = next((name for name in names if name and _HUB_ID.fullmatch(name)), given.get("base_model"))
+    # A local path may look like an id.
+    hub_ids = [name for name in names if name and _HUB_ID.fullmatch(name) and not Path(name).exists()]
+    hub_id = hub_ids[0] if hub_ids else given.get("base_model")
     method = config.get("preset") or ("sft" if "tokenizer_problems" in config else "custom loss")
     front = {
         "library_name": "peft" if adapter else "transformers",
@@ -320,9 +322,10 @@ def _component_text(section: Mapping[str, Any] | None) -> str:
 
 def _held_out_text(path: Path) -> str:
     """Returns the last held-out reward with its 95% interval and step, and "" without one."""
-    records = (
-        [one for one in read_metrics(path) if one.get("eval/reward_sampled") is not None] if path.is_file() else []
-    )
+    records = []
+    with suppress(UsageError):  # a damaged line
+        if path.is_file():
+            records = [one for one in read_metrics(path) if one.get("eval/reward_sampled") is not None]
     if not records:
         return ""
     reward, low, high = (records[-1].get(f"eval/{name}") for name in ("reward_sampled", "low", "high"))

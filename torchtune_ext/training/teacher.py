@@ -7,6 +7,7 @@ prompt (`SelfTeacher`). Rollouts are stored with the teacher's log-probs, so a r
 teacher.
 """
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ import numpy as np
 from pydantic import Field
 
 from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.grading.outcomes import Ungraded
 from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.run.errors import UsageError, wrap_user_errors
@@ -24,6 +26,8 @@ from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.settings.sections import config_section
 from torchtune_ext.tasks.grade_functions import import_named
+
+log = logging.getLogger(__name__)
 
 BATCHED_TOKENS = 2048  # tokens per engine step; with a vocabulary of 150,000, their float32 log-probs take 1.2 GB
 
@@ -123,7 +127,7 @@ class Teacher:
         # the prefix cache holds no log-probs.
         samples = [(group, s) for group in groups for s in group.samples if s.score is not None]
         samples = [(group, s) for group, s in samples if len(s.completion.tokens)]
-        scored, texts = [], []
+        scored, texts, too_long = [], [], set()
         for group, s in samples:
             prompt, other_prompt = len(group.prompt_tokens), self.prompt_ids(group, s)
             ids = np.concatenate([group.prompt_tokens, s.completion.tokens])
@@ -133,15 +137,18 @@ class Teacher:
                 if any(len(other) > end and other[end - 1] == last for other in turn_paths[i + 1 :]):
                     continue  # a later path contains this one
                 own = path >= prompt  # tokens of the completion, not of the prompt
-                scored.append((s, path[own] - prompt))
                 context = ids[path[~own]] if other_prompt is None else other_prompt
-                texts.append(np.concatenate([context, ids[path[own]]]))
-                if other_prompt is not None and len(texts[-1]) >= self.engine.config.max_model_len:
-                    raise UsageError(
-                        f"engine.max_model_len={self.engine.config.max_model_len}: the teacher's prompt of problem "
-                        f"{group.problem.id!r} and the completion have {len(texts[-1])} tokens. Fix: set "
-                        f"engine.max_model_len={len(texts[-1]) + 1} or more, or shorten the prompt of teacher.prompt"
-                    )
+                text = np.concatenate([context, ids[path[own]]])
+                # vLLM samples one more token when it scores a text.
+                if other_prompt is not None and len(text) >= self.engine.config.max_model_len:
+                    too_long.add(id(s))
+                    continue
+                scored.append((s, path[own] - prompt))
+                texts.append(text)
+        if too_long:
+            log.warning("teacher: %d samples are not trained on: the prompt of teacher.prompt and the completion exceed "
+                        "engine.max_model_len=%d. Raise it, or shorten the prompt", len(too_long),
+                        self.engine.config.max_model_len)  # fmt: skip
         logprobs = {id(s): np.zeros(len(s.completion.tokens), np.float32) for _, s in samples}
         for (s, places), row in zip(scored, self.engine.score(texts), strict=True):
             # `row` has no value for the first token of a text, because that token has no context.
@@ -149,6 +156,8 @@ class Teacher:
             logprobs[id(s)][places[-count:]] = row[-count:]
 
         def with_teacher(sample: Sample) -> Sample:
+            if id(sample) in too_long:
+                return replace(sample, outcome=Ungraded("infra_failed", "the teacher's prompt is too long"))
             return replace(sample, teacher_logprobs=logprobs.get(id(sample)))
 
         return [replace(group, samples=tuple(map(with_teacher, group.samples))) for group in groups]

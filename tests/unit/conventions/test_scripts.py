@@ -119,17 +119,24 @@ def test_uv_gets_settings_of_pip(repo_root):
     settings = """global.index-url='https://pip.example.org/simple'
 global.extra-index-url='https://a.example.org/simple\\nhttps://b.example.org/simple'
 global.find-links='/wheels /more'
+global.timeout='60.5'
 list.format='columns'
 :env:.index-url='https://env.example.org/simple'
 """
     command = [sys.executable, repo_root / "scripts" / "uv_settings.py"]
-    done = subprocess.run(command, input=settings, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [
+
+    def variables(settings):
+        return subprocess.run(command, input=settings, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    assert variables(":env:.no-index='1'\n")[0] == "uv="  # pip installs
+    assert variables(settings) == [
         "export UV_DEFAULT_INDEX=https://pip.example.org/simple",
         "export UV_INDEX='https://a.example.org/simple https://b.example.org/simple'",
         "export UV_FIND_LINKS=/wheels,/more",
+        "export UV_HTTP_TIMEOUT=60",
         "export UV_DEFAULT_INDEX=https://env.example.org/simple",
         "export UV_INDEX_STRATEGY=unsafe-best-match",
+        "export UV_SYSTEM_CERTS=1",
     ]
 
 

@@ -118,14 +118,13 @@ def test_expected_gradient_is_that_of_reverse_kl():
     assert not ours[1].any()
 
 
-def test_text_beyond_the_context_is_named():
+def test_text_beyond_the_context_is_not_trained_on(caplog):
     groups = rewarded(make_groups(np.random.default_rng(0), [(3, [8])]))
-    assert teacher(score_paths, max_model_len=11).score_groups(groups)
-    message = (
-        "engine.max_model_len=10: the teacher's prompt of problem .* have 10 tokens. Fix: set engine.max_model_len=11"
-    )
-    with pytest.raises(ValueError, match=message):
-        teacher(score_paths, max_model_len=10).score_groups(groups)
+    assert all(s.score for group in teacher(score_paths, max_model_len=11).score_groups(groups) for s in group.samples)
+    assert not caplog.text
+    (group,) = teacher(score_paths, max_model_len=10).score_groups(groups)
+    assert [sample.score for sample in group.samples] == [None]
+    assert "teacher: 1 samples are not trained on" in caplog.text and "engine.max_model_len=10" in caplog.text
 
 
 @pytest.mark.parametrize(
