@@ -33,6 +33,7 @@ MEASURED = (
 # No run here writes these names, for the reason beside them.
 ELSEWHERE = {
     "loss/*": "a loss of one's own",
+    "loss/environment_nll": "an environment, with loss.environment_coef (tests/unit/training/test_environment_loss.py)",
     **dict.fromkeys(("problems/skipped", "eval/skipped"), "a task with problems that cannot be used"),
     "selection/*": "a task that chooses its problems",
     **dict.fromkeys(MEASURED, "a task whose programs are timed"),
