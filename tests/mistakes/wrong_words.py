@@ -202,6 +202,7 @@ VALUES = {
     "FP8 options without FP8": full("'precision={flow: bf16, skip: [lm_head]}'", r"precision.skip=.* with precision.flow=bf16, which has no FP8"),
     "staleness=-1": full("staleness=-1", r"staleness=-1: expected a whole number of at least 0"),
     "prefetch_steps above staleness": full("staleness=1 prefetch_steps=3", r"prefetch_steps=3: .*expected at most staleness=1\. Fix: set prefetch_steps=1 or staleness=3"),
+    "placebo without rewards": full("preset=self_distill teacher.prompt=my.prompt advantage.rewards=shuffled", r"advantage.rewards=shuffled with loss.reward_coef=0, .*Fix: set advantage.rewards=graded"),
     "refills with staleness": full("staleness=1 refill_rounds=1", r"refill_rounds=1 with staleness=1: .*. Fix: set refill_rounds=0"),
     "samples ahead, nothing corrects": full(f"staleness=1 preset=null loss._component_={TWO_SIDED}", r"staleness=1, but this objective has no correction .*preset=decoupled_ppo or preset=grpo"),
     "samples ahead, no correction of sequence ratios": full("staleness=1 preset=gspo", r"staleness=1, but .*\(sequence_tis, sequence_mis, geometric_mask\)"),

@@ -1,6 +1,7 @@
 """Advantages of weighted reward parts: worked out by hand, against TRL's formula, and every mistake by name."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -123,6 +124,25 @@ def test_hung_text_has_zero_in_every_part():
     for combine in ("sum_then_normalize", "normalize_then_sum"):
         config = AdvantageConfig(parts=WEIGHTS, combine=combine)
         assert advantages([group((1, 1), hung, (0, 2))], config) == advantages([group((1, 1), (0, 0), (0, 2))], config)
+
+
+def test_unfinished_episode_has_zero_in_missing_parts():
+    (scored,) = advantages([group((1, 1), (0, 0), (0, 2))])
+    failed = Score(-1.0, {"agent_failed": 1.0}, "the agent raised")
+    assert advantages([group((1, 1), failed, (0, 2))]) == [scored]
+    one = group((1, 1), Score(0.0), (0, 2))
+    cut = one.samples[1]
+    completion = replace(cut.completion, turns=((0, 3),), finish_reason="length")
+    samples = (one.samples[0], replace(cut, completion=completion), one.samples[2])
+    assert advantages([replace(one, samples=samples)]) == [scored]
+
+
+def test_length_control_judges_answers_by_parts():
+    """Texts with a format part only are wrong answers, whatever the sum of the parts is."""
+    one = group((0, 1), (0, 1))
+    longer = replace(one.samples[1], completion=make_sample(range(9)).completion)
+    one = replace(one, samples=(one.samples[0], longer))
+    assert advantages([one], AdvantageConfig(parts={"correct": 1.0}, length_coef=0.5)) == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize("combine", ["sum_then_normalize", "normalize_then_sum"])
