@@ -102,7 +102,6 @@ VALUES = {
     "logging=wandb": full("logging=wandb", r"logging=wandb is not a mapping. Fix: write logging\.to=\[wandb\]"),
     "logging.to=wandb": full("logging.to=wandb", r"logging\.to='wandb' must be a list, each item text: logging\.to=\[wandb\]"),
     "logging.to=[comet]": full("logging.to=[comet]", r"logging.to=\['comet'\]: unknown sink 'comet'; expected one of \['mlflow', 'tensorboard', 'trackio', 'wandb'\]"),
-    "logging.to=[trackio]": full("logging.to=[trackio]", r"logging.to=\['trackio'\]: unknown sink 'trackio'"),
     "logging.project=a/b": full("logging.project=a/b", r"logging.project='a/b': W&B takes 1 to 128 characters without any of"),
     "logging.samples=-1": full("logging.samples=-1", r"logging\.samples=-1 must be a whole number of at least 0"),
     "logging.samples=all": full("logging.samples=all", r"logging\.samples='all' must be a whole number of at least 0"),
