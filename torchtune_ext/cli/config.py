@@ -96,7 +96,7 @@ def format_options(title: str, options: Sequence[Option], width: int | None = No
         # Descriptions of keys do not list the permitted values.
         text += f" ({option.values})" if "'" in option.values else ""
         text += f" [{', '.join(option.components)}]" if option.name.startswith("task.") else ""
-        room = max(30, width - len(head)) if width else max(1, len(text))
+        room = max(26, width - len(head)) if width else max(1, len(text))
         first, *more = _wrap_text(text, room)
         lines += [(head + first).rstrip(), *(" " * len(head) + line for line in more)]
     return "\n".join(lines)

@@ -214,7 +214,6 @@ def test_dry_run_lists_only_remedies_that_are_missing(place, capsys):
     assert [line.strip() for line in listed if line.startswith("    ")][:4] == [
         "a lower engine.gpu_memory_utilization or engine.kv_cache_bytes",
         "another GPU for the engine (engine.devices)",
-        "a higher engine.tensor_parallel_size",
     ], out
 
 
