@@ -131,7 +131,7 @@ class PolicyLoss(ConstraintOptions):
             default preset): "none", "full", "tis", "mis", "icepop", "sequence_tis", "sequence_mis" or "geometric_mask".
         importance_low: lower bound of the importance weight; null: the method's default.
         importance_high: upper bound of the importance weight; null: the method's default (2 for
-            "tis", others in docs/concepts/objectives.md).
+            "tis"; the objectives page lists the others).
         off_policy_mask: drops completions with a negative advantage whose mean log pi_behavior - log pi
             is above this bound, in nats (DeepSeek-V3.2); often 0.5; null: none.
         reward_coef: coefficient of the objective with the advantages of the rewards.

@@ -26,7 +26,7 @@ class Fp8Config:
         default="fp8", description="DGrad and WGrad in FP8, or in the compute dtype with unquantized W and x"
     )
     skip: tuple[str, ...] = Field(
-        default=(), description='layers kept in the compute dtype, e.g. "down_proj" or "model.layers.0.mlp.down_proj"'
+        default=(), description='layers kept in the compute dtype, by last name ("down_proj") or full name'
     )
 
     def __post_init__(self) -> None:
