@@ -59,3 +59,10 @@ def test_page_code_defines_loss_constraint_and_advantage(page):
     assert names["group_relative_advantages"](np.array([1.0, 0.0, 1.0, 1.0])).tolist() == [0.0, -1.0, 0.0, 0.0]
     assert loss_requirements(names["Unclipped"]()).proximal_logprobs
     del CONSTRAINTS["push"]
+
+
+def test_page_names_line_of_the_advantage_function(repo_root):
+    page = (repo_root / "docs" / "how_to" / "algorithms.md").read_text()
+    (line,) = re.findall(r"my_grpo\.py:(\d+)", page)
+    recipe = (repo_root / "recipes" / "grpo.py").read_text().splitlines()
+    assert recipe[int(line) - 1].startswith("def group_relative_advantages(")
