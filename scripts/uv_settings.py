@@ -35,6 +35,6 @@ for line in sys.stdin:
         settings[SECTIONS.index(section), NAMES[name]] = (",".join if name == "find-links" else " ".join)(values)
 for (_, name), value in sorted(settings.items(), key=lambda item: item[0][0]):
     print(f"export {name}={shlex.quote(value)}")
-# pip takes the best version of all indexes, uv by default that of the first index that has the package.
+# pip takes the best version of all indexes; by default, uv uses only the first index with the package.
 print("export UV_INDEX_STRATEGY=unsafe-best-match")
 print("export UV_SYSTEM_CERTS=1")

@@ -28,7 +28,7 @@ _PROJECT_FORBIDDEN = re.compile(r"[/\\#?%:]")  # W&B rejects these characters
 
 @config_section("logging")
 class LoggingConfig:
-    """The keys of `logging:`. All but `to` are for trackers, whose own variables take precedence."""
+    """The keys of `logging:`. All but `to` configure trackers; a tracker's own environment variables take precedence."""
 
     to: tuple[str, ...] = Field(
         default=(),
