@@ -32,7 +32,7 @@ def test_newcomer_reward_rises_beyond_its_noise(repo_root, tmp_path):
     assert statistics.fmean(last) - statistics.fmean(first) > 3 * error, (first, last)
 
 
-# A processor without bfloat16 takes ten times as long as the 4.5 minutes of README.md.
+# A processor without bfloat16 takes several times as long as the 7.5 minutes of README.md.
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_newcomer_readme_run_raises_accuracy_without_warnings(repo_root, tmp_path, seed):
