@@ -9,6 +9,7 @@ runs are read, not repeated, so a later call continues.
     grpo         `grpo/smollm2` in bfloat16; the arms below add settings to it
     supervised   equally many minutes of further `warmup_sft`, on new examples
     shuffled     `advantage.rewards=shuffled`: the rewards of each group are permuted at random
+    rank R LR    LoRA on all linear layers with alpha 32
 
 An arm and its reference are compared by problem: the mean over problems of the difference in solved fraction, each averaged
 over seeds, with the 95% interval over problems. The interval does not include the variance over seeds: the table shows the
@@ -16,6 +17,8 @@ range of the seeds.
 """
 
 import argparse
+import itertools
+import os
 import re
 import subprocess
 import sys
@@ -31,25 +34,40 @@ from torchtune_ext.pipeline.rollout_store import read_rollouts, rollout_paths
 from torchtune_ext.telemetry.metrics import read_metrics
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-LORA = "model.lora_attn_modules=[q_proj,k_proj,v_proj,output_proj] model.apply_lora_to_mlp=True model.lora_rank=16"
+LORA = (
+    "model.lora_attn_modules=[q_proj,k_proj,v_proj,output_proj] model.apply_lora_to_mlp=True adapters.save_merged=True "
+    "model.lora_rank="
+)
 ARMS = {  # seeds, recipe and settings
     "grpo": (3, "grpo_full", ""),
     "supervised": (3, "warmup_sft", ""),
     "shuffled": (3, "grpo_full", "advantage.rewards=shuffled"),
-    "lora": (2, "grpo_lora", f"{LORA} optimizer.lr=2e-4 adapters.save_merged=True"),
+    "lora": (2, "grpo_lora", f"{LORA}16 optimizer.lr=2e-4"),
     "atr_grpo": (2, "grpo_full", "preset=atr_grpo"),
     "staleness 0": (2, "grpo_async", "staleness=0 preset=decoupled_ppo"),
     "staleness 1": (2, "grpo_async", "staleness=1 preset=decoupled_ppo"),
     "fp8_rollout": (2, "grpo_full", "precision=fp8_rollout"),
     "fp8_unified": (2, "grpo_full", "precision=fp8_unified"),
+    "gdpo": (3, "grpo_full", "preset=gdpo advantage.parts={solved:1.0,credit:1.0}"),
+    "maxrl": (3, "grpo_full", "preset=maxrl"),
+    "self_distill": (3, "grpo_full", "preset=self_distill teacher.prompt=pretrained.with_solution"),
 }
+# Learning rates of 5, 10 and 20 times the rate of full finetuning.
+for rank, rate in itertools.product((1, 4, 16, 64), ("1e-4", "2e-4", "4e-4")):
+    ARMS[f"rank {rank} {rate}"] = (2, "grpo_lora", f"{LORA}{rank} model.lora_alpha=32 optimizer.lr={rate}")
 AGAINST = {name: ["grpo"] for name in ARMS} | {
     "grpo": ["warm-up", "supervised", "shuffled"],
     "staleness 1": ["staleness 0"],
 }
-AGAINST |= {name: ["warm-up"] for name in ("supervised", "shuffled", "lora")}
+AGAINST |= {name: ["warm-up"] for name in ARMS if name in ("supervised", "shuffled", "lora") or name.startswith("rank")}
 EXAMPLES = 36  # supervised ones in the minutes of a step of GRPO
 SAMPLES = 8
+
+
+def with_solution(group, sample):
+    """Return the messages of the teacher of `self_distill`: the question and its answer."""
+    (message,) = group.problem.messages
+    return [{**message, "content": f"{message['content']}\n\nA correct solution: {group.problem.answer}"}]
 
 
 def tune(folder: Path, *args: str) -> float:
@@ -60,7 +78,8 @@ def tune(folder: Path, *args: str) -> float:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(f"{folder}.log", "w") as log:
             command = [sys.executable, "-m", "torchtune_ext", "run", *args, f"output_dir={folder}"]
-            subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
+            env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}  # for `with_solution`
+            subprocess.run(command, check=True, env=env, stdout=log, stderr=subprocess.STDOUT)
         seconds.write_text(f"{time.monotonic() - begin:.0f}\n")
     return float(seconds.read_text()) / 60
 
