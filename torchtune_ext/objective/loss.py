@@ -142,7 +142,8 @@ class PolicyLoss(ConstraintOptions):
         kl: estimator of both KL terms: "k1", "k2", "k3" or "k3_unbiased".
         entropy_coef: coefficient of the entropy bonus; the entropy is in nats.
         entropy_target: mean entropy per token, in nats, below which the bonus acts. entropy_coef is then
-            the first coefficient, which follows the entropy (Skywork-OR1); null: a fixed coefficient.
+            the first coefficient, which follows the entropy (Skywork-OR1) and continues at a resume; null: a
+            fixed coefficient.
         entropy_delta: change of the coefficient after each update, up below the target, else down.
         environment_coef: coefficient of the mean cross-entropy on the content of the environment's replies
             (ECHO, arXiv 2605.24517; 0.01 to 0.1), at `sampling.temperature`; 0: off. The learner adds this
@@ -194,6 +195,11 @@ class PolicyLoss(ConstraintOptions):
             value = getattr(self, name)
             if value is not None and not value > 0.0:
                 raise UsageError(f"loss.{name}={value}: expected above 0, often {usual}")
+        if self.off_policy_mask is not None and not self.reward_coef:
+            raise UsageError(
+                f"loss.off_policy_mask={self.off_policy_mask} with reward_coef=0: the mask selects completions by their "
+                "rewards. Fix: set loss.off_policy_mask=null, or loss.reward_coef=1.0"
+            )
         if self.entropy_target is not None and self.entropy_coef < 0.0:
             raise UsageError(f"loss.entropy_coef={self.entropy_coef} with an entropy_target: expected 0 or more")
         for name in NONNEGATIVE_COEFFICIENTS:

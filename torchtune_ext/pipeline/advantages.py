@@ -360,7 +360,8 @@ def _require_binary_rewards(groups: list[Group], config: AdvantageConfig) -> Non
             if sample.score is not None and (reward := _base_reward(sample, config)) not in (0.0, 1.0):
                 raise UsageError(
                     f"advantage.scale=group_mean (MaxRL): problem {group.problem.id!r} has a completion with reward "
-                    f"{reward:g}; expected 0 or 1. Fix: return 0 or 1 from the grader, or set another scale"
+                    f"{reward:g}; expected 0 or 1. Fix: return 0 or 1 from the grader, or from the agent and agent.on_error, or "
+                    "set another scale"
                 )
 
 

@@ -207,7 +207,9 @@ class Learner:
                 if current.env_logprobs_E is not None:
                     env_loss = -(row.env_weights_E * current.env_logprobs_E).sum()
                     row_loss = row_loss + env_coef * env_loss
-                    accumulator.add_sum("loss/environment_nll", env_loss.detach())
+                    # Without content in an update, the metric is missing instead of 0.
+                    if row.env_labels_E.numel():
+                        accumulator.add_sum("loss/environment_nll", env_loss.detach())
                 if self.ranks.shards < self.ranks.world_size:
                     # FSDP2 sums gradients over replicas (HSDP) only once, at the last row.
                     self.policy.model.set_requires_all_reduce(i == len(rows) - 1)  # pyright: ignore[reportCallIssue]

@@ -198,7 +198,8 @@ class ReplaySource:
         batch, coef = settings["prompts_per_step"], settings["loss"].get("environment_coef")
         # A problem may keep its id while the task's data changes, so prompt tokens are compared.
         groups = {group.problem.id: group for group in read_rollouts(self._paths[1])}
-        if coef and not any(s.completion.content_spans for group in groups.values() for s in group.samples):
+        stored = (group for path in self._paths.values() for group in read_rollouts(path)) if coef else ()
+        if coef and not any(s.completion.content_spans for group in stored for s in group.samples):
             raise UsageError(
                 f"loss.environment_coef={coef}, but the rollouts of replay={self._run} do not record the environment's "
                 "content: they are of an earlier version, or have no replies. Fix: set loss.environment_coef=0"

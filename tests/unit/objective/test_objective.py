@@ -536,6 +536,7 @@ def test_nll():
         ({"entropy_delta": 0}, "loss.entropy_delta=0: expected above 0, often 0.005"),
         ({"entropy_target": 0.2, "entropy_coef": -0.1}, "loss.entropy_coef=-0.1 with an entropy_target"),
         ({"off_policy_mask": "0.5"}, "loss.off_policy_mask='0.5': expected a number"),
+        ({"off_policy_mask": 0.5, "reward_coef": 0.0}, "loss.off_policy_mask=0.5 with reward_coef=0: the mask selects"),
         ({"kl": "k4"}, "loss.kl='k4': unknown value"),
         ({"kl_coef": None}, "loss.kl_coef=None: expected a number"),
         ({"entropy_coef": float("nan")}, "loss.entropy_coef=nan: expected a number"),

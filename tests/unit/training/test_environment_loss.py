@@ -69,6 +69,9 @@ def test_coefficient_zero_leaves_every_bit():
     )
     assert torch.equal(first, second) and torch.equal(scores, same_scores) and metrics == same_metrics
     assert "loss/environment_nll" not in metrics
+    # Without content the metric is missing, not 0.
+    without_content = train(pack(bare, 50)[0], PolicyLoss(importance="tis", environment_coef=COEF), torch.float32)
+    assert torch.equal(without_content[0], first) and "loss/environment_nll" not in without_content[2]
 
 
 def test_environment_labels_change_only_their_term():
@@ -93,7 +96,7 @@ def test_environment_loss_is_equal_for_any_ranks(row_tokens, ranks):
     rows = pack(groups, row_tokens, cost_model=RowCostModel(ranks))[0]
     shares = [train(rows[rank::ranks], loss) for rank in range(ranks)]
     assert (sum(gradient for gradient, _, _ in shares) - expected).abs().max() < 1e-12
-    total = sum(share["loss/environment_nll"] for _, _, share in shares)
+    total = sum(share.get("loss/environment_nll", 0.0) for _, _, share in shares)
     assert total == pytest.approx(metrics["loss/environment_nll"], abs=1e-12)
     assert sum(each.env_weights_E.double().sum() for each in rows) == pytest.approx(1.0, abs=1e-6)
 

@@ -4,6 +4,7 @@ Real replays: tests/integration/test_async.py.
 """
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from helpers.letter_tokens import LetterTokenizer
 from helpers.records import make_sample
 from torchtune_ext.pipeline.groups import Group
-from torchtune_ext.pipeline.rollout_store import RolloutStore
+from torchtune_ext.pipeline.rollout_store import RolloutStore, read_rollouts, rollout_paths
 from torchtune_ext.tasks.problem_stream import ProblemStream
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.training.manifest import Identity, Manifest
@@ -152,6 +153,12 @@ def test_replay_without_content_refuses_environment_loss(run):
     loss = {"_component_": "PolicyLoss", "environment_coef": 0.05}
     with pytest.raises(ValueError, match=f"environment_coef=0.05, but the rollouts of replay={run} do not record.*=0$"):
         replay(run, loss=loss)
+    # Content in any step is enough.
+    *_, path = rollout_paths(run).values()
+    first, *others = read_rollouts(path)
+    samples = (replace(s, completion=replace(s.completion, turns=((0, 1), (2, 3)), content_spans=((1, 2),))) for s in first.samples)
+    RolloutStore(run).write(STEPS, [replace(first, samples=tuple(samples)), *others])
+    replay(run, loss=loss)
 
 
 def test_replay_invalid_run_folder_is_refused(run, tmp_path):
