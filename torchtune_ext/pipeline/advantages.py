@@ -91,7 +91,7 @@ class AdvantageConfig:
         default=0.0,
         ge=0,
         le=1,
-        description="largest advantage that short right answers (reward >= 1) take from long right answers of their group",
+        description="adds this x (mean length - own length) / maximum length to the advantage of right answers (reward >= 1) of a group",
     )
     truncated: Literal["keep", "mask", "penalize"] = Field(
         default="keep", description="truncated samples: keep, mask (count in the baseline only), or penalize"

@@ -49,8 +49,8 @@ class Problem:
 class Score:
     """A grader's result for one text."""
 
-    reward: float  # the number that training maximizes
-    # Named components of the reward, for the log.
+    reward: float  # the number that training maximizes, unless `advantage.parts` is set
+    # Named components, which are logged and may be weighted by `advantage.parts`.
     parts: Mapping[str, float] = field(default_factory=dict)
     note: str = ""  # for people, such as a compiler's output; truncated to 2,000 characters
     # Metadata for the stored rollouts, such as the machine.
