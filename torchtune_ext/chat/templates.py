@@ -47,7 +47,6 @@ _TAG_HINT = (
     "ends its turn) in a copy of the template, and set `template` to the copy; docs/how_to/dataset.md has an example."
 )
 
-
 # The arguments of `render_jinja_template`, and the variables that it passes to every template.
 _RENDERER_ARGUMENTS = {
     *inspect.signature(render_jinja_template).parameters,
@@ -91,7 +90,6 @@ class ChatTemplate:
     """A Jinja chat template with its special tokens.
 
     Args:
-        source: the text of the template.
         name: the name of the template in error messages.
         special_tokens: variables of the template, {"bos_token": ..., "eos_token": ...}.
         options: more variables of the template, for example {"enable_thinking": False}.
@@ -110,8 +108,7 @@ class ChatTemplate:
         if reserved_names := sorted(_RENDERER_ARGUMENTS & set(self.options)):
             raise UsageError(
                 f"tokenizer.template_options.{reserved_names[0]}: `{reserved_names[0]}` is an argument of the "
-                "renderer, not a variable of the "
-                "template. Fix: remove it"
+                "renderer, not a variable of the template. Fix: remove it"
             )
         try:
             # A saved model stores the options in its template.
@@ -123,11 +120,7 @@ class ChatTemplate:
             ) from None
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), generation_prompt: bool = False) -> str:
-        """Renders `messages` to text.
-
-        Raises:
-            UsageError: the template rejects the messages.
-        """
+        """Renders `messages` to text. Raises UsageError if the template rejects the messages."""
         return self._render(messages, tools, generation_prompt, tags=False)[0]
 
     def render_conversation(
@@ -141,8 +134,7 @@ class ChatTemplate:
         messages = list(messages)
         if self.has_tags:
             text, spans = self._render(messages, tools, generation_prompt, tags=True)
-            # A template with tags may still skip a turn or leave it empty. Training would silently
-            # miss it.
+            # A template with tags may still skip or empty a turn, which training would miss.
             num_assistant = sum(message["role"] == "assistant" for message in messages)
             self._require(
                 len(spans) == num_assistant and all(start != end for start, end in spans),
@@ -164,9 +156,7 @@ class ChatTemplate:
 
         Args:
             messages: the messages between the two turns.
-            tools: the tools that the template shows.
-            problem: the messages before the first turn. A template may read them again for every
-                turn.
+            problem: the messages before the first turn, which a template may read for every turn.
 
         Raises:
             UsageError: the template rejects the messages, or omits the turn before them.
@@ -212,7 +202,6 @@ class ChatTemplate:
         Args:
             problem: the messages before the first turn.
             messages: the assistant's turns and the replies.
-            tools: the tools that the template shows.
 
         Raises:
             UsageError: the template rejects the messages, or drops a whole turn.
@@ -313,8 +302,7 @@ class ChatTemplate:
         messages = [*system, *SAMPLE_QUESTION]
         before, prompt = self.render(messages), self.render(messages, generation_prompt=True)
         self._require(
-            prompt.startswith(before),
-            "a generation prompt after the user's message (variable `add_generation_prompt`)",
+            prompt.startswith(before), "a generation prompt after the user's message (variable `add_generation_prompt`)"
         )
         prompt = prompt[len(before) :]
         forms = [self.render([*messages, {"role": "assistant", "content": "x"}])]

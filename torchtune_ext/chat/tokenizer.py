@@ -51,10 +51,10 @@ class ChatTokenizer:
     ):
         if history not in HISTORY_MODES:
             raise UsageError(
-                f"tokenizer.history={history!r}: unknown. Fix: use 'sampled', where a turn follows all that "
-                "was sampled before it, or "
-                "'template', where it follows what the template keeps of older turns. Both train a turn in the context in "
-                "which it was sampled; dropping thoughts only in training would change the context of the sampled tokens"
+                f"tokenizer.history={history!r}: unknown. Fix: use 'sampled', where a turn follows all that was sampled "
+                "before it, or 'template', where it follows what the template keeps of older turns. Both train a turn in the "
+                "context in which it was sampled; dropping thoughts only in training would change the context of the "
+                "sampled tokens"
             )
         self.path, self.history = Path(path), history
         self._tokenizer = _load_tokenizer(self.path)
@@ -90,7 +90,6 @@ class ChatTokenizer:
         Args:
             messages: the environment's reply.
             end: the last sampled token id.
-            tools: the tools that the template shows.
             problem: the messages before the first turn.
 
         Raises:
@@ -110,7 +109,6 @@ class ChatTokenizer:
         Args:
             context: ids of a context that ends with `messages` and the generation prompt.
             messages: the environment's reply.
-            tools: the tools that the template shows.
             problem: the messages before the first turn.
 
         Returns:
@@ -144,7 +142,6 @@ class ChatTokenizer:
             problem: the messages before the first turn.
             messages: the turns and the environment's replies, ending with a reply.
             turns: the sampled ids of each turn.
-            tools: the tools that the template shows.
 
         Raises:
             UsageError: the template cannot render the messages, or drops a whole turn.
@@ -154,8 +151,7 @@ class ChatTokenizer:
         ids: list[int] = []
         text, end = first, None
         for content, turn, after in zip(texts, turns, others, strict=True):
-            # A template drops the start of a turn (its thought), never its end. So the common
-            # suffix of both texts is kept.
+            # A template drops the start of a turn (its thought), never its end: the suffix is kept.
             kept = len(commonprefix([content[::-1], text[::-1]]))
             # The content may begin with the prompt's "<think>", which was not sampled.
             turn_text = self.decode(turn)
@@ -168,8 +164,7 @@ class ChatTokenizer:
                 if self.decode(turn[start:]).lstrip(" ") == rest.lstrip(" "):
                     break
                 start += 1
-            # Kept text before the split, such as the rest of a token that the template splits, is
-            # re-encoded.
+            # Kept text before the split, such as the rest of a split token, is re-encoded.
             ids += [*self._continuation_ids(text[: len(text) - len(rest)], end), *turn[start:]]
             text, end = after, turn[-1]
         return ids + self._continuation_ids(text, end)
@@ -192,37 +187,20 @@ class ChatTokenizer:
         return opened[0] if opened else ""
 
     def conversation_ids(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        add_generation_prompt: bool = False,
-        sampled_only: bool = True,
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), add_generation_prompt: bool = False
     ) -> tuple[list[int], list[bool]]:
         """Returns the ids [T] of a conversation, and the mask [T] of the policy's tokens.
 
-        Every turn is rendered as the newest message. So thinking is kept even if the template drops
-        it from older turns.
+        Every turn is rendered as the newest message, so a template drops no older thinking.
 
         Args:
-            messages: the conversation.
-            tools: the tools that the template shows.
             add_generation_prompt: True appends the generation prompt to the conversation.
-            sampled_only: False extends the mask to the whole generation block, as
-                `apply_chat_template` counts it.
 
         Raises:
             UsageError: an assistant turn cannot be located, or the template drops a part of it.
         """
         conversation = self.template.render_conversation(messages, tools, add_generation_prompt)
         ids, offsets = self._encode_pieces(conversation.text, [])
-        mask = [False] * len(ids)
-        # In Qwen's templates, the block includes the newline after a turn; in Qwen2.5's, also the
-        # newline before it.
-        if not sampled_only:
-            for turn in conversation.turns:
-                for t, (begin, end) in enumerate(offsets):
-                    mask[t] |= begin < turn.end and end > turn.start
-            return ids, mask
         # The engine samples after the ids of the prompt alone. If the turn after it would change
         # them (such as by a token across the seam), the text is split at the seam and each piece is
         # encoded separately.
@@ -232,10 +210,9 @@ class ChatTokenizer:
         cuts = [seam for seam, prompt in zip(seams, prompts, strict=True) if prompt != self.encode(text[:seam])]
         if cuts:
             ids, offsets = self._encode_pieces(text, cuts)
-            mask = [False] * len(ids)
+        mask = [False] * len(ids)
         for turn in conversation.turns:
-            # The engine stops at the token that ends the turn. The template's text after it was not
-            # sampled.
+            # The engine stops at the token that ends the turn. Text after it was not sampled.
             inside = [t for t, (begin, _) in enumerate(offsets) if turn.sampled_start <= begin < turn.end]
             stops = [t for t in inside if ids[t] in self.stop_token_ids]
             for t in inside:
@@ -248,8 +225,7 @@ class ChatTokenizer:
         Raises:
             UsageError: the text holds half of a surrogate pair.
         """
-        # `verbose=False` turns off transformers' warning about a long text; a run has its own
-        # message.
+        # `verbose=False`: instead of transformers' warning about a long text, a run has its own.
         try:
             return self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         except TypeError:
@@ -262,15 +238,8 @@ class ChatTokenizer:
             raise
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of sampled ids, for graders and people, never for training.
-
-        The only special tokens in the text are the marks of thoughts and tool calls.
-        """
-        return self._tokenizer.decode(
-            [int(i) for i in ids if int(i) not in self._hidden_token_ids],
-            skip_special_tokens=False,
-            clean_up_tokenization_spaces=False,
-        )
+        """Returns the text of sampled ids; its only special tokens mark thoughts and tool calls."""
+        return self.decode_all([i for i in ids if int(i) not in self._hidden_token_ids])
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """Returns the text of all ids, including special tokens, as the model reads it."""
@@ -284,11 +253,7 @@ class ChatTokenizer:
         return sorted((token for token, i in vocabulary.items() if i >= first), key=vocabulary.get)
 
     def _encode_pieces(self, text: str, cuts: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Encodes each piece of a text between the cuts separately.
-
-        Returns:
-            The ids [T], and the (start, end) characters of each id.
-        """
+        """Encodes the pieces between the cuts separately, to ids [T] and their (start, end)."""
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
@@ -329,8 +294,7 @@ class ChatTokenizer:
 
     def _find_stop_token_ids(self) -> tuple[int, ...]:
         """Returns the end tokens of the tokenizer, generation config, config and template."""
-        # The tokenizer's token comes first, since it becomes `eos_id`. The files may hold null, a
-        # number or a list.
+        # The tokenizer's token comes first (`eos_id`). Files hold null, a number or a list.
         ids: list[int | None] = [self._tokenizer.eos_token_id]
         for name in ("generation_config.json", "config.json"):
             file = self.path / name
@@ -340,9 +304,8 @@ class ChatTokenizer:
                 i for i in given if i is not None and (not isinstance(i, int) or isinstance(i, bool) or i < 0)
             ]:
                 raise UsageError(
-                    f"{file}: eos_token_id={invalid_ids[0]!r}; expected the id of a token, a list of ids, or "
-                    "null. Fix: write the id "
-                    "that tokenizer.json gives to the token that ends a turn"
+                    f"{file}: eos_token_id={invalid_ids[0]!r}; expected the id of a token, a list of ids, or null. Fix: "
+                    "write the id that tokenizer.json gives to the token that ends a turn"
                 )
             ids += given
         stop_ids = tuple(dict.fromkeys(i for i in [*ids, self._turn_end_id()] if i is not None))
@@ -361,8 +324,7 @@ class ChatTokenizer:
                 [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
             )
         except ValueError:
-            # The template renders only prompts. `conversation_ids` raises the reason if it is
-            # called.
+            # The template renders only prompts. `conversation_ids` would raise the reason.
             return None
         turn = conversation.turns[-1]
         ends = [i for i in self.encode(conversation.text[turn.sampled_start : turn.end]) if i in self._special_ids]
@@ -370,11 +332,7 @@ class ChatTokenizer:
 
 
 def _load_tokenizer(path: Path):
-    """Loads the fast tokenizer of a directory.
-
-    Raises:
-        UsageFileError: the directory or its tokenizer is missing or unreadable.
-    """
+    """Loads the fast tokenizer of a directory, or raises UsageFileError."""
     if not path.is_dir():
         raise UsageFileError(f"path={str(path)!r} is not a directory. Fix: set it to a downloaded Hugging Face model")
     # PreTrainedTokenizerFast imports in 0.5 s without torch, AutoTokenizer in 2.4 s.

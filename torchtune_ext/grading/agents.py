@@ -64,13 +64,7 @@ class AgentWorker:
 
 
 class AgentPool(TaskWorkers):
-    """Starts the worker processes of a task's agents.
-
-    Args:
-        task: the task whose agent is run.
-        config: the `agent:` section.
-        workers, output: as in `TaskWorkers`.
-    """
+    """Starts the worker processes of a task's agents."""
 
     _worker_class = AgentWorker
 

@@ -74,11 +74,7 @@ class EnvironmentWorker:
 
 
 def check_reply(reply: Any) -> EnvironmentReply:
-    """Returns an environment's reply in plain types.
-
-    Raises:
-        UsageError: the value is not a valid `EnvironmentReply`.
-    """
+    """Returns an environment's reply in plain types. Raises UsageError if it is invalid."""
     if not isinstance(reply, EnvironmentReply):
         raise UsageError(
             f"step returned {type(reply).__name__}; expected an EnvironmentReply of torchtune_ext.tasks.task"
@@ -86,11 +82,7 @@ def check_reply(reply: Any) -> EnvironmentReply:
     score = to_score(Score(reply.reward, reply.parts, reply.note))
     messages = list(reply.messages)
     for message in messages:
-        if (
-            not isinstance(message, Mapping)
-            or not {"role", "content"} <= set(message)
-            or not isinstance(message["content"], str)
-        ):
+        if not isinstance(message, Mapping) or "role" not in message or not isinstance(message.get("content"), str):
             raise UsageError(
                 f'step returned the message {message!r:.80}; expected {{"role": "user", "content": "..."}}'
             )
@@ -145,7 +137,6 @@ class EnvironmentPool(TaskWorkers):
 
         Args:
             worker_index: the process, as yielded by `slot`.
-            message: the policy's turn.
             reset_args: problem and seed; required with the first turn.
 
         Returns:

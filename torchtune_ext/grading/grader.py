@@ -46,7 +46,6 @@ class TaskWorkers(Closing):
 
     Args:
         task: the task whose code is called. It must be picklable.
-        workers: number of processes.
         timeout_s: time limit in seconds for one call of the task's code.
         output: file for everything that the processes print; `close` removes it if it is empty.
             None: they print to the output of this process.
@@ -96,8 +95,7 @@ class Grader(TaskWorkers):
     group within the same time limit. If the call fails, no text of the group has a score.
 
     A text that hangs or crashes a grader of this package gets the reward 0 and the part
-    "timed_out". This does not apply if the kernel kills the process to free memory, or if the
-    machine stalls.
+    "timed_out", unless the kernel kills the process to free memory, or the machine stalls.
     """
 
     _worker_class = GradingWorker
@@ -108,11 +106,7 @@ class Grader(TaskWorkers):
         return hasattr(self.task, "grade_group")
 
     def submit(self, problem: Problem, *texts: str) -> "Future[list[Outcome]]":
-        """Queues a text, or all texts of a problem if the task compares them.
-
-        Returns:
-            A future of one outcome for each text.
-        """
+        """Queues a text, or all that the task compares. Returns a future of an outcome for each."""
 
         def on_failure(kind: str, cause: str) -> list[Outcome]:
             cause = f"{DIED_PREFIX}: {cause}" if kind in CRASH_KINDS else cause
@@ -181,15 +175,13 @@ class GradingMonitor:
             outcomes: (problem id, outcome) for each text. A step may be reported in several calls.
 
         Raises:
-            GradingFailed: every text failed in `MAX_FAILED_STEPS` consecutive steps. The message
-                holds the first cause.
+            GradingFailed: every text failed in `MAX_FAILED_STEPS` consecutive steps.
         """
         log_failures([outcome for _, outcome in outcomes])
         failed = [(problem, outcome) for problem, outcome in outcomes if is_failure(outcome)]
         if len(failed) < len(outcomes):
             self._graded_step, self._failed_steps = step, []
-        # One graded text clears the step. A failed step counts once, even if it comes in several
-        # calls.
+        # One graded text clears the step. A failed step counts once, even if it has several calls.
         if not failed or self._graded_step == step or step in self._failed_steps:
             return
         if not self._failed_steps:
@@ -205,8 +197,5 @@ class GradingMonitor:
 
 
 def is_failure(outcome: Outcome | None) -> TypeGuard[Ungraded]:
-    """Returns whether the grader failed on a text.
-
-    A noisy measurement is not a failure of the grader.
-    """
+    """Returns whether the grader failed on a text. A noisy measurement is not a failure."""
     return isinstance(outcome, Ungraded) and outcome.kind != "noisy"

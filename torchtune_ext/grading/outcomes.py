@@ -29,8 +29,7 @@ Outcome = Score | Ungraded  # the outcome of grading one text
 
 def timeout_score(cause: str) -> Score:
     """Returns the score of a text on which a grader of this package hung or crashed."""
-    # If such texts were ungraded, they would not be trained on, and the policy would keep writing
-    # them.
+    # If such texts were ungraded, and not trained on, the policy would keep writing them.
     return Score(0.0, {"timed_out": 1.0}, cause)
 
 
@@ -73,10 +72,8 @@ def check_outcomes(values: object, count: int, grade: Callable) -> list[Outcome]
     """Returns one outcome for each of `count` texts that `grade` graded together."""
     if not isinstance(values, list | tuple) or len(values) != count:
         returned = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
-        cause = (
-            f"{describe_function(grade)} returned {returned} for {count} texts; return a list with a number for each"
-        )
-        return [Ungraded("infra_failed", cause)] * count
+        cause = f"returned {returned} for {count} texts; return a list with a number for each"
+        return [Ungraded("infra_failed", f"{describe_function(grade)} {cause}")] * count
     return [check_outcome(value, grade) for value in values]
 
 

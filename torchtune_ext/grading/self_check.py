@@ -49,9 +49,7 @@ def open_graders(
         tasks: the tasks of the run; None is skipped.
         config: settings of the grading processes. A `SelfGradingTask` has its own settings.
         during_training: True if texts are graded while this process trains.
-        folder: run directory, in which graders print to `LOG_FILE_NAME`. None: they print to the
-            output of this process.
-        agent: settings of agents.
+        folder: run directory, for `LOG_FILE_NAME`. None: graders print to this process's output.
     """
     graders: list[Any] = []  # `Grader`, `EnvironmentPool`, `AgentPool` or the grader of a `SelfGradingTask`
     output = None if folder is None else Path(folder) / LOG_FILE_NAME
@@ -75,16 +73,13 @@ def open_graders(
 def check_grading(
     tasks: Sequence[Task | None],
     config: GraderConfig,
-    keys: Sequence[str] = ("task", "evaluation.task"),
     samples: int = 2,
     parts: Collection[str] = (),
 ) -> None:
     """Checks that the tasks of a run can be graded.
 
     Args:
-        tasks: the training task, then held-out tasks; None is skipped.
-        config: settings of the grading processes.
-        keys: the config key of each task, for messages.
+        tasks: the training task, then the held-out task, if any; None is skipped.
         samples: texts per problem of the first task if it grades whole groups (`grade_group`).
             Other tasks get one text, as in a greedy evaluation.
         parts: reward parts that the training task must return (`advantage.parts`).
@@ -93,7 +88,7 @@ def check_grading(
         UsageError: a task cannot be graded, or the training task lacks a part.
     """
     checked: list[Any] = []
-    for i, (task, key) in enumerate(zip(tasks, keys, strict=False)):
+    for i, (task, key) in enumerate(zip(tasks, ("task", "evaluation.task"), strict=False)):
         if isinstance(task, SelfGradingTask):
             task.check_grading(key, tasks[:i])
         elif isinstance(task, AgentTask):
@@ -117,8 +112,7 @@ def find_answer_errors(grader: Any, problems: Sequence[Problem]) -> list[str]:
     """Checks that problems can be graded.
 
     A problem must be picklable. With a grader of this package and a task with
-    `checks_reference_answers`, the reference answer must also get a higher reward than a wrong
-    text.
+    `checks_reference_answers`, the reference answer must also get more than a wrong text.
 
     Returns:
         For each problem, the reason why it cannot be graded, or "".
@@ -129,8 +123,7 @@ def find_answer_errors(grader: Any, problems: Sequence[Problem]) -> list[str]:
     checks_answers = grader.is_builtin and getattr(grader.task, "checks_reference_answers", False)
     if not checks_answers or not isinstance(grader, Grader):
         return [_pickling_error(problem) for problem in problems]
-    # On a busy machine, graders may time out. So a problem with a transient error is tried again,
-    # alone.
+    # On a busy machine, graders may time out: a transient error is tried again, alone.
     first_errors = _grade_reference_answers(grader, problems)
     return [
         _grade_reference_answers(grader, [problem])[0] if isinstance(error, TransientReason) else error
@@ -156,10 +149,7 @@ def _pickling_error(problem: Problem) -> str:
 
 
 def _describe_answer_error(outcomes: Sequence[Outcome]) -> str:
-    """Returns the error in the outcomes of a wrong text and of the reference answer, or "".
-
-    The reference answer may be missing.
-    """
+    """Returns the error in the outcomes of a wrong text and, if given, of the reference answer."""
     for outcome in outcomes:
         if outcome.kind in ("infra_failed", "timed_out"):
             cause = failure_cause(outcome)
@@ -168,20 +158,13 @@ def _describe_answer_error(outcomes: Sequence[Outcome]) -> str:
     wrong_reward, *reference_rewards = [outcome.reward for outcome in outcomes if isinstance(outcome, Score)]
     if not reference_rewards:
         return "its grader gives a wrong text the reward 1 or more" if wrong_reward >= 1.0 else ""
-    reward = reference_rewards[0]
-    return (
-        ""
-        if reward > wrong_reward
-        else f"its reference answer gets the reward {reward:g}, a wrong text {wrong_reward:g}"
-    )
+    if (reward := reference_rewards[0]) > wrong_reward:
+        return ""
+    return f"its reference answer gets the reward {reward:g}, a wrong text {wrong_reward:g}"
 
 
 def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1, parts: Collection[str] = ()) -> None:
-    """Grades the solutions of the first problems.
-
-    Raises:
-        UsageError: grading fails, times out, lacks a part, or gives the reward 0 to every solution.
-    """
+    """Grades the solutions of the first problems. Raises UsageError if the grader is unusable."""
     problems = first_problems(task, key)
     if not problems:
         return
@@ -194,10 +177,8 @@ def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1, pa
             outcomes = []
             for problem, text in zip(problems, solutions, strict=True):
                 # A task that compares texts gets a group of the run's size.
-                group = [text if has_solutions and isinstance(text, str) else PLACEHOLDER_ANSWER] + [
-                    PLACEHOLDER_ANSWER
-                ] * (texts - 1)
-                outcomes.append(grader.submit(problem, *group).result()[0])
+                first = text if has_solutions and isinstance(text, str) else PLACEHOLDER_ANSWER
+                outcomes.append(grader.submit(problem, first, *[PLACEHOLDER_ANSWER] * (texts - 1)).result()[0])
                 if outcomes[-1].kind == "timed_out":
                     raise UsageError(
                         f"{key}: {name} took more than grader.timeout_s={config.timeout_s:g} to grade {text_name} of problem "
@@ -223,16 +204,15 @@ def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1, pa
             has_worked_solutions = getattr(task, "worked_solutions", None) is not None
             is_plain_function = "grade" in getattr(task, "__dict__", {}) and not has_worked_solutions
             # A task may give only negative rewards. But if every solution gets 0 and another text
-            # gets at least as much, the grader is wrong. A grader that compares texts cannot be
-            # checked with a single text.
+            # at least as much, the grader is wrong. One text cannot check a `grade_group`.
             if has_solutions and not any(rewards) and not grader.grades_groups:
                 others = [grader.submit(problem, PLACEHOLDER_ANSWER).result()[0] for problem in problems]
                 best = max((other.reward for other in others if isinstance(other, Score)), default=0.0)
                 if max(rewards) <= best:
                     if is_plain_function:
                         name = describe_function(task.grade)
-                        text = f"{name} gives the reward 0 to the reference answers of the first {len(problems)} problems, "
-                        text += (
+                        text = (
+                            f"{name} gives the reward 0 to the reference answers of the first {len(problems)} problems, "
                             f"and {best:g} to the placeholder {PLACEHOLDER_ANSWER!r}: does it reward a right answer?"
                         )
                         print_text(format_labels([("grader", text)]))
@@ -247,11 +227,7 @@ def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1, pa
 
 
 def _check_environment(task: EnvironmentTask, config: GraderConfig, key: str) -> None:
-    """Plays the solution of the first problem, or one turn if it has no solution.
-
-    Raises:
-        UsageError: the environment fails, or gives the reward 0 to the solution.
-    """
+    """Plays a solution, or one turn without it. Raises UsageError if the environment fails."""
     problem, name = next(iter(first_problems(task, key)), None), type(task).__name__
     if problem is None:
         return
@@ -288,8 +264,7 @@ def first_problems(task: Task, key: str) -> list[Problem]:
     """
     problems, last_error = [], ""
     for index in range(min(MAX_SEARCHED_PROBLEMS, len(task))):
-        # A problem that cannot be created or pickled is skipped here; the run reports and skips it,
-        # too.
+        # A problem that cannot be created or pickled is skipped here, as in the run.
         with suppress(Exception):
             problem = task[index]
             if error := _pickling_error(problem):

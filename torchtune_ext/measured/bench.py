@@ -76,8 +76,7 @@ class BenchService(Closing):
         self._started: Future[None] = Future()
         # Created here, so that its error (too many open files) reaches the caller.
         self._loop = asyncio.new_event_loop()
-        # The kernel kills a child process when the thread that started it ends. So this thread runs
-        # until `close`.
+        # The kernel kills a child when the thread that started it ends; this one runs to `close`.
         self._thread = threading.Thread(target=self._run, name="bench", daemon=True)
         self._thread.start()
         with closed_on_error(self):
@@ -86,19 +85,15 @@ class BenchService(Closing):
     def submit(self, kernel: Kernel, text: str, permitted: Collection[str] | None = None) -> "Future[Result]":
         """Submits a model's answer and returns at once.
 
-        Canceling the future does not stop the measurement. The future raises BenchError if the
-        service fails.
+        Canceling the future does not stop the measurement. It raises BenchError if the service fails.
 
         Args:
-            kernel: the kernel to compute.
-            text: the model's answer.
             permitted: techniques (`techniques.TECHNIQUES`) that the program may use. Other
                 techniques are forbidden, and the result lists the techniques of a correct program.
                 None disables the check.
 
         Raises:
-            BenchError: this object is closed, has failed, or belongs to the parent of this forked
-                process.
+            BenchError: this object is closed, has failed, or belongs to the parent of this fork.
             UsageError: the kernel cannot be pickled.
         """
         if os.getpid() != self._pid:
@@ -123,10 +118,7 @@ class BenchService(Closing):
             )
 
     def close(self) -> None:
-        """Ends all processes and removes all folders. Pending futures raise BenchError.
-
-        A second call, or a call in a forked process, does nothing.
-        """
+        """Ends all processes; pending futures raise BenchError. In a fork, or again: nothing."""
         if os.getpid() != self._pid:
             return
         self._stop_accepting(BenchError(f"the {type(self).__name__} is closed"))
@@ -186,12 +178,9 @@ class BenchService(Closing):
 
 
 class StageScheduler:
-    """Schedules checks in parallel and timings one at a time, each kind in FIFO order.
+    """Schedules `workers` checks in parallel and timings one at a time, each kind in FIFO order.
 
     An exclusive timing (`is_alone`) waits for the earlier checks, and later checks wait for it.
-
-    Args:
-        workers: number of concurrent checks.
     """
 
     def __init__(self, workers: int) -> None:
@@ -206,8 +195,7 @@ class StageScheduler:
             if stage == TIME_STAGE:
                 await stack.enter_async_context(self._timing_lock)
             # An exclusive timing takes the slots of all checks, even on other cores: they share
-            # caches and memory with the timed core, and two cores of a virtual machine are often
-            # one physical core.
+            # caches and memory, and two cores of a virtual machine are often one physical core.
             async with self._fifo_lock:
                 for _ in range(1 if stage == CHECK_STAGE else self._workers if is_alone else 0):
                     await stack.enter_async_context(self._worker_slots)
@@ -219,16 +207,13 @@ class StageScheduler:
 class Bench(BenchService):
     """Measures programs on this machine.
 
-    Create it after the engine of a run has started, so that it can choose cores that the engine
-    does not use.
+    Create it after the engine of a run, so that it can choose cores that the engine does not use.
 
     Args:
-        deadlines: seconds per stage of a check.
         settings: fields of `BenchConfig`. `address` is for `RayBench` only.
 
     Raises:
-        UsageError: a setting is unknown or out of range, the compiler is missing, or a core does
-            not exist.
+        UsageError: a setting is invalid, the compiler is missing, or a core does not exist.
         SandboxError: this machine lacks a required sandbox layer.
     """
 
@@ -255,12 +240,10 @@ class Bench(BenchService):
             TIME_STAGE: (partial(time_program, make, checked, timed, config.budget_s), 1, "timing"),
         }
         check_s = d.screen_s + d.compile_s + START_TIMEOUT_S + d.load_s + 2 * d.verify_s + OVERHEAD_S
-        # The first program of a kernel waits for its checker, which probes the machine and checks
-        # the kernel's naive program.
+        # A kernel's first program waits for its checker, which probes the machine and checks it.
         self._timeouts = {CHECK_STAGE: 4 * PROBE_TIMEOUT_S + 2 * check_s}
         # A timing waits for its cores, for engines, and for engines again after the timer was
-        # created. Just before the budget ends, a last block may begin, which also has calls of the
-        # reference.
+        # created. At the end of the budget, a last block may begin, with calls of the reference.
         calls = MAX_OVERRUN_CALLS + MIN_BLOCK_CALLS
         timed_s = 3 * LOCK_TIMEOUT_S + START_TIMEOUT_S + d.load_s + config.budget_s + calls * d.verify_s + OVERHEAD_S
         self._timeouts[TIME_STAGE] = self._timeouts[CHECK_STAGE] + timed_s
@@ -283,14 +266,8 @@ class Bench(BenchService):
         self, kernel: Kernel, kernel_bytes: bytes, text: str, permitted: tuple[str, ...] | None
     ) -> Result:
         # The key holds everything that a result depends on.
-        key = (
-            kernel_key(kernel),
-            prototype(kernel),
-            kernel.naive,
-            tuple(kernel.forbidden),
-            extract_code(text),
-            permitted,
-        )
+        kernel_parts = kernel_key(kernel), prototype(kernel), kernel.naive, tuple(kernel.forbidden)
+        key = *kernel_parts, extract_code(text), permitted
         # Several callers may wait for the same program. The shields keep one canceled caller from
         # canceling the shared task.
         if (task := self._cache.get(key)) is not None:
@@ -325,15 +302,10 @@ class Bench(BenchService):
         return replace(result, seconds=dict(seconds), **found)
 
     async def _call_with_retries(self, stage: str, kernel: str, *what: Any) -> Any:
-        """Calls a worker process, and retries after a machine failure.
-
-        Raises:
-            BenchError: the machine failed `MAX_RETRIES + 1` times, or the failure is final.
-        """
+        """Calls a worker process. Raises BenchError after the retries of a machine failure."""
 
         def as_failure(kind: str, cause: str) -> MachineFailure:
-            # An error raised by the kernel's or our own code would recur. A crash or a hang is the
-            # machine's fault.
+            # An error raised by code would recur. A crash or a hang is the machine's fault.
             return MachineFailure(
                 f"the {stage} process died: {cause}" if kind in CRASH_KINDS else cause, is_final=kind == "raised"
             )
@@ -402,7 +374,7 @@ def check_program(
     text: str,
     permitted: tuple[str, ...] | None = None,
 ) -> tuple[Result, bytes] | MachineFailure:
-    """Checks the program in a text.
+    """Checks the program in a model's answer.
 
     Args:
         make_checker: creates the checker of a kernel.
@@ -443,8 +415,7 @@ def time_program(
     """
     start, begun_at, outcome, note, timing = time.monotonic(), None, "ok", "", None
     if not TIMERS:
-        # The parent process may avoid the timed cores (`avoid_cores`), and this process inherits
-        # that affinity.
+        # This process may have inherited the affinity of a parent that avoids the timed cores.
         os.sched_setaffinity(0, {*check_cores, *cores})
     # Between two timings, other processes that wait for these cores get a turn.
     time.sleep(TIMING_GAP_S)

@@ -39,8 +39,7 @@ _KILLED_PATTERN = re.compile(
     re.MULTILINE,
 )
 C_LANGUAGE_TAGS = ("", "c", "c99", "c11", "c17", "cpp", "c++")  # accepted language tags of a C code fence
-# The quantifiers are possessive (`*+`), because backtracking would try all ways to divide a long
-# line.
+# Possessive quantifiers (`*+`): backtracking would try all ways to divide a long line.
 _FENCE_PATTERN = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([^`\s]*+)(?:\s[^`]*+)?")
 
 
@@ -63,24 +62,18 @@ class _CandidateRejected(Exception):
 class Checker(Closing):
     """Checks programs for one kernel, in one sandbox and with one compiler.
 
-    `check` is thread-safe, but the threads share the interpreter lock. Each process needs its own
-    checker.
+    `check` is thread-safe, but the threads share the interpreter lock: use a checker per process.
 
     Args:
-        kernel: the kernel to compute.
         compiler: the C compiler. None selects the first of gcc and clang on PATH.
         optimization: the compiler flag of candidates and of the kernel's naive program.
         threads: threads that a program may use. OpenMP is enabled from 2 threads.
         cores: the cores that programs run on. None selects all usable cores.
         namespaces: whether to use bubblewrap. None uses it if it works.
-        deadlines: timeouts of the stages.
-        with_screen: whether to screen the source.
 
     Raises:
-        UsageError: the compiler is missing, a core does not exist, the kernel is invalid, or its
-            naive program fails.
-        SandboxError: the sandbox fails, or the machine kills the naive program or is too busy for
-            it.
+        UsageError: the compiler or a core is missing, or the kernel or its program is invalid.
+        SandboxError: the sandbox fails, or the machine kills the naive program or is too busy.
     """
 
     def __init__(
@@ -109,8 +102,7 @@ class Checker(Closing):
         self.with_screen = with_screen
         self.sandbox = Sandbox(self.compiler.path, namespaces)
         with closed_on_error(self):
-            # If the kernel's naive program fails, every candidate would: the kernel or the machine
-            # is at fault.
+            # If the kernel's naive program fails, the kernel or the machine is at fault.
             try:
                 naive_result = self.check_source(kernel.naive)
             except MemoryError as error:
@@ -133,11 +125,7 @@ class Checker(Closing):
         self.sandbox.close()
 
     def check(self, text: str) -> Result:
-        """Checks the program in a model's answer.
-
-        Raises:
-            SandboxError: the machine failed; the result of the program is unknown.
-        """
+        """Checks the program in a model's answer. Raises SandboxError if the machine failed."""
         return self.check_with_library(text)[0]
 
     def check_source(self, source: str) -> Result:
@@ -152,8 +140,7 @@ class Checker(Closing):
         Args:
             text: a model's answer, or a program.
             is_source: whether `text` is the program itself.
-            permitted: techniques (`techniques.TECHNIQUES`) that the program may use. None permits
-                all.
+            permitted: techniques (`techniques.TECHNIQUES`) that it may use. None permits all.
 
         Returns:
             The result, and the content of the library, which is empty if the program is not ok.
@@ -180,13 +167,11 @@ class Checker(Closing):
             with _record_seconds(seconds, "compile"):
                 self._compile(folder)
             if permitted is not None and preprocessed is not None:
-                # The techniques of a program that does not compile are undefined, so they are read
-                # after it.
+                # The techniques of a program that does not compile are undefined.
                 with _record_seconds(seconds, "screen"):
                     techniques = self._check_techniques(preprocessed, permitted)
             with _record_seconds(seconds, "verify"):
-                # The seed comes from the operating system only now, so the inputs are unknown at
-                # compile time.
+                # The seed is drawn only now, so the inputs are unknown at compile time.
                 self._verify(folder / compilers.LIBRARY_FILE, np.random.default_rng())
             library = (folder / compilers.LIBRARY_FILE).read_bytes()
         except _CandidateRejected as failed:
@@ -198,11 +183,7 @@ class Checker(Closing):
         return Result(self.kernel.name, outcome, [*seconds][-1], note, None, seconds, techniques=techniques), library
 
     def compile_naive(self, kernel: Kernel, optimization: Optimization = "-O3") -> Path:
-        """Compiles the kernel's naive program. `close` removes the library.
-
-        Raises:
-            SandboxError: the compilation fails.
-        """
+        """Compiles a naive program, or raises SandboxError. `close` removes the library."""
         folder = self.sandbox.new_folder()
         compilers.write_source(kernel, kernel.naive, folder)
         flags = compilers.compiler_flags(kernel, optimization, self.threads)
@@ -218,8 +199,6 @@ class Checker(Closing):
         """Starts a sandboxed process, loads the library, and reserves arrays of the timed size.
 
         Args:
-            kernel: the kernel to compute.
-            library: the compiled program.
             cpu_s: CPU limit in seconds, if it exceeds the default limit.
 
         Raises:
@@ -243,8 +222,7 @@ class Checker(Closing):
             raise _CandidateRejected("timeout", f"the screen: {error}") from None
         if reason:
             raise _CandidateRejected("forbidden", reason)
-        # The screen comes first: an #include of a disallowed file is "forbidden", even if the file
-        # is missing.
+        # The screen comes first: an #include of a disallowed file is "forbidden", even if missing.
         if done.status != 0:
             raise _CandidateRejected("compile_error", done.errors.strip())
         return done.output
@@ -299,8 +277,7 @@ def _record_seconds(seconds: dict[str, float], stage: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # The screen has two parts, so the times add up. The stage that ran last becomes the last
-        # key.
+        # The times of the two parts of the screen add up. The last stage becomes the last key.
         seconds[stage] = seconds.pop(stage, 0.0) + time.monotonic() - start
 
 
@@ -314,8 +291,7 @@ def extract_code(text: str) -> str | None:
         match = _FENCE_PATTERN.fullmatch(line)
         if match is None:
             lines.append(line)
-        # A fence with a language always opens a block: a model may abandon a block without closing
-        # it.
+        # A fence with a language always opens a block: a model may leave a block unclosed.
         elif not fence or match[2]:
             fence, language, lines = match[1], match[2].lower(), []
         elif match[1].startswith(fence):

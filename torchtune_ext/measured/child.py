@@ -38,8 +38,7 @@ _MESSAGE = struct.Struct(f"<IIQ{_MESSAGE_WORDS}Q")  # kind, number of arrays, me
 _MAP_MESSAGE, _CALL_MESSAGE = 1, 2  # message kinds
 PAGE_BYTES = mmap.PAGESIZE
 ALIGNMENT_BYTES = 64  # alignment of every array
-# NaNs with payloads that no computation produces. POISON fills the outputs before a call, GUARD the
-# rest of their pages.
+# NaNs that no computation produces. POISON fills the outputs, GUARD the rest of their pages.
 POISON = np.frombuffer(struct.pack("<Q", 0x7FF8_0BAD_0BAD_0BAD))
 GUARD = np.frombuffer(struct.pack("<Q", 0x7FF8_CA4A_4CA4_A4CA))
 _F_SEAL_FUTURE_WRITE = 0x10  # from <linux/fcntl.h>; missing in the module fcntl
@@ -53,8 +52,7 @@ class SharedBuffer(Closing):
         with closed_on_error(self):
             os.ftruncate(self.file, nbytes)
             self.memory = mmap.mmap(self.file, nbytes)
-            # If the child could shrink the file, reading the missing part would kill this process.
-            # A seal is irreversible.
+            # If the child could shrink the file, reading it would kill this process. Seals stay.
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, seals | (0 if writable else _F_SEAL_FUTURE_WRITE))
         self.bytes = np.frombuffer(self.memory, np.uint8)
@@ -96,13 +94,9 @@ def lay_out(
     """Places the arrays at random pages, in random order, separated by inaccessible pages.
 
     Args:
-        kernel: the kernel of the arrays.
-        size: the size of the arrays.
-        arena_bytes: bytes of the arena.
         at_end: whether arrays end at the end of their last page, up to alignment, so that an access
             after the array faults. Otherwise they start at their first page, so that an access
             before the array faults.
-        rng: source of the random placement.
     """
     shapes = kernel.shapes(size)
     nbytes = {p.name: 8 * math.prod(shapes[p.name]) for p in kernel.parameters}
@@ -155,13 +149,8 @@ class Child(Closing):
     """A sandboxed process that has loaded the library of a candidate.
 
     Args:
-        sandbox: the sandbox of the process.
         library: the shared object, whose code may run as soon as it is loaded.
-        kernel: the kernel to compute.
         arena_bytes: bytes of address space for the arrays.
-        cores: the cores that the process runs on.
-        threads: number of OpenMP threads.
-        limits: resource limits of the process.
         load_s: timeout for loading, in seconds.
 
     Raises:
@@ -267,7 +256,7 @@ class Child(Closing):
         ]
         before_ns = self._wait_until_asleep(deadline_s)
         owed_ns = self._pending_cpu_ns + before_ns - self._idle_ns
-        ran_ns, waited_ns = self._scheduled_ns()
+        ran_before, waited_before = self._scheduled_ns()
         start = time.perf_counter_ns()
         self._send(_CALL_MESSAGE, len(arguments), arguments)
         self._receive(deadline_s)
@@ -283,12 +272,10 @@ class Child(Closing):
                 self._raise_still_running()
         self._check_guards(inputs, views)
         cpu_ns, self._pending_cpu_ns, self._idle_ns = self._pending_cpu_ns + asleep_ns - self._idle_ns, 0, asleep_ns
-        ran_ns, waited_ns = (
-            now - earlier for now, earlier in zip(self._scheduled_ns(), (ran_ns, waited_ns), strict=True)
-        )
-        # The first thread may have waited for other threads of the same process. So their CPU time
-        # is subtracted.
-        waited_ns = max(0, waited_ns - max(0, asleep_ns - before_ns - ran_ns))
+        ran_now, waited_now = self._scheduled_ns()
+        # The first thread may have waited for other threads, so their CPU time is subtracted.
+        others_ns = max(0, asleep_ns - before_ns - (ran_now - ran_before))
+        waited_ns = max(0, waited_now - waited_before - others_ns)
         return CallResult((end - start + owed_ns) * 1e-9, cpu_ns * 1e-9, waited_ns * 1e-9, outputs)
 
     def close(self) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.run.output import format_columns
 
-# If all cores are timed, threads of numpy's BLAS would spin on them. BLAS reads this variable once,
-# at its import.
+# On timed cores, threads of numpy's BLAS would spin. BLAS reads this variable once, at its import.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from torchtune_ext.measured.bench import Bench

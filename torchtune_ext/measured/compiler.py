@@ -34,26 +34,19 @@ class Compiler:
 
     @classmethod
     def find(cls, name: str | None = None) -> "Compiler":
-        """Finds a compiler by name, or the first of gcc and clang on PATH.
-
-        Raises:
-            UsageError: the compiler is not found, or its --version fails.
-        """
+        """Finds a compiler by name, or the first of gcc and clang on PATH, or raises UsageError."""
         tried = [name] if name else list(COMPILER_NAMES)
         if path := next(filter(None, map(shutil.which, tried)), None):
-            real = os.path.realpath(path)
-            return cls(real, _version_of(real))
+            path = os.path.realpath(path)
+            try:
+                done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True)
+                return cls(path, done.stdout.splitlines()[0])
+            except (OSError, subprocess.SubprocessError, IndexError, UnicodeDecodeError) as error:
+                raise UsageError(
+                    f"compiler={path}: `{path} --version` fails; expected a C compiler. Fix: set compiler=gcc or "
+                    "compiler=clang"
+                ) from error
         raise UsageError(f"no C compiler: {', '.join(tried)} not found on PATH; {INSTALL_HINT}")
-
-
-def _version_of(path: str) -> str:
-    try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True)
-        return done.stdout.splitlines()[0]
-    except (OSError, subprocess.SubprocessError, IndexError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"compiler={path}: `{path} --version` fails; expected a C compiler. Fix: set compiler=gcc or compiler=clang"
-        ) from error
 
 
 def compiler_flags(kernel: Kernel, optimization: str, threads: int) -> list[str]:
@@ -104,11 +97,7 @@ def compile_library(
 
 
 def run_locked_in(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: float) -> CommandResult:
-    """Runs a command in the sandbox for at most `deadline_s` seconds.
-
-    Raises:
-        SandboxError: the command cannot be started or sandboxed.
-    """
+    """Runs a command in the sandbox for at most `deadline_s` seconds, or raises SandboxError."""
     # A hostile source may make the compiler hang, print endlessly or leave processes running. The
     # output goes to size-limited files, so no reader has to drain it while the compiler runs.
     start = time.monotonic()
@@ -129,23 +118,20 @@ def run_locked_in(sandbox: Sandbox, command: Sequence[str], folder: Path, deadli
             start_new_session=True,
         )
         try:
-            # When this process is killed, the kernel kills the compiler, but not the compiler's
-            # children.
+            # When this process is killed, the kernel kills the compiler, but not its children.
             with sandbox.kill_with_parent(process.pid):
                 process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             timed_out, cause = True, f"it did not end within {deadline_s:g} s"
         finally:
-            # Remaining children share the compiler's process group, so the kill also follows a
-            # normal exit.
+            # Remaining children share the process group, so the kill also follows a normal exit.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if any(os.fstat(file).st_size > MAX_OUTPUT_BYTES for file in printed):
             cause = cause or f"it wrote more than {MAX_OUTPUT_BYTES} bytes"
         output, errors = (os.pread(file, MAX_OUTPUT_BYTES, 0).decode(errors="replace") for file in printed)
-        # Only this byte proves that the compiler was sandboxed: its output may come from the
-        # candidate.
+        # Only this byte proves the sandbox: the candidate may have written the output.
         os.set_blocking(ready, False)
         if not select.select([ready], [], [], 0)[0] or not os.read(ready, 1):
             raise SandboxError(f"a compiler could not be locked in: {cause or errors.strip()[-1000:]}")

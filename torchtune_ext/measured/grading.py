@@ -37,8 +37,7 @@ def open_bench(config: BenchConfig) -> Bench | RayBench:
 def check_bench(config: BenchConfig, kernels: Sequence[Kernel]) -> None:
     """Checks in a second what would otherwise fail after the engine start or at the first sample.
 
-    It checks the compiler, the cores and the sandbox, and that each kernel's naive program compiles
-    and runs.
+    It checks the compiler, the cores and the sandbox, and runs each kernel's naive program.
 
     Raises:
         UsageError: a check of `choose_cores`, `Compiler.find` or `Checker` fails.
@@ -60,7 +59,6 @@ def measured_score(result: Result, reward: float) -> Score:
 
     Args:
         result: the result of the program. A NOISY result has no score.
-        reward: the reward of the program.
 
     Returns:
         A score with the parts `outcome_*` (1 for the outcome, else 0). If the speed is known, it
@@ -117,10 +115,6 @@ class MeasuredTask:
 
         All measured tasks of a run share the service and the settings of the first one.
 
-        Args:
-            key: config key of this task.
-            earlier_tasks: the tasks of the run before this one.
-
         Raises:
             UsageError: the settings differ from the first task's, or `check_bench` fails.
         """
@@ -140,7 +134,6 @@ class MeasuredTask:
         """Starts the service, or shares the service of an earlier task.
 
         Args:
-            open_graders: the graders of the earlier tasks.
             during_training: whether programs are measured while this process trains. If so, this
                 process avoids the timed cores.
 
@@ -184,8 +177,7 @@ class BenchGrader:
     def metrics(self, refill: bool = False) -> dict[str, float]:
         """Returns the seconds spent on programs, and the shares of noisy and of cached results.
 
-        The values cover the time since the last call and, in a refill, also the interval of that
-        call.
+        The values cover the time since the last call and, in a refill, that call's interval.
         """
         with self._lock:
             counts = self._last_counts = self._last_counts + self._counts if refill else self._counts
@@ -222,8 +214,7 @@ class BenchGrader:
             if not result.is_cached:
                 # A Counter adds any numbers, but its annotation accepts only integers.
                 self._counts["seconds"] += sum(value for name, value in result.seconds.items() if name != "wait")  # pyright: ignore[reportArgumentType]
-        # The machine is at fault and not the program, so the sample gets no score and stays out of
-        # the baseline.
+        # The machine is at fault, not the program: the sample stays out of the baseline.
         if result.outcome == NOISY:
             return Ungraded(NOISY, result.note)
         return check_outcome(self._task.score(problem, result), self._task.score)

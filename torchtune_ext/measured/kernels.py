@@ -130,8 +130,7 @@ def _is_exact_sum(x: np.ndarray, total: float) -> bool:
     """Returns whether the sum is exact in every order of additions.
 
     It is exact if all numbers are multiples of q and their absolute sum is below 2^53 q: then a
-    double holds every partial sum. γ_n of a long sum is wide; this case leaves no room for single
-    precision.
+    double holds every partial sum. γ_n of a long sum is wide, and would permit single precision.
     """
     exponent = int(np.frexp(total * (1 + 1e-6))[1])  # total < 2^exponent, even if `total` was rounded down
     if not -900 < exponent < 900:

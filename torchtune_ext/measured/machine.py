@@ -50,13 +50,10 @@ def choose_cores(cores: Sequence[int] | None, count: int) -> list[int]:
     """Returns the cores to time on.
 
     Args:
-        cores: the configured cores. None selects cores that no engine may use, or else the last
-            ones.
-        count: number of cores.
+        cores: the configured cores. None: cores that no engine may use, or else the last ones.
 
     Raises:
-        UsageError: the number of cores is not `count`, or a core is unusable or belongs to an
-            engine.
+        UsageError: there are not `count` cores, or a core is unusable or belongs to an engine.
     """
     usable = sorted(usable_cores())
     if count > len(usable):
@@ -133,7 +130,13 @@ def lock_cores(cores: Sequence[int], deadline_s: float) -> Iterator[None]:
         for core in sorted(cores):
             lock = stack.enter_context(socket.socket(socket.AF_UNIX))
             log_at = time.monotonic() + _LOG_AFTER_S
-            while not _try_bind(lock, lock_name(core)):
+            while True:
+                try:
+                    lock.bind(lock_name(core))
+                    break
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:
+                        raise
                 if time.monotonic() > give_up_at:
                     raise DeadlineExceeded(
                         f"core {core} was still used for timing after {deadline_s:g} s, by another process. Fix: wait, "
@@ -145,16 +148,6 @@ def lock_cores(cores: Sequence[int], deadline_s: float) -> Iterator[None]:
                     log.warning("timing on core %d waits for another process that times on it", core)
                 time.sleep(_LOCK_RETRY_S)
         yield
-
-
-def _try_bind(lock: socket.socket, name: str) -> bool:
-    try:
-        lock.bind(name)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        return False
-    return True
 
 
 def wait_until_idle(cores: Sequence[int], deadline_s: float) -> float:
@@ -199,9 +192,8 @@ def _cpu_ns(engine_pids: Sequence[int]) -> dict[int, int]:
             with suppress(OSError):
                 leader = int(name) if int(name) in used else os.getsid(int(name))
                 if leader in used:
-                    # Python lacks clock_getcpuclockid(3). The kernel's id of a process CPU clock is
-                    # ~pid << 3 plus the clock type. Type 2 is the scheduler clock in nanoseconds;
-                    # /proc/PID/stat has only ticks.
+                    # Python lacks clock_getcpuclockid(3). A process CPU clock has the id ~pid << 3
+                    # plus a type; type 2 counts nanoseconds, and /proc/PID/stat only ticks.
                     used[leader] += time.clock_gettime_ns(~int(name) << 3 | 2)
     return used
 

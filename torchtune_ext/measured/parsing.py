@@ -1,7 +1,6 @@
 """Extract a candidate's lines from the preprocessor's output, and parse them.
 
-Macros are expanded, and the text of headers is left out. Without line markers, all text is the
-candidate's.
+Macros are expanded, and headers are left out. Without line markers, all text is the candidate's.
 """
 
 import re
@@ -78,15 +77,7 @@ def candidate_text(preprocessed: str) -> CandidateText:
 
 
 def parse(content: bytes, is_timed_out: Callable[[], bool]) -> Tree:
-    """Parses C.
-
-    Args:
-        content: the source.
-        is_timed_out: the parser polls it and stops once it returns True.
-
-    Raises:
-        ValueError: `is_timed_out` returned True.
-    """
+    """Parses C. Raises ValueError once `is_timed_out`, which the parser polls, returns True."""
     return Parser(C_LANGUAGE).parse(
         lambda offset, _: content[offset : offset + _CHUNK_BYTES], progress_callback=lambda *_: is_timed_out()
     )
@@ -127,8 +118,7 @@ def declared_names(node: Node) -> dict[str, bool]:
     for outermost in node.children_by_field_name("declarator"):
         chain = list(declarators(outermost))
         if chain[-1].type == "identifier":
-            # The declarator nearest to the name decides: int *f(void) is a function, int (*f)(void)
-            # a pointer.
+            # The declarator nearest to the name decides: int *f(void), not int (*f)(void).
             kinds = [each.type for each in chain if each.type in _DERIVED_DECLARATORS]
             names[node_text(chain[-1])] = kinds[-1:] == ["function_declarator"]
     return names

@@ -1,7 +1,6 @@
 """Detect disturbances by other processes, and measure the roofline of the machine.
 
-A fixed kernel runs in a separate process while every candidate sleeps, so a candidate cannot
-influence it.
+A fixed kernel runs in a separate process while every candidate sleeps, and cannot be influenced.
 """
 
 import math
@@ -31,8 +30,7 @@ REGISTERS_WARMUP_CALLS, MEMORY_WARMUP_CALLS = 1, 4
 CHUNK_SAMPLES, HISTORY_S = 20, 3600.0  # samples per chunk, and seconds until a chunk expires
 TRUSTED_CPU_S = 1e9  # CPU limit of the package's own programs, which run for days
 INDEPENDENT_SUMS = 10  # independent FMA chains, enough for two units with a latency of four or five cycles
-# The kernel's memory holds 8 MB, so that it detects neighbors that use the shared cache or the
-# memory.
+# The memory part reads 8 MB: it detects neighbors that use the shared cache or the memory.
 MEMORY_NUMBERS = 1 << 20
 REGISTERS_SIZE: Size = {"rounds": 400_000, "n": 0}  # about half a millisecond
 MEMORY_SIZE: Size = {"rounds": 0, "n": MEMORY_NUMBERS}  # about a fifth of a millisecond
@@ -47,8 +45,7 @@ class UnstableMachine(RunFailure):
 class QuietBaseline:
     """The undisturbed time of fixed work: the lower quartile of the last hour's quietest chunk."""
 
-    # The quietest chunk of an hour counts, so a neighbor that stays for half an hour does not
-    # become the baseline.
+    # The quietest chunk of an hour counts: a neighbor of half an hour is not the baseline.
 
     chunk: list[float] = field(default_factory=list)
     history: list[tuple[float, float]] = field(default_factory=list)  # (end of a chunk, its lower quartile)
@@ -101,8 +98,7 @@ class Probe(Closing):
         self.registers, self.memory = QuietBaseline(), QuietBaseline()
         self._best_memory_s = math.inf
         arena_bytes = arena_size(self.kernel, REGISTERS_SIZE)
-        # The roofline is a property of the machine, so every checker compiles the fixed kernel with
-        # -O3.
+        # The roofline is a property of the machine: every checker compiles this kernel with -O3.
         self.child: Child = checker.start_child(self.kernel, checker.compile_naive(self.kernel), TRUSTED_CPU_S)
         with closed_on_error(self):
             self.child.map_arrays(lay_out(self.kernel, REGISTERS_SIZE, arena_bytes, False, self.rng))
@@ -135,17 +131,12 @@ class Probe(Closing):
         """The peak bandwidth at which the timed cores read the fixed kernel's 8 MB, in GB/s."""
         # The time of an empty call is subtracted here but not from a program's time. So the
         # roofline is optimistic, and a program cannot seem too fast.
-        return (
-            8e-9
-            * MEMORY_NUMBERS
-            / max(self._best_memory_s - self._empty_s, self._best_memory_s / 4)
-            * self.checker.threads
-        )
+        seconds = max(self._best_memory_s - self._empty_s, self._best_memory_s / 4)
+        return 8e-9 * MEMORY_NUMBERS / seconds * self.checker.threads
 
     def roofline_s(self, kernel: Kernel) -> float:
         """Returns a lower bound of the seconds per call (Williams et al. 2009, "Roofline")."""
-        # Every program must do the kernel's operations, and read or write each array element at
-        # least once.
+        # Every program must do the operations, and read or write each element at least once.
         size = kernel.timed
         nbytes = 8 * sum(math.prod(shape) for shape in kernel.shapes(size).values())
         return 1e-9 * max(kernel.operations(size) / self.peak_gflops, nbytes / self.peak_gbytes_s)
@@ -194,9 +185,8 @@ class Probe(Closing):
 class ProbeKernel:
     """The fixed kernel: `rounds` FMAs in registers, then the sum of n numbers in memory."""
 
-    # The register part slows down when another process shares the core or its SMT sibling, or when
-    # the host throttles the core. The memory part slows down when another process fills the shared
-    # cache or the memory bus.
+    # The register part slows down when another process shares the core or its SMT sibling, or the
+    # host throttles it; the memory part, when another fills the shared cache or the memory bus.
     name = "fixed"
     question = ""
     size_names = ("rounds", "n")

@@ -1,7 +1,6 @@
 """The service of `Bench` on the machines of a Ray cluster, with one timing queue per machine.
 
-The machines run `ray start --resources='{"bench_host": 1}'`. Each has one actor with its own
-`Bench`.
+The machines run `ray start --resources='{"bench_host": 1}'`. Each has an actor with a `Bench`.
 """
 
 import logging
@@ -34,21 +33,14 @@ class RayBench(BenchService):
     Args:
         address: "HOST:PORT" of the cluster's head, or "auto" for the cluster of this machine. This
             machine must be a member of the cluster.
-        deadlines: timeouts of each machine's `Bench`.
-        settings: settings of each machine's `Bench`. Each machine selects missing `workers` and
-            `cores`.
+        settings: settings of each machine's `Bench`, which selects missing `workers` and `cores`.
 
     Raises:
         UsageError: a setting is unknown or out of range, or Ray is not installed.
         BenchError: the address does not respond, or no machine has the resource and can measure.
     """
 
-    def __init__(
-        self,
-        address: str = "auto",
-        deadlines: Deadlines | None = None,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, address: str = "auto", deadlines: Deadlines | None = None, **settings: Any) -> None:
         BenchConfig(**settings, address=address)
         if not re.fullmatch(r"auto|[^/\s]+:\d+", address):
             raise UsageError(
@@ -63,9 +55,8 @@ class RayBench(BenchService):
 
     async def _serve(self) -> None:
         # Ray takes over the signals of its driver, and ends the whole process when the cluster
-        # crashes. The trainer must survive that, so the driver is a separate process
-        # (ray_process.py). Ray prints a page of output per crashed machine, which is shown only if
-        # the driver itself crashes.
+        # crashes. So the driver is a separate process (ray_process.py). Its output, a page per
+        # crashed machine, is shown only if the driver itself crashes.
         with tempfile.NamedTemporaryFile(prefix="ray-") as printed:
             path = Path(printed.name)
             self._process = ChildProcess(

@@ -41,8 +41,7 @@ class BenchActor:
         Args:
             version_here: code version of the trainer. This machine must have the same version.
             settings: the pickled keyword arguments of the Bench.
-            path: the trainer's sys.path, for user-defined kernels. Packages of this machine take
-                precedence.
+            path: the trainer's sys.path, for users' kernels. This machine's packages come first.
 
         Returns:
             ("ready", fingerprint), or ("refused", cause).
@@ -50,14 +49,12 @@ class BenchActor:
         try:
             from torchtune_ext.measured.results import code_version
         except ImportError as error:
+            fix = f"install the trainer's version {version_here}"
+            return "refused", f"torchtune_ext cannot be imported there ({error}). Fix: {fix}"
+        if (there := code_version()) != version_here:
             return (
                 "refused",
-                f"torchtune_ext cannot be imported there ({error}). Fix: install the trainer's version {version_here}",
-            )
-        if code_version() != version_here:
-            return (
-                "refused",
-                f"torchtune_ext {code_version()} is installed there, but {version_here} here. Fix: install the same",
+                f"torchtune_ext {there} is installed there, but {version_here} here. Fix: install the same",
             )
         sys.path += [entry for entry in path if entry not in sys.path and os.path.isdir(entry)]
         from torchtune_ext.measured.machine import machine_fingerprint
@@ -67,15 +64,11 @@ class BenchActor:
         # Ray keeps an actor running for a while after its raylet has exited.
         die_with_parent(os.getppid())
         try:
-            # Ray raises the niceness of its workers by 15. A process of normal priority would
-            # starve the timings.
+            # Ray raises its workers' niceness by 15: a normal process would starve the timings.
             os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getppid()))
         except PermissionError:
-            return (
-                "refused",
-                "programs would run at the low priority of Ray's workers. Fix: start Ray with RAY_worker_niceness=0 in "
-                "its environment",
-            )
+            fix = "start Ray with RAY_worker_niceness=0 in its environment"
+            return "refused", f"programs would run at the low priority of Ray's workers. Fix: {fix}"
         try:
             from torchtune_ext.measured.bench import Bench
 
@@ -88,8 +81,7 @@ class BenchActor:
         """Measures one text.
 
         Args:
-            payload: pickled (kernel, text, permitted), as in `Bench.submit`. The kernel is pickled
-                separately.
+            payload: pickled (pickled kernel, text, permitted), as in `Bench.submit`.
 
         Returns:
             ("result", pickled Result), or ("failed", cause).
@@ -104,8 +96,7 @@ class BenchActor:
         try:
             future = self.bench.submit(kernel, text, permitted=permitted)
         except BenchError:
-            # The Bench has failed permanently. After this exit, the driver sends the texts to other
-            # machines.
+            # The Bench has failed permanently. After this exit, other machines get the texts.
             os._exit(1)
         try:
             return "result", pickle.dumps(await asyncio.wrap_future(future))
@@ -162,7 +153,6 @@ class RayDriver:
         """Joins the cluster, and starts an actor on each machine with the resource.
 
         Args:
-            address: address of the cluster.
             start_with: the arguments of `BenchActor.start`.
 
         Returns:
@@ -226,10 +216,8 @@ class RayDriver:
             async with asyncio.timeout(START_TIMEOUT_S):
                 state, words = await machine.actor.start.remote(*self._start_args)
         except TimeoutError:
-            state, words = (
-                "refused",
-                f"the actor did not start within {START_TIMEOUT_S:g} s (does another program use its {RAY_RESOURCE}?)",
-            )
+            hint = f"does another program use its {RAY_RESOURCE}?"
+            state, words = "refused", f"the actor did not start within {START_TIMEOUT_S:g} s ({hint})"
         except self._ray.exceptions.RayError as error:
             state, words = "refused", describe_error(error)
         if state == "ready":
@@ -239,8 +227,7 @@ class RayDriver:
         return f"{title} does not measure: {words}"
 
     def _remove_machine(self, machine: BenchMachine, why: str) -> None:
-        # Killing the actor fails all of its pending calls, and each call then tries another
-        # machine.
+        # This fails all pending calls of the actor, and each call then tries another machine.
         if machine in self._machines:
             self._machines.remove(machine)
             self._ray.kill(machine.actor)
@@ -249,8 +236,7 @@ class RayDriver:
 
 def main(fd: int, parent: int) -> None:
     die_with_parent(parent)
-    # Ray adds the working directory to sys.path on every machine, where that path may hold
-    # unrelated files.
+    # Ray adds the working directory to sys.path on every machine, where it may hold other files.
     os.chdir("/")
     asyncio.run(RayDriver().serve(socket.socket(fileno=fd)))
 

@@ -81,12 +81,10 @@ class ProgramReader:
 
     Args:
         preprocessed: the output of `gcc -E`, or the source if it has no macros.
-        kernel: the kernel to compute.
         openmp: whether OpenMP is enabled. Otherwise its pragmas have no effect.
 
     Raises:
-        UnreadableProgram: the program is too long, nested too deeply, or takes too many steps to
-            read.
+        UnreadableProgram: the program is too long, nested too deeply, or takes too many steps.
     """
 
     def __init__(self, preprocessed: str, kernel: Kernel, openmp: bool = True) -> None:
@@ -175,8 +173,7 @@ class ProgramReader:
                 self._read(node)
 
     def _read_call(self, name: str, arguments: list[Value], node: Node) -> Value:
-        # Reading a recursive function would not terminate. Recursion divides the work, so it counts
-        # as blocking.
+        # Reading a recursive function would not end. Recursion divides the work: blocking.
         if name in self._call_stack:
             self.recursions.append(
                 TechniqueUse("blocking", self._line(node), f"{name}() calls itself for a part of its work")
@@ -186,8 +183,7 @@ class ProgramReader:
         function, parameters = self._functions[name]
         self._read_pragmas(function)
         for each in function.children:
-            # __attribute__((optimize("unroll-loops"))) requests unrolling, which counts as
-            # blocking.
+            # __attribute__((optimize("unroll-loops"))) requests unrolling: blocking.
             if each.type == "attribute_specifier" and _UNROLL_OPTIONS.search(node_text(each)):
                 self._record_use("blocking", each, node_text(each))
         scope, returned = self._scope, self._return_values
@@ -227,8 +223,7 @@ class ProgramReader:
         return self._join_computed([self._load(value) for value in values])
 
     def _join_computed(self, values: list[Value]) -> Value:
-        # The program does not define the function, so calls such as fma(a, b, c) count as a
-        # product.
+        # The program does not define the function: fma(a, b, c) counts as a product.
         numbers = [value for value in values if value.origins]
         value = join_values(Value(), *values)
         # A call with one number, such as _mm256_loadu_pd(p), is a copy.
@@ -401,8 +396,7 @@ class ProgramReader:
             return base._replace(loops=base.loops | index.loops, constant=None)
         if node.type == "pointer_expression" and _field_text(node, "operator") == "*":
             return self._pointee(argument)
-        # The node is x->y, where x is the address, or an expression with an address as its value,
-        # such as a call.
+        # The node is x->y, where x is the address, or an expression such as a call.
         return self._read(argument if node.type == "field_expression" else node)
 
     def _pointee(self, node: Node | None) -> Value:
@@ -438,8 +432,7 @@ class ProgramReader:
                 continue
             content, items = place.content, place.content.items
             loops = content.loops | address.loops
-            # With a single input, each element that is read is a work item. A product is not
-            # needed.
+            # With a single input, each element read is a work item, without a product.
             if place.is_array and len(self.inputs) == 1 and content.origins and not content.is_computed:
                 items = (frozenset((name, loop) for name in content.origins for loop in loops),)
             parts.append(content._replace(loops=loops, items=items, reads=frozenset((place,))))
@@ -482,8 +475,7 @@ class ProgramReader:
         if place.is_array:
             place.content = join_values(place.content, value)._replace(constant=None)
         else:
-            # In another branch than the declaration, the assignment may not run, so the old content
-            # may remain.
+            # In another branch than the declaration, the assignment may not run.
             place.content = value if self._branch == place.branch else join_values(place.content, value)
 
     # Numbers ---------------------------------------------------------------------------------------------------------

@@ -34,8 +34,7 @@ class Timing:
     speedup: float  # reference time / program time in the same block; median over the blocks
     speedup_ci: float  # like relative_ci, for the speedup
     roofline_fraction: float  # roofline time of these cores / seconds
-    # Share of the counted blocks during which other processes were active; 0 unless too few blocks
-    # were undisturbed.
+    # Share of the counted blocks with other active processes; 0 if enough blocks were calm.
     disturbed_fraction: float
     is_narrow: bool  # both intervals are within MAX_RELATIVE_CI
     is_noisy: bool  # most blocks were disturbed, the reference too: the speed is unknown
@@ -77,10 +76,7 @@ class BenchConfig:
 
 
 def code_version() -> str:
-    """Returns the version of torchtune_ext with a digest of the measuring code.
-
-    Results of two code versions are not comparable.
-    """
+    """Returns the version with a digest of the measuring code: equal for comparable results."""
     digest = hashlib.sha256()
     folder = Path(torchtune_ext.__file__).parent / "measured"
     for path in sorted(path for ending in ("*.py", "*.c") for path in folder.rglob(ending)):

@@ -27,8 +27,7 @@ TRANSIENT_UIDS = range(61184, 65520)
 PROBE_TIMEOUT_S = 20.0  # timeout of a probe, in seconds
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  # compilers, headers and libraries
 SYSTEM_FILES = ("/etc/ld.so.cache",)
-# RLIMIT_NPROC counts all threads of a user. For a non-root user, the limit is the current count
-# plus this.
+# RLIMIT_NPROC counts all threads of a user. Its limit without root: the current count plus this.
 EXTRA_THREADS = 256
 
 
@@ -63,12 +62,10 @@ class Sandbox(Closing):
     `close`, or the end of this process, removes its folder.
 
     Args:
-        compiler: path of a C compiler.
         namespaces: whether to use bubblewrap. None uses it if it works.
 
     Raises:
-        SandboxError: a required layer is missing, or `namespaces` is set and bubblewrap does not
-            work.
+        SandboxError: a required layer is missing, or bubblewrap if `namespaces` is set.
     """
 
     def __init__(self, compiler: str, namespaces: bool | None = None) -> None:
@@ -125,46 +122,28 @@ class Sandbox(Closing):
         """Returns the command of a compiler that can read system folders and write to `folder`.
 
         Args:
-            command: the compiler and its arguments.
-            folder: the folder of the candidate.
-            limits: resource limits.
             started: file descriptor. The sandbox writes a byte to it once all layers are active,
                 before the compiler runs.
         """
         read = [*SYSTEM_FOLDERS, *SYSTEM_FILES, *_compiler_prefix(command[0])]
-        words = [
-            "--started",
-            str(started),
-            *_repeat_option("--read", read),
-            *_repeat_option("--write", [str(folder), "/dev/null"]),
-        ]
+        words = ["--started", str(started), *_repeat_option("--read", read)]
+        words += _repeat_option("--write", [str(folder), "/dev/null"])
         visible = [*_repeat_option("--bind", [str(folder)], 2), "--dev-bind", "/dev/null", "/dev/null"]
         return [*self._sandbox_command("exec", words, folder, limits, 0, read, visible), "--", *command]
 
     def function_command(
-        self,
-        library: Path,
-        function: str,
-        arena_bytes: int,
-        files: Sequence[int],
-        cores: Sequence[int],
-        limits: Limits,
+        self, library: Path, function: str, arena_bytes: int, files: Sequence[int], cores: Sequence[int], limits: Limits
     ) -> list[str]:
         """Returns the command line of a process that calls `function` of `library`.
 
         Args:
-            library: the shared object.
-            function: name of the function.
             arena_bytes: bytes of address space for the arrays.
             files: descriptors of the socket, the inputs and the outputs.
-            cores: cores to run on.
-            limits: resource limits.
 
         Raises:
             SandboxError: as root, `new_folder` did not create the folder of the library.
         """
-        # The process may open only the library: the system libraries that it may need are loaded
-        # before.
+        # The process may open only the library: system libraries are loaded before.
         words = ["--cores", ",".join(map(str, cores)), "--read", str(library)]
         visible = _repeat_option("--ro-bind", [str(library)], 2)
         locked_in = self._sandbox_command("call", words, library.parent, limits, arena_bytes, SYSTEM_FOLDERS, visible)
@@ -183,10 +162,8 @@ class Sandbox(Closing):
         """Returns the command line up to `--`. `read` and `visible` exist inside namespaces."""
         words = ["--memory", str(limits.memory_bytes + more_bytes), "--seconds", str(limits.cpu_s), *words]
         words += ["--file", str(limits.file_bytes), *self.disabled_layers]
-        words += [
-            "--processes",
-            str(limits.processes if self.uses_transient_users else _count_user_threads() + EXTRA_THREADS),
-        ]
+        processes = limits.processes if self.uses_transient_users else _count_user_threads() + EXTRA_THREADS
+        words += ["--processes", str(processes)]
         owner = folder.stat().st_uid
         # The child switches to the owner of its folder, who must not be root or a real user.
         if self.uses_transient_users and owner not in TRANSIENT_UIDS:
@@ -206,19 +183,14 @@ def clean_environment(threads: int = 1) -> dict[str, str]:
         "LC_ALL": "C",
         "OMP_NUM_THREADS": str(threads),
         "OMP_DYNAMIC": "false",
-        # libgomp's threads spin after a parallel region. A call lasts until they sleep, so spinning
-        # would lengthen it.
+        # libgomp's threads spin after a parallel region, and a call lasts until they sleep.
         "GOMP_SPINCOUNT": "1000",
         "KMP_BLOCKTIME": "0",
     }
 
 
 def compile_sandbox(compiler: str, folder: Path) -> Path:
-    """Compiles sandbox.c into `folder`.
-
-    Raises:
-        SandboxError: the compiler fails.
-    """
+    """Compiles sandbox.c into `folder`. Raises SandboxError if the compiler fails."""
     program = folder / "sandbox"
     command = [compiler, "-O1", "-std=gnu11", str(Path(__file__).with_name("sandbox.c")), "-o", str(program), "-ldl"]
     done = _run_command(command)
@@ -232,11 +204,7 @@ def compile_sandbox(compiler: str, folder: Path) -> Path:
 
 
 def probe(program: Path) -> list[Layer]:
-    """Returns all layers with their support on this machine.
-
-    Raises:
-        SandboxError: the probe times out.
-    """
+    """Returns all layers with their support on this machine. Raises SandboxError at a timeout."""
     answers = dict(line.split() for line in _run_command([str(program), "probe"]).stdout.splitlines())
     version = int(answers.get("landlock", -1))
     change = [str(program), "enter", "--user", str(TRANSIENT_UIDS[0]), "--"]
@@ -276,11 +244,7 @@ def probe(program: Path) -> list[Layer]:
 
 
 def probe_layers(compiler: str) -> list[Layer]:
-    """Returns the layers of `probe`, with a temporary build of the sandbox.
-
-    Raises:
-        SandboxError: the sandbox cannot be compiled, or the probe times out.
-    """
+    """Returns the layers of `probe`, with a temporary build of the sandbox. Raises SandboxError."""
     with tempfile.TemporaryDirectory() as folder:
         # As in `Sandbox`, another user must be able to traverse the folder.
         os.chmod(folder, 0o711)
@@ -303,14 +267,8 @@ def _succeeds(command: Sequence[str]) -> bool:
 
 def _bubblewrap_command(read: Sequence[str], program: Path) -> list[str]:
     """Returns a bubblewrap command for namespaces with only these paths. More may be appended."""
-    words = [
-        shutil.which("bwrap") or "bwrap",
-        "--unshare-all",
-        "--die-with-parent",
-        "--new-session",
-        "--cap-drop",
-        "ALL",
-    ]
+    words = [shutil.which("bwrap") or "bwrap"]
+    words += ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     for path in [*read, str(program)]:
         # A link such as /lib -> usr/lib stays a link inside, which costs less than another mount.
         if os.path.islink(path) and any(Path(path).resolve().is_relative_to(other) for other in read if other != path):

@@ -116,9 +116,7 @@ def screen(preprocessed: str, source: str, kernel: Kernel, deadline_s: float = 5
 
     Args:
         preprocessed: the output of `gcc -E`, with line markers (# 7 "candidate.c").
-        source: the source of the candidate.
         kernel: the kernel to compute. `kernel.forbidden` holds fnmatch patterns of names.
-        deadline_s: timeout in seconds.
 
     Raises:
         TimeoutError: the screen exceeds `deadline_s`, for example on a hostile text.
@@ -133,8 +131,7 @@ def screen(preprocessed: str, source: str, kernel: Kernel, deadline_s: float = 5
         if match := pattern.search(_LINE_CONTINUATION.sub("", source)):
             line = source.count("\n", 0, source.find(match[0])) + 1 if match[0] in source else 1
             return f"line {line}: {what}"
-    # The text has expanded macros. Only the candidate's lines are read, not the content of system
-    # headers.
+    # The text has expanded macros. Only the candidate's lines are read, not those of headers.
     text = candidate_text(preprocessed)
     if (length := sum(map(len, text.lines))) > MAX_TEXT_CHARS:
         return f"its macros expand to {length} characters; at most {MAX_TEXT_CHARS} are read"

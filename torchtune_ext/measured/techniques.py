@@ -2,8 +2,7 @@
 
 An abstract interpretation (reader.py) yields the work sites: places where work is added to a sum,
 each with its loop nest and the elements that each loop selects. The kernel's naive program is read
-in the same way, for comparison. Optimizations by the compiler, such as vectorization at -O3, do not
-count.
+in the same way, for comparison. Optimizations by the compiler (vectorization at -O3) do not count.
 """
 
 from collections import defaultdict
@@ -23,8 +22,7 @@ TECHNIQUES = {
 }
 """Technique -> its description in prompts."""
 
-# The largest register file has 32 registers of 8 doubles (AVX-512). A larger array of sums is a
-# cache block.
+# The largest register file (AVX-512) has 32 registers of 8 doubles; more sums are a cache block.
 MAX_REGISTER_NUMBERS = 256
 MAX_UNROLLED_STEPS = 16  # every compiler unrolls an inner loop of at most this many constant steps
 
@@ -34,7 +32,6 @@ def find_techniques(preprocessed: str, kernel: Kernel, openmp: bool = True) -> l
 
     Args:
         preprocessed: the output of `gcc -E` with line markers, or the source if it has no macros.
-        kernel: the kernel to compute.
         openmp: whether OpenMP is enabled. Otherwise its pragmas have no effect.
 
     Raises:
@@ -62,9 +59,6 @@ def violations(used: Iterable[TechniqueUse], permitted: Collection[str]) -> list
         for use in sorted(used, key=lambda use: use.line)
         if use.technique not in permitted
     ]
-
-
-# Dimensions ----------------------------------------------------------------------------------------------------------
 
 
 def _naive_dimensions(kernel: Kernel) -> tuple[list[frozenset[str]], int]:
@@ -99,9 +93,6 @@ def _dimension_of(program: ProgramReader, site: WorkSite, loop: int) -> frozense
     return inputs | {"="} if is_output else inputs
 
 
-# Techniques ----------------------------------------------------------------------------------------------------------
-
-
 def _nest_uses(known: list[frozenset[str]], program: ProgramReader, sites: list[WorkSite]) -> Iterator[TechniqueUse]:
     # A loop of C = A B that selects rows of A and of C is the loop over i, however it is written.
     nest = sites[0].loop_nest
@@ -118,8 +109,7 @@ def _nest_uses(known: list[frozenset[str]], program: ProgramReader, sites: list[
                 if _is_unrolled(program, site, loop):
                     continue
             order.append(dimension)
-        # The inner loops of a block do the work, so the last loop of each dimension determines the
-        # order.
+        # The inner loops of a block do the work, so the last loop of a dimension counts.
         last = [dimension for at, dimension in enumerate(order) if dimension not in order[at + 1 :]]
         if last != sorted(last):
             names = ", ".join(program.loops[loop].name for loop in nest)
@@ -127,12 +117,8 @@ def _nest_uses(known: list[frozenset[str]], program: ProgramReader, sites: list[
 
 
 def _is_unrolled(program: ProgramReader, site: WorkSite, loop: int) -> bool:
-    """Returns whether the order of a blocked loop is irrelevant.
-
-    It is irrelevant for a few constant steps, or for steps over sums in registers.
-    """
+    """Returns whether the order of a blocked loop is irrelevant: few steps or sums in registers."""
     trip, place = program.loops[loop].trip_count, site.place
-    is_in_registers = (
-        place.kind == "local" and place.num_elements is not None and place.num_elements <= MAX_REGISTER_NUMBERS
-    )
+    number = place.num_elements
+    is_in_registers = place.kind == "local" and number is not None and number <= MAX_REGISTER_NUMBERS
     return (is_in_registers and loop in site.index_loops) or (trip is not None and trip <= MAX_UNROLLED_STEPS)

@@ -2,8 +2,7 @@
 
 A block consists of calls of the candidate, then calls of the reference (the kernel's naive program)
 on the same cores. The probe (probe.py) samples the machine before and after. Blocks repeat until
-the 95% intervals of the median time and of the median ratio to the reference are narrow, or the
-budget is used up.
+the 95% intervals of the median time and of the median ratio are narrow, or the budget is used up.
 """
 
 import shutil
@@ -29,8 +28,7 @@ MAX_RELATIVE_CI = 0.02  # relative half-width of the 95% intervals for a narrow 
 # A reference time above its quiet level by more than this share also means a disturbance.
 REFERENCE_TOLERANCE = 0.05
 MAX_WAIT_FRACTION = 0.02  # share of a block during which a runnable process waited for a core
-# CPU seconds that a program may use while the reference and the probe run. Sleeping threads use
-# none.
+# CPU seconds that a program may use while the others run; sleeping threads use none.
 MAX_UNREQUESTED_CPU_S = 1e-4
 MAX_BLOCK_CALLS, BLOCK_S = 12, 0.06  # maximum calls and seconds of a block, after MIN_BLOCK_CALLS
 WARMUP_CALLS, MIN_BLOCK_CALLS = 2, 3  # uncounted calls, and minimum calls of a block
@@ -39,24 +37,19 @@ MIN_BLOCKS = 6  # per timing; with fewer ratios, no interval of their median rea
 ROOFLINE_MARGIN = 1.05  # a time below the roofline time / ROOFLINE_MARGIN is rejected
 
 
-def median_interval(samples: Sequence[float], level: float = 0.95) -> tuple[float, float]:
-    """Returns a distribution-free confidence interval of the median.
+def median_interval(samples: Sequence[float]) -> tuple[float, float]:
+    """Returns a distribution-free 95% confidence interval of the median.
 
     It lies between two order statistics (David and Nagaraja 2003, section 7.1). With fewer than 6
     samples, no interval reaches 95%, so it spans all samples. The samples must be independent;
     calls of one block are not.
-
-    Args:
-        samples: at least one sample.
-        level: minimum coverage probability.
     """
-    # Each sample lies below the median with probability 1/2, so the number of samples below is
-    # binomial.
+    # The number of samples below the median is binomial, with probability 1/2 for each.
     ordered, n = sorted(samples), len(samples)
     ways = outside = 1  # binomial coefficient C(n, k), and the sum of C(n, 0) to C(n, k)
     for k in range(n // 2):
         # Both are integers: from 1030 samples on, they overflow a float.
-        if 2 * outside / 2**n > 1 - level:
+        if 2 * outside / 2**n > 1 - 0.95:
             return ordered[max(0, k - 1)], ordered[n - max(1, k)]
         ways = ways * (n - k) // (k + 1)
         outside += ways
@@ -89,24 +82,18 @@ def _relative_ci(samples: Sequence[float]) -> float:
 
 
 def _is_narrow(blocks: Sequence[_Block]) -> bool:
-    if len(blocks) < MIN_BLOCKS:
-        return False
-    return (
-        max(_relative_ci([block.seconds for block in blocks]), _relative_ci([block.ratio for block in blocks]))
-        <= MAX_RELATIVE_CI
-    )
+    samples = [block.seconds for block in blocks], [block.ratio for block in blocks]
+    return len(blocks) >= MIN_BLOCKS and max(map(_relative_ci, samples)) <= MAX_RELATIVE_CI
 
 
 class ProgramTimer(Closing):
     """Times programs of one kernel, one at a time, and avoids the timed cores if possible.
 
     The caller must hold `machine.lock_cores` of its cores during the constructor and during a
-    timing. Set OPENBLAS_NUM_THREADS=1 before numpy is imported: idle threads of OpenBLAS would spin
-    on a timed core.
+    timing. Set OPENBLAS_NUM_THREADS=1 before numpy is imported: its idle threads spin on the cores.
 
     Args:
-        checker: compiles and sandboxes programs. Its `cores` are the timed cores. `close` closes
-            it.
+        checker: compiles and sandboxes programs, on the timed cores. `close` closes it.
         budget_s: seconds per program, including the reference and the checks.
 
     Raises:
@@ -156,8 +143,7 @@ class ProgramTimer(Closing):
                 return self._time_blocks(child)
         except ChildFailed as failed:
             if self._reference.has_ended() or self.probe.child.has_ended():
-                # A cause that also ended the reference or the fixed kernel is not the program's
-                # fault.
+                # A cause that also ended one of the two is not the program's fault.
                 raise SandboxError(
                     f"the reference or the fixed kernel ended while a program was timed: {failed}"
                 ) from failed
@@ -174,9 +160,8 @@ class ProgramTimer(Closing):
             block, look = self._run_block(child, look)
             blocks.append(block)
             is_late = time.monotonic() > give_up_at
-            # Within the budget, further blocks replace disturbed ones. If only few blocks are calm
-            # at the end, that is chance or caused by the program, so all blocks count and the
-            # timing is marked as disturbed.
+            # Within the budget, further blocks replace disturbed ones. If few are calm at its end,
+            # by chance or by the program, all count and the timing is marked as disturbed.
             calm = [block for block in blocks if not block.is_disturbed]
             if is_late or _is_narrow(calm):
                 is_enough = len(calm) >= MIN_BLOCKS or 2 * len(calm) >= len(blocks)
@@ -190,8 +175,7 @@ class ProgramTimer(Closing):
         except ChildFailed as failed:
             raise SandboxError(f"the naive program of {self.kernel.name} has failed: {failed}") from failed
         after = self.probe.take_sample()
-        # Active threads of the program could slow down the reference, or make every block look
-        # disturbed.
+        # Active threads of the program could slow the reference, or disturb every block.
         if (restless_s := child.unrequested_cpu_s()) > MAX_UNREQUESTED_CPU_S:
             raise ChildFailed(
                 "runtime_error", f"its threads worked for {1e3 * restless_s:.3g} ms while others were timed"
@@ -211,25 +195,22 @@ class ProgramTimer(Closing):
         is_reference_disturbed = waited[1] > MAX_WAIT_FRACTION or self._reference_baseline.is_above(
             reference_s, REFERENCE_TOLERANCE
         )
-        return _Block(
-            [call.seconds for call in candidate_calls], reference_s, is_disturbed, is_reference_disturbed
-        ), after
+        seconds = [call.seconds for call in candidate_calls]
+        return _Block(seconds, reference_s, is_disturbed, is_reference_disturbed), after
 
     def _summarize(self, blocks: Sequence[_Block]) -> Timing:
         block_seconds, ratios = [block.seconds for block in blocks], [block.ratio for block in blocks]
         seconds = median(block_seconds)
         gflops = self.kernel.operations(self.kernel.timed) / seconds / 1e9
         if seconds * ROOFLINE_MARGIN < self.probe.roofline_s(self.kernel):
-            # Another process may have slowed the measurement of the peak, so measure again before
-            # rejecting.
+            # Another process may have slowed the measurement of the peak, so it is repeated.
             self.probe.measure_peak()
         roofline_s = self.probe.roofline_s(self.kernel)
         if seconds * ROOFLINE_MARGIN < roofline_s:
             raise ChildFailed(
                 "runtime_error",
-                f"{1e3 * seconds:.3g} ms per call; at {self.probe.peak_gflops:.4g} GFLOPS and "
-                f"{self.probe.peak_gbytes_s:.3g} GB/s these cores need {1e3 * roofline_s:.3g} ms at least: rejected as "
-                "faster than the roofline",
+                f"{1e3 * seconds:.3g} ms per call; at {self.probe.peak_gflops:.4g} GFLOPS and {self.probe.peak_gbytes_s:.3g} "
+                f"GB/s these cores need {1e3 * roofline_s:.3g} ms at least: rejected as faster than the roofline",
             )
         return Timing(
             seconds,
@@ -242,8 +223,7 @@ class ProgramTimer(Closing):
             roofline_s / seconds,
             disturbed_fraction=sum(block.is_disturbed for block in blocks) / len(blocks),
             is_narrow=_is_narrow(blocks),
-            # A disturbed timing is reported with its mark. It is unknown only if the reference was
-            # disturbed too.
+            # A disturbed timing is marked. It is unknown only if the reference was disturbed, too.
             is_noisy=2 * sum(block.is_disturbed and block.is_reference_disturbed for block in blocks) > len(blocks),
         )
 

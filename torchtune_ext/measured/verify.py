@@ -43,8 +43,7 @@ def draw_array(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> n
 def draw_inputs(kernel: Kernel, size: Size, kind: str, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Draws all inputs."""
     shapes, parameters = kernel.shapes(size), input_parameters(kernel)
-    # The product of two denormal numbers is 0, so only one array is "denormal" and the others are
-    # "biased".
+    # The product of two denormal numbers is 0, so one array is "denormal", the others "biased".
     chosen = parameters[rng.integers(len(parameters))].name
     kinds = {p.name: "biased" if kind == "denormal" and p.name != chosen else kind for p in parameters}
     return {p.name: draw_array(shapes[p.name], kinds[p.name], rng) for p in parameters}
@@ -109,8 +108,7 @@ def find_wrong_output(kernel: Kernel, expected: tuple[Arrays, Arrays], outputs: 
     """Compares outputs with the values of `compute_expected`, element by element.
 
     Returns:
-        A description of the element with the largest relative error, or "" if all are within the
-        bound.
+        A description of the element with the largest relative error, or "" if all are right.
     """
     references, bounds = expected
     for parameter in output_parameters(kernel):
@@ -137,15 +135,14 @@ def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: f
     """Calls the candidate on random sizes and inputs, and checks every result.
 
     Raises:
-        ChildFailed: a result is wrong, the process fails, or all calls together exceed `deadline_s`
-            seconds.
+        ChildFailed: a result is wrong, the process fails, or all calls exceed `deadline_s`.
     """
     spent_s = computed_s = 0.0
     for number, size in enumerate(draw_sizes(kernel, rng)):
-        # Every size except the timed size gets one ordinary kind ("normal", "biased") and one
-        # extreme kind.
+        # Every size but the timed one has an ordinary kind ("normal", "biased") and an extreme.
         kinds = ["biased"] if size == kernel.timed else [INPUT_KINDS[number % 2], INPUT_KINDS[2 + number % 2]]
         for kind in kinds:
+            where = f"({size_text(size)}, {kind} inputs)"
             first = draw_inputs(kernel, size, kind, rng)
             changed = perturb_one(first, rng)
             expected = compute_expected(kernel, size, first)
@@ -158,23 +155,18 @@ def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: f
                     child.map_arrays(lay_out(kernel, size, child.arena_bytes, at_end, rng))
                 left_s = deadline_s - spent_s
                 if left_s <= 0:
-                    raise ChildFailed(
-                        "timeout",
-                        f"its calls took more than {deadline_s:g} s; the next size was {size_text(size)}",
-                        computed_s,
-                    )
+                    note = f"its calls took more than {deadline_s:g} s; the next size was {size_text(size)}"
+                    raise ChildFailed("timeout", note, computed_s)
                 try:
                     call = child.call(size, inputs, left_s)
                 except ChildFailed as failed:
-                    raise ChildFailed(
-                        failed.outcome, f"{failed} ({size_text(size)}, {kind} inputs)", failed.cpu_s
-                    ) from None
+                    raise ChildFailed(failed.outcome, f"{failed} {where}", failed.cpu_s) from None
                 # Drawing inputs and comparing outputs do not count toward the program's deadline.
                 spent_s += call.seconds
                 computed_s += call.cpu_s
                 right = expected if inputs is first else compute_expected(kernel, size, inputs)
                 if wrong := find_wrong_output(kernel, right, call.outputs):
-                    raise ChildFailed("wrong_result", f"{wrong} ({size_text(size)}, {kind} inputs)")
+                    raise ChildFailed("wrong_result", f"{wrong} {where}")
 
 
 def size_text(size: Size) -> str:

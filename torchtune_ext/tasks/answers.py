@@ -92,8 +92,7 @@ def last_boxes(text: str) -> list[str] | None:
     With several boxes, a name before a box is included: "x = 3".
 
     Returns:
-        None if the text has no closed box; an empty list if the words around the last box negate
-        it.
+        None if the text has no closed box; an empty list if the words around the last negate it.
     """
     spans = _last_box_spans(text)
     if not spans:
@@ -147,8 +146,7 @@ def _separates_boxes(text: str, start: int, end: int, until: int) -> bool:
     between = text[end:until]
     if len(between) > TAIL_CHARS:
         return True
-    # A question, "or" at the start of a sentence, and list items name candidates, which form one
-    # list.
+    # A question, "or" at the start of a sentence, and list items name candidates of one list.
     sentence = re.split(r"[.!?\n]", between)[-1] if re.search(r"[.!?\n]", between) else ""
     if _QUESTION.match(between) or _OTHERWISE.match(sentence):
         return False
@@ -265,11 +263,7 @@ def answers_match(gold: str, answers: list[str], question: str = "") -> bool:
 
 
 def grade_prose(gold: str, text: str, question: str) -> tuple[bool, bool]:
-    """Grades the value at the end of an unmarked text.
-
-    Returns:
-        (has an answer, the answer is right).
-    """
+    """Grades the final value of an unmarked text. Returns (has an answer, the answer is right)."""
     tail = text[-TAIL_CHARS:]
     # A text without prose is the answer itself.
     words = re.findall(r"(?<![A-Za-z\\])[A-Za-z]{2,}", tail)
@@ -283,11 +277,7 @@ def grade_prose(gold: str, text: str, question: str) -> tuple[bool, bool]:
 
 
 def grade_phrase(gold: str, text: str, question: str) -> tuple[bool, bool]:
-    """Grades the answer after the phrase "answer is".
-
-    Returns:
-        (has an answer, the answer is right).
-    """
+    """Grades the answer after "answer is". Returns (has an answer, the answer is right)."""
     phrase = _last_phrase(text)
     assert phrase is not None  # the caller has found a phrase
     clause, start, end = phrase
@@ -339,10 +329,7 @@ _NUMBER = re.compile(r"-?\d{1,30}(?:\.\d{1,30})?")
 
 
 class _CompareTimeout(BaseException):
-    """A comparison took longer than `COMPARE_TIMEOUT_S`.
-
-    It derives from `BaseException`, so that libraries do not catch it.
-    """
+    """A timeout of a comparison. As a `BaseException`, libraries do not catch it."""
 
 
 @contextlib.contextmanager
@@ -364,16 +351,12 @@ def _time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, handler)
 
 
-# ---- the grader
-
-
 class MathGrader:
     r"""Grades a text against a reference answer: reward 1.0 for a right answer, else 0.0.
 
     Parts of the score:
         accuracy: 1.0 for a right answer.
-        format: 1.0 for an answer in a box; with format="think", for one closed thought before the
-            rest.
+        format: 1.0 for an answer in a box; with format="think", for one closed thought first.
         failed: 1.0 if the text holds no answer.
         timed_out: 1.0 if the comparison took longer than `COMPARE_TIMEOUT_S`; the reward is then 0.
 
@@ -384,8 +367,7 @@ class MathGrader:
         format: the form that the part "format" checks: "box" or "think".
         format_reward: fraction of the reward for the format:
             (1 - format_reward) * accuracy + format_reward * format.
-        unmarked: the answer of a text without a box, `####` or "answer is": "last_number" or
-            "none".
+        unmarked: the answer of a text without any of these marks: "last_number" or "none".
 
     Raises:
         UsageError: `format` or `unmarked` is unknown, `format_reward` is not in [0, 1), or
@@ -418,16 +400,10 @@ class MathGrader:
         answers_equal("x", "x+0")
 
     def __call__(self, gold: str, text: str, question: str = "") -> Score:
-        """Grades a text.
-
-        A formula copied from the `question` is right only if it equals `gold` exactly.
-        """
+        """Grades a text. A formula of the `question` is right only if it equals `gold` exactly."""
         # If thinking is required, a text without a closed thought has no reply.
-        reply = (
-            _TOKENS.sub(" ", restore_box_commands(strip_thinking(text)))
-            if not self.require_thinking or "</think>" in text
-            else ""
-        )
+        has_reply = not self.require_thinking or "</think>" in text
+        reply = _TOKENS.sub(" ", restore_box_commands(strip_thinking(text))) if has_reply else ""
         boxes = last_boxes(reply)
         hung = False
         try:
@@ -443,11 +419,7 @@ class MathGrader:
         return Score(reward, parts | {"timed_out": float(hung)})
 
     def _grade_reply(self, gold: str, reply: str, boxes: list[str] | None, question: str) -> tuple[bool, bool]:
-        """Grades a reply.
-
-        Returns:
-            (has an answer, the answer is right).
-        """
+        """Grades a reply. Returns (has an answer, the answer is right)."""
         if self.require_box or _BOX_MARK.search(reply):
             # A box is required, or a box is never closed. Other answers do not count.
             if not boxes:
@@ -459,8 +431,3 @@ class MathGrader:
         if after_hashes(reply) is None and not (self.brackets and _BRACKETS.search(reply)):
             return grade_phrase(gold, reply, question)
         return has_content(answer), answers_match(gold, [answer], question)
-
-
-def grade(answer: Any, text: str) -> Score:
-    """Grades a text by `MathGrader` with its defaults. `gold_answer` parses the answer."""
-    return MathGrader()(gold_answer(answer), text)

@@ -68,8 +68,7 @@ class Arithmetic:
         guessed: fraction of the solutions that are guesses, at most `MAX_GUESS_ERROR` off.
         grader: dotted path of a function (problem, text) that replaces `grade`. The last number of
             `problem.answer` is the reference answer.
-        group_grader: dotted path of a function (problem, texts), which grades all samples of a
-            question in one call.
+        group_grader: dotted path of a function (problem, texts), for all samples of a question.
 
     Raises:
         UsageError: an argument is out of range, or a function is not found.
@@ -103,8 +102,7 @@ class Arithmetic:
         rng = random.Random(f"{self.seed}/{self.first + index}")
         (level,) = rng.choices(list(self.weights), list(self.weights.values()))
         question = draw_question(rng, LEVELS[level])
-        # Only the question is drawn again, not the level, so both splits have the same mixture of
-        # levels.
+        # The level is not drawn again, so both splits have the same mixture of levels.
         while self.split != "all" and is_held_out(question) != (self.split == "heldout"):
             question = draw_question(rng, LEVELS[level])
         message = {"role": "user", "content": self.prompt.replace("{question}", question)}
@@ -112,10 +110,7 @@ class Arithmetic:
         return Problem(name, (message,), intermediate_values(question))
 
     def grade(self, problem: Problem, text: str) -> Score:
-        """Grades a text.
-
-        Parts: "accuracy", and "failed" (1.0 if the text does not end with an integer).
-        """
+        """Grades a text. Parts: "accuracy", and "failed" (1.0 without an integer at the end)."""
         guess = last_integer(strip_thinking(text))
         right = float(guess == problem.answer[-1])
         return Score(right, {"accuracy": right, "failed": float(guess is None)})
@@ -184,7 +179,6 @@ def _level_weights(level: int | Sequence[int] | Mapping[int, float]) -> dict[int
     if not level or not set(level) <= LEVELS.keys() or min(level.values()) < 0 or not sum(level.values()) > 0:
         raise UsageError(
             f"level={dict(level)}: invalid. Fix: give a level from 1 to {max(LEVELS)}, several ([3, 4]), or "
-            f"{{level: weight}} with "
-            "non-negative weights, not all 0"
+            "{level: weight} with non-negative weights, not all 0"
         )
     return {int(key): float(weight) for key, weight in level.items()}

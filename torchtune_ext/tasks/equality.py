@@ -35,8 +35,7 @@ from torchtune_ext.tasks.notation import (
 from torchtune_ext.tasks.number_sets import INFINITY, REALS, compare_sets, parse_difference
 from torchtune_ext.tasks.prose_values import number_word, split_percent, split_unit, units_conflict
 
-# Longest answer in characters. A longer answer is wrong, unless the reference is more than half as
-# long.
+# Longest answer in characters, unless the reference is more than half as long.
 MAX_CHARS = 1000
 MAX_SIDES = 12  # largest number of sides of an equation such as a = b = c
 
@@ -60,8 +59,7 @@ _WORD = re.compile(r"[a-z]+|[-+]?\d*\.?\d+|[^\s\w.'\"-]|(?<![a-z])-|-(?![a-z])")
 _APPROXIMATE = re.compile(r"\\approx(?![A-Za-z])")
 _CALCULUS = re.compile(r"\\(?:sum|prod|int|iint|oint|lim)(?![A-Za-z])")
 _DECIMALS = re.compile(r"-?[0-9]*\.([0-9]+)")
-# Expressions that may hang math-verify: powers of powers, large exponents and limits, nested
-# factorials.
+# Expressions that may hang math-verify: towers of powers, large limits, nested factorials.
 _LARGE = re.compile(r"\^\s*\{?[^{}]*\^|\^\s*\{?\s*-?\d{3}|\d{5}|!\W*!|\{\W*\{\W*\{\W*\{|(?:\\\w+\W*){12}")
 _PLAIN = re.compile(r"-?(?:[1-9][0-9]{0,14}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,4}|0)(?:\.[0-9]{1,5})?")
 _OR = re.compile(r";|\\text\{\s*,?\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])")
@@ -184,10 +182,7 @@ def same_list(right: list[str], given: list[str]) -> bool:
 
 
 def assignments(item: str, count: int) -> list[tuple]:
-    """Returns the (name, value) pairs of an item.
-
-    Only a single (x, y) = (3, 4) has several pairs.
-    """
+    """Returns the (name, value) pairs of an item: several only for (x, y) = (3, 4)."""
     name, value = split_assignment(item)
     names, values = parse_brackets(name or ""), parse_brackets(value)
     if count == 1 and names and values and len(names[1]) == len(values[1]):
@@ -288,11 +283,10 @@ def same_approximation(gold: str, value: str, decimal: str) -> bool:
     name, value = split_assignment(value)
     if name is None and is_name(value):
         return normalized_equal(gold, decimal)
-    close = (
-        abs(real_value(split_unit(value)[0]) - real_value(split_unit(decimal)[0]))
-        <= abs(real_value(split_unit(decimal)[0])) / 100
+    exact, rounded = (real_value(split_unit(side)[0]) for side in (value, decimal))
+    return abs(exact - rounded) <= abs(rounded) / 100 and (
+        normalized_equal(gold, value) or normalized_equal(gold, decimal)
     )
-    return close and (normalized_equal(gold, value) or normalized_equal(gold, decimal))
 
 
 def same_equation(sides: list[str], given: list[str]) -> bool:
@@ -325,10 +319,7 @@ def same_chain(gold: str, sides: list[str]) -> bool:
 
 
 def same_text(gold: str, answer: str) -> bool | None:
-    """Compares words, choices such as (B), times and numbers in a base.
-
-    None: neither is one of these.
-    """
+    """Compares words, choices such as (B), times and numbers in a base; None for other answers."""
     right, given = plain_text(split_assignment(gold)[1]), plain_text(split_assignment(answer)[1])
     time, other = parse_time(right), parse_time(given)
     if time and other:
@@ -367,10 +358,7 @@ def same_choice(right: str, given: str) -> bool:
 
 
 def same_words(right: str, given: str, styled: bool) -> bool | None:
-    """Compares two answers in words, ignoring case, periods and plurals.
-
-    None: not an answer in words.
-    """
+    """Compares answers in words (ignoring case, periods, plurals), or None for other answers."""
     if not re.search(r"(?<![A-Za-z\\])[A-Za-z]{3,}|^no$", right, re.IGNORECASE) or re.search(r"[=^_<>\\]", right):
         return None
     words, others = (_WORD.findall(text.casefold().rstrip("!")) for text in (right, given))
@@ -436,9 +424,6 @@ def same_percent(gold: str, answer: str, right: tuple | None, given: tuple | Non
         return False
 
 
-# ---- math-verify
-
-
 def same_by_math_verify(gold: str, answer: str) -> bool:
     """Compares two normalized answers by math-verify. `answers.MathGrader` limits the time."""
     if any(len(text) > MAX_CHARS // 2 or _LARGE.search(text) or text.count("(") > 20 for text in (gold, answer)):
@@ -451,10 +436,7 @@ def same_by_math_verify(gold: str, answer: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _expressions(text: str) -> list:
-    """Parses a normalized answer with math-verify.
-
-    The result starts with a string if parsing fails.
-    """
+    """Parses a normalized answer with math-verify. If that fails, the result starts with a text."""
     # With "first_match", math-verify does not search parts of an unreadable answer for an
     # expression. Its timeouts use signals, which `answers.MathGrader` uses itself.
     library, config = _math_verify()

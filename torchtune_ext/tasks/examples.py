@@ -24,7 +24,6 @@ def read_examples(path: str, fields: set[str] | None, optional: Collection[str] 
     except .parquet is JSONL, one object per line.
 
     Args:
-        path: the file.
         fields: fields to read from a .parquet file; None: all.
         optional: fields to read from a .parquet file if they exist.
 
@@ -40,8 +39,7 @@ def read_examples(path: str, fields: set[str] | None, optional: Collection[str] 
     if suffix in (".gz", ".zip", ".zst"):
         raise UsageError(f"path={path!r}: a compressed file. Fix: decompress it")
     csv.field_size_limit(2**31 - 1)  # a value may be longer than the default of 128 KiB
-    # "utf-8-sig" drops the byte order mark that Excel writes. The csv module needs newline="" to
-    # find line ends within quotes.
+    # "utf-8-sig" drops the byte order mark of Excel. The csv module needs newline="" for quotes.
     with open(path, encoding="utf-8-sig", newline="") as file:
         try:
             if suffix in (".csv", ".tsv"):
@@ -49,8 +47,7 @@ def read_examples(path: str, fields: set[str] | None, optional: Collection[str] 
                 # Spreadsheets also write empty columns, with empty names.
                 _require_unique([name for name in reader.fieldnames or () if name], f"{path}: ")
                 for number, row in enumerate(reader, start=1):
-                    # DictReader puts surplus values under the key None, and None where a value is
-                    # missing.
+                    # DictReader puts surplus values under None, and None where one is missing.
                     if None in row or None in row.values():
                         raise UsageError(
                             f"{path}, row {number}: not as many values as names in the first line. Fix: quote values that hold "
@@ -102,8 +99,7 @@ def _parse_example(where: str, line: str) -> Example:
         example = _JSON_DECODER.decode(line)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
-    # A number with thousands of digits raises a plain ValueError, and thousands of open brackets
-    # raise a RecursionError.
+    # A number of thousands of digits raises a plain ValueError, many brackets a RecursionError.
     except (ValueError, RecursionError) as error:
         cause = getattr(error, "msg", error)
         raise UsageError(
@@ -115,10 +111,7 @@ def _parse_example(where: str, line: str) -> Example:
 
 
 def _columns(names: list[str], fields: set[str] | None, optional: Collection[str]) -> list[str] | None:
-    """Returns the columns to read.
-
-    None (all) if a field is missing, so that the error can list them.
-    """
+    """Returns the columns to read; None (all) if a field is missing, for the list in the error."""
     if fields is None or not fields <= set(names):
         return None
     return [name for name in names if name in {*fields, *optional}]
@@ -147,9 +140,6 @@ def hub_examples(
     """Yields (location, example) for every example of a dataset of the hub.
 
     Args:
-        hub: id of the dataset.
-        config: config of the dataset.
-        split: split of the dataset.
         fields: fields to read; None: all.
         optional: fields to read if they exist.
 
@@ -181,15 +171,12 @@ def fill_template(template: str, example: Example, where: str, key: str = "") ->
     """Returns the value of a field, or a filled template.
 
     Args:
-        template: a field ("answer", "reward_model.ground_truth"), or a template such as
-            "{Body} {Question}".
-        example: the example to read.
+        template: a field ("answer", "reward_model.ground_truth"), or "{Body} {Question}".
         where: location of the example, for messages.
         key: config key that names the field, for messages.
 
     Raises:
-        UsageError: a field is missing, or a template has no field: its text would be the same for
-            all examples.
+        UsageError: a field is missing, or a template has no field: its text never changes.
     """
     if "{" not in template:
         return field_value(template, example, where, key)
@@ -201,12 +188,7 @@ def fill_template(template: str, example: Example, where: str, key: str = "") ->
 
 
 def field_value(field: str, example: Example, where: str, key: str = "") -> Any:
-    """Returns the value of a field; "a.b.0" names a nested field.
-
-    Raises:
-        UsageError: the field is missing. The message lists all fields, and `key` as the key to
-            change.
-    """
+    """Returns the value of a field ("a.b.0": nested), or raises UsageError with all fields."""
     # The name of a column may itself contain dots.
     if field in example:
         return example[field]

@@ -261,7 +261,6 @@ def symbol_names(tree: Any) -> set[str]:
 
 # ---- evaluation
 
-
 _SIMPLE = {
     "+": operator.add, "*": operator.mul, "/": operator.truediv, "neg": operator.neg, "abs": abs, "max": max, "min": min,
 }  # fmt: skip
@@ -392,11 +391,7 @@ def real_value(text: str) -> Fraction:
 
 
 def same_value(first: str, second: str) -> bool:
-    """Tells whether two normalized formulas have the same value wherever they are defined.
-
-    Raises:
-        UnreadableFormula: a formula is outside the grammar.
-    """
+    """Tells whether two normalized formulas have the same value, or raises UnreadableFormula."""
     return differ_by_factor(parse_formula(first), parse_formula(second), factor=False) is True
 
 
@@ -404,8 +399,6 @@ def differ_by_factor(first: tuple, second: tuple, factor: bool = True) -> bool |
     """Tells whether two parsed formulas are equal, or proportional.
 
     Args:
-        first: a parsed formula.
-        second: a parsed formula.
         factor: True compares up to a constant factor.
 
     Returns:
@@ -462,8 +455,7 @@ def _is_zero_difference(evaluations: list, right: list, other: list) -> bool:
 
 def _coordinate(name: str, index: int) -> Fraction:
     """Returns the value of a symbol at a point, identical for every formula."""
-    # Coordinates are odd numerators over powers of two: a negative number has no real power with
-    # such an exponent.
+    # Odd numerators over powers of two: a negative number has no real power of this kind.
     number = zlib.crc32(f"{name} {index}".encode())
     if index >= NUM_POINTS:
         return Fraction(index - NUM_POINTS + 1 + 6 * (number % 4))

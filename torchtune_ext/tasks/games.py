@@ -16,8 +16,7 @@ class GameTask(ABC):
 
     Args:
         name: name of the game; the ids of the problems start with it.
-        rows: a JSONL, CSV or parquet file, or the rows themselves; None: the game does not use
-            rows.
+        rows: a JSONL, CSV or parquet file, or the rows themselves; None: a game without rows.
         count: number of problems; None: all rows starting with `first`, or endless without rows.
         first: index of the first problem.
         seed: seed of the games.
@@ -81,8 +80,7 @@ class GameTask(ABC):
         # `_make_seeded_game` restores the state of `random`, which the worker has seeded with
         # `seed`, for later draws of the game.
         game, messages = self._make_seeded_game(problem.example, problem.answer["seed"])
-        # A game with another random source, such as numpy's generator, starts differently each
-        # time.
+        # A game with another random source, such as numpy's generator, starts differently.
         if messages != problem.messages:
             raise RunFailure(
                 f"the game differs from its prompt and starts with {messages[-1]['content']!r:.200}. Fix: draw from `random`"
@@ -111,11 +109,7 @@ class GameTask(ABC):
 
 
 def imported(module: str, package: str) -> Any:
-    """Imports a module of another project.
-
-    Raises:
-        UsageError: the module is missing. The message holds the install command.
-    """
+    """Imports a module of another project, or raises UsageError with the install command."""
     try:
         return import_module(module)
     except ImportError as error:

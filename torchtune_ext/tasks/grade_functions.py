@@ -15,15 +15,30 @@ GradeFunction = Callable[[Problem, str], float | Score]  # grades one text
 GroupGradeFunction = Callable[[Problem, list[str]], list[float | Score]]
 
 
-@dataclass(frozen=True)
+@dataclass(init=False)
 class CombinedGrader:
     """Grades a text with several functions. The reward is the sum of their rewards.
 
-    Each reward is also a part with the name of its function. If one function fails, the text is
-    ungraded.
+    Each reward is also a part named by its function. If one function fails, the text is ungraded.
+
+    Args:
+        graders: the functions, or their dotted paths, by name.
+
+    Raises:
+        UsageError: `graders` is not a mapping with at least one function, or a function is not found.
     """
 
-    functions: Mapping[str, GradeFunction]
+    functions: dict[str, GradeFunction]
+
+    def __init__(self, graders: Mapping[str, str | GradeFunction]) -> None:
+        if not isinstance(graders, Mapping) or not graders:
+            raise UsageError(
+                f"graders={graders!r}: expected names and functions. Fix: write graders.correct=my_reward.f"
+            )
+        self.functions = {
+            str(name): import_grader(given, f"graders.{name}", "text") if isinstance(given, str) else given
+            for name, given in graders.items()
+        }
 
     def __call__(self, problem: Problem, text: str) -> Score:
         """Returns the score of a text. Errors of the functions are raised unchanged.
@@ -45,33 +60,15 @@ class CombinedGrader:
         return Score(sum(rewards.values()), parts | rewards, note, facts)
 
 
-def combine_graders(graders: Mapping[str, str | GradeFunction]) -> CombinedGrader:
-    """Imports the functions of the argument `graders`, by name.
-
-    Raises:
-        UsageError: `graders` is not a mapping with at least one function, or a function is not found.
-    """
-    if not isinstance(graders, Mapping) or not graders:
-        raise UsageError(f"graders={graders!r}: expected names and functions. Fix: write graders.correct=my_reward.f")
-    return CombinedGrader(
-        {
-            str(name): import_grader(given, f"graders.{name}", "text") if isinstance(given, str) else given
-            for name, given in graders.items()
-        }
-    )
-
-
 def use_graders(task: Any, grader: str | GradeFunction | None, group_grader: str | GroupGradeFunction | None) -> None:
     """Sets the user's functions as `task.grade` and `task.grade_group`.
 
     Args:
-        task: the task to change.
         grader: a function (problem, text), or its dotted path.
         group_grader: a function (problem, texts), or its dotted path.
 
     Raises:
-        UsageError: both are given, the task defines `grade_group` itself, or a function is not
-            found.
+        UsageError: both are given, the task defines `grade_group`, or a function is not found.
     """
     # A task with `grade_group` never calls `grade`, so a `grader` would have no effect.
     if grader is not None and (group_grader is not None or hasattr(task, "grade_group")):
@@ -93,7 +90,6 @@ def import_grader(path: str, key: str, what: str) -> Callable:
     """Imports the function "MODULE.FUNCTION".
 
     Args:
-        path: dotted path of the function.
         key: argument of the task, for messages.
         what: name of the function's second argument, for messages.
 
@@ -126,7 +122,6 @@ def import_named(path: str, key: str, kind: str, example: str) -> Any:
     """Imports the object "MODULE.NAME". The working directory is searched, too.
 
     Args:
-        path: dotted path of the object.
         key: argument of the task, for messages.
         kind: "function" or "class", for messages.
         example: a dotted path, for messages.

@@ -108,10 +108,7 @@ class GuessNumber:
 
 
 class GuessNumberEnvironment:
-    """Environment of one game.
-
-    Reward 1 for the right number, else 0. Invalid input ends the game.
-    """
+    """Environment of one game: reward 1 for the right number. Invalid input ends the game."""
 
     def __init__(self, number: int) -> None:
         self.number = number

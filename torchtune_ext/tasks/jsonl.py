@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.tasks.agent_functions import Agent, find_agent
 from torchtune_ext.tasks.examples import Example, field_names, field_value, fill_template, hub_examples, read_examples
-from torchtune_ext.tasks.grade_functions import GradeFunction, GroupGradeFunction, combine_graders, use_graders
+from torchtune_ext.tasks.grade_functions import CombinedGrader, GradeFunction, GroupGradeFunction, use_graders
 from torchtune_ext.tasks.task import Message, Problem, Score, require_index, require_question, task_length, to_score
 
 # A field in a prompt. The braces of \boxed{answer} and x^{n} are LaTeX, not fields.
@@ -122,14 +121,12 @@ class QuestionTask:
             raise UsageError(
                 f"{where}: too few examples ({len(examples)}) for first={first}, count={count}. Fix: lower them"
             )
-        self.examples = [
-            (
-                _read_question(source, example, place),
-                _read_answer(source, example, place),
-                _select_fields(fields, example, place),
-            )
-            for place, example in chosen
-        ]
+        self.examples = []
+        for place, example in chosen:
+            question = _read_question(source, example, place)
+            answer = None if source.answer is None else fill_template(source.answer, example, place, "answer")
+            shown = example if fields is None else {name: field_value(name, example, place) for name in fields}
+            self.examples.append((question, answer, shown))
         self.worked_solutions = (
             [fill_template(source.solution, example, place) for place, example in chosen] if source.solution else None
         )
@@ -147,11 +144,7 @@ class QuestionTask:
         return Problem(f"{self.name}-{self.first + index:06d}", (*before, *question), answer, example)
 
     def solution(self, problem: Problem) -> str:
-        """Returns the worked solution if the source has one, else the answer.
-
-        Raises:
-            UsageError: the problem has neither.
-        """
+        """Returns the worked solution, else the answer. Raises UsageError if there is neither."""
         if self.worked_solutions is not None:
             return str(self.worked_solutions[self.index_of(problem)])
         if problem.answer is None:
@@ -165,8 +158,7 @@ class QuestionTask:
         return int(problem.id.rpartition("-")[2]) - self.first
 
     def __getstate__(self) -> dict:
-        # A grading process gets the task without its examples: a problem holds everything that it
-        # needs.
+        # A grading process gets no examples: a problem holds everything that it needs.
         return self.__dict__ | {"examples": [], "worked_solutions": None}
 
 
@@ -174,8 +166,7 @@ class Jsonl(QuestionTask):
     """A task of questions with hidden answers, graded by the user's function.
 
     Args:
-        grader: dotted path of a function (problem, text) -> float or Score; in Python, the
-            function.
+        grader: a function (problem, text) -> float or Score, or its dotted path.
         path: a JSONL file (one object per line), a .csv or .tsv file (names in its first line) or a
             .parquet file.
         hub: id of a dataset of the Hugging Face hub, instead of `path`.
@@ -204,8 +195,7 @@ class Jsonl(QuestionTask):
 
     Raises:
         UsageError: the source is missing or unreadable, an example lacks a field or has an empty
-            question, there are fewer than `count` examples, or a function is not found
-            (`grade_functions.py`).
+            question, there are fewer than `count` examples, or a function is not found.
     """
 
     grade_group: GroupGradeFunction  # set by `use_graders` if `group_grader` is given
@@ -247,7 +237,7 @@ class Jsonl(QuestionTask):
             self.run_agent = find_agent(agent, command)
         require_one(hub=hub, path=path)
         source = ExampleSource(hub, config, split, path, question, answer, solution)
-        grader = grader if graders is None else combine_graders(graders)
+        grader = grader if graders is None else CombinedGrader(graders)
         super().__init__(source, prompt, system, count, first, "", grader, group_grader, fields)
         if prompt != "{question}" and not all(isinstance(question, str) for question, _, _ in self.examples):
             raise UsageError(
@@ -256,17 +246,8 @@ class Jsonl(QuestionTask):
 
     def grade(self, problem: Problem, text: str) -> Score:
         """Grades one text with the `group_grader`."""
-        # A `grader` replaces this method (`use_graders`), so only tasks with a `group_grader` call
-        # it.
+        # A `grader` replaces this method (`use_graders`), so there is a `group_grader`.
         return to_score(self.grade_group(problem, [text])[0])
-
-
-def _read_answer(source: ExampleSource, example: Example, where: str) -> Any:
-    return None if source.answer is None else fill_template(source.answer, example, where, "answer")
-
-
-def _select_fields(fields: Sequence[str] | None, example: Example, where: str) -> Example:
-    return example if fields is None else {name: field_value(name, example, where) for name in fields}
 
 
 def _read_question(source: ExampleSource, example: Example, where: str) -> str | tuple[Message, ...]:

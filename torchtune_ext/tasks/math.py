@@ -23,8 +23,7 @@ MAX_ANSWERS_READ = 1000
 # aime2023 and the original of dapo_math_17k. The pages of math500 (taken from MATH, which is MIT),
 # aime2024 and aime2025 do not state a license.
 DATASETS = {
-    # Cobbe et al., arXiv 2110.14168. A solution contains calculator marks, "48/2 = <<48/2=24>>24",
-    # and ends with `#### 72`.
+    # Cobbe et al., arXiv 2110.14168. Solutions have calculator marks, "48/2 = <<48/2=24>>24".
     "gsm8k": ExampleSource("openai/gsm8k", "main", "train", solution="answer", strip_pattern=r"<<[^<>\n]*>>|\s*####[^\n]*\s*$"),
     "math500": ExampleSource("HuggingFaceH4/MATH-500", None, "test", question="problem", solution="solution"),
     "deepmath": ExampleSource("zwhe99/DeepMath-103K", answer="final_answer"),
@@ -110,15 +109,13 @@ class Math(QuestionTask):
         self.math_grader = MathGrader(require_box, require_thinking, brackets, format, format_reward, unmarked)
         prefix = f"{dataset}-" if dataset else ""
         if grader is None and group_grader is None:
-            # `MathGrader` reads only the answer. Some of these datasets have examples of many
-            # kilobytes.
+            # `MathGrader` reads only the answer, and some examples have many kilobytes.
             fields = ()
         super().__init__(source, prompt, system, count, first, prefix, grader, group_grader, fields)
         self._read_answers()
 
     def _read_answers(self) -> None:
-        # An example without a usable answer ends the run: dropping it silently would change the
-        # dataset.
+        # Dropping an example without a usable answer would silently change the dataset.
         bad, examples = [], []
         for index, (question, value, example) in enumerate(self.examples):
             try:

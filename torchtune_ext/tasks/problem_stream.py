@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn, cast
 
 from torchtune_ext.run.errors import UsageError, describe_error
 from torchtune_ext.tasks.task import AdaptiveTask, GradedGroup, Problem, Task
@@ -20,12 +20,9 @@ MAX_BAD_IN_A_ROW = 1000  # consecutive unusable problems that end the run
 MAX_ANSWERS_CHECKED = 1000  # held-out problems whose reference answers are graded
 MAX_BAD_NAMED = 5  # unusable problems that one message lists with their reasons
 
-ProblemCheck = Callable[[Problem], str]
-"""Returns why a problem cannot be used, or ""."""
-
-
+ProblemCheck = Callable[[Problem], str]  # returns why a problem cannot be used, or ""
+# Grades the reference answers of problems. Returns for each why it cannot be used, or "".
 AnswerCheck = Callable[[Sequence[Problem]], list[str]]
-"""Grades the reference answers of problems. Returns for each why it cannot be used, or ""."""
 
 
 class TransientReason(str):
@@ -56,39 +53,29 @@ class _Candidate:
         return f"{name}: {self.reason}"
 
 
-def is_adaptive(task: Task) -> TypeGuard[AdaptiveTask]:
-    """Returns whether a task selects its next problems by the results of earlier problems."""
-    return hasattr(task, "observe")
-
-
 class ProblemStream:
     """Yields the problems of a task in the order of `seed`. The task may be an `AdaptiveTask`.
 
-    Args:
-        task: the task.
-        seed: seed of the order.
-        check: returns why a problem cannot be used, or "".
+    `check` returns why a problem cannot be used, or "".
     """
 
     # A problem is unusable if its row is broken, or if a check fails, such as for a prompt that is
     # too long. It is logged, counted and skipped, so that one row does not end a run.
     def __init__(self, task: Task, seed: int, check: ProblemCheck = accept_problem):
         self.cursor = 0  # the next position of the order; a resumed run sets it
-        # Indices of unusable problems, in the order in which the run found them. The run skips them
-        # from then on. With an adaptive task, an index may later hold another problem, and may be
-        # listed twice.
+        # Indices of unusable problems, in the order in which the run found them, which it skips.
+        # With an adaptive task, an index may later hold another problem, and may be listed twice.
         self.skipped_indices: list[int] = []
         self._task, self._seed = task, seed
-        self._adaptive = task if is_adaptive(task) else None
-        self._is_adaptive = self._adaptive is not None
+        self._is_adaptive = hasattr(task, "observe")
+        self._adaptive = cast(AdaptiveTask, task) if self._is_adaptive else None
         self._check = check
         self._answer_check: AnswerCheck | None = None
         # Result of the answer check, by the id of a problem.
         self._answer_reasons: dict[str, str] = {}
         # Indices in `skipped_indices` that a resumed run tries again.
         self._transient: set[int] = set()
-        # Generating a puzzle takes milliseconds, so a thread prefetches problems while the run
-        # trains.
+        # Generating a puzzle takes milliseconds, so a thread prefetches while the run trains.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="problems")
         # Candidates for the next positions.
         self._prefetched: Future[dict[int, _Candidate]] | None = None
@@ -105,8 +92,7 @@ class ProblemStream:
         """Returns the next `count` usable problems as (position, problem).
 
         Raises:
-            UsageError: every problem of the task, or `MAX_BAD_IN_A_ROW` consecutive problems, are
-                unusable.
+            UsageError: all problems, or `MAX_BAD_IN_A_ROW` consecutive problems, are unusable.
         """
         problems, bad = [], []
         position, in_a_row, known = self.cursor, 0, set(self.skipped_indices)
@@ -116,14 +102,12 @@ class ProblemStream:
                 f"task: the checkpoint marks all {len(self._task)} problems of the task as unusable. "
                 "Fix: restore the earlier `task:`, or start a new run in another output_dir"
             )
-        positions = range(position, position + count)
-        prefetched = (
-            {}
-            if self._is_adaptive
-            else self._prefetched.result()
-            if self._prefetched
-            else self._make_candidates(positions, frozenset(known))
-        )
+        if self._is_adaptive:
+            prefetched = {}
+        elif self._prefetched:
+            prefetched = self._prefetched.result()
+        else:
+            prefetched = self._make_candidates(range(position, position + count), frozenset(known))
         while len(problems) < count:
             index = self._index(position)
             if self._is_adaptive or index not in known:
@@ -138,8 +122,7 @@ class ProblemStream:
                 if candidate.reason:
                     bad.append(candidate)
                     known.add(index)
-                    # An adaptive task may still return usable problems, so only a long series of
-                    # unusable problems ends the run.
+                    # An adaptive task may return usable problems later: only a long series ends it.
                     all_unusable = not self._is_adaptive and len(known) >= len(self._task)
                     if all_unusable or in_a_row >= MAX_BAD_IN_A_ROW:
                         what = f"all {len(self._task)} problems" if all_unusable else f"{in_a_row} consecutive problems"
@@ -152,8 +135,7 @@ class ProblemStream:
         self._transient |= {candidate.index for candidate in bad if isinstance(candidate.reason, TransientReason)}
         if bad:
             log.warning("%s", _bad_problems_message("skipped", bad))
-        # The next problems of an adaptive task depend on the results of these, so they are not
-        # prefetched.
+        # The next problems of an adaptive task depend on the results, so none are prefetched.
         if not self._is_adaptive:
             self._prefetched = self._thread.submit(
                 self._make_candidates, range(position, position + count), frozenset(self.skipped_indices)
@@ -161,11 +143,7 @@ class ProblemStream:
         return problems
 
     def first_problems(self, count: int) -> list[Problem]:
-        """Returns up to `count` usable problems by index, without moving the cursor.
-
-        Raises:
-            UsageError: no problem is usable.
-        """
+        """Returns up to `count` usable problems by index, or raises UsageError if none is."""
         return _find_usable(self._task, self._check, count, len(self._task))[0]
 
     def problem_at(self, position: int) -> Problem | None:
@@ -173,8 +151,7 @@ class ProblemStream:
         index = self._index(position)
         if index in self.skipped_indices and not self._is_adaptive:
             return None
-        # The prefetch thread must finish first, since a task may use Python's global random
-        # generator.
+        # The prefetch thread must finish first: a task may use Python's global generator.
         if self._prefetched is not None:
             self._prefetched.exception()
         candidate = _apply_check(self._ask(index, position), self._check)
@@ -189,11 +166,7 @@ class ProblemStream:
         return problem if problem is not None and problem.id == stored.id else None
 
     def observe(self, step: int, groups: Sequence[GradedGroup], folder: Path) -> dict[str, float]:
-        """Passes the groups of a step to an adaptive task.
-
-        Returns:
-            The metrics of the task, and the number of skipped problems.
-        """
+        """Passes a step's groups to an adaptive task. Returns metrics, and `problems/skipped`."""
         values = {"problems/skipped": float(len(self.skipped_indices))} if self.skipped_indices else {}
         return values | (self._adaptive.observe(step, groups, folder) if self._adaptive is not None else {})
 
@@ -205,11 +178,7 @@ class ProblemStream:
         return state | ({"skipped": skipped} if skipped else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`.
-
-        Raises:
-            UsageError: the task is another one, or has different settings.
-        """
+        """Restores a `state_dict`. Raises UsageError if the task or its settings differ."""
         if ("learned" in state) != self._is_adaptive:
             had, now = ("adapts", "does not") if "learned" in state else ("does not adapt", "does")
             raise UsageError(
@@ -232,8 +201,7 @@ class ProblemStream:
 
     def _check_answers(self, candidates: dict[int, _Candidate]) -> dict[int, _Candidate]:
         """Grades the reference answers of new problems, and sets the reason of each candidate."""
-        # Results are kept by id, because an adaptive task may have replaced the problem at an
-        # index.
+        # Kept by id, because an adaptive task may have replaced the problem at an index.
         good = [
             candidate.problem
             for candidate in candidates.values()
@@ -271,12 +239,8 @@ class UsableProblems:
     def problems(self) -> list[Problem]:
         """The usable problems. Raises UsageError if no problem is usable."""
         assert self._task is not None
-        total = self._num_candidates
-        problems, bad = _find_usable(self._task, self._check, total, total)
-        if bad:
-            log.warning(
-                "%s", _bad_problems_message(f"excluded from the {total:,} problems of {type(self._task).__name__}", bad)
-            )
+        problems, bad = _find_usable(self._task, self._check, self._num_candidates, self._num_candidates)
+        self._warn_excluded(bad)
         return problems
 
     def check_answers(self, check: AnswerCheck) -> None:
@@ -284,22 +248,18 @@ class UsableProblems:
         problems = self.problems[:MAX_ANSWERS_CHECKED]
         reasons = {id(each): reason for each, reason in zip(problems, check(problems), strict=True) if reason}
         if bad := [_Candidate(None, problem, reasons[id(problem)]) for problem in problems if id(problem) in reasons]:
-            log.warning(
-                "%s",
-                _bad_problems_message(
-                    f"excluded from the {self._num_candidates:,} problems of {type(self._task).__name__}", bad
-                ),
-            )
+            self._warn_excluded(bad)
             if len(bad) == len(self.problems):
                 _raise_none_usable(f"all {len(bad)} problems", bad[-1])
             self.problems = [problem for problem in self.problems if id(problem) not in reasons]
 
-    def load(self) -> None:
-        """Creates the problems now; without a task, does nothing.
+    def _warn_excluded(self, bad: Sequence[_Candidate]) -> None:
+        if bad:
+            what = f"excluded from the {self._num_candidates:,} problems of {type(self._task).__name__}"
+            log.warning("%s", _bad_problems_message(what, bad))
 
-        Raises:
-            UsageError: no problem is usable.
-        """
+    def load(self) -> None:
+        """Creates the problems of a task, if any. Raises UsageError if no problem is usable."""
         if self._task is not None:
             _ = self.problems
 
@@ -368,8 +328,7 @@ def _raise_none_usable(what: str, last: _Candidate) -> NoReturn:
 # The cache holds two epochs, because prefetched problems may belong to the next epoch.
 @lru_cache(maxsize=2)
 def _permutation(length: int, seed: int, epoch: int) -> list[int]:
-    # A string seed makes neighboring seeds and epochs independent, and is the same in every
-    # process.
+    # With a string seed, neighboring epochs are independent, and equal in every process.
     indices = list(range(length))
     random.Random(f"{seed}/{epoch}").shuffle(indices)
     return indices

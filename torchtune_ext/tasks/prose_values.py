@@ -10,8 +10,7 @@ from collections import Counter
 MAX_PHRASE_WORDS = 3  # most words in one phrase of a unit
 MAX_JOINT = 8  # most words between two alternatives
 MAX_LINE_CHARS = 2000  # characters at the end of a text that are searched for a value
-# Words that negate the value before them: "is wrong", "which does not work", "Wait, that is not
-# right".
+# Words that negate the value before them: "is wrong", "does not work", "Wait, that is not right".
 DENIAL = re.compile(
     r"[\s$]{0,9}(?:(?:is|was)(?:\snot|n't)\b|\\ne)|[\s$\\)\].,*]{0,12}"
     r"(?:(?:which|but|and|though|however|wait|no|hmm|actually|oops|sorry)\b[,.\s]*){0,3}(?:(?:this|that|it)(?:'s)?\b\s*)?"
@@ -86,8 +85,7 @@ _SAME_UNITS = """
 """
 _UNIT = {word: group.split()[0] for group in _SAME_UNITS.split("|") for word in group.split()}
 _COMPOUND = {"mph": {"mile": 1, "hour": -1}, "kph": {"kilometer": 1, "hour": -1}}
-# Units without a plural in -s, and singulars. "100 square" is 100, a frequent form in answers to
-# MATH.
+# Units without a plural in -s, and singulars. "100 square" is 100, which is frequent in MATH.
 KNOWN_UNITS = {word for word in _UNIT if len(word) > 1} | set(
     """
     sq square cubic cu qt pt dl cl cc ms hrs rpm khz mhz ghz mw kwh mv ma pa kpa atm mol cal kcal ev db ohm gbp cad
@@ -144,7 +142,6 @@ def split_unit(answer: str, variables: bool = True) -> tuple[str, str]:
     """Returns (answer without its unit, unit) of a normalized answer.
 
     Args:
-        answer: the normalized answer.
         variables: True: single letters may be variables, so "2m" has no unit.
     """
     answer = re.sub(r"\\frac\s*\{\s*(\\text\{[^{}]*\})\s*\}\s*\{\s*(\\text\{[^{}]*\})\s*\}$", r"\1/\2", answer)
@@ -197,9 +194,8 @@ def unit_words(unit: str) -> str:
 
 def is_unit(words: str, singular: bool = False) -> bool:
     """Tells whether words name a unit, such as "miles per hour"; with `singular`, also "apple"."""
-    # A list of units cannot be complete, but few words change a value. So a unit is recognized by
-    # its form: phrases of a few words without a number ("million"), an operation ("times") or a
-    # joint ("or").
+    # No list of units is complete, but few words change a value. So a unit is recognized by its
+    # form: short phrases without a number ("million"), an operation ("times") or a joint ("or").
     words = re.sub(r"\^-?\d", "", words.replace(".", "")).strip()
     every = words.split()
     if words in ("in total", "in all", "deg C", "deg F"):
@@ -331,8 +327,7 @@ def last_values(text: str) -> list[str] | None:
     """Returns the final value of a text, or the members of its final list.
 
     Returns:
-        None if the text has no value; an empty list if the words around the value change or negate
-        it.
+        None if the text has no value; an empty list if the words around it change or negate it.
     """
     line, formulas = _last_line(text)
     runs = _runs(line)

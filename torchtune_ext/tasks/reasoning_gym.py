@@ -39,8 +39,7 @@ BLOCK_SIZE = 100  # problems per generator instance; some generators create all 
 MAX_DRAWS = 400  # draws after which a split counts as empty
 SOLVED_SCORE = 1.0 - 1e-9  # lowest score of a generator at which a problem counts as solved
 CURRICULUM_WINDOW = 32  # newest groups of a generator that a curriculum averages over
-# These generators draw from Python sets, whose order differs between processes unless
-# PYTHONHASHSEED is set.
+# These generators draw from Python sets, whose order differs without PYTHONHASHSEED.
 HASH_ORDERED = ("isomorphic_strings", "knight_swap", "ransom_note", "word_ladder")
 RUNS_TEXT = "executes an answer as Python code, which may be any program. Fix: set grader: FILE.FUNCTION"
 # Generators that are rejected, and why.
@@ -97,24 +96,20 @@ class ReasoningGym:
 
     Args:
         generators: a name, several names with equal probability ([gcd, lcm]), or {name: options}.
-            Option `weight` is the relative probability (default 1); the generator's config gets the
-            others.
-        seed: seed of the questions. Question i depends only on (generators, seed, first + i,
-            split).
+            Option `weight` is the relative probability (1); the generator gets the others.
+        seed: seed of the questions. Question i depends on (generators, seed, first + i, split).
         count: number of questions; None: endless.
         first: index of the first question.
         split: "train" or "heldout" (one question in eight). The hash of a question selects its
             split, so the splits never overlap.
         prompt: the user's message, in which {question} stands for the question.
         system: a system message before the prompt.
-        reward: "solved": 1 for the generator's full score, else 0; "credit": its score, including
-            partial credit.
+        reward: "solved": 1 for the generator's full score, else 0; "credit": its score.
         grader: dotted path of a function (problem, text) that replaces `grade`. `problem.example`
             is the generator's entry.
 
     Raises:
-        UsageError: reasoning-gym is not installed, a generator is unknown, or it rejects its
-            options.
+        UsageError: reasoning-gym is not installed, or a generator or its options are invalid.
     """
 
     checks_reference_answers = True
@@ -153,8 +148,7 @@ class ReasoningGym:
         # instance, whose seed contains the draw. So a problem does not depend on earlier problems.
         for draw in range(MAX_DRAWS):
             entry = self.generator(name, f"{self.seed}/{block}/{draw}")[place]
-            # If the reference answer is empty, some generators reward every text, and others reward
-            # none.
+            # For an empty reference answer, some generators reward every text, others none.
             if is_held_out(entry["question"]) == (self.split == "heldout") and str(entry["answer"]).strip():
                 break
         else:
@@ -165,12 +159,8 @@ class ReasoningGym:
         question = {"role": "user", "content": self.prompt.replace("{question}", entry["question"])}
         before = () if self.system is None else ({"role": "system", "content": self.system},)
         # The problem stores its options, because a curriculum may have changed them before grading.
-        return Problem(
-            f"{name}-{self.split}-{self.seed}-{number:06d}",
-            (*before, question),
-            entry["answer"],
-            {"generator": name, "options": self.options[name], **entry},
-        )
+        example = {"generator": name, "options": self.options[name], **entry}
+        return Problem(f"{name}-{self.split}-{self.seed}-{number:06d}", (*before, question), entry["answer"], example)
 
     def grade(self, problem: Problem, text: str) -> Score:
         """Grades a text.
@@ -199,8 +189,7 @@ class ReasoningGym:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        # A grading process imports and creates the generators here, which takes seconds, and not at
-        # its first text.
+        # A grading process creates the generators (seconds) here, not at its first text.
         for name in self.options:
             self.generator(name, "0")
 
@@ -221,8 +210,7 @@ class ReasoningGymCurriculum(ReasoningGym):
     """`ReasoningGym` with sizes that grow by reasoning-gym's curricula.
 
     Each generator starts at level 0 of every size in its curriculum, regardless of its options. Its
-    level rises if at least `raise_at` of the samples of its newest 32 groups at this level are
-    solved.
+    level rises if at least `raise_at` of the samples of its newest 32 groups at it are solved.
 
     Args:
         generators: see `ReasoningGym`.
@@ -269,10 +257,8 @@ class ReasoningGymCurriculum(ReasoningGym):
         return {f"curriculum/{name}": float(level) for name, level in self.levels.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "levels": dict(self.levels),
-            "newest": {name: list(shares) for name, shares in self.recent_shares.items()},
-        }
+        newest = {name: list(shares) for name, shares in self.recent_shares.items()}
+        return {"levels": dict(self.levels), "newest": newest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if set(state["levels"]) != set(self.levels):
@@ -343,12 +329,8 @@ def _parse_generators(generators: Any, graded: bool) -> tuple[dict[str, float], 
         # "composite" mixes other generators, as this class does.
         known = [name for name in DATASETS if name != "composite"]
         if name not in known:
-            _raise_unknown(
-                f"generators: unknown generator {name!r} of reasoning-gym",
-                name,
-                known,
-                "the README of reasoning-gym lists them",
-            )
+            fix = "the README of reasoning-gym lists them"
+            _raise_unknown(f"generators: unknown generator {name!r} of reasoning-gym", name, known, fix)
         if name in REFUSED_GENERATORS and not (graded and "grader: FILE.FUNCTION" in REFUSED_GENERATORS[name]):
             raise UsageError(f"generators.{name} {REFUSED_GENERATORS[name]}")
         if given is not None and not isinstance(given, Mapping):

@@ -69,10 +69,8 @@ class NearLevel:
         if levels is not None and (not several or len(levels) < 2):
             raise UsageError(f"levels={levels}: expected null, or two or more mappings of settings")
         task_factory = import_named(task, "task", "class", "my_task.Sums")
-        settings_by_level, signature = (
-            [{**(settings or {}), **level} for level in levels or [{}]],
-            inspect.signature(task_factory),
-        )
+        settings_by_level = [{**(settings or {}), **level} for level in levels or [{}]]
+        signature = inspect.signature(task_factory)
         for given in settings_by_level:
             try:
                 signature.bind(**given)
@@ -189,8 +187,7 @@ def level_names(levels: Sequence[Mapping[str, Any]]) -> list[str]:
         elif values.count(values[0]) == len(levels):
             continue
         else:
-            # The options of a generator are too long for a name. If only one level has the key, the
-            # key is enough.
+            # A generator's options are too long for a name; a key of only one level is enough.
             short = len(values) == 1 and (values[0] is None or isinstance(values[0], Mapping))
             parts = [(key if short else f"{key}={level[key]}") if key in level else "" for level in levels]
         for mine, part in zip(words, parts, strict=True):

@@ -24,14 +24,12 @@ class SkyRLGym(GameTask):
         environment: name in skyrl-gym, or "module:Class" for your own environment.
         rows: a file or the rows themselves, which the environment gets as its `extras`. `prompt`
             holds messages or a string.
-        max_turns: largest number of assistant turns. The environment gets it unless the row has its
-            own.
+        max_turns: largest number of assistant turns; a row may have its own for the environment.
         options: options of the environment (`env_config`).
         count, first, seed: as in `GameTask`.
 
     Raises:
-        UsageError: skyrl-gym is not installed, the environment is unknown, or `rows` cannot be
-            read.
+        UsageError: skyrl-gym or the environment is missing, or `rows` cannot be read.
     """
 
     def __init__(
@@ -57,12 +55,9 @@ class SkyRLGym(GameTask):
         from skyrl_gym.envs.registration import EnvSpec, make
 
         # An unregistered class is its own entry point.
-        kind = (
-            EnvSpec(self.environment_name, self.environment_name)
-            if ":" in self.environment_name
-            else self.environment_name
-        )
-        with wrap_user_errors(f"skyrl_gym: {self.environment_name}"):
+        name = self.environment_name
+        kind = EnvSpec(name, name) if ":" in name else name
+        with wrap_user_errors(f"skyrl_gym: {name}"):
             # A row may have its own `max_turns`.
             game = make(kind, env_config=SimpleNamespace(**self.options), extras={"max_turns": self.max_turns, **row})
             return SkyRLEnvironment(game), game.init(prompt_messages(row))[0]
@@ -79,9 +74,7 @@ class SkyRLEnvironment:
         # is trained on the ids that it sampled.
         step = self.game.step(strip_thinking(message["content"]))
         # The parts of a score must be numbers; metrics may have any type.
-        metrics: dict[str, Any] = {
-            name: value for name, value in self.game.get_metrics().items() if isinstance(value, Real)
-        }
+        metrics: Any = {name: value for name, value in self.game.get_metrics().items() if isinstance(value, Real)}
         return EnvironmentReply(step["observations"], step["reward"], step["done"], metrics)
 
     def close(self) -> None:

@@ -16,7 +16,6 @@ from torchtune_ext.run.errors import UsageError, closest_match
 MAX_REWARD = 1e30
 ENDLESS_LENGTH = 2**31 - 1  # the length of a task whose problems never end
 
-
 Message = dict[str, str]  # {"role", "content"}
 
 
@@ -62,8 +61,7 @@ class Score:
     def kind(self) -> str:
         """Returns "timed_out", "policy_failed" or "scored".
 
-        A text with `parts["timed_out"]` hangs the grader. A text with `parts["failed"]` holds no
-        answer.
+        A text with `parts["timed_out"]` hangs the grader; with `parts["failed"]`, it has no answer.
         """
         if self.parts.get("timed_out"):
             return "timed_out"
@@ -71,11 +69,7 @@ class Score:
 
 
 def require_part(score: Score, name: str) -> float:
-    """Returns a part of a score: 0 if the text hung the grader, which then returned no parts.
-
-    Raises:
-        UsageError: the score lacks the part.
-    """
+    """Returns a part of a score (0 if the text hung the grader), or raises UsageError."""
     if name in score.parts or score.kind == "timed_out":
         return score.parts.get(name, 0.0)
     near = closest_match(name, score.parts)
@@ -87,11 +81,7 @@ def require_part(score: Score, name: str) -> float:
 
 
 def task_length(first: int, count: int | None) -> int:
-    """Returns the length of a task of `count` problems (None: endless).
-
-    Raises:
-        UsageError: `first` is negative, or `count` is below 1.
-    """
+    """Returns the length of a task (`count` None: endless). Raises UsageError if out of range."""
     if first < 0 or (count is not None and count < 1):
         raise UsageError(f"first={first}, count={count}: out of range; expected first >= 0 and count >= 1")
     return ENDLESS_LENGTH if count is None else count
@@ -260,10 +250,7 @@ class EpisodeTask(Protocol):
     max_turns: int  # largest number of assistant turns
 
     def environment(self, problem: Problem, seed: int) -> Environment:
-        """Creates the environment of one episode.
-
-        All samples of a group get the same problem and seed.
-        """
+        """Creates the environment of one episode. All samples of a group get the same arguments."""
         ...
 
 
@@ -314,20 +301,11 @@ class AdaptiveTask(Task, Protocol):
 
     # A problem depends on its index, its position in the run, and the groups observed before.
     def ask(self, index: int, cursor: int) -> Problem:
-        """Returns problem `index` as the `cursor`-th of the run.
-
-        `task[index]` works without a run.
-        """
+        """Returns problem `index` as the `cursor`-th of the run. Without a run: `task[index]`."""
         ...
 
     def observe(self, step: int, groups: Sequence[GradedGroup], folder: Path) -> dict[str, float]:
-        """Updates the selection from the groups of a step, and returns metrics.
-
-        Args:
-            step: the step of the run.
-            groups: the graded groups of the step.
-            folder: the run directory, for files of the task.
-        """
+        """Updates the selection from a step's groups. Returns metrics; `folder` is the run's."""
         ...
 
     # Checkpoints hold this state, so that a resumed run gets the same problems.

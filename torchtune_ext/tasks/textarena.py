@@ -23,8 +23,7 @@ class TextArena(GameTask):
     Args:
         game: name in TextArena.
         options: options of the game, which override the defaults of its name.
-        max_turns: largest number of assistant turns. Most games end earlier; an unfinished game has
-            reward 0.
+        max_turns: largest number of assistant turns. An unfinished game has reward 0.
         count: number of problems; None: endless.
         first, seed: as in `GameTask`.
         system: a system message before the game's first message.
@@ -69,9 +68,8 @@ class TextArenaEnvironment:
     """One game of TextArena."""
 
     def __init__(self, game: Any) -> None:
-        # A game's wrappers parse text to an action, but their observations repeat the whole game at
-        # every turn. So actions go to the wrapped game, and observations come from the unwrapped
-        # game.
+        # A game's wrappers parse text to an action, but their observations repeat the whole game.
+        # So actions go to the wrapped game, and observations come from the unwrapped one.
         from textarena import Wrapper
 
         self.game, self.unwrapped = game, game
@@ -98,7 +96,6 @@ class TextArenaEnvironment:
     def read_observation(self) -> list[Message]:
         """Returns the game's output since the last call, without the policy's own moves."""
         _, shown = self.unwrapped.get_observation()
-        # A few games swap the arguments when they record the policy's move. Then `kind` is a
-        # string.
+        # A few games swap the arguments for the policy's move: `kind` is a string.
         text = "\n\n".join(text for _, text, kind in shown if getattr(kind, "name", "PLAYER_ACTION") != "PLAYER_ACTION")
         return [{"role": "user", "content": text}]

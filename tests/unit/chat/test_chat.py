@@ -53,6 +53,13 @@ def model_dir(tmp_path_factory) -> Path:
     return path
 
 
+def block_mask(tokenizer: ChatTokenizer, *arguments) -> tuple[list[int], list[bool]]:
+    """The ids of a conversation, and the mask of whole generation blocks, as `apply_chat_template` counts it."""
+    conversation = tokenizer.template.render_conversation(*arguments)
+    ids, offsets = tokenizer._encode_pieces(conversation.text, [])
+    return ids, [any(begin < turn.end and end > turn.start for turn in conversation.turns) for begin, end in offsets]
+
+
 def marked(tokenizer: ChatTokenizer, ids: list[int], mask: list[bool]) -> list[str]:
     """The text of each run of marked tokens."""
     runs: list[list[int]] = []
@@ -85,7 +92,7 @@ def test_recorded_vectors(data_dir, qwen_dir, family):
             assert (text, tokenizer.encode(text)) == (row["text"], row["input_ids"]), row["name"]
         elif row["template"] == f"{family}_training":
             assert tokenizer.template.render_conversation(*arguments).text == row["text"], row["name"]
-            ids, mask = tokenizer.conversation_ids(*arguments, sampled_only=False)
+            ids, mask = block_mask(tokenizer, *arguments)
             assert (ids, [int(m) for m in mask]) == (row["input_ids"], row["assistant_mask"]), row["name"]
         else:
             continue
@@ -155,7 +162,7 @@ def test_chatml_mask_is_the_one_of_transformers(model_dir):
     reference = tokenizer._tokenizer.apply_chat_template(
         messages, chat_template=tokenizer.template.source, return_dict=True, return_assistant_tokens_mask=True
     )
-    ids, mask = tokenizer.conversation_ids(messages, sampled_only=False)
+    ids, mask = block_mask(tokenizer, messages)
     assert (ids, [int(m) for m in mask]) == (reference["input_ids"], reference["assistant_masks"])
 
 
@@ -164,7 +171,7 @@ def test_untagged_template_keeps_the_newline_out(model_dir):
     messages = conversation("a", "b", "c", "d")
     ids, mask = tokenizer.conversation_ids(messages)
     assert marked(tokenizer, ids, mask) == ["b<|im_end|>", "d<|im_end|>"]
-    wide = tokenizer.conversation_ids(messages, sampled_only=False)
+    wide = block_mask(tokenizer, messages)
     assert wide[0] == ids == tokenizer.encode(tokenizer.template.render(messages))
     assert marked(tokenizer, *wide) == ["b<|im_end|>\n", "d<|im_end|>\n"]
 
@@ -227,7 +234,7 @@ def test_conversation_token_across_boundary_is_split(model_dir):
     messages = conversation("a", "\nb")
     ids, mask = tokenizer.conversation_ids(messages)
     assert marked(tokenizer, ids, mask) == ["\nb<|im_end|>"]
-    assert len(ids) == len(tokenizer.conversation_ids(messages, sampled_only=False)[0]) + 1
+    assert len(ids) == len(block_mask(tokenizer, messages)[0]) + 1
 
 
 def test_conversation_prompt_ids_equal_standalone_prompt_ids(model_dir, tmp_path):

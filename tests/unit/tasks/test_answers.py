@@ -25,7 +25,6 @@ from torchtune_ext.tasks.answers import (
     answers_match,
     extract_answer,
     gold_answer,
-    grade,
     has_single_thought,
     last_box,
     readable,
@@ -317,7 +316,7 @@ def test_unboxed_answer_search_covers_only_text_end():
 )  # fmt: skip
 def test_right_answers_of_data_sets(field, answer):
     assert gold_answer(field) == answer
-    assert grade(field, f"\\boxed{{{answer}}}").reward == 1.0
+    assert MathGrader()(gold_answer(field), f"\\boxed{{{answer}}}").reward == 1.0
 
 
 @pytest.mark.parametrize("field, message", [(None, "neither"), (True, "neither"), ([1], "neither"), (float("nan"), "neither"), ("", "holds no answer"), ("$$", "holds no answer"), ("\\boxed{}", "holds no answer"), ("{1", "braces"), ("\\boxed{1", "braces")])  # fmt: skip

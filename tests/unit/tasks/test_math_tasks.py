@@ -217,8 +217,8 @@ def test_math_grading_process_gets_no_rows_or_imports(path):
     task = Math(path=path)
     assert b"half of 1" not in pickle.dumps(task)
     code = (
-        "import sys\nfrom torchtune_ext.tasks.math import Math\nfrom torchtune_ext.tasks.answers import grade\n"
-        "assert grade('0.5', '\\\\boxed{1/2}').reward == 1.0\n"
+        "import sys\nfrom torchtune_ext.tasks.math import Math\nfrom torchtune_ext.tasks.answers import MathGrader\n"
+        "assert MathGrader()('0.5', '\\\\boxed{1/2}').reward == 1.0\n"
         "print(sorted({'datasets', 'pyarrow', 'torch', 'transformers', 'pandas'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

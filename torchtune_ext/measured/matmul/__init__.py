@@ -12,8 +12,7 @@ __all__ = ["CompileAndFix", "Matmul", "Programs"]
 
 
 def __getattr__(name: str) -> Any:
-    # The tasks are imported on demand, so that the archive of a run can be read without the C
-    # parser.
+    # Imported on demand: the archive of a run can be read without the C parser.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     file = {"CompileAndFix": "compile_and_fix", "Matmul": "task", "Programs": "programs"}[name]

@@ -29,8 +29,7 @@ class ArchiveEntry:
     found: int  # step of the run, or any increasing number
 
     def __post_init__(self) -> None:
-        # JSON yields lists, and callers pass techniques in any order. The canonical form makes
-        # equal entries equal.
+        # JSON yields lists, and callers any order. The canonical form makes equal entries equal.
         object.__setattr__(self, "size", tuple((name, int(number)) for name, number in dict(self.size).items()))
         object.__setattr__(self, "techniques", tuple(sorted(set(self.techniques))))
 
@@ -66,13 +65,8 @@ class Archive:
         return (entry for _, entry in sorted(self._elites.items()))
 
     def add(self, entry: ArchiveEntry) -> bool:
-        """Adds a program if its cell is empty or has a significantly slower elite.
-
-        Returns:
-            Whether the program was added.
-        """
-        # The program's interval must lie above the elite's interval, so noise never replaces an
-        # elite.
+        """Adds a program to an empty cell, or if it is significantly faster. Returns whether."""
+        # The intervals must not overlap, so noise never replaces an elite.
         elite = self._elites.get(entry.cell)
         if elite is not None and entry.speedup_low <= elite.speedup_high:
             return False

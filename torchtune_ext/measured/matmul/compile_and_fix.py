@@ -29,8 +29,7 @@ class CompileAndFix:
     Args:
         kernels: kernel name -> size or sizes, as in `Matmul`.
         max_turns: maximum number of programs per episode.
-        prompt: "long" describes the problem; "short" is for a model after the warm-up
-            (programs.py).
+        prompt: "long" describes the problem; "short" is for after the warm-up (programs.py).
         compiler: "gcc", "clang" or a path. None selects the first one on PATH.
 
     Raises:

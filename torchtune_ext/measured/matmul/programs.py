@@ -18,8 +18,7 @@ from torchtune_ext.measured.matmul.writers import WRITERS, ZERO_OUTPUT
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.tasks.task import ENDLESS_LENGTH, Problem, Score, require_index, require_share
 
-# The first stage permits the fewest programs, 1 in 40. All of MAX_DRAWS draws miss with probability
-# e^-25.
+# The first stage permits 1 program in 40. All of MAX_DRAWS draws miss with probability e^-25.
 MAX_DRAWS = 1000
 
 
@@ -142,10 +141,8 @@ class Programs:
         sizes: matrix sizes, equally frequent.
         seed: problems of different seeds are independent.
         broken: share of broken programs, in [0, 1].
-        stages: names of `stages.STAGES`, in their order. Without "threads", programs have no OpenMP
-            pragmas.
-        new: share of a stage's programs that no earlier stage permits. The others are any permitted
-            programs.
+        stages: names of `stages.STAGES`, in their order. Without "threads": no OpenMP pragmas.
+        new: share of a stage's programs that no earlier stage permits; the others are any.
         weights: as in `ProgramFamily`.
 
     Raises:
@@ -185,11 +182,7 @@ class Programs:
         return Problem(f"{problem_id(kernel)}/{stage}/{index}", short_messages(kernel, stage), program.answer)
 
     def grade(self, problem: Problem, text: str) -> Score:
-        """Not supported: the reward of a program must be measured, by the task `Matmul`.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Raises NotImplementedError: a reward must be measured, by the task `Matmul`."""
         raise NotImplementedError(
             "Programs is a task for warmup_sft and has no reward: the speed of a program must be measured. Fix: Train "
             "with torchtune_ext.measured.matmul.Matmul"
@@ -207,16 +200,11 @@ class Programs:
         return kernel, program, stage
 
     def _draw(self, stage: str, is_new: bool, index: int, rng: random.Random) -> Program | None:
-        """Draws a program that the stage permits and, if `is_new`, no earlier stage permits.
-
-        Returns:
-            The program, or None after MAX_DRAWS draws.
-        """
+        """Draws a program that the stage permits, and no earlier one if `is_new`, or None."""
         for _ in range(MAX_DRAWS):
             program = self.family[index]
             possible = self._permitting_stages(program)
-            # New programs teach the technique that the stage adds. The others teach that it is
-            # optional.
+            # New programs teach the stage's technique, the others that it is optional.
             if stage in possible[:1] if is_new else stage in possible:
                 return program
             index = rng.randrange(ENDLESS_LENGTH)

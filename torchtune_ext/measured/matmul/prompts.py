@@ -14,13 +14,7 @@ Messages = tuple[dict[str, str], ...]
 
 
 def messages(kernel: Kernel, stage: str, elite: ArchiveEntry | None = None) -> Messages:
-    """Returns the messages for one problem.
-
-    Args:
-        kernel: the kernel to compute, at the size `kernel.timed`.
-        stage: a name of `stages.STAGES`.
-        elite: a program to improve, with its speed. None shows no program.
-    """
+    """Returns the messages for one problem, with the program `elite` to improve if it is given."""
     parts = [
         f"Write a function in C, as fast as you can make it. It computes {kernel.question}.",
         f"```c\n{prototype(kernel)};\n```",
@@ -55,9 +49,7 @@ def _rules_text(kernel: Kernel) -> str:
 def _techniques_text(stage: str) -> str:
     allowed = STAGES[stage]
     if not allowed:
-        return (
-            "Permitted is the plain definition alone: none of these techniques: " + _join_techniques(TECHNIQUES) + "."
-        )
+        return f"Permitted is the plain definition alone: none of these techniques: {_join_techniques(TECHNIQUES)}."
     others = [name for name in TECHNIQUES if name not in allowed]
     text = f"These techniques are permitted: {_join_techniques(name for name in TECHNIQUES if name in allowed)}."
     return text + (f" These are not: {_join_techniques(others)}." if others else "")

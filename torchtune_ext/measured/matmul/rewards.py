@@ -40,8 +40,7 @@ def program_reward(outcome: str, timing: Timing | None = None, kind: str = "log_
             and 1/4 more for each doubling. "peak_share": the same failures, or the fraction of the
             roofline, from 0 to about 1.
     """
-    # The machine is at fault and not the program, so the sample stays out of the baseline of its
-    # group.
+    # The machine is at fault, not the program: the sample stays out of the baseline.
     if outcome == "noisy":
         return None
     if outcome != "ok":

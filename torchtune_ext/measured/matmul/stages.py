@@ -7,6 +7,7 @@ design. They are deterministic and do not use a clock.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 
 from torchtune_ext.measured.techniques import TECHNIQUES
 from torchtune_ext.run.errors import UsageError
@@ -59,11 +60,7 @@ class _ProblemState:
 
 
 class Curriculum:
-    """The stage of every problem.
-
-    Args:
-        stages: names of STAGES in order. Omit "threads" if a program may use only one thread.
-    """
+    """The stage of every problem, one of `stages`, which are names of STAGES in order."""
 
     def __init__(self, stages: Sequence[str] = tuple(STAGES)) -> None:
         self.stages = tuple(stages)
@@ -74,11 +71,7 @@ class Curriculum:
         return self.stages[self._problems[problem].stage if problem in self._problems else 0]
 
     def observe(self, problem: str, visit: Visit) -> str:
-        """Records one group of a problem, sampled at its current stage.
-
-        Returns:
-            The reason of a promotion to the next stage, for the log; "" without a promotion.
-        """
+        """Records a group of a problem at its stage. Returns the reason of a promotion, or ""."""
         state = self._problems.setdefault(problem, _ProblemState())
         state.visits += 1
         state.window = [*state.window, visit][-WINDOW_VISITS:]
@@ -94,11 +87,7 @@ class Curriculum:
         return {"stages": list(self.stages), "problems": problems}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Restores the return value of `state_dict`.
-
-        Raises:
-            UsageError: the state has another list of stages.
-        """
+        """Restores a `state_dict`. Raises UsageError if it has another list of stages."""
         if tuple(state["stages"]) != self.stages:
             raise UsageError(
                 f"stages={list(self.stages)}, but the checkpoint was written with {state['stages']}. Fix: use these, "
@@ -116,16 +105,12 @@ def _promotion_reason(state: _ProblemState) -> str:
         return ""
     half = WINDOW_VISITS // 2
     first, second = state.window[:half], state.window[half:]
-    share = _mean([visit.correct for visit in state.window])
-    rise = _mean([visit.correct for visit in second]) - _mean([visit.correct for visit in first])
+    share = fmean(visit.correct for visit in state.window)
+    rise = fmean(visit.correct for visit in second) - fmean(visit.correct for visit in first)
     speeds = [[visit.speed for visit in part if visit.speed is not None] for part in (first, second)]
-    gain = _mean(speeds[1]) - _mean(speeds[0]) if all(speeds) else 0.0
+    gain = fmean(speeds[1]) - fmean(speeds[0]) if all(speeds) else 0.0
     if share >= MIN_CORRECT and rise < MAX_SETTLED_RISE and gain < MAX_SETTLED_GAIN:
         return f"{share:.0%} are correct and the share is stable; the last {half} groups gained {gain:+.2f} doublings"
     if share >= MIN_CORRECT_LATE and state.visits >= PATIENCE_VISITS:
         return f"{share:.0%} are correct after {state.visits} groups, the limit of a stage"
     return ""
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

@@ -8,7 +8,7 @@ resumes or replays rollouts has the same prompts.
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,7 +30,6 @@ from torchtune_ext.tasks.task import GradedGroup, Problem, Score, require_choice
 
 log = logging.getLogger(__name__)
 
-
 ALL_STAGE = "all"  # the stage of a task without a curriculum
 PROMPT_KINDS = ("long", "short")
 
@@ -40,8 +39,7 @@ class Matmul(MeasuredTask):
 
     Args:
         kernels: kernel -> size or sizes: {"dgemm": [256, 512], "gemv": 1536}. A key is "dgemm",
-            "gemv", "reduction", or the dotted path of a class that implements `Kernel` and takes a
-            size.
+            "gemv", "reduction", or the dotted path of a `Kernel` class that takes a size.
         stages: names of STAGES in order. Each problem starts at the first stage and advances with
             the curriculum. None permits all techniques from the start.
         reward: "log_speedup", "peak_share" or "published" (rewards.py).
@@ -49,8 +47,7 @@ class Matmul(MeasuredTask):
             after the warm-up (programs.py).
         show: share of long prompts that show a program of the archive to improve, in [0, 1].
         seed: seed for the choice of shown programs.
-        bench: settings of the benchmark service, fields of `BenchConfig`: cores, threads, budget_s,
-            address, ...
+        bench: settings of the benchmark service (`BenchConfig`): cores, threads, budget_s, ...
 
     Raises:
         UsageError: an argument is invalid.
@@ -72,11 +69,8 @@ class Matmul(MeasuredTask):
         require_share("task.show", show, "the prompts")
         if show and prompt == "short":
             raise UsageError(f"task.show={show}: short prompts cannot show a program. Fix: set prompt=long, or show=0")
-        self._problems = {
-            problem_id(kernel): kernel for kernel in make_kernels({"dgemm": 256} if kernels is None else kernels)
-        }
-        self.kernels = list(self._problems.values())
-        self._names = list(self._problems)
+        self.kernels = make_kernels({"dgemm": 256} if kernels is None else kernels)
+        self._problems = {problem_id(kernel): kernel for kernel in self.kernels}
         self._reward, self._prompt, self._show_probability, self._seed = reward, prompt, show, seed
         if stages is not None:
             # A single string would be read as a list of letters.
@@ -94,16 +88,16 @@ class Matmul(MeasuredTask):
         self.archive = Archive()
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.kernels)
 
     def __getitem__(self, index: int) -> Problem:
         return self.ask(index, index)
 
     def ask(self, index: int, cursor: int) -> Problem:
         """Returns problem `index` at its current stage. `cursor` seeds the shown program."""
-        require_index(index, len(self._names))
-        name = self._names[index]
-        kernel = self._problems[name]
+        require_index(index, len(self.kernels))
+        kernel = self.kernels[index]
+        name = problem_id(kernel)
         stage = ALL_STAGE if self.curriculum is None else self.curriculum.stage_of(name)
         answer = {"problem": name, "stage": stage}
         if self._prompt == "short":
@@ -114,8 +108,6 @@ class Matmul(MeasuredTask):
     def solution(self, problem: Problem) -> str:
         """Returns the kernel's naive program: correct, slow, and permitted at every stage."""
         return f"```c\n{self.kernel(problem).naive}```"
-
-    # Measurement -----------------------------------------------------------------------------------------------------
 
     def kernel(self, problem: Problem) -> Kernel:
         """Returns the kernel of a problem."""
@@ -131,8 +123,6 @@ class Matmul(MeasuredTask):
         assert value is not None  # only a noisy result has no reward
         return measured_score(result, value)
 
-    # Curriculum and archive ------------------------------------------------------------------------------------------
-
     def observe(self, step: int, groups: Sequence[GradedGroup], folder: Path) -> dict[str, float]:
         """Updates the curriculum, writes the archive to `folder`, and returns metrics."""
         moves = 0
@@ -147,13 +137,8 @@ class Matmul(MeasuredTask):
                 and (reason := self.curriculum.observe(name, visit))
             ):
                 moves += 1
-                log.info(
-                    "matmul: problem %s advances from stage %s to %s: %s",
-                    name,
-                    stage,
-                    self.curriculum.stage_of(name),
-                    reason,
-                )
+                new = self.curriculum.stage_of(name)
+                log.info("matmul: problem %s advances from stage %s to %s: %s", name, stage, new, reason)
             for text, score, _ in samples:
                 if score is not None and score.parts.get("speedup"):
                     self._archive_program(self._problems[name], extract_code(text) or "", score, step)
@@ -169,11 +154,7 @@ class Matmul(MeasuredTask):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the return value of `state_dict`.
-
-        Raises:
-            UsageError: the state has other stages.
-        """
+        """Restores a `state_dict`. Raises UsageError if it has other stages."""
         if (state["curriculum"] is None) != (self.curriculum is None):
             had = "none" if state["curriculum"] is None else state["curriculum"]["stages"]
             now = "none" if self.curriculum is None else list(self.curriculum.stages)
@@ -188,8 +169,7 @@ class Matmul(MeasuredTask):
     def _archive_program(self, kernel: Kernel, source: str, score: Score, step: int) -> None:
         parts, self.machine = score.parts, score.facts["machine"]
         spread = parts["speedup_spread"]
-        # A program with an undefined or very wide interval could never be replaced by a
-        # significantly faster one.
+        # A very wide or undefined interval could never be replaced by a significantly faster one.
         if 0 < spread < 1:
             used = tuple(word for word in score.facts["techniques"].split(",") if word)
             speed = parts["speedup"], spread, parts["gflops"]
@@ -210,7 +190,7 @@ class Matmul(MeasuredTask):
         if here := [entry for entry in self.archive if entry.machine == self.machine]:
             yield "archive/best_speedup", max(here, key=lambda entry: entry.speedup_low).ratio
         if self.curriculum is not None:
-            at = [self.curriculum.stage_of(name) for name in self._names]
+            at = [self.curriculum.stage_of(name) for name in self._problems]
             yield from ((f"stage/{stage}", float(at.count(stage))) for stage in self.curriculum.stages)
             yield "stage/moves", float(moves)
 
@@ -233,11 +213,7 @@ def problem_id(kernel: Kernel) -> str:
 
 
 def make_kernels(mapping: Mapping[str, int | Sequence[int]]) -> list[Kernel]:
-    """Creates the kernels of a mapping of names to sizes.
-
-    Raises:
-        UsageError: a name or a size is invalid.
-    """
+    """Creates the kernels of a mapping of names to sizes. Raises UsageError if one is invalid."""
     if not isinstance(mapping, Mapping) or not mapping:
         raise UsageError(f"task.kernels={mapping!r}: map each kernel to its sizes, as {{dgemm: [256, 512]}}")
     kernels = []
@@ -253,23 +229,19 @@ def make_kernels(mapping: Mapping[str, int | Sequence[int]]) -> list[Kernel]:
         for size in size_list:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise UsageError(f"task.kernels.{name}={size!r}: expected a whole number, 1 or more")
-            kernels.append(_make_kernel(kind, str(name), size))
+            try:
+                kernel = kind(size)
+                validate_kernel(kernel)
+            except Exception as error:
+                # A user's class may raise any error.
+                raise UsageError(
+                    f"task.kernels.{name}={size}: {error or type(error).__name__}; expected a class that takes a size"
+                ) from error
+            kernels.append(kernel)
     names = [problem_id(kernel) for kernel in kernels]
     if duplicates := {name for name in names if names.count(name) > 1}:
         raise UsageError(f"task.kernels: {', '.join(sorted(duplicates))} is listed twice. Fix: remove one")
     return kernels
-
-
-def _make_kernel(kind: Callable[[int], Kernel], name: str, size: int) -> Kernel:
-    try:
-        kernel = kind(size)
-        validate_kernel(kernel)
-    except Exception as error:
-        # A user's class may raise any error.
-        raise UsageError(
-            f"task.kernels.{name}={size}: {error or type(error).__name__}; expected a class that takes a size"
-        ) from error
-    return kernel
 
 
 def _is_readable(kernel: Kernel) -> bool:

@@ -71,8 +71,7 @@ def plain(rng: random.Random) -> Draft:
         return _innermost_sum(rng, order, loops, outer, techniques)
     hint = draw_hint(rng, techniques)
     body = f"{loops[0]}{loops[1]}{hint}{loops[2]}C[i*n+j]+=A[i*k+l]*B[l*n+j];\n"
-    # With l in the middle, one factor is invariant in the inner loop, so it may be read before the
-    # loop.
+    # With l in the middle, one factor is invariant in the inner loop and may be read before it.
     if order[1] == "l" and rng.random() < 0.4:
         body = f"{loops[0]}{loops[1][:-1]}{{double a=A[i*k+l];\n{hint}{loops[2][:-1]}C[i*n+j]+=a*B[l*n+j];}}\n"
         body = body if order[2] == "j" else body.replace("A[i*k+l]", "B[l*n+j]").replace("a*B[l*n+j]", "A[i*k+l]*a")

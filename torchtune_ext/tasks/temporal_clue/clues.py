@@ -10,10 +10,7 @@ from torchtune_ext.tasks.temporal_clue.scenario import MURDER_WEAPON, MURDERER, 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`who` was in `room` at `time`.
-
-    For a motive of several suspects, at least one suspect was there.
-    """
+    """`who` was in `room` at `time`: for a motive of several suspects, at least one of them."""
 
     who: int  # piece or role
     time: int
@@ -128,9 +125,8 @@ class Murder:
 
 Statement = Place | Either | Iff | SameRoom | Together | NextTo | Moved | HasMotive | Murder
 
-# Clues are sorted by the weight of their kind plus a random number in [0, 1). A puzzle tries to
-# drop them in this order, so clues with a larger weight are kept more often. The values are the
-# public generator's.
+# Clues are sorted by the weight of their kind (the public generator's values) plus a random number
+# in [0, 1), and dropped in this order: those with a larger weight are kept more often.
 WEIGHTS = {"murder": -0.2, "place": -0.15, "role": -0.1, "motive": 0.0, "or": -0.05, "iff": 0.05, "same_room": 0.5}
 WEIGHTS |= {"together": 0.8, "beside": 0.2, "moved": 0.1, "carried": 0.2, "role_moved": 0.2, "role_carried": 0.35}
 ROLE_MEETING = 1.5  # added to the weight of a meeting with the murderer or the murder weapon
@@ -179,8 +175,7 @@ def draw_clues(rng: random.Random, scenario: Scenario, kinds: tuple[str, ...]) -
     if "carried" in kinds:
         ranked += _carries(scenario)
     ranked = [(weight + rng.random(), clue) for weight, clue in ranked]
-    # A dict drops duplicates and keeps the order. The key is the weight, since statements have no
-    # order.
+    # A dict drops duplicates and keeps the order. Statements have no order of their own.
     return list(dict.fromkeys(clue for _, clue in sorted(ranked, key=itemgetter(0))))
 
 
@@ -213,10 +208,7 @@ def _false_place(rng: random.Random, scenario: Scenario, place: Place) -> Place 
 
 
 def _compounds(rng: random.Random, scenario: Scenario, kind: str, count: int) -> list[tuple[float, Statement]]:
-    """Creates clues of two places.
-
-    "or" joins a true and a false place; "if and only if" joins two true or two false places.
-    """
+    """Creates clues of two places: "or" of a true and a false place, "iff" of two equal ones."""
     right = _all_places(scenario)
     clues: list[tuple[float, Statement]] = []
     for _ in range(count):

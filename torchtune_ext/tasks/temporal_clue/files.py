@@ -57,8 +57,7 @@ def write_jsonl(path: str | os.PathLike, puzzles: Iterable[Puzzle]) -> int:
     """Writes one puzzle per line atomically, and returns the number of puzzles."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # All puzzles are generated before the file is written, so a failure does not leave a partial
-    # file.
+    # All puzzles are generated before the file is written: a failure leaves no partial file.
     lines = [json.dumps(asdict(puzzle), ensure_ascii=False) + "\n" for puzzle in puzzles]
     data = "".join(lines).encode()
     if path.exists() and not path.is_file():

@@ -2,6 +2,7 @@
 
 import random
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchtune_ext.tasks.temporal_clue.clues import (
@@ -46,8 +47,7 @@ def make_puzzle(seed: int, index: int, size: Size) -> Puzzle:
 
 def puzzle_of(rng: random.Random, scenario: Scenario, dims: Dims, size: Size) -> Puzzle | None:
     """Generates the puzzle of a scenario, or None if clues state all answers to main questions."""
-    # The clues that determine the whole world are found first. If only the answers must be
-    # determined, `drop_redundant` then has few clues to try.
+    # The clues for the whole world come first, so few are left to try for the answers alone.
     solver = Solver(scenario)
     clues, worlds = select_minimal(solver, draw_clues(rng, scenario, size.clues), all_facts(scenario))
     main = [fact for fact in murder_facts(scenario) if fact not in clues]
@@ -57,7 +57,7 @@ def puzzle_of(rng: random.Random, scenario: Scenario, dims: Dims, size: Size) ->
     questions = [fact_question(scenario, fact) for fact in main]
     questions += [fact_question(scenario, fact, ask_who) for fact, ask_who in bonus]
     if not size.whole_world:
-        clues = drop_redundant(solver, clues, main + [fact for fact, _ in bonus], worlds)
+        clues, _ = select_minimal(solver, clues, main + [fact for fact, _ in bonus], worlds)
     rng.shuffle(clues)
     text = puzzle_prompt(scenario, clues, questions, len(main))
     return Puzzle(len(clues), text, {chr(ord("A") + n): answer for n, (_, answer, _) in enumerate(questions)})
@@ -87,47 +87,24 @@ def _bonus_facts(
     return [(fact, ask_who) for fact, ask_who in rng.sample(facts, min(most, len(facts))) if fact not in clues]
 
 
-# Two algorithms reduce clues to a minimal set that determines some facts. Both give the same
-# result, which depends only on the order of the clues (the first are tried first), not on the
-# counterexamples that the solver finds.
-def drop_redundant(
-    solver: Solver, clues: list[Statement], facts: list[Statement], worlds: list[World]
-) -> list[Statement]:
-    """Drops each clue in turn if the others still determine the facts.
-
-    Known `worlds` save solver calls.
-    """
-    goal = solver.difference_literal(facts)
-    broken = [_violation_mask(clues, world) for world in worlds if not all(fact.holds(world) for fact in facts)]
-    left = (1 << len(clues)) - 1  # bit mask over the clues
-    for bit in range(len(clues)):
-        # If only this clue excludes one of the worlds, the clue is necessary.
-        if any(mask & left == 1 << bit for mask in broken):
-            continue
-        others = left & ~(1 << bit)
-        world = solver.find_world(_chosen(clues, others), goal)
-        if world is None:
-            left = others
-        else:
-            broken.append(_violation_mask(clues, world))
-    return _chosen(clues, left)
-
-
 def select_minimal(
-    solver: Solver, clues: list[Statement], facts: list[Statement]
+    solver: Solver, clues: list[Statement], facts: list[Statement], known_worlds: Sequence[World] = ()
 ) -> tuple[list[Statement], list[World]]:
-    """Returns the clues that `drop_redundant` would keep, and the worlds that the solver found.
+    """Drops each clue in turn, the first ones first, if the others still determine the facts.
 
-    It is faster than `drop_redundant` if few clues remain.
+    Known worlds save solver calls.
+
+    Returns:
+        The kept clues, and the worlds that the solver found. The clues do not depend on the worlds.
     """
     # Every world in which a fact differs must violate a kept clue. If a world violates none of the
-    # clues kept so far, `drop_redundant` would keep the last clue that the world violates. So the
-    # solver searches for a world that the kept clues still allow, and the kept clues are chosen
-    # again, until the search finds no world.
+    # clues kept so far, the last clue that it violates is kept. So the solver searches for a world
+    # that the kept clues still allow, and the kept clues are chosen again, until it finds no world.
     goal = solver.difference_literal(facts)
     worlds: list[World] = []
     # Bit masks over the clues, sorted by the last clue that a world violates.
-    broken: list[int] = []
+    different = [world for world in known_worlds if not all(fact.holds(world) for fact in facts)]
+    broken = sorted(_violation_mask(clues, world) for world in different)
     while True:
         kept = 0
         for mask in broken:

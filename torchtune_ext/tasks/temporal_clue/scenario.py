@@ -123,8 +123,7 @@ def draw_scenario(rng: random.Random, dims: Dims) -> Scenario:
         if chances := _possible_murders(walks, carried, dims):
             break
     murderer, weapon, room, time = rng.choice(chances)
-    # Mr. Boddy walks to the room of the murder and stays there. His path is drawn backwards from
-    # the room.
+    # Mr. Boddy stays in the room of the murder. His way to it is drawn backwards.
     boddy = _walk(rng, next_to, room, time + 1)[::-1] + [room] * (dims.times - time - 1)
     places = tuple(tuple(walk) for walk in [*walks, *carried, boddy])
     truth = World(places, motive_of, murderer, dims.suspects + weapon, room, time)

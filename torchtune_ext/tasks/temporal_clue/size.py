@@ -31,8 +31,7 @@ class Size:
     # Largest number of bonus questions; a question is dropped if a clue states its answer.
     bonus: Range = 0
     clues: tuple[str, ...] = KINDS  # kinds of clues; must include "direct"; fewer kinds are easier
-    # True: the clues determine every position, as in the public puzzles. False: they determine only
-    # the answers.
+    # True: the clues determine every position, as in the public puzzles; False: only the answers.
     whole_world: bool = False
     players: Range | None = None  # 1 to 6; sets all other numbers, as in the public puzzles
 
@@ -49,23 +48,16 @@ class Size:
         if "direct" not in self.clues or not all(kind in KINDS for kind in self.clues):
             raise UsageError(
                 f"size: clues={list(self.clues)}: unknown. Fix: choose from {', '.join(KINDS)}, and always "
-                "include 'direct', which makes "
-                "every puzzle solvable"
+                "include 'direct', which makes every puzzle solvable"
             )
 
     def draw(self, rng: random.Random) -> "Dims":
         """Draws the numbers of one puzzle."""
         if self.players is not None:
             return _draw_as_public(rng, _pick(rng, self.players))
-        suspects = _pick(rng, self.suspects)
-        return Dims(
-            suspects,
-            _pick(rng, self.weapons),
-            _pick(rng, self.rooms),
-            _pick(rng, self.times),
-            min(_pick(rng, self.motives), suspects),
-            _pick(rng, self.bonus),
-        )
+        ranges = self.suspects, self.weapons, self.rooms, self.times, self.motives, self.bonus
+        suspects, weapons, rooms, times, motives, bonus = (_pick(rng, value) for value in ranges)
+        return Dims(suspects, weapons, rooms, times, min(motives, suspects), bonus)
 
 
 @dataclass(frozen=True, slots=True)

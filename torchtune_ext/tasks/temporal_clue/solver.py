@@ -40,9 +40,8 @@ class Solver:
     """Searches for a world that fits some clues but differs from the truth in a goal."""
 
     def __init__(self, scenario: Scenario) -> None:
-        # A scenario has one model: the rules of the prompt as clauses over "piece p was in room r
-        # at time t", the motives and the facts of the murder. Clues become literals, and a query
-        # assumes a set of literals.
+        # A scenario has one model: the rules as clauses over "piece p was in room r at time t", the
+        # motives and the facts of the murder. A query assumes literals of clues.
         cp_model = ortools()
         self.scenario = scenario
         self.model = cp_model.CpModel()

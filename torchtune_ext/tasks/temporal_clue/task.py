@@ -27,16 +27,13 @@ class TemporalClue:
         size: a `Size`, a name ("2", "3", "small", "public"), or a mapping such as
             {suspects: [2, 3], weapons: 2}.
         grader: "exact"; "published", which never accepts a time; or the dotted path of a function
-            (problem, text) that replaces `grade`. `problem.answer` maps letters to reference
-            answers.
+            (problem, text) that replaces `grade`. `problem.answer` maps letters to answers.
         path: a JSON or JSONL file of puzzles to read instead of generating them.
         first: index of the first puzzle. It separates training and held-out puzzles.
-        group_grader: dotted path of a function (problem, texts), which grades all samples of a
-            puzzle in one call.
+        group_grader: dotted path of a function (problem, texts), for all samples of a puzzle.
 
     Raises:
-        UsageError: an argument is out of range, a function is not found, or the file has too few
-            puzzles.
+        UsageError: an argument is invalid, or the file has too few puzzles.
         UsageFileError: the file is missing.
     """
 
@@ -92,15 +89,12 @@ class TemporalClue:
         the fraction of questions with any answer in the right format.
         """
         right = right_answers(problem.answer, text, self.rule).values()
-        reward = sum(right) / len(right)
-        parts = {"accuracy": reward, "solved": float(all(right)), "format": answered_share(problem.answer, text)}
+        reward, answered = sum(right) / len(right), extract_answers(text, problem.answer)
+        parts = {"accuracy": reward, "solved": float(all(right)), "format": len(answered) / len(right)}
         return Score(reward, parts)
 
     def solution(self, problem: Problem) -> str:
-        """Returns the answers in the format of the prompt.
-
-        The reward is 1.0; with "published", it is lower if an answer is a time.
-        """
+        """Returns the answers as in the prompt: reward 1.0 (less for times with "published")."""
         return "\n".join(f"{letter}. {answer}" for letter, answer in problem.answer.items())
 
 
@@ -142,8 +136,3 @@ def right_answers(solution: dict[str, str], text: str, grader: str = "exact") ->
     """Tells for each letter whether the last answer in `text` equals the answer in `solution`."""
     found = extract_answers(text, solution, grader)
     return {key: found.get(key, "").lower() == answer.lower() for key, answer in solution.items()}
-
-
-def answered_share(solution: dict[str, str], text: str) -> float:
-    """Returns the fraction of the questions to which `text` has any answer in the right format."""
-    return len(extract_answers(text, solution)) / len(solution)
