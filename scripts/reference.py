@@ -28,7 +28,7 @@ from torchtune_ext.cli.options import (
 )
 from torchtune_ext.grading.environments import FINISH_REASONS
 from torchtune_ext.measured.results import BenchConfig
-from torchtune_ext.run.catalog import import_object, package_folder, recipe_files
+from torchtune_ext.run.catalog import import_object, recipe_files
 from torchtune_ext.settings.components import Component
 from torchtune_ext.settings.presets import preset_files
 from torchtune_ext.telemetry.panels import PANELS
@@ -185,7 +185,7 @@ def config_page() -> Iterator[str]:
     heads = ("key", "type", "default", "description")
     names: dict[str, list[str]] = {}
     written: dict[str, list[Option]] = {}
-    for recipe in recipe_files(package_folder("recipes"), package_folder("configs")):
+    for recipe in recipe_files():
         names.setdefault(recipe.path.stem, []).append(recipe.name)
     for recipes in sorted(names.values(), key=len, reverse=True):
         options = list_options(config_class(recipes[0]))

@@ -16,7 +16,7 @@ from itertools import count
 
 import psutil
 
-from torchtune_ext.cluster.actor import adopt_orphans
+from torchtune_ext.run.process_env import Prctl, prctl
 
 
 class RayCluster:
@@ -81,7 +81,7 @@ class RayCluster:
 
 def keep(folder: str) -> None:
     """Adopt the orphans of runs on the cluster, so that `processes` finds them."""
-    adopt_orphans()
+    prctl(Prctl.PR_SET_CHILD_SUBREAPER, 1)
     cluster = subprocess.Popen([sys.executable, __file__, folder, "cluster"])
     while os.wait()[0] != cluster.pid:
         pass

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from torchtune_ext import __version__
 from torchtune_ext.cli import plugin
-from torchtune_ext.run.catalog import config_path, package_folder, recipe_files
+from torchtune_ext.run.catalog import config_path, recipe_files
 from torchtune_ext.run.errors import closest_match, report_errors
 from torchtune_ext.run.terminal import replace_unencodable, run_until_closed
 
@@ -51,19 +51,11 @@ TUNE_COMMANDS = {
 
 
 def usage_text() -> str:
-    """Returns the help text."""
-    return "\n".join(
-        [
-            "usage: torchtune-ext COMMAND [ARGUMENTS ...]",
-            "",
-            "commands of torchtune-ext:",
-            *(f"  {word:<15}{text}" for word, (_, text) in OWN_COMMANDS.items()),
-            "",
-            "commands of torchtune's `tune`:",
-            *(f"  {word:<15}{text}" for word, text in TUNE_COMMANDS.items()),
-            "",
-            "`torchtune-ext COMMAND --help` shows the arguments of a command.",
-        ]
+    own = "\n".join(f"  {word:<15}{text}" for word, (_, text) in OWN_COMMANDS.items())
+    tune = "\n".join(f"  {word:<15}{text}" for word, text in TUNE_COMMANDS.items())
+    return (
+        f"usage: torchtune-ext COMMAND [ARGUMENTS ...]\n\ncommands of torchtune-ext:\n{own}\n\n"
+        f"commands of torchtune's `tune`:\n{tune}\n\n`torchtune-ext COMMAND --help` shows the arguments of a command."
     )
 
 
@@ -110,8 +102,7 @@ def run_tune(arguments: Sequence[str]) -> int:
 
     if arguments[0] != "run":
         return run_until_closed(tune_main)
-    # A run handles a closed stdout itself (run/output.py), and any other broken pipe in it is an
-    # error.
+    # A run handles a closed stdout itself (run/output.py); other broken pipes in it are errors.
     tune_main()
     return 0
 
@@ -131,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_own_command(command, rest)
     if command in TUNE_COMMANDS:
         return run_tune(argv)
-    recipes = [recipe.name for recipe in recipe_files(package_folder("recipes"), package_folder("configs"))]
+    recipes = [recipe.name for recipe in recipe_files()]
     # A recipe is an argument of `run`.
     near = closest_match(command, [*OWN_COMMANDS, *TUNE_COMMANDS, *recipes])
     hint = f"; did you mean {'run ' * (near in recipes)}{near}?" if near else ""

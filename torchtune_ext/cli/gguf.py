@@ -86,9 +86,8 @@ def _tensor_types(file: Path) -> set[str]:
         )
     # Long-context models scale RoPE, by a key of the file or by a tensor of factors. Without the
     # scaling the model would run, but not as it was trained, and no error would show it.
-    scaled = [name for name in reader.fields if ".rope.scaling." in name] + [
-        t.name for t in reader.tensors if "rope_freqs" in t.name
-    ]
+    scaled = [name for name in reader.fields if ".rope.scaling." in name]
+    scaled += [tensor.name for tensor in reader.tensors if "rope_freqs" in tensor.name]
     if scaled:
         raise UsageError(
             f"{file}: {scaled[0]} scales RoPE, and transformers does not read it from a GGUF file, so the model would "
@@ -111,13 +110,11 @@ def _load_tokenizer(file: Path) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    # transformers would warn that the model's precision differs from the file's, which is intended
-    # here.
+    # transformers would warn that the model has another precision than the file.
     logging.set_verbosity_error()
     try:
         return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except Exception as error:
-        # Each kind of tokenizer has its own converter, which raises its own errors.
+    except Exception as error:  # each kind of tokenizer has its own converter and errors
         raise UsageError(
             f"{file}: the tokenizer cannot be read ({type(error).__name__}: {error}). Fix: use the model's own directory "
             "instead"
@@ -129,9 +126,8 @@ def _write_model(file: Path, tokenizer: Any, folder: Path) -> int:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     tokenizer.save_pretrained(folder)
-    # transformers marks a model from GGUF as quantized and refuses to save it. Its weights are not
-    # quantized, so this function writes weights and config itself. Most models of the hub have
-    # bfloat16.
+    # transformers marks a model from GGUF as quantized and refuses to save it, so this function
+    # writes weights and config itself, in bfloat16 as most models of the hub.
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
     config, ends = model.config, {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     # These entries would mark the model as quantized, and name the folder of the GGUF file.

@@ -65,14 +65,7 @@ class Option:
 
 
 def config_class(recipe: str) -> type:
-    """Returns the class `Config` of a recipe.
-
-    Args:
-        recipe: name of one of our recipes, or the file of another recipe.
-
-    Raises:
-        UsageError: the recipe has no `Config`.
-    """
+    """Returns the class `Config` of a recipe, named or a file. Raises UsageError without one."""
     config: Any = getattr(import_recipe(recipe, ""), "Config", None)
     if not hasattr(config, "__pydantic_fields__"):
         raise UsageError(f"{recipe}: not a recipe; expected a pydantic dataclass `Config` in it")
@@ -195,8 +188,7 @@ def format_yaml(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {format_yaml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(format_yaml, value)) + "]"
-    # YAML could read other strings as another type. JSON's quotes, null, true and false are valid
-    # YAML.
+    # YAML could read other strings as another type. JSON's quotes and words are valid YAML.
     if isinstance(value, str) and re.fullmatch(r"[\w./+-]+", value):
         return value
     return json.dumps(value, ensure_ascii=False) if value is None or isinstance(value, bool | str) else repr(value)

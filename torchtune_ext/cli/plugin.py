@@ -18,31 +18,23 @@ if TYPE_CHECKING:
 
 def register_recipes(registry) -> None:
     """Adds our recipes to `torchtune._recipe_registry`, except for names that it already has."""
-    from torchtune_ext.run.catalog import package_folder, recipe_files
+    from torchtune_ext.run.catalog import recipe_files
 
     # This is the registry's own list, so additions to it persist.
     entries = registry.get_all_recipes()
-    known = {entry.name for entry in entries}
-    ours = [
-        each for each in recipe_files(package_folder("recipes"), package_folder("configs")) if each.name not in known
-    ]
-    entries[:0] = [
-        registry.Recipe(
-            recipe.name,
-            str(recipe.path),
-            [registry.Config(name=name, file_path=str(path)) for name, path in recipe.configs.items()],
-            recipe.supports_distributed,
-        )
-        for recipe in ours
-    ]
+    known, ours = {entry.name for entry in entries}, []
+    for each in recipe_files():
+        if each.name not in known:
+            configs = [registry.Config(name=name, file_path=str(path)) for name, path in each.configs.items()]
+            ours.append(registry.Recipe(each.name, str(each.path), configs, each.supports_distributed))
+    entries[:0] = ours
 
 
 def prepare_process(_torchtune) -> None:
     """Filters logs, and starts the engine's process for `tune run`, before torchtune executes."""
     import logging
 
-    # torchao logs that it skips its C++ extensions, which fit one version of torch. We do not use
-    # them.
+    # torchao logs that it skips its C++ extensions, which are unused here.
     skipped = "Skipping import of cpp extensions"
     logging.getLogger("torchao").addFilter(lambda record: skipped not in record.getMessage())
     # Other programs that import torchtune keep their own handling of Ctrl-C and of threads.
@@ -86,8 +78,7 @@ def wrap_tune_run(cli) -> None:
             from torchtune_ext.settings.config import warn_if_setting_missing
 
             warn_if_setting_missing(args.recipe, args.recipe_args)
-        # At exit the interpreter would search half a million objects for cycles, which takes a
-        # second.
+        # At exit the interpreter would search half a million objects for cycles, for a second.
         atexit.register(gc.freeze)
         with shorten_rank_failures():
             run(self, args)
@@ -178,9 +169,8 @@ def parse(recipe_main) -> "Callable[[], None]":
     @functools.wraps(recipe_main)
     def wrapper(*args, **kwargs):
         with report_errors():
-            # `tune run` replaces the names of configs by paths. Without it (`python -m
-            # torchtune_ext.recipes.grpo`, torchrun), or if Python reads no start-up files, this
-            # call does.
+            # `tune run` replaces the names of configs by paths. Without it (`python -m`, torchrun),
+            # or if Python reads no start-up files, this call does.
             check_arguments(sys.argv, recipe_main.__globals__.get("__file__"))
             return parsed(*args, **kwargs)
 

@@ -37,21 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `torchtune-ext serve`; `cli` passes all others to `main`."""
     parser.add_argument("--config", required=True, help="a config of a GRPO recipe, by name or path")
     parser.add_argument("--recipe", help="the recipe, if it is a file of your own: my_grpo.py")
-    parser.add_argument(
-        "--host",
-        help="address (default: 127.0.0.1, or all if engine.address is another machine; with --endpoint agent.host)",
-    )
-    parser.add_argument(
-        "--port",
-        type=int,
-        help="port to listen on (default: the port of engine.address, or 8000; with --endpoint a free one)",
-    )
-    parser.add_argument(
-        "--endpoint", action="store_true", help="serve model_dir at the endpoint of agents, to try an agent by hand"
-    )
-    parser.add_argument(
-        "--print", action="store_true", dest="show", help="print the command without starting the server"
-    )
+    default = "127.0.0.1, or all if engine.address is another machine; with --endpoint agent.host"
+    parser.add_argument("--host", help=f"address (default: {default})")
+    default = "the port of engine.address, or 8000; with --endpoint a free one"
+    parser.add_argument("--port", type=int, help=f"port to listen on (default: {default})")
+    text = "serve model_dir at the endpoint of agents, to try an agent by hand"
+    parser.add_argument("--endpoint", action="store_true", help=text)
+    text = "print the command without starting the server"
+    parser.add_argument("--print", action="store_true", dest="show", help=text)
 
 
 def main(arguments: argparse.Namespace, extra: Sequence[str] = ()) -> int:
@@ -134,13 +127,6 @@ def serve_endpoint(cfg: Any, config: EngineConfig, host: str, port: int) -> None
 
 
 def engine_config(cfg: Any) -> EngineConfig:
-    """Returns the engine config of a run, adapters and FP8 included.
-
-    Args:
-        cfg: the config of a GRPO recipe (`read_config`).
-
-    Raises:
-        UsageError: the model, its adapters or its precision are unsupported.
-    """
+    """Returns a run's engine config, with adapters and FP8. Raises UsageError if unsupported."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return build_model_components(cfg, device)[-1].engine

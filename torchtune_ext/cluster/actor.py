@@ -11,7 +11,6 @@ SIGKILL after that many seconds. It writes the exit status of the command (128 +
 into the pipe FD. With `-` for FD it does not fork, and exits with that status.
 """
 
-import ctypes
 import fcntl
 import os
 import select
@@ -25,14 +24,13 @@ from pathlib import Path
 
 import psutil
 
-from torchtune_ext.run.process_env import die_with_parent
+from torchtune_ext.run.process_env import Prctl, die_with_parent, prctl
 from torchtune_ext.run.reaper import RESOURCE_TRACKER
 
 # Prefixes of variables that Ray sets for its workers. The command must not get them.
 RAY_WORKER_VARIABLES = ("RAY_", "OMP_NUM_THREADS")
 PIPE_BYTES = 1 << 20  # output buffered for the driver in bytes; a full pipe blocks the command
 KILLED = 128 + signal.SIGKILL
-PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
 POLL_S = 0.1  # seconds between two checks of the command
 # Seconds for Python's resource tracker to remove the shared memory of killed processes.
 TRACKER_S = 3.0
@@ -41,7 +39,7 @@ KILL_TIMEOUT_S = 13.0
 
 
 # Ray pickles the class by value, so that a machine without torchtune_ext, or with another version,
-# can report it. Therefore the methods import our modules locally.
+# can report it. So the methods import our modules locally.
 class Actor:
     """Runs one command under a guard."""
 
@@ -119,19 +117,8 @@ class Actor:
 
     def send_signal(self, number: int, seconds: float) -> None:
         """Sends the command a signal, and SIGKILL after `seconds`."""
-        # If the command has ended, this raises in the actor, and the driver does not read the
-        # result.
+        # If the command has ended, this raises in the actor, and the driver reads no result.
         self._lines.write(f"{int(number)} {seconds}\n".encode())
-
-
-def adopt_orphans() -> None:
-    """Makes this process the parent of its orphaned descendants, in any session.
-
-    Raises OSError if Linux refuses.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 def forward_signals(command: subprocess.Popen, grace_s: float) -> None:
@@ -156,9 +143,9 @@ def forward_signals(command: subprocess.Popen, grace_s: float) -> None:
 
 
 def kill_descendants() -> None:
-    """Kills all descendants; orphaned grandchildren become children of this process."""
+    """Kills all descendants, which must not outlive the command."""
     began_at = time.monotonic()
-    # Each round may orphan grandchildren, so the loop repeats until no children remain.
+    # Each round may orphan grandchildren, which become children of this process.
     while (left := psutil.Process().children()) and time.monotonic() < began_at + KILL_TIMEOUT_S:
         late = time.monotonic() > began_at + TRACKER_S
         for child in left:
@@ -172,17 +159,16 @@ def main(grace_s: str, fd: str, *command: str) -> int:
     # The parent exits, so that the guard is not a child of the actor.
     if fd != "-" and os.fork():
         os._exit(0)
-    adopt_orphans()
+    # Orphaned descendants become children of this process, in any session.
+    prctl(Prctl.PR_SET_CHILD_SUBREAPER, 1)
     # Ray blocks signals in its workers, and the command would inherit the mask.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    # If the guard itself is killed, Linux kills the command. `preexec_fn` is safe in a process with
-    # only one thread.
+    # If the guard is killed, Linux kills the command. `preexec_fn` is safe with only one thread.
     tie = partial(die_with_parent, os.getpid())
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=tie)
     forward_signals(process, float(grace_s))
-    # Remaining processes of the command must not outlive it.
     kill_descendants()
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     if fd != "-":

@@ -173,9 +173,8 @@ class Driver:
         print_text(format_labels([("ray", f"{self.address}, {self._resource_summary()}")]), self.out)
         # Ray places all bundles of a group or none, which prevents a deadlock between two runs. An
         # autoscaling cluster learns from the pending group which resources are missing.
-        self._group = self.ray.util.placement_group(
-            [{resource: amount} for amount in request.bundles()], strategy="PACK"
-        )
+        bundles = [{resource: amount} for amount in request.bundles()]
+        self._group = self.ray.util.placement_group(bundles, strategy="PACK")
         give_up_at = time.monotonic() + wait_s
         while not self._group.wait(min(1.0, wait_s)):
             if self._signals:
@@ -207,8 +206,7 @@ class Driver:
             title, address = f"server {bundle - 1}" if bundle else "the trainer", addresses.get(where[bundle])
             if address is None:
                 raise RunFailure(f"the machine of {title} left the cluster before the run started; start the run again")
-            # By default Ray would request one CPU per actor, but the bundle of a GPU run has no
-            # CPUs.
+            # By default Ray requests one CPU per actor, but the bundle of a GPU run has none.
             options = {"num_gpus": amount, "num_cpus": 0} if plan.request.kind == "gpus" else {"num_cpus": amount}
             strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=bundle
@@ -221,11 +219,7 @@ class Driver:
                 raise UsageError(f"{each.title}: {why}; all machines of the cluster need the same files and versions")
 
     def _answers(self, questions: Sequence[Any]) -> list[Any]:
-        """Returns the members' answers to `questions`, one each, in order.
-
-        Raises:
-            RunFailure: If an actor does not answer.
-        """
+        """Returns the members' answers, in order. Raises RunFailure if an actor does not answer."""
         answers, give_up_at = [], time.monotonic() + ACTOR_TIMEOUT_S
         for each, question in zip(self.members, questions, strict=True):
             try:
@@ -281,8 +275,7 @@ class Driver:
         try:
             output, member.status = self.ray.get(question)
         except self.ray.exceptions.ActorUnavailableError:
-            # The failure may be temporary.
-            return
+            return  # the failure may be temporary
         except self.ray.exceptions.RayError as error:
             member.lost_reason = describe_error(error)
             return
@@ -304,8 +297,7 @@ class Driver:
             # The second signal kills the trainer without a grace period.
             self._tell(trainer, number, 0.0 if self._signals_sent else self.plan.grace_s)
             self._signals_sent += 1
-        # A server's exit does not matter after the trainer's exit, or if a signal ends the run
-        # anyway.
+        # A server's exit does not matter after the trainer's exit, or after a signal.
         gone = trainer if trainer.lost_reason else next((each for each in servers if not each.is_running), None)
         if gone and trainer.status is None and not self.cause and not self._signals_sent:
             self.cause = gone.exit_summary()
@@ -321,9 +313,8 @@ class Driver:
             self._poll()
         for each in self.members:
             if each.is_running:
-                print_text(
-                    f"ray: {each.title} does not end; Ray kills its actor, and the guard kills its processes", self.err
-                )
+                text = f"ray: {each.title} does not end; Ray kills its actor, and the guard kills its processes"
+                print_text(text, self.err)
 
     def _tell(self, member: Member, number: int, seconds: float) -> None:
         if member.is_running:
@@ -331,13 +322,7 @@ class Driver:
 
 
 def choose_transfer(trainer: str, servers: Sequence[str], kind: str) -> tuple[list[str], str]:
-    """Returns the host on which each server listens, and `engine.transfer`.
-
-    Args:
-        trainer: Address of the trainer's machine.
-        servers: Addresses of the servers' machines.
-        kind: "gpus" or "cpus".
-    """
+    """Returns the host on which each server listens, and `engine.transfer`, from the addresses."""
     # On rank 0's machine servers read its memory, and listen on loopback only.
     if all(server == trainer for server in servers):
         return ["127.0.0.1"] * len(servers), "shm"
@@ -354,7 +339,6 @@ def server_args(recipe: str, config: str, words: Sequence[str], settings: Sequen
 def engine_overrides(addresses: Sequence[str], transfer: str) -> list[str]:
     """Returns the overrides that connect trainer and servers; they come after the run's own."""
     address = addresses[0] if len(addresses) == 1 else f"[{','.join(addresses)}]"
-    # A config may place the engine on the trainer's machine. Ray assigns the GPUs, so these
-    # settings of the config are reset.
+    # A config may place the engine on the trainer's machine, but Ray assigns the GPUs.
     own = ("engine.devices=null", "engine.count=null", "engine.sleep=false")
     return [f"engine.address={address}", f"engine.transfer={transfer}", *own]

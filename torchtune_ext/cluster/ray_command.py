@@ -40,29 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `torchtune-ext ray`."""
     parser.add_argument("words", nargs="*", metavar="key=value", help="overrides of config keys, as for `tune run`")
     parser.add_argument("--config", required=True, help="config, as for `tune run`")
-    parser.add_argument(
-        "--recipe", help="recipe, if the config does not determine it: grpo_full, or your own my_grpo.py"
-    )
-    parser.add_argument("--train-gpus", type=int, metavar="N", help="trainer ranks, one GPU each")
-    parser.add_argument(
-        "--engine-gpus", type=int, metavar="N", help="GPUs of all servers; each server has tensor_parallel_size GPUs"
-    )
-    parser.add_argument(
-        "--train-cpus", type=int, metavar="N", help="cluster without GPUs: trainer ranks, one core each"
-    )
-    parser.add_argument("--engine-cpus", type=int, metavar="N", help="cluster without GPUs: servers, one core each")
-    parser.add_argument(
-        "--address",
-        default="auto",
-        help="HOST:PORT of the cluster's head; auto (default): RAY_ADDRESS, or the cluster of this machine",
-    )
-    parser.add_argument(
-        "--wait",
-        type=float,
-        default=PLACEMENT_TIMEOUT_S,
-        metavar="SECONDS",
-        help=f"timeout for free resources, also of machines that join later (default {PLACEMENT_TIMEOUT_S:g})",
-    )
+    text = "recipe, if the config does not determine it: grpo_full, or your own my_grpo.py"
+    parser.add_argument("--recipe", help=text)
+    for name, text in {
+        "--train-gpus": "trainer ranks, one GPU each",
+        "--engine-gpus": "GPUs of all servers; each server has tensor_parallel_size GPUs",
+        "--train-cpus": "cluster without GPUs: trainer ranks, one core each",
+        "--engine-cpus": "cluster without GPUs: servers, one core each",
+    }.items():
+        parser.add_argument(name, type=int, metavar="N", help=text)
+    text = "HOST:PORT of the cluster's head; auto (default): RAY_ADDRESS, or the cluster of this machine"
+    parser.add_argument("--address", default="auto", help=text)
+    text = f"timeout for free resources, also of machines that join later (default {PLACEMENT_TIMEOUT_S:g})"
+    parser.add_argument("--wait", type=float, default=PLACEMENT_TIMEOUT_S, metavar="SECONDS", help=text)
     # Otherwise argparse would refuse overrides (key=value) that follow an option.
     parser.parse_args = parser.parse_intermixed_args
 
@@ -78,10 +68,12 @@ def main(args: argparse.Namespace) -> int:
             "of the cluster"
         )
     with silence_ray() as (out, err):
+
+        def report(reason: str) -> None:
+            print(f"error: --address={args.address}: {reason}", file=err, flush=True)
+
         try:
-            ray = connect(
-                args.address, lambda reason: print(f"error: --address={args.address}: {reason}", file=err, flush=True)
-            )
+            ray = connect(args.address, report)
         except RunFailure as error:
             raise UsageError(f"--address={args.address}: {error}") from None
         # Ray Train is not used: its `TorchTrainer` calls a function in a thread, where Python
@@ -128,8 +120,7 @@ def build_plan(args: argparse.Namespace, engine: EngineConfig, stop_grace_s: flo
         )
     require_seconds("--wait", args.wait)
     request = build_request(args, engine.tensor_parallel_size)
-    # Every machine must be able to read the user's own config. A packaged config needs only the
-    # folder.
+    # Every machine must read the user's own config. A packaged config needs only the folder.
     folder = Path.cwd()
     # Trainer and servers share a key, which is created here if the user has not set one. After a
     # signal the trainer needs time to finish its step, to react, and to close all components.
@@ -149,11 +140,7 @@ def build_plan(args: argparse.Namespace, engine: EngineConfig, stop_grace_s: flo
 
 
 def build_request(args: argparse.Namespace, each: int) -> ResourceRequest:
-    """Returns the resources that the command requests from the cluster.
-
-    Args:
-        args: Arguments of `torchtune-ext ray`.
-        each: GPUs of one server.
+    """Returns the resources that the command requests, with `each` GPUs per server.
 
     Raises:
         UsageError: For missing, invalid or contradictory numbers.

@@ -44,26 +44,30 @@ def package_folder(name: str) -> Path:
     """Return the folder of the package `torchtune_ext.<name>` without importing it."""
     from importlib.util import find_spec
 
-    # A wheel and an editable install map the folder into the package. Without an install it is next
-    # to the package.
+    # An install maps the folder into the package. Without one it is next to the package.
     spec = find_spec(f"torchtune_ext.{name}")
     if spec is not None and spec.submodule_search_locations:
         return Path(next(iter(spec.submodule_search_locations)))
     return Path(__file__).resolve().parents[2] / name
 
 
-def config_files(configs: Path) -> dict[str, Path]:
-    """Return the path of each YAML file below `configs` by config name, sorted by name."""
+def config_files(configs: Path | None = None) -> dict[str, Path]:
+    """Return the YAML files below a folder (None: ours) by config name, sorted by name."""
+    configs = configs or package_folder("configs")
     files = {path.relative_to(configs).with_suffix("").as_posix(): path for path in configs.rglob("*.yaml")}
     return dict(sorted(files.items()))
 
 
-def print_first_lines(files: Mapping[str, Path]) -> None:
-    """Print the name and the first comment of each YAML file."""
+def list_or_print(files: Mapping[str, Path], chosen: Path | None) -> int:
+    """Print the chosen YAML file, or the name and the first comment of each. Return status 0."""
+    if chosen is not None:
+        print(chosen.read_text(encoding="utf-8"), end="")
+        return 0
     width = max(map(len, files))
     for name, path in files.items():
         first = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
         print(f"{name:<{width}}  {first}")
+    return 0
 
 
 def recipe_for_name(name: str) -> str | None:
@@ -79,7 +83,7 @@ def recipe_for_name(name: str) -> str | None:
 
 def config_name(path: Path) -> str:
     """Return the name of one of our configs, such as "grpo/tiny"; "" for another file."""
-    return next((name for name, file in config_files(package_folder("configs")).items() if file == path), "")
+    return next((name for name, file in config_files().items() if file == path), "")
 
 
 def recipe_for_config(config: str) -> str | None:
@@ -87,11 +91,10 @@ def recipe_for_config(config: str) -> str | None:
     return recipe_for_name(config_name(Path(config_path(config))))
 
 
-def recipe_files(recipes: Path, configs: Path) -> list[RecipeFile]:
-    """Return the recipes in a folder, sorted by name. A recipe with two names appears twice."""
-    files = config_files(configs)
-    entries = []
-    for path in recipes.glob("[!_]*.py"):
+def recipe_files(recipes: Path | None = None, configs: Path | None = None) -> list[RecipeFile]:
+    """Return the recipes in a folder (None: ours), sorted by name, once for each of their names."""
+    files, entries = config_files(configs), []
+    for path in (recipes or package_folder("recipes")).glob("[!_]*.py"):
         lines = path.read_text(encoding="utf-8").splitlines()
         named = next((line.removeprefix(NAMES_PREFIX) for line in lines if line.startswith(NAMES_PREFIX)), None)
         for recipe in literal_eval(named) if named else [path.stem]:
@@ -110,13 +113,12 @@ def config_path(given: str) -> str:
         return given
     if os.path.exists(given) and not os.path.isdir(given):
         raise UsageError(f"--config {given}: {NOT_REGULAR_HINT}")
-    known = config_files(package_folder("configs"))
+    known = config_files()
     if given in known:
         return str(known[given])
     from difflib import get_close_matches
 
-    # Arguments with a suffix are files. The names of our configs have no suffix, so no similar
-    # names are searched.
+    # An argument with a suffix is a file, so no similar names are searched.
     bare = given.removesuffix(".yaml")
     named = [] if given.endswith((".yaml", ".yml")) else get_close_matches(given, known, n=3, cutoff=0.5)
     near = [bare] if bare in known else named
@@ -142,8 +144,7 @@ def import_object(path: str, where: str) -> Any:
     """
     if new := current_name(path):
         raise UsageError(f"{where}: {path} moved to {new}")
-    # The module may be a user's file in the working directory, which is not on `sys.path` when
-    # `tune` runs.
+    # `tune` leaves the working directory, with a user's file, out of `sys.path`.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     parts = path.split(".")
@@ -153,8 +154,7 @@ def import_object(path: str, where: str) -> Any:
         try:
             target = importlib.import_module(module)
         except ModuleNotFoundError as error:
-            # If the missing module is neither this module nor a parent, this module exists but one
-            # of its imports fails.
+            # Unless this module or a parent is missing, one of its imports fails.
             if error.name is None or not (module + ".").startswith(error.name + "."):
                 raise UserCodeError(f"{where}: importing {module} raised {describe_error(error)}") from error
             if target is None:
@@ -186,10 +186,7 @@ def _warn_once(text: str) -> None:
 
 
 def _shadowing_hint(name: str) -> str:
-    """Return the end of a message if another module hides a file of the working directory.
-
-    The text is "" if no file is hidden.
-    """
+    """Return the end of a message if another module hides a user's file; "" otherwise."""
     module, cwd = sys.modules[name], Path.cwd()
     user_module = next(
         (path for path in (cwd / f"{name}.py", cwd / name) if path.is_file() or any(path.glob("*.py"))), None

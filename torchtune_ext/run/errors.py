@@ -8,7 +8,6 @@ others       a bug of ours or of a library, which should be reported       trace
 
 import errno
 import os
-import re
 import sys
 import sysconfig
 import time
@@ -24,12 +23,12 @@ from torchtune_ext.run.renames import current_name
 from torchtune_ext.run.terminal import RED, apply_style
 
 USAGE_ERROR_STATUS = 2  # the exit status of a UsageError
+FAILURE_STATUS = 1  # the exit status of a RunFailure
 TRACEBACK_VARIABLE = "TORCHTUNE_EXT_TRACEBACK"  # the environment variable that shows tracebacks instead of messages (1)
 # Seconds that a rank other than 0 waits before it prints its error. If rank 0 has the same error,
 # torchrun ends the other ranks in this time, and the message appears once.
 OTHER_RANKS_WAIT_S = 5.0
 MAX_DURATION_S = 604_800.0  # upper bound of settings in seconds: a week
-FAILURE_STATUS = 1  # the exit status of a RunFailure
 STDLIB = sysconfig.get_path("stdlib") + os.sep
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 
@@ -100,15 +99,13 @@ def closest_match(name: str, known: Iterable[str]) -> str | None:
     if same:
         return same[0]
     # The last parts are compared as well, so that "learning_rate" finds "optimizer.lr". Of two
-    # names with the same last part, the first counts. The list is reversed, because a later dict
-    # item replaces an earlier item.
+    # names with the same last part, the first counts (the last item in a dict, hence `reversed`).
     last = name.rpartition(".")[2]
     by_last = {known_name.rpartition(".")[2]: known_name for known_name in reversed(known)}
     alias_target = ALIASES.get(last)
     if alias_target in by_last:
         return by_last[alias_target]
-    # A known name that starts with `name` is the closest, unless `name` is so short that many names
-    # start with it.
+    # A known name that starts with `name` is the closest, unless `name` is too short to be unique.
     longer = [known_name for known_name in known if len(name) > 3 and known_name.startswith(name)]
     near = longer or get_close_matches(name, known, n=1, cutoff=0.7) or get_close_matches(last, by_last, n=1)
     return by_last.get(near[0], near[0]) if near else None
@@ -137,16 +134,12 @@ def exit_status_of(error: BaseException) -> int | None:
     is_torchtune_error = module.startswith("torchtune.config.") and isinstance(
         error, ValueError | OSError | ImportError
     )
-    # A ValueError that the recipe itself raises is also a usage error. The recipe runs as
-    # `__main__`, and may be the user's own copy.
+    # So is a ValueError of the recipe itself, which runs as `__main__` and may be the user's copy.
     return USAGE_ERROR_STATUS if is_torchtune_error or (module == "__main__" and type(error) is ValueError) else None
 
 
 def error_location(error: BaseException) -> str | None:
-    """Return the innermost line of a user's file in a traceback: "my_task.py:12".
-
-    The result is None if our own code is deeper in the traceback.
-    """
+    """Return the innermost line of a user's file ("my_task.py:12"); None if our code is deeper."""
     # The frames of a syntax error belong to the importing module.
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_relative_path(error.filename)}:{error.lineno}"
@@ -234,10 +227,7 @@ def _print_error(error: Exception, status: int, prefix: str) -> None:
 
 
 def usage_message(error: BaseException) -> str:
-    """Return the message of a UsageError.
-
-    For a UserCodeError, the last line names the variable that shows the traceback.
-    """
+    """Return the message of a UsageError; a UserCodeError adds how to see the traceback."""
     text = "\n".join([line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__])
     return f"{text}\n({TRACEBACK_VARIABLE}=1 shows the traceback)" if isinstance(error, UserCodeError) else text
 
@@ -246,8 +236,7 @@ def exit_process(status: int, at_once: bool = False) -> NoReturn:
     """Exit with `status`; with `at_once`, without waiting for threads."""
     if at_once:
         # The threads of an open process group sometimes abort the interpreter at exit, and torchrun
-        # would see another status. os._exit avoids the abort, but also skips exit functions and
-        # flushing, which are done here.
+        # would see another status. os._exit avoids that, but skips exit functions and flushing.
         import atexit
 
         atexit._run_exitfuncs()
@@ -256,12 +245,6 @@ def exit_process(status: int, at_once: bool = False) -> NoReturn:
                 stream.flush()
         os._exit(status)
     sys.exit(status)
-
-
-def leading_argument(text: str) -> str | None:
-    """Return the first name of a message "name=value ..." or "name.key=value ...", or None."""
-    match = re.match(r"([A-Za-z_]\w*)(\.\w+)*=", text)
-    return match[1] if match else None
 
 
 def require_seconds(key: str, value: float) -> None:

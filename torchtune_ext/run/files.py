@@ -14,8 +14,7 @@ from torchtune_ext.run.errors import UsageFileError
 log = logging.getLogger(__name__)
 
 # A killed process leaves files and folders with these names. A folder is partially written
-# (PARTIAL), partially deleted (PRUNED), or was moved away while another folder replaces it
-# (REPLACED).
+# (PARTIAL), partially deleted (PRUNED), or moved away for its replacement (REPLACED).
 _LEFTOVER_NAME = re.compile(r"\.(?:(.+)\.\d+\.tmp|(?:partial|pruned|replaced)_(.+))")
 PARTIAL_PREFIX, PRUNED_PREFIX, REPLACED_PREFIX = ".partial_", ".pruned_", ".replaced_"
 # The errors of file systems that flush files but not folders (SMB, some FUSE mounts).
@@ -24,9 +23,7 @@ _warned_devices: set[int] = set()  # devices of file systems with a logged warni
 
 
 def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
-    """Write a file atomically. A reader sees the old or the new content, never a part.
-
-    After an OSError the old file is unchanged.
+    """Write a file atomically: a reader sees the old content (also after an OSError) or the new.
 
     Args:
         path: the file.
@@ -34,7 +31,7 @@ def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
         sync: whether to fsync. Without fsync the file is complete after kill -9, but may be empty
             after a power failure.
     """
-    # A rename is atomic only within one file system, so the temporary file is in the same folder.
+    # A rename is atomic only within one file system.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -44,14 +41,11 @@ def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        # The temporary file still exists only after an error above.
-        temporary.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)  # it still exists only after an error
 
 
 def remove_leftovers(folder: Path, names: str = ".+") -> list[Path]:
-    """Remove or restore files and folders that killed processes left.
-
-    No other process may write to them at the same time.
+    """Remove or restore the leftovers of killed processes, which no other process may write to.
 
     Args:
         folder: the folder to clean up.
@@ -67,8 +61,7 @@ def remove_leftovers(folder: Path, names: str = ".+") -> list[Path]:
     )
     for path in paths:
         place = folder / path.name.removeprefix(REPLACED_PREFIX)
-        # The process was killed between the two renames of `finalize_folder`. The old folder is
-        # complete.
+        # A kill between the two renames of `finalize_folder` leaves the complete old folder.
         if path.name.startswith(REPLACED_PREFIX) and not os.path.lexists(place):
             path.rename(place)
             log.warning("%s: the run was killed before it replaced this folder; restored the old folder", place)
@@ -103,13 +96,11 @@ def make_empty_folder(folder: Path) -> None:
 def finalize_folder(folder: Path) -> None:
     """Rename the complete `partial_path(folder)` to `folder`; the old content is removed."""
     partial, old = partial_path(folder), folder.with_name(REPLACED_PREFIX + folder.name)
-    # A power failure must not keep the name without the content, so the content is flushed before
-    # the rename.
+    # A power failure must not keep the name without the content, so the content is flushed first.
     for path in [*partial.rglob("*"), partial]:
         fsync_path(path)
     try:
-        # A rename cannot replace a folder with content. The old folder is renamed first and deleted
-        # last.
+        # A rename cannot replace a folder with content. The old folder is deleted last.
         if folder.exists():
             if old.exists():
                 remove_path(old)
@@ -127,7 +118,10 @@ def finalize_folder(folder: Path) -> None:
 
 def rename_and_remove(folder: Path) -> None:
     """Rename a folder and then delete it. A failure is only logged as a warning."""
-    aside = _unused_path(folder.with_name(PRUNED_PREFIX + folder.name))
+    aside, number = folder.with_name(PRUNED_PREFIX + folder.name), 1
+    while os.path.lexists(aside):
+        number += 1
+        aside = folder.with_name(f"{PRUNED_PREFIX}{folder.name}-{number}")
     try:
         folder.rename(aside)
         # Otherwise a power failure could undo the rename but keep the deletions.
@@ -139,10 +133,7 @@ def rename_and_remove(folder: Path) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file or the entries of a folder to the disk.
-
-    If the file system cannot flush folders, a warning is logged.
-    """
+    """Flush a file or the entries of a folder to the disk; log if folders cannot be flushed."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -158,14 +149,6 @@ def fsync_path(path: Path) -> None:
             )
     finally:
         os.close(descriptor)
-
-
-def _unused_path(path: Path) -> Path:
-    name, number = path.name, 1
-    while path.exists() or path.is_symlink():
-        number += 1
-        path = path.with_name(f"{name}-{number}")
-    return path
 
 
 @contextmanager

@@ -35,14 +35,14 @@ from torchtune_ext.run.files import (
     write_atomic,
 )
 from torchtune_ext.run.json_files import read_json_or_empty
+from torchtune_ext.run.processes import Closing
 
 log = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
 RECORD_FILE = "run.json"
-# The files that recipes write into output_dir. Two names are missing on purpose: W&B gives each run
-# its own folder in `wandb/`, and `model/` of a warm-up stays until a new model is complete, because
-# the configs of other runs name it.
+# The files that recipes write into output_dir, except for `wandb/`, where a run has its own folder,
+# and `model/` of a warm-up, which configs of other runs name, so only a complete model replaces it.
 RUN_FILES = (
     RECORD_FILE,
     "metrics.jsonl",
@@ -62,14 +62,14 @@ RUN_FILES = (
 )
 _ENGINE_LOG = re.compile(r"engine_\d+\.log")  # one log per engine if there are several
 RENAME_PROBE = f"{PRUNED_PREFIX}trial"  # a folder that is written like a checkpoint and then removed
-# A user may keep other files in the run folder, so only partial files and folders with these names
-# are removed.
+# Other files in the run folder are the user's, so only leftovers with these names are removed.
 _LEFTOVERS = "|".join([*map(re.escape, RUN_FILES), "model", r"ranks_\w+", r"(\.pruned_)?trial"])
 _CHECKPOINT = re.compile(r"step_\d{6,}")  # the name of a checkpoint's folder
 # The files that a run writes before its first line of metrics.
 STARTUP_FILES = (RECORD_FILE, "engine.log", "grader.log", "fp8.txt")
 _LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _OTHER_DIR_HINT = "choose another output_dir"
+_DISK_HINT = f"free disk space or {_OTHER_DIR_HINT}"
 SWEEP_VARIABLE, RUN_VARIABLE = "WANDB_SWEEP_ID", "WANDB_RUN_ID"
 # W&B generates eight letters and digits; an id that a user sets must be a valid folder name.
 _ID = re.compile(r"\w[\w.-]*")
@@ -85,8 +85,7 @@ class Run:
     name: str  # name of the folder in which the run started
     started: float  # start time, in seconds since 1970
     config: Mapping[str, Any]  # the settings, JSON-able
-    # Provenance of the last process of the run: command, folder, commit and versions
-    # (`process_provenance`).
+    # `process_provenance` of the last process of the run
     process: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -124,7 +123,7 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return leaves
 
 
-class RunFolder:
+class RunFolder(Closing):
     """Own the folder of a run on rank 0, until `close` or the end of the process.
 
     A missing folder is created.
@@ -151,8 +150,7 @@ class RunFolder:
         ):
             self.path.mkdir(parents=True, exist_ok=True)
             lock = self._lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            # A forked child inherits the lock. If it outlives this process, the folder must not
-            # stay locked.
+            # A forked child, which inherits the lock, may outlive this process.
             os.register_at_fork(after_in_child=self._close_lock)
             try:
                 self._acquire_lock(lock)
@@ -164,12 +162,8 @@ class RunFolder:
         """Return whether to resume: `resume` is set and a (possibly damaged) checkpoint exists."""
         has_checkpoint = bool(checkpoint_folders(self.path / "checkpoints"))
         if resume and not has_checkpoint:
-            earlier_runs = sorted({str(path.parent.parent) for path in self.path.glob("old-*/checkpoints/step_*")})
-            hint = (
-                f"; earlier runs have checkpoints: output_dir={', output_dir='.join(earlier_runs)}"
-                if earlier_runs
-                else ""
-            )
+            earlier = sorted({str(path.parent.parent) for path in self.path.glob("old-*/checkpoints/step_*")})
+            hint = f"; earlier runs have checkpoints: output_dir={', output_dir='.join(earlier)}" if earlier else ""
             log.warning(
                 "resume_from_checkpoint: no checkpoint in %s, so the run starts at its first step%s", self.path, hint
             )
@@ -205,58 +199,40 @@ class RunFolder:
         """
         if writes_checkpoints:
             self._require_renames()
-        with explain_os_errors(
-            f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"
-        ):
+        with explain_os_errors(f"output_dir={self.path} cannot be written", _DISK_HINT):
             # `remove_leftovers` needs exclusive access, which the lock guarantees.
             checkpoints = self.path / "checkpoints"
             remove_leftovers(self.path, _LEFTOVERS)
             for place in (self.path / "rollouts", checkpoints, *checkpoint_folders(checkpoints)):
                 remove_leftovers(place)
-            now, name = time.time(), self.path.resolve().name
+            record: dict[str, Any] = {"name": self.path.resolve().name, "started": time.time()}
             if resuming:
                 earlier = read_record(self.path)
                 if earlier is None:
                     raise UsageError(_missing_record_hint(self.path))
                 self.previous_settings = earlier.get("config", {})
-                run = Run(
-                    earlier["id"],
-                    earlier.get("name", name),
-                    earlier.get("started", now),
-                    dict(settings),
-                    process_provenance(),
-                )
+                record |= {key: earlier[key] for key in ("id", *record) if key in earlier}
             else:
                 self._require_inputs_kept(inputs)
                 self._set_aside()
-                run = Run(wandb_agent_run() or secrets.token_hex(4), name, now, dict(settings), process_provenance())
-        self.run = run
-        # The record of a resumed run is written after its checkpoint is accepted, because rejected
-        # settings never ran.
+                record["id"] = wandb_agent_run() or secrets.token_hex(4)
+            self.run = Run(**record, config=dict(settings), process=process_provenance())
+        # A resumed run writes its record once its checkpoint is accepted: others never ran.
         if not resuming:
             self.write_record()
-        return run
+        return self.run
 
     def write_record(self) -> None:
         """Write `run.json`. A resumed run calls this when its checkpoint is accepted."""
-        with explain_os_errors(
-            f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"
-        ):
+        with explain_os_errors(f"output_dir={self.path} cannot be written", _DISK_HINT):
             write_atomic(self.path / RECORD_FILE, (json.dumps(asdict(self.run), indent=1, default=str) + "\n").encode())
 
     def close(self) -> None:
         """Release the folder, so that another process can own it."""
-        # The lock file stays. If it were removed, two processes could lock two different files with
-        # its name.
+        # The lock file stays. Otherwise two processes could lock two files of this name.
         if self._lock is not None:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
             self._close_lock()
-
-    def __enter__(self) -> "RunFolder":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
 
     def _acquire_lock(self, lock: int) -> None:
         try:
@@ -286,9 +262,7 @@ class RunFolder:
     def _require_renames(self) -> None:
         # Detect an unsupported file system now, and not after hours of training.
         trial = self.path / RENAME_PROBE
-        with explain_os_errors(
-            f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"
-        ):
+        with explain_os_errors(f"output_dir={self.path} cannot be written", _DISK_HINT):
             make_empty_folder(partial_path(trial))
         with explain_os_errors(
             f"output_dir={self.path}: the file system cannot rename a folder, which saving a model requires",
@@ -301,11 +275,8 @@ class RunFolder:
         leftovers = _run_paths(self.path)
         # A start that left only `STARTUP_FILES` failed before its first line of metrics. It does
         # not count as a run, and the next start overwrites the files.
-        return (
-            leftovers
-            if any(path.name not in STARTUP_FILES and not _ENGINE_LOG.fullmatch(path.name) for path in leftovers)
-            else []
-        )
+        is_run = any(path.name not in STARTUP_FILES and not _ENGINE_LOG.fullmatch(path.name) for path in leftovers)
+        return leftovers if is_run else []
 
     def _require_inputs_kept(self, inputs: Iterable[str | Path]) -> None:
         for read in inputs:
@@ -317,8 +288,7 @@ class RunFolder:
                     )
 
     def _set_aside(self) -> None:
-        # The checkpoints move first. If this process is killed, no later start resumes from a
-        # partial run.
+        # The checkpoints move first, so that after a kill no start resumes from a partial run.
         leftovers = sorted(self._leftover_paths(), key=lambda path: path.name != "checkpoints")
         if not leftovers:
             return
@@ -343,11 +313,7 @@ class RunFolder:
 
 
 def require_usable_folder(output_dir: str | Path) -> None:
-    """Raise UsageError if `output_dir` cannot be the folder of a run.
-
-    The folder is not usable if it is not a folder, or if it contains files that no run has written
-    and that a run would overwrite.
-    """
+    """Raise UsageError if `output_dir` is a file, or holds files that a run would overwrite."""
     path = Path(output_dir)
     for place in (path, *path.parents):
         if os.path.islink(place) and not os.path.exists(place):
@@ -499,9 +465,8 @@ def command_words() -> list[str]:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # The user started torchrun, which started this process.
         try:
-            words = (
-                Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1] or words
-            )
+            parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace")
+            words = parent.split("\0")[:-1] or words
         except OSError:
             pass
     # A command installed by pip is a script, so the first argument is its Python interpreter.
@@ -511,10 +476,7 @@ def command_words() -> list[str]:
 
 
 def git_commit(path: Path) -> dict[str, Any] | None:
-    """Return the commit of a folder as in `process_provenance`.
-
-    The result is None without a repository or git, or after a timeout.
-    """
+    """Return the commit of a folder as in `process_provenance`; None without a repository."""
     try:
         head = _git(path, "rev-parse", "HEAD")
         return {"id": head, "changed": bool(_git(path, "status", "--porcelain", "--untracked-files=no"))}
@@ -534,14 +496,7 @@ def package_versions() -> dict[str, str]:
 
 
 def _git(path: Path, *words: str) -> str:
-    # Otherwise `git status` would lock the repository to refresh its index, and a concurrent git
-    # command could fail.
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    return subprocess.run(
-        ["git", "-C", str(path), *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=GIT_TIMEOUT_S,
-        check=True,
-    ).stdout.strip()
+    # Otherwise `git status` would lock the repository, and a concurrent git command could fail.
+    env, command = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}, ["git", "-C", str(path), *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True)
+    return done.stdout.strip()

@@ -17,8 +17,7 @@ from torchtune_ext.run.terminal import terminal_width
 
 log = logging.getLogger(__name__)
 
-# The line that a recipe prints when its engines are ready. Programs that start a run remotely wait
-# for it.
+# A recipe prints this line when its engines are ready. Programs that start runs may wait for it.
 ENGINE_READY_PREFIX = "engine:    ready after"
 LABEL_WIDTH = 11  # width of the labels in the header and the summary of a run
 
@@ -85,13 +84,11 @@ def try_write(stream: TextIO | None, write: Callable[[], Any]) -> bool:
     return True
 
 
-def _redirect_to_null(stream: TextIO | None) -> None:
-    if stream is None:
-        return
+def _redirect_to_null(stream: Any) -> None:
     try:
         descriptor = stream.fileno()
     except (AttributeError, OSError, ValueError):
-        # The stream is in memory, or closed.
+        # The stream is None, in memory, or closed.
         return
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, descriptor)
@@ -100,8 +97,7 @@ def _redirect_to_null(stream: TextIO | None) -> None:
 
 @atexit.register
 def _flush() -> None:
-    # Libraries print without `print_text`, so their text may be in the buffers. The interpreter
-    # flushes later.
+    # Libraries print without `print_text`. The interpreter would flush their text only later.
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             try_write(stream, stream.flush)

@@ -3,26 +3,33 @@
 import ctypes
 import os
 import signal
+from enum import IntEnum
 
-PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 # torchrun sets these variables. Job launchers may leave other values.
 INTEGER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+
+
+class Prctl(IntEnum):
+    """Options of prctl(2), from <sys/prctl.h>."""
+
+    PR_SET_PDEATHSIG = 1
+    PR_SET_CHILD_SUBREAPER = 36
+
+
+def prctl(option: Prctl, value: int) -> None:
+    """Set an attribute of this process (prctl(2)). Raises OSError if Linux refuses."""
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option.name}) failed")
 
 
 def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when the parent ends; exit at once if it has ended.
 
     For the kernel, the parent is the *thread* that started this process. That thread must run as
-    long as this process may run.
-
-    Raises:
-        OSError: prctl failed.
+    long as this process may run. Raises OSError if Linux refuses.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    # If the parent ended before the call above, the kernel sends no signal, but this process
-    # already has another parent.
+    prctl(Prctl.PR_SET_PDEATHSIG, signal.SIGKILL)
+    # If the parent ended before this call, no signal comes, but this process has another parent.
     if os.getppid() != parent:
         os._exit(1)
 
@@ -52,19 +59,13 @@ def read_int_variable(name: str, default: int) -> int:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks.
-
-    A single process is rank 0 of 1, whatever the value of RANK.
-    """
+    """Return the rank of this process and the number of ranks; (0, 1) alone, whatever RANK is."""
     ranks = max(1, read_int_variable("WORLD_SIZE", 1))
     return read_int_variable("RANK", 0) if ranks > 1 else 0, ranks
 
 
 def local_rank() -> int:
-    """Return the rank of this process on its machine.
-
-    The result is 0 for a single process, whatever the value of LOCAL_RANK.
-    """
+    """Return the rank of this process on its machine; 0 alone, whatever LOCAL_RANK is."""
     return read_int_variable("LOCAL_RANK", 0) if rank_and_world_size()[1] > 1 else 0
 
 

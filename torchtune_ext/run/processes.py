@@ -16,6 +16,7 @@ import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -87,8 +88,7 @@ class ProcessPool:
         self._grace_s = 0.0  # seconds for processes to exit before they are killed
         self._wakeup_sender, self._wakeup_receiver = socket.socketpair()
         self._wakeup_receiver.setblocking(False)
-        # The kernel kills a process when the thread that started it ends (`die_with_parent`). So
-        # one thread, which runs until `close`, starts all processes.
+        # One thread, which runs until `close`, starts all processes (see `die_with_parent`).
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run_loop, args=[started], name=name, daemon=True)
         self._thread.start()
@@ -147,8 +147,7 @@ class ProcessPool:
         self._grace_s = max(self._grace_s, grace_s)
         self._set_close_reason(reason)
         self._wake_up()
-        # `on_failure` or a callback of a future may call this in the pool's thread. A thread cannot
-        # join itself.
+        # `on_failure` and callbacks of futures run in the pool's thread, which cannot join itself.
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=START_DEADLINE_S)
 
@@ -172,8 +171,7 @@ class ProcessPool:
         self._reaper: ProcessReaper | None = None
         try:
             try:
-                # When the trainer is killed, the kernel kills the processes, but not their own
-                # children.
+                # When the trainer is killed, the kernel kills the processes, not their children.
                 self._reaper = ProcessReaper()
                 self.folder = Path(self._reaper.folder)  # contains the folders of the processes
                 self.folder.chmod(0o711)  # other users may traverse it, as in `_Worker`
@@ -189,7 +187,6 @@ class ProcessPool:
                 self._assign()
                 self._wait()
         except Exception as error:  # noqa: BLE001 (the pending futures raise it)
-            # Pending futures must raise any error.
             self._set_close_reason(error)
         finally:
             self._set_close_reason(RuntimeError(f"the thread of the {self._name} processes has ended"))
@@ -223,8 +220,7 @@ class ProcessPool:
                         break
                     self._queue.remove(item)
                 if item.future.cancelled():
-                    # `concurrent.futures.wait` treats a canceled future as done only after this
-                    # call.
+                    # Only then is a canceled future done for `concurrent.futures.wait`.
                     item.future.set_running_or_notify_cancel()
                     continue
                 if not worker.send(item):
@@ -252,8 +248,7 @@ class ProcessPool:
             failure = None
             if worker.connection.fileno() in answered:
                 failure = worker.receive()
-            # The process may have answered after `wait` returned, so the connection is polled
-            # before the call counts as timed out.
+            # The process may have answered since `wait`, so the connection is polled once more.
             elif worker in busy and time.monotonic() >= worker.deadline and not worker.connection.poll():
                 was_busy = worker.cpu_s() - worker.cpu_before_s >= BUSY_FRACTION * worker.time_limit_s
                 kind = "timed_out" if was_busy else "stalled"
@@ -271,8 +266,8 @@ class ProcessPool:
         """
         worker = self._workers[slot]
         self._start_failures = 0 if worker.is_ready else self._start_failures + 1
-        # If a process reports that it cannot unpickle the object, another process would fail in the
-        # same way. One crash during a start may be a coincidence, but several in a row are not.
+        # An object that one process cannot unpickle fails in every process. One crash during a
+        # start may be a coincidence, but several in a row are not.
         if worker.start_refused or self._start_failures == MAX_START_FAILURES:
             cause = f"the {self._name} process died: {cause}" if kind in CRASH_KINDS else cause
             raise RunFailure(f"a {self._name} process could not start with this {self._subject}: {cause}")
@@ -317,16 +312,12 @@ class _Worker:
 
     def __init__(self, start_message: bytes, folder: Path, variables: Mapping[str, str], output: Path | None) -> None:
         self.folder = Path(tempfile.mkdtemp(dir=folder))
-        # Code that runs as another user may have a folder in this one. It must traverse this
-        # folder, but not list it.
+        # Code of another user may have a folder in it, and must traverse but not list it.
         self.folder.chmod(0o711)
         variables = {**copy_environment(), **variables, "TMPDIR": str(self.folder)}
-        # In its own session, the process does not receive the trainer's Ctrl-C, and `end` can kill
-        # it with all its children.
         parent_socket, child_socket = socket.socketpair()
         with parent_socket, child_socket:
-            # A process of `multiprocessing` would import the trainer's `__main__` (the recipe, with
-            # torch) again.
+            # A process of `multiprocessing` would import the trainer's `__main__`, with torch.
             command = [sys.executable, "-P", worker_process.__file__, str(child_socket.fileno()), str(os.getpid())]
             with open(output, "ab") if output is not None else nullcontext() as file:
                 self.process = subprocess.Popen(
@@ -335,12 +326,12 @@ class _Worker:
                     stdout=file,
                     stderr=file,
                     pass_fds=[child_socket.fileno()],
-                    start_new_session=True,
+                    start_new_session=True,  # no Ctrl-C of the trainer, and `end` kills its children, too
                     env=variables,
                 )
             # A process that is stopped in the middle of a message must not block this thread.
             for option, seconds in ((socket.SO_SNDTIMEO, START_DEADLINE_S), (socket.SO_RCVTIMEO, RECEIVE_TIMEOUT_S)):
-                parent_socket.setsockopt(socket.SOL_SOCKET, option, _timeval(seconds))
+                parent_socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("qq", int(seconds), 0))  # a timeval
             self.connection = Connection(parent_socket.detach())
         self.is_ready = False  # True: the process has unpickled the object
         self.start_refused = False  # True: the process has reported that it cannot unpickle the object
@@ -366,8 +357,7 @@ class _Worker:
     def receive(self) -> tuple[str, str] | None:
         """Receive one message. Return kind and cause if the process died or cannot start."""
         try:
-            # If the code of a call writes to this socket, its data would be read as the length of
-            # an answer.
+            # If the code of a call writes to this socket, its data is read as a length.
             data = self.connection.recv_bytes(MAX_ANSWER_BYTES)
         except _CONNECTION_ERRORS as error:
             cause = self._exit_reason(error)
@@ -376,8 +366,8 @@ class _Worker:
         try:
             kind, value, cause, self.is_spent = pickle.loads(data)
         except Exception as error:  # noqa: BLE001 (unpickling runs the code of classes)
-            # Other data may have arrived in place of the answer. The answer would then be read as
-            # the answer to the next call, so the process is replaced.
+            # The real answer may still come, after a write to this socket by the code of a call. It
+            # would be read as the answer to the next call, so the process is replaced.
             return "raised", f"the answer cannot be read: {type(error).__name__}: {error}"
         if not self.is_ready:
             self.is_ready, self.start_refused = kind == "ready", kind == "failed"
@@ -401,8 +391,7 @@ class _Worker:
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            # The whole group has ended.
-            pass
+            pass  # the whole group has ended
         self.process.wait(timeout=START_DEADLINE_S)
         remove_folder(self.folder)
 
@@ -414,8 +403,7 @@ class _Worker:
     def cpu_s(self) -> float:
         """Return the CPU time of the process in seconds, over all threads."""
         try:
-            # The id of the CPU clock of another process in Linux (pid_to_clockid in the kernel);
-            # reading /proc takes 50 us.
+            # Linux's id of a process's CPU clock (pid_to_clockid). Reading /proc takes 50 us.
             return time.clock_gettime((~self.process.pid << 3) | 2)
         except OSError:
             return 0.0
@@ -435,11 +423,6 @@ def remove_folder(folder: Path) -> None:
         if not folder.exists():
             return
         time.sleep(0.05)
-
-
-def _timeval(seconds: float) -> bytes:
-    # SO_RCVTIMEO takes a C struct timeval: 8 bytes of seconds and 8 bytes of microseconds.
-    return int(seconds).to_bytes(8, sys.byteorder) + bytes(8)
 
 
 class Closing:

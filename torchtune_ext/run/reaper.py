@@ -35,8 +35,7 @@ class ProcessReaper:
     def __init__(self):
         """Create the folder and start the process. Raises OSError if either fails."""
         base = tempfile.gettempdir()
-        # vLLM creates sockets in the folder, so its path must be short: /tmp replaces a long
-        # TMPDIR.
+        # vLLM creates sockets in the folder, so its path must be short: no long TMPDIR.
         self.folder = tempfile.mkdtemp(prefix="tte-", dir=base if len(base) < SOCKET_PATH_MAX - 60 else "/tmp")
         self.groups: list[int] = []  # the groups that the process would kill
         self._closed = False
@@ -62,8 +61,7 @@ class ProcessReaper:
         try:
             self._send_groups()
         except BrokenPipeError:
-            # The process died. Each line lists all groups, so a new process needs only the current
-            # line.
+            # The process died. Each line lists all groups, so a new process needs only this line.
             log.warning("process reaper: exited with status %d; restarting it", self._process.wait(EXIT_TIMEOUT_S))
             self._pipe.close()
             self._start_process()
@@ -82,13 +80,12 @@ class ProcessReaper:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start_process(self) -> None:
-        # This file also runs as a script without our package (-I) and without site-packages (-S),
-        # so it imports neither at module level.
+        # As a script, this file runs without our package (-I) and site-packages (-S).
         from torchtune_ext.run.process_env import copy_environment
 
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), self.folder]
-        # The pipe is unbuffered, because closing a buffered pipe would repeat a failed write. In
-        # its own session, the process survives Ctrl-C and a kill of the trainer's process group.
+        # Closing a buffered pipe would repeat a failed write. In its own session, the process
+        # survives Ctrl-C and a kill of the trainer's process group.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True, env=copy_environment()
         )
@@ -101,8 +98,7 @@ class ProcessReaper:
 
 def wait_for_parent(parent: int) -> list[int]:
     """Wait for the end of `parent` or of stdin; return the process groups of the last line."""
-    # A forked child of the trainer may keep the pipe open, so the pidfd of the parent is watched as
-    # well.
+    # A forked child of the trainer may keep the pipe open, so the parent's pidfd is watched, too.
     groups, text = [], b""
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
@@ -116,7 +112,7 @@ def wait_for_parent(parent: int) -> list[int]:
         pass  # this kernel has no pidfd; only the end of stdin is available
     while True:
         ready = dict(poll.poll())
-        # Lines that the parent wrote just before its end still count, so stdin is read first.
+        # The last lines of the parent still count, so stdin is read first.
         if 0 in ready:
             data = os.read(0, 4096)
             if not data:
@@ -132,8 +128,7 @@ def live_processes(group: int) -> dict[int, bool]:
     trackers = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            # A process may have any name, also with parentheses or invalid UTF-8. The name ends at
-            # the last parenthesis.
+            # The name may have parentheses or invalid UTF-8. It ends at the last parenthesis.
             with open(f"/proc/{pid}/stat", "rb") as file:
                 state, _, its_group = file.read().rsplit(b")", 1)[1].split()[:3]
             if int(its_group) == group and state not in (b"Z", b"X"):
@@ -146,9 +141,8 @@ def live_processes(group: int) -> dict[int, bool]:
 
 def kill_group(group: int) -> None:
     """Kill the processes of a group (0: no group), except Python's resource trackers."""
-    # A tracker waits for the end of the processes that share it. Then it removes their shared
-    # memory from /dev/shm, which no other process does, and ends. vLLM uses such memory if
-    # `tensor_parallel_size` is above 1.
+    # After the end of its processes, a tracker removes their shared memory from /dev/shm, which no
+    # other process does, and ends. vLLM uses such memory with `tensor_parallel_size` above 1.
     for pid, tracker in live_processes(group).items() if group > 1 else ():
         if not tracker:
             try:

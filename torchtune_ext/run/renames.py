@@ -4,11 +4,9 @@ import ast
 from collections.abc import Iterator
 
 PACKAGE_PREFIX = "torchtune_ext."
-PIPELINE_MODULES = ("groups", "episodes", "advantages", "evaluation", "rollout", "source", "packing")
-# Old name -> new name below the package, for modules and for names in a module. Old names must not
-# exist in the current version.
+# Old name -> new name below the package, for modules and for names in a module.
 RENAMED_MODULES = {
-    **{name: f"pipeline.{name}" for name in PIPELINE_MODULES},
+    **{name: f"pipeline.{name}" for name in "groups episodes advantages evaluation rollout source packing".split()},
     **{name: f"training.{name}" for name in ("replay", "teacher")},
     **{f"training.{name}": f"setup.{name}" for name in ("checks", "plan")},
     **{f"host.{name}": f"cli.{name}" for name in ("plugin", "cli", "doctor", "gguf", "serve", "engine_install")},
@@ -129,8 +127,7 @@ def current_name(name: str) -> str | None:
     if below == name:
         return None
     parts = below.split(".")
-    # The longest old name wins, because a function may have moved to a different module than the
-    # rest of its module.
+    # The longest old name wins: a function may have moved elsewhere than the rest of its module.
     for end in range(len(parts), 0, -1):
         if new := RENAMED_MODULES.get(".".join(parts[:end])):
             return ".".join([PACKAGE_PREFIX + new, *parts[end:]])
@@ -138,10 +135,7 @@ def current_name(name: str) -> str | None:
 
 
 def outdated_imports(source: bytes) -> str:
-    """Return "torchtune_ext.OLD moved to torchtune_ext.NEW, ..." for the imports of a Python file.
-
-    The text is "" if all imports are current.
-    """
+    """Return "torchtune_ext.OLD moved to torchtune_ext.NEW, ..." for outdated imports of a file."""
     names = dict.fromkeys(_imports(ast.parse(source)))
     return ", ".join(f"{name} moved to {new}" for name in names if (new := current_name(name)))
 

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -28,9 +28,7 @@ from torchtune_ext.run.process_env import rank_and_world_size
 SIGNAL_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 REACTION_S = 5.0  # seconds for the main thread to raise `RunStopped` when it is due
 CLEANUP_S = 60.0  # seconds for closing all components
-# Seconds in which a repeated Ctrl-C counts as the first Ctrl-C, because a terminal and a launcher
-# may both deliver it.
-REPEAT_WINDOW_S = 1.0
+REPEAT_WINDOW_S = 1.0  # seconds in which terminal and launcher may both deliver one Ctrl-C
 NEVER = float("inf")
 # The files of Python's weak collections, whose callbacks run when an object is finalized.
 WEAK_COLLECTION_FILES = {
@@ -47,8 +45,7 @@ class RunStopped(KeyboardInterrupt):
     """
 
     def __init__(self, number: signal.Signals, at_step_end: bool = False):
-        # Ranks send this error to each other, and pickle restores it from the arguments of the base
-        # class.
+        # Ranks send this error to each other, and pickle needs the arguments in the base class.
         super().__init__(number, at_step_end)
         self.signal, self.at_step_end = number, at_step_end
 
@@ -73,8 +70,8 @@ class StopSignals:
         self.signal: signal.Signals | None = None  # the signal that ends the run
         self._received_at = NEVER  # the time.monotonic() of the signal
         self.waits_for_step = False  # True: SIGTERM waits for the end of the step
-        self._saving = False  # True: a checkpoint is being written, and the grace time does not interrupt it
-        self._ranks_agreed = False  # True: all ranks stop after this step, and the grace time does not interrupt it
+        # The grace time interrupts neither a checkpoint nor a step after which all ranks stop.
+        self._saving = self._ranks_agreed = False
         self._must_retry = False  # True: the handler could not raise `RunStopped` and must be called again
         self._cleanup_started_at = NEVER  # the time.monotonic() at the start of the cleanup
         self.exit_status = 0  # the exit status of the process after the recipe (`training.recipe_runner`)
@@ -101,9 +98,7 @@ class StopSignals:
 
     @contextmanager
     def protect_save(self) -> Iterator[None]:
-        """Mark the block in which a checkpoint is written."""
-        # The grace time does not interrupt the block, because a partial checkpoint would be
-        # useless.
+        """Mark the block in which a checkpoint is written; the grace time does not interrupt it."""
         self._saving = True
         try:
             yield
@@ -123,8 +118,7 @@ class StopSignals:
     # -- signals ------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> "StopSignals":
-        # Python accepts signal handlers only in the main thread. The owner of another thread stops
-        # its recipe.
+        # Only the main thread may have signal handlers. The owner of another one stops its recipe.
         if threading.current_thread() is not threading.main_thread():
             return self
         # Python runs handlers only in the main thread, between two bytecode instructions. A rank in
@@ -132,14 +126,11 @@ class StopSignals:
         # the signal number to the wake-up descriptor, which a second thread reads.
         self._wakeup_reader, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
-        self._previous_handlers = {number: signal.getsignal(number) for number in SIGNAL_NAMES}
-        for number, handler in list(self._previous_handlers.items()):
-            # A signal that was ignored when the process started (nohup, a shell's background job)
-            # stays ignored.
-            if handler == signal.SIG_IGN:
-                del self._previous_handlers[number]
-            else:
-                signal.signal(number, self._handle)
+        # A signal that the process ignores from its start (nohup, background job) stays ignored.
+        before = {number: signal.getsignal(number) for number in SIGNAL_NAMES}
+        self._previous_handlers = {number: each for number, each in before.items() if each != signal.SIG_IGN}
+        for number in self._previous_handlers:
+            signal.signal(number, self._handle)
         self._wakeup_before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
         self._thread.start()
@@ -166,8 +157,8 @@ class StopSignals:
 
     def _record_signal(self, new: signal.Signals) -> signal.Signals:
         """Record a signal and return the signal that ends the run."""
-        # Both the handler and the thread call this for every signal, in either order. Ctrl-C or
-        # SIGHUP replaces SIGTERM, so the run no longer waits for the end of the step.
+        # The handler and the thread both call this for every signal. Ctrl-C or SIGHUP replaces
+        # SIGTERM, so the run no longer waits for the end of the step.
         if self.signal is None or (self.signal == signal.SIGTERM and new != signal.SIGTERM):
             self.signal, self._received_at = new, time.monotonic()
         return self.signal
@@ -191,11 +182,9 @@ class StopSignals:
             data = self._wakeup_reader.recv(256) if ready else b""
             if ready and not data:
                 return
-            # The descriptor receives the numbers of all signals with a Python handler, including
-            # signals that are not ours.
+            # The descriptor receives the numbers of all signals with a Python handler.
             for number in filter(self._previous_handlers.__contains__, data):
-                # A signal that this thread has sent does not count as a second Ctrl-C, however late
-                # it is read.
+                # A signal that this thread has sent does not count as a second Ctrl-C.
                 if number in own_signals:
                     own_signals.remove(number)
                     continue
@@ -211,8 +200,7 @@ class StopSignals:
                     self._force_exit("while a call did not return")
                 elif called_at == NEVER or self._must_retry:
                     called_at, self._must_retry = min(called_at, now), False
-                    # Run the handler again in the main thread, where it raises because the deadline
-                    # has passed.
+                    # Run the handler again in the main thread, where it now raises.
                     main = threading.main_thread().ident
                     assert self.signal is not None and main is not None
                     own_signals.append(self.signal)
@@ -234,8 +222,7 @@ class StopSignals:
     def _force_exit(self, how: str) -> None:
         """End the process from this thread. The kernel and the reaper end its children."""
         assert self.signal is not None
-        # The main thread may be blocked by the disk or a full pipe. The message needs both, so it
-        # may block as well.
+        # The disk or a full pipe may block the main thread, and this message as well.
         timer = threading.Timer(2.0, os._exit, [128 + self.signal])
         timer.daemon = True
         timer.start()
@@ -268,7 +255,5 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _print_stderr(line: str) -> None:
     # `output.print_text` needs the lock of the progress bars, which a blocked main thread may hold.
-    try:
+    with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
-    except OSError:
-        pass

@@ -42,8 +42,7 @@ def main(fd: int, parent_pid: int) -> None:
         # Otherwise a killed process loses its buffered output.
         sys.stdout.reconfigure(line_buffering=True, errors="replace")
     parent = Connection(fd)
-    # The imports below and in the object must resolve as in the trainer. So the object stays
-    # pickled until the path is set.
+    # Imports must resolve as in the trainer, so the object stays pickled until the path is set.
     sys.path[:], payload = parent.recv()
     from torchtune_ext.run.process_env import die_with_parent
 
@@ -59,8 +58,7 @@ def main(fd: int, parent_pid: int) -> None:
         try:
             message = parent.recv_bytes()
         except (EOFError, ConnectionError):
-            # The parent closed the socket. Return, so the process runs its exit functions.
-            return
+            return  # the parent closed the socket; the process runs its exit functions
         try:
             try:
                 value = target(*pickle.loads(message))
@@ -84,5 +82,4 @@ if __name__ == "__main__":
     try:
         main(int(sys.argv[1]), int(sys.argv[2]))
     except (EOFError, ConnectionError):
-        # The parent ended before it sent the object, or before the answer.
-        pass
+        pass  # the parent ended before it sent the object, or before the answer

@@ -34,8 +34,7 @@ def derive_seed(seed: int, *parts: int) -> int:
 
 
 def group_seeds(seed: int | None, group: int, n: int) -> list[int | None]:
-    """Returns the seeds of a group's `n` completions; all None if `seed` is None."""
-    # The seeds depend only on `seed` and the group's number, not on other submitted groups.
+    """Returns the seeds of a group's `n` completions, which other groups do not change; or None."""
     return [None if seed is None else derive_seed(seed, group, s) for s in range(n)]
 
 
@@ -90,30 +89,22 @@ class EngineRequest:
             "top_k": sampling.top_k,
             "seed": self.seed,
             "stop_token_ids": list(sampling.stop_token_ids),
-            # Only `stop_token_ids` end a completion. If the config has none, the recipes set them
-            # to the EOS tokens.
-            "ignore_eos": True,
-            # 0 returns only the log-prob of the sampled token.
-            "logprobs": 0,
+            "ignore_eos": True,  # only `stop_token_ids` end a completion
+            "logprobs": 0,  # only the log-prob of the sampled token
             "prompt_logprobs": 0 if self.priority is Priority.SCORE else None,
             "detokenize": False,
         }
 
     @contextmanager
     def track_in(self, requests: dict[str, "EngineRequest"]) -> Iterator[None]:
-        """Registers the request in `requests` while the body runs it.
-
-        Raises:
-            BackendCrashed: If `fail` ends the body.
-        """
+        """Registers the request while the body runs it. Raises BackendCrashed if `fail` ends it."""
         task = asyncio.current_task()
         assert task is not None
         self.task, requests[self.id] = task, self
         try:
             yield
         except asyncio.CancelledError:
-            # The caller may have canceled the task, too. Only a cancellation by `fail` alone is a
-            # crash.
+            # Only a cancellation by `fail` alone is a crash; the caller may have canceled, too.
             if self.crash_reason and task.uncancel() == 0:
                 raise BackendCrashed(self.crash_reason) from None
             raise
@@ -142,9 +133,7 @@ class EngineRequest:
             self._sum = decay * self._sum + (1.0 - decay) * logprob
             low = self._sum / (1.0 - decay**count) < threshold
             if math.isnan(logprob) or (low and count >= sampling.early_stop_min_tokens):
-                # Truncating here makes the completion independent of how many tokens arrive at a
-                # time.
-                self.num_kept = count
+                self.num_kept = count  # however many tokens arrived at a time
                 return True
         return False
 
@@ -329,8 +318,8 @@ class Backend(ProcessStatus, Protocol):
 
 def mark_retrieved(task: asyncio.Future) -> None:
     """Marks the error of a finished task as retrieved."""
-    # asyncio prints the traceback of an error that was never retrieved. The caller of such a task
-    # may leave before the task ends (Ctrl-C, a deadline), and has then reported the reason.
+    # asyncio prints errors that were never retrieved. The caller of such a task may leave before
+    # its end (Ctrl-C, a deadline), and has then reported the reason.
     if not task.cancelled():
         task.exception()
 
@@ -350,9 +339,7 @@ async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:
 async def crash_on_timeout(limit_s: float, what: str) -> AsyncIterator[None]:
     """Raises BackendCrashed if the body takes longer than `limit_s` seconds.
 
-    Args:
-        limit_s: Deadline in seconds.
-        what: What did not happen, for the message: "the sender did not start".
+    `what` did not happen, for the message: "the sender did not start".
     """
     try:
         async with asyncio.timeout(limit_s):
@@ -368,7 +355,7 @@ async def call_with_deadline(backend: ProcessStatus, awaitable: Awaitable[Any], 
         BackendCrashed: After `deadline_s` seconds, or if the replica crashes or the call fails.
         ValueError: As the call.
     """
-    # If the replica crashes, the call itself never returns. Therefore `backend.is_dead` is polled.
+    # After a crash the call itself never returns, so `backend.is_dead` is polled.
     give_up_at = time.monotonic() + deadline_s
     task = asyncio.ensure_future(awaitable)
     task.add_done_callback(mark_retrieved)

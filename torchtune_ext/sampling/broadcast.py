@@ -36,11 +36,7 @@ CHUNK_BYTES = 64 << 20  # bytes per gloo broadcast; a larger tensor is its own c
 
 
 def own_address(host: str, port: int) -> str:
-    """Returns this machine's source address for packets to `host`.
-
-    Raises:
-        OSError: If the host is unknown or has no route.
-    """
+    """Returns this machine's source address of packets to `host`. Raises OSError if unreachable."""
     # Connecting a UDP socket only looks up the route and sends nothing.
     (family, kind, protocol, _, target), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     with socket.socket(family, kind, protocol) as probe:
@@ -49,11 +45,7 @@ def own_address(host: str, port: int) -> str:
 
 
 def listen(address: str) -> socket.socket:
-    """Returns a socket that listens only on `address`, on a free port.
-
-    Raises:
-        OSError: If the address does not belong to this machine.
-    """
+    """Returns a socket that listens on a free port of this machine's `address`. Raises OSError."""
     return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
@@ -103,10 +95,10 @@ class GlooGroup:
         )
 
     def broadcast(self, data: torch.Tensor, give_up_at: float) -> None:
-        """Broadcasts `data` [bytes] from rank 0, in place.
+        """Broadcasts `data` [bytes], uint8, from rank 0, in place.
 
         Args:
-            data: [bytes], uint8.
+            data: The bytes of this rank.
             give_up_at: Deadline on time.monotonic().
 
         Raises:
@@ -129,8 +121,7 @@ def iter_chunks(manifest: Mapping[str, Sequence], limit: int) -> Iterator[tuple[
 
     A chunk ends with the tensor at which its size reaches `limit`.
     """
-    # Sender and workers compute the chunks independently, so the result must depend only on the
-    # arguments.
+    # Sender and workers each compute the chunks, which must depend only on the arguments.
     rows: list[tuple] = []
     begin = end = 0
     for name, dtype, shape, offset in zip(*(manifest[column] for column in MANIFEST), strict=True):
@@ -256,8 +247,7 @@ def serve(end: socket.socket) -> None:
                 log.error("%s: %s", method, error)
                 answer = ("lost", f"the sender failed in {method}: {error}")
             end.sendall(pack_messages([(number, *answer)]))
-            # After an interrupted collective the state of the group is undefined, so the sender
-            # exits.
+            # After an interrupted collective the state of the group is undefined.
             if answer[0] == "lost":
                 return
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtune_ext.run import reaper
 from torchtune_ext.run.process_env import describe_exit
-from torchtune_ext.sampling.backend import BackendCrashed
+from torchtune_ext.sampling.backend import BackendCrashed, mark_retrieved
 from torchtune_ext.sampling.prestart import ProcessHandle, child_environment, spawn
 
 EXIT_TIMEOUT_S = 5.0  # deadline in seconds for a killed process to end
@@ -38,8 +38,7 @@ def pack_messages(messages: list[Any]) -> bytes:
 
 
 def receive_messages(end: socket.socket) -> list[Any]:
-    """Reads one frame without asyncio and returns its messages. Raises EOFError, OSError."""
-    # It reads exactly one frame: the following bytes belong to the asyncio loop.
+    """Returns the messages of exactly one frame, without asyncio. Raises EOFError, OSError."""
     (length,) = _LENGTH.unpack(_recv_exactly(end, _LENGTH.size))
     return pickle.loads(_recv_exactly(end, length))
 
@@ -64,14 +63,13 @@ class MessageChannel(asyncio.Protocol):
         self._on_messages, self._on_end = on_messages, on_end
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._unsent: list[Any] = []  # unsent messages
+        self._unsent: list[Any] = []
         self._flushing = False
         self._arrived = bytearray()
 
     def send(self, message: Any) -> None:
         """Sends a message, unless the other end is closed."""
-        # All messages of one loop iteration are sent as one frame, which wakes the other end only
-        # once.
+        # All messages of one loop iteration make one frame, which wakes the other end only once.
         self._unsent.append(message)
         if not self._flushing:
             self._flushing = True
@@ -136,8 +134,7 @@ class ChildProcess:
             environ: Environment of the process; None: `child_environment({})`.
             prestarted: A prestarted process, which gets log and environment with the first frame.
 
-        Raises:
-            OSError: If the process cannot be started.
+        Raises OSError if the process cannot be started.
         """
         self.name = name
         self.exit_reason: str | None = None  # how the process ended, once known
@@ -176,10 +173,9 @@ class ChildProcess:
             ValueError: If the process refuses the request.
         """
         # A message is (number, method, arguments), or (number, "cancel", ()) after the waiter was
-        # canceled. An answer is (number, kind, value) with the kind "value", "refused" or "lost".
-        # All other kinds are events.
+        # canceled. An answer is (number, kind, value), as `_receive` reads it.
         if self.exit_reason is not None:
-            raise BackendCrashed(f"{self.exit_reason}")
+            raise BackendCrashed(self.exit_reason)
         number, answer = next(self._numbers), self._loop.create_future()
         self._answers[number] = answer
         self._channel.send((number, method, arguments))
@@ -214,11 +210,12 @@ class ChildProcess:
             answer = self._answers.get(number)
             if kind not in ("value", "refused", "lost"):
                 self._on_event(kind, value)
-            elif answer is not None and not answer.done():
-                if kind == "value":
-                    answer.set_result(value)
-                else:
-                    answer.set_exception(ValueError(value) if kind == "refused" else BackendCrashed(value))
+            elif answer is None or answer.done():
+                continue  # the waiter was canceled
+            elif kind == "value":
+                answer.set_result(value)
+            else:
+                answer.set_exception(ValueError(value) if kind == "refused" else BackendCrashed(value))
 
     def _on_disconnect(self) -> None:
         # The connection closes shortly before the process exits.
@@ -233,5 +230,4 @@ class ChildProcess:
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(BackendCrashed(self.exit_reason))
-                # asyncio prints an error that is never retrieved, and the waiter may be canceled.
-                answer.exception()
+                mark_retrieved(answer)  # the waiter may be canceled

@@ -42,7 +42,7 @@ class Client:
         """Must be called in the asyncio loop of `serve`."""
         self.config, self.model_dir = config, model_dir
         self.requests: dict[str, EngineRequest] = {}
-        self.socket = end
+        self.socket = end  # to the trainer
         self.process: Any = None  # the engine's process
         self._tasks: dict[int, asyncio.Task] = {}  # running tasks by message number
         self._disconnected = asyncio.Event()  # set once the trainer's end is closed
@@ -81,8 +81,8 @@ class Client:
         except asyncio.CancelledError:
             return  # the trainer has canceled the request
         except BaseException as error:
-            # The trainer gets the message, and the log gets the traceback. The clause catches every
-            # error, since vLLM wraps errors of the engine's process in a bare Exception.
+            # vLLM wraps errors of the engine's process in a bare Exception. The trainer gets the
+            # message, and the log gets the traceback.
             method = arguments[0] if method == "engine" else method
             logging.getLogger(__name__).exception("%s failed", method)
             answer = ("lost", self.describe_exit() if self.is_dead else f"the engine failed in {method}: {error!r}")
@@ -107,10 +107,7 @@ class Client:
         self._vllm_config = AsyncEngineArgs(**args).create_engine_config()
 
     async def launch(self) -> tuple[int, int, int]:
-        """Starts the engine.
-
-        Returns:
-            Capacity of the KV cache in tokens, tokens per block, and vocabulary size.
+        """Starts the engine. Returns KV cache in tokens, tokens per block, and vocabulary size.
 
         Raises:
             BackendCrashed: If the engine does not start.
@@ -119,8 +116,7 @@ class Client:
         import vllm.v1.engine.utils as engine_utils
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        # EngineContext forks the engine's process from this one where possible, and keeps a handle
-        # to it.
+        # EngineContext forks the engine's process where possible, and keeps a handle to it.
         make_context = engine_utils.get_mp_context
         engine_utils.get_mp_context = lambda: EngineContext(self, make_context())
         try:
@@ -250,13 +246,12 @@ class EngineContext:
 
 
 def run_engine(parent: int, end: int | None, target: Callable, kwargs: dict[str, Any]) -> None:
-    """Runs the engine's process.
+    """Runs vLLM's main function of the engine, `target`.
 
     Args:
         parent: Process id of the client.
         end: File descriptor of the client's socket after a fork.
-        target: vLLM's main function of the engine.
-        kwargs: Arguments of `target`.
+        target, kwargs: The function and its arguments.
     """
     die_with_parent(parent)
     if end is not None:
@@ -290,12 +285,7 @@ async def serve(end: socket.socket, model_dir: str, config: EngineConfig) -> Non
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Runs the client of one replica.
-
-    Args:
-        descriptor: File descriptor of the socket.
-        parent: Process id of the trainer.
-    """
+    """Runs the client of one replica, from a socket's descriptor and the trainer's process id."""
     die_with_parent(parent)
     logging.basicConfig(level=LOG_LEVEL, format=f"(client) {LOG_FORMAT}")
     end = socket.socket(fileno=descriptor)
@@ -310,8 +300,7 @@ def main(descriptor: int, parent: int) -> None:
         import vllm.v1.engine.core  # noqa: F401
     finally:
         imported_s = time.monotonic() - started
-        # An import error belongs in the log, and only the first frame holds its path. So it is read
-        # in `finally`.
+        # An import error belongs in the log, whose path only the first frame holds.
         model_dir, config, log, environ = receive_messages(end)
         _adopt_environment(log, environ)
     print(f"engine {os.getpid()}: vLLM imported in {imported_s:.1f} s", file=sys.stderr, flush=True)

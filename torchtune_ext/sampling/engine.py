@@ -26,6 +26,7 @@ import torch
 
 from torchtune_ext.run.catalog import import_object
 from torchtune_ext.run.errors import DeadlineExceeded, UsageError
+from torchtune_ext.run.processes import Closing
 from torchtune_ext.run.reaper import ProcessReaper
 from torchtune_ext.sampling import prestart
 from torchtune_ext.sampling.backend import (
@@ -83,17 +84,12 @@ class LoopThread(threading.Thread):
         self._futures: set[Future] = set()  # unfinished work
 
     def assert_not_loop_thread(self) -> None:
-        """Raises RuntimeError in the loop's own thread."""
-        # In this thread a blocking call would deadlock.
+        """Raises RuntimeError in the loop's own thread, where a blocking call would deadlock."""
         if threading.current_thread() is self:
             raise RuntimeError("on_completion may not call the engine: it runs in the engine's own thread")
 
     def schedule(self, work: Coroutine[Any, Any, Any]) -> Future:
-        """Schedules `work` without waiting; the end of the thread cancels it.
-
-        Raises:
-            EngineFailed: If the thread does not run.
-        """
+        """Schedules `work`; the thread's end cancels it. Raises EngineFailed without a thread."""
         wrapped = _mark_error_retrieved(work)
         try:
             if self.is_alive():
@@ -142,23 +138,16 @@ class LoopThread(threading.Thread):
         except CancelledError:
             raise EngineFailed("the engine was closed") from None
         finally:
-            # This cancels the work if the caller stops waiting (Ctrl-C). Finished work is not
-            # affected.
-            future.cancel()
+            future.cancel()  # if the caller stops waiting (Ctrl-C)
 
     def stop(self) -> None:
-        """Ends the thread and cancels its work.
-
-        Raises:
-            DeadlineExceeded: If the thread does not end.
-        """
+        """Ends the thread and cancels its work. Raises DeadlineExceeded if it does not end."""
         if self.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self.join(5.0)
             if self.is_alive():
                 raise DeadlineExceeded(f"the thread {self.name} did not end")
-        # A stopped loop does not resolve its futures. Copying a set is atomic, even while another
-        # thread schedules work.
+        # A stopped loop does not resolve its futures. Copying a set is atomic.
         for future in self._futures.copy():
             future.cancel()
 
@@ -176,7 +165,7 @@ class LoopThread(threading.Thread):
         self._loop.close()
 
 
-class Engine:
+class Engine(Closing):
     """Owns the engine replicas, their thread, their process reaper and the published weights."""
 
     def __init__(self, model_dir: str, config: EngineConfig, run_dir: str, version: int = 0, name: str = "engine"):
@@ -230,17 +219,15 @@ class Engine:
         self._thread.call(self._pool.create_backends(), timeout=30.0)
         prestart.discard_prestarted()  # only ProcessBackend uses the prestarted client process
         try:
-            # The client imports vLLM (5 s) and validates the config, so that this call raises if
-            # vLLM refuses it. The other replicas have the same settings and configure themselves
-            # later.
+            # The client imports vLLM (5 s) and validates the config, so this call raises if vLLM
+            # refuses it. The other replicas have the same settings and configure themselves later.
             self._pool.backends[0].configure()
         except (ValueError, OSError) as error:
             self.close()
             raise EngineFailed(f"the engine did not start: {error}") from error
         self._started = self._thread.schedule(self._pool.start())
         if self.config.sleep:
-            # The engine must measure the free GPU memory before the trainer allocates, and must
-            # release it again for the trainer.
+            # The engine measures the free GPU memory before the trainer allocates, and releases it.
             self.wait_ready()
             self.sleep()
 
@@ -268,10 +255,7 @@ class Engine:
     def close(self) -> None:
         """Ends the engine, also during a restart or a weight sync. May be called twice.
 
-        Pending calls in other threads raise EngineFailed.
-
-        Raises:
-            EngineFailed: If a process of the engine did not end.
+        Pending calls in other threads raise EngineFailed, as this one does if a process did not end.
         """
         if self._closed:
             return
@@ -295,15 +279,8 @@ class Engine:
     def _attempt(self, part: str, step: Callable[[], None]) -> None:
         try:
             step()
-        # After a failed step `close` must still run the others.
-        except Exception:
+        except Exception:  # `close` must still run the other steps
             log.warning("Engine.close: %s was not closed properly", part, exc_info=True)
-
-    def __enter__(self) -> "Engine":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     # -- sampling and weight sync ------------------------------------------------------------------
 
@@ -415,8 +392,7 @@ class Engine:
         """Runs a coroutine in the engine's thread. A weight sync waits for work of an evaluation."""
         if priority is not Priority.EVALUATION:
             return self._thread.schedule(work)
-        # An evaluation belongs to one version, so it waits for a running weight sync and starts
-        # with the new weights.
+        # An evaluation belongs to one version, so it waits for the end of a running weight sync.
         with self._publish_lock:
             future = self._thread.schedule(work)
             self._evaluation.add(future)
@@ -466,9 +442,7 @@ class Engine:
         """Returns the `weight_buffer.checksum` of each synced tensor by name, one dict per worker.
 
         The value is None if the tensor was loaded into several parameters whose checksums differ.
-
-        Raises:
-            EngineFailed: If the engine cannot be restarted.
+        Raises EngineFailed if the engine cannot be restarted.
         """
         return self._thread.call(self._pool.checksums())
 
@@ -481,8 +455,7 @@ class Engine:
         Raises:
             UsageError, EngineFailed, WeightsIncomplete: As `sample`.
         """
-        # A crashed replica serves again only after its weights were verified, so its answer is not
-        # needed.
+        # A crashed replica needs no answer: it serves again only after its weights were verified.
         group_requests = self._build_group_requests(prompts, n, sampling, Priority.CANARY)
         return self._thread.call(self._pool.sample_canary(group_requests))
 
@@ -497,11 +470,7 @@ class Engine:
                 raise UsageError(f"engine.address: {backend.replaced_model_message()}")
 
     def sleep(self) -> None:
-        """With `engine.sleep`, frees GPU memory until `publish` or `sample` wakes the engine.
-
-        Raises:
-            EngineFailed: If the engine cannot be restarted.
-        """
+        """With `engine.sleep`, frees GPU memory until `publish` or `sample`; or EngineFailed."""
         if self.config.sleep:
             self._thread.call(self._pool.sleep())
 
@@ -517,9 +486,6 @@ class Engine:
         """Restores the `state_dict` of an earlier run."""
         self._pool.load_state_dict(state)
 
-    def _log_path_of(self, replica: EngineReplica) -> Path:
-        return self.log_pattern.with_name(self.log_pattern.name.replace("*", str(replica.number)))
-
     # -- in the loop's thread ----------------------------------------------------------------------
 
     def _make_backend(self, replica: EngineReplica) -> Backend:
@@ -534,9 +500,9 @@ class Engine:
             backend = ServerBackend(replica.config, replica.on_step)
             backend.server_info, backend.weight_sender = self._server_info, self._weight_sender
         else:
-            backend = self._backend_factory(
-                self.model_dir, replica.config, self._log_path_of(replica), self._reaper.folder, replica.on_step
-            )
+            log_file = self.log_pattern.with_name(self.log_pattern.name.replace("*", str(replica.number)))
+            folder = self._reaper.folder
+            backend = self._backend_factory(self.model_dir, replica.config, log_file, folder, replica.on_step)
         # The process reaper kills these process groups if the trainer dies.
         try:
             process_groups = [other.process_group for other in self._pool.backends] + [backend.process_group]

@@ -62,15 +62,10 @@ def local_gpu_bytes() -> int:
 
 
 def resolve_transfer(config: EngineConfig) -> str:
-    """Returns the weight transfer to servers; resolves "auto".
-
-    "auto" is shared memory if all servers run on this machine, else NCCL (GPU) or gloo (CPU).
-    """
+    """Returns the weight transfer to servers; "auto" is "shm" on this machine, else by network."""
     if config.transfer != "auto":
         return config.transfer
-    if is_local_server(config):
-        return "shm"
-    return "gloo" if on_cpu() else "nccl"
+    return "shm" if is_local_server(config) else "gloo" if on_cpu() else "nccl"
 
 
 def is_local_server(config: EngineConfig) -> bool:
@@ -96,15 +91,13 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
         "load_format": "hf",
         "tensor_parallel_size": config.tensor_parallel_size,
         "max_num_seqs": (config.max_num_seqs or default_max_num_seqs(local_gpu_bytes())) + CANARY_REQUESTS,
-        # A weight sync returns all running requests to the engine's queue. The canary must not wait
-        # for them.
+        # A weight sync queues all running requests again. The canary must not wait for them.
         "scheduling_policy": "priority",
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enable_prefix_caching": True,
         # Otherwise the model's generation_config.json would change temperature and top_k silently.
         "generation_config": "vllm",
-        # Log-probs under the sampling temperature.
-        "logprobs_mode": "processed_logprobs",
+        "logprobs_mode": "processed_logprobs",  # under the sampling temperature
         "skip_tokenizer_init": True,  # ids in, ids out
         "worker_extension_cls": LOADER,
         "weight_transfer_config": {"backend": transfer},
@@ -114,8 +107,7 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank}
         args |= {"lora_target_modules": list(config.lora_targets)} if config.lora_targets else {}
     if config.quantization:
-        # The disk holds no quantized weights. The engine's weights are random until the first
-        # weight sync.
+        # The disk holds no quantized weights. Until the first weight sync they are random.
         args["load_format"] = "dummy"
     if on_cpu():
         args |= {
@@ -182,12 +174,9 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
 def warn_ignored_variables() -> None:
     """Prints once which environment variables are not passed to the engine."""
     for name, key in IGNORED_VARIABLES.items():
-        if os.environ.get(name):
-            print_text(
-                format_labels(
-                    [("engine", f"environment variable {name}={os.environ[name]} is ignored; set {key} instead")]
-                )
-            )
+        if value := os.environ.get(name):
+            text = f"environment variable {name}={value} is ignored; set {key} instead"
+            print_text(format_labels([("engine", text)]))
 
 
 def log_name(config: EngineConfig) -> str:

@@ -28,10 +28,7 @@ class GroupKey:
 
 
 class Pool:
-    """Owns the engine replicas of a run.
-
-    Coroutines run in the engine's asyncio thread, all other methods in any thread.
-    """
+    """Owns the replicas. Coroutines run in the engine's asyncio thread, the rest in any thread."""
 
     def __init__(
         self,
@@ -41,7 +38,7 @@ class Pool:
         version: int,
         name: str = "engine",
     ):
-        """Creates the replicas; `create_backends` starts their processes.
+        """Creates the replicas, whose processes `create_backends` starts. Raises UsageError.
 
         Args:
             config: The `engine:` section.
@@ -49,9 +46,6 @@ class Pool:
             buffers: The published weights.
             version: Version of weights that were never published.
             name: Name of the engine in messages.
-
-        Raises:
-            UsageError: For more replicas than devices.
         """
         self.make_backend, self.buffers, self.first_version = make_backend, buffers, version
         self.ids = itertools.count()  # request ids
@@ -97,7 +91,6 @@ class Pool:
 
     @property
     def backends(self) -> list[Backend]:
-        """Current backends."""
         # A restart may clear `replica.backend` while another thread reads it, so it is read once.
         return [backend for replica in self.replicas if (backend := replica.backend) is not None]
 
@@ -106,12 +99,7 @@ class Pool:
         return any(other is not replica for other in self.accepting_replicas)
 
     def on_state_change(self, replica: EngineReplica, previous: State) -> None:
-        """Logs a state change.
-
-        Args:
-            replica: The replica whose state has changed.
-            previous: Its state before.
-        """
+        """Logs that the state of `replica` has changed from `previous`."""
         if replica.state is State.RETIRED:
             self.error = replica.error
             if self.active_replicas and previous is not State.STARTING:
@@ -234,8 +222,7 @@ class Pool:
     # later turns of its episodes stay there, too, because their prefix is in that replica's cache.
     #
     # Routing by a hash of the prompt would ignore the load: with consistent hashing, the cache hit
-    # rate of one replica fell from 98% to 5% while three replicas were idle (prime-rl, pull request
-    # 3255).
+    # rate of one replica fell from 98% to 5% while three were idle (prime-rl, pull request 3255).
 
     def _route(self, affinity_key: object) -> EngineReplica:
         """Returns the replica of the affinity key if it accepts requests, else another one."""
@@ -257,12 +244,8 @@ class Pool:
     ) -> dict[EngineReplica, T]:
         """Calls `work` on the chosen replicas, once there are any; repeats it if all crash.
 
-        Returns:
-            Replica -> result, without the replicas that crashed.
-
-        Raises:
-            ValueError: If a replica refuses the call.
-            Exception: The error of the first replica, if every call fails.
+        Returns replica -> result, without the replicas that crashed. Raises ValueError if a replica
+        refuses the call, and the error of the first replica if every call fails.
         """
         # The call does not wait for the restart of a crashed replica while others return, because a
         # restarted replica serves only with the current weights.
@@ -271,21 +254,19 @@ class Pool:
             replicas = choose()
             results = await asyncio.gather(*map(work, replicas), return_exceptions=True)
             errors = [result for result in results if isinstance(result, BaseException)]
-            returned = {
-                replica: r for replica, r in zip(replicas, results, strict=True) if not isinstance(r, BaseException)
-            }
-            if refusals := [error for error in errors if isinstance(error, ValueError)]:
-                raise refusals[0]
-            if returned:
-                return returned
+            for error in errors:
+                if isinstance(error, ValueError):
+                    raise error
+            if len(errors) < len(replicas):
+                pairs = zip(replicas, results, strict=True)
+                return {replica: result for replica, result in pairs if not isinstance(result, BaseException)}
             if not any(isinstance(error, ReplicaLost) for error in errors):
                 raise errors[0]
 
     async def load(self, version: int) -> tuple[float, float]:
         """Loads newly published weights into every replica.
 
-        Returns:
-            Longest pause and longest loading time, in seconds.
+        Returns the longest pause and the longest loading time, in seconds.
 
         Raises:
             EngineFailed: If no replica loads the weights, or a serving replica still has older ones.
@@ -317,11 +298,7 @@ class Pool:
         return [worker for sums in by_replica.values() for worker in sums]
 
     async def sleep(self) -> None:
-        """Frees the GPU memory of all replicas, also of starting ones.
-
-        Raises:
-            EngineFailed: If all replicas are retired.
-        """
+        """Frees the GPU memory of all replicas, also of starting ones. Raises EngineFailed."""
 
         async def put_to_sleep(replica: EngineReplica) -> None:
             while True:

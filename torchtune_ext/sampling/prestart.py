@@ -1,7 +1,6 @@
 """Starts the engine's client process early, so that it imports vLLM while torchtune is imported."""
 
-# Each import takes about five seconds. This module runs when `tune run` starts, so it imports only
-# the standard library.
+# Each import takes five seconds. This module runs when `tune run` starts: standard library only.
 import os
 import socket
 import subprocess
@@ -30,8 +29,7 @@ CLIENT_VARIABLES = {
 }
 # Variables that torch and vLLM read on a CPU during import. The client itself computes nothing.
 CPU_VARIABLES = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"} | CLIENT_VARIABLES | MALLOC_VARIABLES
-# vLLM variable that would override the run -> the config key it would override. An engine does not
-# get these variables.
+# vLLM variables that engines do not get -> the config key that each would override.
 IGNORED_VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "engine.kv_cache_bytes",
     "VLLM_DP_SIZE": "engine.count",
@@ -46,11 +44,7 @@ _prestarted: ProcessHandle | None = None  # until an engine takes it
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of an engine process.
-
-    It is the trainer's environment without torchrun's and ignored variables, with `sys.path` and
-    `extra`.
-    """
+    """Returns the trainer's environment without torchrun's and ignored variables, with `extra`."""
     env = {
         key: value
         for key, value in copy_environment().items()
@@ -60,7 +54,7 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def spawn(module: str, out: int, environ: Mapping[str, str]) -> ProcessHandle:
-    """Starts a module in its own session; the process ends with its parent.
+    """Starts a module in its own session; the process ends with its parent. Raises OSError.
 
     Args:
         module: Module to run.
@@ -69,9 +63,6 @@ def spawn(module: str, out: int, environ: Mapping[str, str]) -> ProcessHandle:
 
     Returns:
         The process, and the parent's end of a socket pair.
-
-    Raises:
-        OSError: If the process cannot be started.
     """
     trainer_socket, child_socket = socket.socketpair()
     with child_socket:
@@ -88,11 +79,7 @@ def spawn(module: str, out: int, environ: Mapping[str, str]) -> ProcessHandle:
 
 
 def prestart_client(args: Sequence[str]) -> None:
-    """Starts a client process if the recipe will start an engine.
-
-    Args:
-        args: Arguments of `tune run`.
-    """
+    """Starts a client process if `tune run` with `args` will start an engine."""
     global _prestarted
     # Only on a CPU: on a GPU vLLM may read its variables before the first message delivers them.
     if args and not any(word.startswith(NO_PRESTART_ARGS) for word in args) and _uses_engine(args[0]) and vllm_cpu():
@@ -102,9 +89,9 @@ def prestart_client(args: Sequence[str]) -> None:
 
 
 def _uses_engine(recipe: str) -> bool:
-    from torchtune_ext.run.catalog import package_folder, recipe_files
+    from torchtune_ext.run.catalog import recipe_files
 
-    named = {recipe.name: recipe.path for recipe in recipe_files(package_folder("recipes"), package_folder("configs"))}
+    named = {recipe.name: recipe.path for recipe in recipe_files()}
     path = named.get(recipe, Path(recipe))
     return path.suffix == ".py" and path.is_file() and ENGINE_MODULE in path.read_text(errors="replace")
 

@@ -6,17 +6,16 @@ repeats it, with the same seeds. After `max_failures` failures in a row the repl
 """
 
 import asyncio
-import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 from torchtune_ext.run.errors import RunFailure, UsageError
 from torchtune_ext.sampling.backend import Backend, BackendCrashed, EngineRequest, EngineStepStats, mark_retrieved
@@ -29,9 +28,7 @@ log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.2  # longest time between two health checks, seconds
 COUNTS = ("prefix_queries", "prefix_hits", "preemptions", "completed", "tokens")  # kept across restarts
-# A replica with requests has stalled after this many times `probe_deadline_s` without a step.
-# No single step takes that long.
-STALL_FACTOR = 4
+STALL_FACTOR = 4  # times `probe_deadline_s` without a step, after which a replica with requests has stalled
 
 
 class State(Enum):
@@ -52,33 +49,17 @@ class ReplicaLost(RunFailure):
 def shielded(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., asyncio.Future]:
     """Runs a method to its end, even if its caller is canceled or does not await it."""
 
-    # Ctrl-C in the trainer, or another failed request of a batch, cancels the caller. An
-    # interrupted restart or weight sync would leave a replica paused, half loaded or unused without
-    # any error.
+    # Ctrl-C in the trainer, or another failed request of a batch, cancels the caller. A canceled
+    # restart or weight sync would leave a replica paused, half loaded or unused without any error.
     @wraps(method)
     def run(self: Any, *args: Any) -> asyncio.Future:
         task = asyncio.ensure_future(method(self, *args))
-        # asyncio keeps only weak references to tasks.
-        self._shielded_tasks.add(task)
+        self._shielded_tasks.add(task)  # asyncio keeps only weak references to tasks
         task.add_done_callback(self._shielded_tasks.discard)
         task.add_done_callback(mark_retrieved)
         return asyncio.shield(task)
 
     return run
-
-
-class ReplicaPool(Protocol):
-    """The part of `pool.Pool` that a replica uses."""
-
-    make_backend: "Callable[[EngineReplica], Backend]"
-    buffers: WeightBuffers
-    first_version: int
-    ids: "itertools.count[int]"
-    changed: asyncio.Condition
-
-    def wait_for(self, condition: Callable[[], bool]) -> Awaitable[None]: ...
-
-    def on_state_change(self, replica: "EngineReplica", previous: State) -> None: ...
 
 
 class EngineReplica:
@@ -87,18 +68,19 @@ class EngineReplica:
     All methods run in the engine's asyncio thread. Any thread may set the state CLOSED.
     """
 
-    def __init__(self, pool: ReplicaPool, number: int, name: str, config: EngineConfig):
+    def __init__(self, pool: Any, number: int, name: str, config: EngineConfig):
         """Creates a replica without a backend.
 
         Args:
-            pool: The pool of the run.
+            pool: The `pool.Pool` of the run.
             number: Index of the replica in the pool.
             name: Name of the replica in messages.
             config: The `engine:` section of this replica.
         """
         self._pool, self.number, self.name, self.config = pool, number, name, config
         self.log_name = name.removeprefix("the ")  # begins log lines: "engine replica 1: crashed"
-        self._make_backend, self._buffers = pool.make_backend, pool.buffers
+        self._make_backend: Callable[[EngineReplica], Backend] = pool.make_backend
+        self._buffers: WeightBuffers = pool.buffers
         self.counts = dict.fromkeys(COUNTS, 0)
         self.max_usage = 0.0  # highest fraction of the KV cache in use
         self.last_step = EngineStepStats(0.0, 0, 0, 0, 0, 0)
@@ -115,7 +97,7 @@ class EngineReplica:
         self._state_lock = threading.Lock()
         self.failure_cause = ""  # cause of the last change to a worse state
         self.backend: Backend | None = None  # current backend; None between two of them
-        self.version = pool.first_version  # policy version of the loaded weights
+        self.version: int = pool.first_version  # policy version of the loaded weights
         self.restarts = 0  # successful restarts
         self.failures = 0  # failures in a row, without a finished request between them
         self.error: EngineFailed | None = None  # why the replica was retired
@@ -154,12 +136,7 @@ class EngineReplica:
         return self.state not in (State.RETIRED, State.CLOSED)
 
     def set_state(self, state: State, cause: str = "") -> None:
-        """Changes the state; a retired or closed replica stays so.
-
-        Args:
-            state: The new state.
-            cause: Reason for a change to a worse state.
-        """
+        """Changes the state, to a worse one for `cause`; a retired or closed replica stays so."""
         # Another thread closes the engine, perhaps while the loop's thread is blocked.
         with self._state_lock:
             if not self.is_active:
@@ -302,8 +279,7 @@ class EngineReplica:
 
         The returned future need not be awaited.
         """
-        # Several requests may report the same crash. Only the first one finds `backend` still in
-        # place.
+        # Several requests may report a crash. Only the first one finds `backend` still in place.
         if backend is self.backend and self.is_running:
             # Requests in flight fail before the waiting ones are admitted, so they are repeated first.
             for request in list(backend.requests.values()):
@@ -328,11 +304,7 @@ class EngineReplica:
 
     @shielded
     async def sleep(self) -> None:
-        """Frees the replica's GPU memory until the next weight sync or request.
-
-        Raises:
-            ReplicaLost: If the replica does not run, or crashes.
-        """
+        """Frees the replica's GPU memory until a weight sync or a request. Raises ReplicaLost."""
         async with self._transition_lock, self.attempt(is_transition=True) as backend:
             if not backend.sleep_level:
                 model = self._buffers.model
@@ -396,8 +368,7 @@ class EngineReplica:
                     # Another start would find the same incomplete weights.
                     reason = f"{self.name} crashed ({cause}) and cannot be restarted: {error}"
                     return await self._retire(reason, tail, error)
-                except Exception as error:  # noqa: BLE001 (EngineFailed names it)
-                    # Any error counts as a failure, and EngineFailed names the last one.
+                except Exception as error:  # noqa: BLE001 (EngineFailed names the last one)
                     cause = self.failure_cause = str(error) or repr(error)
                 if not self.is_active:
                     if backend is not None:
@@ -420,14 +391,9 @@ class EngineReplica:
         await self._load_buffers(backend)
 
     async def _load_buffers(self, backend: Backend) -> tuple[float, float]:
-        """Loads the contents of the buffers. All weights reach the replica through this method.
+        """Loads the buffers; all weights reach the replica through this method.
 
-        Returns:
-            Seconds of pause and of loading.
-
-        Raises:
-            WeightsIncomplete: If the last weight sync was interrupted.
-            BackendCrashed, ValueError: As `Backend.load`.
+        Returns and raises as `Backend.load`, and raises WeightsIncomplete after an interrupted sync.
         """
         was_running = self.is_running
         # The lock keeps the publisher out until the weights are loaded and the version is set. The
@@ -473,15 +439,13 @@ class EngineReplica:
         try:
             if backend is not None:
                 await backend.stop()
-        except Exception:
-            # The waiters get the original cause, not the failed stop.
+        except Exception:  # the waiters get the original cause
             log.warning("%s did not end properly", self.name, exc_info=True)
         finally:
             self.backend = None
 
     async def _watch(self) -> None:
-        # This task is not awaited, so an internal error would silently end the health checks. The
-        # replica is retired instead.
+        # An internal error would silently end this task, so it retires the replica.
         try:
             while self.is_active:
                 await asyncio.sleep(self._watch_interval_s)
@@ -501,19 +465,16 @@ class EngineReplica:
                     f"{self.name}: reading its counters failed: {backend.stats_error!r}", cause=backend.stats_error
                 )
         elif backend.is_dead and not backend.sleep_level:
-            # A sleeping replica that crashes is restarted on demand: a restart now would take the
-            # trainer's GPU memory.
+            # A sleeping replica is restarted on demand: now the trainer uses its GPU memory.
             await self.restart(backend, backend.describe_exit())
         else:
             await self._check_liveness(backend, time.monotonic())
 
     async def _check_liveness(self, backend: Backend, now: float) -> None:
         """Restarts a backend that has requests but does not answer or makes no steps."""
-        # A ping shows that the process answers, not that it computes. `_last_progress` shows the
-        # latter.
+        # A ping shows that the process answers. `_last_progress` shows that it computes.
         config, idle_s = self.config, now - self._last_progress
-        # vLLM and its kernel libraries compile some GPU kernels at the first request, which blocks
-        # every answer.
+        # The first request compiles some GPU kernels, which blocks every answer.
         ping_deadline_s = max(config.probe_deadline_s, 0.0 if self._has_finished else config.start_deadline_s)
         stall_limit_s = max(STALL_FACTOR * config.probe_deadline_s, ping_deadline_s)
         if not backend.requests or backend.sleep_level:
@@ -522,12 +483,8 @@ class EngineReplica:
             try:
                 await backend.ping(ping_deadline_s)
             except (BackendCrashed, ValueError) as error:
-                # A ValueError means that vLLM refuses the ping. The next `launch` reports
-                # why.
+                # If vLLM refuses the ping (ValueError), the next `launch` reports why.
                 await self.restart(backend, str(error))
         elif self._reports_steps and idle_s > stall_limit_s:
-            num_requests = len(backend.requests)
-            await self.restart(
-                backend,
-                f"stalled: {num_requests} requests, no engine step for {idle_s:.0f} s (limit {stall_limit_s:.0f} s)",
-            )
+            times = f"no engine step for {idle_s:.0f} s (limit {stall_limit_s:.0f} s)"
+            await self.restart(backend, f"stalled: {len(backend.requests)} requests, {times}")

@@ -39,19 +39,11 @@ __all__ = ["ServerBackend", "server_command"]
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5  # seconds between two attempts to reach a server that does not answer
-MODEL_SIZE_KEYS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "intermediate_size",
-    "num_attention_heads",
-)
+MODEL_SIZE_KEYS = "model_type vocab_size hidden_size num_hidden_layers intermediate_size num_attention_heads".split()
 ADAPTER_NAME = "policy"  # model name of requests that use the adapter
 ADAPTER_PATH = "/nowhere/the-adapter-is-in-memory"  # vLLM requires a path but does not read it
 ADAPTER_LOADED_ERROR = "already been loaded"
-# Method of `AsyncLLM` -> (HTTP verb, route, result key), where the route differs from the method
-# name.
+# Method of `AsyncLLM` -> (HTTP verb, route, result key), if the route has another name.
 ROUTES = {
     "is_paused": ("GET", "/is_paused", None),
     "get_weight_version": ("GET", "/weight_info", "weight_version"),
@@ -85,10 +77,7 @@ def _diff_facts(has: dict[str, Any], needs: dict[str, Any]) -> list[str] | None:
 
 
 class ServerBackend(VLLMBackend):
-    """One connection to a server.
-
-    The first error ends it with BackendCrashed, and the replica opens a new connection.
-    """
+    """One connection to a server. After its first error, the replica opens another one."""
 
     process_group = 0
 
@@ -113,9 +102,8 @@ class ServerBackend(VLLMBackend):
 
     def configure(self) -> None:
         """Reads the API key. Raises UsageError if it is missing."""
-        # Every client of the weight routes can replace the model, so every request carries a key.
-        # The key is only in an environment variable on both sides, never in a config, a log or a
-        # command.
+        # Clients of the weight routes can replace the model, so every request carries a key, which
+        # is only in an environment variable on both sides, never in a config, a log or a command.
         key = server_key()
         if key is None:
             raise UsageError(
@@ -244,15 +232,14 @@ class ServerBackend(VLLMBackend):
         return f"torchtune-ext serve --config CONFIG, with the config and the settings of this run; in full: {command}"
 
     async def _require_key_guard(self) -> None:
-        """Checks that the server refuses requests without a key.
+        """Sends a request without a key.
 
         Raises:
-            UsageError: If the server accepts a request without a key.
+            UsageError: If the server accepts it.
             BackendCrashed: If the server does not answer.
         """
         import aiohttp
 
-        # This request carries no key, so a guarded server must refuse it.
         try:
             async with self._session.get(self.address + "/is_paused") as response:
                 status = response.status
@@ -322,8 +309,7 @@ class ServerBackend(VLLMBackend):
 
     async def load(self, buffers: Sequence[WeightBuffer], version: int) -> tuple[float, float]:
         only_adapter = all(buffer.adapter is not None for buffer in buffers)
-        # The adapter was trained on the model of the folder and must not be applied to other
-        # weights.
+        # The adapter was trained on the model of the folder and does not fit other weights.
         if self.model_replaced and buffers and only_adapter:
             raise UsageError(f"publish: an adapter, but {self.replaced_model_message()}")
         async with self._sender_turn(buffers):
@@ -339,13 +325,8 @@ class ServerBackend(VLLMBackend):
             return nullcontext()
         assert self.weight_sender is not None
         # The deadlines of one server: a model and an adapter, and the short calls before and after.
-        limit_s = 2 * self._update_limit_s + 5 * self.config.probe_deadline_s
+        limit_s = 2 * (self.config.rpc_deadline_s + SENDER_START_S) + 5 * self.config.probe_deadline_s
         return self.weight_sender.turn((1 + len(self.server_info)) * limit_s)
-
-    @property
-    def _update_limit_s(self) -> float:
-        """The sum of the deadlines in `WeightSender.update_server`, in seconds."""
-        return self.config.rpc_deadline_s + SENDER_START_S
 
     async def init_transfer(self, buffers: Sequence[WeightBuffer]) -> None:
         if self.transfer != "shm":
@@ -365,9 +346,10 @@ class ServerBackend(VLLMBackend):
         if self.transfer == "shm":
             return await super().load_buffer(buffer, version)
         assert self.weight_sender is not None
-        # Twice the sum of the deadlines, for a sender that hangs.
+        # Twice the sum of its own deadlines, for a sender that hangs.
+        limit_s = 2 * (self.config.rpc_deadline_s + SENDER_START_S)
         update = self.weight_sender.update_server(self, buffer, version)
-        await call_with_deadline(self, update, 2 * self._update_limit_s, "update_server")
+        await call_with_deadline(self, update, limit_s, "update_server")
 
     async def finish_update(self, buffer: WeightBuffer, version: int) -> None:
         await super().finish_update(buffer, version)
@@ -381,7 +363,7 @@ class ServerBackend(VLLMBackend):
                 raise
 
     async def sleep(self, level: int) -> None:
-        """Does nothing, because the server has its own GPU."""
+        """Does nothing: the server has its own GPU."""
 
     def kill(self) -> None:
         self._dead = True  # this run has not started the server and must not kill it
@@ -416,10 +398,7 @@ class ServerBackend(VLLMBackend):
                 return
 
     def _parse_step_stats(self, text: str) -> EngineStepStats | None:
-        """Returns the counters since the last poll, from vLLM's Prometheus page.
-
-        Returns None if a busy replica has made no step.
-        """
+        """Returns the counters since the last Prometheus page; None if a busy server made no step."""
         now = dict.fromkeys(METRICS.values(), 0.0)
         for line in text.splitlines():
             name = METRICS.get(line.split("{")[0].split(" ")[0])
@@ -427,8 +406,7 @@ class ServerBackend(VLLMBackend):
                 now[name] += float(line.rsplit(" ", 1)[1])
         last = self._last or now
         busy = now["running"] or now["waiting"] or self.requests
-        # None does not count as a heartbeat, so that a replica that hangs with requests is
-        # detected.
+        # None does not count as a heartbeat, so a replica that hangs with requests is detected.
         if self._last is not None and busy and now["steps"] and now["steps"] == last["steps"]:
             return None
         self._last = now

@@ -69,9 +69,9 @@ def server_command(
     # `devices` names GPUs of the trainer's machine (on a CPU: cores of a replica of this run), so
     # it is ignored for other machines. CUDA_VISIBLE_DEVICES of the server's shell takes precedence.
     own = is_local_server(config) and not on_cpu() and "CUDA_VISIBLE_DEVICES" not in os.environ
-    if own and len(engine_device_groups(config)) > 1:
+    if own and (replicas := len(engine_device_groups(config))) > 1:
         raise UsageError(
-            f"engine.devices={config.devices} names GPUs for {len(engine_device_groups(config))} replicas; a server is one "
+            f"engine.devices={config.devices} names GPUs for {replicas} replicas; a server is one "
             f"replica. Fix: start one server per replica, and set its {config.tensor_parallel_size} GPUs with "
             "CUDA_VISIBLE_DEVICES"
         )
@@ -128,16 +128,12 @@ def authorization(key: str) -> str:
 
 
 class KeyGuard:
-    """ASGI middleware that answers 401 without the key, on every route except `/health`.
+    """ASGI middleware that answers 401 without the key, on every route except `/health`."""
 
-    A server that was started without a key refuses every request.
-    """
-
-    # vLLM's own `--api-key` does not protect the routes that pause the engine, replace its weights
-    # and call its methods.
+    # vLLM's own `--api-key` does not protect the routes that pause the engine and replace weights.
     def __init__(self, app: Callable[..., Awaitable[None]]):
-        key = server_key()
-        self.app, self.expected = app, authorization(key).encode() if key else b""
+        key, self.app = server_key(), app
+        self.expected = authorization(key).encode() if key else b""
         self.answer = f"this server requires the key that {KEY_VARIABLE} had at its start"
         if not key:
             self.answer = (

@@ -78,8 +78,7 @@ class ConcurrencyController:
             # Only full blocks of the prompt are shared.
             shared_tokens = prompt_tokens // block * block
             unshared_tokens = -(-(prompt_tokens - shared_tokens + max_tokens) // block) * block
-            # The next group's prompt also takes space: its first samples arrive while this group
-            # still runs.
+            # The next group's prompt also takes space, before the end of this group.
             free_tokens = TARGET_KV_USAGE * cache_tokens - shared_tokens
             tokens_per_request = unshared_tokens + shared_tokens / samples
             limit = max(1, min(self.ceiling, int(free_tokens / tokens_per_request)))
@@ -98,10 +97,8 @@ class ConcurrencyController:
             preempted: Requests preempted in the step.
             blocked: Whether requests wait for the throttle.
         """
-        # A step without running requests (after a pause, or after the last request) has no
-        # information.
         if not running:
-            return
+            return  # a step after a pause, or after the last request
         if running + waiting <= self.limit:
             self.is_draining = False
         self.peak = max(self.peak, usage)
@@ -109,9 +106,8 @@ class ConcurrencyController:
         self.limit_reached = self.limit_reached or blocked
         self.cache_was_full = self.cache_was_full or (waiting > 0 and usage >= self.target)
         # A preemption shows that the limit was too high, so the limit falls at once. The target
-        # falls a little and recovers slowly, so that the same limit is not tried again soon. While
-        # more requests than the new limit are in flight, further preemptions have the same cause
-        # and are ignored.
+        # falls a little and recovers slowly, so that the same limit is not tried again soon. Until
+        # the requests in flight fit the new limit, further preemptions have the same cause.
         if preempted and not self.is_draining:
             self.target = max(MIN_TARGET_KV_USAGE, self.target - TARGET_DECREMENT)
             self.costs.append((running, 1.0 / running))
@@ -163,12 +159,7 @@ class Throttle:
     """A semaphore whose limit may change while in use. All calls come from one asyncio loop."""
 
     def __init__(self, controller: ConcurrencyController, fixed: int | None = None):
-        """Creates a semaphore.
-
-        Args:
-            controller: Sets the limit.
-            fixed: Fixed limit, which overrides the controller.
-        """
+        """Creates a semaphore whose limit `controller` sets, unless it is `fixed`."""
         self.controller, self.fixed = controller, fixed
         self.num_held = 0
         # Waiters by priority. Equal priorities are served in order, so that the samples of a group
@@ -177,7 +168,6 @@ class Throttle:
 
     @property
     def has_waiters(self) -> bool:
-        """Whether requests wait."""
         return any(self._queues.values())
 
     @property
@@ -191,11 +181,7 @@ class Throttle:
         return self.fixed or self.controller.limit
 
     def admit(self, everyone: bool = False) -> None:
-        """Admits waiters while slots are free. Held slots are never revoked.
-
-        Args:
-            everyone: Whether to admit all waiters, because the replica does not serve.
-        """
+        """Admits waiters while slots are free; `everyone`, because the replica does not serve."""
         limit = math.inf if everyone else self.effective_limit
         for queue in self._queues.values():
             while queue and self.num_held < limit:

@@ -32,10 +32,7 @@ class EngineFailed(RunFailure):
 
 
 class WeightsIncomplete(RunFailure):
-    """The last weight sync was interrupted while copying, so the engine cannot load it.
-
-    Fix: publish again.
-    """
+    """The last weight sync was interrupted while copying, so the engine cannot load it."""
 
 
 def _join_addresses(address: Any) -> Any:

@@ -21,7 +21,6 @@ from torchtune_ext.sampling.backend import (
 )
 from torchtune_ext.sampling.child_process import ChildProcess, log_tail
 from torchtune_ext.sampling.engine_args import LOOPBACK_VARIABLES, engine_environment
-from torchtune_ext.sampling.prestart import child_environment
 from torchtune_ext.sampling.types import Completion, EngineConfig
 from torchtune_ext.sampling.weight_buffer import WeightBuffer
 
@@ -55,24 +54,18 @@ class VLLMBackend(ProcessStatus):
 
     def report_step(self, step: EngineStepStats) -> None:
         """Passes the counters of a step to `on_step`, without preemptions by our own pauses."""
-        # A pause that clears the cache preempts every running request, like a full cache. vLLM
-        # counts the preemption with the request's next token. The throttle would wrongly lower its
-        # limit.
+        # A pause that clears the cache preempts every running request, like a full cache, and the
+        # throttle would lower its limit. vLLM counts each with the request's next token.
         own = min(step.preempted, self.num_self_preempted)
         self.num_self_preempted, self._waiting = self.num_self_preempted - own, step.waiting
         self.on_step(replace(step, preempted=step.preempted - own))
 
     async def quick_call(self, method: str, /, **arguments: Any) -> Any:
-        """Calls a method that the replica answers between two steps (`probe_deadline_s`).
-
-        Raises:
-            BackendCrashed: If the replica crashes or does not answer in time.
-            ValueError: If the replica refuses the call.
-        """
+        """Calls a method that the replica answers between two steps (`probe_deadline_s`)."""
         return await call_with_deadline(self, self.rpc(method, **arguments), self.config.probe_deadline_s, method)
 
     async def slow_call(self, method: str, /, **arguments: Any) -> Any:
-        """Calls a slow method, which moves weights (`rpc_deadline_s`). Raises as `quick_call`."""
+        """Calls a slow method, which moves weights (`rpc_deadline_s`)."""
         return await call_with_deadline(self, self.rpc(method, **arguments), self.config.rpc_deadline_s, method)
 
     async def ping(self, deadline_s: float) -> None:
@@ -93,16 +86,14 @@ class VLLMBackend(ProcessStatus):
         try:
             await self.quick_call("pause_generation", mode="keep", clear_cache=False)
             if self.config.kv_on_publish == "recompute":
-                # The reset preempts all in-flight requests; the replica recomputes their keys and
-                # values.
+                # The reset preempts all in-flight requests, whose keys and values are recomputed.
                 self.num_self_preempted = max(0, len(self.requests) - self._waiting)
                 if not await self.quick_call("reset_prefix_cache", reset_running_requests=True):
                     raise BackendCrashed(
                         "the engine refused to clear its KV cache, and would keep keys and values of the old weights"
                     )
             else:
-                # In-flight requests keep their old keys and values. New requests have another salt
-                # and never reuse them.
+                # New requests never reuse the old keys and values of in-flight requests.
                 self.cache_salt = f"{self._salt_prefix}-{version}"
             loading = time.monotonic()
             for buffer in buffers:
@@ -136,8 +127,8 @@ class VLLMBackend(ProcessStatus):
         except BackendCrashed as error:
             if ALREADY_ACTIVE not in str(error):
                 raise
-        # A previous trainer died during an update. Finishing it gives every layer a complete set of
-        # tensors with arbitrary contents, and this update then overwrites them.
+        # A previous trainer died during an update. Once it is finished, every layer has a complete
+        # set of arbitrary tensors, which this update overwrites.
         try:
             await self.slow_call("finish_weight_update")
             await self.slow_call("start_weight_update")
@@ -186,35 +177,23 @@ class ProcessBackend(ChildProcess, VLLMBackend):
         temp_dir: str,
         on_step: Callable[[EngineStepStats], None],
     ):
-        """Starts the client process, which imports vLLM in the background; `launch` waits for it.
-
-        Raises:
-            OSError: If the process cannot be started.
-        """
+        """Starts the client process, which imports vLLM in the background; may raise OSError."""
         VLLMBackend.__init__(self, config, on_step)
         self.log = log_path
         self._configured = False
         self.log_start = log_path.stat().st_size if log_path.exists() else 0
-        environ = engine_environment(config) | prestart.CLIENT_VARIABLES | {"TMPDIR": temp_dir} | LOOPBACK_VARIABLES
-        environ = child_environment(environ | {"VLLM_RPC_BASE_PATH": temp_dir})
-        first_frame, prestarted = [model_dir, config, str(log_path), environ], prestart.take_prestarted()
+        folders = {"TMPDIR": temp_dir, "VLLM_RPC_BASE_PATH": temp_dir}
+        environ = engine_environment(config) | prestart.CLIENT_VARIABLES | folders | LOOPBACK_VARIABLES
+        environ = prestart.child_environment(environ)
+        frame, client = [model_dir, config, str(log_path), environ], prestart.take_prestarted()
         ChildProcess.__init__(
-            self,
-            "the engine's client",
-            prestart.CLIENT_MODULE,
-            log_path,
-            self._handle_event,
-            first_frame,
-            environ,
-            prestarted,
+            self, "the engine's client", prestart.CLIENT_MODULE, log_path, self._handle_event, frame, environ, client
         )
 
     def configure(self) -> None:
         """Waits until vLLM has validated the config.
 
-        Raises:
-            ValueError: If vLLM refuses the config.
-            OSError: If the client process crashes.
+        Raises ValueError if vLLM refuses the config, and OSError if the client process crashes.
         """
         try:
             asyncio.run_coroutine_threadsafe(self._configure(), self._loop).result()
@@ -250,4 +229,4 @@ class ProcessBackend(ChildProcess, VLLMBackend):
             try:
                 self.report_step(value)
             except Exception as error:  # noqa: BLE001 (it retires the replica)
-                self.stats_error = error  # it retires the replica
+                self.stats_error = error

@@ -100,18 +100,16 @@ def describe_differences(
 
 
 async def find_differing_tensors(published: "Sequence[WeightBuffer]", backend: Backend) -> str | None:
-    """Returns `describe_differences` of the first worker that has any, or None.
-
-    The caller must hold the read lock.
+    """Returns `describe_differences` of the first worker that has any; needs the read lock.
 
     Raises:
         BackendCrashed: If the engine crashes.
     """
     sent = {name: value for buffer in published for name, value in buffer.checksums.items()}
-    messages = [
-        describe_differences(sent, taken, "it", worker) for worker, taken in enumerate(await backend.checksums())
-    ]
-    return next(filter(None, messages), None)
+    for worker, taken in enumerate(await backend.checksums()):
+        if differences := describe_differences(sent, taken, "it", worker):
+            return differences
+    return None
 
 
 class WeightBuffer:
@@ -136,10 +134,7 @@ class WeightBuffer:
         return {"path": f"/proc/{os.getpid()}/fd/{self._fd}", "token": self._token.hex()}
 
     def write(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
-        """Copies tensors of any dtype from any device. Returns the duration in seconds.
-
-        Args:
-            named_tensors: (Hugging Face name, tensor) pairs.
+        """Copies (Hugging Face name, tensor) pairs of any dtype and device. Returns the seconds.
 
         Raises:
             UsageError: For no tensors, or two tensors with the same name.
@@ -171,8 +166,7 @@ class WeightBuffer:
         if self._mapped is None or self._mapped.numel() < end:
             self._unmap()
             os.ftruncate(self._fd, end)
-            # Pinning needs the total size, which is known only at the end of the first weight sync.
-            # So only the first one is slow.
+            # Pinning needs the total size, so the first weight sync is slow.
             if on_gpu:
                 self._mapped = pin(map_memory(self.address()["path"]))
         self.manifest = manifest_of(rows)
@@ -198,14 +192,7 @@ class WeightBuffer:
 
 
 def map_memory(path: str) -> torch.Tensor:
-    """Maps the memory of a `WeightBuffer` without a copy.
-
-    Args:
-        path: The path in `WeightBuffer.address()`.
-
-    Returns:
-        [bytes], uint8.
-    """
+    """Maps the memory [bytes], uint8, of a `WeightBuffer`, by the path in its `address()`."""
     return torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
 
 
@@ -235,16 +222,10 @@ def _warn_unpinned(reason: str) -> None:
 
 def unpin(memory: torch.Tensor) -> None:
     """Unpins memory of `pin`."""
-    # The result is not checked: an error would only follow from an earlier GPU failure and hide its
-    # message.
+    # The result is not checked: an error would only hide the message of an earlier GPU failure.
     if memory.data_ptr() in _PINNED:
         _PINNED.remove(memory.data_ptr())
         _cudart().cudaHostUnregister(memory.data_ptr())
-
-
-def iter_tensors(path: str, manifest: dict[str, list]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) views of the memory of a `WeightBuffer`; `path` as in `map_memory`."""
-    return iter_views(map_memory(path), manifest)
 
 
 def manifest_of(rows: Iterable[tuple]) -> dict[str, list]:
@@ -263,12 +244,7 @@ class WeightBuffers:
     """The model's and the adapter's buffer of a run: one thread writes, all replicas read."""
 
     def __init__(self, deadline_s: float):
-        """Creates empty buffers.
-
-        Args:
-            deadline_s: Deadline in seconds of one engine call, and of a copy that a replica waits
-                for.
-        """
+        """Creates empty buffers. `deadline_s`: of one engine call, and of one copy."""
         self.model, self.adapter = WeightBuffer(), WeightBuffer()
         self.deadline_s = deadline_s
         # No replica may load half-written weights. The publisher holds the lock while it copies, and
@@ -306,16 +282,11 @@ class WeightBuffers:
         adapter: dict[str, Any] | None,
         current: int,
     ) -> tuple[WeightBuffer, float]:
-        """Copies new weights (`Engine.publish`) into a buffer.
+        """Copies new weights into a buffer. Returns the buffer, and the seconds of the copy.
 
         Args:
-            named_tensors: As in `Engine.publish`.
-            version: As in `Engine.publish`.
-            adapter: As in `Engine.publish`.
+            named_tensors, version, adapter: As in `Engine.publish`.
             current: Version that the engine holds.
-
-        Returns:
-            The written buffer, and the duration of the copy in seconds.
 
         Raises:
             UsageError: For unsupported tensors or a version that does not grow.
@@ -374,13 +345,12 @@ class WeightBuffers:
         """
         give_up_at = time.monotonic() + self.deadline_s
         # The first reader takes the lock. Other readers share it unless the writer waits, which
-        # would otherwise starve. The wait polls, since a blocking `acquire` would stop the loop of
-        # all replicas.
+        # would otherwise starve. A blocking `acquire` would stop the loop of all replicas.
         while not ((self._readers and not self._writer_waits) or self._lock.acquire(blocking=False)):
             if self._closed:
                 raise BackendCrashed("the engine is closed")
-            late = f"a weight sync did not finish its copy within engine.rpc_deadline_s={self.deadline_s:g} s"
             if time.monotonic() > give_up_at:
+                late = f"a weight sync did not finish its copy within engine.rpc_deadline_s={self.deadline_s:g} s"
                 raise BackendCrashed(late)
             await asyncio.sleep(LOCK_POLL_S)
         self._readers += 1

@@ -5,12 +5,11 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from torchtune_ext.sampling.backend import BackendCrashed, crash_on_timeout, gather_or_cancel
 from torchtune_ext.sampling.child_process import ChildProcess
-from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.sampling.weight_buffer import WeightBuffer
 
 log = logging.getLogger(__name__)
@@ -19,37 +18,13 @@ SENDER_MODULE = "torchtune_ext.sampling.broadcast"
 SENDER_START_S = 60.0  # deadline of the sender's start in seconds; it imports torch
 
 
-class Receiver(Protocol):
-    """The part of a `ServerBackend` that the weight sender uses."""
-
-    config: EngineConfig
-    address: str
-    connection_id: str
-    transfer: str
-    workers: int
-
-    async def slow_call(self, method: str, /, **arguments: Any) -> Any: ...
-
-    async def begin_update(self, buffer: WeightBuffer) -> None: ...
-
-    async def transfer_tensors(self, buffer: WeightBuffer, broadcast: bool = False) -> None: ...
-
-    async def finish_update(self, buffer: WeightBuffer, version: int) -> None: ...
-
-
 class WeightSender:
     """Owns the sender process of a run. All methods run in the engine's asyncio thread."""
 
     def __init__(self, log_path: Path):
-        """Does not start the process yet.
-
-        Args:
-            log_path: File for the sender's output.
-        """
-        self._log_path = log_path
+        self._log_path = log_path  # file for the sender's output
         self._sender: ChildProcess | None = None
-        # The sender has a separate group with each server, so that no server waits for another's
-        # network.
+        # The sender has a group with each server, so that no server waits for another's network.
         self._joined: dict[str, str] = {}  # server address -> connection id whose group the sender has joined
         self._turn = asyncio.Lock()  # one server at a time
         self._closed = False
@@ -86,19 +61,15 @@ class WeightSender:
         finally:
             self._turn.release()
 
-    async def update_server(self, backend: Receiver, buffer: WeightBuffer, version: int) -> None:
-        """Sends a buffer to the server of `backend`, and sets the server's policy version.
+    async def update_server(self, backend: Any, buffer: WeightBuffer, version: int) -> None:
+        """Sends a buffer to the server of a `ServerBackend`, and sets the server's policy version.
 
-        The caller must have the `turn`.
-
-        Raises:
-            BackendCrashed: If the transfer fails or exceeds its deadline.
+        The caller must have the `turn`. Raises BackendCrashed if the transfer fails or takes too long.
         """
         try:
             await self._send(backend, buffer, version)
         except BaseException as error:
-            # After an interrupted transfer the state of the sender's groups is undefined. The next
-            # transfer starts a new sender.
+            # The state of the sender's groups is undefined. The next transfer starts a new sender.
             await self._kill()
             if not isinstance(error, Exception):
                 raise
@@ -106,7 +77,7 @@ class WeightSender:
             log.warning(message)
             raise BackendCrashed(message) from error
 
-    async def _send(self, backend: Receiver, buffer: WeightBuffer, version: int) -> None:
+    async def _send(self, backend: Any, buffer: WeightBuffer, version: int) -> None:
         limit_s, address = backend.config.rpc_deadline_s, backend.address
         sender, init = self.start(), None
         # A reconnected server is not in the group of its previous connection.

@@ -36,7 +36,6 @@ from torchtune_ext.sampling.weight_buffer import (
     ADAPTER_ID,
     UNREADABLE,
     checksum,
-    iter_tensors,
     iter_views,
     map_memory,
     pin,
@@ -54,10 +53,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 class ChecksumRecorder(TorchDispatchMode):
-    """Records the checksum of every published tensor that is copied into a parameter.
-
-    A tensor that was never copied has no checksum.
-    """
+    """Records the checksum of every published tensor that is copied into a parameter."""
 
     def __init__(self):
         super().__init__()
@@ -88,8 +84,7 @@ class ChecksumRecorder(TorchDispatchMode):
     def _record(
         self, lent: dict[int, tuple[str, torch.dtype, torch.Size]], target: torch.Tensor, source: torch.Tensor
     ) -> None:
-        # The source may be a slice. Its published tensor is the last one that begins at or before
-        # it.
+        # The source may be a slice of the published tensor, the last that begins at or before it.
         begin = max(start for start in lent if start <= source.storage_offset() * source.itemsize)
         name, dtype, shape = lent[begin]
         # The checksum of an entire tensor is computed from the parameter. For a shard, or after a
@@ -103,16 +98,13 @@ class ChecksumRecorder(TorchDispatchMode):
         self.checksums[name] = value if self.checksums.get(name, value) == value else None
 
 
-def _published_names(name: str, packed: Mapping[str, list[str]]) -> list[str]:
-    """Returns the published names of a parameter.
+def _part_names(module: str, packed: Mapping[str, list[str]]) -> list[str]:
+    """Returns the published names of a vLLM module: of q_proj, k_proj and v_proj for qkv_proj.
 
-    Args:
-        name: vLLM's name of the parameter.
-        packed: Fused layer -> its parts: "qkv_proj" -> ["q_proj", "k_proj", "v_proj"], ...
+    `packed`: fused layer -> its parts, such as "qkv_proj" -> ["q_proj", "k_proj", "v_proj"].
     """
-    stem, _, kind = name.rpartition(".")
-    head, _, layer = stem.rpartition(".")
-    return [f"{head}.{part}.{kind}".lstrip(".") for part in packed.get(layer, [layer])]
+    head, _, layer = module.rpartition(".")
+    return [f"{head}.{part}".lstrip(".") for part in packed.get(layer, [layer])]
 
 
 def require_all(missing: Collection[str]) -> None:
@@ -132,7 +124,7 @@ def check_shapes(
     Args:
         shapes: Name -> shape of the published tensors.
         expected: Name -> parameter of this worker.
-        packed: As in `_published_names`.
+        packed: As in `_part_names`.
         workers: Tensor-parallel size.
 
     Raises:
@@ -141,7 +133,8 @@ def check_shapes(
     # vLLM's own error has no details, and comes only after all bytes were sent.
     missing, wrong = [], []
     for name, parameter in expected.items():
-        parts = [name] if name in shapes else _published_names(name, packed)
+        stem, _, kind = name.rpartition(".")
+        parts = [name] if name in shapes else [f"{part}.{kind}" for part in _part_names(stem, packed)]
         if not set(parts) <= shapes.keys():
             missing.append(name)
         elif not _shapes_fit(
@@ -155,10 +148,7 @@ def check_shapes(
 
 
 def _shapes_fit(parts: Sequence[Sequence[int]], shape: Sequence[int], workers: int, padded: bool) -> bool:
-    """Returns whether tensors of the shapes `parts`, concatenated, fit one worker's parameter.
-
-    With `padded` the parameter may have more rows.
-    """
+    """Returns whether concatenated shapes fit a worker's parameter, which may have `padded` rows."""
     if any(len(part) != len(shape) for part in parts):
         return False
     for axis, size in enumerate(shape):
@@ -200,8 +190,7 @@ def check_quantized(
 @contextmanager
 def without_lora(model: torch.nn.Module) -> Iterator[None]:
     """Removes vLLM's LoRA wrappers from the model while the body runs."""
-    # With wrappers, parameters are named `...base_layer.weight`, and published names would not
-    # match.
+    # With wrappers, parameters have other names than published: `...base_layer.weight`.
     wrapped = [
         (parent, name, child)
         for parent in model.modules()
@@ -387,8 +376,7 @@ class GlooTransfer(CheckedTransfer):
                 self.group.broadcast(chunk, give_up_at)
                 take(list(iter_views(chunk, manifest)))
         except BaseException:
-            # This includes a tensor that the model refuses: the sender would continue to broadcast
-            # without a receiver.
+            # The model may refuse a tensor. The sender must not continue without a receiver.
             self.shutdown()
             raise
 
@@ -434,8 +422,7 @@ class NcclTransfer(CheckedTransfer, NCCLWeightTransferEngine):
                 raise RuntimeError(f"the weights did not arrive within {self.deadline_s:g} s")
 
         def take_received(named: Named) -> None:
-            # The transfer is asynchronous. An abort also ends this wait, and leaves garbage in the
-            # buffer.
+            # The transfer is asynchronous. An abort ends this wait with garbage in the buffer.
             torch.cuda.current_stream(self.device).synchronize()
             require_in_time()
             take(named)
@@ -477,8 +464,7 @@ _register("nccl", NcclTransfer)
 class WeightLoader:
     """Methods that vLLM mixes into its worker class (`worker_extension_cls`)."""
 
-    # Attributes of the worker. They are only declared: vLLM refuses a mixin that defines the same
-    # names.
+    # Attributes of the worker, only declared: vLLM refuses a mixin that defines the same names.
     model_runner: Any
     weight_transfer_engine: CheckedTransfer
 
@@ -487,29 +473,28 @@ class WeightLoader:
         return {name: value for part in LOADED_CHECKSUMS.values() for name, value in part.items()}
 
     def load_adapter(self, address: dict[str, str], manifest: dict[str, list], config: dict[str, Any]) -> None:
-        """Loads an adapter from the trainer's memory.
+        """Loads an adapter from the trainer's memory. Raises UsageError if that is impossible.
 
         Args:
             address: Location of the memory (`SharedMemoryInit`).
             manifest: Names, dtypes, shapes and offsets (`Manifest`).
             config: PEFT's config of the adapter.
-
-        Raises:
-            UsageError: If this engine cannot read or apply the adapter.
         """
         self._require_lora()
         check_memory(**address)
-        self._use_adapter({name: t.clone() for name, t in iter_tensors(address["path"], manifest)}, config)
+        views = iter_views(map_memory(address["path"]), manifest)
+        self._use_adapter({name: t.clone() for name, t in views}, config)
 
     def receive_adapter(self, manifest: dict[str, list], config: dict[str, Any]) -> None:
         """Loads an adapter from the sender's broadcast, in which this call takes part."""
         self._require_lora()
         engine, weights = self.weight_transfer_engine, {}
-        # The tensors are views of chunks that are freed, so they are cloned.
-        engine.receive(
-            engine.parse_update_info(manifest),
-            lambda named: weights.update((name, t.cpu().clone()) for name, t in named),
-        )
+
+        def take(named: Named) -> None:
+            # The tensors are views of chunks that are freed, so they are cloned.
+            weights.update((name, t.cpu().clone()) for name, t in named)
+
+        engine.receive(engine.parse_update_info(manifest), take)
         self._use_adapter(weights, config)
 
     def _require_lora(self) -> None:
@@ -525,12 +510,8 @@ class WeightLoader:
         peft, lora = PEFTHelper.from_dict(config), self.model_runner.lora_config
         peft.validate_legal(lora)
         adapter = LoRAModel.from_lora_tensors(ADAPTER_ID, weights, peft, device="cpu", dtype=lora.lora_dtype)
-        unused = sorted(
-            name
-            for name in adapter.loras
-            if not any(_applies_adapter(module, name, manager) for module in manager.modules)
-        )
-        if unused:
+        packed = manager.packed_modules_mapping
+        if unused := sorted(adapter.loras.keys() - {name for m in manager.modules for name in _part_names(m, packed)}):
             raise UsageError(
                 f"this engine applies no adapter to {unused[:3]}; its targets are {sorted(manager.modules)[:8]}"
             )
@@ -568,15 +549,8 @@ def add_one_adapter(
         return
     # On a CPU vLLM 0.32 copies A and B once per token, [T, rank, in], since tokens may have
     # different adapters. Here all tokens use the adapter in slot 0. The product is in float64: in
-    # float32 its last bits would depend on how many requests share the step, and a run would not be
-    # reproducible.
+    # float32 its last bits, and with them a run, would depend on the requests that share the step.
     start, y, x = 0, y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]).double()
     for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
         y[:, start : start + size] += (scale * (x @ a[0, 0].T.double() @ b[0, 0].T.double())).to(y.dtype)
         start += size
-
-
-def _applies_adapter(module: str, name: str, manager: Any) -> bool:
-    """Returns whether a vLLM module applies the adapter of layer `name`: qkv_proj covers q_proj."""
-    stem, _, last = module.rpartition(".")
-    return name in {f"{stem}.{part}".lstrip(".") for part in manager.packed_modules_mapping.get(last, [last])}

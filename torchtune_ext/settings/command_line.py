@@ -9,7 +9,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from torchtune_ext.run.catalog import (
     config_files,
     config_name,
     config_path,
-    package_folder,
     recipe_files,
     recipe_for_config,
 )
@@ -72,12 +71,11 @@ def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
         # torchtune's own configs do not fit our recipes.
         given = arguments[arguments.index("--config") + 1]
         torchtune_recipes = [entry.name for entry in recipes for config in entry.configs if config.name == given]
-        if torchtune_recipes and given not in config_files(package_folder("configs")) and not Path(given).is_file():
+        if torchtune_recipes and given not in config_files() and not Path(given).is_file():
             examples = ", ".join(config.name for config in known[args.recipe].configs[:3])
             raise UsageError(
-                f"--config {given} is a config of torchtune's {torchtune_recipes[0]}; {args.recipe} takes "
-                f"{examples}, ... (`tune ls`), or "
-                "your own YAML file"
+                f"--config {given} is a config of torchtune's {torchtune_recipes[0]}; {args.recipe} takes {examples}, ... "
+                "(`tune ls`), or your own YAML file"
             )
     if not re.fullmatch(r"\d+|auto|cpu|gpu|xpu", str(args.nproc_per_node)):
         raise UsageError(
@@ -89,16 +87,13 @@ def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
 def require_rendezvous(args: Namespace, argv: Sequence[str]) -> None:
     """Raise UsageError if a run on several machines has no rendezvous endpoint or node rank.
 
-    Args:
-        args: the arguments as torchtune's parser read them.
-        argv: the same arguments as the user typed them.
+    `args` are the arguments as torchtune's parser read them, `argv` as the user typed them.
     """
     # `--nnodes` may be a range, "1:4".
     if str(args.nnodes).rpartition(":")[2] == "1":
         return
     page = "see docs/how_to/multi_gpu.md"
-    # Without --rdzv_endpoint, torchtune adds --standalone and ignores --master_addr and
-    # --rdzv_backend.
+    # Without --rdzv_endpoint, torchtune adds --standalone and ignores other options.
     if not args.rdzv_endpoint:
         raise UsageError(
             f"--nnodes {args.nnodes} without --rdzv_endpoint: each machine would wait alone (torchtune adds "
@@ -146,11 +141,9 @@ def _resolve_user_recipe(given: str, known: Sequence[str]) -> str:
 
 
 def _importable(name: str) -> bool:
-    try:
+    with suppress(ImportError, ValueError):  # `find_spec` imports the parent packages, which may fail
         return find_spec(name) is not None
-    except (ImportError, ValueError):
-        # `find_spec` imports the parent packages, which may fail.
-        return False
+    return False
 
 
 @contextmanager
@@ -202,12 +195,11 @@ def check_arguments(argv: list[str], recipe: str | None = None) -> None:
     for word in settings:
         _check_override(word)
     for i, word in enumerate(argv):
-        if word == "--config" and i + 1 < len(argv):
-            config = argv[i + 1] = _resolve_config(argv[i + 1], recipe)
-            _require_same_containers(config, settings)
-        elif word.startswith("--config="):
-            config = _resolve_config(word.removeprefix("--config="), recipe)
-            argv[i] = f"--config={config}"
+        # The form is "--config FILE" or "--config=FILE".
+        prefix = "--config=" if word.startswith("--config=") else ""
+        if prefix or (i and argv[i - 1] == "--config"):
+            config = _resolve_config(word.removeprefix(prefix), recipe)
+            argv[i] = f"{prefix}{config}"
             _require_same_containers(config, settings)
 
 
@@ -245,10 +237,7 @@ def _check_override(word: str) -> None:
 
 
 def _require_same_containers(config: str, settings: Sequence[str]) -> None:
-    """Raise UsageError if an override and the config mix a list and a mapping.
-
-    OmegaConf cannot merge a list with a mapping.
-    """
+    """Raise UsageError if an override and the config mix a list and a mapping (no merge)."""
     from omegaconf import OmegaConf
 
     loaded = OmegaConf.load(config)
@@ -266,7 +255,7 @@ def _require_same_containers(config: str, settings: Sequence[str]) -> None:
 
 def _resolve_config(given: str, recipe: str | None) -> str:
     path = Path(config_path(given))
-    known = {entry.name: entry for entry in recipe_files(package_folder("recipes"), package_folder("configs"))}
+    known = {entry.name: entry for entry in recipe_files()}
     files = {entry.path.resolve(): entry.name for entry in known.values()}
     # A copied recipe accepts any config, because the user may have adapted it.
     running = files.get(Path(recipe).resolve()) if recipe else None

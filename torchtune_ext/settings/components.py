@@ -16,7 +16,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from torchtune_ext.run import errors
-from torchtune_ext.run.catalog import import_object, package_folder, recipe_files
+from torchtune_ext.run.catalog import import_object, recipe_files
 from torchtune_ext.run.errors import UsageError, UsageFileError, UserCodeError, closest_match
 from torchtune_ext.run.renames import outdated_imports
 from torchtune_ext.settings.yaml_types import kind_of, require_type
@@ -69,8 +69,7 @@ class Component(dict[str, Any]):
         try:
             return component(**arguments, **extra)
         except (Exception, SystemExit) as error:
-            # A message about an argument is enough. For other errors the user needs the line that
-            # failed.
+            # A message about an argument is enough. For other errors the user needs the line.
             message = _explain_refusal(component, path, self.key, arguments, error)
             if message is not None:
                 raise (UsageFileError if isinstance(error, UsageFileError) else UsageError)(message) from error
@@ -119,8 +118,7 @@ class Component(dict[str, Any]):
 
 def _require_arguments(component: Any, path: str, name: str, arguments: dict[str, Any], extra: dict[str, Any]) -> None:
     """Raise UsageError for unknown or missing arguments of a component."""
-    duplicates = [key for key in arguments if key in extra]
-    if duplicates:
+    if duplicates := [key for key in arguments if key in extra]:
         raise UsageError(
             f"{name}.{duplicates[0]}={arguments[duplicates[0]]}: the recipe passes this argument to {path}. Fix: leave it out"
         )
@@ -134,18 +132,13 @@ def _require_arguments(component: Any, path: str, name: str, arguments: dict[str
         signature.bind(**arguments, **extra)
     except TypeError as error:
         known = [key for key in takes if signature.parameters[key].kind is not inspect.Parameter.VAR_KEYWORD]
-        unknown = [key for key in arguments if key not in known]
-        if unknown:
+        if unknown := [key for key in arguments if key not in known]:
             near = closest_match(str(unknown[0]), known)
             hint = f"it takes {', '.join(known) or 'no arguments'}; ~{name}.{unknown[0]} removes the key from a config"
             hint = f"did you mean {near!r}?" if near else hint
             raise UsageError(f"unknown key '{name}.{unknown[0]}': {path} does not take it; {hint}") from None
-        needed = [
-            key
-            for key, parameter in signature.parameters.items()
-            if parameter.default is inspect.Parameter.empty and key not in arguments and key not in extra
-        ]
-        if needed:
+        required = [key for key in takes if signature.parameters[key].default is inspect.Parameter.empty]
+        if needed := [key for key in required if key not in arguments]:
             raise UsageError(
                 f"{name}.{needed[0]} has no value, and {path} needs it. Fix: set it in the YAML or as {name}.{needed[0]}=..."
             ) from None
@@ -160,9 +153,8 @@ def _explain_refusal(
     """Return a message about the argument that a component refuses; None if it is unknown."""
     if errors.is_usage_error(error):
         # Our own components name the argument, but do not know the config section that holds it.
-        unknown = re.match(r"unknown key '(\w+)\.", text := str(error))
-        leading = unknown[1] if unknown else errors.leading_argument(text)
-        if leading is not None and (leading in arguments or leading in argument_parameters(component)):
+        named = re.match(r"unknown key '(\w+)\.|([A-Za-z_]\w*)(\.\w+)*=", text := str(error))
+        if named and ((leading := named[1] or named[2]) in arguments or leading in argument_parameters(component)):
             return re.sub(rf"(?<![\w.]){leading}(?=[.=:])", f"{name}.{leading}", text)
         return text if name in text.partition(" ")[0] else f"`{name}:` {text}"
     if errors.error_location(error):
@@ -174,16 +166,13 @@ def _explain_refusal(
         return None
     default = getattr(argument_parameters(component).get(quoted[0]), "default", inspect.Parameter.empty)
     default_text = "" if default is inspect.Parameter.empty else f"; the default is {default!r}"
-    return (
-        f"{name}.{quoted[0]}={arguments[quoted[0]]!r}: {path} rejects this value "
-        f"({errors.describe_error(error)}){default_text}"
-    )
+    value, why = arguments[quoted[0]], errors.describe_error(error)
+    return f"{name}.{quoted[0]}={value!r}: {path} rejects this value ({why}){default_text}"
 
 
 def argument_parameters(component: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters of a class or function by name; {} if it has no signature."""
-    # The names in a string annotation may exist only for type checkers. Such an annotation stays
-    # a string.
+    # The names in a string annotation may exist only for type checkers. Then it stays a string.
     for evaluate in (True, False):
         try:
             return dict(inspect.signature(component, eval_str=evaluate).parameters)
@@ -194,8 +183,7 @@ def argument_parameters(component: Any) -> dict[str, inspect.Parameter]:
 
 def _in_recipe(name: str) -> Any:
     """Return the object with this name in the running recipe, or None."""
-    # `tune` runs the recipe as `__main__` without an entry in `sys.modules`, so search the call
-    # stack.
+    # `tune` runs the recipe as `__main__` without an entry in `sys.modules`: search the call stack.
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "__main__" and name in frame.f_globals:
@@ -214,9 +202,7 @@ def import_recipe(recipe: str, prefix: str) -> ModuleType:
     Raises:
         UsageError: the recipe was not found.
     """
-    recipe_modules = {
-        entry.name: entry.path.stem for entry in recipe_files(package_folder("recipes"), package_folder("configs"))
-    }
+    recipe_modules = {entry.name: entry.path.stem for entry in recipe_files()}
     name = f"torchtune_ext.recipes.{recipe_modules[recipe]}" if recipe in recipe_modules else recipe
     if not name.endswith(".py"):
         try:

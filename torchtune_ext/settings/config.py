@@ -62,8 +62,7 @@ HINTS = {
     "evaluation": ". To run without held-out problems, set evaluation.task=null",
     "evaluation.every": ". To run without held-out problems, set evaluation.task=null",
 }
-# Recipe names that share the file of grpo_full: the config key that the name implies, and the
-# behavior without this key.
+# Recipe name that shares a file -> the config key that it implies, and the behavior without it.
 IMPLIED_KEYS = {
     "grpo_lora": ("model.lora_attn_modules", "all weights are trained"),
     "grpo_async": ("staleness", "sampling and training alternate"),
@@ -231,12 +230,7 @@ def merge_config(config: str, overrides: Sequence[str], recipe: str | None = Non
 
 
 def warn_if_setting_missing(recipe: str, arguments: Sequence[str]) -> None:
-    """Print a line if a config does not set the key that the name of its recipe implies.
-
-    Args:
-        recipe: the name of the recipe.
-        arguments: the command-line arguments after the recipe.
-    """
+    """Print a line if the config in a recipe's arguments lacks the key that its name implies."""
     if recipe in IMPLIED_KEYS and "--config" in arguments[:-1]:
         key, consequence = IMPLIED_KEYS[recipe]
         index = list(arguments).index("--config")
@@ -248,10 +242,7 @@ def warn_if_setting_missing(recipe: str, arguments: Sequence[str]) -> None:
 
 
 def _expand_shorthand(schema: type, given: DictConfig) -> DictConfig:
-    """Expand shorthand values, such as `precision: bf16` to `precision: {flow: bf16}`.
-
-    A section declares the key of its shorthand in `SHORTHAND_KEY`.
-    """
+    """Expand values by `SHORTHAND_KEY`: `precision: bf16` becomes `precision: {flow: bf16}`."""
     given = given.copy()
     for name, field in option_fields(schema).items():
         shorthand_key = getattr(nested_section(field), "SHORTHAND_KEY", None)
@@ -263,10 +254,7 @@ def _expand_shorthand(schema: type, given: DictConfig) -> DictConfig:
 
 
 def _read_numbers(section: type, node: Any) -> None:
-    """Replace references to numeric text by numbers, in place.
-
-    `${oc.env:N}` with N="4" becomes 4 in an int field, and so do references to this field.
-    """
+    """Replace references to numeric text in place: N="4" makes `${oc.env:N}` 4 in an int field."""
     for name, field in option_fields(section).items():
         if name not in node or not (value := _get_node(node, name)):
             continue
@@ -274,10 +262,9 @@ def _read_numbers(section: type, node: Any) -> None:
             _read_numbers(nested, value)
         elif value._is_interpolation() and {int, float} & set(union_members(field.annotation)):
             kind: Any = field.annotation
+            resolved = node[name]
             with suppress(ValidationError):
-                node[name] = (
-                    TypeAdapter(kind).validate_python(node[name]) if isinstance(node[name], str) else node[name]
-                )
+                node[name] = TypeAdapter(kind).validate_python(resolved) if isinstance(resolved, str) else resolved
 
 
 def _get_node(config: Any, key: Any) -> Any:
@@ -333,9 +320,8 @@ def _expand_path(key: str, value: Any) -> Any:
     except UnicodeEncodeError:
         names = [b"\0"]
     if not path.strip():
-        fix = (
-            "write `.` for the working directory" if key.endswith(("dir", "folder")) else "leave it out, or name a file"
-        )
+        is_folder = key.endswith(("dir", "folder"))
+        fix = "write `.` for the working directory" if is_folder else "leave it out, or name a file"
         raise UsageError(f"{key}={value!r} is empty; expected a path. Fix: {fix}")
     if any(b"\0" in name for name in names):
         raise UsageError(
@@ -401,8 +387,7 @@ def _describe_unknown_key(key: str, schema: type, plain: dict[str, Any]) -> str:
         if section == "engine" and "did you mean" not in message:
             return f"unknown key {key!r} in `engine:`. Fix: pass an argument of vLLM as engine.extra_args.{below}"
         return message
-    # A top-level key may belong into a section or be an argument of a component, so these names
-    # are candidates as well.
+    # A top-level key may also belong into a section, or be an argument of a component.
     inside = [f"{name}.{below}" for name, kind in nested.items() for below in option_fields(kind)]
     components = [(name, node) for name in names if isinstance(node := plain.get(name), Component)]
     arguments = [f"{name}.{argument}" for name, component in components for argument in component.argument_names()]
@@ -418,18 +403,15 @@ def _guess_recipe(keys: Container[Any]) -> str:
 def _reference_error_text(error: OmegaConfBaseException, key: str) -> str:
     """Return the message for a `${...}` reference that cannot be resolved."""
     text = str(error).splitlines()[0]
-    variable = re.search(r"Environment variable '(\w+)' not found", text)
-    if variable:
+    if variable := re.search(r"Environment variable '(\w+)' not found", text):
         name = variable[1]
         return (
             f"{key}: the environment variable {name} is not set. Fix: `export {name}=...`, or write "
             f"${{oc.env:{name},default}}"
         )
-    known = re.search(r"Interpolation key '(\w+)' not found", text)
-    if known and known[1] in os.environ:
+    if (known := re.search(r"Interpolation key '(\w+)' not found", text)) and known[1] in os.environ:
         return f"{key}: {known[1]} is an environment variable, not a key. Fix: write ${{oc.env:{known[1]}}}"
-    unknown = re.search(r"Unsupported interpolation type (\w+)", text)
-    if unknown:
+    if unknown := re.search(r"Unsupported interpolation type (\w+)", text):
         return (
             f"{key}: ${{{unknown[1]}:...}} is unknown; expected ${{KEY}}, ${{oc.env:NAME}} or ${{divide:A,B}}. Fix: "
             f"let a shell fill it in, as in {key}=runs/$(date +%F)"
@@ -438,13 +420,7 @@ def _reference_error_text(error: OmegaConfBaseException, key: str) -> str:
 
 
 def settings_snapshot(settings: object) -> dict[str, Any]:
-    """Return the settings to store and to show.
-
-    A section contains only the keys that were given.
-
-    Args:
-        settings: the result of `load_config`.
-    """
+    """Return the settings of `load_config` to store and to show; sections have only given keys."""
     return getattr(settings, _SNAPSHOT_ATTRIBUTE)
 
 
@@ -455,14 +431,11 @@ def _make_snapshot(
     for name, field in option_fields(type(settings)).items():
         value = getattr(settings, name)
         if nested_section(field):
-            # Keep only the keys of a section that were given.
-            snapshot[name] = {
-                key: _snapshot_value(plain[name][key], getattr(value, key)) for key in given.get(name) or {}
-            }
+            keys = given.get(name) or {}
+            snapshot[name] = {key: _snapshot_value(plain[name][key], getattr(value, key)) for key in keys}
         else:
             snapshot[name] = _snapshot_value(plain.get(name), value)
-    # A value from the environment may be a secret token, so its reference `${oc.env:NAME}` is
-    # stored instead.
+    # A value from the environment may be a secret token, so its reference is stored instead.
     for path, text in _env_references(OmegaConf.create(_mark_env_references(unresolved))).items():
         *above, last = path
         node = snapshot

@@ -6,7 +6,7 @@ A preset is a published method as a few keys of a GRPO recipe, in configs/preset
 import argparse
 from pathlib import Path
 
-from torchtune_ext.run.catalog import package_folder, print_first_lines
+from torchtune_ext.run.catalog import list_or_print, package_folder
 from torchtune_ext.run.errors import UsageError, closest_match
 
 
@@ -16,14 +16,7 @@ def preset_files() -> dict[str, Path]:
 
 
 def find_preset(preset: str) -> Path:
-    """Return the file of a preset.
-
-    Args:
-        preset: the name of one of our presets, or the path of a YAML file.
-
-    Raises:
-        UsageError: the preset was not found.
-    """
+    """Return the file of one of our presets, or of a preset given by path. Raises UsageError."""
     if not isinstance(preset, str):
         raise UsageError(f"preset={preset} must be one name or one path. Fix: put further keys into the config")
     if preset.endswith((".yaml", ".yml")):
@@ -46,8 +39,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """List the presets, or print one preset. Raises UsageError for an unknown name."""
-    if args.name:
-        print(find_preset(args.name).read_text(encoding="utf-8"), end="")
-    else:
-        print_first_lines(preset_files())
-    return 0
+    return list_or_print(preset_files(), find_preset(args.name) if args.name else None)

@@ -15,8 +15,7 @@ from torchtune_ext.settings.yaml_types import expected_text, type_error_text, un
 
 T = TypeVar("T")
 
-# A recipe's `Config` is decorated with `@dataclass(config=FORBID_UNKNOWN_KEYS, kw_only=True)`, so an
-# unknown key is an error.
+# For the decorator of a recipe's `Config`: `@dataclass(config=FORBID_UNKNOWN_KEYS, kw_only=True)`.
 FORBID_UNKNOWN_KEYS = ConfigDict(extra="forbid")
 
 
@@ -34,10 +33,7 @@ Seconds = Annotated[float, Field(gt=0, le=MAX_DURATION_S)]
 
 @dataclass_transform(field_specifiers=(Field,), frozen_default=True)
 def config_section(key: str) -> Callable[[type[T]], type[T]]:
-    """Make a frozen pydantic dataclass from the config keys below `key`, such as "engine".
-
-    Invalid values raise UsageError.
-    """
+    """Make a frozen pydantic dataclass of the config keys below `key`; it raises UsageError."""
 
     def decorate(cls: type[T]) -> type[T]:
         section: Any = dataclass(config=FORBID_UNKNOWN_KEYS, frozen=True, slots=True)(cls)

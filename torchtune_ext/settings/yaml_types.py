@@ -22,9 +22,7 @@ LIST_TYPES = (list, tuple, set, frozenset, Sequence, MutableSequence, Collection
 
 
 def require_type(key: str, value: Any, kind: Any, default: Any = None) -> None:
-    """Raise UsageError if a YAML value does not fit a type annotation.
-
-    Every value fits an unknown annotation.
+    """Raise UsageError if a YAML value does not fit an annotation. Every value fits an unknown one.
 
     Args:
         key: the dotted config key, for messages.
@@ -154,10 +152,7 @@ def _either(texts: list[str]) -> str:
 
 
 def _rewrite_hint(key: str, value: Any, kinds: list[Any]) -> str:
-    """Return the end of a message: how to write the value so that YAML reads one of the kinds.
-
-    The text is "" if the rewrite is unknown.
-    """
+    """Return the end of a message: how to write the value so that YAML reads one of the kinds."""
     origins = [get_origin(kind) or kind for kind in kinds]
     if {str, Path} & set(origins) or (Literal in origins and isinstance(value, bool)):
         if isinstance(value, bool):

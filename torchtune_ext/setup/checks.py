@@ -46,21 +46,18 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2), devi
     Raises:
         UsageError: a setting is invalid, the component is not an optimizer, or its step fails.
     """
-    # Some optimizers accept only matrices, so the parameters have the dims of the trained
-    # parameters. They are on the CPU, because an engine on the same GPU measures the free
-    # GPU memory later.
+    # Some optimizers accept only matrices, so the dims are those of trained parameters. On the CPU,
+    # because an engine on the same GPU measures the free GPU memory later.
     params = [nn.Parameter(torch.zeros((2,) * ndim)) for ndim in sorted(dims)]
     optimizer = make(params=params)
     if not hasattr(optimizer, "param_groups"):
         raise UsageError(
-            f"optimizer: {type(optimizer).__name__} is not a torch optimizer: it has no param_groups. Fix: "
-            "name a class such as "
-            "torch.optim.AdamW"
+            f"optimizer: {type(optimizer).__name__} is not a torch optimizer: it has no param_groups. Fix: name a class such "
+            "as torch.optim.AdamW"
         )
     rates = [group.get("lr") for group in optimizer.param_groups]
     for rate in rates:
-        # The schedule multiplies the rate, so an optimizer that chooses its own rate (None) is
-        # unsupported.
+        # The schedule multiplies the rate, so an optimizer must not choose its own (None).
         if rate is None or not math.isfinite(rate):
             raise UsageError(f"optimizer.lr={rate} must be a finite number. Fix: set optimizer.lr=1e-5, for instance")
     if not any(rates):
@@ -71,23 +68,17 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2), devi
         return
     for param in params:
         param.grad = torch.ones_like(param)
-    name = type(optimizer).__name__
-    with wrap_user_errors(
-        f"optimizer: a step of {name} on dense gradients", "use torch.optim.AdamW, or change the settings"
-    ):
+    step = f"optimizer: a step of {type(optimizer).__name__}"
+    with wrap_user_errors(f"{step} on dense gradients", "use torch.optim.AdamW, or change the settings"):
         optimizer.step()
     if sum(param.sum().item() for param in params) > 0:
-        raise UsageError(f"optimizer: a step of {name} raises the loss. Fix: leave out optimizer.maximize")
+        raise UsageError(f"{step} raises the loss. Fix: leave out optimizer.maximize")
 
 
 def measure_optimizer_state(make: Callable[..., Any]) -> float:
     """Measure the bytes of optimizer state per trained value, by a step on one matrix.
 
-    Args:
-        make: builds the optimizer from `params`.
-
-    Returns:
-        The bytes. For an optimizer that takes no step on a CPU, the bytes of AdamW.
+    `make` builds the optimizer from `params`. If it takes no step on a CPU, AdamW's bytes are returned.
     """
     # Optimizers with quantized state quantize only tensors of some thousand values.
     param = nn.Parameter(torch.zeros(256, 1024))
@@ -241,10 +232,11 @@ def _require_problem(problem: Any, what: str) -> None:
             "messages, answer)"
         )
     messages = problem.messages
-    is_valid = (
-        isinstance(messages, tuple | list) and messages and all(isinstance(message, Mapping) for message in messages)
-    )
-    if not is_valid or not all({"role", "content"} <= set(message) for message in messages):
+    if (
+        not isinstance(messages, tuple | list)
+        or not messages
+        or not all(isinstance(message, Mapping) and {"role", "content"} <= set(message) for message in messages)
+    ):
         raise UsageError(
             f'{what} has messages={messages!r:.80}; expected a tuple of dicts: ({{"role": "user", "content": "the question"}},)'
         )
@@ -275,10 +267,8 @@ def measure_prompts(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]
     known: dict[tuple[int, ...], tuple[int, str]] = {}  # prompt ids -> index and text of the problem
     # The indices are evenly spaced, so a task sorted by length also shows its long prompts. For an
     # endless task, the first problems are measured.
-    num_probed, num_indexed = (
-        min(len(task), MAX_PROBED_PROBLEMS),
-        len(task) if len(task) <= SHUFFLE_LIMIT else MAX_PROBED_PROBLEMS,
-    )
+    num_probed = min(len(task), MAX_PROBED_PROBLEMS)
+    num_indexed = len(task) if len(task) <= SHUFFLE_LIMIT else MAX_PROBED_PROBLEMS
     for index in (i * num_indexed // num_probed for i in range(num_probed)):
         if lengths and time.monotonic() - began > PROBE_LIMIT_S:
             break
@@ -302,8 +292,7 @@ def measure_prompts(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]
                     f"{len(ids)} tokens: the tokenizer or its chat template drops the difference. Fix: change "
                     "tokenizer.path or tokenizer.template"
                 )
-            # A template without tool support gives the same prompt, and the policy would never see
-            # the tools.
+            # A template without tool support gives the same prompt.
             if problem.tools and ids == tokenizer.prompt_ids(problem.messages):
                 raise UsageError(
                     f"{key}: {_name(task)}(...)[{index}] has tools, which the chat template {tokenizer.template.name!r} omits. "
@@ -365,8 +354,7 @@ def check_prompts(
         if task is None:
             continue
         if isinstance(task, EpisodeTask | AgentTask):
-            # Some chat templates cannot be continued after an answer, which would fail only in the
-            # second turn.
+            # Some chat templates cannot be continued after an answer.
             with wrap_user_errors(f"{key}: {_name(task)} has several turns:"):
                 turn, answer = {"role": "assistant", "content": "x"}, {"role": "user", "content": "x"}
                 if tokenizer.history == "template":
@@ -375,14 +363,13 @@ def check_prompts(
                     tokenizer.turn_boundary_ids([answer], tokenizer.eos_id)
         lengths = measure_prompts(task, tokenizer, key)
         shortest, longest = min(lengths), max(lengths)
-        # A run skips prompts that are too long. If all prompts are too long, nothing is left to
-        # train on.
+        # A run skips prompts that are too long. Here it would skip all.
         if shortest > prompt_room:
             range_text = f"{shortest} to {longest}" if shortest < longest else f"{longest}"
             needed, positions = sampling.max_tokens + longest, max_positions(hf_model)
-            fits = needed <= positions
-            limit = "" if fits else f"; the model has {positions} positions"
-            fix = f"set engine.max_model_len={needed}, or" if fits else "set"
+            limit, fix = "", f"set engine.max_model_len={needed}, or"
+            if needed > positions:
+                limit, fix = f"; the model has {positions} positions", "set"
             raise UsageError(
                 f"sampling.max_tokens={sampling.max_tokens} allows a prompt length of {prompt_room} in "
                 f"engine.max_model_len={engine.max_model_len}, but the {len(lengths)} measured prompts of {key} have "
@@ -398,9 +385,9 @@ def find_eval_overlap(task: Task, held_out: Task | None) -> list[str]:
     Raises:
         UsageError: the two tasks have the same problems.
     """
+    # The problems of endless tasks cannot be listed.
     if held_out is None or max(len(task), len(held_out)) > SHUFFLE_LIMIT:
         return []
-    # Endless tasks are skipped above, because their problems cannot be listed.
     train_ids, others = _ids(task), _ids(held_out)
     overlap = [name for messages, name in others.items() if messages in train_ids]
     if len(overlap) == len(task) == len(held_out):
@@ -423,8 +410,7 @@ def _ids(task: Task) -> dict[str, str]:
             hidden = problem.answer if isinstance(task, EpisodeTask) else None
             ids[str((list(problem.messages), hidden))] = problem.id
         except Exception:  # noqa: BLE001 (the code of the task)
-            # The run reports an invalid row when it reaches it.
-            continue
+            continue  # the run reports an invalid row when it reaches it
     return ids
 
 
@@ -511,8 +497,7 @@ def check_engine(hf_model: HFModel, engine: EngineConfig, model: "TransformerDec
             f"engine.tensor_parallel_size={size} with olmo2: vLLM has no olmo2 model that norms queries and keys over "
             "all heads when they are sharded. Fix: set it to 1, and engine.devices for more GPUs"
         )
-    # This call raises for inconsistent settings.
-    engine_configs(engine)
+    engine_configs(engine)  # raises for inconsistent settings
     if engine.max_model_len > (longest := max_positions(hf_model)):
         raise UsageError(
             f"engine.max_model_len={engine.max_model_len} is more than the {longest} positions of the model "
@@ -543,9 +528,8 @@ def max_positions(hf_model: HFModel) -> float:
     """Return the positions of a model; infinity if only the engine knows them."""
     # Scaled RoPE extends beyond max_position_embeddings.
     config = hf_model.config
-    scaled = (
-        config.get("rope_scaling") or (config.get("rope_parameters") or {}).get("rope_type", "default") != "default"
-    )
+    kind = (config.get("rope_parameters") or {}).get("rope_type", "default")
+    scaled = config.get("rope_scaling") or kind != "default"
     longest = config.get("max_position_embeddings")
     return longest if isinstance(longest, int) and not scaled else math.inf
 
@@ -560,19 +544,14 @@ def check_agents(
     sampling: SamplingConfig,
     max_model_len: int,
     config: "AgentConfig",
-    keys: Sequence[str] = ("task", "evaluation.task"),
 ) -> None:
-    """Run the agent of each task on its first problem, with fixed texts in place of the policy.
-
-    Args:
-        tasks: the tasks of the run; those without an agent are skipped.
-        keys: the config key of each task, for messages.
+    """Run the agents of the training and the held-out task on a problem, without the policy.
 
     Raises:
-        UsageError: the agent ends without a response, or `agent.host` is not an address of this machine.
+        UsageError: an agent ends without a response, or `agent.host` is not an address of this machine.
     """
     checked = []
-    for task, key in zip(tasks, keys, strict=False):
+    for task, key in zip(tasks, ("task", "evaluation.task"), strict=False):
         agent = (type(task), getattr(task, "__dict__", {}).get("run_agent"))
         if isinstance(task, AgentTask) and agent not in checked:
             # Imported here, since only runs with agents need the server.

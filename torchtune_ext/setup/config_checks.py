@@ -17,12 +17,7 @@ AGGREGATIONS = {"token": "token mean", "sequence": "sequence mean", "constant": 
 
 
 def check_settings(cfg: RunSettings, loss: Any) -> None:
-    """Raise UsageError for inconsistent settings of a GRPO recipe.
-
-    Args:
-        cfg: the settings.
-        loss: the loss, built from `cfg.loss`.
-    """
+    """Raise UsageError for inconsistent settings of a GRPO recipe; `loss` is built from `cfg.loss`."""
     if cfg.updates_per_step > cfg.prompts_per_step:
         raise UsageError(
             f"updates_per_step={cfg.updates_per_step} is more than prompts_per_step={cfg.prompts_per_step}: each update needs "
@@ -33,8 +28,9 @@ def check_settings(cfg: RunSettings, loss: Any) -> None:
             "advantage.parts is missing, but advantage.combine=normalize_then_sum (preset: gdpo) normalizes reward parts. Fix: "
             "set advantage.parts, as in advantage.parts.correct=1.0 advantage.parts.short=0.5, or combine=sum_then_normalize"
         )
-    check_needs(cfg.loss, loss_requirements(loss))
-    check_teacher(cfg.teacher, cfg.sampling, loss_requirements(loss), replay=cfg.replay is not None)
+    needs = loss_requirements(loss)
+    check_needs(cfg.loss, needs)
+    check_teacher(cfg.teacher, cfg.sampling, needs, replay=cfg.replay is not None)
     check_sampling(cfg.sampling, cfg.samples_per_prompt, cfg.advantage)
     if invalid_steps := [step for step in cfg.profile if not 1 <= step <= cfg.max_steps]:
         raise UsageError(
@@ -76,8 +72,6 @@ def check_settings(cfg: RunSettings, loss: Any) -> None:
 
 def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage: AdvantageConfig) -> None:
     """Raise UsageError for sampling settings that are unsuitable for training."""
-    # Training needs samples from the full distribution of the policy, and enough samples per group
-    # to compare.
     if 1 < advantage.pass_k >= samples_per_prompt:
         raise UsageError(
             f"advantage.pass_k={advantage.pass_k} needs larger groups: samples_per_prompt={samples_per_prompt} must be larger "
@@ -158,10 +152,8 @@ def check_needs(settings: Mapping[str, Any], needs: LossRequirements) -> None:
     """Raise UsageError if a key of `loss:` needs data that the loss does not request."""
     # A user's loss gets the reference or the stored tokens only if its class requests them.
     # Otherwise the setting would have no effect.
-    for key, need, attribute in (
-        ("kl_coef", needs.reference_logprobs, "needs_reference"),
-        ("top_k", needs.top_k, "top_k"),
-    ):
+    requested = {"kl_coef": (needs.reference_logprobs, "needs_reference"), "top_k": (needs.top_k, "top_k")}
+    for key, (need, attribute) in requested.items():
         if settings.get(key) and not need:
             raise UsageError(
                 f"loss.{key}={settings.get(key)}, but the loss {settings.get('_component_')} does not request it: "

@@ -6,7 +6,7 @@ from torchtune_ext.grading import GraderConfig
 from torchtune_ext.grading.agents import AgentConfig
 from torchtune_ext.pipeline.advantages import AdvantageConfig
 from torchtune_ext.pipeline.evaluation import EvaluationConfig
-from torchtune_ext.pipeline.source import RolloutConfig
+from torchtune_ext.pipeline.source import RolloutConfig as RolloutConfig
 from torchtune_ext.sampling.types import EngineConfig, SamplingConfig
 from torchtune_ext.settings.components import Component
 from torchtune_ext.telemetry.metrics import LoggingConfig
@@ -16,24 +16,6 @@ from torchtune_ext.training.learner import ScheduleConfig
 from torchtune_ext.training.precision import PrecisionConfig
 from torchtune_ext.training.teacher import TeacherConfig
 from torchtune_ext.training.trained_weights import AdapterConfig
-
-__all__ = [
-    "AdapterConfig",
-    "AdvantageConfig",
-    "AgentConfig",
-    "CheckpointConfig",
-    "EngineConfig",
-    "EvaluationConfig",
-    "GraderConfig",
-    "LoggingConfig",
-    "PrecisionConfig",
-    "RanksConfig",
-    "RolloutConfig",
-    "RunSettings",
-    "SamplingConfig",
-    "ScheduleConfig",
-    "TeacherConfig",
-]
 
 
 class RunSettings(Protocol):

@@ -51,20 +51,18 @@ MAX_GPUS = 72  # a larger number is a swapped size, as in 80x4
 
 
 def dry_run(cfg: RunSettings) -> None:
-    """Print the plan of a run and exit.
+    """Print the plan of a run and exit, with the status described at the top of the module.
 
     Raises:
-        SystemExit: always, with the status described at the top of the module.
         UsageError: a setting is invalid, or `dry_run` does not name a machine.
     """
     # Under torchrun every rank runs this function. One plan is enough.
     rank, ranks = rank_and_world_size()
     if rank:
         sys.exit(0)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     machine, missing = resolve_machine(cfg.dry_run, cfg.device, cfg.engine.devices, ranks), None
     plan, notes = make_plan(cfg, machine)
-    plan = plan.with_trainers(ranks if ranks > 1 else None, visible)
+    plan = plan.with_trainers(ranks if ranks > 1 else None, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if machine.is_local and not machine.gpus and cfg.device != "cpu":
         notes.append("no GPU is visible, so the run would use the CPU; dry_run=4x80 plans for 4 GPUs of 80 GB")
     if cfg.teacher.model_dir and not cfg.replay:
@@ -84,11 +82,7 @@ def dry_run(cfg: RunSettings) -> None:
 
 
 def check_planned_start(plan: RunPlan, torchrun: bool) -> None:
-    """Run the checks of a start.
-
-    Args:
-        plan: the plan of the run.
-        torchrun: whether torchrun started this process.
+    """Run the checks of a start. `torchrun`: whether torchrun started this process.
 
     Raises:
         UsageError: a start would fail.
@@ -103,12 +97,10 @@ def check_planned_start(plan: RunPlan, torchrun: bool) -> None:
         # Under torchrun the training GPUs are known. Otherwise the plan chooses their number.
         if machine.gpus:
             require_disjoint_gpus(engine, training_gpus(None if torchrun else plan.trainers))
-    elif (
-        plan.engine_placement == "own"
-        and machine.gpus
-        and (error_text := missing_device(plan.engine, machine.gpus, machine.name))
-    ):
-        raise UsageError(error_text)
+    elif plan.engine_placement == "own" and machine.gpus:
+        problem = missing_device(plan.engine, machine.gpus, machine.name)
+        if problem:
+            raise UsageError(problem)
     cfg.ranks.require_divisible(plan.trainers)
     require_row_capacity(cfg.row_tokens, cfg.engine)
     # The components are built on this machine, even if the plan is for another machine.
@@ -118,11 +110,8 @@ def check_planned_start(plan: RunPlan, torchrun: bool) -> None:
     components.check_grading()
     if not components.replay:
         find_backend(components.engine_config.backend)
-        print_text(
-            format_labels(
-                [("problems", problems_text(cfg, components.task, components.eval_task, components.train_eval_overlap))]
-            )
-        )
+        text = problems_text(cfg, components.task, components.eval_task, components.train_eval_overlap)
+        print_text(format_labels([("problems", text)]))
 
 
 def resolve_machine(asked: bool | str | None, device: str, engine_devices: str | None, ranks: int) -> Machine:
@@ -158,11 +147,7 @@ def resolve_machine(asked: bool | str | None, device: str, engine_devices: str |
 
 
 def parse_machine(text: Any) -> Machine:
-    """Parse a machine: "4x80" or "CPU 8".
-
-    Raises:
-        UsageError: the text does not name a machine.
-    """
+    """Parse a machine: "4x80" or "CPU 8". Raises UsageError for another text."""
     if match := GPU_PATTERN.fullmatch(str(text)):
         gpus, size = int(match[1]), float(match[2])
         if 0 < gpus <= MAX_GPUS and size > 0:
@@ -184,10 +169,10 @@ def this_machine(device: str) -> Machine:
     """
     host = main_memory()
     if has_usable_gpus(device):
-        # The weights are sharded evenly, so the smallest GPU is the limit.
         # Each rank checks its own GPU; a run without torchrun has one.
         for i in range(min(torch.cuda.device_count(), read_int_variable("LOCAL_WORLD_SIZE", 1))):
             require_capability(i)
+        # The weights are sharded evenly, so the smallest GPU is the limit.
         sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
         name = f"the {len(sizes)} GPUs of this machine" if len(sizes) > 1 else "the GPU of this machine"
         return Machine(len(sizes), min(sizes), host, name, is_local=True)
@@ -196,8 +181,7 @@ def this_machine(device: str) -> Machine:
 
 def main_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
     """Return the bytes of main memory that this process may still allocate."""
-    # The available memory that Linux reports ignores the limit of a container. Inside a container,
-    # `limit` is the file of its own cgroup.
+    # Linux reports available memory without the limit of a container, which has its own cgroup.
     limit_text = limit.read_text().strip() if limit.exists() else "max"
     available = psutil.virtual_memory().available
     return available if limit_text == "max" else min(available, int(limit_text))
@@ -232,9 +216,8 @@ def make_plan(cfg: RunSettings, machine: Machine) -> tuple[RunPlan, list[str]]:
         optimizer_bytes=measure_optimizer_state(cfg.optimizer.instantiate),
     )
     if engine_fp8 is not None:
-        lines.append(
-            Fp8Plan(engine_fp8, dtype, linear_layers(model, engine_fp8, trainer_fp8 is not None)[0]).format_table()
-        )
+        layers = linear_layers(model, engine_fp8, trainer_fp8 is not None)[0]
+        lines.append(Fp8Plan(engine_fp8, dtype, layers).format_table())
     return plan, lines
 
 
@@ -251,8 +234,7 @@ def build_meta_model(builder: Component, model_dir: str) -> tuple[TransformerDec
     Raises:
         UsageError: the model cannot be built.
     """
-    # A plan may be made before the download. The folder name then identifies the public model,
-    # whose config is known.
+    # A plan may be made before the download, if the folder has the name of a public model.
     known = hub_model_config(Path(model_dir).name)
     # The published config replaces only the config of this directory.
     named = builder.get("model_dir") == model_dir
@@ -261,6 +243,5 @@ def build_meta_model(builder: Component, model_dir: str) -> tuple[TransformerDec
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(known))
         model = build_on_meta(Component({**builder, "model_dir": folder}, "model").instantiate)
-    return model, [
-        f"sizes: from the published config of {Path(model_dir).name}, because model_dir has no config.json yet"
-    ]
+    source = f"the published config of {Path(model_dir).name}, because model_dir has no config.json yet"
+    return model, [f"sizes: from {source}"]

@@ -31,60 +31,43 @@ def print_run_header(components: RunComponents, formula: Callable[[np.ndarray], 
     texts = [task for task in (components.task, components.eval_task) if task and not isinstance(task, SelfGradingTask)]
     grader_log_text = "; graders print into grader.log" if texts and not components.replay else ""
     interval = _interval_text(cfg.checkpoints.every) if cfg.checkpoints.every < cfg.max_steps else "at the end"
+    note = dtype_note(cfg.dtype, components.ranks.device.type)
+    advantage = advantage_text(cfg.advantage, formula)
+    objective = objective_text(components.loss, advantage, cfg.aggregation, cfg.refill_rounds, cfg.preset)
     lines = [
         ("model", model_text(components.hf_model, components.meta_model, components.trained_weights)),
-        (
-            "device",
-            f"{device_text(components.ranks)}; {components.precision}{dtype_note(cfg.dtype, components.ranks.device.type)}",
-        ),
-        (
-            "objective",
-            objective_text(
-                components.loss,
-                advantage_text(cfg.advantage, formula),
-                cfg.aggregation,
-                cfg.refill_rounds,
-                cfg.preset,
-            ),
-        ),
+        ("device", f"{device_text(components.ranks)}; {components.precision}{note}"),
+        ("objective", objective),
         ("problems", problems_text(cfg, components.task, components.eval_task, components.train_eval_overlap)),
         ("files", f"{output}; a checkpoint {interval}{grader_log_text}"),
     ]
     if components.replay:
         lines.append(("replay", str(components.replay)))
     else:
-        async_text = (
-            f"; asynchronous: staleness {cfg.staleness}, prefetch_steps {components.staleness_scheduler.prefetch_steps}"
-            if cfg.staleness
-            else ""
-        )
         engine = components.engine_config
         count, log = len(engine_configs(engine)), f"{output}/{log_name(engine)}"
-        start_text = f"starting, its log: {log}" if count == 1 else f"starting {count} engines, their logs: {log}"
-        start_text += f"; {engine.threads} threads" if (engine.threads or 1) > 1 else ""
-        lines.append(("engine", f"{f'connecting to {engine.address}' if engine.address else start_text}{async_text}"))
+        text = f"starting, its log: {log}" if count == 1 else f"starting {count} engines, their logs: {log}"
+        text += f"; {engine.threads} threads" if (engine.threads or 1) > 1 else ""
+        text = f"connecting to {engine.address}" if engine.address else text
+        if cfg.staleness:
+            prefetches = components.staleness_scheduler.prefetch_steps
+            text += f"; asynchronous: staleness {cfg.staleness}, prefetch_steps {prefetches}"
+        lines.append(("engine", text))
         if cfg.teacher.self:
             lines.append(("teacher", f"the policy, with the prompt of {cfg.teacher.prompt}"))
         if components.teacher_model:
-            lines.append(
-                (
-                    "teacher",
-                    f"{components.teacher_model.path}, in a separate engine, its log: {output}/teacher/{log_name(engine)}",
-                )
-            )
+            log = f"{output}/teacher/{log_name(engine)}"
+            lines.append(("teacher", f"{components.teacher_model.path}, in a separate engine, its log: {log}"))
     evaluated = components.eval_task is not None and not components.replay
-    # The best checkpoint is chosen by held-out reward, which exists only for checkpoints at evaluation
-    # steps.
+    # The best checkpoint is chosen by held-out reward, which only evaluation steps have.
     every, evaluates = cfg.checkpoints.every, cfg.evaluation.every
     if evaluated and every < cfg.max_steps and every % evaluates:
-        lines.append(
-            (
-                "warning",
-                f"checkpoints.every={every} but evaluation.every={evaluates}: only a checkpoint in a step with an evaluation "
-                f"has a held-out reward, here every {math.lcm(every, evaluates)} steps and at the last. Fix: set "
-                "checkpoints.every to a multiple of evaluation.every",
-            )
+        warning = (
+            f"checkpoints.every={every} but evaluation.every={evaluates}: only a checkpoint in a step with an evaluation "
+            f"has a held-out reward, here every {math.lcm(every, evaluates)} steps and at the last. Fix: set "
+            "checkpoints.every to a multiple of evaluation.every"
         )
+        lines.append(("warning", warning))
     print_text(format_labels(lines))
 
 
@@ -121,17 +104,11 @@ def device_text(ranks: Ranks) -> str:
     processes = "1 process" if ranks.world_size == 1 else f"{ranks.world_size} processes"
     where, hosts = "on", list(dict.fromkeys(ranks.hosts))
     if hosts[1:]:
-        where = (
-            f"on {len(hosts)} machines ({', '.join(f'{ranks.hosts.count(host)} on {host}' for host in hosts)}), each on"
-        )
-    return f"{processes} {where} {device}{copies_text(ranks.world_size, ranks.shards)}"
-
-
-def copies_text(ranks: int, shards: int) -> str:
-    """Return "; 2 copies of the weights, each on 8 ranks", or "" for one copy."""
-    if shards == ranks:
-        return ""
-    return f"; {ranks // shards} copies of the weights, each on {shards} rank{'s' * (shards > 1)}"
+        counts = ", ".join(f"{ranks.hosts.count(host)} on {host}" for host in hosts)
+        where = f"on {len(hosts)} machines ({counts}), each on"
+    copies, shards = ranks.world_size // ranks.shards, ranks.shards
+    text = f"; {copies} copies of the weights, each on {shards} rank{'s' * (shards > 1)}" if copies > 1 else ""
+    return f"{processes} {where} {device}{text}"
 
 
 def problems_text(cfg: RunSettings, task: Task, held_out: Task | None, overlap: Sequence[str] = ()) -> str:
@@ -158,17 +135,12 @@ def _interval_text(steps: int) -> str:
 
 def _task_text(task: Task) -> str:
     """Return a task and its grading function: "Jsonl rows by my_reward.near (my_reward.py:5)"."""
-    # A user's function is an instance attribute; the method `grade` of our tasks is a class
-    # attribute.
+    # A user's function is an instance attribute, and the method of our tasks a class attribute.
     attributes = getattr(task, "__dict__", {})
     grade_function = attributes.get("grade") or attributes.get("grade_group")
     name = getattr(task, "name", None)
-    words = [
-        type(task).__name__,
-        *([name] if isinstance(name, str) else []),
-        *([f"by {describe_function(grade_function)}"] if grade_function else []),
-    ]
-    return " ".join(words)
+    words = f"{type(task).__name__} {name}" if isinstance(name, str) else type(task).__name__
+    return f"{words} by {describe_function(grade_function)}" if grade_function else words
 
 
 def advantage_text(config: AdvantageConfig, formula: Callable[[np.ndarray], np.ndarray] | None) -> str:
@@ -176,8 +148,8 @@ def advantage_text(config: AdvantageConfig, formula: Callable[[np.ndarray], np.n
 
     Args:
         config: the `advantage:` section.
-        formula: a recipe's rewards [G] -> advantages [G], which a copy may have changed; it is named
-            if it differs from the default on an example. None: the default.
+        formula: a recipe's rewards [G] -> advantages [G], named if a copy of the recipe has changed
+            it. None: the default.
     """
     rewards_G = np.array([0.0, 1.0, 1.0, 3.0])
     if formula is None or np.allclose(formula(rewards_G), default_formula(rewards_G)):
@@ -190,8 +162,7 @@ def advantage_text(config: AdvantageConfig, formula: Callable[[np.ndarray], np.n
 
 def objective_text(loss: Any, advantage: str, aggregation: str, refill_rounds: int, preset: str | None) -> str:
     """Return the text of the objective, e.g. "clip 0.2/0.28 per token, ..., token mean; preset dapo"."""
-    # The objective is written out next to the preset, because the user may have overridden keys of
-    # the preset.
+    # The user may have overridden keys of the preset, so both are written.
     parts = [_loss_text(loss), advantage, AGGREGATIONS[aggregation]]
     if refill_rounds:
         parts.append(f"up to {refill_rounds} refills")

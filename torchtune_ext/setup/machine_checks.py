@@ -16,25 +16,17 @@ from torchtune_ext.sampling.engine_args import on_cpu
 from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.setup.config_sections import RunSettings
 
-# AdamW keeps two moments in float32 for each trained value. Other optimizers keep less, or
-# slightly more.
+# AdamW keeps two moments in float32 for each trained value. Others keep less, or slightly more.
 ADAMW_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class DiskNeed:
-    """Disk space for the checkpoints of a run.
+    """Disk space for the checkpoints of a run."""
 
-    Args:
-        rows: bytes of one checkpoint, by content.
-        max_checkpoints: the maximum number that exists at once, including the one being written.
-        free: bytes for checkpoints under `output_dir`: free space, plus the checkpoints that the
-            run already has.
-    """
-
-    rows: dict[str, int]
-    max_checkpoints: int
-    free: int
+    rows: dict[str, int]  # bytes of one checkpoint, by content
+    max_checkpoints: int  # the most that exist at once, including the one being written
+    free: int  # bytes under `output_dir`: free space, plus the checkpoints that the run already has
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -65,13 +57,11 @@ def require_gpus(engine: EngineConfig) -> None:
             # Another backend may support these on a CPU.
             if value != usual and engine.backend == "vllm":
                 raise UsageError(
-                    f"engine.{name}={value} asks for GPUs, but the installed torch is the CPU build. Fix: "
-                    "leave it out, or install "
-                    "the CUDA build (docs/getting_started/installation.md)"
+                    f"engine.{name}={value} asks for GPUs, but the installed torch is the CPU build. Fix: leave it out, or "
+                    "install the CUDA build (docs/getting_started/installation.md)"
                 )
         return
-    # `engine.devices` numbers all GPUs of the machine. CUDA would count only the GPUs in
-    # CUDA_VISIBLE_DEVICES.
+    # `engine.devices` numbers all GPUs of the machine, not only those in CUDA_VISIBLE_DEVICES.
     count = gpu_count()
     if count and (problem := missing_device(engine, count, "this machine")):
         raise UsageError(problem)
@@ -99,14 +89,10 @@ def training_gpus(ranks: int | None = None) -> list[str]:
     """
     # A rank uses the visible GPU with its local rank. If another launcher started the ranks without
     # LOCAL_WORLD_SIZE, only the GPU of this process is known.
-    visible, local = (
-        os.environ.get("CUDA_VISIBLE_DEVICES"),
-        min(read_int_variable("LOCAL_WORLD_SIZE", 0), rank_and_world_size()[1]),
-    )
-    rank_index = local_rank()
-    numbers = range(ranks or local) if ranks or local else range(rank_index, rank_index + 1)
+    local = min(read_int_variable("LOCAL_WORLD_SIZE", 0), rank_and_world_size()[1])
+    numbers = range(ranks or local) or [local_rank()]
     # Without the variable, a rank and its engine see all GPUs of the machine by number.
-    if visible is None:
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
         return [str(number) for number in numbers]
     names = [name.strip() for name in visible.split(",")]
     # CUDA ignores all names after the first invalid name.
@@ -115,14 +101,9 @@ def training_gpus(ranks: int | None = None) -> list[str]:
 
 
 def require_disjoint_gpus(engine: EngineConfig, trainer_gpus: list[str]) -> None:
-    """Raise UsageError if an engine of this run would use the trainer's GPUs.
-
-    Args:
-        engine: the engine's settings.
-        trainer_gpus: the result of `training_gpus`.
-    """
+    """Raise UsageError if an engine of this run would use a GPU of `training_gpus`."""
     # An engine that sleeps during training may share them.
-    if engine.address is not None or engine.devices is None or engine.sleep:
+    if engine.address is not None or engine.sleep:
         return
     # A number and a UUID may name the same GPU, which this check cannot detect.
     shared = [name for name in trainer_gpus if name in engine.device_names]
@@ -188,9 +169,8 @@ def require_disk(need: DiskNeed, output_dir: str) -> None:
         )
     if need.free < need.checkpoint_bytes:
         raise UsageError(
-            f"output_dir={output_dir}: a checkpoint takes {format_bytes(need.checkpoint_bytes)}, but "
-            f"{format_bytes(need.free)} are free. Fix: "
-            "free disk space, choose another output_dir, or set checkpoints.save_optimizer=false"
+            f"output_dir={output_dir}: a checkpoint takes {format_bytes(need.checkpoint_bytes)}, but {format_bytes(need.free)} "
+            "are free. Fix: free disk space, choose another output_dir, or set checkpoints.save_optimizer=false"
         )
     if need.free < need.total_bytes:
         print_text(

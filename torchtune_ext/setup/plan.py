@@ -26,15 +26,11 @@ from torchtune_ext.training.publish import NEW_SEED_TOKENS
 # PyTorch's allocator keeps free blocks that are too small for the next tensors, because rows
 # differ in length. Frozen weights are allocated before them and in one piece.
 FRAGMENTATION_SHARE = 0.05
-# Allowance for each rank, engine process and engine client: Python, PyTorch, libraries. CUDA maps
-# the same amount again.
-PROCESS_BYTES = GIB
-# Allowance for a CUDA context with its kernels, which no tensor accounts for.
-CUDA_CONTEXT_BYTES = GIB // 2
-# Allowance for NCCL's channel buffers with several GPUs.
-NCCL_BYTES = GIB // 2
-# Allowance for captured CUDA graphs. vLLM measures them at startup and reduces the KV cache.
-CUDA_GRAPH_BYTES = GIB
+# Allowances:
+PROCESS_BYTES = GIB  # of each rank, engine process and engine client; CUDA maps the same amount again
+CUDA_CONTEXT_BYTES = GIB // 2  # a CUDA context with its kernels, which no tensor accounts for
+NCCL_BYTES = GIB // 2  # NCCL's channel buffers with several GPUs
+CUDA_GRAPH_BYTES = GIB  # captured CUDA graphs, which vLLM measures at startup to reduce the KV cache
 DEFAULT_STEP_TOKENS = 2048  # tokens of a vLLM step if `engine.max_num_batched_tokens` is null
 # vLLM profiles sampling with all options before it sizes the KV cache: logits in float32
 # (4 bytes), sorted logits (4), their indices as int64 (8), and probabilities (4).
@@ -90,8 +86,7 @@ class RunPlan:
             adapter_bytes = 0 if self.publishes_full_weights else self.published_bytes
             self.engine_rows = estimate_engine_bytes(sizes, self.engine, machine.gpu_bytes, adapter_bytes)
             self.cached_tokens = kv_cache_tokens(sizes, self.engine, self.engine_rows["KV cache"])
-        # Bytes of each training GPU, by content: in an update, and while an engine that sleeps during
-        # updates is awake.
+        # Bytes of each training GPU, by content: in an update, and while the engine is awake.
         self.awake_rows: dict[str, int] = {}
         self.device_rows = self._device_rows()
         self.host_rows = self._host_rows()
@@ -147,8 +142,7 @@ class RunPlan:
         if (one := replace(self, trainers=1)).offloads and one.fits:
             return one
         if machine.is_local and sampling:
-            # The trainer may see other GPUs than the engine. Only GPUs that both see are
-            # unavailable for training.
+            # Only GPUs that both trainer and engine see are unavailable for training.
             visible_gpus = visible.split(",") if visible else [str(i) for i in range(machine.gpus)]
             sampling = len(set(engine.device_names) & {name.strip() for name in visible_gpus})
         if sampling < machine.gpus:
@@ -161,29 +155,20 @@ class RunPlan:
 
     def _device_rows(self) -> dict[str, int]:
         """Return the bytes of each training GPU, by content; on a CPU, the bytes of all ranks."""
-        cfg, ranks = self.cfg, self.trainers
+        cfg, ranks, recompute = self.cfg, self.trainers, self.cfg.activation_checkpointing
+        shards, gpu_bytes = cfg.ranks.shard_within, self.machine.gpu_bytes
         rows = trainer_memory(
-            self.sizes,
-            cfg.row_tokens,
-            ranks,
-            cfg.activation_checkpointing,
-            self.optimizer_bytes,
-            cfg.ranks.shard_within,
-            gpu_bytes=self.machine.gpu_bytes,
+            self.sizes, cfg.row_tokens, ranks, recompute, self.optimizer_bytes, shards, gpu_bytes=gpu_bytes
         )
         if not self.machine.gpus:
-            return {name: bytes_ * self.trainers for name, bytes_ in rows.items()}
+            return {name: bytes_ * ranks for name, bytes_ in rows.items()}
+        context = CUDA_CONTEXT_BYTES + (NCCL_BYTES if ranks > 1 else 0)
         fragments = int(FRAGMENTATION_SHARE * (sum(rows.values()) - rows[FROZEN_ROW]))
-        rows["CUDA context, NCCL, fragmentation (allowance)"] = (
-            CUDA_CONTEXT_BYTES + (NCCL_BYTES if ranks > 1 else 0) + fragments
-        )
+        rows["CUDA context, NCCL, fragmentation (allowance)"] = context + fragments
         # `resolve_transfer` resolves "auto" for this machine, which may have no GPU although the
         # planned machine has GPUs. On those, "auto" is NCCL, unless it is shared memory.
-        if (
-            self.engine_placement == "server"
-            and self.engine.transfer in ("nccl", "auto")
-            and resolve_transfer(self.engine) != "shm"
-        ):
+        by_nccl = self.engine_placement == "server" and self.engine.transfer in ("nccl", "auto")
+        if by_nccl and resolve_transfer(self.engine) != "shm":
             # vLLM packs tensors until they exceed PACKED_BUFFER_BYTES. While one pack is being
             # sent, the tensors of the next pack are concatenated into a copy: three packs at most.
             pack = min(self.published_bytes, PACKED_BUFFER_BYTES + self.sizes.dtype.itemsize * self.sizes.largest_param)
@@ -218,22 +203,18 @@ class RunPlan:
         processes = ranks * (1 + on_gpus)
         if self.engine_rows:
             processes += self.engines * (1 + self.engine.tensor_parallel_size * (1 + on_gpus))
-        # Each rank keeps its shard of the reference and of its swapped-out weights, both in
-        # float32: 8 bytes per weight.
+        # Each rank keeps its shard of the reference and of its swapped-out weights, in float32.
         shards = min(self.cfg.ranks.shard_within or self.trainers, self.trainers)
         swapped = 8 * sizes.total_params * ranks // shards if self.reference and not sizes.has_frozen_params else 0
         # While a checkpoint file is written, its tensors and safetensors' copy are in memory.
-        file = min(
-            SHARD_BYTES,
-            sizes.trained_params * 4 if sizes.has_frozen_params else sizes.total_params * sizes.dtype.itemsize,
-        )
+        saved = 4 * sizes.trained_params if sizes.has_frozen_params else sizes.total_params * sizes.dtype.itemsize
+        file = min(SHARD_BYTES, saved)
+        sleeps = self.engine_placement == "sleeps" and on_gpus
         # Weight files do not count: they are memory-mapped, and Linux drops their pages if needed.
         return {
             "processes of ranks and engine (allowance)": processes * PROCESS_BYTES,
             "published weights in shared memory": self.published_bytes if self.engine else 0,
-            "weights of the sleeping engine": sizes.engine_bytes
-            if self.engine_placement == "sleeps" and on_gpus
-            else 0,
+            "weights of the sleeping engine": sizes.engine_bytes if sleeps else 0,
             "frozen weights while the engine is awake": sizes.frozen_bytes if self.offloads else 0,
             "reference and weights swapped out, float32": swapped,
             "largest tensor on each rank, while weights are read": ranks * sizes.largest_param * (2 if on_gpus else 4),
@@ -252,19 +233,14 @@ class RunPlan:
                 subject = "each server takes" if self.engine_placement == "server" else "each replica takes"
                 demands["engine"] = (subject, gpu, self.engine_bytes, machine.gpu_bytes)
         demands["host"] = ("the run takes", "of main memory", self.host_bytes, machine.host_bytes)
-        demands["disk"] = (
-            "checkpoints take",
-            "of disk",
-            self.disk.total_bytes,
-            self.disk.free if machine.is_local else None,
-        )
+        free = self.disk.free if machine.is_local else None
+        demands["disk"] = ("checkpoints take", "of disk", self.disk.total_bytes, free)
         return demands
 
     def _shortages(self) -> dict[str, str]:
         """Describe the shortages, by kind."""
         machine, engine, short = self.machine, self.engine, {}
-        # On this machine an engine may see other GPUs than the trainer, so GPUs of its own do not
-        # count here.
+        # On this machine an engine may see other GPUs than the trainer, which do not count here.
         needed = max(self.trainers + (0 if machine.is_local else self.sampling_gpus), self.shared_gpus)
         if 0 < machine.gpus < needed:
             short["gpus"] = f"it needs {self.gpus} GPUs: {self.roles_text()}"
@@ -286,10 +262,8 @@ class RunPlan:
         shared = on_gpus and self.engine_placement == "shared"
         longest = cfg.engine.max_model_len
         kv_keys = f"{'engine.gpu_memory_utilization or ' * on_gpus}engine.kv_cache_bytes"
-        engine = {
-            f"a lower {kv_keys}": shared
-            or (not on_gpus and bool(self.engine_rows) and self.engine_placement != "server"),
-        }
+        on_cpu = not on_gpus and bool(self.engine_rows) and self.engine_placement != "server"
+        engine = {f"a lower {kv_keys}": shared or on_cpu}
         own = {"another GPU for the engine (engine.devices)": shared or bool(self.awake_rows)}
         trainer = {
             "activation_checkpointing=true": not cfg.activation_checkpointing,
@@ -299,11 +273,8 @@ class RunPlan:
         # The engine's fix comes first if the engine takes the largest part of a shared GPU.
         leads = max(self.device_rows, key=self.device_rows.__getitem__) == SHARED_ENGINE_ROW
         adapters = {"adapters (docs/how_to/adapters.md)": not frozen}
-        quantize = {
-            "model.quantize_base=true": frozen
-            and not self.sizes.largest_nf4
-            and "quantize_base" in cfg.model.argument_names(),
-        }
+        takes_nf4 = frozen and not self.sizes.largest_nf4 and "quantize_base" in cfg.model.argument_names()
+        quantize = {"model.quantize_base=true": takes_nf4}
         trainer |= quantize
         memory = engine | trainer | own if leads else trainer | own | engine
         fixes = {
@@ -336,11 +307,8 @@ class RunPlan:
 
     def servers_text(self) -> str:
         """Return e.g. "2 servers, tensor_parallel_size=2"."""
-        kind = "server" if self.engine_placement == "server" else "engine"
-        return (
-            f"{self.engines} {kind}{'s' if self.engines > 1 else ''}, "
-            f"tensor_parallel_size={self.engine.tensor_parallel_size}"
-        )
+        kind, size = "server" if self.engine_placement == "server" else "engine", self.engine.tensor_parallel_size
+        return f"{self.engines} {kind}{'s' if self.engines > 1 else ''}, tensor_parallel_size={size}"
 
     def roles_text(self) -> str:
         """Return e.g. "4 train, 4 sample (4 engines, tensor_parallel_size=1)"."""
@@ -360,16 +328,13 @@ class RunPlan:
 def estimate_engine_bytes(
     sizes: ModelSizes, config: EngineConfig, gpu_bytes: int, adapter_bytes: int = 0
 ) -> dict[str, int]:
-    """Estimate the memory of one replica or server on each of its devices.
+    """Estimate the bytes of one replica or server on each of its devices, by content.
 
     Args:
         sizes: sizes of the model.
         config: settings of the engine.
         gpu_bytes: memory of each GPU; 0: the engine uses the CPU.
         adapter_bytes: bytes of adapters that are published without the other weights.
-
-    Returns:
-        Bytes by content.
     """
     gpus, size = config.tensor_parallel_size, 4 if config.dtype == "float32" else 2
     rows = {"weights": sizes.engine_bytes // gpus, "adapters": adapter_bytes}
@@ -407,10 +372,9 @@ def kv_cache_tokens(sizes: ModelSizes, config: EngineConfig, kv_bytes: int) -> i
 def plan_table(plan: RunPlan, name: str) -> str:
     """Format the table without the verdict, at most 120 columns. `name` is the model name."""
     sizes, machine, disk, engine = plan.sizes, plan.machine, plan.disk, plan.engine
-    count = f"{sizes.total_params / 1e9:.3f} B" if sizes.total_params >= 1e8 else f"{sizes.total_params / 1e6:.3f} M"
-    trained = (
-        f"{sizes.trained_params / sizes.total_params:.2%} of them trained" if sizes.has_frozen_params else "all trained"
-    )
+    total = sizes.total_params
+    count = f"{total / 1e9:.3f} B" if total >= 1e8 else f"{total / 1e6:.3f} M"
+    trained = f"{sizes.trained_params / total:.2%} of them trained" if sizes.has_frozen_params else "all trained"
     lines = [f"{name}: {count} parameters, {trained}"]
     if machine.gpus:
         lines.append(f"GPUs: {plan.roles_text()}")
@@ -448,12 +412,12 @@ def verdict(plan: RunPlan) -> str:
     """Format whether the plan fits, with its demands, or its shortages and their fixes."""
     where = f"{'on' if plan.machine.gpus or not plan.machine.is_local else 'into'} {plan.machine}"
     if plan.fits:
-        demands = [
-            f"  {subject} {format_bytes(bytes_)} {resource}" for subject, resource, bytes_, _ in plan.demands().values()
-        ]
+        lines = [f"fits {where}:"]
+        for subject, resource, bytes_, _ in plan.demands().values():
+            lines.append(f"  {subject} {format_bytes(bytes_)} {resource}")
         if plan.trainers > 1:
-            demands.append(f"  start it with --nproc_per_node {plan.trainers}")
-        return "\n".join([f"fits {where}:", *demands])
+            lines.append(f"  start it with --nproc_per_node {plan.trainers}")
+        return "\n".join(lines)
     lines = [f"does NOT fit {where}:"]
     for kind, missing in plan.shortages.items():
         lines += [f"  {missing}; settings that need less, cheapest first:", *(f"    {fix}" for fix in plan.fixes(kind))]

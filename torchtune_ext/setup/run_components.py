@@ -68,10 +68,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunComponents:
-    """Checked components of a run.
-
-    Until a method is called, no process has started and no weights are loaded.
-    """
+    """Checked components of a run. Before a method is called, no process and no weights exist."""
 
     cfg: RunSettings
     ranks: Ranks
@@ -164,21 +161,15 @@ class RunComponents:
     def open_graders(self) -> list[Any]:
         """Start the graders of the task and the held-out task."""
         # If groups are prefetched, grading runs during training.
-        cfg, tasks = self.cfg, [self.task, self.eval_task]
-        return open_graders(
-            tasks,
-            cfg.grader,
-            during_training=self.staleness_scheduler.prefetch_steps > 0,
-            folder=cfg.output_dir,
-            agent=cfg.agent,
-        )
+        cfg, prefetches = self.cfg, self.staleness_scheduler.prefetch_steps > 0
+        tasks = [self.task, self.eval_task]
+        return open_graders(tasks, cfg.grader, during_training=prefetches, folder=cfg.output_dir, agent=cfg.agent)
 
     def teacher_engine_config(self) -> EngineConfig:
         """Return the settings of the teacher's engine.
 
         Raises:
-            UsageError: they are invalid, or the teacher would use a GPU of the trainer or the
-                engine.
+            UsageError: they are invalid, or name a GPU of the trainer or the engine.
         """
         cfg = self.cfg
         dtype = str(self.precision.dtype).removeprefix("torch.")
@@ -186,8 +177,7 @@ class RunComponents:
         engine = cfg.teacher.engine_config(policy_engine)
         if self.ranks.device.type == "cuda" and engine.address is None:
             taken = [*training_gpus(), *self.engine_config.device_names]
-            # If trainer and engine share a GPU, a teacher with a bounded KV cache may share it as
-            # well.
+            # A teacher with a bounded KV cache may share the GPU of trainer and engine.
             shares = engine.devices is None and self.engine_config.devices is None and engine.kv_cache_bytes
             is_disjoint = engine.device_names and not set(engine.device_names) & set(taken)
             if not shares and not is_disjoint:
@@ -235,21 +225,15 @@ class RunComponents:
         )
 
     def _logprobs_fn(self, learner: Learner) -> Callable[..., Any]:
-        return partial(
-            streamed_logprobs,
-            make_model=self.cfg.model.instantiate,
-            device=self.ranks.device,
-            temperature=learner.temperature,
-        )
+        build, device = self.cfg.model.instantiate, self.ranks.device
+        return partial(streamed_logprobs, make_model=build, device=device, temperature=learner.temperature)
 
     def make_mismatch_gate(self, learner: Learner) -> MismatchGate:
         """Return the check that trainer and engine have the same policy."""
-        logprobs_fn = self._logprobs_fn(learner)
+        model, logprobs_fn = learner.policy.model, self._logprobs_fn(learner)
         return MismatchGate(
             self.cfg.max_mismatch,
-            measure_rounding=partial(
-                measure_rounding, self.trained_weights, self.precision, learner.policy.model, logprobs_fn
-            ),
+            measure_rounding=partial(measure_rounding, self.trained_weights, self.precision, model, logprobs_fn),
             precision=self.precision.coarsest_name,
             replay=self.replay is not None,
             test_distribution=self.replay is None and not self.precision.is_mixed,
@@ -314,8 +298,7 @@ def build_components(cfg: RunSettings, ranks: Ranks) -> RunComponents:
     # A problem whose prompt is too long is skipped, like a problem that the task cannot load.
     prompt_check = make_prompt_check(tokenizer, precision.engine.max_model_len, sampling.max_tokens)
     problems = ProblemStream(task, cfg.seed, check=prompt_check)
-    # The canary prompts are made before a checkpoint is loaded, because an adaptive task gives
-    # other problems later.
+    # Made before a checkpoint is loaded, because an adaptive task gives other problems later.
     canary = make_canary_groups(problems, tokenizer)
     hf_model.require_fits(meta_model, new_params=adapters)
     replay = None
@@ -324,12 +307,11 @@ def build_components(cfg: RunSettings, ranks: Ranks) -> RunComponents:
 
         identity = identify("", hf_model, meta_model, trained_weights.spec)
         replay = ReplaySource(cfg.replay, settings_snapshot(cfg), identity, problems, tokenizer)
-    teacher_model = (
-        load_teacher_model(cfg.teacher, cfg.engine, tokenizer) if cfg.teacher.model_dir and not cfg.replay else None
-    )
+    teacher_model = None
+    if cfg.teacher.model_dir and not cfg.replay:
+        teacher_model = load_teacher_model(cfg.teacher, cfg.engine, tokenizer)
     if cfg.teacher.self and not cfg.replay:
         check_self_teacher(cfg.teacher, task, tokenizer, canary[0], sampling, precision.engine)
-    held_out = UsableProblems(eval_task, check=prompt_check)
     return RunComponents(
         cfg=cfg,
         ranks=ranks,
@@ -344,7 +326,7 @@ def build_components(cfg: RunSettings, ranks: Ranks) -> RunComponents:
         sampling=sampling,
         staleness_scheduler=StalenessScheduler(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.prefetch_steps),
         problems=problems,
-        eval_problems=held_out,
+        eval_problems=UsableProblems(eval_task, check=prompt_check),
         train_eval_overlap=overlap,
         canary_prompts=canary,
         replay=replay,
@@ -355,13 +337,7 @@ def build_components(cfg: RunSettings, ranks: Ranks) -> RunComponents:
 def load_teacher_model(teacher: TeacherConfig, engine: EngineConfig, tokenizer: ChatTokenizer) -> HFModel:
     """Load the teacher's model directory.
 
-    Args:
-        teacher: the `teacher` section.
-        engine: the policy's engine settings.
-        tokenizer: the policy's tokenizer.
-
-    Raises:
-        UsageError: the directory has no model that can score the policy's tokens.
+    `engine` and `tokenizer` are the policy's. Raises UsageError if the model cannot score its tokens.
     """
     # The checks are shared with the policy's model, so their messages name the policy's keys.
     try:
@@ -422,23 +398,18 @@ def check_self_teacher(
 def build_model_components(
     cfg: RunSettings, device: torch.device, shards: int = 1
 ) -> tuple[HFModel, TransformerDecoder, FullWeights | LoRAWeights, Precision]:
-    """Build the model without weights, the trained parameters and the precision.
+    """Build the model directory, the model on the meta device, its trained weights and precision.
 
     Args:
         cfg: the settings.
         device: the training device.
         shards: the number of shards of the weights.
 
-    Returns:
-        The model directory, the model on the meta device, its trained parameters, and the
-        precision.
-
     Raises:
         UsageError: the model, its adapters or its precision are unsupported.
     """
     hf_model, model = HFModel(cfg.model_dir), build_on_meta(cfg.model.instantiate)
-    # The trained parameters and the precision also determine the engine's settings and the
-    # published weights.
+    # These and the precision also determine the engine's settings and the published weights.
     trained_weights = select_trained_weights(model, hf_model, section=cfg.model, adapters=cfg.adapters, shards=shards)
     dtype = chosen_dtype(cfg.dtype, device.type, cfg.precision.fp8)
     prefetches = resolve_prefetch_steps(cfg.staleness, cfg.prefetch_steps) > 0

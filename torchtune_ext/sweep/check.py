@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.catalog import package_folder, recipe_files
+from torchtune_ext.run.catalog import recipe_files
 from torchtune_ext.run.errors import UsageError, closest_match
 from torchtune_ext.settings.components import import_recipe
 from torchtune_ext.settings.config import load_config, merge_config
@@ -27,10 +27,7 @@ RESERVED_KEYS = ("output_dir", "resume_from_checkpoint")  # settings that the sw
 
 
 def run_command(sweep: Sweep, point: Point, extra_settings: Sequence[str]) -> list[str]:
-    """Returns the command of one run.
-
-    Args:
-        extra_settings: settings of all runs, key=value. They are appended to the command.
+    """Returns the command of one run, with the settings (key=value) of all runs at its end.
 
     Raises:
         UsageError: the command has an unsupported W&B macro, or its program is not found.
@@ -51,10 +48,7 @@ def run_command(sweep: Sweep, point: Point, extra_settings: Sequence[str]) -> li
 
 
 def parse_command(words: Sequence[str]) -> tuple[str, str, list[str]]:
-    """Splits the command of a run.
-
-    Returns:
-        The recipe (name, file or module), the config as written, and the settings, key=value.
+    """Splits the command of a run into recipe, config and settings (key=value), as written.
 
     Raises:
         UsageError: the command does not start a recipe.
@@ -96,7 +90,7 @@ def check_sweep(sweep: Sweep, point: Point, extra_settings: Sequence[str], out: 
         raise UsageError(f"command: {recipe} is not a recipe of this project: it lacks a class Config with output_dir")
     cfg = load_config(schema, merge_config(config, [*settings, f"output_dir={out / 'run'}"], module.__file__))
     # The checks and metrics are known only for the shipped recipes. A copy may have others.
-    if recipe in {each.name for each in recipe_files(package_folder("recipes"), package_folder("configs"))}:
+    if recipe in {each.name for each in recipe_files()}:
         if hasattr(cfg, "optimizer"):
             # "auto" may resolve to a GPU, so the check assumes one.
             check_optimizer(cfg.optimizer.instantiate, device="cpu" if cfg.device == "cpu" else "cuda")

@@ -54,11 +54,7 @@ class SweepRun:
 
 
 class SweepFolder:
-    """The folder of a sweep. `acquire` locks it for one process; an interrupted sweep resumes.
-
-    Raises:
-        UsageError: the folder holds another sweep, or other files.
-    """
+    """The folder of a sweep; resumes it. Raises UsageError if it holds another sweep or files."""
 
     def __init__(self, path: Path, sweep: Sweep, extra_settings: Sequence[str], seed: int):
         self.path, self.sweep = path, sweep
@@ -66,10 +62,9 @@ class SweepFolder:
         self.runs: list[SweepRun] = []
         self._lock: TextIO | None = None
         # A sweep that was killed before its first save has left at most these two files.
-        begun = [
-            LOCK_FILE,
-            *([SPEC_FILE] if (path / SPEC_FILE).is_file() and (path / SPEC_FILE).read_text() == sweep.text else []),
-        ]
+        begun, spec = [LOCK_FILE], path / SPEC_FILE
+        if spec.is_file() and spec.read_text() == sweep.text:
+            begun.append(SPEC_FILE)
         if not (path / SWEEP_FILE).exists() and any(each.name not in begun for each in path.glob("*")):
             raise UsageError(f"{path} is not empty, and holds no sweep. Fix: choose another folder (--out)")
         self._read()
@@ -81,10 +76,8 @@ class SweepFolder:
             UsageError: another process runs the sweep.
             OSError: the folder cannot be created or written.
         """
-        with explain_os_errors(
-            f"{self.path} cannot be created or written",
-            "Choose another folder (--out), or free disk space and set its permissions",
-        ):
+        fix = "Choose another folder (--out), or free disk space and set its permissions"
+        with explain_os_errors(f"{self.path} cannot be created or written", fix):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / LOCK_FILE, "a")  # noqa: SIM115 (until `close`)
         try:
@@ -94,8 +87,7 @@ class SweepFolder:
                 f"{self.path}: another process runs this sweep. Fix: wait, or choose another folder (--out)"
             ) from None
         except OSError:
-            # Some file systems lack locks. The sweep still runs there, without this guard.
-            pass
+            pass  # some file systems lack locks; the sweep runs there without this guard
         # Another process may have continued the sweep before this process held the lock.
         self._read()
         write_atomic(self.path / SPEC_FILE, self.sweep.text.encode())
@@ -119,10 +111,9 @@ class SweepFolder:
             "seed": self.seed,
             "runs": [asdict(run) for run in self.runs],
         }
-        with explain_os_errors(
-            f"{self.path / SWEEP_FILE} cannot be written", "Free disk space, then resume with the same command"
-        ):
-            write_atomic(self.path / SWEEP_FILE, (json.dumps(record, indent=1) + "\n").encode())
+        file = self.path / SWEEP_FILE
+        with explain_os_errors(f"{file} cannot be written", "Free disk space, then resume with the same command"):
+            write_atomic(file, (json.dumps(record, indent=1) + "\n").encode())
 
     def close(self) -> None:
         """Releases the lock on the folder, as the end of the process does."""
@@ -234,17 +225,16 @@ class SweepRunner:
         # An interrupted run resumes from its checkpoint. Without one it restarts in its folder.
         if checkpoint_folders(place / "checkpoints"):
             words, begins = [*words, "resume_from_checkpoint=True"], "resumes"
-        inherited = {
-            name: value for name, value in copy_environment().items() if name not in (SWEEP_VARIABLE, RUN_VARIABLE)
-        }
+        environ = {"WANDB_RUN_GROUP": self.sweep.name, **self._variables, **copy_environment()}
+        for name in (SWEEP_VARIABLE, RUN_VARIABLE):
+            environ.pop(name, None)
         # The record comes first: if saving fails, no run is left unsupervised.
         run.state = "running"
         self.folder.save()
         with open(place / OUTPUT_FILE, "ab") as output:
             process = subprocess.Popen(
                 words,
-                # All runs of the sweep form one group in W&B.
-                env={"WANDB_RUN_GROUP": self.sweep.name, **self._variables, **inherited},
+                env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -253,9 +243,8 @@ class SweepRunner:
                 # A run ends with the sweep, even if SIGKILL ends the sweep.
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
-        at = ", ".join(
-            f"{each.name}={format_value(run.parameters[each.name])}" for each in self.sweep.varied_parameters
-        )
+        varied = [each.name for each in self.sweep.varied_parameters]
+        at = ", ".join(f"{name}={format_value(run.parameters[name])}" for name in varied)
         print_text(
             f"{run.id} ({self.folder.runs.index(run) + 1} of {self.sweep.num_runs}) {begins}: "
             f"{at or 'no parameter varies'}; output: {place / OUTPUT_FILE}"
@@ -305,20 +294,15 @@ class SweepRunner:
         if self._pruner is None:
             return False
         metric = self.sweep.metric
-        return self._pruner.should_stop(
-            run.id, [record[metric] for record in metric_records(self.folder.path / run.id, metric)]
-        )
+        records = metric_records(self.folder.path / run.id, metric)
+        return self._pruner.should_stop(run.id, [record[metric] for record in records])
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Ends all runs: after their step and a save on the first signal, at once on the second."""
         again = self.stop_signal is not None
         self.stop_signal = self.stop_signal or number
-        text = (
-            "the runs end at once"
-            if again
-            else "the runs end their steps and save; signal once more to end them at once"
-        )
-        print_text(f"{SIGNAL_NAMES[number]}: {text}")
+        graceful = "the runs end their steps and save; signal once more to end them at once"
+        print_text(f"{SIGNAL_NAMES[number]}: {'the runs end at once' if again else graceful}")
         for process in self._processes.values():
             process.send_signal(signal.SIGINT if again else signal.SIGTERM)
 
@@ -331,8 +315,7 @@ def _kill_group(process: subprocess.Popen) -> None:
 
 def metric_records(folder: Path, metric: str) -> list[dict[str, Any]]:
     """Returns the records of a run that hold a finite value of a metric, in order."""
-    # A run that has just started has no file yet. A resuming run may be truncating the file. The
-    # next poll reads it again.
+    # A new run has no file yet, and a resuming run truncates it. The next poll reads it again.
     with suppress(FileNotFoundError, ValueError):
         records = _read_records(folder / METRICS_FILE, (folder / METRICS_FILE).stat().st_size)
         return [each for each in records if isinstance(each.get(metric), int | float) and math.isfinite(each[metric])]

@@ -21,16 +21,13 @@ def next_point(sweep: Sweep, seed: int, number: int, results: Sequence[tuple[Poi
     # A point depends only on the seed, its number and the earlier results. So a killed sweep
     # resumes with the points that it would have tried.
     own_seed = (seed * 1_000_003 + number) % 2**32
+    sampler: Any = optuna.samplers.RandomSampler(seed=own_seed)
     if sweep.method == "bayes":
         first = max(1, min(MAX_STARTUP_TRIALS, sweep.num_runs // 2))
         # With a few tens of runs, independent models of the parameters find more good points than a
-        # joint model. `constant_liar` gives an unfinished run a bad value, so that concurrent runs
-        # differ.
-        sampler = optuna.samplers.TPESampler(
-            seed=own_seed, n_startup_trials=first, multivariate=False, constant_liar=True
-        )
-    else:
-        sampler = optuna.samplers.RandomSampler(seed=own_seed)
+        # joint one. `constant_liar` gives unfinished runs a bad value, so concurrent ones differ.
+        options = {"n_startup_trials": first, "multivariate": False, "constant_liar": True}
+        sampler = optuna.samplers.TPESampler(seed=own_seed, **options)
     study = _create_study(sweep, sampler=sampler)
     space = {each.name: _distribution(each) for each in sweep.varied_parameters}
     states = optuna.trial.TrialState
@@ -65,8 +62,7 @@ class Pruner:
         if run not in self._trials:
             self._trials[run] = self._study.ask()
         trial, reported, stops = self._trials[run], self._num_reported.get(run, 0), False
-        # Several values may be new, and the pruner decides only at certain steps, so it is queried
-        # after each.
+        # The pruner decides only at certain steps, so it is queried after each new value.
         for step, value in enumerate(values[reported:], reported + 1):
             trial.report(value, step)
             stops = stops or trial.should_prune()
@@ -87,9 +83,7 @@ def _distribution(parameter: Parameter) -> Any:
     values = parameter.values
     if not values:
         return optuna.distributions.FloatDistribution(parameter.low, parameter.high, log=parameter.log)
-    ordered = isinstance(values, range) or all(type(value) in (int, float) for value in values)
-    # Optuna searches the index of a value. Numeric values are ordered, so their index is an integer
-    # distribution. Other values are categories.
-    if ordered:
+    # Optuna searches the index of a value: an integer for numbers (ordered), else a category.
+    if isinstance(values, range) or all(type(value) in (int, float) for value in values):
         return optuna.distributions.IntDistribution(0, len(values) - 1)
     return optuna.distributions.CategoricalDistribution(range(len(values)))

@@ -13,24 +13,13 @@ from typing import Any
 
 import yaml
 
-from torchtune_ext.run.catalog import config_files, package_folder, print_first_lines
+from torchtune_ext.run.catalog import config_files, list_or_print
 from torchtune_ext.run.errors import UsageError, closest_match
 from torchtune_ext.telemetry.metrics import current_metric
 
 METHODS = ("grid", "random", "bayes")
-SWEEP_KEYS = (
-    "name",
-    "description",
-    "program",
-    "command",
-    "method",
-    "metric",
-    "parameters",
-    "run_cap",
-    "early_terminate",
-)
-# Only W&B's server reads these keys: they name the owner of the sweep.
-SERVER_KEYS = ("project", "entity")
+# Only W&B's server reads the last two keys, which name the owner of the sweep.
+SWEEP_KEYS = "name description program command method metric parameters run_cap early_terminate project entity".split()
 MAX_GRID_POINTS = 10_000
 
 COMMAND_EXAMPLE = "command: [tune, run, grpo_full, --config, grpo/tiny, '${args_no_hyphens}']"
@@ -85,15 +74,11 @@ class Sweep:
 
 def sweep_files() -> dict[str, Path]:
     """Returns the shipped sweep files by name ("sweeps/tiny_lr"), sorted by name."""
-    return {name: path for name, path in config_files(package_folder("configs")).items() if name.startswith("sweeps/")}
+    return {name: path for name, path in config_files().items() if name.startswith("sweeps/")}
 
 
 def find_sweep_file(given: str) -> Path:
-    """Returns the path of a sweep file, given by its path or by the name of a shipped sweep.
-
-    Raises:
-        UsageError: the file is not found. The message suggests the nearest name.
-    """
+    """Returns the path of a sweep file, or of a shipped sweep by name. Raises UsageError."""
     ours = {name: path for full, path in sweep_files().items() for name in (full, full.removeprefix("sweeps/"))}
     path = Path(given) if Path(given).is_file() else ours.get(given)
     if path is None:
@@ -127,10 +112,9 @@ def _hint(name: Any, known: Iterable[str], otherwise: str = "") -> str:
 def _parse_sweep(path: Path, text: str, given: Any) -> Sweep:
     if not isinstance(given, dict) or not given:
         raise UsageError("not a sweep: expected a mapping of keys. Fix: copy a shipped sweep (`torchtune-ext sweeps`)")
-    known = [*SWEEP_KEYS, *SERVER_KEYS]
     for key in given:
-        if key not in known:
-            raise UsageError(f"unknown key {key!r}; {_hint(key, known)} (`wandb sweep` may know more)")
+        if key not in SWEEP_KEYS:
+            raise UsageError(f"unknown key {key!r}; {_hint(key, SWEEP_KEYS)} (`wandb sweep` may know more)")
     # W&B's default command ends with ${args}, which recipes do not read.
     method, command, metric = str(given.get("method")), given.get("command", ["${args}"]), given.get("metric")
     if method not in METHODS:
@@ -142,13 +126,10 @@ def _parse_sweep(path: Path, text: str, given: Any) -> Sweep:
         )
     if not isinstance(command, list) or not command:
         raise UsageError(f"command: must be a list of arguments: {COMMAND_EXAMPLE}")
-    target = metric if isinstance(metric, dict) else {}
-    goal = target.get("goal", "minimize")
-    if (
-        goal not in ("minimize", "maximize")
-        or not isinstance(target.get("name"), str)
-        or not set(target) <= {"name", "goal"}
-    ):
+    target = {"goal": "minimize", **metric} if isinstance(metric, dict) else {}
+    goal = target.get("goal")
+    is_valid = target.keys() == {"name", "goal"} and isinstance(target["name"], str)
+    if not is_valid or goal not in ("minimize", "maximize"):
         raise UsageError(
             f"metric: {metric}: write metric: {{name: eval/reward_sampled, goal: maximize}}, or goal: minimize"
         )
@@ -186,29 +167,18 @@ def _count_runs(method: str, parameters: Sequence[Parameter], cap: Any) -> int:
 
 
 def _parse_halving(given: Any) -> Halving:
-    node: dict[str, Any] = given if isinstance(given, dict) else {}
-    first: Any = node.get("min_iter")
-    eta: Any = node.get("eta", 3)
-    if (
-        node.get("type") != "hyperband"
-        or not set(node) <= {"type", "min_iter", "eta"}
-        or type(first) is not int
-        or type(eta) is not int
-        or first < 1
-        or eta < 2
-    ):
-        raise UsageError(
-            f"early_terminate: {given}: write {{type: hyperband, min_iter: 3, eta: 3}}, with integers "
-            "min_iter >= 1 and eta >= 2"
-        )
-    return Halving(first, eta)
+    node = {"eta": 3, **given} if isinstance(given, dict) else {}
+    if node.keys() == {"type", "min_iter", "eta"} and node["type"] == "hyperband":
+        first, eta = node["min_iter"], node["eta"]
+        if type(first) is type(eta) is int and first >= 1 and eta >= 2:
+            return Halving(first, eta)
+    raise UsageError(
+        f"early_terminate: {given}: write {{type: hyperband, min_iter: 3, eta: 3}}, with integers min_iter >= 1 and eta >= 2"
+    )
 
 
 def parse_parameters(node: Any) -> list[Parameter]:
-    """Reads the section `parameters` of a sweep file.
-
-    Returns:
-        The parameters sorted by name, the order in which W&B passes them.
+    """Reads the section `parameters` of a sweep file, sorted by name as W&B passes them.
 
     Raises:
         UsageError: a parameter is invalid, or has an unsupported distribution.
@@ -273,13 +243,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """`torchtune-ext sweeps`: lists the shipped sweeps, or prints one.
-
-    Raises:
-        UsageError: the name is unknown.
-    """
-    if args.name:
-        print(find_sweep_file(args.name).read_text(encoding="utf-8"), end="")
-        return 0
-    print_first_lines(sweep_files())
-    return 0
+    """`torchtune-ext sweeps`: lists the shipped sweeps, or prints one. Raises UsageError."""
+    return list_or_print(sweep_files(), find_sweep_file(args.name) if args.name else None)

@@ -1,6 +1,7 @@
 """`torchtune-ext report RUN RUN ...` and `torchtune-ext report SWEEP`: several runs in one page."""
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,8 +23,7 @@ MAX_BAND_RUNS = 4  # with more runs, the intervals would hide the lines
 MAX_VALUE_CHARS = 400  # of a config value
 HELD_OUT, INTERVAL_LOW, INTERVAL_HIGH = "eval/reward_sampled", "eval/low", "eval/high"
 HELD_OUT_GREEDY, REWARD, NLL = "eval/reward_greedy", "reward/mean", "loss/nll"
-# Runs are compared by the first of these metrics that at least two runs have, unless a sweep names
-# its own.
+# Runs are compared by the metric of a sweep, or the first of these that at least two runs have.
 TARGET_METRICS = {
     HELD_OUT: "held-out reward",
     HELD_OUT_GREEDY: "held-out reward (greedy)",
@@ -115,9 +115,8 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
     }
     num_bytes = write_page(out, name, {"overview": encode_json(overview)})
     rows = [(letters[place], labels[place], *_result_cells(results[place])) for place in ranking]
-    return Comparison(
-        out, num_bytes, len(runs), format_columns([("", "run", words, "95% interval"), *rows]), skipped_runs
-    )
+    table = format_columns([("", "run", words, "95% interval"), *rows])
+    return Comparison(out, num_bytes, len(runs), table, skipped_runs)
 
 
 def choose_target(runs: Sequence[ComparedRun], sweeps: Sequence[Mapping[str, Any]]) -> tuple[str, str, bool]:
@@ -128,10 +127,9 @@ def choose_target(runs: Sequence[ComparedRun], sweeps: Sequence[Mapping[str, Any
     if len(goals) == 1:
         ((metric, higher_is_better),) = goals
     else:
-        runs_with = {
-            name: [run for run in runs if any(name in record for record in run.records)] for name in TARGET_METRICS
-        }
-        metric = next((name for name in TARGET_METRICS if len(runs_with[name]) >= min(2, len(runs))), REWARD)
+        # How many runs have each metric.
+        counts = Counter(name for run in runs for name in {name for record in run.records for name in record})
+        metric = next((name for name in TARGET_METRICS if counts[name] >= min(2, len(runs))), REWARD)
         higher_is_better = metric != NLL
     return metric, TARGET_METRICS.get(metric, metric), higher_is_better
 
@@ -142,8 +140,7 @@ def run_result(run: ComparedRun, metric: str) -> RunResult | None:
     if set(values) == {None}:
         return None
     last = next(record for record in reversed(run.records) if metric in record)
-    # An evaluation is already a mean over many problems. A metric of one step is noisy, so its last
-    # tenth is averaged.
+    # An evaluation is a mean over many problems. A metric of one step is noisy, so it is averaged.
     value = last[metric] if metric.startswith("eval/") else read_curve(range(len(values)), values).last
     return (value, last.get(INTERVAL_LOW), last.get(INTERVAL_HIGH)) if metric == HELD_OUT else (value, None, None)
 
@@ -164,17 +161,12 @@ def build_charts(
             if metric in record:
                 sums[column[record["step"]]] += record[metric]
                 counts[column[record["step"]]] += 1
-        return [
-            round_digits(float(total / count), 5) if count else None for total, count in zip(sums, counts, strict=True)
-        ]
+        pairs = zip(sums, counts, strict=True)
+        return [round_digits(float(total / count), 5) if count else None for total, count in pairs]
 
+    names = {name for run in runs for record in run.records for name in record}
     # The ends of the interval are drawn as a band around the mean, not as curves.
-    names = {name for run in runs for record in run.records for name in record} - {
-        "step",
-        "nonfinite",
-        INTERVAL_LOW,
-        INTERVAL_HIGH,
-    }
+    names -= {"step", "nonfinite", INTERVAL_LOW, INTERVAL_HIGH}
     first = list(dict.fromkeys([target, *LEADING_CHARTS]))
     series = [(panel, metric, label) for panel in panels_for(names) for metric, label in panel.series]
     series.sort(key=lambda each: first.index(each[1]) if each[1] in first else len(first))
@@ -196,8 +188,7 @@ def build_charts(
                     "reading": read_curve(steps[:end], values[:end], panel.uses_latest),
                 }
             )
-        # As in the report of one run, a panel with `hide_if_zero` is left out while its values are
-        # zero.
+        # As in the report of one run, a panel with `hide_if_zero` needs a value other than zero.
         if not lines or (panel.hide_if_zero and not any(value for line in lines for value in line["raw"])):
             continue
         title = panel.title if len(panel.series) == 1 or not label else f"{panel.title}: {label}"
@@ -223,10 +214,10 @@ def _result_cells(result: RunResult | None) -> tuple[str, str]:
 
 def _notices(runs: Sequence[ComparedRun]) -> list[str]:
     """Returns the warnings above the curves: nonfinite metrics, and runs without settings."""
-    unknown = [run.name for run in runs if run.config is None]
-    return [f"{run.name}: {finding.text}" for run in runs for finding in nonfinite_findings(run.records, ())] + (
-        [f"The settings of {', '.join(unknown)} are unknown: run.json is missing or damaged."] if unknown else []
-    )
+    notices = [f"{run.name}: {finding.text}" for run in runs for finding in nonfinite_findings(run.records, ())]
+    if unknown := [run.name for run in runs if run.config is None]:
+        notices.append(f"The settings of {', '.join(unknown)} are unknown: run.json is missing or damaged.")
+    return notices
 
 
 def _run_title(run: ComparedRun) -> str:

@@ -56,7 +56,7 @@ def collect_excerpts(
 
     Args:
         paths: step -> its file of rollouts.
-        limits: the most steps, groups, samples, characters and MiB.
+        limits: of the excerpt.
         tokenizers: folders that may hold the run's tokenizer; the first tokenizer found is used.
     """
     excerpts = Excerpts()
@@ -67,25 +67,17 @@ def collect_excerpts(
         if not groups:
             continue
         records = [_group_record(each, limits, tokenizer) for each in choose_groups(groups, limits.groups_per_step)]
-        # Each step gets an equal share of the remaining bytes, so later steps get what this one
-        # leaves.
+        # Each step gets an equal share of the bytes that earlier steps leave.
         blob, budget = encode_json(records), bytes_left / (len(steps) - number)
         # The last groups are removed first: zero-variance groups, then groups with the smallest
-        # spread. The compressed size of a group is unknown, so the number is estimated and checked.
-        # One group stays, whatever its size.
+        # spread. Their number is estimated and checked. One group stays, whatever its size.
         while len(blob) > budget and len(records) > 1:
             records = records[: max(1, min(len(records) - 1, int(len(records) * budget / len(blob))))]
             blob = encode_json(records)
         bytes_left -= len(blob)
         excerpts.blobs[step] = blob
-        excerpts.index.append(
-            {
-                "step": step,
-                "groups": len(groups),
-                "signals": sum(group.has_nonzero_advantage for group in groups),
-                "ids": [record["id"] for record in records],
-            }
-        )
+        signals, ids = sum(group.has_nonzero_advantage for group in groups), [record["id"] for record in records]
+        excerpts.index.append({"step": step, "groups": len(groups), "signals": signals, "ids": ids})
     return excerpts
 
 
@@ -126,8 +118,7 @@ def choose_groups(groups: Sequence[Group], number: int) -> list[Group]:
     ranked = sorted(groups, key=_reward_std, reverse=True)
     varied = [group for group in ranked if group.has_nonzero_advantage]
     zero_variance = [group for group in ranked if not group.has_nonzero_advantage]
-    # Zero-variance groups show why they teach nothing, so they get a sixth of the places even if
-    # other groups would fill all.
+    # Zero-variance groups show why they teach nothing, so they get at least a sixth of the places.
     num_zero_variance = min(len(zero_variance), max(number - len(varied), number // 6))
     return evenly_spaced(varied, number - num_zero_variance) + evenly_spaced(zero_variance, num_zero_variance)
 
@@ -171,14 +162,15 @@ def find_tokenizer(folders: Iterable[str | Path]) -> "Tokenizer | None":
 
 def _group_record(group: Group, limits: ExcerptLimits, tokenizer: "Tokenizer | None") -> dict[str, Any]:
     rewards, answer, characters = finite_rewards(group), group.problem.answer, limits.max_characters
-    # A chat template adds text to the messages, for instance a system prompt. Only the tokens show
-    # the model's full input.
+    messages = [
+        {"role": m["role"], "content": elide_text(str(m["content"]), characters)} for m in group.problem.messages
+    ]
+    samples = evenly_spaced(sort_by_reward(group), limits.samples_per_group)
+    # Only the tokens show the model's full input: a chat template may add a system prompt.
     read = tokenizer and tokenizer.decode(group.prompt_tokens.tolist(), skip_special_tokens=False)
     return {
         "id": group.problem.id,
-        "messages": [
-            {"role": m["role"], "content": elide_text(str(m["content"]), characters)} for m in group.problem.messages
-        ],
+        "messages": messages,
         "answer": answer if isinstance(answer, str) else json.dumps(answer, default=repr),
         "read": read and elide_text(read, characters),
         "prompt_tokens": len(group.prompt_tokens),
@@ -189,10 +181,7 @@ def _group_record(group: Group, limits: ExcerptLimits, tokenizer: "Tokenizer | N
         "mean": round_digits(fmean(rewards)) if rewards else None,
         "spread": round_digits(_reward_std(group)),
         "rewards": [round_digits(reward) for reward in rewards],
-        "samples": [
-            sample_record(sample, characters)
-            for sample in evenly_spaced(sort_by_reward(group), limits.samples_per_group)
-        ],
+        "samples": [sample_record(sample, characters) for sample in samples],
     }
 
 
@@ -204,6 +193,7 @@ def sample_record(sample: Sample, limit: int) -> dict[str, Any]:
     """
     completion, outcome, score = sample.completion, sample.outcome, sample.score
     sampled_S = completion.sampled_indices
+    logprobs_S = completion.logprobs[sampled_S].astype(np.float64)
     facts = {
         "text": elide_text(sample.text, limit),
         "count": len(sampled_S),
@@ -217,13 +207,10 @@ def sample_record(sample: Sample, limit: int) -> dict[str, Any]:
         "trained": bool(sample.in_loss),
         "finish": completion.finish_reason,
         "versions": run_length_encode(completion.versions[sampled_S]),
-        "logprob": finite_or_none(np.mean(completion.logprobs[sampled_S], dtype=np.float64))
-        if len(sampled_S)
-        else None,
+        "logprob": finite_or_none(logprobs_S.mean()) if len(sampled_S) else None,
     }
     if completion.turns:
-        # The messages of a long conversation share the limit, so that each keeps its beginning and
-        # end.
+        # The messages of a long conversation share the limit, and each keeps its beginning and end.
         share = limit if len(sample.text) <= limit else limit // len(sample.messages)
         facts["turns"] = completion.turns
         facts["messages"] = [

@@ -20,8 +20,7 @@ _SLOW_FACTOR = 3  # a slow step takes more than _SLOW_FACTOR times the median
 _PHASES = ("sample", "pack", "train", "publish")
 _MAX_EFFECT_ERROR = 0.5  # largest deviation of an update's reproduced fraction from 1
 
-# Each row: a metric, whether it counts one step (else the run so far), the noun, the section, the
-# sentence.
+# Each row: a metric, whether it counts one step (else the run so far), noun, section, sentence.
 _SKIPPED_TEXT = "{} skipped: invalid, or too long for the engine; the log names each."
 _COUNTERS = (
     ("groups/infra_failed", True, "sample", "Learning",
@@ -74,8 +73,7 @@ def read_curve(steps: Sequence[int], values: Sequence[float | None], newest: boo
         values: the values, not all None.
         newest: whether to take the first and the newest value instead of means.
     """
-    # If fewer than half of the steps have a value, as with evaluations, a mean would reach too far
-    # back.
+    # If fewer than half of the steps have a value (evaluations), a mean would reach too far back.
     points = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
     number = 1 if newest or 2 * len(points) < len(steps) else max(1, round(len(steps) / READING_DIVISOR))
     first, last = points[:number], points[-number:]
@@ -147,11 +145,9 @@ def nonfinite_findings(records: Sequence[Mapping[str, Any]], panels: Sequence[Pa
     for record in records:
         for name in record.get("nonfinite", ()):
             broken.setdefault(name, []).append(record["step"])
+    text = "{} was not finite at {}, first at step {}."
     return [
-        Finding(
-            f"{name} was not finite at {_pluralize(len(steps), 'step')}, first at step {steps[0]}.",
-            sections.get(name, ""),
-        )
+        Finding(text.format(name, _pluralize(len(steps), "step"), steps[0]), sections.get(name, ""))
         for name, steps in broken.items()
     ]
 

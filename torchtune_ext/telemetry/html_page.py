@@ -26,8 +26,7 @@ def write_page(out: Path, title: str, data: Mapping[str, str]) -> int:
         UsageError: `out` holds something other than a report.
         OSError: `out` cannot be written.
     """
-    # Data of a run are base64, and the scripts write them as text nodes. So no completion can run
-    # scripts.
+    # Data are base64, and the scripts write them as text nodes. So no completion can run scripts.
     parts = {
         "title": html.escape(title),
         "css": _resource_text("page.css"),
@@ -43,8 +42,7 @@ def write_page(out: Path, title: str, data: Mapping[str, str]) -> int:
                 f"cannot write {out}: it holds something other than a report. Fix: name another file by --out"
             )
         out.parent.mkdir(parents=True, exist_ok=True)
-        # Write in place, not through a temporary file: `out` may be a link, or a device such as
-        # /dev/stdout.
+        # Not through a temporary file: `out` may be a link, or a device such as /dev/stdout.
         out.write_bytes(page)
     return len(page)
 

@@ -19,16 +19,13 @@ from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.run.errors import UsageError, UsageFileError
 from torchtune_ext.run.files import explain_os_errors, write_atomic
 from torchtune_ext.run.folder import Run
+from torchtune_ext.run.processes import Closing
 from torchtune_ext.telemetry.sinks import LoggingConfig as LoggingConfig
 from torchtune_ext.telemetry.sinks import Sink, SinkContext
 from torchtune_ext.telemetry.sinks.settings import sink_class
 
 log = logging.getLogger(__name__)
 
-# These metrics differ between two runs of the same seed, so comparisons of such runs exclude them.
-# The counters of the engine and of the benchmark service depend on request timing, and restart at 0
-# when a run resumes.
-VOLATILE_PREFIXES = ("time/", "speed/", "memory/", "engine/", "engines/", "bench/")
 _DISK_FIX = "free disk space and resume the run; earlier lines are intact"
 _RESERVED_NAMES = ("step", "nonfinite")
 _OLD_NAMES = {
@@ -39,7 +36,7 @@ _OLD_NAMES = {
 _OLD_AGE = re.compile(r"^(async/|(?:loss|mismatch)/\w+_)age_(?=\d|mean$|max$)")
 
 
-class MetricLogger:
+class MetricLogger(Closing):
     """Writes scalars to `run_dir/metrics.jsonl`, and passes scalars and samples to the sinks.
 
     Args:
@@ -83,19 +80,16 @@ class MetricLogger:
                 f"{self.path} belongs to an earlier run. Fix: set it aside with RunFolder.start_run, or resume with resume_step"
             )
         with explain_os_errors(f"cannot write {self.path}", _DISK_FIX):
-            # With O_APPEND the next line follows the last complete line, even after `_append`
-            # truncated the file.
+            # O_APPEND: the next line follows the last one, even after `_append` truncated the file.
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         context = SinkContext(run_dir, run, resume_step, self._settings)
         for name in self._settings.to:
             try:
                 self._sinks[name] = sink_class(name)(context)
-            except Exception as error:
-                # An invalid setting or login stops the run before it computes. Other errors only
-                # drop the sink.
-                if isinstance(error, ValueError):
-                    self.close()
-                    raise
+            except ValueError:  # an invalid setting or login stops the run before it computes
+                self.close()
+                raise
+            except Exception as error:  # noqa: BLE001 (the code of a sink)
                 self._drop_sink(name, error)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -111,22 +105,21 @@ class MetricLogger:
         # Ranks other than 0 have no file.
         if self._fd is None:
             return
-        # A step is logged in parts: its metrics before its checkpoint, so that a resumed run has
-        # them, and its seconds at its end.
-        late = f"step={step} after step {self._last_step}: steps must not decrease. Fix: resume with resume_step={step}"
+        # A step is logged in parts: its metrics before its checkpoint, and its seconds at its end.
         if step < self._last_step:
-            raise UsageError(late)
+            raise UsageError(
+                f"step={step} after step {self._last_step}: steps must not decrease. Fix: resume with resume_step={step}"
+            )
         for name in _RESERVED_NAMES:
             if name in values:
                 raise UsageError(f"values[{name!r}]: this name is reserved. Fix: use 'group/{name}'")
-        # An int stays an int in JSON. Tensors and NumPy scalars become floats.
+        # Tensors and NumPy scalars become floats.
         numbers = {name: v if type(v) is int else float(v) for name, v in values.items()}
         finite = {name: v if math.isfinite(v) else None for name, v in numbers.items()}
         record: dict[str, Any] = {"step": step, **finite}
         if nonfinite := [name for name, v in finite.items() if v is None]:
             record["nonfinite"] = nonfinite
-        # The file is the primary record, so it is written first. The sinks get copies, NaN
-        # included.
+        # The file is the primary record. The sinks get copies, NaN included.
         self._append(json.dumps(record, allow_nan=False) + "\n")
         self._last_step = step
         self._call_sinks(lambda sink: sink.log(step, numbers))
@@ -146,19 +139,12 @@ class MetricLogger:
             self._fd = None
 
     def _call_sinks(self, call: Callable[[Sink], None]) -> None:
-        # A sink may raise any exception, which must not stop the run. `_drop_sink` removes the
-        # sink, so the loop iterates over a copy.
+        # An error of a sink must not stop the run. `_drop_sink` changes the dict, hence the copy.
         for name, sink in list(self._sinks.items()):
             try:
                 call(sink)
             except Exception as error:  # noqa: BLE001 (the code of a sink)
                 self._drop_sink(name, error)
-
-    def __enter__(self) -> "MetricLogger":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
 
     def _append(self, line: str) -> None:
         assert self._fd is not None  # until `close`
@@ -166,9 +152,8 @@ class MetricLogger:
         data, size = line.encode(), os.fstat(self._fd).st_size
         try:
             if (written := os.write(self._fd, data)) != len(data):
-                raise OSError(
-                    errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (only {written} of {len(data)} bytes written)"
-                )
+                full = os.strerror(errno.ENOSPC)
+                raise OSError(errno.ENOSPC, f"{full} (only {written} of {len(data)} bytes written)")
             os.fdatasync(self._fd)
         except OSError as error:
             # Remove the incomplete line, so that the file stays valid.
@@ -199,10 +184,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     for record in _read_records(Path(path)):
         if records and records[-1]["step"] == record["step"]:
             nonfinite = records[-1].get("nonfinite", []) + record.get("nonfinite", [])
-            # `update` replaces the list of the earlier line, so the merged list is set again.
-            records[-1].update(record)
-            if nonfinite:
-                records[-1]["nonfinite"] = nonfinite
+            records[-1] |= record | ({"nonfinite": nonfinite} if nonfinite else {})
         else:
             records.append(record)
     return records
@@ -215,8 +197,7 @@ def truncate_metrics(path: Path, resume_step: int) -> None:
         OSError: the file cannot be written; it is unchanged then.
         UsageError: a line is not a JSON object.
     """
-    # The new file replaces the old file atomically, so a process killed here keeps all earlier
-    # lines.
+    # The new file replaces the old one atomically, so a kill here keeps all earlier lines.
     if path.exists():
         kept = [json.dumps(record) + "\n" for record in _read_records(path) if record["step"] < resume_step]
         with explain_os_errors(f"cannot truncate {path} to step {resume_step}", _DISK_FIX):
@@ -224,8 +205,7 @@ def truncate_metrics(path: Path, resume_step: int) -> None:
 
 
 def _read_records(path: Path) -> list[dict[str, Any]]:
-    # After the last line break the file holds nothing, or the line that a killed run did not
-    # complete.
+    # After the last line break is nothing, or the line that a killed run did not complete.
     *lines, tail = path.read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, 1):

@@ -42,11 +42,9 @@ class Panel:
     uses_latest: bool = False  # counters and settings: the reading is the newest value, not a mean
     # The order of the metrics of a pattern. Other names come last, sorted.
     order: tuple[str, ...] = ()
-    # The colors of `order`, from 1 to 7, so that green means good. Without it the series take the
-    # colors in turn.
+    # The colors of `order`, from 1 to 7, so that green means good; without it in turn.
     colors: tuple[int, ...] = ()
-    # The name and the label of each line. In the registry they follow from `metrics`, with "*" for
-    # the variable part of a pattern.
+    # The name and label of each line. In the registry they follow from `metrics`, "*" in a pattern.
     series: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -57,8 +55,7 @@ class Panel:
 
 
 # The outcomes of a check of a measured program, from the worst to the best, and the stages of the
-# curriculum. They are repeated here because measured/matmul needs packages that a report does not
-# need. A test compares both.
+# curriculum. measured/matmul, which needs further packages, has them too. A test compares both.
 _OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok")
 _STAGES = ("none", "loop_order", "blocking", "vectorization", "threads", "all")
 

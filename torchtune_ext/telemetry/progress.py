@@ -11,17 +11,19 @@ from tqdm import tqdm
 
 from torchtune_ext.pipeline.evaluation import has_partial_rewards
 from torchtune_ext.run.output import print_text, try_write
+from torchtune_ext.run.processes import Closing
 from torchtune_ext.run.terminal import terminal_width
 
 log = logging.getLogger(__name__)
 
+LOG_INTERVAL_S = 30.0  # seconds between the lines that replace a bar
 _HEADER_EVERY_LINES = 25  # lines after which the header is printed again
 _ZERO_VARIANCE_STEPS = 5  # consecutive steps with only zero-variance groups before a warning
 _MAX_TRUNCATED = 0.5  # a larger fraction of truncated samples causes a warning
 _MIN_REWARD_STD = 1e-9  # rewards whose standard deviation is below this are equal
 
 
-class ProgressBar:
+class ProgressBar(Closing):
     """Counts items, tokens and rewards of one phase; threads may update it concurrently.
 
     Args:
@@ -33,10 +35,9 @@ class ProgressBar:
         clock: returns the time in seconds.
     """
 
-    # The counts have no lock: a concurrent update may show one sample late, which is good enough to
-    # read.
+    # The counts have no lock: a concurrent update may show one sample late.
 
-    def __init__(self, label: str, total: int, unit: str, file: TextIO | None, log_every_s: float = 30.0,
+    def __init__(self, label: str, total: int, unit: str, file: TextIO | None, log_every_s: float = LOG_INTERVAL_S,
                  clock: Callable[[], float] = time.monotonic):  # fmt: skip
         self.label, self.total, self.unit = label, total, unit
         self.count = self.tokens = self.num_rewards = 0
@@ -63,12 +64,6 @@ class ProgressBar:
         if self._tqdm is not None:
             self._try_draw(self._tqdm.close)
 
-    def __enter__(self) -> "ProgressBar":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
     def status_text(self) -> str:
         """Returns the current means and throughput: "reward 0.412, length 83, 5,120 tok/s"."""
         parts = []
@@ -83,8 +78,7 @@ class ProgressBar:
 
     def _update(self, count: int) -> None:
         if (tqdm := self._tqdm) is not None:
-            # A refresh here would redraw for every sample; `update` redraws at most ten times per
-            # second.
+            # A refresh would redraw for every sample; `update` redraws ten times a second at most.
             tqdm.set_postfix_str(self.status_text(), refresh=False)
             self._try_draw(lambda: tqdm.update(count))
             return
@@ -115,16 +109,15 @@ class Progress:
         total_steps: the 200 of "12/200" in the table; None: unknown.
         rank: rank of this process. Only rank 0 draws bars and prints the table.
         bars: whether to draw bars; None: only if `sys.stderr` is a terminal.
-        log_every_s: seconds between the lines that replace a bar.
         file: stream for the table; None: `sys.stdout`.
     """
 
-    def __init__(self, total_steps: int | None = None, rank: int = 0, bars: bool | None = None,
-                 log_every_s: float = 30.0, file: TextIO | None = None):  # fmt: skip
-        self._total, self._rank, self._log_every_s, self._file = total_steps, rank, log_every_s, file
-        self._bars = (
-            rank == 0 and sys.stderr is not None and (terminal_width(sys.stderr) is not None if bars is None else bars)
-        )
+    def __init__(
+        self, total_steps: int | None = None, rank: int = 0, bars: bool | None = None, file: TextIO | None = None
+    ):
+        self._total, self._rank, self._file = total_steps, rank, file
+        bars = terminal_width(sys.stderr) is not None if bars is None else bars
+        self._bars = bars and rank == 0 and sys.stderr is not None
         self._lines = 0
         self._columns = _COLUMNS  # the columns that fit the terminal
         self._zero_variance_steps = 0  # consecutive steps with only zero-variance groups
@@ -171,8 +164,7 @@ class Progress:
             cells.append(f"no signal: {reason}")
         print_text("  ".join(cells), self._file)
         self._zero_variance_steps = self._zero_variance_steps + 1 if is_zero_variance else 0
-        # Warn at the first such step of the run, and once in each series of several. A teacher gives a
-        # gradient without rewards.
+        # Warn at the first such step of the run, and once per series. A teacher needs no rewards.
         streak = self._zero_variance_steps
         if streak == _ZERO_VARIANCE_STEPS or (streak and not self._warned_zero_variance):
             self._warned_zero_variance = True
@@ -190,7 +182,7 @@ class Progress:
 
     def _make_bar(self, label: str, total: int, unit: str) -> ProgressBar:
         # Other ranks count like rank 0, but print nothing.
-        every = self._log_every_s if self._rank == 0 else math.inf
+        every = LOG_INTERVAL_S if self._rank == 0 else math.inf
         return ProgressBar(label, total, unit, sys.stderr if self._bars else None, every)
 
 
@@ -221,8 +213,7 @@ def _explain_zero_variance(values: Mapping[str, float]) -> tuple[str, str]:
 
 
 _HELD_OUT_METRICS = ("eval/reward_sampled", "eval/reward_greedy")
-# Each column has a title, a width, a format and metric names; it shows the first metric that is
-# present.
+# The title, width, format and metrics of each column, which shows the first metric that is present.
 _COLUMNS = (
     ("step", 9, "", ()),
     ("reward", 7, "{:.4f}", ("reward/mean",)),

@@ -39,10 +39,9 @@ class Report:
 
     def summary(self) -> str:
         """Returns the line for the terminal."""
-        rollouts = (
-            f", rollouts of {self.rollout_steps} of {self.stored_steps} stored steps" if self.stored_steps else ""
-        )
-        return f"{self.path}: {self.num_bytes / 2**20:.1f} MiB, {self.steps} steps{rollouts}"
+        text = f"{self.path}: {self.num_bytes / 2**20:.1f} MiB, {self.steps} steps"
+        stored = self.stored_steps
+        return f"{text}, rollouts of {self.rollout_steps} of {stored} stored steps" if stored else text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,13 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Writes the page, and returns the exit status.
+    """Writes the page, of a comparison for several runs or a sweep. Returns the exit status.
 
     Raises:
         UsageError: a run cannot be read.
         UsageFileError: the page cannot be written.
     """
-    # Several runs, or a sweep, get the comparison page.
     try:
         if len(args.runs) > 1 or holds_several_runs(args.runs[0]):
             page = build_comparison(args.runs, args.out)
@@ -117,8 +115,7 @@ def _read_run_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _tokenizer_folders(run_dir: Path, config: Mapping[str, Any]) -> list[Path]:
-    # The run's own folder comes first: it holds copies, even if the paths in its settings no longer
-    # exist.
+    # The run's own folder comes first: its copies exist, even if the paths in its settings do not.
     named = [config_section(config, "tokenizer").get("path"), config.get("model_dir")]
     inside = [*checkpoint_folders(run_dir / "checkpoints")[-1:], run_dir / "model", run_dir / "start"]
     return [Path(path) for path in (*inside, *named) if isinstance(path, str | Path)]
@@ -129,9 +126,9 @@ def _page_data(
 ) -> dict[str, Any]:
     """Returns the data of the page except for the rollouts."""
     names = {name for record in records for name in record if name not in ("step", "nonfinite")}
-    series = {name: [round_digits(record.get(name)) for record in records] for name in sorted(names)}
+    columns = {name: [round_digits(record.get(name)) for record in records] for name in sorted(names)}
     # A metric without a single finite value has no curve.
-    series = {name: values for name, values in series.items() if any(value is not None for value in values)}
+    series = {name: values for name, values in columns.items() if set(values) != {None}}
     steps, config = [record["step"] for record in records], config_section(run, "config")
     panels = [
         panel

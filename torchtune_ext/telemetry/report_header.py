@@ -49,13 +49,8 @@ def run_facts(run: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> l
     config, commit = config_section(run, "config"), config_section(config_section(run, "process"), "commit")
     preset = str(config["preset"] or "none") if "preset" in config else ""
     loss = _class_name(config_section(config, "loss"))
-    rate, decay = (
-        config_section(config, "optimizer").get("lr"),
-        str(config_section(config, "schedule").get("decay", "")),
-    )
-    prompts, samples, updates = (
-        config.get(key) for key in ("prompts_per_step", "samples_per_prompt", "updates_per_step")
-    )
+    rate, schedule = config_section(config, "optimizer").get("lr"), config_section(config, "schedule")
+    prompts, samples, updates = map(config.get, ("prompts_per_step", "samples_per_prompt", "updates_per_step"))
     # `device` may be "auto". Only a run on a GPU logs GPU memory.
     on_gpu = config.get("device") != "cpu" and any("memory/gpu_gib" in record for record in records)
     # The sum excludes the start of the engine, and the time between a stop and a resume.
@@ -64,7 +59,7 @@ def run_facts(run: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> l
         ("Model", _model_name(config), ""),
         ("Task", *_task_text(config_section(config, "task"))),
         ("Preset", preset, f"loss {loss}" if loss not in ("", "PolicyLoss") else ""),
-        ("Learning rate", f"{rate:g}" if isinstance(rate, int | float) else "", decay),
+        ("Learning rate", f"{rate:g}" if isinstance(rate, int | float) else "", str(schedule.get("decay", ""))),
         ("A step", f"{prompts} × {samples} samples" if prompts and samples else "",
          _updates_text(updates and updates * config.get("iterations_per_step", 1))),
         ("Device", "" if "device" not in config else "GPU" if on_gpu else "CPU", ""),
@@ -85,10 +80,7 @@ def run_origin(run: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def flatten_config(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Flattens nested settings: {"optimizer": {"lr": 1e-6}} gives ("optimizer.lr", "1e-06").
-
-    A value of None has no row.
-    """
+    """Flattens settings: {"optimizer": {"lr": 1e-6}} gives ("optimizer.lr", "1e-06"); omits None."""
     return [(each.key, _text(each.new)) for each in diff_settings({}, config)]
 
 
@@ -120,8 +112,7 @@ def _total_steps(config: Mapping[str, Any]) -> int | None:
 
 
 def _is_running(run_dir: Path) -> bool:
-    # A running process holds an exclusive lock. Closing the file releases the shared lock of this
-    # check.
+    # A running process holds an exclusive lock. Closing the file releases the lock of this check.
     try:
         with open(run_dir / LOCK_FILE) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

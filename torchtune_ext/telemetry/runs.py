@@ -52,9 +52,8 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[ComparedRun], list[dict
         if (path / SWEEP_FILE).exists():
             sweeps.append(sweep := read_sweep_record(path))
             # The metrics of a failed run say nothing about the quality of its settings.
-            skipped_runs += [
-                f"{run['id']} failed: {run['cause']}." for run in sweep["runs"] if run["state"] == "failed"
-            ]
+            failed = [run for run in sweep["runs"] if run["state"] == "failed"]
+            skipped_runs += [f"{run['id']} failed: {run['cause']}." for run in failed]
             run_folders = [run["path"] for run in sweep["runs"] if run["state"] != "failed" and run["path"].exists()]
         elif not (run_folders := [path] if _is_run(path) else _run_folders(path)):
             nearby_runs = ", ".join(folder.name for folder in _run_folders(path.parent)[:MAX_SUGGESTIONS]) or "none"
@@ -123,15 +122,10 @@ def label_runs(runs: Sequence[ComparedRun]) -> tuple[list[str], list[list[str]],
     values = [[] if config is None else [config.get(key, DEFAULT) for key in keys] for config in configs]
     labels = [", ".join(map(" ".join, zip(shorten_keys(keys), row, strict=False))) for row in values]
     # With too many keys, or a label too long, the name of the folder is clearer.
-    labeled = 0 < len(keys) <= MAX_LABEL_KEYS
-    return (
-        keys,
-        values,
-        [
-            label if labeled and 0 < len(label) <= MAX_LABEL_CHARS else run.name
-            for label, run in zip(labels, runs, strict=True)
-        ],
-    )
+    for place, (label, run) in enumerate(zip(labels, runs, strict=True)):
+        if len(keys) > MAX_LABEL_KEYS or not 0 < len(label) <= MAX_LABEL_CHARS:
+            labels[place] = run.name
+    return keys, values, labels
 
 
 def shorten_keys(keys: Sequence[str]) -> list[str]:
@@ -145,8 +139,7 @@ def shorten_keys(keys: Sequence[str]) -> list[str]:
 def _comparable_settings(config: Mapping[str, Any]) -> dict[str, str]:
     """Returns the settings as text by dotted key, without IGNORED_KEYS."""
     rows = dict(flatten_config({key: value for key, value in config.items() if key not in IGNORED_KEYS}))
-    # A path in the run's own folder would differ between all runs, so a placeholder replaces the
-    # folder.
+    # A path in the run's own folder would differ between all runs.
     if home := str(config.get("output_dir", "")).rstrip("/"):
         for key, text in rows.items():
             if text.startswith(f"{home}/"):
@@ -167,11 +160,9 @@ def _read_run(path: Path, name: str) -> ComparedRun:
     record = read_run_record(path)
     config = record["config"] if isinstance(record.get("config"), Mapping) else None
     try:
+        lines = read_metrics(path / METRICS_FILE)
         # Nonfinite metrics are null in the file.
-        records = [
-            {name: value for name, value in record.items() if value is not None}
-            for record in read_metrics(path / METRICS_FILE)
-        ]
+        records = [{name: value for name, value in line.items() if value is not None} for line in lines]
     except FileNotFoundError:
         records = []
     except (ValueError, KeyError, TypeError, AttributeError) as error:

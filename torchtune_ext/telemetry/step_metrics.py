@@ -50,9 +50,8 @@ class Timer:
         """Returns `time/...` of all phases since the last lap, and the lap's `time/step`."""
         # One clock reading ends this lap and begins the next, so that the laps have no gap.
         now = time.monotonic()
-        values = {f"time/{name}": seconds for name, seconds in self.seconds.items()} | {
-            "time/step": now - self._lap_start
-        }
+        values = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        values["time/step"] = now - self._lap_start
         self.seconds.clear()
         self._lap_start = now
         return values
@@ -73,9 +72,8 @@ def timing_metrics(values: Mapping[str, float], seconds: Mapping[str, float], it
     # In asynchronous training the engine generates during the whole step, so its tokens are divided
     # by `time/step`. The step waits only for unfinished groups: the sum of two details.
     if is_async:
-        metrics["time/wait_for_rollouts"] = sum(
-            seconds.get(f"time/sample/{part}", 0.0) for part in ("generate", "grade")
-        )
+        waits = (seconds.get(f"time/sample/{part}", 0.0) for part in ("generate", "grade"))
+        metrics["time/wait_for_rollouts"] = sum(waits)
     for name, tokens, times, phase in (
         ("sampled", "length/tokens", 1, "time/step" if is_async else "time/sample/generate"),
         ("trained", "pack/tokens", iterations, "time/train"),
@@ -111,24 +109,18 @@ def evaluation_metrics(
             raise
         log.warning("evaluation: skipped in this step: %s", error)
         return {}
+    values = {
+        "eval/reward_sampled": drawn.mean,
+        "eval/low": drawn.low,
+        "eval/high": drawn.high,
+        "eval/solved_sampled": drawn.pass_at[1],
+        "eval/reward_greedy": best.mean,
+        "eval/solved_greedy": best.pass_at[1],
+    }
     # pass@n is missing if a problem has fewer than n graded samples.
-    several = (
-        {"eval/pass_at_" + str(max_samples): drawn.pass_at[max_samples]}
-        if max_samples > 1 and max_samples in drawn.pass_at
-        else {}
-    )
-    return (
-        several
-        | ({"eval/skipped": float(skipped)} if skipped else {})
-        | {
-            "eval/reward_sampled": drawn.mean,
-            "eval/low": drawn.low,
-            "eval/high": drawn.high,
-            "eval/solved_sampled": drawn.pass_at[1],
-            "eval/reward_greedy": best.mean,
-            "eval/solved_greedy": best.pass_at[1],
-        }
-    )
+    if max_samples > 1 and max_samples in drawn.pass_at:
+        values[f"eval/pass_at_{max_samples}"] = drawn.pass_at[max_samples]
+    return values | ({"eval/skipped": float(skipped)} if skipped else {})
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from helpers.full_disk import full_disk
+from helpers.tiny_runs import VOLATILE_PREFIXES
 from torchtune_ext.pipeline.rollout_store import RolloutStore
 from torchtune_ext.run.folder import RUN_FILES, RunFolder
 from torchtune_ext.telemetry import metrics as module
-from torchtune_ext.telemetry.metrics import VOLATILE_PREFIXES, MetricLogger, read_metrics, truncate_metrics
+from torchtune_ext.telemetry.metrics import MetricLogger, read_metrics, truncate_metrics
 from torchtune_ext.telemetry.report import build_report
 from torchtune_ext.telemetry.sinks import LoggingConfig
 

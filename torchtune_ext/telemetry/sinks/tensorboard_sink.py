@@ -18,8 +18,7 @@ class TensorBoard:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        # The writer has its own thread. Flush, so that a step is on disk, or raises, before the
-        # next step.
+        # The writer has its own thread. After a flush the step is on disk, or it raises.
         self._writer.flush()
 
     def show(self, step: int, groups: Sequence[Group]) -> None:

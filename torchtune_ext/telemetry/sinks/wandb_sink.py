@@ -33,8 +33,7 @@ class WeightsAndBiases:
 
     def __init__(self, context: SinkContext):
         set_default_env()
-        # W&B's data directory holds copies of tables until their upload. Its default is in the
-        # user's home.
+        # W&B's data directory, by default in the user's home, holds tables until their upload.
         place = Path(os.environ.get("WANDB_DIR") or context.run_dir) / "wandb"
         os.environ.setdefault("WANDB_DATA_DIR", str(place.absolute()))
         import wandb
@@ -54,8 +53,7 @@ class WeightsAndBiases:
                 "wandb: the run id is %s (from WANDB_RUN_ID), but %s has %s. Set the same WANDB_RUN_ID when you resume, so "
                 "that the curves continue", self._run.id, context.run_dir, context.run.id,
             )  # fmt: skip
-        # W&B's own step cannot decrease, but a resumed run repeats steps. So our step is a metric,
-        # and the axis of all others.
+        # A resumed run repeats steps, but W&B's own step cannot decrease. So ours is a metric.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -66,8 +64,7 @@ class WeightsAndBiases:
         Raises:
             UsageError: W&B has no key, or its server times out or rejects the key.
         """
-        # Offline mode has no server. Only rank 0 writes to W&B, and on a terminal W&B prompts for a
-        # key.
+        # Offline mode has no server. Only rank 0 writes to W&B, which prompts on a terminal.
         offline = os.environ.get("WANDB_MODE", "online") in ("offline", "dryrun", "disabled", "shared")
         if offline or rank_and_world_size()[0] or (sys.stdin is not None and sys.stdin.isatty()):
             return
@@ -79,8 +76,7 @@ class WeightsAndBiases:
         except Exception as error:  # noqa: BLE001 (the code of W&B)
             fault = error_text(error)
         if fault:
-            # At exit W&B would wait for its own process, which may wait for the server. So tear it
-            # down, and kill it after CLOSE_TIMEOUT_S.
+            # At exit W&B would wait for its own process, which may wait for the server.
             closing = threading.Thread(target=wandb.teardown, name="wandb-teardown", daemon=True)
             closing.start()
             closing.join(CLOSE_TIMEOUT_S)
@@ -111,8 +107,7 @@ def set_default_env() -> None:
 
 def error_text(error: Exception) -> str:
     """Returns an error of W&B in one line."""
-    # W&B validates its settings and environment variables with pydantic, whose errors have several
-    # lines and a link.
+    # W&B's settings are validated by pydantic, whose errors have several lines and a link.
     text = " ".join(str(error).split()).partition(" For further information")[0].rstrip(".")
     refused = text.partition("validation error for Settings ")[2]
     return f"invalid setting, possibly an environment variable WANDB_...: {refused}" if refused else text
@@ -120,8 +115,7 @@ def error_text(error: Exception) -> str:
 
 def init_arguments(context: SinkContext, environment: Mapping[str, str]) -> dict[str, Any]:
     """Returns the arguments of `wandb.init`."""
-    # W&B's environment variables take precedence over the config. W&B reads a variable only if its
-    # argument is missing.
+    # W&B's variables take precedence over the config. It reads them for missing arguments only.
     run, settings = context.run, context.settings
     defaults = {
         "dir": ("WANDB_DIR", str(context.run_dir)),
