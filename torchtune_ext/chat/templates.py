@@ -120,7 +120,11 @@ class ChatTemplate:
             ) from None
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), generation_prompt: bool = False) -> str:
-        """Renders `messages` to text. Raises UsageError if the template rejects the messages."""
+        """Renders `messages` to text.
+
+        Raises:
+            UsageError: the template rejects the messages.
+        """
         return self._render(messages, tools, generation_prompt, tags=False)[0]
 
     def render_conversation(

@@ -253,7 +253,11 @@ class ChatTokenizer:
         return sorted((token for token, i in vocabulary.items() if i >= first), key=vocabulary.get)
 
     def _encode_pieces(self, text: str, cuts: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Encodes the pieces between the cuts separately, to ids [T] and their (start, end)."""
+        """Encodes each piece of a text between the cuts separately.
+
+        Returns:
+            The ids [T], and the (start, end) characters of each id.
+        """
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
@@ -332,7 +336,11 @@ class ChatTokenizer:
 
 
 def _load_tokenizer(path: Path):
-    """Loads the fast tokenizer of a directory, or raises UsageFileError."""
+    """Loads the fast tokenizer of a directory.
+
+    Raises:
+        UsageFileError: the directory or its tokenizer is missing or unreadable.
+    """
     if not path.is_dir():
         raise UsageFileError(f"path={str(path)!r} is not a directory. Fix: set it to a downloaded Hugging Face model")
     # PreTrainedTokenizerFast imports in 0.5 s without torch, AutoTokenizer in 2.4 s.

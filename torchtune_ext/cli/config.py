@@ -157,7 +157,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints the list or the schema, and returns the exit status. Raises UsageError."""
+    """Prints the list or the schema, and returns the exit status.
+
+    Raises:
+        UsageError: an argument is neither a recipe nor a config key.
+    """
     if args.schema:
         if len(args.words) > 1 or not all(map(is_recipe, args.words)):
             raise UsageError(f"--schema {' '.join(args.words)}: expected a recipe; `tune ls` lists them")

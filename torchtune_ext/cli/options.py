@@ -65,7 +65,14 @@ class Option:
 
 
 def config_class(recipe: str) -> type:
-    """Returns the class `Config` of a recipe, named or a file. Raises UsageError without one."""
+    """Returns the class `Config` of a recipe.
+
+    Args:
+        recipe: name of one of our recipes, or the file of another recipe.
+
+    Raises:
+        UsageError: the recipe has no `Config`.
+    """
     config: Any = getattr(import_recipe(recipe, ""), "Config", None)
     if not hasattr(config, "__pydantic_fields__"):
         raise UsageError(f"{recipe}: not a recipe; expected a pydantic dataclass `Config` in it")

@@ -127,6 +127,13 @@ def serve_endpoint(cfg: Any, config: EngineConfig, host: str, port: int) -> None
 
 
 def engine_config(cfg: Any) -> EngineConfig:
-    """Returns a run's engine config, with adapters and FP8. Raises UsageError if unsupported."""
+    """Returns the engine config of a run, adapters and FP8 included.
+
+    Args:
+        cfg: the config of a GRPO recipe (`read_config`).
+
+    Raises:
+        UsageError: the model, its adapters or its precision are unsupported.
+    """
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return build_model_components(cfg, device)[-1].engine

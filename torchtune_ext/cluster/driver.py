@@ -219,7 +219,11 @@ class Driver:
                 raise UsageError(f"{each.title}: {why}; all machines of the cluster need the same files and versions")
 
     def _answers(self, questions: Sequence[Any]) -> list[Any]:
-        """Returns the members' answers, in order. Raises RunFailure if an actor does not answer."""
+        """Returns the members' answers to `questions`, one each, in order.
+
+        Raises:
+            RunFailure: If an actor does not answer.
+        """
         answers, give_up_at = [], time.monotonic() + ACTOR_TIMEOUT_S
         for each, question in zip(self.members, questions, strict=True):
             try:
@@ -322,7 +326,13 @@ class Driver:
 
 
 def choose_transfer(trainer: str, servers: Sequence[str], kind: str) -> tuple[list[str], str]:
-    """Returns the host on which each server listens, and `engine.transfer`, from the addresses."""
+    """Returns the host on which each server listens, and `engine.transfer`.
+
+    Args:
+        trainer: Address of the trainer's machine.
+        servers: Addresses of the servers' machines.
+        kind: "gpus" or "cpus".
+    """
     # On rank 0's machine servers read its memory, and listen on loopback only.
     if all(server == trainer for server in servers):
         return ["127.0.0.1"] * len(servers), "shm"

@@ -140,7 +140,11 @@ def build_plan(args: argparse.Namespace, engine: EngineConfig, stop_grace_s: flo
 
 
 def build_request(args: argparse.Namespace, each: int) -> ResourceRequest:
-    """Returns the resources that the command requests, with `each` GPUs per server.
+    """Returns the resources that the command requests from the cluster.
+
+    Args:
+        args: Arguments of `torchtune-ext ray`.
+        each: GPUs of one server.
 
     Raises:
         UsageError: For missing, invalid or contradictory numbers.

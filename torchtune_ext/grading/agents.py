@@ -64,7 +64,13 @@ class AgentWorker:
 
 
 class AgentPool(TaskWorkers):
-    """Starts the worker processes of a task's agents."""
+    """Starts the worker processes of a task's agents.
+
+    Args:
+        task: the task whose agent is run.
+        config: the `agent:` section.
+        workers, output: as in `TaskWorkers`.
+    """
 
     _worker_class = AgentWorker
 

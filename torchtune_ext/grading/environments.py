@@ -74,7 +74,11 @@ class EnvironmentWorker:
 
 
 def check_reply(reply: Any) -> EnvironmentReply:
-    """Returns an environment's reply in plain types. Raises UsageError if it is invalid."""
+    """Returns an environment's reply in plain types.
+
+    Raises:
+        UsageError: the value is not a valid `EnvironmentReply`.
+    """
     if not isinstance(reply, EnvironmentReply):
         raise UsageError(
             f"step returned {type(reply).__name__}; expected an EnvironmentReply of torchtune_ext.tasks.task"

@@ -106,7 +106,11 @@ class Grader(TaskWorkers):
         return hasattr(self.task, "grade_group")
 
     def submit(self, problem: Problem, *texts: str) -> "Future[list[Outcome]]":
-        """Queues a text, or all that the task compares. Returns a future of an outcome for each."""
+        """Queues a text, or all texts of a problem if the task compares them.
+
+        Returns:
+            A future of one outcome for each text.
+        """
 
         def on_failure(kind: str, cause: str) -> list[Outcome]:
             cause = f"{DIED_PREFIX}: {cause}" if kind in CRASH_KINDS else cause

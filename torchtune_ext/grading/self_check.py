@@ -164,7 +164,11 @@ def _describe_answer_error(outcomes: Sequence[Outcome]) -> str:
 
 
 def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1, parts: Collection[str] = ()) -> None:
-    """Grades the solutions of the first problems. Raises UsageError if the grader is unusable."""
+    """Grades the solutions of the first problems.
+
+    Raises:
+        UsageError: grading fails, times out, lacks a part, or gives the reward 0 to every solution.
+    """
     problems = first_problems(task, key)
     if not problems:
         return
@@ -227,7 +231,11 @@ def _check_grader(task: Task, config: GraderConfig, key: str, texts: int = 1, pa
 
 
 def _check_environment(task: EnvironmentTask, config: GraderConfig, key: str) -> None:
-    """Plays a solution, or one turn without it. Raises UsageError if the environment fails."""
+    """Plays the solution of the first problem, or one turn if it has no solution.
+
+    Raises:
+        UsageError: the environment fails, or gives the reward 0 to the solution.
+    """
     problem, name = next(iter(first_problems(task, key)), None), type(task).__name__
     if problem is None:
         return

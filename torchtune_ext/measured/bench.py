@@ -178,9 +178,12 @@ class BenchService(Closing):
 
 
 class StageScheduler:
-    """Schedules `workers` checks in parallel and timings one at a time, each kind in FIFO order.
+    """Schedules checks in parallel and timings one at a time, each kind in FIFO order.
 
     An exclusive timing (`is_alone`) waits for the earlier checks, and later checks wait for it.
+
+    Args:
+        workers: number of concurrent checks.
     """
 
     def __init__(self, workers: int) -> None:
@@ -302,7 +305,11 @@ class Bench(BenchService):
         return replace(result, seconds=dict(seconds), **found)
 
     async def _call_with_retries(self, stage: str, kernel: str, *what: Any) -> Any:
-        """Calls a worker process. Raises BenchError after the retries of a machine failure."""
+        """Calls a worker process, and retries after a machine failure.
+
+        Raises:
+            BenchError: the machine failed `MAX_RETRIES + 1` times, or the failure is final.
+        """
 
         def as_failure(kind: str, cause: str) -> MachineFailure:
             # An error raised by code would recur. A crash or a hang is the machine's fault.

@@ -125,7 +125,11 @@ class Checker(Closing):
         self.sandbox.close()
 
     def check(self, text: str) -> Result:
-        """Checks the program in a model's answer. Raises SandboxError if the machine failed."""
+        """Checks the program in a model's answer.
+
+        Raises:
+            SandboxError: the machine failed; the result of the program is unknown.
+        """
         return self.check_with_library(text)[0]
 
     def check_source(self, source: str) -> Result:
@@ -183,7 +187,11 @@ class Checker(Closing):
         return Result(self.kernel.name, outcome, [*seconds][-1], note, None, seconds, techniques=techniques), library
 
     def compile_naive(self, kernel: Kernel, optimization: Optimization = "-O3") -> Path:
-        """Compiles a naive program, or raises SandboxError. `close` removes the library."""
+        """Compiles the kernel's naive program. `close` removes the library.
+
+        Raises:
+            SandboxError: the compilation fails.
+        """
         folder = self.sandbox.new_folder()
         compilers.write_source(kernel, kernel.naive, folder)
         flags = compilers.compiler_flags(kernel, optimization, self.threads)

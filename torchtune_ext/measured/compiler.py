@@ -34,7 +34,11 @@ class Compiler:
 
     @classmethod
     def find(cls, name: str | None = None) -> "Compiler":
-        """Finds a compiler by name, or the first of gcc and clang on PATH, or raises UsageError."""
+        """Finds a compiler by name, or the first of gcc and clang on PATH.
+
+        Raises:
+            UsageError: the compiler is not found, or its --version fails.
+        """
         tried = [name] if name else list(COMPILER_NAMES)
         if path := next(filter(None, map(shutil.which, tried)), None):
             path = os.path.realpath(path)
@@ -97,7 +101,11 @@ def compile_library(
 
 
 def run_locked_in(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: float) -> CommandResult:
-    """Runs a command in the sandbox for at most `deadline_s` seconds, or raises SandboxError."""
+    """Runs a command in the sandbox for at most `deadline_s` seconds.
+
+    Raises:
+        SandboxError: the command cannot be started or sandboxed.
+    """
     # A hostile source may make the compiler hang, print endlessly or leave processes running. The
     # output goes to size-limited files, so no reader has to drain it while the compiler runs.
     start = time.monotonic()

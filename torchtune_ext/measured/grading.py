@@ -115,6 +115,10 @@ class MeasuredTask:
 
         All measured tasks of a run share the service and the settings of the first one.
 
+        Args:
+            key: config key of this task.
+            earlier_tasks: the tasks of the run before this one.
+
         Raises:
             UsageError: the settings differ from the first task's, or `check_bench` fails.
         """

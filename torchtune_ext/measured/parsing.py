@@ -77,7 +77,15 @@ def candidate_text(preprocessed: str) -> CandidateText:
 
 
 def parse(content: bytes, is_timed_out: Callable[[], bool]) -> Tree:
-    """Parses C. Raises ValueError once `is_timed_out`, which the parser polls, returns True."""
+    """Parses C.
+
+    Args:
+        content: the source.
+        is_timed_out: the parser polls it and stops once it returns True.
+
+    Raises:
+        ValueError: `is_timed_out` returned True.
+    """
     return Parser(C_LANGUAGE).parse(
         lambda offset, _: content[offset : offset + _CHUNK_BYTES], progress_callback=lambda *_: is_timed_out()
     )

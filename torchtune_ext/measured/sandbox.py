@@ -190,7 +190,11 @@ def clean_environment(threads: int = 1) -> dict[str, str]:
 
 
 def compile_sandbox(compiler: str, folder: Path) -> Path:
-    """Compiles sandbox.c into `folder`. Raises SandboxError if the compiler fails."""
+    """Compiles sandbox.c into `folder`.
+
+    Raises:
+        SandboxError: the compiler fails.
+    """
     program = folder / "sandbox"
     command = [compiler, "-O1", "-std=gnu11", str(Path(__file__).with_name("sandbox.c")), "-o", str(program), "-ldl"]
     done = _run_command(command)
@@ -204,7 +208,11 @@ def compile_sandbox(compiler: str, folder: Path) -> Path:
 
 
 def probe(program: Path) -> list[Layer]:
-    """Returns all layers with their support on this machine. Raises SandboxError at a timeout."""
+    """Returns all layers with their support on this machine.
+
+    Raises:
+        SandboxError: the probe times out.
+    """
     answers = dict(line.split() for line in _run_command([str(program), "probe"]).stdout.splitlines())
     version = int(answers.get("landlock", -1))
     change = [str(program), "enter", "--user", str(TRANSIENT_UIDS[0]), "--"]
@@ -244,7 +252,11 @@ def probe(program: Path) -> list[Layer]:
 
 
 def probe_layers(compiler: str) -> list[Layer]:
-    """Returns the layers of `probe`, with a temporary build of the sandbox. Raises SandboxError."""
+    """Returns the layers of `probe`, with a temporary build of the sandbox.
+
+    Raises:
+        SandboxError: the sandbox cannot be compiled, or the probe times out.
+    """
     with tempfile.TemporaryDirectory() as folder:
         # As in `Sandbox`, another user must be able to traverse the folder.
         os.chmod(folder, 0o711)

@@ -26,7 +26,10 @@ def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when the parent ends; exit at once if it has ended.
 
     For the kernel, the parent is the *thread* that started this process. That thread must run as
-    long as this process may run. Raises OSError if Linux refuses.
+    long as this process may run.
+
+    Raises:
+        OSError: prctl failed.
     """
     prctl(Prctl.PR_SET_PDEATHSIG, signal.SIGKILL)
     # If the parent ended before this call, no signal comes, but this process has another parent.

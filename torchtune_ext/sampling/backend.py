@@ -97,7 +97,11 @@ class EngineRequest:
 
     @contextmanager
     def track_in(self, requests: dict[str, "EngineRequest"]) -> Iterator[None]:
-        """Registers the request while the body runs it. Raises BackendCrashed if `fail` ends it."""
+        """Registers the request in `requests` while the body runs it.
+
+        Raises:
+            BackendCrashed: If `fail` ends the body.
+        """
         task = asyncio.current_task()
         assert task is not None
         self.task, requests[self.id] = task, self
@@ -339,7 +343,9 @@ async def gather_or_cancel(*work: Awaitable[T]) -> list[T]:
 async def crash_on_timeout(limit_s: float, what: str) -> AsyncIterator[None]:
     """Raises BackendCrashed if the body takes longer than `limit_s` seconds.
 
-    `what` did not happen, for the message: "the sender did not start".
+    Args:
+        limit_s: Deadline in seconds.
+        what: What did not happen, for the message: "the sender did not start".
     """
     try:
         async with asyncio.timeout(limit_s):

@@ -36,7 +36,11 @@ CHUNK_BYTES = 64 << 20  # bytes per gloo broadcast; a larger tensor is its own c
 
 
 def own_address(host: str, port: int) -> str:
-    """Returns this machine's source address of packets to `host`. Raises OSError if unreachable."""
+    """Returns this machine's source address for packets to `host`.
+
+    Raises:
+        OSError: If the host is unknown or has no route.
+    """
     # Connecting a UDP socket only looks up the route and sends nothing.
     (family, kind, protocol, _, target), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     with socket.socket(family, kind, protocol) as probe:
@@ -45,7 +49,11 @@ def own_address(host: str, port: int) -> str:
 
 
 def listen(address: str) -> socket.socket:
-    """Returns a socket that listens on a free port of this machine's `address`. Raises OSError."""
+    """Returns a socket that listens only on `address`, on a free port.
+
+    Raises:
+        OSError: If the address does not belong to this machine.
+    """
     return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 

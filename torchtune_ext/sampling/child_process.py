@@ -134,7 +134,8 @@ class ChildProcess:
             environ: Environment of the process; None: `child_environment({})`.
             prestarted: A prestarted process, which gets log and environment with the first frame.
 
-        Raises OSError if the process cannot be started.
+        Raises:
+            OSError: If the process cannot be started.
         """
         self.name = name
         self.exit_reason: str | None = None  # how the process ended, once known

@@ -107,7 +107,10 @@ class Client:
         self._vllm_config = AsyncEngineArgs(**args).create_engine_config()
 
     async def launch(self) -> tuple[int, int, int]:
-        """Starts the engine. Returns KV cache in tokens, tokens per block, and vocabulary size.
+        """Starts the engine.
+
+        Returns:
+            Capacity of the KV cache in tokens, tokens per block, and vocabulary size.
 
         Raises:
             BackendCrashed: If the engine does not start.
@@ -285,7 +288,12 @@ async def serve(end: socket.socket, model_dir: str, config: EngineConfig) -> Non
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Runs the client of one replica, from a socket's descriptor and the trainer's process id."""
+    """Runs the client of one replica.
+
+    Args:
+        descriptor: File descriptor of the socket.
+        parent: Process id of the trainer.
+    """
     die_with_parent(parent)
     logging.basicConfig(level=LOG_LEVEL, format=f"(client) {LOG_FORMAT}")
     end = socket.socket(fileno=descriptor)

@@ -89,7 +89,11 @@ class LoopThread(threading.Thread):
             raise RuntimeError("on_completion may not call the engine: it runs in the engine's own thread")
 
     def schedule(self, work: Coroutine[Any, Any, Any]) -> Future:
-        """Schedules `work`; the thread's end cancels it. Raises EngineFailed without a thread."""
+        """Schedules `work` without waiting; the end of the thread cancels it.
+
+        Raises:
+            EngineFailed: If the thread does not run.
+        """
         wrapped = _mark_error_retrieved(work)
         try:
             if self.is_alive():
@@ -141,7 +145,11 @@ class LoopThread(threading.Thread):
             future.cancel()  # if the caller stops waiting (Ctrl-C)
 
     def stop(self) -> None:
-        """Ends the thread and cancels its work. Raises DeadlineExceeded if it does not end."""
+        """Ends the thread and cancels its work.
+
+        Raises:
+            DeadlineExceeded: If the thread does not end.
+        """
         if self.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self.join(5.0)
@@ -255,7 +263,10 @@ class Engine(Closing):
     def close(self) -> None:
         """Ends the engine, also during a restart or a weight sync. May be called twice.
 
-        Pending calls in other threads raise EngineFailed, as this one does if a process did not end.
+        Pending calls in other threads raise EngineFailed.
+
+        Raises:
+            EngineFailed: If a process of the engine did not end.
         """
         if self._closed:
             return
@@ -442,7 +453,9 @@ class Engine(Closing):
         """Returns the `weight_buffer.checksum` of each synced tensor by name, one dict per worker.
 
         The value is None if the tensor was loaded into several parameters whose checksums differ.
-        Raises EngineFailed if the engine cannot be restarted.
+
+        Raises:
+            EngineFailed: If the engine cannot be restarted.
         """
         return self._thread.call(self._pool.checksums())
 
@@ -470,7 +483,11 @@ class Engine(Closing):
                 raise UsageError(f"engine.address: {backend.replaced_model_message()}")
 
     def sleep(self) -> None:
-        """With `engine.sleep`, frees GPU memory until `publish` or `sample`; or EngineFailed."""
+        """With `engine.sleep`, frees GPU memory until `publish` or `sample` wakes the engine.
+
+        Raises:
+            EngineFailed: If the engine cannot be restarted.
+        """
         if self.config.sleep:
             self._thread.call(self._pool.sleep())
 

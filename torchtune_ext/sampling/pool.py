@@ -38,7 +38,7 @@ class Pool:
         version: int,
         name: str = "engine",
     ):
-        """Creates the replicas, whose processes `create_backends` starts. Raises UsageError.
+        """Creates the replicas; `create_backends` starts their processes.
 
         Args:
             config: The `engine:` section.
@@ -46,6 +46,9 @@ class Pool:
             buffers: The published weights.
             version: Version of weights that were never published.
             name: Name of the engine in messages.
+
+        Raises:
+            UsageError: For more replicas than devices.
         """
         self.make_backend, self.buffers, self.first_version = make_backend, buffers, version
         self.ids = itertools.count()  # request ids
@@ -99,7 +102,12 @@ class Pool:
         return any(other is not replica for other in self.accepting_replicas)
 
     def on_state_change(self, replica: EngineReplica, previous: State) -> None:
-        """Logs that the state of `replica` has changed from `previous`."""
+        """Logs a state change.
+
+        Args:
+            replica: The replica whose state has changed.
+            previous: Its state before.
+        """
         if replica.state is State.RETIRED:
             self.error = replica.error
             if self.active_replicas and previous is not State.STARTING:
@@ -244,8 +252,12 @@ class Pool:
     ) -> dict[EngineReplica, T]:
         """Calls `work` on the chosen replicas, once there are any; repeats it if all crash.
 
-        Returns replica -> result, without the replicas that crashed. Raises ValueError if a replica
-        refuses the call, and the error of the first replica if every call fails.
+        Returns:
+            Replica -> result, without the replicas that crashed.
+
+        Raises:
+            ValueError: If a replica refuses the call.
+            Exception: The error of the first replica, if every call fails.
         """
         # The call does not wait for the restart of a crashed replica while others return, because a
         # restarted replica serves only with the current weights.
@@ -266,7 +278,8 @@ class Pool:
     async def load(self, version: int) -> tuple[float, float]:
         """Loads newly published weights into every replica.
 
-        Returns the longest pause and the longest loading time, in seconds.
+        Returns:
+            Longest pause and longest loading time, in seconds.
 
         Raises:
             EngineFailed: If no replica loads the weights, or a serving replica still has older ones.
@@ -298,7 +311,11 @@ class Pool:
         return [worker for sums in by_replica.values() for worker in sums]
 
     async def sleep(self) -> None:
-        """Frees the GPU memory of all replicas, also of starting ones. Raises EngineFailed."""
+        """Frees the GPU memory of all replicas, also of starting ones.
+
+        Raises:
+            EngineFailed: If all replicas are retired.
+        """
 
         async def put_to_sleep(replica: EngineReplica) -> None:
             while True:

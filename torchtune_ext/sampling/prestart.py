@@ -54,7 +54,7 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def spawn(module: str, out: int, environ: Mapping[str, str]) -> ProcessHandle:
-    """Starts a module in its own session; the process ends with its parent. Raises OSError.
+    """Starts a module in its own session; the process ends with its parent.
 
     Args:
         module: Module to run.
@@ -63,6 +63,9 @@ def spawn(module: str, out: int, environ: Mapping[str, str]) -> ProcessHandle:
 
     Returns:
         The process, and the parent's end of a socket pair.
+
+    Raises:
+        OSError: If the process cannot be started.
     """
     trainer_socket, child_socket = socket.socketpair()
     with child_socket:
@@ -79,7 +82,11 @@ def spawn(module: str, out: int, environ: Mapping[str, str]) -> ProcessHandle:
 
 
 def prestart_client(args: Sequence[str]) -> None:
-    """Starts a client process if `tune run` with `args` will start an engine."""
+    """Starts a client process if the recipe will start an engine.
+
+    Args:
+        args: Arguments of `tune run`.
+    """
     global _prestarted
     # Only on a CPU: on a GPU vLLM may read its variables before the first message delivers them.
     if args and not any(word.startswith(NO_PRESTART_ARGS) for word in args) and _uses_engine(args[0]) and vllm_cpu():

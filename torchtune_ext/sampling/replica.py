@@ -136,7 +136,12 @@ class EngineReplica:
         return self.state not in (State.RETIRED, State.CLOSED)
 
     def set_state(self, state: State, cause: str = "") -> None:
-        """Changes the state, to a worse one for `cause`; a retired or closed replica stays so."""
+        """Changes the state; a retired or closed replica stays so.
+
+        Args:
+            state: The new state.
+            cause: Reason for a change to a worse state.
+        """
         # Another thread closes the engine, perhaps while the loop's thread is blocked.
         with self._state_lock:
             if not self.is_active:
@@ -304,7 +309,11 @@ class EngineReplica:
 
     @shielded
     async def sleep(self) -> None:
-        """Frees the replica's GPU memory until a weight sync or a request. Raises ReplicaLost."""
+        """Frees the replica's GPU memory until the next weight sync or request.
+
+        Raises:
+            ReplicaLost: If the replica does not run, or crashes.
+        """
         async with self._transition_lock, self.attempt(is_transition=True) as backend:
             if not backend.sleep_level:
                 model = self._buffers.model
@@ -391,9 +400,14 @@ class EngineReplica:
         await self._load_buffers(backend)
 
     async def _load_buffers(self, backend: Backend) -> tuple[float, float]:
-        """Loads the buffers; all weights reach the replica through this method.
+        """Loads the contents of the buffers. All weights reach the replica through this method.
 
-        Returns and raises as `Backend.load`, and raises WeightsIncomplete after an interrupted sync.
+        Returns:
+            Seconds of pause and of loading.
+
+        Raises:
+            WeightsIncomplete: If the last weight sync was interrupted.
+            BackendCrashed, ValueError: As `Backend.load`.
         """
         was_running = self.is_running
         # The lock keeps the publisher out until the weights are loaded and the version is set. The

@@ -159,7 +159,12 @@ class Throttle:
     """A semaphore whose limit may change while in use. All calls come from one asyncio loop."""
 
     def __init__(self, controller: ConcurrencyController, fixed: int | None = None):
-        """Creates a semaphore whose limit `controller` sets, unless it is `fixed`."""
+        """Creates a semaphore.
+
+        Args:
+            controller: Sets the limit.
+            fixed: Fixed limit, which overrides the controller.
+        """
         self.controller, self.fixed = controller, fixed
         self.num_held = 0
         # Waiters by priority. Equal priorities are served in order, so that the samples of a group
@@ -181,7 +186,11 @@ class Throttle:
         return self.fixed or self.controller.limit
 
     def admit(self, everyone: bool = False) -> None:
-        """Admits waiters while slots are free; `everyone`, because the replica does not serve."""
+        """Admits waiters while slots are free. Held slots are never revoked.
+
+        Args:
+            everyone: Whether to admit all waiters, because the replica does not serve.
+        """
         limit = math.inf if everyone else self.effective_limit
         for queue in self._queues.values():
             while queue and self.num_held < limit:

@@ -61,7 +61,12 @@ class VLLMBackend(ProcessStatus):
         self.on_step(replace(step, preempted=step.preempted - own))
 
     async def quick_call(self, method: str, /, **arguments: Any) -> Any:
-        """Calls a method that the replica answers between two steps (`probe_deadline_s`)."""
+        """Calls a method that the replica answers between two steps (`probe_deadline_s`).
+
+        Raises:
+            BackendCrashed: If the replica crashes or does not answer in time.
+            ValueError: If the replica refuses the call.
+        """
         return await call_with_deadline(self, self.rpc(method, **arguments), self.config.probe_deadline_s, method)
 
     async def slow_call(self, method: str, /, **arguments: Any) -> Any:
@@ -177,7 +182,11 @@ class ProcessBackend(ChildProcess, VLLMBackend):
         temp_dir: str,
         on_step: Callable[[EngineStepStats], None],
     ):
-        """Starts the client process, which imports vLLM in the background; may raise OSError."""
+        """Starts the client process, which imports vLLM in the background; `launch` waits for it.
+
+        Raises:
+            OSError: If the process cannot be started.
+        """
         VLLMBackend.__init__(self, config, on_step)
         self.log = log_path
         self._configured = False
@@ -193,7 +202,9 @@ class ProcessBackend(ChildProcess, VLLMBackend):
     def configure(self) -> None:
         """Waits until vLLM has validated the config.
 
-        Raises ValueError if vLLM refuses the config, and OSError if the client process crashes.
+        Raises:
+            ValueError: If vLLM refuses the config.
+            OSError: If the client process crashes.
         """
         try:
             asyncio.run_coroutine_threadsafe(self._configure(), self._loop).result()

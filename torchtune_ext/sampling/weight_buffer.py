@@ -134,7 +134,10 @@ class WeightBuffer:
         return {"path": f"/proc/{os.getpid()}/fd/{self._fd}", "token": self._token.hex()}
 
     def write(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
-        """Copies (Hugging Face name, tensor) pairs of any dtype and device. Returns the seconds.
+        """Copies tensors of any dtype from any device. Returns the duration in seconds.
+
+        Args:
+            named_tensors: (Hugging Face name, tensor) pairs.
 
         Raises:
             UsageError: For no tensors, or two tensors with the same name.
@@ -192,7 +195,14 @@ class WeightBuffer:
 
 
 def map_memory(path: str) -> torch.Tensor:
-    """Maps the memory [bytes], uint8, of a `WeightBuffer`, by the path in its `address()`."""
+    """Maps the memory of a `WeightBuffer` without a copy.
+
+    Args:
+        path: The path in `WeightBuffer.address()`.
+
+    Returns:
+        [bytes], uint8.
+    """
     return torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
 
 
@@ -244,7 +254,12 @@ class WeightBuffers:
     """The model's and the adapter's buffer of a run: one thread writes, all replicas read."""
 
     def __init__(self, deadline_s: float):
-        """Creates empty buffers. `deadline_s`: of one engine call, and of one copy."""
+        """Creates empty buffers.
+
+        Args:
+            deadline_s: Deadline in seconds of one engine call, and of a copy that a replica waits
+                for.
+        """
         self.model, self.adapter = WeightBuffer(), WeightBuffer()
         self.deadline_s = deadline_s
         # No replica may load half-written weights. The publisher holds the lock while it copies, and
@@ -282,11 +297,16 @@ class WeightBuffers:
         adapter: dict[str, Any] | None,
         current: int,
     ) -> tuple[WeightBuffer, float]:
-        """Copies new weights into a buffer. Returns the buffer, and the seconds of the copy.
+        """Copies new weights (`Engine.publish`) into a buffer.
 
         Args:
-            named_tensors, version, adapter: As in `Engine.publish`.
+            named_tensors: As in `Engine.publish`.
+            version: As in `Engine.publish`.
+            adapter: As in `Engine.publish`.
             current: Version that the engine holds.
+
+        Returns:
+            The written buffer, and the duration of the copy in seconds.
 
         Raises:
             UsageError: For unsupported tensors or a version that does not grow.

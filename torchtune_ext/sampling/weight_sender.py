@@ -62,9 +62,12 @@ class WeightSender:
             self._turn.release()
 
     async def update_server(self, backend: Any, buffer: WeightBuffer, version: int) -> None:
-        """Sends a buffer to the server of a `ServerBackend`, and sets the server's policy version.
+        """Sends a buffer to the server of `backend`, and sets the server's policy version.
 
-        The caller must have the `turn`. Raises BackendCrashed if the transfer fails or takes too long.
+        The caller must have the `turn`.
+
+        Raises:
+            BackendCrashed: If the transfer fails or exceeds its deadline.
         """
         try:
             await self._send(backend, buffer, version)

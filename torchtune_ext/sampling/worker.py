@@ -473,12 +473,15 @@ class WeightLoader:
         return {name: value for part in LOADED_CHECKSUMS.values() for name, value in part.items()}
 
     def load_adapter(self, address: dict[str, str], manifest: dict[str, list], config: dict[str, Any]) -> None:
-        """Loads an adapter from the trainer's memory. Raises UsageError if that is impossible.
+        """Loads an adapter from the trainer's memory.
 
         Args:
             address: Location of the memory (`SharedMemoryInit`).
             manifest: Names, dtypes, shapes and offsets (`Manifest`).
             config: PEFT's config of the adapter.
+
+        Raises:
+            UsageError: If this engine cannot read or apply the adapter.
         """
         self._require_lora()
         check_memory(**address)

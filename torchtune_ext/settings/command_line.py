@@ -87,7 +87,9 @@ def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
 def require_rendezvous(args: Namespace, argv: Sequence[str]) -> None:
     """Raise UsageError if a run on several machines has no rendezvous endpoint or node rank.
 
-    `args` are the arguments as torchtune's parser read them, `argv` as the user typed them.
+    Args:
+        args: the arguments as torchtune's parser read them.
+        argv: the same arguments as the user typed them.
     """
     # `--nnodes` may be a range, "1:4".
     if str(args.nnodes).rpartition(":")[2] == "1":

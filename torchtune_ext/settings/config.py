@@ -230,7 +230,12 @@ def merge_config(config: str, overrides: Sequence[str], recipe: str | None = Non
 
 
 def warn_if_setting_missing(recipe: str, arguments: Sequence[str]) -> None:
-    """Print a line if the config in a recipe's arguments lacks the key that its name implies."""
+    """Print a line if a config does not set the key that the name of its recipe implies.
+
+    Args:
+        recipe: the name of the recipe.
+        arguments: the command-line arguments after the recipe.
+    """
     if recipe in IMPLIED_KEYS and "--config" in arguments[:-1]:
         key, consequence = IMPLIED_KEYS[recipe]
         index = list(arguments).index("--config")
@@ -420,7 +425,13 @@ def _reference_error_text(error: OmegaConfBaseException, key: str) -> str:
 
 
 def settings_snapshot(settings: object) -> dict[str, Any]:
-    """Return the settings of `load_config` to store and to show; sections have only given keys."""
+    """Return the settings to store and to show.
+
+    A section contains only the keys that were given.
+
+    Args:
+        settings: the result of `load_config`.
+    """
     return getattr(settings, _SNAPSHOT_ATTRIBUTE)
 
 

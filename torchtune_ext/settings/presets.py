@@ -16,7 +16,14 @@ def preset_files() -> dict[str, Path]:
 
 
 def find_preset(preset: str) -> Path:
-    """Return the file of one of our presets, or of a preset given by path. Raises UsageError."""
+    """Return the file of a preset.
+
+    Args:
+        preset: the name of one of our presets, or the path of a YAML file.
+
+    Raises:
+        UsageError: the preset was not found.
+    """
     if not isinstance(preset, str):
         raise UsageError(f"preset={preset} must be one name or one path. Fix: put further keys into the config")
     if preset.endswith((".yaml", ".yml")):

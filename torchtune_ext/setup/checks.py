@@ -78,7 +78,11 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2), devi
 def measure_optimizer_state(make: Callable[..., Any]) -> float:
     """Measure the bytes of optimizer state per trained value, by a step on one matrix.
 
-    `make` builds the optimizer from `params`. If it takes no step on a CPU, AdamW's bytes are returned.
+    Args:
+        make: builds the optimizer from `params`.
+
+    Returns:
+        The bytes. For an optimizer that takes no step on a CPU, the bytes of AdamW.
     """
     # Optimizers with quantized state quantize only tensors of some thousand values.
     param = nn.Parameter(torch.zeros(256, 1024))

@@ -17,7 +17,12 @@ AGGREGATIONS = {"token": "token mean", "sequence": "sequence mean", "constant": 
 
 
 def check_settings(cfg: RunSettings, loss: Any) -> None:
-    """Raise UsageError for inconsistent settings of a GRPO recipe; `loss` is built from `cfg.loss`."""
+    """Raise UsageError for inconsistent settings of a GRPO recipe.
+
+    Args:
+        cfg: the settings.
+        loss: the loss, built from `cfg.loss`.
+    """
     if cfg.updates_per_step > cfg.prompts_per_step:
         raise UsageError(
             f"updates_per_step={cfg.updates_per_step} is more than prompts_per_step={cfg.prompts_per_step}: each update needs "

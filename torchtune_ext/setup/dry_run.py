@@ -82,7 +82,11 @@ def dry_run(cfg: RunSettings) -> None:
 
 
 def check_planned_start(plan: RunPlan, torchrun: bool) -> None:
-    """Run the checks of a start. `torchrun`: whether torchrun started this process.
+    """Run the checks of a start.
+
+    Args:
+        plan: the plan of the run.
+        torchrun: whether torchrun started this process.
 
     Raises:
         UsageError: a start would fail.
@@ -147,7 +151,11 @@ def resolve_machine(asked: bool | str | None, device: str, engine_devices: str |
 
 
 def parse_machine(text: Any) -> Machine:
-    """Parse a machine: "4x80" or "CPU 8". Raises UsageError for another text."""
+    """Parse a machine: "4x80" or "CPU 8".
+
+    Raises:
+        UsageError: the text does not name a machine.
+    """
     if match := GPU_PATTERN.fullmatch(str(text)):
         gpus, size = int(match[1]), float(match[2])
         if 0 < gpus <= MAX_GPUS and size > 0:

@@ -22,7 +22,14 @@ ADAMW_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class DiskNeed:
-    """Disk space for the checkpoints of a run."""
+    """Disk space for the checkpoints of a run.
+
+    Args:
+        rows: bytes of one checkpoint, by content.
+        max_checkpoints: the maximum number that exists at once, including the one being written.
+        free: bytes for checkpoints under `output_dir`: free space, plus the checkpoints that the
+            run already has.
+    """
 
     rows: dict[str, int]  # bytes of one checkpoint, by content
     max_checkpoints: int  # the most that exist at once, including the one being written
@@ -101,7 +108,12 @@ def training_gpus(ranks: int | None = None) -> list[str]:
 
 
 def require_disjoint_gpus(engine: EngineConfig, trainer_gpus: list[str]) -> None:
-    """Raise UsageError if an engine of this run would use a GPU of `training_gpus`."""
+    """Raise UsageError if an engine of this run would use the trainer's GPUs.
+
+    Args:
+        engine: the engine's settings.
+        trainer_gpus: the result of `training_gpus`.
+    """
     # An engine that sleeps during training may share them.
     if engine.address is not None or engine.sleep:
         return

@@ -328,13 +328,16 @@ class RunPlan:
 def estimate_engine_bytes(
     sizes: ModelSizes, config: EngineConfig, gpu_bytes: int, adapter_bytes: int = 0
 ) -> dict[str, int]:
-    """Estimate the bytes of one replica or server on each of its devices, by content.
+    """Estimate the memory of one replica or server on each of its devices.
 
     Args:
         sizes: sizes of the model.
         config: settings of the engine.
         gpu_bytes: memory of each GPU; 0: the engine uses the CPU.
         adapter_bytes: bytes of adapters that are published without the other weights.
+
+    Returns:
+        Bytes by content.
     """
     gpus, size = config.tensor_parallel_size, 4 if config.dtype == "float32" else 2
     rows = {"weights": sizes.engine_bytes // gpus, "adapters": adapter_bytes}

@@ -337,7 +337,13 @@ def build_components(cfg: RunSettings, ranks: Ranks) -> RunComponents:
 def load_teacher_model(teacher: TeacherConfig, engine: EngineConfig, tokenizer: ChatTokenizer) -> HFModel:
     """Load the teacher's model directory.
 
-    `engine` and `tokenizer` are the policy's. Raises UsageError if the model cannot score its tokens.
+    Args:
+        teacher: the `teacher` section.
+        engine: the policy's engine settings.
+        tokenizer: the policy's tokenizer.
+
+    Raises:
+        UsageError: the directory has no model that can score the policy's tokens.
     """
     # The checks are shared with the policy's model, so their messages name the policy's keys.
     try:
@@ -398,12 +404,16 @@ def check_self_teacher(
 def build_model_components(
     cfg: RunSettings, device: torch.device, shards: int = 1
 ) -> tuple[HFModel, TransformerDecoder, FullWeights | LoRAWeights, Precision]:
-    """Build the model directory, the model on the meta device, its trained weights and precision.
+    """Build the model without weights, the trained parameters and the precision.
 
     Args:
         cfg: the settings.
         device: the training device.
         shards: the number of shards of the weights.
+
+    Returns:
+        The model directory, the model on the meta device, its trained parameters, and the
+        precision.
 
     Raises:
         UsageError: the model, its adapters or its precision are unsupported.

@@ -27,7 +27,10 @@ RESERVED_KEYS = ("output_dir", "resume_from_checkpoint")  # settings that the sw
 
 
 def run_command(sweep: Sweep, point: Point, extra_settings: Sequence[str]) -> list[str]:
-    """Returns the command of one run, with the settings (key=value) of all runs at its end.
+    """Returns the command of one run.
+
+    Args:
+        extra_settings: settings of all runs, key=value. They are appended to the command.
 
     Raises:
         UsageError: the command has an unsupported W&B macro, or its program is not found.
@@ -48,7 +51,10 @@ def run_command(sweep: Sweep, point: Point, extra_settings: Sequence[str]) -> li
 
 
 def parse_command(words: Sequence[str]) -> tuple[str, str, list[str]]:
-    """Splits the command of a run into recipe, config and settings (key=value), as written.
+    """Splits the command of a run.
+
+    Returns:
+        The recipe (name, file or module), the config as written, and the settings, key=value.
 
     Raises:
         UsageError: the command does not start a recipe.

@@ -54,7 +54,11 @@ class SweepRun:
 
 
 class SweepFolder:
-    """The folder of a sweep; resumes it. Raises UsageError if it holds another sweep or files."""
+    """The folder of a sweep. `acquire` locks it for one process; an interrupted sweep resumes.
+
+    Raises:
+        UsageError: the folder holds another sweep, or other files.
+    """
 
     def __init__(self, path: Path, sweep: Sweep, extra_settings: Sequence[str], seed: int):
         self.path, self.sweep = path, sweep

@@ -78,7 +78,11 @@ def sweep_files() -> dict[str, Path]:
 
 
 def find_sweep_file(given: str) -> Path:
-    """Returns the path of a sweep file, or of a shipped sweep by name. Raises UsageError."""
+    """Returns the path of a sweep file, given by its path or by the name of a shipped sweep.
+
+    Raises:
+        UsageError: the file is not found. The message suggests the nearest name.
+    """
     ours = {name: path for full, path in sweep_files().items() for name in (full, full.removeprefix("sweeps/"))}
     path = Path(given) if Path(given).is_file() else ours.get(given)
     if path is None:
@@ -178,7 +182,10 @@ def _parse_halving(given: Any) -> Halving:
 
 
 def parse_parameters(node: Any) -> list[Parameter]:
-    """Reads the section `parameters` of a sweep file, sorted by name as W&B passes them.
+    """Reads the section `parameters` of a sweep file.
+
+    Returns:
+        The parameters sorted by name, the order in which W&B passes them.
 
     Raises:
         UsageError: a parameter is invalid, or has an unsupported distribution.
@@ -243,5 +250,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """`torchtune-ext sweeps`: lists the shipped sweeps, or prints one. Raises UsageError."""
+    """`torchtune-ext sweeps`: lists the shipped sweeps, or prints one.
+
+    Raises:
+        UsageError: the name is unknown.
+    """
     return list_or_print(sweep_files(), find_sweep_file(args.name) if args.name else None)

@@ -19,7 +19,11 @@ Agent = Callable[[Problem, AgentClient], Any]  # returns a number, a Score, or a
 
 
 def find_agent(agent: str | Agent | None, command: Sequence[str] | None) -> Agent:
-    """Returns the agent of a task. Raises UsageError if the function or command is invalid."""
+    """Returns the agent of a task.
+
+    Raises:
+        UsageError: the function is not found, or the command is not a list of strings.
+    """
     if command is not None:
         if isinstance(command, str) or not all(isinstance(part, str) for part in command) or not command:
             raise UsageError(f"command={command!r}: expected a list of strings, such as [python, my_agent.py]")

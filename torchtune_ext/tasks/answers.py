@@ -263,7 +263,11 @@ def answers_match(gold: str, answers: list[str], question: str = "") -> bool:
 
 
 def grade_prose(gold: str, text: str, question: str) -> tuple[bool, bool]:
-    """Grades the final value of an unmarked text. Returns (has an answer, the answer is right)."""
+    """Grades the value at the end of an unmarked text.
+
+    Returns:
+        (has an answer, the answer is right).
+    """
     tail = text[-TAIL_CHARS:]
     # A text without prose is the answer itself.
     words = re.findall(r"(?<![A-Za-z\\])[A-Za-z]{2,}", tail)
@@ -277,7 +281,11 @@ def grade_prose(gold: str, text: str, question: str) -> tuple[bool, bool]:
 
 
 def grade_phrase(gold: str, text: str, question: str) -> tuple[bool, bool]:
-    """Grades the answer after "answer is". Returns (has an answer, the answer is right)."""
+    """Grades the answer after the phrase "answer is".
+
+    Returns:
+        (has an answer, the answer is right).
+    """
     phrase = _last_phrase(text)
     assert phrase is not None  # the caller has found a phrase
     clause, start, end = phrase
@@ -419,7 +427,11 @@ class MathGrader:
         return Score(reward, parts | {"timed_out": float(hung)})
 
     def _grade_reply(self, gold: str, reply: str, boxes: list[str] | None, question: str) -> tuple[bool, bool]:
-        """Grades a reply. Returns (has an answer, the answer is right)."""
+        """Grades a reply.
+
+        Returns:
+            (has an answer, the answer is right).
+        """
         if self.require_box or _BOX_MARK.search(reply):
             # A box is required, or a box is never closed. Other answers do not count.
             if not boxes:

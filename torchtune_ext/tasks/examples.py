@@ -188,7 +188,12 @@ def fill_template(template: str, example: Example, where: str, key: str = "") ->
 
 
 def field_value(field: str, example: Example, where: str, key: str = "") -> Any:
-    """Returns the value of a field ("a.b.0": nested), or raises UsageError with all fields."""
+    """Returns the value of a field; "a.b.0" names a nested field.
+
+    Raises:
+        UsageError: the field is missing. The message lists all fields, and `key` as the key to
+            change.
+    """
     # The name of a column may itself contain dots.
     if field in example:
         return example[field]

@@ -391,7 +391,11 @@ def real_value(text: str) -> Fraction:
 
 
 def same_value(first: str, second: str) -> bool:
-    """Tells whether two normalized formulas have the same value, or raises UnreadableFormula."""
+    """Tells whether two normalized formulas have the same value wherever they are defined.
+
+    Raises:
+        UnreadableFormula: a formula is outside the grammar.
+    """
     return differ_by_factor(parse_formula(first), parse_formula(second), factor=False) is True
 
 

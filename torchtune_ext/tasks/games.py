@@ -109,7 +109,11 @@ class GameTask(ABC):
 
 
 def imported(module: str, package: str) -> Any:
-    """Imports a module of another project, or raises UsageError with the install command."""
+    """Imports a module of another project.
+
+    Raises:
+        UsageError: the module is missing. The message holds the install command.
+    """
     try:
         return import_module(module)
     except ImportError as error:

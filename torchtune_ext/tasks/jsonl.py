@@ -144,7 +144,11 @@ class QuestionTask:
         return Problem(f"{self.name}-{self.first + index:06d}", (*before, *question), answer, example)
 
     def solution(self, problem: Problem) -> str:
-        """Returns the worked solution, else the answer. Raises UsageError if there is neither."""
+        """Returns the worked solution if the source has one, else the answer.
+
+        Raises:
+            UsageError: the problem has neither.
+        """
         if self.worked_solutions is not None:
             return str(self.worked_solutions[self.index_of(problem)])
         if problem.answer is None:

@@ -56,7 +56,10 @@ class _Candidate:
 class ProblemStream:
     """Yields the problems of a task in the order of `seed`. The task may be an `AdaptiveTask`.
 
-    `check` returns why a problem cannot be used, or "".
+    Args:
+        task: the task.
+        seed: seed of the order.
+        check: returns why a problem cannot be used, or "".
     """
 
     # A problem is unusable if its row is broken, or if a check fails, such as for a prompt that is
@@ -143,7 +146,11 @@ class ProblemStream:
         return problems
 
     def first_problems(self, count: int) -> list[Problem]:
-        """Returns up to `count` usable problems by index, or raises UsageError if none is."""
+        """Returns up to `count` usable problems by index, without moving the cursor.
+
+        Raises:
+            UsageError: no problem is usable.
+        """
         return _find_usable(self._task, self._check, count, len(self._task))[0]
 
     def problem_at(self, position: int) -> Problem | None:
@@ -166,7 +173,11 @@ class ProblemStream:
         return problem if problem is not None and problem.id == stored.id else None
 
     def observe(self, step: int, groups: Sequence[GradedGroup], folder: Path) -> dict[str, float]:
-        """Passes a step's groups to an adaptive task. Returns metrics, and `problems/skipped`."""
+        """Passes the groups of a step to an adaptive task.
+
+        Returns:
+            The metrics of the task, and the number of skipped problems.
+        """
         values = {"problems/skipped": float(len(self.skipped_indices))} if self.skipped_indices else {}
         return values | (self._adaptive.observe(step, groups, folder) if self._adaptive is not None else {})
 
@@ -178,7 +189,11 @@ class ProblemStream:
         return state | ({"skipped": skipped} if skipped else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`. Raises UsageError if the task or its settings differ."""
+        """Restores a `state_dict`.
+
+        Raises:
+            UsageError: the task is another one, or has different settings.
+        """
         if ("learned" in state) != self._is_adaptive:
             had, now = ("adapts", "does not") if "learned" in state else ("does not adapt", "does")
             raise UsageError(
@@ -259,7 +274,11 @@ class UsableProblems:
             log.warning("%s", _bad_problems_message(what, bad))
 
     def load(self) -> None:
-        """Creates the problems of a task, if any. Raises UsageError if no problem is usable."""
+        """Creates the problems now; without a task, does nothing.
+
+        Raises:
+            UsageError: no problem is usable.
+        """
         if self._task is not None:
             _ = self.problems
 

@@ -69,7 +69,11 @@ class Score:
 
 
 def require_part(score: Score, name: str) -> float:
-    """Returns a part of a score (0 if the text hung the grader), or raises UsageError."""
+    """Returns a part of a score: 0 if the text hung the grader, which then returned no parts.
+
+    Raises:
+        UsageError: the score lacks the part.
+    """
     if name in score.parts or score.kind == "timed_out":
         return score.parts.get(name, 0.0)
     near = closest_match(name, score.parts)
@@ -81,7 +85,11 @@ def require_part(score: Score, name: str) -> float:
 
 
 def task_length(first: int, count: int | None) -> int:
-    """Returns the length of a task (`count` None: endless). Raises UsageError if out of range."""
+    """Returns the length of a task of `count` problems (None: endless).
+
+    Raises:
+        UsageError: `first` is negative, or `count` is below 1.
+    """
     if first < 0 or (count is not None and count < 1):
         raise UsageError(f"first={first}, count={count}: out of range; expected first >= 0 and count >= 1")
     return ENDLESS_LENGTH if count is None else count
@@ -305,7 +313,13 @@ class AdaptiveTask(Task, Protocol):
         ...
 
     def observe(self, step: int, groups: Sequence[GradedGroup], folder: Path) -> dict[str, float]:
-        """Updates the selection from a step's groups. Returns metrics; `folder` is the run's."""
+        """Updates the selection from the groups of a step, and returns metrics.
+
+        Args:
+            step: the step of the run.
+            groups: the graded groups of the step.
+            folder: the run directory, for files of the task.
+        """
         ...
 
     # Checkpoints hold this state, so that a resumed run gets the same problems.

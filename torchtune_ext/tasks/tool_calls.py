@@ -31,7 +31,11 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    """Returns the calls in a turn, or raises UsageError, for the policy, for an invalid one."""
+    """Returns the calls in the text of a turn.
+
+    Raises:
+        UsageError: the text between the marks of a call is invalid. The message is for the policy.
+    """
     # Calls in a thought are ignored.
     text = strip_thinking(text)
     if marked := _CALL_BLOCK.findall(text):

@@ -65,7 +65,11 @@ class Archive:
         return (entry for _, entry in sorted(self._elites.items()))
 
     def add(self, entry: ArchiveEntry) -> bool:
-        """Adds a program to an empty cell, or if it is significantly faster. Returns whether."""
+        """Adds a program if its cell is empty or has a significantly slower elite.
+
+        Returns:
+            Whether the program was added.
+        """
         # The intervals must not overlap, so noise never replaces an elite.
         elite = self._elites.get(entry.cell)
         if elite is not None and entry.speedup_low <= elite.speedup_high:

@@ -182,7 +182,11 @@ class Programs:
         return Problem(f"{problem_id(kernel)}/{stage}/{index}", short_messages(kernel, stage), program.answer)
 
     def grade(self, problem: Problem, text: str) -> Score:
-        """Raises NotImplementedError: a reward must be measured, by the task `Matmul`."""
+        """Not supported: the reward of a program must be measured, by the task `Matmul`.
+
+        Raises:
+            NotImplementedError: always.
+        """
         raise NotImplementedError(
             "Programs is a task for warmup_sft and has no reward: the speed of a program must be measured. Fix: Train "
             "with torchtune_ext.measured.matmul.Matmul"
@@ -200,7 +204,11 @@ class Programs:
         return kernel, program, stage
 
     def _draw(self, stage: str, is_new: bool, index: int, rng: random.Random) -> Program | None:
-        """Draws a program that the stage permits, and no earlier one if `is_new`, or None."""
+        """Draws a program that the stage permits and, if `is_new`, no earlier stage permits.
+
+        Returns:
+            The program, or None after MAX_DRAWS draws.
+        """
         for _ in range(MAX_DRAWS):
             program = self.family[index]
             possible = self._permitting_stages(program)

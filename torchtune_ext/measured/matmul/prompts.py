@@ -14,7 +14,13 @@ Messages = tuple[dict[str, str], ...]
 
 
 def messages(kernel: Kernel, stage: str, elite: ArchiveEntry | None = None) -> Messages:
-    """Returns the messages for one problem, with the program `elite` to improve if it is given."""
+    """Returns the messages for one problem.
+
+    Args:
+        kernel: the kernel to compute, at the size `kernel.timed`.
+        stage: a name of `stages.STAGES`.
+        elite: a program to improve, with its speed. None shows no program.
+    """
     parts = [
         f"Write a function in C, as fast as you can make it. It computes {kernel.question}.",
         f"```c\n{prototype(kernel)};\n```",

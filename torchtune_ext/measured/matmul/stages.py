@@ -60,7 +60,11 @@ class _ProblemState:
 
 
 class Curriculum:
-    """The stage of every problem, one of `stages`, which are names of STAGES in order."""
+    """The stage of every problem.
+
+    Args:
+        stages: names of STAGES in order. Omit "threads" if a program may use only one thread.
+    """
 
     def __init__(self, stages: Sequence[str] = tuple(STAGES)) -> None:
         self.stages = tuple(stages)
@@ -71,7 +75,11 @@ class Curriculum:
         return self.stages[self._problems[problem].stage if problem in self._problems else 0]
 
     def observe(self, problem: str, visit: Visit) -> str:
-        """Records a group of a problem at its stage. Returns the reason of a promotion, or ""."""
+        """Records one group of a problem, sampled at its current stage.
+
+        Returns:
+            The reason of a promotion to the next stage, for the log; "" without a promotion.
+        """
         state = self._problems.setdefault(problem, _ProblemState())
         state.visits += 1
         state.window = [*state.window, visit][-WINDOW_VISITS:]
@@ -87,7 +95,11 @@ class Curriculum:
         return {"stages": list(self.stages), "problems": problems}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Restores a `state_dict`. Raises UsageError if it has another list of stages."""
+        """Restores the return value of `state_dict`.
+
+        Raises:
+            UsageError: the state has another list of stages.
+        """
         if tuple(state["stages"]) != self.stages:
             raise UsageError(
                 f"stages={list(self.stages)}, but the checkpoint was written with {state['stages']}. Fix: use these, "

@@ -154,7 +154,11 @@ class Matmul(MeasuredTask):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a `state_dict`. Raises UsageError if it has other stages."""
+        """Restores the return value of `state_dict`.
+
+        Raises:
+            UsageError: the state has other stages.
+        """
         if (state["curriculum"] is None) != (self.curriculum is None):
             had = "none" if state["curriculum"] is None else state["curriculum"]["stages"]
             now = "none" if self.curriculum is None else list(self.curriculum.stages)
@@ -213,7 +217,11 @@ def problem_id(kernel: Kernel) -> str:
 
 
 def make_kernels(mapping: Mapping[str, int | Sequence[int]]) -> list[Kernel]:
-    """Creates the kernels of a mapping of names to sizes. Raises UsageError if one is invalid."""
+    """Creates the kernels of a mapping of names to sizes.
+
+    Raises:
+        UsageError: a name or a size is invalid.
+    """
     if not isinstance(mapping, Mapping) or not mapping:
         raise UsageError(f"task.kernels={mapping!r}: map each kernel to its sizes, as {{dgemm: [256, 512]}}")
     kernels = []
