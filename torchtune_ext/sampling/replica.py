@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtune_ext.run.errors import RunFailure, UsageError
 from torchtune_ext.sampling.backend import Backend, BackendCrashed, EngineRequest, EngineStepStats, mark_retrieved
@@ -23,6 +23,9 @@ from torchtune_ext.sampling.engine_args import LARGE_GPU_BYTES, default_max_num_
 from torchtune_ext.sampling.throttle import ConcurrencyController, Throttle
 from torchtune_ext.sampling.types import Completion, EngineConfig, EngineFailed, Priority, WeightsIncomplete
 from torchtune_ext.sampling.weight_buffer import WeightBuffer, WeightBuffers, find_differing_tensors
+
+if TYPE_CHECKING:
+    from torchtune_ext.sampling.pool import Pool
 
 log = logging.getLogger(__name__)
 
@@ -68,19 +71,18 @@ class EngineReplica:
     All methods run in the engine's asyncio thread. Any thread may set the state CLOSED.
     """
 
-    def __init__(self, pool: Any, number: int, name: str, config: EngineConfig):
+    def __init__(self, pool: "Pool", number: int, name: str, config: EngineConfig):
         """Creates a replica without a backend.
 
         Args:
-            pool: The `pool.Pool` of the run.
+            pool: The pool of the run.
             number: Index of the replica in the pool.
             name: Name of the replica in messages.
             config: The `engine:` section of this replica.
         """
         self._pool, self.number, self.name, self.config = pool, number, name, config
         self.log_name = name.removeprefix("the ")  # begins log lines: "engine replica 1: crashed"
-        self._make_backend: Callable[[EngineReplica], Backend] = pool.make_backend
-        self._buffers: WeightBuffers = pool.buffers
+        self._make_backend, self._buffers = pool.make_backend, pool.buffers
         self.counts = dict.fromkeys(COUNTS, 0)
         self.max_usage = 0.0  # highest fraction of the KV cache in use
         self.last_step = EngineStepStats(0.0, 0, 0, 0, 0, 0)
@@ -97,7 +99,7 @@ class EngineReplica:
         self._state_lock = threading.Lock()
         self.failure_cause = ""  # cause of the last change to a worse state
         self.backend: Backend | None = None  # current backend; None between two of them
-        self.version: int = pool.first_version  # policy version of the loaded weights
+        self.version = pool.first_version  # policy version of the loaded weights
         self.restarts = 0  # successful restarts
         self.failures = 0  # failures in a row, without a finished request between them
         self.error: EngineFailed | None = None  # why the replica was retired

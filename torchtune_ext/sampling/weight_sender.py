@@ -5,12 +5,15 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from torchtune_ext.sampling.backend import BackendCrashed, crash_on_timeout, gather_or_cancel
 from torchtune_ext.sampling.child_process import ChildProcess
 from torchtune_ext.sampling.weight_buffer import WeightBuffer
+
+if TYPE_CHECKING:
+    from torchtune_ext.sampling.server import ServerBackend
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +64,7 @@ class WeightSender:
         finally:
             self._turn.release()
 
-    async def update_server(self, backend: Any, buffer: WeightBuffer, version: int) -> None:
+    async def update_server(self, backend: "ServerBackend", buffer: WeightBuffer, version: int) -> None:
         """Sends a buffer to the server of `backend`, and sets the server's policy version.
 
         The caller must have the `turn`.
@@ -80,7 +83,7 @@ class WeightSender:
             log.warning(message)
             raise BackendCrashed(message) from error
 
-    async def _send(self, backend: Any, buffer: WeightBuffer, version: int) -> None:
+    async def _send(self, backend: "ServerBackend", buffer: WeightBuffer, version: int) -> None:
         limit_s, address = backend.config.rpc_deadline_s, backend.address
         sender, init = self.start(), None
         # A reconnected server is not in the group of its previous connection.
