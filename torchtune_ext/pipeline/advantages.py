@@ -91,7 +91,8 @@ class AdvantageConfig:
         default=0.0,
         ge=0,
         le=1,
-        description="adds this x (mean length - own length) / maximum length to the advantage of right answers (reward >= 1) of a group",
+        description="adds length_coef x (mean length - own length) / maximum length to the advantages of a group's right "
+        "answers (reward >= 1)",
     )
     truncated: Literal["keep", "mask", "penalize"] = Field(
         default="keep", description="truncated samples: keep, mask (count in the baseline only), or penalize"
@@ -360,8 +361,8 @@ def _require_binary_rewards(groups: list[Group], config: AdvantageConfig) -> Non
             if sample.score is not None and (reward := _base_reward(sample, config)) not in (0.0, 1.0):
                 raise UsageError(
                     f"advantage.scale=group_mean (MaxRL): problem {group.problem.id!r} has a completion with reward "
-                    f"{reward:g}; expected 0 or 1. Fix: return 0 or 1 from the grader, or from the agent and agent.on_error, or "
-                    "set another scale"
+                    f"{reward:g}; expected 0 or 1. Fix: return 0 or 1 from the grader, or from the agent and agent.on_error, "
+                    "or set another scale"
                 )
 
 

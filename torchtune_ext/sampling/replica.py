@@ -22,7 +22,7 @@ from torchtune_ext.sampling.backend import Backend, BackendCrashed, EngineReques
 from torchtune_ext.sampling.engine_args import LARGE_GPU_BYTES, default_max_num_seqs, local_gpu_bytes, on_cpu
 from torchtune_ext.sampling.throttle import ConcurrencyController, Throttle
 from torchtune_ext.sampling.types import Completion, EngineConfig, EngineFailed, Priority, WeightsIncomplete
-from torchtune_ext.sampling.weight_buffer import WeightBuffer, WeightBuffers, find_differing_tensors
+from torchtune_ext.sampling.weight_buffer import WeightBuffer, find_differing_tensors
 
 if TYPE_CHECKING:
     from torchtune_ext.sampling.pool import Pool
