@@ -8,6 +8,7 @@
 # make long         the tests that take minutes each, and 200 weight syncs under 5,000 requests
 # make learns       the tests that train until the reward rises (minutes to hours)
 # make chaos        faults at random moments on real runs (about 90 minutes; CHAOS_ARGS="--rounds 10 --agents" for others)
+# make dist         source distribution and wheel in dist/, checked by twine
 # make install      only the environment
 #
 # PYTHON=python3.12   interpreter of the environment (3.11 or later)
@@ -27,6 +28,7 @@ STAMP := $(VENV)/.installed
 TRITON := $(VENV)/triton
 WANDB_SWEEPS := $(VENV)/wandb_sweeps
 TRACKERS := $(VENV)/trackers
+DIST_TOOLS := $(VENV)/dist_tools
 # Pages of the site, and files that pages link to.
 SITE_SOURCES := mkdocs.yml README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs benchmarks configs examples kernels recipes scripts tests torchtune_ext
 
@@ -34,7 +36,7 @@ SITE_SOURCES := mkdocs.yml README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs b
 unexport PYTHONDONTWRITEBYTECODE
 unexport PYTHONPATH
 
-.PHONY: quickstart pretrained lint docs test test-all test-random long learns chaos install clean
+.PHONY: quickstart pretrained lint docs test test-all test-random long learns chaos dist install clean
 
 quickstart: $(STAMP)
 	VENV="$(VENV)" scripts/quickstart.sh
@@ -78,6 +80,11 @@ learns: $(STAMP)
 chaos: $(STAMP)
 	"$(VENV)/bin/python" tests/chaos/chaos.py $(CHAOS_ARGS)
 
+dist: $(DIST_TOOLS)
+	rm -rf dist
+	PYTHONPATH="$(abspath $(DIST_TOOLS))" "$(VENV)/bin/python" -m build --no-isolation
+	PYTHONPATH="$(abspath $(DIST_TOOLS))" "$(VENV)/bin/python" -m twine check --strict dist/*
+
 install: $(STAMP)
 
 # Done again when a requirement changes. `pip check` complains in every variant (see docs/getting_started/installation.md) and is not asked.
@@ -93,6 +100,10 @@ $(TRITON): | $(STAMP)
 # W&B's schema of sweeps is in a package that needs an older numpy than vLLM, so it lies beside the environment, too.
 $(WANDB_SWEEPS): | $(STAMP)
 	"$(VENV)/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps --target "$@" sweeps==0.3.0
+
+# What builds and checks a release is needed by nothing else.
+$(DIST_TOOLS): | $(STAMP)
+	"$(VENV)/bin/python" -m pip --disable-pip-version-check install --quiet --target "$@" build==1.6.1 twine==7.0.0
 
 # MLflow and trackio need an older cachetools and pillow than the pinned ones.
 $(TRACKERS): | $(STAMP)

@@ -238,8 +238,9 @@ class GRPORecipe:
 
         # Only rank 0 has an engine. The other ranks sleep until it is ready. Without this call they
         # would busy-wait in the collectives of the first weight sync.
-        engines = [engine for engine in (self.engine, self.teacher) if engine]
-        startup_seconds = self.ranks.call_on_main(lambda: [engine.wait_ready() for engine in engines])
+        startup_seconds = self.ranks.call_on_main(
+            lambda: [engine.wait_ready() for engine in (self.engine, self.teacher) if engine]
+        )
         if self.engine:
             print_engine_ready(max(startup_seconds))
             components.precision.write_fp8_report(cfg.output_dir, self.policy)
@@ -327,7 +328,8 @@ class GRPORecipe:
         cfg, timer = self.cfg, self.timer
         # The engine has loaded model_dir. After a resume, with an adapter or in FP8 the policy
         # differs from these files, so publish it before sampling.
-        self.publisher.publish(self.step)
+        with self.progress.phase("first weight sync: not finished"):
+            self.publisher.publish(self.step)
         self.source.on_publish(self.step)
         if self.step == 0:
             with timer("eval"):

@@ -206,7 +206,8 @@ class WarmupRecipe:
     def train(self) -> None:
         cfg = self.cfg
         assert self.metrics is not None  # since `setup`
-        groups = self.build_groups()
+        with self.progress.phase("tokenization: not finished"):
+            groups = self.build_groups()
         with self.progress.training_bar(self.num_updates, "warm-up", "update") as bar:
             for update in range(self.num_updates):
                 self.timer.lap()

@@ -31,6 +31,7 @@ from torchtune_ext.run.stop import SIGNAL_NAMES
 from torchtune_ext.sweep.search import Pruner, next_point
 from torchtune_ext.sweep.spec import Point, Sweep
 from torchtune_ext.telemetry.metrics import read_metrics
+from torchtune_ext.telemetry.progress import ProgressBar
 from torchtune_ext.telemetry.runs import METRICS_FILE, SWEEP_FILE, SWEEP_FORMAT, read_sweep_record
 
 SPEC_FILE, LOCK_FILE, OUTPUT_FILE = "sweep.yaml", "sweep.lock", "output.log"
@@ -258,7 +259,11 @@ class SweepRunner:
     async def _wait_for_run(self, run: SweepRun, process: subprocess.Popen) -> bool:
         """Waits until a run has ended. Returns whether early termination stopped it."""
         early, told_at = False, None  # time of SIGTERM
+        progress = ProgressBar(run.id)
         while process.poll() is None:
+            steps = [record["step"] for record in metric_records(self.folder.path / run.id, "step")]
+            progress.label = f"{run.id}: step {max(steps, default=0)}"
+            progress.add(0)
             if told_at is None and self.stop_signal is not None:
                 told_at = time.monotonic()
             elif told_at is None and self._should_prune(run):

@@ -2,7 +2,9 @@
 
 import logging
 import math
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
@@ -16,7 +18,6 @@ from torchtune_ext.run.terminal import terminal_width
 
 log = logging.getLogger(__name__)
 
-LOG_INTERVAL_S = 30.0  # seconds between the lines that replace a bar
 _HEADER_EVERY_LINES = 25  # lines after which the header is printed again
 _ZERO_VARIANCE_STEPS = 5  # consecutive steps with only zero-variance groups before a warning
 _MAX_TRUNCATED = 0.5  # a larger fraction of truncated samples causes a warning
@@ -26,9 +27,11 @@ _MIN_REWARD_STD = 1e-9  # rewards whose standard deviation is below this are equ
 class ProgressBar(Closing):
     """Counts items, tokens and rewards of one phase; threads may update it concurrently.
 
+    As a context manager, it also prints its lines while nothing is counted.
+
     Args:
         label: name of the phase.
-        total: number of items.
+        total: number of items; None: the lines show `label` and the elapsed time only.
         unit: noun for an item ("sample", "row").
         file: stream for a tqdm bar; None, or after a write error: lines instead of a bar.
         log_every_s: seconds between two lines.
@@ -37,13 +40,14 @@ class ProgressBar(Closing):
 
     # The counts have no lock: a concurrent update may show one sample late.
 
-    def __init__(self, label: str, total: int, unit: str, file: TextIO | None, log_every_s: float = LOG_INTERVAL_S,
-                 clock: Callable[[], float] = time.monotonic):  # fmt: skip
+    def __init__(self, label: str, total: int | None = None, unit: str = "", file: TextIO | None = None,
+                 log_every_s: float = 30.0, clock: Callable[[], float] = time.monotonic):  # fmt: skip
         self.label, self.total, self.unit = label, total, unit
         self.count = self.tokens = self.num_rewards = 0
         self.reward_sum = 0.0
         self._clock, self._log_every_s = clock, log_every_s
         self._start = self._last_log = clock()
+        self._closed = threading.Event()
         self._file, self._tqdm = file, None
         if file is not None:
             self._try_draw(self._open_bar)
@@ -61,8 +65,14 @@ class ProgressBar(Closing):
         self._update(0)
 
     def close(self) -> None:
+        self._closed.set()
         if self._tqdm is not None:
             self._try_draw(self._tqdm.close)
+
+    def __enter__(self) -> "ProgressBar":
+        if self._tqdm is None and self._log_every_s < math.inf:
+            threading.Thread(target=self._log_until_closed, name="progress", daemon=True).start()
+        return self
 
     def status_text(self) -> str:
         """Returns the current means and throughput: "reward 0.412, length 83, 5,120 tok/s"."""
@@ -81,13 +91,22 @@ class ProgressBar(Closing):
             # A refresh would redraw for every sample; `update` redraws ten times a second at most.
             tqdm.set_postfix_str(self.status_text(), refresh=False)
             self._try_draw(lambda: tqdm.update(count))
-            return
+        else:
+            self._log_if_due()
+
+    def _log_if_due(self) -> None:
         # In a log file, lines at this interval keep the log short and still show a stall.
         now = self._clock()
         if now - self._last_log >= self._log_every_s:
             self._last_log = now
-            done = f"{self.label}: {self.count} of {self.total} {self.unit}s after {now - self._start:.0f} s"
-            print_text(", ".join(filter(None, (done, self.status_text()))), sys.stderr)
+            done = self.label if self.total is None else f"{self.label}: {self.count} of {self.total} {self.unit}s"
+            print_text(
+                ", ".join(filter(None, (f"{done} after {now - self._start:.0f} s", self.status_text()))), sys.stderr
+            )
+
+    def _log_until_closed(self) -> None:
+        while not self._closed.wait(max(0.0, self._last_log + self._log_every_s - self._clock())):
+            self._log_if_due()
 
     def _open_bar(self) -> None:
         # `leave=False` removes the finished bar, so that only the table stays on the screen.
@@ -108,16 +127,20 @@ class Progress:
     Args:
         total_steps: the 200 of "12/200" in the table; None: unknown.
         rank: rank of this process. Only rank 0 draws bars and prints the table.
-        bars: whether to draw bars; None: only if `sys.stderr` is a terminal.
+        bars: whether to draw bars; None: only if `sys.stderr` is a terminal, and not in a notebook.
+        log_every_s: seconds between the lines that replace a bar.
         file: stream for the table; None: `sys.stdout`.
     """
 
-    def __init__(
-        self, total_steps: int | None = None, rank: int = 0, bars: bool | None = None, file: TextIO | None = None
-    ):
+    def __init__(self, total_steps: int | None = None, rank: int = 0, bars: bool | None = None,
+                 log_every_s: float = 30.0, file: TextIO | None = None):  # fmt: skip
         self._total, self._rank, self._file = total_steps, rank, file
-        bars = terminal_width(sys.stderr) is not None if bars is None else bars
-        self._bars = bars and rank == 0 and sys.stderr is not None
+        # Other ranks count like rank 0, but print nothing.
+        self._log_every_s = log_every_s if rank == 0 else math.inf
+        if bars is None:
+            # A notebook's `!` runs commands on a pseudo-terminal, but saves each redrawn bar.
+            bars = terminal_width(sys.stderr) is not None and "JPY_PARENT_PID" not in os.environ
+        self._bars = rank == 0 and sys.stderr is not None and bars
         self._lines = 0
         self._columns = _COLUMNS  # the columns that fit the terminal
         self._zero_variance_steps = 0  # consecutive steps with only zero-variance groups
@@ -132,6 +155,11 @@ class Progress:
 
     def training_bar(self, total: int, label: str = "train", unit: str = "row") -> ProgressBar:
         return self._make_bar(label, total, unit)
+
+    def phase(self, label: str) -> ProgressBar:
+        """Returns a context manager that prints `label` and the elapsed time every `log_every_s`."""
+        # tqdm does not redraw a bar that counts nothing, so a terminal gets lines, too.
+        return ProgressBar(label, log_every_s=self._log_every_s)
 
     def log_step(self, step: int, values: Mapping[str, float]) -> None:
         """Collects metrics of a step, and prints its line when they include `time/step`.
@@ -181,9 +209,7 @@ class Progress:
                         100 * values["length/truncated"])  # fmt: skip
 
     def _make_bar(self, label: str, total: int, unit: str) -> ProgressBar:
-        # Other ranks count like rank 0, but print nothing.
-        every = LOG_INTERVAL_S if self._rank == 0 else math.inf
-        return ProgressBar(label, total, unit, sys.stderr if self._bars else None, every)
+        return ProgressBar(label, total, unit, sys.stderr if self._bars else None, self._log_every_s)
 
 
 def _fit_columns(max_width: int | None) -> tuple[tuple, ...]:

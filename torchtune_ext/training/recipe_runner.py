@@ -15,6 +15,7 @@ from torchtune_ext.run.errors import FAILURE_STATUS, UsageError, exit_status_of
 from torchtune_ext.run.output import print_text
 from torchtune_ext.run.process_env import rank_and_world_size
 from torchtune_ext.run.stop import SIGNAL_NAMES, RunStopped, StopSignals
+from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.training.checkpoints import RunAlreadyComplete
 from torchtune_ext.training.collectives import MainRankFailure, announce_main_failure
 from torchtune_ext.training.distributed import close_ranks
@@ -57,13 +58,15 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
     ranks_in_sync = True
     is_set_up = False
     already_complete_message = ""  # set if the run was complete before this start
-    is_distributed = rank_and_world_size()[1] > 1
+    rank, world_size = rank_and_world_size()
+    is_distributed = world_size > 1
     with recipe.stop as stop:
         # A run has failed until it succeeds. The cleanup reports the status to the metric sinks.
         stop.exit_status = FAILURE_STATUS
         try:
             try:
-                recipe.setup()
+                with Progress(rank=rank).phase("start: not ready"):
+                    recipe.setup()
                 is_set_up = True
                 work(recipe)
                 stop.exit_status = 0

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from helpers import small_sweeps
 from torchtune_ext.sweep.runner import OUTPUT_FILE, SweepFolder
 from torchtune_ext.sweep.spec import read_sweep
+from torchtune_ext.telemetry.progress import ProgressBar
 
 RATES = "parameters: {lr: {values: [0.1, 0.2, 0.3]}}\n"
 
@@ -63,6 +66,16 @@ def test_sweep_runs_every_point_once_and_records_it(tmp_path, capsys, monkeypatc
     output = capsys.readouterr().out
     assert "run_01 (1 of 3) starts: lr=0.1" in output and "finished after" in output
     folder.close()
+
+
+def test_sweep_prints_step_and_time_of_silent_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torchtune_ext.sweep.runner.ProgressBar", partial(ProgressBar, log_every_s=0.1))
+    file = small_sweeps.write(tmp_path / "lr.yaml", "parameters: {lr: {values: [0.1]}}\n")
+    runner, _ = small_sweeps.runner(file, tmp_path / "out", 1, "steps=4", "seconds=0.3")
+    assert runner.run()
+    lines = capsys.readouterr().err.splitlines()
+    steps = [int(re.fullmatch(r"run_01: step (\d) after \d s", line)[1]) for line in lines]
+    assert steps == sorted(steps) and {0, 2} <= set(steps), lines
 
 
 def test_a_run_that_fails_is_a_result(tmp_path, capsys):

@@ -2,10 +2,13 @@
 
 import io
 import re
+import threading
 import time
 
 import pytest
 
+from helpers.waiting import wait_until
+from torchtune_ext.telemetry import progress as progress_module
 from torchtune_ext.telemetry.progress import Progress, ProgressBar
 
 
@@ -26,6 +29,33 @@ def test_lines_in_a_log_are_sparse(capsys):
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
     assert lines[0] == "sample: 31 of 100 samples after 30 s, reward 0.250, length 50, 52 tok/s"
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda progress: progress.phase("start: not ready"), r"start: not ready after \d s"),
+        (lambda progress: progress.sampling_bar(8, "evaluate"), r"evaluate: 0 of 8 samples after \d s"),
+    ],
+)
+def test_silent_phase_prints_elapsed_time_until_closed(make, line, capfd):
+    printed = []
+    with make(Progress(bars=False, log_every_s=0.05)):
+        wait_until(lambda: printed.append(capfd.readouterr().err) or "".join(printed).count("\n") >= 3)
+    wait_until(lambda: all(thread.name != "progress" for thread in threading.enumerate()))
+    lines = ("".join(printed) + capfd.readouterr().err).splitlines()
+    assert len(lines) >= 3 and all(re.fullmatch(line, each) for each in lines), lines
+
+
+@pytest.mark.parametrize(("variables", "bars"), [({}, True), ({"JPY_PARENT_PID": "1"}, False)])
+def test_notebook_terminal_gets_lines_not_bars(variables, bars, monkeypatch, capsys):
+    monkeypatch.setattr(progress_module, "terminal_width", lambda stream: 80)
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with Progress().sampling_bar(8) as bar:
+        bar.add()
+    assert ("\r" in capsys.readouterr().err) == bars
 
 
 def test_a_bar_shows_reward_length_and_speed():

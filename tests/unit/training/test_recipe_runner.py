@@ -75,6 +75,16 @@ def stopped_and_failing(error):
     return work
 
 
+@pytest.mark.parametrize(("rank", "printed"), [("0", True), ("1", False)])
+def test_recipe_runner_slow_start_prints_elapsed_time(rank, printed, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(recipe_runner, "Progress", partial(recipe_runner.Progress, log_every_s=0.05))
+    monkeypatch.setattr(Recipe, "setup", lambda recipe: recipe.calls.append("setup") or time.sleep(0.3))
+    run(lambda recipe: None)
+    assert ("start: not ready after 0 s\n" in capsys.readouterr().err) == printed
+
+
 def test_recipe_runner_error_during_sigterm_is_raised():
     with pytest.raises(OSError, match="No space left"):
         run(stopped_and_failing(OSError("step_000012 was not saved: No space left on device")))
