@@ -6,26 +6,24 @@ repeats it, with the same seeds. After `max_failures` failures in a row the repl
 """
 
 import asyncio
+import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torchtune_ext.run.errors import RunFailure, UsageError
 from torchtune_ext.sampling.backend import Backend, BackendCrashed, EngineRequest, EngineStepStats, mark_retrieved
 from torchtune_ext.sampling.engine_args import LARGE_GPU_BYTES, default_max_num_seqs, local_gpu_bytes, on_cpu
 from torchtune_ext.sampling.throttle import ConcurrencyController, Throttle
 from torchtune_ext.sampling.types import Completion, EngineConfig, EngineFailed, Priority, WeightsIncomplete
-from torchtune_ext.sampling.weight_buffer import WeightBuffer, find_differing_tensors
-
-if TYPE_CHECKING:
-    from torchtune_ext.sampling.pool import Pool
+from torchtune_ext.sampling.weight_buffer import WeightBuffer, WeightBuffers, find_differing_tensors
 
 log = logging.getLogger(__name__)
 
@@ -65,13 +63,27 @@ def shielded(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., a
     return run
 
 
+class ReplicaPool(Protocol):
+    """The part of `pool.Pool` that a replica uses."""
+
+    make_backend: "Callable[[EngineReplica], Backend]"
+    buffers: WeightBuffers
+    first_version: int
+    ids: "itertools.count[int]"
+    changed: asyncio.Condition
+
+    def wait_for(self, condition: Callable[[], bool]) -> Awaitable[None]: ...
+
+    def on_state_change(self, replica: "EngineReplica", previous: State) -> None: ...
+
+
 class EngineReplica:
     """Owns a replica's current backend, its throttle and its counters.
 
     All methods run in the engine's asyncio thread. Any thread may set the state CLOSED.
     """
 
-    def __init__(self, pool: "Pool", number: int, name: str, config: EngineConfig):
+    def __init__(self, pool: ReplicaPool, number: int, name: str, config: EngineConfig):
         """Creates a replica without a backend.
 
         Args:

@@ -5,20 +5,36 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from torchtune_ext.sampling.backend import BackendCrashed, crash_on_timeout, gather_or_cancel
 from torchtune_ext.sampling.child_process import ChildProcess
+from torchtune_ext.sampling.types import EngineConfig
 from torchtune_ext.sampling.weight_buffer import WeightBuffer
-
-if TYPE_CHECKING:
-    from torchtune_ext.sampling.server import ServerBackend
 
 log = logging.getLogger(__name__)
 
 SENDER_MODULE = "torchtune_ext.sampling.broadcast"
 SENDER_START_S = 60.0  # deadline of the sender's start in seconds; it imports torch
+
+
+class Receiver(Protocol):
+    """The part of a `ServerBackend` that the weight sender uses."""
+
+    config: EngineConfig
+    address: str
+    connection_id: str
+    transfer: str
+    workers: int
+
+    async def slow_call(self, method: str, /, **arguments: Any) -> Any: ...
+
+    async def begin_update(self, buffer: WeightBuffer) -> None: ...
+
+    async def transfer_tensors(self, buffer: WeightBuffer, broadcast: bool = False) -> None: ...
+
+    async def finish_update(self, buffer: WeightBuffer, version: int) -> None: ...
 
 
 class WeightSender:
@@ -64,7 +80,7 @@ class WeightSender:
         finally:
             self._turn.release()
 
-    async def update_server(self, backend: "ServerBackend", buffer: WeightBuffer, version: int) -> None:
+    async def update_server(self, backend: Receiver, buffer: WeightBuffer, version: int) -> None:
         """Sends a buffer to the server of `backend`, and sets the server's policy version.
 
         The caller must have the `turn`.
@@ -83,7 +99,7 @@ class WeightSender:
             log.warning(message)
             raise BackendCrashed(message) from error
 
-    async def _send(self, backend: "ServerBackend", buffer: WeightBuffer, version: int) -> None:
+    async def _send(self, backend: Receiver, buffer: WeightBuffer, version: int) -> None:
         limit_s, address = backend.config.rpc_deadline_s, backend.address
         sender, init = self.start(), None
         # A reconnected server is not in the group of its previous connection.

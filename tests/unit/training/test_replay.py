@@ -154,10 +154,16 @@ def test_replay_without_content_refuses_environment_loss(run):
     with pytest.raises(ValueError, match=f"environment_coef=0.05, but the rollouts of replay={run} do not record.*=0$"):
         replay(run, loss=loss)
     # Content in any step is enough.
-    *_, path = rollout_paths(run).values()
-    first, *others = read_rollouts(path)
-    samples = (replace(s, completion=replace(s.completion, turns=((0, 1), (2, 3)), content_spans=((1, 2),))) for s in first.samples)
-    RolloutStore(run).write(STEPS, [replace(first, samples=tuple(samples)), *others])
+    steps = {step: read_rollouts(path) for step, path in rollout_paths(run).items()}
+    first, *others = steps[STEPS]
+    samples = [
+        replace(s, completion=replace(s.completion, turns=((0, 1), (2, 3)), content_spans=((1, 2),)))
+        for s in first.samples
+    ]
+    steps[STEPS] = [replace(first, samples=tuple(samples)), *others]
+    store = RolloutStore(run, resume_step=0)
+    for step, groups in steps.items():
+        store.write(step, groups)
     replay(run, loss=loss)
 
 
