@@ -159,7 +159,7 @@ def operations_of(model: TransformerDecoder, row: Row, checkpointing: bool = Fal
     attention = sum(4 * layer.attn.num_heads * layer.attn.head_dim for layer in model.layers)
     mask = torch.ones(1, row.tokens_T.numel(), row.tokens_T.numel(), dtype=torch.bool, device="meta")
     with (
-        mock.patch("torchtune_ext.policy.logprobs.packed_mask", lambda ends_T: mask),
+        mock.patch("torchtune_ext.policy.logprobs.packed_mask", lambda *_: mask),
         FlopCounterMode(display=False) as counter,
     ):
         output = policy(row.to(torch.device("meta")))

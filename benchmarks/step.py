@@ -175,7 +175,7 @@ def own_variants(names: list[str], case: Case) -> dict[str, Variant]:
     return {name: way(name) for name in names}
 
 
-def whole_mask(ends_T: Tensor) -> Tensor:
+def whole_mask(ends_T: Tensor, *_) -> Tensor:
     return dense_mask(ends_T)[None]
 
 

@@ -2,7 +2,8 @@
 
 For query i and key j of a row::
 
-    allowed[i, j] = j <= i < end[j]
+    allowed[i, j] = j <= i < end[j]                                           # a layer without window
+    allowed[i, j] = j <= i < end[j] and position[i] - position[j] < window    # a sliding window
 
 * On **CUDA**, FlexAttention uses a block mask computed from the ends. It never loads tiles of 128 x
   128 without an allowed pair, so the cost grows with the allowed area. The T x T mask is never
@@ -10,18 +11,22 @@ For query i and key j of a row::
 * On **CPU**, FlexAttention has no backward pass, and a dense mask would waste three quarters of the
   work. Instead, consecutive tokens with equal ends form a segment, which sees itself, causally, and
   all of its ancestor segments. Segments are stacked and computed by fused SDPA. A group takes two
-  calls if all its completions are in one stack.
+  calls if all its completions are in one stack. With a window, a call has 128 queries of each
+  segment and only the keys that they see.
 
-Both equal attention with the dense mask up to rounding, in value and gradient.
+Both equal attention with the dense mask up to rounding, in value and gradient. If some layers have
+a window, the mask of a row is a dict with a mask for each distinct window.
 
 Shape letters of this module: N segments of a stack, R tokens of its longest segment, A tokens of
-its ancestors, S tokens of the row in the order of the stacks, with padding, H heads, D head width.
+its ancestors in the window, C queries and K keys of an SDPA call, S tokens of the row in the order
+of the stacks, with padding, H heads, D head width.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -29,29 +34,54 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 TILE_SIZE = 128  # queries and keys per block of FlexAttention
 FLEX_BUCKETS_PER_OCTAVE = 2  # compiled lengths of FlexAttention between two powers of two
 # Kernels that PyTorch may compile for FlexAttention: 2 * FLEX_BUCKETS_PER_OCTAVE for each of 64
-# octaves of lengths.
+# octaves of lengths, or of 32 octaves with two windows.
 RECOMPILE_LIMIT = 256
 FLOAT32_SHARED_MEMORY = 160 << 10  # bytes of shared memory for FlexAttention's default tiles in float32
 MASK_CHUNK_TILES = 8  # query tiles per step of the block mask computation
 MAX_PADDING_FRACTION = 0.25  # maximum fraction of padding in a stacked completion
+WINDOW_QUERIES = 128  # queries of a segment in one SDPA call on a CPU, with a window
 
 
-def dense_mask(ends_T: Tensor) -> Tensor:
-    """Returns the reference mask, bool [T, T]: True where a query (first axis) may see a key."""
+def dense_mask(ends_T: Tensor, positions_T: Tensor | None = None, window: int | None = None) -> Tensor:
+    """Returns the reference mask, bool [T, T]: True where a query (first axis) may see a key.
+
+    Args:
+        ends_T: one past the last index that sees the token.
+        positions_T: position of the token in its path; needed only with a window.
+        window: number of keys that a query sees at most, including itself; None: all.
+    """
     query_index_T1 = torch.arange(ends_T.numel(), device=ends_T.device)[:, None]
-    return (query_index_T1 < ends_T).tril()
+    mask_TT = (query_index_T1 < ends_T).tril()
+    if window is None:
+        return mask_TT
+    assert positions_T is not None
+    return mask_TT & (positions_T[:, None] - positions_T < window)
 
 
-def block_mask(ends_T: Tensor) -> BlockMask:
-    """Returns the mask of `dense_mask` as a block mask of FlexAttention."""
+def block_mask(ends_T: Tensor, positions_T: Tensor | None = None, window: int | None = None) -> BlockMask:
+    """Returns the mask of `dense_mask` as a block mask of FlexAttention.
 
-    def allowed(b: Tensor | None, h: Tensor | None, i: Tensor, j: Tensor) -> Tensor:
+    The ends may be padded by `pad_ends`. The positions need not be padded.
+    """
+
+    def on_path(b: Tensor | None, h: Tensor | None, i: Tensor, j: Tensor) -> Tensor:
         return (j <= i) & (i < ends_T[j])
 
+    allowed = on_path
+    if window is not None:
+        assert positions_T is not None
+        # Padding sees only itself, at any position.
+        padded_T = F.pad(positions_T.int(), (0, ends_T.numel() - positions_T.numel()))
+
+        def in_window(b: Tensor | None, h: Tensor | None, i: Tensor, j: Tensor) -> Tensor:
+            return on_path(b, h, i, j) & (padded_T[i] - padded_T[j] < window)
+
+        allowed = in_window
     T, device = ends_T.numel(), ends_T.device
     num_tiles = -(-T // TILE_SIZE)
     columns = torch.arange(T, device=device)[None]
@@ -88,11 +118,14 @@ def _kv_block_indices(tiles: Tensor) -> tuple[Tensor, Tensor]:
 class _Stack:
     """N segments with the same ancestors that are computed together, each padded to R tokens."""
 
-    ancestors: tuple[int, ...]  # indices of the ancestor segments, A tokens in total; each is a stack of one segment
+    # For each ancestor segment in the window: its index and its first token in the window. A tokens
+    # in total. Each is a stack of one segment.
+    ancestors: tuple[tuple[int, int], ...]
     num_segments: int  # N
-    # bool [R, A + R]; None without ancestors. All N segments share it: the padding of a shorter
-    # segment follows its tokens, which do not see it.
-    mask: Tensor | None
+    # For each SDPA call: its C of the R queries, its K of the A + R keys, and its mask, bool [C, K];
+    # None: causal. All N segments share it: the padding of a shorter segment follows its tokens,
+    # which do not see it.
+    calls: tuple[tuple[slice, slice, Tensor | None], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +139,33 @@ class SegmentMask:
     order_S: Tensor  # int64, indices into the row; a shorter segment of a stack is padded with its last index
     sizes: tuple[int, ...]  # number of tokens of each stack, with padding
     stacks: tuple[_Stack, ...]
-    inverse_order_T: Tensor  # int64, index into S of each token of the row
+    inverse_order_T: Tensor  # int64, index into the results of all SDPA calls of each token of the row
 
 
-def packed_mask(ends_T: Tensor) -> BlockMask | SegmentMask:
-    """Returns the mask of a row for the device of its ends."""
-    if not ends_T.is_cuda:
-        return segment_mask(ends_T)
-    _compile_flex_attention()
-    return block_mask(pad_ends(ends_T))
+LayerMask = BlockMask | SegmentMask | Tensor  # a tensor is bool [1, T, T]
+
+
+def packed_mask(
+    ends_T: Tensor, positions_T: Tensor, windows: Iterable[int | None] = (None,)
+) -> LayerMask | dict[int | None, LayerMask]:
+    """Returns the mask of a row for the device of its ends.
+
+    Args:
+        ends_T: one past the last index that sees the token.
+        positions_T: position of the token in its path.
+        windows: distinct windows of the model's layers; None: a layer without window.
+
+    Returns:
+        The mask. If a layer has a window: a mask for each of the windows.
+    """
+    masks: dict[int | None, LayerMask] = {}
+    for window in windows:
+        if ends_T.is_cuda:
+            _compile_flex_attention()
+            masks[window] = block_mask(pad_ends(ends_T), positions_T, window)
+        else:
+            masks[window] = segment_mask(ends_T, window)
+    return masks[None] if list(masks) == [None] else masks
 
 
 def padded_length(tokens: int, tile: int, buckets_per_octave: int) -> int:
@@ -138,8 +189,9 @@ def pad_ends(ends_T: Tensor) -> Tensor:
     return torch.cat([ends_T, torch.arange(T + 1, length + 1, dtype=ends_T.dtype, device=ends_T.device)])
 
 
-def segment_mask(ends_T: Tensor) -> SegmentMask:
+def segment_mask(ends_T: Tensor, window: int | None = None) -> SegmentMask:
     """Returns the plan for a CPU: stacks of segments, and the order of the tokens."""
+    # Positions are not needed: the positions of a path's tokens are 0, 1, 2, ...
     interior_segments: list[tuple[int, int]] = []  # intervals [start, stop) of segments with descendants
     stack_candidates: list[tuple[tuple[int, ...], list[tuple[int, int]]]] = []  # (ancestors, their child segments)
     leaf_segments: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # segments without descendants, by ancestors
@@ -159,19 +211,41 @@ def segment_mask(ends_T: Tensor) -> SegmentMask:
         ancestors.append(len(interior_segments))
         interior_segments.append((start, stop))
     stack_candidates += leaf_segments.items()
-    stacks, indices, valid = [], [], []
+    stacks, indices, results, valid = [], [], [], []
     for stack_ancestors, segments in stack_candidates:
-        context = sum(stop - start for start, stop in (interior_segments[i] for i in stack_ancestors))
+        lengths = [interior_segments[i][1] - interior_segments[i][0] for i in stack_ancestors]
+        # The first query of a segment sees window - 1 tokens of its ancestors at most.
+        outside = 0 if window is None else max(0, sum(lengths) - window + 1)
+        in_window, context = [], sum(lengths) - outside
+        for ancestor, length in zip(stack_ancestors, lengths, strict=True):
+            if outside < length:
+                in_window.append((ancestor, outside))
+            outside = max(0, outside - length)
         for index_NR, valid_NR in _stack_segments(segments):
             num_segments, longest = index_NR.shape
-            mask = torch.ones(longest, context + longest, dtype=torch.bool).tril(context) if context else None
-            stacks.append(_Stack(stack_ancestors, num_segments, mask))
+            calls = tuple(_attention_calls(context, longest, window))
+            stacks.append(_Stack(tuple(in_window), num_segments, calls))
             indices.append(index_NR.flatten())
-            valid.append(valid_NR.flatten())
-    order_S, valid_S = torch.cat(indices), torch.cat(valid)
+            results += [index_NR[:, queries].flatten() for queries, _, _ in calls]
+            valid += [valid_NR[:, queries].flatten() for queries, _, _ in calls]
+    result_order_S, valid_S = torch.cat(results), torch.cat(valid)
     inverse_order_T = torch.empty(len(ends), dtype=torch.int64)
-    inverse_order_T[order_S[valid_S]] = torch.arange(order_S.numel())[valid_S]
-    return SegmentMask(order_S, tuple(index.numel() for index in indices), tuple(stacks), inverse_order_T)
+    inverse_order_T[result_order_S[valid_S]] = torch.arange(valid_S.numel())[valid_S]
+    return SegmentMask(torch.cat(indices), tuple(index.numel() for index in indices), tuple(stacks), inverse_order_T)
+
+
+def _attention_calls(context: int, longest: int, window: int | None) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Yields `_Stack.calls` of segments of `longest` tokens after `context` tokens of their ancestors."""
+    if window is None or context + longest <= window:
+        mask = torch.ones(longest, context + longest, dtype=torch.bool).tril(context) if context else None
+        yield slice(None), slice(None), mask
+        return
+    for start in range(0, longest, WINDOW_QUERIES):
+        stop = min(start + WINDOW_QUERIES, longest)
+        first = max(0, context + start - window + 1)  # the first key in the window of the first query
+        mask = torch.ones(stop - start, context + stop - first, dtype=torch.bool)
+        diagonal = context + start - first  # the first query as a key
+        yield slice(start, stop), slice(first, context + stop), mask.tril(diagonal).triu(diagonal - window + 1)
 
 
 def _stack_segments(segments: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -189,7 +263,9 @@ def _stack_segments(segments: Sequence[tuple[int, int]]) -> Iterator[tuple[Tenso
 
 
 @torch.compiler.disable(recursive=False)
-def _segment_attention(q: Tensor, k: Tensor, v: Tensor, mask: SegmentMask) -> Tensor:
+def _segment_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: SegmentMask, scale: float | None, softcap: float | None
+) -> Tensor:
     """Computes attention on the CPU. q, k, v and the result are [1, H, T, D]."""
     # torch's backward of fused attention on a CPU is up to three times slower in bfloat16 than in
     # float32.
@@ -204,12 +280,38 @@ def _segment_attention(q: Tensor, k: Tensor, v: Tensor, mask: SegmentMask) -> Te
             x[i].unflatten(1, (stack.num_segments, -1)).transpose(0, 1) for x in qkv_stacks
         )
         keys, values = (
-            torch.cat([*(x[j].expand(stack.num_segments, -1, -1, -1) for j in stack.ancestors), stack_x], dim=2)
+            torch.cat(
+                [*(x[j][:, first:].expand(stack.num_segments, -1, -1, -1) for j, first in stack.ancestors), stack_x],
+                dim=2,
+            )
             for x, stack_x in zip(qkv_stacks[1:], (stack_keys, stack_values), strict=True)
         )
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=stack.mask, is_causal=stack.mask is None)
-        results.append(out.transpose(0, 1).flatten(1, 2))
+        for of_queries, of_keys, call_mask in stack.calls:
+            call_qkv = queries[:, :, of_queries], keys[:, :, of_keys], values[:, :, of_keys]
+            if softcap is None:
+                out = F.scaled_dot_product_attention(
+                    *call_qkv, attn_mask=call_mask, is_causal=call_mask is None, scale=scale
+                )
+            else:
+                out = _capped_attention(*call_qkv, call_mask, scale, softcap)
+            results.append(out.transpose(0, 1).flatten(1, 2))
     return torch.cat(results, dim=1).index_select(1, mask.inverse_order_T)[None].to(dtype)
+
+
+@torch.compiler.disable(recursive=True)
+def _capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, softcap: float
+) -> Tensor:
+    """Computes attention of q [N, H, C, D] to k and v [N, H, K, D]; mask None: causal."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        allowed = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril() if mask is None else mask
+        return (softcap * torch.tanh(scores / softcap)).masked_fill(~allowed, -torch.inf).softmax(-1) @ v
+
+    # Fused SDPA has no cap. The backward pass computes the scores again, so that memory holds the
+    # scores of one call only.
+    return checkpoint(attention, q, k, v, use_reentrant=False, preserve_rng_state=False)
 
 
 # FlexAttention as `packed_attention` calls it: compiled on CUDA.
@@ -249,36 +351,79 @@ def _shared_memory(device: torch.device) -> int:
 # A compiled layer must not inline FlexAttention: its graph gets a symbolic length at the second
 # length, for which FlexAttention has slower kernels.
 @torch.compiler.disable(recursive=False)
-def _block_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+def _block_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None, softcap: float | None
+) -> Tensor:
     """Computes attention by FlexAttention. q, k, v and the result are [1, H, T, D]."""
     # The mask has the padded length. Padded or not, the layout is the same, because each layout
     # would be compiled, too.
     T, length = q.shape[2], mask.seq_lengths[0]
     q, k, v = (F.pad(x, (0, 0, 0, length - T)) if length > T else x.contiguous() for x in (q, k, v))
     options = flex_kernel_options(q.dtype, _shared_memory(q.device)) if q.is_cuda else None
-    return _flex_attention(q, k, v, block_mask=mask, kernel_options=options)[:, :, :T]
+    score_mod = None if softcap is None else lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
+    out = _flex_attention(q, k, v, score_mod, block_mask=mask, scale=scale, kernel_options=options)
+    return out[:, :, :T]
 
 
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | SegmentMask | Tensor | None, dropout_p: float, is_causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: LayerMask | dict[int | None, LayerMask] | None,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Replaces torchtune's `MultiHeadAttention._attention_call`.
+    """Replaces torchtune's `MultiHeadAttention._attention_call`. The result is [1, H, T, D].
 
-    q, k, v and the result are [1, H, T, D].
+    Args:
+        q: queries, [1, H, T, D].
+        k: keys, [1, H, T, D].
+        v: values, [1, H, T, D].
+        mask: mask of `packed_mask`, or bool [1, T, T]; None: one sequence from position 0.
+        dropout_p: dropout probability, used only with a dense mask.
+        is_causal: without a mask, whether a token sees only the tokens before it.
+        window: number of keys that a query sees at most, including itself; None: all.
+        scale: factor of the scores; None: 1 / sqrt(D).
+        softcap: a score s becomes softcap * tanh(s / softcap) before the mask; None: no cap.
     """
+    if isinstance(mask, dict):
+        mask = mask[window]
     if isinstance(mask, SegmentMask):
-        return _segment_attention(q, k, v, mask)
+        return _segment_attention(q, k, v, mask, scale, softcap)
     if isinstance(mask, BlockMask):
-        return _block_attention(q, k, v, mask)
+        return _block_attention(q, k, v, mask, scale, softcap)
+    if mask is None and is_causal and window is not None:
+        positions_T = torch.arange(q.shape[2], device=q.device)
+        mask = dense_mask(torch.full_like(positions_T, q.shape[2]), positions_T, window)[None]
     dense = None if mask is None else mask[:, None]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, dropout_p=dropout_p, is_causal=is_causal)
+    if softcap is not None:
+        return _capped_attention(q, k, v, dense, scale, softcap)
+    is_causal = is_causal and dense is None
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=dense, dropout_p=dropout_p, is_causal=is_causal, scale=scale
+    )
 
 
-def use_packed_attention(model: nn.Module) -> None:
+def use_packed_attention(model: nn.Module) -> dict[int | None, float]:
     """Replaces the attention of every layer of a torchtune decoder by `packed_attention`.
 
-    The decoder then accepts the masks of `packed_mask`.
+    The decoder then accepts the masks of `packed_mask`. The optional attributes `window`, `scale`
+    and `softcap` of a layer's attention are arguments of `packed_attention`.
+
+    Returns:
+        The fraction of the layers that have each window; {None: 1.0} without windows.
     """
     layers: list[Any] = [*model.get_submodule("layers").children()]
+    windows: Counter[int | None] = Counter()
+    # Layers with equal options share a function, because compiled layers are compiled for each.
+    functions: dict[tuple[Any, ...], Callable[..., Tensor]] = {(None, None, None): packed_attention}
     for layer in layers:
-        layer.attn._attention_call = packed_attention
+        options = {name: getattr(layer.attn, name, None) for name in ("window", "scale", "softcap")}
+        key = tuple(options.values())
+        layer.attn._attention_call = functions.setdefault(key, partial(packed_attention, **options))
+        windows[options["window"]] += 1
+    return {window: count / len(layers) for window, count in windows.items()}

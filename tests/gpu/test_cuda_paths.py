@@ -36,15 +36,16 @@ def row(seed=0, length=T):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("T", [8 * TILE_SIZE, 9 * TILE_SIZE], ids=["whole", "padded to 12 tiles"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_flex_attention_equals_the_dense_mask(dtype, T, head_dim):
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (70, None), (70, 2.0)])
+def test_flex_attention_equals_the_dense_mask(dtype, T, head_dim, window, softcap):
     cuda = row(length=T).to(torch.device("cuda"))
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 4, T, head_dim, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
     upstream = torch.randn(1, 4, T, head_dim, device="cuda", dtype=dtype)
-    dense = torch.nn.functional.scaled_dot_product_attention(
-        q.double(), k.double(), v.double(), attn_mask=dense_mask(cuda.ends_T)[None, None]
-    )
-    fast = packed_attention(q, k, v, packed_mask(cuda.ends_T), 0.0, True)
+    dense = {window: dense_mask(cuda.ends_T, cuda.positions_T, window)[None]}
+    options = {"window": window, "softcap": softcap}
+    dense = packed_attention(q.double(), k.double(), v.double(), dense, 0.0, False, **options)
+    fast = packed_attention(q, k, v, packed_mask(cuda.ends_T, cuda.positions_T, [window]), 0.0, True, **options)
     # one rounding of inputs to TF32 / of the result to bfloat16: 2^-10 and 2^-8 of values below 4
     bound = 4 * (2**-8 if dtype == torch.bfloat16 else 2**-9)
     assert (dense - fast).abs().max() < bound
@@ -63,7 +64,7 @@ def test_no_length_is_left_uncompiled():
         q, k, v = (
             torch.randn(1, H, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
         )
-        packed_attention(q, k, v, packed_mask(cuda.ends_T), 0.0, True).sum().backward()
+        packed_attention(q, k, v, packed_mask(cuda.ends_T, cuda.positions_T), 0.0, True).sum().backward()
     scores = H * T * T * 4
     assert torch.cuda.max_memory_allocated() < scores
 

@@ -24,8 +24,8 @@ The loss of an update is the sum of weight * token loss over all labels of its r
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from torchtune_ext.kernels.packed_attention import padded_length
 from torchtune_ext.pipeline.groups import Group, Sample
-from torchtune_ext.pipeline.prefix_tree import GroupSize, Tree
+from torchtune_ext.pipeline.prefix_tree import NO_WINDOW, GroupSize, Tree, path_pairs
 from torchtune_ext.run.errors import UsageError
 
 # Number of padded row lengths between two powers of two. Kernels are compiled for each length, so
@@ -114,13 +114,14 @@ class GroupPart:
         group: index of the group.
         completions: indices of the completions in the group, ascending.
         tokens: input tokens of the prompt and of these completions.
-        attention_pairs: number of (query, key) pairs that the attention mask allows.
+        attention_pairs: number of (query, key) pairs that the attention mask allows, averaged over
+            layers.
     """
 
     group: int
     completions: tuple[int, ...]
     tokens: int
-    attention_pairs: int
+    attention_pairs: float
 
 
 RowPlan = tuple[GroupPart, ...]  # the groups of a row; empty for an idle rank
@@ -135,11 +136,13 @@ class RowCostModel:
         tile: rows are padded to one of a few lengths, all multiples of it; None: no padding.
         attention_pair_cost: cost of an allowed (query, key) pair over all layers and heads, in
             units of the cost of one token without attention.
+        windows: as for `path_pairs`.
     """
 
     ranks: int = 1
     tile: int | None = None
     attention_pair_cost: float = 0.0
+    windows: Mapping[int | None, float] = field(default_factory=lambda: NO_WINDOW)
 
     def padded_length(self, tokens: int) -> int:
         """Returns the padded length of a row: 768 for 700 tokens and tile 128."""
@@ -197,7 +200,7 @@ def pack(
             unknown, or "constant" has no `aggregation_constant`.
     """
     trees = [tree for group in groups if (tree := Tree(group)).trained_samples]
-    sizes = [tree.group_size(row_tokens) for tree in trees]
+    sizes = [tree.group_size(row_tokens, cost_model.windows) for tree in trees]
     # "constant" also counts completions that are not trained on: weights do not depend on rewards.
     if completion_divisor is None:
         completion_divisor = sum(group.num_completions for group in groups)
@@ -405,7 +408,7 @@ def balance_rows(groups: Sequence[GroupSize], row_tokens: int, cost_model: RowCo
             filled = _fill_rows(groups, largest_first, longest_first, rounds * ranks, capacity)
             if filled is None:
                 continue
-            rows = _order_into_rounds([_make_row_plan(groups, row) for row in filled], cost_model)
+            rows = _order_into_rounds([_make_row_plan(groups, row, cost_model) for row in filled], cost_model)
             cost = cost_model.total_round_cost(rows, cost_model.row_cost) + rounds * ROUND_OVERHEAD_TOKENS
             if cost < best_cost:
                 best, best_cost, best_rounds = rows, cost, rounds
@@ -498,21 +501,21 @@ def _take_longest_fitting(group: GroupSize, candidates: Sequence[int], free: int
     return taken
 
 
-def _make_row_plan(groups: Sequence[GroupSize], row: Sequence[tuple[int, Sequence[int]]]) -> RowPlan:
+def _make_row_plan(
+    groups: Sequence[GroupSize], row: Sequence[tuple[int, Sequence[int]]], cost_model: RowCostModel
+) -> RowPlan:
     plan = []
     for index, taken in row:
         group, prompt = groups[index], groups[index].prompt
         lengths = [group.completion_input_lens[i] for i in taken]
-        # Each of the n inputs of a completion sees the prompt, itself and the inputs before it.
-        pairs = [n * prompt + _causal_pairs(n) for n in lengths]
+        prompt_pairs = path_pairs(prompt, cost_model.windows)
         if group.attention_pairs:
             pairs = [group.attention_pairs[i] for i in taken]
-        plan.append(GroupPart(index, tuple(sorted(taken)), prompt + sum(lengths), _causal_pairs(prompt) + sum(pairs)))
+        else:
+            # A completion without branches and its prompt are one path.
+            pairs = [path_pairs(prompt + n, cost_model.windows) - prompt_pairs for n in lengths]
+        plan.append(GroupPart(index, tuple(sorted(taken)), prompt + sum(lengths), prompt_pairs + sum(pairs)))
     return tuple(plan)
-
-
-def _causal_pairs(n: int) -> int:
-    return n * (n + 1) // 2
 
 
 def _order_into_rounds(rows: Sequence[RowPlan], cost_model: RowCostModel) -> list[RowPlan]:

@@ -5,6 +5,7 @@ path, or with branches (`Completion.parents`, `Completion.kept_prefix_lens`) a t
 """
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,23 @@ import numpy as np
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.run.errors import UsageError
 from torchtune_ext.sampling.types import Completion
+
+NO_WINDOW: Mapping[int | None, float] = {None: 1.0}  # `windows` of a model without sliding windows
+
+
+def path_pairs(length: int, windows: Mapping[int | None, float]) -> float:
+    """Returns the number of allowed (query, key) pairs on a path, averaged over layers.
+
+    Args:
+        length: tokens of the path.
+        windows: window -> fraction of the layers that have it; a token sees at most `window` keys,
+            itself included; None: all.
+    """
+    pairs = 0.0
+    for window, share in windows.items():
+        inside = length if window is None else min(length, window)
+        pairs += share * (inside * (inside + 1) // 2 + (length - inside) * inside)
+    return pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +40,13 @@ class GroupSize:
         prompt: tokens of the prompt prefix that all completions share.
         completion_input_lens: input tokens of each completion after that prefix, 0 or more.
         attention_pairs: for each completion, the number of allowed pairs of a query in the
-            completion and any key. None: no branches, so computed from the lengths.
+            completion and any key, averaged over layers. None: no branches, so computed from the
+            lengths.
     """
 
     prompt: int
     completion_input_lens: tuple[int, ...]
-    attention_pairs: tuple[int, ...] | None = None
+    attention_pairs: tuple[float, ...] | None = None
 
     @property
     def tokens(self) -> int:
@@ -48,8 +67,12 @@ class Tree:
             for s in self.trained_samples
         ]
 
-    def group_size(self, row_tokens: int) -> GroupSize:
+    def group_size(self, row_tokens: int, windows: Mapping[int | None, float] = NO_WINDOW) -> GroupSize:
         """Returns the number of input tokens of the group.
+
+        Args:
+            row_tokens: capacity of a row in input tokens.
+            windows: as for `path_pairs`.
 
         Raises:
             UsageError: the prompt with one of its completions does not fit into a row.
@@ -61,7 +84,14 @@ class Tree:
                 f"row_tokens={row_tokens}: problem {self.group.problem.id!r} needs {longest} tokens of a row for its "
                 f"prompt and one completion. Fix: raise row_tokens to at least {longest}, or lower sampling.max_tokens"
             )
-        pairs = tuple(int((layout.positions_N + 1).sum()) for layout in self.layouts)
+        # No path is longer than a row.
+        pairs = tuple(
+            sum(
+                share * np.minimum(layout.positions_N + 1, window or row_tokens).sum()
+                for window, share in windows.items()
+            )
+            for layout in self.layouts
+        )
         return GroupSize(self.shared_prefix_len, lengths, pairs)
 
 

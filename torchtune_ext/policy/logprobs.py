@@ -71,7 +71,7 @@ class PackedPolicy:
         self._top_logprobs: tuple[Tensor | None, Tensor | None] = (None, None)
         # Both lines set attributes on instances, so parameters keep torchtune's names, and FSDP2,
         # activation checkpointing and compile can wrap the model later.
-        use_packed_attention(model)
+        self.windows = use_packed_attention(model)  # window -> fraction of the layers that have it
         model.unembed = self._unembed  # pyright: ignore[reportAttributeAccessIssue]  # the return type differs
 
     def trainable_parameters(self) -> list[nn.Parameter]:
@@ -109,7 +109,9 @@ class PackedPolicy:
         self._top_k, self._top_ids_LK, self._environment = top_k, top_ids_LK, environment
         try:
             logprobs_L, entropy_L = self.model(
-                row.tokens_T[None], mask=packed_mask(row.ends_T), input_pos=row.positions_T[None]
+                row.tokens_T[None],
+                mask=packed_mask(row.ends_T, row.positions_T, self.windows),
+                input_pos=row.positions_T[None],
             )
             if not environment:
                 return LabelLogprobs(logprobs_L, entropy_L, *self._top_logprobs)

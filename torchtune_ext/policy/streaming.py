@@ -65,12 +65,12 @@ def streamed_logprobs(
                 module.__class__ = Fp8BlockLinear
                 # torch's annotation allows only tensors and modules as attributes of a module.
                 module.fp8 = Fp8Config(backend="reference")  # pyright: ignore[reportArgumentType]
-    use_packed_attention(model)
+    windows = use_packed_attention(model)
     share_rope(model)
     init_rope(model, device)
 
     rows = [row.to(device) for row in rows]
-    masks = [packed_mask(row.ends_T) for row in rows]
+    masks = [packed_mask(row.ends_T, row.positions_T, windows) for row in rows]
     hidden, table_VD = [], None
     for owner, tensors in groupby(weights, key=lambda named: _owner_module(named[0])):
         own = {name.removeprefix(f"{owner}."): tensor.to(device, dtype) for name, tensor in tensors}

@@ -92,7 +92,7 @@ class Learner:
         # On CUDA, compiled kernels need few different row lengths, so lengths are multiples of a
         # tile.
         tile = TILE_SIZE if self.ranks.device.type == "cuda" else None
-        return RowCostModel(self.ranks.world_size, tile, self.policy.attention_pair_cost)
+        return RowCostModel(self.ranks.world_size, tile, self.policy.attention_pair_cost, self.policy.windows)
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None, top_k: int = 0) -> list[LabelLogprobs]:

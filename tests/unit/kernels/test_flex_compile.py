@@ -11,7 +11,13 @@ from torch.nn.attention.flex_attention import flex_attention
 from helpers.fp8_models import write_model_dir
 from helpers.unpacked_reference import make_groups
 from torchtune_ext.kernels import packed_attention as module
-from torchtune_ext.kernels.packed_attention import TILE_SIZE, block_mask, flex_kernel_options, pad_ends
+from torchtune_ext.kernels.packed_attention import (
+    TILE_SIZE,
+    block_mask,
+    flex_kernel_options,
+    pad_ends,
+    use_packed_attention,
+)
 from torchtune_ext.pipeline.packing import RowCostModel, pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
@@ -43,14 +49,23 @@ def graphs(monkeypatch):
     torch._dynamo.reset()
 
 
+def block_masks(ends_T, positions_T, windows):
+    masks = {window: block_mask(pad_ends(ends_T), positions_T, window) for window in windows}
+    return masks if len(masks) > 1 else masks[None]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "checkpointing"),
-    [(torch.float32, False), (torch.bfloat16, True)],
-    ids=["f32", "bf16 FSDP2 checkpointing"],
+    ("dtype", "checkpointing", "windows"),
+    [(torch.float32, False, [None]), (torch.bfloat16, True, [None]), (torch.float32, True, [20, None])],
+    ids=["f32", "bf16 FSDP2 checkpointing", "windows"],
 )
-def test_compiled_layers_share_one_kernel_per_length(dtype, checkpointing, source, graphs):
+def test_compiled_layers_share_one_kernel_per_length(dtype, checkpointing, windows, source, graphs):
     build = partial(build_policy, partial(from_config, str(source.path)), source, torch.device("cpu"), dtype)
     policy, plain = build(compile_layers=True, activation_checkpointing=checkpointing), build()
+    for each in (policy, plain):
+        for layer, window in zip(each.model.layers, [*windows, *windows, *windows], strict=False):
+            layer.attn.window = window
+        each.windows = use_packed_attention(each.model)
     module._compile_flex_attention()
     groups = make_groups(np.random.default_rng(0), [(9, [20, 30]), (8, [5, 9])])
     for length in LENGTHS:
@@ -58,13 +73,15 @@ def test_compiled_layers_share_one_kernel_per_length(dtype, checkpointing, sourc
         assert row.tokens_T.numel() == length
         with torch.no_grad():
             expected = plain(row).logprobs_L
-            with mock.patch("torchtune_ext.policy.logprobs.packed_mask", lambda ends_T: block_mask(pad_ends(ends_T))):
+            with mock.patch("torchtune_ext.policy.logprobs.packed_mask", block_masks):
                 error = (policy(row).logprobs_L - expected).abs().max()
         assert error < (1e-5 if dtype == torch.float32 else 2**-6)
     attention = [(shapes, symbols) for shapes, symbols in graphs if shapes]
-    assert [(int(shape[2]), symbols) for (shape,), symbols in attention] == [(length, 0) for length in PADDED]
-    # The rest of a layer is compiled once for the first length and once for all others.
-    assert len(graphs) - len(attention) <= 10
+    assert [(int(shape[2]), symbols) for (shape,), symbols in attention] == [
+        (length, 0) for length in PADDED for _ in windows
+    ]
+    # For each window, the rest of a layer is compiled once for the first length and once for all others.
+    assert len(graphs) - len(attention) <= 10 * len(windows)
 
 
 @pytest.mark.parametrize(

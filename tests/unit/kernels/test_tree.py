@@ -1,12 +1,14 @@
 """Packed trees against separate paths: one forward of stock torchtune per turn, in its sampled context."""
 
+from copy import deepcopy
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from torchtune import training
-from torchtune.models.qwen2 import qwen2
+from torchtune.models.qwen2 import Qwen2RotaryPositionalEmbeddings, qwen2
 from torchtune.modules import TransformerSelfAttentionLayer
 
 from helpers import adapters, fp8_models
@@ -22,11 +24,12 @@ from helpers.unpacked_reference import (
     trained_samples,
     with_content,
 )
-from torchtune_ext.kernels import linear_logprob
+from torchtune_ext.kernels import linear_logprob, packed_attention
 from torchtune_ext.kernels.packed_attention import dense_mask, segment_mask
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.pipeline.packing import RowCostModel, context_hashes, pack
+from torchtune_ext.pipeline.prefix_tree import Tree, path_pairs
 from torchtune_ext.policy import logprobs
 from torchtune_ext.policy.logprobs import PackedPolicy
 
@@ -67,7 +70,7 @@ def test_a_packed_tree_equals_every_path_alone(seeds, monkeypatch):
         assert_equal_to_plain(policy, rows, groups, LOSS, want, 0.9)
         if seed % 4 == 0:
             with monkeypatch.context() as patch:
-                patch.setattr(logprobs, "packed_mask", lambda ends_T: dense_mask(ends_T)[None])
+                patch.setattr(logprobs, "packed_mask", lambda ends_T, *_: dense_mask(ends_T)[None])
                 model.zero_grad()
                 assert_equal_to_plain(policy, rows, groups, LOSS, want, 0.9)
         depths |= {depth_of(row) for row in rows}
@@ -92,9 +95,88 @@ def test_a_packed_tree_equals_every_path_alone(seeds, monkeypatch):
     assert {1, 2, 3, 4, 5, 6} <= depths
 
 
-@pytest.mark.parametrize("way", ["chunks", "checkpointing", "lora", "lora and checkpointing"])
+def unpacked_attention(q, k, v, window, scale, softcap, **_):
+    """Attention of one path by its formula."""
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+    hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+    scores = q @ k.mT * (scale or q.shape[-1] ** -0.5)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+def windowed_model(*layers):
+    """A model whose layers have these options (window, scale, softcap), and a RoPE base of their own."""
+    model = tiny_model(dtype=torch.float64)
+    for base, layer, options in zip((10_000, 100), model.layers, layers, strict=True):
+        layer.attn.pos_embeddings = Qwen2RotaryPositionalEmbeddings(8, 64, base)
+        layer.attn.window, layer.attn.scale, layer.attn.softcap = options
+    plain = deepcopy(model)
+    for layer, options in zip(plain.layers, layers, strict=True):
+        names = dict(zip(("window", "scale", "softcap"), options, strict=True))
+        layer.attn._attention_call = partial(unpacked_attention, **names)
+    return model, plain
+
+
+# Each window from 1 to 40 keys, and in `many` 2,000 trees.
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "seeds", [range(40), pytest.param(range(40, 1040), marks=pytest.mark.rest)], ids=["few", "many"]
+)
+def test_windowed_trees_equal_every_path_alone(seeds, monkeypatch):
+    """As above, in models with two masks: a window, and no or another window, scale and soft cap in the other layer."""
+    for seed in seeds:
+        groups, longest = trees(seed)
+        window, other = 1 + seed % 40, None if seed % 2 else 1 + seed * 7 % 40
+        model, plain = windowed_model((window, None, None), (other, *[(None, None), (0.3, 2.0)][seed // 2 % 2]))
+        want, policy = reference(plain, groups, LOSS, "token", 0.9), PackedPolicy(model)
+        rows, _ = pack(
+            groups, longest + 7 + 40 * (seed % 3), pad_id=PAD, cost_model=RowCostModel(1, 8, 0.1, policy.windows)
+        )
+        monkeypatch.setattr(packed_attention, "WINDOW_QUERIES", 128 if seed % 4 else 5)
+        assert_equal_to_plain(policy, rows, groups, LOSS, want, 0.9)
+        if seed % 4 == 0:
+            with monkeypatch.context() as patch:
+                patch.setattr(logprobs, "packed_mask", dense_masks)
+                model.zero_grad()
+                assert_equal_to_plain(policy, rows, groups, LOSS, want, 0.9)
+
+
+def dense_masks(ends_T, positions_T, windows):
+    return {window: dense_mask(ends_T, positions_T, window)[None] for window in windows}
+
+
+def test_attention_pairs_count_allowed_pairs_with_windows():
+    for seed in range(20):
+        for group in trees(seed)[0]:
+            (row,) = pack([group], 1000)[0]
+            for window in (None, 1, 7, 40):
+                size = Tree(group).group_size(1000, {window: 1.0})
+                pairs = path_pairs(size.prompt, {window: 1.0}) + sum(size.attention_pairs)
+                assert pairs == dense_mask(row.ends_T, row.positions_T, window).sum()
+            mixed = Tree(group).group_size(1000, {None: 0.25, 7: 0.75}).attention_pairs
+            kinds = (Tree(group).group_size(1000, {window: 1.0}).attention_pairs for window in (None, 7))
+            assert mixed == tuple(0.25 * whole + 0.75 * windowed for whole, windowed in zip(*kinds, strict=True))
+
+
+def test_segment_mask_computes_few_pairs_outside_window():
+    """A prompt of 3,000 tokens and completions of 600 and 1 tokens, in calls of at most 128 queries."""
+    (row,) = pack(make_groups(np.random.default_rng(0), [(3000, [601, 601, 2])]), 9000)[0]
+    computed = {}
+    for window in (1, 100, 1000, 3600, None):
+        calls = [(stack, call) for stack in segment_mask(row.ends_T, window).stacks for call in stack.calls]
+        computed[window] = sum(stack.num_segments * mask.numel() for stack, (_, _, mask) in calls if mask is not None)
+        tokens = row.tokens_T.numel()
+        assert window in (3600, None) or computed[window] <= tokens * (window + 127)
+    assert computed[3600] == computed[None]
+
+
+@pytest.mark.parametrize(
+    "way", ["chunks", "checkpointing", "lora", "lora and checkpointing", "windows and checkpointing"]
+)
 def test_tree_packing_equals_plain_with_model_options(way, monkeypatch):
     model, plain = tiny_model(dtype=torch.float64), None
+    if "windows" in way:
+        model, plain = windowed_model((9, None, None), (None, 0.3, 2.0))
     if way == "chunks":
         monkeypatch.setattr(linear_logprob, "CHUNK_ELEMENTS", 5 * 61)  # five labels per chunk
     if "lora" in way:

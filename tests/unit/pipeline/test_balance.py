@@ -22,7 +22,11 @@ GROUPS = st.lists(
     max_size=12,
 )
 COST_MODELS = st.builds(
-    RowCostModel, st.integers(1, 5), st.sampled_from([None, 1, 8]), st.sampled_from([0.0, 0.01, 1.0])
+    RowCostModel,
+    st.integers(1, 5),
+    st.sampled_from([None, 1, 8]),
+    st.sampled_from([0.0, 0.01, 1.0]),
+    st.sampled_from([{None: 1.0}, {20: 1.0}, {None: 0.25, 5: 0.75}]),
 )
 
 
@@ -45,10 +49,11 @@ def test_balance_places_each_completion_in_one_row(groups, cost_model, slack):
             group = groups[part.group]
             lengths = [group.completion_input_lens[i] for i in part.completions]
             assert part.tokens == group.prompt + sum(lengths)
-            # Each query sees the keys up to itself in its own sequence.
-            positions = [*range(1, group.prompt + 1)]
-            positions += [position for n in lengths for position in range(group.prompt + 1, group.prompt + n + 1)]
-            assert part.attention_pairs == sum(positions)
+            # Each query sees the keys up to itself in its own sequence, or the last `window` of them.
+            keys = [*range(1, group.prompt + 1)]
+            keys += [position for n in lengths for position in range(group.prompt + 1, group.prompt + n + 1)]
+            seen = {window: sum(min(n, window or n) for n in keys) for window in cost_model.windows}
+            assert part.attention_pairs == sum(share * seen[window] for window, share in cost_model.windows.items())
     assert rows == balance_rows(groups, capacity, cost_model)
 
 
@@ -85,6 +90,14 @@ def test_attention_counts():
     rows = balance_rows(groups, 8192, RowCostModel(2, attention_pair_cost=1e-3))
     rounds = [{len(row[0].completions) for row in rows[start : start + 2]} for start in (0, 2)]
     assert rounds == [{1}, {8}], "the ranks of a round do not do the same"
+
+
+def test_windowed_attention_counts_only_keys_in_window():
+    """The completion of 8,000 tokens costs hardly more than eight of 1,000 when a token sees at most 100 keys."""
+    groups = [GroupSize(1, (8000,)), GroupSize(1, (1000,) * 8)]
+    for windows, ratio in (({None: 1.0}, 7.98), ({100: 1.0}, 1.05), ({None: 0.5, 100: 0.5}, 6.87)):
+        one, eight = balance_rows(groups, 8192, RowCostModel(1, None, 1e-3, windows))
+        assert one[0].attention_pairs / eight[0].attention_pairs == pytest.approx(ratio, abs=0.01)
 
 
 def rank_sums(rows, cost_model):

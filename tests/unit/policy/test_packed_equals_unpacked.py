@@ -1,6 +1,7 @@
 """Packed rows equal a plain computation: one sample at a time, stock torchtune forward, full logits."""
 
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -82,7 +83,7 @@ def test_variants(variant, monkeypatch):
     if variant == "checkpointing":
         training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
     if variant == "dense":  # the reference mask itself, through the stock SDPA call
-        monkeypatch.setattr(logprobs, "packed_mask", lambda ends_T: dense_mask(ends_T)[None])
+        monkeypatch.setattr(logprobs, "packed_mask", lambda ends_T, *_: dense_mask(ends_T)[None])
     assert_equal_to_plain(policy, rows, groups, loss, want, 1.0)
 
 
@@ -106,13 +107,20 @@ def test_conversations(row_tokens, aggregation, mask, monkeypatch):
     assert sum(row.env_labels_E.numel() for row in rows) == sum(len(sample.content_indices) for sample in samples) > 9
     assert (stats.rows == 1) == (row_tokens == 200) and stats.labels == sum(turns)
     if mask == "dense":
-        monkeypatch.setattr(logprobs, "packed_mask", lambda ends_T: dense_mask(ends_T)[None])
+        monkeypatch.setattr(logprobs, "packed_mask", lambda ends_T, *_: dense_mask(ends_T)[None])
     assert_equal_to_plain(PackedPolicy(model), rows, groups, loss, want, 0.9)
 
 
 @settings(max_examples=40)
-@given(shapes=shapes_strategy, seed=st.integers(0, 2**31), pad=st.integers(1, 6))
-def test_segment_attention_equals_dense_mask_in_float64(shapes, seed, pad):
+@given(
+    shapes=shapes_strategy,
+    seed=st.integers(0, 2**31),
+    pad=st.integers(1, 6),
+    window=st.none() | st.integers(1, 25),
+    scale=st.sampled_from([None, 0.7]),
+    softcap=st.sampled_from([None, 1.5]),
+)
+def test_segment_attention_equals_dense_mask_in_float64(shapes, seed, pad, window, scale, softcap):
     groups = make_groups(np.random.default_rng(seed), shapes)
     row_tokens = sum(p + sum(c) - len(c) for p, c in shapes)
     rows, _ = pack(groups, row_tokens, cost_model=RowCostModel(tile=pad))
@@ -121,8 +129,12 @@ def test_segment_attention_equals_dense_mask_in_float64(shapes, seed, pad):
     draw = partial(torch.randn, 1, 2, T, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     q, k, v = (draw(requires_grad=True) for _ in range(3))
     upstream = draw()
-    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(row.ends_T)[None, None])
-    fast = packed_attention(q, k, v, segment_mask(row.ends_T), 0.0, True)
+    scores = q @ k.mT * (scale or 8**-0.5)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    allowed = dense_mask(row.ends_T, row.positions_T, window)
+    dense = scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v
+    with mock.patch("torchtune_ext.kernels.packed_attention.WINDOW_QUERIES", 1 + seed % 7):
+        fast = packed_attention(q, k, v, segment_mask(row.ends_T, window), 0.0, True, scale=scale, softcap=softcap)
     want, result = (torch.autograd.grad(out, (q, k, v), upstream) for out in (dense, fast))
     # Relative to v, which is averaged, and to the largest gradient: gradients of q and k are zero if a token sees only itself.
     assert (dense - fast).abs().max() < 1e-12 * v.abs().max()
@@ -157,13 +169,15 @@ def test_pack_empty_rows_leave_gradients_unchanged():
     assert all(torch.equal(a, p.grad) for a, p in zip(grads, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("window", [None, 1, 100, 700])
 @pytest.mark.parametrize("num_tokens", [1, 127, 128, 300, 1024, 2500])
-def test_block_mask_equals_mask_from_dense(num_tokens):
+def test_block_mask_equals_mask_from_dense(num_tokens, window):
     draw = torch.Generator().manual_seed(num_tokens)
     ends = torch.arange(num_tokens) + torch.randint(1, num_tokens + 1, (num_tokens,), generator=draw)
-    dense = dense_mask(ends)
+    positions = dense_mask(ends).sum(dim=1) - 1
+    dense = dense_mask(ends, positions, window)
     whole = create_block_mask(lambda b, h, i, j: dense[i, j], None, None, num_tokens, num_tokens, device="cpu")
-    ours = block_mask(ends)
+    ours = block_mask(ends, positions, window)
     for table in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices"):
         assert torch.equal(getattr(ours, table), getattr(whole, table)), table
     assert ours.seq_lengths == whole.seq_lengths
@@ -171,14 +185,20 @@ def test_block_mask_equals_mask_from_dense(num_tokens):
     assert torch.equal(ours.mask_mod(None, None, places[:, None], places[None]), dense)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 150, "scale": 0.3, "softcap": 2.0}], ids=["plain", "window, scale and cap"]
+)
 @pytest.mark.parametrize("tiles, computed", [(1, 1), (3, 3), (5, 6), (9, 12), (13, 16)])
-def test_packed_attention_padded_to_compiled_length_equals_reference(tiles, computed, monkeypatch):
+def test_packed_attention_padded_to_compiled_length_equals_reference(tiles, computed, options, monkeypatch):
     """FlexAttention without compilation; on a CPU compilation gives the same result, without a backward."""
     monkeypatch.setattr("torchtune_ext.kernels.packed_attention._flex_attention", flex_attention)
     T, draw = tiles * TILE_SIZE, torch.Generator().manual_seed(tiles)
     ends = torch.arange(T) + torch.randint(1, T + 1, (T,), generator=draw)
-    mask = block_mask(pad_ends(ends.clamp(max=T)))
+    ends = ends.clamp(max=T)
+    positions, window = dense_mask(ends).sum(dim=1) - 1, options.get("window")
+    mask = block_mask(pad_ends(ends), positions, window)
     assert mask.seq_lengths == (computed * TILE_SIZE, computed * TILE_SIZE)
     q, k, v = torch.randn(3, 1, 2, T, 16, dtype=torch.float64, generator=draw).unbind()
-    reference = packed_attention(q, k, v, dense_mask(ends)[None], 0.0, False)
-    assert (packed_attention(q, k, v, mask, 0.0, False) - reference).abs().max() < 1e-12
+    dense = {window: dense_mask(ends, positions, window)[None]}
+    reference = packed_attention(q, k, v, dense, 0.0, False, **options)
+    assert (packed_attention(q, k, v, {window: mask}, 0.0, False, **options) - reference).abs().max() < 1e-12

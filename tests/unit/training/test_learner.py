@@ -187,8 +187,8 @@ def test_learner_update_synchronizes_device_twice(loss, monkeypatch):
     """Once for the numbers of all rows and once for the gradient norm, for any number of rows and metrics."""
     learner, packed, reads = make_learner(loss, max_grad_norm=1.0), rows() * 3, []
     # On a CPU `packed_mask` reads the row's ends back, so the masks are computed before the count.
-    masks = {id(row.ends_T): packed_mask(row.ends_T) for row in packed}
-    monkeypatch.setattr(logprobs, "packed_mask", lambda ends_T: masks[id(ends_T)])
+    masks = {id(row.ends_T): packed_mask(row.ends_T, row.positions_T) for row in packed}
+    monkeypatch.setattr(logprobs, "packed_mask", lambda ends_T, *_: masks[id(ends_T)])
     for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
         method = getattr(torch.Tensor, name)
         monkeypatch.setattr(
