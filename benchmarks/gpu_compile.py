@@ -40,8 +40,8 @@ from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.packing import Row, RowCostModel, pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_on_meta, build_policy
-from torchtune_ext.policy.families import hub_model_config
 from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.policy.hub import hub_model_config
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.learner import Learner

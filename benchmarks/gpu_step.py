@@ -30,7 +30,7 @@ from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.packing import Row
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
-from torchtune_ext.policy.families import hub_model_config
+from torchtune_ext.policy.hub import hub_model_config
 from torchtune_ext.policy.memory import ModelSizes, trainer_memory
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.learner import Learner

@@ -30,8 +30,9 @@ from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.packing import RowCostModel, pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_on_meta, build_policy
-from torchtune_ext.policy.families import hf_name, hub_model_config
+from torchtune_ext.policy.families import hf_name
 from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.policy.hub import hub_model_config
 from torchtune_ext.policy.memory import ModelSizes, trainer_memory
 from torchtune_ext.policy.scratch import ModelShape, make_tokenizer, write_model
 from torchtune_ext.recipes import grpo

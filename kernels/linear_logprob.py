@@ -1,10 +1,11 @@
 """Computes log-probs and entropies of labels from hidden states without the full logits [L, V].
 
-With z = h W^T / temperature, p = softmax(z) and H the entropy of p, for one label y::
+With z = f(h W^T) / temperature, p = softmax(z) and H the entropy of p, for one label y::
 
     log p(y) = z_y - logsumexp(z)                     d log p(y) / dz = onehot(y) - p
     H        = logsumexp(z) - sum(p * z)              dH / dz         = -p * (log p + H)
 
+f is the identity, or a soft cap: f(x) = c tanh(x / c), with the derivative 1 - tanh(x / c)^2.
 Forward and backward process the labels in chunks of C labels, so peak memory is one chunk [C, V]
 for any L. (With a vocabulary of 151,936, the logits of 16k labels would need 10 GB in float32.)
 Gradients are exact. Sums over the vocabulary are in float32 (in float64 for float64 input).
@@ -23,16 +24,27 @@ LARGE_GPU_BYTES = 80 * 10**9
 
 
 def linear_logprob_reference(
-    hidden_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, temperature: float = 1.0
+    hidden_LD: Tensor,
+    weight_VD: Tensor,
+    labels_L: Tensor,
+    temperature: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes `linear_logprob` from the full logits, as a reference for tests."""
-    logprobs_LV = torch.log_softmax(_upcast(hidden_LD @ weight_VD.T) / temperature, dim=-1)
+    logits_LV = _upcast(hidden_LD @ weight_VD.T)
+    if softcap is not None:
+        logits_LV = softcap * torch.tanh(logits_LV / softcap)
+    logprobs_LV = torch.log_softmax(logits_LV / temperature, dim=-1)
     entropy_L = -(logprobs_LV.exp() * logprobs_LV).sum(-1)
     return logprobs_LV.gather(1, labels_L[:, None])[:, 0], entropy_L
 
 
 def linear_logprob(
-    hidden_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, temperature: float = 1.0
+    hidden_LD: Tensor,
+    weight_VD: Tensor,
+    labels_L: Tensor,
+    temperature: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the log-prob of each label and the entropy of its distribution, in nats.
 
@@ -41,34 +53,39 @@ def linear_logprob(
         weight_VD: output projection.
         labels_L: label ids in [0, V), int64.
         temperature: divides the logits, as in sampling.
+        softcap: soft cap of the logits, before the temperature; None: no cap.
 
     Returns:
         (logprobs_L, entropy_L), float32 (float64 for float64 input), differentiable in `hidden_LD`
         and `weight_VD`.
     """
-    return _LinearLogProb.apply(hidden_LD, weight_VD, labels_L, 1.0 / temperature)
+    return _LinearLogProb.apply(hidden_LD, weight_VD, labels_L, 1.0 / temperature, softcap)
 
 
 @torch.no_grad()
-def linear_top_k(hidden_LD: Tensor, weight_VD: Tensor, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def linear_top_k(
+    hidden_LD: Tensor, weight_VD: Tensor, k: int, temperature: float = 1.0, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns the K = min(k, V) highest log-probs and their ids, both [L, K], without gradient."""
     k = min(k, weight_VD.shape[0])
     num_labels = hidden_LD.shape[0]
     logprobs_LK = _upcast(hidden_LD).new_empty(num_labels, k)
     ids_LK = torch.empty(num_labels, k, dtype=torch.int64, device=hidden_LD.device)
     for c in _chunks(num_labels, weight_VD):
-        z = _upcast(hidden_LD[c] @ weight_VD.T).mul_(1.0 / temperature)
+        z = _scaled_logits(hidden_LD[c] @ weight_VD.T, 1.0 / temperature, softcap)
         top, ids_LK[c] = z.topk(k, dim=-1)
         logprobs_LK[c] = top - torch.logsumexp(z, dim=-1, keepdim=True)
     return logprobs_LK, ids_LK
 
 
 @torch.no_grad()
-def linear_gather(hidden_LD: Tensor, weight_VD: Tensor, ids_LK: Tensor, temperature: float = 1.0) -> Tensor:
+def linear_gather(
+    hidden_LD: Tensor, weight_VD: Tensor, ids_LK: Tensor, temperature: float = 1.0, softcap: float | None = None
+) -> Tensor:
     """Returns the log-probs [L, K] of the given ids, in nats, without gradient."""
     logprobs_LK = _upcast(hidden_LD).new_empty(ids_LK.shape)
     for c in _chunks(hidden_LD.shape[0], weight_VD):
-        z = _upcast(hidden_LD[c] @ weight_VD.T).mul_(1.0 / temperature)
+        z = _scaled_logits(hidden_LD[c] @ weight_VD.T, 1.0 / temperature, softcap)
         logprobs_LK[c] = z.gather(1, ids_LK[c]) - torch.logsumexp(z, dim=-1, keepdim=True)
     return logprobs_LK
 
@@ -95,15 +112,21 @@ def _chunks(num_labels: int, weight_VD: Tensor) -> list[slice]:
     return [slice(start, min(start + size, num_labels)) for start in range(0, max(num_labels, 1), size)]
 
 
-def _logit_stats(z_CV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes statistics of each row of z = `scale` * logits.
+def _scaled_logits(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Returns z = `scale` * f(`logits`), upcast; f caps. It may overwrite `logits`."""
+    z = _upcast(logits)
+    return z.mul_(scale) if softcap is None else z.div_(softcap).tanh_().mul_(softcap * scale)
+
+
+def _logit_stats(z_CV: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes statistics of each row of z = `scale` * f(logits).
 
     Returns:
         max z, log sum exp(z - max z), and the entropy in nats, each [C].
     """
     # The in-place operations need only two arrays of the chunk's size. torch.logsumexp would need
     # more.
-    z_CV = _upcast(z_CV).mul_(scale)
+    z_CV = _scaled_logits(z_CV, scale, softcap)
     max_C1 = z_CV.amax(dim=-1, keepdim=True)
     z_CV.sub_(max_C1)
     p_CV = z_CV.exp()
@@ -112,30 +135,37 @@ def _logit_stats(z_CV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _logit_grad(
-    z_CV: Tensor, scale: float, lse_C1: Tensor, entropy_C1: Tensor, d_logprobs_C1: Tensor, d_entropy_C1: Tensor | None
-) -> Tensor:
-    """Returns the gradient of the logits without the onehot term.
-
-    It is -d_logprob * p - d_entropy * p * (log p + H).
-    """
-    z_CV = _upcast(z_CV).mul_(scale).sub_(lse_C1)
-    # Without an entropy term, p can overwrite z.
-    if d_entropy_C1 is None:
-        return z_CV.exp_().mul_(-d_logprobs_C1)
-    p_CV = z_CV.exp()
-    return z_CV.add_(entropy_C1).mul_(d_entropy_C1).add_(d_logprobs_C1).mul_(p_CV).neg_()
-
-
-def _scaled_logit_grad(
     z_CV: Tensor,
     scale: float,
-    dtype: torch.dtype,
+    softcap: float | None,
     lse_C1: Tensor,
     entropy_C1: Tensor,
     d_logprobs_C1: Tensor,
     d_entropy_C1: Tensor | None,
+    is_label: bool = False,
 ) -> Tensor:
-    return _logit_grad(z_CV, scale, lse_C1, entropy_C1, d_logprobs_C1, d_entropy_C1).mul_(scale).to(dtype)
+    """Returns the gradient of the logits, of the labels with the onehot term, of others without it.
+
+    It is scale f' dz, dz = d_logprob * (onehot - p) - d_entropy * p * (log p + H).
+    """
+    z_CV = _scaled_logits(z_CV, scale, softcap)
+    # f' = 1 - (f / c)^2, f = z / scale.
+    slope_CV = None if softcap is None else 1.0 - (z_CV / (softcap * scale)).square_()
+    z_CV = z_CV.sub_(lse_C1)
+    # Without an entropy term, p can overwrite z.
+    if d_entropy_C1 is None:
+        dz_CV = z_CV.exp_().mul_(-d_logprobs_C1)
+    else:
+        p_CV = z_CV.exp()
+        dz_CV = z_CV.add_(entropy_C1).mul_(d_entropy_C1).add_(d_logprobs_C1).mul_(p_CV).neg_()
+    if is_label:
+        dz_CV = dz_CV + d_logprobs_C1
+    dz_CV = dz_CV.mul_(scale)
+    return dz_CV if slope_CV is None else dz_CV.mul_(slope_CV)
+
+
+def _rounded_logit_grad(z_CV: Tensor, dtype: torch.dtype, *arguments: Any) -> Tensor:
+    return _logit_grad(z_CV, *arguments).to(dtype)
 
 
 @cache
@@ -147,7 +177,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, scale: float):
+    def forward(ctx, hidden_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, scale: float, softcap: float | None):
         # The gradient of an unused entropy is None instead of zeros.
         ctx.set_materialize_grads(False)
         accumulate = torch.float64 if hidden_LD.dtype == torch.float64 else torch.float32
@@ -162,15 +192,15 @@ class _LinearLogProb(torch.autograd.Function):
         for c in chunks:
             z_CV = hidden_LD[c] @ weight_VD.T
             # Read the labels' logits first: for float32 input `statistics` overwrites the logits.
-            z_C = _upcast(z_CV.gather(1, labels_L[c, None])[:, 0]) * scale
-            max_C, log_sum_C, entropy_L[c] = statistics(z_CV, scale)
+            z_C = _scaled_logits(z_CV.gather(1, labels_L[c, None])[:, 0], scale, softcap)
+            max_C, log_sum_C, entropy_L[c] = statistics(z_CV, scale, softcap)
             logprobs_L[c] = z_C - max_C - log_sum_C
             lse_L[c] = max_C + log_sum_C
             saved_CV = z_CV if keep else None
             # Free these logits before the next chunk is computed.
             del z_CV
         ctx.save_for_backward(hidden_LD, weight_VD, labels_L, lse_L, entropy_L, saved_CV)
-        ctx.scale = scale
+        ctx.scale, ctx.softcap = scale, softcap
         return logprobs_L, entropy_L
 
     @staticmethod
@@ -182,17 +212,17 @@ class _LinearLogProb(torch.autograd.Function):
         # With LoRA adapters the output projection is frozen and needs no gradient, which saves
         # memory of its size and a third of the work.
         d_weight_VD = None
-        gradient = _compiled(_scaled_logit_grad) if hidden_LD.is_cuda else _scaled_logit_grad
+        gradient = _compiled(_rounded_logit_grad) if hidden_LD.is_cuda else _rounded_logit_grad
         for c in _chunks(labels_L.numel(), weight_VD):
             # The gradient is dz = d_logprob * (onehot - p) - d_entropy * p * (log p + H).
             z_CV = hidden_LD[c] @ weight_VD.T if saved_CV is None else saved_CV
             d_entropy_C1 = None if d_entropy_L is None else d_entropy_L[c, None]
-            factors = lse_L[c, None], entropy_L[c, None], d_logprobs_L[c, None], d_entropy_C1
+            factors = ctx.scale, ctx.softcap, lse_L[c, None], entropy_L[c, None], d_logprobs_L[c, None], d_entropy_C1
             # The label's own entry, which includes the onehot, is computed separately in float32
             # and replaces the rounded entry: near p = 1, half precision would lose most of 1 - p.
-            label_grad_C1 = _logit_grad(z_CV.gather(1, labels_L[c, None]), ctx.scale, *factors) + d_logprobs_L[c, None]
-            dz_CV = gradient(z_CV, ctx.scale, weight_VD.dtype, *factors)
-            dz_CV.scatter_(1, labels_L[c, None], label_grad_C1.mul_(ctx.scale).to(dz_CV.dtype))
+            label_grad_C1 = _logit_grad(z_CV.gather(1, labels_L[c, None]), *factors, is_label=True)
+            dz_CV = gradient(z_CV, weight_VD.dtype, *factors)
+            dz_CV.scatter_(1, labels_L[c, None], label_grad_C1.to(dz_CV.dtype))
             d_hidden_LD[c] = dz_CV @ weight_VD
             if ctx.needs_input_grad[1]:
                 product = dz_CV.T @ hidden_LD[c]
@@ -200,4 +230,4 @@ class _LinearLogProb(torch.autograd.Function):
                 # copy.
                 d_weight_VD = product if d_weight_VD is None else _upcast(d_weight_VD).add_(product)
             del z_CV, dz_CV
-        return d_hidden_LD, None if d_weight_VD is None else d_weight_VD.to(weight_VD.dtype), None, None
+        return d_hidden_LD, None if d_weight_VD is None else d_weight_VD.to(weight_VD.dtype), None, None, None

@@ -11,7 +11,7 @@ import torch
 from torchtune.models.qwen2._tokenizer import bytes_to_unicode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from torchtune_ext.policy.families import from_config
+from torchtune_ext.policy.builder import from_config
 from torchtune_ext.policy.hf_model import HFModel, load_weights
 
 VOCABULARY = 151_936  # the special tokens of torchtune's tokenizer have fixed ids

@@ -206,7 +206,7 @@ MODELS = {
     "a folder without config.json": full("model_dir=.", r"model_dir='.': has no config.json; set it to a directory in Hugging Face format"),
     "config.json is broken": full("", r"model/config.json is not JSON in UTF-8 \(.*\)\. Fix: copy the file again", prepare=written("config.json", b'{"model_type": ')),
     "config.json is a list": full("", r"model/config.json holds \[\]; expected a JSON object", prepare=written("config.json", b"[]")),
-    "another architecture": full("", r"model/config.json has model_type='gpt2', which is not supported; use a model of one of these types: llama, mistral, olmo2, qwen2, qwen3, smollm3", prepare=changed(model_type="gpt2")),
+    "another architecture": full("", r"model/config.json has model_type='gpt2', which is not supported; use a model of one of these types: gemma2, gemma3_text, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3", prepare=changed(model_type="gpt2")),
     "a size that is a text": full("", r"model/config.json has hidden_size='64'; expected a whole number above 0", prepare=changed(hidden_size="64")),
     "no layers": full("", r"model/config.json has num_hidden_layers=0; expected a whole number above 0", prepare=changed(num_hidden_layers=0)),
     "a method in place of its settings": full("", r"model/config.json has quantization_config='awq'; expected a JSON object", prepare=changed(quantization_config="awq")),

@@ -1,7 +1,9 @@
-"""Builds the policy: sharded by FSDP2, with optional activation checkpointing and compilation."""
+"""Builds a model from its config.json, and the policy: sharded by FSDP2, optionally compiled."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +14,122 @@ from torchtune.modules import TransformerDecoder, TransformerSelfAttentionLayer
 
 from torchtune_ext.policy import lora
 from torchtune_ext.policy.fp8 import Fp8Config
+from torchtune_ext.policy.hf_config import builder_arguments
 from torchtune_ext.policy.hf_model import HFModel, load_weights
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.run.errors import UsageError
+
+# NF4 has a scale for each block of 64 values, and a second scale for each 256 scales. Both
+# divisions must be exact.
+NF4_MULTIPLE = 64 * 256
+
+
+def from_config(
+    model_dir: str,
+    max_seq_len: int | None = None,
+    lora_attn_modules: Sequence[str] = (),
+    apply_lora_to_mlp: bool = False,
+    apply_lora_to_output: bool = False,
+    lora_rank: int = 8,
+    lora_alpha: float = 16.0,
+    lora_dropout: float = 0.0,
+    use_dora: bool = False,
+    quantize_base: bool = False,
+) -> TransformerDecoder:
+    """Builds the torchtune model that `config.json` describes, with adapters if requested.
+
+    Args:
+        model_dir: the model directory.
+        max_seq_len: maximum sequence length in tokens, and rows of the RoPE table; None: the value
+            of config.json.
+        lora_attn_modules: attention layers with an adapter: some of q_proj, k_proj, v_proj,
+            output_proj.
+        apply_lora_to_mlp: adapters on the three layers of the MLP.
+        apply_lora_to_output: an adapter on the output layer, if it is not tied to the embeddings.
+        lora_rank: rank of the adapters.
+        lora_alpha: an adapter's output is scaled by lora_alpha / lora_rank.
+        lora_dropout: fraction of an adapter's inputs that is dropped in training.
+        use_dora: adapters are DoRA adapters, with a magnitude for each row of a weight.
+        quantize_base: frozen weights of adapted layers are stored in NF4 (QLoRA). Llama's builders
+            also store frozen layers without adapters in NF4.
+
+    Raises:
+        UsageFileError: config.json is missing or damaged.
+        UsageError: the family's builder does not support a value of config.json, or the adapters
+            are invalid.
+    """
+    family, arguments = builder_arguments(model_dir)
+    if max_seq_len is not None:
+        # Beyond its original length, longrope has other frequencies.
+        if "magnitude" in arguments.get("rope", ()) and max_seq_len > arguments["max_seq_len"]:
+            raise UsageError(
+                f"model.max_seq_len={max_seq_len} is above original_max_position_embeddings={arguments['max_seq_len']} in "
+                f"{Path(model_dir) / 'config.json'}, the limit of longrope here. Fix: set model.max_seq_len="
+                f"{arguments['max_seq_len']} or less"
+            )
+        arguments["max_seq_len"] = max_seq_len
+    switches = {
+        "apply_lora_to_mlp": apply_lora_to_mlp,
+        "apply_lora_to_output": apply_lora_to_output,
+        "use_dora": use_dora,
+        "quantize_base": quantize_base,
+    }
+    if lora_attn_modules:
+        numbers = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
+        if lora_rank < 1:
+            raise UsageError(f"model.lora_rank={lora_rank} must be at least 1")
+        if apply_lora_to_output and arguments.get("tie_word_embeddings"):
+            raise UsageError(
+                "apply_lora_to_output=True, but this model has no separate output head (tie_word_embeddings=True); set "
+                "apply_lora_to_output=False"
+            )
+        build = partial(family.build_lora, **numbers, **arguments)
+        if quantize_base:
+            _require_nf4(build, list(lora_attn_modules), switches)
+        return build(list(lora_attn_modules), **switches)
+    if names := [name for name, value in switches.items() if value]:
+        raise UsageError(
+            f"model.{names[0]}=True without model.lora_attn_modules: the model has no adapters; set "
+            f"model.lora_attn_modules=[q_proj, v_proj], for instance, or leave out model.{names[0]}"
+        )
+    return family.build(**arguments)
+
+
+def _require_nf4(build: Callable[..., TransformerDecoder], modules: list[str], switches: dict[str, bool]) -> None:
+    """Raises UsageError if NF4 cannot hold a weight of `build(modules, **switches)`."""
+
+    def fits_nf4(modules: list[str], switches: dict[str, bool]) -> bool:
+        try:
+            with torch.device("meta"):
+                build(modules, **switches)
+        except AssertionError:  # raised by torchao
+            return False
+        return True
+
+    if fits_nf4(modules, switches):
+        return
+    with torch.device("meta"):
+        plain = build(modules, **switches | {"quantize_base": False})
+    not_nf4_divisible = {
+        name.rpartition(".")[2]: tuple(weight.shape)
+        for name, module in plain.layers[0].named_modules()
+        if (weight := getattr(module, "weight", None)) is not None
+        and ".lora_" not in name
+        and weight.numel() % NF4_MULTIPLE
+    }
+    # Some builders also store layers without adapters in NF4, so the suggestion is tried.
+    targets = [name for name in modules if name not in not_nf4_divisible]
+    adapts_mlp = {"w1", "w2", "w3"} & set(not_nf4_divisible) and switches["apply_lora_to_mlp"]
+    fewer_switches = {"apply_lora_to_mlp": False} if adapts_mlp else {}
+    advice = "so this model does not support QLoRA: set model.quantize_base=False"
+    if targets and fits_nf4(targets, switches | fewer_switches):
+        advice = f"set model.lora_attn_modules=[{', '.join(targets)}]"
+        if fewer_switches:
+            advice += " model.apply_lora_to_mlp=False"
+    raise UsageError(
+        f"model.quantize_base=True: NF4 needs a multiple of {NF4_MULTIPLE} values per weight, which does not hold for "
+        f"{', '.join(f'{name} ({rows} x {columns})' for name, (rows, columns) in not_nf4_divisible.items())}; {advice}"
+    )
 
 
 def build_on_meta(make_model: Callable[[], TransformerDecoder]) -> TransformerDecoder:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torchtune.modules import TiedLinear
 
-from torchtune_ext.policy.families import FAMILIES, complete_config, hub_owner, read_hf_config
+from torchtune_ext.policy.families import FAMILIES, FUSED_PARTS
+from torchtune_ext.policy.hf_config import MULTIMODAL, complete_config, read_hf_config
+from torchtune_ext.policy.hub import hub_owner
 from torchtune_ext.policy.sharding import fill_param, gather_full
 from torchtune_ext.run.errors import UsageError, UsageFileError
 from torchtune_ext.run.json_files import read_json_object, require_no_lfs_pointer
@@ -22,6 +24,8 @@ _FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 _UNQUANTIZED_HINT = "use the model in bfloat16 or float32; precision=fp8_unified quantizes it in this run"
 # A fingerprint reads this many samples per tensor, of this many bytes each.
 _SAMPLES, _SAMPLE_BYTES = 8, 1024
+# Prefixes of the weights of a vision tower, which are skipped, in files of either format.
+_VISION = tuple(f"{x}{part}." for x in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
 # Activation checkpointing and compile add these parts to the names of parameters.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -36,7 +40,10 @@ class HFModel:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.raw_config: dict[str, Any] = read_hf_config(path)  # config.json without defaults
+        # config.json of the text model, without defaults.
+        self.raw_config: dict[str, Any] = read_hf_config(path)
+        # Whether the folder also holds a vision tower.
+        self.is_multimodal = read_json_object(self.path / "config.json")["model_type"] in MULTIMODAL
         self.config = complete_config(self.raw_config)
         self._family = FAMILIES[self.config["model_type"]]
         self._shape = {
@@ -46,6 +53,9 @@ class HFModel:
             "head_dim": self.config["head_dim"],
         }
         self.tied_embeddings: bool = self.config["tie_word_embeddings"]
+        # Part of a fused layer -> the fused layer, if the files hold fused layers.
+        fused = FUSED_PARTS if self._family.fused else {}
+        self.fused_names = {part: name for name, parts in fused.items() for part in parts}
 
     def files(self) -> list[Path]:
         """Returns the safetensors files, in order.
@@ -100,13 +110,12 @@ class HFModel:
         self.require_unquantized()
         for file in self.files():
             for name, entry in _read_header(file)[1].items():
-                # Some files of tied models repeat the embedding as lm_head.weight.
-                if name == "__metadata__" or (self.tied_embeddings and name == "lm_head.weight"):
+                if (text_name := self._text_name(name)) is None:
                     continue
                 _require_float_dtype(name, entry["dtype"], file)
                 empty = torch.empty(entry["shape"], device="meta")
                 try:
-                    converted = self._family.to_tune({name: empty}, **self._shape)
+                    converted = self._family.to_tune({text_name: empty}, **self._shape)
                 except Exception as error:
                     # The family's converter may be torchtune's, which raises errors of several
                     # classes.
@@ -171,10 +180,19 @@ class HFModel:
         for file in self.files():
             with safe_open(file, framework="pt") as f:
                 for name in f.keys():
-                    if self.tied_embeddings and name == "lm_head.weight":
+                    if (text_name := self._text_name(name)) is None:
                         continue
                     _require_float_dtype(name, f.get_slice(name).get_dtype(), file)
-                    yield from self._family.to_tune({name: f.get_tensor(name)}, **self._shape).items()
+                    yield from self._family.to_tune({text_name: f.get_tensor(name)}, **self._shape).items()
+
+    def _text_name(self, name: str) -> str | None:
+        """Returns the name of a weight in a file of the text model alone; None: it is not read."""
+        if self.is_multimodal and name.startswith(_VISION):
+            return None
+        if self.is_multimodal:
+            name = name.replace("model.language_model.", "model.").removeprefix("language_model.")
+        # Some files of tied models repeat the embedding as lm_head.weight.
+        return None if name == "__metadata__" or (self.tied_embeddings and name == "lm_head.weight") else name
 
     def fingerprint(self) -> str:
         """Computes a short text that identifies the weights, independent of their files.
@@ -191,7 +209,7 @@ class HFModel:
             with open(file, "rb") as f:
                 begin, header = _read_header(file)
                 for name, entry in header.items():
-                    if name == "__metadata__" or (self.tied_embeddings and name == "lm_head.weight"):
+                    if self._text_name(name) is None:
                         continue
                     start, end = entry["data_offsets"]
                     size, digest = end - start, hashlib.sha256(f"{entry['dtype']} {entry['shape']} ".encode())
@@ -219,6 +237,21 @@ class HFModel:
         # An adapter's B is permuted like its base weight, but has fewer columns.
         shape = self._shape | {"dim": tensor.shape[-1]}
         return next(iter(self._family.to_hf({name: tensor}, **shape).items()))
+
+    def fuse(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Concatenates the parts of layers that the files hold fused. Engines also load the parts."""
+        pending: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors:
+            *stem, layer, kind = name.split(".")
+            if layer not in self.fused_names:
+                yield name, tensor
+                continue
+            fused = self.fused_names[layer]
+            parts = pending.setdefault(whole := ".".join([*stem, fused, kind]), {})
+            parts[layer] = tensor
+            if len(parts) == len(FUSED_PARTS[fused]):
+                yield whole, torch.cat([pending[whole][part] for part in FUSED_PARTS[fused]])
+                del pending[whole]
 
 
 def _require_float_dtype(name: str, dtype: str, file: Path) -> None:

@@ -132,13 +132,14 @@ class PackedPolicy:
         hidden_TD, labels_L = self.model.norm(hidden_BTD)[0], self._row.labels_L
         hidden_LD = gather_rows(hidden_TD, self._row.hidden_index_L)
         weight_VD = weight_VD.to(hidden_LD.dtype)
+        scaling = self._temperature, getattr(self.model, "logit_softcap", None)
         if self._top_ids_LK is not None:
-            top_LK = linear_gather(hidden_LD, weight_VD, self._top_ids_LK, self._temperature)
+            top_LK = linear_gather(hidden_LD, weight_VD, self._top_ids_LK, *scaling)
             self._top_logprobs = top_LK, self._top_ids_LK
         elif self._top_k:
-            self._top_logprobs = linear_top_k(hidden_LD, weight_VD, self._top_k, self._temperature)
+            self._top_logprobs = linear_top_k(hidden_LD, weight_VD, self._top_k, *scaling)
         if self._environment:
             # A second call would have another gradient of the weight's size.
             hidden_LD = torch.cat([hidden_LD, gather_rows(hidden_TD, self._row.env_sources_E)])
             labels_L = torch.cat([labels_L, self._row.env_labels_E])
-        return linear_logprob(hidden_LD, weight_VD, labels_L, self._temperature)
+        return linear_logprob(hidden_LD, weight_VD, labels_L, *scaling)

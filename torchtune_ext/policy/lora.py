@@ -21,6 +21,7 @@ from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import DoRALinear, LoRALinear, disable_adapter
 
+from torchtune_ext.policy.families import FUSED_PARTS, hf_name
 from torchtune_ext.policy.hf_model import HFModel, clean_name
 from torchtune_ext.policy.sharding import dequantize_nf4, fill_param, gather_full
 from torchtune_ext.run.errors import UsageError
@@ -39,6 +40,13 @@ class AdapterSpec:
     dora: bool
     # Whether the base weights are in NF4.
     quantized: bool
+    # Target that the files hold fused ("qkv_proj") -> number of its parts with an adapter.
+    fused: Mapping[str, int]
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank of an exported adapter."""
+        return self.rank * max(self.fused.values(), default=1)
 
     def peft_config(self, base: str) -> dict[str, Any]:
         """Returns PEFT's `adapter_config.json` for an adapter of the model `base`."""
@@ -53,6 +61,9 @@ class AdapterSpec:
             "use_dora": self.dora,
             "bias": "none",
             "inference_mode": True,
+            # The adapters of a fused layer are one adapter of a higher rank, with the same scale.
+            "rank_pattern": {name: self.rank * count for name, count in self.fused.items()},
+            "alpha_pattern": {name: self.alpha * count for name, count in self.fused.items()},
         }
 
 
@@ -117,14 +128,27 @@ def adapter_spec(
             f"model.lora_dropout={share}: expected the fraction of an adapter's inputs that is dropped, at least 0 and "
             "below 1"
         )
-    names = [hf_model.to_hf(f"{name}.weight", module.lora_b.weight)[0] for name, module in modules.items()]
+    dora = isinstance(first, DoRALinear)
+    fused: dict[str, int] = {}
+    targets = []
+    for name, parts in _adapted_layers(model, hf_model).items():
+        count = sum(isinstance(part, (LoRALinear, DoRALinear)) for part in parts)
+        if dora and count < len(parts):
+            raise UsageError(
+                f"model.use_dora: the files hold {name.rpartition('.')[2]} fused, so an exported DoRA adapter must adapt all "
+                "its parts. Fix: set model.lora_attn_modules=[q_proj, k_proj, v_proj], or model.use_dora=False"
+            )
+        targets.append(name.rpartition(".")[2])
+        if targets[-1] in FUSED_PARTS:
+            fused[targets[-1]] = count
     return AdapterSpec(
         rank=rank,
         alpha=alpha,
         dropout=dropout,
-        targets=tuple(dict.fromkeys(name.split(".")[-2] for name in names)),
-        dora=isinstance(first, DoRALinear),
+        targets=tuple(dict.fromkeys(targets)),
+        dora=dora,
         quantized=any(isinstance(module.weight, NF4Tensor) for module in modules.values()),
+        fused=fused,
     )
 
 
@@ -265,14 +289,46 @@ def adapter_hf_tensors(model: nn.Module, hf_model: HFModel, dtype: torch.dtype) 
     """Yields (PEFT name, unsharded tensor) of the adapters only. A collective."""
     # torchtune's own export also permutes q and k of Qwen2, which already have Hugging Face's
     # layout.
-    for name, module in adapted_modules(model).items():
-        hf_name, b = hf_model.to_hf(f"{name}.weight", gather_full(module.lora_b.weight).to(dtype))
-        stem = "base_model.model." + hf_name.removesuffix(".weight")
-        yield f"{stem}.lora_A.weight", gather_full(module.lora_a.weight).to(dtype)
-        yield f"{stem}.lora_B.weight", b
-        if isinstance(module, DoRALinear):
-            _, magnitude = hf_model.to_hf(f"{name}.weight", gather_full(module.magnitude).to(dtype)[:, None])
-            yield f"{stem}.lora_magnitude_vector", magnitude[:, 0]
+    names = {module: name for name, module in adapted_modules(model).items()}
+    for layer, parts in _adapted_layers(model, hf_model).items():
+        stem = f"base_model.model.{layer}"
+        adapted = [part for part in parts if isinstance(part, (LoRALinear, DoRALinear))]
+        # The A of a fused layer are stacked, and its B are the blocks of a diagonal.
+        yield f"{stem}.lora_A.weight", torch.cat([gather_full(part.lora_a.weight).to(dtype) for part in adapted])
+        blocks, magnitudes = [], []
+        for part in parts:
+            if part not in names:
+                rows = part.get_parameter("weight").shape[0]
+                blocks.append(torch.zeros(rows, 0, dtype=dtype, device=adapted[0].lora_b.weight.device))
+                continue
+            name = f"{names[part]}.weight"
+            blocks.append(hf_model.to_hf(name, gather_full(part.lora_b.weight).to(dtype))[1])
+            if isinstance(part, DoRALinear):
+                magnitudes.append(hf_model.to_hf(name, gather_full(part.magnitude).to(dtype)[:, None])[1][:, 0])
+        yield f"{stem}.lora_B.weight", blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)
+        if magnitudes:
+            yield f"{stem}.lora_magnitude_vector", torch.cat(magnitudes)
+
+
+def _adapted_layers(model: nn.Module, hf_model: HFModel) -> dict[str, list[Any]]:
+    """Returns the layers of the model's files that have an adapter.
+
+    Returns:
+        Hugging Face name -> module; if the files hold it fused: the modules of its parts, in order.
+    """
+    modules = {
+        hf_name(f"{clean_name(name)}.weight").removesuffix(".weight"): module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | LoRALinear | DoRALinear) and ".lora_" not in name
+    }
+    layers = {}
+    for name, module in modules.items():
+        stem, _, kind = name.rpartition(".")
+        fused = hf_model.fused_names.get(kind)
+        names = [f"{stem}.{part}" for part in FUSED_PARTS[fused]] if fused else [name]
+        if isinstance(module, (LoRALinear, DoRALinear)):
+            layers[f"{stem}.{fused or kind}".lstrip(".")] = [modules[each] for each in names]
+    return layers
 
 
 class AdapterDisabledReference:

@@ -74,12 +74,19 @@ class ModelSizes:
         self.kv_values_per_token = 2 * sum(block.attn.num_kv_heads * block.attn.head_dim for block in layers)
         self.heads, self.kv_heads = attn.num_heads, attn.num_kv_heads
 
+        # Logits and probabilities of a chunk exist at the same time, in float32; with a soft cap
+        # also its slope.
+        self.bytes_per_logit = 12 if getattr(model, "logit_softcap", None) else 8
+
         # For the backward, an uncompiled layer saves per token: the float32 inputs of its norms,
         # including the norms of q and k; the inputs of the linear layers of attention and MLP;
         # attention's inputs q, k and v (with expanded heads), its output and log-sum-exp; the
         # angles of RoPE in float32; gate, up, SiLU and their product.
         norm_inputs = (attn.num_heads + attn.num_kv_heads) * attn.head_dim if attn.q_norm else 0
-        float32_values = 2 * self.width + norm_inputs + attn.num_heads + 2 * attn.head_dim
+        norms = sum(
+            hasattr(layer.get_submodule(name), "eps") for name in ("sa_norm", "sa_scale", "mlp_norm", "mlp_scale")
+        )
+        float32_values = norms * self.width + norm_inputs + attn.num_heads + 2 * attn.head_dim
         activation_bytes = (
             itemsize * (2 * self.width + 4 * attn.num_heads * attn.head_dim + 4 * self.mlp) + 4 * float32_values
         )
@@ -132,7 +139,6 @@ def trainer_memory(
     # With checkpointing, each layer saves its input, and one layer at a time saves its activations.
     inputs = sizes.layers * row_tokens * sizes.width * itemsize
     activation_bytes = (inputs + layer_bytes if activation_checkpointing else sizes.layers * layer_bytes) + other_bytes
-    # Logits and probabilities of a chunk exist at the same time, in float32: 8 bytes per logit.
     chunk = min(chunk_elements(gpu_bytes), row_tokens * sizes.vocab)
     # On one device only a model without adapters goes through FSDP2 (`build_policy`).
     sharded = world_size > 1 or (itemsize < 4 and not sizes.has_frozen_params)
@@ -147,7 +153,7 @@ def trainer_memory(
         "weights, float32 master": 4 * sizes.trained_params // shards,
         "gradients, float32": 4 * sizes.trained_params // shards,
         f"activations of a row of {row_tokens} tokens": int(activation_bytes),
-        "logits of one chunk, with gradient": 8 * chunk,
+        "logits of one chunk, with gradient": sizes.bytes_per_logit * chunk,
         "unsharded gradients, before the reduction": _gradients_in_flight(
             sizes, sharded, shards, int(activation_bytes)
         ),

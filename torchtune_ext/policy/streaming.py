@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import embedding
 from torchtune.modules import TiedLinear, TransformerDecoder
 
 from torchtune_ext.kernels.linear_logprob import linear_logprob
@@ -75,7 +74,7 @@ def streamed_logprobs(
     for owner, tensors in groupby(weights, key=lambda named: _owner_module(named[0])):
         own = {name.removeprefix(f"{owner}."): tensor.to(device, dtype) for name, tensor in tensors}
         if owner == "tok_embeddings":
-            hidden = [embedding(row.tokens_T, own["weight"])[None] for row in rows]
+            hidden = [functional_call(model.tok_embeddings, own, (row.tokens_T[None],)) for row in rows]
             if isinstance(model.output, TiedLinear):
                 table_VD = own["weight"]
         elif owner == "output":
@@ -88,8 +87,9 @@ def streamed_logprobs(
         # This frees the weights before the next layer's weights arrive.
         del own
     assert table_VD is not None  # every model has an output layer or tied embeddings
+    scaling = temperature, getattr(model, "logit_softcap", None)
     return [
-        linear_logprob(h[0].index_select(0, row.hidden_index_L), table_VD, row.labels_L, temperature)[0].cpu()
+        linear_logprob(h[0].index_select(0, row.hidden_index_L), table_VD, row.labels_L, *scaling)[0].cpu()
         for h, row in zip(hidden, rows, strict=True)
     ]
 

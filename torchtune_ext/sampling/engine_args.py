@@ -5,12 +5,14 @@ import itertools
 import os
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 
 from torchtune_ext.run.errors import UsageError
+from torchtune_ext.run.json_files import read_json_or_empty
 from torchtune_ext.run.output import format_labels, print_text
 from torchtune_ext.sampling.prestart import IGNORED_VARIABLES, MALLOC_VARIABLES, vllm_cpu
 from torchtune_ext.sampling.types import CANARY_REQUESTS, LORA_RANKS, EngineConfig
@@ -102,6 +104,8 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
         "worker_extension_cls": LOADER,
         "weight_transfer_config": {"backend": transfer},
     }
+    if "vision_config" in read_json_or_empty(Path(model_dir) / "config.json"):
+        args["language_model_only"] = True
     if config.lora_rank:
         max_rank = next(rank for rank in LORA_RANKS if rank >= config.lora_rank)
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank}

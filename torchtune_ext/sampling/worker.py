@@ -47,6 +47,8 @@ SCALE_SUFFIX = "weight_scale_inv"  # block scales of a weight; multipliers, desp
 # Tensor name -> checksum of the tensors that this process has loaded. None if a tensor was loaded
 # into several parameters whose checksums differ.
 LOADED_CHECKSUMS: dict[str, dict[str, int | None]] = {"model": {}, "adapter": {}}
+# Phi-3's files hold these layers fused. vLLM lists no parts of them, but loads published parts.
+FUSED_PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 UNFINISHED_MARKER = "(an update that was not finished)"  # entry for a model that may be half loaded
 
 Named = list[tuple[str, torch.Tensor]]
@@ -206,6 +208,11 @@ def without_lora(model: torch.nn.Module) -> Iterator[None]:
             setattr(parent, name, child)
 
 
+def text_model(model: Any) -> Any:
+    """Returns the text model of a multimodal model; of another model, the model itself."""
+    return getattr(model, "language_model", model)
+
+
 def retie_lm_head(model: torch.nn.Module) -> None:
     """Repacks a tied output head, on a CPU."""
     # On a CPU vLLM 0.32 copies linear weights into oneDNN's own layout. Its layerwise reload skips
@@ -250,8 +257,10 @@ class CheckedTransfer(WeightTransferEngine):
         # The checks run before the first byte, while the old weights are still complete.
         names, dtypes, shapes = update_info.names, update_info.dtype_names, update_info.shapes
         with without_lora(self.model), self.recorder, disable_mtp_completeness_check():
-            parameters = dict(self.model.named_parameters())
-            packed = getattr(self.model, "packed_modules_mapping", {})
+            model = text_model(self.model)
+            parameters = dict(model.named_parameters())
+            packed: dict[str, list[str]] = dict(getattr(model, "packed_modules_mapping", {}))
+            packed |= {name: parts for name, parts in FUSED_PARTS.items() if packed.get(name) == [name]}
             check_quantized(names, dtypes, parameters, packed)
             # A quantized model has scales for an FP8 KV cache, even if its cache is not FP8. The
             # trainer does not publish these scales.
@@ -263,7 +272,7 @@ class CheckedTransfer(WeightTransferEngine):
             loaded: set[str] = set()
 
             def take(named: Named) -> None:
-                loaded.update(self.model.load_weights(self.recorder.register(named)) or ())
+                loaded.update(model.load_weights(self.recorder.register(named)) or ())
 
             self.receive(update_info, take)
         # Some models do not return the names of loaded parameters.
@@ -274,7 +283,7 @@ class CheckedTransfer(WeightTransferEngine):
             # vLLM buffers a layer until it is complete, so some weights are copied only here.
             with self.recorder:
                 finalize_layerwise_reload(self.model, self.model_config)
-            retie_lm_head(self.model)
+            retie_lm_head(text_model(self.model))
         LOADED_CHECKSUMS["model"] = self.recorder.checksums
         self.recorder = ChecksumRecorder()
 
@@ -510,6 +519,8 @@ class WeightLoader:
         manager = self.model_runner.lora_manager._adapter_manager
         # The checksums are computed first, because vLLM scales the tensors in place.
         sums: dict[str, int | None] = {name: checksum(tensor) for name, tensor in weights.items()}
+        if text_model(model := self.model_runner.model) is not model:
+            weights = {name.replace(".model.model.", ".model.language_model.model."): t for name, t in weights.items()}
         peft, lora = PEFTHelper.from_dict(config), self.model_runner.lora_config
         peft.validate_legal(lora)
         adapter = LoRAModel.from_lora_tensors(ADAPTER_ID, weights, peft, device="cpu", dtype=lora.lora_dtype)

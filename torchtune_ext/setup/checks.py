@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.objective.loss import LossRequirements, loss_requirements
 from torchtune_ext.objective.tokens import Tokens
+from torchtune_ext.policy.families import LONGROPE_TYPES
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.run.errors import UsageError, wrap_user_errors
 from torchtune_ext.sampling.engine_args import CPU_BLOCK_SIZE, engine_configs
@@ -532,6 +533,8 @@ def max_positions(hf_model: HFModel) -> float:
     """Return the positions of a model; infinity if only the engine knows them."""
     # Scaled RoPE extends beyond max_position_embeddings.
     config = hf_model.config
+    if config.get("rope_type") in LONGROPE_TYPES:
+        return config["original_max_position_embeddings"]
     kind = (config.get("rope_parameters") or {}).get("rope_type", "default")
     scaled = config.get("rope_scaling") or kind != "default"
     longest = config.get("max_position_embeddings")

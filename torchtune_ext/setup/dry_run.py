@@ -23,8 +23,8 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.objective.loss import loss_requirements
 from torchtune_ext.policy.builder import build_on_meta
-from torchtune_ext.policy.families import hub_model_config
 from torchtune_ext.policy.fp8.plan import Fp8Plan, linear_layers
+from torchtune_ext.policy.hub import hub_model_config
 from torchtune_ext.policy.memory import GIB, ModelSizes
 from torchtune_ext.run.errors import UsageError, UsageFileError
 from torchtune_ext.run.folder import require_usable_folder

@@ -164,7 +164,7 @@ def export_model(
     """
     tensors = merged_hf_tensors(model, hf_model, dtype)
     with _drain_on_error(tensors):
-        _write_model(folder, tensors, hf_model, tokenizer)
+        _write_model(folder, hf_model.fuse(tensors), hf_model, tokenizer)
 
 
 def export_adapter(
@@ -202,7 +202,7 @@ def export_adapter(
         if merged_dtype is not None:
             if merged_folder is not None:
                 merged_folder.mkdir()
-            _write_model(merged_folder, merged_tensors, hf_model, tokenizer)
+            _write_model(merged_folder, hf_model.fuse(merged_tensors), hf_model, tokenizer)
 
 
 @contextmanager
@@ -227,6 +227,9 @@ def _write_model(
             pass
         return
     _copy_files(hf_model.path, folder, _CONFIG_PATTERNS)
+    if hf_model.is_multimodal:
+        # Only the text model is written.
+        (folder / "config.json").write_text(json.dumps(hf_model.raw_config, indent=1))
     _save_tokenizer(folder, hf_model, tokenizer)
     write_card(folder, hf_model.path)
     shards: list[tuple[Path, list[str]]] = []

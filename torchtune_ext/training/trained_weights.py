@@ -269,7 +269,7 @@ class LoRAWeights:
                 "adapters.publish=adapter with engine.dtype=float32: on a GPU vLLM applies adapters in half precision "
                 "only. Fix: set engine.dtype=bfloat16, or adapters.publish=merged"
             )
-        return replace(config, lora_rank=self.spec.rank, lora_targets=self.spec.targets)
+        return replace(config, lora_rank=self.spec.max_rank, lora_targets=self.spec.targets)
 
     def weight_streams(self, model: nn.Module, hf_model: HFModel, precision: Precision) -> Iterator[WeightStream]:
         if self.publish_mode == "merged":

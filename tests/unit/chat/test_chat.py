@@ -251,6 +251,28 @@ def test_conversation_prompt_ids_equal_standalone_prompt_ids(model_dir, tmp_path
     assert marked(tokenizer, ids, mask) == ["b<|im_end|>"]
 
 
+# As Gemma's: no system role (Gemma 2 raises, Gemma 3 writes it into the first user turn), and the assistant is `model`.
+GEMMA = """{%- set prefix = '' -%}{%- if messages[0].role == 'system' -%}SYSTEM{%- set messages = messages[1:] -%}{%- endif -%}
+{%- for m in messages -%}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}{{ raise_exception('roles alternate') }}
+{%- endif -%}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (prefix if loop.first else '') }}
+{{- m.content | trim }}{{ '<end_of_turn>\n' }}{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"""
+GEMMA_2 = GEMMA.replace("SYSTEM", "{{ raise_exception('System role not supported') }}")
+GEMMA_3 = GEMMA.replace("SYSTEM", "{%- set prefix = messages[0].content + '\n\n' -%}")
+
+
+def test_gemma_templates_refuse_or_fold_the_system_role(model_dir):
+    asked = [{"role": "system", "content": "s"}, *conversation("a", "b", "c", "d")]
+    tokenizer = ChatTokenizer(model_dir, GEMMA_3)
+    ids, mask = tokenizer.conversation_ids(asked)
+    assert marked(tokenizer, ids, mask) == ["b<end_of_turn>\n", "d<end_of_turn>\n"]
+    assert tokenizer.decode_all(ids).startswith("<start_of_turn>user\ns\n\na<end_of_turn>\n<start_of_turn>model\nb")
+    refusing = ChatTokenizer(model_dir, GEMMA_2)
+    with pytest.raises(ValueError, match=r"roles \['system', 'user'.*System role not supported.*change the messages"):
+        refusing.prompt_ids(asked[:2])
+    assert refusing.conversation_ids(asked[1:])[0] == tokenizer.conversation_ids(asked[1:])[0]
+
+
 # ---- ids and files ------------------------------------------------------------------------------------------------
 
 

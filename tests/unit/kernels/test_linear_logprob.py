@@ -10,17 +10,18 @@ from torchtune_ext.kernels import linear_logprob as module
 from torchtune_ext.kernels.linear_logprob import linear_gather, linear_logprob, linear_logprob_reference, linear_top_k
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 @pytest.mark.parametrize("chunk_elements", [1, 60, 1 << 27])  # one label per chunk, a ragged last chunk, one chunk
-def test_equals_whole_logits(monkeypatch, temperature, chunk_elements):
+def test_equals_whole_logits(monkeypatch, temperature, chunk_elements, softcap):
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
     torch.manual_seed(0)
     hidden = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(0, 23, (11,))
     upstream = torch.randn(2, 11, dtype=torch.float64)
-    want = torch.stack(linear_logprob_reference(hidden, weight, labels, temperature))
-    result = torch.stack(linear_logprob(hidden, weight, labels, temperature))
+    want = torch.stack(linear_logprob_reference(hidden, weight, labels, temperature, softcap))
+    result = torch.stack(linear_logprob(hidden, weight, labels, temperature, softcap))
     assert (want - result).abs().max() < 1e-12
     for a, b in zip(
         torch.autograd.grad(want, (hidden, weight), upstream),
@@ -35,7 +36,10 @@ def test_gradcheck(monkeypatch):
     torch.manual_seed(0)
     hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda h, w: linear_logprob(h, w, torch.arange(5), 0.8), (hidden, weight))
+    for softcap in (None, 1.5):
+        assert torch.autograd.gradcheck(
+            lambda h, w, cap=softcap: linear_logprob(h, w, torch.arange(5), 0.8, cap), (hidden, weight)
+        )
 
 
 def test_bfloat16_states_get_float32_sums():
@@ -60,21 +64,25 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("softcap", [None, 10.0])
 @pytest.mark.parametrize(
     "dtype, chunk_elements, products",
     [(torch.bfloat16, 1 << 27, 3), (torch.bfloat16, 32 * 500, 8), (torch.float32, 1 << 27, 4)],
 )
-def test_linear_logprob_half_precision_chunk_logits_computed_once(monkeypatch, dtype, chunk_elements, products):
+def test_linear_logprob_half_precision_chunk_logits_computed_once(
+    monkeypatch, dtype, chunk_elements, products, softcap
+):
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
     torch.manual_seed(0)
     hidden, weight = (torch.randn(n, 32).to(dtype).requires_grad_() for n in (64, 500))
     labels, upstream = torch.randint(0, 500, (64,)), torch.randn(2, 64)
     with Products() as counter:
-        logprobs = torch.stack(linear_logprob(hidden, weight, labels, 0.8))
+        logprobs = torch.stack(linear_logprob(hidden, weight, labels, 0.8, softcap))
         grads = torch.autograd.grad(logprobs, (hidden, weight), upstream)
     assert counter.count == products
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    want = torch.autograd.grad(torch.stack(linear_logprob_reference(*exact, labels, 0.8)), exact, upstream.double())
+    whole = torch.stack(linear_logprob_reference(*exact, labels, 0.8, softcap))
+    want = torch.autograd.grad(whole, exact, upstream.double())
     # A logit is rounded to 8 bits, and so is its share of the gradient. The sums over 500 and 64 average the errors.
     for a, b in zip(grads, want, strict=True):
         assert (a - b).norm() < (2**-5 if dtype == torch.bfloat16 else 1e-5) * b.norm()
@@ -115,18 +123,24 @@ def test_no_labels():
     assert logprobs.shape == (0,) and weight.grad.abs().max() == 0
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("k", [1, 5, 23, 40])  # 40 exceeds the vocabulary
-def test_top_k_and_gather(monkeypatch, k):
+def test_top_k_and_gather(monkeypatch, k, softcap):
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 60)
     torch.manual_seed(0)
     hidden = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)
-    whole = torch.log_softmax(hidden @ weight.T / 0.7, -1).detach()
-    top, ids = linear_top_k(hidden, weight, k, 0.7)
+
+    def whole_logprobs(hidden):
+        logits = hidden @ weight.T
+        return torch.log_softmax((softcap * torch.tanh(logits / softcap) if softcap else logits) / 0.7, -1).detach()
+
+    whole = whole_logprobs(hidden)
+    top, ids = linear_top_k(hidden, weight, k, 0.7, softcap)
     want = whole.topk(min(k, 23), -1)
     assert torch.equal(ids, want.indices) and (top - want.values).abs().max() < 1e-12
     assert not top.requires_grad
     other = torch.randn(11, 8, dtype=torch.float64)
-    logprobs = linear_gather(other, weight, ids, 0.7)
-    assert (logprobs - torch.log_softmax(other @ weight.T / 0.7, -1).gather(1, ids)).abs().max() < 1e-12
+    logprobs = linear_gather(other, weight, ids, 0.7, softcap)
+    assert (logprobs - whole_logprobs(other).gather(1, ids)).abs().max() < 1e-12
     assert linear_gather(other[:0], weight, ids[:0]).shape == (0, min(k, 23))

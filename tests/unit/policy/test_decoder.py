@@ -16,10 +16,14 @@ from torchtune_ext.policy.logprobs import PackedPolicy
 
 CPU = torch.device("cpu")
 DIMS = {**adapters.DIMS, "head_dim": 16}  # 4 heads in a width of 32: twice as wide as the model
+NORMS = ("sa_norm", "mlp_norm", "sa_scale", "mlp_scale")
 KINDS = {
     "qwen3": {"qk_norm": "head"},
-    "olmo2": {"qk_norm": "whole", "post_norm": True},
+    "olmo2": {"qk_norm": "whole", "norms": NORMS[2:]},
     "smollm3": {"nope_layers": [1]},
+    "gemma2": {"norms": NORMS, "gemma": True, "windows": [5, None], "softcap": 2.0, "scale": 0.5, "logit_softcap": 3.0},
+    "gemma3": {"norms": NORMS, "gemma": True, "windows": [5, None], "window_rope_base": 1e4, "qk_norm": "head"},
+    "phi3": {"rope": {"dim": 8, "factors": (1.0, 1.5, 2.0, 4.0), "magnitude": 1.1}, "windows": [3, 3]},
 }
 
 
@@ -54,6 +58,9 @@ def test_decoder_with_cache_gives_same_logits(kind):
         *(("qwen3", variant) for variant in ("tied", "untied", "checkpointing", "compiled")),
         ("olmo2", "untied"),
         ("smollm3", "tied"),
+        *(("gemma2", variant) for variant in ("tied", "checkpointing", "compiled")),
+        ("gemma3", "tied"),
+        ("phi3", "untied"),
     ],
 )
 def test_packed_rows_equal_one_sample_at_a_time(kind, variant):
@@ -79,6 +86,8 @@ def test_packed_rows_equal_one_sample_at_a_time(kind, variant):
         *(("qwen3", dora, output) for dora in (False, True) for output in (False, True)),
         ("olmo2", True, True),
         ("smollm3", False, False),
+        ("gemma2", True, False),
+        ("gemma3", False, False),
     ],
 )
 def test_packed_adapters_equal_merged_weights(kind, dora, output):

@@ -11,85 +11,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torchtune.models import llama3, llama3_1, llama3_2, qwen2_5
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SmolLM3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3ForCausalLM
 
+from helpers.family_rows import LONGROPE, ROWS, SCALED, SIZES, VOCAB, save
 from helpers.public_configs import PUBLIC, write_config
 from torchtune_ext import policy
 from torchtune_ext.policy import from_config, lora
 from torchtune_ext.policy.builder import build_on_meta
-from torchtune_ext.policy.families import FAMILIES, complete_config, read_hf_config
+from torchtune_ext.policy.families import FAMILIES
+from torchtune_ext.policy.hf_config import complete_config, read_hf_config
 from torchtune_ext.policy.hf_model import HFModel, load_weights
 from torchtune_ext.policy.scratch import ModelShape, make_tokenizer, write_model
+from torchtune_ext.setup.checks import max_positions
 from torchtune_ext.training.export import export_model
 
-VOCAB, LENGTH = 80, 512
+LENGTH = 512
 # Position times frequency is rounded to 24 bits: an error of up to 512 / 2^24 = 3e-5 radians, in each
 # of two layers.
 LIMIT = 3e-4
-SIZES = dict(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=600,
-)
-PLAIN = {"rope_type": "default", "rope_theta": 5e5}
-# A wavelength of more than 2,048 positions is scaled: with this theta, a quarter of the frequencies of 16 numbers are between
-# there and 8,192, and a quarter above. LENGTH is long enough for them to turn.
-SCALED = {
-    "rope_type": "llama3",
-    "rope_theta": 5e4,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # the default ids exceed the small vocabulary
-CASES = {
-    "qwen2": (Qwen2Config, {"rope_parameters": PLAIN}),
-    "qwen2, untied": (Qwen2Config, {"rope_parameters": PLAIN, "tie_word_embeddings": False}),
-    "qwen3": (Qwen3Config, {"rope_parameters": PLAIN, "head_dim": 32}),
-    "qwen3, untied": (  # heads of half the width, all with shared keys
-        Qwen3Config,
-        {"rope_parameters": PLAIN, "head_dim": 8, "num_key_value_heads": 1, "tie_word_embeddings": False},
-    ),
-    "smollm3": (SmolLM3Config, {"rope_parameters": PLAIN, "no_rope_layers": [0, 1]} | SPECIAL),
-    "mistral": (MistralConfig, {"rope_parameters": PLAIN, "head_dim": 32, "sliding_window": None}),
-    "mistral, untied": (
-        MistralConfig,
-        {"rope_parameters": PLAIN, "sliding_window": None, "tie_word_embeddings": False},
-    ),
-    "olmo 2": (Olmo2Config, {"rope_parameters": PLAIN, "tie_word_embeddings": False} | SPECIAL),
-    "llama 3": (LlamaConfig, {"rope_parameters": PLAIN, "tie_word_embeddings": False}),
-    "llama, tied": (LlamaConfig, {"rope_parameters": PLAIN}),
-    "llama 3.1": (LlamaConfig, {"rope_parameters": {**SCALED, "factor": 8.0}, "tie_word_embeddings": False}),
-    "llama 3.2": (LlamaConfig, {"rope_parameters": {**SCALED, "factor": 32.0}}),
-}
+CASES = ROWS
 KINDS = [case for case in CASES if "tied" not in case]
-
-
-@torch.no_grad()
-def save(folder, kind, **changes):
-    """Saves a random model of transformers, in which no weight has its default initial value."""
-    config = kind(**{**SIZES, "tie_word_embeddings": True, **changes})
-    model = AutoModelForCausalLM.from_config(config).float().eval()
-    generator = torch.Generator().manual_seed(0)
-    for name, param in sorted(model.named_parameters()):
-        noise = torch.randn(param.shape, generator=generator)
-        param.copy_((1 + 0.5 * noise) if name.endswith("norm.weight") else 0.25 * noise)
-    model.save_pretrained(folder)
-    return model
 
 
 def loaded(folder, **options):
@@ -103,20 +44,6 @@ def logprobs(model):
     ids = torch.randint(0, VOCAB, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     out = model(ids)
     return (out if isinstance(out, torch.Tensor) else out.logits).double().log_softmax(-1)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_family_logprobs_equal_transformers_and_weights_round_trip(case, tmp_path):
-    kind, changes = CASES[case]
-    theirs = save(tmp_path / "theirs", kind, **changes)
-    ours = loaded(tmp_path / "theirs")
-    assert (logprobs(ours) - logprobs(theirs)).abs().max() < LIMIT
-    (tmp_path / "ours").mkdir()
-    export_model(tmp_path / "ours", ours, HFModel(tmp_path / "theirs"), torch.float32)
-    stored = theirs.state_dict()
-    returned = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).state_dict()
-    assert stored.keys() == returned.keys()
-    assert all(torch.equal(stored[name], returned[name]) for name in stored)
 
 
 def test_a_norm_out_of_place_would_show(tmp_path):
@@ -195,22 +122,24 @@ def test_family_transformers_4_and_5_configs_load_identically(case, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     rope = config.pop("rope_parameters")
     assert "rope_theta" not in config
-    scaling = None if rope["rope_type"] == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
-    (tmp_path / "config.json").write_text(
-        json.dumps({**config, "rope_theta": rope["rope_theta"], "rope_scaling": scaling})
-    )
+    if "full_attention" in rope:
+        config["rope_local_base_freq"], rope = rope["sliding_attention"]["rope_theta"], rope["full_attention"]
+    config |= {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    scaling = None if rope["rope_type"] == "default" else rope
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_scaling": scaling}))
     assert (logprobs(loaded(tmp_path)) - logprobs(theirs)).abs().max() < LIMIT
 
 
 def sizes_of_transformers(folder):
     """The sizes of the model that transformers builds, in our names; None if it must be refused."""
     config = AutoConfig.from_pretrained(folder)
-    heads, rope = config.num_attention_heads, config.rope_parameters
-    if getattr(config, "sliding_window", None) or rope.get("original_max_position_embeddings", 8192) != 8192:
+    heads, rope, layers = config.num_attention_heads, config.rope_parameters, config.num_hidden_layers
+    local, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
+    if config.model_type == "llama" and rope.get("original_max_position_embeddings", 8192) != 8192:
         return None
     sizes = {
         "vocab_size": config.vocab_size,
-        "num_layers": config.num_hidden_layers,
+        "num_layers": layers,
         "num_heads": heads,
         "num_kv_heads": config.num_key_value_heads,
         "embed_dim": config.hidden_size,
@@ -223,18 +152,31 @@ def sizes_of_transformers(folder):
     if config.model_type == "llama":
         return sizes | {"scale_factor": rope["factor"] if rope["rope_type"] == "llama3" else 1}
     if config.model_type == "smollm3":
-        sizes["nope_layers"] = [i for i in range(config.num_hidden_layers) if not config.no_rope_layers[i]]
+        sizes["nope_layers"] = [i for i in range(layers) if not config.no_rope_layers[i]]
+    if config.model_type in ("mistral", "phi3"):
+        sizes["windows"] = [config.sliding_window] * layers
+    if config.model_type == "phi3":
+        sizes["rope"] = {"dim": int(config.hidden_size // heads * rope["partial_rotary_factor"])}
+    if config.model_type.startswith("gemma"):
+        sizes |= {
+            "windows": [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types],
+            "window_rope_base": local and local["rope_theta"],
+            "rope": {"factors": (rope["factor"],)} if rope["rope_type"] == "linear" else {},
+            "softcap": config.attn_logit_softcapping,
+            "scale": config.query_pre_attn_scalar**-0.5,
+            "logit_softcap": config.final_logit_softcapping,
+        }
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return sizes if config.model_type == "qwen2" else sizes | {"head_dim": width}
 
 
-@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.parametrize("case", [case for case in KINDS if case != "phi 4 mini"])
 def test_missing_key_of_config_means_transformers_default(case, tmp_path, monkeypatch):
     kind, changes = CASES[case]
     unusual = {"hidden_size": 512, "num_attention_heads": 32, "max_position_embeddings": 9000, "rms_norm_eps": 1e-4}
     whole = kind(**{**SIZES, **changes, **unusual, "tie_word_embeddings": False}).to_dict()
     # transformers derives these keys from others and checks them.
-    made = {"layer_types", "model_type", "head_dim"} - set(changes)
+    made = {"layer_types", "model_type"} | {"head_dim"} - set(changes)
     whole = {key: value for key, value in whole.items() if key not in made}
     whole["no_rope_layers"] = [0, 1] * 20
     monkeypatch.setitem(FAMILIES, kind.model_type, replace(FAMILIES[kind.model_type], build=lambda **sizes: sizes))
@@ -340,6 +282,42 @@ def test_family_shorter_rope_table_is_supported(tmp_path):
     assert model.max_seq_len == 100 and len(model.layers[0].attn.pos_embeddings.cache) == 100
 
 
+def test_longrope_beyond_original_length_is_refused(tmp_path):
+    kind, changes = CASES["phi 4 mini"]
+    save(tmp_path, kind, **changes)
+    assert from_config(str(tmp_path)).max_seq_len == max_positions(HFModel(tmp_path)) == 550
+    assert from_config(str(tmp_path), max_seq_len=150).max_seq_len == 150
+    with pytest.raises(ValueError, match="model.max_seq_len=551 is above original_max_position_embeddings=550"):
+        from_config(str(tmp_path), max_seq_len=551)
+
+
+def test_gemma_embeddings_round_their_scale_as_transformers(tmp_path):
+    kind, changes = CASES["gemma 3"]
+    theirs = save(tmp_path, kind, **changes, hidden_size=72).bfloat16()
+    ours = loaded(tmp_path).bfloat16()
+    ids = torch.arange(VOCAB)
+    assert torch.equal(ours.tok_embeddings(ids), theirs.model.embed_tokens(ids))
+    assert not torch.equal(ours.tok_embeddings(ids), (theirs.model.embed_tokens.weight.float() * 72**0.5).bfloat16())
+
+
+@pytest.mark.parametrize("prefix, vision", [("language_model.model.", ""), ("model.language_model.", "model.")])
+def test_multimodal_folder_trains_only_its_text_model(prefix, vision, tmp_path):
+    kind, changes = CASES["gemma 3"]
+    theirs = save(tmp_path, kind, **changes)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors = {name.replace("model.", prefix, 1): tensor for name, tensor in load_file(file).items()}
+    others = {f"{vision}{part}.weight": torch.zeros(3) for part in ("vision_tower.x", "multi_modal_projector.y")}
+    save_file(tensors | others, file)
+    config.write_text(json.dumps({"model_type": "gemma3", "text_config": json.loads(config.read_text())}))
+    source = HFModel(tmp_path)
+    source.require_fits(from_config(str(tmp_path)))
+    (tmp_path / "ours").mkdir()
+    export_model(tmp_path / "ours", loaded(tmp_path), source, torch.float32)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
+    assert (logprobs(exported) - logprobs(theirs)).abs().max() < LIMIT
+    assert (logprobs(loaded(tmp_path)) - logprobs(theirs)).abs().max() < LIMIT
+
+
 def test_new_model_from_shape_initializes_or_is_refused(tmp_path):
     shape = ModelShape(model_type="qwen3", hidden_size=64, head_dim=64, num_hidden_layers=2, num_attention_heads=2,
                   num_key_value_heads=1, intermediate_size=48, vocab_size=400, max_position_embeddings=600)  # fmt: skip
@@ -370,15 +348,38 @@ QWEN, LLAMA = "Qwen3-1.7B", "Llama-3.1-8B-Instruct"
         ),
         (
             QWEN,
-            {"model_type": "gemma3_text"},
-            "which is not supported: some of its layers use a sliding window; use",
+            {"model_type": "gemma3n_text"},
+            r"which is not supported: its layers share keys and values; use .* \(the nearest is gemma3_text\)",
         ),
         (QWEN, {"model_type": "qwen3_moe"}, "which is not supported: it is a mixture of experts; use"),
         (
-            QWEN,
-            {"model_type": "mistral", "sliding_window": 4096},
-            "has sliding_window=4096, .* mistral supports only null; use",
+            LLAMA,
+            {"sliding_window": 4096},
+            r"has sliding_window=4096, .* llama supports only null \(mistral supports it\)",
         ),
+        (
+            QWEN,
+            {"partial_rotary_factor": 0.5},
+            r"=0.5, .* qwen3 supports only 1 \(phi3 supports it\); use another model",
+        ),
+        (QWEN, {"final_logit_softcapping": 30.0}, r"has final_logit_softcapping=30.0, .* null \(gemma2 supports it\)"),
+        (
+            QWEN,
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+            r"has attn_logit_softcapping=50.0, .* gemma3_text supports only null \(gemma2 supports it\)",
+        ),
+        (QWEN, {"model_type": "gemma2", "use_bidirectional_attention": True}, "has use_bidirectional_attention=True"),
+        (QWEN, {"model_type": "gemma2", "sliding_window": None}, "lacks sliding_window. Fix"),
+        (
+            QWEN,
+            {"model_type": "gemma2", "layer_types": ["full_attention"]},
+            "has 1 layer_types; expected .* layer of 28",
+        ),
+        (QWEN, {"model_type": "gemma3", "text_config": 3}, "has text_config=3; expected a JSON object"),
+        (QWEN, {"model_type": "phi3", "resid_pdrop": 0.1}, "has resid_pdrop=0.1, .* phi3 supports only 0;"),
+        (QWEN, {"model_type": "phi3", "rope_scaling": YARN}, "has rope_type='yarn', .* default or longrope or su;"),
+        (QWEN, {"model_type": "phi3", "rope_scaling": {"type": "su"}}, "lacks short_factor. Fix"),
+        (QWEN, {"model_type": "phi3", "rope_scaling": LONGROPE}, "has 6 short_factor; expected .* pair of 64 that"),
         (QWEN, {"rope_parameters": YARN}, "has rope_type='yarn', but the builder of qwen3 supports only default"),
         (QWEN, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "has rope_type='yarn'"),
         (
@@ -386,7 +387,7 @@ QWEN, LLAMA = "Qwen3-1.7B", "Llama-3.1-8B-Instruct"
             {"use_sliding_window": True},
             "has use_sliding_window=True, but the builder of qwen3 supports only False",
         ),
-        (QWEN, {"layer_types": ["full_attention", "sliding_attention"]}, "has layer_types="),
+        (QWEN, {"layer_types": ["full_attention", "sliding_attention"] * 14}, "has layer_types=.*gemma2 supports it"),
         (QWEN, {"attention_bias": True}, "has attention_bias=True"),
         (
             LLAMA,
@@ -405,11 +406,6 @@ QWEN, LLAMA = "Qwen3-1.7B", "Llama-3.1-8B-Instruct"
         ),
         (LLAMA, {"head_dim": 64}, "has head_dim=64, but the builder of llama supports only .* = 128"),
         (LLAMA, {"hidden_act": "gelu"}, "has hidden_act='gelu', but the builder of llama supports only silu"),
-        (
-            QWEN,
-            {"model_type": "mistral", "sliding_window": ...},
-            "lacks sliding_window, which defaults to 4096, but the builder of mistral supports only null",
-        ),
         (
             LLAMA,
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}},
@@ -435,7 +431,7 @@ QWEN, LLAMA = "Qwen3-1.7B", "Llama-3.1-8B-Instruct"
         (
             QWEN,
             {"model_type": "smollm3", "no_rope_layers": [1]},
-            "has 1 no_rope_layers; expected one for each of the 28",
+            "has 1 no_rope_layers; expected one for each layer of 28",
         ),
     ],
 )
@@ -486,7 +482,7 @@ def test_layers_that_nf4_cannot_hold_are_named(tmp_path):
 
 
 def test_policy_package_reexports_families_and_rejects_unknown_names():
-    assert from_config.__module__ == "torchtune_ext.policy.families" and policy.families.FAMILIES is FAMILIES
+    assert from_config.__module__ == "torchtune_ext.policy.builder" and policy.families.FAMILIES is FAMILIES
     with pytest.raises(AttributeError, match="has no attribute 'from_confg'"):
         policy.from_confg  # noqa: B018
 

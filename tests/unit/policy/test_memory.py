@@ -16,7 +16,7 @@ from helpers.unpacked_reference import make_groups
 from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_on_meta, build_policy
-from torchtune_ext.policy.families import hub_model_config
+from torchtune_ext.policy.hub import hub_model_config
 from torchtune_ext.policy.memory import GIB, ModelSizes, trainer_memory
 
 SIZE = dict(hidden_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024)

@@ -15,7 +15,7 @@ from helpers.checkpoint_runs import TrainedModel, checkpoints_in, make_source
 from helpers.public_configs import write_config
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_on_meta
-from torchtune_ext.policy.families import hub_model_config
+from torchtune_ext.policy.hub import hub_model_config
 from torchtune_ext.policy.memory import GIB, ModelSizes, trainer_memory
 from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import config_files, package_folder

@@ -28,7 +28,7 @@ from torchtune_ext.kernels.fp8_quantize import (
     dequantize,
     quantize_weight,
 )
-from torchtune_ext.policy.families import hf_name
+from torchtune_ext.policy.families import FUSED_PARTS, hf_name
 from torchtune_ext.policy.fp8 import Fp8Config
 from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8LoRALinear
 from torchtune_ext.policy.hf_model import HFModel, clean_name
@@ -36,7 +36,7 @@ from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.run.errors import UsageError, closest_match
 
 # vLLM fuses each of these groups into one layer, which is either completely in FP8 or not.
-FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+FUSED_GROUPS = tuple(FUSED_PARTS.values())
 LM_HEAD = "lm_head"
 
 
@@ -87,8 +87,16 @@ class Fp8Plan:
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
             "weight_block_size": [BLOCK_SIZE, BLOCK_SIZE],
-            "modules_to_not_convert": [layer.name for layer in self.layers if layer.reason is not None],
+            "modules_to_not_convert": self._skipped_names(),
         }
+
+    def _skipped_names(self) -> list[str]:
+        """Names of the layers that stay in the compute dtype, including the fused layers of vLLM."""
+        names = [layer.name for layer in self.layers if layer.reason is not None]
+        fused = {parts[0]: name for name, parts in FUSED_PARTS.items()}
+        # vLLM looks up the parts of a fused layer, but not in Phi-3, whose files hold fused layers.
+        stems = ((name.rpartition(".")[0], fused.get(_kind(name))) for name in names)
+        return names + [f"{stem}.{whole}" for stem, whole in stems if whole]
 
     def round_weight(self, weight: Tensor) -> Tensor:
         """Rounds a weight to its FP8 values, returned in float32."""
