@@ -77,7 +77,7 @@ API = {
     ],
     "Engines, models and tokenizers": [
         "torchtune_ext.sampling.backend.Backend",
-        "torchtune_ext.policy.families.from_config",
+        "torchtune_ext.policy.builder.from_config",
         "torchtune_ext.chat.tokenizer.ChatTokenizer",
     ],
     "Measured programs": ["torchtune_ext.measured.kernel.Kernel", "torchtune_ext.measured.kernel.Parameter"],
