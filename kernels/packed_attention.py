@@ -44,7 +44,7 @@ RECOMPILE_LIMIT = 256
 FLOAT32_SHARED_MEMORY = 160 << 10  # bytes of shared memory for FlexAttention's default tiles in float32
 MASK_CHUNK_TILES = 8  # query tiles per step of the block mask computation
 MAX_PADDING_FRACTION = 0.25  # maximum fraction of padding in a stacked completion
-WINDOW_QUERIES = 128  # queries of a segment in one SDPA call on a CPU, with a window
+WINDOW_QUERIES = 128  # queries of a segment in one call on a CPU, with a window or soft cap
 
 
 def dense_mask(ends_T: Tensor, positions_T: Tensor | None = None, window: int | None = None) -> Tensor:
@@ -302,16 +302,24 @@ def _segment_attention(
 def _capped_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, softcap: float
 ) -> Tensor:
-    """Computes attention of q [N, H, C, D] to k and v [N, H, K, D]; mask None: causal."""
+    """Computes attention of q [N, H, C, D], the last C of the K tokens of k and v [N, H, K, D]; mask None: causal."""
 
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
         scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-        allowed = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril() if mask is None else mask
         return (softcap * torch.tanh(scores / softcap)).masked_fill(~allowed, -torch.inf).softmax(-1) @ v
 
     # Fused SDPA has no cap. The backward pass computes the scores again, so that memory holds the
-    # scores of one call only.
-    return checkpoint(attention, q, k, v, use_reentrant=False, preserve_rng_state=False)
+    # scores of a few queries only.
+    C, context = q.shape[2], k.shape[2] - q.shape[2]
+    if mask is None:
+        mask = torch.ones(C, C, dtype=torch.bool, device=q.device).tril()
+    results = []
+    for start in range(0, C, WINDOW_QUERIES):
+        queries = slice(start, min(start + WINDOW_QUERIES, C))
+        keys = slice(context + queries.stop)
+        inputs = q[:, :, queries], k[:, :, keys], v[:, :, keys], mask[..., queries, keys]
+        results.append(checkpoint(attention, *inputs, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(results, dim=2)
 
 
 # FlexAttention as `packed_attention` calls it: compiled on CUDA.
