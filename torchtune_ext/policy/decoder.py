@@ -156,6 +156,17 @@ def _plain_linear(name: str, width: int, out: int) -> nn.Module:
     return nn.Linear(width, out, bias=False)
 
 
+def _mlp(
+    linear: Callable[[str, int, int], nn.Module], width: int, inner_width: int, activation: nn.Module
+) -> FeedForward:
+    return FeedForward(
+        gate_proj=linear("mlp", width, inner_width),
+        down_proj=linear("mlp", inner_width, width),
+        up_proj=linear("mlp", width, inner_width),
+        activation=activation,
+    )
+
+
 def decoder(
     vocab_size: int,
     num_layers: int,
@@ -189,14 +200,11 @@ def decoder(
         norms: norms of each layer. "sa_norm" and "mlp_norm" norm the inputs of attention and MLP,
             "sa_scale" and "mlp_scale" their outputs, as torchtune's layer names them.
         nope_layers: indices of the layers without RoPE, from 0.
-        windows: for each layer, the number of keys that a query sees, including its own; None: all.
-            Empty: all layers see all keys.
+        windows: argument of `Attention`, for each layer; empty: None.
         window_rope_base: RoPE base of layers with a window, without `rope`; None: as other layers.
         rope: further arguments of `Rope`.
-        gemma: embeddings are multiplied by sqrt(embed_dim), norms by 1 + scale, and the MLP has
-            GELU (tanh approximation) instead of SiLU.
-        softcap: soft cap of attention scores; None: no cap.
-        scale: scale of attention scores; None: 1 / sqrt(head_dim).
+        gemma: embeddings are scaled by sqrt(embed_dim), norms by 1 + scale, and the MLP has GELU.
+        softcap: argument of `Attention`, as `scale`.
         logit_softcap: soft cap of the logits; None: no cap.
         linear: makes a layer from its name ("q_proj", "k_proj", "v_proj", "output_proj", "mlp",
             "output"), in-features and out-features.
@@ -224,12 +232,7 @@ def decoder(
             q_norm=norm(head_dim * (num_heads if qk_norm == "whole" else 1)) if qk_norm else None,
             k_norm=norm(head_dim * (num_kv_heads if qk_norm == "whole" else 1)) if qk_norm else None,
         )
-        mlp = FeedForward(
-            gate_proj=linear("mlp", embed_dim, intermediate_dim),
-            down_proj=linear("mlp", intermediate_dim, embed_dim),
-            up_proj=linear("mlp", embed_dim, intermediate_dim),
-            activation=nn.GELU(approximate="tanh") if gemma else nn.SiLU(),
-        )
+        mlp = _mlp(linear, embed_dim, intermediate_dim, nn.GELU(approximate="tanh") if gemma else nn.SiLU())
         layer_norms = {name: norm(embed_dim) for name in norms}
         layers.append(TransformerSelfAttentionLayer(attn=attention, mlp=mlp, **layer_norms))
     embeddings = (GemmaNormEmbeddings if gemma else nn.Embedding)(vocab_size, embed_dim)

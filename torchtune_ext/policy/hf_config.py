@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.policy.families import FAMILIES, LAYER_TYPES, Family, HFConfig
-from torchtune_ext.policy.hub import missing_config_hint
 from torchtune_ext.run.errors import UsageError, UsageFileError, closest_match
 from torchtune_ext.run.json_files import read_json_object
 
@@ -81,6 +80,8 @@ def read_hf_config(model_dir: str | Path) -> dict[str, Any]:
     path = Path(model_dir)
     file = path / "config.json"
     if not file.is_file():
+        from torchtune_ext.policy.hub import missing_config_hint
+
         raise UsageFileError(f"model_dir={str(model_dir)!r}: {missing_config_hint(path)}")
     config = read_json_object(file)
     kind = config.get("model_type")

@@ -14,7 +14,6 @@ from torchtune.modules import TiedLinear
 
 from torchtune_ext.policy.families import FAMILIES, FUSED_PARTS
 from torchtune_ext.policy.hf_config import MULTIMODAL, complete_config, read_hf_config
-from torchtune_ext.policy.hub import hub_owner
 from torchtune_ext.policy.sharding import fill_param, gather_full
 from torchtune_ext.run.errors import UsageError, UsageFileError
 from torchtune_ext.run.json_files import read_json_object, require_no_lfs_pointer
@@ -66,6 +65,8 @@ class HFModel:
         """
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
+            from torchtune_ext.policy.hub import hub_owner
+
             unread = sorted(path.name for ending in ("*.bin", "*.pth", "*.gguf") for path in self.path.glob(ending))
             there = f" (found {unread[0]}, an unsupported format)" if unread else ""
             raise UsageFileError(

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class AdapterSpec:
     # Whether the base weights are in NF4.
     quantized: bool
     # Target that the files hold fused ("qkv_proj") -> number of its parts with an adapter.
-    fused: Mapping[str, int]
+    fused: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def max_rank(self) -> int:
@@ -129,8 +129,25 @@ def adapter_spec(
             "below 1"
         )
     dora = isinstance(first, DoRALinear)
-    fused: dict[str, int] = {}
-    targets = []
+    targets = _count_adapters(model, hf_model, dora)
+    return AdapterSpec(
+        rank=rank,
+        alpha=alpha,
+        dropout=dropout,
+        targets=tuple(targets),
+        dora=dora,
+        quantized=any(isinstance(module.weight, NF4Tensor) for module in modules.values()),
+        fused={name: count for name, count in targets.items() if name in FUSED_PARTS},
+    )
+
+
+def _count_adapters(model: TransformerDecoder, hf_model: HFModel, dora: bool) -> dict[str, int]:
+    """Returns Hugging Face's names of the adapted layers -> number of their parts with an adapter.
+
+    Raises:
+        UsageError: a fused layer has DoRA adapters on some of its parts.
+    """
+    targets: dict[str, int] = {}
     for name, parts in _adapted_layers(model, hf_model).items():
         count = sum(isinstance(part, (LoRALinear, DoRALinear)) for part in parts)
         if dora and count < len(parts):
@@ -138,18 +155,8 @@ def adapter_spec(
                 f"model.use_dora: the files hold {name.rpartition('.')[2]} fused, so an exported DoRA adapter must adapt all "
                 "its parts. Fix: set model.lora_attn_modules=[q_proj, k_proj, v_proj], or model.use_dora=False"
             )
-        targets.append(name.rpartition(".")[2])
-        if targets[-1] in FUSED_PARTS:
-            fused[targets[-1]] = count
-    return AdapterSpec(
-        rank=rank,
-        alpha=alpha,
-        dropout=dropout,
-        targets=tuple(dict.fromkeys(targets)),
-        dora=dora,
-        quantized=any(isinstance(module.weight, NF4Tensor) for module in modules.values()),
-        fused=fused,
-    )
+        targets[name.rpartition(".")[2]] = count
+    return targets
 
 
 def adapted_modules(model: nn.Module) -> dict[str, LoRALinear | DoRALinear]:

@@ -122,6 +122,13 @@ def test_family_exported_adapter_in_peft_equals_ours(row, options, tmp_path):
     assert (plain - want).abs().max() > 0.1 * want.std()
 
 
+def test_dora_on_part_of_fused_layer_is_refused(tmp_path):
+    kind, changes = ROWS["phi 3"]
+    save(tmp_path, kind, **changes)
+    with pytest.raises(ValueError, match="the files hold qkv_proj fused.*lora_attn_modules=.q_proj, k_proj, v_proj"):
+        adapted(HFModel(tmp_path), use_dora=True, lora_attn_modules=["q_proj"])
+
+
 def test_family_packed_rows_equal_unpacked_sequences(row):
     _, source = row
     model = to_float64(build(source)).train()
