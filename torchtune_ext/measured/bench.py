@@ -85,7 +85,8 @@ class BenchService(Closing):
     def submit(self, kernel: Kernel, text: str, permitted: Collection[str] | None = None) -> "Future[Result]":
         """Submits a model's answer and returns at once.
 
-        Canceling the future does not stop the measurement. It raises BenchError if the service fails.
+        Canceling the future does not stop the measurement. The future raises BenchError if the
+        service fails.
 
         Args:
             permitted: techniques (`techniques.TECHNIQUES`) that the program may use. Other
@@ -118,7 +119,10 @@ class BenchService(Closing):
             )
 
     def close(self) -> None:
-        """Ends all processes; pending futures raise BenchError. In a fork, or again: nothing."""
+        """Ends all processes and removes all folders. Pending futures raise BenchError.
+
+        A second call, or a call in a forked process, does nothing.
+        """
         if os.getpid() != self._pid:
             return
         self._stop_accepting(BenchError(f"the {type(self).__name__} is closed"))

@@ -84,11 +84,13 @@ def try_write(stream: TextIO | None, write: Callable[[], Any]) -> bool:
     return True
 
 
-def _redirect_to_null(stream: Any) -> None:
+def _redirect_to_null(stream: TextIO | None) -> None:
+    if stream is None:
+        return
     try:
         descriptor = stream.fileno()
     except (AttributeError, OSError, ValueError):
-        # The stream is None, in memory, or closed.
+        # The stream is in memory, or closed.
         return
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, descriptor)

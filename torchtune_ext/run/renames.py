@@ -4,7 +4,8 @@ import ast
 from collections.abc import Iterator
 
 PACKAGE_PREFIX = "torchtune_ext."
-# Old name -> new name below the package, for modules and for names in a module.
+# Old name -> new name below the package, for modules and for names in a module. Old names must not
+# exist in the current version.
 RENAMED_MODULES = {
     **{name: f"pipeline.{name}" for name in "groups episodes advantages evaluation rollout source packing".split()},
     **{name: f"training.{name}" for name in ("replay", "teacher")},

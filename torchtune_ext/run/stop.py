@@ -98,7 +98,8 @@ class StopSignals:
 
     @contextmanager
     def protect_save(self) -> Iterator[None]:
-        """Mark the block in which a checkpoint is written; the grace time does not interrupt it."""
+        """Mark the block in which a checkpoint is written."""
+        # The grace time does not interrupt it, because a partial checkpoint would be useless.
         self._saving = True
         try:
             yield

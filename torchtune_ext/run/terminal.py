@@ -5,17 +5,19 @@ import os
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
-from typing import Any, TextIO
+from typing import TextIO
 
 RED, YELLOW, BOLD = "1;31", "33", "1"
 
 
-def terminal_width(stream: Any) -> int | None:
-    """Return the columns of the terminal of a text stream; None if it is not a terminal."""
+def terminal_width(stream: TextIO | None) -> int | None:
+    """Return the columns of the terminal of a stream; None if the stream is not a terminal."""
+    if stream is None:
+        return None
     try:
         size = os.get_terminal_size(stream.fileno())
     except (AttributeError, OSError, ValueError):
-        # The stream is None, in memory, closed, or not a terminal.
+        # The stream is in memory, closed, or not a terminal.
         return None
     # A terminal in a container sometimes reports the size 0 x 0.
     return size.columns if size.lines and size.columns else None

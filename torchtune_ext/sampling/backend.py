@@ -34,7 +34,8 @@ def derive_seed(seed: int, *parts: int) -> int:
 
 
 def group_seeds(seed: int | None, group: int, n: int) -> list[int | None]:
-    """Returns the seeds of a group's `n` completions, which other groups do not change; or None."""
+    """Returns the seeds of a group's `n` completions; all None if `seed` is None."""
+    # The seeds depend only on `seed` and the group's number, not on other submitted groups.
     return [None if seed is None else derive_seed(seed, group, s) for s in range(n)]
 
 
@@ -89,7 +90,8 @@ class EngineRequest:
             "top_k": sampling.top_k,
             "seed": self.seed,
             "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": True,  # only `stop_token_ids` end a completion
+            # Only `stop_token_ids` end a completion; if the config has none, recipes set the EOS tokens.
+            "ignore_eos": True,
             "logprobs": 0,  # only the log-prob of the sampled token
             "prompt_logprobs": 0 if self.priority is Priority.SCORE else None,
             "detokenize": False,

@@ -106,7 +106,7 @@ class GlooGroup:
         """Broadcasts `data` [bytes], uint8, from rank 0, in place.
 
         Args:
-            data: The bytes of this rank.
+            data: Sent by rank 0, overwritten on the other ranks.
             give_up_at: Deadline on time.monotonic().
 
         Raises:

@@ -44,7 +44,7 @@ _prestarted: ProcessHandle | None = None  # until an engine takes it
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Returns the trainer's environment without torchrun's and ignored variables, with `extra`."""
+    """Returns the trainer's environment with its `sys.path` and `extra`, without torchrun's variables."""
     env = {
         key: value
         for key, value in copy_environment().items()

@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.2  # longest time between two health checks, seconds
 COUNTS = ("prefix_queries", "prefix_hits", "preemptions", "completed", "tokens")  # kept across restarts
-STALL_FACTOR = 4  # times `probe_deadline_s` without a step, after which a replica with requests has stalled
+# A replica with requests has stalled after this many times `probe_deadline_s` without a step. No
+# single step takes that long.
+STALL_FACTOR = 4
 
 
 class State(Enum):

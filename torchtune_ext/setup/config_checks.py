@@ -77,6 +77,7 @@ def check_settings(cfg: RunSettings, loss: Any) -> None:
 
 def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage: AdvantageConfig) -> None:
     """Raise UsageError for sampling settings that are unsuitable for training."""
+    # Training needs samples from the full distribution of the policy, and enough of them per group.
     if 1 < advantage.pass_k >= samples_per_prompt:
         raise UsageError(
             f"advantage.pass_k={advantage.pass_k} needs larger groups: samples_per_prompt={samples_per_prompt} must be larger "

@@ -22,14 +22,7 @@ ADAMW_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class DiskNeed:
-    """Disk space for the checkpoints of a run.
-
-    Args:
-        rows: bytes of one checkpoint, by content.
-        max_checkpoints: the maximum number that exists at once, including the one being written.
-        free: bytes for checkpoints under `output_dir`: free space, plus the checkpoints that the
-            run already has.
-    """
+    """Disk space for the checkpoints of a run."""
 
     rows: dict[str, int]  # bytes of one checkpoint, by content
     max_checkpoints: int  # the most that exist at once, including the one being written

@@ -230,6 +230,7 @@ class SweepRunner:
         # An interrupted run resumes from its checkpoint. Without one it restarts in its folder.
         if checkpoint_folders(place / "checkpoints"):
             words, begins = [*words, "resume_from_checkpoint=True"], "resumes"
+        # All runs of the sweep form one group in W&B.
         environ = {"WANDB_RUN_GROUP": self.sweep.name, **self._variables, **copy_environment()}
         for name in (SWEEP_VARIABLE, RUN_VARIABLE):
             environ.pop(name, None)
@@ -261,8 +262,7 @@ class SweepRunner:
         early, told_at = False, None  # time of SIGTERM
         progress = ProgressBar(run.id)
         while process.poll() is None:
-            steps = [record["step"] for record in metric_records(self.folder.path / run.id, "step")]
-            progress.label = f"{run.id}: step {max(steps, default=0)}"
+            progress.label = f"{run.id}: step {latest_step(self.folder.path / run.id / METRICS_FILE)}"
             progress.add(0)
             if told_at is None and self.stop_signal is not None:
                 told_at = time.monotonic()
@@ -331,7 +331,17 @@ def metric_records(folder: Path, metric: str) -> list[dict[str, Any]]:
     return []
 
 
-@lru_cache(1024)
+def latest_step(path: Path) -> int:
+    """Returns the step of the last complete line of a metrics file; 0 without such a line."""
+    # A sweep polls this, so only the end of the file is read, and no error may end a run.
+    with suppress(OSError, ValueError, KeyError, TypeError), open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
+        *_, line, _ = file.read().split(b"\n")
+        return int(json.loads(line)["step"])
+    return 0
+
+
+@lru_cache(64)
 def _read_records(path: Path, size: int) -> list[dict[str, Any]]:
     # The size is part of the cache key, so a file is read again only when its size has changed.
     return read_metrics(path)
@@ -350,6 +360,8 @@ def failure_cause(output: Path, status: int) -> str:
         text = file.read().decode(errors="replace")
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
     errors = [line for line in lines if re.match(r"(error:|[\w.]*(Error|Exception)\b)", line)]
+    # Lines of elapsed time ("start: not ready after 30 s") say nothing about the cause.
+    lines = [line for line in lines if not re.search(r" after \d+ s(,|$)", line)] or lines
     line = (errors or lines or ["it printed nothing"])[-1][:MAX_CAUSE_CHARS]
     ended = f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
     return f"{line.removeprefix('error: ')} ({ended})"

@@ -21,13 +21,15 @@ def next_point(sweep: Sweep, seed: int, number: int, results: Sequence[tuple[Poi
     # A point depends only on the seed, its number and the earlier results. So a killed sweep
     # resumes with the points that it would have tried.
     own_seed = (seed * 1_000_003 + number) % 2**32
-    sampler: Any = optuna.samplers.RandomSampler(seed=own_seed)
     if sweep.method == "bayes":
         first = max(1, min(MAX_STARTUP_TRIALS, sweep.num_runs // 2))
         # With a few tens of runs, independent models of the parameters find more good points than a
         # joint one. `constant_liar` gives unfinished runs a bad value, so concurrent ones differ.
-        options = {"n_startup_trials": first, "multivariate": False, "constant_liar": True}
-        sampler = optuna.samplers.TPESampler(seed=own_seed, **options)
+        sampler = optuna.samplers.TPESampler(
+            seed=own_seed, n_startup_trials=first, multivariate=False, constant_liar=True
+        )
+    else:
+        sampler = optuna.samplers.RandomSampler(seed=own_seed)
     study = _create_study(sweep, sampler=sampler)
     space = {each.name: _distribution(each) for each in sweep.varied_parameters}
     states = optuna.trial.TrialState

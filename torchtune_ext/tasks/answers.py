@@ -375,7 +375,8 @@ class MathGrader:
         format: the form that the part "format" checks: "box" or "think".
         format_reward: fraction of the reward for the format:
             (1 - format_reward) * accuracy + format_reward * format.
-        unmarked: the answer of a text without any of these marks: "last_number" or "none".
+        unmarked: the answer of a text without a box, `####` or "answer is": "last_number" or
+            "none".
 
     Raises:
         UsageError: `format` or `unmarked` is unknown, `format_reward` is not in [0, 1), or

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeGuard
 
 from torchtune_ext.run.errors import UsageError, describe_error
 from torchtune_ext.tasks.task import AdaptiveTask, GradedGroup, Problem, Task
@@ -53,6 +53,11 @@ class _Candidate:
         return f"{name}: {self.reason}"
 
 
+def is_adaptive(task: Task) -> TypeGuard[AdaptiveTask]:
+    """Returns whether a task selects its next problems by the results of earlier problems."""
+    return hasattr(task, "observe")
+
+
 class ProblemStream:
     """Yields the problems of a task in the order of `seed`. The task may be an `AdaptiveTask`.
 
@@ -70,8 +75,8 @@ class ProblemStream:
         # With an adaptive task, an index may later hold another problem, and may be listed twice.
         self.skipped_indices: list[int] = []
         self._task, self._seed = task, seed
-        self._is_adaptive = hasattr(task, "observe")
-        self._adaptive = cast(AdaptiveTask, task) if self._is_adaptive else None
+        self._adaptive = task if is_adaptive(task) else None
+        self._is_adaptive = self._adaptive is not None
         self._check = check
         self._answer_check: AnswerCheck | None = None
         # Result of the answer check, by the id of a problem.

@@ -74,7 +74,8 @@ class SkyRLEnvironment:
         # is trained on the ids that it sampled.
         step = self.game.step(strip_thinking(message["content"]))
         # The parts of a score must be numbers; metrics may have any type.
-        metrics: Any = {name: value for name, value in self.game.get_metrics().items() if isinstance(value, Real)}
+        found = self.game.get_metrics()
+        metrics: dict[str, Any] = {name: value for name, value in found.items() if isinstance(value, Real)}
         return EnvironmentReply(step["observations"], step["reward"], step["done"], metrics)
 
     def close(self) -> None:

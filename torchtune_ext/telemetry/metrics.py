@@ -105,7 +105,8 @@ class MetricLogger(Closing):
         # Ranks other than 0 have no file.
         if self._fd is None:
             return
-        # A step is logged in parts: its metrics before its checkpoint, and its seconds at its end.
+        # A step is logged in parts: its metrics before its checkpoint, so that a resumed run has
+        # them, and its seconds at its end.
         if step < self._last_step:
             raise UsageError(
                 f"step={step} after step {self._last_step}: steps must not decrease. Fix: resume with resume_step={step}"

@@ -217,7 +217,7 @@ PANELS = (
     Panel("Trainer/engine mismatch", "Values that a weight sync changed", unit="percent", zero=True, hide_if_zero=True,
           metrics=(
         Metric("publish/changed_share", "fraction", "estimated fraction of values that a weight sync changes",
-               "below 0.2 with an engine dtype coarser than the trainer's"),)),
+               "below 0.2 with `engine.dtype` coarser than `dtype`"),)),
     Panel("Asynchronous training", "Staleness of the groups", zero=True,
           note="Policy version in training minus policy version at the start of a group.", metrics=(
         Metric("async/staleness_mean", "mean", "mean staleness of the step's groups, in policy versions",

@@ -27,7 +27,7 @@ _MIN_REWARD_STD = 1e-9  # rewards whose standard deviation is below this are equ
 class ProgressBar(Closing):
     """Counts items, tokens and rewards of one phase; threads may update it concurrently.
 
-    As a context manager, it also prints its lines while nothing is counted.
+    As a context manager without a bar, it also prints its lines while nothing is counted.
 
     Args:
         label: name of the phase.
@@ -70,8 +70,13 @@ class ProgressBar(Closing):
             self._try_draw(self._tqdm.close)
 
     def __enter__(self) -> "ProgressBar":
-        if self._tqdm is None and self._log_every_s < math.inf:
-            threading.Thread(target=self._log_until_closed, name="progress", daemon=True).start()
+        if self._tqdm is None and self._log_every_s < math.inf and sys.stderr is not None:
+            thread = threading.Thread(target=self._log_until_closed, name="progress", daemon=True)
+            try:
+                thread.start()
+            except BaseException:  # a signal's RunStopped, after which `__exit__` is not called
+                self.close()
+                raise
         return self
 
     def status_text(self) -> str:

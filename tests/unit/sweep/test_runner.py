@@ -74,8 +74,8 @@ def test_sweep_prints_step_and_time_of_silent_runs(tmp_path, capsys, monkeypatch
     runner, _ = small_sweeps.runner(file, tmp_path / "out", 1, "steps=4", "seconds=0.3")
     assert runner.run()
     lines = capsys.readouterr().err.splitlines()
-    steps = [int(re.fullmatch(r"run_01: step (\d) after \d s", line)[1]) for line in lines]
-    assert steps == sorted(steps) and {0, 2} <= set(steps), lines
+    steps = [int(re.fullmatch(r"run_01: step (\d) after \d+ s", line)[1]) for line in lines]
+    assert steps == sorted(steps) and len(set(steps)) > 1, lines
 
 
 def test_a_run_that_fails_is_a_result(tmp_path, capsys):

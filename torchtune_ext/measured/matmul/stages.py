@@ -7,7 +7,6 @@ design. They are deterministic and do not use a clock.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import fmean
 
 from torchtune_ext.measured.techniques import TECHNIQUES
 from torchtune_ext.run.errors import UsageError
@@ -117,12 +116,17 @@ def _promotion_reason(state: _ProblemState) -> str:
         return ""
     half = WINDOW_VISITS // 2
     first, second = state.window[:half], state.window[half:]
-    share = fmean(visit.correct for visit in state.window)
-    rise = fmean(visit.correct for visit in second) - fmean(visit.correct for visit in first)
+    share = _mean([visit.correct for visit in state.window])
+    rise = _mean([visit.correct for visit in second]) - _mean([visit.correct for visit in first])
     speeds = [[visit.speed for visit in part if visit.speed is not None] for part in (first, second)]
-    gain = fmean(speeds[1]) - fmean(speeds[0]) if all(speeds) else 0.0
+    gain = _mean(speeds[1]) - _mean(speeds[0]) if all(speeds) else 0.0
     if share >= MIN_CORRECT and rise < MAX_SETTLED_RISE and gain < MAX_SETTLED_GAIN:
         return f"{share:.0%} are correct and the share is stable; the last {half} groups gained {gain:+.2f} doublings"
     if share >= MIN_CORRECT_LATE and state.visits >= PATIENCE_VISITS:
         return f"{share:.0%} are correct after {state.visits} groups, the limit of a stage"
     return ""
+
+
+def _mean(values: Sequence[float]) -> float:
+    # Not `fmean`, which rounds otherwise: a resumed run must promote at the same results.
+    return sum(values) / len(values)

@@ -126,7 +126,7 @@ class Murder:
 Statement = Place | Either | Iff | SameRoom | Together | NextTo | Moved | HasMotive | Murder
 
 # Clues are sorted by the weight of their kind (the public generator's values) plus a random number
-# in [0, 1), and dropped in this order: those with a larger weight are kept more often.
+# in [0, 1). A puzzle tries to drop them in this order: a larger weight is kept more often.
 WEIGHTS = {"murder": -0.2, "place": -0.15, "role": -0.1, "motive": 0.0, "or": -0.05, "iff": 0.05, "same_room": 0.5}
 WEIGHTS |= {"together": 0.8, "beside": 0.2, "moved": 0.1, "carried": 0.2, "role_moved": 0.2, "role_carried": 0.35}
 ROLE_MEETING = 1.5  # added to the weight of a meeting with the murderer or the murder weapon
@@ -208,7 +208,10 @@ def _false_place(rng: random.Random, scenario: Scenario, place: Place) -> Place 
 
 
 def _compounds(rng: random.Random, scenario: Scenario, kind: str, count: int) -> list[tuple[float, Statement]]:
-    """Creates clues of two places: "or" of a true and a false place, "iff" of two equal ones."""
+    """Creates clues of two places.
+
+    "or" joins a true and a false place; "if and only if" joins two true or two false places.
+    """
     right = _all_places(scenario)
     clues: list[tuple[float, Statement]] = []
     for _ in range(count):
